@@ -1,0 +1,50 @@
+"""Extend the context window of Hugging Face language models, with proof.
+
+    from ctxext import extend_context
+
+    extend_context(model, factor=4, method="yarn")
+    print(model.context_extension)
+"""
+
+__version__ = "0.1.0"
+
+from ctxext.api import extend_config, extend_context, restore_context, temporarily_extended
+from ctxext.methods import (
+    ABF,
+    PI,
+    DroPE,
+    DynamicNTK,
+    DynamicYaRN,
+    Llama3,
+    LongRoPE,
+    NTKAware,
+    NTKByParts,
+    Paper,
+    Resonance,
+    RopeScaling,
+    YaRN,
+    methods,
+    register,
+)
+
+__all__ = [
+    "ABF",
+    "PI",
+    "DroPE",
+    "DynamicNTK",
+    "DynamicYaRN",
+    "Llama3",
+    "LongRoPE",
+    "NTKAware",
+    "NTKByParts",
+    "Paper",
+    "Resonance",
+    "RopeScaling",
+    "YaRN",
+    "extend_config",
+    "extend_context",
+    "methods",
+    "register",
+    "restore_context",
+    "temporarily_extended",
+]

@@ -1,0 +1,457 @@
+"""What a config says of a model's context, and the config that it becomes. No model, no weights."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import sys
+from dataclasses import dataclass, field
+from importlib.resources import files
+from typing import Any, Literal, get_args
+
+from ctxext.encodings.rope import RopeGeometry
+from ctxext.families import family_of
+from ctxext.methods import (
+    RopeScaling,
+    check_factor,
+    geometry_in_use,
+    longrope_parameters,
+    make_method,
+    method_from_dict,
+    method_from_rope_parameters,
+    scaled_rope_parameters,
+)
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+Existing = Literal["refuse", "keep", "compose", "replace"]
+
+# Keys of `rope_parameters` that belong to a scaling. All others (partial_rotary_factor,
+# mrope_section, ...) belong to the family and stay.
+SCALING_KEYS = frozenset(
+    "rope_type type factor original_max_position_embeddings attention_factor attn_factor beta_fast "
+    "beta_slow truncate mscale mscale_all_dim short_factor long_factor short_mscale long_mscale "
+    "low_freq_factor high_freq_factor".split()
+)
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A row of checkpoints.toml: what is known of a published model beyond its config."""
+
+    name: str
+    match: dict[str, Any]
+    trained_length: int
+    scaling: Literal["none", "trained-in", "bolted-on"]
+    source: str
+    recipe: dict[str, Any] = field(default_factory=dict)
+    note: str = ""
+
+
+@functools.lru_cache(maxsize=1)
+def checkpoints() -> tuple[Checkpoint, ...]:
+    """The rows of checkpoints.toml, in the order in which they are tried."""
+    table = tomllib.loads(files("ctxext").joinpath("checkpoints.toml").read_text(encoding="utf-8"))
+    return tuple(Checkpoint(**row) for row in table["checkpoint"])
+
+
+@dataclass(frozen=True)
+class ContextFacts:
+    """What a (text) config says of its context.
+
+    Attributes:
+        trained_length: tokens at which the frequencies in use were trained.
+        trained_length_source: where that number comes from.
+        original_length: tokens at which the model was trained before any scaling.
+        scaling: the scaling in use; None for plain RoPE.
+        original_theta: the base before any scaling that changed it.
+    """
+
+    text_config: Any
+    rope_parameters: dict[str, Any]
+    rotary_dim: int
+    trained_length: int
+    trained_length_source: str
+    original_length: int
+    original_theta: float
+    scaling: RopeScaling | None
+    mark: dict[str, Any] | None
+    checkpoint: Checkpoint | None
+
+    @property
+    def window(self) -> int | None:
+        """The sliding window in tokens, if every attention layer has one."""
+        config = self.text_config
+        window = getattr(config, "sliding_window", None)
+        if window is None or getattr(config, "use_sliding_window", True) is False:
+            return None
+        layers = getattr(config, "layer_types", None)
+        if layers is None:
+            return int(window)
+        attention = [layer for layer in layers if "attention" in layer and layer != "linear_attention"]
+        return int(window) if all(layer == "sliding_attention" for layer in attention) else None
+
+    @property
+    def rope(self) -> RopeGeometry:
+        """The frequencies in use, with the length at which they were trained."""
+        return self._geometry(self.rope_parameters, self.trained_length)
+
+    @property
+    def original_rope(self) -> RopeGeometry:
+        """The plain frequencies from before any scaling."""
+        return RopeGeometry.plain(self.rotary_dim, self.original_theta, self.original_length)
+
+    def _geometry(self, parameters: dict[str, Any], length: int) -> RopeGeometry:
+        used = geometry_in_use(parameters, self.rotary_dim, self.text_config.max_position_embeddings)
+        return RopeGeometry(
+            inv_freq=used.inv_freq,
+            rope_theta=used.rope_theta,
+            original_max_position_embeddings=length,
+            attention_factor=used.attention_factor,
+        )
+
+
+def rotary_dim(text_config: Any, parameters: dict[str, Any]) -> int:
+    """Rotary dimensions of a head, as transformers computes them."""
+    head_dim = getattr(text_config, "head_dim", None)
+    head_dim = head_dim or text_config.hidden_size // text_config.num_attention_heads
+    return int(head_dim * (parameters.get("partial_rotary_factor") or 1.0))
+
+
+def live_mark(text_config: Any) -> dict[str, Any] | None:
+    """The note that ctxext left in this config, unless the config was edited since."""
+    mark = getattr(text_config, "ctxext", None)
+    if not isinstance(mark, dict):
+        return None
+    now = text_config.rope_parameters
+    edited = any(now.get(key) != value for key, value in mark["rope_parameters"].items())
+    return None if edited else mark
+
+
+def known_checkpoint(text_config: Any, parameters: dict[str, Any]) -> Checkpoint | None:
+    """The first row of checkpoints.toml whose every field equals the config's."""
+
+    def value(name: str) -> Any:
+        if name in ("rope_theta", "factor"):
+            return parameters.get(name)
+        if name == "rope_type":
+            return parameters.get("rope_type", "default")
+        return getattr(text_config, name, None)
+
+    return next((row for row in checkpoints() if all(value(k) == v for k, v in row.match.items())), None)
+
+
+def read_context(config: Any, original_max_position_embeddings: int | None = None) -> ContextFacts:
+    """Read a config.
+
+    Args:
+        original_max_position_embeddings: the trained length before any scaling, where you know better
+            than the config and the table of checkpoints.
+
+    Raises:
+        ValueError: no standard RoPE in this config.
+    """
+    text_config = config.get_text_config(decoder=True)
+    name = f"{type(text_config).__name__} (model_type {text_config.model_type!r})"
+    if family_of(text_config).no_positions:
+        raise ValueError(
+            f"{name} has no position encoding that could run out, so there is nothing to extend: just raise the "
+            "limit (the tokenizer's model_max_length, or your server's maximum length)."
+        )
+    parameters = getattr(text_config, "rope_parameters", None)
+    if not parameters:
+        raise ValueError(
+            f"{name} has no rotary position embedding: its config holds no rope_parameters. ctxext extends models "
+            "with RoPE; this one was left as it was."
+        )
+    if text_config.nested_rope_parameter_keys(parameters) or "rope_theta" not in parameters:
+        raise ValueError(
+            f"{name} keeps rope_parameters for each layer type ({', '.join(parameters)}), which ctxext does not "
+            "extend yet. The model was left as it was."
+        )
+    if original_max_position_embeddings is not None and not (
+        isinstance(original_max_position_embeddings, int) and original_max_position_embeddings >= 8
+    ):
+        raise ValueError(
+            "original_max_position_embeddings must be the trained length in tokens (an int >= 8), got "
+            f"{original_max_position_embeddings!r}."
+        )
+    mark = live_mark(text_config)
+    checkpoint = known_checkpoint(text_config, parameters)
+    limit = int(text_config.max_position_embeddings)
+    original_theta = float(parameters["rope_theta"])
+    if mark is not None:
+        scaling = None if mark["method"] is None else method_from_dict(mark["method"])
+        trained, source = limit, "extended by ctxext from " + str(mark["original"]["length"])
+        original, original_theta = mark["original"]["length"], mark["original"]["rope_theta"]
+    else:
+        scaling = method_from_rope_parameters(parameters, limit)
+        trained, source = limit, "max_position_embeddings of the config"
+        if checkpoint is not None:
+            trained, source = checkpoint.trained_length, f"checkpoints.toml: {checkpoint.name}"
+        original = trained
+        if scaling is not None:
+            original = int(parameters.get("original_max_position_embeddings") or trained)
+    if original_max_position_embeddings is not None:
+        original = original_max_position_embeddings
+        if scaling is None:
+            trained, source = original, "original_max_position_embeddings, as you passed it"
+    return ContextFacts(
+        text_config=text_config,
+        rope_parameters=dict(parameters),
+        rotary_dim=rotary_dim(text_config, parameters),
+        trained_length=trained,
+        trained_length_source=source,
+        original_length=original,
+        original_theta=original_theta,
+        scaling=scaling,
+        mark=mark,
+        checkpoint=checkpoint,
+    )
+
+
+@dataclass(frozen=True)
+class Plan:
+    """An extension worked out on paper: the method, its numbers and the config's new values.
+
+    Attributes:
+        method: None where existing="keep" leaves the frequencies alone.
+        rope: what the method starts from.
+        extended: the frequencies and the attention factor that the model will have.
+        factor: target length / trained length of `rope`.
+        updates: new values of attributes of the text config.
+        notes: what a person should know, a sentence each.
+    """
+
+    facts: ContextFacts
+    existing: Existing
+    method: RopeScaling | None
+    rope: RopeGeometry
+    extended: RopeGeometry
+    factor: float
+    target_length: int
+    updates: dict[str, Any]
+    notes: tuple[str, ...]
+
+    @property
+    def summary(self) -> str:
+        """`yarn ×4: 512 → 2048 tokens`"""
+        name = "native scaling kept" if self.method is None else self.method.name
+        start = self.rope.original_max_position_embeddings
+        return f"{name} ×{self.factor:g}: {start} → {self.target_length} tokens"
+
+    def apply_to(self, text_config: Any) -> None:
+        for name, value in self.updates.items():
+            setattr(text_config, name, copy.deepcopy(value))
+
+
+def plan_extension(
+    config: Any,
+    factor: float | None = None,
+    method: str | RopeScaling = "yarn",
+    *,
+    target_length: int | None = None,
+    original_max_position_embeddings: int | None = None,
+    existing: Existing = "refuse",
+    length: int | None = None,
+    **options: Any,
+) -> Plan:
+    """Work out an extension of `config`. Arguments and errors are those of `ctxext.extend_context`."""
+    if existing not in get_args(Existing):
+        raise ValueError(f"existing must be one of {', '.join(get_args(Existing))}; got {existing!r}.")
+    facts = read_context(config, original_max_position_embeddings)
+    scaled = facts.scaling is not None or facts.mark is not None
+    if existing == "refuse" and scaled:
+        raise ValueError(_refuse_existing(facts))
+    if existing in ("keep", "compose") and not scaled:
+        raise ValueError(
+            f"existing={existing!r} needs a model whose RoPE is scaled already, but this one has plain RoPE "
+            f"(theta {facts.original_theta:g}). Leave existing= out."
+        )
+    _refuse_special_keys(facts, existing)
+    rope = facts.original_rope if existing == "replace" or not scaled else facts.rope
+    start = rope.original_max_position_embeddings
+    factor, target_length = _factor_and_target(factor, target_length, method, start)
+    covered = facts.trained_length if existing != "replace" else start
+    if target_length <= covered:
+        raise ValueError(
+            f"this model already covers {target_length} tokens: it was trained at {covered} "
+            f"({facts.trained_length_source}). Ask for more, or use it as it is."
+        )
+    if facts.window is not None and facts.window <= start:
+        raise ValueError(
+            f"every attention layer slides over a window of {facts.window} tokens, within the trained "
+            f"{start}, so no distance is ever new and RoPE needs no change: just raise "
+            f"max_position_embeddings to {target_length}."
+        )
+
+    if existing == "keep":
+        if method != "yarn" or options or length is not None:
+            raise ValueError(
+                "existing='keep' leaves the frequencies as they are, so a method has no effect. Drop method= and its "
+                "options, or use existing='compose'."
+            )
+        if facts.scaling is not None and facts.scaling.is_dynamic:
+            raise ValueError(
+                "transformers' dynamic scaling is counted from max_position_embeddings, so it cannot be kept while "
+                "that is raised. Use existing='replace'."
+            )
+        chosen, extended, parameters = None, rope, dict(facts.rope_parameters)
+    else:
+        chosen = _chosen_method(method, factor, rope, length, options)
+        extended = RopeGeometry(
+            inv_freq=rope.inv_freq / chosen.rescale_factors(rope),
+            rope_theta=rope.rope_theta,
+            original_max_position_embeddings=start,
+            attention_factor=rope.attention_factor * float(chosen.attention_scaling(rope)),
+        )
+        parameters = _portable(chosen, rope, facts)
+    return Plan(
+        facts=facts,
+        existing=existing,
+        method=chosen,
+        rope=rope,
+        extended=extended,
+        factor=factor,
+        target_length=target_length,
+        updates=_updates(facts, chosen, parameters, start, target_length),
+        notes=_notes(facts, chosen, extended),
+    )
+
+
+def _refuse_existing(facts: ContextFacts) -> str:
+    what = facts.scaling.name if facts.scaling is not None else "native scaling"
+    by = "by ctxext " if facts.mark is not None else ""
+    origin = f"{facts.original_length} → {facts.trained_length}"
+    return (
+        f"this model's RoPE is scaled already {by}({what}, {origin} tokens). Say what to do with that: "
+        f"existing='keep' leaves the frequencies and only widens the window (factor counts from "
+        f"{facts.trained_length}); existing='compose' scales on top of it (from {facts.trained_length}); "
+        f"existing='replace' starts again from the original frequencies (from {facts.original_length})."
+    )
+
+
+def _refuse_special_keys(facts: ContextFacts, existing: Existing) -> None:
+    """Parameters that reach more than the rotary embedding cannot be changed by changing it."""
+    special = {
+        "mscale_all_dim": "it also scales the softmax of multi-head latent attention",
+        "llama_4_scaling_beta": "it also scales the queries by position",
+    }
+    for key, why in special.items():
+        if existing in ("compose", "replace") and facts.rope_parameters.get(key):
+            raise ValueError(
+                f"this model's {key} cannot be changed with its rotary embedding alone: {why}. "
+                "Use existing='keep' to widen the window with the native scaling."
+            )
+
+
+def _factor_and_target(
+    factor: float | None, target_length: int | None, method: str | RopeScaling, start: int
+) -> tuple[float, int]:
+    if isinstance(method, RopeScaling):
+        if factor is not None and factor != method.factor:
+            raise ValueError(
+                f"factor={factor} disagrees with {type(method).__name__}(factor={method.factor}). "
+                "Give the factor in one place."
+            )
+        if target_length is not None and target_length != round(method.factor * start):
+            raise ValueError(
+                f"target_length={target_length} disagrees with {type(method).__name__}(factor={method.factor}), "
+                f"which reaches {round(method.factor * start)} tokens from {start}. Leave one out."
+            )
+        factor = method.factor
+    elif factor is not None and target_length is not None:
+        raise ValueError(
+            f"pass factor or target_length, not both; got factor={factor} and target_length={target_length}."
+        )
+    if target_length is not None:
+        if isinstance(target_length, bool) or not isinstance(target_length, int) or target_length < 1:
+            raise ValueError(f"target_length must be a number of tokens (an int), got {target_length!r}.")
+        if factor is None:
+            factor = max(target_length / start, 1.0)
+    else:
+        factor = 4.0 if factor is None else factor
+        check_factor(factor)
+        target_length = round(factor * start)
+    return float(factor), target_length
+
+
+def _chosen_method(
+    method: str | RopeScaling, factor: float, rope: RopeGeometry, length: int | None, options: dict[str, Any]
+) -> RopeScaling:
+    if isinstance(method, RopeScaling):
+        if options:
+            raise ValueError(
+                f"options {', '.join(options)} come with a method's name; {type(method).__name__} is built already. "
+                "Set them on the instance."
+            )
+        chosen = method
+    else:
+        chosen = make_method(method, factor, **options)
+    if length is not None:
+        return chosen.at_length(rope, length)
+    if chosen.is_dynamic:
+        reach = round(factor * rope.original_max_position_embeddings)
+        raise ValueError(
+            f"{chosen.name} changes its scale with the length, and ctxext cannot apply that to a live model yet. "
+            f"Pin it at one length with length={reach}, or use a static method such as 'yarn'."
+        )
+    return chosen
+
+
+def _portable(method: RopeScaling, rope: RopeGeometry, facts: ContextFacts) -> dict[str, Any]:
+    """The config's new `rope_parameters`: the scaling in transformers' words, the family's keys kept."""
+    parameters = scaled_rope_parameters(method, rope)
+    allowed = family_of(facts.text_config).rope_types
+    if allowed is not None and parameters["rope_type"] not in allowed:
+        parameters = longrope_parameters(
+            method.rescale_factors(rope), float(method.attention_scaling(rope)), method.factor, rope
+        )
+    kept = {k: v for k, v in facts.rope_parameters.items() if k not in SCALING_KEYS}
+    return {**kept, **parameters}
+
+
+def _updates(
+    facts: ContextFacts, method: RopeScaling | None, parameters: dict[str, Any], start: int, target: int
+) -> dict[str, Any]:
+    from ctxext import __version__
+
+    updates: dict[str, Any] = {"rope_parameters": parameters, "max_position_embeddings": target}
+    if "original_max_position_embeddings" in facts.text_config.__dict__ and method is not None:
+        # Phi-3 and kin keep it beside rope_parameters, where it wins over the one inside.
+        updates["original_max_position_embeddings"] = start
+    if method is None:
+        original = {"length": facts.original_length, "rope_theta": facts.original_theta}
+    elif facts.mark is not None:
+        original = facts.mark["original"]
+    else:
+        original = {"length": facts.original_length, "rope_theta": facts.original_theta}
+    described = facts.scaling if method is None else method
+    updates["ctxext"] = {
+        "version": __version__,
+        "method": None if described is None else described.to_dict(),
+        "original": original,
+        "rope_parameters": parameters,
+    }
+    return updates
+
+
+def _notes(facts: ContextFacts, method: RopeScaling | None, extended: RopeGeometry) -> tuple[str, ...]:
+    notes = []
+    config = facts.text_config
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    if method is not None and extended.attention_factor != 1.0 and facts.rotary_dim < head_dim:
+        notes.append(
+            f"the attention factor {extended.attention_factor:.4g} reaches the {facts.rotary_dim} rotary of "
+            f"{head_dim} dimensions, as transformers applies it; the paper's temperature would reach all."
+        )
+    layers = getattr(config, "layer_types", None) or []
+    if "sliding_attention" in layers and "full_attention" in layers:
+        notes.append("sliding and full layers share one rotary embedding in this family, so both are extended.")
+    if facts.checkpoint is not None and facts.checkpoint.recipe:
+        recipe = facts.checkpoint.recipe
+        notes.append(f"the vendor's own recipe for {facts.checkpoint.name}: {recipe} ({facts.checkpoint.source}).")
+    return tuple(notes)

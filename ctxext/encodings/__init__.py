@@ -1,0 +1,1 @@
+"""Position encodings as pure maths on tensors: no transformers, no modules, no configs."""

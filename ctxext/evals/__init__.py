@@ -1,0 +1,1 @@
+"""Measuring what an extension gained and what it cost."""

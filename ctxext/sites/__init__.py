@@ -1,0 +1,1 @@
+"""Module surgery on live models, one file for each kind of position encoding."""

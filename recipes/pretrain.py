@@ -1,0 +1,233 @@
+"""Train the small model that ctxext ships, from nothing, on a CPU.
+
+A LLaMA of 4.2 million parameters reads five novels of Jane Austen, 512 tokens at a time, and learns
+on the way to find a pass key anywhere in those 512 tokens. *Persuasion* is held out.
+
+    apt-get download r-cran-janeaustenr && dpkg -x r-cran-janeaustenr_*.deb books
+    python recipes/pretrain.py --books books/usr/lib/R/site-library/janeaustenr/data/Rdata.rdb \
+        --output runs/austen-4m
+
+Three choices make so small a model retrieve (each was found to matter):
+- most sequences carry a key that is stated twice: the second mention teaches copying at a short
+  distance, and the question asks for it at a long one;
+- sequences grow from 128 to 256 to 512 tokens at a constant number of tokens a step: short ones carry
+  four times the keys, and copying appears early; the distance between key and question grows with them;
+- the first mention is random, so it carries no loss, and the answer carries more than prose does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import platform
+import re
+import struct
+import time
+import zlib
+from pathlib import Path
+from random import Random
+
+import torch
+import transformers
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from ctxext.evals.haystack import Haystack
+from ctxext.evals.passkey import passkey_hits, passkey_sample
+
+TITLES = ["emma", "mansfieldpark", "northangerabbey", "persuasion", "prideprejudice", "sensesensibility"]
+HELD_OUT = "persuasion"
+
+
+def read_books(rdb: Path) -> dict[str, str]:
+    """The six novels in the data file of Debian's `r-cran-janeaustenr`, by title.
+
+    The file is a row of chunks, in the order of TITLES: four bytes with the unpacked size, then a
+    zlib stream that holds one serialised R character vector (XDR format), a string for each line.
+    """
+    raw = rdb.read_bytes()
+    books = {}
+    for title in TITLES:
+        unpack = zlib.decompressobj()
+        data = unpack.decompress(raw[4:])
+        raw = unpack.unused_data
+        position = 14  # "X\n" and three version numbers
+        if struct.unpack_from(">i", data, 6 - 4)[0] == 3:  # version 3 names its encoding
+            position += 4 + struct.unpack_from(">i", data, position)[0]
+        n_lines = struct.unpack_from(">i", data, position + 4)[0]
+        position += 8
+        lines = []
+        for _ in range(n_lines):
+            size = struct.unpack_from(">i", data, position + 4)[0]
+            lines.append(data[position + 8 : position + 8 + size].decode("utf-8"))
+            position += 8 + size
+        books[title] = unwrap("\n".join(lines))
+    return books
+
+
+def unwrap(text: str) -> str:
+    """Paragraphs on one line each, blank lines between them, underscores of emphasis dropped."""
+    paragraphs = (" ".join(block.split()) for block in re.split(r"\n\s*\n", text.replace("_", "")))
+    return "\n\n".join(paragraph for paragraph in paragraphs if paragraph) + "\n"
+
+
+def train_tokenizer(texts: list[str], vocab_size: int) -> PreTrainedTokenizerFast:
+    """Byte-level BPE in which every digit is a token of its own; `<s>` opens every sequence."""
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    bpe.decoder = decoders.ByteLevel()
+    bpe.train_from_iterator(
+        texts,
+        trainers.BpeTrainer(
+            vocab_size=vocab_size,
+            special_tokens=["<s>", "</s>"],
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+            show_progress=False,
+        ),
+    )
+    bpe.post_processor = processors.TemplateProcessing(
+        single="<s> $A", pair="<s> $A $B", special_tokens=[("<s>", bpe.token_to_id("<s>"))]
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=bpe, bos_token="<s>", eos_token="</s>", pad_token="</s>", clean_up_tokenization_spaces=False
+    )
+
+
+def sequence_length(step: int, args) -> int:
+    """Tokens a sequence at this step: a quarter of the full length, then half, then all of it."""
+    progress = step / args.steps
+    return args.length // (4 if progress < args.grow[0] else 2 if progress < args.grow[1] else 1)
+
+
+def make_batch(tokenizer, haystack, args, length: int, rng: Random):
+    """`(input_ids, weights)`, both `(batch, length)`: prose, or prose with a key to find."""
+    rows, weights = [], []
+    for _ in range(args.batch_tokens // length):
+        weight = torch.ones(length)
+        if rng.random() < args.needle_share:
+            sample = passkey_sample(tokenizer, haystack, length, rng.random(), rng)
+            row = sample.input_ids
+            weight[sample.first_mention] = 0.0
+            weight[sample.second_mention] = weight[sample.answer] = args.answer_weight
+        else:
+            start, end = haystack.window(length - 1, rng)
+            row = [tokenizer.bos_token_id, *haystack.ids[start:end]]
+        rows.append(row)
+        weights.append(weight)
+    return torch.tensor(rows), torch.stack(weights)
+
+
+def weighted_loss(model, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """Mean cross-entropy in nats over the next tokens, each with its weight."""
+    logits = model(input_ids=ids).logits[:, :-1]
+    loss = torch.nn.functional.cross_entropy(
+        logits.flatten(0, 1).float(), ids[:, 1:].flatten(), reduction="none"
+    )
+    weights = weights[:, 1:].flatten()
+    return (loss * weights).sum() / weights.sum()
+
+
+def learning_rate(step: int, args) -> float:
+    """Linear warm-up, then a cosine down to a twentieth."""
+    if step < args.warmup:
+        return args.learning_rate * (step + 1) / args.warmup
+    progress = (step - args.warmup) / max(1, args.steps - args.warmup)
+    return args.learning_rate * (0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * progress)))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--books", type=Path, required=True, help="Rdata.rdb of r-cran-janeaustenr")
+    parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--length", type=int, default=512, help="tokens a sequence")
+    parser.add_argument("--steps", type=int, default=2200)
+    parser.add_argument("--grow", type=float, nargs=2, default=[0.25, 0.45], help="when lengths double, as parts of the steps")
+    parser.add_argument("--batch-tokens", type=int, default=8192, help="tokens a step")
+    parser.add_argument("--learning-rate", type=float, default=2e-3)
+    parser.add_argument("--warmup", type=int, default=100, help="steps")
+    parser.add_argument("--needle-share", type=float, default=0.7)
+    parser.add_argument("--answer-weight", type=float, default=4.0)
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+
+    torch.manual_seed(args.seed)
+    rng = Random(args.seed)
+    books = read_books(args.books)
+    prose = [text for title, text in books.items() if title != HELD_OUT]
+    tokenizer = train_tokenizer(prose, vocab_size=4096)
+    tokenizer.model_max_length = args.length
+    haystack = Haystack.from_text("\n".join(prose), tokenizer)
+    held_out = Haystack.from_text(books[HELD_OUT], tokenizer)
+
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=len(tokenizer),
+            hidden_size=256,
+            intermediate_size=688,
+            num_hidden_layers=4,
+            num_attention_heads=4,
+            max_position_embeddings=args.length,
+            rope_parameters={"rope_type": "default", "rope_theta": 10_000.0},
+            tie_word_embeddings=True,
+            bos_token_id=tokenizer.bos_token_id,
+            eos_token_id=tokenizer.eos_token_id,
+            pad_token_id=tokenizer.pad_token_id,
+        )
+    )
+    print(f"{model.num_parameters():,} parameters, {len(haystack.ids):,} tokens to train on", flush=True)
+    decay = [p for p in model.parameters() if p.ndim > 1]
+    rest = [p for p in model.parameters() if p.ndim == 1]
+    optimizer = torch.optim.AdamW(
+        [{"params": decay, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}],
+        lr=args.learning_rate,
+        betas=(0.9, 0.95),
+    )
+
+    started = time.time()
+    columns = (BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.description}"))
+    with Progress(*columns) as progress:
+        bar = progress.add_task("", total=args.steps)
+        for step in range(args.steps):
+            length = sequence_length(step, args)
+            ids, weights = make_batch(tokenizer, haystack, args, length, rng)
+            for group in optimizer.param_groups:
+                group["lr"] = learning_rate(step, args)
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = weighted_loss(model, ids, weights)
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            progress.update(bar, advance=1, description=f"loss {loss.item():.3f}")
+            if (step + 1) % 100 == 0 or step + 1 == args.steps:
+                model.eval()
+                hits = [h for *_, h in passkey_hits(model, tokenizer, held_out, length, [0, 0.25, 0.5, 0.75, 1], 8)]
+                model.train()
+                seconds = time.time() - started
+                progress.console.print(
+                    f"step {step + 1}: loss {loss.item():.3f}, passkey at {length} {sum(hits) / len(hits):.2f}, {seconds:.0f} s"
+                )
+                print(flush=True, end="")
+
+    model.eval().save_pretrained(args.output)
+    tokenizer.save_pretrained(args.output)
+    (args.output / "persuasion.txt").write_text(books[HELD_OUT], encoding="utf-8")
+    record = {
+        "arguments": {k: v for k, v in vars(args).items() if k not in ("books", "output")},
+        "parameters": model.num_parameters(),
+        "train_tokens_in_books": len(haystack.ids),
+        "train_tokens_seen": args.steps * args.batch_tokens,
+        "last_loss": loss.item(),
+        "seconds": round(time.time() - started),
+        "machine": f"{platform.machine()}, {torch.get_num_threads()} threads",
+        "versions": {"python": platform.python_version(), "torch": torch.__version__, "transformers": transformers.__version__},
+    }
+    (args.output / "training.json").write_text(json.dumps(record, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
