@@ -8,7 +8,7 @@
 
 __version__ = "0.1.0"
 
-from ctxext.api import extend_config, extend_context, restore_context, temporarily_extended
+from ctxext.api import describe_context, extend_config, extend_context, restore_context, temporarily_extended
 from ctxext.methods import (
     ABF,
     PI,
@@ -41,6 +41,7 @@ __all__ = [
     "Resonance",
     "RopeScaling",
     "YaRN",
+    "describe_context",
     "extend_config",
     "extend_context",
     "methods",

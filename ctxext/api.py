@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ctxext import extension
 from ctxext.configs import Existing, plan_extension
+from ctxext.description import ContextDescription, describe
 from ctxext.methods import RopeScaling
 
 if TYPE_CHECKING:
@@ -115,3 +116,14 @@ def extend_config(
     extended = copy.deepcopy(config)
     plan.apply_to(extended.get_text_config(decoder=True))
     return extended
+
+
+def describe_context(
+    model_or_config: Any, factor: float | None = None, *, target_length: int | None = None, **options: Any
+) -> ContextDescription:
+    """What encoding a model has, how long it was trained and how that is known, and what extending would do.
+
+    Takes a model or a config; loads and changes nothing. Other arguments are those of `extend_context`.
+    """
+    config = getattr(model_or_config, "config", model_or_config)
+    return describe(config, factor, target_length, **options)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.resources import files
 from typing import Any, Literal, get_args
 
@@ -65,6 +65,7 @@ class ContextFacts:
     Attributes:
         trained_length: tokens at which the frequencies in use were trained.
         trained_length_source: where that number comes from.
+        reach: tokens that the model covers as it is; beyond the trained length where scaling was bolted on.
         original_length: tokens at which the model was trained before any scaling.
         scaling: the scaling in use; None for plain RoPE.
         original_theta: the base before any scaling that changed it.
@@ -75,6 +76,7 @@ class ContextFacts:
     rotary_dim: int
     trained_length: int
     trained_length_source: str
+    reach: int
     original_length: int
     original_theta: float
     scaling: RopeScaling | None
@@ -96,22 +98,14 @@ class ContextFacts:
 
     @property
     def rope(self) -> RopeGeometry:
-        """The frequencies in use, with the length at which they were trained."""
-        return self._geometry(self.rope_parameters, self.trained_length)
+        """The frequencies in use, with the length that they reach."""
+        used = geometry_in_use(self.rope_parameters, self.rotary_dim, self.text_config.max_position_embeddings)
+        return replace(used, original_max_position_embeddings=self.reach)
 
     @property
     def original_rope(self) -> RopeGeometry:
         """The plain frequencies from before any scaling."""
         return RopeGeometry.plain(self.rotary_dim, self.original_theta, self.original_length)
-
-    def _geometry(self, parameters: dict[str, Any], length: int) -> RopeGeometry:
-        used = geometry_in_use(parameters, self.rotary_dim, self.text_config.max_position_embeddings)
-        return RopeGeometry(
-            inv_freq=used.inv_freq,
-            rope_theta=used.rope_theta,
-            original_max_position_embeddings=length,
-            attention_factor=used.attention_factor,
-        )
 
 
 def rotary_dim(text_config: Any, parameters: dict[str, Any]) -> int:
@@ -185,8 +179,8 @@ def read_context(config: Any, original_max_position_embeddings: int | None = Non
     original_theta = float(parameters["rope_theta"])
     if mark is not None:
         scaling = None if mark["method"] is None else method_from_dict(mark["method"])
-        trained, source = limit, "extended by ctxext from " + str(mark["original"]["length"])
         original, original_theta = mark["original"]["length"], mark["original"]["rope_theta"]
+        trained, source = original, "noted in this config when ctxext extended it"
     else:
         scaling = method_from_rope_parameters(parameters, limit)
         trained, source = limit, "max_position_embeddings of the config"
@@ -195,16 +189,20 @@ def read_context(config: Any, original_max_position_embeddings: int | None = Non
         original = trained
         if scaling is not None:
             original = int(parameters.get("original_max_position_embeddings") or trained)
+    bolted_on = scaling is not None and checkpoint is not None and checkpoint.scaling == "bolted-on"
+    reach = limit if mark is not None or bolted_on else trained
     if original_max_position_embeddings is not None:
         original = original_max_position_embeddings
         if scaling is None:
-            trained, source = original, "original_max_position_embeddings, as you passed it"
+            trained = reach = original
+            source = "original_max_position_embeddings, as you passed it"
     return ContextFacts(
         text_config=text_config,
         rope_parameters=dict(parameters),
         rotary_dim=rotary_dim(text_config, parameters),
         trained_length=trained,
         trained_length_source=source,
+        reach=reach,
         original_length=original,
         original_theta=original_theta,
         scaling=scaling,
@@ -275,11 +273,10 @@ def plan_extension(
     rope = facts.original_rope if existing == "replace" or not scaled else facts.rope
     start = rope.original_max_position_embeddings
     factor, target_length = _factor_and_target(factor, target_length, method, start)
-    covered = facts.trained_length if existing != "replace" else start
-    if target_length <= covered:
+    if target_length <= start:
         raise ValueError(
-            f"this model already covers {target_length} tokens: it was trained at {covered} "
-            f"({facts.trained_length_source}). Ask for more, or use it as it is."
+            f"this model already covers {target_length} tokens: from {start} ({facts.trained_length_source}) "
+            "that is no extension. Ask for more, or use it as it is."
         )
     if facts.window is not None and facts.window <= start:
         raise ValueError(
@@ -325,11 +322,11 @@ def plan_extension(
 def _refuse_existing(facts: ContextFacts) -> str:
     what = facts.scaling.name if facts.scaling is not None else "native scaling"
     by = "by ctxext " if facts.mark is not None else ""
-    origin = f"{facts.original_length} → {facts.trained_length}"
+    origin = f"{facts.original_length} → {facts.reach}"
     return (
         f"this model's RoPE is scaled already {by}({what}, {origin} tokens). Say what to do with that: "
         f"existing='keep' leaves the frequencies and only widens the window (factor counts from "
-        f"{facts.trained_length}); existing='compose' scales on top of it (from {facts.trained_length}); "
+        f"{facts.reach}); existing='compose' scales on top of it (from {facts.reach}); "
         f"existing='replace' starts again from the original frequencies (from {facts.original_length})."
     )
 
@@ -423,17 +420,14 @@ def _updates(
     if "original_max_position_embeddings" in facts.text_config.__dict__ and method is not None:
         # Phi-3 and kin keep it beside rope_parameters, where it wins over the one inside.
         updates["original_max_position_embeddings"] = start
-    if method is None:
-        original = {"length": facts.original_length, "rope_theta": facts.original_theta}
-    elif facts.mark is not None:
-        original = facts.mark["original"]
-    else:
-        original = {"length": facts.original_length, "rope_theta": facts.original_theta}
+    if getattr(facts.text_config, "head_dim", 0) is None:
+        # transformers' yarn and longrope multiply with it (Mixtral's configs leave it out).
+        updates["head_dim"] = facts.text_config.hidden_size // facts.text_config.num_attention_heads
     described = facts.scaling if method is None else method
     updates["ctxext"] = {
         "version": __version__,
         "method": None if described is None else described.to_dict(),
-        "original": original,
+        "original": {"length": facts.original_length, "rope_theta": facts.original_theta},
         "rope_parameters": parameters,
     }
     return updates

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from ctxext.configs import SCALING_KEYS, Plan
+from ctxext.configs import Plan
 from ctxext.families import family_of
 from ctxext.methods import RopeScaling
 from ctxext.sites import rotary
@@ -269,14 +269,15 @@ def restore(model: PreTrainedModel, extension: Extension) -> None:
 
 
 def version_4_keys(rope_parameters: dict[str, Any]) -> dict[str, Any]:
-    """`rope_theta` and `rope_scaling` as transformers 4 and older engines read them.
+    """`rope_theta`, `partial_rotary_factor` and `rope_scaling` as transformers 4 and older engines read them.
 
     Without them transformers 4.57 loads a version 5 config as plain RoPE of theta 10000, silently.
     """
-    theta = {"rope_theta": rope_parameters["rope_theta"]}
+    keys = {name: rope_parameters[name] for name in ("rope_theta", "partial_rotary_factor") if name in rope_parameters}
     if rope_parameters["rope_type"] == "default":
-        return theta
-    return {**theta, "rope_scaling": {k: v for k, v in rope_parameters.items() if k in SCALING_KEYS}}
+        return keys
+    # Version 5 reads `rope_scaling` in the place of `rope_parameters`, so it must say all that those do.
+    return {**keys, "rope_scaling": {k: v for k, v in rope_parameters.items() if k not in keys}}
 
 
 def save_bilingual(model: PreTrainedModel, save_directory: Any, *args: Any, **kwargs: Any) -> Any:

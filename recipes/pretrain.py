@@ -23,6 +23,7 @@ import math
 import platform
 import re
 import struct
+import sys
 import time
 import zlib
 from pathlib import Path
@@ -144,8 +145,8 @@ def main() -> None:
     parser.add_argument("--books", type=Path, required=True, help="Rdata.rdb of r-cran-janeaustenr")
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--length", type=int, default=512, help="tokens a sequence")
-    parser.add_argument("--steps", type=int, default=2200)
-    parser.add_argument("--grow", type=float, nargs=2, default=[0.25, 0.45], help="when lengths double, as parts of the steps")
+    parser.add_argument("--steps", type=int, default=1500)
+    parser.add_argument("--grow", type=float, nargs=2, default=[0.15, 0.3], help="when lengths double, as parts of the steps")
     parser.add_argument("--batch-tokens", type=int, default=8192, help="tokens a step")
     parser.add_argument("--learning-rate", type=float, default=2e-3)
     parser.add_argument("--warmup", type=int, default=100, help="steps")
@@ -187,6 +188,26 @@ def main() -> None:
         betas=(0.9, 0.95),
     )
 
+    def save(folder: Path) -> None:
+        model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+        (folder / "persuasion.txt").write_text(books[HELD_OUT], encoding="utf-8")
+        record = {
+            "arguments": {k: v for k, v in vars(args).items() if k not in ("books", "output")},
+            "parameters": model.num_parameters(),
+            "train_tokens_in_books": len(haystack.ids),
+            "steps": step + 1,
+            "last_loss": loss.item(),
+            "seconds": round(time.time() - started),
+            "machine": f"{platform.machine()}, {torch.get_num_threads()} threads",
+            "versions": {
+                "python": platform.python_version(),
+                "torch": torch.__version__,
+                "transformers": transformers.__version__,
+            },
+        }
+        (folder / "training.json").write_text(json.dumps(record, indent=2) + "\n")
+
     started = time.time()
     columns = (BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.description}"))
     with Progress(*columns) as progress:
@@ -211,22 +232,10 @@ def main() -> None:
                 progress.console.print(
                     f"step {step + 1}: loss {loss.item():.3f}, passkey at {length} {sum(hits) / len(hits):.2f}, {seconds:.0f} s"
                 )
-                print(flush=True, end="")
+                sys.stdout.flush()
+                save(args.output)
 
-    model.eval().save_pretrained(args.output)
-    tokenizer.save_pretrained(args.output)
-    (args.output / "persuasion.txt").write_text(books[HELD_OUT], encoding="utf-8")
-    record = {
-        "arguments": {k: v for k, v in vars(args).items() if k not in ("books", "output")},
-        "parameters": model.num_parameters(),
-        "train_tokens_in_books": len(haystack.ids),
-        "train_tokens_seen": args.steps * args.batch_tokens,
-        "last_loss": loss.item(),
-        "seconds": round(time.time() - started),
-        "machine": f"{platform.machine()}, {torch.get_num_threads()} threads",
-        "versions": {"python": platform.python_version(), "torch": torch.__version__, "transformers": transformers.__version__},
-    }
-    (args.output / "training.json").write_text(json.dumps(record, indent=2) + "\n")
+    save(args.output)
 
 
 if __name__ == "__main__":

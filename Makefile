@@ -1,0 +1,39 @@
+# Two commands on a fresh machine with Python 3.10+, make and git: `make demo` and `make test`.
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+
+.PHONY: demo test lint smollm2 benchmark figures clean
+
+$(VENV)/demo.stamp: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable .
+	@touch $@
+
+$(VENV)/dev.stamp: $(VENV)/demo.stamp
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	@touch $@
+
+demo: $(VENV)/demo.stamp  ## a trained model breaks past its length, is extended, works, reloads
+	$(BIN)/ctxext demo
+
+test: $(VENV)/dev.stamp  ## every law, README block and notebook
+	$(BIN)/python -m pytest
+
+lint: $(VENV)/dev.stamp
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+smollm2: $(VENV)/dev.stamp  ## the same comparison on a public model, at 16384 tokens
+	$(BIN)/python recipes/smollm2.py
+
+benchmark: $(VENV)/dev.stamp
+	$(BIN)/python benchmarks/patch.py
+
+figures: $(VENV)/dev.stamp  ## the README's figure and numbers, anew
+	$(BIN)/ctxext demo --output docs/demo
+	$(BIN)/python benchmarks/shipped_model.py
+
+clean:
+	rm -rf $(VENV) ctxext-demo build dist

@@ -1,0 +1,54 @@
+"""The command line: one thin file for each command."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from typing import Annotated
+
+import typer
+
+from ctxext import __version__
+from ctxext.cli.common import console
+from ctxext.cli.demo import demo
+from ctxext.cli.describe import describe
+from ctxext.cli.extend import extend
+from ctxext.cli.methods import list_methods
+
+commands = typer.Typer(
+    help="Extend the context window of Hugging Face language models, with proof.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_show_locals=False,
+)
+commands.command()(describe)
+commands.command()(extend)
+commands.command("methods")(list_methods)
+commands.command()(demo)
+
+
+@commands.callback()
+def options(
+    plugin: Annotated[
+        list[str] | None, typer.Option("--import", help="Import this module first: it registers methods of your own.")
+    ] = None,
+) -> None:
+    sys.path.insert(0, "")
+    for module in plugin or ():
+        importlib.import_module(module)
+
+
+@commands.command()
+def version() -> None:
+    """Print the version."""
+    print(__version__)
+
+
+def app() -> None:
+    """Run the command line; errors that have a remedy are printed without a traceback."""
+    try:
+        commands()
+    except (ValueError, RuntimeError, OSError, ImportError) as error:
+        console.print(f"[bold red]error:[/] {type(error).__name__}: ", end="")
+        console.print(str(error), markup=False, highlight=False)
+        raise SystemExit(1) from error

@@ -1,0 +1,3 @@
+from ctxext.cli import app
+
+app()

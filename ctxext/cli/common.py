@@ -1,0 +1,61 @@
+"""What the commands share: the console, and how people write lengths and options."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from ctxext.configs import Existing
+
+console = Console(stderr=True)
+
+
+def parse_tokens(text: str) -> int:
+    """`131072`, `128k` (times 1024) or `1m` (times 1024²) as a number of tokens."""
+    value = text.strip().lower().replace("_", "").replace(",", "")
+    unit = {"k": 1024, "m": 1024**2}.get(value[-1:], 1)
+    number = value[:-1] if unit > 1 else value
+    try:
+        tokens = float(number) * unit
+    except ValueError:
+        tokens = 0.5
+    if tokens < 1 or tokens != int(tokens):
+        raise typer.BadParameter(f"{text!r} is no number of tokens; write 131072 or 128k.")
+    return int(tokens)
+
+
+def parse_options(pairs: list[str] | None) -> dict[str, Any]:
+    """`["beta_fast=16", "truncate=false"]` as keyword arguments; values are JSON, or plain words."""
+    options = {}
+    for pair in pairs or ():
+        name, equals, text = pair.partition("=")
+        if not equals:
+            raise typer.BadParameter(f"{pair!r} is no option; write NAME=VALUE, such as beta_fast=16.")
+        try:
+            options[name] = json.loads(text)
+        except json.JSONDecodeError:
+            options[name] = text
+    return options
+
+
+Model = Annotated[str, typer.Argument(help="A checkpoint: a folder, or a name on the hub (owner/name).")]
+Factor = Annotated[float | None, typer.Option(help="Target length / trained length.  [default: 4]")]
+TargetLength = Annotated[
+    int | None, typer.Option(parser=parse_tokens, metavar="TOKENS", help="Tokens to reach, such as 131072 or 128k.")
+]
+TrainedLength = Annotated[
+    int | None,
+    typer.Option(
+        "--original-max-position-embeddings",
+        parser=parse_tokens,
+        metavar="TOKENS",
+        help="The length it was really trained at, where you know better than its config.",
+    ),
+]
+HowExisting = Annotated[
+    str, typer.Option(help=f"What to do with RoPE that is scaled already: {', '.join(Existing.__args__)}.")
+]
+Revision = Annotated[str | None, typer.Option(help="A branch, tag or commit of a name on the hub.")]

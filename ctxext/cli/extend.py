@@ -1,0 +1,67 @@
+"""`ctxext extend`: a checkpoint in, an extended checkpoint out, no weights loaded."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ctxext.cli.common import (
+    Factor,
+    HowExisting,
+    Model,
+    Revision,
+    TargetLength,
+    TrainedLength,
+    console,
+    parse_options,
+    parse_tokens,
+)
+
+
+def extend(
+    model: Model,
+    factor: Factor = None,
+    target_length: TargetLength = None,
+    method: Annotated[str, typer.Option(help="A method of `ctxext methods`.")] = "yarn",
+    option: Annotated[
+        list[str] | None,
+        typer.Option("--option", metavar="NAME=VALUE", help="An option of the method, such as beta_fast=16."),
+    ] = None,
+    length: Annotated[
+        int | None,
+        typer.Option(parser=parse_tokens, metavar="TOKENS", help="Pin a dynamic method at the scale of this length."),
+    ] = None,
+    original_max_position_embeddings: TrainedLength = None,
+    existing: HowExisting = "refuse",
+    revision: Revision = None,
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="A new folder for the checkpoint.")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the new config.json and write nothing.")] = False,
+) -> None:
+    """Write an extended copy of a checkpoint: a new config.json, the same weight files (hard-linked)."""
+    from ctxext.folders import checkpoint_folder, extend_folder
+
+    if dry_run == (output is not None):
+        raise typer.BadParameter("give either --output FOLDER or --dry-run.")
+    result = extend_folder(
+        checkpoint_folder(model, revision, config_only=dry_run),
+        output,
+        factor,
+        method,
+        target_length=target_length,
+        original_max_position_embeddings=original_max_position_embeddings,
+        existing=existing,
+        length=length,
+        say=console.print,
+        **parse_options(option),
+    )
+    console.print(f"[bold]{result.plan.summary}[/]", highlight=False)
+    for note in result.plan.notes:
+        console.print(f"note: {note}", highlight=False, markup=False)
+    if result.output is None:
+        print(json.dumps(result.config, indent=2, ensure_ascii=False))
+        return
+    how = f"{result.linked_bytes / 2**30:.2f} GiB linked, {result.copied_bytes / 2**30:.2f} GiB copied"
+    console.print(f"wrote {result.output} ({how}); plain transformers loads it.", highlight=False)

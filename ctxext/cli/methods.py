@@ -1,0 +1,25 @@
+"""`ctxext methods`: what is registered."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+from rich.console import Console
+from rich.padding import Padding
+
+from ctxext.methods import methods
+
+
+def list_methods() -> None:
+    """Print every method with its formula, its options, its paper and the form in which it is saved."""
+    from ctxext.tables import saved_as, sentence
+
+    console = Console(highlight=False)
+    for method in methods():
+        names = " ".join((f"[bold cyan]{method.name}[/]", *(f"[dim]({alias})[/]" for alias in method.aliases)))
+        options = ", ".join(field.name for field in fields(method) if field.name != "factor")
+        console.print(f"{names}  {sentence(method)}")
+        details = f"saved as {saved_as(method).replace('`', '')}; {method.training}; {method.paper.title}"
+        if options:
+            details += f"\noptions: {options}"
+        console.print(Padding(details, (0, 0, 0, 4)), style="dim")

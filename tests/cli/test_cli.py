@@ -1,0 +1,99 @@
+"""The command line as a person meets it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import typer
+from families import tiny_model
+
+from ctxext.cli.common import parse_options, parse_tokens
+
+
+def ctxext(*arguments: object, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "ctxext.cli", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, cwd=cwd)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("checkpoint")
+    tiny_model("llama").save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize(("text", "tokens"), [("131072", 131072), ("128k", 131072), ("1M", 1048576), ("1_000", 1000)])
+def test_lengths_are_read_as_people_write_them(text: str, tokens: int) -> None:
+    assert parse_tokens(text) == tokens
+
+
+@pytest.mark.parametrize("text", ["banana", "0", "-4k", "1.0001k", ""])
+def test_what_is_no_length_is_refused(text: str) -> None:
+    with pytest.raises(typer.BadParameter, match="128k"):
+        parse_tokens(text)
+
+
+def test_options_are_json_or_words() -> None:
+    assert parse_options(["beta_fast=16", "truncate=false", "ramp=rotations", "long_factor=[1, 2]"]) == {
+        "beta_fast": 16,
+        "truncate": False,
+        "ramp": "rotations",
+        "long_factor": [1, 2],
+    }
+    with pytest.raises(typer.BadParameter, match="NAME=VALUE"):
+        parse_options(["beta_fast"])
+
+
+def test_extend_writes_what_it_says(checkpoint: Path, tmp_path: Path) -> None:
+    run = ctxext("extend", checkpoint, "--target-length", "256", "--option", "beta_fast=16", "-o", tmp_path / "out")
+    assert run.returncode == 0, run.stderr
+    assert "yarn ×4: 64 → 256 tokens" in run.stderr
+    config = json.loads((tmp_path / "out/config.json").read_text())
+    assert config["rope_parameters"]["beta_fast"] == 16
+
+
+def test_a_dry_run_prints_json_alone(checkpoint: Path) -> None:
+    run = ctxext("extend", checkpoint, "--factor", "2", "--dry-run")
+    assert json.loads(run.stdout)["max_position_embeddings"] == 128
+
+
+def test_describe_reads_the_config_alone(checkpoint: Path, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text((checkpoint / "config.json").read_text())
+    run = ctxext("describe", tmp_path, "--target-length", "1k")
+    assert run.returncode == 0, run.stderr
+    assert "yarn ×16: 64 → 1024 tokens" in run.stdout
+
+
+def test_a_method_of_ones_own_works_on_the_command_line(checkpoint: Path, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(
+        "from dataclasses import dataclass\nfrom ctxext import PI, Paper, register\n"
+        "@register('mine')\n@dataclass(frozen=True, kw_only=True)\nclass Mine(PI):\n    '''λ_i = factor.'''\n"
+    )
+    run = ctxext("--import", "mine", "extend", checkpoint, "--method", "mine", "-o", "out", cwd=tmp_path)
+    assert run.returncode == 0, run.stderr
+    assert "mine ×4" in run.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["extend", "nowhere", "--dry-run"], "no folder here"),
+        (["extend", "CHECKPOINT", "--factor", "0.5", "--dry-run"], "factor must be >= 1, got 0.5"),
+        (["extend", "CHECKPOINT", "--method", "yarm", "--dry-run"], "did you mean 'yarn'"),
+        (["extend", "CHECKPOINT", "--option", "beta_fats=1", "--dry-run"], "did you mean 'beta_fast'"),
+        (["extend", "CHECKPOINT"], "--dry-run"),
+        (["extend", "CHECKPOINT", "--method", "dynamic", "--dry-run"], "length=256"),
+        (["--import", "no_such_module", "methods"], "no_such_module"),
+    ],
+)
+def test_a_beginners_mistake_gets_a_remedy_and_no_traceback(
+    checkpoint: Path, arguments: list[str], words: str
+) -> None:
+    run = ctxext(*(str(checkpoint) if argument == "CHECKPOINT" else argument for argument in arguments))
+    assert run.returncode != 0
+    assert words in " ".join(run.stderr.split())
+    assert "Traceback" not in run.stderr

@@ -1,0 +1,148 @@
+"""Law 4, and what the rotary maths is by definition, against scalar and complex arithmetic."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from ctxext.encodings.rope import (
+    RopeGeometry,
+    correction_dim,
+    cos_sin,
+    half_split_to_interleaved,
+    interleaved_to_half_split,
+    inverse_frequencies,
+    linear_ramp,
+    rotate_half_split,
+    rotate_interleaved,
+    rotations,
+    wavelengths,
+)
+
+DIM = 64
+INV_FREQ = inverse_frequencies(DIM, 10000.0)
+
+both_layouts = pytest.mark.parametrize("rotate", [rotate_half_split, rotate_interleaved])
+
+
+def heads(n: int, seed: int = 0) -> Tensor:
+    return torch.randn(n, DIM, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def turned(rotate, x: Tensor, positions: Tensor, attention_factor: float = 1.0) -> Tensor:
+    return rotate(x, *cos_sin(positions, INV_FREQ, attention_factor))
+
+
+# --------------------------------------------------------------- law 4: only the distance counts
+
+
+@both_layouts
+@pytest.mark.parametrize("shift", [1, 4096, 2**24 + 1, 10**9])
+def test_dot_product_depends_on_the_distance_alone(rotate, shift):
+    m, n = torch.tensor([0, 3, 17, 100, 5000]), torch.tensor([0, 1, 40, 0, 4999])
+    q, k = heads(5), heads(5, seed=1)
+
+    def dot(m: Tensor, n: Tensor) -> Tensor:
+        return (turned(rotate, q, m) * turned(rotate, k, n)).sum(-1)
+
+    torch.testing.assert_close(dot(m + shift, n + shift), dot(m, n), rtol=0, atol=1e-5)
+    assert ((dot(m + 1, n) - dot(m, n)).abs() > 1e-2).all()  # and on the distance it does depend
+
+
+@both_layouts
+def test_rotations_add_up(rotate):
+    x, m, n = heads(3), torch.tensor([0, 7, 90000]), torch.tensor([5, 2000, 11])
+    torch.testing.assert_close(turned(rotate, turned(rotate, x, m), n), turned(rotate, x, m + n), rtol=0, atol=1e-9)
+
+
+@both_layouts
+def test_position_zero_is_left_alone_bitwise(rotate):
+    x = heads(3)
+    assert torch.equal(turned(rotate, x, torch.zeros(3, dtype=torch.long)), x)
+
+
+@both_layouts
+def test_attention_factor_enters_the_dot_product_squared(rotate):
+    q, k, at = heads(3), heads(3, seed=1), torch.tensor([1, 2, 300])
+    plain = (turned(rotate, q, at) * turned(rotate, k, at.flip(0))).sum(-1)
+    scaled = (turned(rotate, q, at, 1.5) * turned(rotate, k, at.flip(0), 1.5)).sum(-1)
+    torch.testing.assert_close(scaled, 2.25 * plain)
+
+
+# ------------------------------------------------------------------------------ the two layouts
+
+
+def test_interleaved_rotation_is_a_complex_product():
+    x, positions = heads(4), torch.tensor([0, 1, 777, 10**6])
+    turn = torch.polar(torch.ones(4, DIM // 2, dtype=torch.float64), positions[:, None] * INV_FREQ)
+    expected = torch.view_as_real(torch.view_as_complex(x.reshape(4, DIM // 2, 2)) * turn).reshape(4, DIM)
+    torch.testing.assert_close(turned(rotate_interleaved, x, positions), expected)
+
+
+def test_half_split_rotation_is_a_complex_product():
+    x, positions = heads(4), torch.tensor([0, 1, 777, 10**6])
+    turn = torch.polar(torch.ones(4, DIM // 2, dtype=torch.float64), positions[:, None] * INV_FREQ)
+    product = torch.complex(x[:, : DIM // 2], x[:, DIM // 2 :]) * turn
+    torch.testing.assert_close(turned(rotate_half_split, x, positions), torch.cat([product.real, product.imag], -1))
+
+
+def test_layout_map_takes_pairs_2i_to_i_and_back():
+    x = torch.arange(8.0)
+    assert interleaved_to_half_split(x).tolist() == [0, 2, 4, 6, 1, 3, 5, 7]
+    assert half_split_to_interleaved(x).tolist() == [0, 4, 1, 5, 2, 6, 3, 7]
+    batch = heads(6).reshape(2, 3, DIM)
+    assert torch.equal(half_split_to_interleaved(interleaved_to_half_split(batch)), batch)
+
+
+# ------------------------------------------------------------------------ frequencies and tables
+
+
+def test_frequencies_are_powers_of_theta():
+    assert inverse_frequencies(8, 10000.0).tolist() == pytest.approx([1, 0.1, 0.01, 0.001], rel=1e-15)
+    assert inverse_frequencies(6, 8.0).tolist() == pytest.approx([1, 0.5, 0.25], rel=1e-15)
+
+
+def test_cos_and_sin_are_those_of_position_times_frequency():
+    positions = torch.tensor([[0, 5], [2**24 + 1, 123456789]])  # 2^24 + 1 has no float32.
+    cos, sin = cos_sin(positions, INV_FREQ, attention_factor=2.0)
+    assert cos.shape == sin.shape == (2, 2, DIM // 2)
+    for row, column, pair in [(0, 0, 3), (0, 1, 0), (1, 0, 31), (1, 0, 0), (1, 1, 9)]:
+        angle = int(positions[row, column]) * 10000.0 ** (-2 * pair / DIM)
+        assert float(cos[row, column, pair]) == pytest.approx(2 * math.cos(angle), abs=1e-7)
+        assert float(sin[row, column, pair]) == pytest.approx(2 * math.sin(angle), abs=1e-7)
+
+
+
+def test_a_pair_returns_after_one_wavelength():
+    cos, _ = cos_sin(wavelengths(INV_FREQ), INV_FREQ)  # row i: every pair, after the wavelength of pair i
+    torch.testing.assert_close(cos.diagonal(), torch.ones(DIM // 2, dtype=torch.float64))
+    half, _ = cos_sin(wavelengths(INV_FREQ) / 2, INV_FREQ)
+    torch.testing.assert_close(half.diagonal(), -torch.ones(DIM // 2, dtype=torch.float64))
+
+
+@pytest.mark.parametrize(("dim", "theta", "length"), [(64, 10000.0, 2048), (128, 500000.0, 8192), (80, 1e7, 131072)])
+def test_correction_dim_is_the_inverse_of_rotations(dim, theta, length):
+    rope = RopeGeometry.plain(dim, theta, length)
+    indices = [correction_dim(turns, rope) for turns in rotations(rope).tolist()]
+    assert indices == pytest.approx(list(range(dim // 2)), abs=1e-9)
+
+
+def test_ramp_is_0_below_1_above_and_linear_between():
+    assert linear_ramp(2, 6, 8).tolist() == [0, 0, 0, 0.25, 0.5, 0.75, 1, 1]
+    assert linear_ramp(0.5, 2.5, 4).tolist() == [0, 0.25, 0.75, 1]
+
+
+def test_ramp_of_no_width_is_a_step():
+    assert linear_ramp(3, 3, 6).tolist() == [0, 0, 0, 0, 1, 1]
+
+
+def test_geometry_is_plain_only_without_scaling():
+    rope = RopeGeometry.plain(DIM, 10000, 2048)
+    assert (rope.dim, rope.is_plain, rope.inv_freq.dtype) == (DIM, True, torch.float64)
+    same = {"rope_theta": 10000.0, "original_max_position_embeddings": 2048}
+    assert not RopeGeometry(inv_freq=rope.inv_freq / 4, **same).is_plain
+    assert not RopeGeometry(inv_freq=rope.inv_freq, attention_factor=1.1, **same).is_plain
+    assert not RopeGeometry(inv_freq=rope.inv_freq, **{**same, "rope_theta": 20000.0}).is_plain

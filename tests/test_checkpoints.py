@@ -1,0 +1,84 @@
+"""The table of published checkpoints, and what describe_context makes of it."""
+
+from __future__ import annotations
+
+import pytest
+from families import tiny_config, tiny_model
+from transformers import BertConfig, JambaConfig, LlamaConfig, Qwen3Config
+
+from ctxext import describe_context, extend_config
+from ctxext.configs import checkpoints
+
+QWEN3 = Qwen3Config(
+    max_position_embeddings=40960, rope_parameters={"rope_type": "default", "rope_theta": 1_000_000.0}
+)
+LLAMA31 = LlamaConfig(
+    hidden_size=4096,
+    num_attention_heads=32,
+    num_key_value_heads=8,
+    num_hidden_layers=32,
+    vocab_size=128256,
+    max_position_embeddings=131072,
+    dtype="bfloat16",
+    rope_parameters={
+        "rope_type": "llama3",
+        "rope_theta": 500_000.0,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    },
+)
+
+
+@pytest.mark.parametrize("row", checkpoints(), ids=lambda row: row.name)
+def test_every_row_has_facts_and_a_source(row) -> None:
+    assert row.source.startswith("https://")
+    assert row.trained_length >= 1024
+    assert row.scaling in ("none", "trained-in", "bolted-on")
+    assert "model_type" in row.match
+    if "rope_type" in row.match:
+        assert (row.scaling == "none") == (row.match["rope_type"] == "default")
+
+
+def test_the_trained_length_is_not_always_what_the_config_says() -> None:
+    description = describe_context(QWEN3, target_length=131072)
+    assert description.trained_length == 32768
+    assert "checkpoints.toml" in description.trained_length_source
+    assert description.would_do == "yarn ×4: 32768 → 131072 tokens"
+    assert extend_config(QWEN3, 4).rope_parameters["original_max_position_embeddings"] == 32768
+
+
+def test_what_the_caller_knows_wins() -> None:
+    extended = extend_config(QWEN3, target_length=81920, original_max_position_embeddings=40960)
+    assert extended.rope_parameters["original_max_position_embeddings"] == 40960
+    assert extended.rope_parameters["factor"] == 2.0
+
+
+def test_the_kv_cache_is_counted_from_heads_and_layers() -> None:
+    description = describe_context(LLAMA31, 2, existing="keep")
+    assert description.target_length == 262144
+    assert description.kv_cache_bytes == 32 * 2**30  # 32 layers, 8 heads of 128, keys and values, two bytes
+    assert description.would_do.startswith("native scaling kept ×2")
+
+
+def test_linear_attention_keeps_no_kv_cache() -> None:
+    config = tiny_config("qwen3_5")  # two of four layers are linear; 2 heads of 32
+    assert describe_context(config, 4).kv_cache_bytes == 2 * 2 * 2 * 32 * 256 * 2
+
+
+@pytest.mark.parametrize(
+    ("config", "encoding", "words"),
+    [(BertConfig(), "not rope", "no rotary"), (JambaConfig(), "none", "just raise the limit")],
+)
+def test_models_without_rope_are_described_not_crashed_on(config, encoding: str, words: str) -> None:
+    description = describe_context(config)
+    assert description.encoding == encoding
+    assert words in description.would_do
+
+
+def test_describing_changes_nothing() -> None:
+    model = tiny_model("llama")
+    before = model.config.to_dict()
+    assert "trained length" in str(describe_context(model, 4))
+    assert model.config.to_dict() == before

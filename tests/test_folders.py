@@ -1,0 +1,138 @@
+"""`ctxext extend` on a folder: a new config, the same weights, nothing left behind on errors."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from families import FAMILIES, from_config, logits, tiny_config, tiny_model, token_ids
+from transformers import AutoConfig
+
+import ctxext
+from ctxext.folders import checkpoint_folder, extend_folder
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    tiny_model("llama").save_pretrained(tmp_path / "source")
+    (tmp_path / "source/tokenizer_config.json").write_text('{"model_max_length": 64, "kept": 1}')
+    return tmp_path / "source"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_an_extended_folder_is_the_model_extended_live_and_saved(family: str, tmp_path: Path) -> None:
+    model, ids = tiny_model(family), token_ids(150)
+    model.save_pretrained(tmp_path / "source")
+    extend_folder(tmp_path / "source", tmp_path / "out", factor=4, method="yarn")
+    ctxext.extend_context(model, 4, "yarn")
+    reloaded = type(model).from_pretrained(tmp_path / "out").eval()
+    assert torch.equal(logits(reloaded, ids), logits(model, ids))
+    assert reloaded.config.get_text_config().rope_parameters == model.config.get_text_config().rope_parameters
+
+
+def test_weights_are_shared_not_copied(source: Path, tmp_path: Path) -> None:
+    result = extend_folder(source, tmp_path / "out", factor=4)
+    assert os.path.samefile(source / "model.safetensors", tmp_path / "out/model.safetensors")
+    assert result.copied_bytes == 0
+    assert result.linked_bytes > 0
+
+
+def test_copying_says_how_much(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError("cross-device link")
+
+    monkeypatch.setattr(os, "link", refuse)
+    said: list[str] = []
+    result = extend_folder(source, tmp_path / "out", factor=4, say=said.append)
+    assert result.copied_bytes == sum(p.stat().st_size for p in source.iterdir() if "config.json" not in p.name) + (
+        source / "generation_config.json"
+    ).stat().st_size
+    assert "GiB" in said[0]
+
+
+def test_links_of_the_hub_cache_are_followed(source: Path, tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    cache.mkdir()
+    for path in source.iterdir():
+        (cache / path.name).symlink_to(path)
+    extend_folder(cache, tmp_path / "out", factor=4)
+    assert not (tmp_path / "out/model.safetensors").is_symlink()
+    assert os.path.samefile(source / "model.safetensors", tmp_path / "out/model.safetensors")
+
+
+def test_the_config_speaks_both_dialects_and_keeps_other_keys(source: Path, tmp_path: Path) -> None:
+    raw = json.loads((source / "config.json").read_text())
+    raw["a_key_of_theirs"] = {"kept": True}
+    (source / "config.json").write_text(json.dumps(raw))
+    extend_folder(source, tmp_path / "out", factor=4)
+    config = json.loads((tmp_path / "out/config.json").read_text())
+    assert config["rope_parameters"]["rope_type"] == config["rope_scaling"]["rope_type"] == "yarn"
+    assert config["rope_theta"] == config["rope_parameters"]["rope_theta"] == 10_000.0
+    assert config["max_position_embeddings"] == 256
+    assert config["a_key_of_theirs"] == {"kept": True}
+
+
+def test_the_tokenizer_allows_the_new_length(source: Path, tmp_path: Path) -> None:
+    extend_folder(source, tmp_path / "out", factor=4)
+    assert json.loads((tmp_path / "out/tokenizer_config.json").read_text()) == {"model_max_length": 256, "kept": 1}
+    assert json.loads((source / "tokenizer_config.json").read_text())["model_max_length"] == 64
+
+
+def test_an_old_scaling_does_not_outlive_a_new_method(tmp_path: Path) -> None:
+    """A stale version-4 `rope_scaling` would win over the new theta."""
+    tiny_model("llama").save_pretrained(tmp_path / "a")
+    extend_folder(tmp_path / "a", tmp_path / "b", factor=4, method="yarn")
+    extend_folder(tmp_path / "b", tmp_path / "c", factor=2, method="ntk", existing="replace")
+    config = AutoConfig.from_pretrained(tmp_path / "c")
+    assert config.rope_parameters["rope_type"] == "default"
+    expected = ctxext.extend_config(tiny_config("llama"), 2, "ntk")
+    assert config.rope_parameters == expected.rope_parameters
+    ids = token_ids(100)
+    assert torch.equal(logits(from_config(config), ids), logits(from_config(expected), ids))
+
+
+def test_a_dry_run_writes_nothing(source: Path, tmp_path: Path) -> None:
+    before = sorted(tmp_path.rglob("*"))
+    result = extend_folder(source, None, target_length=256)
+    assert result.config["max_position_embeddings"] == 256
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "words"),
+    [
+        ({"factor": 0.5}, ValueError, "factor must be >= 1"),
+        ({"factor": 4, "method": "yarm"}, ValueError, "did you mean 'yarn'"),
+        ({"target_length": 64}, ValueError, "already covers 64"),
+    ],
+)
+def test_errors_leave_no_files(source: Path, tmp_path: Path, arguments: dict, error: type, words: str) -> None:
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    with pytest.raises(error, match=words):
+        extend_folder(source, tmp_path / "out", **arguments)
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+
+
+def test_a_failure_half_way_leaves_no_folder(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ctxext.folders._write_tokenizer_config", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        extend_folder(source, tmp_path / "out", factor=4)
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
+
+
+def test_an_existing_folder_is_not_overwritten(source: Path, tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    with pytest.raises(FileExistsError, match="exists already"):
+        extend_folder(source, tmp_path / "out", factor=4)
+
+
+def test_what_is_no_checkpoint_is_named(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="no folder here and no hub name"):
+        checkpoint_folder("nowhere")
+    with pytest.raises(FileNotFoundError, match=r"no config\.json"):
+        checkpoint_folder(str(tmp_path))
+    with pytest.raises(ValueError, match="revision"):
+        checkpoint_folder(str(tmp_path), "main")

@@ -1,0 +1,115 @@
+"""The house rules: imports point one way, documents say what is true, importing changes nothing."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ctxext.methods import methods
+
+ROOT = Path(__file__).resolve().parent.parent
+# Each room may import from those before it.
+ROOMS = ["encodings", "methods", "sites", "families", "configs", "description", "extension", "api", "tables", "assets",
+         "folders", "evals", "cli"]  # fmt: skip
+
+
+def room_of(module: str) -> str:
+    return module.split(".")[1] if "." in module else "ctxext"
+
+
+def test_imports_point_one_way() -> None:
+    for path in (ROOT / "ctxext").rglob("*.py"):
+        here = path.relative_to(ROOT / "ctxext").parts[0].removesuffix(".py")
+        if here in ("__init__", "assets"):
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [node.module] if isinstance(node, ast.ImportFrom) and node.module else []
+            names += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            for name in names:
+                if name.startswith("ctxext."):
+                    there = room_of(name)
+                    assert ROOMS.index(there) <= ROOMS.index(here), f"{path} imports {name}"
+
+
+def test_pure_maths_knows_no_transformers() -> None:
+    for path in [*(ROOT / "ctxext/encodings").glob("*.py"), ROOT / "ctxext/methods.py"]:
+        assert not re.search(r"^\s*(import|from) transformers", path.read_text(), re.M), path
+
+
+def test_importing_ctxext_leaves_transformers_alone() -> None:
+    code = (
+        "import transformers.modeling_rope_utils as r, transformers.models.llama.modeling_llama as m\n"
+        "before = {**vars(r)}, {**vars(m)}, {**vars(m.LlamaRotaryEmbedding)}\n"
+        "import ctxext, ctxext.sites.rotary\n"
+        "assert before == ({**vars(r)}, {**vars(m)}, {**vars(m.LlamaRotaryEmbedding)})\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_importing_ctxext_does_not_import_transformers() -> None:
+    code = "import sys, ctxext; assert not {'transformers', 'peft', 'datasets', 'matplotlib'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_every_method_has_a_paper_and_a_docstring() -> None:
+    for method in methods():
+        assert method.paper.title
+        assert method.paper.url.startswith("https://")
+        assert method.__doc__
+
+
+def update_readme():
+    spec = importlib.util.spec_from_file_location("update_readme", ROOT / "docs/update_readme.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_readme_tables_are_those_of_the_registry_and_of_the_json() -> None:
+    readme = (ROOT / "README.md").read_text()
+    assert update_readme().updated(readme) == readme, "run python docs/update_readme.py"
+
+
+def test_readme_stays_under_200_lines() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) < 200
+
+
+def python_blocks(path: Path) -> list[str]:
+    return re.findall(r"```python\n(.*?)```", path.read_text(), re.S)
+
+
+@pytest.mark.parametrize("index", range(len(python_blocks(ROOT / "README.md"))))
+def test_readme_block_runs(index: int, tmp_path: Path) -> None:
+    block = tmp_path / "block.py"
+    block.write_text(python_blocks(ROOT / "README.md")[index])
+    subprocess.run([sys.executable, str(block)], check=True, cwd=tmp_path)
+
+
+def test_readme_commands_are_known() -> None:
+    """Each `ctxext …` line of the README parses: its options exist."""
+    from typer.main import get_command
+
+    from ctxext.cli import commands
+
+    lines = re.findall(r"^\$ ctxext (.*?)(?: #.*)?$", (ROOT / "README.md").read_text(), re.M)
+    assert len(lines) >= 3
+    group = get_command(commands)
+    for line in lines:
+        name, *arguments = line.split()
+        command = group.commands[name]
+        command.make_context(name, list(arguments))
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "notebooks").glob("*.ipynb")), ids=lambda path: path.name)
+def test_notebook_runs(path: Path, tmp_path: Path) -> None:
+    import nbformat
+    from nbclient import NotebookClient
+
+    notebook = nbformat.read(path, as_version=4)
+    NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(tmp_path)}}).execute()

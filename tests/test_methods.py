@@ -1,0 +1,609 @@
+"""Laws 1 to 3, as pure maths: for every method of the registry, and for each named formula by hand."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import FrozenInstanceError, dataclass, replace
+from itertools import product
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import LlamaConfig, modeling_rope_utils
+from transformers.models.llama import modeling_llama
+
+import ctxext.methods
+from ctxext.encodings.rope import RopeGeometry, correction_dim, cos_sin, inverse_frequencies, rotations, wavelengths
+from ctxext.methods import (
+    ABF,
+    PI,
+    DroPE,
+    DynamicNTK,
+    DynamicYaRN,
+    Llama3,
+    LongRoPE,
+    NTKAware,
+    NTKByParts,
+    Paper,
+    Resonance,
+    RopeScaling,
+    YaRN,
+    geometry_in_use,
+    make_method,
+    method_class,
+    method_from_dict,
+    methods,
+    over_lengths,
+    register,
+    scaled_rope_parameters,
+)
+
+LLAMA = RopeGeometry.plain(128, 500000.0, 8192)
+MATRIX: list[Callable[[type[RopeScaling]], None]] = []
+Case = tuple[RopeGeometry, float]
+
+
+def every_method(law: Callable[[type[RopeScaling]], None]) -> Callable[[type[RopeScaling]], None]:
+    """A law for every method of the registry; a new method enters by being registered."""
+    MATRIX.append(law)
+    return pytest.mark.parametrize("cls", methods(), ids=lambda cls: cls.name)(law)
+
+
+def cases(dims: list[int], lengths: list[int], thetas: list[float], factors: list[float]) -> list[Case]:
+    grid = product(dims, thetas, lengths, factors)
+    return [(RopeGeometry.plain(dim, theta, length), factor) for dim, theta, length, factor in grid]
+
+
+# transformers computes in float32. Where 2i/d is exact in float32 (d a power of two) it stays within
+# 4e-7 of the real numbers on this grid; at d = 80 or 96 the exponents round too, and its llama3, whose
+# ramp subtracts near-equal numbers, is off by up to 1.4e-6. So this grid has powers of two ...
+SHIPPED = cases([64, 128, 256], [2048, 4096, 8192, 32768, 131072], [1e4, 1e5, 5e5, 1e6, 1e7], [1.5, 4.0, 8.0])
+# ... and this one, with odd sizes, huge bases and factors, is for transformers' own code run in float64.
+EXACT = cases([16, 80, 96, 256], [64, 2048, 131072], [1e3, 1e4, 5e5, 1e7, 1e9], [1.5, 4.0, 32.0, 128.0])
+FEW = cases([16, 128], [512, 8192, 131072], [1e4, 5e5], [1.0, 1.7, 32.0])
+
+
+def scaled_frequencies(method: RopeScaling, rope: RopeGeometry, length: Tensor | None = None) -> Tensor:
+    return rope.inv_freq / method.rescale_factors(rope, length)
+
+
+# ----------------------------------------------------------- law 1: factor 1 changes nothing at all
+
+# DroPE drops every frequency and Resonance rounds every wavelength, whatever the factor.
+NO_FUNCTION_OF_THE_FACTOR = ("drope", "resonance")
+
+
+@every_method
+def test_factor_one_changes_nothing_bitwise(cls):
+    for rope, factor in FEW:
+        method = cls.example(rope, 1.0)
+        unchanged = torch.equal(scaled_frequencies(method, rope), rope.inv_freq)
+        assert unchanged == (cls.name not in NO_FUNCTION_OF_THE_FACTOR)
+        assert float(method.attention_scaling(rope)) == 1.0
+        if cls.name not in NO_FUNCTION_OF_THE_FACTOR and factor > 1:  # and a factor does something
+            assert not torch.equal(scaled_frequencies(cls.example(rope, factor), rope), rope.inv_freq)
+
+
+# ------------------------------------------------------------------- the contract of every method
+
+
+@every_method
+def test_factors_are_positive_float64_a_pair(cls):
+    for rope, factor in FEW:
+        method, before = cls.example(rope, factor), rope.inv_freq.clone()
+        factors, attention_factor = method.rescale_factors(rope), method.attention_scaling(rope)
+        assert (factors.shape, factors.dtype) == ((rope.dim // 2,), torch.float64)
+        assert (attention_factor.shape, attention_factor.dtype) == ((), torch.float64)
+        assert factors.isfinite().all()
+        assert (factors > 0).all()
+        assert torch.equal(rope.inv_freq, before)
+
+
+@every_method
+def test_each_length_is_answered_on_its_own(cls):
+    method = cls.example(LLAMA, 4.0)
+    lengths = torch.tensor([[1, 8192, 8193], [10000, 32768, 99999]])
+    factors, attention_factors = method.rescale_factors(LLAMA, lengths), method.attention_scaling(LLAMA, lengths)
+    assert (factors.shape, attention_factors.shape) == ((2, 3, 64), (2, 3))
+    assert factors.dtype == attention_factors.dtype == torch.float64
+    for row, column in product(range(2), range(3)):
+        alone = lengths[row, column]
+        torch.testing.assert_close(factors[row, column], method.rescale_factors(LLAMA, alone), rtol=1e-14, atol=0)
+        assert attention_factors[row, column] == method.attention_scaling(LLAMA, alone)
+    moves = not torch.equal(factors[0, 0], factors[1, 0])
+    assert moves == method.is_dynamic
+
+
+@every_method
+def test_no_length_means_the_full_reach(cls):
+    method, full = cls.example(LLAMA, 4.0), torch.tensor(4 * 8192)
+    assert torch.equal(method.rescale_factors(LLAMA), method.rescale_factors(LLAMA, full))
+    assert torch.equal(method.attention_scaling(LLAMA), method.attention_scaling(LLAMA, full))
+
+
+@every_method
+def test_pinned_at_a_length_it_is_the_same_method_and_static(cls):
+    method = cls.example(LLAMA, 4.0)
+    if not method.is_dynamic:
+        with pytest.raises(ValueError, match="length=9000 has no meaning"):
+            method.at_length(LLAMA, 9000)
+        return
+    for length in (100, 8192, 20000, 99999):
+        pinned, at = method.at_length(LLAMA, length), torch.tensor(length)
+        assert not pinned.is_dynamic
+        assert torch.equal(pinned.rescale_factors(LLAMA), method.rescale_factors(LLAMA, at))
+        assert float(pinned.attention_scaling(LLAMA)) == pytest.approx(float(method.attention_scaling(LLAMA, at)))
+
+
+@every_method
+def test_description_survives_json(cls):
+    method = cls.example(LLAMA, 4.0)
+    again = method_from_dict(json.loads(json.dumps(method.to_dict())))
+    assert type(again) is cls
+    assert again == method
+    assert again != replace_factor(method, 8.0)
+
+
+def replace_factor(method: RopeScaling, factor: Any) -> RopeScaling:
+    inner = {"method": replace(method.inner, factor=factor)} if isinstance(method, Resonance) else {}
+    return replace(method, factor=factor, **inner)
+
+
+@every_method
+def test_bad_factor_is_refused(cls):
+    for bad in (0.5, 0, -4, math.inf, math.nan, True, "4", None):
+        with pytest.raises(ValueError, match="factor must be"):
+            replace_factor(cls.example(LLAMA, 4.0), bad)
+
+
+@every_method
+def test_method_is_a_value(cls):
+    method = cls.example(LLAMA, 4.0)
+    assert {method: "known"}[cls.example(LLAMA, 4.0)] == "known"
+    with pytest.raises(FrozenInstanceError):
+        method.factor = 8.0
+
+
+@every_method
+def test_method_names_its_paper_and_says_what_it_does(cls):
+    paper = vars(cls)["paper"]  # its own, not its parent's
+    assert paper.title
+    assert 2021 <= paper.year <= 2100
+    assert paper.url.startswith("https://")
+    assert not cls.__doc__.startswith(f"{cls.__name__}(")  # a dataclass without a docstring gets its signature
+    assert vars(cls)["training"] if "training" in vars(cls) else cls.training
+
+
+@every_method
+def test_method_is_known_by_its_name_and_aliases(cls):
+    for name in (cls.name, *cls.aliases):
+        assert method_class(name) is cls
+    assert methods().count(cls) == 1
+
+
+# -------------------------------------------------------------------- law 2: the named formulas
+
+NAMED = {
+    "pi": PI,
+    "ntk": NTKAware,
+    "ntk_by_parts": NTKByParts,
+    "yarn": YaRN,
+    "llama3": Llama3,
+    "by_parts_without_truncation": lambda factor: NTKByParts(factor=factor, truncate=False),
+    "by_parts_over_rotations": lambda factor: NTKByParts(factor=factor, ramp="rotations"),
+    "by_parts_clamped_to_pairs": lambda factor: NTKByParts(factor=factor, clamp="pairs"),
+}
+named = pytest.mark.parametrize("make", NAMED.values(), ids=NAMED)
+not_pi = pytest.mark.parametrize("make", list(NAMED.values())[1:], ids=list(NAMED)[1:])
+
+
+@named
+def test_factors_never_decrease_and_lie_between_one_and_the_factor(make):
+    for rope, factor in FEW:
+        factors = make(factor=factor).rescale_factors(rope)
+        assert (factors.diff() >= 0).all()
+        assert factors.min() >= 1
+        assert factors.max() <= factor * (1 + 1e-12)
+
+
+@not_pi
+def test_highest_frequency_is_never_interpolated(make):
+    for rope, factor in FEW:
+        assert make(factor=factor).rescale_factors(rope)[0] == 1
+
+
+@named
+def test_lowest_frequency_is_stretched_by_the_whole_factor(make):
+    reached = 0
+    for rope, factor in FEW:
+        if wavelengths(rope.inv_freq)[-1] > rope.original_max_position_embeddings:
+            assert float(make(factor=factor).rescale_factors(rope)[-1]) == pytest.approx(factor, rel=1e-12)
+            reached += 1
+    assert reached > 20
+
+
+# ----------------------------------------------------------------------------- by hand
+
+
+def test_pi_divides_every_frequency_by_the_factor():
+    assert PI(factor=4).rescale_factors(RopeGeometry.plain(8, 10000.0, 2048)).tolist() == [4, 4, 4, 4]
+
+
+def test_ntk_factors_are_a_geometric_series():
+    assert NTKAware(factor=16).rescale_factors(RopeGeometry.plain(6, 10000.0, 2048)).tolist() == [1, 4, 16]
+
+
+def test_yarn_by_hand():
+    # d = 16, theta = 1e4, L = 2048: 32 turns at index 2.02 (down to 2), one turn at index 5.03 (up to 6).
+    rope = RopeGeometry.plain(16, 10000.0, 2048)
+    inverse = 1 / YaRN(factor=4).rescale_factors(rope)
+    assert inverse.tolist() == pytest.approx([1, 1, 1, 0.8125, 0.625, 0.4375, 0.25, 0.25], rel=1e-14)
+    assert float(YaRN(factor=math.exp(5)).attention_scaling(rope)) == pytest.approx(1.5)
+    assert float(YaRN(factor=4, attention_factor=1.25).attention_scaling(rope)) == 1.25
+    assert float(NTKByParts(factor=4).attention_scaling(rope)) == 1
+
+
+def with_turns(*turns: float) -> RopeGeometry:
+    """Pairs that turn so many times within a trained length of 4096."""
+    inv_freq = torch.tensor(turns, dtype=torch.float64) * 2 * math.pi / 4096
+    return RopeGeometry(inv_freq=inv_freq, rope_theta=10000.0, original_max_position_embeddings=4096)
+
+
+def test_by_parts_over_rotations_by_hand():
+    # Halfway between 1 and 32 turns: (1 + 1/4) / 2 of the frequency is left.
+    factors = NTKByParts(factor=4, ramp="rotations").rescale_factors(with_turns(64, 32, 16.5, 1, 0.1))
+    assert factors.tolist() == pytest.approx([1, 1, 1 / 0.625, 4, 4], rel=1e-12)
+
+
+def test_llama3_by_hand():
+    # Halfway between 1 and 4 turns: (1 + 1/8) / 2 of the frequency is left.
+    factors = Llama3(factor=8).rescale_factors(with_turns(100, 4, 2.5, 1, 0.1))
+    assert factors.tolist() == pytest.approx([1, 1, 1 / 0.5625, 8, 8], rel=1e-12)
+    narrow = Llama3(factor=8, low_freq_factor=2, high_freq_factor=3).rescale_factors(with_turns(3, 2.5, 2))
+    assert narrow.tolist() == pytest.approx([1, 1 / 0.5625, 8], rel=1e-12)
+
+
+def test_clamp_to_pairs_stretches_the_last_pair_whole_where_the_code_does_not():
+    rope = RopeGeometry.plain(64, 10000.0, 131072)
+    assert wavelengths(rope.inv_freq)[-1] < 131072  # so the ramp would end beyond the last pair
+    assert float(NTKByParts(factor=4, clamp="pairs").rescale_factors(rope)[-1]) == pytest.approx(4)
+    assert float(NTKByParts(factor=4).rescale_factors(rope)[-1]) < 3.9
+
+
+def test_longrope_uses_the_list_as_given_and_phi3s_attention_factor():
+    rope = RopeGeometry.plain(8, 10000.0, 4096)
+    method = LongRoPE(factor=32, long_factor=(0.9, 3, 2, 50))
+    assert method.rescale_factors(rope).tolist() == [0.9, 3, 2, 50]
+    # ln 32 / ln 4096 = 5 / 12; Phi-3-mini-128k's card has 1.19.
+    assert float(method.attention_scaling(rope)) == pytest.approx(math.sqrt(17 / 12), rel=1e-14)
+    assert float(replace(method, attention_factor=1.05).attention_scaling(rope)) == 1.05
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+def test_abf_is_plain_rope_with_the_new_base(dim):
+    rope = RopeGeometry.plain(dim, 10000.0, 4096)
+    found = scaled_frequencies(ABF(factor=8, rope_theta=500000.0), rope)
+    torch.testing.assert_close(found, inverse_frequencies(dim, 500000.0), rtol=1e-13, atol=0)
+
+
+def test_abf_keeps_as_many_pairs_turning_fully_within_the_longer_length():
+    for rope, factor in FEW:
+        theta = ABF(factor=factor).new_theta(rope)
+        longer = RopeGeometry.plain(rope.dim, theta, round(factor * 10 * rope.original_max_position_embeddings))
+        before = replace(rope, original_max_position_embeddings=10 * rope.original_max_position_embeddings)
+        if rope.original_max_position_embeddings * factor == int(rope.original_max_position_embeddings * factor):
+            reach = replace(longer, original_max_position_embeddings=int(factor * rope.original_max_position_embeddings))
+            assert correction_dim(1, reach) == pytest.approx(correction_dim(1, rope), rel=1e-12)
+        assert theta >= before.rope_theta
+
+
+def test_drope_turns_nothing_at_a_million_tokens():
+    cos, sin = cos_sin(torch.tensor([10**6]), scaled_frequencies(DroPE(factor=4), LLAMA))
+    torch.testing.assert_close(cos, torch.ones_like(cos), rtol=0, atol=1e-11)
+    torch.testing.assert_close(sin, torch.zeros_like(sin), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("inner", ["yarn", "ntk", "pi", "llama3"])
+def test_resonance_wavelengths_are_whole_and_the_nearest(inner):
+    method = Resonance(factor=4.5, method=inner)
+    found, wanted = (wavelengths(scaled_frequencies(m, LLAMA)) for m in (method, method.inner))
+    torch.testing.assert_close(found, found.round(), rtol=1e-14, atol=0)
+    assert ((found - wanted).abs() <= 0.5 + 1e-6).all()
+    assert ((found - wanted).abs() > 1e-3).any()
+    assert method.attention_scaling(LLAMA) == method.inner.attention_scaling(LLAMA)
+
+
+# ------------------------------------------------------------------------ the dynamic methods
+
+DYNAMIC = [cls for cls in methods() if cls.example(LLAMA, 2.0).is_dynamic]
+every_dynamic = pytest.mark.parametrize("cls", DYNAMIC, ids=lambda cls: cls.name)
+
+
+@every_dynamic
+def test_within_the_trained_length_a_dynamic_method_changes_nothing_bitwise(cls):
+    lengths = torch.tensor([1, 4096, 8192])
+    method = cls.example(LLAMA, 8.0)
+    assert torch.equal(method.rescale_factors(LLAMA, lengths), torch.ones(3, 64, dtype=torch.float64))
+    assert torch.equal(method.attention_scaling(LLAMA, lengths), torch.ones(3, dtype=torch.float64))
+    assert (method.rescale_factors(LLAMA, lengths + 8192)[:, -1] > 1).all()
+
+
+@pytest.mark.parametrize(("dynamic", "static"), [(DynamicNTK, NTKAware), (DynamicYaRN, YaRN)])
+@pytest.mark.parametrize(("length", "scale"), [(12288, 1.5), (16384, 2), (65536, 8), (10**6, 8)])
+def test_scale_is_length_over_trained_length_up_to_the_factor(dynamic, static, length, scale):
+    method, at = dynamic(factor=8), torch.tensor(length)
+    assert torch.equal(method.rescale_factors(LLAMA, at), static(factor=scale).rescale_factors(LLAMA))
+    assert float(method.attention_scaling(LLAMA, at)) == float(static(factor=scale).attention_scaling(LLAMA))
+
+
+@pytest.mark.parametrize(("ratio", "scale"), [(0.5, 1), (1, 1), (2, 5), (4, 13), (10, 37)])
+def test_transformers_growth_reaches_factor_squared_minus_factor_plus_one(ratio, scale):
+    method = DynamicNTK(factor=4, growth="transformers")
+    found = method.rescale_factors(LLAMA, torch.tensor(int(ratio * 8192)))
+    torch.testing.assert_close(found, NTKAware(factor=scale).rescale_factors(LLAMA), rtol=1e-14, atol=0)
+    assert method.at_length(LLAMA, int(ratio * 8192)) == NTKAware(factor=scale)
+    assert float(method.rescale_factors(LLAMA)[-1]) == pytest.approx(13)  # the full reach is 4 L
+
+
+def test_a_pinned_dynamic_yarn_keeps_its_options():
+    options = {"beta_fast": 16.0, "beta_slow": 2.0, "truncate": False, "ramp": "rotations", "attention_factor": 1.5}
+    assert DynamicYaRN(factor=8, **options).at_length(LLAMA, 16384) == YaRN(factor=2.0, **options)
+
+
+# -------------------------------------------------------------- law 3: agreement with transformers
+
+
+def in_transformers(parameters: dict[str, Any], rope: RopeGeometry, limit: int, seq_len: int | None = None) -> Case:
+    """Frequencies and attention factor that transformers computes from a config of `limit` tokens."""
+    config = LlamaConfig(head_dim=rope.dim, max_position_embeddings=limit, rope_parameters=dict(parameters))
+    if parameters["rope_type"] == "default":
+        return modeling_llama.LlamaRotaryEmbedding.compute_default_rope_parameters(config)
+    return modeling_rope_utils.ROPE_INIT_FUNCTIONS[parameters["rope_type"]](config, None, seq_len)
+
+
+def assert_agree(found: Case, method: RopeScaling, rope: RopeGeometry, rtol: float, length: Tensor | None = None):
+    wanted = scaled_frequencies(method, rope, length)
+    torch.testing.assert_close(found[0].to(torch.float64), wanted, rtol=rtol, atol=0)
+    assert float(found[1]) == pytest.approx(float(method.attention_scaling(rope, length)), rel=1e-12)
+
+
+@contextmanager
+def float64_transformers() -> Iterator[None]:
+    """transformers' own code, with every float32 in it made a float64."""
+
+    class Float64Torch:
+        float = float32 = torch.float64
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(torch, name)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(modeling_rope_utils, "torch", Float64Torch())
+        patch.setattr(modeling_llama, "torch", Float64Torch())
+        patch.setattr(torch.Tensor, "float", torch.Tensor.double)
+        yield
+
+
+@every_method
+def test_transformers_reads_our_frequencies_from_our_parameters(cls):
+    assert len(SHIPPED) >= 200
+    for rope, factor in SHIPPED:
+        method, limit = cls.example(rope, factor), int(factor * rope.original_max_position_embeddings)
+        assert_agree(in_transformers(method.rope_parameters(rope), rope, limit), method, rope, rtol=1e-6)
+
+
+@every_method
+def test_only_float32_rounding_parts_transformers_from_us(cls):
+    assert len(EXACT) >= 200
+    with float64_transformers():
+        for rope, factor in EXACT:
+            method, limit = cls.example(rope, factor), int(factor * rope.original_max_position_embeddings)
+            assert_agree(in_transformers(method.rope_parameters(rope), rope, limit), method, rope, rtol=1e-12)
+
+
+NATIVE = {
+    "pi": "linear",
+    "ntk": "default",
+    "abf": "default",
+    "ntk_by_parts": "yarn",
+    "yarn": "yarn",
+    "dynamic_yarn": "yarn",
+    "llama3": "llama3",
+}
+
+
+@pytest.mark.parametrize("name", NATIVE)
+def test_a_native_rope_type_is_written_where_there_is_one(name):
+    # So the agreement above is of two formulas, and not of our λ with our λ in a list.
+    assert method_class(name).example(LLAMA, 4.0).rope_parameters(LLAMA)["rope_type"] == NATIVE[name]
+
+
+@pytest.mark.parametrize("ratio", [None, 0.5, 1, 1.37, 2, 16])
+def test_transformers_dynamic_agrees_at_every_length(ratio):
+    for rope, factor in SHIPPED:
+        trained = rope.original_max_position_embeddings
+        length = trained if ratio is None else int(ratio * trained)  # without a length, it takes the trained one
+        parameters = {"rope_type": "dynamic", "rope_theta": rope.rope_theta, "factor": factor}
+        found = in_transformers(parameters, rope, trained, None if ratio is None else length)
+        assert_agree(found, DynamicNTK(factor=factor, growth="transformers"), rope, 1e-6, torch.tensor(length))
+
+
+BELOW = RopeGeometry.plain(64, 10000.0, 128)
+ABOVE = RopeGeometry.plain(64, 100.0, 131072)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"truncate": False}, {"beta_fast": 16.0, "beta_slow": 2.0}, {"attention_factor": 1.3}],
+    ids=["defaults", "truncate", "betas", "attention_factor"],
+)
+@pytest.mark.parametrize("rope", [BELOW, LLAMA, ABOVE], ids=["below", "inside", "above"])
+def test_yarn_agrees_with_its_options_and_at_both_ends_of_the_clamp(rope, options):
+    assert correction_dim(16, BELOW) < 0 < 63 < correction_dim(2, ABOVE)  # the clamps at 0 and d - 1 are met
+    for factor in (1.0, 4.0, 40.0):
+        method = YaRN(factor=factor, **options)
+        parameters, limit = method.rope_parameters(rope), int(factor * rope.original_max_position_embeddings) + 1
+        assert_agree(in_transformers(parameters, rope, limit), method, rope, 1e-6)
+        with float64_transformers():
+            assert_agree(in_transformers(parameters, rope, limit), method, rope, 1e-12)
+
+
+def test_longrope_attention_formula_agrees():
+    for rope, factor in SHIPPED:
+        method = LongRoPE.example(rope, factor)
+        parameters = method.rope_parameters(rope)
+        del parameters["attention_factor"]  # so that transformers computes its own
+        limit = int(factor * rope.original_max_position_embeddings)
+        assert_agree(in_transformers(parameters, rope, limit, limit), method, rope, 1e-6)
+
+
+@every_method
+def test_scaling_on_scaling_multiplies_both(cls):
+    below = YaRN(factor=4)
+    in_use = geometry_in_use(below.rope_parameters(LLAMA), LLAMA.dim, 8192)
+    method = cls.example(in_use, 4.0)
+    inv_freq, attention_factor = in_transformers(scaled_rope_parameters(method, in_use), LLAMA, 4 * 4 * 8192)
+    wanted = LLAMA.inv_freq / below.rescale_factors(LLAMA) / method.rescale_factors(in_use)
+    torch.testing.assert_close(inv_freq.double(), wanted, rtol=1e-6, atol=0)
+    assert attention_factor == pytest.approx((0.1 * math.log(4) + 1) * float(method.attention_scaling(in_use)))
+
+
+@every_method
+def test_our_own_reader_agrees_with_what_was_written(cls):
+    for rope, factor in FEW:
+        method = cls.example(rope, factor)
+        read = geometry_in_use(method.rope_parameters(rope), rope.dim, rope.original_max_position_embeddings)
+        torch.testing.assert_close(read.inv_freq, scaled_frequencies(method, rope), rtol=1e-12, atol=0)
+        assert read.attention_factor == pytest.approx(float(method.attention_scaling(rope)))
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        {"rope_type": "yarn", "mscale": 1.0, "mscale_all_dim": 0.8},  # DeepSeek-V2
+        {"rope_type": "yarn", "mscale": 0.7, "mscale_all_dim": 0.7, "beta_fast": 16, "beta_slow": 2},
+        {"rope_type": "yarn", "beta_fast": None, "truncate": False},
+        {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+        {"rope_type": "longrope", "short_factor": [1.0] * 64, "long_factor": [1.0 + i for i in range(64)]},
+    ],
+    ids=["mscale", "mscale equal", "defaults", "llama3", "longrope"],
+)
+def test_others_parameters_are_read_as_transformers_reads_them(parameters):
+    parameters = {
+        "rope_theta": LLAMA.rope_theta,
+        "factor": 40.0,
+        "original_max_position_embeddings": 8192,
+        **parameters,
+    }
+    read = geometry_in_use(parameters, LLAMA.dim, 40 * 8192)
+    inv_freq, attention_factor = in_transformers(parameters, LLAMA, 40 * 8192, 40 * 8192)
+    torch.testing.assert_close(read.inv_freq, inv_freq.double(), rtol=2e-6, atol=0)
+    assert read.attention_factor == pytest.approx(attention_factor, rel=1e-12)
+
+
+# -------------------------------------------------------------------------------- the registry
+
+
+@pytest.fixture
+def registry(monkeypatch):
+    """The registry, as it was before once the test is over."""
+    monkeypatch.setattr(ctxext.methods, "_METHODS", dict(ctxext.methods._METHODS))
+
+
+@dataclass(frozen=True, kw_only=True)
+class HalfPI(RopeScaling):
+    """λ_i = factor on the lower half of the frequencies, 1 elsewhere."""
+
+    paper: ClassVar[Paper] = Paper("A user's notes", 2026, "https://example.org")
+
+    def rescale_factors(self, rope: RopeGeometry, length: Tensor | None = None) -> Tensor:
+        factors = torch.ones(rope.dim // 2, dtype=torch.float64)
+        factors[rope.dim // 4 :] = self.factor
+        return over_lengths(factors, length)
+
+
+@pytest.mark.usefixtures("registry")
+def test_a_users_own_method_enters_the_same_matrix():
+    register("half_pi", aliases=["hpi"])(HalfPI)
+    assert methods()[-1] is HalfPI
+    assert make_method("hpi", 4) == HalfPI(factor=4)
+    assert len(MATRIX) > 10
+    for law in MATRIX:
+        law(HalfPI)
+
+
+@pytest.mark.usefixtures("registry")
+def test_a_taken_name_is_refused():
+    for names in (("yarn", []), ("fresh", ["dynamic"])):
+        with pytest.raises(ValueError, match=f"name '{[names[0], *names[1]][-1]}' is taken by"):
+            register(names[0], aliases=names[1])(HalfPI)
+        assert HalfPI not in methods()
+
+
+@pytest.mark.usefixtures("registry")
+def test_a_class_of_the_same_name_in_another_module_does_not_replace_ours():
+    theirs = type("YaRN", (HalfPI,), {"__module__": "their_notebook"})
+    with pytest.raises(ValueError, match="taken"):
+        register("yarn")(theirs)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("yarm", {}, "unknown method 'yarm'; did you mean 'yarn'\\? Known: pi, linear, ntk"),
+        ("zzz", {}, "unknown method 'zzz'. Known: pi"),
+        ("yarn", {"beta_fats": 16}, "method 'yarn' has no option 'beta_fats'; did you mean 'beta_fast'\\?"),
+        ("linear", {"beta_fast": 16}, "method 'pi' has no option 'beta_fast'. It takes none."),
+        ("longrope", {}, "method 'longrope' needs long_factor. Pass long_factor=..."),
+    ],
+)
+def test_unknown_and_missing_words_are_named_with_a_remedy(name, options, message):
+    with pytest.raises(ValueError, match=message):
+        make_method(name, 4, **options)
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("yarn", {"beta_fast": 1.0, "beta_slow": 32.0}),
+        ("yarn", {"beta_slow": 0.0}),
+        ("ntk_by_parts", {"ramp": "cosine"}),
+        ("yarn", {"clamp": "none"}),
+        ("dynamic_ntk", {"growth": "exponential"}),
+        ("llama3", {"low_freq_factor": 4.0, "high_freq_factor": 4.0}),
+        ("llama3", {"low_freq_factor": 0.0}),
+        ("longrope", {"long_factor": (1.0, 0.0)}),
+        ("longrope", {"long_factor": (1.0, math.inf)}),
+        ("resonance", {"method": "dynamic_yarn"}),
+        ("resonance", {"method": YaRN(factor=2)}),
+    ],
+)
+def test_an_option_out_of_range_is_refused(name, options):
+    with pytest.raises(ValueError, match=r"must|rounds"):
+        make_method(name, 4, **options)
+
+
+def test_what_only_the_geometry_can_tell_is_refused_with_both_numbers():
+    with pytest.raises(ValueError, match="long_factor has 3 numbers, but this model has 64 pairs"):
+        LongRoPE(factor=4, long_factor=(1, 2, 3)).rescale_factors(LLAMA)
+    with pytest.raises(ValueError, match="rope_theta must be a finite number >= the model's 500000, got 10000"):
+        ABF(factor=4, rope_theta=10000.0).rescale_factors(LLAMA)
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        YaRN(factor=8, beta_fast=16, truncate=False, ramp="rotations", clamp="pairs", attention_factor=1.1),
+        LongRoPE(factor=2, long_factor=[1, 1.5]),
+        ABF(factor=8, rope_theta=5e6),
+        DynamicNTK(factor=2, growth="transformers"),
+        Resonance(factor=3, method=NTKByParts(factor=3, beta_slow=2)),
+    ],
+    ids=lambda method: method.name,
+)
+def test_every_option_survives_json(method):
+    assert method_from_dict(json.loads(json.dumps(method.to_dict()))) == method

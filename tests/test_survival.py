@@ -1,0 +1,615 @@
+"""An extension survives what people do next: casts, meta, copies, accelerate, PEFT, compile, training, re-saves."""
+
+from __future__ import annotations
+
+import copy
+import io
+import json
+import pickle
+from typing import Any
+
+import accelerate
+import peft
+import pytest
+import torch
+from families import LENGTH, logits, tiny_config, tiny_model, token_ids
+from live import METHODS, arguments, assert_unchanged, rotary_of, same, snapshot, starve, text_config
+from transformers import AutoModelForCausalLM
+
+from ctxext import extend_context, restore_context
+from ctxext.extension import extension_of
+
+IDS = token_ids(150)
+
+# Standard, partial rotary, half-width tables with experts, nested with linear attention.
+KINDS = ["llama", "gpt_neox", "gpt_oss", "qwen3_5"]
+kinds = pytest.mark.parametrize("family", KINDS)
+casts = pytest.mark.parametrize("cast", [torch.bfloat16, torch.float16, torch.float64])
+
+
+def extended(family: str = "llama", method: str = "yarn", **changes: Any) -> Any:
+    model = tiny_model(family, **changes)
+    return extend_context(model, **arguments(method, model))
+
+
+def reload(model: Any, folder: Any, **kwargs: Any) -> Any:
+    """Save, and load by transformers alone: what comes back carries nothing of ctxext's."""
+    model.save_pretrained(folder)
+    again = AutoModelForCausalLM.from_pretrained(folder, **kwargs).eval()
+    assert extension_of(again) is None
+    return again
+
+
+# ----------------------------------------------------------------------------------------- casts
+
+
+@casts
+@kinds
+def test_a_cast_leaves_the_frequencies_float32_exact(family: str, cast: torch.dtype) -> None:
+    model = extended(family)
+    before = {name: getattr(rotary_of(model), name).clone() for name in ("inv_freq", "original_inv_freq")}
+    model.to(cast)
+    assert next(model.parameters()).dtype == cast
+    for name, table in before.items():
+        assert table.dtype == torch.float32
+        assert same(getattr(rotary_of(model), name), table)
+
+
+def test_half_and_bfloat16_methods_are_casts_too() -> None:
+    model = extended()
+    before = rotary_of(model).inv_freq.clone()
+    for cast in (model.half, model.bfloat16, model.float):
+        cast()
+        assert same(rotary_of(model).inv_freq, before)
+
+
+@kinds
+def test_a_cast_model_equals_its_checkpoint_loaded_in_that_type(family: str, tmp_path: Any) -> None:
+    model = extended(family)
+    model.save_pretrained(tmp_path)
+    native = type(model).from_pretrained(tmp_path, dtype=torch.bfloat16).eval()
+    cast = model.to(torch.bfloat16)
+    for name, parameter in native.named_parameters():
+        cast.get_parameter(name).data = parameter.data  # a few stay float32 at load, such as routers
+    assert torch.equal(logits(cast, IDS), logits(native, IDS))
+
+
+@kinds
+def test_restoring_a_model_cast_before_is_bitwise(family: str) -> None:
+    model = tiny_model(family).to(torch.bfloat16)
+    before = snapshot(model)
+    restore_context(extend_context(model))
+    assert_unchanged(model, before)
+
+
+# ------------------------------------------------------------------------------------------ meta
+
+
+def materialise(model: Any, source: Any) -> Any:
+    """Give a model on meta real storage and the weights and tables of `source`."""
+    model.to_empty(device="cpu")
+    model.load_state_dict(source.state_dict())
+    for name, buffer in source.named_buffers():
+        owner, _, leaf = name.rpartition(".")
+        if "visual" in name:  # transformers' own tables, which to_empty leaves as garbage
+            model.get_submodule(owner)._buffers[leaf] = buffer.clone()
+    return model
+
+
+@kinds
+def test_to_meta_and_back_keeps_the_logits(family: str) -> None:
+    model, source = extended(family), tiny_model(family)
+    before = logits(model, IDS)
+    materialise(model.to("meta"), source)
+    assert torch.equal(logits(model, IDS), before)
+    restore_context(model)
+    assert torch.equal(logits(model, IDS), logits(source, IDS))
+
+
+@kinds
+def test_restoring_on_meta_leaves_nothing_on_the_cpu(family: str) -> None:
+    model = extended(family).to("meta")
+    restore_context(model)
+    assert {tensor.device.type for tensor in [*model.parameters(), *model.buffers()]} == {"meta"}
+
+
+@kinds
+def test_a_model_extended_on_meta_is_proven_at_its_first_forward(family: str) -> None:
+    with torch.device("meta"):
+        model = tiny_model(family)
+    extend_context(model)
+    assert model.context_extension.proof.consumed is None
+    assert rotary_of(model).inv_freq.device.type == "meta"
+    source = tiny_model(family)
+    materialise(model, source)
+    assert torch.equal(logits(model, IDS), logits(extended(family), IDS))
+    assert model.context_extension.proof.consumed is True
+    assert not model._forward_pre_hooks
+    restore_context(model)
+    assert torch.equal(logits(model, IDS), logits(source, IDS))
+
+
+def test_a_dead_patch_made_on_meta_raises_at_the_first_forward_and_is_undone() -> None:
+    with torch.device("meta"):
+        model = tiny_model("llama")
+    starve(model)
+    extend_context(model)
+    source = tiny_model("llama")
+    materialise(model, source)
+    with pytest.raises(RuntimeError, match="nothing in LlamaForCausalLM reads the output"):
+        logits(model, IDS)
+    assert extension_of(model) is None
+    assert "rope_type" not in model.config.rope_parameters or model.config.rope_parameters["rope_type"] == "default"
+    assert same(rotary_of(model).inv_freq, rotary_of(source).inv_freq)
+
+
+def test_a_model_extended_on_meta_and_restored_there_is_stock() -> None:
+    with torch.device("meta"):
+        model = tiny_model("llama")
+    before = snapshot(model, run=False)
+    restore_context(extend_context(model))
+    assert_unchanged(model, before)
+
+
+def test_the_deferred_proof_runs_inside_generate_and_on_copies() -> None:
+    with torch.device("meta"):
+        model = tiny_model("llama")
+    extend_context(model)
+    materialise(model, tiny_model("llama"))
+    twin = copy.deepcopy(model)
+    model.generate(IDS[:, :5], max_new_tokens=2, do_sample=False)
+    assert model.context_extension.proof.consumed is True
+    assert twin.context_extension.proof.consumed is None
+    logits(twin, IDS)
+    assert twin.context_extension.proof.consumed is True
+
+
+# ---------------------------------------------------------------------------------------- copies
+
+
+@kinds
+@pytest.mark.parametrize("first", ["copy", "original"])
+def test_either_copy_is_restored_on_its_own(family: str, first: str) -> None:
+    stock = logits(tiny_model(family), IDS)
+    original = extended(family)
+    before = logits(original, IDS)
+    twin = copy.deepcopy(original)
+    restored, kept = (twin, original) if first == "copy" else (original, twin)
+    kept_before = snapshot(kept)
+    restore_context(restored)
+    assert torch.equal(logits(restored, IDS), stock)
+    assert_unchanged(kept, kept_before)
+    assert torch.equal(logits(kept, IDS), before)
+    assert text_config(restored).max_position_embeddings == LENGTH
+    restore_context(kept)
+    assert torch.equal(logits(kept, IDS), stock)
+
+
+def test_a_copy_saves_itself(tmp_path: Any) -> None:
+    twin = copy.deepcopy(extended())
+    with torch.no_grad():
+        twin.lm_head.weight.mul_(2)
+    assert torch.equal(logits(reload(twin, tmp_path), IDS), logits(twin, IDS))
+
+
+def by_pickle(model: Any) -> Any:
+    return pickle.loads(pickle.dumps(model))
+
+
+def by_torch(model: Any) -> Any:
+    buffer = io.BytesIO()
+    torch.save(model, buffer)
+    buffer.seek(0)
+    return torch.load(buffer, weights_only=False)
+
+
+@pytest.mark.parametrize("round_trip", [by_pickle, by_torch])
+@kinds
+def test_pickling_keeps_everything(family: str, round_trip: Any, tmp_path: Any) -> None:
+    model = extended(family)
+    again = round_trip(model)
+    assert torch.equal(logits(again, IDS), logits(model, IDS))
+    assert repr(again.context_extension) == repr(model.context_extension)
+    before = rotary_of(again).inv_freq.clone()
+    assert same(rotary_of(again.to(torch.bfloat16)).inv_freq, before)
+    again.to(torch.float32).save_pretrained(tmp_path)
+    text = json.loads((tmp_path / "config.json").read_text())
+    assert "rope_scaling" in text.get("text_config", text)
+    restore_context(again)
+    assert torch.equal(rotary_of(again).inv_freq, rotary_of(tiny_model(family)).inv_freq)
+
+
+@kinds
+def test_the_state_dict_is_the_stock_models(family: str) -> None:
+    stock, model = tiny_model(family, seed=1), extended(family)
+    assert list(model.state_dict()) == list(stock.state_dict())
+    model.load_state_dict(stock.state_dict())
+    assert torch.equal(logits(model, IDS), logits(extend_context(tiny_model(family, seed=1)), IDS))
+
+
+# ------------------------------------------------------------------------------------ accelerate
+
+
+def device_map(model: Any, disk: str) -> dict[str, str]:
+    """Everything on the CPU but the second layer."""
+    leaves = {}
+    for path, module in model.named_modules():
+        inside = [name for name in leaves if path.startswith(name + ".")]
+        if path and not inside and not any(True for _ in module.children()):
+            leaves[path] = disk if ".layers.1." in path else "cpu"
+    return leaves
+
+
+DISPATCHES = {
+    "dispatch_model": lambda model, folder: accelerate.dispatch_model(
+        model, {"": "cpu"}, main_device="cpu", force_hooks=True
+    ),
+    "disk offload": lambda model, folder: accelerate.dispatch_model(
+        model, device_map(model, "disk"), main_device="cpu", offload_dir=str(folder), force_hooks=True
+    ),
+    "cpu_offload": lambda model, folder: accelerate.cpu_offload(model, execution_device=torch.device("cpu")),
+    "cpu_offload with buffers": lambda model, folder: accelerate.cpu_offload(
+        model, execution_device=torch.device("cpu"), offload_buffers=True
+    ),
+    "align hook": lambda model, folder: accelerate.hooks.add_hook_to_module(
+        model, accelerate.hooks.AlignDevicesHook(io_same_device=True)
+    ),
+}
+dispatches = pytest.mark.parametrize("dispatch", DISPATCHES)
+
+
+@dispatches
+@kinds
+def test_a_dispatched_model_is_extended_and_restored(family: str, dispatch: str, tmp_path: Any) -> None:
+    model, stock = tiny_model(family), logits(tiny_model(family), IDS)
+    DISPATCHES[dispatch](model, tmp_path)
+    hooked = hasattr(rotary_of(model), "_hf_hook")
+    assert torch.equal(logits(model, IDS), stock)
+    extend_context(model)
+    assert model.context_extension.proof.consumed is True
+    assert hasattr(rotary_of(model), "_hf_hook") == hooked
+    assert torch.equal(logits(model, IDS), logits(extended(family), IDS))
+    restore_context(model)
+    assert hasattr(rotary_of(model), "_hf_hook") == hooked
+    assert torch.equal(logits(model, IDS), stock)
+
+
+@dispatches
+@kinds
+def test_an_extended_model_is_dispatched_and_restored(family: str, dispatch: str, tmp_path: Any) -> None:
+    model, stock = extended(family), logits(tiny_model(family), IDS)
+    before = logits(model, IDS)
+    DISPATCHES[dispatch](model, tmp_path)
+    assert torch.equal(logits(model, IDS), before)
+    restore_context(model)
+    assert torch.equal(logits(model, IDS), stock)
+
+
+def test_hooks_removed_after_an_extension_leave_it_live(tmp_path: Any) -> None:
+    model = tiny_model("llama")
+    DISPATCHES["cpu_offload"](model, tmp_path)
+    extend_context(model)
+    accelerate.hooks.remove_hook_from_submodules(model)
+    assert torch.equal(logits(model, IDS), logits(extended(), IDS))
+
+
+# --------------------------------------------------------------------- PEFT and the training loop
+
+
+def lora(model: Any) -> Any:
+    torch.manual_seed(3)
+    config = peft.LoraConfig(target_modules="all-linear", r=4, init_lora_weights=False, task_type="CAUSAL_LM")
+    return peft.get_peft_model(model, config)
+
+
+def train_a_step(model: Any) -> None:
+    model.train()
+    optimizer = torch.optim.SGD((p for p in model.parameters() if p.requires_grad), lr=0.1)
+    model(input_ids=IDS, labels=IDS).loss.backward()
+    assert any(p.grad is not None and p.grad.abs().sum() > 0 for p in model.parameters())
+    optimizer.step()
+    model.zero_grad()
+    model.eval()
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt_neox", "qwen3_5"])
+@pytest.mark.parametrize("order", ["extend, then wrap", "wrap, then extend"])
+def test_lora_is_trained_merged_and_saved(family: str, order: str, tmp_path: Any) -> None:
+    model = tiny_model(family)
+    if order == "extend, then wrap":
+        wrapped = lora(extend_context(model))
+    else:
+        wrapped = lora(model)
+        assert extend_context(wrapped) is wrapped
+    assert torch.equal(logits(wrapped, IDS), logits(lora(extended(family)), IDS))
+    train_a_step(wrapped)
+    trained = logits(wrapped, IDS)
+    merged = wrapped.merge_and_unload()
+    torch.testing.assert_close(logits(merged, IDS), trained, rtol=0, atol=1e-3)
+    merged.save_pretrained(tmp_path)
+    text = json.loads((tmp_path / "config.json").read_text())
+    assert text.get("text_config", text)["rope_scaling"]["rope_type"] == "yarn"
+    again = type(model).from_pretrained(tmp_path).eval()
+    assert torch.equal(logits(again, IDS), logits(merged, IDS))
+    restore_context(merged)
+    assert text_config(merged).max_position_embeddings == LENGTH
+
+
+def test_lora_adapter_loads_on_an_extended_base(tmp_path: Any) -> None:
+    wrapped = lora(extended())
+    wrapped.save_pretrained(tmp_path)
+    again = peft.PeftModel.from_pretrained(extended(), tmp_path).eval()
+    assert torch.equal(logits(again, IDS), logits(wrapped, IDS))
+
+
+def test_a_wrapped_model_is_restored_through_its_wrapper() -> None:
+    wrapped = lora(tiny_model("llama"))
+    before = snapshot(wrapped)
+    extend_context(wrapped)
+    with pytest.raises(RuntimeError, match="extended already"):
+        extend_context(wrapped.base_model.model)
+    restore_context(wrapped)
+    assert_unchanged(wrapped, before)
+
+
+@kinds
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_gradient_checkpointing_gives_the_same_gradients(family: str, use_reentrant: bool) -> None:
+    def gradients(checkpointing: bool) -> dict[str, torch.Tensor]:
+        model = extended(family).train()
+        if checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
+            model.enable_input_require_grads()
+        model(input_ids=IDS, labels=IDS, use_cache=False).loss.backward()
+        return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+    plain, checkpointed = gradients(False), gradients(True)
+    assert plain.keys() == checkpointed.keys()
+    for name, gradient in plain.items():
+        torch.testing.assert_close(checkpointed[name], gradient, rtol=1e-4, atol=1e-5, msg=name)
+
+
+@kinds
+def test_gradients_equal_those_of_the_reloaded_checkpoint(family: str, tmp_path: Any) -> None:
+    model = extended(family)
+    again = type(model)
+    model.save_pretrained(tmp_path)
+    again = type(model).from_pretrained(tmp_path).eval()
+    for one in (model, again):
+        one(input_ids=IDS, labels=IDS).loss.backward()
+    theirs = dict(again.named_parameters())
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None:
+            assert torch.equal(parameter.grad, theirs[name].grad), name
+
+
+DROPOUT = {
+    "llama": {"attention_dropout": 0.5},
+    "gpt_neox": {"attention_dropout": 0.5, "hidden_dropout": 0.5},
+    "falcon": {"attention_dropout": 0.5, "hidden_dropout": 0.5},
+}
+
+
+@pytest.mark.parametrize("family", DROPOUT)
+def test_the_proof_takes_no_random_numbers_and_keeps_the_mode(family: str) -> None:
+    model = tiny_model(family, **DROPOUT[family]).train()
+    before, state = snapshot(model, run=False), torch.get_rng_state()
+    extend_context(model)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(module.training for module in model.modules())
+    assert all(p.grad is None for p in model.parameters())
+    restore_context(model)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert_unchanged(model, before)
+
+
+def test_mode_changes_made_while_extended_are_kept_by_restore() -> None:
+    model = extended().train()
+    restore_context(model)
+    assert all(module.training for module in model.modules())
+
+
+def test_extending_between_two_training_steps_keeps_the_optimizer_at_work() -> None:
+    model = tiny_model("llama")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    losses = []
+    for step in range(6):
+        if step == 2:
+            extend_context(model)
+        loss = model(input_ids=IDS, labels=IDS).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[5] < losses[2]
+
+
+# --------------------------------------------------------------------------------- saved and again
+
+
+@kinds
+@pytest.mark.parametrize("method", METHODS)
+def test_a_plain_resave_gives_the_same_model(family: str, method: str, tmp_path: Any) -> None:
+    model = extended(family, method)
+    model.save_pretrained(tmp_path / "ours")
+    plain = type(model).from_pretrained(tmp_path / "ours").eval()
+    plain.save_pretrained(tmp_path / "theirs")
+    again = type(model).from_pretrained(tmp_path / "theirs").eval()
+    assert torch.equal(logits(again, IDS), logits(model, IDS))
+    assert text_config(again).max_position_embeddings == 4 * LENGTH
+
+
+@pytest.mark.parametrize("resaved", [False, True])
+@pytest.mark.parametrize("method", METHODS)
+def test_a_reloaded_checkpoint_knows_that_it_is_extended(method: str, resaved: bool, tmp_path: Any) -> None:
+    model = reload(extended("llama", method), tmp_path / "ours")
+    if resaved:
+        model = reload(model, tmp_path / "theirs")
+    before = snapshot(model)
+    with pytest.raises(ValueError, match=r"scaled already by ctxext .*'keep'.*'compose'.*'replace'"):
+        extend_context(model)
+    assert_unchanged(model, before)
+    # From the original frequencies, which is also how a factor is lowered.
+    lower = tiny_model("llama")
+    extend_context(lower, **arguments(method, lower, factor=2.0))
+    extend_context(model, existing="replace", **arguments(method, lower_source(), factor=2.0))
+    assert torch.equal(rotary_of(model).inv_freq, rotary_of(lower).inv_freq)
+    assert torch.equal(logits(model, IDS), logits(lower, IDS))
+    assert text_config(model).max_position_embeddings == 2 * LENGTH
+    again = reload(model, tmp_path / "lower")
+    assert torch.equal(logits(again, IDS), logits(lower, IDS))
+    restore_context(model)
+    assert_unchanged(model, before)
+
+
+def lower_source() -> Any:
+    return tiny_model("llama")
+
+
+def test_the_mark_is_void_once_someone_edits_rope_parameters(tmp_path: Any) -> None:
+    extended("llama", "ntk").save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    written = json.loads(path.read_text())
+    written["rope_parameters"] = {"rope_type": "default", "rope_theta": 1e6}
+    written["rope_theta"] = 1e6
+    written["max_position_embeddings"] = 128
+    path.write_text(json.dumps(written))
+    model = extend_context(AutoModelForCausalLM.from_pretrained(tmp_path), method="ntk")  # no refusal: it is plain now
+    assert model.config.max_position_embeddings == 512
+
+
+def test_sharded_saving_passes_through(tmp_path: Any) -> None:
+    model = extended()
+    model.save_pretrained(tmp_path, max_shard_size="100KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 1
+    assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path).eval(), IDS), logits(model, IDS))
+
+
+def test_the_trainer_saves_a_portable_checkpoint(tmp_path: Any) -> None:
+    from transformers import Trainer, TrainingArguments
+
+    model = extended()
+    rows = [{"input_ids": IDS[0], "labels": IDS[0]} for _ in range(2)]
+    options = {"max_steps": 1, "report_to": [], "use_cpu": True, "save_strategy": "no", "disable_tqdm": True}
+    trainer = Trainer(model=model, args=TrainingArguments(output_dir=str(tmp_path), **options), train_dataset=rows)
+    trainer.train()
+    trainer.save_model(str(tmp_path / "out"))
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["rope_scaling"]["rope_type"] == "yarn"
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    assert torch.equal(logits(again, IDS), logits(model.eval(), IDS))
+
+
+# -------------------------------------------------------------------------------- compile and DDP
+
+
+@pytest.fixture
+def fresh_dynamo() -> Any:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def compiled(model: Any, how: str) -> Any:
+    if how == "torch.compile":
+        return torch.compile(model, backend="eager", fullgraph=True)
+    model.compile(backend="eager", fullgraph=True)
+    return model
+
+
+ways = pytest.mark.parametrize("how", ["torch.compile", "model.compile"])
+
+
+@ways
+def test_an_extended_model_compiles_in_one_graph(how: str, fresh_dynamo: Any) -> None:
+    model = compiled(extended(), how)
+    torch.testing.assert_close(logits(model, IDS), logits(extended(), IDS), rtol=0, atol=1e-5)
+    restore_context(model)
+    torch.testing.assert_close(logits(model, IDS), logits(tiny_model("llama"), IDS), rtol=0, atol=1e-5)
+
+
+@ways
+@pytest.mark.parametrize("warm", [False, True])
+def test_a_compiled_model_is_extended(how: str, warm: bool, fresh_dynamo: Any) -> None:
+    model, stock = compiled(tiny_model("llama"), how), logits(tiny_model("llama"), IDS)
+    if warm:  # its graph holds the stock frequencies already
+        torch.testing.assert_close(logits(model, IDS), stock, rtol=0, atol=1e-5)
+    assert extend_context(model) is model
+    torch.testing.assert_close(logits(model, IDS), logits(extended(), IDS), rtol=0, atol=1e-5)
+    restore_context(model)
+    torch.testing.assert_close(logits(model, IDS), stock, rtol=0, atol=1e-5)
+
+
+def test_a_model_extended_on_meta_compiles(fresh_dynamo: Any) -> None:
+    with torch.device("meta"):
+        model = tiny_model("llama")
+    extend_context(model)
+    materialise(model, tiny_model("llama"))
+    model = compiled(model, "torch.compile")
+    torch.testing.assert_close(logits(model, IDS), logits(extended(), IDS), rtol=0, atol=1e-5)
+    assert extension_of(model).proof.consumed is True
+
+
+def test_a_data_parallel_wrapper_is_seen_through(tmp_path: Any) -> None:
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        model = torch.nn.parallel.DistributedDataParallel(tiny_model("llama"))
+        extend_context(model)
+        assert torch.equal(logits(model, IDS), logits(extended(), IDS))
+        model(input_ids=IDS, labels=IDS).loss.backward()
+        restore_context(model)
+        assert torch.equal(logits(model, IDS), logits(tiny_model("llama"), IDS))
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+# --------------------------------------------------------------------------- attention and decoding
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa", "flex_attention"])
+def test_every_attention_implementation_reads_the_patch(attention: str) -> None:
+    model = extended()
+    expected = logits(model, IDS)
+    model.set_attn_implementation(attention)
+    torch.testing.assert_close(logits(model, IDS), expected, rtol=0, atol=1e-4)
+    restore_context(model)
+    assert model.config._attn_implementation == attention
+    again = tiny_model("llama")
+    again.set_attn_implementation(attention)
+    extend_context(again)
+    torch.testing.assert_close(logits(again, IDS), expected, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("family", [*KINDS, "gemma2", "mixtral"])
+def test_generation_with_a_cache_equals_generation_without(family: str) -> None:
+    model = extended(family)
+    prompt = IDS[:, : LENGTH - 10]
+    options = {"max_new_tokens": 30, "do_sample": False, "eos_token_id": None}
+    cached, plain = (model.generate(prompt, use_cache=use_cache, **options) for use_cache in (True, False))
+    assert cached.shape[1] == LENGTH + 20
+    assert torch.equal(cached, plain)
+
+
+def test_extending_in_the_middle_of_a_conversation_needs_no_new_process() -> None:
+    model = tiny_model("llama")
+    options = {"max_new_tokens": 10, "do_sample": False, "eos_token_id": None}
+    model.generate(IDS[:, :20], **options)
+    extend_context(model)
+    assert torch.equal(model.generate(IDS, **options), extended().generate(IDS, **options))
+
+
+def test_resized_embeddings_are_kept_by_restore() -> None:
+    model = extended()
+    model.resize_token_embeddings(160)
+    restore_context(model)
+    assert model.config.vocab_size == 160
+    assert logits(model, IDS).shape[-1] == 160
+
+
+def test_config_edits_made_meanwhile_are_kept_by_restore() -> None:
+    model = tiny_model("llama")
+    with_edit = tiny_config("llama", use_cache=False).to_dict()
+    extend_context(model)
+    model.config.use_cache = False
+    restore_context(model)
+    assert model.config.use_cache is False
+    assert model.config.to_dict()["rope_parameters"] == with_edit["rope_parameters"]
