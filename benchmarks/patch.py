@@ -108,8 +108,13 @@ def main() -> None:
         for attempt in range(5):
             output = str(Path(folder) / f"out{attempt}")
             arguments = ["extend", str(source), "--factor", "4", "-o", output]
-            whole.append(seconds(lambda arguments=arguments: run(f"import sys; sys.argv[1:] = {arguments!r}; "
-                                                                 "from ctxext.cli import app; app()")))
+            whole.append(
+                seconds(
+                    lambda arguments=arguments: run(
+                        f"import sys; sys.argv[1:] = {arguments!r}; from ctxext.cli import app; app()"
+                    )
+                )
+            )
     report.add("ctxext extend on 30 shards, seconds beyond importing torch", median(whole) - plain, at_most=2)
     report.finish(args.output, rounds=args.rounds)
 

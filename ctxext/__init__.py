@@ -1,9 +1,9 @@
 """Extend the context window of Hugging Face language models, with proof.
 
-    from ctxext import extend_context
+from ctxext import extend_context
 
-    extend_context(model, factor=4, method="yarn")
-    print(model.context_extension)
+extend_context(model, factor=4, method="yarn")
+print(model.context_extension)
 """
 
 __version__ = "0.1.0"
@@ -23,7 +23,7 @@ from ctxext.methods import (
     Resonance,
     RopeScaling,
     YaRN,
-    methods,
+    list_methods,
     register,
 )
 
@@ -44,7 +44,7 @@ __all__ = [
     "describe_context",
     "extend_config",
     "extend_context",
-    "methods",
+    "list_methods",
     "register",
     "restore_context",
     "temporarily_extended",

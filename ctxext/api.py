@@ -37,7 +37,7 @@ def extend_context(
     Args:
         model: a transformers model, or one wrapped by PEFT, torch.compile or DDP.
         factor: target length / trained length; 4 when neither it nor `target_length` is given.
-        method: a registered name (`ctxext.methods()`), or an instance such as `YaRN(factor=8, beta_fast=16)`.
+        method: a registered name (`ctxext.list_methods()`), or an instance such as `YaRN(factor=8, beta_fast=16)`.
         target_length: tokens to reach, in the place of `factor`.
         original_max_position_embeddings: the length in tokens at which the model was really trained,
             where you know better than its config and the table of checkpoints.
@@ -55,7 +55,7 @@ def extend_context(
         ValueError: an argument is wrong, the model has no standard rotary embedding, it covers that length
             already, or its RoPE is scaled and `existing` does not say what to do.
         RuntimeError: the model is extended already, or the patch could not be proven to work.
-        TypeError: `model` is not a transformers model.
+        TypeError: `model` is not a transformers model, or `method` neither a name nor an instance.
         In each case the model is left as it was.
     """
     inner = extension.transformers_model(model)
@@ -85,11 +85,11 @@ def restore_context(model: nn.Module) -> Any:
     Raises:
         RuntimeError: the model is not extended.
     """
-    inner = extension.transformers_model(model)
-    done = extension.extension_of(inner)
-    if done is None:
+    extension.transformers_model(model)  # or say that it is none
+    owner, done = extension.extended_model(model), extension.extension_of(model)
+    if owner is None or done is None:
         raise RuntimeError("this model is not extended by ctxext, so there is nothing to restore.")
-    extension.restore(inner, done)
+    extension.restore(owner, done)
     return model
 
 

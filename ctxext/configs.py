@@ -9,6 +9,8 @@ from dataclasses import dataclass, field, replace
 from importlib.resources import files
 from typing import Any, Literal, get_args
 
+import torch
+
 from ctxext.encodings.rope import RopeGeometry
 from ctxext.families import family_of
 from ctxext.methods import (
@@ -31,11 +33,11 @@ Existing = Literal["refuse", "keep", "compose", "replace"]
 
 # Keys of `rope_parameters` that belong to a scaling. All others (partial_rotary_factor,
 # mrope_section, ...) belong to the family and stay.
-SCALING_KEYS = frozenset(
-    "rope_type type factor original_max_position_embeddings attention_factor attn_factor beta_fast "
-    "beta_slow truncate mscale mscale_all_dim short_factor long_factor short_mscale long_mscale "
-    "low_freq_factor high_freq_factor".split()
-)
+SCALING_KEYS = frozenset({
+    "rope_type", "type", "factor", "original_max_position_embeddings", "attention_factor", "attn_factor",
+    "beta_fast", "beta_slow", "truncate", "mscale", "mscale_all_dim", "short_factor", "long_factor",
+    "short_mscale", "long_mscale", "low_freq_factor", "high_freq_factor",
+})  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -125,6 +127,14 @@ def live_mark(text_config: Any) -> dict[str, Any] | None:
     return None if edited else mark
 
 
+def _marked_scaling(mark: dict[str, Any], parameters: dict[str, Any], limit: int) -> RopeScaling | None:
+    """The method that a mark names; where it is registered in another program only, the form it was saved in."""
+    try:
+        return None if mark["method"] is None else method_from_dict(mark["method"])
+    except ValueError:
+        return method_from_rope_parameters(parameters, limit)
+
+
 def known_checkpoint(text_config: Any, parameters: dict[str, Any]) -> Checkpoint | None:
     """The first row of checkpoints.toml whose every field equals the config's."""
 
@@ -161,7 +171,7 @@ def read_context(config: Any, original_max_position_embeddings: int | None = Non
             f"{name} has no rotary position embedding: its config holds no rope_parameters. ctxext extends models "
             "with RoPE; this one was left as it was."
         )
-    if text_config.nested_rope_parameter_keys(parameters) or "rope_theta" not in parameters:
+    if any(isinstance(value, dict) for value in parameters.values()):
         raise ValueError(
             f"{name} keeps rope_parameters for each layer type ({', '.join(parameters)}), which ctxext does not "
             "extend yet. The model was left as it was."
@@ -178,7 +188,7 @@ def read_context(config: Any, original_max_position_embeddings: int | None = Non
     limit = int(text_config.max_position_embeddings)
     original_theta = float(parameters["rope_theta"])
     if mark is not None:
-        scaling = None if mark["method"] is None else method_from_dict(mark["method"])
+        scaling = _marked_scaling(mark, parameters, limit)
         original, original_theta = mark["original"]["length"], mark["original"]["rope_theta"]
         trained, source = original, "noted in this config when ctxext extended it"
     else:
@@ -305,6 +315,11 @@ def plan_extension(
             original_max_position_embeddings=start,
             attention_factor=rope.attention_factor * float(chosen.attention_scaling(rope)),
         )
+        if torch.equal(extended.inv_freq, rope.inv_freq) and extended.attention_factor == rope.attention_factor:
+            raise ValueError(
+                f"{chosen!r} changes nothing: every frequency and the attention factor stay as they are. "
+                "Pass a larger factor or length, or other options."
+            )
         parameters = _portable(chosen, rope, facts)
     return Plan(
         facts=facts,
@@ -360,6 +375,10 @@ def _factor_and_target(
                 f"which reaches {round(method.factor * start)} tokens from {start}. Leave one out."
             )
         factor = method.factor
+    elif not isinstance(method, str):
+        raise TypeError(
+            f"method must be a registered name such as 'yarn', or an instance such as YaRN(factor=4); got {method!r}."
+        )
     elif factor is not None and target_length is not None:
         raise ValueError(
             f"pass factor or target_length, not both; got factor={factor} and target_length={target_length}."
@@ -388,10 +407,12 @@ def _chosen_method(
         chosen = method
     else:
         chosen = make_method(method, factor, **options)
+    reach = round(factor * rope.original_max_position_embeddings)
     if length is not None:
+        if isinstance(length, bool) or not isinstance(length, int) or not 1 <= length <= reach:
+            raise ValueError(f"length must be a number of tokens (an int) up to {reach}, got {length!r}.")
         return chosen.at_length(rope, length)
     if chosen.is_dynamic:
-        reach = round(factor * rope.original_max_position_embeddings)
         raise ValueError(
             f"{chosen.name} changes its scale with the length, and ctxext cannot apply that to a live model yet. "
             f"Pin it at one length with length={reach}, or use a static method such as 'yarn'."

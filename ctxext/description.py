@@ -83,7 +83,7 @@ def _scaling_words(scaling: dict[str, Any] | None, checkpoint: Checkpoint | None
     if scaling is None:
         return "none"
     how = f", {checkpoint.scaling}" if checkpoint is not None and checkpoint.scaling != "none" else ""
-    return f"{scaling['method']} ×{scaling['factor']:g}{how}"
+    return f"{scaling['name']} ×{scaling['factor']:g}{how}"
 
 
 def kv_cache_bytes(text_config: Any, n_tokens: int, bytes_each: int) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -51,6 +51,14 @@ class SwappedSite:
     original: nn.Module
 
 
+@dataclass(frozen=True)
+class SwappedConfig:
+    """Undo data: a config that the model held, and the copy that took its place."""
+
+    original: Any
+    extended: Any
+
+
 _MISSING = "<no such attribute>"
 
 
@@ -60,8 +68,8 @@ class Extension:
 
     plan: Plan
     proof: Proof
-    sites: tuple[SwappedSite, ...]
-    old_config: dict[str, Any] = field(default_factory=dict)
+    sites: tuple[SwappedSite, ...] = ()
+    configs: tuple[SwappedConfig, ...] = ()
 
     @property
     def method(self) -> RopeScaling | None:
@@ -86,9 +94,10 @@ class Extension:
         rope, proof = self.plan.extended, self.proof
         consumed = {True: "seen", False: "NOT seen", None: "due at the first forward pass"}[proof.consumed]
         output = "layout not compared" if proof.output_error is None else f"{proof.output_error:.1e}"
+        paths = ", ".join(path for site in self.sites for path in site.paths)
         lines = [
             self.plan.summary,
-            f"  sites             {', '.join(path for site in self.sites for path in site.paths) or 'none: config only'}",
+            f"  sites             {paths or 'none: only the config changed'}",
             f"  inverse freq.     {rope.inv_freq[0]:.4g} … {rope.inv_freq[-1]:.4g} rad/token "
             f"(before {self.plan.rope.inv_freq[0]:.4g} … {self.plan.rope.inv_freq[-1]:.4g})",
             f"  attention factor  {rope.attention_factor:.6g}",
@@ -103,15 +112,22 @@ class Extension:
 
 
 def extension_of(model: nn.Module) -> Extension | None:
-    """The receipt on `model` or on the transformers model inside it (PEFT, compile, DDP)."""
-    return next((m.__dict__[ATTRIBUTE] for m in model.modules() if ATTRIBUTE in m.__dict__), None)
+    """The receipt on `model` or on a model inside it (PEFT, compile, DDP, the base of a head)."""
+    owner = extended_model(model)
+    return None if owner is None else owner.__dict__[ATTRIBUTE]
+
+
+def extended_model(model: nn.Module) -> PreTrainedModel | None:
+    """The transformers model in `model` that was extended, if any."""
+    return next((m for m in model.modules() if ATTRIBUTE in m.__dict__), None)
 
 
 def transformers_model(model: nn.Module) -> PreTrainedModel:
     """The outermost transformers model in `model`, whatever wraps it."""
     from transformers import PreTrainedModel
 
-    found = next((m for m in model.modules() if isinstance(m, PreTrainedModel)), None)
+    modules = model.modules() if isinstance(model, nn.Module) else ()
+    found = next((m for m in modules if isinstance(m, PreTrainedModel)), None)
     if found is None:
         raise TypeError(
             f"expected a transformers model (or one wrapped by PEFT, torch.compile or DDP), got "
@@ -133,15 +149,17 @@ def apply(model: PreTrainedModel, plan: Plan) -> Extension:
         built, proof = [], Proof(0.0, None, True)
     else:
         built, proof = _build(sites, text_config, plan)
-    extension = Extension(plan=plan, proof=proof, sites=())
+    extension = Extension(plan=plan, proof=proof)
     try:
         for site, new in zip(sites, built, strict=bool(built)):
             old = rotary.put(model, site.paths, new)
             extension.sites += (SwappedSite(paths=site.paths, original=old),)
-        extension.old_config = {n: text_config.__dict__.get(n, _MISSING) for n in plan.updates}
-        plan.apply_to(text_config)
+        extension.configs = _config_copies(model)
+        extended_config = extension.configs[-1].extended
+        plan.apply_to(extended_config)
         for new in built:
-            new.config = text_config
+            new.config = extended_config
+        _swap_configs(model, {id(pair.original): pair.extended for pair in extension.configs})
         model.__dict__[ATTRIBUTE] = extension
         # On the instance, as data (a partial), so that it survives deepcopy, pickle and PEFT's merge.
         model.__dict__["save_pretrained"] = functools.partial(save_bilingual, model)
@@ -156,11 +174,32 @@ def apply(model: PreTrainedModel, plan: Plan) -> Extension:
     return extension
 
 
+def _config_copies(model: PreTrainedModel) -> tuple[SwappedConfig, ...]:
+    """The model's config and, last, its text config, each with the copy that is to be extended.
+
+    Two models may share one config object, so it is never edited in place.
+    """
+    config = model.config
+    text_config = config.get_text_config(decoder=True)
+    text_copy = copy.deepcopy(text_config)
+    if text_config is config:
+        return (SwappedConfig(config, text_copy),)
+    whole = copy.copy(config)
+    whole.__dict__.update({k: text_copy for k, v in config.__dict__.items() if v is text_config})
+    return SwappedConfig(config, whole), SwappedConfig(text_config, text_copy)
+
+
+def _swap_configs(model: PreTrainedModel, new: dict[int, Any]) -> None:
+    """Every module of the model that holds a config in `new` (by identity) now holds the other one."""
+    for module in model.modules():
+        module.__dict__.update({k: new[id(v)] for k, v in module.__dict__.items() if id(v) in new})
+
+
 def _sites(model: PreTrainedModel, plan: Plan) -> list[rotary.RotarySite]:
     text_config = plan.facts.text_config
     name = f"{type(model).__name__} (model_type {text_config.model_type!r})"
     family = family_of(text_config)
-    if family.refuse is not None:
+    if family.refuse is not None and plan.method is not None:
         raise ValueError(f"{name} {family.refuse}. The model was left as it was.")
     sites = rotary.find_rotary_sites(model, text_config)
     others = rotary.other_rotary_tables(model, sites)
@@ -172,8 +211,8 @@ def _sites(model: PreTrainedModel, plan: Plan) -> list[rotary.RotarySite]:
         )
     if others:
         raise ValueError(
-            f"{name} has rotary tables beside the standard one, so a patch would be half done: {'; '.join(others[:3])}. "
-            "The model was left as it was."
+            f"{name} has rotary tables beside the standard one, so a patch would be half done: "
+            f"{'; '.join(others[:3])}. The model was left as it was."
         )
     for site in sites:
         _check_present_table(site, plan)
@@ -201,9 +240,7 @@ def _check_present_table(site: rotary.RotarySite, plan: Plan) -> None:
         )
 
 
-def _build(
-    sites: list[rotary.RotarySite], text_config: Any, plan: Plan
-) -> tuple[list[nn.Module], Proof]:
+def _build(sites: list[rotary.RotarySite], text_config: Any, plan: Plan) -> tuple[list[nn.Module], Proof]:
     """The replacements on the CPU, each compared with the method's own formula."""
     config = copy.deepcopy(text_config)
     plan.apply_to(config)
@@ -227,7 +264,14 @@ def prove_consumed(model: PreTrainedModel) -> None:
     """Run a forward pass of two tokens and see that the replaced modules' output is read."""
     extension: Extension = model.__dict__[ATTRIBUTE]
     modules = [model.get_submodule(site.paths[0]) for site in extension.sites]
-    consumed = rotary.is_consumed(model, modules)
+    try:
+        consumed = all(isinstance(m, rotary.ExtendedRotary) for m in modules) and rotary.is_consumed(model, modules)
+    except Exception as error:
+        raise RuntimeError(
+            f"{type(model).__name__} could not run the forward pass of two tokens that proves the patch "
+            f"({type(error).__name__}: {error}). The model was left as it was. Extend it before it is sharded or "
+            "wrapped, on one device."
+        ) from error
     extension.proof = Proof(extension.proof.frequency_error, extension.proof.output_error, consumed)
     if not consumed:
         raise RuntimeError(
@@ -237,30 +281,38 @@ def prove_consumed(model: PreTrainedModel) -> None:
 
 
 def _prove_at_first_forward(model: PreTrainedModel, args: Any) -> None:
-    """A pre-forward hook for models that had no weights when they were extended. It removes itself."""
-    extension = model.__dict__.get(ATTRIBUTE)
-    if extension is not None and rotary.on_meta(model):
+    """A pre-forward hook for models that had no weights when they were extended. It removes itself.
+
+    Inside a compiled graph nothing can be watched, so there the proof stays due.
+    """
+    if torch.compiler.is_compiling() or rotary.on_meta(model):
         return
+    _remove_hook(model)
+    try:
+        prove_consumed(model)
+    except BaseException:
+        restore(model, model.__dict__[ATTRIBUTE])
+        raise
+
+
+def _remove_hook(model: PreTrainedModel) -> None:
     for key, hook in list(model._forward_pre_hooks.items()):
         if hook is _prove_at_first_forward:
             del model._forward_pre_hooks[key]
-    if extension is not None:
-        prove_consumed(model)
 
 
 def restore(model: PreTrainedModel, extension: Extension) -> None:
     """Undo everything that `apply` did, newest first."""
     for name in (ATTRIBUTE, "save_pretrained"):
         model.__dict__.pop(name, None)
-    for key, hook in list(model._forward_pre_hooks.items()):
-        if hook is _prove_at_first_forward:
-            del model._forward_pre_hooks[key]
-    text_config = model.config.get_text_config(decoder=True)
-    for name, value in reversed(extension.old_config.items()):
-        if isinstance(value, str) and value == _MISSING:
-            text_config.__dict__.pop(name, None)
-        else:
-            setattr(text_config, name, value)
+    _remove_hook(model)
+    extended = {id(pair.extended) for pair in extension.configs}
+    for pair in extension.configs:
+        for name, value in pair.extended.__dict__.items():
+            # What was edited in the meantime, such as use_cache, stays edited.
+            if name not in extension.plan.updates and id(value) not in extended:
+                pair.original.__dict__[name] = value
+    _swap_configs(model, {id(pair.extended): pair.original for pair in extension.configs})
     for site in reversed(extension.sites):
         rotary.put(model, site.paths, site.original)
 
@@ -268,16 +320,20 @@ def restore(model: PreTrainedModel, extension: Extension) -> None:
 # ----------------------------------------------------------------------------------------- saving
 
 
-def version_4_keys(rope_parameters: dict[str, Any]) -> dict[str, Any]:
+def version_4_keys(text_config: Any, rope_parameters: dict[str, Any]) -> dict[str, Any]:
     """`rope_theta`, `partial_rotary_factor` and `rope_scaling` as transformers 4 and older engines read them.
 
     Without them transformers 4.57 loads a version 5 config as plain RoPE of theta 10000, silently.
     """
     keys = {name: rope_parameters[name] for name in ("rope_theta", "partial_rotary_factor") if name in rope_parameters}
-    if rope_parameters["rope_type"] == "default":
-        return keys
-    # Version 5 reads `rope_scaling` in the place of `rope_parameters`, so it must say all that those do.
-    return {**keys, "rope_scaling": {k: v for k, v in rope_parameters.items() if k not in keys}}
+    for name, older in family_of(text_config).version_4_names.items():
+        keys[older] = rope_parameters[name]
+    scaled_by_default = (type(text_config)().rope_parameters or {}).get("rope_type", "default") != "default"
+    more = rope_parameters.keys() - {"rope_type", *keys}  # mrope_section, say
+    if rope_parameters["rope_type"] != "default" or scaled_by_default or more:
+        # Version 5 reads `rope_scaling` in the place of `rope_parameters`, so it must say all that those do.
+        keys["rope_scaling"] = copy.deepcopy(rope_parameters)
+    return keys
 
 
 def save_bilingual(model: PreTrainedModel, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
@@ -287,7 +343,7 @@ def save_bilingual(model: PreTrainedModel, save_directory: Any, *args: Any, **kw
     stale and win over later edits of `rope_parameters`.
     """
     text_config = model.config.get_text_config(decoder=True)
-    keys = version_4_keys(text_config.rope_parameters)
+    keys = version_4_keys(text_config, text_config.rope_parameters)
     before = {name: text_config.__dict__.get(name, _MISSING) for name in keys}
     text_config.__dict__.update(keys)
     try:

@@ -38,9 +38,7 @@ def checkpoint_folder(name_or_path: str, revision: str | None = None, *, config_
     folder = Path(name_or_path)
     if not folder.is_dir():
         if folder.is_absolute() or name_or_path.startswith(".") or name_or_path.count("/") != 1:
-            raise FileNotFoundError(
-                f"{name_or_path!r} is no folder here and no hub name (owner/name). Check the path."
-            )
+            raise FileNotFoundError(f"{name_or_path!r} is no folder here and no hub name (owner/name). Check the path.")
         from huggingface_hub import snapshot_download
 
         patterns = ["*.json"] if config_only else None
@@ -64,7 +62,7 @@ def extended_json(folder: Path, **arguments: Any) -> tuple[Plan, dict[str, Any]]
         name = next(key for key in config.sub_configs if getattr(config, key, None) is plan.facts.text_config)
         section = raw.setdefault(name, {})
     section.pop("rope_scaling", None)
-    section.update(plan.updates, **version_4_keys(plan.updates["rope_parameters"]))
+    section.update(plan.updates, **version_4_keys(plan.facts.text_config, plan.updates["rope_parameters"]))
     return plan, raw
 
 

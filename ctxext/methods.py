@@ -26,6 +26,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import MISSING, dataclass, fields
 from difflib import get_close_matches
+from numbers import Real
 from typing import Any, ClassVar, Literal, NamedTuple, TypeVar
 
 import torch
@@ -67,6 +68,7 @@ class RopeScaling(ABC):
 
     def __post_init__(self) -> None:
         check_factor(self.factor)
+        object.__setattr__(self, "factor", float(self.factor))
 
     @abstractmethod
     def rescale_factors(
@@ -85,9 +87,7 @@ class RopeScaling(ABC):
 
         Without a native form: `longrope` with both factor lists equal to λ, which every static λ fits.
         """
-        return longrope_parameters(
-            self.rescale_factors(rope), float(self.attention_scaling(rope)), self.factor, rope
-        )
+        return longrope_parameters(self.rescale_factors(rope), float(self.attention_scaling(rope)), self.factor, rope)
 
     def at_length(self, rope: RopeGeometry, length: int) -> RopeScaling:
         """The static method to use when every sequence is to be treated as `length` tokens long."""
@@ -110,7 +110,7 @@ class RopeScaling(ABC):
         """A JSON-ready description: the method's name and its fields."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         return {
-            "method": self.name,
+            "name": self.name,
             **{k: v.to_dict() if isinstance(v, RopeScaling) else v for k, v in values.items()},
         }
 
@@ -131,16 +131,17 @@ def register(name: str, *, aliases: Sequence[str] = ()) -> Callable[[_Method], _
     def decorate(cls: _Method) -> _Method:
         for known in (name, *aliases):
             taken = _METHODS.get(known)
-            if taken is not None and taken.__qualname__ != cls.__qualname__:
+            # The same class again is a notebook cell that was run twice.
+            if taken is not None and (taken.__module__, taken.__qualname__) != (cls.__module__, cls.__qualname__):
                 raise ValueError(f"the method name {known!r} is taken by {taken.__qualname__}. Choose another.")
-            _METHODS[known] = cls
         cls.name, cls.aliases = name, tuple(aliases)
+        _METHODS.update(dict.fromkeys((name, *aliases), cls))
         return cls
 
     return decorate
 
 
-def methods() -> list[type[RopeScaling]]:
+def list_methods() -> list[type[RopeScaling]]:
     """Every registered method once, in order of registration."""
     return list(dict.fromkeys(_METHODS.values()))
 
@@ -172,33 +173,33 @@ def make_method(name: str, factor: float, **options: Any) -> RopeScaling:
     ]
     if missing:
         raise ValueError(
-            f"method {cls.name!r} needs {', '.join(missing)}. "
-            f"Pass {', '.join(f'{name}=...' for name in missing)}."
+            f"method {cls.name!r} needs {', '.join(missing)}. Pass {', '.join(f'{name}=...' for name in missing)}."
         )
     return cls(factor=factor, **options)
 
 
 def method_from_dict(description: dict[str, Any]) -> RopeScaling:
     """The inverse of `RopeScaling.to_dict`."""
-    options = {
-        key: method_from_dict(value)
-        if isinstance(value, dict)
-        else (tuple(value) if isinstance(value, list) else value)
-        for key, value in description.items()
-    }
-    return make_method(options.pop("method"), options.pop("factor"), **options)
+
+    def read(value: Any) -> Any:
+        if isinstance(value, dict):
+            return method_from_dict(value)
+        return tuple(value) if isinstance(value, list) else value
+
+    options = {key: read(value) for key, value in description.items()}
+    return make_method(options.pop("name"), options.pop("factor"), **options)
 
 
 def suggest(word: str, known: Sequence[str] | dict[str, Any]) -> str:
     """The end of an error about an unknown `word`: the nearest known one, and all of them."""
-    near = get_close_matches(word, list(known), n=1)
+    near = get_close_matches(word.lower(), list(known), n=1)
     hint = f"; did you mean {near[0]!r}?" if near else "."
     return f"{hint} Known: {', '.join(known)}."
 
 
 def check_factor(factor: float) -> None:
     """Raise ValueError unless `factor` is a finite number >= 1."""
-    if isinstance(factor, bool) or not isinstance(factor, (int, float)) or not math.isfinite(factor):
+    if isinstance(factor, bool) or not isinstance(factor, Real) or not math.isfinite(factor):
         raise ValueError(f"factor must be a finite number >= 1, got {factor!r}. For twice the length, pass factor=2.")
     if factor < 1:
         raise ValueError(
@@ -207,12 +208,20 @@ def check_factor(factor: float) -> None:
         )
 
 
+def check_attention_factor(attention_factor: float | None) -> None:
+    """Raise ValueError unless `attention_factor` is None or a finite number > 0."""
+    if attention_factor is not None and not (math.isfinite(attention_factor) and attention_factor > 0):
+        raise ValueError(
+            f"attention_factor must be a finite number > 0, got {attention_factor}. Leave it out for the method's own."
+        )
+
+
 # ------------------------------------------------------------------------------------ the methods
 
 
 def over_lengths(value: Tensor, length: Tensor | None) -> Tensor:
     """Repeat a value that does not depend on the length for each of `length`."""
-    return value if length is None else value.expand(*length.shape, *value.shape)
+    return value if length is None else value.expand((*length.shape, *value.shape))
 
 
 def longrope_parameters(
@@ -254,7 +263,7 @@ def ntk_rescale_factors(rope: RopeGeometry, scale: Float64[Tensor, "*batch"]) ->
 
 def ntk_theta(rope: RopeGeometry, scale: float) -> float:
     """The base whose plain RoPE has NTK-aware frequencies: theta * scale^(d / (d - 2))."""
-    return rope.rope_theta * scale ** (rope.dim / (rope.dim - 2))
+    return float(rope.rope_theta * scale ** (rope.dim / (rope.dim - 2)))
 
 
 @register("ntk")
@@ -300,7 +309,7 @@ class NTKByParts(RopeScaling):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 0 < self.beta_slow < self.beta_fast:
+        if not 0 < self.beta_slow < self.beta_fast < math.inf:
             raise ValueError(
                 f"beta_fast must exceed beta_slow > 0 (in turns within the trained length), got "
                 f"beta_fast={self.beta_fast}, beta_slow={self.beta_slow}. The paper's are 32 and 1."
@@ -317,7 +326,8 @@ class NTKByParts(RopeScaling):
         if self.truncate:
             low, high = math.floor(low), math.ceil(high)
         last = rope.dim - 1 if self.clamp == "dim" else rope.dim // 2 - 1
-        return linear_ramp(max(low, 0), min(high, last), rope.dim // 2)
+        low = max(low, 0)
+        return linear_ramp(low, max(min(high, last), low), rope.dim // 2)
 
     def rescale_at(self, rope: RopeGeometry, scale: Float64[Tensor, "*batch"]) -> Float64[Tensor, "*batch pair"]:
         """λ with `scale` in the place of the factor. The form keeps λ = 1 exactly at scale 1."""
@@ -360,9 +370,15 @@ class YaRN(NTKByParts):
 
     attention_factor: float | None = None
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_attention_factor(self.attention_factor)
+
     def attention_scaling(self, rope: RopeGeometry, length: Tensor | None = None) -> Tensor:
         scale = torch.tensor(float(self.factor), dtype=torch.float64)
-        value = yarn_attention_factor(scale) if self.attention_factor is None else scale.new_tensor(self.attention_factor)
+        value = (
+            yarn_attention_factor(scale) if self.attention_factor is None else scale.new_tensor(self.attention_factor)
+        )
         return over_lengths(value, length)
 
     def rope_parameters(self, rope: RopeGeometry) -> dict[str, Any]:
@@ -500,6 +516,7 @@ class LongRoPE(RopeScaling):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        check_attention_factor(self.attention_factor)
         object.__setattr__(self, "long_factor", tuple(float(value) for value in self.long_factor))
         bad = [value for value in self.long_factor if not (math.isfinite(value) and value > 0)]
         if bad:
@@ -551,7 +568,7 @@ class ABF(RopeScaling):
                 )
             return float(self.rope_theta)
         turns = rope.original_max_position_embeddings / (2 * math.pi)
-        return rope.rope_theta * rope.rope_theta ** (math.log(self.factor) / math.log(turns))
+        return float(rope.rope_theta ** (1 + math.log(self.factor) / math.log(turns)))
 
     def rescale_factors(self, rope: RopeGeometry, length: Tensor | None = None) -> Tensor:
         ratio = self.new_theta(rope) / rope.rope_theta
@@ -620,9 +637,7 @@ class Resonance(RopeScaling):
 # ------------------------------------------------------------------- reading what a config carries
 
 
-def method_from_rope_parameters(
-    parameters: dict[str, Any], max_position_embeddings: int
-) -> RopeScaling | None:
+def method_from_rope_parameters(parameters: dict[str, Any], max_position_embeddings: int) -> RopeScaling | None:
     """The method that a config's `rope_parameters` describe; None for unscaled RoPE.
 
     Args:

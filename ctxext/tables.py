@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from ctxext.encodings.rope import RopeGeometry
-from ctxext.methods import RopeScaling, methods
+from ctxext.methods import RopeScaling, list_methods
 
 _ROPE = RopeGeometry.plain(dim=128, rope_theta=10_000.0, length=4096)
 
@@ -29,8 +29,10 @@ def sentence(method: type[RopeScaling]) -> str:
 def method_table() -> str:
     """The README's table of methods, in Markdown."""
     lines = ["| method | what it does to λ | paper | saved as | use |", "|---|---|---|---|---|"]
-    for method in methods():
+    for method in list_methods():
         alias = f" ({', '.join(f'`{a}`' for a in method.aliases)})" if method.aliases else ""
         paper = f"[{method.paper.title}]({method.paper.url}), {method.paper.year}"
-        lines.append(f"| `{method.name}`{alias} | {sentence(method)} | {paper} | {saved_as(method)} | {method.training} |")
+        lines.append(
+            f"| `{method.name}`{alias} | {sentence(method)} | {paper} | {saved_as(method)} | {method.training} |"
+        )
     return "\n".join(lines)

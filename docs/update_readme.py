@@ -1,6 +1,6 @@
 """Write the README's tables anew: methods from the registry, numbers from the JSON of `make figures`.
 
-    python docs/update_readme.py
+python docs/update_readme.py
 """
 
 from __future__ import annotations
@@ -25,8 +25,11 @@ def demo_table() -> str:
         name = "not extended" if result["method"] == "none" else f"`{result['method']}`"
         found = [f"{100 * sum(row) / n:.0f}%" for row in result["hits"]]
         lines.append("| " + " | ".join([name, *found, *(f"{value:.1f}" for value in result["perplexity"])]) + " |")
-    lines += ["", f"{n} prompts a cell, {demo['windows']} windows of {lengths[-1]:,} tokens, seed {demo['seed']}; "
-                  "from [docs/demo/comparison.json](docs/demo/comparison.json)."]
+    lines += [
+        "",
+        f"{n} prompts a cell, {demo['windows']} windows of {lengths[-1]:,} tokens, seed {demo['seed']}; "
+        "from [docs/demo/comparison.json](docs/demo/comparison.json).",
+    ]
     return "\n".join(lines)
 
 

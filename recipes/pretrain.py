@@ -125,9 +125,7 @@ def make_batch(tokenizer, haystack, args, length: int, rng: Random):
 def weighted_loss(model, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     """Mean cross-entropy in nats over the next tokens, each with its weight."""
     logits = model(input_ids=ids).logits[:, :-1]
-    loss = torch.nn.functional.cross_entropy(
-        logits.flatten(0, 1).float(), ids[:, 1:].flatten(), reduction="none"
-    )
+    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), ids[:, 1:].flatten(), reduction="none")
     weights = weights[:, 1:].flatten()
     return (loss * weights).sum() / weights.sum()
 
@@ -146,7 +144,9 @@ def main() -> None:
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--length", type=int, default=512, help="tokens a sequence")
     parser.add_argument("--steps", type=int, default=1500)
-    parser.add_argument("--grow", type=float, nargs=2, default=[0.15, 0.3], help="when lengths double, as parts of the steps")
+    parser.add_argument(
+        "--grow", type=float, nargs=2, default=[0.15, 0.3], help="when lengths double, as parts of the steps"
+    )
     parser.add_argument("--batch-tokens", type=int, default=8192, help="tokens a step")
     parser.add_argument("--learning-rate", type=float, default=2e-3)
     parser.add_argument("--warmup", type=int, default=100, help="steps")
@@ -230,7 +230,8 @@ def main() -> None:
                 model.train()
                 seconds = time.time() - started
                 progress.console.print(
-                    f"step {step + 1}: loss {loss.item():.3f}, passkey at {length} {sum(hits) / len(hits):.2f}, {seconds:.0f} s"
+                    f"step {step + 1}: loss {loss.item():.3f}, "
+                    f"passkey at {length} {sum(hits) / len(hits):.2f}, {seconds:.0f} s"
                 )
                 sys.stdout.flush()
                 save(args.output)

@@ -10,10 +10,10 @@ from families import LENGTH, logits, token_ids
 from torch import nn
 
 from ctxext.encodings.rope import RopeGeometry
-from ctxext.methods import RopeScaling, methods
+from ctxext.methods import RopeScaling, list_methods
 
 FACTOR = 4.0
-METHODS = [cls.name for cls in methods()]
+METHODS = [cls.name for cls in list_methods()]
 
 
 def text_config(model: nn.Module) -> Any:
@@ -22,7 +22,9 @@ def text_config(model: nn.Module) -> Any:
 
 def plain_rope(model: nn.Module) -> RopeGeometry:
     """The geometry of an unscaled model, read off its own rotary table and not through ctxext."""
-    return RopeGeometry.plain(2 * rotary_of(model).inv_freq.numel(), text_config(model).rope_parameters["rope_theta"], LENGTH)
+    return RopeGeometry.plain(
+        2 * rotary_of(model).inv_freq.numel(), text_config(model).rope_parameters["rope_theta"], LENGTH
+    )
 
 
 def rotary_of(model: nn.Module) -> nn.Module:
@@ -39,22 +41,26 @@ def arguments(name: str, model: nn.Module, factor: float = FACTOR) -> dict[str, 
 
 
 def example(name: str, rope: RopeGeometry, factor: float = FACTOR) -> RopeScaling:
-    return next(cls for cls in methods() if cls.name == name).example(rope, factor)
+    return next(cls for cls in list_methods() if cls.name == name).example(rope, factor)
 
 
 def snapshot(model: nn.Module, run: bool = True) -> dict[str, Any]:
     """Everything that an extension may touch: module identities, attributes, hooks, tables, configs, logits."""
+    # First, as transformers' dynamic and longrope tables change when they run.
+    output = logits(model, token_ids(100)) if run else torch.zeros(())
     modules = dict(model.named_modules(remove_duplicate=False))
     config = getattr(model, "config", None)
     return {
         "modules": {path: id(module) for path, module in modules.items()},
         "attributes": {path: sorted(module.__dict__) for path, module in modules.items()},
-        "hooks": {path: [list(module._forward_hooks), list(module._forward_pre_hooks)] for path, module in modules.items()},
+        "hooks": {
+            path: [list(module._forward_hooks), list(module._forward_pre_hooks)] for path, module in modules.items()
+        },
         "modes": {path: module.training for path, module in modules.items()},
         "buffers": {name: buffer.clone() for name, buffer in model.named_buffers()},
         "config": None if config is None else copy.deepcopy(config.to_dict()),
         "config attributes": None if config is None else copy.deepcopy(_attributes(config)),
-        "logits": logits(model, token_ids(100)) if run else torch.zeros(()),
+        "logits": output,
     }
 
 

@@ -9,9 +9,7 @@ from transformers import BertConfig, JambaConfig, LlamaConfig, Qwen3Config
 from ctxext import describe_context, extend_config
 from ctxext.configs import checkpoints
 
-QWEN3 = Qwen3Config(
-    max_position_embeddings=40960, rope_parameters={"rope_type": "default", "rope_theta": 1_000_000.0}
-)
+QWEN3 = Qwen3Config(max_position_embeddings=40960, rope_parameters={"rope_type": "default", "rope_theta": 1_000_000.0})
 LLAMA31 = LlamaConfig(
     hidden_size=4096,
     num_attention_heads=32,

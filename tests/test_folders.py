@@ -47,9 +47,11 @@ def test_copying_says_how_much(source: Path, tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(os, "link", refuse)
     said: list[str] = []
     result = extend_folder(source, tmp_path / "out", factor=4, say=said.append)
-    assert result.copied_bytes == sum(p.stat().st_size for p in source.iterdir() if "config.json" not in p.name) + (
-        source / "generation_config.json"
-    ).stat().st_size
+    assert (
+        result.copied_bytes
+        == sum(p.stat().st_size for p in source.iterdir() if "config.json" not in p.name)
+        + (source / "generation_config.json").stat().st_size
+    )
     assert "GiB" in said[0]
 
 

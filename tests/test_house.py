@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from ctxext.methods import methods
+from ctxext.methods import list_methods
 
 ROOT = Path(__file__).resolve().parent.parent
 # Each room may import from those before it.
@@ -58,7 +58,7 @@ def test_importing_ctxext_does_not_import_transformers() -> None:
 
 
 def test_every_method_has_a_paper_and_a_docstring() -> None:
-    for method in methods():
+    for method in list_methods():
         assert method.paper.title
         assert method.paper.url.startswith("https://")
         assert method.__doc__

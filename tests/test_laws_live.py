@@ -303,6 +303,19 @@ def test_law_7_models_that_share_a_config_object_are_told_apart() -> None:
     assert torch.equal(logits(first, IDS), logits_before)
 
 
+def test_law_7_a_config_shared_with_another_model_is_not_edited_under_it() -> None:
+    config = tiny_config("llama")
+    first, second = from_config(config), from_config(config)
+    before = config.to_dict()
+    extend_context(first)
+    assert second.config.to_dict() == before
+    extend_context(second)
+    assert gap(first, second) == 0.0
+    for model in (first, second):
+        restore_context(model)
+        assert model.config is config
+
+
 # ------------------------------------------------------ law 8: a saved model loads without ctxext
 
 LOAD_WITHOUT_CTXEXT = """
@@ -525,4 +538,3 @@ def test_importing_ctxext_patches_nothing() -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
-

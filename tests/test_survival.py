@@ -6,7 +6,9 @@ import copy
 import io
 import json
 import pickle
-from typing import Any
+import sys
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import accelerate
 import peft
@@ -18,8 +20,10 @@ from transformers import AutoModelForCausalLM
 
 from ctxext import extend_context, restore_context
 from ctxext.extension import extension_of
+from ctxext.methods import Paper, RopeScaling, over_lengths, register
 
 IDS = token_ids(150)
+method_module = sys.modules[RopeScaling.__module__]  # ctxext.methods is a function
 
 # Standard, partial rotary, half-width tables with experts, nested with linear attention.
 KINDS = ["llama", "gpt_neox", "gpt_oss", "qwen3_5"]
@@ -230,14 +234,15 @@ def test_the_state_dict_is_the_stock_models(family: str) -> None:
 # ------------------------------------------------------------------------------------ accelerate
 
 
-def device_map(model: Any, disk: str) -> dict[str, str]:
-    """Everything on the CPU but the second layer."""
-    leaves = {}
-    for path, module in model.named_modules():
-        inside = [name for name in leaves if path.startswith(name + ".")]
-        if path and not inside and not any(True for _ in module.children()):
-            leaves[path] = disk if ".layers.1." in path else "cpu"
-    return leaves
+def device_map(model: Any) -> dict[str, str]:
+    """The second layer on disk, everything else on the CPU."""
+    inside = [path for path, _ in model.named_modules() if path.endswith(".layers.1")]
+    above = {path.rpartition(".")[0] for path in inside} | {""}
+    above |= {path[:i] for path in inside for i, letter in enumerate(path) if letter == "."}
+    children = {
+        f"{path}.{name}".lstrip("."): "cpu" for path in above for name, _ in model.get_submodule(path).named_children()
+    }
+    return {path: "disk" if path in inside else "cpu" for path in children if path not in above}
 
 
 DISPATCHES = {
@@ -245,7 +250,7 @@ DISPATCHES = {
         model, {"": "cpu"}, main_device="cpu", force_hooks=True
     ),
     "disk offload": lambda model, folder: accelerate.dispatch_model(
-        model, device_map(model, "disk"), main_device="cpu", offload_dir=str(folder), force_hooks=True
+        model, device_map(model), main_device="cpu", offload_dir=str(folder), force_hooks=True
     ),
     "cpu_offload": lambda model, folder: accelerate.cpu_offload(model, execution_device=torch.device("cpu")),
     "cpu_offload with buffers": lambda model, folder: accelerate.cpu_offload(
@@ -452,18 +457,14 @@ def test_a_reloaded_checkpoint_knows_that_it_is_extended(method: str, resaved: b
     # From the original frequencies, which is also how a factor is lowered.
     lower = tiny_model("llama")
     extend_context(lower, **arguments(method, lower, factor=2.0))
-    extend_context(model, existing="replace", **arguments(method, lower_source(), factor=2.0))
+    extend_context(model, existing="replace", **arguments(method, tiny_model("llama"), factor=2.0))
     assert torch.equal(rotary_of(model).inv_freq, rotary_of(lower).inv_freq)
     assert torch.equal(logits(model, IDS), logits(lower, IDS))
     assert text_config(model).max_position_embeddings == 2 * LENGTH
-    again = reload(model, tmp_path / "lower")
+    again = reload(copy.deepcopy(model), tmp_path / "lower")  # saving turns a config's dtype into a string
     assert torch.equal(logits(again, IDS), logits(lower, IDS))
     restore_context(model)
     assert_unchanged(model, before)
-
-
-def lower_source() -> Any:
-    return tiny_model("llama")
 
 
 def test_the_mark_is_void_once_someone_edits_rope_parameters(tmp_path: Any) -> None:
@@ -476,6 +477,31 @@ def test_the_mark_is_void_once_someone_edits_rope_parameters(tmp_path: Any) -> N
     path.write_text(json.dumps(written))
     model = extend_context(AutoModelForCausalLM.from_pretrained(tmp_path), method="ntk")  # no refusal: it is plain now
     assert model.config.max_position_embeddings == 512
+
+
+@dataclass(frozen=True, kw_only=True)
+class Halved(RopeScaling):
+    """λ_i = factor / 2, as a user might write."""
+
+    paper: ClassVar[Paper] = Paper("Notes", 2026, "https://example.org")
+
+    def rescale_factors(self, rope: Any, length: Any = None) -> torch.Tensor:
+        return over_lengths(torch.full_like(rope.inv_freq, self.factor / 2), length)
+
+
+def test_a_users_checkpoint_is_read_where_the_method_is_not_registered(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(method_module, "_METHODS", dict(method_module._METHODS))
+        register("halved")(Halved)
+        model = extend_context(tiny_model("llama"), method="halved")
+        again = reload(model, tmp_path)
+    assert torch.equal(logits(again, IDS), logits(model, IDS))
+    with pytest.raises(ValueError, match=r"scaled already.*'keep'.*'compose'.*'replace'"):
+        extend_context(again)
+    extend_context(again, 2, existing="replace")
+    assert torch.equal(logits(again, IDS), logits(extend_context(tiny_model("llama"), 2), IDS))
 
 
 def test_sharded_saving_passes_through(tmp_path: Any) -> None:
@@ -544,9 +570,10 @@ def test_a_model_extended_on_meta_compiles(fresh_dynamo: Any) -> None:
         model = tiny_model("llama")
     extend_context(model)
     materialise(model, tiny_model("llama"))
-    model = compiled(model, "torch.compile")
-    torch.testing.assert_close(logits(model, IDS), logits(extended(), IDS), rtol=0, atol=1e-5)
-    assert extension_of(model).proof.consumed is True
+    fast = compiled(model, "torch.compile")
+    torch.testing.assert_close(logits(fast, IDS), logits(extended(), IDS), rtol=0, atol=1e-5)
+    logits(model, IDS)  # where the compiled pass could not look, an eager one does
+    assert extension_of(fast).proof.consumed is True
 
 
 def test_a_data_parallel_wrapper_is_seen_through(tmp_path: Any) -> None:
@@ -567,16 +594,24 @@ def test_a_data_parallel_wrapper_is_seen_through(tmp_path: Any) -> None:
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa", "flex_attention"])
 def test_every_attention_implementation_reads_the_patch(attention: str) -> None:
+    stock, expected = logits(tiny_model("llama"), IDS), logits(extended(), IDS)
+    model = tiny_model("llama")
+    with torch.compiler.set_stance("force_eager"):  # flex attention would compile itself for half a minute
+        model.set_attn_implementation(attention)
+        extend_context(model)
+        torch.testing.assert_close(logits(model, IDS), expected, rtol=0, atol=1e-4)
+        restore_context(model)
+        torch.testing.assert_close(logits(model, IDS), stock, rtol=0, atol=1e-4)
+    assert model.config._attn_implementation == attention
+
+
+def test_switching_the_attention_implementation_later_keeps_the_patch() -> None:
     model = extended()
     expected = logits(model, IDS)
-    model.set_attn_implementation(attention)
+    model.set_attn_implementation("eager")
     torch.testing.assert_close(logits(model, IDS), expected, rtol=0, atol=1e-4)
     restore_context(model)
-    assert model.config._attn_implementation == attention
-    again = tiny_model("llama")
-    again.set_attn_implementation(attention)
-    extend_context(again)
-    torch.testing.assert_close(logits(again, IDS), expected, rtol=0, atol=1e-4)
+    assert model.config._attn_implementation == "eager"
 
 
 @pytest.mark.parametrize("family", [*KINDS, "gemma2", "mixtral"])
@@ -603,6 +638,17 @@ def test_resized_embeddings_are_kept_by_restore() -> None:
     restore_context(model)
     assert model.config.vocab_size == 160
     assert logits(model, IDS).shape[-1] == 160
+
+
+def test_a_base_model_extended_alone_is_restored_through_the_whole_one() -> None:
+    model = tiny_model("llama")
+    before = snapshot(model)
+    extend_context(model.model)
+    assert torch.equal(logits(model, IDS), logits(extended(), IDS))
+    with pytest.raises(RuntimeError, match="extended already"):
+        extend_context(model)
+    restore_context(model)
+    assert_unchanged(model, before)
 
 
 def test_config_edits_made_meanwhile_are_kept_by_restore() -> None:

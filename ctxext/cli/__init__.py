@@ -13,7 +13,7 @@ from ctxext.cli.common import console
 from ctxext.cli.demo import demo
 from ctxext.cli.describe import describe
 from ctxext.cli.extend import extend
-from ctxext.cli.methods import list_methods
+from ctxext.cli.methods import methods
 
 commands = typer.Typer(
     help="Extend the context window of Hugging Face language models, with proof.",
@@ -23,7 +23,7 @@ commands = typer.Typer(
 )
 commands.command()(describe)
 commands.command()(extend)
-commands.command("methods")(list_methods)
+commands.command()(methods)
 commands.command()(demo)
 
 

@@ -68,8 +68,8 @@ def demo(
     factor = max(chosen) / trained
     depths = (0.0, 0.25, 0.5, 0.75, 1.0)
     console.print(
-        f"[bold]{folder.name}[/]: {loaded.num_parameters() / 1e6:.1f} million parameters, trained at {trained:,} tokens. "
-        f"Measuring at {', '.join(f'{length:,}' for length in chosen)}.",
+        f"[bold]{folder.name}[/]: {loaded.num_parameters() / 1e6:.1f} million parameters, "
+        f"trained at {trained:,} tokens. Measuring at {', '.join(f'{length:,}' for length in chosen)}.",
         highlight=False,
     )
     columns = (
@@ -129,7 +129,10 @@ def comparison_table(comparison: Comparison) -> Table:
         passkeys = [comparison.passkey(result, length) for length in retrieval]
         table.add_row(
             "not extended" if result.method == UNEXTENDED else result.method,
-            *(f"[{'green' if share >= 0.7 else 'yellow' if share >= 0.3 else 'red'}]{share:.0%}[/]" for share in passkeys),
+            *(
+                f"[{'green' if share >= 0.7 else 'yellow' if share >= 0.3 else 'red'}]{share:.0%}[/]"
+                for share in passkeys
+            ),
             *(f"{value:.1f}" for value in result.perplexity),
         )
     passkey = f"passkey: {n} prompts a cell; " if comparison.trials else ""

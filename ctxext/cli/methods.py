@@ -7,15 +7,15 @@ from dataclasses import fields
 from rich.console import Console
 from rich.padding import Padding
 
-from ctxext.methods import methods
+from ctxext.methods import list_methods
 
 
-def list_methods() -> None:
+def methods() -> None:
     """Print every method with its formula, its options, its paper and the form in which it is saved."""
     from ctxext.tables import saved_as, sentence
 
     console = Console(highlight=False)
-    for method in methods():
+    for method in list_methods():
         names = " ".join((f"[bold cyan]{method.name}[/]", *(f"[dim]({alias})[/]" for alias in method.aliases)))
         options = ", ".join(field.name for field in fields(method) if field.name != "factor")
         console.print(f"{names}  {sentence(method)}")

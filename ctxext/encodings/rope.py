@@ -95,7 +95,7 @@ def cos_sin(
 
 
 def rotate_half_split(
-    x: Float[Tensor, "*batch dim"], cos: Float[Tensor, "*batch pair"], sin: Float[Tensor, "*batch pair"]
+    x: Float[Tensor, "*batch dim"], cos: Float[Tensor, "*#batch pair"], sin: Float[Tensor, "*#batch pair"]
 ) -> Float[Tensor, "*batch dim"]:
     """Rotate with pair i made of dimensions i and i + d/2 (LLaMA, NeoX and most of transformers)."""
     first, second = x.chunk(2, dim=-1)
@@ -103,7 +103,7 @@ def rotate_half_split(
 
 
 def rotate_interleaved(
-    x: Float[Tensor, "*batch dim"], cos: Float[Tensor, "*batch pair"], sin: Float[Tensor, "*batch pair"]
+    x: Float[Tensor, "*batch dim"], cos: Float[Tensor, "*#batch pair"], sin: Float[Tensor, "*#batch pair"]
 ) -> Float[Tensor, "*batch dim"]:
     """Rotate with pair i made of dimensions 2i and 2i + 1 (RoFormer, GPT-J, Cohere)."""
     return half_split_to_interleaved(rotate_half_split(interleaved_to_half_split(x), cos, sin))

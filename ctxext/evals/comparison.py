@@ -7,6 +7,7 @@ import platform
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -128,7 +129,7 @@ def compare(
                 model, tokenizer, haystack.ids, longest, windows, advance=lambda label=label: advance(label)
             )
         edges = [0, *lengths]
-        result.perplexity = [perplexity(losses[:, low:high]) for low, high in zip(edges, edges[1:])]
+        result.perplexity = [perplexity(losses[:, low:high]) for low, high in pairwise(edges)]
         result.curve = [perplexity(part) for part in losses.split(bin_tokens, dim=1)]
         comparison.results.append(result)
     return comparison

@@ -33,9 +33,7 @@ class Haystack:
                 f"{type(tokenizer).__name__} is not a fast tokenizer, so sentence ends cannot be "
                 "placed on tokens. Load it with AutoTokenizer.from_pretrained(..., use_fast=True)."
             )
-        encoded = tokenizer(
-            text, add_special_tokens=False, return_offsets_mapping=True, verbose=False
-        )
+        encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
         starts = [start for start, _ in encoded["offset_mapping"]]
         ends = [bisect_left(starts, match.end()) for match in _SENTENCE_END.finditer(text)]
         return cls(ids=list(encoded["input_ids"]), sentence_ends=sorted({0, *ends}))
@@ -48,10 +46,7 @@ class Haystack:
         """A random `(start, end)` of exactly `n_tokens` tokens that ends where a sentence ends."""
         first = bisect_left(self.sentence_ends, n_tokens)
         if first == len(self.sentence_ends):
-            raise ValueError(
-                f"the haystack has {len(self.ids)} tokens, but {n_tokens} are needed. "
-                "Pass a longer text."
-            )
+            raise ValueError(f"the haystack has {len(self.ids)} tokens, but {n_tokens} are needed. Pass a longer text.")
         end = rng.choice(self.sentence_ends[first:])
         return end - n_tokens, end
 

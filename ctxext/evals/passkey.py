@@ -60,9 +60,7 @@ def passkey_sample(
     bos = [tokenizer.bos_token_id] if tokenizer.bos_token_id is not None else []
     n_hay = length - len(bos) - len(needle) - len(question) - len(key)
     if n_hay < 1:
-        raise ValueError(
-            f"a passkey prompt needs at least {length - n_hay + 1} tokens, got length={length}."
-        )
+        raise ValueError(f"a passkey prompt needs at least {length - n_hay + 1} tokens, got length={length}.")
     start, end = haystack.window(n_hay, rng)
     cut = haystack.cut(start, end, depth)
     input_ids = bos + haystack.ids[start:cut]
@@ -97,9 +95,7 @@ def passkey_hits(
     for begin in range(0, len(cells), batch_size):
         batch = cells[begin : begin + batch_size]
         samples = [
-            passkey_sample(
-                tokenizer, haystack, length, depth, Random(f"passkey/{seed}/{length}/{depth}/{trial}")
-            )
+            passkey_sample(tokenizer, haystack, length, depth, Random(f"passkey/{seed}/{length}/{depth}/{trial}"))
             for depth, trial in batch
         ]
         ids = torch.tensor([sample.input_ids for sample in samples], device=model.device)

@@ -25,7 +25,9 @@ def plot_comparison(comparison: Comparison, path: Path) -> None:
     """One figure: perplexity against position, a line a method, above a passkey map a method (if it was measured)."""
     n = len(comparison.results)
     figure = plt.figure(figsize=(2.2 * n, 7.0 if comparison.trials else 4.4), layout="constrained")
-    grid = figure.add_gridspec(2 if comparison.trials else 1, n, height_ratios=[1.7, 1.0] if comparison.trials else None)
+    grid = figure.add_gridspec(
+        2 if comparison.trials else 1, n, height_ratios=[1.7, 1.0] if comparison.trials else None
+    )
     _plot_curves(comparison, figure.add_subplot(grid[0, :]))
     if comparison.trials:
         _plot_passkey(comparison, figure, [grid[1, column] for column in range(n)])
@@ -40,9 +42,18 @@ def _plot_curves(comparison: Comparison, top: Axes) -> None:
         centers = [(k + 0.5) * comparison.bin_tokens for k in range(len(result.curve))]
         unextended = result.method == UNEXTENDED
         label = "not extended" if unextended else f"{result.method} ×{comparison.factor:g}"
-        top.plot(centers, result.curve, color=color, label=label, lw=2.2 if unextended else 1.8, ls="--" if unextended else "-")
+        top.plot(
+            centers,
+            result.curve,
+            color=color,
+            label=label,
+            lw=2.2 if unextended else 1.8,
+            ls="--" if unextended else "-",
+        )
     top.axvline(trained, color="0.6", lw=1)
-    top.text(trained, 0.985, f" trained length: {trained:,}", transform=top.get_xaxis_transform(), va="top", color="0.4")
+    top.text(
+        trained, 0.985, f" trained length: {trained:,}", transform=top.get_xaxis_transform(), va="top", color="0.4"
+    )
     top.set_yscale("log")
     top.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
     top.yaxis.set_minor_formatter(lambda value, _: f"{value:g}" if str(value)[0] in "25" else "")

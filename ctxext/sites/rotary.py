@@ -49,7 +49,7 @@ class ExtendedRotary:
         return _blank, (type(self).__mro__[2],), self.__dict__
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def extended_class(base: type[nn.Module]) -> type[nn.Module]:
     """A subclass of a family's rotary class. Its name keeps `RotaryEmbedding`, as transformers looks for it."""
     return type(f"Extended{base.__name__}", (ExtendedRotary, base), {"__module__": __name__})

@@ -90,9 +90,7 @@ def test_a_method_of_ones_own_works_on_the_command_line(checkpoint: Path, tmp_pa
         (["--import", "no_such_module", "methods"], "no_such_module"),
     ],
 )
-def test_a_beginners_mistake_gets_a_remedy_and_no_traceback(
-    checkpoint: Path, arguments: list[str], words: str
-) -> None:
+def test_a_beginners_mistake_gets_a_remedy_and_no_traceback(checkpoint: Path, arguments: list[str], words: str) -> None:
     run = ctxext(*(str(checkpoint) if argument == "CHECKPOINT" else argument for argument in arguments))
     assert run.returncode != 0
     assert words in " ".join(run.stderr.split())

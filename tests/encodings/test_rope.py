@@ -115,7 +115,6 @@ def test_cos_and_sin_are_those_of_position_times_frequency():
         assert float(sin[row, column, pair]) == pytest.approx(2 * math.sin(angle), abs=1e-7)
 
 
-
 def test_a_pair_returns_after_one_wavelength():
     cos, _ = cos_sin(wavelengths(INV_FREQ), INV_FREQ)  # row i: every pair, after the wavelength of pair i
     torch.testing.assert_close(cos.diagonal(), torch.ones(DIM // 2, dtype=torch.float64))
@@ -137,6 +136,7 @@ def test_ramp_is_0_below_1_above_and_linear_between():
 
 def test_ramp_of_no_width_is_a_step():
     assert linear_ramp(3, 3, 6).tolist() == [0, 0, 0, 0, 1, 1]
+    assert linear_ramp(2.5, 2.5, 6).tolist() == [0, 0, 0, 1, 1, 1]
 
 
 def test_geometry_is_plain_only_without_scaling():

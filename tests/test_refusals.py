@@ -1,0 +1,532 @@
+"""Refuse, never shrug: each error says what, got and remedy, and leaves the model bitwise as it was."""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any
+
+import pytest
+import torch
+from families import LENGTH, from_config, logits, tiny_config, tiny_model, token_ids
+from live import assert_unchanged, plain_rope, rotary_of, snapshot
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM
+
+from ctxext import extend_config, extend_context, extension, restore_context, temporarily_extended
+from ctxext.methods import NTKAware, YaRN, list_methods
+
+SHAPE: dict[str, Any] = dict(
+    vocab_size=128,
+    hidden_size=64,
+    intermediate_size=96,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=LENGTH,
+    pad_token_id=0,
+)
+
+
+def build(model_type: str, **changes: Any) -> Any:
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **{**SHAPE, **changes})).eval()
+
+
+def refuses(model: nn.Module, error: type[Exception], *messages: str, **arguments: Any) -> str:
+    """`extend_context` raises `error` with every one of `messages`, and `model` is unchanged."""
+    before = snapshot(model)
+    with pytest.raises(error) as caught:
+        extend_context(model, **arguments)
+    text = str(caught.value)
+    for message in messages:
+        assert message in text
+    assert_unchanged(model, before)
+    return text
+
+
+@pytest.fixture
+def llama() -> Any:
+    return tiny_model("llama")
+
+
+# ------------------------------------------------------------------------- the method and options
+
+
+def test_an_unknown_method_is_refused_with_the_nearest_name(llama: Any) -> None:
+    text = refuses(llama, ValueError, "unknown method 'yarm'", "did you mean 'yarn'?", "Known: ", method="yarm")
+    assert all(cls.name in text for cls in list_methods())
+
+
+def test_an_unknown_option_is_refused_with_the_nearest_name(llama: Any) -> None:
+    text = refuses(
+        llama, ValueError, "method 'yarn' has no option 'beta_fas'", "did you mean 'beta_fast'?", beta_fas=16
+    )
+    assert "beta_slow" in text
+
+
+def test_an_option_of_another_method_is_refused(llama: Any) -> None:
+    refuses(llama, ValueError, "method 'pi' has no option 'beta_fast'", "takes none", method="pi", beta_fast=16)
+
+
+def test_a_missing_option_is_named(llama: Any) -> None:
+    refuses(llama, ValueError, "'longrope' needs long_factor", "Pass long_factor=", method="longrope")
+
+
+def test_a_bad_option_value_is_refused(llama: Any) -> None:
+    refuses(llama, ValueError, "beta_fast must exceed beta_slow", "32 and 1", beta_fast=1, beta_slow=32)
+    refuses(llama, ValueError, "ramp must be one of", "got 'square'", ramp="square")
+    refuses(llama, ValueError, "rope_theta must be", ">= the model's 10000", "got 10", method="abf", rope_theta=10.0)
+    refuses(llama, ValueError, "long_factor has 3 numbers", "8 pairs", method="longrope", long_factor=(1.0, 2.0, 3.0))
+    refuses(llama, ValueError, "finite", "got nan", method="longrope", long_factor=(math.nan,) * 8)
+
+
+def test_options_beside_an_instance_are_refused(llama: Any) -> None:
+    refuses(llama, ValueError, "beta_fast", "Set them on the instance", method=YaRN(factor=4), beta_fast=16)
+
+
+@pytest.mark.parametrize("method", [None, 4, YaRN, ["yarn"]])
+def test_what_is_no_method_is_refused(llama: Any, method: Any) -> None:
+    refuses(llama, (ValueError, TypeError), "method", "yarn", method=method)
+
+
+@pytest.mark.parametrize("method", ["dynamic_ntk", "dynamic_yarn", "dynamic"])
+def test_a_dynamic_method_is_refused_live_without_a_length(llama: Any, method: str) -> None:
+    refuses(
+        llama, ValueError, "dynamic", "cannot apply that to a live model yet", "length=256", "'yarn'", method=method
+    )
+
+
+@pytest.mark.parametrize("method", [cls.name for cls in list_methods() if cls.at_length is list_methods()[0].at_length])
+def test_a_static_method_refuses_a_length(llama: Any, method: str) -> None:
+    cls = next(cls for cls in list_methods() if cls.name == method)
+    instance = cls.example(plain_rope(llama), 4.0)
+    refuses(llama, ValueError, method, "does not change with the length", "Drop length=", method=instance, length=256)
+
+
+# ----------------------------------------------------------------------------- factor and lengths
+
+
+@pytest.mark.parametrize("factor", [0.5, 0, -4, math.nan, math.inf, -math.inf, "4", True])
+@pytest.mark.parametrize("method", ["yarn", "pi", "drope"])
+def test_a_factor_below_1_or_not_finite_is_refused(llama: Any, factor: Any, method: str) -> None:
+    refuses(llama, ValueError, "factor must be", f"got {factor!r}", "pass factor=", factor=factor, method=method)
+
+
+@pytest.mark.parametrize("factor", [0.5, math.nan, math.inf])
+def test_a_method_cannot_be_made_with_such_a_factor(factor: float) -> None:
+    for cls in list_methods():
+        with pytest.raises(ValueError, match="factor must be"):
+            cls.example(plain_rope(tiny_model("llama")), factor)
+
+
+def test_factor_and_target_length_together_are_refused(llama: Any) -> None:
+    refuses(llama, ValueError, "factor or target_length, not both", "factor=4", "=256", factor=4, target_length=256)
+
+
+def test_an_instance_that_disagrees_is_refused(llama: Any) -> None:
+    refuses(
+        llama, ValueError, "factor=2 disagrees with NTKAware(factor=4", "one place", factor=2, method=NTKAware(factor=4)
+    )
+    refuses(llama, ValueError, "target_length=128", "reaches 256", target_length=128, method=NTKAware(factor=4))
+
+
+@pytest.mark.parametrize("target_length", ["128k", 128.5, 0, -1, True])
+def test_a_target_length_that_is_no_number_of_tokens_is_refused(llama: Any, target_length: Any) -> None:
+    refuses(
+        llama, ValueError, "target_length must be a number of tokens", repr(target_length), target_length=target_length
+    )
+
+
+@pytest.mark.parametrize("arguments", [{"target_length": 64}, {"target_length": 16}, {"factor": 1}, {"factor": 1.001}])
+def test_a_target_that_is_covered_already_is_refused(llama: Any, arguments: Any) -> None:
+    refuses(
+        llama, ValueError, "already covers", "64 (max_position_embeddings of the config)", "Ask for more", **arguments
+    )
+
+
+@pytest.mark.parametrize("length", [0, -1, 7, "4096", 4096.0, True])
+def test_a_trained_length_that_is_no_number_of_tokens_is_refused(llama: Any, length: Any) -> None:
+    refuses(
+        llama,
+        ValueError,
+        "original_max_position_embeddings must be",
+        repr(length),
+        original_max_position_embeddings=length,
+    )
+
+
+NOTHING: dict[str, dict[str, Any]] = {
+    "the same theta": {"method": "abf", "rope_theta": 10000.0},
+    "λ = 1": {"method": "longrope", "long_factor": (1.0,) * 8, "attention_factor": 1.0},
+    "pinned at the trained length": {"method": "dynamic_ntk", "length": LENGTH},
+    "pinned within the trained length": {"method": "dynamic_yarn", "length": 16},
+}
+
+
+@pytest.mark.parametrize("case", NOTHING)
+def test_a_method_that_would_change_nothing_is_refused(llama: Any, case: str) -> None:
+    refuses(llama, ValueError, "changes nothing", **NOTHING[case])
+
+
+@pytest.mark.parametrize("length", [0, -1, "256", 0.5, True])
+def test_a_pinned_length_that_is_no_number_of_tokens_is_refused(llama: Any, length: Any) -> None:
+    refuses(llama, (ValueError, TypeError), "length", repr(length), method="dynamic_ntk", length=length)
+
+
+# ------------------------------------------------------------------------------------- the model
+
+
+@pytest.mark.parametrize(
+    "what", [nn.Linear(4, 4), nn.Sequential(nn.Embedding(9, 4)), None, "gpt2", tiny_config("llama")]
+)
+def test_what_is_no_transformers_model_is_refused(what: Any) -> None:
+    with pytest.raises(TypeError, match=r"expected a transformers model .*got \w+.*extend_config"):
+        extend_context(what)
+
+
+def test_restoring_what_is_not_extended_is_refused(llama: Any) -> None:
+    before = snapshot(llama)
+    with pytest.raises(RuntimeError, match="not extended by ctxext"):
+        restore_context(llama)
+    assert_unchanged(llama, before)
+
+
+def test_a_second_extension_is_refused(llama: Any) -> None:
+    extend_context(llama, 2, "pi")
+    refuses(llama, RuntimeError, "extended already", "pi ×2: 64 → 128 tokens", "restore_context")
+    refuses(llama, RuntimeError, "extended already", existing="replace")
+    before = snapshot(llama)
+    with pytest.raises(RuntimeError, match="extended already"), temporarily_extended(llama):
+        pass
+    assert_unchanged(llama, before)
+
+
+def test_a_model_whose_every_window_is_short_is_refused() -> None:
+    model = tiny_model("mistral", sliding_window=32)
+    refuses(model, ValueError, "window of 32 tokens", "no distance is ever new", "raise max_position_embeddings to 256")
+
+
+def test_a_window_longer_than_the_trained_length_is_no_reason_to_refuse() -> None:
+    model = tiny_model("mistral", sliding_window=2 * LENGTH)
+    assert extend_context(model).context_extension.proof.consumed is True
+
+
+def test_an_encoder_without_rope_is_refused() -> None:
+    torch.manual_seed(0)
+    config = AutoConfig.for_model("bert", **{k: v for k, v in SHAPE.items() if k != "num_key_value_heads"})
+    model = AutoModelForMaskedLM.from_config(config).eval()
+    before, ids = snapshot(model, run=False), token_ids(40)
+    expected = logits(model, ids)
+    with pytest.raises(ValueError, match=r"BertConfig \(model_type 'bert'\) has no rotary position embedding"):
+        extend_context(model)
+    assert_unchanged(model, before)
+    assert torch.equal(logits(model, ids), expected)
+
+
+@pytest.mark.parametrize("model_type", ["gpt2", "opt", "bloom"])
+def test_a_decoder_without_rope_is_refused(model_type: str) -> None:
+    # Their position tables end at the trained length, so no logits beyond it.
+    shape = {k: v for k, v in SHAPE.items() if k not in ("num_key_value_heads", "intermediate_size")}
+    extra = {"word_embed_proj_dim": 64, "ffn_dim": 96} if model_type == "opt" else {}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **shape, **extra)).eval()
+    before = snapshot(model, run=False)
+    with pytest.raises(ValueError, match=f"model_type {model_type!r}.* has no rotary position embedding"):
+        extend_context(model)
+    assert_unchanged(model, before)
+
+
+def test_falcon_with_alibi_is_refused() -> None:
+    # It builds a rotary embedding and never uses it: only the proof can tell.
+    refuses(tiny_model("falcon", alibi=True), RuntimeError, "nothing in FalconForCausalLM reads", "left as it was")
+
+
+def test_a_model_without_positions_is_refused_with_the_remedy() -> None:
+    model = build(
+        "jamba", num_experts=2, mamba_d_state=4, attn_layer_period=2, attn_layer_offset=1, use_mamba_kernels=False
+    )
+    refuses(model, ValueError, "'jamba'", "no position encoding that could run out", "just raise the limit")
+
+
+def test_a_family_with_rope_for_each_layer_type_is_refused() -> None:
+    model = build("gemma3_text", head_dim=16, sliding_window=32, num_hidden_layers=6)
+    refuses(model, ValueError, "'gemma3_text'", "for each layer type", "sliding_attention", "left as it was")
+
+
+def test_a_family_that_ignores_a_replacement_is_refused() -> None:
+    model = build("phimoe", num_local_experts=4)
+    refuses(model, ValueError, "'phimoe'", "ignores any replacement", "left as it was")
+
+
+@pytest.mark.parametrize("existing", ["compose", "replace"])
+def test_a_family_that_scales_its_queries_too_is_kept_only(existing: Any) -> None:
+    refuses(build("ministral3", head_dim=16), ValueError, "existing='keep'", existing=existing)
+
+
+def test_the_remedy_for_a_family_that_scales_its_queries_works() -> None:
+    model = build("ministral3", head_dim=16)
+    before = snapshot(model)
+    extend_context(model, existing="keep")
+    assert torch.equal(logits(model, token_ids(100)), before["logits"])
+    restore_context(model)
+    assert_unchanged(model, before)
+
+
+def test_rotary_tables_without_the_standard_structure_are_refused() -> None:
+    # Its sin and cos table ends at the trained length, so no logits beyond it.
+    model = from_config(AutoConfig.for_model("gptj", vocab_size=128, n_embd=64, n_layer=2, n_head=4, n_positions=64))
+    before = snapshot(model, run=False)
+    with pytest.raises(ValueError, match=r"model_type 'gptj'.* has no rotary position embedding"):
+        extend_context(model)
+    assert_unchanged(model, before)
+
+
+def test_frequencies_changed_by_hand_are_refused(llama: Any) -> None:
+    rotary_of(llama).inv_freq.mul_(0.5)
+    refuses(llama, ValueError, "'model.rotary_emb' differ from what its config says", "Load the model afresh")
+
+
+def test_a_model_without_its_rotary_embedding_is_refused(llama: Any) -> None:
+    class Rotation(nn.Module):
+        def forward(self, x: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            ones = x.new_ones(*position_ids.shape, 16)
+            return ones, torch.zeros_like(ones)
+
+    llama.model.rotary_emb = Rotation()
+    refuses(llama, ValueError, "found no standard rotary embedding in LlamaForCausalLM", "left as it was")
+
+
+def test_a_family_class_that_reads_its_config_in_another_way_is_refused(
+    llama: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cls = type(rotary_of(llama))
+    stock = cls.__init__
+
+    def init(self: nn.Module, config: Any) -> None:
+        stock(self, config)
+        self.inv_freq[-1] *= 2
+
+    monkeypatch.setattr(cls, "__init__", init)
+    refuses(llama, RuntimeError, "LlamaRotaryEmbedding does not do what 'yarn ×4: 64 → 256 tokens' says")
+
+
+def test_a_wrong_attention_factor_is_refused(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    cls = type(rotary_of(llama))
+    stock = cls.__init__
+
+    def init(self: nn.Module, config: Any) -> None:
+        stock(self, config)
+        self.attention_scaling = 1.0  # as a family would that ignores the temperature
+
+    monkeypatch.setattr(cls, "__init__", init)
+    refuses(llama, RuntimeError, "does not do what 'yarn", "its output by")
+
+
+def test_a_config_that_the_family_cannot_build_from_is_refused(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    cls = type(rotary_of(llama))
+
+    def init(self: nn.Module, config: Any) -> None:
+        raise KeyError(config.rope_parameters["rope_type"])
+
+    monkeypatch.setattr(cls, "__init__", init)
+    refuses(llama, ValueError, "cannot be built with rope_type 'yarn'", "KeyError", "method='ntk'")
+
+
+def test_a_failing_forward_pass_undoes_the_patch(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = snapshot(llama)
+    with monkeypatch.context() as patch:
+        patch.setattr(type(llama.model), "forward", lambda self, **_: 1 / 0)
+        with pytest.raises(RuntimeError, match=r"could not run the forward pass.*ZeroDivisionError"):
+            extend_context(llama)
+    assert_unchanged(llama, before)
+
+
+def test_a_half_done_swap_is_undone(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = snapshot(llama)
+    with monkeypatch.context() as patch:
+        patch.setattr(extension, "save_bilingual", None)  # functools.partial refuses it, after the swap
+        with pytest.raises(TypeError):
+            extend_context(llama)
+    assert_unchanged(llama, before)
+
+
+# ----------------------------------------------------------------------- scaling that is there already
+
+BEFORE: dict[str, dict[str, Any]] = {
+    "yarn": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0, "original_max_position_embeddings": 32},
+    "linear": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0, "original_max_position_embeddings": 32},
+    "llama3": {
+        "rope_type": "llama3",
+        "rope_theta": 1e4,
+        "factor": 2.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 32,
+    },
+}
+scaled_already = pytest.mark.parametrize("native", BEFORE)
+
+
+def scaled(native: str) -> Any:
+    return tiny_model("llama", rope_parameters=BEFORE[native])
+
+
+@scaled_already
+def test_existing_scaling_is_refused_by_default_and_all_three_ways_are_named(native: str) -> None:
+    refuses(scaled(native), ValueError, "scaled already", "existing='keep'", "existing='compose'", "existing='replace'")
+
+
+def test_existing_takes_four_words_only(llama: Any) -> None:
+    refuses(llama, ValueError, "refuse, keep, compose, replace", "got 'kept'", existing="kept")
+
+
+@pytest.mark.parametrize("existing", ["keep", "compose"])
+def test_keep_and_compose_need_something_to_work_on(llama: Any, existing: Any) -> None:
+    refuses(llama, ValueError, f"existing='{existing}'", "plain RoPE", "Leave existing= out", existing=existing)
+
+
+@scaled_already
+@pytest.mark.parametrize(
+    "arguments", [{"method": "pi"}, {"beta_fast": 16.0}, {"length": 256}, {"method": YaRN(factor=2)}]
+)
+def test_keep_refuses_a_method(native: str, arguments: Any) -> None:
+    refuses(
+        scaled(native),
+        ValueError,
+        "existing='keep'",
+        "a method has no effect",
+        "'compose'",
+        existing="keep",
+        **arguments,
+    )
+
+
+@scaled_already
+def test_keep_leaves_the_frequencies_and_widens_the_window(native: str) -> None:
+    model = scaled(native)
+    before = snapshot(model)
+    extend_context(model, 4, existing="keep")
+    assert torch.equal(logits(model, token_ids(100)), before["logits"])
+    assert model.config.max_position_embeddings == 4 * LENGTH
+    assert rotary_of(model).rope_type == native
+    restore_context(model)
+    assert_unchanged(model, before)
+
+
+@scaled_already
+@pytest.mark.parametrize("method", ["pi", "yarn", "ntk"])
+def test_compose_scales_on_top_of_the_frequencies_in_use(native: str, method: str, tmp_path: Any) -> None:
+    model = scaled(native)
+    before = snapshot(model)
+    stock = rotary_of(model)
+    in_use, temperature = stock.inv_freq.double(), stock.attention_scaling
+    extend_context(model, 4, method, existing="compose")
+    ratio = in_use / rotary_of(model).inv_freq.double()
+    assert ratio.min() >= 1 - 1e-6
+    assert ratio.max() == pytest.approx(4, rel=1e-5)
+    assert rotary_of(model).attention_scaling == pytest.approx(
+        temperature * (0.1 * math.log(4) + 1 if method == "yarn" else 1)
+    )
+    assert model.config.rope_parameters["rope_type"] == "longrope"
+    assert model.config.max_position_embeddings == 4 * LENGTH
+    live = logits(model, token_ids(100))
+    assert not torch.equal(live, before["logits"])
+    copy.deepcopy(model).save_pretrained(tmp_path)  # stock saving edits a config's dtype and architectures
+    assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path).eval(), token_ids(100)), live)
+    restore_context(model)
+    assert_unchanged(model, before)
+
+
+@scaled_already
+def test_replace_starts_again_from_the_original_frequencies(native: str) -> None:
+    model = scaled(native)
+    plain = tiny_model("llama", max_position_embeddings=32)
+    expected = extend_context(plain, 4, "yarn")
+    extend_context(model, 4, "yarn", existing="replace")
+    assert torch.equal(rotary_of(model).inv_freq, rotary_of(expected).inv_freq)
+    assert model.config.max_position_embeddings == 128
+    assert torch.equal(logits(model, token_ids(100)), logits(expected, token_ids(100)))
+
+
+@scaled_already
+def test_replace_lowers_a_factor_but_not_below_the_trained_length(native: str) -> None:
+    refuses(scaled(native), ValueError, "already covers 32 tokens", existing="replace", factor=1)
+    refuses(scaled(native), ValueError, "already covers 64 tokens", existing="keep", factor=1)
+
+
+def test_transformers_dynamic_scaling_is_not_kept() -> None:
+    model = tiny_model("llama", rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0})
+    refuses(model, ValueError, "cannot be kept", "existing='replace'", existing="keep")
+
+
+def test_a_rope_type_that_is_not_known_is_refused() -> None:
+    config = tiny_config("llama")
+    config.rope_parameters["rope_type"] = "spiral"
+    with pytest.raises(ValueError, match="rope_type 'spiral' is not one ctxext can read"):
+        extend_config(config)
+
+
+MLA = dict(
+    q_lora_rank=32,
+    kv_lora_rank=16,
+    qk_nope_head_dim=16,
+    qk_rope_head_dim=16,
+    v_head_dim=16,
+    n_routed_experts=4,
+    num_experts_per_tok=2,
+    n_group=1,
+    topk_group=1,
+    n_shared_experts=1,
+    moe_intermediate_size=32,
+    first_k_dense_replace=1,
+    num_key_value_heads=4,
+)
+
+
+@pytest.mark.parametrize("existing", ["compose", "replace"])
+def test_a_softmax_scale_of_latent_attention_is_not_changed_halfway(existing: Any) -> None:
+    parameters = {**BEFORE["yarn"], "mscale": 1.0, "mscale_all_dim": 1.0}
+    model = build("deepseek_v3", **MLA, rope_parameters=parameters)
+    refuses(model, ValueError, "mscale_all_dim", "softmax of multi-head latent attention", "'keep'", existing=existing)
+
+
+def test_a_softmax_scale_of_latent_attention_is_kept_by_keep() -> None:
+    parameters = {**BEFORE["yarn"], "mscale": 1.0, "mscale_all_dim": 1.0}
+    model = build("deepseek_v3", **MLA, rope_parameters=parameters)
+    before = logits(model, token_ids(100))
+    extend_context(model, 2, existing="keep")
+    assert torch.equal(logits(model, token_ids(100)), before)
+    assert model.config.rope_parameters["mscale_all_dim"] == 1.0
+
+
+# ---------------------------------------------------------------------------------- configs alone
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"method": "yarm"}, "did you mean 'yarn'"),
+        ({"factor": 0.5}, "factor must be >= 1, got 0.5"),
+        ({"factor": 4, "target_length": 256}, "not both"),
+        ({"target_length": 64}, "already covers 64"),
+        ({"method": "dynamic_ntk"}, "length=256"),
+        ({"existing": "keep"}, "plain RoPE"),
+    ],
+)
+def test_a_config_is_refused_for_the_same_reasons(arguments: Any, message: str) -> None:
+    config = tiny_config("qwen3_5")
+    before = config.to_dict()
+    with pytest.raises(ValueError, match=message):
+        extend_config(config, **arguments)
+    assert config.to_dict() == before
+
+
+def test_extend_config_leaves_its_argument_alone() -> None:
+    config = tiny_config("qwen3_5")
+    before = config.to_dict()
+    extended = extend_config(config)
+    assert config.to_dict() == before
+    assert extended.text_config.max_position_embeddings == 4 * LENGTH
+    refused = pytest.raises(ValueError, match="scaled already by ctxext")
+    with refused:
+        extend_config(extended)
