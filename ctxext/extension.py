@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -38,6 +38,11 @@ class Proof:
     output_error: float | None
     consumed: bool | None
 
+    def __str__(self) -> str:
+        consumed = {True: "seen", False: "NOT seen", None: "due at the first forward pass"}[self.consumed]
+        output = "layout not compared" if self.output_error is None else f"off by {self.output_error:.1e}"
+        return f"frequencies off by {self.frequency_error:.1e}, cos and sin {output}, use by attention {consumed}"
+
     # Float32 tables against float64 formulas: powers of theta are good to about 1e-6 there.
     FREQUENCY_BAR = 1e-5
     OUTPUT_BAR = 1e-3
@@ -59,15 +64,12 @@ class SwappedConfig:
     extended: Any
 
 
-_MISSING = "<no such attribute>"
-
-
 @dataclass(repr=False)
 class Extension:
     """What `extend_context` did to a model. It stays on the model as `model.context_extension`."""
 
     plan: Plan
-    proof: Proof
+    proof: Proof | None  # None where the frequencies were kept
     sites: tuple[SwappedSite, ...] = ()
     configs: tuple[SwappedConfig, ...] = ()
 
@@ -91,9 +93,7 @@ class Extension:
         return copy.deepcopy(self.plan.updates["rope_parameters"])
 
     def __repr__(self) -> str:
-        rope, proof = self.plan.extended, self.proof
-        consumed = {True: "seen", False: "NOT seen", None: "due at the first forward pass"}[proof.consumed]
-        output = "layout not compared" if proof.output_error is None else f"{proof.output_error:.1e}"
+        rope = self.plan.extended
         paths = ", ".join(path for site in self.sites for path in site.paths)
         lines = [
             self.plan.summary,
@@ -105,7 +105,7 @@ class Extension:
             f"({self.plan.facts.trained_length_source})",
             f"  target length     {self.plan.target_length}",
             f"  saved as          rope_type {self.plan.updates['rope_parameters'].get('rope_type')!r}",
-            f"  proof             frequencies {proof.frequency_error:.1e}, output {output}, use {consumed}",
+            f"  proof             {self.proof or 'none needed: no frequency changed'}",
             *(f"  note              {note}" for note in self.plan.notes),
         ]
         return "\n".join(lines)
@@ -144,22 +144,16 @@ def apply(model: PreTrainedModel, plan: Plan) -> Extension:
         RuntimeError: the new rotary embedding is not what the formula says, or nothing reads it.
     """
     sites = _sites(model, plan)
-    text_config = model.config.get_text_config(decoder=True)
-    if plan.method is None:
-        built, proof = [], Proof(0.0, None, True)
-    else:
-        built, proof = _build(sites, text_config, plan)
-    extension = Extension(plan=plan, proof=proof)
+    configs = _config_copies(model)
+    extended_config = configs[-1].extended
+    plan.apply_to(extended_config)
+    built, proof = ([], None) if plan.method is None else _build(sites, extended_config, plan)
+    extension = Extension(plan=plan, proof=proof, configs=configs)
     try:
-        for site, new in zip(sites, built, strict=bool(built)):
+        for site, new in zip(sites, built):
             old = rotary.put(model, site.paths, new)
             extension.sites += (SwappedSite(paths=site.paths, original=old),)
-        extension.configs = _config_copies(model)
-        extended_config = extension.configs[-1].extended
-        plan.apply_to(extended_config)
-        for new in built:
-            new.config = extended_config
-        _swap_configs(model, {id(pair.original): pair.extended for pair in extension.configs})
+        _swap_configs(model, {id(pair.original): pair.extended for pair in configs})
         model.__dict__[ATTRIBUTE] = extension
         # On the instance, as data (a partial), so that it survives deepcopy, pickle and PEFT's merge.
         model.__dict__["save_pretrained"] = functools.partial(save_bilingual, model)
@@ -230,20 +224,18 @@ def _check_present_table(site: rotary.RotarySite, plan: Plan) -> None:
     scaling = plan.facts.scaling
     if table.device.type == "meta" or (scaling is not None and scaling.name in ("longrope", "dynamic_ntk")):
         return  # Those two change the table as they run.
-    bar = 1e-5 if table.dtype == torch.float32 else 1e-2
-    error = rotary.relative_error(table, plan.facts.rope.inv_freq)
-    if error > bar:
+    expected = plan.facts.rope.inv_freq.float().to(table.dtype).double()
+    exact = table.dtype == torch.float32
+    if not torch.allclose(table.cpu().double(), expected, rtol=1e-5 if exact else 1e-2, atol=0.0 if exact else 1e-7):
         raise ValueError(
-            f"the frequencies of {site.paths[0]!r} differ from what its config says (relative error {error:.1e}): "
-            "they were changed by hand, or this family computes them in its own way. Load the model afresh, or "
-            "see ctxext.describe_context."
+            f"the frequencies of {site.paths[0]!r} differ from what its config says (by up to "
+            f"{rotary.relative_error(table, expected):.1e}, relative): they were changed by hand, or this family "
+            "computes them in its own way. Load the model afresh, or see ctxext.describe_context."
         )
 
 
-def _build(sites: list[rotary.RotarySite], text_config: Any, plan: Plan) -> tuple[list[nn.Module], Proof]:
-    """The replacements on the CPU, each compared with the method's own formula."""
-    config = copy.deepcopy(text_config)
-    plan.apply_to(config)
+def _build(sites: list[rotary.RotarySite], config: Any, plan: Plan) -> tuple[list[nn.Module], Proof]:
+    """The replacements on the CPU, made from the extended `config` and compared with the method's own formula."""
     built, frequency_error, output_error = [], 0.0, None
     for site in sites:
         new = site.build(config, plan.summary)
@@ -272,7 +264,8 @@ def prove_consumed(model: PreTrainedModel) -> None:
             f"({type(error).__name__}: {error}). The model was left as it was. Extend it before it is sharded or "
             "wrapped, on one device."
         ) from error
-    extension.proof = Proof(extension.proof.frequency_error, extension.proof.output_error, consumed)
+    assert extension.proof is not None
+    extension.proof = replace(extension.proof, consumed=consumed)
     if not consumed:
         raise RuntimeError(
             f"nothing in {type(model).__name__} reads the output of {extension.sites[0].paths[0]!r}, so replacing it "
@@ -344,13 +337,11 @@ def save_bilingual(model: PreTrainedModel, save_directory: Any, *args: Any, **kw
     """
     text_config = model.config.get_text_config(decoder=True)
     keys = version_4_keys(text_config, text_config.rope_parameters)
-    before = {name: text_config.__dict__.get(name, _MISSING) for name in keys}
+    before = {name: value for name, value in text_config.__dict__.items() if name in keys}
     text_config.__dict__.update(keys)
     try:
         return type(model).save_pretrained(model, save_directory, *args, **kwargs)
     finally:
-        for name, value in before.items():
-            if isinstance(value, str) and value == _MISSING:
-                del text_config.__dict__[name]
-            else:
-                text_config.__dict__[name] = value
+        for name in keys:
+            del text_config.__dict__[name]
+        text_config.__dict__.update(before)

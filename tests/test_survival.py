@@ -8,6 +8,7 @@ import json
 import pickle
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar
 
 import accelerate
@@ -659,3 +660,26 @@ def test_config_edits_made_meanwhile_are_kept_by_restore() -> None:
     restore_context(model)
     assert model.config.use_cache is False
     assert model.config.to_dict()["rope_parameters"] == with_edit["rope_parameters"]
+
+
+# ---------------------------------------------------------------------------------- quantisation
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_quantised_weights_are_never_touched(bits: int, tmp_path: Path) -> None:
+    pytest.importorskip("bitsandbytes", reason="bitsandbytes has no wheel for this platform")
+    from transformers import BitsAndBytesConfig
+
+    tiny_model("llama", intermediate_size=128).save_pretrained(tmp_path)
+    quantised = BitsAndBytesConfig(load_in_4bit=bits == 4, load_in_8bit=bits == 8)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=quantised, device_map="cpu").eval()
+    ids = token_ids(150)
+    before = logits(model, ids)
+    weights = {name: (p.data_ptr(), p.detach().clone()) for name, p in model.named_parameters()}
+    extend_context(model)
+    assert (logits(model, ids) - before).abs().max() > 1
+    for name, p in model.named_parameters():
+        assert p.data_ptr() == weights[name][0]
+        assert torch.equal(p, weights[name][1])
+    restore_context(model)
+    assert torch.equal(logits(model, ids), before)
