@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_SENTENCE_END = re.compile(r"[.!?][\"'”’)_]*(?=\s)")
+# A full stop behind a title ends no sentence.
+_SENTENCE_END = re.compile(r"(?<!\bMr)(?<!\bMrs)(?<!\bDr)(?<!\bSt)[.!?][\"'”’)_]*(?=\s)")
 
 
 @dataclass(frozen=True)
