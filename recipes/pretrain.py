@@ -10,8 +10,8 @@ on the way to find a pass key anywhere in those 512 tokens. *Persuasion* is held
 Three choices make so small a model retrieve (each was found to matter):
 - most sequences carry a key that is stated twice: the second mention teaches copying at a short
   distance, and the question asks for it at a long one;
-- a sequence is always 512 tokens long, but holds four episodes at first, then two, then one: many keys at
-  short distances make copying appear early, and the distance between key and question grows from there;
+- sequences grow from 128 to 256 to 512 tokens at a constant number of tokens a step: short ones carry
+  four times the keys, and copying appears early; the distance between key and question grows with them;
 - the first mention is random, so it carries no loss, and the answer carries more than prose does.
 """
 
@@ -98,30 +98,24 @@ def train_tokenizer(texts: list[str], vocab_size: int) -> PreTrainedTokenizerFas
     )
 
 
-def episodes_at(step: int, args) -> int:
-    """Episodes in a sequence at this step: four, then two, then one of the full length."""
+def sequence_length(step: int, args) -> int:
+    """Tokens a sequence at this step: a quarter of the full length, then half, then all of it."""
     progress = step / args.steps
-    return 4 if progress < args.grow[0] else 2 if progress < args.grow[1] else 1
+    return args.length // (4 if progress < args.grow[0] else 2 if progress < args.grow[1] else 1)
 
 
-def make_batch(tokenizer, haystack, args, episodes: int, rng: Random):
-    """`(input_ids, weights)`, both `(batch, length)`: each row is prose, or episodes with a key to find."""
+def make_batch(tokenizer, haystack, args, length: int, rng: Random):
+    """`(input_ids, weights)`, both `(batch, length)`: prose, or prose with a key to find."""
     rows, weights = [], []
-    for _ in range(args.batch_tokens // args.length):
-        row, weight = [], torch.ones(args.length)
+    for _ in range(args.batch_tokens // length):
+        weight = torch.ones(length)
         if rng.random() < args.needle_share:
-            for _ in range(episodes):
-                start = len(row)
-                sample = passkey_sample(tokenizer, haystack, args.length // episodes, rng.random(), rng)
-                row += sample.input_ids
-                for part, value in (
-                    (sample.first_mention, 0.0),
-                    (sample.second_mention, args.answer_weight),
-                    (sample.answer, args.answer_weight),
-                ):
-                    weight[start + part.start : start + part.stop] = value
+            sample = passkey_sample(tokenizer, haystack, length, rng.random(), rng)
+            row = sample.input_ids
+            weight[sample.first_mention] = 0.0
+            weight[sample.second_mention] = weight[sample.answer] = args.answer_weight
         else:
-            start, end = haystack.window(args.length - 1, rng)
+            start, end = haystack.window(length - 1, rng)
             row = [tokenizer.bos_token_id, *haystack.ids[start:end]]
         rows.append(row)
         weights.append(weight)
@@ -152,9 +146,9 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=512, help="tokens a sequence")
     # To 512 tokens what LLaMA 2's 10000 is to its 4096: few pairs are so slow that they never matter.
     parser.add_argument("--rope-theta", type=float, default=1250.0)
-    parser.add_argument("--steps", type=int, default=800)
+    parser.add_argument("--steps", type=int, default=700)
     parser.add_argument(
-        "--grow", type=float, nargs=2, default=[0.3, 0.5], help="when episodes get longer, as parts of the steps"
+        "--grow", type=float, nargs=2, default=[0.3, 0.55], help="when lengths double, as parts of the steps"
     )
     parser.add_argument("--batch-tokens", type=int, default=8192, help="tokens a step")
     parser.add_argument("--learning-rate", type=float, default=2e-3)
@@ -223,8 +217,8 @@ def main() -> None:
     with Progress(*columns) as progress:
         bar = progress.add_task("", total=args.steps)
         for step in range(args.steps):
-            episodes = episodes_at(step, args)
-            ids, weights = make_batch(tokenizer, haystack, args, episodes, rng)
+            length = sequence_length(step, args)
+            ids, weights = make_batch(tokenizer, haystack, args, length, rng)
             for group in optimizer.param_groups:
                 group["lr"] = learning_rate(step, args)
             with torch.autocast("cpu", torch.bfloat16):
@@ -236,14 +230,12 @@ def main() -> None:
             progress.update(bar, advance=1, description=f"loss {loss.item():.3f}")
             if (step + 1) % 100 == 0 or step + 1 == args.steps:
                 model.eval()
-                hits = [
-                    h for *_, h in passkey_hits(model, tokenizer, held_out, args.length, [0, 0.25, 0.5, 0.75, 1], 8)
-                ]
+                hits = [h for *_, h in passkey_hits(model, tokenizer, held_out, length, [0, 0.25, 0.5, 0.75, 1], 8)]
                 model.train()
                 seconds = time.time() - started
                 progress.console.print(
                     f"step {step + 1}: loss {loss.item():.3f}, "
-                    f"passkey at {args.length} {sum(hits) / len(hits):.2f}, {seconds:.0f} s"
+                    f"passkey at {length} {sum(hits) / len(hits):.2f}, {seconds:.0f} s"
                 )
                 sys.stdout.flush()
                 save(args.output)
