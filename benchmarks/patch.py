@@ -85,7 +85,8 @@ def main() -> None:
     report = Report("patch", seed=0)
 
     stock = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32).eval()
-    models = {"stock": stock, "stock again": copy.deepcopy(stock)}
+    # Copies throughout: weights that were mapped from a file lie differently in memory.
+    models = {"stock": copy.deepcopy(stock), "stock again": copy.deepcopy(stock)}
     for method in METHODS:
         models[method] = extend_context(copy.deepcopy(stock), 4, method)
     for name, work in (("forward", forward), ("decode", decode)):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import gc
 import importlib
 import sys
 from typing import Annotated
@@ -46,6 +48,8 @@ def version() -> None:
 
 def app() -> None:
     """Run the command line; errors that have a remedy are printed without a traceback."""
+    # At exit Python would search all of torch and transformers for garbage, for a second.
+    atexit.register(gc.freeze)
     try:
         commands()
     except (ValueError, RuntimeError, OSError, ImportError) as error:

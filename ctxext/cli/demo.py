@@ -46,7 +46,7 @@ def demo(
         str | None, typer.Option(help="Comma-separated lengths, such as 8k,16k.  [default: 1x, 2x and 4x the trained]")
     ] = None,
     trials: Annotated[int, typer.Option(help="Passkey prompts for each length and depth.")] = 10,
-    windows: Annotated[int, typer.Option(help="Windows of text, each of the largest length.")] = 16,
+    windows: Annotated[int, typer.Option(help="Windows of text, each of the largest length.")] = 48,
     seed: int = 0,
 ) -> None:
     """Compare PI, NTK-aware, NTK-by-parts and YaRN with no extension at all, on real text."""

@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from rich.table import Table
 
-from ctxext.cli.common import Factor, HowExisting, Model, Revision, TargetLength, TrainedLength
+from ctxext.cli.common import (
+    Factor,
+    HowExisting,
+    Model,
+    Revision,
+    TargetLength,
+    TrainedLength,
+    without_garbage_collection,
+)
 
 
 def describe(
@@ -17,12 +25,14 @@ def describe(
 ) -> None:
     """Print what is known of a checkpoint's context, and what extending it would do. Reads the config alone."""
     from rich.console import Console
-    from transformers import AutoConfig
 
     from ctxext.api import describe_context
     from ctxext.folders import checkpoint_folder
 
-    config = AutoConfig.from_pretrained(checkpoint_folder(model, revision, config_only=True))
+    with without_garbage_collection():
+        from transformers import AutoConfig
+
+        config = AutoConfig.from_pretrained(checkpoint_folder(model, revision, config_only=True))
     description = describe_context(
         config,
         factor,

@@ -18,6 +18,7 @@ from ctxext.cli.common import (
     console,
     parse_options,
     parse_tokens,
+    without_garbage_collection,
 )
 
 
@@ -45,18 +46,19 @@ def extend(
 
     if dry_run == (output is not None):
         raise typer.BadParameter("give either --output FOLDER or --dry-run.")
-    result = extend_folder(
-        checkpoint_folder(model, revision, config_only=dry_run),
-        output,
-        factor,
-        method,
-        target_length=target_length,
-        original_max_position_embeddings=original_max_position_embeddings,
-        existing=existing,
-        length=length,
-        say=console.print,
-        **parse_options(option),
-    )
+    with without_garbage_collection():
+        result = extend_folder(
+            checkpoint_folder(model, revision, config_only=dry_run),
+            output,
+            factor,
+            method,
+            target_length=target_length,
+            original_max_position_embeddings=original_max_position_embeddings,
+            existing=existing,
+            length=length,
+            say=console.print,
+            **parse_options(option),
+        )
     console.print(f"[bold]{result.plan.summary}[/]", highlight=False)
     for note in result.plan.notes:
         console.print(f"note: {note}", highlight=False, markup=False)

@@ -97,7 +97,7 @@ def compare(
     """
     haystack = Haystack.from_text(text, tokenizer)
     longest = lengths[-1]
-    bin_tokens = max(1, longest // 64)
+    bin_tokens = max(1, longest // 32)
     comparison = Comparison(
         model=name,
         factor=factor,

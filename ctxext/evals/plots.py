@@ -56,15 +56,16 @@ def _plot_curves(comparison: Comparison, top: Axes) -> None:
     )
     top.set_yscale("log")
     top.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
-    top.yaxis.set_minor_formatter(lambda value, _: f"{value:g}" if str(value)[0] in "25" else "")
+    wide = max(max(r.curve) for r in results) > 10 * min(min(r.curve) for r in results)
+    top.yaxis.set_minor_formatter(lambda value, _: f"{value:g}" if not wide or str(value)[0] in "25" else "")
     top.set_xlim(0, comparison.lengths[-1])
     top.set_xticks(comparison.lengths, [f"{length:,}" for length in comparison.lengths])
     top.set_xlabel("position in the window (tokens)")
     top.set_ylabel("perplexity of the token there")
     passkey = ", and passkey retrieval by length and depth" if comparison.trials else ""
-    top.set_title(f"{comparison.model}: perplexity by position{passkey}", loc="left")
-    top.legend(frameon=False, loc="center right")
-    top.grid(axis="y", color="0.92")
+    top.set_title(f"{comparison.model}: perplexity by position{passkey}", loc="left", pad=28)
+    top.legend(frameon=False, loc="lower left", bbox_to_anchor=(-0.01, 1.0), ncols=len(results), borderpad=0)
+    top.grid(axis="y", color="0.92", which="both")
     top.spines[["top", "right"]].set_visible(False)
 
 
@@ -77,7 +78,8 @@ def _plot_passkey(comparison: Comparison, figure: Figure, cells: Sequence[Subplo
         image = axes.imshow(shares, vmin=0, vmax=1, cmap="RdYlGn", aspect="auto")
         for y, row in enumerate(shares):
             for x, share in enumerate(row):
-                axes.text(x, y, f"{100 * share:.0f}", ha="center", va="center", fontsize=8, color="0.15")
+                light = 0.25 < share < 0.8  # the middle of the map is pale, its ends are dark
+                axes.text(x, y, f"{100 * share:.0f}", ha="center", va="center", color="0.15" if light else "white")
         axes.set_xticks(range(len(comparison.lengths)), [times(length, trained) for length in comparison.lengths])
         axes.set_yticks(range(len(comparison.depths)), [f"{100 * depth:.0f}%" for depth in comparison.depths])
         axes.tick_params(length=0, labelleft=column == 0)
