@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
@@ -114,17 +115,17 @@ def demo(
 def comparison_table(comparison: Comparison) -> Table:
     """Passkey and perplexity, a row a method."""
     from ctxext.evals.comparison import UNEXTENDED
-    from ctxext.evals.plots import times
 
-    trained, lengths = comparison.trained_length, comparison.lengths
+    lengths = comparison.lengths
     n = comparison.trials * len(comparison.depths)
-    table = Table(title=f"{comparison.model}, extended ×{comparison.factor:g} without training", title_justify="left")
+    title = f"{comparison.model}, extended ×{comparison.factor:g} without training"
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("method", no_wrap=True)
     retrieval = lengths if comparison.trials else []
     for length in retrieval:
-        table.add_column(f"passkey\n{times(length, trained)} ({length:,})", justify="right")
+        table.add_column(f"passkey\nat {length:,}", justify="right", no_wrap=True)
     for low, high in zip([0, *lengths], lengths):
-        table.add_column(f"perplexity\n{low:,}-{high:,}", justify="right")
+        table.add_column(f"ppl at\n{low:,}-{high:,}", justify="right", no_wrap=True)
     for result in comparison.results:
         passkeys = [comparison.passkey(result, length) for length in retrieval]
         table.add_row(
@@ -136,7 +137,7 @@ def comparison_table(comparison: Comparison) -> Table:
             *(f"{value:.1f}" for value in result.perplexity),
         )
     passkey = f"passkey: {n} prompts a cell; " if comparison.trials else ""
-    table.caption = f"{passkey}perplexity: {comparison.windows} windows, by position in tokens"
+    table.caption = f"{passkey}ppl: perplexity by position, {comparison.windows} windows"
     table.caption_justify = "left"
     return table
 
