@@ -124,8 +124,8 @@ def comparison_table(comparison: Comparison) -> Table:
     retrieval = lengths if comparison.trials else []
     for length in retrieval:
         table.add_column(f"passkey\nat {length:,}", justify="right", no_wrap=True)
-    for low, high in zip([0, *lengths], lengths):
-        table.add_column(f"ppl at\n{low:,}-{high:,}", justify="right", no_wrap=True)
+    for length in lengths:
+        table.add_column(f"ppl\nto {length:,}", justify="right", no_wrap=True)
     for result in comparison.results:
         passkeys = [comparison.passkey(result, length) for length in retrieval]
         table.add_row(
@@ -137,7 +137,7 @@ def comparison_table(comparison: Comparison) -> Table:
             *(f"{value:.1f}" for value in result.perplexity),
         )
     passkey = f"passkey: {n} prompts a cell; " if comparison.trials else ""
-    table.caption = f"{passkey}ppl: perplexity by position, {comparison.windows} windows"
+    table.caption = f"{passkey}ppl: perplexity from one length to the next"
     table.caption_justify = "left"
     return table
 
