@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,7 +53,13 @@ class ExtendedRotary:
 @functools.cache
 def extended_class(base: type[nn.Module]) -> type[nn.Module]:
     """A subclass of a family's rotary class. Its name keeps `RotaryEmbedding`, as transformers looks for it."""
-    return type(f"Extended{base.__name__}", (ExtendedRotary, base), {"__module__": __name__})
+    members: dict[str, Any] = {"__module__": __name__}
+    plain = inspect.unwrap(base.forward)
+    if plain is not base.forward:
+        # transformers' decorator looks at the positions on every call to choose between longrope's two lists;
+        # ours are equal, and looking costs some percent of a decode step.
+        members["forward"] = torch.no_grad()(plain)
+    return type(f"Extended{base.__name__}", (ExtendedRotary, base), members)
 
 
 def _blank(base: type[nn.Module]) -> nn.Module:
