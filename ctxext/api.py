@@ -86,10 +86,10 @@ def restore_context(model: nn.Module) -> Any:
         RuntimeError: the model is not extended.
     """
     extension.transformers_model(model)  # or say that it is none
-    owner, done = extension.extended_model(model), extension.extension_of(model)
-    if owner is None or done is None:
+    owner = extension.extended_model(model)
+    if owner is None:
         raise RuntimeError("this model is not extended by ctxext, so there is nothing to restore.")
-    extension.restore(owner, done)
+    extension.restore(owner, owner.__dict__[extension.ATTRIBUTE])
     return model
 
 

@@ -88,15 +88,10 @@ class ContextFacts:
     @property
     def window(self) -> int | None:
         """The sliding window in tokens, if every attention layer has one."""
-        config = self.text_config
-        window = getattr(config, "sliding_window", None)
-        if window is None or getattr(config, "use_sliding_window", True) is False:
+        window = getattr(self.text_config, "sliding_window", None)
+        if window is None or getattr(self.text_config, "use_sliding_window", True) is False:
             return None
-        layers = getattr(config, "layer_types", None)
-        if layers is None:
-            return int(window)
-        attention = [layer for layer in layers if "attention" in layer and layer != "linear_attention"]
-        return int(window) if all(layer == "sliding_attention" for layer in attention) else None
+        return int(window) if set(attention_layers(self.text_config)) <= {"sliding_attention"} else None
 
     @property
     def rope(self) -> RopeGeometry:
@@ -110,11 +105,24 @@ class ContextFacts:
         return RopeGeometry.plain(self.rotary_dim, self.original_theta, self.original_length)
 
 
+def attention_layers(text_config: Any) -> list[str]:
+    """The type of every layer that has softmax attention, and so keys and values; linear attention has none."""
+    layers = getattr(text_config, "layer_types", None)
+    if layers is None:
+        window = getattr(text_config, "sliding_window", None)
+        slides = window is not None and getattr(text_config, "use_sliding_window", True) is not False
+        return ["sliding_attention" if slides else "full_attention"] * int(text_config.num_hidden_layers)
+    return [layer for layer in layers if "attention" in layer and layer != "linear_attention"]
+
+
+def head_dim(text_config: Any) -> int:
+    """Dimensions of a head, which many configs leave to be worked out."""
+    return int(getattr(text_config, "head_dim", None) or text_config.hidden_size // text_config.num_attention_heads)
+
+
 def rotary_dim(text_config: Any, parameters: dict[str, Any]) -> int:
     """Rotary dimensions of a head, as transformers computes them."""
-    head_dim = getattr(text_config, "head_dim", None)
-    head_dim = head_dim or text_config.hidden_size // text_config.num_attention_heads
-    return int(head_dim * (parameters.get("partial_rotary_factor") or 1.0))
+    return int(head_dim(text_config) * (parameters.get("partial_rotary_factor") or 1.0))
 
 
 def live_mark(text_config: Any) -> dict[str, Any] | None:
@@ -443,7 +451,7 @@ def _updates(
         updates["original_max_position_embeddings"] = start
     if getattr(facts.text_config, "head_dim", 0) is None:
         # transformers' yarn and longrope multiply with it (Mixtral's configs leave it out).
-        updates["head_dim"] = facts.text_config.hidden_size // facts.text_config.num_attention_heads
+        updates["head_dim"] = head_dim(facts.text_config)
     described = facts.scaling if method is None else method
     updates["ctxext"] = {
         "version": __version__,
@@ -457,11 +465,10 @@ def _updates(
 def _notes(facts: ContextFacts, method: RopeScaling | None, extended: RopeGeometry) -> tuple[str, ...]:
     notes = []
     config = facts.text_config
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    if method is not None and extended.attention_factor != 1.0 and facts.rotary_dim < head_dim:
+    if method is not None and extended.attention_factor != 1.0 and facts.rotary_dim < head_dim(config):
         notes.append(
             f"the attention factor {extended.attention_factor:.4g} reaches the {facts.rotary_dim} rotary of "
-            f"{head_dim} dimensions, as transformers applies it; the paper's temperature would reach all."
+            f"{head_dim(config)} dimensions, as transformers applies it; the paper's temperature would reach all."
         )
     layers = getattr(config, "layer_types", None) or []
     if "sliding_attention" in layers and "full_attention" in layers:

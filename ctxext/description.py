@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from ctxext.configs import Checkpoint, plan_extension, read_context
+from ctxext.configs import Checkpoint, attention_layers, head_dim, plan_extension, read_context
 from ctxext.families import family_of
 
 BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1}
@@ -88,22 +88,15 @@ def _scaling_words(scaling: dict[str, Any] | None, checkpoint: Checkpoint | None
 
 def kv_cache_bytes(text_config: Any, n_tokens: int, bytes_each: int) -> int:
     """Bytes of the KV cache of one sequence; sliding layers count their window, linear attention nothing."""
-    layers = getattr(text_config, "layer_types", None)
-    n_layers = text_config.num_hidden_layers
     window = getattr(text_config, "sliding_window", None)
-    if layers is None:
-        use_window = window is not None and getattr(text_config, "use_sliding_window", True) is not False
-        layers = ["sliding_attention" if use_window else "full_attention"] * n_layers
     if getattr(text_config, "kv_lora_rank", None):  # multi-head latent attention: one latent and one rotary key
         numbers = text_config.kv_lora_rank + text_config.qk_rope_head_dim
     else:
         heads = text_config.num_attention_heads
-        head_dim = getattr(text_config, "head_dim", None) or text_config.hidden_size // heads
-        numbers = 2 * (getattr(text_config, "num_key_value_heads", None) or heads) * head_dim
+        numbers = 2 * (getattr(text_config, "num_key_value_heads", None) or heads) * head_dim(text_config)
     tokens = sum(
         min(n_tokens, window or n_tokens) if layer == "sliding_attention" else n_tokens
-        for layer in layers
-        if "attention" in layer and layer != "linear_attention"
+        for layer in attention_layers(text_config)
     )
     return tokens * numbers * bytes_each
 
@@ -138,13 +131,12 @@ def describe(config: Any, factor: float | None, target_length: int | None, **opt
         target, would_do = plan.target_length, plan.summary
     except ValueError as error:
         target, would_do = target_length or round((factor or 4) * facts.reach), f"refuse: {error}"
-    heads = text_config.num_attention_heads
     return ContextDescription(
         model_type=text_config.model_type,
         encoding="rope",
         rope_theta=facts.rope_parameters["rope_theta"],
         rotary_dim=facts.rotary_dim,
-        head_dim=getattr(text_config, "head_dim", None) or text_config.hidden_size // heads,
+        head_dim=head_dim(text_config),
         trained_length=facts.trained_length,
         trained_length_source=facts.trained_length_source,
         scaling=None if facts.scaling is None else facts.scaling.to_dict(),

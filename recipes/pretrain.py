@@ -240,8 +240,6 @@ def main() -> None:
                 sys.stdout.flush()
                 save(args.output)
 
-    save(args.output)
-
 
 if __name__ == "__main__":
     main()
