@@ -35,8 +35,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from ctxext.evals.engine import Engine
 from ctxext.evals.haystack import Haystack
-from ctxext.evals.passkey import passkey_hits, passkey_sample
+from ctxext.evals.needle import Passkey
+from ctxext.evals.prompts import Prompter
+from ctxext.evals.samples import Place
 
 TITLES = ["emma", "mansfieldpark", "northangerabbey", "persuasion", "prideprejudice", "sensesensibility"]
 HELD_OUT = "persuasion"

@@ -12,10 +12,14 @@ import typer
 
 from ctxext import __version__
 from ctxext.cli.common import console
+from ctxext.cli.compare import compare
 from ctxext.cli.demo import demo
 from ctxext.cli.describe import describe
+from ctxext.cli.eval import evaluate
 from ctxext.cli.extend import extend
+from ctxext.cli.lm_eval import lm_eval
 from ctxext.cli.methods import methods
+from ctxext.cli.report import report
 
 commands = typer.Typer(
     help="Extend the context window of Hugging Face language models, with proof.",
@@ -26,6 +30,12 @@ commands = typer.Typer(
 commands.command()(describe)
 commands.command()(extend)
 commands.command()(methods)
+commands.command("eval")(evaluate)
+commands.command()(compare)
+commands.command()(report)
+commands.command(
+    "lm-eval", add_help_option=False, context_settings={"allow_extra_args": True, "ignore_unknown_options": True}
+)(lm_eval)
 commands.command()(demo)
 
 

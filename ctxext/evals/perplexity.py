@@ -1,61 +1,211 @@
-"""Loss by position: what each token cost, given all that stands before it in its window."""
+"""Loss by position: windows of a text, what each of their tokens cost, and what that says.
+
+A window is a function of its place and the text alone. Windows begin at places spread evenly over the
+text, which is taken as a ring, so that none is cut short by its end. One reading of a window gives the
+loss at every position, and so the perplexity of every prefix.
+"""
 
 from __future__ import annotations
 
+import base64
 import math
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from random import Random
+from typing import Any, ClassVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from ctxext.evals.engine import Engine
+from ctxext.evals.haystack import Haystack
+from ctxext.evals.samples import Place
+
+GOLDEN = (math.sqrt(5) - 1) / 2
 
 
-@torch.inference_mode()
-def position_losses(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    ids: list[int],
-    length: int,
-    windows: int,
-    *,
-    chunk: int = 2048,
-    advance: Callable[[], None] = lambda: None,
-) -> Tensor:
-    """Cross-entropy in nats of every next token, of shape `(windows, length - 1)`.
+@dataclass(frozen=True)
+class Window:
+    """A piece of text to read.
 
-    The windows are spread evenly over `ids`, do not overlap, and begin with BOS where the tokenizer
-    has one. Each is read `chunk` tokens at a time through a cache, so that logits stay small; for
-    static methods that is the same computation as one forward pass.
-
-    Raises:
-        ValueError: `ids` is too short for that many windows.
+    Attributes:
+        input_ids: its tokens, of which the first `n_bos` are no text.
+        scored_from: index of the first token whose loss counts; at least 1, as nothing predicts the first.
+        n_bytes: UTF-8 bytes of the tokens whose loss counts.
     """
-    bos = [tokenizer.bos_token_id] if tokenizer.bos_token_id is not None else []
-    body = length - len(bos)
-    if len(ids) < windows * body:
+
+    input_ids: tuple[int, ...]
+    n_bos: int
+    scored_from: int
+    n_bytes: int
+
+
+class TextTask(ABC):
+    """Reads windows of a text: a frozen dataclass, its fields the settings."""
+
+    name: ClassVar[str]
+
+    @abstractmethod
+    def window(self, place: Place, haystack: Haystack, bos: Sequence[int]) -> Window:
+        """The window of this place; `place.length` tokens, `bos` included.
+
+        Raises:
+            ValueError: the text is too short.
+        """
+
+    def record(self, window: Window, engine: Engine) -> dict[str, Any]:
+        """What to write down of it: the losses in nats."""
+        losses = engine.losses(window.input_ids).losses[window.scored_from - 1 :]
+        return {
+            "tokens": len(losses),
+            "bytes": window.n_bytes,
+            "loss": losses.double().mean().item(),
+            **packed(losses=losses),
+        }
+
+    def settings(self) -> dict[str, Any]:
+        return asdict(self)  # type: ignore[call-overload]
+
+
+@dataclass(frozen=True)
+class Perplexity(TextTask):
+    """Windows of the full length, every token scored: perplexity by position and by prefix length.
+
+    Attributes:
+        bos: begin each window with the tokenizer's BOS, where it puts one before a text.
+    """
+
+    name: ClassVar[str] = "perplexity"
+    bos: bool = True
+
+    def window(self, place: Place, haystack: Haystack, bos: Sequence[int]) -> Window:
+        bos = bos if self.bos else ()
+        start = (Random(place.seed).random() + place.trial * GOLDEN) % 1
+        return piece(haystack, int(start * haystack.n_tokens), place.length, bos, max(1, len(bos)))
+
+
+@dataclass(frozen=True)
+class SlidingPerplexity(TextTask):
+    """The text from its beginning, each token scored once, with at least `length - stride` tokens before it.
+
+    The first window scores all its tokens; each further one is moved on by `stride` tokens and scores
+    the new ones. Means are over tokens, so the windows need no weights.
+
+    Attributes:
+        stride: tokens; equal to the length for windows that do not overlap.
+    """
+
+    name: ClassVar[str] = "sliding_perplexity"
+    stride: int = 512
+    bos: bool = True
+
+    def window(self, place: Place, haystack: Haystack, bos: Sequence[int]) -> Window:
+        bos = bos if self.bos else ()
+        body = place.length - len(bos)
+        if not 1 <= self.stride <= body:
+            raise ValueError(f"the stride must be between 1 and the window's {body} tokens of text, got {self.stride}.")
+        start = place.trial * self.stride
+        if start + body > haystack.n_tokens:
+            raise ValueError(
+                f"window {place.trial} of {place.length} tokens at stride {self.stride} ends at token {start + body:,}, "
+                f"but the text has {haystack.n_tokens:,}. Pass a longer text or fewer windows."
+            )
+        new = place.length - self.stride
+        return piece(haystack, start, place.length, bos, max(1, len(bos)) if place.trial == 0 else new)
+
+
+@dataclass(frozen=True)
+class ShortContext(Perplexity):
+    """The windows of `Perplexity`, with the most likely token at each place: the price at short length."""
+
+    name: ClassVar[str] = "short"
+
+    def record(self, window: Window, engine: Engine) -> dict[str, Any]:
+        losses, top1 = engine.losses(window.input_ids)
+        mean = losses.double().mean().item()
+        return {"tokens": len(losses), "bytes": window.n_bytes, "loss": mean, **packed(losses=losses, top1=top1)}
+
+
+@dataclass(frozen=True)
+class KeyTokens(Perplexity):
+    """Which tokens of the windows of `Perplexity` need long context, by LongPPL's rule. Fang et al. (2024), equation 5.
+
+    A token is a key token if the judge (the unextended model, within its trained length) loses more
+    than `gain` nats on it when it sees only `short` tokens, and less than `sure` nats when it sees up to
+    `long` tokens. So the judge finds what needs more than `short` tokens, not what needs more than `long`.
+
+    Attributes:
+        long: tokens that the judge may see; its trained length.
+        short: tokens; the paper has 4096 of 32768.
+        gain, sure: nats, the paper's alpha and -beta.
+    """
+
+    name: ClassVar[str] = "key_tokens"
+    long: int = 8192
+    short: int = 1024
+    gain: float = 2.0
+    sure: float = 2.0
+
+    def record(self, window: Window, engine: Engine) -> dict[str, Any]:
+        bos, ids = window.input_ids[: window.n_bos], window.input_ids[window.n_bos :]
+        seen = {length: sliding_losses(engine, ids, length, length // 2, bos) for length in (self.long, self.short)}
+        key = (seen[self.short] - seen[self.long] > self.gain) & (seen[self.long] < self.sure)
+        return {"tokens": len(key), "key_tokens": int(key.sum()), **packed(mask=key)}
+
+
+def sliding_losses(engine: Engine, ids: Sequence[int], window: int, stride: int, bos: Sequence[int] = ()) -> Tensor:
+    """The loss in nats of every token of `ids` (but the first, without BOS), each scored once.
+
+    Args:
+        window: tokens the model may see, BOS included.
+        stride: tokens by which the window moves on; every token but those of the first window sees at
+            least `window - stride` tokens.
+    """
+    body = window - len(bos)
+    if not 1 <= stride <= body:
+        raise ValueError(f"the stride must be between 1 and the window's {body} tokens of text, got {stride}.")
+    parts, done = [], 0
+    while done < len(ids):
+        end = min(len(ids), body if done == 0 else done + stride)
+        start = max(0, end - body)
+        losses = engine.losses([*bos, *ids[start:end]]).losses
+        # losses[k] belongs to token k + 1 of what was read.
+        parts.append(losses[max(0, len(bos) + done - start - 1) :])
+        done = end
+    return torch.cat(parts)
+
+
+def piece(haystack: Haystack, start: int, length: int, bos: Sequence[int], scored_from: int) -> Window:
+    """`length` tokens of the ring that begins at token `start`, behind `bos`."""
+    body, n = length - len(bos), haystack.n_tokens
+    if body < 2:
+        raise ValueError(f"a window of text needs at least {len(bos) + 2} tokens, got {length}.")
+    if body > n:
         raise ValueError(
-            f"{windows} windows of {length} tokens need {windows * body} tokens of text, got {len(ids)}. "
-            "Pass a longer text, fewer windows or a shorter length."
+            f"a window of {length:,} tokens is longer than the text, which has {n:,}. Pass a longer text: repeating it "
+            "would let the model copy."
         )
-    starts = [round(k * (len(ids) - body) / max(1, windows - 1)) for k in range(windows)]
-    losses = []
-    for start in starts:
-        row = torch.tensor([bos + ids[start : start + body]], device=model.device)
-        cache, parts = None, []
-        for begin in range(0, length - 1, chunk):
-            end = min(begin + chunk, length - 1)
-            output = model(input_ids=row[:, begin:end], past_key_values=cache, use_cache=True)
-            cache = output.past_key_values
-            targets = row[0, begin + 1 : end + 1]
-            parts.append(torch.nn.functional.cross_entropy(output.logits[0].float(), targets, reduction="none").cpu())
-        losses.append(torch.cat(parts))
-        advance()
-    return torch.stack(losses)
+    ids = [haystack.token_ids[k % n] for k in range(start, start + body)]
+    first = start + scored_from - len(bos)
+    return Window((*bos, *ids), len(bos), scored_from, haystack.n_bytes(first, start + body))
 
 
-def perplexity(losses: Tensor) -> float:
-    """exp of the mean loss over tokens."""
-    return math.exp(losses.double().mean().item())
+def packed(**tensors: Tensor) -> dict[str, str]:
+    """Tensors for a JSON line: base64 of little-endian float32, of int32, or of bits."""
+    lines = {}
+    for name, tensor in tensors.items():
+        array = tensor.numpy()
+        kind = {"f": "<f4", "i": "<i4"}.get(array.dtype.kind)
+        data = np.packbits(array) if kind is None else array.astype(kind)
+        lines[name] = base64.b64encode(data.tobytes()).decode()
+    return lines
+
+
+def unpacked(record: dict[str, Any], name: str) -> np.ndarray:
+    """The array that `packed` put into a record as `name` ("losses", "top1" or "mask")."""
+    data = base64.b64decode(record[name])
+    if name == "mask":
+        return np.unpackbits(np.frombuffer(data, "u1"), count=record["tokens"]).astype(bool)
+    return np.frombuffer(data, "<i4" if name == "top1" else "<f4")

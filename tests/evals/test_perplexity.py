@@ -1,46 +1,128 @@
-"""Loss by position: the plain next-token loss, whatever the chunks."""
+"""Windows and losses: exact in tokens, each token scored once, and equal to what a plain loop says."""
 
 from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from families import tiny_model, token_ids
+from tokenizers_of_all_kinds import KINDS, tokenizer_of_kind
 
-from ctxext import temporarily_extended
-from ctxext.evals.perplexity import perplexity, position_losses
+from ctxext.assets import PERSUASION
+from ctxext.evals.engine import Engine
+from ctxext.evals.haystack import Haystack
+from ctxext.evals.perplexity import KeyTokens, Perplexity, SlidingPerplexity, sliding_losses, unpacked
+from ctxext.evals.prompts import Prompter
+from ctxext.evals.samples import Place
 
-
-class NoBos:
-    bos_token_id = None
-
-
-class Bos:
-    bos_token_id = 1
-
-
-def test_losses_are_those_of_one_forward_pass() -> None:
-    model, ids = tiny_model("llama"), token_ids(300)
-    with temporarily_extended(model, 4):
-        losses = position_losses(model, NoBos, ids[0].tolist(), 150, 2, chunk=37)
-        for row, start in zip(losses, (0, 150)):
-            part = ids[:, start : start + 150]
-            with torch.no_grad():
-                logits = model(input_ids=part).logits
-            expected = torch.nn.functional.cross_entropy(logits[0, :-1], part[0, 1:], reduction="none")
-            torch.testing.assert_close(row, expected, atol=1e-4, rtol=1e-4)
+TEXT = "It was a fine day. Was it? It was! " * 40
 
 
-def test_bos_counts_as_a_token_of_the_window() -> None:
-    losses = position_losses(tiny_model("llama"), Bos, token_ids(200)[0].tolist(), 64, 3)
-    assert losses.shape == (3, 63)
+def plain_loss(model, context: list[int], token: int) -> float:
+    """One token's loss in nats, from a forward pass over its context alone."""
+    with torch.no_grad():
+        return -model(input_ids=torch.tensor([context])).logits[0, -1].log_softmax(-1)[token].item()
 
 
-def test_perplexity_is_weighted_by_token() -> None:
-    assert perplexity(torch.tensor([0.0, 0.0, math.log(8)])) == pytest.approx(2.0)
+@pytest.mark.parametrize("bos", [(), (1,)])
+@pytest.mark.parametrize(("window", "stride"), [(16, 4), (16, 8), (20, 15), (64, 10)])
+def test_sliding_losses_are_those_of_a_plain_loop(bos: tuple[int, ...], window: int, stride: int) -> None:
+    """Token by token, in float64: each has at least window - stride tokens before it, and is scored once."""
+    model = tiny_model("llama").double()
+    ids = token_ids(53)[0].tolist()
+    body = window - len(bos)
+    expected, end = [], 0
+    for k, token in enumerate(ids):
+        if k >= end:  # the next window begins
+            end = body if end == 0 else end + stride
+        start = max(0, min(end, len(ids)) - body)
+        context = [*bos, *ids[start:k]]
+        if context:
+            expected.append(plain_loss(model, context, token))
+    losses = sliding_losses(Engine(model, chunk=7), ids, window, stride, bos)
+    assert len(losses) == len(ids) - (not bos)
+    np.testing.assert_allclose(losses.double().numpy(), expected, rtol=0, atol=1e-6)
+    assert math.exp(losses.double().mean()) == pytest.approx(math.exp(np.mean(expected)), abs=1e-6 * math.exp(5))
+
+
+def test_the_sliding_task_scores_every_token_once_and_equals_the_function() -> None:
+    """Windows are samples of their own; together they are the sliding pass over the text."""
+    tokenizer = tokenizer_of_kind("shipped")
+    haystack = Haystack.from_text(TEXT, tokenizer)
+    model = tiny_model("llama", vocab_size=len(tokenizer)).double()
+    engine, bos = Engine(model), Prompter(tokenizer).special
+    task = SlidingPerplexity(stride=24)
+    places = [Place(task.name, 64, None, k, 0) for k in range(6)]
+    records = [task.record(task.window(place, haystack, bos), engine) for place in places]
+    together = np.concatenate([unpacked(record, "losses") for record in records])
+    n_tokens = 63 + 5 * 24
+    whole = sliding_losses(engine, haystack.token_ids[:n_tokens], 64, 24, bos)
+    assert len(together) == n_tokens
+    np.testing.assert_allclose(together, whole.float().numpy(), atol=1e-6)
+    n_bytes = haystack.token_starts[n_tokens]
+    assert sum(record["bytes"] for record in records) == n_bytes
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_windows_are_exact_and_spread_over_the_text(kind: str) -> None:
+    tokenizer = tokenizer_of_kind(kind)
+    haystack, bos = Haystack.from_file(PERSUASION, tokenizer), Prompter(tokenizer).special
+    starts = []
+    for length in (3, 64, 3000):
+        for window in range(12):
+            made = Perplexity().window(Place("perplexity", length, None, window, 0), haystack, bos)
+            assert len(made.input_ids) == length
+            assert list(made.input_ids[: len(bos)]) == bos
+            start = _find(haystack.token_ids, list(made.input_ids[len(bos) :][:40]))
+            starts.append(start / haystack.n_tokens)
+            text = tokenizer.decode(list(made.input_ids[made.scored_from :]), clean_up_tokenization_spaces=False)
+            assert abs(len(text.encode()) - made.n_bytes) <= 4
+    thirds = np.histogram(starts, bins=4, range=(0, 1))[0]
+    assert thirds.min() >= 6
+
+
+def _find(ids: list[int], part: list[int]) -> int:
+    ring = ids + ids[: len(part)]
+    return next(k for k in range(len(ids)) if ring[k : k + len(part)] == part)
+
+
+def test_a_shorter_window_of_a_place_is_a_prefix_of_the_longer_one() -> None:
+    """So methods that are measured at every length read the text that the others read once."""
+    tokenizer = tokenizer_of_kind("shipped")
+    haystack, bos = Haystack.from_file(PERSUASION, tokenizer), Prompter(tokenizer).special
+    for window in (0, 5, 11):
+        short, long = (
+            Perplexity().window(Place("perplexity", length, None, window, 3), haystack, bos).input_ids
+            for length in (100, 1000)
+        )
+        assert long[:100] == short
+
+
+def test_key_tokens_follow_longppls_rule() -> None:
+    tokenizer = tokenizer_of_kind("shipped")
+    haystack, bos = Haystack.from_text(TEXT, tokenizer), Prompter(tokenizer).special
+    model = tiny_model("llama", vocab_size=len(tokenizer))
+    engine = Engine(model)
+    task = KeyTokens(long=64, short=16, gain=0.5, sure=9.0)
+    window = task.window(Place("key_tokens", 150, None, 0, 0), haystack, bos)
+    record = task.record(window, engine)
+    ids = list(window.input_ids[1:])
+    near, far = (sliding_losses(engine, ids, length, length // 2, bos) for length in (16, 64))
+    expected = [bool(a - b > 0.5 and b < 9.0) for a, b in zip(near, far)]
+    assert unpacked(record, "mask").tolist() == expected
+    assert 0 < record["key_tokens"] == sum(expected) < len(expected)
 
 
 def test_a_text_that_is_too_short_is_refused() -> None:
-    with pytest.raises(ValueError, match="need 256 tokens of text, got 100"):
-        position_losses(tiny_model("llama"), NoBos, list(range(100)), 128, 2)
+    tokenizer = tokenizer_of_kind("shipped")
+    haystack = Haystack.from_text(TEXT, tokenizer, at_least=10_000)
+    with pytest.raises(ValueError, match="longer than the text"):  # repeating would let the model copy
+        Perplexity().window(Place("perplexity", 5000, None, 0, 0), haystack, ())
+    with pytest.raises(ValueError, match="Pass a longer text or fewer windows"):
+        SlidingPerplexity(stride=64).window(Place("sliding_perplexity", 128, None, 99, 0), haystack, ())
+    with pytest.raises(ValueError, match="stride must be between 1 and"):
+        SlidingPerplexity(stride=129).window(Place("sliding_perplexity", 128, None, 0, 0), haystack, ())
+    with pytest.raises(ValueError, match="stride must be between 1 and"):
+        sliding_losses(Engine(tiny_model("llama")), [5, 6, 7], 16, 0)

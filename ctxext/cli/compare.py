@@ -1,0 +1,84 @@
+"""`ctxext compare`: every method on the same samples, and which one to use."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ctxext.cli import measuring
+from ctxext.cli.common import Factor, HowExisting, Model, Revision, TargetLength, TrainedLength, console
+
+
+def compare(
+    model: Model,
+    factor: Factor = None,
+    target_length: TargetLength = None,
+    methods: Annotated[
+        str | None, typer.Option(help="Comma-separated names of `ctxext methods`.  [default: all of them]")
+    ] = None,
+    tasks: measuring.Tasks = "passkey,perplexity,key_tokens,short",
+    lengths: measuring.Lengths = None,
+    depths: measuring.Depths = "5",
+    trials: measuring.Trials = 10,
+    windows: measuring.Windows = 8,
+    original_max_position_embeddings: TrainedLength = None,
+    existing: HowExisting = "refuse",
+    haystack: measuring.Text = None,
+    setting: measuring.Setting = None,
+    style: measuring.PromptStyle = None,
+    answer_tokens: measuring.AnswerTokens = None,
+    generate: measuring.Generate = False,
+    batch_size: measuring.BatchSize = None,
+    dtype: measuring.Dtype = "auto",
+    device: measuring.Device = None,
+    seed: int = 0,
+    revision: Revision = None,
+    output: Annotated[
+        Path, typer.Option("--output", "-o", help="The results file; a run that was stopped goes on.")
+    ] = Path("comparison.jsonl"),
+) -> None:
+    """Measure the unextended model and each method, and say which one to use and how sure that is."""
+    from ctxext.evals.prompts import Prompter
+    from ctxext.evals.runner import Runner
+    from ctxext.evals.summary import Summary
+    from ctxext.evals.targets import LiveModel, compared_variants
+    from ctxext.folders import checkpoint_folder
+
+    processes = measuring.Processes.here()
+    folder = checkpoint_folder(model, revision)
+    loaded, tokenizer = measuring.load(folder, dtype, device)
+    variants = compared_variants(
+        loaded.config,
+        [name.strip() for name in methods.split(",")] if methods else None,
+        factor,
+        target_length=target_length,
+        original_max_position_embeddings=original_max_position_embeddings,
+        existing=existing,
+    )
+    prompter = Prompter(tokenizer, style, answer_tokens)  # type: ignore[arg-type]
+    target = LiveModel(loaded, prompter, folder.name, original_max_position_embeddings)
+    trained = target.about["trained_length"]
+    reach = max(target.reach(variant) or 0 for variant in variants)
+    grid = measuring.make_grid(
+        tasks,
+        settings=setting,
+        trained_length=trained,
+        lengths=measuring.parse_lengths(lengths) if lengths else measuring.default_lengths(trained, reach),
+        depths=measuring.parse_depths(depths),
+        trials=trials,
+        windows=windows,
+        generate=generate,
+        batch_size=batch_size,
+        seed=seed,
+    )
+    text, text_name = measuring.load_text(haystack, tokenizer, max(grid.lengths) if grid.retrieval else 0)
+    runner = Runner(
+        target, prompter, text, grid, text_name, beyond=True,
+        rank=processes.rank, world=processes.world, wait=processes.wait,
+    )  # fmt: skip
+    results = measuring.run(runner, output, variants)
+    if results is not None:
+        measuring.print_summary(Summary(results))
+        console.print(f"{len(results.records)} samples in {output}; ctxext report {output} makes a page of them.")

@@ -1,0 +1,140 @@
+"""`ctxext eval`: does it really use the longer context, and what did it cost at short length?"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ctxext.cli import measuring
+from ctxext.cli.common import (
+    Factor,
+    HowExisting,
+    Model,
+    Revision,
+    TargetLength,
+    TrainedLength,
+    console,
+    parse_options,
+)
+
+if TYPE_CHECKING:
+    from ctxext.evals.targets import Target
+    from ctxext.evals.targets import Variant as AnyVariant
+
+
+def evaluate(
+    model: Model,
+    tasks: measuring.Tasks = "passkey,perplexity",
+    lengths: measuring.Lengths = None,
+    depths: measuring.Depths = "5",
+    trials: measuring.Trials = 10,
+    windows: measuring.Windows = 8,
+    method: Annotated[str | None, typer.Option(help="Extend it first, by a method of `ctxext methods`.")] = None,
+    factor: Factor = None,
+    target_length: TargetLength = None,
+    option: Annotated[
+        list[str] | None, typer.Option("--option", metavar="NAME=VALUE", help="An option of the method.")
+    ] = None,
+    original_max_position_embeddings: TrainedLength = None,
+    existing: HowExisting = "refuse",
+    base: Annotated[
+        str | None, typer.Option(help="The checkpoint it was made from, for `short`. Not needed with --method.")
+    ] = None,
+    haystack: measuring.Text = None,
+    setting: measuring.Setting = None,
+    style: measuring.PromptStyle = None,
+    answer_tokens: measuring.AnswerTokens = None,
+    generate: measuring.Generate = False,
+    beyond: Annotated[bool, typer.Option("--beyond", help="Allow lengths beyond what the model covers.")] = False,
+    server: Annotated[
+        str | None,
+        typer.Option(help="Ask the model behind this OpenAI-compatible URL; MODEL then names its tokenizer."),
+    ] = None,
+    concurrency: Annotated[int, typer.Option(help="Requests at a time to the server.")] = 4,
+    batch_size: measuring.BatchSize = None,
+    dtype: measuring.Dtype = "auto",
+    device: measuring.Device = None,
+    seed: int = 0,
+    revision: Revision = None,
+    output: Annotated[
+        Path, typer.Option("--output", "-o", help="The results file; a run that was stopped goes on.")
+    ] = Path("results.jsonl"),
+) -> None:
+    """Measure one model: retrieval, perplexity, and what an extension costs at short length."""
+    from transformers import AutoConfig, AutoTokenizer
+
+    from ctxext.evals.prompts import Prompter
+    from ctxext.evals.runner import Runner
+    from ctxext.evals.server import ServedModel
+    from ctxext.evals.summary import Summary
+    from ctxext.evals.targets import LiveModel, Served, Variant, known_lengths
+    from ctxext.folders import checkpoint_folder
+
+    folder = checkpoint_folder(model, revision, config_only=server is not None)
+    config = AutoConfig.from_pretrained(folder)
+    trained, reach = known_lengths(config)
+    trained = original_max_position_embeddings or trained
+    if method is None and (factor or target_length or option):
+        raise typer.BadParameter("--factor, --target-length and --option belong to --method.")
+    variant = Variant("as it is")
+    if method is not None:
+        extension = {
+            "method": method,
+            "factor": factor,
+            "target_length": target_length,
+            "original_max_position_embeddings": original_max_position_embeddings,
+            "existing": existing,
+            **parse_options(option),
+        }
+        variant = Variant(method, {name: value for name, value in extension.items() if value is not None})
+    names = tasks.split(",")
+    compared = "short" in names or "key_tokens" in names
+    if compared and method is None and base is None:
+        raise typer.BadParameter(
+            "short and key_tokens need the unextended model: extend with --method, or give it as --base CHECKPOINT."
+        )
+
+    processes = measuring.Processes.here()
+    if server is not None:
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        answer_tokens = answer_tokens or (None if (style or tokenizer.chat_template) in (None, "base") else 64)
+        prompter = Prompter(tokenizer, style, answer_tokens)  # type: ignore[arg-type]
+        target: Target = Served(ServedModel(server, style=prompter.style, concurrency=concurrency), trained)
+    else:
+        loaded, tokenizer = measuring.load(folder, dtype, device)
+        prompter = Prompter(tokenizer, style, answer_tokens)  # type: ignore[arg-type]
+        target = LiveModel(loaded, prompter, folder.name)
+        reach = target.reach(variant) or reach
+    grid = measuring.make_grid(
+        tasks,
+        settings=setting,
+        trained_length=trained,
+        lengths=measuring.parse_lengths(lengths) if lengths else measuring.default_lengths(trained, reach),
+        depths=measuring.parse_depths(depths),
+        trials=trials,
+        windows=windows,
+        generate=generate,
+        batch_size=batch_size,
+        seed=seed,
+    )
+    text, text_name = measuring.load_text(haystack, tokenizer, max(grid.lengths) if grid.retrieval else 0)
+
+    def measure(target: Target, variants: list[AnyVariant], merge: bool) -> Any:
+        runner = Runner(
+            target, prompter, text, grid, text_name, beyond, rank=processes.rank, world=processes.world,
+            wait=processes.wait,
+        )  # fmt: skip
+        return measuring.run(runner, output, variants, merge=merge)
+
+    before = [Variant(gate_only=True)] if compared else []
+    if base is not None and compared:
+        of_base, _ = measuring.load(checkpoint_folder(base), dtype, device)
+        measure(LiveModel(of_base, prompter, Path(base).name), before, merge=False)
+        del of_base
+        before = []
+    results = measure(target, [*before, variant], merge=True)
+    if results is not None:
+        measuring.print_summary(Summary(results))
+        console.print(f"{len(results.records)} samples in {output}; ctxext report {output} makes a page of them.")

@@ -1,0 +1,323 @@
+"""What `eval`, `compare` and `demo` share: loading, settings, the progress bar, and the table at the end."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich import box
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+
+from ctxext.cli.common import console, parse_tokens
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from ctxext.evals.haystack import Haystack
+    from ctxext.evals.results import Results
+    from ctxext.evals.runner import Grid, Runner
+    from ctxext.evals.summary import Summary
+    from ctxext.evals.targets import Variant
+
+# ------------------------------------------------------------------------------- what people write
+
+Tasks = Annotated[
+    str,
+    typer.Option(
+        help="Comma-separated: passkey, needle, needles, needle_distractors, ruler or one of its 13 tasks, "
+        "perplexity, sliding_perplexity, key_tokens, short."
+    ),
+]
+Lengths = Annotated[str | None, typer.Option(help="Comma-separated lengths in tokens, such as 8k,32k.")]
+Depths = Annotated[
+    str, typer.Option(help="How many depths from 0 to 1, or the depths themselves, such as 0.1,0.5,0.9.")
+]
+Trials = Annotated[int, typer.Option(help="Samples for each length and depth: 10 for a map, 50 and more for a claim.")]
+Windows = Annotated[int, typer.Option(help="Windows of text for perplexity and the short-context gate.")]
+Text = Annotated[
+    str | None,
+    typer.Option("--haystack", help="A text file, or `filler` for repeated filler.  [default: *Persuasion*]"),
+]
+Setting = Annotated[
+    list[str] | None,
+    typer.Option("--setting", metavar="TASK.NAME=VALUE", help="A setting of a task, such as needle.distractors=3."),
+]
+PromptStyle = Annotated[
+    str | None, typer.Option("--style", help="base, chat or thinking.  [default: chat where there is a chat template]")
+]
+AnswerTokens = Annotated[
+    int | None, typer.Option(help="Leave this many tokens for an answer in the model's own words, and generate it.")
+]
+Generate = Annotated[
+    bool, typer.Option("--generate", help="Generate every answer, also where teacher forcing would do.")
+]
+BatchSize = Annotated[int | None, typer.Option(help="Trials side by side.  [default: what fits in 16,384 tokens]")]
+Dtype = Annotated[str, typer.Option(help="Such as bfloat16.  [auto: float32 on a CPU, otherwise the checkpoint's]")]
+Device = Annotated[str | None, typer.Option(help="Such as cuda:1 or cpu; `auto` spreads a model over all GPUs.")]
+
+
+def parse_lengths(text: str) -> tuple[int, ...]:
+    return tuple(sorted({parse_tokens(part) for part in text.split(",")}))
+
+
+def parse_depths(text: str) -> tuple[float, ...]:
+    """`11` as eleven depths from 0 to 1, or `0.1,0.5` as they are."""
+    try:
+        if "," not in text and "." not in text:
+            n = int(text)
+            if n < 1:
+                raise ValueError
+            return tuple(k / (n - 1) for k in range(n)) if n > 1 else (0.5,)
+        return tuple(dict.fromkeys(float(part) for part in text.split(",")))
+    except ValueError:
+        raise typer.BadParameter(f"{text!r} are no depths; write how many (11), or 0.1,0.5,0.9.") from None
+
+
+def parse_settings(pairs: Sequence[str] | None) -> dict[str, dict[str, Any]]:
+    """`["needle.distractors=3"]` as settings by task."""
+    from ctxext.cli.common import parse_options
+
+    settings: dict[str, dict[str, Any]] = {}
+    for name, value in parse_options(list(pairs or ())).items():
+        task, dot, setting = name.partition(".")
+        if not dot:
+            raise typer.BadParameter(f"{name!r} is no setting; write TASK.NAME=VALUE, such as needle.distractors=3.")
+        settings.setdefault(task, {})[setting] = value
+    return settings
+
+
+# --------------------------------------------------------------------------------- the measurement
+
+
+@dataclass(frozen=True)
+class Processes:
+    """The processes of `accelerate launch`; one without it."""
+
+    rank: int = 0
+    world: int = 1
+
+    @classmethod
+    def here(cls) -> Processes:
+        if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+            return cls()
+        import torch
+        from accelerate import PartialState
+
+        state = PartialState(cpu=not torch.cuda.is_available())
+        return cls(state.process_index, state.num_processes)
+
+    def wait(self) -> None:
+        if self.world > 1:
+            from accelerate import PartialState
+
+            PartialState().wait_for_everyone()
+
+
+def load(
+    folder: Path, dtype: str = "auto", device: str | None = None
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Model and tokenizer of a checkpoint, ready to be read with."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    if device is None:
+        device = f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if torch.cuda.is_available() else "cpu"
+    if dtype == "auto" and device == "cpu":
+        dtype = "float32"
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, device_map=device if device != "cpu" else None)
+    return model.eval(), tokenizer
+
+
+def load_text(choice: str | None, tokenizer: PreTrainedTokenizerBase, at_least: int) -> tuple[Haystack, str]:
+    """The haystack and its name."""
+    from ctxext.assets import PERSUASION
+    from ctxext.evals.haystack import FILLER, Haystack
+
+    if choice == "filler":
+        return Haystack.from_text(FILLER * 200, tokenizer, at_least=at_least), "filler"
+    path = PERSUASION if choice is None else Path(choice)
+    haystack = Haystack.from_file(path, tokenizer, at_least=at_least)
+    if haystack.repeats > 1:
+        console.print(
+            f"note: {path.name} has {haystack.n_tokens:,} tokens; prompts of {at_least:,} repeat it. "
+            "Give a longer text with --haystack.",
+            highlight=False,
+        )
+    return haystack, path.name
+
+
+def run(runner: Runner, path: Path, variants: Sequence[Variant], *, merge: bool = True) -> Results | None:
+    """Measure, with a progress bar on the first process."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with _progress(runner, runner.count(variants)):
+        return runner.run(path, variants, merge=merge)
+
+
+@contextmanager
+def _progress(runner: Runner, total: int) -> Iterator[None]:
+    columns = (
+        TextColumn("{task.description:<14}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=console, disable=runner.rank > 0) as progress:
+        bar = progress.add_task("", total=total)
+        runner.advance = lambda name, samples: progress.update(bar, advance=samples, description=name)
+        yield
+
+
+def make_grid(
+    tasks: str,
+    *,
+    settings: Sequence[str] | None = None,
+    trained_length: int,
+    **grid: Any,
+) -> Grid:
+    """The grid of comma-separated tasks; `short` measures all of them within the trained length too."""
+    from ctxext.evals.perplexity import KeyTokens, Perplexity, SlidingPerplexity
+    from ctxext.evals.runner import Grid
+    from ctxext.evals.samples import list_tasks, make_task
+    from ctxext.methods import suggest
+
+    texts = {
+        "perplexity": Perplexity,
+        "sliding_perplexity": SlidingPerplexity,
+        "key_tokens": lambda **more: KeyTokens(**{"long": trained_length, "short": trained_length // 8, **more}),
+    }
+    retrieval = list_tasks()
+    ruler = [name for name in retrieval if getattr(make_task(name), "suite", None) == "ruler"]
+    names = [n for name in tasks.split(",") for n in (ruler if name.strip() == "ruler" else [name.strip()])]
+    of_task = parse_settings(settings)
+    known = [*retrieval, *texts, "short", "ruler"]
+    for name in (*names, *of_task):
+        if name not in known:
+            raise ValueError(f"unknown task {name!r}{suggest(name, known)}")
+
+    def made(make: Any, name: str) -> Any:
+        chosen = {**(of_task.get("ruler", {}) if name in ruler else {}), **of_task.get(name, {})}
+        try:
+            return make(**chosen)
+        except TypeError as error:
+            raise ValueError(f"a setting of {name} is wrong: {error}") from None
+
+    if "key_tokens" in names and "perplexity" not in names:
+        raise ValueError("key_tokens says which tokens to look at, perplexity reads them. Ask for both.")
+    return Grid(
+        retrieval=tuple(
+            made(lambda name=name, **more: make_task(name, **more), name) for name in names if name in retrieval
+        ),
+        texts=tuple(made(texts[name], name) for name in names if name in texts),
+        gate=(min(trained_length, 4096),) if "short" in names else (),
+        **grid,
+    )
+
+
+# -------------------------------------------------------------------------------------- the table
+
+
+def print_summary(summary: Summary) -> None:
+    """The table on standard output, and the recommendation if there was something to choose."""
+    screen = Console()
+    screen.print(summary_table(summary))
+    if len(summary.variants) > 1:
+        screen.print(summary.recommendation(), highlight=False, markup=False)
+
+
+def summary_table(summary: Summary) -> Table:
+    """A row a variant: retrieval with its interval, perplexity, the price at short length."""
+    from ctxext.evals.targets import UNEXTENDED
+
+    trained = summary.trained_length
+    model = next(iter(summary.header.variants.values()))["model"]
+    table = Table(
+        title=f"{model}, trained at {trained:,} tokens", title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False
+    )
+    table.add_column("variant", no_wrap=True)
+    tasks, read = summary.retrieval_tasks, summary.read_lengths
+    for task in tasks:
+        for length in summary.lengths(task):
+            table.add_column(f"{task}\nat {length:,}", justify="right", no_wrap=True)
+    for length in read:
+        table.add_column(f"ppl\nto {length:,}", justify="right", no_wrap=True)
+    sliding = summary.lengths("sliding_perplexity")
+    for length in sliding:
+        table.add_column(f"ppl, window\n{length:,}", justify="right", no_wrap=True)
+    key = summary.key_tokens(summary.variants[0]) is not None
+    if key:
+        table.add_column("ppl, key\ntokens", justify="right", no_wrap=True)
+    gates = {variant: summary.gate(variant) for variant in summary.variants}
+    gated = any(gate.loss for name, gate in gates.items() if name != UNEXTENDED)
+    if gated:
+        table.add_column("price\n(nats)", justify="right", no_wrap=True)
+    for variant in summary.variants:
+        row = ["not extended" if variant == UNEXTENDED else variant]
+        for task in tasks:
+            shares = summary.by_length(variant, task)
+            row += [_share(shares.get(length)) for length in summary.lengths(task)]
+        for after, length in zip([0, *read], read):
+            row.append(_number(summary.perplexity(variant, length, after)))
+        row += [_number(summary.perplexity(variant, length, task="sliding_perplexity")) for length in sliding]
+        if key:
+            row.append(_number((summary.key_tokens(variant) or (None, 0))[0]))
+        if gated:
+            loss = gates[variant].loss
+            row.append(
+                "" if variant == UNEXTENDED or loss is None else f"{loss.value:+.3f}\n[dim]±{_half(loss):.3f}[/]"
+            )
+        table.add_row(*row)
+    table.caption, table.caption_justify = _caption(summary, gated, key), "left"
+    return table
+
+
+def _share(share: Any) -> str:
+    if share is None:
+        return ""
+    color = "green" if share.value >= 0.7 else "yellow" if share.value >= 0.3 else "red"
+    return f"[{color}]{share.value:.0%}[/]\n[dim]{100 * share.low:.0f}–{100 * share.high:.0f}[/]"
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.1f}" if value < 1e4 else f"{value:.0e}"
+
+
+def _half(difference: Any) -> float:
+    return (difference.high - difference.low) / 2
+
+
+def _caption(summary: Summary, gated: bool, key: bool) -> str:
+    said = []
+    if summary.retrieval_tasks:
+        n = max(
+            share.n
+            for v in summary.variants
+            for t in summary.retrieval_tasks
+            for share in summary.by_length(v, t).values()
+        )
+        said.append(f"retrieval: up to {n} samples a cell, 95% interval below")
+    if read := summary.read_lengths:
+        said.append("ppl: perplexity from one length to the next" if len(read) > 1 else "ppl: perplexity")
+    if key:
+        count = (summary.key_tokens(summary.variants[0]) or (0.0, 0))[1]
+        said.append(f"key tokens: the {count} that need long context, by LongPPL's rule")
+    if gated:
+        said.append("price: more loss than not extended within the trained length")
+    return "; ".join(said)
+
+
+def default_lengths(trained: int, reach: int) -> tuple[int, ...]:
+    """The trained length and its doublings up to `reach`."""
+    steps = max(1, math.ceil(math.log2(reach / trained)))
+    return tuple(sorted({*(trained * 2**k for k in range(steps)), reach}))

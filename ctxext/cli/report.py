@@ -1,0 +1,31 @@
+"""`ctxext report`: one page, or figures, of results."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ctxext.cli.common import console
+
+
+def report(
+    results: Annotated[list[Path], typer.Argument(help="Results files of ctxext eval or ctxext compare.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="The page.")] = Path("report.html"),
+    figures: Annotated[Path | None, typer.Option(help="A folder for the figures, each as PNG and SVG.")] = None,
+) -> None:
+    """Write one self-contained page of results: figures, tables, settings, and every failed sample."""
+    from ctxext.evals.plots import save_figures
+    from ctxext.evals.report import write_report
+    from ctxext.evals.results import read_results
+    from ctxext.evals.summary import Summary
+
+    read = [read_results(path) for path in results]
+    write_report(read, output)
+    console.print(f"wrote {output}: open it in a browser.", highlight=False)
+    if figures is not None:
+        figures.mkdir(parents=True, exist_ok=True)
+        for result in read:
+            for path in save_figures(Summary(result), figures, result.path.stem):
+                console.print(f"wrote {path}", highlight=False)

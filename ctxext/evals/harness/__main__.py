@@ -1,0 +1,3 @@
+from ctxext.evals.harness import main
+
+main()

@@ -1,0 +1,116 @@
+"""The model `ctxext` of lm-eval: its own `hf`, with the context extended as soon as the weights are there."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import os
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any
+
+from lm_eval.api.registry import register_model
+from lm_eval.models.huggingface import HFLM
+
+from ctxext.api import extend_context
+from ctxext.extension import extension_of
+from ctxext.methods import method_class, suggest
+
+if TYPE_CHECKING:
+    from lm_eval.api.model import CacheHook
+
+_parameters = inspect.signature(extend_context).parameters
+# What `extend_context` takes beside the model and the options of the method.
+ARGUMENTS = [name for name in _parameters if name not in ("model", "options")]
+DEFAULT_METHOD = _parameters["method"].default
+UNEXTENDED = "none"
+
+
+@register_model("ctxext")
+class ExtendedHFLM(HFLM):
+    """`--model ctxext --model_args pretrained=PATH,method=yarn,factor=4,beta_fast=16`
+
+    The arguments are those of `hf`, those of `ctxext.extend_context`, and the options of the method.
+    With none of the latter two, or with method=none, the model is not extended and is plain `hf`.
+    Every process loads and extends its own copy, so `accelerate launch` shares out the documents, on
+    CPUs too.
+
+    Args:
+        max_length: tokens at which prompts are cut from the left; default: the length extended to.
+
+    Raises:
+        ValueError: a method, option or argument is unknown, `pretrained` is no path or name, or
+            `extend_context` refuses.
+    """
+
+    def __init__(self, pretrained: str | os.PathLike[str], **arguments: Any) -> None:
+        if not isinstance(pretrained, (str, os.PathLike)):
+            raise ValueError(
+                f"pretrained must be a folder or a name on the hub, got a {type(pretrained).__name__}. For a model "
+                "in memory, call extend_context(model) and pass lm-eval's own HFLM(pretrained=model)."
+            )
+        method = arguments.get("method", DEFAULT_METHOD)
+        method = UNEXTENDED if method is None else str(method)  # lm-eval reads None as Python does
+        known = extension_arguments(method)
+        extension = {name: arguments.pop(name) for name in known if name in arguments}
+        if method == UNEXTENDED and len(extension) > 1:
+            others = ", ".join(name for name in extension if name != "method")
+            raise ValueError(f"method=none does not extend the model, so {others} would have no effect. Drop one side.")
+        try:
+            super().__init__(os.fspath(pretrained), **arguments)
+        except TypeError as error:
+            # HFLM hands every argument that it does not know to transformers, whose model refuses it.
+            for name in arguments:
+                if f"unexpected keyword argument '{name}'" in str(error):
+                    raise ValueError(f"unknown model argument {name!r}{suggest(name, known)}") from error
+            raise
+        if extension and method != UNEXTENDED:
+            extend_context(self.model, **extension)
+            self._max_length = self._max_length or extension_of(self.model).plan.target_length
+            # With truncation=True the tokenizer would cut at the length that it was saved with.
+            self.tokenizer.model_max_length = self._max_length
+        if hasattr(self, "accelerator"):
+            # HFLM does so only where it sees several GPUs. On CPUs, or with one visible GPU a process, each
+            # process would take itself for the only one and do all the work.
+            self._rank, self._world_size = self.accelerator.process_index, self.accelerator.num_processes
+
+    def get_model_info(self) -> dict[str, Any]:
+        """What lm-eval writes under "config" in its results; `context_extension` is None if not extended."""
+        return {**super().get_model_info(), "max_length": self.max_length, "context_extension": self._describe()}
+
+    def set_cache_hook(self, cache_hook: CacheHook) -> None:
+        """Called with the database of --use_cache.
+
+        Raises:
+            ValueError: it holds the answers of another model or extension: its keys are the prompts alone.
+        """
+        if cache_hook.dbdict is not None:
+            mine = json.dumps([self.pretrained, self.revision, self.max_length, self._describe()], sort_keys=True)
+            theirs = cache_hook.dbdict.get("ctxext", None if len(cache_hook.dbdict) else mine)
+            if theirs != mine:
+                raise ValueError(
+                    f"the cache holds the answers of another model: {theirs}, not {mine}. "
+                    "Pass --use_cache a path of its own for every model and extension."
+                )
+            cache_hook.dbdict["ctxext"] = mine
+        super().set_cache_hook(cache_hook)
+
+    def _describe(self) -> dict[str, Any] | None:
+        receipt = extension_of(self.model)
+        if receipt is None:
+            return None
+        plan = receipt.plan
+        return {
+            "summary": plan.summary,
+            "existing": plan.existing,
+            "factor": plan.factor,
+            "original_max_position_embeddings": plan.rope.original_max_position_embeddings,
+            "max_position_embeddings": plan.target_length,
+            "attention_factor": receipt.attention_factor,
+            **plan.updates["ctxext"],
+        }
+
+
+def extension_arguments(method: str) -> list[str]:
+    """The names of all arguments that say how to extend by `method`. Raises ValueError if it is unknown."""
+    options = [] if method == UNEXTENDED else [field.name for field in fields(method_class(method))]
+    return list(dict.fromkeys([*ARGUMENTS, *options]))

@@ -1,0 +1,128 @@
+"""The documents of our lm-eval tasks, and the score of the passkey by length.
+
+lm-eval calls these functions with its --model_args and --metadata together.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Sequence
+from itertools import product
+from typing import Any
+
+from datasets import Dataset
+from lm_eval.api.task import ConfigurableTask
+from transformers import AutoConfig, AutoTokenizer
+
+from ctxext.assets import PERSUASION
+from ctxext.configs import read_context
+from ctxext.evals.haystack import Haystack
+from ctxext.evals.needle import Passkey
+from ctxext.evals.prompts import Prompter
+from ctxext.evals.samples import Place
+
+
+class PasskeyTask(ConfigurableTask):
+    """Whether the whole number is the likeliest continuation, which greedy decoding would then write, by length."""
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        # lm-eval leaves the name of this class in the config, where its own constructor refuses it.
+        super().__init__(config={name: value for name, value in config.items() if name != "class"})
+        self._metrics = [_metric(length) for length in sorted(set(self.dataset["test"]["length"]))]
+
+    def process_results(self, doc: dict[str, Any], results: list[tuple[float, bool]]) -> dict[str, float | None]:
+        # Every document names every length, for lm-eval gathers from all processes what the first one has.
+        ((_, hit),) = results
+        return {name: float(hit) if name == _metric(doc["length"]) else None for name in self._metrics}
+
+    def aggregation(self) -> dict[str, Callable[[list[float | None]], float | None]]:
+        return dict.fromkeys(self._metrics, mean_of_present)
+
+    def higher_is_better(self) -> dict[str, bool]:
+        return dict.fromkeys(self._metrics, True)
+
+
+def _metric(length: int) -> str:
+    return f"acc@{length}"
+
+
+def mean_of_present(values: Sequence[float | None]) -> float | None:
+    """The mean of the values that are there; None if none is (--limit left no prompt of that length)."""
+    present = [value for value in values if value is not None]
+    return sum(present) / len(present) if present else None
+
+
+def passkey_documents(
+    *,
+    pretrained: str | None = None,
+    tokenizer: str | None = None,
+    max_seq_lengths: int | Sequence[int] | None = None,
+    depths: Sequence[float] = (0.0, 0.25, 0.5, 0.75, 1.0),
+    trials: int = 10,
+    seed: int = 0,
+    haystack: str | os.PathLike[str] = PERSUASION,
+    original_max_position_embeddings: int | None = None,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+    **_: Any,
+) -> dict[str, Dataset]:
+    """Prompts of exactly `max_seq_lengths` tokens, answer and special tokens included, `trials` at every depth.
+
+    Args:
+        max_seq_lengths: default: 1, 2 and 4 times the trained length of `pretrained`.
+        depths: where the number stands in the text, 0 (start) to 1 (just before the question).
+        haystack: a file of natural text.
+
+    Raises:
+        ValueError: neither `tokenizer` nor `pretrained` is given, or no lengths and no `pretrained`.
+    """
+    name = tokenizer or pretrained
+    if name is None or (max_seq_lengths is None and pretrained is None):
+        raise ValueError(
+            "ctxext_passkey sizes its prompts in tokens, so it needs the model: pass metadata such as "
+            '{"pretrained": PATH}, or {"tokenizer": PATH, "max_seq_lengths": [4096, 8192]}.'
+        )
+    if max_seq_lengths is None:
+        config = AutoConfig.from_pretrained(pretrained, revision=revision, trust_remote_code=trust_remote_code)
+        trained = read_context(config, original_max_position_embeddings).trained_length
+        max_seq_lengths = [trained, 2 * trained, 4 * trained]
+    lengths = [max_seq_lengths] if isinstance(max_seq_lengths, int) else list(max_seq_lengths)
+    prompter = Prompter(
+        AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=trust_remote_code), "base"
+    )
+    # Twice, so that the trials of the longest prompts differ in their text.
+    text = Haystack.from_file(haystack, prompter.tokenizer, at_least=2 * max(lengths))
+    rows = []
+    for turn, (trial, depth) in enumerate(product(range(trials), depths)):
+        # lm-eval deals documents out to the processes like cards, and --limit cuts from the end: rotated, all
+        # processes get long prompts, and a small limit leaves some of each length.
+        first = turn % len(lengths)
+        rows += [
+            passkey_document(prompter, text, length, depth, trial, seed)
+            for length in (*lengths[first:], *lengths[:first])
+        ]
+    return {"test": Dataset.from_list(rows)}
+
+
+def passkey_document(
+    prompter: Prompter, haystack: Haystack, length: int, depth: float, trial: int, seed: int
+) -> dict[str, Any]:
+    """One prompt. The only place that knows how ctxext makes its samples."""
+    sample = Passkey().sample(Place("passkey", length, depth, trial, seed), prompter, haystack)
+    return {
+        "body": sample.body,
+        "lead": sample.lead.strip(),  # lm-eval puts a space before it, or the answer's turn of a chat
+        "answer": sample.answer,
+        "length": length,
+        "depth": depth,
+        "trial": trial,
+    }
+
+
+def novel_documents(*, chapters_per_document: int = 1, **_: Any) -> dict[str, Dataset]:
+    """Jane Austen's "Persuasion": its 24 chapters, or `chapters_per_document` of them together."""
+    _, *chapters = re.split(r"^(?=Chapter \d+$)", PERSUASION.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    starts = range(0, len(chapters), chapters_per_document)
+    texts = ["".join(chapters[start : start + chapters_per_document]).strip() for start in starts]
+    return {"test": Dataset.from_list([{"text": text} for text in texts])}

@@ -1,0 +1,246 @@
+"""Numbers hidden in natural text, asked for at the end: passkey, one needle, several, and among distractors.
+
+The passkey is that of Mohtashami and Jaggi (2023), "Landmark Attention", with the defects of its copies
+mended: the prompt is exact in tokens whatever the tokenizer, the number stands between two sentences,
+every trial has a text of its own, and every sample is a function of its place and seed alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import islice
+from random import Random
+from typing import Any, ClassVar
+
+from ctxext.evals.haystack import Haystack
+from ctxext.evals.prompts import Prompter
+from ctxext.evals.samples import Place, RetrievalTask, Sample, register_task
+
+OWNERS = (
+    "lighthouse", "bakery", "observatory", "harbour", "library", "orchard", "theatre", "railway", "brewery",
+    "museum", "quarry", "windmill", "embassy", "stadium", "monastery", "laboratory",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Hidden:
+    """What one sample hides: sentences, the first of them at the depth asked for; and what it asks."""
+
+    sentences: tuple[str, ...]
+    numbers: tuple[str, ...]
+    question: str
+    lead: str
+
+    def size(self, prompter: Prompter) -> int:
+        """How many tokens it takes, but for how it joins with the text around it."""
+        return len(prompter.encode(" ".join((*self.sentences, self.question + self.lead, *self.numbers))))
+
+
+class HiddenNumbers(RetrievalTask):
+    """Numbers in sentences, put between the sentences of a text."""
+
+    intro: ClassVar[str]
+
+    def hide(self, words: Random, numbers: Random) -> Hidden:
+        """What to hide; `words` chooses what all depths of a trial share, `numbers` the numbers."""
+        raise NotImplementedError
+
+    def sample(self, place: Place, prompter: Prompter, haystack: Haystack) -> Sample:
+        # Where no sentence of the trial's window will do, another window does, at the price of a prefix of its own.
+        for attempt in range(4):
+            window = _trial_window(self, place.length, place.trial, place.seed, attempt, prompter, haystack)
+            sample = self._fit(place, prompter, haystack, *window)
+            if sample is not None:
+                return sample
+        raise ValueError(
+            f"{self.name}: no prompt of exactly {place.length} tokens at depth {place.depth:g}. Pass another text."
+        )
+
+    def _fit(
+        self,
+        place: Place,
+        prompter: Prompter,
+        haystack: Haystack,
+        start: int,
+        end: int,
+        others: tuple[int, ...],
+        size: int,
+    ) -> Sample | None:
+        """The sample in this window, exact in tokens, with its first sentence as near to the depth as that allows."""
+        assert place.depth is not None
+        numbers = place.rng("numbers")
+        drawn = (self.hide(_words(place), numbers) for _ in range(400))
+        for hidden in drawn:
+            # A tokenizer may cut one number into more tokens than another: draw until they fit the trial's window.
+            if hidden.size(prompter) != size:
+                continue
+            for cut in islice(haystack.cuts(start, end, place.depth), 24):
+                sample = self._write(place, prompter, haystack, start, end, (cut, *others), hidden)
+                excess = sample.n_prompt + sample.answer_tokens - place.length
+                if excess == 0:
+                    return sample
+            size -= excess  # sentences join here otherwise than where the window was sized
+        return None
+
+    def _write(
+        self,
+        place: Place,
+        prompter: Prompter,
+        haystack: Haystack,
+        start: int,
+        end: int,
+        cuts: tuple[int, ...],
+        hidden: Hidden,
+    ) -> Sample:
+        pieces, done = [], start
+        for cut, sentence in sorted(zip(cuts, hidden.sentences)):
+            pieces += [haystack.text[done:cut], " ", sentence]
+            done = cut
+        context = "".join((*pieces, haystack.text[done:end]))
+        intro = "" if prompter.style == "base" else self.intro + "\n\n"
+        body = f"{intro}{context}\n\n{hidden.question}"
+        prompt = prompter.prompt(body, hidden.lead)
+        answer = " " + ", ".join(hidden.numbers) if prompter.answer_tokens is None else ""
+        ids, n_prompt = prompter.with_answer(prompt, answer)
+        return Sample(
+            place=place,
+            body=body,
+            lead=hidden.lead,
+            question=hidden.question,
+            references=hidden.numbers,
+            metric="numbers",
+            answer=answer,
+            input_ids=tuple(ids),
+            n_prompt=n_prompt,
+            answer_tokens=prompter.answer_tokens or len(ids) - n_prompt,
+            needles=hidden.sentences,
+            needle_tokens=tuple(prompter.token_at(prompt, prompt.index(sentence)) for sentence in hidden.sentences),
+        )
+
+
+@lru_cache(maxsize=256)
+def _trial_window(
+    task: HiddenNumbers, length: int, trial: int, seed: int, attempt: int, prompter: Prompter, haystack: Haystack
+) -> tuple[int, int, tuple[int, ...], int]:
+    """What all depths of a trial share, and with it what stands before their needles.
+
+    The piece of text, from and to in characters; where all but the first sentence go; and what is
+    hidden takes so many tokens.
+    """
+    place = Place(task.name, length, None, trial, seed)
+    rng = place.rng("window", str(attempt))
+    last: ValueError | None = None
+    for _ in range(8):  # numbers that a tokenizer cuts otherwise may fit where the first ones did not
+        hidden = task.hide(_words(place), rng)
+        others = tuple(rng.random() for _ in hidden.sentences[1:])
+
+        def cuts(start: int, end: int, others: tuple[float, ...] = others) -> tuple[int, ...]:
+            return tuple(next(haystack.cuts(start, end, depth)) for depth in (0.5, *others))
+
+        def count(start: int, end: int, hidden: Hidden = hidden, cuts: Any = cuts) -> int:
+            sample = task._write(place, prompter, haystack, start, end, cuts(start, end), hidden)
+            return sample.n_prompt + sample.answer_tokens
+
+        end = haystack.sentence_ends[0]
+        needed = count(end, end)
+        if length <= needed:
+            raise ValueError(f"a {task.name} prompt needs at least {needed + 1} tokens, got length={length}.")
+        try:
+            start, end = haystack.exact_window(length, length - needed, count, rng)
+        except ValueError as error:
+            last = error
+            continue
+        return start, end, cuts(start, end)[1:], hidden.size(prompter)
+    assert last is not None
+    raise last
+
+
+def _words(place: Place) -> Random:
+    return place.rng("words", depth=False)
+
+
+@register_task
+@dataclass(frozen=True)
+class Passkey(HiddenNumbers):
+    """A number that the text calls the pass key, said twice. Mohtashami and Jaggi (2023)."""
+
+    name: ClassVar[str] = "passkey"
+    intro: ClassVar[str] = (
+        "There is a pass key hidden in the text below. Find it and memorise it: I will ask you about it."
+    )
+
+    digits: int = 5
+
+    def hide(self, words: Random, numbers: Random) -> Hidden:
+        key = _number(numbers, self.digits)
+        return Hidden(
+            sentences=(f"The pass key is {key}. Remember it. {key} is the pass key.",),
+            numbers=(key,),
+            question="What is the pass key?",
+            lead=" The pass key is",
+        )
+
+
+@register_task
+@dataclass(frozen=True)
+class Needle(HiddenNumbers):
+    """Sentences that give somebody a number, asked for by whose it is. After Kamradt (2023) and RULER.
+
+    Attributes:
+        needles: sentences asked for, in one question; the first stands at the depth, the others anywhere.
+        distractors: further sentences of the same form, not asked for.
+    """
+
+    name: ClassVar[str] = "needle"
+    intro: ClassVar[str] = (
+        "Some special numbers are hidden in the text below. Memorise them: I will ask you about them."
+    )
+
+    needles: int = 1
+    distractors: int = 0
+    digits: int = 7
+
+    def __post_init__(self) -> None:
+        if not (self.needles >= 1 and self.distractors >= 0 and self.needles + self.distractors <= len(OWNERS)):
+            raise ValueError(
+                f"needles must be >= 1, distractors >= 0 and both together <= {len(OWNERS)}, "
+                f"got {self.needles} and {self.distractors}."
+            )
+
+    def hide(self, words: Random, numbers: Random) -> Hidden:
+        owners = words.sample(OWNERS, self.needles + self.distractors)
+        drawn = [_number(numbers, self.digits) for _ in owners]
+        asked = [f"the {owner}" for owner in owners[: self.needles]]
+        if len(asked) == 1:
+            subject, verb = f"the special number of {asked[0]}", "is"
+        else:
+            subject, verb = f"the special numbers of {', '.join(asked[:-1])} and {asked[-1]}, in this order,", "are"
+        return Hidden(
+            sentences=tuple(f"The special number of the {o} is {n}." for o, n in zip(owners, drawn)),
+            numbers=tuple(drawn[: self.needles]),
+            question=f"What {verb} {subject.removesuffix(',')}?",
+            lead=f" {subject.capitalize()} {verb}",
+        )
+
+
+@register_task
+@dataclass(frozen=True)
+class Needles(Needle):
+    """Four needles in one question."""
+
+    name: ClassVar[str] = "needles"
+    needles: int = 4
+
+
+@register_task
+@dataclass(frozen=True)
+class NeedleAmongDistractors(Needle):
+    """One needle among seven sentences of the same form."""
+
+    name: ClassVar[str] = "needle_distractors"
+    distractors: int = 7
+
+
+def _number(rng: Random, digits: int) -> str:
+    return str(rng.randrange(10 ** (digits - 1), 10**digits))

@@ -1,0 +1,124 @@
+"""From a question to token ids: special tokens, chat template and answer, as the model's own tokenizer makes them."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from functools import cached_property
+from hashlib import blake2b
+from typing import TYPE_CHECKING, Literal, get_args
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Style = Literal["base", "chat", "thinking"]
+
+
+class Prompter:
+    """Writes prompts for one tokenizer in one style.
+
+    Args:
+        style: "base" continues the text; "chat" asks in the chat template, thinking switched off;
+            "thinking" lets the model think first. None: "chat" where the tokenizer has a template.
+        answer_tokens: None: the answer is begun for the model (" The pass key is"), and the prompt leaves
+            room for exactly the answer. A number: that many tokens are left for an answer in the
+            model's own words, which has to be generated; a base model's answer is begun all the same.
+            A thinking model needs such room, by default 1024 tokens.
+
+    Raises:
+        ValueError: the style is unknown, or needs a chat template that the tokenizer lacks, or
+            `answer_tokens` is below 1.
+    """
+
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, style: Style | None = None, answer_tokens: int | None = None
+    ) -> None:
+        template = getattr(tokenizer, "chat_template", None)
+        if style is not None and style not in get_args(Style):
+            raise ValueError(f"the prompt style must be one of {', '.join(get_args(Style))}, got {style!r}.")
+        if style in ("chat", "thinking") and not template:
+            raise ValueError(f"style {style!r} needs a chat template, and this tokenizer has none. Use style 'base'.")
+        self.tokenizer = tokenizer
+        if answer_tokens is not None and answer_tokens < 1:
+            raise ValueError(f"answer_tokens must be >= 1, got {answer_tokens}.")
+        self.style: Style = style or ("chat" if template else "base")
+        self.answer_tokens = 1024 if answer_tokens is None and self.style == "thinking" else answer_tokens
+
+    def prompt(self, body: str, lead: str) -> str:
+        """The whole prompt: what the user says, and how the answer begins (" The pass key is")."""
+        if self.style == "base":
+            return body + lead
+        templated = self.tokenizer.apply_chat_template(
+            [{"role": "user", "content": body}],
+            tokenize=False,
+            add_generation_prompt=True,
+            enable_thinking=self.style == "thinking",
+        )
+        return templated + lead.strip() if self.answer_tokens is None else templated
+
+    def encode(self, prompt: str) -> list[int]:
+        """The prompt's token ids, with the special tokens that the tokenizer puts before a text."""
+        bare = self.tokenizer(prompt, add_special_tokens=False, verbose=False)["input_ids"]
+        return [*self.special, *bare]
+
+    def with_answer(self, prompt: str, answer: str) -> tuple[list[int], int]:
+        """The tokens of `prompt + answer`, and how many of them are the prompt's.
+
+        Raises:
+            ValueError: the tokenizer cannot write the answer, or merges its beginning with the prompt.
+        """
+        ids, alone = self.encode(prompt + answer), self.encode(prompt)
+        n_prompt = len(alone)
+        if answer and (ids[:n_prompt] != alone or self.decode(ids[n_prompt:]).strip() != answer.strip()):
+            raise ValueError(
+                f"this tokenizer cannot write the answer {answer!r}: behind the prompt it reads "
+                f"{self.decode(ids[n_prompt:])!r}. Its answers cannot be scored by tokens."
+            )
+        return ids, n_prompt
+
+    def token_at(self, prompt: str, char: int) -> int:
+        """The index into `encode(prompt)` of the token that holds the character `char`."""
+        encoded = self.tokenizer(prompt, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+        starts = [start for start, _ in encoded["offset_mapping"]]
+        return len(self.special) + bisect_right(starts, char) - 1
+
+    def answer_text(self, prompt_ids: Sequence[int], answer_ids: Sequence[int]) -> str:
+        """What a model answered, without special tokens; of a thinking model, what it said after its thoughts."""
+        text = self.decode(answer_ids)
+        if self.style == "thinking":
+            _, closed, said = text.rpartition("</think>")
+            began = "<think>" in text or self.decode(prompt_ids[-8:]).rstrip().endswith("<think>")
+            ran_out = len(answer_ids) >= (self.answer_tokens or 0)
+            # Thoughts that did not end within the budget are no answer.
+            text = said if closed or not (began or ran_out) else ""
+        for special in self.tokenizer.all_special_tokens:
+            text = text.replace(special, "")
+        return text
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return self.tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+    @cached_property
+    def special(self) -> list[int]:
+        """What the tokenizer puts before a text (BOS); a chat template brings its own."""
+        if self.style != "base":
+            return []
+        # What it puts behind a text would end the prompt, and is left out.
+        full, bare = (self.tokenizer("a", add_special_tokens=special)["input_ids"] for special in (True, False))
+        return full[: next(k for k in range(len(full)) if full[k : k + len(bare)] == bare)]
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Of everything that turns text into ids."""
+        tokenizer = self.tokenizer
+        backend = (
+            tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else repr(sorted(tokenizer.get_vocab().items()))
+        )
+        parts = (
+            backend,
+            self.style,
+            str(self.answer_tokens),
+            str(tokenizer.chat_template if self.style != "base" else ""),
+            str(self.special),
+        )
+        return blake2b("\0".join(parts).encode(), digest_size=8).hexdigest()

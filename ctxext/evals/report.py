@@ -1,0 +1,287 @@
+"""One page of results: figures with their intervals, maps to look into, and every failed sample, readable in place.
+
+The page is a single file that asks nothing of the network. Its text and tables are HTML, written by
+`report.html`; what can be clicked is a JSON block beside them. All of it comes from the results files, so
+the template escapes everything, and the script makes text nodes only.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from importlib.resources import files
+from itertools import accumulate, pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ctxext.evals.plots import grid_of, heat_colors, label, model_name, percent, times
+from ctxext.evals.results import Record, Results
+from ctxext.evals.statistics import RULER_THRESHOLD, Difference, Interval
+from ctxext.evals.summary import Summary
+from ctxext.evals.targets import UNEXTENDED
+
+# So many samples of one cell and variant are in the page, the failed ones first: more are not read by eye.
+SAMPLES = 100
+
+
+class Figure(NamedTuple):
+    """A cell of the comparison: the value, and in small print its interval and n."""
+
+    value: str
+    note: str = ""
+
+
+def write_report(results: Sequence[Results], path: Path) -> None:
+    """Write the page of these results files, a section each.
+
+    Raises:
+        ValueError: there are no results.
+    """
+    from jinja2 import Environment, StrictUndefined
+
+    if not results:
+        raise ValueError("a report needs results, got none. Pass at least one results file.")
+    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    environment.policies["json.dumps_kwargs"] = {"ensure_ascii": False, "separators": (",", ":"), "allow_nan": False}
+    template = environment.from_string(files("ctxext.evals").joinpath("report.html").read_text(encoding="utf-8"))
+    sections = [_section(f"results-{k}", result) for k, result in enumerate(results, start=1)]
+    Path(path).write_text(template.render(sections=sections, ruler=RULER_THRESHOLD, kept=SAMPLES), encoding="utf-8")
+
+
+def _section(anchor: str, results: Results) -> dict[str, Any]:
+    """What the template needs to know of one results file."""
+    summary = Summary(results)
+    scored = [record for record in summary.records if "score" in record]
+    return {
+        "id": anchor,
+        "model": model_name(summary),
+        "file": results.path.name,
+        "trained": summary.trained_length,
+        "samples": len(summary.records),
+        "recommendation": summary.recommendation().split("\n\n"),
+        "comparison": _comparison(summary),
+        "maps": [_maps(summary, task) for task in summary.retrieval_tasks],
+        "failed": sum(record["score"] < 1 for record in scored),
+        "scored": len(scored),
+        "cut": len(scored) > len(list(_kept(summary))),
+        "filters": _filters(summary, scored),
+        "curves": bool(summary.lengths("perplexity")),
+        "settings": _settings(summary),
+        "data": _data(summary),
+    }
+
+
+# ----------------------------------------------------------------------------------------- the comparison
+
+
+def _comparison(summary: Summary) -> dict[str, Any]:
+    """Groups of columns, and a row a variant; columns that nobody filled are left out."""
+    columns = [column for column in _columns(summary) if any(column[2].values())]
+    groups: dict[str, list[str]] = defaultdict(list)
+    for group, head, _ in columns:
+        groups[group].append(head)
+    rows = [(label(v), [cells.get(v) or Figure("") for *_, cells in columns]) for v in summary.variants]
+    firsts = [0, *accumulate(len(heads) for heads in groups.values())]
+    return {"groups": groups, "rows": rows, "firsts": firsts}
+
+
+def _columns(summary: Summary) -> Iterator[tuple[str, str, dict[str, Figure | None]]]:
+    """Of each column the group, the heading, and what stands in the row of each variant."""
+    variants, tasks = summary.variants, summary.retrieval_tasks
+    for task in tasks:
+        by_length = {v: summary.by_length(v, task) for v in variants}
+        for length in summary.lengths(task):
+            yield f"{task}: found at", f"{length:,}", {v: _share(by_length[v].get(length)) for v in variants}
+    for after, length in pairwise([0, *summary.read_lengths]):
+        cells = {v: _number(summary.perplexity(v, length, after)) for v in variants}
+        yield "perplexity of tokens", f"{after + 1:,} to {length:,}", cells
+    for length in summary.lengths("sliding_perplexity"):
+        cells = {v: _number(summary.perplexity(v, length, task="sliding_perplexity")) for v in variants}
+        yield "perplexity, sliding window", f"{length:,}", cells
+    key = {v: summary.key_tokens(v) for v in variants}
+    yield "perplexity", "key tokens", {v: found and _number(found[0], f"n = {found[1]:,}") for v, found in key.items()}
+    effective = {v: summary.effective_length(v, tasks) for v in variants}
+    for rule in ("RULER", "85% of own"):
+        reached = {v: found.get(rule) for v, found in effective.items()}
+        cells = {v: r and Figure(_tokens(r.length), f"certain: {_tokens(r.certain)}") for v, r in reached.items()}
+        yield "effective length (tokens)", rule, cells
+    gates = {v: summary.gate(v) for v in variants if v != UNEXTENDED}
+    group = f"price within the trained {summary.trained_length:,} tokens"
+    yield group, "nats a token", {v: _difference(gate.loss, 1, 3) for v, gate in gates.items()}
+    yield group, "same top token", {v: _share(gate.agreement, digits=1) for v, gate in gates.items()}
+    for task in tasks:
+        cells = {v: _difference(gate.retrieval.get(task), 100, 1) for v, gate in gates.items()}
+        yield group, f"{task}, points", cells
+
+
+def _difference(difference: Difference | None, scale: float, digits: int) -> Figure | None:
+    if difference is None:
+        return None
+    value, low, high = (f"{scale * number:+.{digits}f}" for number in difference[:3])
+    return Figure(value, f"[{low}, {high}] n = {difference.n:,}")
+
+
+def _share(share: Interval | None, digits: int = 0) -> Figure | None:
+    if share is None:
+        return None
+    bounds = f"[{100 * share.low:.{digits}f}, {100 * share.high:.{digits}f}] n = {share.n:,}"
+    return Figure(f"{share.value:.{digits}%}", bounds)
+
+
+def _number(value: float | None, note: str = "") -> Figure | None:
+    if value is None:
+        return None
+    return Figure(f"{value:.2f}" if value < 10 else f"{value:.1f}" if value < 1e4 else f"{value:.1e}", note)
+
+
+def _tokens(length: int) -> str:
+    return f"{length:,}" if length else "none"
+
+
+# ------------------------------------------------------------------------------------------------ the maps
+
+
+def _maps(summary: Summary, task: str) -> dict[str, Any]:
+    """The maps of one task: for each variant, rows of cells by depth, None where nothing was measured."""
+    lengths, depths = grid_of(summary, task)
+    return {
+        "task": task,
+        "lengths": [(f"{length:,}", times(length, summary.trained_length)) for length in lengths],
+        "variants": [
+            {
+                "name": label(variant),
+                "rows": [(percent(depth), row) for depth, row in zip(depths, _cells(summary, variant, task))],
+            }
+            for variant in summary.variants
+            if summary.of(variant, task)
+        ],
+    }
+
+
+def _cells(summary: Summary, variant: str, task: str) -> list[list[dict[str, Any] | None]]:
+    lengths, depths = grid_of(summary, task)
+    shares, records = summary.cells(variant, task), defaultdict(list)
+    for record in summary.of(variant, task):
+        records[record["length"], record["depth"]].append(record)
+
+    def cell(length: int, depth: float | None) -> dict[str, Any] | None:
+        share = shares.get((length, depth))
+        if share is None:
+            return None
+        background, color = heat_colors(share.value)
+        return {
+            "number": f"{100 * share.value:.0f}",
+            "background": background,
+            "color": color,
+            "pick": [summary.variants.index(variant), task, length, depth],
+            "tip": "\n".join(_tip(variant, task, length, depth, share, records[length, depth])),
+        }
+
+    return [[cell(length, depth) for length in lengths] for depth in depths]
+
+
+def _tip(
+    variant: str, task: str, length: int, depth: float | None, share: Interval, records: list[Record]
+) -> Iterator[str]:
+    yield f"{label(variant)}: {task}"
+    yield f"{length:,} tokens" + ("" if depth is None else f", depth {percent(depth)}")
+    yield f"found {share.percent()}"
+    yield f"exact match {_mean(record['hit'] for record in records):.0%}"
+    digits = _mean(record["digits"] for record in records)
+    if digits is not None:
+        yield f"digits right {digits:.0%}"
+    logprob = _mean(record["logprob"] for record in records)
+    if logprob is not None:
+        yield f"mean log-probability {logprob:.2f}"
+
+
+def _mean(values: Iterable[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return sum(known) / len(known) if known else None
+
+
+# ------------------------------------------------------------------------------- the samples and the curves
+
+
+def _data(summary: Summary) -> dict[str, Any]:
+    """For the script: the prompts, each once, the outcomes of the variants on them, and the curves."""
+    prompts: dict[str, int] = {}
+    texts, outcomes = [], []
+    for record in _kept(summary):
+        if record["key"] not in prompts:
+            prompts[record["key"]] = len(texts)
+            names = ("task", "length", "depth", "trial", "expected", "question", "contexts", "needle_tokens", "tokens")
+            texts.append({name: record[name] for name in names})
+        measured = [record["score"], record["hit"], record["digits"], record["logprob"], record["got"]]
+        outcomes.append([summary.variants.index(record["variant"]), prompts[record["key"]], *map(_finite, measured)])
+    return {
+        "variants": [label(variant) for variant in summary.variants],
+        "unextended": summary.variants.index(UNEXTENDED) if UNEXTENDED in summary.variants else None,
+        "prompts": texts,
+        "outcomes": outcomes,
+        "trained": summary.trained_length,
+        "ticks": summary.read_lengths,
+        "curves": [
+            [(round(x, 1), float(f"{y:.5g}")) for x, y in summary.curve(variant) if math.isfinite(y)]
+            for variant in summary.variants
+        ],
+    }
+
+
+def _kept(summary: Summary) -> Iterator[Record]:
+    """Samples of the maps, the failed ones first, `SAMPLES` a cell."""
+    for variant in summary.variants:
+        for task in summary.retrieval_tasks:
+            cells = defaultdict(list)
+            for record in summary.of(variant, task):
+                cells[record["length"], record["depth"]].append(record)
+            for records in cells.values():
+                yield from sorted(records, key=lambda record: record["score"])[:SAMPLES]
+
+
+def _finite(value: Any) -> Any:
+    # JSON has no NaN and no infinity.
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _filters(summary: Summary, scored: list[Record]) -> list[tuple[str, list[tuple[Any, str]]]]:
+    """The choices among failed samples: name, and values with their text; only where there is a choice."""
+    failed = [record for record in scored if record["score"] < 1]
+    depths = {record["depth"] for record in failed} - {None}
+    choices = [
+        ("variant", [(k, label(v)) for k, v in enumerate(summary.variants) if any(r["variant"] == v for r in failed)]),
+        ("task", [(task, task) for task in summary.retrieval_tasks if any(r["task"] == task for r in failed)]),
+        ("length", [(length, f"{length:,}") for length in sorted({record["length"] for record in failed})]),
+        ("depth", [(depth, percent(depth)) for depth in sorted(depths)]),
+    ]
+    return [(name, values) for name, values in choices if len(values) > 1]
+
+
+# --------------------------------------------------------------------------------------------- the settings
+
+
+def _settings(summary: Summary) -> list[tuple[str, list[tuple[str, str]]]]:
+    """Tables of names and values, by heading."""
+    header = summary.header
+    return [
+        ("Measured with", [(name, _plain(value)) for name, value in header.identity.items()]),
+        ("Model and machine", [(name.replace("_", " "), _plain(value)) for name, value in header.about.items()]),
+        ("Variants", [(label(name), _plain(value)) for name, value in header.variants.items()]),
+        ("Tasks", [(name, _plain(value)) for name, value in header.tasks.items()]),
+    ]
+
+
+def _plain(value: Any) -> str:
+    """A setting for people."""
+    if isinstance(value, dict):
+        return ", ".join(
+            f"{name} ({_plain(inner)})" if isinstance(inner, dict) else f"{name} {_plain(inner)}"
+            for name, inner in value.items()
+            if inner is not None
+        )
+    if isinstance(value, list):
+        return ", ".join(map(_plain, value))
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return str(value)

@@ -1,0 +1,234 @@
+"""The results file: one JSON line a sample, written so that nothing measured is lost and nothing is measured twice.
+
+The first line says what was measured with what; every other line is a sample, in the order of the grid.
+While a run goes on, each process keeps a journal beside the file (`results.jsonl.part-0`), one line for
+each batch; at the end the journals are merged into the file and removed. A run that was killed at any
+moment goes on from its journals, with any number of processes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+FORMAT = 1
+Record = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Header:
+    """What was measured, and with what.
+
+    Attributes:
+        identity: facts that must agree for two measurements to stand in one file: model, tokenizer, text,
+            seed, how answers are scored, versions.
+        tasks: each task with its settings.
+        variants: each way in which the model was run, with its fingerprint and method.
+        about: facts for the reader, such as trained length and machine.
+    """
+
+    identity: dict[str, Any]
+    tasks: dict[str, Any]
+    variants: dict[str, Any]
+    about: dict[str, Any] = field(default_factory=dict)
+
+    def line(self) -> str:
+        values = {"identity": self.identity, "tasks": self.tasks, "variants": self.variants, "about": self.about}
+        return json.dumps({"ctxext_results": FORMAT, **values}, ensure_ascii=False)
+
+    def joined(self, other: Header, path: Path) -> Header:
+        """This header with the tasks and variants of `other`, a run to be written to the same file.
+
+        Raises:
+            ValueError: the two measured different things; says which.
+        """
+        ours, theirs = self._facts(), other._facts()
+        for name in ours:
+            if name in theirs and ours[name] != theirs[name]:
+                raise ValueError(
+                    f"{path} holds other measurements: its {name} is {ours[name]!r}, this run's is "
+                    f"{theirs[name]!r}. Give another file with --output, or remove this one and its journals."
+                )
+        return Header(
+            self.identity,
+            {**self.tasks, **other.tasks},
+            {**self.variants, **other.variants},
+            {**self.about, **other.about},
+        )
+
+    def _facts(self) -> dict[str, Any]:
+        tasks = {f"task {name}": settings for name, settings in self.tasks.items()}
+        variants = {f"variant {name}": value for name, value in self.variants.items()}
+        return {**self.identity, **tasks, **variants}
+
+
+@dataclass
+class Results:
+    """What a results file holds, journals of an unfinished run included."""
+
+    path: Path
+    header: Header
+    records: list[Record]
+
+
+def read_results(path: str | Path) -> Results:
+    """Read a results file and the journals beside it.
+
+    Raises:
+        ValueError: there is none, it is corrupt (says where), or its parts do not belong together.
+    """
+    results = _read_all(Path(path))
+    if results is None:
+        raise ValueError(f"{path} holds no results. Write some with ctxext eval or ctxext compare.")
+    return results
+
+
+def _read_all(path: Path) -> Results | None:
+    files = ([path] if path.exists() else []) + sorted(path.parent.glob(f"{path.name}.part-*"))
+    header, records = None, {}
+    for file in files:
+        found, batches = _read(file)
+        if found is None:
+            continue
+        header = found if header is None else header.joined(found, file)
+        for record in batches:
+            name = (record["variant"], record["key"])
+            if records.setdefault(name, record) != record:
+                raise ValueError(f"{file} is corrupt: sample {name[1]} of {name[0]} stands there with two outcomes.")
+    return None if header is None else Results(path, header, _in_order(header, records.values()))
+
+
+def _in_order(header: Header, records: Iterable[Record]) -> list[Record]:
+    variants, tasks = list(header.variants), list(header.tasks)
+
+    def place(record: Record) -> tuple[Any, ...]:
+        depth = -1.0 if record["depth"] is None else record["depth"]
+        task, variant = record["task"], record["variant"]
+        return variants.index(variant), tasks.index(task), record["length"], record["trial"], depth, record["seed"]
+
+    return sorted(records, key=place)
+
+
+def _read(file: Path) -> tuple[Header | None, Iterator[Record]]:
+    """Header and records of one file; a line that was being written when a run was killed is left out."""
+    *lines, torn = file.read_bytes().split(b"\n")
+    if not lines:
+        if torn and b'"ctxext_results"' not in torn[:32]:
+            raise ValueError(f"{file} is not a results file of ctxext. Give another file with --output.")
+        return None, iter(())
+    values = [_parse(file, k, line) for k, line in enumerate(lines, start=1)]
+    first = values[0]
+    if not isinstance(first, dict) or first.get("ctxext_results") != FORMAT:
+        raise ValueError(f"{file} is not a results file of ctxext (format {FORMAT}). Give another file with --output.")
+    if torn and ".part-" not in file.name:
+        raise ValueError(f"{file} is corrupt: its last line, {len(lines) + 1}, is cut off. Restore it, or remove it.")
+    try:
+        header = Header(*(first[part] for part in ("identity", "tasks", "variants", "about")))
+        records = [record for value in values[1:] for record in (value if isinstance(value, list) else [value])]
+        for record in records:
+            known = record["variant"] in header.variants and record["task"] in header.tasks
+            if not known or not {"key", "length", "depth", "trial", "seed"} <= record.keys():
+                raise KeyError("a sample that its header does not know")
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{file} is corrupt: {error}. Restore it, or remove it and measure again.") from None
+    return header, iter(records)
+
+
+def _parse(file: Path, number: int, line: bytes) -> Any:
+    try:
+        return json.loads(line)
+    except ValueError as error:
+        if number == 1:
+            raise ValueError(f"{file} is not a results file of ctxext. Give another file with --output.") from None
+        raise ValueError(f"{file} is corrupt at line {number}: {error}. Restore it, or remove it.") from None
+
+
+class ResultsWriter:
+    """Adds to a results file; every process of a run has one.
+
+    Use it as a context manager, with `wait` between the processes:
+
+        writer = ResultsWriter(path, header, rank=rank)   # reads what was measured
+        wait()                                            # everybody has read
+        with writer: writer.add([record, ...])            # one batch
+        wait()                                            # everybody has written
+        if rank == 0: writer.merge()
+    """
+
+    def __init__(self, path: str | Path, header: Header, rank: int = 0) -> None:
+        self.path = Path(path)
+        self._part = self.path.with_name(f"{self.path.name}.part-{rank}")
+        self.header = header
+        self.done: dict[tuple[str, str], Record] = {}
+        before = _read_all(self.path)
+        if before is not None:
+            self.header = before.header.joined(header, self.path)
+            self.done = {(record["variant"], record["key"]): record for record in before.records}
+
+    def __enter__(self) -> ResultsWriter:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = open(self._part, "ab")
+        # A line that was being written when an earlier run was killed.
+        whole = self._part.read_bytes()
+        self._size = whole.rfind(b"\n") + 1
+        self._file.truncate(self._size)
+        if self._size == 0:
+            self._write(self.header.line())
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
+    def add(self, records: list[Record]) -> None:
+        """Write the samples of one batch, all or none.
+
+        Raises:
+            OSError: the disk is full, or cannot be written; what was written before is kept.
+        """
+        self._write(json.dumps(records, ensure_ascii=False))
+        self.done.update(((record["variant"], record["key"]), record) for record in records)
+
+    def _write(self, line: str) -> None:
+        data = line.encode() + b"\n"
+        try:
+            written = 0
+            while written < len(data):
+                written += os.write(self._file.fileno(), data[written:])
+            os.fsync(self._file.fileno())
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                self._file.truncate(self._size)
+            raise OSError(
+                error.errno,
+                f"cannot write results: {error.strerror}. {len(self.done)} samples are kept in {self._part}. "
+                "Make room and run the same command again: it goes on from there",
+                str(self._part),
+            ) from None
+        self._size += len(data)
+
+    def merge(self) -> Results:
+        """Join file and journals into the file, and remove the journals."""
+        results = read_results(self.path)
+        temporary = self.path.with_name(f"{self.path.name}.tmp")
+        try:
+            with open(temporary, "w", encoding="utf-8") as file:
+                for line in (results.header.line(), *(json.dumps(r, ensure_ascii=False) for r in results.records)):
+                    file.write(line + "\n")
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError as error:
+            temporary.unlink(missing_ok=True)
+            raise OSError(
+                error.errno,
+                f"cannot write {self.path}: {error.strerror}. All {len(results.records)} samples are kept in its "
+                "journals. Make room and run the same command again",
+            ) from None
+        os.replace(temporary, self.path)
+        for part in self.path.parent.glob(f"{self.path.name}.part-*"):
+            part.unlink()
+        return results

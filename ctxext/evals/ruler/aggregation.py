@@ -1,0 +1,158 @@
+"""Aggregation: the most common words of a list, and of a coded text."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import islice
+from random import Random
+from string import ascii_lowercase
+from typing import ClassVar
+
+from ctxext.evals.ruler.fitting import Draft, RulerTask, Scene, bare_tokens
+from ctxext.evals.words import distinct, nvidia_words, own_words, vocabulary
+
+
+@dataclass(frozen=True, kw_only=True)
+class CommonWords(RulerTask):
+    """Which ten words of a list come more often than the others? RULER, section 3.3.
+
+    A worked example stands before the list. Below 4096 tokens, words come 6 times and once, as NVIDIA has it.
+
+    Attributes:
+        freq_common, freq_uncommon: how often each of the ten comes, and each of the others.
+    """
+
+    tokens_to_generate: ClassVar[int] = 120
+    template: ClassVar[str] = (
+        "Below is a numbered list of words. In these words, some appear more often than others. "
+        "Memorize the ones that appear most often.\n{context}\n"
+        "Question: What are the 10 most common words in the above list?"
+    )
+    lead: ClassVar[str] = " Answer: The top 10 words that appear most often in the list are:"
+    common: ClassVar[int] = 10
+
+    freq_common: int = 30
+    freq_uncommon: int = 3
+
+    def fewest(self, scene: Scene) -> int:
+        return self.common + 1
+
+    def step(self, length: int) -> int:
+        return 10
+
+    def draft(self, scene: Scene, rng: Random, units: int) -> Draft:
+        """Units: different words."""
+        if scene.place.length < 4096:
+            of_example, example_often, often = 20, (3, 1), (6, 1)
+        else:
+            of_example, example_often, often = 40, (10, 3), (self.freq_common, self.freq_uncommon)
+        if self.exact:
+            lists = own_words()
+            per_word = bare_tokens(scene.prompter, _numbered(lists.all[:100])) / 100 * often[1]
+            enough = of_example + self.common + math.ceil(1.1 * scene.place.length / per_word)
+            words = vocabulary(lists, scene.haystack.text, enough, rng)
+            # No word of an answer is a part of another word: "art" would be found in "start".
+            alone = (word for word in words if sum(word in other for other in words) == 1)
+            common = list(islice(alone, 2 * self.common))
+            rest = [word for word in words if word not in common]
+            example_words = common[: self.common] + rest[: of_example - self.common]
+            list_words = (common[self.common :] + rest[of_example - self.common :])[:units]
+        else:
+            words = vocabulary(nvidia_words(), scene.haystack.text, units, rng)
+            example_words, list_words = rng.sample(words, of_example), rng.sample(words, units)
+        shown = self.template.format(context=self._list(rng, example_words, *example_often))
+        return Draft(
+            text=self.template.format(context=self._list(rng, list_words, *often)),
+            question=self.template.rpartition("\n")[2],
+            lead=self.lead,
+            references=tuple(list_words[: self.common]),
+            example=f"{shown}{self.lead} {_numbered(example_words[: self.common])}\n",
+        )
+
+    def nvidia_most(self, length: int, count: Callable[[int], int]) -> int:
+        return int(length // (count(4096) / 4096)) * 2
+
+    def _list(self, rng: Random, words: list[str], often: int, seldom: int) -> str:
+        return _numbered(_scattered(rng, {word: often if k < self.common else seldom for k, word in enumerate(words)}))
+
+
+def _scattered(rng: Random, counts: dict[str, int]) -> list[str]:
+    """Each word as often as it is to come, in random order; one word more leaves the order of the others as it was."""
+    placed = []
+    for word, count in counts.items():
+        places = Random(rng.random())
+        placed += [(places.random(), word) for _ in range(count)]
+    return [word for _, word in sorted(placed)]
+
+
+def _numbered(words: list[str]) -> str:
+    return " ".join(f"{k}. {word}" for k, word in enumerate(words, 1))
+
+
+@dataclass(frozen=True, kw_only=True)
+class FrequentWords(RulerTask):
+    """Which three words of a coded text come most often? RULER, section 3.3.
+
+    The word of rank k comes ⌊N k^-α / ζ(α)⌋ times. The first is written "...", and is not asked for.
+
+    Attributes:
+        alpha: of the zeta distribution; > 1.
+    """
+
+    tokens_to_generate: ClassVar[int] = 50
+    template: ClassVar[str] = (
+        "Read the following coded text and track the frequency of each coded word. "
+        "Find the three most frequently appeared coded words. {context}\n"
+        "Question: Do not provide any explanation. Please ignore the dots '....'. "
+        "What are the three most frequently appeared words in the above coded text?"
+    )
+    lead: ClassVar[str] = " Answer: According to the coded text above, the three most frequently appeared words are:"
+
+    alpha: float = 2.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 1 < self.alpha < math.inf:
+            raise ValueError(f"alpha must be > 1, got {self.alpha:g}. RULER has 2.0.")
+
+    def fewest(self, scene: Scene) -> int:
+        # From here on the fourth rank, the last that is asked for, comes more often than the fifth.
+        return math.ceil(zeta(self.alpha) / (4**-self.alpha - 5**-self.alpha))
+
+    def step(self, length: int) -> int:
+        return length // 32
+
+    def draft(self, scene: Scene, rng: Random, units: int) -> Draft:
+        """Units: the N of the distribution."""
+        size = scene.place.length // 50
+        code = distinct(lambda: "".join(rng.choices(ascii_lowercase, k=6)))
+        ranked = ["...", *islice(code, max(size, 5) - 1)]
+        total = zeta(self.alpha)
+        often = {word: int(units * rank**-self.alpha / total) for rank, word in enumerate(ranked, 1)}
+        words = _scattered(rng, often)
+        return Draft(
+            text=self.template.format(context=" ".join(words)),
+            question=self.template.rpartition("\n")[2],
+            lead=self.lead,
+            references=tuple(ranked[1:4]),
+        )
+
+    def nvidia_reserve(self, scene: Scene) -> int:
+        """Nothing: here NVIDIA's code leaves no room for the answer."""
+        return 0
+
+    def nvidia_units(self, scene: Scene) -> int:
+        """In steps, from a sixth of the length up to the first prompt that is too long."""
+        length, step = scene.place.length, self.step(scene.place.length)
+        units = length // 6
+        while self.nvidia_tokens(scene, self.draft(scene, scene.place.rng("size"), units)) < length:
+            units += step
+        return units - step
+
+
+def zeta(alpha: float) -> float:
+    """Riemann's ζ for alpha > 1: the first terms, and the rest by Euler and Maclaurin."""
+    head = sum(float(k) ** -alpha for k in range(1, 1000))
+    return head + 1000.0 ** (1 - alpha) / (alpha - 1) + 1000.0**-alpha / 2 + alpha * 1000.0 ** (-alpha - 1) / 12

@@ -1,0 +1,305 @@
+"""Prompts that fill a length: what RULER's tasks have in common.
+
+A task writes a `Draft` from a number of units (tokens of text, lines, words, documents). In mode "exact" that
+number is estimated from short drafts and corrected once a whole prompt has been read, and what is left over is
+filled with the end of one unit more. In mode "nvidia" it is found as NVIDIA's code finds it.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from abc import abstractmethod
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache, lru_cache
+from random import Random
+from typing import Any, ClassVar, Literal
+
+from ctxext.evals.haystack import Haystack
+from ctxext.evals.prompts import Prompter
+from ctxext.evals.samples import Place, RetrievalTask, Sample
+from ctxext.evals.words import nvidia_words, own_words
+
+# Where a draft leaves room, before its haystack and at its end; no tokenizer ever sees them.
+GAP, REST = "\0", "\1"
+
+
+@dataclass(frozen=True, eq=False)
+class Scene:
+    """All that a sample depends on beside its task."""
+
+    place: Place
+    prompter: Prompter
+    haystack: Haystack
+
+
+@dataclass(frozen=True)
+class Draft:
+    """A prompt with room for a few tokens.
+
+    Attributes:
+        text: what the user says, with a `GAP` and a `REST` where there is room; `example` stands before it.
+        question, lead, references, needles: as in `Sample`.
+        fills: what may go to the gap: groups of texts, better ones first, each from the longest to the shortest.
+        rests: what may go to the rest. None of them is needed.
+    """
+
+    text: str
+    question: str
+    lead: str
+    references: tuple[str, ...]
+    needles: tuple[str, ...] = ()
+    example: str = ""
+    fills: tuple[tuple[str, ...], ...] = (("",),)
+    rests: tuple[str, ...] = ("",)
+
+    def filled(self, fill: str = "", rest: str = "") -> str:
+        return self.text.replace(GAP, fill).replace(REST, rest)
+
+    def extra(self, prompter: Prompter, mark: str, filling: str) -> int:
+        """The tokens of what goes to a mark, measured where it stands."""
+        before, _, after = self.text.partition(mark)
+        around = before[-40:] + mark + after[:40]
+        return len(prompter.encode(around.replace(mark, filling).replace(GAP, "").replace(REST, "")))
+
+
+@dataclass(frozen=True, kw_only=True)
+class RulerTask(RetrievalTask):
+    """One of RULER's tasks.
+
+    Attributes:
+        compat: "exact" - the length counts every token, those of BOS, chat template and answer too; "nvidia" -
+            sized and scored as NVIDIA's code does it, to compare with published numbers.
+    """
+
+    uses_depth: ClassVar[bool] = False
+    tokens_to_generate: ClassVar[int]
+    metric: ClassVar[Literal["all", "part"]] = "all"
+
+    name: str  # type: ignore[misc]  # an instance's: one class has several tasks
+    compat: Literal["exact", "nvidia"] = "exact"
+
+    def __post_init__(self) -> None:
+        if self.compat not in ("exact", "nvidia"):
+            raise ValueError(f"compat must be 'exact' or 'nvidia', got {self.compat!r}.")
+
+    @abstractmethod
+    def draft(self, scene: Scene, rng: Random, units: int) -> Draft:
+        """A prompt with that many units of haystack."""
+
+    @abstractmethod
+    def fewest(self, scene: Scene) -> int:
+        """The smallest number of units that makes a prompt in mode "exact"."""
+
+    @abstractmethod
+    def step(self, length: int) -> int:
+        """NVIDIA's `incremental`: the smallest number of units that it tries, and by how many it goes down."""
+
+    @property
+    def one_answer(self) -> bool:
+        """Whether there is one way to write the answer, so that teacher forcing can score it."""
+        return False
+
+    @property
+    def exact(self) -> bool:
+        return self.compat == "exact"
+
+    def settings(self) -> dict[str, Any]:
+        return {**super().settings(), "words": (own_words() if self.exact else nvidia_words()).source}
+
+    def sample(self, place: Place, prompter: Prompter, haystack: Haystack) -> Sample:
+        scene = Scene(place, prompter, haystack)
+        return self._fitted(scene) if self.exact else self._as_nvidia(scene)
+
+    def budget(self, scene: Scene) -> int:
+        """Tokens for a generated answer."""
+        return scene.prompter.answer_tokens or self.tokens_to_generate
+
+    def answer(self, scene: Scene, draft: Draft) -> str:
+        forced = self.exact and self.one_answer and scene.prompter.answer_tokens is None
+        return f" {draft.references[0]}" if forced else ""
+
+    def _write(self, scene: Scene, draft: Draft, fill: str, rest: str) -> Sample:
+        prompter, length, body = scene.prompter, scene.place.length, draft.example + draft.filled(fill, rest)
+        prompt, answer = prompter.prompt(body, draft.lead), self.answer(scene, draft)
+        # A long prompt is read once; how its answer is cut into tokens shows at its end.
+        end, n_end = prompter.with_answer(prompt[-256:], answer)
+        read = prompter.tokenizer(prompt + answer, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+        ids = [*prompter.special, *read["input_ids"]]
+        n_prompt = len(ids) - (len(end) - n_end)
+        starts = [start for start, _ in read["offset_mapping"]]
+        needles = [prompt.index(needle) for needle in draft.needles]
+        return Sample(
+            place=scene.place,
+            body=body,
+            lead=draft.lead,
+            question=draft.question,
+            references=draft.references,
+            metric=self.metric,
+            answer=answer,
+            input_ids=tuple(ids),
+            n_prompt=n_prompt,
+            answer_tokens=length - n_prompt if self.exact else self.budget(scene),
+            needles=draft.needles,
+            needle_tokens=tuple(len(prompter.special) + bisect_right(starts, char) - 1 for char in needles),
+        )
+
+    # ------------------------------------------------------------------------------------ exact
+
+    def _fitted(self, scene: Scene) -> Sample:
+        # A tokenizer may be unable to make this very length of what was drawn.
+        for attempt in range(32):
+            if (sample := self._fit(scene, str(attempt))) is not None:
+                return sample
+        raise ValueError(
+            f"{self.name}: found no prompt of exactly {scene.place.length} tokens. Pass another length or text."
+        )
+
+    def _fit(self, scene: Scene, attempt: str) -> Sample | None:
+        length = scene.place.length
+
+        @cache
+        def write(units: int) -> Draft:
+            return self.draft(scene, scene.place.rng("draft", attempt), units)
+
+        @cache
+        def spare(units: int) -> int:
+            """Tokens left over, if as little as possible goes to the gap."""
+            draft = write(units)
+            answer = self.answer(scene, draft)
+            prompt = scene.prompter.prompt(draft.example + draft.filled(draft.fills[0][-1]), draft.lead)
+            return length - len(scene.prompter.encode(prompt + answer)) - (0 if answer else self.budget(scene))
+
+        fewest = self.fewest(scene)
+        if spare(fewest) < 0:
+            raise ValueError(
+                f"a {self.name} prompt needs at least {length - spare(fewest)} tokens with this tokenizer, "
+                f"got length={length}. Pass a longer length."
+            )
+        units = _search(spare, fewest, _gap(write(fewest), scene.prompter), length / 2048)
+        draft = write(units)
+        if GAP not in draft.text:
+            return self._write(scene, draft, "", "")
+        for fill, rest in _fillings(draft, scene.prompter, spare(units)):
+            sample = self._write(scene, draft, fill, rest)
+            if len(sample.input_ids) + (0 if sample.answer else self.budget(scene)) == length:
+                return sample
+        return None
+
+    # ----------------------------------------------------------------------------------- nvidia
+
+    def _as_nvidia(self, scene: Scene) -> Sample:
+        length = scene.place.length
+        units = _nvidia_units(self, length, scene.place.seed, scene.prompter, scene.haystack)
+        rng, step, reserve = scene.place.rng("draft"), self.step(length), self.nvidia_reserve(scene)
+        # NVIDIA's loop has no end where nothing fits.
+        for _ in range(100):
+            draft = self.draft(scene, rng, units)
+            if self.nvidia_tokens(scene, draft) + reserve <= length:
+                return self._write(scene, draft, "", "")
+            units = units - step if units > step else units
+        raise ValueError(
+            f"{self.name}: NVIDIA's code makes no prompt shorter than {units} units, and that is longer than "
+            f"length={length}. Pass a longer length, or compat='exact'."
+        )
+
+    def nvidia_tokens(self, scene: Scene, draft: Draft) -> int:
+        """What NVIDIA's code counts of a prompt: all but BOS."""
+        return bare_tokens(scene.prompter, scene.prompter.prompt(draft.example + draft.text, draft.lead))
+
+    def nvidia_reserve(self, scene: Scene) -> int:
+        """What NVIDIA's code leaves room for beside that."""
+        return self.budget(scene)
+
+    def nvidia_units(self, scene: Scene) -> int:
+        """NVIDIA's search, over prompts that are drawn anew each time."""
+        rng, length = scene.place.rng("size"), scene.place.length
+
+        def count(units: int) -> int:
+            return self.nvidia_tokens(scene, self.draft(scene, rng, units))
+
+        most = self.nvidia_most(length, count)
+        return nvidia_search(count, length - self.nvidia_reserve(scene), self.step(length), most)
+
+    def nvidia_most(self, length: int, count: Callable[[int], int]) -> int:
+        """The upper end of that search: three times what a short prompt lets expect."""
+        return int(length / (count(self.step(length)) / self.step(length)) * 3)
+
+
+@lru_cache(maxsize=64)
+def _nvidia_units(task: RulerTask, length: int, seed: int, prompter: Prompter, haystack: Haystack) -> int:
+    """Searched for once: NVIDIA's samples of one length have the same number of units."""
+    return task.nvidia_units(Scene(Place(task.name, length, None, 0, seed), prompter, haystack))
+
+
+def nvidia_search(count: Callable[[int], int], length: int, step: int, most: int) -> int:
+    """The number of units, from `step` to `most`, at which RULER's binary search ends; `step` if nothing fits."""
+    low, high, best = step, max(most, 2 * step), step
+    while low <= high:
+        units = (low + high) // 2
+        if count(units) <= length:
+            low, best = units + 1, units
+        else:
+            high = units - 1
+    return best
+
+
+def bare_tokens(prompter: Prompter, text: str) -> int:
+    return len(prompter.encode(text)) - len(prompter.special)
+
+
+def _search(spare: Callable[[int], int], fewest: int, gap: int, little: float) -> int:
+    """A number of units that leaves over no more than goes to the gap; else the largest that fits.
+
+    Args:
+        spare: the tokens left over, fewer with more units. It reads a whole prompt, so it is asked seldom: what
+            a unit takes is first measured on a prompt of a tenth of the length.
+        gap: the tokens that can go to the gap. Where there is none, less than a unit may be left over, or `little`.
+    """
+    room = spare(fewest)
+    if room <= gap:
+        return fewest
+    low, high = fewest, math.inf
+    before, units, per_unit = fewest, fewest + 8, 1.0
+    for share in (0.1, 1.0):
+        per_unit = max((room - spare(units)) / (units - fewest), 0.1)
+        before, units = units, max(fewest + 8, fewest + math.floor(share * (room - gap / 2) / per_unit))
+    while high > low + 1:
+        units = int(min(max(units, low + 1), high - 1))
+        left = spare(units)
+        if abs(units - before) >= 8:
+            per_unit = max((spare(before) - left) / (units - before), 0.1)
+        if 0 <= left <= (gap or max(little, per_unit - 1)):
+            return units
+        low, high = (units, high) if left > 0 else (low, units)
+        before, units = units, units + math.floor((left - gap / 2) / per_unit)
+    return low
+
+
+def _gap(draft: Draft, prompter: Prompter) -> int:
+    """By how many tokens what goes to the gap can be longer than it need be."""
+    most, least = draft.fills[0][0], draft.fills[0][-1]
+    return draft.extra(prompter, GAP, most) - draft.extra(prompter, GAP, least)
+
+
+def _fillings(draft: Draft, prompter: Prompter, spare: int) -> Iterator[tuple[str, str]]:
+    """What may go to gap and rest, so that it takes `spare` tokens more than the least that may go there."""
+    least = draft.extra(prompter, GAP, draft.fills[0][-1])
+    bare = draft.extra(prompter, REST, "")
+    for rest in draft.rests:
+        wanted = least + spare - (draft.extra(prompter, REST, rest) - bare)
+
+        def size(fill: str) -> int:
+            return draft.extra(prompter, GAP, fill)
+
+        for fills in draft.fills:
+            # A shorter text has hardly ever more tokens.
+            near = bisect_left(fills, -wanted, key=lambda fill: -size(fill))
+            yield from ((fill, rest) for fill in fills[max(0, near - 4) : near + 5] if size(fill) == wanted)
+
+
+def tails(text: str, start: str = r"\S+") -> tuple[str, ...]:
+    """The ends of a text, from the longest to the shortest, that begin where `start` does: by default with a word."""
+    return tuple(text[match.start() :] for match in re.finditer(start, text))

@@ -1,0 +1,110 @@
+"""Variable tracking: chains of assignments hidden in noise."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import islice, pairwise
+from random import Random
+from string import ascii_uppercase
+from typing import ClassVar
+
+from ctxext.evals.prompts import Prompter
+from ctxext.evals.ruler.fitting import GAP, Draft, RulerTask, Scene, bare_tokens, nvidia_search, tails
+from ctxext.evals.ruler.niah import NOISE
+from ctxext.evals.samples import Place
+from ctxext.evals.words import distinct
+
+
+@dataclass(frozen=True, kw_only=True)
+class VariableTracking(RulerTask):
+    """Which variables have this value, by assignments of one to the next? RULER, section 3.2.
+
+    One worked example of at most 500 tokens stands before the text; its variables have three letters.
+
+    Attributes:
+        chains: of assignments; the first of them is asked for.
+        hops: assignments of a variable to the next, in each chain.
+    """
+
+    tokens_to_generate: ClassVar[int] = 30
+    template: ClassVar[str] = (
+        "Memorize and track the chain(s) of variable assignment hidden in the following text.\n\n{context}\n"
+        "Question: Find all variables that are assigned the value {query} in the text above."
+    )
+    # It ends with a space, and the example's answer begins with another.
+    lead: ClassVar[str] = (
+        " Answer: According to the chain(s) of variable assignment in the text above, "
+        "{variables} variables are assigned the value {query}, they are: "
+    )
+
+    chains: int = 1
+    hops: int = 4
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.chains < 1 or self.hops < 1:
+            raise ValueError(f"chains and hops must be >= 1, got {self.chains} and {self.hops}.")
+
+    def fewest(self, scene: Scene) -> int:
+        return self.hops
+
+    def step(self, length: int) -> int:
+        return 10 if length >= 4096 else 5
+
+    def draft(self, scene: Scene, rng: Random, units: int) -> Draft:
+        """Units: lines of noise."""
+        example = self._example(rng, _example_lines(self, scene.prompter))
+        gap = [GAP] if self.exact else []
+        puzzle = self._puzzle(rng, [*gap, *[NOISE] * units], letters=5)
+        before = f"{NOISE}\n{NOISE}"
+        return replace(puzzle, example=f"{example}\n\n", fills=(tails(before), tails(before, r"\S")))
+
+    def _example(self, rng: Random, lines: int) -> str:
+        puzzle = self._puzzle(rng, [NOISE] * lines, letters=3)
+        return f"{puzzle.text}{puzzle.lead} {' '.join(puzzle.references)}"
+
+    def _puzzle(self, rng: Random, lines: list[str], letters: int) -> Draft:
+        names = distinct(lambda: "".join(rng.choices(ascii_uppercase, k=letters)))
+        # As numpy's randint(10000, 99999).
+        values = distinct(lambda: str(rng.randrange(10_000, 99_999)))
+        chains = []
+        for value in islice(values, self.chains):
+            chain = list(islice((name for name in names if name != "VAR"), self.hops + 1))
+            steps = [f"VAR {name} = VAR {before} " for before, name in pairwise(chain)]
+            assignments = [f"VAR {chain[0]} = {value}", *steps]
+            places = sorted(rng.sample(range(len(lines)), len(chain)))
+            for k, place in enumerate(places):
+                lines.insert(place + k, assignments[k])
+            chains.append((value, chain, assignments))
+        value, variables, _ = chains[0]
+        facts = {"query": value, "variables": len(variables)}
+        return Draft(
+            text=self.template.format(**facts, context="\n".join(lines)),
+            question=self.template.rpartition("\n")[2].format(**facts),
+            lead=self.lead.format(**facts),
+            references=tuple(variables),
+            needles=tuple(step.strip() for *_, assignments in chains for step in assignments),
+        )
+
+    # The example is not in what NVIDIA's search counts, but in what it leaves room for.
+
+    def nvidia_tokens(self, scene: Scene, draft: Draft) -> int:
+        return bare_tokens(scene.prompter, scene.prompter.prompt(draft.text, draft.lead))
+
+    def nvidia_reserve(self, scene: Scene) -> int:
+        example = self._example(scene.place.rng("example"), _example_lines(self, scene.prompter))
+        return self.budget(scene) + bare_tokens(scene.prompter, f"{example}\n")
+
+
+@lru_cache(maxsize=64)
+def _example_lines(task: VariableTracking, prompter: Prompter) -> int:
+    """Lines of noise in the example: the most with which it has 500 tokens or fewer, its answer not counted."""
+    rng = Place(task.name, 500, None, 0, 0).rng("example")
+
+    def count(lines: int) -> int:
+        puzzle = task._puzzle(rng, [NOISE] * lines, letters=3)
+        return bare_tokens(prompter, puzzle.text + puzzle.lead)
+
+    # NVIDIA's search begins with five lines; a chain needs as many as it has variables.
+    return nvidia_search(count, 500, max(5, task.hops + 1), 100)

@@ -1,0 +1,255 @@
+"""Run a grid of samples on a model: what is missing in the results file is measured, batch by batch, and written.
+
+The grid is cut into batches by its settings alone, so that a run that was killed and goes on measures the
+same batches. Processes share them in turn.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ctxext.evals.haystack import Haystack
+from ctxext.evals.perplexity import KeyTokens, ShortContext, TextTask
+from ctxext.evals.prompts import Prompter
+from ctxext.evals.results import Header, Record, Results, ResultsWriter
+from ctxext.evals.samples import Place, RetrievalTask, fingerprint
+from ctxext.evals.targets import Target, Variant
+
+
+AnyTask = RetrievalTask | TextTask
+
+
+@dataclass(frozen=True, kw_only=True)
+class Grid:
+    """What to measure.
+
+    Attributes:
+        retrieval, texts: the tasks.
+        lengths: in tokens, ascending.
+        depths: from 0 (beginning) to 1 (just before the question).
+        trials: samples for each length and depth.
+        windows: windows of text for the text tasks.
+        gate: lengths within the trained one, at which the short-context gate is measured; may be empty.
+        generate: generate every answer, also those that teacher forcing could score.
+        batch_size: trials side by side; None: as many as fit in 16,384 tokens.
+    """
+
+    retrieval: tuple[RetrievalTask, ...] = ()
+    texts: tuple[TextTask, ...] = ()
+    lengths: tuple[int, ...]
+    depths: tuple[float, ...] = (0.0, 0.25, 0.5, 0.75, 1.0)
+    trials: int = 10
+    windows: int = 8
+    gate: tuple[int, ...] = ()
+    generate: bool = False
+    batch_size: int | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not self.lengths or list(self.lengths) != sorted({n for n in self.lengths if n > 0}):
+            raise ValueError(f"lengths must be numbers of tokens > 0, ascending, each once; got {list(self.lengths)}.")
+        for depth in self.depths:
+            if not (math.isfinite(depth) and 0 <= depth <= 1):
+                raise ValueError(f"a depth is between 0 (beginning) and 1 (end), got {depth:g}.")
+        for name in ("trials", "windows"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be >= 1, got {getattr(self, name)}.")
+        if self.batch_size is not None and self.batch_size < 1:
+            raise ValueError(f"batch_size must be >= 1, got {self.batch_size}.")
+        if not self.depths:
+            raise ValueError("at least one depth is needed, such as depths=(0.0, 0.5, 1.0).")
+        if not (self.retrieval or self.texts or self.gate):
+            raise ValueError("no task was given, so there is nothing to measure. Name one, such as passkey.")
+
+    def batches(self, variant: Variant, whole: bool) -> Iterator[Batch]:
+        """The batches of one variant.
+
+        Args:
+            whole: its frequencies depend on the length, so that no window stands for a shorter one.
+        """
+        wanted = () if variant.gate_only else self.lengths
+        for task in self.retrieval:
+            for length in sorted({*wanted, *self.gate}):
+                trials = self.batch_size or max(1, 16384 // length)
+                places = task.places([length], self.depths, self.trials, self.seed)
+                per_trial = len(places) // self.trials
+                rows = [tuple(places[k : k + per_trial]) for k in range(0, len(places), per_trial)]
+                yield from (Batch(task, tuple(rows[k : k + trials])) for k in range(0, len(rows), trials))
+        texts = [(task, wanted if whole else wanted[-1:]) for task in self.texts]
+        if self.gate:
+            texts.append((ShortContext(), self.gate[-1:]))
+        for task, lengths in texts:
+            # The judge of the key tokens is the model as it is.
+            if isinstance(task, KeyTokens):
+                lengths = self.lengths[-1:] if variant.extension is None else ()
+            for length in lengths:
+                for window in range(self.windows):
+                    yield Batch(task, ((Place(task.name, length, None, window, self.seed),),))
+
+    @property
+    def tasks(self) -> dict[str, Any]:
+        tasks = [*self.retrieval, *self.texts, *([ShortContext()] if self.gate else [])]
+        return {task.name: task.settings() for task in tasks}
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Places that are measured together: rows of trials, each with its depths."""
+
+    task: AnyTask
+    rows: tuple[tuple[Place, ...], ...]
+
+    @property
+    def length(self) -> int:
+        return self.rows[0][0].length
+
+    def __len__(self) -> int:
+        return sum(len(row) for row in self.rows)
+
+    def without(self, done: Callable[[Place], bool]) -> list[Batch]:
+        """What is left of it; rows that lack the same depths stay together."""
+        left: dict[tuple[float | None, ...], list[tuple[Place, ...]]] = {}
+        for row in self.rows:
+            places = tuple(place for place in row if not done(place))
+            if places:
+                left.setdefault(tuple(place.depth for place in places), []).append(places)
+        return [Batch(self.task, tuple(rows)) for rows in left.values()]
+
+
+@dataclass
+class Runner:
+    """Measures one grid with one model and text.
+
+    Attributes:
+        text_name: of the text, for people.
+        beyond: measure a variant also at lengths beyond what it covers, as a comparison wants of the
+            unextended model; otherwise that is an error.
+        advance: called with the variant's name and a number of samples that are done, for a progress bar.
+        rank, world: which of how many processes this is; `wait` waits for all of them.
+    """
+
+    target: Target
+    prompter: Prompter
+    haystack: Haystack
+    grid: Grid
+    text_name: str
+    beyond: bool = False
+    advance: Callable[[str, int], None] = lambda variant, samples: None
+    rank: int = 0
+    world: int = 1
+    wait: Callable[[], None] = lambda: None
+
+    def header(self, variants: Sequence[Variant]) -> Header:
+        target = self.target
+        return Header(
+            identity={
+                "prompts": f"{self.prompter.style} {self.prompter.fingerprint}",
+                "text": f"{self.text_name} {self.haystack.fingerprint}",
+                "seed": self.grid.seed,
+                "scoring": "generate" if self.grid.generate else "teacher forcing where one answer is right",
+                **target.facts,
+                **versions(),
+            },
+            tasks=self.grid.tasks,
+            variants={variant.name: variant.describe(target) for variant in variants},
+            about={
+                **target.about,
+                "text_tokens": self.haystack.n_tokens,
+                "text_repeats": self.haystack.repeats,
+                "lengths": list(self.grid.lengths),
+            },
+        )
+
+    def run(self, path: str | Path, variants: Sequence[Variant], *, merge: bool = True) -> Results | None:
+        """Measure what `path` lacks, and write it there.
+
+        Args:
+            merge: whether nothing follows; journals stay beside the file otherwise.
+
+        Returns:
+            The results, on the process of rank 0.
+
+        Raises:
+            ValueError: the file holds other measurements, or a sample cannot be made.
+            OSError: the file cannot be written. What was measured before is kept in both cases.
+        """
+        for variant in () if self.beyond else variants:
+            reach, longest = self.target.reach(variant), max(self.grid.lengths)
+            if reach is not None and longest > reach and not variant.gate_only:
+                raise ValueError(
+                    f"{self.target.name} covers {reach:,} tokens, and {longest:,} were asked for. Extend it "
+                    "(--method yarn --target-length ...), ask for less, or allow it (--beyond)."
+                )
+        writer = ResultsWriter(path, self.header(variants), self.rank)
+        self.wait()
+        with writer:
+            for variant in variants:
+                mine = self._share(variant)
+                for length in dict.fromkeys(batch.length for batch in mine) if variant.follows_length else [None]:
+                    self._measure(writer, variant, [batch for batch in mine if length in (None, batch.length)])
+        self.wait()
+        return writer.merge() if merge and self.rank == 0 else None
+
+    def count(self, variants: Sequence[Variant]) -> int:
+        """Samples that this process is to measure, those measured before included."""
+        return sum(len(batch) for variant in variants for batch in self._share(variant))
+
+    def key(self, task: AnyTask, place: Place) -> str:
+        """Of the sample at `place`: a hash of all that it is a function of."""
+        return fingerprint(vars(place), task.settings(), self.prompter.fingerprint, self.haystack.fingerprint)
+
+    def _share(self, variant: Variant) -> list[Batch]:
+        whole = variant.follows_length or self.target.whole
+        return list(self.grid.batches(variant, whole))[self.rank :: self.world]
+
+    def _measure(self, writer: ResultsWriter, variant: Variant, batches: list[Batch]) -> None:
+        """Batches of one variant, all under one extension."""
+        missing = [
+            part
+            for batch in batches
+            for part in batch.without(
+                lambda place, task=batch.task: (variant.name, self.key(task, place)) in writer.done
+            )
+        ]
+        self.advance(variant.name, sum(map(len, batches)) - sum(map(len, missing)))
+        if not missing:
+            return
+        with self.target.applied(variant, missing[0].length):
+            for outcomes in self._outcomes(missing):
+                writer.add(
+                    [
+                        {"variant": variant.name, "key": self.key(task, place), **vars(place), **outcome}
+                        for task, place, outcome in outcomes
+                    ]
+                )
+                self.advance(variant.name, len(outcomes))
+
+    def _outcomes(self, batches: list[Batch]) -> Iterator[list[tuple[AnyTask, Place, Record]]]:
+        """What was measured, in pieces that are written whole."""
+        tasks = {task.name: task for task in self.grid.retrieval}
+        questions = (
+            [[batch.task.sample(place, self.prompter, self.haystack) for place in row] for row in batch.rows]
+            for batch in batches
+            if isinstance(batch.task, RetrievalTask)
+        )
+        for outcomes in self.target.outcomes(questions, self.grid.generate):
+            yield [(tasks[sample.place.task], sample.place, outcome) for sample, outcome in outcomes]
+        for batch in batches:
+            if isinstance(batch.task, TextTask):
+                (place,) = batch.rows[0]
+                window = batch.task.window(place, self.haystack, self.prompter.special)
+                yield [(batch.task, place, self.target.read(batch.task, window))]
+
+
+def versions() -> dict[str, str]:
+    import transformers
+
+    from ctxext import __version__
+
+    return {"ctxext": __version__, "torch": torch.__version__, "transformers": transformers.__version__}

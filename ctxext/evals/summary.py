@@ -1,0 +1,337 @@
+"""What a results file says: shares and losses with their intervals, the price at short length, a recommendation."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from ctxext.evals.perplexity import unpacked
+from ctxext.evals.results import Record, Results
+from ctxext.evals.statistics import (
+    RULER_THRESHOLD,
+    Difference,
+    EffectiveLength,
+    Interval,
+    effective_length,
+    paired_difference,
+    paired_loss_difference,
+    pooled_share,
+    wilson,
+)
+from ctxext.evals.targets import UNEXTENDED
+
+# Two variants whose difference has a larger p are not told apart.
+LEVEL = 0.05
+
+
+@dataclass(frozen=True)
+class Gate:
+    """An extended model against its own base, within the trained length.
+
+    Attributes:
+        loss: how much more a token costs, in nats; paired by window.
+        agreement: the share of places at which both hold the same token for the most likely.
+        retrieval: by task, how many more are found (a share).
+    """
+
+    loss: Difference | None
+    agreement: Interval | None
+    retrieval: dict[str, Difference]
+
+
+class Summary:
+    """The figures of one results file."""
+
+    def __init__(self, results: Results) -> None:
+        self.header = results.header
+        self.records = results.records
+        self.trained_length: int = results.header.about["trained_length"]
+
+    @cached_property
+    def _by(self) -> dict[tuple[str, str], list[Record]]:
+        groups = defaultdict(list)
+        for record in self.records:
+            groups[record["variant"], record["task"]].append(record)
+        return groups
+
+    def of(self, variant: str, task: str) -> list[Record]:
+        return self._by.get((variant, task), [])
+
+    @property
+    def variants(self) -> list[str]:
+        """Those with any sample, in the order of the run."""
+        return [name for name in self.header.variants if any(variant == name for variant, _ in self._by)]
+
+    @property
+    def retrieval_tasks(self) -> list[str]:
+        return [
+            task for task in self.header.tasks if any("score" in r for v in self.variants for r in self.of(v, task)[:1])
+        ]
+
+    def lengths(self, *tasks: str) -> list[int]:
+        return sorted({r["length"] for v in self.variants for task in tasks for r in self.of(v, task)})
+
+    @property
+    def read_lengths(self) -> list[int]:
+        """The lengths for which windows of text were read: at that length, or at a longer one."""
+        longest = max(self.lengths("perplexity"), default=0)
+        wanted = {*self.header.about["lengths"], *self.lengths("perplexity", *self.retrieval_tasks)}
+        return [length for length in sorted(wanted) if length <= longest]
+
+    # -------------------------------------------------------------------------------------- retrieval
+
+    def cells(self, variant: str, task: str) -> dict[tuple[int, float | None], Interval]:
+        """The score of each cell of the grid, by (length, depth)."""
+        scores = defaultdict(list)
+        for record in self.of(variant, task):
+            scores[record["length"], record["depth"]].append(record["score"])
+        return {cell: wilson(sum(values), len(values)) for cell, values in sorted(scores.items(), key=_cell_order)}
+
+    def pooled(self, variant: str, tasks: Sequence[str], lengths: Iterable[int]) -> Interval | None:
+        """The score over all depths of some lengths; samples of one trial share a text and count as a cluster."""
+        clusters = defaultdict(list)
+        for task in tasks:
+            for record in self.of(variant, task):
+                if record["length"] in set(lengths):
+                    clusters[task, record["length"], record["trial"]].append(record["score"])
+        return pooled_share(clusters) if clusters else None
+
+    def by_length(self, variant: str, task: str) -> dict[int, Interval]:
+        lengths = sorted({record["length"] for record in self.of(variant, task)})
+        return {length: pooled for length in lengths if (pooled := self.pooled(variant, [task], [length]))}
+
+    def by_third(self, variant: str, task: str, lengths: Iterable[int]) -> dict[str, Interval]:
+        """The score by third of the depth: early, middle, late."""
+        clusters: dict[str, Any] = {"early": defaultdict(list), "middle": defaultdict(list), "late": defaultdict(list)}
+        for record in self.of(variant, task):
+            if record["length"] in set(lengths) and record["depth"] is not None:
+                third = ("early", "middle", "late")[min(2, int(3 * record["depth"]))]
+                clusters[third][record["length"], record["trial"]].append(record["score"])
+        return {third: pooled_share(found) for third, found in clusters.items() if found}
+
+    def effective_length(self, variant: str, tasks: Sequence[str]) -> dict[str, EffectiveLength]:
+        """By RULER's threshold (85.6%), and by 85% of the model's own score at the shortest length."""
+        lengths = sorted({record["length"] for task in tasks for record in self.of(variant, task)})
+        shares = {length: pooled for length in lengths if (pooled := self.pooled(variant, tasks, [length]))}
+        if not shares:
+            return {}
+        own = 0.85 * next(iter(shares.values())).value
+        return {"RULER": effective_length(shares, RULER_THRESHOLD), "85% of own": effective_length(shares, own)}
+
+    def difference(self, one: str, other: str, tasks: Sequence[str], lengths: Iterable[int]) -> Difference | None:
+        """How much more `one` finds than `other` on the samples that both have, paired."""
+        wanted = set(lengths)
+        theirs = {r["key"]: r["score"] for task in tasks for r in self.of(other, task) if r["length"] in wanted}
+        pairs = [
+            (r["score"], theirs[r["key"]], (task, r["length"], r["trial"]))
+            for task in tasks
+            for r in self.of(one, task)
+            if r["key"] in theirs
+        ]
+        return paired_difference(*map(list, zip(*pairs))) if pairs else None
+
+    # ------------------------------------------------------------------------------------- perplexity
+
+    def losses(self, variant: str, length: int, task: str = "perplexity") -> dict[int, np.ndarray]:
+        """By window, the losses in nats of the first `length` tokens: measured at that length, or read off a longer one."""
+        records = self.of(variant, task)
+        if task == "sliding_perplexity":
+            return {r["trial"]: unpacked(r, "losses") for r in records if r["length"] == length}
+        fitting = [r for r in records if r["length"] == length] or [r for r in records if r["length"] > length]
+        return {r["trial"]: unpacked(r, "losses")[: length - r["length"] or None] for r in fitting}
+
+    def perplexity(self, variant: str, length: int, after: int = 0, task: str = "perplexity") -> float | None:
+        """exp of the mean loss over the tokens from position `after` up to `length`."""
+        parts = [losses[max(0, after - 1) :] for losses in self.losses(variant, length, task).values()]
+        return math.exp(np.concatenate(parts).astype(float).mean()) if parts else None
+
+    def curve(self, variant: str, bins: int = 32) -> list[tuple[float, float]]:
+        """Perplexity by position: (middle of the bin, perplexity there)."""
+        lengths = self.read_lengths
+        points = []
+        for after, length in pairwise([0, *lengths]):
+            parts = list(self.losses(variant, length).values())
+            if parts:
+                table = np.stack(parts).astype(float)[:, max(0, after - 1) :]
+                width = max(1, lengths[-1] // bins)
+                for low in range(0, table.shape[1], width):
+                    points.append(
+                        (after + low + min(width, table.shape[1] - low) / 2, table[:, low : low + width].mean())
+                    )
+        return [(position, math.exp(loss)) for position, loss in points]
+
+    def bits_per_byte(self, variant: str, length: int, task: str = "perplexity") -> float | None:
+        records = [r for r in self.of(variant, task) if r["length"] == length]
+        return (
+            sum(r["loss"] * r["tokens"] for r in records) / math.log(2) / sum(r["bytes"] for r in records)
+            if records
+            else None
+        )
+
+    def key_tokens(self, variant: str) -> tuple[float, int] | None:
+        """Perplexity on the key tokens, as the unextended model judged them, and how many there are."""
+        lengths = self.lengths("key_tokens")
+        masks = {r["trial"]: unpacked(r, "mask") for r in self.of(UNEXTENDED, "key_tokens")}
+        losses = self.losses(variant, lengths[-1]) if lengths else {}
+        parts = [losses[trial][mask[: len(losses[trial])]] for trial, mask in masks.items() if trial in losses]
+        picked = np.concatenate(parts).astype(float) if parts else np.empty(0)
+        return (math.exp(picked.mean()), len(picked)) if len(picked) else None
+
+    def loss_difference(
+        self, one: str, other: str, length: int, after: int = 0, task: str = "perplexity"
+    ) -> Difference | None:
+        """How much more a token costs `one` than `other`, in nats, on the windows that both read."""
+        ours, theirs = self.losses(one, length, task), self.losses(other, length, task)
+        both = [
+            (ours[trial][max(0, after - 1) :].astype(float), theirs[trial][max(0, after - 1) :].astype(float))
+            for trial in ours
+            if trial in theirs
+        ]
+        if len(both) < 2:  # one window does not show how much windows differ
+            return None
+        return paired_loss_difference([a.sum() for a, _ in both], [b.sum() for _, b in both], [len(a) for a, _ in both])
+
+    # ------------------------------------------------------------------------------------ what it means
+
+    def gate(self, variant: str) -> Gate:
+        """The price of `variant` within the trained length."""
+        lengths = self.lengths("short")
+        top1 = {r["trial"]: unpacked(r, "top1") for r in self.of(UNEXTENDED, "short")}
+        same = {
+            r["trial"]: unpacked(r, "top1") == top1[r["trial"]] for r in self.of(variant, "short") if r["trial"] in top1
+        }
+        within = [length for length in self.lengths(*self.retrieval_tasks) if length <= self.trained_length]
+        retrieval = {task: self.difference(variant, UNEXTENDED, [task], within) for task in self.retrieval_tasks}
+        return Gate(
+            loss=self.loss_difference(variant, UNEXTENDED, lengths[-1], task="short") if same else None,
+            agreement=pooled_share({k: v.astype(float) for k, v in same.items()}) if same else None,
+            retrieval={task: difference for task, difference in retrieval.items() if difference is not None},
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Every figure with its interval, JSON-ready."""
+        lengths = self.read_lengths
+        return {
+            **{part: getattr(self.header, part) for part in ("identity", "tasks", "variants", "about")},
+            "figures": {
+                variant: {
+                    "retrieval": {
+                        task: {length: share._asdict() for length, share in self.by_length(variant, task).items()}
+                        for task in self.retrieval_tasks
+                    },
+                    "effective_length": {
+                        rule: reached._asdict()
+                        for rule, reached in self.effective_length(variant, self.retrieval_tasks).items()
+                    },
+                    "perplexity": {
+                        f"{after}-{length}": self.perplexity(variant, length, after)
+                        for after, length in pairwise([0, *lengths])
+                    },
+                    "curve": self.curve(variant),
+                    "key_tokens": self.key_tokens(variant),
+                    "gate": _plain(self.gate(variant)),
+                }
+                for variant in self.variants
+            },
+            "windows": len(self.losses(self.variants[0], lengths[-1])) if lengths else 0,
+            "recommendation": self.recommendation(),
+        }
+
+    @property
+    def beyond(self) -> list[int]:
+        """The lengths beyond the trained one."""
+        lengths = {*self.read_lengths, *self.lengths(*self.retrieval_tasks)}
+        return [length for length in sorted(lengths) if length > self.trained_length]
+
+    def recommendation(self) -> str:
+        """Which variant to use, and how sure that is: one paragraph.
+
+        By retrieval beyond the trained length; where samples cannot tell the best ones apart, the lowest
+        loss over the longest windows decides, in which short and long positions both count.
+        """
+        extended = [variant for variant in self.variants if variant != UNEXTENDED]
+        if not extended or not self.beyond:
+            return "No extended variant was measured beyond the trained length, so there is nothing to recommend."
+        longest = self.beyond[-1]
+        found = {v: share for v in extended if (share := self.pooled(v, self.retrieval_tasks, self.beyond))}
+        loss = {v: ppl for v in extended if (ppl := self.perplexity(v, longest)) is not None}
+        rivals = list(found or loss)
+        if not rivals:
+            return "Neither retrieval nor perplexity was measured, so there is nothing to recommend."
+        said = []
+        if found:
+            best = max(found, key=lambda v: found[v].value)
+            rivals = [v for v in found if v == best or not _worse(self._beyond_difference(v, best))]
+        choice = min(rivals, key=lambda v: (loss.get(v, math.inf), -found[v].value if v in found else 0.0))
+        said.append(f"Recommended of {len(extended)}: {choice}." if len(extended) > 1 else f"{choice}:")
+        if found:
+            share = found[choice]
+            said.append(
+                f"Beyond the trained {self.trained_length:,} tokens, up to {longest:,}, it finds {share.percent()} "
+                "in retrieval."
+            )
+            gain = self._beyond_difference(choice, UNEXTENDED)
+            if gain is not None:
+                sure = "" if gain.p < LEVEL and gain.value > 0 else ", which is no proof that it helps at all"
+                said.append(f"That is {points(gain)} against the unextended model{sure}.")
+            others = sorted((v for v in found if v != choice), key=lambda v: -found[v].value)
+            if others and len(rivals) > 1:
+                names = ", ".join(v for v in others if v in rivals)
+                by = "lower loss over whole windows decided" if loss else "more samples would be needed to choose"
+                said.append(f"These samples do not tell it apart from {names}: {by}.")
+            elif others:
+                said.append(f"The next, {others[0]}, is behind: {points(self._beyond_difference(others[0], choice))}.")
+        elif len(loss) > 1:
+            second = sorted(loss, key=lambda v: loss[v])[1]
+            behind = self.loss_difference(second, choice, longest)
+            if behind is not None:
+                said.append(f"The next, {second}, loses {nats(behind)} more over windows of {longest:,} tokens.")
+        price = self.gate(choice)
+        if price.loss is not None and price.agreement is not None:
+            said.append(
+                f"Its price within the trained length: {nats(price.loss)}, and another most likely token at "
+                f"{1 - price.agreement.value:.1%} of the places."
+            )
+        return " ".join(said)
+
+    def _beyond_difference(self, one: str, other: str) -> Difference | None:
+        return self.difference(one, other, self.retrieval_tasks, self.beyond)
+
+
+def _plain(gate: Gate) -> dict[str, Any]:
+    return {
+        "loss": gate.loss._asdict() if gate.loss else None,
+        "agreement": gate.agreement._asdict() if gate.agreement else None,
+        "retrieval": {task: difference._asdict() for task, difference in gate.retrieval.items()},
+    }
+
+
+def _worse(difference: Difference | None) -> bool:
+    return difference is not None and difference.value < 0 and difference.p < LEVEL
+
+
+def points(difference: Difference | None) -> str:
+    """A difference of shares, for people."""
+    if difference is None:
+        return "not measured"
+    low, high = 100 * difference.low, 100 * difference.high
+    return (
+        f"{100 * difference.value:+.1f} points [{low:+.1f}, {high:+.1f}] (p = {difference.p:.2g}, n = {difference.n})"
+    )
+
+
+def nats(difference: Difference) -> str:
+    """A difference of losses, for people."""
+    return f"{difference.value:+.3f} nats a token [{difference.low:+.3f}, {difference.high:+.3f}]"
+
+
+def _cell_order(item: tuple[tuple[int, float | None], Any]) -> tuple[int, float]:
+    (length, depth), _ = item
+    return length, -1.0 if depth is None else depth

@@ -1,0 +1,275 @@
+"""What is measured: a live model, or one behind a server. Both answer samples; only a live one reads text."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+from ctxext.api import extend_config, temporarily_extended
+from ctxext.configs import plan_extension, read_context
+from ctxext.evals.engine import Engine, Forced
+from ctxext.evals.perplexity import TextTask, Window
+from ctxext.evals.prompts import Prompter
+from ctxext.evals.results import Record
+from ctxext.evals.samples import Sample, fingerprint
+from ctxext.evals.server import ServedModel
+from ctxext.methods import RopeScaling, list_methods, method_class
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+UNEXTENDED = "none"
+Rows = Sequence[Sequence[Sample]]
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One way to run the model.
+
+    Attributes:
+        extension: arguments of `extend_context`; None leaves the model as it is.
+        gate_only: measure it only within the trained length, as the base of the short-context gate.
+    """
+
+    name: str = UNEXTENDED
+    extension: dict[str, Any] | None = None
+    gate_only: bool = False
+
+    @property
+    def follows_length(self) -> bool:
+        """Whether its frequencies belong to the length of the prompt, so that every length is measured by itself."""
+        if self.extension is None or self.extension.get("existing") == "keep":
+            return False
+        method = self.extension.get("method", "yarn")
+        cls = method_class(method) if isinstance(method, str) else type(method)
+        return cls.at_length is not RopeScaling.at_length
+
+    def describe(self, target: Target) -> dict[str, Any]:
+        """For the results' header."""
+        extension = self.extension and {
+            name: value.to_dict() if isinstance(value, RopeScaling) else value for name, value in self.extension.items()
+        }
+        return {
+            "model": target.name,
+            "extension": extension,
+            "fingerprint": fingerprint(target.fingerprint, extension),
+        }
+
+
+class Target(Protocol):
+    """What the runner needs of a model.
+
+    Attributes:
+        name: for people. `fingerprint` is that of the weights and the config.
+        facts: what must agree for two measurements to be compared; `about` is for the reader.
+        whole: whether the frequencies depend on the length even without an extension.
+    """
+
+    name: str
+    fingerprint: str
+    facts: dict[str, str]
+    about: dict[str, Any]
+    whole: bool
+
+    def reach(self, variant: Variant) -> int | None:
+        """The tokens that `variant` covers by its config; None where nobody says."""
+
+    def applied(self, variant: Variant, length: int) -> AbstractContextManager[Any]:
+        """The model as `variant` has it at `length` tokens, for the length of a `with` block."""
+
+    def outcomes(self, batches: Iterable[Rows], generate: bool) -> Iterator[list[tuple[Sample, Record]]]:
+        """Answer batches, each of rows of samples of one length that begin alike; what comes together is written so."""
+
+    def read(self, task: TextTask, window: Window) -> Record:
+        """Read a window of text."""
+
+
+class LiveModel:
+    """A model in this process."""
+
+    def __init__(
+        self, model: PreTrainedModel, prompter: Prompter, name: str, trained_length: int | None = None
+    ) -> None:
+        trained, reach = known_lengths(model.config)
+        trained = trained_length or trained
+        self.model, self.prompter, self.name = model, prompter, name
+        self.engine = Engine(model)
+        self.fingerprint = model_fingerprint(model)
+        self.facts = {"dtype": str(model.dtype).removeprefix("torch.")}
+        self.about = {
+            "trained_length": trained,
+            "reach": reach,
+            "machine": f"{platform.machine()}, {torch.get_num_threads()} threads, {model.device.type}",
+        }
+        self.whole = self.engine.whole
+
+    def reach(self, variant: Variant) -> int | None:
+        if variant.extension is None:
+            return self.about["reach"]
+        config = extend_config(self.model.config, **self._arguments(variant, self.about["trained_length"] + 1))
+        return config.get_text_config(decoder=True).max_position_embeddings
+
+    def applied(self, variant: Variant, length: int) -> AbstractContextManager[Any]:
+        # Within the trained length a dynamic method is the model as it is.
+        if variant.extension is None or (variant.follows_length and length <= self.about["trained_length"]):
+            return nullcontext()
+        return temporarily_extended(self.model, **self._arguments(variant, length))
+
+    def _arguments(self, variant: Variant, length: int) -> dict[str, Any]:
+        assert variant.extension is not None
+        return {**variant.extension, "length": length} if variant.follows_length else variant.extension
+
+    def outcomes(self, batches: Iterable[Rows], generate: bool) -> Iterator[list[tuple[Sample, Record]]]:
+        for rows in batches:
+            if rows[0][0].answer and not generate:
+                forced = self.engine.forced(rows)
+                yield [(sample, forced_record(sample, answer, self.prompter)) for sample, answer in forced]
+            else:
+                for sample in (sample for row in rows for sample in row):
+                    yield [(sample, generated_record(sample, self._generated(sample)))]
+
+    def _generated(self, sample: Sample) -> str:
+        return self.prompter.answer_text(sample.input_ids[: sample.n_prompt], self.engine.generate(sample))
+
+    def read(self, task: TextTask, window: Window) -> Record:
+        return task.record(window, self.engine)
+
+
+class Served:
+    """A model behind an OpenAI-compatible server, sized by the tokenizer of `prompter`."""
+
+    whole = False
+
+    def __init__(self, served: ServedModel, trained_length: int) -> None:
+        self.served, self.name, self.fingerprint = served, served.name, served.fingerprint
+        self.facts = {"dtype": "as served"}
+        self.about = {"trained_length": trained_length, "reach": served.max_length, "machine": "served"}
+
+    def reach(self, variant: Variant) -> int | None:
+        return self.about["reach"]
+
+    def applied(self, variant: Variant, length: int) -> AbstractContextManager[Any]:
+        if variant.extension is not None:
+            raise ValueError("a served model cannot be extended from here. Extend the checkpoint, then serve it.")
+        return nullcontext()
+
+    def outcomes(self, batches: Iterable[Rows], generate: bool) -> Iterator[list[tuple[Sample, Record]]]:
+        # One stream, so that requests overlap from batch to batch.
+        for sample, text in self.served.answers(sample for rows in batches for row in rows for sample in row):
+            yield [(sample, generated_record(sample, text))]
+
+    def read(self, task: TextTask, window: Window) -> Record:
+        raise ValueError(f"{task.name} needs the model's losses, which servers do not give. Ask for retrieval tasks.")
+
+
+def compared_variants(
+    config: Any, methods: Sequence[str | RopeScaling] | None = None, factor: float | None = None, **how: Any
+) -> list[Variant]:
+    """The model as it is, and extended by each of `methods`; by every registered one for None.
+
+    Args:
+        factor, how: as in `extend_context`. A method that needs options it was not given takes those of
+            its `example`.
+
+    Raises:
+        ValueError: as `extend_config`, for the first method that does not go.
+    """
+    plan = plan_extension(config, factor, "pi", **how)
+    names = [cls.name for cls in list_methods()] if methods is None else methods
+    made = [
+        method if isinstance(method, RopeScaling) else method_class(method).example(plan.rope, plan.factor)
+        for method in names
+    ]
+    kept = {name: value for name, value in how.items() if name != "target_length"}
+    return [Variant(), *(Variant(method.name, {"method": method, **kept}) for method in made)]
+
+
+def known_lengths(config: Any) -> tuple[int, int]:
+    """The trained length and the reach of a model, in tokens; without RoPE, both are what its config says.
+
+    Raises:
+        ValueError: the config says neither.
+    """
+    try:
+        facts = read_context(config)
+        return facts.trained_length, facts.reach
+    except ValueError as error:
+        text_config = config.get_text_config(decoder=True)
+        length = getattr(text_config, "max_position_embeddings", None)
+        if not length:
+            raise ValueError(f"the config does not say how long the model was trained: {error}") from None
+        return length, length
+
+
+def forced_record(sample: Sample, forced: Forced, prompter: Prompter) -> Record:
+    """The outcome of an answer under teacher forcing."""
+    guess, answer = forced.guess.tolist(), list(sample.input_ids[sample.n_prompt :])
+    said = prompter.decode(guess)
+    return {
+        "hit": guess == answer,
+        "score": sample.score(said),
+        "digits": digit_accuracy(sample, said),
+        "logprob": forced.logprobs.double().sum().item(),
+        "got": said,
+        **_readable(sample),
+    }
+
+
+def generated_record(sample: Sample, text: str) -> Record:
+    """The outcome of a generated answer."""
+    score = sample.score(text)
+    return {
+        "hit": score == 1.0,
+        "score": score,
+        "digits": digit_accuracy(sample, text),
+        "logprob": None,
+        "got": text,
+        **_readable(sample),
+    }
+
+
+def digit_accuracy(sample: Sample, said: str) -> float | None:
+    """The share of the digits that stand right, at their place; None where the answer is no number."""
+    if sample.metric != "numbers":
+        return None
+    right, asked = "".join(c for c in said if c.isdigit()), "".join(sample.references)
+    return sum(a == b for a, b in zip(right, asked)) / len(asked)
+
+
+def _readable(sample: Sample) -> Record:
+    """What a person needs to judge the outcome, since the prompt itself is too long to keep."""
+    around = 160
+    contexts = []
+    for needle in sample.needles:
+        at = sample.body.find(needle)
+        before, after = sample.body[max(0, at - around) : at], sample.body[at + len(needle) :][:around]
+        contexts.append([before, needle, after])
+    return {
+        "expected": list(sample.references),
+        "question": sample.question,
+        "needle_tokens": list(sample.needle_tokens),
+        "contexts": contexts,
+        "tokens": len(sample.input_ids),
+        "answer_tokens": sample.answer_tokens,
+    }
+
+
+def model_fingerprint(model: torch.nn.Module) -> str:
+    """Of config, and of parameters and buffers, each by up to 256 of its values."""
+
+    digest = blake2b(digest_size=8)
+    config = model.config.to_dict()
+    for key in ("transformers_version", "_name_or_path", "_attn_implementation"):
+        config.pop(key, None)
+    digest.update(repr(sorted(config.items(), key=lambda item: item[0])).encode())
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        flat = tensor.detach().reshape(-1)
+        values = flat[:: max(1, flat.numel() // 256)][:256].double().cpu()
+        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode() + values.numpy().tobytes())
+    return digest.hexdigest()

@@ -1,0 +1,137 @@
+"""The engine's short cuts change nothing: what is read once, in chunks or side by side is what one forward pass says."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from families import FAMILIES, LENGTH, tiny_model, token_ids
+
+from ctxext import temporarily_extended
+from ctxext.evals.engine import Engine, length_dependent
+from ctxext.evals.samples import Place, Sample
+
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "original_max_position_embeddings": LENGTH,
+    "short_factor": [1.0] * 8,
+    "long_factor": [1.0 + k / 2 for k in range(8)],
+    "factor": 4.0,
+}
+
+
+def grid(trials: int, forks: tuple[int, ...], length: int = 150, n_answer: int = 5) -> list[list[Sample]]:
+    """Random samples whose rows begin alike up to each of `forks`."""
+    rows = []
+    for trial in range(trials):
+        base = token_ids(length, seed=trial)[0].tolist()
+        row = []
+        for k, fork in enumerate(forks):
+            ids = base[:fork] + token_ids(length - fork, seed=1000 + 10 * trial + k)[0].tolist()
+            place = Place("random", length, k / 10, trial, 0)
+            row.append(Sample(place, "", "", "", ("1",), "numbers", "1", tuple(ids), length - n_answer, n_answer))
+        rows.append(row)
+    return rows
+
+
+def plain(model, sample: Sample) -> tuple[list[int], torch.Tensor]:
+    """Argmax and log-probabilities of the answer, from one forward pass over everything."""
+    ids = torch.tensor([sample.input_ids])
+    with torch.no_grad():
+        logprobs = model(input_ids=ids, use_cache=False).logits[0].double().log_softmax(-1)
+    rows = logprobs[sample.n_prompt - 1 : -1]
+    return rows.argmax(-1).tolist(), rows.gather(-1, ids[0, sample.n_prompt :, None])[:, 0]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("trials", "chunk"), [(1, 4096), (3, 23)])
+def test_answers_are_those_of_one_forward_pass(family: str, trials: int, chunk: int) -> None:
+    """Also where the cache cannot be cropped: windows that slide (Gemma-2, gpt-oss), linear attention (Qwen3.5)."""
+    model = tiny_model(family)
+    rows = grid(trials, (0, 30, 31, 90, 140, 149))
+    with temporarily_extended(model, 4):
+        seen = dict(Engine(model, chunk=chunk).forced(rows))
+        assert set(seen) == {sample for row in rows for sample in row}
+        for sample, forced in seen.items():
+            guess, logprobs = plain(model, sample)
+            torch.testing.assert_close(forced.logprobs.double(), logprobs, atol=1e-4, rtol=1e-4)
+            assert forced.guess.tolist() == guess
+
+
+@pytest.mark.parametrize("parameters", [DYNAMIC, LONGROPE], ids=["dynamic", "longrope"])
+def test_frequencies_that_follow_the_length_take_the_exact_path(parameters, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model("llama", rope_parameters=parameters)
+    rows = grid(2, (0, 40, 100))
+    assert length_dependent(model.config)
+
+    def worst() -> float:
+        model.load_state_dict(model.state_dict())
+        return max(
+            (f.logprobs - plain(model, s)[1]).abs().max().item() for s, f in Engine(model, chunk=40).forced(rows)
+        )
+
+    assert worst() < 1e-5
+    ids = rows[0][0].input_ids
+    exact = Engine(model, chunk=40).losses(ids).losses
+    # The fast path would be wrong here, so the detection is what makes it right.
+    monkeypatch.setattr(Engine, "whole", False)
+    assert worst() > 1e-2
+    assert (Engine(model, chunk=40).losses(ids).losses - exact).abs().max() > 1e-2
+
+
+def test_static_scaling_is_not_taken_for_length_dependent() -> None:
+    model = tiny_model("llama")
+    assert not length_dependent(model.config)
+    for method in ("pi", "yarn", "ntk", "resonance", "drope"):
+        with temporarily_extended(model, 4, method):
+            assert not length_dependent(model.config)
+
+
+def test_shared_beginnings_are_read_once() -> None:
+    model, forks = tiny_model("llama"), (0, 50, 100)
+    engine = Engine(model)
+    list(engine.forced(grid(3, forks)))
+    # The last token predicts nothing; the trunk is read up to the deepest fork.
+    assert engine.tokens == 3 * (100 + sum(149 - fork for fork in forks))
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "qwen3_5"])
+def test_generation_behind_a_chunked_prompt_is_stock_generation(family: str) -> None:
+    model = tiny_model(family)
+    for trial in range(3):
+        sample = grid(trial + 1, (0,))[trial][0]
+        prompt = torch.tensor([sample.input_ids[: sample.n_prompt]])
+        stock = model.generate(
+            prompt, attention_mask=torch.ones_like(prompt), do_sample=False, max_new_tokens=5, pad_token_id=0
+        )
+        assert Engine(model, chunk=33).generate(sample) == stock[0, prompt.shape[1] :].tolist()
+
+
+def test_teacher_forced_argmax_is_what_greedy_decoding_writes() -> None:
+    """On answers that are greedy's own, and on answers that differ from it in one token."""
+    model = tiny_model("llama")
+    for trial in range(6):
+        sample = grid(trial + 1, (0,))[trial][0]
+        prompt = sample.input_ids[: sample.n_prompt]
+        greedy = Engine(model).generate(sample)
+        if len(greedy) < 5:
+            continue
+        for wrong in (None, 0, 3):
+            answer = [token if k != wrong else (token + 1) % 128 for k, token in enumerate(greedy)]
+            forced = Sample(**{**vars(sample), "input_ids": (*prompt, *answer)})
+            ((_, seen),) = Engine(model).forced([[forced]])
+            assert (seen.guess.tolist() == answer) == (wrong is None)
+
+
+@pytest.mark.parametrize("chunk", [17, 4096])
+def test_losses_are_those_of_one_forward_pass(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ctxext.evals.engine.LOGITS", 128 * 40)  # at most 40 tokens of logits at a time
+    model, ids = tiny_model("llama"), token_ids(200)
+    with temporarily_extended(model, 4):
+        losses, top1 = Engine(model, chunk=chunk).losses(ids[0].tolist())
+        with torch.no_grad():
+            logits = model(input_ids=ids).logits[0, :-1]
+    expected = torch.nn.functional.cross_entropy(logits, ids[0, 1:], reduction="none")
+    torch.testing.assert_close(losses, expected, atol=1e-4, rtol=1e-4)
+    assert torch.equal(top1, logits.argmax(-1))

@@ -1,0 +1,281 @@
+"""lm-eval with extended models: the extension is in effect, recorded, and shared out to processes."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lm_eval import simple_evaluate
+from lm_eval.api.registry import get_model
+from lm_eval.config.group import GroupConfig
+from lm_eval.tasks import TaskManager
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from ctxext import extend_config
+from ctxext.assets import MODEL, PERSUASION
+from ctxext.evals import harness
+from ctxext.evals.harness.tasks.documents import mean_of_present, passkey_documents
+
+harness.register()
+YARN = {"pretrained": str(MODEL), "method": "yarn", "factor": 4}
+
+
+def load(**arguments: Any):
+    return get_model("ctxext").create_from_arg_obj({"pretrained": str(MODEL), **arguments}, {"device": "cpu"})
+
+
+def offline_tasks(**metadata: Any) -> TaskManager:
+    return TaskManager(include_path=harness.TASKS, include_defaults=False, metadata={**YARN, **metadata})
+
+
+def evaluate(model: Any, task: str, metadata: dict[str, Any], **options: Any) -> dict[str, Any]:
+    results = simple_evaluate(
+        model=model, tasks=[task], task_manager=offline_tasks(**metadata), bootstrap_iters=0, **options
+    )
+    return results["results"][task]
+
+
+@pytest.fixture(scope="module")
+def yarn():
+    return load(method="yarn", factor=4, batch_size=4)
+
+
+@pytest.fixture(scope="module")
+def plain():
+    """The same model not extended, with room for the same prompts."""
+    return load(method="none", max_length=2048, batch_size=4)
+
+
+# ------------------------------------------------------------------------------------ the model
+
+
+def test_the_length_limit_is_the_extended_one(yarn) -> None:
+    assert yarn.max_length == 2048
+    ids, _ = yarn.tok_batch_encode(["word " * 3000], truncation=True)
+    assert ids.shape[1] == 2048
+
+
+def test_a_length_limit_that_is_given_stays() -> None:
+    assert load(method="yarn", factor=4, max_length=1000).max_length == 1000
+
+
+def test_without_an_extension_it_is_plain_hf() -> None:
+    """No argument, method=none, and None as lm-eval's parser makes it."""
+    for arguments in ({}, {"method": "none"}, {"method": None}):
+        lm = load(**arguments)
+        assert lm.max_length == 512
+        assert lm.get_model_info()["context_extension"] is None
+
+
+def test_each_argument_reaches_its_owner() -> None:
+    lm = load(target_length=1024, beta_fast=16, original_max_position_embeddings=256, dtype="bfloat16")
+    record = lm.get_model_info()["context_extension"]
+    assert record["method"]["beta_fast"] == 16
+    assert (record["original_max_position_embeddings"], record["max_position_embeddings"]) == (256, 1024)
+    assert record["summary"] == "yarn ×4: 256 → 1024 tokens"
+    assert lm.model.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"method": "yarm", "factor": 4}, "did you mean 'yarn'"),
+        ({"method": "yarn", "factor": 0.5}, "factor must be >= 1, got 0.5"),
+        ({"method": "yarn", "beta_fats": 16}, "unknown model argument 'beta_fats'; did you mean 'beta_fast'"),
+        ({"method": "pi", "beta_fast": 16}, "unknown model argument 'beta_fast'"),
+        ({"method": "none", "factor": 4}, "factor would have no effect"),
+        ({"method": "dynamic", "factor": 4}, "length=2048"),
+        ({"pretrained": torch.nn.Linear(1, 1), "factor": 4}, "a Linear"),
+    ],
+)
+def test_a_mistake_is_refused_by_name(arguments: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(words)):
+        load(**arguments)
+
+
+def test_a_cache_of_answers_belongs_to_one_extension(yarn, plain, tmp_path: Path) -> None:
+    """Its keys are the prompts alone, so another method would be given this one's answers."""
+    task = ("ctxext_passkey", {"max_seq_lengths": 128, "depths": [0.5], "trials": 1})
+    cache = str(tmp_path / "answers")
+    assert evaluate(yarn, *task, use_cache=cache) == evaluate(yarn, *task, use_cache=cache)
+    with pytest.raises(ValueError, match="answers of another model"):
+        evaluate(plain, *task, use_cache=cache)
+
+
+# ------------------------------------------------------------------------------------ the tasks
+
+
+def test_prompts_reach_the_model_exact_in_tokens(yarn) -> None:
+    task = offline_tasks(max_seq_lengths=[129, 2048], trials=2).load("ctxext_passkey")["tasks"]["ctxext_passkey"]
+    task.build_all_requests()
+    assert len(task.instances) == 2 * 5 * 2
+    for request in task.instances:
+        context, answer = yarn._encode_pair(*request.args)
+        assert len(context) + len(answer) == request.doc["length"]
+        assert context[0] == yarn.tokenizer.bos_token_id
+        assert yarn.tokenizer.decode(answer) == request.doc["answer"]
+
+
+def test_the_passkey_is_found_beyond_the_trained_length_by_the_extended_model_alone(yarn, plain) -> None:
+    metadata = {"max_seq_lengths": [512, 1024], "depths": [0.0, 0.25], "trials": 4}
+    extended, unextended = (evaluate(lm, "ctxext_passkey", metadata) for lm in (yarn, plain))
+    assert extended["acc@512,none"] >= 0.75
+    assert unextended["acc@512,none"] >= 0.75
+    assert extended["acc@1024,none"] >= 0.75
+    assert unextended["acc@1024,none"] <= 0.25
+
+
+def test_lengths_are_multiples_of_the_trained_one_by_default() -> None:
+    lengths = passkey_documents(pretrained=str(MODEL), trials=1)["test"]["length"]
+    assert sorted(set(lengths)) == [512, 1024, 2048]
+
+
+def test_a_small_limit_leaves_prompts_of_every_length_to_every_process() -> None:
+    lengths = passkey_documents(tokenizer=str(MODEL), max_seq_lengths=[64, 128], trials=1)["test"]["length"][:4]
+    assert set(lengths[0::2]) == set(lengths[1::2]) == {64, 128}
+
+
+def test_prompts_cannot_be_sized_without_a_tokenizer() -> None:
+    with pytest.raises(ValueError, match="needs the model"):
+        passkey_documents(max_seq_lengths=[512])
+    with pytest.raises(ValueError, match="needs the model"):
+        passkey_documents(tokenizer=str(MODEL))
+
+
+def test_a_length_that_no_prompt_has_has_no_score() -> None:
+    assert mean_of_present([None, 1.0, 0.0, None]) == 0.5
+    assert mean_of_present([None]) is None
+
+
+def test_novel_perplexity_is_that_of_plain_transformers(yarn) -> None:
+    """One chapter, the windows written out, in a model that transformers itself built from the config."""
+    measured = evaluate(yarn, "ctxext_novel", {}, limit=1)
+    config = extend_config(AutoConfig.from_pretrained(MODEL), 4, "yarn")
+    model = AutoModelForCausalLM.from_pretrained(MODEL, config=config).eval()
+    tokenizer = AutoTokenizer.from_pretrained(MODEL)
+    novel = PERSUASION.read_text()
+    chapter = novel[novel.index("Chapter 1\n") : novel.index("Chapter 2\n")].strip()
+    tokens = tokenizer(chapter)["input_ids"]
+    ids = torch.tensor([[tokenizer.bos_token_id, *tokens]])
+    nats, scored = 0.0, 0
+    while scored < len(tokens):
+        # Disjoint windows of at most 2048 scored tokens; the last one reaches back to be as long as the others.
+        end = min(scored + 2048, len(tokens))
+        start = max(0, end - 2048)
+        with torch.no_grad():
+            logits = model(input_ids=ids[:, start:end]).logits[0]
+        losses = torch.nn.functional.cross_entropy(logits, ids[0, start + 1 : end + 1], reduction="none")
+        nats += losses[scored - start :].double().sum().item()
+        scored = end
+    assert len(tokens) > 2048
+    words, n_bytes = len(re.split(r"\s+", chapter)), len(chapter.encode())
+    assert measured["word_perplexity,none"] == pytest.approx(math.exp(nats / words), rel=1e-4)
+    assert measured["byte_perplexity,none"] == pytest.approx(math.exp(nats / n_bytes), rel=1e-4)
+    assert measured["bits_per_byte,none"] == pytest.approx(nats / n_bytes / math.log(2), rel=1e-4)
+
+
+def test_the_novel_has_24_chapters_or_is_one_document() -> None:
+    chapters = offline_tasks().load("ctxext_novel")["tasks"]["ctxext_novel"].eval_docs["text"]
+    assert [re.match(r"Chapter \d+", chapter)[0] for chapter in chapters] == [f"Chapter {n}" for n in range(1, 25)]
+    whole = offline_tasks(chapters_per_document=24).load("ctxext_novel")["tasks"]["ctxext_novel"].eval_docs["text"]
+    assert len(whole) == 1
+    assert len(whole[0]) >= sum(map(len, chapters))
+
+
+# -------------------------------------------------------------------- processes and command line
+
+SHARED = """
+import json, os, sys
+from lm_eval import simple_evaluate
+from lm_eval.api.registry import get_model
+from lm_eval.tasks import TaskManager
+from ctxext.evals import harness
+
+harness.register()
+arguments, metadata, folder = json.loads(sys.argv[1]), json.loads(sys.argv[2]), sys.argv[3]
+lm = get_model("ctxext").create_from_arg_obj(arguments, {"device": "cpu"})
+calls = []
+lm.model.register_forward_pre_hook(lambda module, args: calls.append(args[0].shape[1]))
+tasks = TaskManager(include_path=harness.TASKS, include_defaults=False, metadata=metadata)
+results = simple_evaluate(
+    model=lm, tasks=["ctxext_passkey", "ctxext_novel"], task_manager=tasks, limit=2, bootstrap_iters=0
+)
+with open(f"{folder}/{os.environ.get('RANK', 'alone')}.json", "w") as file:
+    json.dump({"calls": calls, "results": results and results["results"]}, file)
+"""
+
+
+def numbers(results: dict[str, Any]) -> dict[str, float]:
+    return {
+        f"{task}/{name}": value
+        for task, measured in results.items()
+        for name, value in measured.items()
+        if not isinstance(value, str)
+    }
+
+
+def test_two_processes_share_the_documents_and_find_what_one_finds(tmp_path: Path) -> None:
+    """On CPUs, over gloo. With two documents each process has one of the two lengths."""
+    script = tmp_path / "shared.py"
+    script.write_text(SHARED)
+    metadata = {**YARN, "max_seq_lengths": [256, 640], "depths": [0.5], "trials": 1}
+    arguments = [str(script), json.dumps(YARN), json.dumps(metadata), str(tmp_path)]
+    # `accelerate launch --cpu --num_processes 2` starts one process; its launcher for GPUs starts two on CPUs as well.
+    launch = ["-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2", "--main_process_port", "0"]
+    environment = {**os.environ, "ACCELERATE_USE_CPU": "true"}
+    for command in (arguments, [*launch, *arguments]):
+        run = subprocess.run([sys.executable, *command], capture_output=True, text=True, env=environment)
+        assert run.returncode == 0, run.stderr
+    alone, first, second = (json.loads((tmp_path / f"{who}.json").read_text()) for who in ("alone", "0", "1"))
+    assert second["results"] is None
+    # A prompt's last token is only predicted, so it is no input. The first calls are the passkey's.
+    assert [sorted(run["calls"][:n]) for run, n in ((alone, 2), (first, 1), (second, 1))] == [[255, 639], [255], [639]]
+    assert sum(first["calls"]) + sum(second["calls"]) < 1.5 * sum(alone["calls"])
+    assert numbers(first["results"]) == pytest.approx(numbers(alone["results"]), rel=1e-5)
+
+
+def test_the_command_line_records_the_extension_and_knows_tasks_of_ones_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "mine.yaml").write_text(
+        (harness.TASKS / "ctxext_novel.yaml").read_text().replace("ctxext_novel", "mine")
+    )
+    monkeypatch.setattr(sys, "argv", ["ctxext"])
+    arguments = f"--model ctxext --model_args pretrained={MODEL},method=ntk,factor=2 --device cpu --limit 1"
+    harness.main([*arguments.split(), "--tasks", "ctxext_passkey,mine", "--include_path", str(tmp_path),
+                  "--metadata", "max_seq_lengths=128", "--output_path", str(tmp_path / "out")])  # fmt: skip
+    assert "acc@128" in capsys.readouterr().out
+    (written,) = (tmp_path / "out").rglob("results_*.json")
+    results = json.loads(written.read_text())
+    assert set(results["results"]) == {"ctxext_passkey", "mine"}
+    record = results["config"]["context_extension"]
+    assert record["summary"] == "ntk ×2: 512 → 1024 tokens"
+    assert record["rope_parameters"]["rope_theta"] > 1250
+    assert results["config"]["max_length"] == 1024
+
+
+def test_an_include_path_of_a_config_file_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from lm_eval._cli import HarnessCLI
+
+    seen = []
+    monkeypatch.setattr(HarnessCLI, "execute", lambda self, parsed: seen.append(parsed.include_path))
+    monkeypatch.setattr(sys, "argv", ["ctxext"])
+    (tmp_path / "run.yaml").write_text("include_path: theirs\n")
+    harness.main(["run", "--config", str(tmp_path / "run.yaml")])
+    harness.main(["ls", "tasks"])
+    assert seen == [[str(harness.TASKS), "theirs"], [str(harness.TASKS)]]
+
+
+def test_every_task_of_the_short_preset_exists_in_lm_eval() -> None:
+    index = TaskManager(include_path=harness.TASKS).task_index
+    preset = GroupConfig(**index["ctxext_short"].cfg)
+    assert len(preset.task) >= 8
+    assert [task for task in preset.task if task not in index] == []

@@ -1,0 +1,197 @@
+"""Prompts: exact in tokens, a function of their place, readable, and asked as the model expects."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from functools import cache
+
+import pytest
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+from tokenizers_of_all_kinds import KINDS, tokenizer_of_kind
+from transformers import AutoTokenizer
+
+from ctxext.assets import MODEL, PERSUASION
+from ctxext.evals.haystack import FILLER, Haystack
+from ctxext.evals.needle import Needle, NeedleAmongDistractors, Needles, Passkey
+from ctxext.evals.prompts import Prompter
+from ctxext.evals.samples import Place, Sample, fingerprint, make_task
+
+TASKS = (Passkey(), Needle(), Needles(), NeedleAmongDistractors(), Passkey(digits=9))
+CHAT = "{% for m in messages %}<s>{{ m.role }}\n{{ m.content | trim }}</s>{% endfor %}{{ '<s>assistant\n' }}"
+
+
+@cache
+def prompter_of(kind: str, style: str = "base", answer_tokens: int | None = None) -> Prompter:
+    if style == "base":
+        return Prompter(tokenizer_of_kind(kind), "base", answer_tokens)
+    tokenizer = AutoTokenizer.from_pretrained(MODEL)
+    tokenizer.chat_template = CHAT
+    return Prompter(tokenizer, style, answer_tokens)
+
+
+@cache
+def haystack_of(kind: str, text: str = "novel") -> Haystack:
+    tokenizer = tokenizer_of_kind(kind)
+    return (
+        Haystack.from_text(FILLER * 800, tokenizer) if text == "filler" else Haystack.from_file(PERSUASION, tokenizer)
+    )
+
+
+def made(task, length: int, depth: float, trial: int = 0, kind: str = "shipped", seed: int = 0, **style) -> Sample:
+    place = Place(task.name, length, depth, trial, seed)
+    return task.sample(place, prompter_of(kind, **style), haystack_of(kind))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@settings(
+    max_examples=40, deadline=None, suppress_health_check=list(HealthCheck), phases=[Phase.explicit, Phase.generate]
+)
+@given(
+    task=st.sampled_from(TASKS),
+    length=st.integers(360, 3000),
+    depth=st.floats(0, 1),
+    trial=st.integers(0, 5),
+    text=st.sampled_from(["novel", "filler"]),
+)
+def test_prompts_hit_every_length_exactly(kind: str, task, length: int, depth: float, trial: int, text: str) -> None:
+    prompter, haystack = prompter_of(kind), haystack_of(kind, text)
+    sample = task.sample(Place(task.name, length, depth, trial, 0), prompter, haystack)
+    assert len(sample.input_ids) == sample.n_prompt + sample.answer_tokens == length
+    # The tokens are those that the tokenizer makes of the text, BOS included; nothing was glued.
+    text = prompter.prompt(sample.body, sample.lead) + sample.answer
+    assert list(sample.input_ids) == prompter.tokenizer(text)["input_ids"]
+    assert prompter.decode(sample.input_ids[sample.n_prompt :]).strip() == ", ".join(sample.references)
+    for needle, at in zip(sample.needles, sample.needle_tokens):
+        assert sample.body.count(needle) == 1
+        assert prompter.decode(sample.input_ids[at : at + 40]).strip().startswith(needle[:12])
+
+
+@pytest.mark.parametrize(("style", "answer_tokens"), [("chat", None), ("chat", 48), ("thinking", None)])
+def test_chat_template_and_answer_budget_count(style: str, answer_tokens: int | None) -> None:
+    sample = made(Passkey(), 2000, 0.3, style=style, answer_tokens=answer_tokens)
+    assert sample.n_prompt + sample.answer_tokens == 2000
+    prompter = prompter_of("shipped", style, answer_tokens)
+    text = prompter.decode(sample.input_ids[: sample.n_prompt])
+    begun = answer_tokens is None and style == "chat"
+    assert text.endswith("<s>assistant\nThe pass key is" if begun else "<s>assistant\n")
+    assert text.count("<s>") == 2  # the template's, and none of the tokenizer's before it
+    assert sample.answer_tokens == {"chat": answer_tokens or 6, "thinking": 1024}[style]
+    assert bool(sample.answer) == begun
+
+
+def test_needles_stand_between_sentences_at_their_depth() -> None:
+    for depth in (0.0, 0.1, 0.5, 0.9, 1.0):
+        sample = made(Passkey(), 2048, depth, trial=1)
+        before, _ = sample.body.split(" The pass key is", 1)
+        assert not before or before.rstrip("\"'”’)").endswith((".", "!", "?")) or depth == 0.0
+        assert sample.needle_tokens[0] / 2048 == pytest.approx(depth, abs=0.06)
+
+
+def test_every_trial_has_a_text_and_a_number_of_its_own() -> None:
+    samples = [made(Passkey(), 512, 0.5, trial) for trial in range(8)]
+    assert len({sample.references for sample in samples}) == 8
+    assert len({sample.body[:80] for sample in samples}) == 8
+
+
+def test_depths_of_a_trial_share_what_stands_before_the_needle() -> None:
+    early, late = made(Needles(), 1024, 0.3), made(Needles(), 1024, 0.8)
+    first = min((*early.needle_tokens, *late.needle_tokens))
+    assert early.input_ids[:first] == late.input_ids[:first]
+    assert early.references != late.references
+
+
+def test_samples_are_a_function_of_their_place_alone() -> None:
+    """Not of what was made before, nor of the process and its hash seed."""
+    places = [(512, 0.25, 3), (400, 1.0, 0), (512, 0.25, 1)]
+    code = (
+        "import sys; sys.path.insert(0, 'tests')\n"
+        "from evals.test_needle import *\n"
+        f"print([fingerprint(made(task, *p).input_ids) for task in TASKS for p in {places}])"
+    )
+    there = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.strip()
+    for task in TASKS:
+        made(task, 512, 0.5, 2)
+    assert there == str([fingerprint(made(task, *place).input_ids) for task in TASKS for place in places])
+    assert made(Passkey(), 512, 0.5).input_ids != made(Passkey(), 512, 0.5, seed=1).input_ids
+
+
+def test_distractors_are_not_asked_for() -> None:
+    sample = made(NeedleAmongDistractors(), 1500, 0.4)
+    assert len(sample.needles) == 8
+    assert len(sample.references) == 1
+    assert sample.references[0] in sample.needles[0]
+    owner = sample.needles[0].removeprefix("The special number of ").split(" is")[0]
+    assert owner in sample.question
+    assert not any(needle.removeprefix("The special number of ").split(" is")[0] in sample.question
+                   for needle in sample.needles[1:])  # fmt: skip
+
+
+def test_answers_are_scored_by_their_numbers_in_order() -> None:
+    sample = made(Needles(), 1024, 0.5)
+    a, b, c, d = sample.references
+    assert sample.score(f"They are {a}, {b}, {c} and {d}.") == 1.0
+    assert sample.score(f"{a}, {c}, {b}, {d}") == 0.5
+    assert sample.score(f"{a}9, {b}") == 0.25  # a longer number is another number
+    assert sample.score("I don't know.") == 0.0
+    passkey = made(Passkey(), 512, 0.5)
+    assert passkey.score(f" {passkey.references[0]}.") == 1.0
+    assert passkey.score(f"11111 22222 {passkey.references[0]}") == 0.0  # naming many is no answer
+
+
+def test_a_thinking_model_is_scored_by_what_it_says_after_its_thoughts() -> None:
+    prompter = prompter_of("shipped", "thinking")
+
+    def text(answer: str, prompt: str = "<s>assistant\n") -> str:
+        return prompter.answer_text(prompter.encode(prompt), prompter.encode(answer))
+
+    assert text("<think>maybe 1</think> 23456</s>") == " 23456"
+    assert text("<think>the key is 23456") == ""  # the budget ran out
+    assert text("the key is 23456", prompt="<s>assistant\n<think>\n") == ""
+    assert text("23456") == "23456"
+
+
+def test_bad_input_is_refused_with_a_remedy() -> None:
+    tokenizer = tokenizer_of_kind("shipped")
+    with pytest.raises(ValueError, match="at least 5. tokens, got length=20"):
+        made(Passkey(), 20, 0.5)
+    with pytest.raises(ValueError, match="Pass a longer text"):
+        made(Passkey(), 200_000, 0.5)
+    for text in ("", "  \n", "words without any end"):
+        with pytest.raises(ValueError, match="no sentence to cut at"):
+            Haystack.from_text(text, tokenizer)
+    with pytest.raises(ValueError, match="unknown task 'paskey'; did you mean 'passkey'"):
+        make_task("paskey")
+    with pytest.raises(ValueError, match="needs a chat template"):
+        Prompter(tokenizer, "chat")
+    with pytest.raises(ValueError, match="one of base, chat, thinking"):
+        Prompter(tokenizer, "bsae")
+    with pytest.raises(ValueError, match="needles must be >= 1"):
+        Needle(needles=0)
+
+
+def test_a_tokenizer_that_cannot_write_the_key_is_refused() -> None:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = {word: k for k, word in enumerate({"<unk>", *PERSUASION.read_text(encoding="utf-8").split()})}
+    bare = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    bare.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bare, unk_token="<unk>")
+    haystack = Haystack.from_file(PERSUASION, tokenizer)
+    with pytest.raises(ValueError, match="cannot write the answer"):
+        Passkey().sample(Place("passkey", 300, 0.5, 0, 0), Prompter(tokenizer), haystack)
+
+
+def test_a_text_that_is_no_text_is_refused(tmp_path) -> None:
+    (tmp_path / "picture.png").write_bytes(b"\x89PNG\xff\xfe")
+    with pytest.raises(ValueError, match="not a UTF-8 text"):
+        Haystack.from_file(tmp_path / "picture.png", tokenizer_of_kind("shipped"))
+
+
+def test_a_short_text_is_repeated_for_retrieval() -> None:
+    haystack = Haystack.from_text(FILLER * 3, tokenizer_of_kind("shipped"), at_least=2000)
+    sample = Passkey().sample(Place("passkey", 1500, 0.5, 0, 0), prompter_of("shipped"), haystack)
+    assert len(sample.input_ids) == 1500
+    assert haystack.repeats > 10

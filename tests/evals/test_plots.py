@@ -1,0 +1,238 @@
+"""The figures: each says its numbers, in any grid, and refuses what was not measured."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from html import unescape
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import matplotlib.image
+import pytest
+import torch
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.text import Annotation, Text
+
+from ctxext.evals import plots
+from ctxext.evals.perplexity import packed
+from ctxext.evals.results import Header, Record, Results
+from ctxext.evals.summary import Summary
+
+METHODS = (
+    "none", "yarn", "pi", "ntk", "ntk_by_parts", "dynamic_ntk", "dynamic_yarn", "llama3", "abf", "yarn_x8", "ntk_x8",
+    "drope",
+)  # fmt: skip
+EIGHT = (128, 256, 384, 512, 640, 768, 896, 1024)
+PARTS = ("passkey", "perplexity", "short")
+
+
+def made(
+    variants: int = 3,
+    lengths: Sequence[int] = (256, 512, 1024),
+    depths: Sequence[float | None] = (0.0, 0.25, 0.5, 0.75, 1.0),
+    parts: Sequence[str] = PARTS,
+    trials: int = 10,
+    trained: int = 256,
+    gain: float = 0.3,
+    dear: float = 0.0,
+) -> Summary:
+    """Results as the runner writes them, without a model: the k-th variant costs more and finds less than
+    the one before it, the last one `dear` nats more."""
+    rng, names, records = Random(0), METHODS[:variants], []
+
+    def record(variant: str, task: str, length: int, depth: float | None, trial: int, **values: Any) -> Record:
+        place = {"variant": variant, "task": task, "length": length, "depth": depth, "trial": trial, "seed": 0}
+        return {**place, "key": f"{task} {length} {depth} {trial}", **values}
+
+    for k, variant in enumerate(names):
+        chance = 0.2 if k == 0 else max(0.0, 1 - gain * (k - 1))
+        for length in lengths if "passkey" in parts else ():
+            for trial in range(trials):
+                for depth in depths:
+                    hit = length <= trained or rng.random() < chance
+                    readable = {"expected": ["123"], "got": "123" if hit else "9", "question": "?", "contexts": []}
+                    outcome = {"hit": hit, "score": float(hit), "digits": float(hit), "logprob": -1.0}
+                    records.append(record(variant, "passkey", length, depth, trial, **outcome, **readable))
+        for task, longest in (("perplexity", lengths[-1]), ("short", trained)):
+            for window in range(4 if task in parts else 0):
+                losses = 3 + 0.02 * k + torch.rand(longest - 1, generator=torch.Generator().manual_seed(window)) / 10
+                losses[trained:] += 0.5 * (k == 0)
+                losses += dear * (k == variants - 1)
+                arrays = {"losses": losses} | ({"top1": torch.arange(longest - 1)} if task == "short" else {})
+                size = {"tokens": longest - 1, "bytes": 4 * longest, "loss": losses.mean().item()}
+                records.append(record(variant, task, longest, None, window, **size, **packed(**arrays)))
+    facts = {name: {"model": "tiny", "extension": None, "fingerprint": name} for name in names}
+    about = {"trained_length": trained, "lengths": list(lengths)}
+    return Summary(Results(Path("made.jsonl"), Header({}, {part: {} for part in parts}, facts, about), records))
+
+
+def words(path: Path) -> list[str]:
+    """The texts of an SVG."""
+    return [unescape(text) for text in re.findall(r"<text[^>]*>(.*?)</text>", path.read_text(), re.S)]
+
+
+def joined(path: Path) -> str:
+    return "\n".join(words(path))
+
+
+FIGURES: dict[str, Callable[[Summary, Path], None]] = {
+    "overview": plots.plot_overview,
+    "heatmap": lambda summary, path: plots.plot_heatmap(summary, summary.variants[-1], "passkey", path),
+    "perplexity": plots.plot_perplexity,
+    "gate": plots.plot_gate,
+}
+
+
+@pytest.mark.parametrize("name", FIGURES)
+def test_figure_is_written_as_png_and_as_svg(name: str, tmp_path: Path) -> None:
+    summary = made()
+    for suffix in ("png", "svg"):
+        FIGURES[name](summary, tmp_path / f"figure.{suffix}")
+    height, width, _ = matplotlib.image.imread(tmp_path / "figure.png").shape
+    assert width > 500
+    assert height > 300
+    assert any("tiny" in text for text in words(tmp_path / "figure.svg"))
+
+
+def test_overview_shows_each_share_of_each_variant(tmp_path: Path) -> None:
+    summary, path = made(parts=["passkey"]), tmp_path / "figure.svg"
+    plots.plot_overview(summary, path)
+    shares = [cell.value for variant in summary.variants for cell in summary.cells(variant, "passkey").values()]
+    shown = [text for text in words(path) if re.fullmatch(r"\d+", text)]
+    assert sorted(shown) == sorted(f"{100 * share:.0f}" for share in shares)
+
+
+def test_overview_names_its_axes_and_the_trained_length(tmp_path: Path) -> None:
+    path = tmp_path / "figure.svg"
+    plots.plot_overview(made(), path)
+    for text in ("not extended", "yarn", "pi", "1×", "4×", "depth", "25%", "found, n = 10 a cell", "1,024"):
+        assert text in words(path)
+    assert "trained length: 256" in joined(path)
+    assert "perplexity of the token there" in words(path)
+    assert "length, as a multiple of the trained 256 tokens" in words(path)
+
+
+def test_heatmap_shows_share_and_interval_of_each_cell(tmp_path: Path) -> None:
+    summary, path = made(), tmp_path / "figure.svg"
+    plots.plot_heatmap(summary, "pi", "passkey", path)
+    for cell in summary.cells("pi", "passkey").values():
+        assert f"{100 * cell.value:.0f}" in words(path)
+        assert f"[{100 * cell.low:.0f}, {100 * cell.high:.0f}]" in words(path)
+    for text in ("length (tokens)", "1,024", "75%", "found, n = 10 a cell", "tiny, pi: passkey"):
+        assert text in words(path)
+
+
+def test_perplexity_has_a_line_a_variant_and_its_lengths(tmp_path: Path) -> None:
+    path = tmp_path / "figure.svg"
+    plots.plot_perplexity(made(), path)
+    for text in ("not extended", "yarn", "pi", "position in the window (tokens)", "1,024", "512", "256"):
+        assert text in words(path)
+
+
+def test_gate_names_each_variant_and_both_axes(tmp_path: Path) -> None:
+    path = tmp_path / "figure.svg"
+    plots.plot_gate(made(), path)
+    for text in ("not extended", "yarn", "pi", "found beyond the trained 256 tokens (%)"):
+        assert text in words(path)
+    assert "price within the trained 256 tokens (nats more a token)" in words(path)
+
+
+@pytest.fixture
+def drawn(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Figure]]:
+    """The figures that were saved, still open."""
+    figures: list[Figure] = []
+    with monkeypatch.context() as patch:
+        patch.setattr(plots.plt, "close", figures.append)
+        yield figures
+    for figure in figures:
+        plots.plt.close(figure)
+
+
+@pytest.mark.parametrize(("gain", "dear"), [(0.0, 0.0), (0.1, 0.0), (0.0, 4.0)])
+def test_no_label_of_the_gate_covers_another(gain: float, dear: float, tmp_path: Path, drawn: list[Figure]) -> None:
+    plots.plot_gate(made(variants=12, gain=gain, dear=dear), tmp_path / "figure.png")
+    (axes,) = drawn[0].axes
+    renderer = FigureCanvasAgg(drawn[0]).get_renderer()
+    boxes = [Text.get_window_extent(text, renderer) for text in axes.texts if isinstance(text, Annotation)]
+    assert len(boxes) == 12
+    for k, box in enumerate(boxes):
+        assert box.count_overlaps(boxes[:k]) == 0
+        assert axes.get_window_extent().contains(*box.min)
+        assert axes.get_window_extent().contains(*box.max)
+
+
+def test_a_dear_method_does_not_heap_up_the_others(tmp_path: Path, drawn: list[Figure]) -> None:
+    plots.plot_gate(made(variants=6, dear=4.0), tmp_path / "figure.png")
+    (axes,) = drawn[0].axes
+    left, right = axes.transData.transform([(0.0, 50.0), (0.08, 50.0)])
+    assert right[0] - left[0] > axes.get_window_extent().width / 4
+
+
+@pytest.mark.parametrize("lengths", [(256, 512, 1024), EIGHT])
+@pytest.mark.parametrize("variants", [2, 12])
+def test_overview_holds_every_panel_whatever_the_grid(variants: int, lengths: tuple[int, ...], tmp_path: Path) -> None:
+    path = tmp_path / "figure.svg"
+    plots.plot_overview(made(variants, lengths, [k / 10 for k in range(11)], trials=2), path)
+    titles = ["not extended", *METHODS[1:variants]]
+    # Once in the legend and once above its map.
+    assert [words(path).count(title) for title in titles] == [2] * variants
+    assert words(path).count("90%") >= 1
+
+
+@pytest.mark.parametrize(
+    ("parts", "refusing"),
+    [
+        (("passkey",), {"perplexity"}),
+        (("perplexity",), {"heatmap", "gate"}),
+        (("short",), {"overview", "heatmap", "perplexity"}),
+    ],
+)
+def test_figure_is_drawn_of_what_was_measured_or_refused(
+    parts: tuple[str, ...], refusing: set[str], tmp_path: Path
+) -> None:
+    summary = made(parts=parts)
+    for name, draw in FIGURES.items():
+        if name in refusing:
+            with pytest.raises(ValueError, match="measured"):
+                draw(summary, tmp_path / "figure.svg")
+        else:
+            draw(summary, tmp_path / "figure.svg")
+            assert "not extended" in joined(tmp_path / "figure.svg") or name == "heatmap"
+
+
+def test_a_task_that_draws_its_own_depth_has_a_map_of_one_row(tmp_path: Path) -> None:
+    path = tmp_path / "figure.svg"
+    plots.plot_heatmap(made(depths=[None]), "yarn", "passkey", path)
+    assert "depth" not in words(path)
+    assert sum(text.startswith("[") for text in words(path)) == 3
+
+
+def test_a_cell_that_was_not_measured_is_a_dash(tmp_path: Path) -> None:
+    summary, path = made(), tmp_path / "figure.svg"
+    summary.records = [r for r in summary.records if (r["variant"], r["length"]) != ("pi", 1024)]
+    plots.plot_heatmap(summary, "pi", "passkey", path)
+    assert words(path).count("–") == 5
+
+
+def test_text_of_a_cell_stands_out() -> None:
+    def luminance(color: str) -> float:
+        rgb = [int(color[k : k + 2], 16) / 255 for k in (1, 3, 5)]
+        linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in rgb]
+        return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+    for share in range(101):
+        dark, light = sorted(map(luminance, plots.heat_colors(share / 100)))
+        assert (light + 0.05) / (dark + 0.05) >= 4.5
+
+
+def test_save_figures_writes_what_was_measured(tmp_path: Path) -> None:
+    paths = plots.save_figures(made(variants=2), tmp_path, "run")
+    names = {"overview", "perplexity", "price", "passkey-none", "passkey-yarn"}
+    assert {path.name for path in paths} == {f"run-{name}.{suffix}" for name in names for suffix in ("png", "svg")}
+    assert all(path.stat().st_size > 1000 for path in paths)
+    assert [path.name for path in plots.save_figures(made(parts=["perplexity"]), tmp_path, "less")] == [
+        "less-overview.png", "less-overview.svg", "less-perplexity.png", "less-perplexity.svg",
+    ]  # fmt: skip

@@ -1,0 +1,179 @@
+"""The results file: nothing lost, nothing mixed in, nothing that is corrupt taken for a measurement."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ctxext.evals.results import Header, ResultsWriter, read_results
+
+
+def header(**changes) -> Header:
+    values = {
+        "identity": {"model": "m", "seed": 0},
+        "tasks": {"passkey": {"digits": 5}},
+        "variants": {"none": {"fingerprint": "a"}, "yarn": {"fingerprint": "b"}},
+    }
+    return Header(**{**values, **changes})
+
+
+def record(trial: int, variant: str = "none", **changes) -> dict:
+    place = {"task": "passkey", "length": 512, "depth": 0.5, "trial": trial, "seed": 0}
+    return {"variant": variant, "key": f"{trial:016x}", **place, "hit": True, **changes}
+
+
+def write(path: Path, batches: list[list[dict]], rank: int = 0, merge: bool = False, **changes) -> None:
+    with ResultsWriter(path, header(**changes), rank) as writer:
+        for batch in batches:
+            writer.add(batch)
+    if merge:
+        writer.merge()
+
+
+def test_a_run_goes_on_where_it_stopped(tmp_path: Path) -> None:
+    whole, path = tmp_path / "whole.jsonl", tmp_path / "r.jsonl"
+    batches = [[record(k), record(k, "yarn")] for k in range(6)]
+    write(whole, batches, merge=True)
+    write(path, batches[3:5], rank=1)  # an earlier run of two processes, of which nothing was merged
+    write(path, batches[:2])
+    writer = ResultsWriter(path, header())
+    assert {key for _, key in writer.done} == {record(k)["key"] for k in (0, 1, 3, 4)}
+    write(path, [batches[2], batches[5]], rank=2, merge=True)
+    assert path.read_bytes() == whole.read_bytes()
+    assert [file.name for file in sorted(tmp_path.iterdir())] == ["r.jsonl", "whole.jsonl"]
+
+
+def test_what_was_being_written_when_a_run_was_killed_is_measured_again(tmp_path: Path) -> None:
+    path = tmp_path / "r.jsonl"
+    write(path, [[record(0)], [record(1), record(2)]])
+    part = path.with_name("r.jsonl.part-0")
+    whole = part.read_bytes()
+    for cut in range(1, len(whole) - whole.rstrip(b"\n").rfind(b"\n") - 1):
+        part.write_bytes(whole[:-cut])
+        assert [r["trial"] for r in read_results(path).records] == [0]
+    with ResultsWriter(path, header()) as writer:
+        assert len(writer.done) == 1
+        writer.add([record(1), record(2)])
+    assert part.read_bytes() == whole
+
+
+@pytest.mark.parametrize(
+    ("changes", "word"),
+    [
+        ({"identity": {"model": "another", "seed": 0}}, "model"),
+        ({"identity": {"model": "m", "seed": 1}}, "seed"),
+        ({"tasks": {"passkey": {"digits": 7}}}, "task passkey"),
+        ({"variants": {"yarn": {"fingerprint": "c"}}}, "variant yarn"),
+    ],
+)
+@pytest.mark.parametrize("merged", [True, False])
+def test_other_measurements_are_not_mixed_in(tmp_path: Path, changes: dict, word: str, merged: bool) -> None:
+    path = tmp_path / "r.jsonl"
+    write(path, [[record(0)]], merge=merged)
+    files = {file: file.read_bytes() for file in tmp_path.iterdir()}
+    with pytest.raises(ValueError, match=f"holds other measurements: its {word} is .* Give another file"):
+        ResultsWriter(path, header(**changes))
+    assert files == {file: file.read_bytes() for file in tmp_path.iterdir()}
+
+
+def test_tasks_and_variants_may_be_added(tmp_path: Path) -> None:
+    path = tmp_path / "r.jsonl"
+    write(path, [[record(0)]], merge=True)
+    more = {"tasks": {"needle": {}}, "variants": {"pi": {"fingerprint": "d"}}}
+    write(path, [[record(1, "pi", task="needle")]], merge=True, **more)
+    results = read_results(path)
+    assert list(results.header.variants) == ["none", "yarn", "pi"]
+    assert [(r["variant"], r["task"]) for r in results.records] == [("none", "passkey"), ("pi", "needle")]
+
+
+@pytest.mark.parametrize(
+    ("damage", "word"),
+    [
+        (lambda lines: [b"hello", *lines[1:]], "not a results file"),
+        (lambda lines: [b'{"some": "json"}', *lines[1:]], "not a results file"),
+        (lambda lines: [lines[0], lines[1][:-9], *lines[2:]], "corrupt at line 2"),
+        (lambda lines: [lines[0], b'{"variant": "unknown"}', *lines[2:]], "corrupt"),
+        (lambda lines: [*lines[:-1], lines[-1][:20]], "corrupt"),
+        (lambda lines: [*lines, lines[1].replace(b'"hit": true', b'"hit": false')], "two outcomes"),
+    ],
+)
+def test_a_damaged_file_is_an_error(tmp_path: Path, damage, word: str) -> None:
+    path = tmp_path / "r.jsonl"
+    write(path, [[record(0), record(1)]], merge=True)
+    path.write_bytes(b"\n".join(damage(path.read_bytes().splitlines())) + b"\n")
+    for open_it in (read_results, lambda path: ResultsWriter(path, header())):
+        with pytest.raises(ValueError, match=word):
+            open_it(path)
+
+
+def test_a_file_whose_end_is_missing_is_an_error(tmp_path: Path) -> None:
+    path = tmp_path / "r.jsonl"
+    write(path, [[record(0), record(1)]], merge=True)
+    path.write_bytes(path.read_bytes()[:-5])
+    with pytest.raises(ValueError, match="cut off"):
+        read_results(path)
+
+
+def test_nothing_there_is_said(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="holds no results"):
+        read_results(tmp_path / "none.jsonl")
+
+
+FULL = """
+import resource, signal, sys
+sys.path.insert(0, "tests")
+from pathlib import Path
+from evals.test_results import header, record
+from ctxext.evals.results import ResultsWriter
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, ({limit}, {limit}))
+with ResultsWriter(Path({path!r}), header()) as writer:
+    for k in range(100):
+        writer.add([record(k)])
+"""
+
+
+def test_a_full_disk_keeps_what_was_measured(tmp_path: Path) -> None:
+    """The operating system refuses to let the file grow; a part of the last line may have been written by then."""
+    path = tmp_path / "r.jsonl"
+    script = FULL.format(limit=2000, path=str(path))
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert ended.returncode == 1
+    assert "cannot write results" in ended.stderr
+    assert "samples are kept in" in ended.stderr
+    assert "run the same command again" in ended.stderr
+    kept = read_results(path).records
+    assert [r["trial"] for r in kept] == list(range(len(kept)))
+    assert len(kept) > 5
+    assert path.with_name("r.jsonl.part-0").read_bytes().endswith(b"\n")
+    write(path, [[record(k)] for k in range(len(kept), 100)], merge=True)
+    assert len(read_results(path).records) == 100
+
+
+def test_a_full_disk_while_merging_keeps_the_journals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "r.jsonl"
+    write(path, [[record(k)] for k in range(5)])
+
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="All 5 samples are kept in its journals"):
+        ResultsWriter(path, header()).merge()
+    monkeypatch.undo()
+    assert [file.name for file in tmp_path.iterdir()] == ["r.jsonl.part-0"]
+    assert len(ResultsWriter(path, header()).merge().records) == 5
+
+
+def test_each_line_is_json_of_its_own(tmp_path: Path) -> None:
+    path = tmp_path / "r.jsonl"
+    write(path, [[record(1), record(0)], [record(0, "yarn")]], merge=True)
+    first, *lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert first["ctxext_results"] == 1
+    assert [(line["variant"], line["trial"]) for line in lines] == [("none", 0), ("none", 1), ("yarn", 0)]

@@ -1,0 +1,239 @@
+"""A grid gives the same results however it is run: batches, processes, order, kills."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from families import tiny_model
+from soak import soak
+
+from ctxext import YaRN, extend_context
+from ctxext.assets import MODEL, PERSUASION
+from ctxext.cli.measuring import load
+from ctxext.evals.haystack import Haystack
+from ctxext.evals.needle import Needle, Passkey
+from ctxext.evals.perplexity import KeyTokens, Perplexity
+from ctxext.evals.prompts import Prompter
+from ctxext.evals.results import Results
+from ctxext.evals.runner import Grid, Runner
+from ctxext.evals.targets import LiveModel, Variant, compared_variants, model_fingerprint
+from ctxext.methods import list_methods
+
+
+@pytest.fixture(scope="module")
+def loaded():
+    model, tokenizer = load(MODEL)
+    haystack = Haystack.from_text(PERSUASION.read_text(encoding="utf-8")[:120_000], tokenizer)
+    return model, Prompter(tokenizer), haystack
+
+
+GRID = {
+    "retrieval": (Passkey(),),
+    "texts": (Perplexity(),),
+    "lengths": (96, 768),
+    "depths": (0.0, 0.4, 1.0),
+    "trials": 4,
+    "windows": 2,
+    "gate": (512,),
+}
+VARIANTS = [Variant(), Variant("yarn", {"method": "yarn", "factor": 4})]
+
+
+def run(loaded, path: Path, variants=VARIANTS, beyond: bool = True, **changes) -> Results:
+    model, prompter, haystack = loaded
+    grid = Grid(**{**GRID, **changes})
+    runner = Runner(LiveModel(model, prompter, "austen-4m"), prompter, haystack, grid, "persuasion", beyond)
+    return runner.run(path, variants)
+
+
+@pytest.fixture(scope="module")
+def reference(loaded, tmp_path_factory) -> Results:
+    return run(loaded, tmp_path_factory.mktemp("reference") / "r.jsonl", batch_size=1)
+
+
+def same(one: Results, other: Results, atol: float = 1e-4) -> None:
+    assert len(one.records) == len(other.records)
+    for a, b in zip(one.records, other.records):
+        assert a.keys() == b.keys()
+        for name in a:
+            if name in ("logprob", "loss"):
+                assert a[name] == pytest.approx(b[name], abs=atol)
+            elif name not in ("losses", "top1"):
+                assert a[name] == b[name], name
+
+
+def test_the_grid_is_complete(reference: Results) -> None:
+    counts: dict[tuple[str, str, int], int] = {}
+    for record in reference.records:
+        place = record["variant"], record["task"], record["length"]
+        counts[place] = counts.get(place, 0) + 1
+    retrieval = {(v, "passkey", n): 12 for v in ("none", "yarn") for n in (96, 512, 768)}
+    texts = {(v, task, n): 2 for v in ("none", "yarn") for task, n in (("perplexity", 768), ("short", 512))}
+    assert counts == retrieval | texts
+    hits = {record["hit"] for record in reference.records if "hit" in record}
+    assert hits == {True, False}
+
+
+@pytest.mark.parametrize("batch_size", [3, 8])
+def test_the_batch_size_changes_nothing(loaded, reference: Results, tmp_path: Path, batch_size: int) -> None:
+    same(reference, run(loaded, tmp_path / "r.jsonl", batch_size=batch_size))
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_processes_share_the_grid_and_merge_to_the_same_file(world: int, reference: Results, tmp_path: Path) -> None:
+    """By `accelerate launch`, through the command line."""
+    common = ["eval", str(MODEL), "--tasks", "passkey,perplexity", "--lengths", "96,768", "--depths", "0,0.4,1"]
+    common += ["--trials", "4", "--windows", "2", "--method", "yarn", "--batch-size", "1", "--dtype", "float32"]
+    (tmp_path / "one").mkdir()
+    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(world), "-m", "ctxext.cli"]
+    for start, path in ((launch, tmp_path / "r.jsonl"), ([sys.executable, "-m", "ctxext.cli"], tmp_path / "one/r.jsonl")):
+        subprocess.run([*start, *common, "-o", str(path)], check=True, capture_output=True, env=quiet())
+    assert (tmp_path / "r.jsonl").read_bytes() == (tmp_path / "one/r.jsonl").read_bytes()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["one", "r.jsonl"]
+
+
+def quiet() -> dict[str, str]:
+    import os
+
+    return {**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
+
+
+def test_which_tasks_run_and_in_what_order_changes_no_sample(loaded, reference: Results, tmp_path: Path) -> None:
+    other = run(
+        loaded, tmp_path / "r.jsonl", variants=VARIANTS[::-1], retrieval=(Needle(), Passkey()), texts=(), gate=(),
+        lengths=(768,), depths=(1.0, 0.4), trials=2, batch_size=2,
+    )  # fmt: skip
+    known = {(r["variant"], r["key"]): r for r in reference.records}
+    shared = [r for r in other.records if r["task"] == "passkey"]
+    assert len(shared) == 8
+    for record in shared:
+        expected = known[record["variant"], record["key"]]
+        assert record["got"] == expected["got"]
+        assert record["logprob"] == pytest.approx(expected["logprob"], abs=1e-4)
+
+
+def test_a_run_that_was_killed_ends_as_if_it_had_not_been() -> None:
+    outcome = soak(kills=5, seed=1)
+    assert outcome.kills == 5
+    assert outcome.finished >= 1
+
+
+def test_a_second_run_measures_nothing(loaded, reference: Results, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = reference.path.read_bytes()
+    monkeypatch.setattr(LiveModel, "outcomes", lambda *_: iter(()))
+    monkeypatch.setattr(LiveModel, "read", lambda *_: pytest.fail("a window was read again"))
+    run(loaded, reference.path, batch_size=1)
+    assert reference.path.read_bytes() == before
+
+
+def test_a_larger_grid_measures_only_what_is_new(loaded, tmp_path: Path) -> None:
+    path = tmp_path / "r.jsonl"
+    small = run(loaded, path, texts=(), gate=(), lengths=(96,))
+    large = run(loaded, path, texts=(), gate=(), lengths=(96,), trials=5, depths=(0.0, 0.2, 0.4, 1.0))
+    assert len(small.records) == 2 * 12
+    assert len(large.records) == 2 * 20
+    keys = {(r["variant"], r["key"]) for r in large.records}
+    assert {(r["variant"], r["key"]) for r in small.records} < keys
+
+
+def test_generated_answers_agree_with_teacher_forcing(loaded, reference: Results, tmp_path: Path) -> None:
+    generated = run(loaded, tmp_path / "r.jsonl", texts=(), gate=(), generate=True)
+    forced = {(r["variant"], r["key"]): r["hit"] for r in reference.records if "hit" in r}
+    assert all(forced[r["variant"], r["key"]] == r["hit"] for r in generated.records)
+    assert len(generated.records) == 48
+    with pytest.raises(ValueError, match="its scoring is"):
+        run(loaded, reference.path, generate=True)
+
+
+def test_every_method_is_compared_those_that_follow_the_length_at_each(loaded, tmp_path: Path) -> None:
+    """A method that somebody registers is in the comparison without a change here."""
+    model, *_ = loaded
+    variants = compared_variants(model.config, factor=4)
+    assert [variant.name for variant in variants] == ["none", *(cls.name for cls in list_methods())]
+    dynamic = [variant for variant in variants if variant.follows_length]
+    assert {"dynamic_ntk", "dynamic_yarn"} <= {variant.name for variant in dynamic}
+    results = run(loaded, tmp_path / "r.jsonl", [variants[0], *dynamic], lengths=(256, 768, 2048), trials=1, gate=())
+    for variant in dynamic:
+        lengths = [r["length"] for r in results.records if (r["variant"], r["task"]) == (variant.name, "perplexity")]
+        assert lengths == [256, 256, 768, 768, 2048, 2048]
+        # Within the trained length it is the model as it is; beyond, it is the method pinned at that length.
+        mine = {(r["task"], r["length"], r["trial"]): r for r in results.records if r["variant"] == variant.name}
+        plain = {(r["task"], r["length"], r["trial"]): r for r in results.records if r["variant"] == "none"}
+        assert mine["passkey", 256, 0]["logprob"] == plain["passkey", 256, 0]["logprob"]
+        assert mine["passkey", 768, 0]["logprob"] != plain["passkey", 768, 0]["logprob"]
+
+
+def test_a_model_is_extended_only_while_it_is_measured(loaded, tmp_path: Path) -> None:
+    model, *_ = loaded
+    before = model_fingerprint(model)
+    run(loaded, tmp_path / "r.jsonl", texts=(), trials=1)
+    assert model_fingerprint(model) == before
+
+
+def test_fingerprints_tell_models_apart() -> None:
+    model = tiny_model("llama")
+    first = model_fingerprint(model)
+    assert model_fingerprint(tiny_model("llama")) == first
+    assert model_fingerprint(tiny_model("llama", seed=1)) != first
+    with torch.no_grad():
+        model.model.layers[1].mlp.up_proj.weight.mul_(1.001)
+    assert model_fingerprint(model) != first
+    other = tiny_model("llama")
+    extend_context(other, 4)
+    assert model_fingerprint(other) != first
+    assert Variant("a", {"method": YaRN(factor=4)}).describe(FakeTarget) != Variant(
+        "a", {"method": YaRN(factor=4, beta_fast=16)}
+    ).describe(FakeTarget)
+
+
+class FakeTarget:
+    name, fingerprint = "model", "0" * 16
+
+
+def test_a_model_shorter_than_asked_is_refused(loaded, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="covers 512 tokens, and 768 were asked for"):
+        run(loaded, tmp_path / "r.jsonl", [Variant()], beyond=False)
+    with pytest.raises(ValueError, match=r"covers 1,024 tokens, and 2,048 were asked for"):
+        run(loaded, tmp_path / "r.jsonl", [Variant("pi", {"method": "pi", "factor": 2})], False, lengths=(2048,))
+    assert list(tmp_path.iterdir()) == []
+    run(loaded, tmp_path / "r.jsonl", VARIANTS[1:], beyond=False, trials=1, texts=())
+
+
+@pytest.mark.parametrize(
+    ("changes", "word"),
+    [
+        ({"depths": (0.5, 1.5)}, "between 0 .* and 1 .*, got 1.5"),
+        ({"depths": (float("nan"),)}, "got nan"),
+        ({"depths": ()}, "at least one depth"),
+        ({"lengths": ()}, "lengths must be"),
+        ({"lengths": (512, 256)}, "ascending"),
+        ({"lengths": (0, 256)}, "> 0"),
+        ({"trials": 0}, "trials must be >= 1"),
+        ({"windows": 0}, "windows must be >= 1"),
+        ({"batch_size": 0}, "batch_size must be >= 1"),
+        ({"retrieval": (), "texts": (), "gate": ()}, "nothing to measure"),
+    ],
+)
+def test_a_wrong_grid_is_refused(changes: dict, word: str) -> None:
+    with pytest.raises(ValueError, match=word):
+        Grid(**{**GRID, **changes})
+
+
+def test_what_was_measured_before_an_error_is_kept(loaded, tmp_path: Path) -> None:
+    """The length of 40 is too short for a needle; passkey at 96 was measured before that is seen."""
+    path = tmp_path / "r.jsonl"
+    with pytest.raises(ValueError, match="needle prompt needs at least"):
+        run(loaded, path, [Variant()], retrieval=(Passkey(), Needle(needles=6)), texts=(), gate=(), lengths=(96,))
+    part = path.with_name("r.jsonl.part-0").read_text().splitlines()
+    assert sum(len(json.loads(line)) for line in part[1:]) == 12
+
+
+def test_key_tokens_are_judged_by_the_model_as_it_is(loaded, tmp_path: Path) -> None:
+    results = run(loaded, tmp_path / "r.jsonl", texts=(Perplexity(), KeyTokens(long=512, short=64)), retrieval=())
+    judges = {r["variant"] for r in results.records if r["task"] == "key_tokens"}
+    assert judges == {"none"}

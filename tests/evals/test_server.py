@@ -1,0 +1,391 @@
+"""A served model answers as the model itself does, and what goes wrong on the way is said."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Iterator
+from email.utils import formatdate
+from functools import cache
+from time import time
+
+import pytest
+import torch
+from live_server import CHAT_TEMPLATE, Fault, LiveServer
+from transformers import AutoTokenizer
+
+from ctxext.assets import MODEL, PERSUASION
+from ctxext.evals import server as client
+from ctxext.evals.haystack import Haystack
+from ctxext.evals.prompts import Prompter
+from ctxext.evals.samples import Sample, make_task
+from ctxext.evals.server import ServedModel
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    tokenizer = AutoTokenizer.from_pretrained(MODEL)
+    tokenizer.chat_template = CHAT_TEMPLATE
+    return tokenizer
+
+
+@pytest.fixture(scope="module")
+def make_samples(tokenizer) -> Callable[..., list[Sample]]:
+    haystack = Haystack.from_file(PERSUASION, tokenizer)
+
+    @cache
+    def make(style: str = "base", answer_tokens: int | None = None, length: int = 256) -> list[Sample]:
+        task, prompter = make_task("passkey"), Prompter(tokenizer, style, answer_tokens)
+        places = task.places([length], [0.0, 0.3, 0.6, 1.0], trials=2, seed=0)
+        return [task.sample(place, prompter, haystack) for place in places]
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def samples(make_samples) -> list[Sample]:
+    return make_samples()
+
+
+@pytest.fixture(scope="module")
+def shared() -> Iterator[LiveServer]:
+    with LiveServer(chat_template=CHAT_TEMPLATE) as server:
+        yield server
+
+
+@pytest.fixture
+def live(shared: LiveServer) -> LiveServer:
+    """The shared server as it was at first."""
+    fresh = LiveServer.__dataclass_fields__
+    for name in ("extra_token", "thought", "reasoning_field", "repetition_penalty", "refused_fields", "usage", "peak"):
+        setattr(shared, name, fresh[name].default)
+    shared.api_key, shared.names = None, ("austen-4m",)
+    shared.requests.clear()
+    shared.faults.clear()
+    return shared
+
+
+@pytest.fixture(autouse=True)
+def no_key_and_no_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+    monkeypatch.setenv("no_proxy", "*")
+
+
+@pytest.fixture
+def waits(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The seconds that the client would have slept."""
+    slept: list[float] = []
+    monkeypatch.setattr(client.time, "sleep", slept.append)
+    return slept
+
+
+@pytest.fixture(scope="module")
+def generated(shared: LiveServer) -> Callable[[Sample], str]:
+    """What the model says by itself."""
+
+    @cache
+    def generate(sample: Sample) -> str:
+        prompt = torch.tensor([sample.input_ids[: sample.n_prompt]])
+        with torch.inference_mode():
+            out = shared.model.generate(
+                prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=sample.answer_tokens, do_sample=False
+            )
+        return shared.tokenizer.decode(out[0, sample.n_prompt :], skip_special_tokens=True)
+
+    return generate
+
+
+def test_a_served_model_answers_as_the_model_itself(live: LiveServer, samples: list[Sample], generated) -> None:
+    served = ServedModel(live.url, style="base", concurrency=1)
+    answers = [served.answer(sample) for sample in samples]
+    assert answers == [generated(sample) for sample in samples]
+    assert len(set(answers)) == len(samples) == 8
+    assert sum(sample.score(answer) for sample, answer in zip(samples, answers)) >= 6
+
+
+def test_answers_do_not_depend_on_concurrency(live: LiveServer, samples: list[Sample]) -> None:
+    serial = dict(ServedModel(live.url, style="base", concurrency=1).answers(samples))
+    assert live.peak == 1
+    together = dict(ServedModel(live.url, style="base", concurrency=3).answers(iter(samples)))
+    assert together == serial
+    assert len(serial) == 8
+    assert live.peak == 3
+
+
+def test_samples_are_drawn_only_as_fast_as_they_are_answered(live: LiveServer, samples: list[Sample]) -> None:
+    drawn: list[Sample] = []
+
+    def draw() -> Iterator[Sample]:
+        for sample in samples:
+            drawn.append(sample)
+            yield sample
+
+    answers = ServedModel(live.url, style="base", concurrency=2).answers(draw())
+    next(answers)
+    assert len(drawn) == 2
+    next(answers)
+    assert len(drawn) == 3
+
+
+def test_an_error_is_raised_after_what_was_under_way(live: LiveServer, samples: list[Sample], generated) -> None:
+    live.faults.append(Fault(400))
+    answered: list[tuple[Sample, str]] = []
+    with pytest.raises(ValueError, match="out of order"):
+        answered.extend(ServedModel(live.url, style="base", concurrency=4).answers(samples))
+    assert len(answered) == len(live.requests) - 1
+    assert 3 <= len(answered) < 7
+    assert all(answer == generated(sample) for sample, answer in answered)
+
+
+def test_an_error_of_the_samples_loses_no_answer(live: LiveServer, samples: list[Sample]) -> None:
+    def draw() -> Iterator[Sample]:
+        yield from samples[:3]
+        raise ValueError("the haystack is too short")
+
+    answers = ServedModel(live.url, style="base", concurrency=4).answers(draw())
+    assert {sample for sample, _ in (next(answers), next(answers), next(answers))} == set(samples[:3])
+    with pytest.raises(ValueError, match="the haystack is too short"):
+        next(answers)
+
+
+def test_a_prompt_of_another_size_for_the_server_is_an_error(live: LiveServer, samples: list[Sample]) -> None:
+    live.extra_token = True
+    sample = samples[0]
+    with pytest.raises(ValueError, match=f"read {sample.n_prompt + 1} tokens .* prompt of {sample.n_prompt} tokens"):
+        ServedModel(live.url, style="base").answer(sample)
+    assert ServedModel(live.url, style="base", strict_size=False).answer(sample)
+    live.usage = False
+    assert ServedModel(live.url, style="base").answer(sample)
+
+
+def test_greedy_means_no_penalty_that_the_server_would_apply(
+    live: LiveServer, samples: list[Sample], generated
+) -> None:
+    live.repetition_penalty = 5.0
+    served = ServedModel(live.url, style="base")
+    assert [served.answer(sample) for sample in samples[:3]] == [generated(sample) for sample in samples[:3]]
+    served._extras = {}
+    assert [served.answer(sample) for sample in samples[:3]] != [generated(sample) for sample in samples[:3]]
+
+
+@pytest.mark.parametrize(("style", "other"), [("chat", "thinking"), ("thinking", "chat")])
+def test_a_chat_is_templated_by_the_server_as_by_the_prompter(
+    live: LiveServer, make_samples, generated, style: str, other: str
+) -> None:
+    samples = make_samples(style, 6)
+    live.thought = "<think>Hm.</think>" if style == "thinking" else ""
+    answers = dict(ServedModel(live.url, style=style).answers(samples))
+    assert answers == {sample: generated(sample) for sample in samples}
+    assert sum(sample.score(answer) for sample, answer in answers.items()) >= 6
+    path, body = live.requests[-1]
+    assert path == "/v1/chat/completions"
+    assert [message["role"] for message in body["messages"]] == ["user"]
+    assert body["chat_template_kwargs"] == {"enable_thinking": style == "thinking"}
+    # Asked in the other style, the template writes another prompt, and its size tells.
+    with pytest.raises(ValueError, match="chat template is not the one"):
+        ServedModel(live.url, style=other).answer(samples[0])
+
+
+def test_a_begun_answer_cannot_be_sent_as_a_chat(live: LiveServer, make_samples) -> None:
+    (sample, *_) = make_samples("chat")
+    with pytest.raises(ValueError, match=r"Prompter\(answer_tokens=N\)"):
+        ServedModel(live.url, style="chat").answer(sample)
+
+
+def test_a_field_that_the_server_refuses_is_left_out_from_then_on(live: LiveServer, make_samples, generated) -> None:
+    live.refused_fields = ("repetition_penalty", "chat_template_kwargs")
+    # What this style's template writes without being told is the thinking prompt.
+    sample = make_samples("thinking", 6)[0]
+    live.thought = "<think>Hm.</think>"
+    served = ServedModel(live.url, style="thinking")
+    assert served.answer(sample) == generated(sample)
+    assert [sorted(live.refused_fields & body.keys()) for _, body in live.requests] == [
+        ["chat_template_kwargs", "repetition_penalty"],
+        ["chat_template_kwargs"],
+        [],
+    ]
+    served.answer(sample)
+    assert len(live.requests) == 4
+    # Without the field a chat is another prompt: that does not pass unseen.
+    with pytest.raises(ValueError, match="chat template is not the one"):
+        ServedModel(live.url, style="chat").answer(make_samples("chat", 6)[0])
+
+
+def test_vllm_may_refuse_the_field_under_another_name(live: LiveServer, make_samples, generated) -> None:
+    """Its words for Mistral's own tokenizer."""
+    live.faults.append(Fault(400, b'{"error": {"message": "chat_template is not supported for Mistral tokenizers."}}'))
+    sample = make_samples("thinking", 6)[0]
+    live.thought = "<think>Hm.</think>"
+    assert ServedModel(live.url, style="thinking").answer(sample) == generated(sample)
+    assert ["chat_template_kwargs" in body for _, body in live.requests] == [True, False]
+
+
+@pytest.mark.parametrize("field", [None, "reasoning_content", "reasoning"])
+def test_thoughts_are_no_part_of_an_answer(live: LiveServer, make_samples, generated, field: str | None) -> None:
+    sample = make_samples("thinking", 6)[0]
+    live.thought, live.reasoning_field = "<think>Is it 11111? </think> No, 22222.</think>", field
+    assert ServedModel(live.url, style="thinking").answer(sample) == generated(sample)
+    # Who does not ask for thoughts gets what the server says.
+    chat = make_samples("chat", 6)[0]
+    assert ("11111" in ServedModel(live.url, style="chat").answer(chat)) == (field is None)
+
+
+@pytest.mark.parametrize("thought", ["<think>Is it 11111? ", "Is it 11111? "])
+def test_a_thought_that_was_cut_off_is_no_answer(live: LiveServer, make_samples, thought: str) -> None:
+    live.thought = thought
+    assert ServedModel(live.url, style="thinking").answer(make_samples("thinking", 6)[0]) == ""
+
+
+def test_an_answer_without_content_is_empty(live: LiveServer, make_samples) -> None:
+    """As vLLM gives it where all tokens went into the thought."""
+    live.faults.append(Fault(200, b'{"choices": [{"message": {"content": null, "reasoning": "Is it 11111?"}}]}'))
+    assert ServedModel(live.url, style="thinking").answer(make_samples("thinking", 6)[0]) == ""
+
+
+def test_passing_faults_are_retried_ever_more_slowly(
+    live: LiveServer, samples: list[Sample], generated, waits: list[float]
+) -> None:
+    live.faults += [Fault(503), Fault(0), Fault(200, b"{", {"Content-Length": "99"})]
+    assert ServedModel(live.url, style="base").answer(samples[0]) == generated(samples[0])
+    assert waits == [1.0, 2.0, 4.0]
+    assert len(live.requests) == 4
+
+
+def test_retries_wait_as_long_as_the_server_asks(
+    live: LiveServer, samples: list[Sample], generated, waits: list[float]
+) -> None:
+    live.faults += [
+        Fault(429, headers={"Retry-After": "7"}),
+        Fault(503, headers={"Retry-After": formatdate(time() + 60, usegmt=True)}),
+    ]
+    assert ServedModel(live.url, style="base").answer(samples[0]) == generated(samples[0])
+    assert waits[0] == 7
+    assert 50 < waits[1] <= 60
+    live.faults.append(Fault(429, headers={"Retry-After": "3600"}))
+    with pytest.raises(RuntimeError, match=r"429 \(out of order\), and asks for 3600 s"):
+        ServedModel(live.url, style="base", timeout=60).answer(samples[0])
+    assert len(waits) == 2
+
+
+def test_faults_that_do_not_pass_are_told(live: LiveServer, samples: list[Sample], waits: list[float]) -> None:
+    live.faults += [Fault(503)] * 2
+    with pytest.raises(RuntimeError, match=r"answers 503 \(out of order\).*retries=1"):
+        ServedModel(live.url, style="base", retries=1).answer(samples[0])
+    live.faults += [Fault(0)] * 2
+    with pytest.raises(ConnectionError, match="broke off the connection"):
+        ServedModel(live.url, style="base", retries=1).answer(samples[0])
+    assert len(live.requests) == 4
+    assert waits == [1.0, 1.0]
+
+
+def test_silence_is_an_error_after_the_timeout(live: LiveServer, samples: list[Sample], waits: list[float]) -> None:
+    live.faults.append(Fault(500, seconds=1.5))
+    with pytest.raises(TimeoutError, match=r"silent for 0\.5 s\. Raise timeout="):
+        ServedModel(live.url, style="base", timeout=0.5).answer(samples[0])
+    assert waits == []
+
+
+def test_a_server_that_is_not_there_is_told(waits: list[float]) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        port = taken.getsockname()[1]
+        with pytest.raises(ConnectionError, match=rf"127\.0\.0\.1:{port}/v1/models cannot be reached .*refused"):
+            ServedModel(f"http://127.0.0.1:{port}", style="base")
+    assert waits == []
+
+
+def test_a_prompt_that_is_too_long_is_refused_in_the_servers_words(live: LiveServer, make_samples) -> None:
+    sample = make_samples(length=640)[0]
+    with pytest.raises(ValueError, match=r"passkey prompt of 63\d tokens .* maximum context length is 512 .*--max-mod"):
+        ServedModel(live.url, style="base").answer(sample)
+    assert len(live.requests) == 1
+
+
+@pytest.mark.parametrize(
+    ("body", "shown"),
+    [
+        (b"<html>welcome</html>", "no JSON object but b'<html>welcome"),
+        (b"[1]", "no JSON object"),
+        (b'{"error": "Unexpected endpoint"}', "no completion but .*Unexpected endpoint"),
+        (b'{"choices": []}', "no completion"),
+        (b'{"choices": [{"text": ["a"]}]}', "no completion"),
+    ],
+)
+def test_what_is_no_completion_is_shown(live: LiveServer, samples: list[Sample], body: bytes, shown: str) -> None:
+    live.faults.append(Fault(200, body))
+    with pytest.raises(ValueError, match=shown):
+        ServedModel(live.url, style="base").answer(samples[0])
+
+
+@pytest.mark.parametrize(
+    "body", [b'{"message": "no"}', b'{"detail": "no"}', b'{"error": "no"}', b'{"error": {"message": "no."}}', b"no\n"]
+)
+def test_every_servers_words_are_found(live: LiveServer, samples: list[Sample], body: bytes) -> None:
+    live.faults.append(Fault(422, body))
+    with pytest.raises(ValueError, match=r"with 422: no\. If that is too long"):
+        ServedModel(live.url, style="base").answer(samples[0])
+
+
+def test_a_redirect_is_not_followed(live: LiveServer, samples: list[Sample]) -> None:
+    live.faults.append(Fault(307, headers={"Location": f"{live.url}/v2/completions"}))
+    with pytest.raises(ValueError, match=r"has moved to .*/v2/completions"):
+        ServedModel(live.url, style="base", api_key="secret").answer(samples[0])
+    assert len(live.requests) == 1
+
+
+def test_a_key_is_sent_and_never_shown(
+    live: LiveServer, samples: list[Sample], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    live.api_key = "secret"
+    with pytest.raises(PermissionError, match=r"401 \(invalid key\); no key was sent\. Set OPENAI_API_KEY"):
+        ServedModel(live.url, style="base")
+    with pytest.raises(PermissionError, match="a key was sent") as error:
+        ServedModel(live.url, style="base", api_key="hunter2")
+    assert "hunter2" not in str(error.value)
+    assert ServedModel(live.url, style="base", api_key="secret").answer(samples[0])
+    monkeypatch.setenv("OPENAI_API_KEY", "secret\n")
+    assert ServedModel(live.url, style="base").answer(samples[0])
+    with pytest.raises(PermissionError, match="no key was sent"):
+        ServedModel(live.url, style="base", api_key="")
+
+
+def test_the_address_is_taken_with_and_without_v1(live: LiveServer) -> None:
+    for tail in ("", "/", "/v1", "/v1/"):
+        assert ServedModel(live.url + tail, style="base").url == live.url
+    with pytest.raises(ValueError, match=r"404 \(no /elsewhere/v1/models here\).* up to /v1"):
+        ServedModel(live.url + "/elsewhere", style="base")
+    with pytest.raises(ValueError, match="begin with http"):
+        ServedModel("localhost:8000", style="base")
+
+
+def test_the_model_is_the_one_that_is_served(live: LiveServer, samples: list[Sample]) -> None:
+    served = ServedModel(live.url, style="base")
+    assert (served.name, served.max_length) == ("austen-4m", 512)
+    live.names = ("austen-4m", "emma")
+    with pytest.raises(ValueError, match=r"serves 2 models\. Pass model= with one of austen-4m, emma"):
+        ServedModel(live.url, style="base")
+    with pytest.raises(ValueError, match="no model 'ema'; did you mean 'emma'"):
+        ServedModel(live.url, style="base", model="ema")
+    emma = ServedModel(live.url, style="base", model="emma")
+    assert emma.answer(samples[0])
+    assert live.requests[-1][1]["model"] == "emma"
+    assert emma.fingerprint != served.fingerprint
+    live.names = ()
+    with pytest.raises(ValueError, match="lists no model"):
+        ServedModel(live.url, style="base")
+
+
+def test_a_fingerprint_is_of_the_model_and_not_of_its_address(live: LiveServer) -> None:
+    here = ServedModel(live.url, style="base")
+    assert ServedModel(live.url, style="base").fingerprint == here.fingerprint
+    with LiveServer() as other:
+        assert ServedModel(other.url, style="base").fingerprint == here.fingerprint
+    with LiveServer(max_length=1024) as longer:
+        assert ServedModel(longer.url, style="base").fingerprint != here.fingerprint
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"style": "poetry"}, {"concurrency": 0}, {"retries": -1}, {"timeout": 0}], ids=lambda wrong: str(wrong)
+)
+def test_arguments_that_make_no_sense_are_refused(live: LiveServer, wrong: dict) -> None:
+    with pytest.raises(ValueError, match="must be"):
+        ServedModel(live.url, **{"style": "base", **wrong})
