@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 
-.PHONY: demo test lint smollm2 benchmark figures clean
+.PHONY: demo test lint smollm2 benchmark soak figures clean
 
 $(VENV)/demo.stamp: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -30,10 +30,17 @@ smollm2: $(VENV)/dev.stamp  ## the same comparison on a public model, at 16384 t
 
 benchmark: $(VENV)/dev.stamp
 	$(BIN)/python benchmarks/patch.py
+	$(BIN)/python benchmarks/evaluators.py
+
+soak: $(VENV)/dev.stamp  ## a measurement killed at 50 random moments
+	$(BIN)/python benchmarks/soak.py --kills 50
 
 figures: $(VENV)/dev.stamp  ## the README's figure and numbers, anew
 	$(BIN)/ctxext demo --output docs/demo
 	$(BIN)/python benchmarks/shipped_model.py
+	$(BIN)/ctxext compare ctxext/assets/austen-4m --factor 4 --windows 16 --output runs/austen-4m.jsonl
+	$(BIN)/ctxext report runs/austen-4m.jsonl --output runs/report.html --figures docs/compare
+	$(BIN)/python docs/update_readme.py
 
 clean:
 	rm -rf $(VENV) ctxext-demo build dist

@@ -20,7 +20,7 @@ from random import Random
 
 @dataclass
 class Soak:
-    """Outcome: SIGKILLs that hit a running measurement, files that were finished after kills and equal the reference."""
+    """Kills that hit a running measurement, files finished after them that equal the reference, and their samples."""
 
     kills: int = 0
     finished: int = 0

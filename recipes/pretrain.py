@@ -107,19 +107,23 @@ def sequence_length(step: int, args) -> int:
     return args.length // (4 if progress < args.grow[0] else 2 if progress < args.grow[1] else 1)
 
 
-def make_batch(tokenizer, haystack, args, length: int, rng: Random):
+def make_batch(prompter, haystack, args, length: int, rng: Random):
     """`(input_ids, weights)`, both `(batch, length)`: prose, or prose with a key to find."""
     rows, weights = [], []
     for _ in range(args.batch_tokens // length):
         weight = torch.ones(length)
         if rng.random() < args.needle_share:
-            sample = passkey_sample(tokenizer, haystack, length, rng.random(), rng)
-            row = sample.input_ids
-            weight[sample.first_mention] = 0.0
-            weight[sample.second_mention] = weight[sample.answer] = args.answer_weight
+            place = Place("passkey", length, rng.random(), rng.randrange(2**31), args.seed)
+            sample = Passkey().sample(place, prompter, haystack)
+            row = list(sample.input_ids)
+            key = row[sample.n_prompt :]
+            first, *rest = [k for k in range(length) if row[k : k + len(key)] == key]
+            weight[first : first + len(key)] = 0.0  # nothing foretells it
+            for again in rest:
+                weight[again : again + len(key)] = args.answer_weight
         else:
-            start, end = haystack.window(length - 1, rng)
-            row = [tokenizer.bos_token_id, *haystack.ids[start:end]]
+            start = rng.randrange(haystack.n_tokens - length)
+            row = [*prompter.special, *haystack.token_ids[start : start + length - len(prompter.special)]]
         rows.append(row)
         weights.append(weight)
     return torch.tensor(rows), torch.stack(weights)
@@ -132,6 +136,17 @@ def weighted_loss(model, ids: torch.Tensor, weights: torch.Tensor, dropout: floa
     loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), ids[:, 1:].flatten(), reduction="none")
     weights = weights[:, 1:].flatten()
     return (loss * weights).sum() / weights.sum()
+
+
+def found(model, prompter, haystack, length: int) -> float:
+    """The share of 40 pass keys that the model finds in prompts of `length` tokens."""
+    task = Passkey()
+    depths = (0.0, 0.25, 0.5, 0.75, 1.0)
+    places = task.places([length], depths, trials=8, seed=0)
+    samples = [task.sample(place, prompter, haystack) for place in places]
+    rows = [samples[k : k + len(depths)] for k in range(0, len(samples), len(depths))]
+    answers = [a.guess.tolist() == list(s.input_ids[s.n_prompt :]) for s, a in Engine(model).forced(rows)]
+    return sum(answers) / len(answers)
 
 
 def learning_rate(step: int, args) -> float:
@@ -168,6 +183,7 @@ def main() -> None:
     prose = [text for title, text in books.items() if title != HELD_OUT]
     tokenizer = train_tokenizer(prose, vocab_size=4096)
     tokenizer.model_max_length = args.length
+    prompter = Prompter(tokenizer)
     haystack = Haystack.from_text("\n".join(prose), tokenizer)
     held_out = Haystack.from_text(books[HELD_OUT], tokenizer)
 
@@ -186,7 +202,7 @@ def main() -> None:
             pad_token_id=tokenizer.pad_token_id,
         )
     )
-    print(f"{model.num_parameters():,} parameters, {len(haystack.ids):,} tokens to train on", flush=True)
+    print(f"{model.num_parameters():,} parameters, {haystack.n_tokens:,} tokens to train on", flush=True)
     decay = [p for p in model.parameters() if p.ndim > 1]
     rest = [p for p in model.parameters() if p.ndim == 1]
     optimizer = torch.optim.AdamW(
@@ -202,7 +218,7 @@ def main() -> None:
         record = {
             "arguments": {k: v for k, v in vars(args).items() if k not in ("books", "output")},
             "parameters": model.num_parameters(),
-            "train_tokens_in_books": len(haystack.ids),
+            "train_tokens_in_books": haystack.n_tokens,
             "steps": step + 1,
             "last_loss": loss.item(),
             "seconds": round(time.time() - started),
@@ -221,7 +237,7 @@ def main() -> None:
         bar = progress.add_task("", total=args.steps)
         for step in range(args.steps):
             length = sequence_length(step, args)
-            ids, weights = make_batch(tokenizer, haystack, args, length, rng)
+            ids, weights = make_batch(prompter, haystack, args, length, rng)
             for group in optimizer.param_groups:
                 group["lr"] = learning_rate(step, args)
             with torch.autocast("cpu", torch.bfloat16):
@@ -233,12 +249,11 @@ def main() -> None:
             progress.update(bar, advance=1, description=f"loss {loss.item():.3f}")
             if (step + 1) % 100 == 0 or step + 1 == args.steps:
                 model.eval()
-                hits = [h for *_, h in passkey_hits(model, tokenizer, held_out, length, [0, 0.25, 0.5, 0.75, 1], 8)]
+                share = found(model, prompter, held_out, length)
                 model.train()
                 seconds = time.time() - started
                 progress.console.print(
-                    f"step {step + 1}: loss {loss.item():.3f}, "
-                    f"passkey at {length} {sum(hits) / len(hits):.2f}, {seconds:.0f} s"
+                    f"step {step + 1}: loss {loss.item():.3f}, passkey at {length} {share:.2f}, {seconds:.0f} s"
                 )
                 sys.stdout.flush()
                 save(args.output)

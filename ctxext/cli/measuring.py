@@ -59,7 +59,7 @@ AnswerTokens = Annotated[
 Generate = Annotated[
     bool, typer.Option("--generate", help="Generate every answer, also where teacher forcing would do.")
 ]
-BatchSize = Annotated[int | None, typer.Option(help="Trials side by side.  [default: what fits in 16,384 tokens]")]
+BatchSize = Annotated[int | None, typer.Option(help="Trials side by side.  [default: what fits in 8,192 tokens]")]
 Dtype = Annotated[str, typer.Option(help="Such as bfloat16.  [auto: float32 on a CPU, otherwise the checkpoint's]")]
 Device = Annotated[str | None, typer.Option(help="Such as cuda:1 or cpu; `auto` spreads a model over all GPUs.")]
 
@@ -188,6 +188,7 @@ def make_grid(
 ) -> Grid:
     """The grid of comma-separated tasks; `short` measures all of them within the trained length too."""
     from ctxext.evals.perplexity import KeyTokens, Perplexity, SlidingPerplexity
+    from ctxext.evals.ruler import RULER
     from ctxext.evals.runner import Grid
     from ctxext.evals.samples import list_tasks, make_task
     from ctxext.methods import suggest
@@ -198,8 +199,7 @@ def make_grid(
         "key_tokens": lambda **more: KeyTokens(**{"long": trained_length, "short": trained_length // 8, **more}),
     }
     retrieval = list_tasks()
-    ruler = [name for name in retrieval if getattr(make_task(name), "suite", None) == "ruler"]
-    names = [n for name in tasks.split(",") for n in (ruler if name.strip() == "ruler" else [name.strip()])]
+    names = [n for name in tasks.split(",") for n in (RULER if name.strip() == "ruler" else [name.strip()])]
     of_task = parse_settings(settings)
     known = [*retrieval, *texts, "short", "ruler"]
     for name in (*names, *of_task):
@@ -207,7 +207,7 @@ def make_grid(
             raise ValueError(f"unknown task {name!r}{suggest(name, known)}")
 
     def made(make: Any, name: str) -> Any:
-        chosen = {**(of_task.get("ruler", {}) if name in ruler else {}), **of_task.get(name, {})}
+        chosen = {**(of_task.get("ruler", {}) if name in RULER else {}), **of_task.get(name, {})}
         try:
             return make(**chosen)
         except TypeError as error:
@@ -229,9 +229,12 @@ def make_grid(
 
 
 def print_summary(summary: Summary) -> None:
-    """The table on standard output, and the recommendation if there was something to choose."""
+    """The tables on standard output, and the recommendation if there was something to choose."""
     screen = Console()
     screen.print(summary_table(summary))
+    if len(summary.retrieval_tasks) > 2:
+        for variant in summary.variants:
+            screen.print(task_table(summary, variant))
     if len(summary.variants) > 1:
         screen.print(summary.recommendation(), highlight=False, markup=False)
 
@@ -240,35 +243,34 @@ def summary_table(summary: Summary) -> Table:
     """A row a variant: retrieval with its interval, perplexity, the price at short length."""
     from ctxext.evals.targets import UNEXTENDED
 
-    trained = summary.trained_length
     model = next(iter(summary.header.variants.values()))["model"]
-    table = Table(
-        title=f"{model}, trained at {trained:,} tokens", title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False
-    )
-    table.add_column("variant", no_wrap=True)
-    tasks, read = summary.retrieval_tasks, summary.read_lengths
-    for task in tasks:
-        for length in summary.lengths(task):
-            table.add_column(f"{task}\nat {length:,}", justify="right", no_wrap=True)
+    table = _table(f"{model}, trained at {summary.trained_length:,} tokens", "variant")
+
+    def column(*lines: str) -> None:
+        table.add_column("\n".join(lines), justify="right", no_wrap=True)
+
+    tasks, read, sliding = summary.retrieval_tasks, summary.read_lengths, summary.lengths("sliding_perplexity")
+    # Many tasks have a table of their own; here is their mean.
+    groups = [[task] for task in tasks] if len(tasks) <= 2 else [tasks]
+    for group in groups:
+        for length in summary.lengths(*group):
+            column(group[0] if len(group) == 1 else f"{len(group)} tasks", f"at {length:,}")
     for length in read:
-        table.add_column(f"ppl\nto {length:,}", justify="right", no_wrap=True)
-    sliding = summary.lengths("sliding_perplexity")
+        column("ppl to", f"{length:,}")
     for length in sliding:
-        table.add_column(f"ppl, window\n{length:,}", justify="right", no_wrap=True)
+        column("ppl of", f"{length:,}")
     key = summary.key_tokens(summary.variants[0]) is not None
     if key:
-        table.add_column("ppl, key\ntokens", justify="right", no_wrap=True)
+        column("ppl of", "keys")
     gates = {variant: summary.gate(variant) for variant in summary.variants}
     gated = any(gate.loss for name, gate in gates.items() if name != UNEXTENDED)
     if gated:
-        table.add_column("price\n(nats)", justify="right", no_wrap=True)
+        column("price", "(nats)")
     for variant in summary.variants:
-        row = ["not extended" if variant == UNEXTENDED else variant]
-        for task in tasks:
-            shares = summary.by_length(variant, task)
-            row += [_share(shares.get(length)) for length in summary.lengths(task)]
-        for after, length in zip([0, *read], read):
-            row.append(_number(summary.perplexity(variant, length, after)))
+        row = [_label(variant)]
+        for group in groups:
+            row += [_share(summary.pooled(variant, group, [length])) for length in summary.lengths(*group)]
+        row += [_number(summary.perplexity(variant, length, after)) for after, length in zip([0, *read], read)]
         row += [_number(summary.perplexity(variant, length, task="sliding_perplexity")) for length in sliding]
         if key:
             row.append(_number((summary.key_tokens(variant) or (None, 0))[0]))
@@ -282,11 +284,35 @@ def summary_table(summary: Summary) -> Table:
     return table
 
 
-def _share(share: Any) -> str:
+def task_table(summary: Summary, variant: str) -> Table:
+    """A row a retrieval task, a column a length."""
+    lengths = summary.lengths(*summary.retrieval_tasks)
+    table = _table(_label(variant), "task")
+    for length in lengths:
+        table.add_column(f"{length:,}", justify="right", no_wrap=True)
+    for task in summary.retrieval_tasks:
+        shares = summary.by_length(variant, task)
+        table.add_row(task, *(_share(shares.get(length), "  ") for length in lengths))
+    return table
+
+
+def _table(title: str, first: str) -> Table:
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    table.add_column(first, no_wrap=True)
+    return table
+
+
+def _label(variant: str) -> str:
+    from ctxext.evals.targets import UNEXTENDED
+
+    return "not extended" if variant == UNEXTENDED else variant
+
+
+def _share(share: Any, between: str = "\n") -> str:
     if share is None:
         return ""
     color = "green" if share.value >= 0.7 else "yellow" if share.value >= 0.3 else "red"
-    return f"[{color}]{share.value:.0%}[/]\n[dim]{100 * share.low:.0f}–{100 * share.high:.0f}[/]"
+    return f"[{color}]{share.value:.0%}[/]{between}[dim]{100 * share.low:.0f}–{100 * share.high:.0f}[/]"
 
 
 def _number(value: float | None) -> str:
@@ -299,19 +325,14 @@ def _half(difference: Any) -> float:
 
 def _caption(summary: Summary, gated: bool, key: bool) -> str:
     said = []
-    if summary.retrieval_tasks:
-        n = max(
-            share.n
-            for v in summary.variants
-            for t in summary.retrieval_tasks
-            for share in summary.by_length(v, t).values()
-        )
-        said.append(f"retrieval: up to {n} samples a cell, 95% interval below")
+    if tasks := summary.retrieval_tasks:
+        shares = [share for v in summary.variants for t in tasks for share in summary.by_length(v, t).values()]
+        said.append(f"retrieval: up to {max(share.n for share in shares)} samples a cell, 95% intervals")
     if read := summary.read_lengths:
         said.append("ppl: perplexity from one length to the next" if len(read) > 1 else "ppl: perplexity")
     if key:
         count = (summary.key_tokens(summary.variants[0]) or (0.0, 0))[1]
-        said.append(f"key tokens: the {count} that need long context, by LongPPL's rule")
+        said.append(f"keys: the {count} tokens that need long context, by LongPPL's rule")
     if gated:
         said.append("price: more loss than not extended within the trained length")
     return "; ".join(said)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Annotated
 
@@ -13,7 +14,9 @@ from ctxext.cli.common import console
 def report(
     results: Annotated[list[Path], typer.Argument(help="Results files of ctxext eval or ctxext compare.")],
     output: Annotated[Path, typer.Option("--output", "-o", help="The page.")] = Path("report.html"),
-    figures: Annotated[Path | None, typer.Option(help="A folder for the figures, each as PNG and SVG.")] = None,
+    figures: Annotated[
+        Path | None, typer.Option(help="A folder for the figures as PNG and SVG, and their numbers as JSON.")
+    ] = None,
 ) -> None:
     """Write one self-contained page of results: figures, tables, settings, and every failed sample."""
     from ctxext.evals.plots import save_figures
@@ -27,5 +30,8 @@ def report(
     if figures is not None:
         figures.mkdir(parents=True, exist_ok=True)
         for result in read:
-            for path in save_figures(Summary(result), figures, result.path.stem):
+            summary = Summary(result)
+            numbers = figures / f"{result.path.stem}.json"
+            numbers.write_text(json.dumps(summary.to_dict(), indent=1) + "\n")
+            for path in [numbers, *save_figures(summary, figures, result.path.stem)]:
                 console.print(f"wrote {path}", highlight=False)

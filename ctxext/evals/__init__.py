@@ -1,3 +1,3 @@
 """Measuring what an extension gained and what it cost."""
 
-from ctxext.evals import needle  # noqa: F401  registers its tasks
+from ctxext.evals import needle, ruler  # noqa: F401  each registers its tasks

@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from functools import cached_property
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
+from transformers.cache_utils import Cache, DynamicLayer
 
 from ctxext.evals.samples import Sample
 
@@ -55,13 +57,13 @@ class Engine:
     """Runs one model, without gradients.
 
     Args:
-        chunk: tokens read at a time.
+        chunk: tokens read at a time, all rows of a batch together.
 
     Attributes:
         tokens: how many the model has read so far, for accounts of cost.
     """
 
-    def __init__(self, model: PreTrainedModel, *, chunk: int = 2048) -> None:
+    def __init__(self, model: PreTrainedModel, *, chunk: int = 1024) -> None:
         self.model = model
         self.chunk = chunk
         self.tokens = 0
@@ -101,30 +103,56 @@ class Engine:
             return
         trunk = ids[:, -1]
         shared = [min(_common(row[column], row[-1]) for row in ids) for column in range(ids.shape[1])]
-        cache, done = None, 0
-        for column in sorted(range(ids.shape[1]), key=lambda column: shared[column]):
-            # At least the tokens whose logits are kept have to be read again.
-            fork = min(shared[column], ids.shape[2] - keep)
+        # At least the tokens whose logits are kept have to be read again.
+        forks = [min(fork, ids.shape[2] - keep) for fork in shared]
+        columns = sorted(range(ids.shape[1]), key=lambda column: forks[column])
+        cache, done = self._new_cache(length), 0
+        if cache is not None:
+            # Back from the deepest fork: what one branch read is the beginning of the next.
+            for column in reversed(columns):
+                done = min(cache.get_seq_length(), forks[column])
+                cache.crop(done - cache.get_seq_length())
+                yield column, self._read(ids[:, column, done:], cache, keep)[0]
+            return
+        for column in columns:
+            fork = forks[column]
             if fork > done:
                 _, cache = self._read(trunk[:, done:fork], cache, 1)
                 done = fork
-            with _branch(cache) as branch:
-                yield column, self._read(ids[:, column, done:], branch, keep)[0]
+            yield column, self._read(ids[:, column, done:], copy.deepcopy(cache), keep)[0]
+
+    def _new_cache(self, capacity: int) -> KeyValues | None:
+        """An empty cache for `capacity` tokens that can go back; None where the model's own must be used."""
+        return KeyValues(self._stores, capacity) if self._stores else None
+
+    @cached_property
+    def _stores(self) -> list[bool]:
+        """Which layers store keys and values; empty if any forgets, as sliding windows and linear attention do."""
+        probe = torch.zeros(1, 1, dtype=torch.long, device=self.model.device)
+        layers = self.model(input_ids=probe, use_cache=True).past_key_values.layers
+        if any(type(layer) is not DynamicLayer for layer in layers):
+            return []
+        return [layer.is_initialized for layer in layers]  # those that share the keys of others store none
 
     def _read(self, ids: Tensor, cache: Any, keep: int) -> tuple[Tensor, Any]:
         """Read `ids` behind what `cache` holds; the logits at the last `keep` tokens."""
         if self.whole:
             self.tokens += ids.numel()
             return self.model(input_ids=ids, use_cache=False, logits_to_keep=keep).logits, None
-        edges = [*range(0, max(1, ids.shape[1] - keep + 1), self.chunk), ids.shape[1]]
+        step = max(1, self.chunk // ids.shape[0])
+        edges = [*range(0, max(1, ids.shape[1] - keep + 1), step), ids.shape[1]]
         for low, high in pairwise(edges):
             self.tokens += ids[:, low:high].numel()
             last = high == ids.shape[1]
-            output = self.model(
-                input_ids=ids[:, low:high], past_key_values=cache, use_cache=True, logits_to_keep=keep if last else 1
-            )
-            cache = output.past_key_values
+            with _only_stored(cache) if not last and self._stops_early(cache) else nullcontext():
+                part, kept = ids[:, low:high], keep if last else 1
+                output = self.model(input_ids=part, past_key_values=cache, use_cache=True, logits_to_keep=kept)
+                cache = output.past_key_values
         return output.logits, cache
+
+    def _stops_early(self, cache: Any) -> bool:
+        # accelerate's hooks move weights after each module, so its forward passes have to end.
+        return isinstance(cache, KeyValues) and not hasattr(self.model, "hf_device_map")
 
     @torch.inference_mode()
     def generate(self, sample: Sample) -> list[int]:
@@ -132,7 +160,9 @@ class Engine:
         from transformers import GenerationConfig
 
         prompt = torch.tensor([sample.input_ids[: sample.n_prompt]], device=self.model.device)
-        cache = None if self.whole else self._read(prompt[:, :-1], None, 1)[1]
+        cache = None
+        if not self.whole:
+            cache = self._read(prompt[:, :-1], self._new_cache(prompt.shape[1] + sample.answer_tokens), 1)[1]
         own = self.model.generation_config
         settings = GenerationConfig(
             do_sample=False,
@@ -153,7 +183,7 @@ class Engine:
         """What each token but the first cost, given all before it; the logits are never held together."""
         row = torch.tensor([list(ids)], device=self.model.device)
         chunk = min(self.chunk, max(1, LOGITS // self.model.get_output_embeddings().weight.shape[0]))
-        cache, parts = None, []
+        cache, parts = None if self.whole else self._new_cache(row.shape[1]), []
         for low, high in pairwise(
             [*range(0, row.shape[1] - 1, row.shape[1] if self.whole else chunk), row.shape[1] - 1]
         ):
@@ -174,18 +204,61 @@ def _common(one: Tensor, other: Tensor) -> int:
     return int(differ[0]) if len(differ) else len(one)
 
 
-@contextmanager
-def _branch(cache: Any) -> Iterator[Any]:
-    """A cache to go on with, after which `cache` is as before: by cropping, or by a copy where it cannot be cropped."""
-    from transformers.cache_utils import DynamicLayer
+class _Stored(Exception):
+    """The last keys and values of a pass are stored: what follows would only make logits."""
 
-    if cache is None:
-        yield None
-    elif all(type(layer) is DynamicLayer for layer in cache.layers):
-        length = cache.get_seq_length()
-        yield cache
-        if cache.get_seq_length() > length:
-            cache.crop(length - cache.get_seq_length())
-    else:
-        # Sliding windows and linear attention forget: what they were cannot be had back.
-        yield copy.deepcopy(cache)
+
+@contextmanager
+def _only_stored(cache: KeyValues) -> Iterator[None]:
+    """Let forward passes end as soon as all their keys and values are in `cache`."""
+    cache.only_store = True
+    try:
+        yield
+    except _Stored:
+        pass
+    finally:
+        cache.only_store = False
+
+
+class KeyValues(Cache):
+    """Keys and values of full attention, written in place: none is copied to make room for the next.
+
+    Args:
+        stores: which layers store any.
+        capacity: tokens to make room for; more are taken too.
+    """
+
+    def __init__(self, stores: Sequence[bool], capacity: int) -> None:
+        super().__init__(layers=[_InPlace(capacity) for _ in stores])
+        self.only_store = False
+        self._last = max(layer for layer, stored in enumerate(stores) if stored)
+
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
+        seen = super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        if self.only_store and layer_idx == self._last:
+            raise _Stored
+        return seen
+
+
+class _InPlace(DynamicLayer):
+    def __init__(self, capacity: int) -> None:
+        super().__init__()
+        self._capacity = capacity
+        self._room: tuple[Tensor, Tensor] | None = None
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        begin = self.get_seq_length()
+        end = begin + key_states.shape[-2]
+        if self._room is None or end > self._room[0].shape[-2]:
+            room = [
+                states.new_empty((*states.shape[:-2], max(end, self._capacity), states.shape[-1]))
+                for states in (key_states, value_states)
+            ]
+            if begin:
+                room[0][..., :begin, :], room[1][..., :begin, :] = self.keys, self.values
+            self._room = (room[0], room[1])
+            self.dtype, self.device, self.is_initialized = key_states.dtype, key_states.device, True
+        for whole, states in zip(self._room, (key_states, value_states)):
+            whole[..., begin:end, :] = states
+        self.keys, self.values = (whole[..., :end, :] for whole in self._room)
+        return self.keys, self.values

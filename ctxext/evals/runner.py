@@ -37,7 +37,7 @@ class Grid:
         windows: windows of text for the text tasks.
         gate: lengths within the trained one, at which the short-context gate is measured; may be empty.
         generate: generate every answer, also those that teacher forcing could score.
-        batch_size: trials side by side; None: as many as fit in 16,384 tokens.
+        batch_size: trials side by side; None: as many as fit in 8,192 tokens.
     """
 
     retrieval: tuple[RetrievalTask, ...] = ()
@@ -76,7 +76,7 @@ class Grid:
         wanted = () if variant.gate_only else self.lengths
         for task in self.retrieval:
             for length in sorted({*wanted, *self.gate}):
-                trials = self.batch_size or max(1, 16384 // length)
+                trials = self.batch_size or max(1, 8192 // length)
                 places = task.places([length], self.depths, self.trials, self.seed)
                 per_trial = len(places) // self.trials
                 rows = [tuple(places[k : k + per_trial]) for k in range(0, len(places), per_trial)]

@@ -296,7 +296,7 @@ class Summary:
         price = self.gate(choice)
         if price.loss is not None and price.agreement is not None:
             said.append(
-                f"Its price within the trained length: {nats(price.loss)}, and another most likely token at "
+                f"The price of {choice} within the trained length: {nats(price.loss)}, and another most likely token at "
                 f"{1 - price.agreement.value:.1%} of the places."
             )
         return " ".join(said)

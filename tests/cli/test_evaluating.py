@@ -1,0 +1,460 @@
+"""`ctxext eval`, `compare` and `report` as a person meets them: what is printed, written, kept and refused."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import shutil
+import sys
+from base64 import b64decode
+from collections import Counter
+from contextlib import redirect_stderr, redirect_stdout
+from io import StringIO
+from pathlib import Path
+from threading import Lock
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+from live_server import LiveServer
+from typer.main import get_command
+
+from ctxext.assets import MODEL
+from ctxext.cli import app, commands, measuring
+from ctxext.evals import server as server_client
+from ctxext.evals.engine import Engine
+from ctxext.evals.results import read_results
+from ctxext.evals.summary import Summary
+
+PASSKEY = ("--tasks", "passkey")
+SMALL = ("--lengths", "96", "--depths", "1", "--trials", "1", "--windows", "1")
+Record = dict[str, Any]
+
+
+class Outcome(NamedTuple):
+    code: int
+    out: str
+    err: str
+
+    @property
+    def said(self) -> str:
+        """What stands on standard error, without line ends and frames."""
+        return " ".join(re.sub("[│╭╮╰╯─]", " ", self.err).split())
+
+
+def ctxext(*arguments: object) -> Outcome:
+    """The command line in this process; typer's CliRunner would skip `app`, which words the errors."""
+    out, err, code = StringIO(), StringIO(), 0
+    # The command line puts the current folder into sys.path.
+    with (
+        patch.object(sys, "argv", ["ctxext", *map(str, arguments)]),
+        patch.object(sys, "path", [*sys.path]),
+        redirect_stdout(out),
+        redirect_stderr(err),
+    ):
+        try:
+            app()
+        except SystemExit as end:
+            code = int(end.code or 0)
+    return Outcome(code, out.getvalue(), err.getvalue())
+
+
+def lines(path: Path) -> tuple[Record, list[Record]]:
+    """The header and the samples of a results file, as anybody would read them."""
+    header, *records = map(json.loads, path.read_text(encoding="utf-8").splitlines())
+    return header, records
+
+
+def losses(records: list[Record], variant: str, task: str) -> np.ndarray:
+    """In nats, of shape (window, token - 1)."""
+    found = [r["losses"] for r in records if (r["variant"], r["task"]) == (variant, task)]
+    return np.array([np.frombuffer(b64decode(packed), "<f4") for packed in found]).astype(float)
+
+
+def price(records: list[Record], variant: str) -> str:
+    return f"{(losses(records, variant, 'short') - losses(records, 'none', 'short')).mean():+.3f}"
+
+
+def row(records: list[Record], variant: str) -> list[str]:
+    """What the table has to say of a variant that was read up to 1,024 tokens."""
+    passkeys = [r for r in records if r["task"] == "passkey"]
+    cells = []
+    for length in sorted({r["length"] for r in passkeys}):
+        hits = [r["hit"] for r in passkeys if (r["variant"], r["length"]) == (variant, length)]
+        cells += [f"{sum(hits) / len(hits):.0%}"] if hits else []
+    read = losses(records, variant, "perplexity")
+    if len(read):
+        # The first token has no loss.
+        cells += [f"{math.exp(part.mean()):.1f}" for part in (read[:, :511], read[:, 511:])]
+    return cells if variant == "none" else [*cells, price(records, variant)]
+
+
+def printed(out: str) -> dict[str, list[str]]:
+    """The first lines of the table's rows, by the variant."""
+    rows = (re.split(r"\s{2,}", line.strip()) for line in out.splitlines())
+    return {name: cells for name, *cells in rows if cells and re.fullmatch(r"\d+%", cells[0])}
+
+
+# ------------------------------------------------------------------------------------------------------ eval
+
+# The spaces are as people write them.
+EVAL = ("eval", MODEL, "--method", "yarn", "--tasks", "passkey, perplexity, short", "--lengths", "512, 1k")
+EVAL = (*EVAL, "--depths", "2", "--trials", "2", "--windows", "2")
+
+
+@pytest.fixture(scope="module")
+def evaluated(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Outcome]:
+    path = tmp_path_factory.mktemp("eval") / "new/results.jsonl"
+    outcome = ctxext(*EVAL, "-o", path)
+    assert outcome.code == 0, outcome.err
+    return path, outcome
+
+
+def test_eval_prints_the_numbers_that_it_wrote(evaluated: tuple[Path, Outcome]) -> None:
+    path, outcome = evaluated
+    _, records = lines(path)
+    assert printed(outcome.out) == {"not extended": row(records, "none"), "yarn": row(records, "yarn")}
+    assert "austen-4m, trained at 512 tokens" in outcome.out
+    assert f"{len(records)} samples in {path}" in "".join(outcome.err.splitlines(True)).replace("\n", " ")
+
+
+def test_eval_measures_the_grid_and_the_unextended_model_only_within_its_length(
+    evaluated: tuple[Path, Outcome],
+) -> None:
+    header, records = lines(evaluated[0])
+    assert Counter((r["variant"], r["task"], r["length"]) for r in records) == {
+        ("none", "passkey", 512): 4,
+        ("none", "short", 512): 2,
+        ("yarn", "passkey", 512): 4,
+        ("yarn", "passkey", 1024): 4,
+        ("yarn", "perplexity", 1024): 2,
+        ("yarn", "short", 512): 2,
+    }
+    assert header["variants"]["yarn"]["extension"]["method"] == "yarn"
+    assert [path.name for path in evaluated[0].parent.iterdir()] == ["results.jsonl"]
+
+
+def test_eval_again_measures_nothing(evaluated: tuple[Path, Outcome], monkeypatch: pytest.MonkeyPatch) -> None:
+    path, outcome = evaluated
+    before = path.read_bytes()
+    for work in ("forced", "generate", "losses"):
+        monkeypatch.setattr(Engine, work, lambda *_: pytest.fail("the model was run again"))
+    again = ctxext(*EVAL, "-o", path)
+    assert (again.code, again.out) == (0, outcome.out)
+    assert path.read_bytes() == before
+
+
+def test_a_trained_length_that_one_knows_better_is_the_one_that_counts(tmp_path: Path) -> None:
+    path = tmp_path / "results.jsonl"
+    known = ("--method", "yarn", "--original-max-position-embeddings", "256")
+    outcome = ctxext("eval", MODEL, "--tasks", "passkey,short", *SMALL, *known, "-o", path)
+    assert outcome.code == 0, outcome.err
+    header, records = lines(path)
+    assert {r["length"] for r in records if r["task"] == "short"} == {256}
+    assert header["about"]["trained_length"] == 256
+    assert "trained at 256 tokens" in " ".join(outcome.out.split())
+
+
+# ------------------------------------------------------------------------------------- a checkpoint and its base
+
+
+@pytest.fixture(scope="module")
+def based(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Outcome]:
+    folder = tmp_path_factory.mktemp("based")
+    extended = ctxext("extend", MODEL, "--factor", 4, "--method", "yarn", "-o", folder / "austen-2k")
+    assert extended.code == 0, extended.err
+    grid = ("--tasks", "short,passkey", "--lengths", "96", "--depths", "2", "--trials", "1", "--windows", "2")
+    outcome = ctxext("eval", folder / "austen-2k", "--base", MODEL, *grid, "-o", folder / "based.jsonl")
+    assert outcome.code == 0, outcome.err
+    return folder / "based.jsonl", outcome
+
+
+def test_a_checkpoint_and_its_base_are_measured_on_the_same_windows(
+    based: tuple[Path, Outcome], evaluated: tuple[Path, Outcome]
+) -> None:
+    """As the base extended here would be."""
+    header, records = lines(based[0])
+    assert {name: variant["model"] for name, variant in header["variants"].items()} == {
+        "none": "austen-4m",
+        "as it is": "austen-2k",
+    }
+    assert Counter((r["variant"], r["task"], r["length"]) for r in records) == {
+        ("none", "passkey", 512): 2,
+        ("none", "short", 512): 2,
+        ("as it is", "passkey", 96): 2,
+        ("as it is", "passkey", 512): 2,
+        ("as it is", "short", 512): 2,
+    }
+    _, others = lines(evaluated[0])
+    keys = [[r["key"] for r in some if r["task"] == "short"] for some in (records, others)]
+    assert keys[0] == keys[1]
+    for here, there in (("none", "none"), ("as it is", "yarn")):
+        assert losses(records, here, "short") == pytest.approx(losses(others, there, "short"), abs=1e-4)
+    assert printed(based[1].out)["as it is"][-1] == price(records, "as it is")
+    assert float(price(records, "as it is")) != 0
+
+
+# ------------------------------------------------------------------------------------------ compare and report
+
+
+@pytest.fixture(scope="module")
+def compared(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Outcome]:
+    path = tmp_path_factory.mktemp("compare") / "comparison.jsonl"
+    grid = ("--lengths", "512,1k", "--depths", "3", "--trials", "2", "--windows", "2", "--factor", "4")
+    methods = ("--methods", "pi, yarn", "--tasks", "passkey,perplexity,short")
+    outcome = ctxext("compare", MODEL, *methods, *grid, "-o", path)
+    assert outcome.code == 0, outcome.err
+    return path, outcome
+
+
+def test_compare_recommends_with_its_share_its_price_and_its_n(compared: tuple[Path, Outcome]) -> None:
+    path, outcome = compared
+    _, records = lines(path)
+    beyond = [r["hit"] for r in records if (r["variant"], r["task"], r["length"]) == ("yarn", "passkey", 1024)]
+    said = " ".join(outcome.out.split())
+    assert "Recommended of 2: yarn." in said
+    assert re.search(rf"it finds {sum(beyond) / len(beyond):.0%} \[\d+, \d+\] n={len(beyond)} ", said)
+    (cost,) = re.findall(r"price [^:]*within the trained length: (\S+) nats a token \[\S+ \S+\]", said)
+    assert cost == price(records, "yarn")
+
+
+def test_compare_prints_the_numbers_that_it_wrote(compared: tuple[Path, Outcome]) -> None:
+    _, records = lines(compared[0])
+    table = printed(compared[1].out)
+    assert table == {
+        name: row(records, name.replace("not extended", "none")) for name in ("not extended", "pi", "yarn")
+    }
+    assert {cells[1] for cells in table.values()} >= {"0%", "100%"}
+
+
+@pytest.mark.parametrize("columns", [30, 80])
+def test_no_number_is_cut_off_however_narrow_the_terminal(
+    compared: tuple[Path, Outcome], columns: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As by default, with needles beside the keys: more columns than 80 characters hold."""
+    results = read_results(compared[0])
+    results.header.tasks["needle"] = {}
+    results.records += [{**r, "task": "needle"} for r in results.records if r["task"] == "passkey"]
+    results.header.about["lengths"] = [256, 512, 1024]
+    summary, out = Summary(results), StringIO()
+    monkeypatch.setenv("COLUMNS", str(columns))
+    with redirect_stdout(out):
+        measuring.print_summary(summary)
+    assert "…" not in out.getvalue()
+    numbers = re.findall(r"[+-]?\d+\.\d+|\d+%", out.getvalue())
+    for variant in ("pi", "yarn"):
+        assert {*row(compared_records(compared), variant)[:2]} <= {*numbers}
+        assert price(compared_records(compared), variant) in numbers
+        assert f"{summary.perplexity(variant, 1024, 512):.1f}" in numbers
+
+
+def compared_records(compared: tuple[Path, Outcome]) -> list[Record]:
+    return lines(compared[0])[1]
+
+
+def test_report_writes_the_page_and_the_figures(compared: tuple[Path, Outcome], tmp_path: Path) -> None:
+    page, figures = tmp_path / "page.html", tmp_path / "new/figures"
+    outcome = ctxext("report", compared[0], "-o", page, "--figures", figures)
+    assert outcome.code == 0, outcome.err
+    html = page.read_text(encoding="utf-8")
+    assert html.lstrip().lower().startswith("<!doctype html>")
+    assert "Recommended of 2: yarn." in html
+    assert price(compared_records(compared), "yarn") in html
+    names = ["overview", "perplexity", "price", *(f"passkey-{variant}" for variant in ("none", "pi", "yarn"))]
+    expected = {f"comparison-{name}.{suffix}" for name in names for suffix in ("png", "svg")}
+    assert {path.name for path in figures.iterdir()} == expected
+    for path in figures.iterdir():
+        assert path.read_bytes().startswith(b"\x89PNG" if path.suffix == ".png" else b"<?xml")
+        assert f"wrote {path}" in outcome.err.replace("\n", "") or path.name in outcome.err.replace("\n", "")
+
+
+def test_report_takes_several_files(
+    compared: tuple[Path, Outcome], based: tuple[Path, Outcome], tmp_path: Path
+) -> None:
+    page = tmp_path / "page.html"
+    assert ctxext("report", compared[0], based[0], "-o", page).code == 0
+    html = page.read_text(encoding="utf-8")
+    assert "comparison.jsonl" in html
+    assert "based.jsonl" in html
+
+
+# --------------------------------------------------------------------------------------------------- the server
+
+# Keys are found and needles are not, by so small a model.
+ASKED = ("--tasks", "passkey,needle", "--lengths", "96,384", "--depths", "2", "--trials", "2")
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("served") / "results.jsonl"
+    with LiveServer() as server:
+        outcome = ctxext("eval", MODEL, "--server", server.url, *ASKED, "-o", path)
+    assert outcome.code == 0, outcome.err
+    assert len(server.requests) == 16
+    return path
+
+
+def test_a_server_gives_what_the_model_gives_here(served: Path, tmp_path: Path) -> None:
+    local = tmp_path / "results.jsonl"
+    assert ctxext("eval", MODEL, "--generate", *ASKED, "-o", local).code == 0
+    assert {r["hit"] for r in lines(local)[1]} == {True, False}
+    assert lines(served)[1] == lines(local)[1]
+
+
+@pytest.mark.parametrize("end", ["fails", "is gone"])
+def test_what_a_server_answered_before_it_failed_is_kept(
+    end: str, served: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And the run goes on from there to the very file of a run that nothing disturbed."""
+    monkeypatch.setattr(server_client, "FIRST_WAIT", 0.0)
+    path = tmp_path / "results.jsonl"
+    with LiveServer() as server:
+        answered = break_after(5, server, end)
+        outcome = ctxext("eval", MODEL, "--server", server.url, *ASKED, "-o", path)
+    assert outcome.code == 1
+    assert "Traceback" not in outcome.err
+    assert {"fails": "look into the server's log", "is gone": "Start the server"}[end] in outcome.said
+    assert len(read_results(path).records) == len(answered) < 16
+    with LiveServer() as server:
+        outcome = ctxext("eval", MODEL, "--server", server.url, *ASKED, "-o", path)
+    assert outcome.code == 0, outcome.err
+    assert len(server.requests) == 16 - len(answered)
+    assert path.read_bytes() == served.read_bytes()
+    assert [file.name for file in tmp_path.iterdir()] == ["results.jsonl"]
+
+
+def break_after(n: int, server: LiveServer, end: str) -> list[str]:
+    """From `n` answers on the server has only errors, or does not listen any more; the requests that it answered."""
+    complete, answered, lock = server.complete, [], Lock()
+
+    def breaking(path: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+        with lock:
+            if end == "fails" and len(answered) == n:
+                return 500, {"error": {"message": "out of memory"}}
+            answered.append(path)
+            if len(answered) == n and end == "is gone":
+                server.httpd.shutdown()
+                server.httpd.server_close()
+        return complete(path, body)
+
+    server.complete = breaking  # type: ignore[method-assign]
+    return answered
+
+
+# ------------------------------------------------------------------------------------------------------- errors
+
+TRIAL = ("--depths", "1", "--trials", "1")
+PERPLEXITY = ("--tasks", "passkey,perplexity")
+KEY_TOKENS = ("--tasks", "key_tokens", "--method", "yarn")
+REMEDIES = {
+    "unknown task": (("--tasks", "paskey", *SMALL), "unknown task 'paskey'; did you mean 'passkey'?"),
+    "no task": (("--tasks", "", *SMALL), "Known: passkey,"),
+    "unknown method": ((*PASSKEY, *SMALL, "--method", "yarm"), "did you mean 'yarn'?"),
+    "too long": ((*PASSKEY, *TRIAL, "--lengths", "512,1k"), "covers 512 tokens, and 1,024 were asked for.*--beyond"),
+    "too long, extended": ((*PASSKEY, *TRIAL, "--lengths", "4k", "--method", "pi", "--factor", "2"), "covers 1,024"),
+    "too short": ((*PASSKEY, *TRIAL, "--lengths", "20"), r"a passkey prompt needs at least \d+ tokens, got length=20"),
+    "wrong depth": ((*PASSKEY, *SMALL, "--depths", "1.5"), r"between 0 \(beginning\) and 1 \(end\), got 1.5"),
+    "no depth": ((*PASSKEY, *SMALL, "--depths", "deep"), "'deep' are no depths; write how many"),
+    "no length": ((*PASSKEY, "--lengths", "abc"), "'abc' is no number of tokens; write 131072 or 128k"),
+    "no trial": ((*PASSKEY, *SMALL, "--trials", "0"), "trials must be >= 1, got 0"),
+    "empty haystack": ((*PASSKEY, *SMALL, "--haystack", "empty.txt"), r"\(it has 0 characters\). Pass prose"),
+    "no haystack": ((*PASSKEY, *SMALL, "--haystack", "nowhere.txt"), "nowhere.txt.* Pass "),
+    "haystack is a folder": ((*PASSKEY, *SMALL, "--haystack", "."), "Pass "),
+    "haystack is a picture": ((*PASSKEY, *SMALL, "--haystack", "figure.png"), "is not a UTF-8 text.*Pass prose"),
+    "setting without name": ((*PASSKEY, *SMALL, "--setting", "passkey=3"), "write TASK.NAME=VALUE"),
+    "setting of no task": ((*PASSKEY, *SMALL, "--setting", "paskey.digits=3"), "did you mean 'passkey'?"),
+    "unknown setting": (("--tasks", "needle", *SMALL, "--setting", "needle.neddles=3"), "did you mean 'needles'?"),
+    "setting of a task not asked for": ((*PASSKEY, *SMALL, "--setting", "needle.needles=3"), "needle.*--tasks"),
+    "setting of a wrong kind": ((*PASSKEY, *SMALL, "--setting", "passkey.digits=five"), "digits.*'five'"),
+    "setting of a wrong size": ((*PASSKEY, *SMALL, "--setting", "passkey.digits=0"), "digits must be >= 1, got 0"),
+    "no base": (("--tasks", "short", *SMALL), "extend with --method, or give it as --base"),
+    "key tokens alone": ((*KEY_TOKENS, *SMALL), "Ask for both"),
+    "method's option without a method": ((*PASSKEY, *SMALL, "--factor", "4"), "belong to --method"),
+    "unknown dtype": ((*PASSKEY, *SMALL, "--dtype", "float33"), "'float33'.*bfloat16"),
+    "no chat template": ((*PASSKEY, *SMALL, "--style", "chat"), "Use style 'base'"),
+    "losses of a server": ((*PERPLEXITY, *SMALL, "--server", "SERVER"), "perplexity needs .*Ask for retrieval tasks"),
+    "no server": ((*PASSKEY, *SMALL, "--server", "http://localhost:1"), "Start the server"),
+    "results of another model": ((*PASSKEY, *SMALL, "-o", "based.jsonl"), "other measurements.*another file"),
+    "corrupt results": ((*PASSKEY, *SMALL, "-o", "corrupt.jsonl"), "corrupt.jsonl is corrupt at line 3.*Restore it"),
+    "no results": ((*PASSKEY, *SMALL, "-o", "figure.png"), "figure.png is not a results file"),
+}  # fmt: skip
+
+
+@pytest.fixture
+def desk(tmp_path: Path, based: tuple[Path, Outcome], monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with what people pass by mistake; it is the current one."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty.txt").write_text("")
+    (tmp_path / "figure.png").write_bytes(b"\x89PNG\r\n\x1a\n" + bytes(range(256)))
+    shutil.copy(based[0], tmp_path)
+    whole = based[0].read_text(encoding="utf-8").splitlines()
+    (tmp_path / "corrupt.jsonl").write_text("\n".join([*whole[:2], whole[2][:-9], *whole[3:], ""]))
+    return tmp_path
+
+
+@pytest.fixture(scope="module")
+def server():
+    with LiveServer() as server:
+        yield server
+
+
+def assert_remedy(outcome: Outcome, words: str) -> None:
+    assert outcome.code in (1, 2)
+    assert outcome.err.count("error: ") + outcome.err.count("─ Error ─") == 1, outcome.err
+    assert "Traceback" not in outcome.err
+    assert re.search(words, outcome.said), outcome.said
+    assert outcome.out == ""
+
+
+@pytest.mark.parametrize("mistake", REMEDIES)
+def test_a_mistake_gets_a_remedy_and_leaves_no_trace(mistake: str, desk: Path, server: LiveServer) -> None:
+    arguments, words = REMEDIES[mistake]
+    before = {path.name: path.read_bytes() for path in desk.iterdir()}
+    outcome = ctxext("eval", MODEL, *(server.url if argument == "SERVER" else argument for argument in arguments))
+    assert_remedy(outcome, words)
+    assert {path.name: path.read_bytes() for path in desk.iterdir()} == before
+    assert server.requests == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("eval", "./nowhere"), "'./nowhere' is no folder here"),
+        (("eval", "."), "holds no config.json"),
+        (("compare", "./nowhere"), "'./nowhere' is no folder here"),
+        (("compare", MODEL, "--methods", "yarn,pie"), "unknown method 'pie'; did you mean 'pi'?"),
+        (("compare", MODEL, "--methods", "yarn", "--factor", "0.5"), "factor must be >= 1, got 0.5"),
+        (("report", "nowhere.jsonl"), "holds no results. Write some with ctxext eval"),
+        (("report", "figure.png"), "figure.png is not a results file"),
+        (("report", "based.jsonl", "corrupt.jsonl"), "corrupt.jsonl is corrupt at line 3.*Restore it"),
+    ],
+)
+def test_so_does_a_path_or_a_name_that_is_wrong(arguments: tuple[Any, ...], words: str, desk: Path) -> None:
+    before = sorted(desk.iterdir())
+    assert_remedy(ctxext(*arguments), words)
+    assert sorted(desk.iterdir()) == before
+
+
+# --------------------------------------------------------------------------------------------------------- help
+
+
+@pytest.mark.parametrize("name", ["eval", "compare", "report"])
+def test_help_shows_and_explains_every_option(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "120")
+    shown = ctxext(name, "--help").out
+    for parameter in get_command(commands).commands[name].params:
+        assert all(option in shown for option in parameter.opts), parameter.name
+        assert parameter.help, f"{parameter.name} has no help"
+
+
+def test_every_task_that_the_help_names_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "120")
+    shown = ctxext("eval", "--help").out
+    tasks = ["passkey", "needle", "needles", "needle_distractors", "ruler", "perplexity", "sliding_perplexity"]
+    tasks += ["key_tokens", "short"]
+    assert all(task in shown for task in tasks)
+    assert "13 tasks" in " ".join(shown.split())
+    grid = measuring.make_grid(",".join(tasks), trained_length=512, lengths=(512,))
+    assert len(grid.tasks) == len(tasks) - 1 + 13
