@@ -39,7 +39,8 @@ figures: $(VENV)/dev.stamp  ## the README's figure and numbers, anew
 	$(BIN)/ctxext demo --output docs/demo
 	$(BIN)/python benchmarks/shipped_model.py
 	$(BIN)/ctxext compare ctxext/assets/austen-4m --factor 4 --windows 16 --output runs/austen-4m.jsonl
-	$(BIN)/ctxext report runs/austen-4m.jsonl --output runs/report.html --figures docs/compare
+	$(BIN)/ctxext report runs/austen-4m.jsonl --output runs/report.html --figures runs/figures
+	cp runs/figures/austen-4m.json runs/figures/austen-4m-overview.png runs/figures/austen-4m-price.png docs/compare/
 	$(BIN)/python docs/update_readme.py
 
 clean:

@@ -49,12 +49,12 @@ def evaluators_table() -> str:
     value = {name: figure["value"] for name, figure in figures.items()}
     told = value["passkey grid: time over plain told the answer's length"]
     return (
-        "On two CPU cores and the shipped model, against the plain way with the same answers: a passkey grid of 11 depths "
-        f"takes {value['passkey grid: tokens over plain']:.2f} of the tokens and "
+        "On two CPU cores and the shipped model, against the plain way with the same answers: a passkey grid of 11 "
+        f"depths takes {value['passkey grid: tokens over plain']:.2f} of the tokens and "
         f"{value['passkey grid: time over plain']:.2f} of the time of a `generate` for each prompt "
-        f"({told:.2f} if that is told to stop after the "
-        f"answer), a perplexity curve of 32 points {value['perplexity curve: time over plain']:.2f} of the time of a pass a "
-        f"point, and scoring 16,384 tokens {value['scoring: growth over stock']:.2f} of the memory of the stock loss "
+        f"({told:.2f} if that is told to stop after the answer), a perplexity curve of 32 points "
+        f"{value['perplexity curve: time over plain']:.2f} of the time of a pass a point, and scoring 16,384 tokens "
+        f"{value['scoring: growth over stock']:.2f} of the memory of the stock loss "
         "([docs/benchmarks/evaluators.json](docs/benchmarks/evaluators.json))."
     )
 

@@ -52,7 +52,9 @@ def evaluate(
         str | None,
         typer.Option(help="Ask the model behind this OpenAI-compatible URL; MODEL then names its tokenizer."),
     ] = None,
+    served_model: Annotated[str | None, typer.Option(help="The server's name of the model, if it has several.")] = None,
     concurrency: Annotated[int, typer.Option(help="Requests at a time to the server.")] = 4,
+    timeout: Annotated[float, typer.Option(help="Seconds for which the server may take for one answer.")] = 600.0,
     batch_size: measuring.BatchSize = None,
     dtype: measuring.Dtype = "auto",
     device: measuring.Device = None,
@@ -101,11 +103,14 @@ def evaluate(
         tokenizer = AutoTokenizer.from_pretrained(folder)
         answer_tokens = answer_tokens or (None if (style or tokenizer.chat_template) in (None, "base") else 64)
         prompter = Prompter(tokenizer, style, answer_tokens)  # type: ignore[arg-type]
-        target: Target = Served(ServedModel(server, style=prompter.style, concurrency=concurrency), trained)
+        target: Target = Served(
+            ServedModel(server, style=prompter.style, model=served_model, concurrency=concurrency, timeout=timeout),
+            trained,
+        )
     else:
         loaded, tokenizer = measuring.load(folder, dtype, device)
         prompter = Prompter(tokenizer, style, answer_tokens)  # type: ignore[arg-type]
-        target = LiveModel(loaded, prompter, folder.name)
+        target = LiveModel(loaded, prompter, folder.name, original_max_position_embeddings)
         reach = target.reach(variant) or reach
     grid = measuring.make_grid(
         tasks,

@@ -259,6 +259,9 @@ def summary_table(summary: Summary) -> Table:
         column("ppl to", f"{length:,}")
     for length in sliding:
         column("ppl of", f"{length:,}")
+    of_bytes = read if len(summary.variants) <= 2 else []
+    if of_bytes:
+        column("bits per", "byte")
     key = summary.key_tokens(summary.variants[0]) is not None
     if key:
         column("ppl of", "keys")
@@ -272,6 +275,9 @@ def summary_table(summary: Summary) -> Table:
             row += [_share(summary.pooled(variant, group, [length])) for length in summary.lengths(*group)]
         row += [_number(summary.perplexity(variant, length, after)) for after, length in zip([0, *read], read)]
         row += [_number(summary.perplexity(variant, length, task="sliding_perplexity")) for length in sliding]
+        for length in of_bytes[-1:]:
+            bits = summary.bits_per_byte(variant, length)
+            row.append("" if bits is None else f"{bits:.3f}")
         if key:
             row.append(_number((summary.key_tokens(variant) or (None, 0))[0]))
         if gated:
@@ -297,7 +303,7 @@ def task_table(summary: Summary, variant: str) -> Table:
 
 
 def _table(title: str, first: str) -> Table:
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, padding=0)
     table.add_column(first, no_wrap=True)
     return table
 

@@ -110,8 +110,10 @@ class Engine:
         if cache is not None:
             # Back from the deepest fork: what one branch read is the beginning of the next.
             for column in reversed(columns):
-                done = min(cache.get_seq_length(), forks[column])
-                cache.crop(done - cache.get_seq_length())
+                behind = cache.get_seq_length() - forks[column]
+                if behind > 0:
+                    cache.crop(-behind)
+                done = cache.get_seq_length()
                 yield column, self._read(ids[:, column, done:], cache, keep)[0]
             return
         for column in columns:

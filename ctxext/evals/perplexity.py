@@ -109,8 +109,8 @@ class SlidingPerplexity(TextTask):
         start = place.trial * self.stride
         if start + body > haystack.n_tokens:
             raise ValueError(
-                f"window {place.trial} of {place.length} tokens at stride {self.stride} ends at token {start + body:,}, "
-                f"but the text has {haystack.n_tokens:,}. Pass a longer text or fewer windows."
+                f"window {place.trial} of {place.length} tokens at stride {self.stride} ends at token "
+                f"{start + body:,}, but the text has {haystack.n_tokens:,}. Pass a longer text or fewer windows."
             )
         new = place.length - self.stride
         return piece(haystack, start, place.length, bos, max(1, len(bos)) if place.trial == 0 else new)

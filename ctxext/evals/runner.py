@@ -21,7 +21,6 @@ from ctxext.evals.results import Header, Record, Results, ResultsWriter
 from ctxext.evals.samples import Place, RetrievalTask, fingerprint
 from ctxext.evals.targets import Target, Variant
 
-
 AnyTask = RetrievalTask | TextTask
 
 

@@ -30,6 +30,10 @@ class Place:
     trial: int
     seed: int
 
+    def __post_init__(self) -> None:
+        if self.depth is not None:  # 0 and 0.0 are one place
+            object.__setattr__(self, "depth", float(self.depth))
+
     def rng(self, *purpose: str, depth: bool = True) -> Random:
         """The source of chance for this place; without `depth`, one that all depths of a trial share."""
         parts = (*purpose, self.task, self.length, self.depth if depth else None, self.trial, self.seed)

@@ -140,7 +140,7 @@ class Summary:
     # ------------------------------------------------------------------------------------- perplexity
 
     def losses(self, variant: str, length: int, task: str = "perplexity") -> dict[int, np.ndarray]:
-        """By window, the losses in nats of the first `length` tokens: measured at that length, or read off a longer one."""
+        """By window, the losses in nats of the first `length` tokens: measured so, or read off a longer window."""
         records = self.of(variant, task)
         if task == "sliding_perplexity":
             return {r["trial"]: unpacked(r, "losses") for r in records if r["length"] == length}
@@ -234,6 +234,7 @@ class Summary:
                         f"{after}-{length}": self.perplexity(variant, length, after)
                         for after, length in pairwise([0, *lengths])
                     },
+                    "bits_per_byte": self.bits_per_byte(variant, lengths[-1]) if lengths else None,
                     "curve": self.curve(variant),
                     "key_tokens": self.key_tokens(variant),
                     "gate": _plain(self.gate(variant)),
@@ -296,8 +297,8 @@ class Summary:
         price = self.gate(choice)
         if price.loss is not None and price.agreement is not None:
             said.append(
-                f"The price of {choice} within the trained length: {nats(price.loss)}, and another most likely token at "
-                f"{1 - price.agreement.value:.1%} of the places."
+                f"The price of {choice} within the trained length: {nats(price.loss)}, and another most likely "
+                f"token at {1 - price.agreement.value:.1%} of the places."
             )
         return " ".join(said)
 

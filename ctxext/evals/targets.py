@@ -148,7 +148,7 @@ class Served:
 
     def __init__(self, served: ServedModel, trained_length: int) -> None:
         self.served, self.name, self.fingerprint = served, served.name, served.fingerprint
-        self.facts = {"dtype": "as served"}
+        self.facts = {"dtype": "as served", "scoring": "generate"}
         self.about = {"trained_length": trained_length, "reach": served.max_length, "machine": "served"}
 
     def reach(self, variant: Variant) -> int | None:

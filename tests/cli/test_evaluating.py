@@ -117,7 +117,7 @@ def test_eval_prints_the_numbers_that_it_wrote(evaluated: tuple[Path, Outcome]) 
     _, records = lines(path)
     assert printed(outcome.out) == {"not extended": row(records, "none"), "yarn": row(records, "yarn")}
     assert "austen-4m, trained at 512 tokens" in outcome.out
-    assert f"{len(records)} samples in {path}" in "".join(outcome.err.splitlines(True)).replace("\n", " ")
+    assert f"{len(records)} samples in {path}; ctxext report {path} makes a page" in outcome.err
 
 
 def test_eval_measures_the_grid_and_the_unextended_model_only_within_its_length(
@@ -138,12 +138,12 @@ def test_eval_measures_the_grid_and_the_unextended_model_only_within_its_length(
 
 def test_eval_again_measures_nothing(evaluated: tuple[Path, Outcome], monkeypatch: pytest.MonkeyPatch) -> None:
     path, outcome = evaluated
-    before = path.read_bytes()
+    before = path.stat().st_mtime_ns, path.read_bytes()
     for work in ("forced", "generate", "losses"):
         monkeypatch.setattr(Engine, work, lambda *_: pytest.fail("the model was run again"))
     again = ctxext(*EVAL, "-o", path)
     assert (again.code, again.out) == (0, outcome.out)
-    assert path.read_bytes() == before
+    assert (path.stat().st_mtime_ns, path.read_bytes()) == before
 
 
 def test_a_trained_length_that_one_knows_better_is_the_one_that_counts(tmp_path: Path) -> None:
@@ -229,7 +229,7 @@ def test_compare_prints_the_numbers_that_it_wrote(compared: tuple[Path, Outcome]
     assert {cells[1] for cells in table.values()} >= {"0%", "100%"}
 
 
-@pytest.mark.parametrize("columns", [30, 80])
+@pytest.mark.parametrize("columns", [40, 80])
 def test_no_number_is_cut_off_however_narrow_the_terminal(
     compared: tuple[Path, Outcome], columns: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -264,10 +264,13 @@ def test_report_writes_the_page_and_the_figures(compared: tuple[Path, Outcome], 
     assert price(compared_records(compared), "yarn") in html
     names = ["overview", "perplexity", "price", *(f"passkey-{variant}" for variant in ("none", "pi", "yarn"))]
     expected = {f"comparison-{name}.{suffix}" for name in names for suffix in ("png", "svg")}
-    assert {path.name for path in figures.iterdir()} == expected
+    assert {path.name for path in figures.iterdir()} == {*expected, "comparison.json"}
+    beginnings = {".png": b"\x89PNG", ".svg": b"<?xml", ".json": b"{"}
     for path in figures.iterdir():
-        assert path.read_bytes().startswith(b"\x89PNG" if path.suffix == ".png" else b"<?xml")
-        assert f"wrote {path}" in outcome.err.replace("\n", "") or path.name in outcome.err.replace("\n", "")
+        assert path.read_bytes().startswith(beginnings[path.suffix])
+        assert f"wrote {path}\n" in outcome.err
+    numbers = json.loads((figures / "comparison.json").read_text(encoding="utf-8"))
+    assert f"{numbers['figures']['yarn']['gate']['loss']['value']:+.3f}" == price(compared_records(compared), "yarn")
 
 
 def test_report_takes_several_files(
@@ -370,6 +373,7 @@ REMEDIES = {
     "setting of a wrong kind": ((*PASSKEY, *SMALL, "--setting", "passkey.digits=five"), "digits.*'five'"),
     "setting of a wrong size": ((*PASSKEY, *SMALL, "--setting", "passkey.digits=0"), "digits must be >= 1, got 0"),
     "no base": (("--tasks", "short", *SMALL), "extend with --method, or give it as --base"),
+    "base for nothing": ((*PASSKEY, *SMALL, "--base", MODEL), "Add one of them to --tasks"),
     "key tokens alone": ((*KEY_TOKENS, *SMALL), "Ask for both"),
     "method's option without a method": ((*PASSKEY, *SMALL, "--factor", "4"), "belong to --method"),
     "unknown dtype": ((*PASSKEY, *SMALL, "--dtype", "float33"), "'float33'.*bfloat16"),

@@ -1,4 +1,4 @@
-"""The engine's short cuts change nothing: what is read once, in chunks or side by side is what one forward pass says."""
+"""The engine's short cuts change nothing: read once, in chunks or side by side, it is what one forward pass says."""
 
 from __future__ import annotations
 

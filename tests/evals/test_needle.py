@@ -154,7 +154,7 @@ def test_a_thinking_model_is_scored_by_what_it_says_after_its_thoughts() -> None
 
 def test_bad_input_is_refused_with_a_remedy() -> None:
     tokenizer = tokenizer_of_kind("shipped")
-    with pytest.raises(ValueError, match="at least 5. tokens, got length=20"):
+    with pytest.raises(ValueError, match=r"at least 5. tokens, got length=20"):
         made(Passkey(), 20, 0.5)
     with pytest.raises(ValueError, match="Pass a longer text"):
         made(Passkey(), 200_000, 0.5)
@@ -195,3 +195,8 @@ def test_a_short_text_is_repeated_for_retrieval() -> None:
     sample = Passkey().sample(Place("passkey", 1500, 0.5, 0, 0), prompter_of("shipped"), haystack)
     assert len(sample.input_ids) == 1500
     assert haystack.repeats > 10
+
+
+def test_a_depth_is_a_place_however_it_is_written() -> None:
+    assert Place("passkey", 512, 0, 1, 0) == Place("passkey", 512, 0.0, 1, 0)
+    assert Place("passkey", 512, 1, 1, 0).rng().random() == Place("passkey", 512, 1.0, 1, 0).rng().random()
