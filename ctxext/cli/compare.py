@@ -33,7 +33,7 @@ def compare(
     batch_size: measuring.BatchSize = None,
     dtype: measuring.Dtype = "auto",
     device: measuring.Device = None,
-    seed: int = 0,
+    seed: measuring.Seed = 0,
     revision: Revision = None,
     output: Annotated[
         Path, typer.Option("--output", "-o", help="The results file; a run that was stopped goes on.")
@@ -81,4 +81,5 @@ def compare(
     results = measuring.run(runner, output, variants)
     if results is not None:
         measuring.print_summary(Summary(results))
-        console.print(f"{len(results.records)} samples in {output}; ctxext report {output} makes a page of them.")
+        said = f"{len(results.records)} samples in {output}; ctxext report {output} makes a page of them."
+        console.print(said, soft_wrap=True)

@@ -42,7 +42,7 @@ def demo(
     lengths: measuring.Lengths = None,
     trials: Annotated[int, typer.Option(help="Passkey prompts for each length and depth; 0 for none.")] = 10,
     windows: measuring.Windows = 48,
-    seed: int = 0,
+    seed: measuring.Seed = 0,
 ) -> None:
     """Compare PI, NTK-aware, NTK-by-parts and YaRN with no extension at all, on real text."""
     from ctxext.assets import MODEL

@@ -58,7 +58,7 @@ def evaluate(
     batch_size: measuring.BatchSize = None,
     dtype: measuring.Dtype = "auto",
     device: measuring.Device = None,
-    seed: int = 0,
+    seed: measuring.Seed = 0,
     revision: Revision = None,
     output: Annotated[
         Path, typer.Option("--output", "-o", help="The results file; a run that was stopped goes on.")
@@ -91,11 +91,19 @@ def evaluate(
             **parse_options(option),
         }
         variant = Variant(method, {name: value for name, value in extension.items() if value is not None})
-    names = tasks.split(",")
+    names = [name.strip() for name in tasks.split(",")]
     compared = "short" in names or "key_tokens" in names
     if compared and method is None and base is None:
         raise typer.BadParameter(
             "short and key_tokens need the unextended model: extend with --method, or give it as --base CHECKPOINT."
+        )
+
+    if base is not None and not compared:
+        raise typer.BadParameter("--base is for short and key_tokens. Add one of them to --tasks, or drop it.")
+    if server is not None and (reading := [name for name in names if name in measuring.READING]):
+        raise typer.BadParameter(
+            f"{', '.join(reading)} needs the model's losses, which servers do not give. Ask for retrieval tasks alone, "
+            "such as --tasks passkey."
         )
 
     processes = measuring.Processes.here()
@@ -136,10 +144,11 @@ def evaluate(
     before = [Variant(gate_only=True)] if compared else []
     if base is not None and compared:
         of_base, _ = measuring.load(checkpoint_folder(base), dtype, device)
-        measure(LiveModel(of_base, prompter, Path(base).name), before, merge=False)
+        measure(LiveModel(of_base, prompter, Path(base).name, original_max_position_embeddings), before, merge=False)
         del of_base
         before = []
     results = measure(target, [*before, variant], merge=True)
     if results is not None:
         measuring.print_summary(Summary(results))
-        console.print(f"{len(results.records)} samples in {output}; ctxext report {output} makes a page of them.")
+        said = f"{len(results.records)} samples in {output}; ctxext report {output} makes a page of them."
+        console.print(said, soft_wrap=True)

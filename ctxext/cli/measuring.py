@@ -6,13 +6,15 @@ import math
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from copy import copy
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich import box
 from rich.console import Console
+from rich.measure import Measurement
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
@@ -26,6 +28,9 @@ if TYPE_CHECKING:
     from ctxext.evals.runner import Grid, Runner
     from ctxext.evals.summary import Summary
     from ctxext.evals.targets import Variant
+
+# The tasks that need the model's losses.
+READING = ("perplexity", "sliding_perplexity", "key_tokens", "short")
 
 # ------------------------------------------------------------------------------- what people write
 
@@ -60,6 +65,7 @@ Generate = Annotated[
     bool, typer.Option("--generate", help="Generate every answer, also where teacher forcing would do.")
 ]
 BatchSize = Annotated[int | None, typer.Option(help="Trials side by side.  [default: what fits in 8,192 tokens]")]
+Seed = Annotated[int, typer.Option(help="Of the texts, places and numbers: another seed, other samples.")]
 Dtype = Annotated[str, typer.Option(help="Such as bfloat16.  [auto: float32 on a CPU, otherwise the checkpoint's]")]
 Device = Annotated[str | None, typer.Option(help="Such as cuda:1 or cpu; `auto` spreads a model over all GPUs.")]
 
@@ -132,6 +138,8 @@ def load(
     logging.disable_progress_bar()
     if device is None:
         device = f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if torch.cuda.is_available() else "cpu"
+    if dtype != "auto" and not isinstance(getattr(torch, dtype, None), torch.dtype):
+        raise ValueError(f"unknown dtype {dtype!r}. Pass bfloat16, float16, float32, or auto.")
     if dtype == "auto" and device == "cpu":
         dtype = "float32"
     tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -206,12 +214,21 @@ def make_grid(
         if name not in known:
             raise ValueError(f"unknown task {name!r}{suggest(name, known)}")
 
+    for name in of_task:
+        if name not in names and not (name == "ruler" and {*names} & {*RULER}):
+            raise ValueError(f"{name} has a --setting but is not measured. Add it to --tasks, or drop the setting.")
+
     def made(make: Any, name: str) -> Any:
         chosen = {**(of_task.get("ruler", {}) if name in RULER else {}), **of_task.get(name, {})}
-        try:
-            return make(**chosen)
-        except TypeError as error:
-            raise ValueError(f"a setting of {name} is wrong: {error}") from None
+        plain = make()
+        usual = {field.name: getattr(plain, field.name) for field in fields(plain) if field.name != "name"}
+        for setting, value in chosen.items():
+            if setting not in usual:
+                raise ValueError(f"unknown setting {setting!r} of {name}{suggest(setting, usual)}")
+            kind = type(usual[setting])
+            if usual[setting] is not None and not isinstance(value, (int, float) if kind is float else kind):
+                raise ValueError(f"{name}.{setting} is such as {usual[setting]!r}, got {value!r}.")
+        return make(**chosen)
 
     if "key_tokens" in names and "perplexity" not in names:
         raise ValueError("key_tokens says which tokens to look at, perplexity reads them. Ask for both.")
@@ -231,10 +248,11 @@ def make_grid(
 def print_summary(summary: Summary) -> None:
     """The tables on standard output, and the recommendation if there was something to choose."""
     screen = Console()
-    screen.print(summary_table(summary))
+    tables = [summary_table(summary)]
     if len(summary.retrieval_tasks) > 2:
-        for variant in summary.variants:
-            screen.print(task_table(summary, variant))
+        tables += [task_table(summary, variant) for variant in summary.variants]
+    for table in tables:
+        screen.print(*_fitting(table, screen), sep="")
     if len(summary.variants) > 1:
         screen.print(summary.recommendation(), highlight=False, markup=False)
 
@@ -300,6 +318,22 @@ def task_table(summary: Summary, variant: str) -> Table:
         shares = summary.by_length(variant, task)
         table.add_row(task, *(_share(shares.get(length), "  ") for length in lengths))
     return table
+
+
+def _fitting(table: Table, screen: Console) -> Iterator[Table]:
+    """The table, as several below each other where it is wider than the screen: no number is cut off."""
+    unbounded = screen.options.update(max_width=10_000)
+    first, *columns = table.columns
+    while columns:
+        for n in range(len(columns), 0, -1):
+            part = copy(table)
+            part.columns = [replace(column, _index=k) for k, column in enumerate([first, *columns[:n]])]
+            if Measurement.get(screen, unbounded, part).maximum <= screen.width:
+                break
+        columns = columns[n:]
+        part.caption = None if columns else table.caption
+        yield part
+        table.title = None
 
 
 def _table(title: str, first: str) -> Table:

@@ -26,7 +26,7 @@ def report(
 
     read = [read_results(path) for path in results]
     write_report(read, output)
-    console.print(f"wrote {output}: open it in a browser.", highlight=False)
+    console.print(f"wrote {output}: open it in a browser.", highlight=False, soft_wrap=True)
     if figures is not None:
         figures.mkdir(parents=True, exist_ok=True)
         for result in read:
@@ -34,4 +34,4 @@ def report(
             numbers = figures / f"{result.path.stem}.json"
             numbers.write_text(json.dumps(summary.to_dict(), indent=1) + "\n")
             for path in [numbers, *save_figures(summary, figures, result.path.stem)]:
-                console.print(f"wrote {path}", highlight=False)
+                console.print(f"wrote {path}", highlight=False, soft_wrap=True)

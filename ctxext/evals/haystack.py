@@ -76,6 +76,8 @@ class Haystack:
             raise ValueError(
                 f"{path} is not a UTF-8 text ({error.reason} at byte {error.start}). Pass prose."
             ) from None
+        except OSError as error:
+            raise OSError(f"{path} cannot be read ({error.strerror}). Pass a text file.") from None
         return cls.from_text(text, tokenizer, at_least=at_least)
 
     @property

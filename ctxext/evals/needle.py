@@ -172,6 +172,9 @@ class Passkey(HiddenNumbers):
 
     digits: int = 5
 
+    def __post_init__(self) -> None:
+        _check_digits(self.digits)
+
     def hide(self, words: Random, numbers: Random) -> Hidden:
         key = _number(numbers, self.digits)
         return Hidden(
@@ -207,6 +210,7 @@ class Needle(HiddenNumbers):
                 f"needles must be >= 1, distractors >= 0 and both together <= {len(OWNERS)}, "
                 f"got {self.needles} and {self.distractors}."
             )
+        _check_digits(self.digits)
 
     def hide(self, words: Random, numbers: Random) -> Hidden:
         owners = words.sample(OWNERS, self.needles + self.distractors)
@@ -240,6 +244,11 @@ class NeedleAmongDistractors(Needle):
 
     name: ClassVar[str] = "needle_distractors"
     distractors: int = 7
+
+
+def _check_digits(digits: int) -> None:
+    if digits < 1:
+        raise ValueError(f"digits must be >= 1, got {digits}.")
 
 
 def _number(rng: Random, digits: int) -> str:

@@ -1,9 +1,9 @@
 """The results file: one JSON line a sample, written so that nothing measured is lost and nothing is measured twice.
 
 The first line says what was measured with what; every other line is a sample, in the order of the grid.
-While a run goes on, each process keeps a journal beside the file (`results.jsonl.part-0`), one line for
-each batch; at the end the journals are merged into the file and removed. A run that was killed at any
-moment goes on from its journals, with any number of processes.
+While a run goes on, each process keeps a journal beside the file (`results.jsonl.part-0`): one line for
+each batch, behind a header for each run that wrote there. At the end the journals are merged into the file
+and removed. A run that was killed at any moment goes on from its journals, with any number of processes.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 FORMAT = 1
 Record = dict[str, Any]
@@ -122,14 +122,20 @@ def _read(file: Path) -> tuple[Header | None, Iterator[Record]]:
             raise ValueError(f"{file} is not a results file of ctxext. Give another file with --output.")
         return None, iter(())
     values = [_parse(file, k, line) for k, line in enumerate(lines, start=1)]
-    first = values[0]
-    if not isinstance(first, dict) or first.get("ctxext_results") != FORMAT:
+    if not isinstance(values[0], dict) or values[0].get("ctxext_results") != FORMAT:
         raise ValueError(f"{file} is not a results file of ctxext (format {FORMAT}). Give another file with --output.")
     if torn and ".part-" not in file.name:
         raise ValueError(f"{file} is corrupt: its last line, {len(lines) + 1}, is cut off. Restore it, or remove it.")
     try:
-        header = Header(*(first[part] for part in ("identity", "tasks", "variants", "about")))
-        records = [record for value in values[1:] for record in (value if isinstance(value, list) else [value])]
+        header, records = None, []
+        for value in values:
+            if isinstance(value, dict) and "ctxext_results" in value:
+                # A journal has a header for each run that went on with it, maybe of other variants.
+                found = Header(*(value[part] for part in ("identity", "tasks", "variants", "about")))
+                header = found if header is None else header.joined(found, file)
+            else:
+                records += value if isinstance(value, list) else [value]
+        assert header is not None
         for record in records:
             known = record["variant"] in header.variants and record["task"] in header.tasks
             if not known or not {"key", "length", "depth", "trial", "seed"} <= record.keys():
@@ -164,6 +170,7 @@ class ResultsWriter:
         self.path = Path(path)
         self._part = self.path.with_name(f"{self.path.name}.part-{rank}")
         self.header = header
+        self._file: BinaryIO | None = None
         self.done: dict[tuple[str, str], Record] = {}
         before = _read_all(self.path)
         if before is not None:
@@ -171,18 +178,22 @@ class ResultsWriter:
             self.done = {(record["variant"], record["key"]): record for record in before.records}
 
     def __enter__(self) -> ResultsWriter:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._file is not None:
+            self._file.close()
+
+    def _begin(self) -> None:
+        """Open the journal, once there is something to write."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = open(self._part, "ab")
+        self._file = open(self._part, "ab")  # noqa: SIM115  open until __exit__
         # A line that was being written when an earlier run was killed.
         whole = self._part.read_bytes()
         self._size = whole.rfind(b"\n") + 1
         self._file.truncate(self._size)
-        if self._size == 0:
+        if self.header.line().encode() not in whole.splitlines():
             self._write(self.header.line())
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._file.close()
 
     def add(self, records: list[Record]) -> None:
         """Write the samples of one batch, all or none.
@@ -190,6 +201,8 @@ class ResultsWriter:
         Raises:
             OSError: the disk is full, or cannot be written; what was written before is kept.
         """
+        if self._file is None:
+            self._begin()
         self._write(json.dumps(records, ensure_ascii=False))
         self.done.update(((record["variant"], record["key"]), record) for record in records)
 
@@ -214,6 +227,11 @@ class ResultsWriter:
     def merge(self) -> Results:
         """Join file and journals into the file, and remove the journals."""
         results = read_results(self.path)
+        parts = list(self.path.parent.glob(f"{self.path.name}.part-*"))
+        header = results.header.joined(self.header, self.path)
+        if not parts and header == results.header:
+            return results
+        results = Results(self.path, header, results.records)
         temporary = self.path.with_name(f"{self.path.name}.tmp")
         try:
             with open(temporary, "w", encoding="utf-8") as file:
@@ -229,6 +247,6 @@ class ResultsWriter:
                 "journals. Make room and run the same command again",
             ) from None
         os.replace(temporary, self.path)
-        for part in self.path.parent.glob(f"{self.path.name}.part-*"):
+        for part in parts:
             part.unlink()
         return results

@@ -23,8 +23,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from ctxext.assets import MODEL, PERSUASION
 from ctxext.evals.haystack import Haystack
 from ctxext.evals.prompts import Prompter
-from ctxext.evals.ruler import RULER
-from ctxext.evals.ruler import fitting as ruler_fitting
+from ctxext.evals.ruler import RULER, fitting, niah
 from ctxext.evals.ruler.aggregation import zeta
 from ctxext.evals.ruler.niah import DEPTHS, NOISE
 from ctxext.evals.samples import Place, Sample, list_tasks, make_task
@@ -152,13 +151,29 @@ def test_chat_templates_and_larger_budgets_count_too(name: str) -> None:
         check_exact(make_task(name).sample(place, prompter, haystack_of("merging")), prompter)
 
 
+def test_a_filling_that_was_measured_wrong_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = fitting._fillings
+
+    def wrong_first(draft, prompter, spare):
+        yield from original(draft, prompter, spare + 1)
+        yield from original(draft, prompter, spare)
+
+    monkeypatch.setattr(fitting, "_fillings", wrong_first)
+    for name in ("niah_single_2", "niah_multikey_3", "vt", "qa_1"):
+        check_exact(draw(name, 1500), prompter_of("shipped"))
+
+
+def shortest(name: str, **settings) -> int:
+    """The length that a refusal of 60 tokens names."""
+    message = rf"a {name} prompt needs at least \d+ tokens with this tokenizer, got length=60\. Pass a longer length"
+    with pytest.raises(ValueError, match=message) as refused:
+        draw(name, 60, **settings)
+    return int(re.search(r"at least (\d+)", str(refused.value))[1])
+
+
 @pytest.mark.parametrize("name", RULER)
 def test_a_length_below_the_minimum_is_refused(name: str) -> None:
-    message = rf"a {name} prompt needs at least (\d+) tokens with this tokenizer, got length=60\. Pass a longer length"
-    with pytest.raises(ValueError, match=message) as refused:
-        draw(name, 60)
-    enough = int(re.search(r"at least (\d+)", str(refused.value))[1]) + 60
-    check_exact(draw(name, enough), prompter_of("shipped"))
+    check_exact(draw(name, shortest(name) + 60), prompter_of("shipped"))
 
 
 def test_a_text_that_is_too_short_is_refused() -> None:
@@ -184,8 +199,8 @@ def test_a_prompt_is_read_a_few_times_only(monkeypatch: pytest.MonkeyPatch) -> N
         read = 0
         sample = draw(name, 16384, 1)
         readings.append(read / len(sample.body))
-    assert max(readings) < 8
-    assert sum(readings) / len(readings) < 4.5
+    assert max(readings) < 7
+    assert sum(readings) / len(readings) < 4
 
 
 # --------------------------------------------------------------------------------------- the words
@@ -328,6 +343,15 @@ def test_needles_stand_between_sentences_at_forty_depths() -> None:
     assert depths >= {0.0, 0.3, 0.5, 0.7, 1.0}
 
 
+@pytest.mark.parametrize("depth", [0, 100])
+def test_the_outermost_depths_are_the_very_ends(depth: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(niah, "DEPTHS", [depth])
+    for trial in range(10):
+        sample = draw("niah_single_3", 1500, trial)
+        text = context(sample, "afterwards.\n", "\nWhat ")
+        assert (text.endswith if depth else text.startswith)(sample.needles[0])
+
+
 def test_every_trial_begins_elsewhere_in_the_text() -> None:
     begins = [draw("niah_single_2", 1500, trial).body[130:190] for trial in range(8)]
     assert len(set(begins)) == 8
@@ -408,9 +432,9 @@ def test_words_do_not_run_out() -> None:
 
 
 @pytest.mark.parametrize("alpha", [1.5, 2.0, 3.0])
-@pytest.mark.parametrize("length", [1500, 6000])
-def test_coded_words_follow_the_zeta_distribution_without_tie(length: int, alpha: float) -> None:
-    sample = draw("fwe", length, alpha=alpha)
+@pytest.mark.parametrize("length", [None, 1500, 6000])
+def test_coded_words_follow_the_zeta_distribution_without_tie(length: int | None, alpha: float) -> None:
+    sample = draw("fwe", length or shortest("fwe", alpha=alpha) + 20, alpha=alpha)
     counts = Counter(context(sample, "coded words. ", "\nQuestion").split())
     ranked = counts.most_common()
     assert ranked[0][0] == "..."
@@ -490,7 +514,7 @@ HOTPOT = [
         "answer": answer,
         "supporting_facts": [[f"Town {k}", 0], [f"Hero {k}", 1]],
         "context": [
-            [f"Town {k}", [f"Town {k} was founded by Hero {k}.", " It is old."]],
+            [f"Town {k}", [f"Town {k} was founded by Hero {k}.", " It is known to be old."]],
             [f"Hero {k}", [f"Hero {k} came from the isle", f" of Isle{k}."]],
             *([f"Other {k}{j}", [f"Nothing is known of {k}{j}."] * 6] for j in range(8)),
         ],
@@ -499,7 +523,8 @@ HOTPOT = [
     for question, answer in ((f"Whence came the founder of Town {k}?", f"Isle{k}"), (f"Is Town {k} known?", "no"))
 ]
 OURS = {
-    "documents": [f"Lamp {k} is lit by oil {k}" + " and hangs on a hook" * (k % 4) + "." for k in range(50, 90)],
+    "documents": [f"Lamp {k} is lit by oil {k}" + " and hangs on a hook" * (k % 4) + "." for k in range(50, 90)]
+    + [f"Oil 60 was never seen by {k} people." for k in range(50, 90)],
     "questions": [{"question": "Which oil lights lamp 60?", "answers": ["oil 60"], "documents": [10]}],
 }
 
@@ -705,7 +730,7 @@ def test_nvidias_coded_text_grows_by_steps_and_leaves_no_room_for_the_answer(len
 
 def test_nvidia_lowers_what_is_too_long_by_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     fits = draw("niah_single_1", 4096, kind="words", compat="nvidia").body.count(NOISE)
-    monkeypatch.setattr(ruler_fitting, "_nvidia_units", lambda *_: fits + 1)
+    monkeypatch.setattr(fitting, "_nvidia_units", lambda *_: fits + 1)
     assert draw("niah_single_1", 4096, kind="words", compat="nvidia").body.count(NOISE) == fits + 1 - 25
 
 

@@ -51,7 +51,7 @@ class CommonWords(RulerTask):
         if self.exact:
             lists = own_words()
             per_word = bare_tokens(scene.prompter, _numbered(lists.all[:100])) / 100 * often[1]
-            enough = of_example + self.common + math.ceil(1.1 * scene.place.length / per_word)
+            enough = of_example + self.common + max(math.ceil(1.1 * scene.place.length / per_word), units)
             words = vocabulary(lists, scene.haystack.text, enough, rng)
             # No word of an answer is a part of another word: "art" would be found in "start".
             alone = (word for word in words if sum(word in other for other in words) == 1)

@@ -255,17 +255,16 @@ def _search(spare: Callable[[int], int], fewest: int, gap: int, little: float) -
 
     Args:
         spare: the tokens left over, fewer with more units. It reads a whole prompt, so it is asked seldom: what
-            a unit takes is first measured on a prompt of a tenth of the length.
+            a unit takes is measured on a short prompt, and then on the last two.
         gap: the tokens that can go to the gap. Where there is none, less than a unit may be left over, or `little`.
     """
     room = spare(fewest)
     if room <= gap:
         return fewest
+    before = fewest + 32
+    per_unit = max((room - spare(before)) / 32, 0.1)
+    units = fewest + math.floor((room - gap / 2) / per_unit)
     low, high = fewest, math.inf
-    before, units, per_unit = fewest, fewest + 8, 1.0
-    for share in (0.1, 1.0):
-        per_unit = max((room - spare(units)) / (units - fewest), 0.1)
-        before, units = units, max(fewest + 8, fewest + math.floor(share * (room - gap / 2) / per_unit))
     while high > low + 1:
         units = int(min(max(units, low + 1), high - 1))
         left = spare(units)
