@@ -42,9 +42,9 @@ def main() -> None:
     grid = Grid(
         retrieval=(Passkey(),), texts=(Perplexity(),), lengths=lengths, depths=DEPTHS, trials=args.trials, windows=16
     )
-    haystack, name = load_text(None, tokenizer, 0)
+    haystack = load_text(None, tokenizer, 0)
     with tempfile.TemporaryDirectory() as folder:
-        runner = Runner(target, prompter, haystack, grid, name, beyond=True)
+        runner = Runner(target, haystack, grid, beyond=True)
         results = run(runner, Path(folder) / "results.jsonl", compared_variants(model.config, METHODS, 4))
     summary = Summary(results)
 

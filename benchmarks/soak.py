@@ -48,7 +48,7 @@ def measure(path: Path) -> None:
         trials=4, windows=4, batch_size=1,
     )  # fmt: skip
     haystack = Haystack.from_text(PERSUASION.read_text(encoding="utf-8")[:60_000], tokenizer)
-    runner = Runner(LiveModel(model, prompter, "austen-4m"), prompter, haystack, grid, "persuasion")
+    runner = Runner(LiveModel(model, prompter, "austen-4m"), haystack, grid)
     runner.run(path, compared_variants(model.config, ["yarn", "dynamic_ntk"]))
 
 

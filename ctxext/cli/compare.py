@@ -73,10 +73,9 @@ def compare(
         batch_size=batch_size,
         seed=seed,
     )
-    text, text_name = measuring.load_text(haystack, tokenizer, max(grid.lengths) if grid.retrieval else 0)
+    text = measuring.load_text(haystack, tokenizer, max(grid.lengths) if grid.retrieval else 0)
     runner = Runner(
-        target, prompter, text, grid, text_name, beyond=True,
-        rank=processes.rank, world=processes.world, wait=processes.wait,
+        target, text, grid, beyond=True, rank=processes.rank, world=processes.world, wait=processes.wait
     )  # fmt: skip
     results = measuring.run(runner, output, variants)
     if results is not None:

@@ -65,11 +65,11 @@ def demo(
         highlight=False,
     )
     grid = measuring.make_grid(
-        "passkey,perplexity,short" if trials else "perplexity,short",
+        ",".join(["passkey"] * (trials > 0) + ["perplexity"] + ["short"] * (windows > 1)),
         trained_length=trained, lengths=chosen, trials=max(1, trials), windows=windows, seed=seed,
     )  # fmt: skip
-    haystack, text_name = measuring.load_text(text, tokenizer, 0)
-    runner = Runner(target, prompter, haystack, grid, text_name, beyond=True)
+    haystack = measuring.load_text(text, tokenizer, 0)
+    runner = Runner(target, haystack, grid, beyond=True)
     results = measuring.run(runner, output / "results.jsonl", compared_variants(loaded.config, METHODS, factor))
     assert results is not None
     summary = Summary(results)

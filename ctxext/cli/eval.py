@@ -113,6 +113,7 @@ def evaluate(
         prompter = Prompter(tokenizer, style, answer_tokens)  # type: ignore[arg-type]
         target: Target = Served(
             ServedModel(server, style=prompter.style, model=served_model, concurrency=concurrency, timeout=timeout),
+            prompter,
             trained,
         )
     else:
@@ -132,12 +133,11 @@ def evaluate(
         batch_size=batch_size,
         seed=seed,
     )
-    text, text_name = measuring.load_text(haystack, tokenizer, max(grid.lengths) if grid.retrieval else 0)
+    text = measuring.load_text(haystack, tokenizer, max(grid.lengths) if grid.retrieval else 0)
 
     def measure(target: Target, variants: list[AnyVariant], merge: bool) -> Any:
         runner = Runner(
-            target, prompter, text, grid, text_name, beyond, rank=processes.rank, world=processes.world,
-            wait=processes.wait,
+            target, text, grid, beyond, rank=processes.rank, world=processes.world, wait=processes.wait
         )  # fmt: skip
         return measuring.run(runner, output, variants, merge=merge)
 

@@ -138,6 +138,10 @@ def load(
     logging.disable_progress_bar()
     if device is None:
         device = f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if torch.cuda.is_available() else "cpu"
+    if device.startswith("cuda") and not torch.cuda.is_available():
+        raise ValueError(
+            f"device {device!r} is not there: this torch sees no CUDA GPU. Leave --device out, or pass cpu."
+        )
     if dtype != "auto" and not isinstance(getattr(torch, dtype, None), torch.dtype):
         raise ValueError(f"unknown dtype {dtype!r}. Pass bfloat16, float16, float32, or auto.")
     if dtype == "auto" and device == "cpu":
@@ -147,29 +151,36 @@ def load(
     return model.eval(), tokenizer
 
 
-def load_text(choice: str | None, tokenizer: PreTrainedTokenizerBase, at_least: int) -> tuple[Haystack, str]:
-    """The haystack and its name."""
+def load_text(choice: str | None, tokenizer: PreTrainedTokenizerBase, at_least: int) -> Haystack:
+    """The text by what people write for it, repeated until it has `at_least` tokens."""
     from ctxext.assets import PERSUASION
     from ctxext.evals.haystack import FILLER, Haystack
 
     if choice == "filler":
-        return Haystack.from_text(FILLER * 200, tokenizer, at_least=at_least), "filler"
+        return Haystack.from_text(FILLER * 200, tokenizer, at_least=at_least, name="filler")
     path = PERSUASION if choice is None else Path(choice)
     haystack = Haystack.from_file(path, tokenizer, at_least=at_least)
     if haystack.repeats > 1:
         console.print(
-            f"note: {path.name} has {haystack.n_tokens:,} tokens; prompts of {at_least:,} repeat it. "
+            f"note: {haystack.name} has {haystack.n_tokens:,} tokens; prompts of {at_least:,} repeat it. "
             "Give a longer text with --haystack.",
             highlight=False,
         )
-    return haystack, path.name
+    return haystack
 
 
 def run(runner: Runner, path: Path, variants: Sequence[Variant], *, merge: bool = True) -> Results | None:
     """Measure, with a progress bar on the first process."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with _progress(runner, runner.count(variants)):
-        return runner.run(path, variants, merge=merge)
+    try:
+        with _progress(runner, runner.count(variants)):
+            return runner.run(path, variants, merge=merge)
+    except BaseException:
+        if list(path.parent.glob(f"{path.name}.part-*")):
+            console.print(
+                f"What was measured is kept beside {path}; the same command goes on from there.", soft_wrap=True
+            )
+        raise
 
 
 @contextmanager
@@ -254,7 +265,7 @@ def print_summary(summary: Summary) -> None:
     for table in tables:
         screen.print(*_fitting(table, screen), sep="")
     if len(summary.variants) > 1:
-        screen.print(summary.recommendation(), highlight=False, markup=False)
+        screen.print(summary.recommendation().text, highlight=False, markup=False)
 
 
 def summary_table(summary: Summary) -> Table:

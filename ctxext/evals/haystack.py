@@ -30,6 +30,7 @@ class Haystack:
         sentence_ends: where each sentence ends, in characters, ascending: what is put there stands
             between two sentences.
         repeats: how often the text was written one after the other to be long enough.
+        name: for people.
     """
 
     text: str
@@ -37,9 +38,12 @@ class Haystack:
     token_starts: list[int]
     sentence_ends: list[int]
     repeats: int = 1
+    name: str = "text"
 
     @classmethod
-    def from_text(cls, text: str, tokenizer: PreTrainedTokenizerBase, *, at_least: int = 0) -> Haystack:
+    def from_text(
+        cls, text: str, tokenizer: PreTrainedTokenizerBase, *, at_least: int = 0, name: str = "text"
+    ) -> Haystack:
         """Tokenise `text`, repeated until it has `at_least` tokens (0: as it is).
 
         Raises:
@@ -65,6 +69,7 @@ class Haystack:
             token_starts=[shift + start for shift in shifts for start in starts],
             sentence_ends=[shift + end for shift in shifts for end in sentence_ends],
             repeats=repeats,
+            name=name,
         )
 
     @classmethod
@@ -78,7 +83,7 @@ class Haystack:
             ) from None
         except OSError as error:
             raise OSError(f"{path} cannot be read ({error.strerror}). Pass a text file.") from None
-        return cls.from_text(text, tokenizer, at_least=at_least)
+        return cls.from_text(text, tokenizer, at_least=at_least, name=Path(path).name)
 
     @property
     def fingerprint(self) -> str:

@@ -11,10 +11,8 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-import matplotlib
 import numpy as np
-from matplotlib import colormaps
-from matplotlib import pyplot as plt
+from matplotlib import colormaps, rc_context
 from matplotlib.axes import Axes
 from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
@@ -26,8 +24,6 @@ from matplotlib.transforms import Bbox
 from ctxext.evals.statistics import Interval
 from ctxext.evals.summary import Summary
 from ctxext.evals.targets import UNEXTENDED
-
-matplotlib.use("Agg")
 
 # Okabe and Ito (2008), darkened for thin lines on white; with the dashes, enough for 18 variants.
 COLORS = ("#0072b2", "#d55e00", "#00875f", "#b0468a", "#b37400", "#2f8fc4")
@@ -211,13 +207,10 @@ def grid_of(summary: Summary, task: str) -> tuple[list[int], list[float | None]]
 @contextmanager
 def _saved(path: Path, width: float, height: float) -> Iterator[Figure]:
     # Text of an SVG stays text.
-    with plt.rc_context({"svg.fonttype": "none"}):
-        figure = plt.figure(figsize=(width, height), layout="constrained", dpi=130)
-        try:
-            yield figure
-            figure.savefig(path)
-        finally:
-            plt.close(figure)
+    with rc_context({"svg.fonttype": "none"}):
+        figure = Figure(figsize=(width, height), layout="constrained", dpi=130)
+        yield figure
+        figure.savefig(path)
 
 
 def _set_title(figure: Figure, title: str) -> None:

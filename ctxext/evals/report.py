@@ -59,7 +59,7 @@ def _section(anchor: str, results: Results) -> dict[str, Any]:
         "file": results.path.name,
         "trained": summary.trained_length,
         "samples": len(summary.records),
-        "recommendation": summary.recommendation().split("\n\n"),
+        "recommendation": [summary.recommendation().text],
         "comparison": _comparison(summary),
         "maps": [_maps(summary, task) for task in summary.retrieval_tasks],
         "failed": sum(record["score"] < 1 for record in scored),

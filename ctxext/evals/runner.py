@@ -16,7 +16,6 @@ import torch
 
 from ctxext.evals.haystack import Haystack
 from ctxext.evals.perplexity import KeyTokens, ShortContext, TextTask
-from ctxext.evals.prompts import Prompter
 from ctxext.evals.results import Header, Record, Results, ResultsWriter
 from ctxext.evals.samples import Place, RetrievalTask, fingerprint
 from ctxext.evals.targets import Target, Variant
@@ -59,6 +58,8 @@ class Grid:
         for name in ("trials", "windows"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be >= 1, got {getattr(self, name)}.")
+        if self.gate and self.windows < 2:
+            raise ValueError("the short-context gate needs at least 2 windows, as one shows no spread; got 1.")
         if self.batch_size is not None and self.batch_size < 1:
             raise ValueError(f"batch_size must be >= 1, got {self.batch_size}.")
         if not self.depths:
@@ -126,7 +127,6 @@ class Runner:
     """Measures one grid with one model and text.
 
     Attributes:
-        text_name: of the text, for people.
         beyond: measure a variant also at lengths beyond what it covers, as a comparison wants of the
             unextended model; otherwise that is an error.
         advance: called with the variant's name and a number of samples that are done, for a progress bar.
@@ -134,10 +134,8 @@ class Runner:
     """
 
     target: Target
-    prompter: Prompter
     haystack: Haystack
     grid: Grid
-    text_name: str
     beyond: bool = False
     advance: Callable[[str, int], None] = lambda variant, samples: None
     rank: int = 0
@@ -148,8 +146,8 @@ class Runner:
         target = self.target
         return Header(
             identity={
-                "prompts": f"{self.prompter.style} {self.prompter.fingerprint}",
-                "text": f"{self.text_name} {self.haystack.fingerprint}",
+                "prompts": f"{self.target.prompter.style} {self.target.prompter.fingerprint}",
+                "text": f"{self.haystack.name} {self.haystack.fingerprint}",
                 "seed": self.grid.seed,
                 "scoring": "generate" if self.grid.generate else "teacher forcing where one answer is right",
                 **target.facts,
@@ -201,7 +199,7 @@ class Runner:
 
     def key(self, task: AnyTask, place: Place) -> str:
         """Of the sample at `place`: a hash of all that it is a function of."""
-        return fingerprint(vars(place), task.settings(), self.prompter.fingerprint, self.haystack.fingerprint)
+        return fingerprint(vars(place), task.settings(), self.target.prompter.fingerprint, self.haystack.fingerprint)
 
     def _share(self, variant: Variant) -> list[Batch]:
         whole = variant.follows_length or self.target.whole
@@ -233,7 +231,7 @@ class Runner:
         """What was measured, in pieces that are written whole."""
         tasks = {task.name: task for task in self.grid.retrieval}
         questions = (
-            [[batch.task.sample(place, self.prompter, self.haystack) for place in row] for row in batch.rows]
+            [[batch.task.sample(place, self.target.prompter, self.haystack) for place in row] for row in batch.rows]
             for batch in batches
             if isinstance(batch.task, RetrievalTask)
         )
@@ -242,7 +240,7 @@ class Runner:
         for batch in batches:
             if isinstance(batch.task, TextTask):
                 (place,) = batch.rows[0]
-                window = batch.task.window(place, self.haystack, self.prompter.special)
+                window = batch.task.window(place, self.haystack, self.target.prompter.special)
                 yield [(batch.task, place, self.target.read(batch.task, window))]
 
 

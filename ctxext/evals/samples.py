@@ -113,9 +113,14 @@ class RetrievalTask(ABC):
 _TASKS: dict[str, Callable[..., RetrievalTask]] = {}
 
 
+def add_task(name: str, make: Callable[..., RetrievalTask]) -> None:
+    """Make a task known by `name` to `ctxext eval` and `ctxext compare`; `make` takes its settings."""
+    _TASKS[name] = make
+
+
 def register_task(cls: type[RetrievalTask]) -> type[RetrievalTask]:
-    """Class decorator: the task is known by its `name` to `ctxext eval` and `ctxext compare`."""
-    _TASKS[cls.name] = cls
+    """Class decorator: the task is known by its `name`."""
+    add_task(cls.name, cls)
     return cls
 
 

@@ -46,6 +46,17 @@ class Gate:
     retrieval: dict[str, Difference]
 
 
+@dataclass(frozen=True)
+class Recommendation:
+    """The variant to use, None where there was nothing to choose from, and why, for people."""
+
+    variant: str | None
+    text: str
+
+    def __str__(self) -> str:
+        return self.text
+
+
 class Summary:
     """The figures of one results file."""
 
@@ -242,7 +253,7 @@ class Summary:
                 for variant in self.variants
             },
             "windows": len(self.losses(self.variants[0], lengths[-1])) if lengths else 0,
-            "recommendation": self.recommendation(),
+            "recommendation": self.recommendation().text,
         }
 
     @property
@@ -251,26 +262,27 @@ class Summary:
         lengths = {*self.read_lengths, *self.lengths(*self.retrieval_tasks)}
         return [length for length in sorted(lengths) if length > self.trained_length]
 
-    def recommendation(self) -> str:
+    def recommendation(self) -> Recommendation:
         """Which variant to use, and how sure that is: one paragraph.
 
-        By retrieval beyond the trained length; where samples cannot tell the best ones apart, the lowest
-        loss over the longest windows decides, in which short and long positions both count.
+        The one that finds most beyond the trained length, or, of those that these samples do not tell
+        apart from it, one that surely loses less over the longest windows, in which short and long positions count.
         """
         extended = [variant for variant in self.variants if variant != UNEXTENDED]
         if not extended or not self.beyond:
-            return "No extended variant was measured beyond the trained length, so there is nothing to recommend."
+            return Recommendation(
+                None, "No extended variant was measured beyond the trained length: nothing to recommend."
+            )
         longest = self.beyond[-1]
         found = {v: share for v in extended if (share := self.pooled(v, self.retrieval_tasks, self.beyond))}
         loss = {v: ppl for v in extended if (ppl := self.perplexity(v, longest)) is not None}
-        rivals = list(found or loss)
-        if not rivals:
-            return "Neither retrieval nor perplexity was measured, so there is nothing to recommend."
+        if not (found or loss):
+            return Recommendation(None, "Neither retrieval nor perplexity was measured: nothing to recommend.")
         said = []
-        if found:
-            best = max(found, key=lambda v: found[v].value)
-            rivals = [v for v in found if v == best or not _worse(self._beyond_difference(v, best))]
-        choice = min(rivals, key=lambda v: (loss.get(v, math.inf), -found[v].value if v in found else 0.0))
+        best = max(found or loss, key=lambda v: (found[v].value if found else 0.0, -loss.get(v, math.inf)))
+        rivals = [v for v in found if v != best and not _worse(self._beyond_difference(v, best))]
+        cheaper = [v for v in rivals if _worse(self.loss_difference(v, best, longest))]  # less loss is better
+        choice = min(cheaper, key=lambda v: loss[v]) if cheaper else best
         said.append(f"Recommended of {len(extended)}: {choice}." if len(extended) > 1 else f"{choice}:")
         if found:
             share = found[choice]
@@ -283,10 +295,11 @@ class Summary:
                 sure = "" if gain.p < LEVEL and gain.value > 0 else ", which is no proof that it helps at all"
                 said.append(f"That is {points(gain)} against the unextended model{sure}.")
             others = sorted((v for v in found if v != choice), key=lambda v: -found[v].value)
-            if others and len(rivals) > 1:
-                names = ", ".join(v for v in others if v in rivals)
-                by = "lower loss over whole windows decided" if loss else "more samples would be needed to choose"
-                said.append(f"These samples do not tell it apart from {names}: {by}.")
+            alike = [v for v in others if v in rivals or v == best]
+            if alike:
+                tie = any(found[v].value >= share.value for v in alike)
+                by = "lower loss over whole windows" if loss and (cheaper or tie) else "the share found"
+                said.append(f"These samples do not tell it apart in retrieval from {', '.join(alike)}: {by} decided.")
             elif others:
                 said.append(f"The next, {others[0]}, is behind: {points(self._beyond_difference(others[0], choice))}.")
         elif len(loss) > 1:
@@ -300,7 +313,7 @@ class Summary:
                 f"The price of {choice} within the trained length: {nats(price.loss)}, and another most likely "
                 f"token at {1 - price.agreement.value:.1%} of the places."
             )
-        return " ".join(said)
+        return Recommendation(choice, " ".join(said))
 
     def _beyond_difference(self, one: str, other: str) -> Difference | None:
         return self.difference(one, other, self.retrieval_tasks, self.beyond)

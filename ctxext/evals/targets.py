@@ -73,6 +73,7 @@ class Target(Protocol):
 
     name: str
     fingerprint: str
+    prompter: Prompter
     facts: dict[str, str]
     about: dict[str, Any]
     whole: bool
@@ -146,8 +147,8 @@ class Served:
 
     whole = False
 
-    def __init__(self, served: ServedModel, trained_length: int) -> None:
-        self.served, self.name, self.fingerprint = served, served.name, served.fingerprint
+    def __init__(self, served: ServedModel, prompter: Prompter, trained_length: int) -> None:
+        self.served, self.prompter, self.name, self.fingerprint = served, prompter, served.name, served.fingerprint
         self.facts = {"dtype": "as served", "scoring": "generate"}
         self.about = {"trained_length": trained_length, "reach": served.max_length, "machine": "served"}
 

@@ -166,7 +166,7 @@ def test_what_was_measured_before_an_error_is_kept_for_a_run_of_other_tasks(tmp_
 def test_a_trained_length_that_one_knows_better_is_the_one_that_counts(tmp_path: Path) -> None:
     path = tmp_path / "results.jsonl"
     known = ("--method", "yarn", "--original-max-position-embeddings", "256")
-    outcome = ctxext("eval", MODEL, "--tasks", "passkey,short", *SMALL, *known, "-o", path)
+    outcome = ctxext("eval", MODEL, "--tasks", "passkey,short", *SMALL, "--windows", "2", *known, "-o", path)
     assert outcome.code == 0, outcome.err
     header, records = lines(path)
     assert {r["length"] for r in records if r["task"] == "short"} == {256}

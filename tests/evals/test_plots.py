@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
 from html import unescape
 from pathlib import Path
 from random import Random
@@ -141,14 +143,28 @@ def test_gate_names_each_variant_and_both_axes(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def drawn(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Figure]]:
-    """The figures that were saved, still open."""
+def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Figure]:
+    """The figures that were saved."""
     figures: list[Figure] = []
-    with monkeypatch.context() as patch:
-        patch.setattr(plots.plt, "close", figures.append)
-        yield figures
-    for figure in figures:
-        plots.plt.close(figure)
+    save = Figure.savefig
+
+    def saved(figure: Figure, path: Path) -> None:
+        figures.append(figure)
+        save(figure, path)
+
+    monkeypatch.setattr(Figure, "savefig", saved)
+    return figures
+
+
+def test_drawing_leaves_pyplot_alone(tmp_path: Path) -> None:
+    """Importing or using the figures does not switch the backend of a notebook."""
+    code = (
+        "import sys; from pathlib import Path; sys.path.insert(0, 'tests')\n"
+        "from evals.test_plots import made, plots\n"
+        f"plots.plot_overview(made(), Path({str(tmp_path)!r}) / 'figure.png')\n"
+        "assert 'matplotlib.pyplot' not in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 @pytest.mark.parametrize(("gain", "dear"), [(0.0, 0.0), (0.1, 0.0), (0.0, 4.0)])

@@ -47,7 +47,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> Results:
         windows=2,
         gate=(512,),
     )
-    runner = Runner(LiveModel(model, prompter, "austen-4m"), prompter, haystack, grid, "persuasion", beyond=True)
+    runner = Runner(LiveModel(model, prompter, "austen-4m"), haystack, grid, beyond=True)
     path = tmp_path_factory.mktemp("results") / "small.jsonl"
     runner.run(path, [Variant(), Variant("yarn", {"method": "yarn", "factor": 4.0})])
     return read_results(path)
@@ -130,7 +130,7 @@ def test_page_says_model_recommendation_and_settings(measured: Results, open_pag
     page = open_page(measured)
     text = page.locator("main").inner_text()
     assert "austen-4m, trained at 512 tokens" in text
-    assert Summary(measured).recommendation() in text
+    assert Summary(measured).recommendation().text in text
     for fact in (*measured.header.identity.values(), *(v["fingerprint"] for v in measured.header.variants.values())):
         assert str(fact) in text
     for heading in ("Comparison", "Retrieval by length and depth", "Failed samples", "Perplexity by position"):

@@ -8,9 +8,12 @@ import re
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
 from hashlib import blake2b
+from importlib.util import find_spec
+from itertools import cycle
 from pathlib import Path
 
 import numpy as np
@@ -21,13 +24,14 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, proce
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from ctxext.assets import MODEL, PERSUASION
+from ctxext.evals import words
 from ctxext.evals.haystack import Haystack
 from ctxext.evals.prompts import Prompter
 from ctxext.evals.ruler import RULER, fitting, niah
 from ctxext.evals.ruler.aggregation import zeta
 from ctxext.evals.ruler.niah import DEPTHS, NOISE
 from ctxext.evals.samples import Place, Sample, list_tasks, make_task
-from ctxext.evals.words import nvidia_words, own_words
+from ctxext.evals.words import distinct, nvidia_words, own_words
 
 FORCED = {"niah_single_1", "niah_single_2", "niah_single_3", "niah_multikey_1", "niah_multikey_2", "niah_multikey_3"}
 TEXT = PERSUASION.read_text()
@@ -80,6 +84,15 @@ CHAT = (
     "{% for m in messages %}[{{ m.role }}]\n{{ m.content }}\n{% endfor %}"
     "{% if add_generation_prompt %}[assistant]\n{% endif %}"
 )
+
+
+@pytest.fixture(autouse=True)
+def own_words_only(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Whether or not wonderwords is installed here."""
+    monkeypatch.setattr(words, "find_spec", lambda name: None)
+    nvidia_words.cache_clear()
+    yield
+    nvidia_words.cache_clear()
 
 
 @cache
@@ -421,6 +434,32 @@ def test_common_words_are_ten_and_come_as_often_as_they_should(
     if compat == "exact":
         assert not shown_counts.keys() & counts.keys()
         assert not any(word != other and word in other for word in sample.references for other in counts)
+
+
+def test_nvidias_words_are_those_of_wonderwords_if_it_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert nvidia_words() is own_words()
+    assets = tmp_path / "wonderwords/assets"
+    assets.mkdir(parents=True)
+    for kind in ("adjective", "noun", "verb"):
+        (assets / f"{kind}list.txt").write_text(f"a {kind}\r\n\nb\nb\n", newline="")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(words, "find_spec", find_spec)
+    nvidia_words.cache_clear()
+    assert nvidia_words() == words.WordLists("wonderwords", ("a adjective", "b"), ("a noun", "b"), ("a verb", "b"))
+
+
+def test_own_words_are_plain_and_of_one_kind() -> None:
+    lists = own_words()
+    kinds = [lists.adjectives, lists.nouns, lists.verbs]
+    assert len(lists.all) == sum(map(len, kinds)) == 1543
+    assert all(re.fullmatch("[a-z]{3,}", word) for word in lists.all)
+
+
+def test_what_is_distinct_comes_once() -> None:
+    drawn = distinct(cycle("abcab").__next__)
+    assert [next(drawn) for _ in range(3)] == ["a", "b", "c"]
+    with pytest.raises(ValueError, match="ran out of different words after 3"):
+        next(drawn)
 
 
 def test_words_do_not_run_out() -> None:

@@ -47,7 +47,7 @@ VARIANTS = [Variant(), Variant("yarn", {"method": "yarn", "factor": 4})]
 def run(loaded, path: Path, variants=VARIANTS, beyond: bool = True, **changes) -> Results:
     model, prompter, haystack = loaded
     grid = Grid(**{**GRID, **changes})
-    runner = Runner(LiveModel(model, prompter, "austen-4m"), prompter, haystack, grid, "persuasion", beyond)
+    runner = Runner(LiveModel(model, prompter, "austen-4m"), haystack, grid, beyond)
     return runner.run(path, variants)
 
 

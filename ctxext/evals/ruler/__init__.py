@@ -4,15 +4,16 @@ The prompts are RULER's word for word; the code is ours. There are two modes.
 
 `compat="exact"`: a prompt and the room for its answer have exactly the tokens asked for, of whatever tokenizer,
 BOS and chat template included. The haystack is the longest that fits, and begins with the end of one unit more
-(a line, a document); lists of words have no such end, and what they leave over goes to the answer's room. A
-number or uuid that alone is the answer is teacher-forced, all else is generated. Every trial has a text, words and
-places of its own. No distractor holds an answer, no key, value or variable comes twice, no common word of `cwe`
-is a part of another word, and the three words of `fwe` are without tie.
+(a line, a document). The lists of `cwe` and `fwe` have no such end: what they leave over, less than a word or a
+token in 2048, goes to the answer's room. A number or uuid that alone is the answer is teacher-forced, all else is
+generated. Every trial has a text, words and places of its own. No distractor holds an answer, no key, value or
+variable comes twice, no common word of `cwe` is a part of another word, and the three words of `fwe` are without
+tie.
 
 `compat="nvidia"`: sized and scored as NVIDIA's scripts of 2025 do it, so that published numbers can be compared:
-BOS not counted; the number of units searched for once, on other prompts, and lowered by steps where a prompt is
-too long after all; no room for the answer of `fwe`; essays from the beginning of the text, the last sentence cut;
-all answers generated. What differs still:
+BOS is not counted; the number of units is searched for once, on other prompts, and lowered by steps of up to 500
+words where a prompt is too long after all; `fwe` leaves no room for its answer; essays are the beginning of the
+text, their last sentence cut; all answers are generated. What differs still:
 
 - the streams of chance. NVIDIA's shuffles some lists with seed 42 in every sample; here each is its own, and
   keys and values are distinct;
@@ -35,7 +36,7 @@ from ctxext.evals.ruler.fitting import RulerTask
 from ctxext.evals.ruler.niah import Niah
 from ctxext.evals.ruler.qa import QuestionAnswering
 from ctxext.evals.ruler.tracking import VariableTracking
-from ctxext.evals.samples import register_task
+from ctxext.evals.samples import add_task
 
 # As scripts/synthetic.yaml; what a row does not name is as the class has it.
 _TABLE: dict[str, tuple[type[RulerTask], dict[str, Any]]] = {
@@ -56,6 +57,4 @@ _TABLE: dict[str, tuple[type[RulerTask], dict[str, Any]]] = {
 RULER = tuple(_TABLE)
 
 for _name, (_cls, _settings) in _TABLE.items():
-    _make = partial(_cls, name=_name, **_settings)
-    _make.name = _name  # type: ignore[attr-defined]  # by which it is registered
-    register_task(_make)  # type: ignore[arg-type]
+    add_task(_name, partial(_cls, name=_name, **_settings))

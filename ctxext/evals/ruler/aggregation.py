@@ -154,5 +154,5 @@ class FrequentWords(RulerTask):
 
 def zeta(alpha: float) -> float:
     """Riemann's ζ for alpha > 1: the first terms, and the rest by Euler and Maclaurin."""
-    head = sum(float(k) ** -alpha for k in range(1, 1000))
-    return head + 1000.0 ** (1 - alpha) / (alpha - 1) + 1000.0**-alpha / 2 + alpha * 1000.0 ** (-alpha - 1) / 12
+    head = sum(math.pow(k, -alpha) for k in range(1, 1000))
+    return head + math.pow(1000, -alpha) * (1000 / (alpha - 1) + 1 / 2 + alpha / 12_000)
