@@ -106,8 +106,10 @@ class Haystack:
         """The index of the first token that begins at `char` or behind it."""
         return bisect_left(self.token_starts, char)
 
-    def exact_window(self, length: int, guess: int, count: Callable[[int, int], int], rng: Random) -> tuple[int, int]:
-        """A `(start, end)` in characters for which `count(start, end)` is exactly `length`.
+    def exact_window(
+        self, length: int, guess: int, count: Callable[[int, int], int], rng: Random
+    ) -> tuple[int, int] | None:
+        """A `(start, end)` in characters for which `count(start, end)` is exactly `length`; None if none was found.
 
         The end is a random sentence end, the start is where a word begins if possible. Tokens of neighbouring
         pieces can merge, so the size is not computed but counted, and the start moved until it fits.
@@ -116,7 +118,7 @@ class Haystack:
             guess: about how many tokens the window itself will have.
 
         Raises:
-            ValueError: the text is too short, or no window fits.
+            ValueError: the text is too short.
         """
         first = bisect_left(self.sentence_ends, self.token_starts[min(guess + 64, len(self.token_starts)) - 1])
         if guess > len(self.token_starts) or first >= len(self.sentence_ends):
@@ -136,9 +138,7 @@ class Haystack:
                 if excess == 0:
                     return self.token_starts[token], end
                 token, step = token + excess, 1 if excess > 0 else -1
-        raise ValueError(
-            f"found no window of this text that makes a prompt of exactly {length} tokens. Pass another text."
-        )
+        return None
 
     def _word_start(self, token: int, step: int) -> int:
         """The first token with which a word begins, from `token` on forwards (step 1) or backwards (-1)."""

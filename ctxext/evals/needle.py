@@ -7,11 +7,11 @@ every trial has a text of its own, and every sample is a function of its place a
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import islice
 from random import Random
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from ctxext.evals.haystack import Haystack
 from ctxext.evals.prompts import Prompter
@@ -79,7 +79,9 @@ class HiddenNumbers(RetrievalTask):
                 sample = self._write(place, prompter, haystack, start, end, (cut, *others), hidden)
                 excess = sample.n_prompt + sample.answer_tokens - place.length
                 if excess == 0:
-                    return sample
+                    prompt = prompter.prompt(sample.body, sample.lead)
+                    begins = [prompt.index(sentence) for sentence in sample.needles]
+                    return replace(sample, needle_tokens=prompter.tokens_at(prompt, begins))
             size -= excess  # sentences join here otherwise than where the window was sized
         return None
 
@@ -115,7 +117,6 @@ class HiddenNumbers(RetrievalTask):
             n_prompt=n_prompt,
             answer_tokens=prompter.answer_tokens or len(ids) - n_prompt,
             needles=hidden.sentences,
-            needle_tokens=tuple(prompter.token_at(prompt, prompt.index(sentence)) for sentence in hidden.sentences),
         )
 
 
@@ -130,30 +131,33 @@ def _trial_window(
     """
     place = Place(task.name, length, None, trial, seed)
     rng = place.rng("window", str(attempt))
-    last: ValueError | None = None
     for _ in range(8):  # numbers that a tokenizer cuts otherwise may fit where the first ones did not
         hidden = task.hide(_words(place), rng)
-        others = tuple(rng.random() for _ in hidden.sentences[1:])
+        window = _window_for(hidden, task, place, rng, prompter, haystack)
+        if window is not None:
+            return (*window, hidden.size(prompter))
+    raise ValueError(
+        f"found no window of this text that makes a {task.name} prompt of exactly {length} tokens. Pass another text."
+    )
 
-        def cuts(start: int, end: int, others: tuple[float, ...] = others) -> tuple[int, ...]:
-            return tuple(next(haystack.cuts(start, end, depth)) for depth in (0.5, *others))
 
-        def count(start: int, end: int, hidden: Hidden = hidden, cuts: Any = cuts) -> int:
-            sample = task._write(place, prompter, haystack, start, end, cuts(start, end), hidden)
-            return sample.n_prompt + sample.answer_tokens
+def _window_for(
+    hidden: Hidden, task: HiddenNumbers, place: Place, rng: Random, prompter: Prompter, haystack: Haystack
+) -> tuple[int, int, tuple[int, ...]] | None:
+    others = tuple(rng.random() for _ in hidden.sentences[1:])
 
-        end = haystack.sentence_ends[0]
-        needed = count(end, end)
-        if length <= needed:
-            raise ValueError(f"a {task.name} prompt needs at least {needed + 1} tokens, got length={length}.")
-        try:
-            start, end = haystack.exact_window(length, length - needed, count, rng)
-        except ValueError as error:
-            last = error
-            continue
-        return start, end, cuts(start, end)[1:], hidden.size(prompter)
-    assert last is not None
-    raise last
+    def cuts(start: int, end: int) -> tuple[int, ...]:
+        return tuple(next(haystack.cuts(start, end, depth)) for depth in (0.5, *others))
+
+    def count(start: int, end: int) -> int:
+        sample = task._write(place, prompter, haystack, start, end, cuts(start, end), hidden)
+        return sample.n_prompt + sample.answer_tokens
+
+    needed = count(haystack.sentence_ends[0], haystack.sentence_ends[0])
+    if place.length <= needed:
+        raise ValueError(f"a {task.name} prompt needs at least {needed + 1} tokens, got length={place.length}.")
+    window = haystack.exact_window(place.length, place.length - needed, count, rng)
+    return window and (*window, cuts(*window)[1:])
 
 
 def _words(place: Place) -> Random:

@@ -67,8 +67,8 @@ class Prompter:
         Raises:
             ValueError: the tokenizer cannot write the answer, or merges its beginning with the prompt.
         """
-        ids, alone = self.encode(prompt + answer), self.encode(prompt)
-        n_prompt = len(alone)
+        alone = self.encode(prompt)
+        ids, n_prompt = self.encode(prompt + answer) if answer else alone, len(alone)
         if answer and (ids[:n_prompt] != alone or self.decode(ids[n_prompt:]).strip() != answer.strip()):
             raise ValueError(
                 f"this tokenizer cannot write the answer {answer!r}: behind the prompt it reads "
@@ -76,11 +76,11 @@ class Prompter:
             )
         return ids, n_prompt
 
-    def token_at(self, prompt: str, char: int) -> int:
-        """The index into `encode(prompt)` of the token that holds the character `char`."""
+    def tokens_at(self, prompt: str, chars: Sequence[int]) -> tuple[int, ...]:
+        """The indices into `encode(prompt)` of the tokens that hold these characters."""
         encoded = self.tokenizer(prompt, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
         starts = [start for start, _ in encoded["offset_mapping"]]
-        return len(self.special) + bisect_right(starts, char) - 1
+        return tuple(len(self.special) + bisect_right(starts, char) - 1 for char in chars)
 
     def answer_text(self, prompt_ids: Sequence[int], answer_ids: Sequence[int]) -> str:
         """What a model answered, without special tokens; of a thinking model, what it said after its thoughts."""
