@@ -305,7 +305,9 @@ class Summary:
         elif len(loss) > 1:
             second = sorted(loss, key=lambda v: loss[v])[1]
             behind = self.loss_difference(second, choice, longest)
-            if behind is not None:
+            if behind is None:
+                said.append("One window of text does not show how sure that is.")
+            else:
                 said.append(f"The next, {second}, loses {nats(behind)} more over windows of {longest:,} tokens.")
         price = self.gate(choice)
         if price.loss is not None and price.agreement is not None:

@@ -1,0 +1,115 @@
+"""What is made of results: figures equal to those worked out here, and a recommendation that follows its rule."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from ctxext.evals.perplexity import packed
+from ctxext.evals.results import Header, Results
+from ctxext.evals.summary import Summary
+
+LENGTHS, DEPTHS = (512, 1024), (0.0, 0.5, 1.0)
+
+
+def summary(found: dict[str, float], loss: dict[str, float], trials: int = 12, windows: int = 12, noise: float = 0.0):
+    """Results of variants that find a share of the keys beyond 512 tokens, each with a mean loss beyond it."""
+    records = []
+    for variant in {**found, **loss}:
+        for trial in range(trials if variant in found else 0):
+            for length in LENGTHS:
+                for depth in DEPTHS:
+                    hit = float(length == 512 or trial < round(found[variant] * trials))
+                    place = {"task": "passkey", "length": length, "depth": depth, "trial": trial, "seed": 0}
+                    key = f"passkey {length} {depth} {trial}"
+                    records.append({"variant": variant, "key": key, **place, "score": hit, "hit": bool(hit)})
+        for window in range(windows if variant in loss else 0):
+            values = torch.full((1023,), 4.0 + 0.01 * window)
+            # Noise moves half of the windows up and half of them down, otherwise for each variant.
+            values[511:] += loss[variant] + noise * (-1) ** (window + len(variant))
+            place = {"task": "perplexity", "length": 1024, "depth": None, "trial": window, "seed": 0}
+            mean = values.double().mean().item()
+            texts = {"tokens": 1023, "bytes": 4000, "loss": mean, **packed(losses=values)}
+            records.append({"variant": variant, "key": f"perplexity {window}", **place, **texts})
+    header = Header(
+        identity={"seed": 0},
+        tasks={"passkey": {}, "perplexity": {}},
+        variants={variant: {"model": "m"} for variant in {**found, **loss}},
+        about={"trained_length": 512, "lengths": list(LENGTHS)},
+    )
+    return Summary(Results(Path("results.jsonl"), header, records))
+
+
+def test_the_one_that_finds_more_is_recommended_whatever_its_loss() -> None:
+    made = summary({"none": 0.0, "a": 1.0, "b": 0.25}, {"none": 1.0, "a": 0.5, "b": 0.0})
+    chosen = made.recommendation()
+    assert chosen.variant == "a"
+    assert "The next, b, is behind: -75.0 points" in chosen.text
+
+
+def test_loss_decides_between_those_that_retrieval_does_not_tell_apart() -> None:
+    chosen = summary({"none": 0.0, "a": 1.0, "b": 11 / 12}, {"none": 1.0, "a": 0.5, "b": 0.0}).recommendation()
+    assert chosen.variant == "b"
+    assert "does not tell" not in chosen.text
+    assert "do not tell it apart in retrieval from a: lower loss over whole windows decided" in chosen.text
+
+
+def test_a_loss_that_is_not_surely_lower_does_not_decide() -> None:
+    found = {"none": 0.0, "a": 1.0, "bb": 11 / 12}
+    chosen = summary(found, {"none": 1.0, "a": 0.001, "bb": 0.0}, noise=0.5).recommendation()
+    assert chosen.variant == "a"
+    assert "from bb: the share found decided" in chosen.text
+
+
+def test_few_trials_do_not_let_a_method_that_finds_nothing_win() -> None:
+    made = summary({"none": 0.0, "a": 1.0, "bb": 0.0}, {"none": 1.0, "a": 0.001, "bb": 0.0}, trials=1, noise=0.5)
+    assert made.recommendation().variant == "a"
+
+
+def test_no_better_than_unextended_is_said() -> None:
+    chosen = summary({"none": 1.0, "a": 1.0}, {}).recommendation()
+    assert "no proof that it helps at all" in chosen.text
+
+
+def test_without_retrieval_loss_recommends_and_one_window_makes_no_claim() -> None:
+    loss = {"none": 1.0, "a": 0.5, "b": 0.0}
+    assert summary({}, loss).recommendation().variant == "b"
+    chosen = summary({}, loss, windows=1).recommendation()
+    assert chosen.variant == "b"
+    assert "does not show how sure" in chosen.text
+
+
+def test_nothing_beyond_the_trained_length_recommends_nothing() -> None:
+    made = summary({"none": 1.0}, {})
+    assert made.recommendation().variant is None
+
+
+def test_perplexity_of_prefix_and_band_and_bits_per_byte() -> None:
+    made = summary({}, {"none": 0.5}, windows=2)
+    # Token 0 has no loss; positions 1 to 511 cost 4.0, those from 512 on 4.5; the second window 0.01 more.
+    assert made.perplexity("none", 512) == pytest.approx(math.exp(4.005), rel=1e-6)
+    assert made.perplexity("none", 1024, 512) == pytest.approx(math.exp(4.505), rel=1e-6)
+    whole = (511 * 4.005 + 512 * 4.505) / 1023
+    assert made.perplexity("none", 1024) == pytest.approx(math.exp(whole), rel=1e-6)
+    assert made.bits_per_byte("none", 1024) == pytest.approx(whole * 1023 / math.log(2) / 4000, rel=1e-6)
+    positions, values = zip(*made.curve("none"))
+    assert list(positions) == sorted(positions)
+    np.testing.assert_allclose(sorted({round(math.log(value), 4) for value in values}), [4.005, 4.505], atol=1e-4)
+
+
+def test_differences_are_paired_by_sample() -> None:
+    made = summary({"none": 0.5, "a": 1.0}, {"none": 0.5, "a": 0.25})
+    assert made.difference("a", "none", ["passkey"], [1024]).value == pytest.approx(0.5)
+    assert made.loss_difference("a", "none", 1024, 512).value == pytest.approx(-0.25, abs=1e-6)
+    assert made.loss_difference("a", "none", 512).value == pytest.approx(0.0)
+
+
+def test_effective_length_by_both_rules() -> None:
+    made = summary({"none": 0.5, "a": 1.0}, {})
+    reached = made.effective_length("none", ["passkey"])
+    assert {rule: length.length for rule, length in reached.items()} == {"RULER": 512, "85% of own": 512}
+    assert {length.length for length in made.effective_length("a", ["passkey"]).values()} == {1024}
