@@ -93,6 +93,8 @@ def test_perplexity_of_prefix_and_band_and_bits_per_byte() -> None:
     # Token 0 has no loss; positions 1 to 511 cost 4.0, those from 512 on 4.5; the second window 0.01 more.
     assert made.perplexity("none", 512) == pytest.approx(math.exp(4.005), rel=1e-6)
     assert made.perplexity("none", 1024, 512) == pytest.approx(math.exp(4.505), rel=1e-6)
+    assert made.perplexity("none", 512, 511) == pytest.approx(math.exp(4.005), rel=1e-6)  # one token
+    assert made.perplexity("none", 513, 512) == pytest.approx(math.exp(4.505), rel=1e-6)
     whole = (511 * 4.005 + 512 * 4.505) / 1023
     assert made.perplexity("none", 1024) == pytest.approx(math.exp(whole), rel=1e-6)
     assert made.bits_per_byte("none", 1024) == pytest.approx(whole * 1023 / math.log(2) / 4000, rel=1e-6)
