@@ -44,19 +44,23 @@ def demo_table() -> str:
 
 
 def evaluators_table() -> str:
-    """What the evaluators save, of docs/benchmarks/evaluators.json."""
-    figures = json.loads((ROOT / "docs/benchmarks/evaluators.json").read_text())["figures"]
-    value = {name: figure["value"] for name, figure in figures.items()}
-    told = value["passkey grid: time over plain told the answer's length"]
-    return (
-        "On two CPU cores and the shipped model, against the plain way with the same answers: a passkey grid of 11 "
-        f"depths takes {value['passkey grid: tokens over plain']:.2f} of the tokens and "
-        f"{value['passkey grid: time over plain']:.2f} of the time of a `generate` for each prompt "
-        f"({told:.2f} if that is told to stop after the answer), a perplexity curve of 32 points "
-        f"{value['perplexity curve: time over plain']:.2f} of the time of a pass a point, and scoring 16,384 tokens "
-        f"{value['scoring: growth over stock']:.2f} of the memory of the stock loss "
-        "([docs/benchmarks/evaluators.json](docs/benchmarks/evaluators.json))."
-    )
+    """What the evaluators save, of docs/benchmarks/evaluators*.json."""
+    rows = {
+        "a passkey grid of 11 depths: tokens": "passkey grid: tokens over plain",
+        "its time, against `generate` for each prompt": "passkey grid: time over plain",
+        "its time, if `generate` is told the answer's length": "passkey grid: time over plain told the answer's length",
+        "a perplexity curve of 32 points: time": "perplexity curve: time over plain",
+        "scoring 16,384 tokens: growth of memory": "scoring: growth over stock",
+    }
+    models = {"shipped model": "evaluators", "SmolLM2-135M-Instruct": "evaluators_SmolLM2-135M-Instruct"}
+    lines = [f"| over the plain way, same answers | {' | '.join(models)} |", "|---" * (1 + len(models)) + "|"]
+    files = {name: json.loads((ROOT / f"docs/benchmarks/{file}.json").read_text()) for name, file in models.items()}
+    for label, figure in rows.items():
+        cells = [f"{file['figures'][figure]['value']:.2f}" for file in files.values()]
+        lines.append(f"| {label} | {' | '.join(cells)} |")
+    trials = " and ".join(str(file["trials"]) for file in files.values())
+    lines += ["", f"Two CPU cores, prompts of 1,024 tokens, {trials} trials; from [docs/benchmarks](docs/benchmarks)."]
+    return "\n".join(lines)
 
 
 def updated(readme: str) -> str:
