@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from ctxext.cli import measuring
-from ctxext.cli.common import Factor, HowExisting, Model, Revision, TargetLength, TrainedLength, console
+from ctxext.cli.common import Factor, HowExisting, Model, Revision, TargetLength, TrainedLength
 
 
 def compare(
@@ -42,7 +42,6 @@ def compare(
     """Measure the unextended model and each method, and say which one to use and how sure that is."""
     from ctxext.evals.prompts import Prompter
     from ctxext.evals.runner import Runner
-    from ctxext.evals.summary import Summary
     from ctxext.evals.targets import LiveModel, compared_variants
     from ctxext.folders import checkpoint_folder
 
@@ -79,6 +78,4 @@ def compare(
     )  # fmt: skip
     results = measuring.run(runner, output, variants)
     if results is not None:
-        measuring.print_summary(Summary(results))
-        said = f"{len(results.records)} samples in {output}; ctxext report {output} makes a page of them."
-        console.print(said, soft_wrap=True)
+        measuring.finish(results, output)

@@ -15,7 +15,6 @@ from ctxext.cli.common import (
     Revision,
     TargetLength,
     TrainedLength,
-    console,
     parse_options,
 )
 
@@ -70,7 +69,6 @@ def evaluate(
     from ctxext.evals.prompts import Prompter
     from ctxext.evals.runner import Runner
     from ctxext.evals.server import ServedModel
-    from ctxext.evals.summary import Summary
     from ctxext.evals.targets import LiveModel, Served, Variant, known_lengths
     from ctxext.folders import checkpoint_folder
 
@@ -149,6 +147,4 @@ def evaluate(
         before = []
     results = measure(target, [*before, variant], merge=True)
     if results is not None:
-        measuring.print_summary(Summary(results))
-        said = f"{len(results.records)} samples in {output}; ctxext report {output} makes a page of them."
-        console.print(said, soft_wrap=True)
+        measuring.finish(results, output)

@@ -268,8 +268,18 @@ def print_summary(summary: Summary) -> None:
         screen.print(summary.recommendation().text, highlight=False, markup=False)
 
 
+def finish(results: Results, path: Path) -> None:
+    """What stands at the end of a measurement: the tables, and where its samples are."""
+    from ctxext.evals.summary import Summary
+
+    print_summary(Summary(results))
+    said = f"{len(results.records)} samples in {path}; ctxext report {path} makes a page of them."
+    console.print(said, soft_wrap=True)
+
+
 def summary_table(summary: Summary) -> Table:
     """A row a variant: retrieval with its interval, perplexity, the price at short length."""
+    from ctxext.evals.summary import label
     from ctxext.evals.targets import UNEXTENDED
 
     model = next(iter(summary.header.variants.values()))["model"]
@@ -299,7 +309,7 @@ def summary_table(summary: Summary) -> Table:
     if gated:
         column("price", "(nats)")
     for variant in summary.variants:
-        row = [_label(variant)]
+        row = [label(variant)]
         for group in groups:
             row += [_share(summary.pooled(variant, group, [length])) for length in summary.lengths(*group)]
         row += [_number(summary.perplexity(variant, length, after)) for after, length in zip([0, *read], read)]
@@ -321,8 +331,10 @@ def summary_table(summary: Summary) -> Table:
 
 def task_table(summary: Summary, variant: str) -> Table:
     """A row a retrieval task, a column a length."""
+    from ctxext.evals.summary import label
+
     lengths = summary.lengths(*summary.retrieval_tasks)
-    table = _table(_label(variant), "task")
+    table = _table(label(variant), "task")
     for length in lengths:
         table.add_column(f"{length:,}", justify="right", no_wrap=True)
     for task in summary.retrieval_tasks:
@@ -351,12 +363,6 @@ def _table(title: str, first: str) -> Table:
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, padding=0)
     table.add_column(first, no_wrap=True)
     return table
-
-
-def _label(variant: str) -> str:
-    from ctxext.evals.targets import UNEXTENDED
-
-    return "not extended" if variant == UNEXTENDED else variant
 
 
 def _share(share: Any, between: str = "\n") -> str:

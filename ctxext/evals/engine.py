@@ -81,7 +81,7 @@ class Engine:
             rows: samples of one length; those of a row begin alike (one trial at several depths), the rows
                 have equally many and run side by side as a batch.
         """
-        for column, logits in self._columns([[sample.input_ids for sample in row] for row in rows], rows):
+        for column, logits in self._columns(rows):
             for row, scores in zip(rows, logits):
                 sample = row[column]
                 n_answer = len(sample.input_ids) - sample.n_prompt
@@ -89,14 +89,13 @@ class Engine:
                 logprobs = scores[-n_answer:].float().log_softmax(-1)
                 yield sample, Forced(logprobs.argmax(-1).cpu(), logprobs.gather(-1, answer[:, None])[:, 0].cpu())
 
-    def _columns(
-        self, rows: Sequence[Sequence[Sequence[int]]], samples: Sequence[Sequence[Sample]]
-    ) -> Iterator[tuple[int, Tensor]]:
+    def _columns(self, rows: Sequence[Sequence[Sample]]) -> Iterator[tuple[int, Tensor]]:
         """For each branch the logits that predict the answers: of shape (row, token, vocabulary)."""
-        length = len(rows[0][0])
-        keep = length - min(sample.n_prompt for row in samples for sample in row)
+        length = len(rows[0][0].input_ids)
+        keep = length - min(sample.n_prompt for row in rows for sample in row)
         # The last token predicts nothing that is asked for; where the length sets the frequencies it is read as well.
-        ids = torch.tensor(rows, device=self.model.device)[..., : None if self.whole else -1]
+        ids = torch.tensor([[sample.input_ids for sample in row] for row in rows], device=self.model.device)
+        ids = ids[..., : None if self.whole else -1]
         if self.whole:
             for column in range(ids.shape[1]):
                 yield column, self._read(ids[:, column], None, keep + 1)[0][:, :-1]

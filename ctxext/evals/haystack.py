@@ -6,6 +6,7 @@ import re
 from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from hashlib import blake2b
 from pathlib import Path
 from random import Random
@@ -85,7 +86,7 @@ class Haystack:
             raise OSError(f"{path} cannot be read ({error.strerror}). Pass a text file.") from None
         return cls.from_text(text, tokenizer, at_least=at_least, name=Path(path).name)
 
-    @property
+    @cached_property
     def fingerprint(self) -> str:
         return blake2b(self.text.encode(), digest_size=8).hexdigest()
 

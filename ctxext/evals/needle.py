@@ -7,6 +7,7 @@ every trial has a text of its own, and every sample is a function of its place a
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import islice
@@ -42,9 +43,9 @@ class HiddenNumbers(RetrievalTask):
 
     intro: ClassVar[str]
 
+    @abstractmethod
     def hide(self, words: Random, numbers: Random) -> Hidden:
         """What to hide; `words` chooses what all depths of a trial share, `numbers` the numbers."""
-        raise NotImplementedError
 
     def sample(self, place: Place, prompter: Prompter, haystack: Haystack) -> Sample:
         # Where no sentence of the trial's window will do, another window does, at the price of a prefix of its own.

@@ -22,7 +22,7 @@ from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocato
 from matplotlib.transforms import Bbox
 
 from ctxext.evals.statistics import Interval
-from ctxext.evals.summary import Summary
+from ctxext.evals.summary import Summary, label
 from ctxext.evals.targets import UNEXTENDED
 
 # Okabe and Ito (2008), darkened for thin lines on white; with the dashes, enough for 18 variants.
@@ -163,11 +163,6 @@ def plot_gate(summary: Summary, path: Path) -> None:
 
 
 # ----------------------------------------------------------------------------- what the report needs too
-
-
-def label(variant: str) -> str:
-    """A variant's name for people."""
-    return "not extended" if variant == UNEXTENDED else variant
 
 
 def model_name(summary: Summary) -> str:

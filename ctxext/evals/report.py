@@ -15,10 +15,10 @@ from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ctxext.evals.plots import grid_of, heat_colors, label, model_name, percent, times
+from ctxext.evals.plots import grid_of, heat_colors, model_name, percent, times
 from ctxext.evals.results import Record, Results
 from ctxext.evals.statistics import RULER_THRESHOLD, Difference, Interval
-from ctxext.evals.summary import Summary
+from ctxext.evals.summary import Summary, label
 from ctxext.evals.targets import UNEXTENDED
 
 # So many samples of one cell and variant are in the page, the failed ones first: more are not read by eye.

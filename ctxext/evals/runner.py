@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -153,7 +154,7 @@ class Runner:
                 **target.facts,
                 **versions(),
             },
-            tasks=self.grid.tasks,
+            tasks=self._settings,
             variants={variant.name: variant.describe(target) for variant in variants},
             about={
                 **target.about,
@@ -199,7 +200,14 @@ class Runner:
 
     def key(self, task: AnyTask, place: Place) -> str:
         """Of the sample at `place`: a hash of all that it is a function of."""
-        return fingerprint(vars(place), task.settings(), self.target.prompter.fingerprint, self.haystack.fingerprint)
+        return fingerprint(
+            vars(place), self._settings[task.name], self.target.prompter.fingerprint, self.haystack.fingerprint
+        )
+
+    @cached_property
+    def _settings(self) -> dict[str, Any]:
+        # Read once: a task with data of its own hashes its file for them.
+        return self.grid.tasks
 
     def _share(self, variant: Variant) -> list[Batch]:
         whole = variant.follows_length or self.target.whole

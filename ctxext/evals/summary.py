@@ -107,10 +107,10 @@ class Summary:
 
     def pooled(self, variant: str, tasks: Sequence[str], lengths: Iterable[int]) -> Interval | None:
         """The score over all depths of some lengths; samples of one trial share a text and count as a cluster."""
-        clusters = defaultdict(list)
+        clusters, wanted = defaultdict(list), set(lengths)
         for task in tasks:
             for record in self.of(variant, task):
-                if record["length"] in set(lengths):
+                if record["length"] in wanted:
                     clusters[task, record["length"], record["trial"]].append(record["score"])
         return pooled_share(clusters) if clusters else None
 
@@ -121,8 +121,9 @@ class Summary:
     def by_third(self, variant: str, task: str, lengths: Iterable[int]) -> dict[str, Interval]:
         """The score by third of the depth: early, middle, late."""
         clusters: dict[str, Any] = {"early": defaultdict(list), "middle": defaultdict(list), "late": defaultdict(list)}
+        wanted = set(lengths)
         for record in self.of(variant, task):
-            if record["length"] in set(lengths) and record["depth"] is not None:
+            if record["length"] in wanted and record["depth"] is not None:
                 third = ("early", "middle", "late")[min(2, int(3 * record["depth"]))]
                 clusters[third][record["length"], record["trial"]].append(record["score"])
         return {third: pooled_share(found) for third, found in clusters.items() if found}
@@ -331,6 +332,11 @@ def _plain(gate: Gate) -> dict[str, Any]:
 
 def _worse(difference: Difference | None) -> bool:
     return difference is not None and difference.value < 0 and difference.p < LEVEL
+
+
+def label(variant: str) -> str:
+    """A variant's name for people."""
+    return "not extended" if variant == UNEXTENDED else variant
 
 
 def points(difference: Difference | None) -> str:
