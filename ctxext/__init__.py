@@ -8,6 +8,7 @@ print(model.context_extension)
 
 __version__ = "0.1.0"
 
+from ctxext.adapters import load
 from ctxext.api import describe_context, extend_config, extend_context, restore_context, temporarily_extended
 from ctxext.methods import (
     ABF,
@@ -45,6 +46,7 @@ __all__ = [
     "extend_config",
     "extend_context",
     "list_methods",
+    "load",
     "register",
     "restore_context",
     "temporarily_extended",

@@ -40,6 +40,23 @@ SCALING_KEYS = frozenset({
 })  # fmt: skip
 
 
+def parse_tokens(text: str) -> int:
+    """`131072`, `128k` (times 1024) or `1m` (times 1024²) as a number of tokens.
+
+    Raises:
+        ValueError: it is none.
+    """
+    value = text.strip().lower().replace("_", "").replace(",", "")
+    unit = {"k": 1024, "m": 1024**2}.get(value[-1:], 1)
+    try:
+        tokens = float(value[:-1] if unit > 1 else value) * unit
+    except ValueError:
+        tokens = 0.5
+    if tokens < 1 or tokens != int(tokens):
+        raise ValueError(f"{text!r} is no number of tokens; write 131072 or 128k.")
+    return int(tokens)
+
+
 @dataclass(frozen=True)
 class Checkpoint:
     """A row of checkpoints.toml: what is known of a published model beyond its config."""

@@ -17,7 +17,9 @@ from ctxext.cli.demo import demo
 from ctxext.cli.describe import describe
 from ctxext.cli.eval import evaluate
 from ctxext.cli.extend import extend
+from ctxext.cli.finetune import finetune
 from ctxext.cli.lm_eval import lm_eval
+from ctxext.cli.merge import merge
 from ctxext.cli.methods import methods
 from ctxext.cli.report import report
 
@@ -29,6 +31,8 @@ commands = typer.Typer(
 )
 commands.command()(describe)
 commands.command()(extend)
+commands.command()(finetune)
+commands.command()(merge)
 commands.command()(methods)
 commands.command("eval")(evaluate)
 commands.command()(compare)

@@ -27,17 +27,13 @@ def without_garbage_collection() -> Iterator[None]:
 
 
 def parse_tokens(text: str) -> int:
-    """`131072`, `128k` (times 1024) or `1m` (times 1024²) as a number of tokens."""
-    value = text.strip().lower().replace("_", "").replace(",", "")
-    unit = {"k": 1024, "m": 1024**2}.get(value[-1:], 1)
-    number = value[:-1] if unit > 1 else value
+    """`131072` or `128k` as a number of tokens."""
+    from ctxext import configs
+
     try:
-        tokens = float(number) * unit
-    except ValueError:
-        tokens = 0.5
-    if tokens < 1 or tokens != int(tokens):
-        raise typer.BadParameter(f"{text!r} is no number of tokens; write 131072 or 128k.")
-    return int(tokens)
+        return configs.parse_tokens(text)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
 
 
 def parse_options(pairs: list[str] | None) -> dict[str, Any]:

@@ -1,0 +1,133 @@
+"""The fine-tune recipe on the shipped model at four times its length: by YaRN, NTK-aware, PI, and YaRN with PoSE.
+
+    python benchmarks/finetune_methods.py            # some twenty minutes on two cores
+    python benchmarks/finetune_methods.py --only yarn
+
+Each is the command that a user runs, timed from its start to its end with nothing cached. The bars are YaRN's; the
+others stand beside it. Writes docs/finetune/summary.json and the curves docs/finetune/curves.png.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from matplotlib.figure import Figure
+from report import Report
+
+ROOT = Path(__file__).parents[1]
+RUNS: dict[str, tuple[str, ...]] = {
+    "yarn": ("tiny_yarn_4x",),
+    "ntk": ("tiny_yarn_4x", "extension.method=ntk"),
+    "pi": ("tiny_yarn_4x", "extension.method=pi"),
+    "yarn, PoSE": ("tiny_pose_4x",),
+}
+COLORS = {"yarn": "#0072b2", "ntk": "#00875f", "pi": "#d55e00", "yarn, PoSE": "#b0468a"}
+
+
+def finetune(name: str, config: str, *changes: str) -> tuple[Path, float]:
+    """Run the recipe as its users do; the folder it wrote, and the seconds of the whole command."""
+    output = ROOT / "runs/finetune" / name.replace(", ", "-").lower()
+    shutil.rmtree(output, ignore_errors=True)
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", "recipes/accelerate/cpu.yaml"]
+    command += ["recipes/finetune.py", "--config", f"recipes/configs/{config}.yaml", f"output={output}", *changes]
+    print(f"\n{name}: {' '.join(command[1:])}", flush=True)
+    with tempfile.TemporaryDirectory() as cache:
+        begin = time.perf_counter()
+        subprocess.run(command, cwd=ROOT, check=True, env={**os.environ, "HF_DATASETS_CACHE": cache})
+        return output, time.perf_counter() - begin
+
+
+def read_run(output: Path, seconds: float) -> dict[str, Any]:
+    figures = json.loads((output / "figures.json").read_text())
+    glances = [json.loads(line) for line in (output / "glances.jsonl").read_text().splitlines()]
+    kept = ("settings", "machine", "processes", "parameters_trained", "estimated", "took", "measured")
+    return {"seconds": seconds, "glances": glances, **{name: figures[name] for name in kept}}
+
+
+def tokens_to(run: dict[str, Any], better: float = 0.0) -> float:
+    """Tokens until the last tokens of a window cost no more than the base's within its own length; inf if never."""
+    bar = run["measured"]["tail"]["base_glance"] + better
+    return next((glance["tokens"] for glance in run["glances"] if glance["tail_loss"] <= bar), math.inf)
+
+
+def add_figures(report: Report, name: str, run: dict[str, Any], bars: bool) -> None:
+    base, trained = run["measured"]["variants"]["none"], run["measured"]["variants"]["trained"]
+    short, long = list(base["passkey"])[0], list(base["passkey"])[-1]
+    base_loss = math.log(next(iter(base["perplexity"].values())))
+
+    def add(what: str, value: float, **bar: float) -> None:
+        report.add(f"{name}: {what}", value, **(bar if bars else {}))
+
+    add("minutes of the whole command", run["seconds"] / 60, at_most=6)
+    for variant in ("untrained", "trained"):
+        found = run["measured"]["variants"][variant]["passkey"][long]["value"]
+        add(f"passkey at {long}, {variant}", found, **({"at_least": 0.97} if variant == "trained" else {}))
+    add(
+        f"loss of the last {short} of {long} tokens over the base's within {short} (nats)",
+        run["measured"]["tail"]["difference"]["value"],
+        at_most=0.0,
+    )
+    add(
+        "loss within the trained length over the base's (share)",
+        trained["short_loss"]["value"] / base_loss,
+        at_most=0.005,
+    )
+    add("passkey within the trained length over the base's (share)", trained["short_passkey"]["value"], at_least=-0.01)
+    report.add(f"{name}: tokens until no worse than the base within its length", tokens_to(run))
+
+
+def plot(runs: dict[str, dict[str, Any]], path: Path) -> None:
+    """Loss of the last tokens, and pass keys found, by tokens trained."""
+    figure = Figure(figsize=(10, 4), layout="constrained", dpi=120)
+    loss, found = figure.subplots(1, 2)
+    for name, run in runs.items():
+        tokens = [glance["tokens"] / 1e3 for glance in run["glances"]]
+        style = {"color": COLORS[name], "label": name, "linewidth": 2, "marker": "o", "markersize": 3.5}
+        loss.plot(tokens, [glance["tail_loss"] for glance in run["glances"]], **style)
+        found.plot(tokens, [100 * glance["passkey"] for glance in run["glances"]], **style)
+    tail = next(iter(runs.values()))["measured"]["tail"]
+    loss.axhline(tail["base_glance"], color="#555555", linewidth=1, linestyle=(0, (4, 3)))
+    loss.annotate(
+        "the base, within its own length", (0.98, tail["base_glance"]), xycoords=("axes fraction", "data"),
+        xytext=(0, 3), textcoords="offset points", ha="right", fontsize=8.5, color="#555555",
+    )  # fmt: skip
+    loss.set_ylabel(f"loss of the last {tail['tokens']} of 2,048 tokens (nats)")
+    found.set_ylabel("pass keys found at 2,048 tokens (%)")
+    found.set_ylim(-4, 104)
+    for axes in (loss, found):
+        axes.set_xlabel("tokens trained (thousands)")
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(axis="y", color="#e5e5e5", linewidth=0.8)
+        axes.set_axisbelow(True)
+    loss.legend(frameon=False, fontsize=9)
+    figure.suptitle("The shipped model, 512 tokens, fine-tuned at 2,048", fontsize=11, x=0.01, ha="left")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", choices=RUNS, nargs="*", default=list(RUNS))
+    parser.add_argument("--output", type=Path, default=ROOT / "docs/finetune")
+    args = parser.parse_args()
+    runs = {name: read_run(*finetune(name, *RUNS[name])) for name in args.only}
+    report = Report("fine-tunes of the shipped model at 4x", seed=0)
+    print(flush=True)
+    for name, run in runs.items():
+        add_figures(report, name, run, bars=name == "yarn")
+    plot(runs, args.output / "curves.png")
+    report.finish(args.output / "summary.json", runs=runs)
+
+
+if __name__ == "__main__":
+    main()

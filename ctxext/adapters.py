@@ -1,0 +1,619 @@
+"""Adapters that carry their rope: saved with the extension they were trained under, loaded with it, merged into it.
+
+PEFT's adapter_config.json has no place for rope parameters, so an adapter put on the base that was not
+extended is silently another model. Here training starts from an extended base folder
+(`ctxext.folders.extend_folder`), which `base_model_name_or_path` names, and `ctxext.json` beside the
+adapter says all that it takes to make that folder's config again.
+"""
+
+from __future__ import annotations
+
+import copy
+import html
+import json
+import os
+import shutil
+import tempfile
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, fields, replace
+from hashlib import blake2b
+from importlib.resources import files
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from ctxext import __version__
+from ctxext.configs import read_context, rotary_dim
+from ctxext.extension import Proof, save_bilingual
+from ctxext.folders import checkpoint_folder
+from ctxext.methods import geometry_in_use
+from ctxext.sites import rotary
+
+if TYPE_CHECKING:
+    from peft import PeftModel
+    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+RECORD = "ctxext.json"
+WEIGHTS = "adapter_model.safetensors"
+
+# What an extension sets in a text config (`Plan.updates`).
+EXTENDED_KEYS = (
+    "rope_parameters", "max_position_embeddings", "original_max_position_embeddings", "head_dim", "ctxext",
+)  # fmt: skip
+
+# How far a merged model's logits may be from its adapter's, root mean square over the logits' own spread. Merging
+# reorders float32 sums (4e-7 on the shipped model, 2e-6 on random ones) and rounds weights once to the type written
+# (3e-4 and 2e-3 there, up to 3e-3 and 2e-2). LoRA merged into both uses of a tied embedding is off by 1e-2 and more.
+LOGIT_BARS = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
+
+
+# ------------------------------------------------------------------------------------- the record
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdapterBase:
+    """What an adapter was trained on: the content of `ctxext.json` beside it.
+
+    Attributes:
+        base: the original model, a name on the hub or an absolute folder; `revision` belongs to the hub.
+        extended: the absolute folder of the extended base that was trained on.
+        fingerprint: of the base's weights, as `weights_fingerprint` makes it; the extension does not change it.
+        config: what the extension set in the text config: rope_parameters, max_position_embeddings and kin.
+        provenance: JSON of the recipe's own (settings, data, tokens, figures), free of form.
+        version: of the ctxext that wrote it.
+    """
+
+    base: str
+    revision: str | None = None
+    extended: str
+    fingerprint: str
+    config: dict[str, Any]
+    provenance: dict[str, Any] = field(default_factory=dict)
+    version: str = __version__
+
+    @classmethod
+    def of(
+        cls,
+        extended: Path | str,
+        base: Path | str,
+        revision: str | None = None,
+        provenance: dict[str, Any] | None = None,
+    ) -> AdapterBase:
+        """Read off the extended folder.
+
+        Raises:
+            ValueError: its weights are not safetensors.
+        """
+        from transformers import AutoConfig
+
+        folder = Path(extended).resolve()
+        text_config = AutoConfig.from_pretrained(folder).get_text_config(decoder=True)
+        return cls(
+            base=str(Path(base).resolve()) if Path(base).is_dir() else str(base),
+            revision=revision,
+            extended=str(folder),
+            fingerprint=weights_fingerprint(folder),
+            config={key: getattr(text_config, key) for key in EXTENDED_KEYS if key in text_config.__dict__},
+            provenance=provenance or {},
+        )
+
+    @property
+    def method(self) -> dict[str, Any] | None:
+        """The method's name and options (`RopeScaling.to_dict`); None where none was applied."""
+        return self.config.get("ctxext", {}).get("method")
+
+    @property
+    def max_position_embeddings(self) -> int:
+        """Tokens that the extended model covers."""
+        return int(self.config["max_position_embeddings"])
+
+    @property
+    def original_max_position_embeddings(self) -> int:
+        """Tokens at which the base was trained before any scaling."""
+        mark = self.config.get("ctxext")
+        return int(mark["original"]["length"]) if mark else self.max_position_embeddings
+
+    def agrees(self, config: PreTrainedConfig) -> bool:
+        """Whether `config` is extended as this record says."""
+        text_config = config.get_text_config(decoder=True)
+        names = ("rope_parameters", "max_position_embeddings")
+        return all(getattr(text_config, name, None) == self.config[name] for name in names)
+
+    def apply_to(self, config: PreTrainedConfig) -> None:
+        """Extend the original base's config, in place. It counts only before the weights are loaded."""
+        text_config = config.get_text_config(decoder=True)
+        for name, value in self.config.items():
+            setattr(text_config, name, copy.deepcopy(value))
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), indent=2, ensure_ascii=False) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str) -> AdapterBase:
+        """
+        Raises:
+            ValueError: not the JSON that this version writes.
+        """
+        values = json.loads(text)
+        known = {f.name for f in fields(cls)}
+        if not isinstance(values, dict) or values.keys() != known:
+            wrong = sorted(known ^ values.keys()) if isinstance(values, dict) else type(values).__name__
+            version = values.get("version") if isinstance(values, dict) else None
+            raise ValueError(
+                f"{RECORD} is not as ctxext {__version__} writes it (missing or unknown: {wrong}; written by version "
+                f"{version}). Install that version, or save the adapter anew."
+            )
+        return cls(**values)
+
+
+def weights_fingerprint(folder: Path) -> str:
+    """Of a checkpoint's safetensors: each tensor's name, shape, type and up to 32 of its values.
+
+    The same however they are sharded. Only the pages that hold those values are read from the disk.
+
+    Raises:
+        ValueError: there are none; pickled weights are not loaded.
+    """
+    from safetensors import safe_open
+
+    paths = sorted(folder.glob("*.safetensors"))
+    if not paths:
+        raise ValueError(f"{folder} holds no safetensors. Load the model and save_pretrained it, which writes them.")
+    lines = []
+    for path in paths:
+        with safe_open(path, "pt") as tensors:
+            for name in tensors.keys():  # noqa: SIM118, it is no dict
+                tensor = tensors.get_tensor(name)
+                flat = tensor.reshape(-1)
+                values = flat[:: max(1, flat.numel() // 32)][:32].contiguous()
+                about = f"{name} {tuple(tensor.shape)} {tensor.dtype} ".encode()
+                lines.append(about + values.view(torch.uint8).numpy().tobytes())
+    digest = blake2b(digest_size=8)
+    for line in sorted(lines):
+        digest.update(line)
+    return digest.hexdigest()
+
+
+# ----------------------------------------------------------------------------------------- saving
+
+
+def check_all_saved(model: nn.Module) -> None:
+    """See that everything trained is in what would be saved. A whole model saves everything; an adapter may not.
+
+    PEFT saves its own tensors and `modules_to_save`, and leaves out without a word what was unfrozen by
+    `requires_grad_`, such as norms.
+
+    Raises:
+        ValueError: naming the parameters that would be lost.
+    """
+    from peft import PeftModel, get_peft_model_state_dict
+
+    if not isinstance(model, PeftModel):
+        return
+    # Under all its names, as a tied parameter may be saved under any; and whole or sharded, as only identity counts.
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    saved = {id(value) for value in get_peft_model_state_dict(model, state_dict=parameters).values()}
+    lost = [name for name, value in model.named_parameters() if value.requires_grad and id(value) not in saved]
+    if lost:
+        modules = sorted({name.rpartition(".")[0].rpartition(".")[2] for name in lost})
+        raise ValueError(
+            f"{len(lost)} trained parameters would not be saved with the adapter: {', '.join(lost[:3])}"
+            f"{' …' if lost[3:] else ''}. Name their modules in modules_to_save={modules!r} of the PEFT config instead "
+            "of unfreezing them. Nothing was written."
+        )
+
+
+def save_trained(
+    model: PreTrainedModel | PeftModel,
+    folder: Path,
+    base: AdapterBase,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    state_dict: dict[str, Tensor] | None = None,
+) -> None:
+    """Write an adapter, or a model that was trained whole, with `ctxext.json`, a model card and the tokenizer.
+
+    An adapter's `base_model_name_or_path` becomes the extended folder, so that PEFT and servers have the
+    rope unaided. A former `folder` is replaced once the new one is whole.
+
+    Args:
+        state_dict: the gathered tensors of what was trained, by name, where an engine shards it.
+
+    Raises:
+        ValueError: something was trained that would not be saved (`check_all_saved`).
+        On any error a former `folder` is left as it was.
+    """
+    from peft import PeftModel
+
+    check_all_saved(model)
+    if state_dict is not None:
+        state_dict = _under_all_names(model, state_dict)
+    with _replacing(folder) as building:
+        if isinstance(model, PeftModel):
+            model.save_pretrained(building, state_dict=state_dict)
+            path = building / "adapter_config.json"
+            adapter_config = json.loads(path.read_text(encoding="utf-8"))
+            adapter_config["base_model_name_or_path"] = base.extended
+            path.write_text(json.dumps(adapter_config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        else:
+            save_bilingual(model, building, state_dict=state_dict)
+        if tokenizer is not None:
+            _save_tokenizer(tokenizer, building, base.max_position_embeddings)
+        write_record(building, base)
+
+
+def _under_all_names(model: nn.Module, state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
+    """PEFT asks for a tied parameter under each of its names; a gathered state has it under one."""
+    names = dict(model.named_parameters(remove_duplicate=False))
+    tensors = {id(names[name]): tensor for name, tensor in state_dict.items() if name in names}
+    return {**state_dict, **{name: tensors[id(value)] for name, value in names.items() if id(value) in tensors}}
+
+
+def write_record(
+    folder: Path, base: AdapterBase, figures: Mapping[str, Mapping[str, float | str | None]] | None = None
+) -> None:
+    """Write `ctxext.json` and the model card into the folder of an adapter or a model.
+
+    Args:
+        figures: numbers measured, as for `write_model_card`. They are kept as `provenance["figures"]`, which a merged
+            model's card shows too.
+    """
+    if figures is not None:
+        base = replace(base, provenance={**base.provenance, "figures": figures})
+    _write(folder / RECORD, base.to_json())
+    write_model_card(folder, base, base.provenance.get("figures"))
+
+
+def _write(path: Path, text: str) -> None:
+    building = path.with_name(f".{path.name}")
+    building.write_text(text, encoding="utf-8")
+    os.replace(building, path)
+
+
+def _save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path, length: int) -> None:
+    """A tokenizer that still knows the old length would cut texts there, silently."""
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.model_max_length = max(tokenizer.model_max_length, length)
+    tokenizer.save_pretrained(folder)
+
+
+@contextmanager
+def _replacing(folder: Path) -> Iterator[Path]:
+    """A new folder beside `folder`, which takes its place at the end of the block; on errors nothing has changed.
+
+    Folders cannot be exchanged in one step: a former one is moved aside, to a hidden name beside it, for the instant
+    between two renames.
+    """
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    building = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
+    former = building.with_name(f"{building.name}.former")
+    try:
+        yield building
+        building.chmod(0o755)
+        if folder.exists():
+            folder.rename(former)
+        building.rename(folder)
+    except BaseException:
+        if former.exists():
+            former.rename(folder)
+        shutil.rmtree(building, ignore_errors=True)
+        raise
+    shutil.rmtree(former, ignore_errors=True)
+
+
+# ---------------------------------------------------------------------------------------- loading
+
+
+def load(
+    name_or_path: Path | str, *, is_trainable: bool = False, revision: str | None = None, **from_pretrained: Any
+) -> PreTrainedModel | PeftModel:
+    """A model of a folder or of the hub: of an adapter its base, extended as it was trained, with the adapter on it.
+
+    The base is looked for where the adapter says that it was, in a folder `base` in, beside or above the adapter, and
+    at last as the original one, whose config is extended before its weights are loaded. Whichever it
+    is, its weights must be those that were trained on, and its rotary embedding what `ctxext.json` says.
+
+    Args:
+        is_trainable: leaves the adapter's parameters unfrozen, to train on.
+        **from_pretrained: for transformers, to load the base or the plain model: dtype, device_map, …
+
+    Returns:
+        The model, in eval mode.
+
+    Raises:
+        FileNotFoundError: no base was found (all places are named), or `name_or_path` holds no model.
+        ValueError: a base was found, but has other weights.
+        RuntimeError: the loaded model's frequencies are not those that `ctxext.json` says.
+    """
+    from transformers import AutoModelForCausalLM
+
+    folder = _folder(name_or_path, revision)
+    if not _is_adapter(folder):
+        return AutoModelForCausalLM.from_pretrained(folder, use_safetensors=True, **from_pretrained).eval()
+    record = _record(folder)
+    base, config = _find_base(folder, record)
+    return _load_adapter(folder, base, config, record, is_trainable, **from_pretrained)
+
+
+def _folder(name_or_path: Path | str, revision: str | None) -> Path:
+    """The folder of an adapter or a model, downloaded where it is a name on the hub."""
+    folder = Path(name_or_path)
+    if not folder.is_dir() and not folder.is_absolute() and str(name_or_path).count("/") == 1:
+        from huggingface_hub import snapshot_download
+
+        try:
+            folder = Path(snapshot_download(str(name_or_path), revision=revision))
+        except OSError as error:
+            raise FileNotFoundError(
+                f"{str(name_or_path)!r} is no folder here, and the hub did not give it "
+                f"({str(error).splitlines()[0]}). Check the name and the connection."
+            ) from error
+    if not _is_adapter(folder) and not (folder / "config.json").is_file():
+        raise FileNotFoundError(
+            f"{str(name_or_path)!r} is neither an adapter (adapter_config.json and {WEIGHTS}) nor a model "
+            "(config.json). Check the path."
+        )
+    return folder
+
+
+def _is_adapter(folder: Path) -> bool:
+    return (folder / "adapter_config.json").is_file() and (folder / WEIGHTS).is_file()
+
+
+def _record(folder: Path) -> AdapterBase | None:
+    path = folder / RECORD
+    return AdapterBase.from_json(path.read_text(encoding="utf-8")) if path.is_file() else None
+
+
+def _find_base(folder: Path, record: AdapterBase | None) -> tuple[Path, PreTrainedConfig]:
+    """The folder of an adapter's base, and the config to load it with."""
+    from transformers import AutoConfig
+
+    named = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))["base_model_name_or_path"]
+    if record is None:
+        base = checkpoint_folder(named)
+        config = AutoConfig.from_pretrained(base)
+        _warn_if_plain(folder, config)
+        return base, config
+    here = folder.resolve()
+    places = [Path(named), Path(record.extended), *(place / "base" for place in (here, *here.parents[:2]))]
+    tried = []
+    for place in dict.fromkeys(places):
+        if not (place / "config.json").is_file():
+            tried.append(f"{place}: no model there")
+            continue
+        config = AutoConfig.from_pretrained(place)
+        if not record.agrees(config):
+            tried.append(f"{place}: not extended as {RECORD} says")
+        elif weights_fingerprint(place) != record.fingerprint:
+            tried.append(f"{place}: other weights")
+        else:
+            return place, config
+    try:
+        place = checkpoint_folder(record.base, record.revision)
+    except FileNotFoundError as error:
+        tried.append(f"{record.base}: {error}")
+    else:
+        if weights_fingerprint(place) == record.fingerprint:
+            config = AutoConfig.from_pretrained(place)
+            record.apply_to(config)
+            return place, config
+        tried.append(f"{record.base}: other weights")
+    others = any(line.endswith("other weights") for line in tried)
+    raise (ValueError if others else FileNotFoundError)(
+        f"the base that {folder} was trained on was {'changed' if others else 'not found'}. Looked at:\n  "
+        + "\n  ".join(tried)
+        + f"\nPut the extended base (fingerprint {record.fingerprint}) in a folder 'base' beside the adapter."
+    )
+
+
+def _warn_if_plain(folder: Path, config: PreTrainedConfig) -> None:
+    try:
+        facts = read_context(config)
+    except ValueError:
+        return
+    if facts.scaling is None and facts.mark is None:
+        warnings.warn(
+            f"{folder} has no {RECORD}, and its base has plain RoPE of {facts.trained_length} tokens: nothing is "
+            "extended. If it was trained on an extended base, extend that first and load the adapter on it with PEFT.",
+            stacklevel=4,
+        )
+
+
+def _load_adapter(
+    folder: Path,
+    base: Path,
+    config: PreTrainedConfig,
+    record: AdapterBase | None,
+    is_trainable: bool = False,
+    **from_pretrained: Any,
+) -> PeftModel:
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(base, config=config, use_safetensors=True, **from_pretrained)
+    if record is not None:
+        _check_live(model, record)
+    return PeftModel.from_pretrained(model, folder, is_trainable=is_trainable).eval()
+
+
+def _check_live(model: PreTrainedModel, record: AdapterBase) -> None:
+    """The loaded model's rotary embedding against the formula of the rope parameters on record.
+
+    Raises:
+        RuntimeError: they differ.
+    """
+    text_config = model.config.get_text_config(decoder=True)
+    parameters = record.config["rope_parameters"]
+    # These two follow the length, so that a table says little of them.
+    if parameters["rope_type"] == "dynamic" or parameters.get("short_factor") != parameters.get("long_factor"):
+        return
+    rope = geometry_in_use(parameters, rotary_dim(text_config, parameters), record.max_position_embeddings)
+    for site in rotary.find_rotary_sites(model, text_config):
+        if site.module.inv_freq.device.type == "meta":
+            continue  # offloaded
+        error = max(
+            rotary.relative_error(site.module.inv_freq, rope.inv_freq),
+            abs(site.module.attention_scaling / rope.attention_factor - 1),
+        )
+        if error > Proof.FREQUENCY_BAR:
+            raise RuntimeError(
+                f"the frequencies of {site.paths[0]!r} differ from what {RECORD} says by {error:.1e}, relative: "
+                "this version of transformers reads the config in another way. Use the one that it was trained with."
+            )
+
+
+# ---------------------------------------------------------------------------------------- merging
+
+
+def merge(folder: Path | str, output: Path | str, dtype: torch.dtype | str | None = None) -> Path:
+    """Write an adapter and its base as one plain checkpoint, which transformers loads extended without PEFT or ctxext.
+
+    Merged in float32 (4 bytes a parameter in memory) and rounded once to `dtype`. Before the folder
+    gets its name it is loaded by plain transformers, and its logits are compared with the adapter's.
+
+    Args:
+        folder: an adapter, here or on the hub.
+        output: a folder that does not exist yet.
+        dtype: of the weights written; None for the base's own.
+
+    Returns:
+        `output`.
+
+    Raises:
+        FileExistsError: `output` exists.
+        ValueError: no adapter; its base is stored quantised; or what was trained cannot be merged, as LoRA on an
+            embedding that is tied to the head.
+        RuntimeError: the written model's logits are not the adapter's.
+        Those of `load`. On any error nothing is left behind.
+    """
+    from transformers import AutoModelForCausalLM
+
+    output = Path(output)
+    if output.exists():
+        raise FileExistsError(f"{output} exists already. Choose another folder, or remove it first.")
+    adapter = _folder(folder, None)
+    if not _is_adapter(adapter):
+        raise ValueError(f"{folder} is a model and no adapter, so there is nothing to merge. Use it as it is.")
+    record = _record(adapter)
+    base, config = _find_base(adapter, record)
+    if getattr(config, "quantization_config", None):
+        raise ValueError(
+            f"{base} is stored quantised, and merging into rounded weights loses what was trained. Use the adapter "
+            "unmerged, or train on the unquantised checkpoint (which may be quantised as it is loaded) and merge that."
+        )
+    dtype = _dtype(dtype or config.dtype or torch.float32)
+    model = _load_adapter(adapter, base, config, record, dtype=torch.float32)
+    _refuse_tied_targets(model)
+    expected = _probe(model)
+    merged = model.merge_and_unload(safe_merge=True)
+    _compare(_probe(merged), expected, torch.float32, "merging")
+    with _replacing(output) as building:
+        save_bilingual(merged.to(dtype), building)
+        reach = config.get_text_config(decoder=True).max_position_embeddings
+        _copy_tokenizer((adapter, base), building, reach)
+        if record is not None:
+            write_record(building, record)
+        del model, merged
+        # Computed in float32, so that what differs is the rounding of the weights and not that of the activations.
+        written = AutoModelForCausalLM.from_pretrained(building, dtype=torch.float32).eval()
+        if record is not None:
+            _check_live(written, record)
+        _compare(_probe(written), expected, dtype, f"writing it in {str(dtype).removeprefix('torch.')}")
+    return output
+
+
+def _dtype(dtype: torch.dtype | str) -> torch.dtype:
+    dtype = getattr(torch, dtype, dtype) if isinstance(dtype, str) else dtype
+    if dtype not in LOGIT_BARS:
+        names = ", ".join(str(known).removeprefix("torch.") for known in LOGIT_BARS)
+        raise ValueError(f"dtype must be one of {names}, got {dtype!r}.")
+    return dtype
+
+
+def _refuse_tied_targets(model: PeftModel) -> None:
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    base = model.get_base_model()
+    if not base.config.get_text_config(decoder=True).tie_word_embeddings:
+        return
+    ends = (base.get_input_embeddings(), base.get_output_embeddings())
+    names = [name for name, module in base.named_modules() if module in ends and isinstance(module, BaseTunerLayer)]
+    if names:
+        raise ValueError(
+            f"{', '.join(names)} is tied, input embedding and head sharing one matrix, and has LoRA in target_modules "
+            "on one side of it: merged, that would change the other side too. Train it in modules_to_save with "
+            "ensure_weight_tying=True, or use this adapter unmerged."
+        )
+
+
+def _copy_tokenizer(sources: tuple[Path, ...], building: Path, length: int) -> None:
+    from transformers import AutoTokenizer
+
+    source = next((folder for folder in sources if (folder / "tokenizer_config.json").is_file()), None)
+    if source is not None:
+        _save_tokenizer(AutoTokenizer.from_pretrained(source), building, length)
+
+
+@torch.no_grad()
+def _probe(model: nn.Module) -> Tensor:
+    """Logits of 64 tokens from all over the vocabulary, float32 of shape (token, vocabulary)."""
+    vocabulary = model.config.get_text_config(decoder=True).vocab_size
+    ids = torch.arange(64, device=model.device)[None] * 7919 % vocabulary
+    return model(input_ids=ids).logits[0].float()
+
+
+def _compare(logits: Tensor, expected: Tensor, dtype: torch.dtype, step: str) -> None:
+    error = float((logits - expected).square().mean().sqrt() / expected.std())
+    if not error <= LOGIT_BARS[dtype]:  # NaN too
+        raise RuntimeError(
+            f"{step} changed the model: its logits are off by {error:.1e} of their spread, more than the "
+            f"{LOGIT_BARS[dtype]:g} that rounding explains. Nothing was written; use the adapter unmerged."
+        )
+
+
+# ----------------------------------------------------------------------------------- the model card
+
+
+def write_model_card(
+    folder: Path, base: AdapterBase, figures: Mapping[str, Mapping[str, float | str | None]] | None = None
+) -> Path:
+    """Write README.md into the folder of an adapter or a merged model.
+
+    Args:
+        figures: numbers measured, a row each ({"base": {"perplexity at 512–1,024": 74.3}, "before": …}); the columns
+            are all that any row names, and what a row lacks stays empty.
+    """
+    from jinja2 import Environment, StrictUndefined
+
+    environment = Environment(
+        undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True
+    )
+    environment.filters.update(cell=_cell, json=lambda value: json.dumps(value, indent=2, ensure_ascii=False))
+    template = environment.from_string(files("ctxext").joinpath("model_card.md").read_text(encoding="utf-8"))
+    local = Path(base.base).is_absolute()  # a folder of the writer's own: nothing to load from, and nobody's business
+    figures = figures or {}
+    text = template.render(
+        adapter=_is_adapter(folder),
+        base=base,
+        local=local,
+        name=Path(base.base).name if local else base.base,
+        config={key: value for key, value in base.config.items() if key != "ctxext"},
+        provenance={key: value for key, value in base.provenance.items() if key != "figures"},
+        figures=figures,
+        columns=list(dict.fromkeys(column for row in figures.values() for column in row)),
+    )
+    _write(folder / "README.md", text)
+    return folder / "README.md"
+
+
+def _cell(value: Any) -> str:
+    """A value as text that cannot break a table, a line or the page."""
+    if value is None:
+        return ""
+    if isinstance(value, float):
+        value = f"{value:.4g}" if abs(value) < 10_000 else f"{value:,.0f}"
+    return html.escape(" ".join(str(value).split()), quote=False).replace("\\", "\\\\").replace("|", "\\|")

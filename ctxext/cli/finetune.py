@@ -1,0 +1,37 @@
+"""`ctxext finetune`: the fine-tune recipe, by the name of its config."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def finetune(
+    config: Annotated[str, typer.Option(help="A YAML file, or the name of one in recipes/configs.")],
+    changes: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Changes to the config.")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what it would take, and stop.")] = False,
+) -> None:
+    """Fine-tune a model at a longer context: `accelerate launch -m ctxext.cli finetune ...` for several processes."""
+    recipes = recipes_folder()
+    path = Path(config)
+    if not path.is_file():
+        path = recipes / "configs" / f"{config}.yaml"
+    if not path.is_file():
+        known = ", ".join(sorted(file.stem for file in (recipes / "configs").glob("*.yaml")))
+        raise FileNotFoundError(f"{config!r} is no file, and no config of that name is among the recipes: {known}.")
+    spec = importlib.util.spec_from_file_location("ctxext_recipe_finetune", recipes / "finetune.py")
+    assert spec is not None and spec.loader is not None
+    recipe = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = recipe  # where its dataclasses look themselves up
+    spec.loader.exec_module(recipe)
+    recipe.main(["--config", str(path), *(["--dry-run"] if dry_run else []), *(changes or [])])
+
+
+def recipes_folder() -> Path:
+    """Where the recipes stand: in the package when it is installed, beside it in a clone."""
+    package = Path(sys.modules["ctxext"].__file__ or "").parent
+    return next(folder for folder in (package / "recipes", package.parent / "recipes") if folder.is_dir())

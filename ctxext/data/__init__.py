@@ -1,0 +1,21 @@
+"""Training data: sources, packing, mixtures and collators."""
+
+from ctxext.data.collators import CREAM, Collator, Plain, PoSE, Skipping, check_positions
+from ctxext.data.mixture import Mixture
+from ctxext.data.packing import Accounting, Packed, pack
+from ctxext.data.sources import Source, read_source
+
+__all__ = [
+    "CREAM",
+    "Accounting",
+    "Collator",
+    "Mixture",
+    "Packed",
+    "Plain",
+    "PoSE",
+    "Skipping",
+    "Source",
+    "check_positions",
+    "pack",
+    "read_source",
+]

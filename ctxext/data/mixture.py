@@ -1,0 +1,90 @@
+"""Which row comes when: a function of the seed and the row's number alone, so that a run goes on from any step."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from ctxext.data.packing import Packed
+
+
+class Mixture:
+    """An endless sequence of rows from several sources, by their weights.
+
+    Row j of a source of weight w (of all weights together) is due at (j + 1/2) / w, and rows come as they are due. So
+    after any number k of rows, the counts n are those that are nearest to the weights: they minimise Σ (n - k w)² / w
+    over all counts whose sum is k (Sainte-Laguë's apportionment, which takes no row back as k grows).
+
+    Within a source each epoch is a permutation of its own.
+
+    Attributes:
+        length: tokens of a row.
+
+    Raises:
+        ValueError: no source, or rows of different lengths.
+    """
+
+    def __init__(self, packed: Sequence[Packed], seed: int) -> None:
+        lengths = {one.length for one in packed}
+        if len(lengths) != 1:
+            raise ValueError(f"a mixture takes sources whose rows have one length, got lengths {sorted(lengths)}.")
+        self.packed, self.seed, self.length = tuple(packed), seed, lengths.pop()
+        total = sum(one.source.weight for one in packed)
+        self._shares = [one.source.weight / total for one in packed]
+        self._orders: dict[int, tuple[int, np.ndarray]] = {}  # source: its latest epoch and that one's permutation
+
+    def rows(self, first: int, count: int) -> list[tuple[int, int]]:
+        """Rows number `first` up to `first + count` of the run, as (source, index within the source).
+
+        Takes time by `count`, whatever `first` is.
+        """
+        taken = self._taken(first)
+        due = [(self._due(source, n), source) for source, n in enumerate(taken)]
+        heapq.heapify(due)
+        rows = []
+        for _ in range(count):
+            source = due[0][1]
+            rows.append((source, self._index(source, taken[source])))
+            taken[source] += 1
+            heapq.heapreplace(due, (self._due(source, taken[source]), source))
+        return rows
+
+    def row(self, source: int, index: int, number: int) -> dict[str, Any]:
+        """A row as a collator takes it.
+
+        Args:
+            number: the row's number within the run, which collators draw their randomness from (`index`).
+        """
+        one = self.packed[source]
+        return {**one.rows[index], "index": number, "name": f"{one.source.name}#{index}"}
+
+    def read(self, first: int, count: int) -> list[dict[str, Any]]:
+        """Rows number `first` up to `first + count` of the run, as a collator takes them."""
+        return [self.row(*place, number) for number, place in enumerate(self.rows(first, count), first)]
+
+    def epochs(self, count: int) -> list[float]:
+        """How often each source is read in a run of `count` rows."""
+        return [n / len(one.rows) for n, one in zip(self._taken(count), self.packed)]
+
+    def _due(self, source: int, n: int) -> float:
+        return (n + 0.5) / self._shares[source]
+
+    def _taken(self, count: int) -> list[int]:
+        """How many rows of each source are among the first `count`."""
+        # What is due before `count - sources` is among them for certain, by a row and more; the rest, row by row.
+        taken = [max(0, int((count - len(self._shares)) * share - 0.5)) for share in self._shares]
+        while sum(taken) < count:
+            _, source = min((self._due(source, n), source) for source, n in enumerate(taken))
+            taken[source] += 1
+        return taken
+
+    def _index(self, source: int, n: int) -> int:
+        """Where the `n`th row taken from a source lies in it."""
+        epoch, place = divmod(n, len(self.packed[source].rows))
+        if self._orders.get(source, (-1,))[0] != epoch:
+            order = np.random.default_rng([self.seed, source, epoch]).permutation(len(self.packed[source].rows))
+            self._orders[source] = epoch, order
+        return int(self._orders[source][1][place])

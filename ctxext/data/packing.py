@@ -1,0 +1,381 @@
+"""Documents into rows of one length: tokenised and packed once, cached by `datasets`, every token accounted for."""
+
+from __future__ import annotations
+
+import math
+import re
+from bisect import bisect_left, bisect_right, insort
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+
+from ctxext.data.sources import Source
+from ctxext.methods import suggest
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+    from datasets import Dataset
+    from transformers import PreTrainedTokenizerBase
+
+IGNORED = -100  # transformers' label of a token that has no loss
+# The cache knows the functions of an installed package by name alone: raise this whenever they make other rows.
+_VERSION = 1
+# Documents are packed in batches of about this many rows, so that what stays open at a batch's end is little.
+_ROWS_PER_BATCH = 128
+# What a chat template marks the assistant's words with, for transformers' own mask.
+_GENERATION = re.compile(r"\{%-?\s*generation\b")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Accounting:
+    """Where the tokens of a source went: `tokens_read == tokens_in_rows - padding + dropped`.
+
+    Attributes:
+        documents: the pieces of a document that was cut count each.
+        tokens_read: special tokens included.
+        tokens_in_rows: rows times their length.
+        dropped: the remainder that fills no row; fewer than one row, and none where documents are separate.
+        targets: tokens that have a loss.
+    """
+
+    documents: int
+    tokens_read: int
+    tokens_in_rows: int
+    padding: int
+    dropped: int
+    targets: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Packed:
+    """A source as rows of `length` tokens.
+
+    Attributes:
+        rows: for each row
+            `input_ids` and `labels`, (length,): labels are not shifted, and -100 where a token has no loss;
+            `documents`: the lengths of its documents, whose sum is `length`; padding is the last of them;
+            `padding`: tokens of padding;
+            `n_targets`: tokens that have a loss, that is, labels[1:] that are not -100.
+    """
+
+    source: Source
+    length: int
+    rows: Dataset
+    accounting: Accounting
+
+
+def pack(
+    source: Source,
+    dataset: Dataset,
+    tokenizer: PreTrainedTokenizerBase,
+    length: int,
+    documents: Literal["separate", "joined"] = "separate",
+    *,
+    vocab_size: int | None = None,
+    num_proc: int | None = None,
+) -> Packed:
+    """Tokenise the documents of `source` and pack them into rows of `length` tokens.
+
+    A document begins with the special tokens that the tokenizer puts before a text and ends with EOS, if there is
+    one. A document longer than `source.max_document` is cut; each piece begins as a document does. A conversation is
+    what the chat template makes of it.
+
+    "separate": documents stay whole, as many in a row as fit (best-fit decreasing); longer ones are cut to `length`.
+    The first token of a document has no loss, since nothing within the document predicts it.
+    "joined": deliberately one long document: one after the other, cut where a row ends.
+
+    Rows do not depend on `num_proc`, and a second call with the same text, tokenizer and settings reads the cache.
+
+    Args:
+        dataset: as `read_source` returns it, with one column `text` or `messages`.
+        vocab_size: token ids that the model embeds; None checks none.
+        num_proc: processes that tokenise.
+
+    Raises:
+        ValueError: no row is filled or no token has a loss; joined documents with `max_document`; a tokenizer without
+            chat template, or with one that does not say which words are the assistant's; a token that the model
+            does not embed.
+    """
+    from datasets import Features, Sequence, Value
+
+    if documents not in ("separate", "joined"):
+        raise ValueError(f"unknown documents {documents!r}{suggest(str(documents), ['separate', 'joined'])}")
+    if documents == "joined" and source.max_document:
+        raise ValueError(
+            f"{source.name} has max_document={source.max_document}, which makes short documents, but "
+            "documents='joined' makes one long one. Pack it with documents='separate', or leave max_document out."
+        )
+    prefix, suffix = _special_tokens(tokenizer)
+    limit = min(source.max_document or length, length) if documents == "separate" else None
+    if limit is not None and limit < len(prefix) + 2:
+        raise ValueError(
+            f"length and max_document of {source.name} must be at least {len(prefix) + 2} tokens, got {limit}: "
+            "special tokens, one to read and one to predict."
+        )
+    (column,) = dataset.column_names
+    if column == "messages":
+        _check_chat(source, tokenizer)
+
+    tokenised = dataset.map(
+        _tokenise,
+        batched=True,
+        batch_size=100,
+        fn_kwargs={"tokenizer": tokenizer, "prefix": prefix, "suffix": suffix, "limit": limit, "version": _VERSION},
+        remove_columns=[column],
+        num_proc=min(num_proc, len(dataset)) if num_proc else None,
+        features=Features({"input_ids": Sequence(Value("int32")), "has_loss": Sequence(Value("bool"))}),
+        desc=f"tokenising {source.name}",
+    )
+    read = _count_tokens(tokenised)
+    if not read:
+        raise ValueError(f"{source.name} holds no text: every document is blank. Leave it out.")
+    if documents == "joined" and read < length:
+        raise ValueError(
+            f"the text of {source.name} has {read:,} tokens, one sequence takes {length:,}: "
+            "give a longer text or a shorter length."
+        )
+    if vocab_size is not None:
+        _check_vocabulary(source, tokenised, tokenizer, vocab_size)
+
+    # By one process, as its batches make the rows, and a run must not depend on how many processes prepared it.
+    numbers, number = Sequence(Value("int32")), Value("int32")
+    padding_id = tokenizer.eos_token_id or 0  # any id that the model embeds: nothing sees it
+    rows = tokenised.with_format("arrow").map(
+        _Join(length) if documents == "joined" else _Fit(length, padding_id),
+        batched=True,
+        batch_size=math.ceil(_ROWS_PER_BATCH * length * len(tokenised) / read),
+        remove_columns=tokenised.column_names,
+        features=Features(
+            {"input_ids": numbers, "labels": numbers, "documents": numbers, "padding": number, "n_targets": number}
+        ),
+        desc=f"packing {source.name}",
+    )
+    rows = rows.with_format("numpy")
+
+    padding, targets = (sum(rows.data.column(name).to_pylist()) for name in ("padding", "n_targets"))
+    in_rows = len(rows) * length
+    dropped = read - (in_rows - padding)
+    if not 0 <= dropped < (length if documents == "joined" else 1):
+        raise RuntimeError(f"{source.name}: {read:,} tokens read, but {in_rows - padding:,} are in rows.")
+    if not targets:
+        raise ValueError(
+            f"no token of {source.name} has a loss: "
+            + ("no assistant says anything." if column == "messages" else "its documents have one token each.")
+        )
+    accounting = Accounting(
+        documents=len(tokenised), tokens_read=read, tokens_in_rows=in_rows, padding=padding, dropped=dropped,
+        targets=targets,
+    )  # fmt: skip
+    return Packed(source=source, length=length, rows=rows, accounting=accounting)
+
+
+def _special_tokens(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
+    """What stands before and after a document: the tokenizer's own special tokens, or else EOS at the end."""
+    full, bare = (tokenizer("a", add_special_tokens=special)["input_ids"] for special in (True, False))
+    start = next(i for i in range(len(full)) if full[i : i + len(bare)] == bare)
+    end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    return full[:start], full[start + len(bare) :] or end
+
+
+def _tokenise(
+    batch: dict[str, list[Any]],
+    tokenizer: PreTrainedTokenizerBase,
+    prefix: list[int],
+    suffix: list[int],
+    limit: int | None,
+    version: int,  # for the cache alone
+) -> dict[str, list[np.ndarray]]:
+    if "messages" in batch:
+        documents = [_read_chat(messages, tokenizer) for messages in batch["messages"] if messages]
+        documents = [(ids, marked) for ids, marked in documents if ids]
+    else:
+        texts = [text for text in batch["text"] if text and not text.isspace()]
+        # model_max_length warns and may truncate; a tokenizer.json may hold a truncation of its own.
+        options = {"add_special_tokens": False, "truncation": False, "padding": False, "verbose": False}
+        bodies = tokenizer(texts, **options)["input_ids"] if texts else []
+        documents = [([*prefix, *body, *suffix], None) for body in bodies]
+    made: dict[str, list[np.ndarray]] = {"input_ids": [], "has_loss": []}
+    for document, marked in documents:
+        ids = np.array(document, dtype=np.int32)
+        has_loss = np.ones(len(ids), dtype=bool) if marked is None else np.array(marked, dtype=bool)
+        for part in _cut(len(ids), limit, len(prefix)):
+            again = prefix if part.start else []
+            made["input_ids"].append(np.concatenate([np.array(again, dtype=np.int32), ids[part]]))
+            made["has_loss"].append(np.concatenate([np.zeros(len(again), dtype=bool), has_loss[part]]))
+    return made
+
+
+def _cut(n: int, limit: int | None, n_prefix: int) -> Iterator[slice]:
+    """Slices of a document of `n` tokens that, with a prefix before all but the first, have at most `limit` each."""
+    limit = limit or n
+    yield slice(0, limit)
+    for start in range(limit, n, limit - n_prefix):
+        yield slice(start, start + limit - n_prefix)
+
+
+def _check_chat(source: Source, tokenizer: PreTrainedTokenizerBase) -> None:
+    if not tokenizer.chat_template:
+        raise ValueError(
+            f"{source.name} holds messages, but the tokenizer has no chat template. "
+            "Take an instruction-tuned model's tokenizer, or set tokenizer.chat_template."
+        )
+    if not tokenizer.is_fast:
+        raise ValueError(
+            f"{type(tokenizer).__name__} is not a fast tokenizer, so the assistant's words cannot be placed on tokens."
+            " Load it with AutoTokenizer.from_pretrained(..., use_fast=True)."
+        )
+
+
+def _read_chat(
+    messages: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase
+) -> tuple[list[int], list[bool] | list[int]]:
+    """The token ids of a conversation, and for each whether the assistant says it.
+
+    By the template's `{% generation %}` where it has that, else by rendering the messages up to each answer with and
+    without it: the one must begin the other, and both the whole.
+    """
+    from jinja2 import TemplateError
+
+    # A column of dicts has all keys in every row, None where a message had none.
+    messages = [{key: value for key, value in message.items() if value is not None} for message in messages]
+    try:
+        if _GENERATION.search(tokenizer.get_chat_template()):
+            encoded = tokenizer.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
+            return encoded["input_ids"], encoded["assistant_masks"]
+        whole = tokenizer.apply_chat_template(messages, tokenize=False)
+        spans = []
+        for k, message in enumerate(messages):
+            if message["role"] == "assistant":
+                if not k:
+                    raise ValueError(f"a conversation begins with the assistant: {messages[:1]}. Give it a question.")
+                asked = tokenizer.apply_chat_template(messages[:k], tokenize=False, add_generation_prompt=True)
+                answered = tokenizer.apply_chat_template(messages[: k + 1], tokenize=False)
+                if not (answered.startswith(asked) and whole.startswith(answered)):
+                    raise ValueError(
+                        "the chat template does not say which words are the assistant's: it has no {% generation %}, "
+                        f"and what it makes of the first {k} messages does not begin what it makes of {k + 1}. "
+                        "Put {% generation %} around the assistant's words in tokenizer.chat_template."
+                    )
+                spans.append((len(asked), len(answered)))
+    except TemplateError as error:
+        raise ValueError(f"the chat template refuses a conversation: {error}. It begins {messages[:2]}.") from error
+    encoded = tokenizer(
+        whole, add_special_tokens=False, truncation=False, padding=False, verbose=False, return_offsets_mapping=True
+    )
+    starts, ends = zip(*encoded["offset_mapping"])
+    marked = [False] * len(starts)
+    for begin, end in spans:  # a token that holds the first word and a space before it counts, as for transformers
+        first, last = bisect_right(ends, begin), bisect_left(starts, end)
+        marked[first:last] = [True] * (last - first)
+    return encoded["input_ids"], marked
+
+
+def _check_vocabulary(source: Source, tokenised: Dataset, tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> None:
+    largest = max(int(_flat(chunk).max(initial=0)) for chunk in tokenised.data.column("input_ids").chunks)
+    if largest >= vocab_size:
+        raise ValueError(
+            f"{source.name} has token {largest} ({tokenizer.convert_ids_to_tokens(largest)!r}) but the model embeds "
+            f"{vocab_size} ids (0..{vocab_size - 1}). Take the model's own tokenizer, or resize the model with "
+            "resize_token_embeddings and train the new rows."
+        )
+
+
+def _count_tokens(tokenised: Dataset) -> int:
+    return sum(len(chunk.flatten()) for chunk in tokenised.data.column("input_ids").chunks)
+
+
+def _flat(lists: pa.ListArray) -> np.ndarray:
+    """The values of all lists, one after the other."""
+    return lists.flatten().to_numpy(zero_copy_only=False)
+
+
+def _streams(table: pa.Table) -> tuple[np.ndarray, np.ndarray]:
+    """The token ids of all documents of a batch, one after the other, and their labels."""
+    ids, has_loss = (
+        np.concatenate([_flat(chunk) for chunk in table.column(name).chunks]) for name in ("input_ids", "has_loss")
+    )
+    return ids, np.where(has_loss, ids, np.int32(IGNORED))
+
+
+class _Join:
+    """Cuts all documents, one after the other, into rows; what a batch leaves over begins the next one's."""
+
+    def __init__(self, length: int) -> None:
+        self.length, self.version = length, _VERSION
+        self.rest: tuple[np.ndarray, np.ndarray] = (np.zeros(0, np.int32), np.zeros(0, np.int32))
+
+    def __call__(self, table: pa.Table) -> pa.Table:
+        ids, labels = (np.concatenate(pair) for pair in zip(self.rest, _streams(table)))
+        n = len(ids) // self.length
+        end = n * self.length
+        self.rest = ids[end:], labels[end:]
+        ids, labels = (stream[:end].reshape(n, self.length) for stream in (ids, labels))
+        labels[:, 0] = IGNORED
+        return _rows(ids, labels, [[self.length]] * n, [0] * n)
+
+
+class _Fit:
+    """Fits whole documents of a batch into rows: the longest first, each where it leaves the least space."""
+
+    def __init__(self, length: int, padding_id: int) -> None:
+        self.length, self.padding_id, self.version = length, padding_id, _VERSION
+
+    def __call__(self, table: pa.Table) -> pa.Table:
+        ids, labels = _streams(table)
+        lengths = np.concatenate([chunk.value_lengths().to_numpy() for chunk in table.column("input_ids").chunks])
+        ends = np.cumsum(lengths)
+        labels[ends - lengths] = IGNORED
+        rows = best_fit(lengths.tolist(), self.length)
+        row_ids = np.full((len(rows), self.length), self.padding_id, dtype=np.int32)
+        row_labels = np.full((len(rows), self.length), IGNORED, dtype=np.int32)
+        documents, padding = [], []
+        for k, row in enumerate(rows):
+            start = 0
+            for document in row:
+                place = slice(start, start := start + lengths[document])
+                where = slice(ends[document] - lengths[document], ends[document])
+                row_ids[k, place], row_labels[k, place] = ids[where], labels[where]
+            padding.append(self.length - start)
+            documents.append([*lengths[row], *padding[-1:]] if start < self.length else lengths[row])
+        return _rows(row_ids, row_labels, documents, padding)
+
+
+def best_fit(lengths: list[int], space: int) -> list[list[int]]:
+    """Which items share a bin of `space`, each item at most that long: best-fit decreasing (Johnson 1973).
+
+    At most 11/9 of the fewest bins possible, and one.
+    """
+    bins: list[list[int]] = []
+    free: list[tuple[int, int]] = []  # (space left, bin), ascending
+    for item in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        at = bisect_left(free, (lengths[item], -1))
+        if at == len(free):
+            bins.append([])
+            left, chosen = space, len(bins) - 1
+        else:
+            left, chosen = free.pop(at)
+        bins[chosen].append(item)
+        if left > lengths[item]:
+            insort(free, (left - lengths[item], chosen))
+    return bins
+
+
+def _rows(ids: np.ndarray, labels: np.ndarray, documents: list[Any], padding: list[int]) -> pa.Table:
+    """A table of rows from `ids` and `labels`, (rows, length)."""
+    import pyarrow as pa
+
+    def lists(matrix: np.ndarray) -> pa.ListArray:
+        offsets = np.arange(0, matrix.size + 1, matrix.shape[1], dtype=np.int32)
+        return pa.ListArray.from_arrays(offsets, pa.array(matrix.reshape(-1), pa.int32()))
+
+    return pa.table(
+        {
+            "input_ids": lists(ids),
+            "labels": lists(labels),
+            "documents": pa.array(documents, pa.list_(pa.int32())),
+            "padding": pa.array(padding, pa.int32()),
+            "n_targets": pa.array((labels[:, 1:] != IGNORED).sum(1), pa.int32()),
+        }
+    )

@@ -1,0 +1,194 @@
+"""Where training text comes from: files of one kind, or a dataset by name, read into one column."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+from glob import has_magic
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ctxext.methods import suggest
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+# What the name of a file says of its kind, in the names of datasets' own builders.
+KINDS = {".txt": "text", ".jsonl": "json", ".json": "json", ".parquet": "parquet"}
+# owner/name, or a name alone: what a hub knows a dataset by.
+_HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """One ingredient of the training data.
+
+    Attributes:
+        path: a .txt file (one document), .jsonl, .json or .parquet file (a document a row), a glob or a folder of
+            such; or a dataset: a folder made by `save_to_disk`, or a name on a hub.
+        name: for people; by default from the path.
+        weight: its share of the mixture's tokens, relative to the other sources' weights; > 0.
+        max_document: tokens; a longer document is cut into pieces of this many, each then a document of its own.
+            So is short text made that keeps the short context alive (Gao et al. 2024, ProLong).
+        text: the column that holds the text.
+        messages: the column that holds chat messages, read instead of `text`; the loss is on the assistant's alone.
+        split, subset, revision: of a dataset.
+
+    Raises:
+        ValueError: weight <= 0, or max_document < 2.
+    """
+
+    path: str
+    name: str | None = None
+    weight: float = 1.0
+    max_document: int | None = None
+    text: str = "text"
+    messages: str | None = None
+    split: str = "train"
+    subset: str | None = None
+    revision: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.name is None:
+            is_file = Path(self.path).suffix in KINDS and not has_magic(self.path)
+            object.__setattr__(self, "name", Path(self.path).name if is_file else self.path)
+        if not (math.isfinite(self.weight) and self.weight > 0):
+            raise ValueError(
+                f"the weight of {self.name} must be a finite number > 0, got {self.weight}. "
+                "To leave a source out, remove it."
+            )
+        if self.max_document is not None and self.max_document < 2:
+            raise ValueError(
+                f"max_document of {self.name} must be at least 2 tokens, got {self.max_document}: "
+                "the first token of a document has no loss."
+            )
+
+
+def read_source(source: Source, relative_to: Path) -> Dataset:
+    """The documents of `source`: a dataset with one column, `text` (strings) or `messages` (lists of role and content).
+
+    A relative path is taken from the folder `relative_to`, and if nothing is there, from the working directory.
+
+    Raises:
+        FileNotFoundError: nothing is there, nor on the hub; says where was looked.
+        ValueError: an empty file, files of two kinds or of none that is known, or no such column.
+    """
+    from datasets import Dataset, DatasetDict, load_dataset, load_from_disk
+
+    found = _find(source.path, relative_to)
+    if found is None:
+        dataset = _from_hub(source, relative_to)
+    elif found.is_dir() and any((found / name).is_file() for name in ("state.json", "dataset_dict.json")):
+        dataset = load_from_disk(str(found))
+        if isinstance(dataset, DatasetDict):
+            if source.split not in dataset:
+                raise ValueError(f"{found} has no split {source.split!r}{suggest(source.split, list(dataset))}")
+            dataset = dataset[source.split]
+    else:
+        kind, files = _files(found)
+        options = {"sample_by": "document"} if kind == "text" else {}
+        try:
+            dataset = load_dataset(kind, data_files=[str(file) for file in files], split="train", **options)
+        except Exception as error:  # of any class: each builder raises its own
+            reason = error.__cause__ or error
+            raise ValueError(f"{found} cannot be read as {kind}: {reason}. Mend the file or leave it out.") from error
+    assert isinstance(dataset, Dataset)
+    return _column(source, dataset)
+
+
+def find_file(path: str, relative_to: Path) -> Path:
+    """The file that `path` means, taken from the folder `relative_to`, or else from the working directory.
+
+    Raises:
+        FileNotFoundError: there is none; says where was looked.
+    """
+    found = _find(path, relative_to)
+    if found is None or not found.is_file():
+        raise FileNotFoundError(f"{path} was not found (looked in {relative_to.resolve()} and {Path.cwd()}).")
+    return found
+
+
+def _find(path: str, relative_to: Path) -> Path | None:
+    """The file, folder or glob that `path` means, or None."""
+    for folder in (relative_to, Path.cwd()):
+        here = folder / Path(path).expanduser()  # an absolute path stays itself
+        if here.exists() or (has_magic(path) and _expand(here)):
+            return here
+    return None
+
+
+def _expand(pattern: Path) -> list[Path]:
+    return sorted(Path(pattern.anchor).glob(str(pattern.relative_to(pattern.anchor))))
+
+
+def _files(found: Path) -> tuple[str, list[Path]]:
+    """The kind and the files of a file, folder or glob."""
+    if found.is_dir():  # may hold a licence or a script beside the data
+        files = sorted(path for path in found.rglob("*") if path.is_file() and path.suffix in KINDS)
+    else:
+        files = [found] if found.exists() else [path for path in _expand(found) if path.is_file()]
+    if not files:
+        raise FileNotFoundError(f"{found} holds no data file. Known: {', '.join(KINDS)}.")
+    unknown = [path for path in files if path.suffix not in KINDS]
+    if unknown:
+        raise ValueError(f"{unknown[0]} is of an unknown kind{suggest(unknown[0].suffix, list(KINDS))}")
+    kinds = {KINDS[path.suffix]: path for path in files}
+    if len(kinds) > 1:
+        first, second = list(kinds.values())[:2]
+        raise ValueError(
+            f"{found} mixes kinds: {first.name} and {second.name}. "
+            f"Make each kind a source of its own, by a glob such as *{first.suffix}."
+        )
+    for path in files:
+        if _is_empty(path):
+            raise ValueError(f"{path} is empty. Leave it out or write it anew.")
+    return KINDS[files[0].suffix], files
+
+
+def _is_empty(path: Path) -> bool:
+    if path.suffix == ".parquet" and path.stat().st_size:
+        from pyarrow.parquet import read_metadata
+
+        return read_metadata(path).num_rows == 0
+    with path.open("rb") as file:
+        return not any(not line.isspace() for line in file)  # stops at the first line that says something
+
+
+def _from_hub(source: Source, relative_to: Path) -> Dataset:
+    from datasets import load_dataset
+
+    looked = f"looked in {relative_to.resolve()} and {Path.cwd()}"
+    is_file = Path(source.path).suffix in KINDS or has_magic(source.path)
+    if is_file or not _HUB_NAME.fullmatch(source.path):
+        raise FileNotFoundError(f"{source.path} was not found ({looked}). Correct the path of the source.")
+    try:
+        return load_dataset(source.path, source.subset, split=source.split, revision=source.revision)
+    except (FileNotFoundError, ConnectionError) as error:
+        raise FileNotFoundError(
+            f"{source.path} was not found ({looked}, and for a dataset of this name on the hub: {error}). "
+            "Correct the path of the source."
+        ) from error
+
+
+def _column(source: Source, dataset: Dataset) -> Dataset:
+    """`dataset` with nothing but its text or its messages, under that name."""
+    wanted, name = (source.messages, "messages") if source.messages else (source.text, "text")
+    if wanted not in dataset.column_names:
+        raise ValueError(f"{source.name} has no column {wanted!r}{suggest(wanted, dataset.column_names)}")
+    if not len(dataset):
+        raise ValueError(f"{source.name} has no rows. Leave it out or write it anew.")
+    dataset = dataset.select_columns([wanted])
+    example = next((row[wanted] for row in dataset if row[wanted]), None)
+    if name == "text" and not isinstance(example, str):
+        raise ValueError(f"column {wanted!r} of {source.name} must hold text, got {_shown(example)}.")
+    if name == "messages" and not (isinstance(example, list) and {"role", "content"} <= set(example[0])):
+        raise ValueError(
+            f"column {wanted!r} of {source.name} must hold lists of messages with role and content, "
+            f"got {_shown(example)}."
+        )
+    return dataset if wanted == name else dataset.rename_column(wanted, name)
+
+
+def _shown(value: object) -> str:
+    return "nothing but blanks" if value is None else repr(value)[:80]

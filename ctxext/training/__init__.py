@@ -1,0 +1,1 @@
+"""Fine-tuning: loss, trainable parameters, checkpoints, engines."""

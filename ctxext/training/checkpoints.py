@@ -1,0 +1,189 @@
+"""Checkpoints of a run: what is trained, the optimizer's state and the step; the base model is not stored again.
+
+The rows and the random numbers of a step are functions of the seed and the step, so nothing else is needed to go
+on as if nothing had happened. A checkpoint is written beside its place and renamed into it when it is whole.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from ctxext.training.trainable import trained_parameters
+
+TENSORS, STATE, ZERO = "trained.safetensors", "state.json", "zero"
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a run has come: steps done, tokens read, and tokens whose loss counted."""
+
+    step: int = 0
+    tokens: int = 0
+    targets: int = 0
+
+
+def save_checkpoint(
+    folder: Path,
+    model: nn.Module,
+    optimizer: Any,
+    progress: Progress,
+    binding: dict[str, Any],
+    *,
+    keep: int = 2,
+    main: bool = True,
+    wait: Callable[[], None] = lambda: None,
+) -> Path:
+    """Write `folder/step-…`, whole or not at all, and drop all but the last `keep`. Every process calls it.
+
+    Args:
+        model: as it is trained, wrapped or not. Sharded tensors are gathered one by one, for the main process.
+        binding: what a run must have in common with the checkpoint to go on from it.
+        main: whether this process writes.
+        wait: waits for all processes.
+
+    Raises:
+        OSError: it could not be written, as on a full disk. The checkpoints before it stand.
+    """
+    path = folder / f"step-{progress.step:08d}"
+    partial = folder / f".{path.name}.partial"
+    try:
+        if main:
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir(parents=True)
+        wait()
+        if hasattr(model, "save_checkpoint"):  # DeepSpeed's engine: only it can gather its shards
+            model.save_checkpoint(str(partial), tag=ZERO, exclude_frozen_parameters=True)
+            tensors = {}
+        else:
+            tensors = _gather(_named_state(model, optimizer), main)
+        wait()
+        if main:
+            save_file(tensors, partial / TENSORS)
+            state = {"progress": asdict(progress), "binding": binding}
+            (partial / STATE).write_text(json.dumps(state, indent=1) + "\n", encoding="utf-8")
+            for written in (partial / TENSORS, partial / STATE, partial):
+                _flush(written)
+            shutil.rmtree(path, ignore_errors=True)
+            partial.rename(path)
+            _flush(folder)
+            for old in checkpoints(folder)[:-keep]:
+                shutil.rmtree(old)
+    except (OSError, SafetensorError) as error:
+        if main:
+            shutil.rmtree(partial, ignore_errors=True)
+        last = latest_checkpoint(folder)
+        raise OSError(
+            f"step {progress.step} could not be saved in {folder} ({error}). "
+            + (f"{last.name} is whole: make room and run the same command again." if last else "Nothing was saved yet.")
+        ) from error
+    wait()
+    return path
+
+
+def load_checkpoint(path: Path, model: nn.Module, optimizer: Any, binding: dict[str, Any]) -> Progress:
+    """Put the checkpoint at `path` into a model and an optimizer that are set up as those it was made of.
+
+    Raises:
+        ValueError: it belongs to a run with other settings, which are named, or to another model. Nothing was changed.
+    """
+    state = json.loads((path / STATE).read_text(encoding="utf-8"))
+    check_binding(path, state["binding"], binding)
+    if hasattr(model, "load_checkpoint"):
+        model.load_checkpoint(str(path), tag=ZERO, load_module_strict=False)
+        return Progress(**state["progress"])
+    trained = trained_parameters(model)
+    with safe_open(path / TENSORS, "pt") as file:
+        names = {key.partition("/")[2] for key in file.keys()}  # noqa: SIM118
+        if names != {*map(_plain, trained)}:
+            other = sorted(names ^ {*map(_plain, trained)})
+            raise ValueError(
+                f"{path} holds {len(names)} trained parameters, this run trains {len(trained)}; {other[0]!r} is in one "
+                "of them only. Use another output folder."
+            )
+        kinds = sorted({key.partition("/")[0] for key in file.keys()} - {"parameter"})  # noqa: SIM118
+        with torch.no_grad():
+            for name, parameter in trained.items():
+                parameter.copy_(_like(parameter, file.get_tensor(f"parameter/{_plain(name)}")))
+                optimizer.state[parameter] = {
+                    kind: _like(parameter, value) if value.shape == parameter.shape else value
+                    for kind in kinds
+                    for value in [file.get_tensor(f"{kind}/{_plain(name)}")]
+                }
+    return Progress(**state["progress"])
+
+
+def check_binding(path: Path, theirs: dict[str, Any], ours: dict[str, Any]) -> None:
+    """Raise ValueError if a checkpoint belongs to other settings than ours, with those that differ."""
+    ours = json.loads(json.dumps(ours))
+    differ = [key for key in sorted({*theirs, *ours}) if theirs.get(key) != ours.get(key)]
+    if differ:
+        said = "; ".join(f"{key} is {ours.get(key)!r}, there {theirs.get(key)!r}" for key in differ[:5])
+        raise ValueError(
+            f"{path} is of a run with other settings: {said}. Go on with the settings it was begun with, or choose "
+            "another output folder."
+        )
+
+
+def checkpoints(folder: Path) -> list[Path]:
+    """The whole checkpoints in `folder`, oldest first."""
+    return sorted(folder.glob("step-*"))
+
+
+def latest_checkpoint(folder: Path) -> Path | None:
+    """The newest whole checkpoint in `folder`."""
+    return next(reversed(checkpoints(folder)), None)
+
+
+def gather_trained(model: nn.Module, main: bool = True) -> dict[str, Tensor]:
+    """What is trained, by name, whole and on the CPU; empty but on the main process. Every process calls it."""
+    return _gather(((_plain(name), parameter) for name, parameter in trained_parameters(model).items()), main)
+
+
+def _gather(named: Iterable[tuple[str, Tensor]], main: bool) -> dict[str, Tensor]:
+    tensors = {}
+    for name, tensor in named:
+        whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        if main:
+            tensors[name] = whole.detach().cpu().contiguous()
+    return tensors
+
+
+def _named_state(model: nn.Module, optimizer: Any) -> Iterator[tuple[str, Tensor]]:
+    """What is trained, as `parameter/NAME`, and what AdamW holds of it, as `exp_avg/NAME` and so on."""
+    for name, parameter in trained_parameters(model).items():
+        yield f"parameter/{_plain(name)}", parameter
+        for kind, value in optimizer.state[parameter].items():
+            yield f"{kind}/{_plain(name)}", value
+
+
+def _plain(name: str) -> str:
+    """A parameter's name without what DDP and torch.compile put before it."""
+    return name.replace("_orig_mod.", "").removeprefix("module.")
+
+
+def _like(parameter: Tensor, value: Tensor) -> Tensor:
+    """`value` where and as `parameter` is: on its device, sharded as it is."""
+    if isinstance(parameter, DTensor):
+        return distribute_tensor(value.to(parameter.device), parameter.device_mesh, parameter.placements)
+    return value.to(parameter.device)
+
+
+def _flush(path: Path) -> None:
+    """Have it on disk, not only in the system's memory."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

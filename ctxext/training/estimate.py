@@ -1,0 +1,138 @@
+"""What a run will take, from two short passes on the machine it runs on; and what it took."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+
+class PeakMemory:
+    """The most memory that was held since `restart()`: of the GPU, or of this process where there is none.
+
+    `at_most` and `now` are bytes; None where the system does not tell (a CPU without Linux' /proc).
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.cuda = device if device.type == "cuda" else None
+        self.restart()
+
+    def restart(self) -> None:
+        if self.cuda:
+            torch.cuda.reset_peak_memory_stats(self.cuda)
+        elif Path("/proc/self/clear_refs").exists():
+            Path("/proc/self/clear_refs").write_text("5")
+
+    @property
+    def at_most(self) -> int | None:
+        return torch.cuda.max_memory_allocated(self.cuda) if self.cuda else _resident("VmHWM")
+
+    @property
+    def now(self) -> int | None:
+        return torch.cuda.memory_allocated(self.cuda) if self.cuda else _resident("VmRSS")
+
+    @property
+    def room(self) -> int | None:
+        """Bytes that are free beside what is held now."""
+        if self.cuda:
+            return torch.cuda.mem_get_info(self.cuda)[0]
+        try:
+            return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        except (ValueError, OSError):
+            return None
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What training will take on each process.
+
+    Attributes:
+        held: bytes before the first step: weights and all that the process has loaded.
+        state: bytes of gradients and of AdamW's two moments.
+        growth: bytes that one micro-batch needs on top.
+        room: bytes that are free; None where the system does not tell, as for `held` and `growth`.
+        seconds: of the whole training.
+    """
+
+    held: int | None
+    state: int
+    growth: int | None
+    room: int | None
+    seconds: float
+
+    @property
+    def peak(self) -> int | None:
+        return None if self.held is None or self.growth is None else self.held + self.state + self.growth
+
+    @property
+    def fits(self) -> bool:
+        """Whether there is room for it, as far as is known."""
+        return self.growth is None or self.room is None or self.state + self.growth <= self.room
+
+    def __str__(self) -> str:
+        if self.peak is None:
+            return f"about {duration(self.seconds)} of training; this system does not tell its memory"
+        return (
+            f"about {duration(self.seconds)} of training and {gib(self.peak)} a process ({gib(self.held)} held now, "
+            f"{gib(self.state)} for gradients and optimizer, {gib(self.growth)} for a micro-batch)"
+        )
+
+
+def estimate(
+    step: Callable[[int], object], *, length: int, micro_batches: int, trained: int, memory: PeakMemory
+) -> Estimate:
+    """Run forward and backward passes of an eighth and a quarter of `length`, and go on from there to the whole.
+
+    Memory grows with the tokens, time with the tokens (and, for attention, their square). The largest part of an
+    estimate's error is what a short pass does not show: the state of the caches and of the allocator.
+
+    Args:
+        step: runs one micro-batch of so many tokens, forward and backward.
+        length: tokens of a sequence.
+        micro_batches: of the whole run, on this process.
+        trained: parameters that are trained, on this process.
+    """
+    held = memory.now
+    short, long = max(16, length // 8), max(32, length // 4)
+    step(short)  # what the first call allocates and compiles
+    figures = []
+    for tokens in (short, long):
+        memory.restart()
+        before, begin = memory.now, time.perf_counter()
+        step(tokens)
+        seconds, after = time.perf_counter() - begin, memory.at_most
+        figures.append((seconds, 0 if before is None or after is None else after - before))
+    (fast, small), (slow, large) = figures
+    # seconds = a n + b n², both >= 0
+    square = max(0.0, (slow / long - fast / short) / (long - short))
+    each = max(0.0, slow / long - square * long)
+    return Estimate(
+        held=held,
+        state=12 * trained,
+        growth=None if held is None else round(max(small * length / short, large * length / long)),
+        room=memory.room,
+        seconds=micro_batches * (each * length + square * length**2),
+    )
+
+
+def gib(size: int | None) -> str:
+    return "unknown" if size is None else f"{size / 2**30:.2f} GiB"
+
+
+def duration(seconds: float) -> str:
+    """`1 h 05 min`, `3 min 20 s`, `8 s`."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes:02d} min" if hours else f"{minutes} min {rest:02d} s" if minutes else f"{rest} s"
+
+
+def _resident(what: str) -> int | None:
+    try:
+        lines = Path("/proc/self/status").read_text().splitlines()
+    except OSError:
+        return None
+    return 1024 * int(next(line for line in lines if line.startswith(what)).split()[1])

@@ -1,0 +1,375 @@
+"""Engines: what was asked for, what accelerate gave, and a refusal where the two differ.
+
+accelerate falls back in silence. Measured with 1.15 on a machine without GPUs, 2 processes asked for:
+
+| launch                                         | what accelerate gives                               |
+|------------------------------------------------|-----------------------------------------------------|
+| `--cpu`, or `distributed_type: MULTI_CPU`      | one process                                         |
+| `--multi_gpu`, script without `cpu=True`       | two trainings that know nothing of each other       |
+| `--use_fsdp --fsdp_version 2`, with `cpu=True` | plain DDP                                           |
+
+`make_accelerator` makes the second a gloo DDP and refuses the others. What a launcher was asked for is read from its
+own command line, with its own parser: of the first and the third the script's environment says little or nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+import psutil
+import torch
+from jaxtyping import Int
+from pydantic import BaseModel, ConfigDict, PositiveInt, model_validator
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator, ParallelismConfig
+
+# A sequence-parallel engine, and the sharded engine that carries it.
+CARRIER = {"context_parallel": "fsdp2", "ulysses": "zero3"}
+
+
+class EngineSettings(BaseModel):
+    """An engine: asked for, or (all fields filled in, never "any") the one that runs, see `engine_of`.
+
+    Sizes are in processes. A group of `context_parallel_size` (ring attention, FSDP2) or `sequence_parallel_size`
+    (Ulysses, ZeRO-3) processes reads the same rows, each a part of their tokens.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    kind: Literal["any", "single", "ddp", "fsdp2", "context_parallel", "zero3", "ulysses"] = "any"
+    processes: PositiveInt | None = None
+    context_parallel_size: PositiveInt = 1
+    sequence_parallel_size: PositiveInt = 1
+
+    @model_validator(mode="after")
+    def sizes_belong_to_the_kind(self) -> EngineSettings:
+        for kind, name in ("context_parallel", "context_parallel_size"), ("ulysses", "sequence_parallel_size"):
+            size = getattr(self, name)
+            if (self.kind == kind) != (size > 1):
+                raise ValueError(
+                    f"engine.kind={kind} and engine.{name} of 2 or more go together, got kind={self.kind} and "
+                    f"{name}={size}. Set both or neither."
+                )
+        if self.processes and self.processes % self.group_size:
+            raise ValueError(
+                f"engine.processes must be a multiple of the {self.group_size} that share a sequence, "
+                f"got {self.processes}."
+            )
+        return self
+
+    @property
+    def group_size(self) -> int:
+        """Processes that read the same rows."""
+        return self.context_parallel_size * self.sequence_parallel_size
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What a launcher was asked for on its command line and in its config file."""
+
+    launcher: Literal["accelerate launch", "torchrun"]
+    engine: EngineSettings
+    cpu: bool = False
+    mixed_precision: str = "no"
+
+
+LAUNCHERS = (
+    ("accelerate launch", ["accelerate", "launch"]),
+    ("accelerate launch", ["accelerate-launch"]),
+    ("accelerate launch", ["accelerate.commands.launch"]),
+    ("accelerate launch", ["accelerate.commands.accelerate_cli", "launch"]),
+    ("torchrun", ["torchrun"]),
+    ("torchrun", ["torch.distributed.run"]),
+)
+
+
+def requested_launch() -> Launch | None:
+    """What the launcher that started this process was asked for; None where none is found (plain `python`)."""
+    try:
+        command = psutil.Process(os.getppid()).cmdline()  # under torch elastic, too, a worker's parent is the launcher
+    except psutil.Error:
+        return None
+    return read_launch(command)
+
+
+def read_launch(command: list[str]) -> Launch | None:
+    """Read a launcher's command line; None if it is that of another program."""
+    program = next((i for i, word in enumerate(command) if i and not word.startswith("-")), 0)
+    for start in (0, program):  # "torchrun …", or "python -m torch.distributed.run …"
+        words = [Path(command[start]).name, *command[start + 1 :]] if command else []
+        for launcher, name in LAUNCHERS:
+            if words[: len(name)] == name:
+                read = _read_accelerate if launcher == "accelerate launch" else _read_torchrun
+                return read(words[len(name) :])
+    return None
+
+
+def _read_accelerate(arguments: list[str]) -> Launch:
+    from accelerate.commands import launch
+
+    args = launch.launch_command_parser().parse_args(arguments)
+    launch.logger.disabled = True  # the launcher has warned already of each default that it took
+    try:
+        args, _, _ = launch._validate_launch_command(args)  # reads the config file
+    finally:
+        launch.logger.disabled = False
+    # With no GPU and no --num_processes accelerate counts 0 and starts 1.
+    processes = max(args.num_processes, 1)
+    # The sizes stand in args even where `--use_fsdp` beside a config file makes accelerate drop them.
+    context, sequence = args.parallelism_config_cp_size, args.parallelism_config_sp_size
+    engine = _engine(bool(args.use_fsdp), bool(args.use_deepspeed), processes, context, sequence)
+    return Launch("accelerate launch", engine, bool(args.cpu or args.use_cpu), args.mixed_precision)
+
+
+def _read_torchrun(arguments: list[str]) -> Launch:
+    from torch.distributed.run import determine_local_world_size, get_args_parser, parse_min_max_nnodes
+
+    args = get_args_parser().parse_args(arguments)
+    fewest, most = parse_min_max_nnodes(args.nnodes)
+    processes = most * determine_local_world_size(args.nproc_per_node) if fewest == most else None
+    return Launch("torchrun", EngineSettings(processes=processes))
+
+
+def _read_environment() -> EngineSettings:
+    """What accelerate's environment variables ask for, and how many processes were started."""
+    from accelerate.utils import get_int_from_env, parse_flag_from_env
+
+    processes = get_int_from_env(["WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE"], 1)
+    fsdp, deepspeed = parse_flag_from_env("ACCELERATE_USE_FSDP"), parse_flag_from_env("ACCELERATE_USE_DEEPSPEED")
+    if not (fsdp or deepspeed):
+        return EngineSettings(processes=processes)
+    parallel = parse_flag_from_env("ACCELERATE_USE_PARALLELISM_CONFIG")
+    sizes = (int(os.environ.get(f"PARALLELISM_CONFIG_{name}_SIZE", 1)) if parallel else 1 for name in ("CP", "SP"))
+    return _engine(fsdp, deepspeed, processes, *sizes)
+
+
+def _engine(
+    fsdp: bool = False, deepspeed: bool = False, processes: int = 1, context: int = 1, sequence: int = 1
+) -> EngineSettings:
+    if context > 1 or sequence > 1:
+        kind = "context_parallel" if context > 1 else "ulysses"
+    elif fsdp or deepspeed:
+        kind = "fsdp2" if fsdp else "zero3"  # FSDP 1 and other stages of ZeRO are refused by engine_of
+    else:
+        kind = "ddp" if processes > 1 else "single"
+    return EngineSettings(
+        kind=kind, processes=processes, context_parallel_size=context, sequence_parallel_size=sequence
+    )
+
+
+def make_accelerator(
+    engine: EngineSettings,
+    *,
+    mixed_precision: str,
+    log_with: str | None = None,
+    project_dir: str | os.PathLike | None = None,
+    gradient_accumulation_steps: int = 1,
+) -> Accelerator:
+    """The accelerator that `engine`, the launcher and the environment ask for together.
+
+    Without an accelerator (or under `--cpu`, or `use_cpu: true`) several processes train by DDP over gloo.
+
+    Raises:
+        RuntimeError: what runs is not what was asked for: another number of processes, another engine, trainings
+            that know nothing of each other, another precision or accumulation than the launcher's. Names the command
+            to use instead. What can be known beforehand is refused before accelerate has changed anything.
+    """
+    from accelerate import Accelerator
+    from accelerate.utils import parse_flag_from_env
+
+    launch, environment = requested_launch(), _read_environment()
+    processes = environment.processes
+    cpu = not torch.accelerator.is_available() or parse_flag_from_env("ACCELERATE_USE_CPU")
+    cpu = bool(cpu or (launch and launch.cpu))
+    asked = {"the settings": engine, "the environment": environment}
+    if launch:
+        asked[f"`{launch.launcher}`"] = launch.engine
+        if launch.mixed_precision not in ("no", mixed_precision):
+            raise RuntimeError(
+                f"`{launch.launcher}` asks for mixed_precision={launch.mixed_precision}, the settings for "
+                f"{mixed_precision}, which would win. Take it out of the launcher's command line or config file."
+            )
+    # On CPUs accelerate can do no more than DDP; with GPUs only the number of processes is known yet.
+    _refuse_another(asked, _engine(processes=processes) if cpu else EngineSettings(processes=processes), cpu)
+
+    accelerator = Accelerator(
+        cpu=cpu,
+        mixed_precision=mixed_precision,
+        log_with=log_with,
+        project_dir=project_dir,
+        gradient_accumulation_steps=gradient_accumulation_steps,
+        parallelism_config=_parallelism(engine, processes),
+    )
+    _refuse_another(asked, engine_of(accelerator), cpu)
+    ranks = accelerator.gather(torch.tensor([accelerator.process_index], device=accelerator.device)).tolist()
+    if ranks != list(range(processes)):
+        raise RuntimeError(f"{processes} processes must have the ranks 0 to {processes - 1}, got {ranks}.")
+    if accelerator.gradient_accumulation_steps != gradient_accumulation_steps:
+        raise RuntimeError(
+            f"the launcher's gradient_accumulation_steps={accelerator.gradient_accumulation_steps} would replace the "
+            f"settings' {gradient_accumulation_steps}. Take it out of the launcher's config file."
+        )
+    return accelerator
+
+
+def engine_of(accelerator: Accelerator) -> EngineSettings:
+    """The engine that runs. One process without sharding is "single", whatever started it.
+
+    Raises:
+        RuntimeError: accelerate runs something that the recipes do not know (FSDP 1, ZeRO 1 or 2, tensor parallel), or
+            a device mesh without the parallel sizes that were configured.
+    """
+    from accelerate.utils import DistributedType
+
+    given, parallel = accelerator.distributed_type, accelerator.parallelism_config
+    context, sequence = (parallel.cp_size, parallel.sp_size) if parallel else (1, 1)
+    fsdp = accelerator.is_fsdp2
+    zero3 = given == DistributedType.DEEPSPEED and accelerator.state.deepspeed_plugin.zero_stage == 3
+    ddp = given == DistributedType.NO or given.name.startswith("MULTI_")
+    if not (ddp or fsdp or zero3) or (parallel and parallel.tp_size > 1):
+        raise RuntimeError(
+            f"the recipes know DDP, FSDP 2 and ZeRO 3 (with context parallel or Ulysses), got {given.value} of another "
+            "version, or tensor parallel. Use a file of recipes/accelerate."
+        )
+    mesh = accelerator.torch_device_mesh
+    if context > 1 and (mesh is None or mesh["cp"].size() != context):
+        raise RuntimeError(f"context parallel over {context} processes needs a device mesh with them, got {mesh}.")
+    return _engine(fsdp, zero3, accelerator.num_processes, context, sequence)
+
+
+def data_parallel(accelerator: Accelerator) -> tuple[int, int]:
+    """(rank, size) over data. The processes of one context-parallel or Ulysses group, all neighbours, share a rank."""
+    engine = engine_of(accelerator)
+    return accelerator.process_index // engine.group_size, accelerator.num_processes // engine.group_size
+
+
+def check_batch(engine: EngineSettings, batch: Mapping[str, Int[Tensor, "row token"]]) -> None:
+    """Refuse a batch that the ranks of one group cannot share.
+
+    Raises:
+        ValueError: labels that are not shifted (the last token of a part would lose its target), positions that
+            restart (packed documents: their mask is dropped in silence, and they read each other, trl#6843) or, under
+            Ulysses, jump; a mask that hides tokens (dropped as well); a length that does not divide.
+    """
+    if engine.group_size == 1:
+        return
+    needed, have = {"input_ids", "position_ids", "shift_labels"}, set(batch) - {"attention_mask"}
+    if have != needed:
+        raise ValueError(
+            f"a batch for {engine.kind} holds {sorted(needed)}, got {sorted(have)}. Labels are shifted before the cut: "
+            "shift_labels[:, t] is the target of token t."
+        )
+    ring = engine.kind == "context_parallel"
+    steps = batch["position_ids"].diff(dim=1)
+    if (steps <= 0 if ring else steps != 1).any():  # DeepSpeed reads every jump as a new document
+        raise ValueError(
+            f"positions must {'grow' if ring else 'grow by one'} along a row under {engine.kind}, got a "
+            f"{'restart' if (steps <= 0).any() else 'jump'}. Put one document on a row, and skip positions under "
+            "another engine than Ulysses."
+        )
+    if "attention_mask" in batch and not batch["attention_mask"].all():
+        raise ValueError(f"{engine.kind} drops attention masks, got one that hides tokens. Use rows without padding.")
+    pieces = engine.group_size * (2 if ring else 1)  # a head and a tail piece for each rank of a ring
+    if (tokens := batch["input_ids"].shape[1]) % pieces:
+        raise ValueError(f"{engine.kind} needs a length that {pieces} divides, got {tokens} tokens.")
+
+
+@contextmanager
+def on_my_part(
+    accelerator: Accelerator, batch: Mapping[str, Int[Tensor, "row token"]]
+) -> Iterator[dict[str, Int[Tensor, "row part"]]]:
+    """The tokens of `batch` that this rank reads. Forward and backward go inside; `batch` itself is not touched.
+
+    Context parallel gives each rank a head and a tail piece of the rows (so that all have as much to attend to), and
+    Ulysses a contiguous slice, as DeepSpeed's own `UlyssesSPDataLoaderAdapter` cuts it. Other engines: all of it.
+
+    Raises:
+        ValueError: see `check_batch`.
+    """
+    engine = engine_of(accelerator)
+    check_batch(engine, batch)
+    if engine.kind == "context_parallel":
+        # Cut in place, hence copies. An all-ones mask (PoSE) says nothing here: attention is plainly causal.
+        part = {
+            name: tensor.clone(memory_format=torch.contiguous_format)
+            for name, tensor in batch.items()
+            if name != "attention_mask"
+        }
+        cut = list(part.values())
+        with accelerator.maybe_context_parallel(cut, [1] * len(cut), no_restore_buffers=set(cut)):
+            yield part
+    else:
+        yield contiguous_part(
+            batch, accelerator.process_index % engine.sequence_parallel_size, engine.sequence_parallel_size
+        )
+
+
+def contiguous_part(batch: Mapping[str, Int[Tensor, "row token"]], rank: int, size: int) -> dict[str, Tensor]:
+    """The `rank`-th of `size` equal slices along the tokens, without copying."""
+    return {name: tensor.chunk(size, dim=1)[rank] for name, tensor in batch.items()}
+
+
+def _parallelism(engine: EngineSettings, processes: int) -> ParallelismConfig | None:
+    """accelerate's parallel sizes for `engine`; None leaves them to the launcher's config file."""
+    from accelerate import ParallelismConfig
+    from accelerate.utils import DeepSpeedSequenceParallelConfig
+
+    rows = processes // engine.group_size
+    if engine.kind == "context_parallel":
+        return ParallelismConfig(cp_size=engine.context_parallel_size, dp_shard_size=rows)
+    if engine.kind == "ulysses":
+        attention = DeepSpeedSequenceParallelConfig(sp_seq_length_is_variable=True, sp_attn_implementation="sdpa")
+        return ParallelismConfig(
+            sp_size=engine.sequence_parallel_size, sp_backend="deepspeed", sp_handler=attention, dp_shard_size=rows
+        )
+    return None
+
+
+def _refuse_another(asked: Mapping[str, EngineSettings], got: EngineSettings, cpu: bool) -> None:
+    """Raise if anybody asked for another engine than `got`, whose kind is "any" while it is not known."""
+    settings, environment, *launcher = asked.values()
+    wrong = []
+    for who, wanted in asked.items():
+        # The settings may make context parallel of a launcher's FSDP 2, and Ulysses of its ZeRO 3.
+        kinds = "any", got.kind, CARRIER.get(settings.kind)
+        if got.kind != "any" and wanted.kind not in kinds:
+            wrong.append(f"{who} asked for {wanted.kind}, got {got.kind}")
+        if wanted.processes not in (None, got.processes):
+            wrong.append(f"{who} asked for {_count(wanted.processes)}, got {got.processes}")
+        for size in "context_parallel_size", "sequence_parallel_size":
+            if got.kind == wanted.kind and getattr(wanted, size) != getattr(got, size):
+                wrong.append(f"{who} asked for {size}={getattr(wanted, size)}, got {getattr(got, size)}")
+    if got.processes % settings.group_size:
+        wrong.append(f"the settings asked for groups of {settings.group_size}, got {_count(got.processes)}")
+    if wrong:
+        engine = settings if settings.kind != "any" or not launcher else launcher[0]
+        processes = settings.processes or (launcher and launcher[0].processes) or environment.processes
+        raise RuntimeError(
+            f"another engine than was asked for: {'; '.join(wrong)}. {_remedy(engine.kind, processes, cpu)}"
+        )
+
+
+def _count(processes: int) -> str:
+    return f"{processes} process{'es' * (processes > 1)}"
+
+
+def _remedy(kind: str, processes: int, cpu: bool) -> str:
+    """The command to use instead of the one that was refused."""
+    script = shlex.join(sys.argv)
+    several = max(processes, 1 if kind == "any" else 2)
+    # --multi_gpu is accelerate's only way to start several processes, on CPUs too.
+    ddp = f"{'ACCELERATE_USE_CPU=true ' * cpu}accelerate launch --multi_gpu --num_processes {several} {script}"
+    if kind in ("any", "single", "ddp"):
+        return f"Start it with: {f'python {script}' if kind == 'single' or several == 1 else ddp}"
+    files = {"context_parallel": "fsdp2_context_parallel", "zero3": "zero3_ulysses", "ulysses": "zero3_ulysses"}
+    sharded = f"accelerate launch --config_file recipes/accelerate/{files.get(kind, kind)}.yaml {script}"
+    return f"It needs GPUs: {sharded}. CPUs can do DDP alone: {ddp}" if cpu else f"Start it with: {sharded}"

@@ -1,0 +1,314 @@
+"""The cross-entropy of a causal language model without its logits ever being held together.
+
+At 32,768 tokens and a vocabulary of 128,256 one float32 copy of the logits takes 16.8 GB, and the stock
+loss holds several. The gradient of a summed loss is linear in the incoming scalar, so it can be computed in the
+forward pass, chunk by chunk of tokens, and each chunk's logits forgotten at once (Wijmans et al. 2024, "Cut Your
+Losses in Large-Vocabulary Language Models", arXiv 2411.09009, does the same inside one GPU kernel).
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Partial
+from torch.nn.functional import cross_entropy, pad
+from transformers import PreTrainedModel
+from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.utils.generic import can_return_tuple
+
+from ctxext.extension import transformers_model
+
+IGNORED = -100
+# Bytes of logits that are held at once, by device. Measured on a CPU with 49,152 entries: from 24 MiB on the matrix
+# products run at full speed; glibc maps what is larger than 32 MiB anew each time.
+ROOM = {"cpu": 2**25}
+ROOM_ELSEWHERE = 2**29
+# Fewer rows than this leave the products waiting for the weight, whatever the vocabulary.
+LEAST_CHUNK = 128
+REMEDY = "Use the stock loss (`loss: stock` in a recipe's config)."
+
+
+def linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    bias: Tensor | None = None,
+    softcap: float | None = None,
+    scale: float = 1.0,
+    chunk: int | None = None,
+) -> Tensor:
+    """Σ -log softmax(z)[target] in nats, with z = scale (hidden weightᵀ + bias), or softcap · tanh(z / softcap).
+
+    Products are made in the dtype of `hidden`, or that of autocast; everything after them in float32 (float64 if the
+    products are). What needs no gradient costs none: a frozen head is never differentiated, a target that is ignored
+    never projected, and where no gradient is asked for, only the value is computed.
+
+    Args:
+        hidden: of shape (..., hidden).
+        weight: of shape (vocabulary, hidden); a sharded one is gathered, and its gradient averaged over the shards.
+        targets: of shape (...), -100 where a token is ignored.
+        bias: of shape (vocabulary,).
+        softcap: Gemma-2's bound on logits.
+        scale: what the logits are multiplied by.
+        chunk: tokens whose logits are held at once; by default as many as fit in 32 MiB on a CPU, 512 MiB elsewhere.
+
+    Returns:
+        A scalar, float32 (or float64): 0 if every target is ignored.
+
+    Raises:
+        ValueError: the shapes do not fit.
+    """
+    if hidden.shape[:-1] != targets.shape or hidden.shape[-1] != weight.shape[-1]:
+        raise ValueError(
+            f"expected hidden (..., hidden), targets (...) and weight (vocabulary, hidden), got {tuple(hidden.shape)}, "
+            f"{tuple(targets.shape)} and {tuple(weight.shape)}. Pass one target for each token, labels already shifted."
+        )
+    weight, bias = _whole(weight), _whole(bias)
+    device = hidden.device.type
+    autocast = torch.is_autocast_enabled(device)
+    how = _How(
+        dtype=torch.get_autocast_dtype(device) if autocast else hidden.dtype,
+        scale=scale,
+        softcap=softcap,
+        chunk=chunk or max(LEAST_CHUNK, ROOM.get(device, ROOM_ELSEWHERE) // (4 * weight.shape[0])),
+    )
+    hidden, targets = hidden.flatten(0, -2), targets.flatten().to(hidden.device)
+    if torch.is_grad_enabled():
+        return _LinearCrossEntropy.apply(hidden, weight, bias, targets, how)
+    return _compute(hidden, weight, bias, targets, how, (False, False, False))[0]
+
+
+class _How(NamedTuple):
+    dtype: torch.dtype
+    scale: float
+    softcap: float | None
+    chunk: int
+
+
+def _whole(parameter: Tensor | None) -> Tensor | None:
+    if not isinstance(parameter, DTensor):
+        return parameter
+    # Each process has the gradient of its own tokens; FSDP averages them, and full_tensor alone would not.
+    return parameter.full_tensor(grad_placements=[Partial("avg")] * parameter.device_mesh.ndim)
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, how: _How) -> Tensor:
+        loss, *gradients = _compute(hidden, weight, bias, targets, how, ctx.needs_input_grad[:3])
+        ctx.save_for_backward(*gradients)
+        ctx.dtypes = [like.dtype if like is not None else None for like in (hidden, weight, bias)]
+        return loss
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        # Not in place: the graph may be kept for a second pass.
+        gradients = (
+            gradient if gradient is None else torch.mul(gradient, grad, out=torch.empty_like(gradient, dtype=dtype))
+            for gradient, dtype in zip(ctx.saved_tensors, ctx.dtypes)
+        )
+        return (*gradients, None, None)
+
+
+def _compute(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, how: _How, wanted: tuple[bool, ...]
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    """The summed loss, and its gradients by hidden (token, hidden), weight and bias where wanted."""
+    dtype, scale, softcap, chunk = how
+    exact = torch.promote_types(dtype, torch.float32)
+    rows = (targets != IGNORED).nonzero()[:, 0]
+    losses = torch.empty(len(rows), 1, dtype=exact, device=hidden.device)
+    by_hidden = torch.zeros_like(hidden) if wanted[0] else None
+    by_weight = torch.zeros_like(weight, dtype=exact) if wanted[1] else None
+    by_bias = torch.zeros_like(bias, dtype=exact) if wanted[2] else None
+    weight = weight.to(dtype)
+    room = torch.empty(min(chunk, len(rows)), len(weight), dtype=dtype, device=hidden.device)
+    with torch.autocast(hidden.device.type, enabled=False):
+        for part, loss in zip(rows.split(chunk), losses.split(chunk)):
+            inputs, target = hidden[part].to(dtype), targets[part, None]
+            product = torch.mm(inputs, weight.T, out=room[: len(part)])
+            if bias is not None:
+                product += bias
+            logits = product.to(exact)  # from here on in place
+            if scale != 1:
+                logits *= scale
+            if softcap is not None:
+                logits.div_(softcap).tanh_()
+                slope = 1 - logits.square() if any(wanted) else None
+                logits *= softcap
+            top = logits.amax(-1, keepdim=True)
+            of_target = logits.gather(-1, target)
+            total = logits.sub_(top).exp_().sum(-1, keepdim=True)
+            loss.copy_(total.log().add_(top).sub_(of_target))
+            if not any(wanted):
+                continue
+            # softmax - one_hot
+            logits.div_(total).scatter_add_(-1, target, torch.full_like(total, -1))
+            if softcap is not None:
+                logits *= slope
+            if scale != 1:
+                logits *= scale
+            if by_bias is not None:
+                by_bias += logits.sum(0)
+            error = product.copy_(logits)
+            if by_hidden is not None:
+                by_hidden[part] = (error @ weight).to(by_hidden.dtype)
+            if by_weight is not None and dtype == exact:
+                by_weight.addmm_(error.T, inputs)
+            elif by_weight is not None:
+                by_weight += error.T @ inputs
+    return losses.sum(), by_hidden, by_weight, by_bias
+
+
+def use_chunked_loss(model: nn.Module) -> None:
+    """Let a causal language model compute its loss from `labels` by `linear_cross_entropy`, and prove it.
+
+    The forward of this one instance is replaced; its class is not. Without labels it is the forward that it was.
+    With `labels` (unshifted, as transformers has them) or `shift_labels`, the output has the loss in nats a token,
+    divided by `num_items_in_batch` if that is given, by the number of targets otherwise, and no logits. The head
+    is looked up in every pass: PEFT may wrap the model before or after.
+
+    Args:
+        model: a transformers model, or what wraps one.
+
+    Raises:
+        RuntimeError: it is patched already, or the loss is not that of the model's own logits (a head that is
+            not linear, LoRA on the head, a router's loss added). The model is left as it was.
+    """
+    inner = transformers_model(model)
+    if _patch(inner) is not None:
+        raise RuntimeError("this model has the chunked loss already. Call restore_loss(model) to undo it.")
+    if getattr(_text_config(inner), "output_router_logits", False):
+        raise RuntimeError(
+            "output_router_logits is set: the stock loss adds the router's, the chunked loss cannot. "
+            f"Set it to False. {REMEDY}"
+        )
+    # Data, and no closure, so that the model can still be copied and pickled.
+    patch = functools.partial(_forward, inner, inner.forward)
+    patch.__wrapped__ = inner.forward  # Trainer reads the signature
+    patch.former = inner.__dict__.get("forward")
+    inner.forward = patch
+    try:
+        prove_loss(model)
+    except BaseException:
+        restore_loss(model)
+        raise
+
+
+def restore_loss(model: nn.Module) -> None:
+    """Undo `use_chunked_loss`.
+
+    Raises:
+        RuntimeError: the model has no chunked loss.
+    """
+    inner = transformers_model(model)
+    patch = _patch(inner)
+    if patch is None:
+        raise RuntimeError("this model has no chunked loss, so there is nothing to restore.")
+    del inner.forward
+    if patch.former is not None:
+        inner.forward = patch.former
+
+
+@torch.no_grad()
+def prove_loss(model: nn.Module) -> None:
+    """Compare the chunked loss with that of the model's own logits, on a few random tokens.
+
+    Both passes see the same dropout, and the model in the mode and under the wrappers that it has. They may differ by
+    a share of 1e-4, or of 2e-3 where the model rounds its logits to 16 bits: the order of the sums decides there.
+
+    Args:
+        model: a model under `use_chunked_loss`, or what wraps it (PEFT, DDP, FSDP, autocast).
+
+    Raises:
+        RuntimeError: the losses differ, or the loss in use is not the chunked one.
+    """
+    inner = transformers_model(model)
+    device, vocabulary = inner.device, _text_config(inner).vocab_size
+    ids = torch.randint(0, vocabulary, (2, 64), generator=torch.Generator().manual_seed(0)).to(device)
+    labels = ids.clone()
+    labels[:, ::3] = IGNORED
+    passes = []
+    for given in ({"labels": labels}, {}):
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+            torch.manual_seed(0)
+            passes.append(model(input_ids=ids, use_cache=False, return_dict=True, **given))
+    chunked, own = passes
+    if chunked.get("logits") is not None:
+        raise RuntimeError("this model's loss is not the chunked one. Call use_chunked_loss(model) first.")
+    ours = chunked.loss.item()
+    logits = own.logits[:, :-1].flatten(0, 1).float()
+    stock = cross_entropy(logits, labels[:, 1:].flatten()).item()
+    # Autocast hands out float32 whatever it computed in, so the dtype does not tell.
+    rounded = any(torch.equal(logits.to(dtype).float(), logits) for dtype in (torch.bfloat16, torch.float16))
+    if not abs(ours - stock) <= (2e-3 if rounded else 1e-4) * stock:  # not: so that NaN fails
+        raise RuntimeError(
+            f"the chunked loss of {type(inner).__name__} is {ours:.6f} nats where its own logits give {stock:.6f}: "
+            f"between its decoder and its logits is more than a linear head. {REMEDY}"
+        )
+
+
+@can_return_tuple
+def _forward(
+    model: PreTrainedModel,
+    original: Any,
+    /,
+    *args: Any,
+    labels: Tensor | None = None,
+    shift_labels: Tensor | None = None,
+    num_items_in_batch: Tensor | int | None = None,
+    **kwargs: Any,
+) -> Any:
+    if labels is None and shift_labels is None:
+        return original(*args, **kwargs)
+    decoder, head = model.base_model, _head(model)
+    if decoder is model:
+        raise RuntimeError(f"{type(model).__name__} has no decoder under its head. {REMEDY}")
+    if shift_labels is None:
+        shift_labels = pad(labels, (0, 1), value=IGNORED)[..., 1:]
+    output = decoder(*args, **{**kwargs, "use_cache": False})
+    config = _text_config(model)
+    total = linear_cross_entropy(
+        output.last_hidden_state,
+        head.weight,
+        shift_labels,
+        bias=head.bias,
+        softcap=getattr(config, "final_logit_softcapping", None),  # Gemma-2
+        # Cohere multiplies, Granite divides.
+        scale=(getattr(config, "logit_scale", None) or 1.0) / (getattr(config, "logits_scaling", None) or 1.0),
+    )
+    if num_items_in_batch is None:
+        num_items_in_batch = (shift_labels != IGNORED).sum().clamp(min=1)
+    if isinstance(num_items_in_batch, Tensor):
+        num_items_in_batch = num_items_in_batch.to(total.device)
+    return CausalLMOutputWithPast(
+        loss=total / num_items_in_batch, hidden_states=output.hidden_states, attentions=output.attentions
+    )
+
+
+def _patch(model: PreTrainedModel) -> Any:
+    forward = model.__dict__.get("forward")
+    return forward if isinstance(forward, functools.partial) and forward.func is _forward else None
+
+
+def _head(model: PreTrainedModel) -> nn.Linear:
+    """The linear layer that makes logits at this moment: PEFT's trained copy of it where that is in use."""
+    head = model.get_output_embeddings()
+    if hasattr(head, "modules_to_save"):
+        copies = [] if head.disable_adapters else head.active_adapters
+        head = head.modules_to_save[copies[0]] if copies else head.original_module
+    if not isinstance(head, nn.Linear):
+        raise RuntimeError(
+            f"the head is {type(head).__name__} and no linear layer: its weight alone does not make the logits. "
+            f"Take it out of LoRA's target_modules (modules_to_save is fine). {REMEDY}"
+        )
+    return head
+
+
+def _text_config(model: PreTrainedModel) -> Any:
+    return model.config.get_text_config(decoder=True)

@@ -1,0 +1,311 @@
+"""The settings of a fine-tune: one typed tree, read from YAML and from `key=value` on the command line.
+
+    settings = read_settings("recipes/configs/tiny_yarn_4x.yaml", ["training.steps=100"])
+
+Unknown keys and values that do not go are errors, with the nearest known key.
+"""
+
+from __future__ import annotations
+
+import types
+import typing
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal
+
+import yaml
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+
+from ctxext.configs import Existing, parse_tokens
+from ctxext.data.sources import Source
+from ctxext.methods import suggest
+from ctxext.training.launch import EngineSettings
+
+# A number of tokens: 2048, or 2k.
+Tokens = Annotated[int, BeforeValidator(lambda value: parse_tokens(value) if isinstance(value, str) else value)]
+Positive = Annotated[int, Field(ge=1)]
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class ExtensionSettings(Section):
+    """Arguments of `ctxext.extend_context`; `factor` counts from the trained length."""
+
+    method: str = "yarn"
+    factor: Annotated[float, Field(ge=1)] | None = None
+    target_length: Tokens | None = None
+    original_max_position_embeddings: Tokens | None = None
+    existing: Existing = "refuse"
+    options: dict[str, Any] = {}
+
+    def arguments(self) -> dict[str, Any]:
+        return {**self.model_dump(exclude={"options"}, exclude_none=True), **self.options}
+
+
+class DataSettings(Section):
+    """What is read.
+
+    Attributes:
+        length: tokens a sequence; None: the target length.
+        sources: files or datasets, each with its weight; see `ctxext.data.Source`.
+        documents: "separate" keeps documents whole where they fit, and none sees another; "joined" makes one long
+            document of all.
+        positions: "plain", or how positions skip within shorter sequences: "pose", "cream".
+        chunks: pieces of a sequence between which PoSE skips.
+        processes: that tokenise; None: one.
+    """
+
+    sources: Annotated[list[Source], Field(min_length=1)]
+    length: Tokens | None = None
+    documents: Literal["separate", "joined"] = "separate"
+    positions: Literal["plain", "pose", "cream"] = "plain"
+    chunks: Annotated[int, Field(ge=2)] = 2
+    processes: Positive | None = None
+
+    @model_validator(mode="after")
+    def _skipping_needs_one_document(self) -> DataSettings:
+        if self.positions != "plain" and self.documents != "joined":
+            raise ValueError(
+                f"positions: {self.positions} skips within one document. Set documents: joined, "
+                "as documents that share a sequence are told apart by their positions."
+            )
+        return self
+
+
+class TrainableSettings(Section):
+    """What is trained.
+
+    Attributes:
+        kind: "lora", or "full" for every parameter.
+        rank, alpha, dropout: of LoRA.
+        targets: projections that get LoRA by name, or "attention", or "all-linear".
+        embeddings, norms: train them beside LoRA (LongLoRA: attention alone does not reach long lengths).
+        quantization: "nf4" holds the base model in four bits (QLoRA).
+    """
+
+    kind: Literal["lora", "full"] = "lora"
+    rank: Positive = 16
+    alpha: Annotated[float, Field(gt=0)] = 32
+    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    targets: Literal["attention", "all-linear"] | list[str] = "attention"
+    embeddings: bool = False
+    norms: bool = False
+    quantization: Literal["nf4"] | None = None
+
+    @model_validator(mode="after")
+    def _full_trains_everything(self) -> TrainableSettings:
+        of_lora = sorted(self.model_fields_set - {"kind"})
+        if self.kind == "full" and of_lora:
+            raise ValueError(f"kind: full trains every parameter; {', '.join(of_lora)} goes with kind: lora.")
+        return self
+
+
+class TrainingSettings(Section):
+    """How it is trained.
+
+    Attributes:
+        steps, tokens: how long; give one of them.
+        batch_size: sequences a step, over all processes.
+        micro_batch_size: sequences that one process reads at a time.
+        learning_rate: reached after `warmup_steps` steps of linear warm-up.
+        schedule: "constant"; "linear" or "cosine" down to `final_learning_rate`, a share of the first.
+        precision: "bf16" is autocast; what is trained stays float32.
+        attention: of transformers, such as "sdpa" or "flash_attention_2".
+        gradient_checkpointing: "recompute" keeps one hidden state a layer, "offload" keeps it in the CPU's memory.
+        loss: "chunked" never holds all logits; "stock" is the model's own.
+        shifted_sparse_groups: LongLoRA's S² attention in training, in so many groups; None for full attention.
+        checkpoint_every: steps. `keep_checkpoints` of them stay.
+    """
+
+    steps: Positive | None = None
+    tokens: Tokens | None = None
+    batch_size: Positive = 8
+    micro_batch_size: Positive = 1
+    learning_rate: Annotated[float, Field(gt=0)] = 1e-4
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    final_learning_rate: Annotated[float, Field(ge=0, le=1)] = 0.1
+    warmup_steps: Annotated[int, Field(ge=0)] = 20
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    betas: tuple[float, float] = (0.9, 0.95)
+    max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
+    precision: Literal["fp32", "bf16"] = "bf16"
+    attention: str = "sdpa"
+    gradient_checkpointing: Literal["none", "recompute", "offload"] = "recompute"
+    loss: Literal["chunked", "stock"] = "chunked"
+    shifted_sparse_groups: Positive | None = None
+    checkpoint_every: Positive = 50
+    keep_checkpoints: Positive = 2
+    seed: int = 0
+
+    @model_validator(mode="after")
+    def _one_budget(self) -> TrainingSettings:
+        if (self.steps is None) == (self.tokens is None):
+            raise ValueError("give either steps or tokens: how long to train.")
+        if self.batch_size % self.micro_batch_size:
+            raise ValueError(
+                f"batch_size must be a multiple of micro_batch_size, got {self.batch_size} and {self.micro_batch_size}."
+            )
+        return self
+
+    def steps_of(self, length: int) -> int:
+        """Steps of the whole run at sequences of `length` tokens; a budget of tokens is not exceeded.
+
+        Raises:
+            ValueError: the budget is less than one step.
+        """
+        if self.steps is not None:
+            return self.steps
+        assert self.tokens is not None
+        steps = self.tokens // (self.batch_size * length)
+        if steps == 0:
+            raise ValueError(
+                f"training.tokens is {self.tokens:,}, less than one step ({self.batch_size} sequences of {length:,} "
+                "tokens). Raise it, or lower training.batch_size."
+            )
+        return steps
+
+
+class EvaluationSettings(Section):
+    """What is measured before and after, with `ctxext.evals`, and now and then in between.
+
+    Attributes:
+        text: a file that was not trained on; "shipped" for the novel of the package.
+        lengths: of pass keys and perplexity; None: the trained length and its doublings up to the target.
+        depths, trials: pass keys: places in the text, and prompts for each length and place.
+        windows: of text.
+        every: steps between glances at the target length during training; None for none.
+        glance_trials, glance_windows: how much such a glance reads.
+    """
+
+    text: str
+    lengths: tuple[Tokens, ...] | None = None
+    depths: Positive = 5
+    trials: Positive = 10
+    windows: Annotated[int, Field(ge=2)] = 16
+    every: Positive | None = None
+    glance_trials: Annotated[int, Field(ge=0)] = 4
+    glance_windows: Positive = 4
+
+    @model_validator(mode="after")
+    def _glances_are_shorter(self) -> EvaluationSettings:
+        if self.glance_windows > self.windows:
+            raise ValueError(f"glance_windows must be at most windows ({self.windows}), got {self.glance_windows}.")
+        return self
+
+
+class Settings(Section):
+    """A whole run.
+
+    Attributes:
+        measured_on: what this file was run on, for its readers; "not measured" says that it was not.
+        model: a checkpoint: a folder, a name on the hub, or "shipped" for the small model of the package.
+        output: a new folder, or that of a run to go on with.
+        evaluation: null for none, where the model does not fit on one device.
+        tracker: of accelerate; null for none.
+        merge: also write a merged, plain checkpoint.
+    """
+
+    measured_on: str
+    model: str
+    revision: str | None = None
+    output: str
+    extension: ExtensionSettings = ExtensionSettings()
+    data: DataSettings
+    trainable: TrainableSettings = TrainableSettings()
+    training: TrainingSettings
+    evaluation: EvaluationSettings | None = None
+    engine: EngineSettings = EngineSettings()
+    tracker: str | None = "tensorboard"
+    merge: bool = False
+
+    # What a run computes does not depend on these: a checkpoint may be continued with others.
+    FREE: ClassVar[tuple[str, ...]] = (
+        "measured_on", "output", "evaluation", "engine", "tracker", "merge", "data.processes",
+        "training.checkpoint_every", "training.keep_checkpoints",
+    )  # fmt: skip
+
+    def binding(self) -> dict[str, Any]:
+        """The settings that a checkpoint is bound to, flat: `{"training.seed": 0, …}`."""
+        flat = dict(_flat(self.model_dump(mode="json")))
+        return {key: value for key, value in flat.items() if not any(_within(key, free) for free in self.FREE)}
+
+
+def read_settings(path: str | Path, changes: Sequence[str] = ()) -> Settings:
+    """The settings in a YAML file, with changes such as `training.steps=100` or `data.sources.0.weight=2`.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: it is no YAML, a key is unknown, or a value does not go; every mistake is named.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise FileNotFoundError(f"no config file at {path}. recipes/configs has some to start from.")
+    try:
+        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except yaml.YAMLError as error:
+        raise ValueError(f"{path} is no YAML: {error}") from None
+    if not isinstance(tree, dict):
+        raise ValueError(f"{path} must hold keys and values, such as 'model: shipped', got {type(tree).__name__}.")
+    for change in changes:
+        _change(tree, change)
+    try:
+        return Settings.model_validate(tree)
+    except ValidationError as error:
+        mistakes = dict.fromkeys(_readable(mistake) for mistake in error.errors())
+        raise ValueError("\n  ".join([f"{path}:", *mistakes])) from None
+
+
+def _change(tree: dict[str, Any], change: str) -> None:
+    key, equals, text = change.partition("=")
+    if not equals or not key:
+        raise ValueError(f"{change!r} is no change; write KEY=VALUE, such as training.steps=100.")
+    *path, last = key.split(".")
+    node: Any = tree
+    for part in path:
+        node = node[_index(part, node, key)] if isinstance(node, list) else node.setdefault(part, {})
+        if not isinstance(node, (dict, list)):
+            raise ValueError(f"{change!r}: {part} is {node!r} and has no keys of its own.")
+    node[_index(last, node, key) if isinstance(node, list) else last] = yaml.safe_load(text)
+
+
+def _index(part: str, node: list[Any], key: str) -> int:
+    if not part.isdigit() or int(part) >= len(node):
+        raise ValueError(f"{key}: {part!r} is no place in a list of {len(node)}; write 0 to {len(node) - 1}.")
+    return int(part)
+
+
+def _readable(mistake: Any) -> str:
+    """One line for one mistake: the key, what is wrong, and the nearest key that exists."""
+    where = ".".join(str(part) for part in mistake["loc"])
+    if mistake["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
+        *parents, name = mistake["loc"]
+        return f"unknown key {where!r}{suggest(str(name), _keys(Settings, parents))}"
+    if mistake["type"] == "missing":
+        return f"{where} is missing."
+    message = mistake["msg"].removeprefix("Value error, ")
+    own = mistake["type"] == "value_error" or isinstance(mistake["input"], (dict, list))
+    return f"{where}: {message}" + ("" if own else f", got {mistake['input']!r}")
+
+
+def _keys(section: Any, path: Sequence[str | int]) -> list[str]:
+    """The keys that exist in the section at `path`."""
+    for part in path:
+        if isinstance(part, str):
+            section = typing.get_type_hints(section)[part]
+        while typing.get_origin(section) in (list, typing.Union, types.UnionType, Annotated):
+            section = next(kind for kind in typing.get_args(section) if kind is not type(None))
+    return list(getattr(section, "model_fields", None) or typing.get_type_hints(section))
+
+
+def _flat(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    if isinstance(value, dict) and (value or not prefix):
+        for key, inner in value.items():
+            yield from _flat(inner, f"{prefix}.{key}" if prefix else key)
+    else:
+        yield prefix, value
+
+
+def _within(key: str, section: str) -> bool:
+    return key == section or key.startswith(f"{section}.")

@@ -1,0 +1,126 @@
+"""Which parameters a fine-tune trains: all of them, LoRA, or LoRA with embeddings and norms."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from ctxext.configs import read_context
+from ctxext.extension import transformers_model
+from ctxext.training.settings import TrainableSettings
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+def attach_trainable(model: PreTrainedModel, settings: TrainableSettings) -> nn.Module:
+    """`model` with what is to be trained, in float32, and the rest frozen; a `PeftModel` for LoRA.
+
+    Embeddings and norms beside LoRA follow LongLoRA (Chen et al., 2024, section 3.3). They are `modules_to_save`
+    of PEFT, since a parameter that is only made to require gradients is trained and not saved. Embeddings that are
+    tied to the head stay tied.
+
+    Raises:
+        ValueError: no projection has one of the names in `settings.targets`.
+    """
+    if settings.kind == "full":
+        model.requires_grad_(True)
+        return model.float()
+    from peft import LoraConfig, get_peft_model
+
+    also = [embedding_name(model)] if settings.embeddings else []
+    also += norm_names(model) if settings.norms else []
+    tied = settings.embeddings and model.get_output_embeddings().weight is model.get_input_embeddings().weight
+    config = LoraConfig(
+        task_type="CAUSAL_LM",
+        r=settings.rank,
+        lora_alpha=settings.alpha,
+        lora_dropout=settings.dropout,
+        target_modules=_targets(model, settings),
+        modules_to_save=also or None,
+        ensure_weight_tying=tied,
+    )
+    attached = get_peft_model(model, config)
+    for parameter in attached.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.float()
+    return attached
+
+
+def _targets(model: PreTrainedModel, settings: TrainableSettings) -> str | list[str]:
+    if settings.targets == "all-linear":
+        return "all-linear"
+    projections = projection_names(model)
+    if settings.targets == "attention":
+        chosen = sorted({name for name, path in projections if "attention" in path or "attn" in path})
+        if not chosen:
+            raise ValueError(
+                f"{type(model).__name__} has no projections inside a module named attention. Name them in "
+                f"trainable.targets; there are {', '.join(sorted({name for name, _ in projections}))}."
+            )
+        return chosen
+    known = {name for name, _ in projections}
+    for name in settings.targets:
+        if name not in known:
+            raise ValueError(
+                f"trainable.targets: no projection is named {name!r}. There are {', '.join(sorted(known))}."
+            )
+    return settings.targets
+
+
+def projection_names(model: PreTrainedModel) -> list[tuple[str, str]]:
+    """Name and path of the parent of every linear layer but the head."""
+    head = model.get_output_embeddings()
+    names = []
+    for path, module in model.named_modules():
+        if isinstance(module, nn.Linear) and module is not head:
+            parent, _, name = path.rpartition(".")
+            names.append((name, parent))
+    return names
+
+
+def embedding_name(model: PreTrainedModel) -> str:
+    """The last part of the input embeddings' path, such as `embed_tokens`."""
+    embeddings = model.get_input_embeddings()
+    return next(path for path, module in model.named_modules() if module is embeddings).rpartition(".")[2]
+
+
+def norm_names(model: PreTrainedModel) -> list[str]:
+    """The last parts of the norms' paths, such as `input_layernorm`: modules with weights of one dimension only."""
+    names: dict[str, Any] = {}
+    for path, module in model.named_modules():
+        own = list(module.parameters(recurse=False))
+        if own and "norm" in type(module).__name__.lower() and all(weight.ndim == 1 for weight in own):
+            names[path.rpartition(".")[2]] = None
+    return list(names)
+
+
+def trained_parameters(model: nn.Module) -> dict[str, torch.nn.Parameter]:
+    """By name, in the model's order."""
+    return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
+def check_rotary(model: nn.Module) -> None:
+    """Raise RuntimeError unless every rotary table of `model` is float32 and what its config says.
+
+    `model.to(bfloat16)` rounds the frequencies of a stock model: 14 radians off at 32,768 tokens.
+    """
+    for path, module in model.named_modules():
+        table = getattr(module, "inv_freq", None)
+        if not isinstance(table, torch.Tensor) or table.device.type == "meta":
+            continue
+        if table.dtype != torch.float32:
+            raise RuntimeError(
+                f"the rotary frequencies at {path!r} are {table.dtype}, which is too coarse for long positions: load the "
+                "model with dtype= instead of casting it."
+            )
+        facts = read_context(transformers_model(model).config)
+        if facts.scaling is not None and facts.scaling.name in ("longrope", "dynamic_ntk"):
+            continue  # they change the table as they run
+        if not torch.allclose(table.cpu().double(), facts.rope.inv_freq, rtol=1e-5, atol=0.0):
+            raise RuntimeError(
+                f"the rotary frequencies at {path!r} are not what the model's config says. Something changed them after "
+                "loading; extend the checkpoint before it is loaded."
+            )

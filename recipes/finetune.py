@@ -1,0 +1,591 @@
+"""Fine-tune a model at a longer context, and measure what that changed.
+
+    accelerate launch recipes/finetune.py --config recipes/configs/tiny_yarn_4x.yaml
+    accelerate launch recipes/finetune.py --config FILE training.steps=100 training.learning_rate=5e-5
+    python recipes/finetune.py --config FILE --dry-run      # what it would take; trains nothing
+
+The model is extended on disk first, so that an adapter trained on it names a base that brings its rope along. A run
+is a function of its settings: the rows and the random numbers of a step follow from the seed and the step. So the same
+command goes on from the last checkpoint, bit for bit, whenever it was stopped. In the output folder stand at the end:
+
+    base/            the extended base: the config rewritten, the weights linked
+    adapter/         what was trained, with ctxext.json and a model card (model/ where every parameter is trained)
+    merged/          if `merge: true`: one plain checkpoint
+    log.jsonl        a line a step
+    glances.jsonl    what was measured now and then during training
+    results.jsonl    the samples of the evaluation before and after (`ctxext report` makes a page of them)
+    figures.json     every figure of the run, with settings, machine and versions
+    checkpoints/     the last ones, to go on from
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import platform
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator, DistributedType
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
+from transformers.utils import logging
+
+import ctxext
+from ctxext.adapters import AdapterBase, check_all_saved, merge, save_trained, write_record
+from ctxext.assets import MODEL, PERSUASION
+from ctxext.cli import measuring
+from ctxext.configs import read_context
+from ctxext.data import CREAM, Collator, Mixture, Plain, PoSE, check_positions, pack, read_source
+from ctxext.data.sources import find_file
+from ctxext.evals.engine import Engine
+from ctxext.evals.haystack import Haystack
+from ctxext.evals.needle import Passkey
+from ctxext.evals.perplexity import Perplexity, sliding_losses
+from ctxext.evals.prompts import Prompter
+from ctxext.evals.runner import Grid, Runner, versions
+from ctxext.evals.samples import Place
+from ctxext.evals.statistics import paired_loss_difference
+from ctxext.evals.summary import Summary
+from ctxext.evals.targets import UNEXTENDED, LiveModel, Variant
+from ctxext.extension import transformers_model
+from ctxext.folders import checkpoint_folder, extend_folder, extended_json
+from ctxext.training import checkpoints
+from ctxext.training.estimate import PeakMemory, duration, estimate, gib
+from ctxext.training.launch import data_parallel, engine_of, make_accelerator, on_my_part
+from ctxext.training.loss import prove_loss, use_chunked_loss
+from ctxext.training.settings import Settings, read_settings
+from ctxext.training.shifted_sparse import use_shifted_sparse_attention
+from ctxext.training.trainable import attach_trainable, check_rotary, trained_parameters
+
+console = Console(stderr=True)
+# The variants of results.jsonl: the base as it is, extended, and trained.
+BASE, UNTRAINED, TRAINED = UNEXTENDED, "untrained", "trained"
+GLANCE_SEED = 1_000  # other pass keys than those that are measured before and after
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--config", type=Path, required=True, help="a YAML file, such as those in recipes/configs")
+    parser.add_argument("--dry-run", action="store_true", help="say what it would take, and stop")
+    parser.add_argument("changes", nargs="*", metavar="KEY=VALUE", help="changes to the config: training.steps=100")
+    args = parser.parse_args(arguments)
+    settings = read_settings(args.config, args.changes)
+    training, output = settings.training, Path(settings.output)
+    logging.disable_progress_bar()
+
+    # 1. The engine that was asked for, or an error.
+    accelerator = make_accelerator(
+        settings.engine,
+        mixed_precision="bf16" if training.precision == "bf16" else "no",
+        log_with=settings.tracker,
+        project_dir=output,
+    )
+    main_process = accelerator.is_main_process
+    say = partial(console.print, highlight=False) if main_process else lambda *_: None
+
+    # 2. The base, extended on disk: an adapter that names it brings its rope along.
+    with accelerator.main_process_first():
+        base = MODEL if settings.model == "shipped" else checkpoint_folder(settings.model, settings.revision)
+        extended = extended_base(base, output / "base", settings)
+    tokenizer = AutoTokenizer.from_pretrained(extended)
+    config = AutoConfig.from_pretrained(extended).get_text_config(decoder=True)
+    trained_length = read_context(AutoConfig.from_pretrained(base)).trained_length
+    target_length = config.max_position_embeddings
+    length = settings.data.length or target_length
+    steps = training.steps_of(length)
+    say(f"[bold]{base.name}[/], trained at {trained_length:,} tokens, extended to {target_length:,}.")
+
+    # 3. The data, packed once.
+    with accelerator.main_process_first():
+        packed = [
+            pack(
+                source,
+                read_source(source, args.config.parent),
+                tokenizer,
+                length,
+                settings.data.documents,
+                vocab_size=config.vocab_size,
+                num_proc=settings.data.processes,
+            )
+            for source in settings.data.sources
+        ]
+    mixture = Mixture(packed, training.seed)
+    collator = make_collator(settings, target_length)
+    for part, epochs in zip(packed, mixture.epochs(steps * training.batch_size)):
+        count = part.accounting
+        say(
+            f"  {part.source.name}: {count.documents:,} documents, {count.tokens_read:,} tokens in {len(part.rows):,} "
+            f"rows ({count.padding:,} tokens of padding, {count.dropped:,} dropped), read {epochs:.2f} times"
+        )
+
+    # 4. The model: what is trained, how loss and attention are computed, and the proof that all of it is so.
+    torch.manual_seed(training.seed)  # LoRA's first values
+    model = AutoModelForCausalLM.from_pretrained(extended, **loading(settings, accelerator))
+    if training.loss == "chunked":
+        use_chunked_loss(model)
+    if training.shifted_sparse_groups:
+        use_shifted_sparse_attention(model, training.shifted_sparse_groups)
+    model = attach_trainable(model, settings.trainable).to(accelerator.device)
+    check_all_saved(model)
+    prove_loss(model)
+    check_positions(model, collator, min(length, 256), config.vocab_size)
+    if training.gradient_checkpointing != "none":
+        transformers_model(model).gradient_checkpointing_enable({"use_reentrant": False})
+    trained = trained_parameters(model)
+    n_trained = sum(parameter.numel() for parameter in trained.values())
+    say(f"  {n_trained:,} of {sum(p.numel() for p in model.parameters()):,} parameters are trained")
+    optimizer = torch.optim.AdamW(
+        trained.values(), lr=training.learning_rate, betas=training.betas, weight_decay=training.weight_decay
+    )
+    if accelerator.distributed_type == DistributedType.DEEPSPEED:  # its engine clips and cuts by a config of its own
+        accelerator.state.deepspeed_plugin.deepspeed_config |= {
+            "gradient_clipping": training.max_grad_norm,
+            "train_micro_batch_size_per_gpu": training.micro_batch_size,
+        }
+    model, optimizer = accelerator.prepare(model, optimizer)
+    check_rotary(model)
+
+    # 5. What it will take.
+    run = Run(settings, accelerator, model, optimizer, mixture, collator, steps)
+    memory = PeakMemory(accelerator.device)
+    expected = estimate(
+        run.probe, length=length, micro_batches=steps * run.micro_batches, trained=n_trained, memory=memory
+    )
+    say(f"[bold]Estimate[/]: {expected}.")
+    if not expected.fits:
+        say(
+            f"[bold red]More than the {gib(expected.room)} that are free.[/] Lower data.length or "
+            "training.micro_batch_size, or set training.gradient_checkpointing to recompute or offload."
+        )
+    if args.dry_run:
+        return
+
+    # 6. What the base does, as it is and extended.
+    measure = None
+    if settings.evaluation:
+        text = (
+            PERSUASION
+            if settings.evaluation.text == "shipped"
+            else find_file(settings.evaluation.text, args.config.parent)
+        )
+        measure = Measure(settings, accelerator, text, tokenizer, trained_length, target_length)
+        measure.before(base)
+
+    # 7. Train, from the last checkpoint if there is one.
+    accelerator.init_trackers("ctxext", {key: str(value) for key, value in settings.binding().items()})
+    memory.restart()
+    binding = {**settings.binding(), "data": [part.rows._fingerprint for part in packed]}
+    done, seconds = train(run, binding, measure)
+    peak = memory.at_most
+    accelerator.end_training()
+
+    # 8. Save what was trained, with its base; measure what was saved.
+    record = AdapterBase.of(extended, base if settings.model == "shipped" else settings.model, settings.revision)
+    saved = save(run, record, tokenizer)
+    del run, model, optimizer, trained
+    figures = {
+        "settings": settings.model_dump(mode="json"),
+        "data": {part.source.name: asdict(part.accounting) for part in packed},
+        "versions": versions(),
+        "machine": f"{platform.machine()}, {torch.get_num_threads()} threads, {accelerator.device.type}",
+        "processes": accelerator.num_processes,
+        "parameters_trained": n_trained,
+        "estimated": {"seconds": expected.seconds, "peak_bytes": expected.peak},
+        "took": {"seconds": seconds, "steps": done, "peak_bytes": peak},
+    }
+    if measure:
+        figures["measured"] = measure.after(saved)
+    if main_process:
+        (output / "figures.json").write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
+        write_record(
+            saved, replace(record, provenance=figures), card_table(figures["measured"]["variants"]) if measure else None
+        )
+        if settings.merge:
+            merge(saved, output / "merged")
+    say(
+        f"Saved {saved}. {done:,} steps took {duration(seconds)} and {gib(peak)} (estimated: "
+        f"{duration(expected.seconds * done / steps)} and {gib(expected.peak)})."
+    )
+
+
+# ------------------------------------------------------------------------------------ setting up
+
+
+def extended_base(base: Path, folder: Path, settings: Settings) -> Path:
+    """The extended base in `folder`, written if it is not there.
+
+    Raises:
+        ValueError: what is there is extended in another way.
+    """
+    arguments = settings.extension.arguments()
+    if not folder.exists():
+        extend_folder(base, folder, say=console.print, **arguments)
+    _, config = extended_json(base, **arguments)
+    if json.loads((folder / "config.json").read_text(encoding="utf-8")) != config:
+        raise ValueError(
+            f"{folder} was extended in another way than the settings say ({settings.extension.method}). Choose another "
+            "output, or remove that folder."
+        )
+    return folder
+
+
+def make_collator(settings: Settings, target_length: int) -> Collator:
+    if settings.data.positions == "pose":
+        return PoSE(target_length=target_length, chunks=settings.data.chunks, seed=settings.training.seed)
+    if settings.data.positions == "cream":
+        return CREAM(target_length=target_length, seed=settings.training.seed)
+    return Plain()
+
+
+def loading(settings: Settings, accelerator: Accelerator) -> dict[str, Any]:
+    """How the base is loaded: in float32 where it is trained or on a CPU, in its own type or four bits otherwise."""
+    arguments: dict[str, Any] = {"attn_implementation": settings.training.attention}
+    if settings.trainable.quantization:
+        arguments["quantization_config"] = BitsAndBytesConfig(
+            load_in_4bit=True,
+            bnb_4bit_quant_type=settings.trainable.quantization,
+            bnb_4bit_compute_dtype=torch.bfloat16,
+        )
+        arguments["device_map"] = {"": accelerator.device}
+    full = settings.trainable.kind == "full" or accelerator.device.type == "cpu"
+    return {**arguments, "dtype": torch.float32 if full else "auto"}
+
+
+# -------------------------------------------------------------------------------------- training
+
+
+@dataclass
+class Run:
+    """Reads the rows of a step and trains on them. What a step does is a function of the seed and its number."""
+
+    settings: Settings
+    accelerator: Accelerator
+    model: nn.Module
+    optimizer: Any
+    mixture: Mixture
+    collator: Collator
+    steps: int
+
+    def __post_init__(self) -> None:
+        training = self.settings.training
+        self.rank, self.world = data_parallel(self.accelerator)
+        share = training.micro_batch_size * self.world
+        if training.batch_size % share:
+            raise ValueError(
+                f"training.batch_size is {training.batch_size}, which {self.world} processes cannot share in "
+                f"micro-batches of {training.micro_batch_size}. Make it a multiple of {share}."
+            )
+        self.micro_batches = training.batch_size // share
+        offload = training.gradient_checkpointing == "offload"
+        pinned = self.accelerator.device.type == "cuda"
+        self.saving = partial(torch.autograd.graph.save_on_cpu, pinned) if offload else nullcontext
+
+    def learning_rate(self, number: int) -> float:
+        training = self.settings.training
+        if number < training.warmup_steps:
+            return training.learning_rate * (number + 1) / training.warmup_steps
+        gone = (number - training.warmup_steps) / max(1, self.steps - training.warmup_steps)
+        left = {"constant": 1.0, "linear": 1 - gone, "cosine": (1 + math.cos(math.pi * gone)) / 2}[training.schedule]
+        return training.learning_rate * (training.final_learning_rate * (1 - left) + left)
+
+    def step(self, number: int) -> dict[str, float]:
+        """Train one step. Its loss is the mean over all targets of the batch, in nats, whoever read them.
+
+        Raises:
+            FloatingPointError: the loss or the gradient is no number; names the rows. This step changed nothing.
+        """
+        training = self.settings.training
+        batch = self.mixture.read(number * training.batch_size, training.batch_size)
+        targets = sum(int(row["n_targets"]) for row in batch)
+        mine = batch[self.rank :: self.world]
+        # Dropout's random numbers are this step's and this process's own, whatever happened before.
+        torch.manual_seed(
+            (training.seed << 32) + number * self.accelerator.num_processes + self.accelerator.process_index
+        )
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.learning_rate(number)
+        self.model.train()
+        loss = torch.zeros((), device=self.accelerator.device)
+        for first in range(0, len(mine), training.micro_batch_size):
+            part = self.collator(mine[first : first + training.micro_batch_size])
+            last = first + training.micro_batch_size == len(mine)
+            loss += self.forward_backward(part, targets, last)
+        loss = float(self.accelerator.reduce(loss, "sum"))
+        norm = float(self.accelerator.clip_grad_norm_(self.model.parameters(), training.max_grad_norm))
+        if not (math.isfinite(loss) and math.isfinite(norm)):
+            self.optimizer.zero_grad()
+            raise FloatingPointError(
+                f"step {number + 1}: the loss is {loss}, the gradient's norm {norm}. The batch was "
+                f"{', '.join(row['name'] for row in batch)}. The checkpoints before it stand: look at those rows, or "
+                "lower training.learning_rate and begin in another output folder."
+            )
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return {"loss": loss, "grad_norm": norm, "learning_rate": self.learning_rate(number), "targets": targets}
+
+    def forward_backward(self, batch: dict[str, torch.Tensor], targets: int, last: bool) -> torch.Tensor:
+        """One micro-batch, the `last` of a step or not: its part of the step's loss, in nats a target."""
+        batch = {name: tensor.to(self.accelerator.device) for name, tensor in batch.items()}
+        if engine_of(self.accelerator).group_size > 1:  # shifted before the row is cut
+            batch["shift_labels"] = torch.nn.functional.pad(batch.pop("labels")[:, 1:], (0, 1), value=-100)
+        self.accelerator.sync_gradients = last  # DeepSpeed's engine steps when it is
+        waiting = nullcontext() if last else self.accelerator.no_sync(self.model)
+        with waiting, on_my_part(self.accelerator, batch) as part:
+            with self.saving():
+                loss = self.model(**part, num_items_in_batch=targets, use_cache=False).loss
+            # The engines average over processes; a token's loss counts once.
+            self.accelerator.backward(loss * self.accelerator.num_processes)
+        return loss.detach()
+
+    def probe(self, tokens: int) -> None:
+        """Forward and backward through a micro-batch of random tokens, for the estimate."""
+        size = (self.settings.training.micro_batch_size, tokens)
+        vocabulary = transformers_model(self.model).get_input_embeddings().weight.shape[0]
+        ids = torch.randint(0, vocabulary, size)
+        batch = {"input_ids": ids, "labels": ids, "position_ids": torch.arange(tokens).expand(size)}
+        self.model.train()
+        self.forward_backward(batch, ids.numel(), last=True)
+        self.optimizer.zero_grad()
+
+
+def train(run: Run, binding: dict[str, Any], measure: Measure | None) -> tuple[int, float]:
+    """Train to the end, from the last checkpoint on. Returns the steps that this took, and the seconds."""
+    training, accelerator, output = run.settings.training, run.accelerator, Path(run.settings.output)
+    done, folder = checkpoints.Progress(), output / "checkpoints"
+    if last := checkpoints.latest_checkpoint(folder):
+        done = checkpoints.load_checkpoint(last, run.model, run.optimizer, binding)
+        accelerator.print(f"Going on from {last}.")
+    log, glances = (
+        Log(output / name, done.step, accelerator.is_main_process) for name in ("log.jsonl", "glances.jsonl")
+    )
+    memory, seconds, first = PeakMemory(accelerator.device), 0.0, done.step
+    glancing = measure is not None and measure.every is not None
+    if glancing and done.step == 0:
+        glances.add(measure.glance(run.model, done))
+    with bar(run.steps, done.step, accelerator.is_main_process) as advance:
+        while done.step < run.steps:
+            begin = time.perf_counter()
+            outcome = run.step(done.step)
+            passed = time.perf_counter() - begin
+            seconds += passed
+            read = training.batch_size * run.mixture.length
+            done = checkpoints.Progress(done.step + 1, done.tokens + read, done.targets + outcome.pop("targets"))
+            log.add({"step": done.step, "tokens": done.tokens, "targets": done.targets, **outcome})
+            speed = {"tokens_per_second": read / passed, "memory_gib": (memory.now or 0) / 2**30}
+            accelerator.log({**outcome, **speed, "tokens": done.tokens}, step=done.step)
+            advance(loss=outcome["loss"], left=(run.steps - done.step) * read, **speed)
+            if glancing and (done.step % measure.every == 0 or done.step == run.steps):
+                glances.add(measure.glance(run.model, done))
+            if done.step % training.checkpoint_every == 0 or done.step == run.steps:
+                checkpoints.save_checkpoint(
+                    folder,
+                    run.model,
+                    run.optimizer,
+                    done,
+                    binding,
+                    keep=training.keep_checkpoints,
+                    main=accelerator.is_main_process,
+                    wait=accelerator.wait_for_everyone,
+                )
+    return done.step - first, seconds
+
+
+class Log:
+    """A file with a JSON line for each step; lines beyond step `done` are of a run that was stopped, and go."""
+
+    def __init__(self, path: Path, done: int, writes: bool) -> None:
+        self.path, self.writes = path, writes
+        if writes and path.exists():
+            lines = [line for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
+            kept = path.with_suffix(".partial")
+            kept.write_text("".join(line for line in lines if json.loads(line)["step"] <= done))
+            kept.replace(path)
+
+    def add(self, record: dict[str, Any]) -> None:
+        if self.writes:
+            with self.path.open("a") as file:
+                file.write(json.dumps(record) + "\n")
+
+
+@contextmanager
+def bar(total: int, done: int, shown: bool) -> Iterator[Callable[..., None]]:
+    columns = (TextColumn("training"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+    with Progress(*columns, TextColumn("{task.description}"), console=console, disable=not shown) as progress:
+        task = progress.add_task("", total=total, completed=done)
+
+        def advance(loss: float, left: int, tokens_per_second: float, memory_gib: float) -> None:
+            said = f"loss {loss:.3f}  {tokens_per_second:,.0f} tokens/s  {left:,} left  {memory_gib:.1f} GiB"
+            progress.update(task, advance=1, description=said)
+
+        yield advance
+
+
+# ------------------------------------------------------------------------- measuring and saving
+
+
+class Measure:
+    """Pass keys and perplexity before, during and after. It reads a text that was not trained on.
+
+    Two figures stand beside those of `ctxext eval`: the loss of the last `trained_length` tokens of windows of the
+    target length, and what the base loses on the same tokens when it sees as much as it was trained with.
+    """
+
+    def __init__(
+        self, settings: Settings, accelerator: Accelerator, text: Path, tokenizer: Any, trained: int, target: int
+    ) -> None:
+        assert settings.evaluation is not None
+        self.settings, self.accelerator, self.trained, self.target = settings, accelerator, trained, target
+        self.every = settings.evaluation.every
+        self.prompter = Prompter(tokenizer)
+        self.haystack = Haystack.from_file(text, tokenizer, at_least=target)
+        chosen = settings.evaluation
+        depths = tuple(k / max(1, chosen.depths - 1) for k in range(chosen.depths))
+        self.grid = Grid(
+            retrieval=(Passkey(),),
+            texts=(Perplexity(),),
+            lengths=chosen.lengths or (trained, target),
+            depths=depths,
+            trials=chosen.trials,
+            windows=chosen.windows,
+            gate=(trained,),
+            seed=settings.training.seed,
+        )
+        self.path = Path(settings.output) / "results.jsonl"
+
+    def before(self, base: Path) -> None:
+        """The base as it is, and extended."""
+        model = self._load(AutoModelForCausalLM.from_pretrained, base)
+        self._run(model, base.name, [Variant(), Variant(UNTRAINED, self.settings.extension.arguments())], merge=False)
+        self.base_tail = self._tail(model, self.grid.windows, sees=self.trained)
+
+    def after(self, saved: Path) -> dict[str, Any]:
+        """What was saved, loaded anew; every figure of the three."""
+        model = self._load(ctxext.load, saved)
+        results = self._run(model, saved.parent.name, [Variant(TRAINED)], merge=True)
+        tail = self._tail(model, self.grid.windows, sees=self.target)
+        if results is None:
+            return {}
+        summary = Summary(results)
+        measuring.print_summary(summary)
+        n, windows, glanced = self.trained, self.grid.windows, self.settings.evaluation.glance_windows
+        difference = paired_loss_difference(tail, self.base_tail, [n] * windows)
+        return {
+            "variants": {name: figures_of(summary, name) for name in summary.variants},
+            "tail": {
+                "tokens": n,
+                "windows": windows,
+                "loss": sum(tail) / (n * windows),
+                "base_loss_within_its_length": sum(self.base_tail) / (n * windows),
+                "base_glance": sum(self.base_tail[:glanced]) / (n * glanced),
+                "difference": difference._asdict(),
+            },
+        }
+
+    def glance(self, model: nn.Module, done: checkpoints.Progress) -> dict[str, Any]:
+        """The loss of the last tokens and the share of pass keys found, at the target length, as it stands."""
+        inner, chosen = transformers_model(model), self.settings.evaluation
+        modes = [(module, module.training) for module in model.modules()]
+        model.eval()
+        tail = self._tail(inner, chosen.glance_windows, sees=self.target)
+        places = Passkey().places([self.target], self.grid.depths, chosen.glance_trials, GLANCE_SEED)
+        samples = [Passkey().sample(place, self.prompter, self.haystack) for place in places]
+        n = len(self.grid.depths)
+        answers = Engine(inner).forced([samples[k : k + n] for k in range(0, len(samples), n)]) if samples else ()
+        found = [answer.guess.tolist() == list(sample.input_ids[sample.n_prompt :]) for sample, answer in answers]
+        for module, mode in modes:
+            module.training = mode
+        figures = {"tail_loss": sum(tail) / (self.trained * chosen.glance_windows)}
+        if found:
+            figures["passkey"] = sum(found) / len(found)
+        return {"step": done.step, "tokens": done.tokens, **figures}
+
+    def _load(self, load: Callable[..., Any], folder: Path) -> Any:
+        device = self.accelerator.device
+        return load(folder, dtype=torch.float32 if device.type == "cpu" else "auto").to(device).eval()
+
+    def _run(self, model: Any, name: str, variants: list[Variant], merge: bool) -> Any:
+        accelerator = self.accelerator
+        runner = Runner(
+            LiveModel(model, self.prompter, name, self.trained),
+            self.haystack,
+            self.grid,
+            beyond=True,
+            rank=accelerator.process_index,
+            world=accelerator.num_processes,
+            wait=accelerator.wait_for_everyone,
+        )
+        return measuring.run(runner, self.path, variants, merge=merge)
+
+    def _tail(self, model: Any, windows: int, sees: int) -> list[float]:
+        """For each window of the target length, what its last tokens cost together, in nats.
+
+        Args:
+            sees: tokens that the model may see; with fewer than the target, windows of so many slide over the text.
+        """
+        engine, n, bos = Engine(model), self.trained, self.prompter.special
+        sums = []
+        for window in range(windows):
+            place = Place("perplexity", self.target, None, window, self.settings.training.seed)
+            ids = Perplexity().window(place, self.haystack, bos).input_ids
+            if sees >= self.target:
+                losses = engine.losses(ids).losses
+            else:
+                losses = sliding_losses(engine, ids[-(n + sees) :], sees, sees // 8, bos)
+            sums.append(losses[-n:].double().sum().item())
+        return sums
+
+
+def figures_of(summary: Summary, variant: str) -> dict[str, Any]:
+    """Shares of pass keys by length, perplexity by band, and the price within the trained length, with intervals."""
+    lengths, gate = summary.read_lengths, summary.gate(variant)
+    return {
+        "passkey": {n: share._asdict() for n, share in summary.by_length(variant, "passkey").items()},
+        "perplexity": {f"{a}-{b}": summary.perplexity(variant, b, a) for a, b in pairwise([0, *lengths])},
+        "short_loss": None if variant == BASE or gate.loss is None else gate.loss._asdict(),
+        "short_passkey": None if variant == BASE else gate.retrieval["passkey"]._asdict(),
+    }
+
+
+def card_table(measured: dict[str, Any]) -> dict[str, dict[str, str]]:
+    """The same for a model card: a row a variant."""
+    names = {BASE: "base", UNTRAINED: "extended, not trained", TRAINED: "trained"}
+    table = {}
+    for variant, figures in measured.items():
+        row = {f"passkey at {int(n):,}": f"{share['value']:.0%}" for n, share in figures["passkey"].items()}
+        row |= {f"perplexity at {band}": f"{value:.2f}" for band, value in figures["perplexity"].items()}
+        if price := figures["short_loss"]:
+            row["price at short length (nats)"] = f"{price['value']:+.4f} [{price['low']:+.4f}, {price['high']:+.4f}]"
+        table[names[variant]] = row
+    return table
+
+
+def save(run: Run, record: AdapterBase, tokenizer: Any) -> Path:
+    """The adapter, or the whole model where every parameter was trained; gathered from all processes."""
+    lora = run.settings.trainable.kind == "lora"
+    folder = Path(run.settings.output) / ("adapter" if lora else "model")
+    accelerator = run.accelerator
+    zero = accelerator.distributed_type == DistributedType.DEEPSPEED  # whose shards only it can gather
+    tensors = (
+        accelerator.get_state_dict(run.model)
+        if zero
+        else checkpoints.gather_trained(run.model, accelerator.is_main_process)
+    )
+    if accelerator.is_main_process:
+        save_trained(accelerator.unwrap_model(run.model), folder, record, tokenizer, tensors)
+    accelerator.wait_for_everyone()
+    return folder
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,128 @@
+"""Sources: every kind of file is read into one column, and what cannot be read is named."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from datasets import Dataset, DatasetDict
+
+from ctxext.data import Source, read_source
+
+TEXTS = ["It is a truth\nuniversally acknowledged.", "No one who had ever seen Catherine Morland."]
+CHAT = [[{"role": "user", "content": "Who?"}, {"role": "assistant", "content": "Emma."}]] * 2
+
+
+def write(folder: Path, name: str, texts: list[str] = TEXTS, column: str = "text") -> Path:
+    path = folder / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.suffix == ".txt":
+        path.write_text(texts[0])
+    elif path.suffix == ".parquet":
+        Dataset.from_dict({column: texts, "id": list(range(len(texts)))}).to_parquet(path)
+    else:
+        path.write_text("".join(json.dumps({column: text, "id": i}) + "\n" for i, text in enumerate(texts)))
+    return path
+
+
+@pytest.mark.parametrize(("name", "documents"), [("a.txt", 1), ("a.jsonl", 2), ("a.json", 2), ("a.parquet", 2)])
+def test_every_kind_of_file_gives_its_documents_whole(tmp_path, name, documents) -> None:
+    write(tmp_path, name)
+    dataset = read_source(Source(path=name), tmp_path)
+    assert dataset.column_names == ["text"]
+    assert dataset["text"][:] == TEXTS[:documents]
+
+
+def test_globs_and_folders_take_their_files_in_order(tmp_path) -> None:
+    write(tmp_path, "novels/b.txt", ["b"])
+    write(tmp_path, "novels/a.txt", ["a"])
+    write(tmp_path, "novels/LICENSE")  # of no known kind
+    for path in ("novels", "novels/*.txt", "*/?.txt", str(tmp_path / "novels")):
+        assert read_source(Source(path=path), tmp_path)["text"][:] == ["a", "b"]
+
+
+def test_a_saved_dataset_is_read_by_its_split(tmp_path) -> None:
+    dataset = Dataset.from_dict({"text": TEXTS})
+    dataset.save_to_disk(tmp_path / "one")
+    DatasetDict({"train": dataset, "test": dataset.select([1])}).save_to_disk(tmp_path / "two")
+    assert read_source(Source(path="one"), tmp_path)["text"][:] == TEXTS
+    assert read_source(Source(path="two", split="test"), tmp_path)["text"][:] == TEXTS[1:]
+    with pytest.raises(ValueError, match="no split 'tset'; did you mean 'test'"):
+        read_source(Source(path="two", split="tset"), tmp_path)
+
+
+def test_a_path_is_taken_from_the_config_first_and_then_from_here(tmp_path, monkeypatch) -> None:
+    config, here = tmp_path / "config", tmp_path / "here"
+    write(config, "both.txt", ["config"])
+    write(here, "both.txt", ["here"])
+    write(here, "only.txt", ["here"])
+    monkeypatch.chdir(here)
+    assert read_source(Source(path="both.txt"), config)["text"][:] == ["config"]
+    assert read_source(Source(path="only.txt"), config)["text"][:] == ["here"]
+
+
+def test_columns_are_renamed_and_messages_win(tmp_path) -> None:
+    Dataset.from_dict({"story": TEXTS, "chat": CHAT}).to_parquet(tmp_path / "a.parquet")
+    assert read_source(Source(path="a.parquet", text="story"), tmp_path).column_names == ["text"]
+    chat = read_source(Source(path="a.parquet", messages="chat"), tmp_path)
+    assert chat.column_names == ["messages"]
+    assert chat[0]["messages"] == CHAT[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "options", "error", "said"),
+    [
+        ("missing.txt", None, {}, FileNotFoundError, "missing.txt was not found (looked in "),
+        ("missing-*", None, {}, FileNotFoundError, "was not found (looked in "),
+        ("../no/such/folder", None, {}, FileNotFoundError, "was not found (looked in "),
+        ("folder", "", {}, FileNotFoundError, "holds no data file. Known: .txt"),
+        ("empty.txt", b"", {}, ValueError, "empty.txt is empty"),
+        ("blank.jsonl", b"\n \n", {}, ValueError, "blank.jsonl is empty"),
+        ("book.docx", b"x", {}, ValueError, "book.docx is of an unknown kind. Known: .txt"),
+        ("book.jsonnl", b"x", {}, ValueError, "did you mean '.jsonl'"),
+        ("a.jsonl", b'{"txt": "a"}\n', {}, ValueError, "no column 'text'; did you mean 'txt'"),
+        ("a.jsonl", b'{"text": 3}\n', {}, ValueError, "must hold text, got 3"),
+        ("a.jsonl", b'{"chat": ["a"]}\n', {"messages": "chat"}, ValueError, "with role and content, got ['a']"),
+        ("a.jsonl", b'{"text": "a"\n', {}, ValueError, "cannot be read as json"),
+        ("a.txt", b"\xff\xfe\xfa", {}, ValueError, "cannot be read as text"),
+    ],
+)
+def test_what_cannot_be_read_is_named(tmp_path, monkeypatch, name, content, options, error, said) -> None:
+    monkeypatch.chdir(tmp_path)
+    if content == "":
+        (tmp_path / name).mkdir()
+    elif content is not None:
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(error, match=re.escape(said)):
+        read_source(Source(path=name, **options), tmp_path)
+
+
+def test_an_empty_shard_among_full_ones_is_named(tmp_path) -> None:
+    for name in ("s/0.jsonl", "s/1.jsonl", "s/2.parquet", "t/0.parquet"):
+        write(tmp_path, name)
+    write(tmp_path, "s/1.jsonl", [])
+    with pytest.raises(ValueError, match=r"1\.jsonl is empty"):
+        read_source(Source(path="s/*.jsonl"), tmp_path)
+    write(tmp_path, "t/1.parquet", [])
+    with pytest.raises(ValueError, match=r"1\.parquet is empty"):
+        read_source(Source(path="t"), tmp_path)
+
+
+def test_kinds_are_not_mixed_in_one_source(tmp_path) -> None:
+    write(tmp_path, "s/0.jsonl")
+    write(tmp_path, "s/1.parquet")
+    with pytest.raises(ValueError, match=r"mixes kinds: 0\.jsonl and 1\.parquet"):
+        read_source(Source(path="s"), tmp_path)
+
+
+def test_names_come_from_the_path_and_numbers_are_checked() -> None:
+    assert [Source(path=path).name for path in ("x/emma.txt", "owner/name", "x/*.txt")] == [
+        "emma.txt", "owner/name", "x/*.txt",
+    ]  # fmt: skip
+    for weight in (0, -1, float("nan"), float("inf")):
+        with pytest.raises(ValueError, match=r"weight of emma\.txt must be a finite number > 0"):
+            Source(path="emma.txt", weight=weight)
+    with pytest.raises(ValueError, match="at least 2 tokens, got 1"):
+        Source(path="emma.txt", max_document=1)

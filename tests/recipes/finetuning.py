@@ -1,0 +1,87 @@
+"""Starts the fine-tune recipe as people do, in processes of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+RECIPE, TINY = ROOT / "recipes/finetune.py", ROOT / "recipes/configs/tiny_yarn_4x.yaml"
+# The tiny run in small: short rows, no measuring.
+SMALL = (
+    "data.length=128", "training.steps=24", "training.batch_size=4", "training.micro_batch_size=1",
+    "training.checkpoint_every=3", "training.precision=fp32", "trainable.dropout=0.1", "evaluation=null",
+    "tracker=null",
+)  # fmt: skip
+
+
+def command(output: Path, *changes: str, processes: int = 1, config: Path = TINY) -> list[str]:
+    launcher = [sys.executable]
+    if processes > 1:
+        launcher += ["-m", "torch.distributed.run", f"--nproc-per-node={processes}", f"--master-port={free_port()}"]
+    return [*launcher, str(RECIPE), "--config", str(config), f"output={output}", *SMALL, *changes]
+
+
+def start(output: Path, *changes: str, processes: int = 1) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        command(output, *changes, processes=processes),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+
+
+def finish(output: Path, *changes: str, processes: int = 1, fails: bool = False) -> str:
+    """Run to the end; what it printed."""
+    process = start(output, *changes, processes=processes)
+    said = process.communicate()[0]
+    assert (process.returncode != 0) == fails, said[-4000:]
+    return " ".join(said.split())
+
+
+def killed(output: Path, rng: random.Random, *changes: str, processes: int = 1) -> int:
+    """Kill a run at a random moment of its training, all its processes at once; the steps logged until then."""
+    process = start(output, *changes, processes=processes)
+    before, more = len(log(output)), rng.randrange(1, 8)
+    while process.poll() is None and len(log(output)) < before + more:
+        time.sleep(0.01)
+    time.sleep(rng.random() * 0.2)  # anywhere in a step, or while a checkpoint is written
+    os.killpg(process.pid, signal.SIGKILL)
+    process.communicate()
+    return len(log(output))
+
+
+def log(output: Path) -> list[dict[str, Any]]:
+    """The steps in the log; a last line that was cut off is none."""
+    path = output / "log.jsonl"
+    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+    return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
+def outcome(output: Path) -> dict[str, bytes]:
+    """What a finished run left: its loss curve, its adapter, and the state it would go on from."""
+    last = max((output / "checkpoints").iterdir())
+    files: Sequence[Path] = (
+        output / "log.jsonl",
+        output / "adapter/adapter_model.safetensors",
+        last / "trained.safetensors",
+    )
+    return {str(file.relative_to(output)): file.read_bytes() for file in files}
+
+
+def free_port() -> int:
+    import socket
+
+    with socket.socket() as listener:
+        listener.bind(("localhost", 0))
+        return listener.getsockname()[1]

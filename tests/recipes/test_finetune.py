@@ -1,0 +1,123 @@
+"""The fine-tune recipe, run as people run it."""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from finetuning import RECIPE, SMALL, TINY, finish, killed, log, outcome
+from safetensors.torch import load_file
+
+from ctxext.training.checkpoints import checkpoints
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that nothing disturbed."""
+    output = tmp_path_factory.mktemp("runs") / "whole"
+    finish(output)
+    return output
+
+
+def test_a_run_that_is_killed_goes_on_bit_for_bit(whole: Path, tmp_path: Path) -> None:
+    rng, output, seen = random.Random(0), tmp_path / "killed", []
+    for _ in range(3):
+        seen.append(killed(output, rng))
+        for path in checkpoints(output / "checkpoints"):
+            load_file(path / "trained.safetensors")
+            json.loads((path / "state.json").read_text())
+    assert seen[0] < 24  # it was training
+    said = finish(output)
+    assert "Going on from" in said
+    assert outcome(output) == outcome(whole)
+
+
+def test_two_processes_give_the_losses_of_one_and_go_on_bit_for_bit(whole: Path, tmp_path: Path) -> None:
+    calm = ("trainable.dropout=0.0", "training.steps=9")
+    one, two, disturbed = tmp_path / "one", tmp_path / "two", tmp_path / "disturbed"
+    finish(one, *calm)
+    finish(two, *calm, processes=2)
+    for alone, together in zip(log(one), log(two), strict=True):
+        assert together["loss"] == pytest.approx(alone["loss"], rel=1e-5)
+        assert together["grad_norm"] == pytest.approx(alone["grad_norm"], rel=1e-4)
+        assert (together["tokens"], together["targets"]) == (alone["tokens"], alone["targets"])
+    killed(disturbed, random.Random(1), *calm, processes=2)
+    finish(disturbed, *calm, processes=2)
+    assert outcome(disturbed) == outcome(two)
+
+
+def test_a_checkpoint_of_other_settings_is_refused_and_stays(whole: Path) -> None:
+    before = outcome(whole)
+    said = finish(whole, "training.seed=1", fails=True)
+    assert "of a run with other settings: training.seed is 1, there 0" in said
+    said = finish(whole, "extension.method=pi", fails=True)
+    assert "was extended in another way than the settings say" in said
+    assert outcome(whole) == before
+
+
+def test_a_loss_that_is_no_number_stops_the_run_names_the_batch_and_keeps_the_last_checkpoint(tmp_path: Path) -> None:
+    output = tmp_path / "diverges"
+    # Sound for four steps, then thrown out of all bounds.
+    finish(output, "training.steps=24", "training.learning_rate=1e30", "training.warmup_steps=0", fails=True)
+    said = finish(output, "training.learning_rate=1e30", "training.warmup_steps=0", fails=True)
+    assert "the loss is nan" in said
+    assert "austen/*.txt#" in said
+    assert not (output / "adapter").exists()
+    assert all((path / "trained.safetensors").exists() for path in checkpoints(output / "checkpoints"))
+
+
+def test_a_dry_run_says_what_it_would_take_and_trains_nothing(tmp_path: Path) -> None:
+    output = tmp_path / "dry"
+    said = finish(output, "--dry-run")
+    assert "Estimate: about" in said
+    assert "GiB a process" in said
+    assert not (output / "log.jsonl").exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        (("training.step=9",), "unknown key 'training.step'; did you mean 'steps'?"),
+        (("training.micro_batch_size=4", "engine.processes=2"), "the settings asked for 2 processes, got 1"),
+        (("data.sources.0.path=nowhere.txt",), "nowhere.txt was not found"),
+        (("extension.target_length=512", "extension.factor=null"), "512"),
+        (("model=nobody/nothing",), "is no folder here, and the hub did not give it"),
+        (("training.batch_size=4", "data.length=4096"), "4096"),
+    ],
+)
+def test_bad_input_is_refused_before_anything_is_trained(tmp_path: Path, changes: tuple[str, ...], said: str) -> None:
+    output = tmp_path / "refused"
+    assert said in finish(output, *changes, fails=True)
+    assert not (output / "log.jsonl").exists()
+
+
+def test_accelerate_that_would_start_one_process_in_silence_is_refused(tmp_path: Path) -> None:
+    launch = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2"]
+    arguments = [str(RECIPE), "--config", str(TINY), f"output={tmp_path / 'silent'}", *SMALL]
+    run = subprocess.run([*launch, *arguments], capture_output=True, text=True)
+    assert run.returncode != 0
+    assert "another engine than was asked for" in " ".join(run.stderr.split())
+
+
+def test_the_estimate_stands_beside_what_was_used(whole: Path) -> None:
+    figures = json.loads((whole / "figures.json").read_text())
+    assert figures["took"]["steps"] == 24
+    assert figures["took"]["seconds"] > 0
+    assert figures["estimated"]["seconds"] > 0
+    assert figures["estimated"]["peak_bytes"] == pytest.approx(figures["took"]["peak_bytes"], rel=0.5)
+
+
+def test_the_command_line_takes_a_config_by_name() -> None:
+    run = subprocess.run(
+        [sys.executable, "-m", "ctxext.cli", "finetune", "--config", "tiny_yarn_4x", "training.step=1"],
+        capture_output=True,
+        text=True,
+    )
+    assert run.returncode != 0
+    assert "did you mean 'steps'" in run.stderr
+
+

@@ -1,0 +1,99 @@
+"""Settings: what a YAML file may say, and how it is told what is wrong."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from ctxext.training.settings import Settings, read_settings
+
+CONFIGS = sorted((Path(__file__).parents[2] / "recipes/configs").glob("*.yaml"))
+TINY = next(path for path in CONFIGS if path.name == "tiny_yarn_4x.yaml")
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_every_shipped_config_is_valid_and_says_where_it_was_measured(path: Path) -> None:
+    settings = read_settings(path)
+    assert settings.measured_on
+    assert settings.training.steps_of(settings.data.length or 2048) > 0
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ("training.step=5", "unknown key 'training.step'; did you mean 'steps'?"),
+        ("trianing.steps=5", "unknown key 'trianing'; did you mean 'training'?"),
+        ("data.sources.0.wieght=2", "unknown key 'data.sources.0.wieght'; did you mean 'weight'?"),
+        ("engine.process=2", "unknown key 'engine.process'; did you mean 'processes'?"),
+        ("training.learning_rate=-1", "training.learning_rate: Input should be greater than 0, got -1"),
+        ("trainable.kind=full", "embeddings, norms, rank, targets goes with kind: lora"),
+        ("data.sources.9.weight=1", "no place in a list of 2"),
+        ("data.sources.0.weight=0", "weight"),
+        ("data.positions=pose", "Set documents: joined"),
+        ("training.tokens=1m", "give either steps or tokens"),
+        ("training.micro_batch_size=3", "must be a multiple of micro_batch_size, got 4 and 3"),
+        ("extension.target_length=lots", "no number of tokens"),
+        ("model", "write KEY=VALUE"),
+        ("model.name=x", "has no keys of its own"),
+    ],
+)
+def test_a_mistake_is_named_with_its_remedy(change: str, said: str) -> None:
+    with pytest.raises(ValueError, match=".*") as error:
+        read_settings(TINY, [change])
+    assert said in str(error.value)
+
+
+def test_every_mistake_is_named_at_once() -> None:
+    with pytest.raises(ValueError, match="training.step") as error:
+        read_settings(TINY, ["training.step=5", "data.lenght=2k"])
+    assert "'data.lenght'; did you mean 'length'?" in str(error.value)
+
+
+def test_the_command_line_changes_what_the_file_says() -> None:
+    settings = read_settings(TINY, ["training.steps=7", "data.length=1k", "extension.options.beta_fast=16"])
+    assert (settings.training.steps, settings.data.length) == (7, 1024)
+    assert settings.extension.arguments() == {"method": "yarn", "factor": 4, "existing": "refuse", "beta_fast": 16}
+
+
+def test_numbers_are_read_as_people_write_them(tmp_path: Path) -> None:
+    # YAML 1.1 takes 1e-4 for a word.
+    settings = read_settings(TINY, ["training.learning_rate=1e-4", "training.steps=null", "training.tokens=1m"])
+    assert settings.training.learning_rate == 1e-4
+    assert settings.training.steps_of(2048) == 2**20 // (4 * 2048)
+
+
+def test_a_budget_of_less_than_a_step_is_refused() -> None:
+    settings = read_settings(TINY, ["training.steps=null", "training.tokens=4k"])
+    with pytest.raises(ValueError, match="less than one step"):
+        settings.training.steps_of(2048)
+
+
+@pytest.mark.parametrize("text", ["- a\n- b\n", "a: [\n", ""])
+def test_what_is_no_tree_of_keys_is_refused(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=r"no YAML|must hold keys"):
+        read_settings(path)
+
+
+def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="recipes/configs"):
+        read_settings(tmp_path / "missing.yaml")
+
+
+def test_settings_survive_yaml(tmp_path: Path) -> None:
+    settings = read_settings(TINY)
+    path = tmp_path / "again.yaml"
+    path.write_text(yaml.safe_dump(settings.model_dump(mode="json", exclude_unset=True)))
+    assert read_settings(path) == settings
+
+
+def test_a_checkpoint_is_bound_to_what_changes_the_result_and_to_nothing_else() -> None:
+    settings = read_settings(TINY)
+    free = read_settings(TINY, ["output=elsewhere", "training.checkpoint_every=1", "evaluation=null", "merge=true"])
+    assert free.binding() == settings.binding()
+    for change in ("training.seed=1", "data.length=1024", "extension.method=pi", "trainable.rank=8"):
+        assert read_settings(TINY, [change]).binding() != settings.binding(), change
+    assert {key.partition(".")[0] for key in settings.binding()} < set(Settings.model_fields)

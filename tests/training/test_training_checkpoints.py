@@ -1,0 +1,198 @@
+"""Checkpoints: whole or not there, bound to their settings, and all that is needed to go on."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from small_training import BINDING, LORA, make, train
+
+from ctxext.training.checkpoints import (
+    Progress,
+    checkpoints,
+    latest_checkpoint,
+    load_checkpoint,
+    save_checkpoint,
+)
+from ctxext.training.settings import TrainableSettings
+from ctxext.training.trainable import trained_parameters
+
+
+def tensors_of(model) -> dict[str, torch.Tensor]:
+    return {name: parameter.detach().clone() for name, parameter in trained_parameters(model).items()}
+
+
+@pytest.mark.parametrize("settings", [LORA, TrainableSettings(kind="full")], ids=["lora", "full"])
+def test_going_on_from_a_checkpoint_changes_nothing(tmp_path: Path, settings: TrainableSettings) -> None:
+    model, optimizer = make(settings)
+    train(model, optimizer, range(3))
+    save_checkpoint(tmp_path, model, optimizer, Progress(3, 192, 180), BINDING)
+    expected = train(model, optimizer, range(3, 6))
+
+    again, fresh = make(settings, seed=1)
+    progress = load_checkpoint(latest_checkpoint(tmp_path), again, fresh, BINDING)
+    assert progress == Progress(3, 192, 180)
+    assert train(again, fresh, range(3, 6)) == expected
+    for name, tensor in tensors_of(model).items():
+        assert torch.equal(tensor, tensors_of(again)[name]), name
+
+
+def test_only_what_is_trained_is_stored(tmp_path: Path) -> None:
+    settings = TrainableSettings(rank=4)
+    model, optimizer = make(settings)
+    train(model, optimizer, range(1))
+    path = save_checkpoint(tmp_path, model, optimizer, Progress(1), BINDING)
+    trained = sum(p.numel() for p in trained_parameters(model).values())
+    size = sum(file.stat().st_size for file in path.iterdir())
+    assert size < 1.2 * 12 * trained + 20_000  # values and AdamW's two moments
+    assert size < 0.1 * 4 * model.num_parameters()
+
+
+def test_the_last_ones_are_kept(tmp_path: Path) -> None:
+    model, optimizer = make(TrainableSettings(rank=4))
+    for step in (5, 10, 15):
+        save_checkpoint(tmp_path, model, optimizer, Progress(step), BINDING, keep=2)
+    assert [path.name for path in checkpoints(tmp_path)] == ["step-00000010", "step-00000015"]
+
+
+def test_what_was_not_finished_is_no_checkpoint(tmp_path: Path) -> None:
+    model, optimizer = make(TrainableSettings(rank=4))
+    whole = save_checkpoint(tmp_path, model, optimizer, Progress(5), BINDING)
+    partial = tmp_path / ".step-00000010.partial"
+    partial.mkdir()
+    (partial / "trained.safetensors").write_bytes(b"half")
+    assert latest_checkpoint(tmp_path) == whole
+    # and it is no hindrance to the next attempt
+    assert save_checkpoint(tmp_path, model, optimizer, Progress(10), BINDING).name == "step-00000010"
+    assert not partial.exists()
+
+
+def test_a_checkpoint_of_other_settings_is_refused_by_name_and_changes_nothing(tmp_path: Path) -> None:
+    model, optimizer = make()
+    train(model, optimizer, range(1))
+    path = save_checkpoint(tmp_path, model, optimizer, Progress(1), BINDING)
+    other, fresh = make(seed=1)
+    before = tensors_of(other)
+    with pytest.raises(ValueError, match=r"data\.length is 128, there 64"):
+        load_checkpoint(path, other, fresh, {**BINDING, "data.length": 128})
+    assert not fresh.state
+    assert all(torch.equal(tensor, before[name]) for name, tensor in tensors_of(other).items())
+
+
+def test_a_checkpoint_of_other_parameters_is_refused(tmp_path: Path) -> None:
+    model, optimizer = make(TrainableSettings(rank=4))
+    path = save_checkpoint(tmp_path, model, optimizer, Progress(1), BINDING)
+    other, fresh = make(LORA)
+    with pytest.raises(ValueError, match="holds 32 trained parameters"):
+        load_checkpoint(path, other, fresh, BINDING)
+
+
+FULL_DISK = """
+import resource, sys
+from pathlib import Path
+sys.path.insert(0, sys.argv[2])
+from small_training import BINDING, LORA, make, train
+from ctxext.training.checkpoints import Progress, save_checkpoint
+folder = Path(sys.argv[1])
+model, optimizer = make(LORA)
+train(model, optimizer, range(1))
+save_checkpoint(folder, model, optimizer, Progress(1), BINDING)
+resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+try:
+    save_checkpoint(folder, model, optimizer, Progress(2), BINDING)
+except OSError as error:
+    print(error)
+"""
+
+
+def test_a_full_disk_leaves_the_checkpoint_before_it_and_says_so(tmp_path: Path) -> None:
+    tests = str(Path(__file__).parents[1])
+    run = subprocess.run(
+        [sys.executable, "-c", FULL_DISK, str(tmp_path), tests], capture_output=True, text=True, check=True
+    )
+    assert "step 2 could not be saved" in run.stdout
+    assert "step-00000001 is whole: make room and run the same command again" in run.stdout
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
+    model, optimizer = make()
+    assert load_checkpoint(tmp_path / "step-00000001", model, optimizer, BINDING) == Progress(1)
+
+
+SHARDED = """
+import json, sys
+from pathlib import Path
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+sys.path.insert(0, sys.argv[2])
+from small_training import BINDING, LORA, make
+from ctxext.extension import transformers_model
+from ctxext.training.checkpoints import Progress, gather_trained, load_checkpoint, save_checkpoint
+from ctxext.training.loss import use_chunked_loss
+from ctxext.training.trainable import trained_parameters
+
+folder = Path(sys.argv[1])
+sharded = int(sys.argv[3]) > 1
+if sharded:
+    dist.init_process_group("gloo")
+rank, world = (dist.get_rank(), dist.get_world_size()) if sharded else (0, 1)
+
+def build(seed):
+    model, _ = make(LORA, seed)
+    inner = transformers_model(model)
+    use_chunked_loss(inner)
+    if sharded:
+        for layer in inner.model.layers:
+            fully_shard(layer)
+        fully_shard(model)
+    return model, torch.optim.AdamW(trained_parameters(model).values(), lr=1e-3)
+
+def train(model, optimizer, steps):
+    losses = []
+    for step in steps:
+        ids = torch.randint(0, 4096, (2, 32), generator=torch.Generator().manual_seed(step))[rank::world]
+        loss = model(input_ids=ids, labels=ids, num_items_in_batch=62, use_cache=False).loss
+        (loss * world).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        total = loss.detach().clone()
+        if sharded:
+            dist.all_reduce(total)
+        losses.append(total.item())
+    return losses
+
+wait = dist.barrier if sharded else lambda: None
+model, optimizer = build(0)
+first = train(model, optimizer, range(2))
+save_checkpoint(folder, model, optimizer, Progress(2), BINDING, main=rank == 0, wait=wait)
+then = train(model, optimizer, range(2, 4))
+again, fresh = build(1)
+assert load_checkpoint(folder / "step-00000002", again, fresh, BINDING) == Progress(2)
+assert train(again, fresh, range(2, 4)) == then
+tensors = gather_trained(again, rank == 0)
+if rank == 0:
+    print(json.dumps({"losses": first + then, "sums": {k: v.double().sum().item() for k, v in tensors.items()}}))
+if sharded:
+    dist.barrier()
+    dist.destroy_process_group()
+"""
+
+
+def test_sharded_training_is_that_of_one_process_and_its_checkpoints_are_whole(tmp_path: Path) -> None:
+    script, tests, outcomes = tmp_path / "sharded.py", str(Path(__file__).parents[1]), []
+    script.write_text(SHARDED)
+    for world in (1, 2):
+        launcher = (
+            [sys.executable] if world == 1 else [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"]
+        )
+        command = [*launcher, str(script), str(tmp_path / f"of-{world}"), tests, str(world)]
+        run = subprocess.run(command, capture_output=True, text=True)
+        assert run.returncode == 0, run.stderr[-3000:]
+        outcomes.append(json.loads(run.stdout.strip().splitlines()[-1]))
+    one, two = outcomes
+    assert two["losses"] == pytest.approx(one["losses"], rel=1e-5)
+    assert two["sums"].keys() == one["sums"].keys()
+    assert two["sums"] == pytest.approx(one["sums"], rel=1e-3, abs=1e-3)
