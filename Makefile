@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 
-.PHONY: demo test lint smollm2 benchmark soak figures clean
+.PHONY: demo test lint smollm2 benchmark soak finetune figures clean
 
 $(VENV)/demo.stamp: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -31,9 +31,15 @@ smollm2: $(VENV)/dev.stamp  ## the same comparison on a public model, at 16384 t
 benchmark: $(VENV)/dev.stamp
 	$(BIN)/python benchmarks/patch.py
 	$(BIN)/python benchmarks/evaluators.py
+	$(BIN)/python benchmarks/finetune.py
 
-soak: $(VENV)/dev.stamp  ## a measurement killed at 50 random moments
+soak: $(VENV)/dev.stamp  ## measurements and fine-tunes killed at random moments
 	$(BIN)/python benchmarks/soak.py --kills 50
+	$(BIN)/python benchmarks/finetune_soak.py --kills 20
+
+finetune: $(VENV)/dev.stamp  ## the shipped model fine-tuned at four times its length, by four ways
+	$(BIN)/python benchmarks/finetune_methods.py
+	$(BIN)/python docs/update_readme.py
 
 figures: $(VENV)/dev.stamp  ## the README's figure and numbers, anew
 	$(BIN)/ctxext demo --output docs/demo

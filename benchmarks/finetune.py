@@ -5,7 +5,8 @@
 
 The model has SmolLM2-135M's shape with 4 of its 30 layers and random weights, in float32 with sdpa; LoRA of rank 16 on
 q, k, v and o. Stock is `Trainer.train()` with its own loss; ours is the loop of recipes/finetune.py in miniature.
-Each run is a process of its own: a short step, so that what a process allocates for good is not counted, then a full one.
+Each run is a process of its own: a short step, so that what a process allocates for good is not counted, then a
+full one.
 """
 
 from __future__ import annotations

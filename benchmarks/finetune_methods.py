@@ -62,7 +62,7 @@ def tokens_to(run: dict[str, Any], better: float = 0.0) -> float:
 
 def add_figures(report: Report, name: str, run: dict[str, Any], bars: bool) -> None:
     base, trained = run["measured"]["variants"]["none"], run["measured"]["variants"]["trained"]
-    short, long = list(base["passkey"])[0], list(base["passkey"])[-1]
+    short, *_, long = base["passkey"]
     base_loss = math.log(next(iter(base["perplexity"].values())))
 
     def add(what: str, value: float, **bar: float) -> None:

@@ -1,4 +1,4 @@
-"""Write the README's tables anew: methods from the registry, numbers from the JSON of `make figures`.
+"""Write the tables of the documents anew: methods from the registry, numbers from the JSON of `make figures`.
 
 python docs/update_readme.py
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 from ctxext.tables import method_table
@@ -59,21 +60,59 @@ def evaluators_table() -> str:
         cells = [f"{file['figures'][figure]['value']:.2f}" for file in files.values()]
         lines.append(f"| {label} | {' | '.join(cells)} |")
     trials = " and ".join(str(file["trials"]) for file in files.values())
-    lines += ["", f"Two CPU cores, prompts of 1,024 tokens, {trials} trials; from [docs/benchmarks](docs/benchmarks)."]
+    lines += ["", f"Two CPU cores, prompts of 1,024 tokens, {trials} trials; from `evaluators*.json`."]
     return "\n".join(lines)
 
 
-def updated(readme: str) -> str:
-    """The README with what stands between its markers written anew."""
-    for name, table in (("methods", method_table()), ("demo", demo_table()), ("evaluators", evaluators_table())):
+def finetune_table() -> str:
+    """What a fine-tune of the shipped model bought, of docs/finetune/summary.json."""
+    summary = json.loads((ROOT / "docs/finetune/summary.json").read_text())
+    head = [
+        "fine-tuned by", "passkey at 2,048", "passkey at 512", "last 512 of 2,048 tokens (nats)",
+        "price within 512 (nats)", "tokens", "the whole command",
+    ]  # fmt: skip
+    lines = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
+    for name, run in summary["runs"].items():
+        before, after = (run["measured"]["variants"][variant] for variant in ("untrained", "trained"))
+        (short, short_share), *_, (long, long_share) = after["passkey"].items()
+        tail, price = run["measured"]["tail"]["difference"], after["short_loss"]
+        cells = [
+            f"`{name}`" if ", " not in name else "`{}`, {}".format(*name.split(", ")),
+            f"{before['passkey'][long]['value']:.0%} → {long_share['value']:.0%}",
+            f"{before['passkey'][short]['value']:.0%} → {short_share['value']:.0%}",
+            *(f"{d['value']:+.3f} [{d['low']:+.3f}, {d['high']:+.3f}]" for d in (tail, price)),
+            f"{run['glances'][-1]['tokens'] / 1e6:.2f} million",
+            f"{run['seconds'] / 60:.1f} min",
+        ]
+        lines.append("| " + " | ".join(cells) + " |")
+    first = next(iter(summary["runs"].values()))
+    n = next(iter(first["measured"]["variants"]["trained"]["passkey"].values()))["n"]
+    lines += [
+        "",
+        f"Passkey: {n} prompts a cell, extended and not trained → trained. Nats: against the base within its own 512 "
+        f"tokens, on the same text; {first['measured']['tail']['windows']} windows, 95% intervals; two CPU cores; from [docs/finetune/summary.json](docs/finetune/summary.json).",
+    ]
+    return "\n".join(lines)
+
+
+TABLES = {
+    "README.md": {"methods": method_table, "demo": demo_table, "finetune": finetune_table},
+    "docs/benchmarks/README.md": {"evaluators": evaluators_table},
+}
+
+
+def updated(text: str, tables: dict[str, Callable[[], str]]) -> str:
+    """`text` with what stands between its markers written anew."""
+    for name, table in tables.items():
         begin, end = f"<!-- begin {name} -->", f"<!-- end {name} -->"
-        block = f"{begin}\n{table}\n{end}"
-        readme, count = re.subn(f"{begin}.*?{end}", lambda _, block=block: block, readme, flags=re.DOTALL)
+        block = f"{begin}\n{table()}\n{end}"
+        text, count = re.subn(f"{begin}.*?{end}", lambda _, block=block: block, text, flags=re.DOTALL)
         if count != 1:
-            raise ValueError(f"README.md has {count} blocks {begin} … {end}; it needs exactly one.")
-    return readme
+            raise ValueError(f"there are {count} blocks {begin} … {end}; it needs exactly one.")
+    return text
 
 
 if __name__ == "__main__":
-    path = ROOT / "README.md"
-    path.write_text(updated(path.read_text()))
+    for file, tables in TABLES.items():
+        path = ROOT / file
+        path.write_text(updated(path.read_text(), tables))

@@ -25,6 +25,7 @@ import json
 import math
 import platform
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
@@ -83,6 +84,7 @@ def main(arguments: list[str] | None = None) -> None:
     settings = read_settings(args.config, args.changes)
     training, output = settings.training, Path(settings.output)
     logging.disable_progress_bar()
+    warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing", category=FutureWarning)  # of PEFT's asking
 
     # 1. The engine that was asked for, or an error.
     accelerator = make_accelerator(
@@ -92,7 +94,7 @@ def main(arguments: list[str] | None = None) -> None:
         project_dir=output,
     )
     main_process = accelerator.is_main_process
-    say = partial(console.print, highlight=False) if main_process else lambda *_: None
+    say = partial(console.print, highlight=False, soft_wrap=True) if main_process else lambda *_: None
 
     # 2. The base, extended on disk: an adapter that names it brings its rope along.
     with accelerator.main_process_first():
@@ -103,6 +105,11 @@ def main(arguments: list[str] | None = None) -> None:
     trained_length = read_context(AutoConfig.from_pretrained(base)).trained_length
     target_length = config.max_position_embeddings
     length = settings.data.length or target_length
+    if length > target_length:
+        raise ValueError(
+            f"data.length is {length:,}, beyond the {target_length:,} tokens that the extended model covers. Lower it, "
+            "or raise extension.target_length."
+        )
     steps = training.steps_of(length)
     say(f"[bold]{base.name}[/], trained at {trained_length:,} tokens, extended to {target_length:,}.")
 
@@ -128,6 +135,9 @@ def main(arguments: list[str] | None = None) -> None:
             f"  {part.source.name}: {count.documents:,} documents, {count.tokens_read:,} tokens in {len(part.rows):,} "
             f"rows ({count.padding:,} tokens of padding, {count.dropped:,} dropped), read {epochs:.2f} times"
         )
+    binding = {**settings.binding(), "data": [part.fingerprint for part in packed]}
+    if last := checkpoints.latest_checkpoint(output / "checkpoints"):
+        checkpoints.check_binding(last, binding)
 
     # 4. The model: what is trained, how loss and attention are computed, and the proof that all of it is so.
     torch.manual_seed(training.seed)  # LoRA's first values
@@ -138,8 +148,9 @@ def main(arguments: list[str] | None = None) -> None:
         use_shifted_sparse_attention(model, training.shifted_sparse_groups)
     model = attach_trainable(model, settings.trainable).to(accelerator.device)
     check_all_saved(model)
-    prove_loss(model)
-    check_positions(model, collator, min(length, 256), config.vocab_size)
+    if training.loss == "chunked":
+        prove_loss(model)
+    check_positions(model, collator, length, config.vocab_size, batch_size=training.micro_batch_size)
     if training.gradient_checkpointing != "none":
         transformers_model(model).gradient_checkpointing_enable({"use_reentrant": False})
     trained = trained_parameters(model)
@@ -148,7 +159,8 @@ def main(arguments: list[str] | None = None) -> None:
     optimizer = torch.optim.AdamW(
         trained.values(), lr=training.learning_rate, betas=training.betas, weight_decay=training.weight_decay
     )
-    if accelerator.distributed_type == DistributedType.DEEPSPEED:  # its engine clips and cuts by a config of its own
+    zero = accelerator.distributed_type == DistributedType.DEEPSPEED
+    if zero:  # its engine clips and cuts by a config of its own
         accelerator.state.deepspeed_plugin.deepspeed_config |= {
             "gradient_clipping": training.max_grad_norm,
             "train_micro_batch_size_per_gpu": training.micro_batch_size,
@@ -158,12 +170,13 @@ def main(arguments: list[str] | None = None) -> None:
 
     # 5. What it will take.
     run = Run(settings, accelerator, model, optimizer, mixture, collator, steps)
-    memory = PeakMemory(accelerator.device)
-    expected = estimate(
-        run.probe, length=length, micro_batches=steps * run.micro_batches, trained=n_trained, memory=memory
-    )
-    say(f"[bold]Estimate[/]: {expected}.")
-    if not expected.fits:
+    memory, expected = PeakMemory(accelerator.device), None
+    if not zero:  # whose engine takes no step that leaves nothing behind
+        expected = estimate(
+            run.probe, length=length, micro_batches=steps * run.micro_batches, trained=n_trained, memory=memory
+        )
+    say(f"[bold]Estimate[/]: {expected or 'none under DeepSpeed'}.")
+    if expected and not expected.fits:
         say(
             f"[bold red]More than the {gib(expected.room)} that are free.[/] Lower data.length or "
             "training.micro_batch_size, or set training.gradient_checkpointing to recompute or offload."
@@ -174,21 +187,16 @@ def main(arguments: list[str] | None = None) -> None:
     # 6. What the base does, as it is and extended.
     measure = None
     if settings.evaluation:
-        text = (
-            PERSUASION
-            if settings.evaluation.text == "shipped"
-            else find_file(settings.evaluation.text, args.config.parent)
-        )
+        chosen = settings.evaluation.text
+        text = PERSUASION if chosen == "shipped" else find_file(chosen, args.config.parent)
         measure = Measure(settings, accelerator, text, tokenizer, trained_length, target_length)
         measure.before(base)
 
     # 7. Train, from the last checkpoint if there is one.
     accelerator.init_trackers("ctxext", {key: str(value) for key, value in settings.binding().items()})
     memory.restart()
-    binding = {**settings.binding(), "data": [part.rows._fingerprint for part in packed]}
     done, seconds = train(run, binding, measure)
     peak = memory.at_most
-    accelerator.end_training()
 
     # 8. Save what was trained, with its base; measure what was saved.
     record = AdapterBase.of(extended, base if settings.model == "shipped" else settings.model, settings.revision)
@@ -201,22 +209,21 @@ def main(arguments: list[str] | None = None) -> None:
         "machine": f"{platform.machine()}, {torch.get_num_threads()} threads, {accelerator.device.type}",
         "processes": accelerator.num_processes,
         "parameters_trained": n_trained,
-        "estimated": {"seconds": expected.seconds, "peak_bytes": expected.peak},
+        "estimated": expected and {"seconds": expected.seconds, "peak_bytes": expected.peak},
         "took": {"seconds": seconds, "steps": done, "peak_bytes": peak},
     }
     if measure:
         figures["measured"] = measure.after(saved)
     if main_process:
         (output / "figures.json").write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
-        write_record(
-            saved, replace(record, provenance=figures), card_table(figures["measured"]["variants"]) if measure else None
-        )
-        if settings.merge:
+        provenance = {name: figures[name] for name in ("settings", "data", "versions", "machine", "took")}
+        table = card_table(figures["measured"]["variants"]) if measure else None
+        write_record(saved, replace(record, provenance=provenance), table)
+        if settings.merge and not (output / "merged").exists():
             merge(saved, output / "merged")
-    say(
-        f"Saved {saved}. {done:,} steps took {duration(seconds)} and {gib(peak)} (estimated: "
-        f"{duration(expected.seconds * done / steps)} and {gib(expected.peak)})."
-    )
+    said = f", estimated {duration(expected.seconds * done / steps)} and {gib(expected.peak)}" if expected else ""
+    say(f"Saved {saved}. {done:,} steps took {duration(seconds)} and {gib(peak)}{said}.")
+    accelerator.end_training()
 
 
 # ------------------------------------------------------------------------------------ setting up
@@ -575,12 +582,10 @@ def save(run: Run, record: AdapterBase, tokenizer: Any) -> Path:
     lora = run.settings.trainable.kind == "lora"
     folder = Path(run.settings.output) / ("adapter" if lora else "model")
     accelerator = run.accelerator
-    zero = accelerator.distributed_type == DistributedType.DEEPSPEED  # whose shards only it can gather
-    tensors = (
-        accelerator.get_state_dict(run.model)
-        if zero
-        else checkpoints.gather_trained(run.model, accelerator.is_main_process)
-    )
+    if accelerator.distributed_type == DistributedType.DEEPSPEED:  # only it can gather its shards
+        tensors = accelerator.get_state_dict(run.model)
+    else:
+        tensors = checkpoints.gather_trained(run.model, accelerator.is_main_process)
     if accelerator.is_main_process:
         save_trained(accelerator.unwrap_model(run.model), folder, record, tokenizer, tensors)
     accelerator.wait_for_everyone()

@@ -71,9 +71,10 @@ def update_readme():
     return module
 
 
-def test_readme_tables_are_those_of_the_registry_and_of_the_json() -> None:
-    readme = (ROOT / "README.md").read_text()
-    assert update_readme().updated(readme) == readme, "run python docs/update_readme.py"
+@pytest.mark.parametrize("file", ["README.md", "docs/benchmarks/README.md"])
+def test_tables_are_those_of_the_registry_and_of_the_json(file: str) -> None:
+    module, text = update_readme(), (ROOT / file).read_text()
+    assert module.updated(text, module.TABLES[file]) == text, "run python docs/update_readme.py"
 
 
 def test_readme_stays_under_200_lines() -> None:
@@ -113,3 +114,11 @@ def test_notebook_runs(path: Path, tmp_path: Path) -> None:
 
     notebook = nbformat.read(path, as_version=4)
     NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(tmp_path)}}).execute()
+
+
+def test_every_trap_that_the_recipes_name_is_pinned_by_the_test_beside_it() -> None:
+    rows = re.findall(r"^\| (\d+)\. .*`(test_\w+)` \|$", (ROOT / "recipes/README.md").read_text(), re.M)
+    tests = "\n".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py"))
+    assert [int(number) for number, _ in rows] == list(range(1, 13))
+    for _, name in rows:
+        assert f"def {name}(" in tests, name

@@ -66,7 +66,7 @@ def app() -> None:
     atexit.register(gc.freeze)
     try:
         commands()
-    except (ValueError, RuntimeError, OSError, ImportError) as error:
+    except (ValueError, RuntimeError, OSError, ImportError, ArithmeticError) as error:
         console.print(f"[bold red]error:[/] {type(error).__name__}: ", end="")
         console.print(str(error), markup=False, highlight=False)
         raise SystemExit(1) from error

@@ -12,7 +12,9 @@ import typer
 
 def finetune(
     config: Annotated[str, typer.Option(help="A YAML file, or the name of one in recipes/configs.")],
-    changes: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Changes to the config.")] = None,
+    changes: Annotated[
+        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Changes to the config.")
+    ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what it would take, and stop.")] = False,
 ) -> None:
     """Fine-tune a model at a longer context: `accelerate launch -m ctxext.cli finetune ...` for several processes."""
@@ -24,7 +26,8 @@ def finetune(
         known = ", ".join(sorted(file.stem for file in (recipes / "configs").glob("*.yaml")))
         raise FileNotFoundError(f"{config!r} is no file, and no config of that name is among the recipes: {known}.")
     spec = importlib.util.spec_from_file_location("ctxext_recipe_finetune", recipes / "finetune.py")
-    assert spec is not None and spec.loader is not None
+    assert spec is not None
+    assert spec.loader is not None
     recipe = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = recipe  # where its dataclasses look themselves up
     spec.loader.exec_module(recipe)

@@ -65,6 +65,11 @@ class Packed:
     rows: Dataset
     accounting: Accounting
 
+    @property
+    def fingerprint(self) -> str:
+        """Of the text, the tokenizer and the settings that the rows are made of."""
+        return self.rows._fingerprint
+
 
 def pack(
     source: Source,

@@ -98,8 +98,7 @@ def load_checkpoint(path: Path, model: nn.Module, optimizer: Any, binding: dict[
     Raises:
         ValueError: it belongs to a run with other settings, which are named, or to another model. Nothing was changed.
     """
-    state = json.loads((path / STATE).read_text(encoding="utf-8"))
-    check_binding(path, state["binding"], binding)
+    state = check_binding(path, binding)
     if hasattr(model, "load_checkpoint"):
         model.load_checkpoint(str(path), tag=ZERO, load_module_strict=False)
         return Progress(**state["progress"])
@@ -124,9 +123,10 @@ def load_checkpoint(path: Path, model: nn.Module, optimizer: Any, binding: dict[
     return Progress(**state["progress"])
 
 
-def check_binding(path: Path, theirs: dict[str, Any], ours: dict[str, Any]) -> None:
-    """Raise ValueError if a checkpoint belongs to other settings than ours, with those that differ."""
-    ours = json.loads(json.dumps(ours))
+def check_binding(path: Path, binding: dict[str, Any]) -> dict[str, Any]:
+    """The state of a checkpoint, or ValueError with the settings in which its `binding` differs from ours."""
+    state = json.loads((path / STATE).read_text(encoding="utf-8"))
+    theirs, ours = state["binding"], json.loads(json.dumps(binding))
     differ = [key for key in sorted({*theirs, *ours}) if theirs.get(key) != ours.get(key)]
     if differ:
         said = "; ".join(f"{key} is {ours.get(key)!r}, there {theirs.get(key)!r}" for key in differ[:5])
@@ -134,6 +134,7 @@ def check_binding(path: Path, theirs: dict[str, Any], ours: dict[str, Any]) -> N
             f"{path} is of a run with other settings: {said}. Go on with the settings it was begun with, or choose "
             "another output folder."
         )
+    return state
 
 
 def checkpoints(folder: Path) -> list[Path]:

@@ -220,6 +220,12 @@ class Settings(Section):
     tracker: str | None = "tensorboard"
     merge: bool = False
 
+    @model_validator(mode="after")
+    def _adapters_are_merged(self) -> Settings:
+        if self.merge and self.trainable.kind == "full":
+            raise ValueError("merge: true is for adapters; trainable.kind: full saves a plain checkpoint by itself.")
+        return self
+
     # What a run computes does not depend on these: a checkpoint may be continued with others.
     FREE: ClassVar[tuple[str, ...]] = (
         "measured_on", "output", "evaluation", "engine", "tracker", "merge", "data.processes",

@@ -113,14 +113,14 @@ def check_rotary(model: nn.Module) -> None:
             continue
         if table.dtype != torch.float32:
             raise RuntimeError(
-                f"the rotary frequencies at {path!r} are {table.dtype}, which is too coarse for long positions: load the "
-                "model with dtype= instead of casting it."
+                f"the rotary frequencies at {path!r} are {table.dtype}, which is too coarse for long positions: load "
+                "the model with dtype= instead of casting it."
             )
         facts = read_context(transformers_model(model).config)
         if facts.scaling is not None and facts.scaling.name in ("longrope", "dynamic_ntk"):
             continue  # they change the table as they run
         if not torch.allclose(table.cpu().double(), facts.rope.inv_freq, rtol=1e-5, atol=0.0):
             raise RuntimeError(
-                f"the rotary frequencies at {path!r} are not what the model's config says. Something changed them after "
-                "loading; extend the checkpoint before it is loaded."
+                f"the rotary frequencies at {path!r} are not what the model's config says. Something changed them "
+                "after loading; extend the checkpoint before it is loaded."
             )

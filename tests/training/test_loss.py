@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import os
 import pickle
 from typing import Any
 
@@ -324,3 +325,28 @@ def test_a_copy_has_a_loss_of_its_own_weights(copied: Any) -> None:
     restore_loss(twin)
     assert twin(**batch).logits is not None
     assert model(**batch).logits is None
+
+
+def sharded_gradients(rank: int, folder: str) -> None:
+    """One of two processes; the head is gathered by the root, or stays sharded until the loss gathers it."""
+    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    found = []
+    for sharded in ([], ["model"], ["model", "lm_head"]):
+        model = tiny_model("llama")
+        if sharded:
+            use_chunked_loss(model)
+            for name in sharded:
+                torch.distributed.fsdp.fully_shard(getattr(model, name))
+        torch.distributed.fsdp.fully_shard(model)
+        ids = token_ids(32, seed=rank)
+        model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+        found.append([parameter.grad.full_tensor() for parameter in model.parameters()])
+    for chunked in found[1:]:
+        for ours, stock in zip(chunked, found[0]):
+            assert (ours - stock).norm() <= 1e-5 * stock.norm()
+    torch.distributed.destroy_process_group()
+
+
+def test_a_sharded_head_is_gathered_and_its_gradient_averaged(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(os.environ, "OMP_NUM_THREADS", "1")
+    torch.multiprocessing.spawn(sharded_gradients, (str(tmp_path),), nprocs=2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -40,13 +41,12 @@ def test_every_shipped_config_is_valid_and_says_where_it_was_measured(path: Path
     ],
 )
 def test_a_mistake_is_named_with_its_remedy(change: str, said: str) -> None:
-    with pytest.raises(ValueError, match=".*") as error:
+    with pytest.raises(ValueError, match=re.escape(said)):
         read_settings(TINY, [change])
-    assert said in str(error.value)
 
 
 def test_every_mistake_is_named_at_once() -> None:
-    with pytest.raises(ValueError, match="training.step") as error:
+    with pytest.raises(ValueError, match=r"training\.step") as error:
         read_settings(TINY, ["training.step=5", "data.lenght=2k"])
     assert "'data.lenght'; did you mean 'length'?" in str(error.value)
 

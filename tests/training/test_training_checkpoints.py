@@ -129,6 +129,9 @@ import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 sys.path.insert(0, sys.argv[2])
 from small_training import BINDING, LORA, make
+from safetensors.torch import load_file
+from ctxext.adapters import AdapterBase, save_trained
+from ctxext.assets import MODEL
 from ctxext.extension import transformers_model
 from ctxext.training.checkpoints import Progress, gather_trained, load_checkpoint, save_checkpoint
 from ctxext.training.loss import use_chunked_loss
@@ -174,7 +177,11 @@ assert load_checkpoint(folder / "step-00000002", again, fresh, BINDING) == Progr
 assert train(again, fresh, range(2, 4)) == then
 tensors = gather_trained(again, rank == 0)
 if rank == 0:
-    print(json.dumps({"losses": first + then, "sums": {k: v.double().sum().item() for k, v in tensors.items()}}))
+    record = AdapterBase.of(MODEL, MODEL)
+    save_trained(again, folder / "adapter", record, state_dict=tensors)
+    saved = load_file(folder / "adapter/adapter_model.safetensors")
+    assert sum(t.numel() for t in tensors.values()) <= sum(t.numel() for t in saved.values())
+    print(json.dumps({"losses": first + then, "sums": {k: v.double().sum().item() for k, v in saved.items()}}))
 if sharded:
     dist.barrier()
     dist.destroy_process_group()

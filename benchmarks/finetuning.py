@@ -1,4 +1,4 @@
-"""Starts the fine-tune recipe as people do, in processes of its own."""
+"""Starts the fine-tune recipe as people do, and kills it: for the soak and the tests."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[1]
 RECIPE, TINY = ROOT / "recipes/finetune.py", ROOT / "recipes/configs/tiny_yarn_4x.yaml"
 # The tiny run in small: short rows, no measuring.
+STEPS = 24
 SMALL = (
-    "data.length=128", "training.steps=24", "training.batch_size=4", "training.micro_batch_size=1",
+    "data.length=128", f"training.steps={STEPS}", "training.batch_size=4", "training.micro_batch_size=1",
     "training.checkpoint_every=3", "training.precision=fp32", "trainable.dropout=0.1", "evaluation=null",
     "tracker=null",
 )  # fmt: skip

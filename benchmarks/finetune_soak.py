@@ -1,0 +1,68 @@
+"""Kill fine-tunes at random moments, in one and in two processes, and compare them with those that were let alone.
+
+    python benchmarks/finetune_soak.py --kills 20
+
+Every kill is a SIGKILL of all processes at once. After each, every checkpoint can be read; in the end the loss curve,
+the adapter and the last checkpoint are those of the uninterrupted run, byte for byte.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+from pathlib import Path
+from random import Random
+
+from finetuning import STEPS, finish, killed, outcome
+from report import Report
+from rich.progress import track
+from safetensors.torch import load_file
+
+from ctxext.training.checkpoints import checkpoints
+
+
+def readable(output: Path) -> int:
+    """How many checkpoints there are, all of which can be read."""
+    whole = checkpoints(output / "checkpoints")
+    for path in whole:
+        load_file(path / "trained.safetensors")
+        json.loads((path / "state.json").read_text())
+    return len(whole)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--kills", type=int, default=20)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--output", type=Path, default=Path("docs/benchmarks/finetune_soak.json"))
+    args = parser.parse_args()
+    rng, report = Random(args.seed), Report("fine-tunes killed", seed=args.seed)
+    with tempfile.TemporaryDirectory() as folder:
+        for processes in (1, 2):
+            reference = Path(folder) / f"reference-{processes}"
+            finish(reference, processes=processes)
+            expected, equal, finished, in_training, read = outcome(reference), 0, 0, 0, 0
+            output = Path(folder) / f"killed-{processes}-{finished}"
+            for _ in track(range(args.kills // 2), f"{processes} processes"):
+                in_training += killed(output, rng, processes=processes) < STEPS
+                read += readable(output)
+                if len(checkpoints(output / "checkpoints")) and rng.random() < 0.2:
+                    finish(output, processes=processes)
+                    equal += outcome(output) == expected
+                    finished += 1
+                    output = Path(folder) / f"killed-{processes}-{finished}"
+            finish(output, processes=processes)
+            equal += outcome(output) == expected
+            finished += 1
+            name = f"{processes} process{'es' * (processes > 1)}"
+            report.add(f"{name}: kills", args.kills // 2, at_least=args.kills // 2)
+            report.add(f"{name}: of them before the last step", in_training, at_least=args.kills // 4)
+            report.add(f"{name}: checkpoints read after kills", read, at_least=1)
+            report.add(f"{name}: runs finished after kills", finished, at_least=1)
+            report.add(f"{name}: share equal to the uninterrupted run, byte for byte", equal / finished, at_least=1)
+    report.finish(args.output)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,44 @@
+"""Estimates: what two short passes say of a long one."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+
+from ctxext.training.estimate import Estimate, PeakMemory, duration, estimate, gib
+
+
+def test_time_and_memory_go_on_as_they_grew() -> None:
+    def step(tokens: int) -> None:
+        held = torch.ones(tokens, 2**12)  # 16 KiB a token
+        time.sleep(tokens * 4e-5 + tokens**2 * 1e-7)
+        del held
+
+    expected = estimate(step, length=2048, micro_batches=10, trained=1000, memory=PeakMemory(torch.device("cpu")))
+    assert expected.seconds == pytest.approx(10 * (2048 * 4e-5 + 2048**2 * 1e-7), rel=0.3)
+    assert expected.growth == pytest.approx(2048 * 2**14, rel=0.3)
+    assert expected.state == 12_000
+    assert expected.peak == expected.held + expected.state + expected.growth
+    assert expected.fits
+
+
+def test_more_than_there_is_does_not_fit() -> None:
+    assert not Estimate(held=2**30, state=2**30, growth=2**31, room=2**31, seconds=1).fits
+    assert Estimate(held=None, state=2**30, growth=None, room=None, seconds=1).fits
+
+
+def test_the_peak_is_seen_after_it_has_passed() -> None:
+    memory = PeakMemory(torch.device("cpu"))
+    before = memory.now
+    held = torch.ones(2**26)  # 256 MiB
+    del held
+    assert memory.at_most - before > 0.9 * 2**28
+    memory.restart()
+    assert memory.at_most - before < 0.5 * 2**28
+
+
+def test_figures_are_written_for_people() -> None:
+    assert [duration(s) for s in (8, 200, 3900)] == ["8 s", "3 min 20 s", "1 h 05 min"]
+    assert (gib(2**30), gib(None)) == ("1.00 GiB", "unknown")

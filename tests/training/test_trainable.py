@@ -1,0 +1,81 @@
+"""What is trained: all of it, LoRA where it was asked for, embeddings and norms with ties kept."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from families import FAMILIES, tiny_model
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
+
+from ctxext.adapters import check_all_saved
+from ctxext.assets import MODEL
+from ctxext.training.settings import TrainableSettings
+from ctxext.training.trainable import attach_trainable, check_rotary, trained_parameters
+
+
+def base():
+    return AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
+
+
+def test_full_trains_everything_in_float32() -> None:
+    model = attach_trainable(base().to(torch.bfloat16), TrainableSettings(kind="full"))
+    assert trained_parameters(model).keys() == dict(model.named_parameters()).keys()
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+
+
+def test_lora_is_on_attention_alone_unless_asked() -> None:
+    names = trained_parameters(attach_trainable(base(), TrainableSettings(rank=4)))
+    assert {name.split(".")[-4] for name in names} == {"q_proj", "k_proj", "v_proj", "o_proj"}
+    assert all("lora_" in name for name in names)
+    names = trained_parameters(attach_trainable(base(), TrainableSettings(rank=4, targets=["down_proj"])))
+    assert {name.split(".")[-4] for name in names} == {"down_proj"}
+
+
+def test_embeddings_and_norms_are_trained_saved_and_stay_tied() -> None:
+    model = attach_trainable(base(), TrainableSettings(rank=4, embeddings=True, norms=True))
+    names = trained_parameters(model)
+    assert sum("norm" in name for name in names) == 2 * 4 + 1
+    assert sum("embed_tokens" in name for name in names) == 1
+    check_all_saved(model)
+    ids = torch.randint(0, 4096, (1, 16))
+    model(input_ids=ids, labels=ids).loss.backward()
+    trained = next(p for name, p in names.items() if "embed_tokens" in name)
+    with torch.no_grad():
+        before = model(input_ids=ids).logits
+        trained.mul_(1.5)  # the embeddings and, if they are tied, the head
+        wrapped = model.base_model.model
+        assert torch.equal(wrapped.lm_head.weight, trained)
+        assert not torch.equal(model(input_ids=ids).logits, before)
+
+
+def test_what_lora_trains_is_float32_on_a_half_precision_base() -> None:
+    model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.bfloat16)
+    model = attach_trainable(model, TrainableSettings(rank=4, norms=True))
+    assert {p.dtype for p in trained_parameters(model).values()} == {torch.float32}
+    assert torch.bfloat16 in {p.dtype for p in model.parameters()}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_has_attention_embeddings_and_norms(family: str) -> None:
+    model = attach_trainable(tiny_model(family), TrainableSettings(rank=2, embeddings=True, norms=True))
+    assert isinstance(model, PeftModel)
+    names = trained_parameters(model)
+    for kind in ("lora_", "norm", "emb"):
+        assert any(kind in name.lower().replace(".ln_", ".norm_") for name in names), kind
+    check_all_saved(model)
+
+
+def test_a_projection_that_is_not_there_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"no projection is named 'q_porj'. There are .*q_proj"):
+        attach_trainable(base(), TrainableSettings(targets=["q_porj"]))
+
+
+def test_rotary_tables_that_were_cast_or_changed_are_refused() -> None:
+    check_rotary(base())
+    with pytest.raises(RuntimeError, match="too coarse for long positions"):
+        check_rotary(base().to(torch.bfloat16))
+    changed = base()
+    changed.model.rotary_emb.inv_freq.mul_(0.5)
+    with pytest.raises(RuntimeError, match="not what the model's config says"):
+        check_rotary(changed)
