@@ -90,7 +90,8 @@ def finetune_table() -> str:
     lines += [
         "",
         f"Passkey: {n} prompts a cell, extended and not trained → trained. Nats: against the base within its own 512 "
-        f"tokens, on the same text; {first['measured']['tail']['windows']} windows, 95% intervals; two CPU cores; from [docs/finetune/summary.json](docs/finetune/summary.json).",
+        f"tokens, on the same text; {first['measured']['tail']['windows']} windows, 95% intervals; two CPU cores; from "
+        "[docs/finetune/summary.json](docs/finetune/summary.json).",
     ]
     return "\n".join(lines)
 

@@ -64,7 +64,7 @@ from ctxext.folders import checkpoint_folder, extend_folder, extended_json
 from ctxext.training import checkpoints
 from ctxext.training.estimate import PeakMemory, duration, estimate, gib
 from ctxext.training.launch import data_parallel, engine_of, make_accelerator, on_my_part
-from ctxext.training.loss import prove_loss, use_chunked_loss
+from ctxext.training.loss import use_chunked_loss
 from ctxext.training.settings import Settings, read_settings
 from ctxext.training.shifted_sparse import use_shifted_sparse_attention
 from ctxext.training.trainable import attach_trainable, check_rotary, trained_parameters
@@ -84,7 +84,7 @@ def main(arguments: list[str] | None = None) -> None:
     settings = read_settings(args.config, args.changes)
     training, output = settings.training, Path(settings.output)
     logging.disable_progress_bar()
-    warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing", category=FutureWarning)  # of PEFT's asking
+    warnings.filterwarnings("ignore", message=".*gradient_checkpointing", category=FutureWarning)
 
     # 1. The engine that was asked for, or an error.
     accelerator = make_accelerator(
@@ -142,14 +142,12 @@ def main(arguments: list[str] | None = None) -> None:
     # 4. The model: what is trained, how loss and attention are computed, and the proof that all of it is so.
     torch.manual_seed(training.seed)  # LoRA's first values
     model = AutoModelForCausalLM.from_pretrained(extended, **loading(settings, accelerator))
+    model = attach_trainable(model, settings.trainable).to(accelerator.device)
+    check_all_saved(model)
     if training.loss == "chunked":
         use_chunked_loss(model)
     if training.shifted_sparse_groups:
         use_shifted_sparse_attention(model, training.shifted_sparse_groups)
-    model = attach_trainable(model, settings.trainable).to(accelerator.device)
-    check_all_saved(model)
-    if training.loss == "chunked":
-        prove_loss(model)
     check_positions(model, collator, length, config.vocab_size, batch_size=training.micro_batch_size)
     if training.gradient_checkpointing != "none":
         transformers_model(model).gradient_checkpointing_enable({"use_reentrant": False})

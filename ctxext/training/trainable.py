@@ -30,6 +30,11 @@ def attach_trainable(model: PreTrainedModel, settings: TrainableSettings) -> nn.
         return model.float()
     from peft import LoraConfig, get_peft_model
 
+    for module in model.modules():
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            # At its first pass without gradients bitsandbytes packs four-bit weights for inference on a CPU, and never
+            # back: whatever is trained afterwards gets wrong gradients, with a warning.
+            module.support_avx512bf16_for_cpu = False
     also = [embedding_name(model)] if settings.embeddings else []
     also += norm_names(model) if settings.norms else []
     tied = settings.embeddings and model.get_output_embeddings().weight is model.get_input_embeddings().weight

@@ -6,7 +6,7 @@ import pytest
 import torch
 from families import FAMILIES, tiny_model
 from peft import PeftModel
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from ctxext.adapters import check_all_saved
 from ctxext.assets import MODEL
@@ -79,3 +79,23 @@ def test_rotary_tables_that_were_cast_or_changed_are_refused() -> None:
     changed.model.rotary_emb.inv_freq.mul_(0.5)
     with pytest.raises(RuntimeError, match="not what the model's config says"):
         check_rotary(changed)
+
+
+def test_a_look_at_a_model_in_four_bits_does_not_change_its_gradients() -> None:
+    pytest.importorskip("bitsandbytes")
+    quantization = BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.bfloat16
+    )
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32, quantization_config=quantization)
+    model = attach_trainable(model, TrainableSettings(rank=4, quantization="nf4"))
+    ids, gradients = torch.randint(0, 4096, (1, 64)), []
+    for _ in range(2):
+        model.train()
+        model(input_ids=ids, labels=ids).loss.backward()
+        gradients.append({name: p.grad.clone() for name, p in trained_parameters(model).items()})
+        model.zero_grad()
+        model.eval()
+        with torch.no_grad():
+            model(input_ids=ids)
+    assert all(torch.equal(gradients[0][name], gradients[1][name]) for name in gradients[0])
