@@ -414,7 +414,7 @@ class Log:
         if writes and path.exists():
             lines = [line for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
             kept = path.with_suffix(".partial")
-            kept.write_text("".join(line for line in lines if json.loads(line)["step"] <= done))
+            kept.write_text("".join(line for line in lines if done and json.loads(line)["step"] <= done))
             kept.replace(path)
 
     def add(self, record: dict[str, Any]) -> None:
@@ -452,6 +452,11 @@ class Measure:
         assert settings.evaluation is not None
         self.settings, self.accelerator, self.trained, self.target = settings, accelerator, trained, target
         self.every = settings.evaluation.every
+        if self.every and engine_of(accelerator).kind not in ("single", "ddp"):
+            raise ValueError(
+                "evaluation.every looks at the model as it is trained, which must then be whole on each process. Set it "
+                "to null: before and after are measured on copies."
+            )
         self.prompter = Prompter(tokenizer)
         self.haystack = Haystack.from_file(text, tokenizer, at_least=target)
         chosen = settings.evaluation

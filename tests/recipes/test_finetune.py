@@ -50,6 +50,16 @@ def test_two_processes_give_the_losses_of_one_and_go_on_bit_for_bit(whole: Path,
     assert outcome(disturbed) == outcome(two)
 
 
+def test_what_saves_memory_changes_no_loss(tmp_path: Path) -> None:
+    losses = {}
+    for change in ("none", "recompute", "offload", "stock"):
+        setting = "training.loss" if change == "stock" else "training.gradient_checkpointing"
+        finish(tmp_path / change, "training.steps=3", "trainable.dropout=0.0", f"{setting}={change}")
+        losses[change] = [line["loss"] for line in log(tmp_path / change)]
+    for change, saved in losses.items():
+        assert saved == pytest.approx(losses["none"], rel=1e-5), change
+
+
 def test_a_checkpoint_of_other_settings_is_refused_and_stays(whole: Path) -> None:
     before = outcome(whole)
     said = finish(whole, "training.seed=1", fails=True)
