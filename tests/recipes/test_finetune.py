@@ -117,10 +117,8 @@ def test_a_dry_run_says_what_it_would_take_and_trains_nothing(tmp_path: Path) ->
         (("extension.target_length=512", "extension.factor=null"), "covers 512 tokens"),
         (("model=nobody/nothing",), "is no folder here, and the hub did not give it"),
         (("data.length=4096",), "beyond the 2,048 tokens"),
-        (
-            ("training.micro_batch_size=3", "training.batch_size=3", "evaluation={text: nowhere.txt}"),
-            "nowhere.txt was not",
-        ),
+        (("evaluation={text: nowhere.txt}",), "nowhere.txt was not found"),
+        (("evaluation={text: shipped, lengths: [1m]}",), "windows of 1,048,576 are to be read of it"),
     ],
 )
 def test_bad_input_is_refused_before_anything_is_trained(tmp_path: Path, changes: tuple[str, ...], said: str) -> None:
