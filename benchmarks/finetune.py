@@ -99,7 +99,7 @@ def train_ours(model: Any, rows: list[dict[str, Tensor]], checkpointed: bool, me
     if checkpointed:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=LEARNING_RATE, weight_decay=0.0, fused=True)
+    optimizer = torch.optim.AdamW(trained, lr=LEARNING_RATE, weight_decay=0.0)
     model.train()
     for row in rows:
         meter.on_step_begin()

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
-import signal
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 ROOT = Path(__file__).parents[1]
 RECIPE, TINY = ROOT / "recipes/finetune.py", ROOT / "recipes/configs/tiny_yarn_4x.yaml"
@@ -57,7 +59,10 @@ def killed(output: Path, rng: random.Random, *changes: str, processes: int = 1) 
     while process.poll() is None and len(log(output)) < before + more:
         time.sleep(0.01)
     time.sleep(rng.random() * 0.2)  # anywhere in a step, or while a checkpoint is written
-    os.killpg(process.pid, signal.SIGKILL)
+    # Workers of a launcher lead groups of their own, so that killing its group would leave them at work.
+    for one in (*psutil.Process(process.pid).children(recursive=True), process):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            one.kill()
     process.communicate()
     return len(log(output))
 

@@ -24,6 +24,7 @@ import argparse
 import json
 import math
 import platform
+import shutil
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -39,11 +40,12 @@ from accelerate import Accelerator, DistributedType
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from torch import nn
+from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 from transformers.utils import logging
 
 import ctxext
-from ctxext.adapters import AdapterBase, check_all_saved, merge, save_trained, write_record
+from ctxext.adapters import AdapterBase, check_all_saved, merge, save_trained, weights_fingerprint, write_record
 from ctxext.assets import MODEL, PERSUASION
 from ctxext.cli import measuring
 from ctxext.configs import read_context
@@ -93,6 +95,8 @@ def main(arguments: list[str] | None = None) -> None:
         log_with=settings.tracker,
         project_dir=output,
     )
+    settings.check_engine(engine_of(accelerator).kind)
+    micro_batches = micro_batches_of(settings, accelerator)
     main_process = accelerator.is_main_process
     say = partial(console.print, highlight=False, soft_wrap=True) if main_process else lambda *_: None
 
@@ -138,17 +142,23 @@ def main(arguments: list[str] | None = None) -> None:
     binding = {**settings.binding(), "data": [part.fingerprint for part in packed]}
     if last := checkpoints.latest_checkpoint(output / "checkpoints"):
         checkpoints.check_binding(last, binding)
+    measure = None
+    if settings.evaluation:
+        chosen = settings.evaluation.text
+        text = PERSUASION if chosen == "shipped" else find_file(chosen, args.config.parent)
+        measure = Measure(settings, accelerator, text, tokenizer, trained_length, target_length)
 
     # 4. The model: what is trained, how loss and attention are computed, and the proof that all of it is so.
     torch.manual_seed(training.seed)  # LoRA's first values
     model = AutoModelForCausalLM.from_pretrained(extended, **loading(settings, accelerator))
     model = attach_trainable(model, settings.trainable).to(accelerator.device)
     check_all_saved(model)
-    if training.loss == "chunked":
-        use_chunked_loss(model)
-    if training.shifted_sparse_groups:
-        use_shifted_sparse_attention(model, training.shifted_sparse_groups)
-    check_positions(model, collator, length, config.vocab_size, batch_size=training.micro_batch_size)
+    with accelerator.autocast():  # as it will train: what is trained is float32, its base may not be
+        if training.loss == "chunked":
+            use_chunked_loss(model)
+        if training.shifted_sparse_groups:
+            use_shifted_sparse_attention(model, training.shifted_sparse_groups)
+        check_positions(model, collator, length, config.vocab_size, batch_size=training.micro_batch_size)
     if training.gradient_checkpointing != "none":
         transformers_model(model).gradient_checkpointing_enable({"use_reentrant": False})
     trained = trained_parameters(model)
@@ -157,21 +167,21 @@ def main(arguments: list[str] | None = None) -> None:
     optimizer = torch.optim.AdamW(
         trained.values(), lr=training.learning_rate, betas=training.betas, weight_decay=training.weight_decay
     )
-    zero = accelerator.distributed_type == DistributedType.DEEPSPEED
-    if zero:  # its engine clips and cuts by a config of its own
-        accelerator.state.deepspeed_plugin.deepspeed_config |= {
-            "gradient_clipping": training.max_grad_norm,
-            "train_micro_batch_size_per_gpu": training.micro_batch_size,
-        }
-    model, optimizer = accelerator.prepare(model, optimizer)
+    model, optimizer = prepare(accelerator, model, optimizer, settings)
     check_rotary(model)
 
     # 5. What it will take.
     run = Run(settings, accelerator, model, optimizer, mixture, collator, steps)
-    memory, expected = PeakMemory(accelerator.device), None
-    if not zero:  # whose engine takes no step that leaves nothing behind
+    with on_my_part(accelerator, run.batch(mixture.read(0, training.micro_batch_size))):
+        pass  # or an error: an engine that cuts rows cannot cut every batch
+    expected = None
+    if accelerator.distributed_type != DistributedType.DEEPSPEED:  # whose engine takes no step that leaves no trace
         expected = estimate(
-            run.probe, length=length, micro_batches=steps * run.micro_batches, trained=n_trained, memory=memory
+            run.probe,
+            length=length,
+            micro_batches=steps * micro_batches,
+            trained=sum(on_this_process(parameter) for parameter in trained_parameters(model).values()),
+            memory=PeakMemory(accelerator.device),
         )
     say(f"[bold]Estimate[/]: {expected or 'none under DeepSpeed'}.")
     if expected and not expected.fits:
@@ -183,23 +193,18 @@ def main(arguments: list[str] | None = None) -> None:
         return
 
     # 6. What the base does, as it is and extended.
-    measure = None
-    if settings.evaluation:
-        chosen = settings.evaluation.text
-        text = PERSUASION if chosen == "shipped" else find_file(chosen, args.config.parent)
-        measure = Measure(settings, accelerator, text, tokenizer, trained_length, target_length)
+    if measure:
         measure.before(base)
 
     # 7. Train, from the last checkpoint if there is one.
     accelerator.init_trackers("ctxext", {key: str(value) for key, value in settings.binding().items()})
-    memory.restart()
-    done, seconds = train(run, binding, measure)
-    peak = memory.at_most
+    done = train(run, binding, measure)
 
     # 8. Save what was trained, with its base; measure what was saved.
     record = AdapterBase.of(extended, base if settings.model == "shipped" else settings.model, settings.revision)
     saved = save(run, record, tokenizer)
     del run, model, optimizer, trained
+    accelerator.free_memory()
     figures = {
         "settings": settings.model_dump(mode="json"),
         "data": {part.source.name: asdict(part.accounting) for part in packed},
@@ -208,19 +213,22 @@ def main(arguments: list[str] | None = None) -> None:
         "processes": accelerator.num_processes,
         "parameters_trained": n_trained,
         "estimated": expected and {"seconds": expected.seconds, "peak_bytes": expected.peak},
-        "took": {"seconds": seconds, "steps": done, "peak_bytes": peak},
+        "took": {"seconds": done.seconds, "peak_bytes": done.peak},
     }
     if measure:
         figures["measured"] = measure.after(saved)
     if main_process:
-        (output / "figures.json").write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
+        written = output / ".figures.json"
+        written.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
+        written.replace(output / "figures.json")
         provenance = {name: figures[name] for name in ("settings", "data", "versions", "machine", "took")}
         table = card_table(figures["measured"]["variants"]) if measure else None
         write_record(saved, replace(record, provenance=provenance), table)
-        if settings.merge and not (output / "merged").exists():
+        if settings.merge:
+            shutil.rmtree(output / "merged", ignore_errors=True)  # of an earlier end of this run
             merge(saved, output / "merged")
-    said = f", estimated {duration(expected.seconds * done / steps)} and {gib(expected.peak)}" if expected else ""
-    say(f"Saved {saved}. {done:,} steps took {duration(seconds)} and {gib(peak)}{said}.")
+    said = f", estimated {duration(expected.seconds)} and {gib(expected.peak)}" if expected else ""
+    say(f"Saved {saved}. {steps:,} steps took {duration(done.seconds)} and {gib(done.peak)}{said}.")
     accelerator.end_training()
 
 
@@ -242,7 +250,25 @@ def extended_base(base: Path, folder: Path, settings: Settings) -> Path:
             f"{folder} was extended in another way than the settings say ({settings.extension.method}). Choose another "
             "output, or remove that folder."
         )
+    if weights_fingerprint(folder) != weights_fingerprint(base):
+        raise ValueError(f"{folder} holds other weights than {base}. Choose another output, or remove that folder.")
     return folder
+
+
+def micro_batches_of(settings: Settings, accelerator: Accelerator) -> int:
+    """Micro-batches that this process reads in a step.
+
+    Raises:
+        ValueError: the batch cannot be shared evenly.
+    """
+    training, (_, world) = settings.training, data_parallel(accelerator)
+    share = training.micro_batch_size * world
+    if training.batch_size % share:
+        raise ValueError(
+            f"training.batch_size is {training.batch_size}, which {world} processes cannot share in micro-batches of "
+            f"{training.micro_batch_size}. Make it a multiple of {share}, or lower training.micro_batch_size."
+        )
+    return training.batch_size // share
 
 
 def make_collator(settings: Settings, target_length: int) -> Collator:
@@ -254,7 +280,7 @@ def make_collator(settings: Settings, target_length: int) -> Collator:
 
 
 def loading(settings: Settings, accelerator: Accelerator) -> dict[str, Any]:
-    """How the base is loaded: in float32 where it is trained or on a CPU, in its own type or four bits otherwise."""
+    """How the base is loaded: in float32 where that is wanted, in its own type or four bits otherwise."""
     arguments: dict[str, Any] = {"attn_implementation": settings.training.attention}
     if settings.trainable.quantization:
         arguments["quantization_config"] = BitsAndBytesConfig(
@@ -263,8 +289,28 @@ def loading(settings: Settings, accelerator: Accelerator) -> dict[str, Any]:
             bnb_4bit_compute_dtype=torch.bfloat16,
         )
         arguments["device_map"] = {"": accelerator.device}
-    full = settings.trainable.kind == "full" or accelerator.device.type == "cpu"
-    return {**arguments, "dtype": torch.float32 if full else "auto"}
+    whole = settings.trainable.kind == "full" or settings.training.precision == "fp32"
+    return {**arguments, "dtype": torch.float32 if whole or accelerator.device.type == "cpu" else "auto"}
+
+
+def prepare(accelerator: Accelerator, model: nn.Module, optimizer: Any, settings: Settings) -> tuple[nn.Module, Any]:
+    """`accelerator.prepare`, with what DeepSpeed wants beside."""
+    if accelerator.distributed_type != DistributedType.DEEPSPEED:
+        return accelerator.prepare(model, optimizer)
+    accelerator.state.deepspeed_plugin.deepspeed_config |= {
+        "gradient_clipping": settings.training.max_grad_norm,
+        "train_micro_batch_size_per_gpu": settings.training.micro_batch_size,
+    }
+    rotary = {module: module.inv_freq.clone() for module in model.modules() if hasattr(module, "inv_freq")}
+    prepared = accelerator.prepare(model, optimizer)
+    for module, table in rotary.items():
+        module.inv_freq = table.to(accelerator.device)  # which some of its versions cast
+    return prepared
+
+
+def on_this_process(parameter: torch.Tensor) -> int:
+    """Numbers of a parameter that this process holds."""
+    return parameter.to_local().numel() if isinstance(parameter, DTensor) else parameter.numel()
 
 
 # -------------------------------------------------------------------------------------- training
@@ -283,16 +329,8 @@ class Run:
     steps: int
 
     def __post_init__(self) -> None:
-        training = self.settings.training
         self.rank, self.world = data_parallel(self.accelerator)
-        share = training.micro_batch_size * self.world
-        if training.batch_size % share:
-            raise ValueError(
-                f"training.batch_size is {training.batch_size}, which {self.world} processes cannot share in "
-                f"micro-batches of {training.micro_batch_size}. Make it a multiple of {share}."
-            )
-        self.micro_batches = training.batch_size // share
-        offload = training.gradient_checkpointing == "offload"
+        offload = self.settings.training.gradient_checkpointing == "offload"
         pinned = self.accelerator.device.type == "cuda"
         self.saving = partial(torch.autograd.graph.save_on_cpu, pinned) if offload else nullcontext
 
@@ -308,7 +346,8 @@ class Run:
         """Train one step. Its loss is the mean over all targets of the batch, in nats, whoever read them.
 
         Raises:
-            FloatingPointError: the loss or the gradient is no number; names the rows. This step changed nothing.
+            FloatingPointError: the loss or the gradient is no number; names the rows. This step changed nothing (but
+                under DeepSpeed, whose engine has stepped by then).
         """
         training = self.settings.training
         batch = self.mixture.read(number * training.batch_size, training.batch_size)
@@ -323,9 +362,9 @@ class Run:
         self.model.train()
         loss = torch.zeros((), device=self.accelerator.device)
         for first in range(0, len(mine), training.micro_batch_size):
-            part = self.collator(mine[first : first + training.micro_batch_size])
+            batch_of_rows = self.batch(mine[first : first + training.micro_batch_size])
             last = first + training.micro_batch_size == len(mine)
-            loss += self.forward_backward(part, targets, last)
+            loss += self.forward_backward(batch_of_rows, targets, last)
         loss = float(self.accelerator.reduce(loss, "sum"))
         norm = float(self.accelerator.clip_grad_norm_(self.model.parameters(), training.max_grad_norm))
         if not (math.isfinite(loss) and math.isfinite(norm)):
@@ -339,11 +378,15 @@ class Run:
         self.optimizer.zero_grad()
         return {"loss": loss, "grad_norm": norm, "learning_rate": self.learning_rate(number), "targets": targets}
 
-    def forward_backward(self, batch: dict[str, torch.Tensor], targets: int, last: bool) -> torch.Tensor:
-        """One micro-batch, the `last` of a step or not: its part of the step's loss, in nats a target."""
-        batch = {name: tensor.to(self.accelerator.device) for name, tensor in batch.items()}
+    def batch(self, rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+        """Rows as the model takes them, on its device."""
+        batch = {name: tensor.to(self.accelerator.device) for name, tensor in self.collator(rows).items()}
         if engine_of(self.accelerator).group_size > 1:  # shifted before the row is cut
             batch["shift_labels"] = torch.nn.functional.pad(batch.pop("labels")[:, 1:], (0, 1), value=-100)
+        return batch
+
+    def forward_backward(self, batch: dict[str, torch.Tensor], targets: int, last: bool) -> torch.Tensor:
+        """One micro-batch, the `last` of a step or not: its part of the step's loss, in nats a target."""
         self.accelerator.sync_gradients = last  # DeepSpeed's engine steps when it is
         waiting = nullcontext() if last else self.accelerator.no_sync(self.model)
         with waiting, on_my_part(self.accelerator, batch) as part:
@@ -355,17 +398,16 @@ class Run:
 
     def probe(self, tokens: int) -> None:
         """Forward and backward through a micro-batch of random tokens, for the estimate."""
-        size = (self.settings.training.micro_batch_size, tokens)
-        vocabulary = transformers_model(self.model).get_input_embeddings().weight.shape[0]
-        ids = torch.randint(0, vocabulary, size)
-        batch = {"input_ids": ids, "labels": ids, "position_ids": torch.arange(tokens).expand(size)}
+        ids = torch.randint(transformers_model(self.model).config.get_text_config(decoder=True).vocab_size, (tokens,))
+        row = {"input_ids": ids, "labels": ids, "documents": [tokens], "index": 0}
+        rows = [row] * self.settings.training.micro_batch_size
         self.model.train()
-        self.forward_backward(batch, ids.numel(), last=True)
+        self.forward_backward(self.batch(rows), tokens * len(rows), last=True)
         self.optimizer.zero_grad()
 
 
-def train(run: Run, binding: dict[str, Any], measure: Measure | None) -> tuple[int, float]:
-    """Train to the end, from the last checkpoint on. Returns the steps that this took, and the seconds."""
+def train(run: Run, binding: dict[str, Any], measure: Measure | None) -> checkpoints.Progress:
+    """Train to the end, from the last checkpoint on."""
     training, accelerator, output = run.settings.training, run.accelerator, Path(run.settings.output)
     done, folder = checkpoints.Progress(), output / "checkpoints"
     if last := checkpoints.latest_checkpoint(folder):
@@ -374,24 +416,30 @@ def train(run: Run, binding: dict[str, Any], measure: Measure | None) -> tuple[i
     log, glances = (
         Log(output / name, done.step, accelerator.is_main_process) for name in ("log.jsonl", "glances.jsonl")
     )
-    memory, seconds, first = PeakMemory(accelerator.device), 0.0, done.step
     glancing = measure is not None and measure.every is not None
     if glancing and done.step == 0:
         glances.add(measure.glance(run.model, done))
+    memory = PeakMemory(accelerator.device)
     with bar(run.steps, done.step, accelerator.is_main_process) as advance:
         while done.step < run.steps:
             begin = time.perf_counter()
             outcome = run.step(done.step)
             passed = time.perf_counter() - begin
-            seconds += passed
             read = training.batch_size * run.mixture.length
-            done = checkpoints.Progress(done.step + 1, done.tokens + read, done.targets + outcome.pop("targets"))
+            done = checkpoints.Progress(
+                step=done.step + 1,
+                tokens=done.tokens + read,
+                targets=done.targets + outcome.pop("targets"),
+                seconds=done.seconds + passed,
+                peak=max(done.peak, memory.at_most or 0),
+            )
             log.add({"step": done.step, "tokens": done.tokens, "targets": done.targets, **outcome})
             speed = {"tokens_per_second": read / passed, "memory_gib": (memory.now or 0) / 2**30}
             accelerator.log({**outcome, **speed, "tokens": done.tokens}, step=done.step)
             advance(loss=outcome["loss"], left=(run.steps - done.step) * read, **speed)
             if glancing and (done.step % measure.every == 0 or done.step == run.steps):
                 glances.add(measure.glance(run.model, done))
+                memory.restart()  # what a glance takes is not the training's
             if done.step % training.checkpoint_every == 0 or done.step == run.steps:
                 checkpoints.save_checkpoint(
                     folder,
@@ -403,7 +451,7 @@ def train(run: Run, binding: dict[str, Any], measure: Measure | None) -> tuple[i
                     main=accelerator.is_main_process,
                     wait=accelerator.wait_for_everyone,
                 )
-    return done.step - first, seconds
+    return done
 
 
 class Log:
@@ -454,8 +502,8 @@ class Measure:
         self.every = settings.evaluation.every
         if self.every and engine_of(accelerator).kind not in ("single", "ddp"):
             raise ValueError(
-                "evaluation.every looks at the model as it is trained, which must then be whole on each process. Set it "
-                "to null: before and after are measured on copies."
+                "evaluation.every looks at the model as it is trained, which must then be whole on each process. Set "
+                "it to null: before and after are measured on copies."
             )
         self.prompter = Prompter(tokenizer)
         self.haystack = Haystack.from_file(text, tokenizer, at_least=target)
@@ -464,7 +512,7 @@ class Measure:
         self.grid = Grid(
             retrieval=(Passkey(),),
             texts=(Perplexity(),),
-            lengths=chosen.lengths or (trained, target),
+            lengths=chosen.lengths or measuring.default_lengths(trained, target),
             depths=depths,
             trials=chosen.trials,
             windows=chosen.windows,
@@ -472,6 +520,11 @@ class Measure:
             seed=settings.training.seed,
         )
         self.path = Path(settings.output) / "results.jsonl"
+        if (longest := max(*self.grid.lengths, target)) > self.haystack.n_tokens:
+            raise ValueError(
+                f"{text} has {self.haystack.n_tokens:,} tokens, and windows of {longest:,} are to be read of it. Give "
+                "a longer evaluation.text, or set evaluation to null."
+            )
 
     def before(self, base: Path) -> None:
         """The base as it is, and extended."""
@@ -507,18 +560,27 @@ class Measure:
         inner, chosen = transformers_model(model), self.settings.evaluation
         modes = [(module, module.training) for module in model.modules()]
         model.eval()
-        tail = self._tail(inner, chosen.glance_windows, sees=self.target)
-        places = Passkey().places([self.target], self.grid.depths, chosen.glance_trials, GLANCE_SEED)
-        samples = [Passkey().sample(place, self.prompter, self.haystack) for place in places]
-        n = len(self.grid.depths)
-        answers = Engine(inner).forced([samples[k : k + n] for k in range(0, len(samples), n)]) if samples else ()
-        found = [answer.guess.tolist() == list(sample.input_ids[sample.n_prompt :]) for sample, answer in answers]
+        with self.accelerator.autocast():
+            tail, found = self._tail(inner, chosen.glance_windows, sees=self.target), self._found(inner)
         for module, mode in modes:
             module.training = mode
         figures = {"tail_loss": sum(tail) / (self.trained * chosen.glance_windows)}
-        if found:
-            figures["passkey"] = sum(found) / len(found)
-        return {"step": done.step, "tokens": done.tokens, **figures}
+        return {
+            "step": done.step,
+            "tokens": done.tokens,
+            **figures,
+            **({"passkey": found} if found is not None else {}),
+        }
+
+    def _found(self, model: Any) -> float | None:
+        """The share of pass keys that a glance finds at the target length."""
+        trials = self.settings.evaluation.glance_trials
+        places = Passkey().places([self.target], self.grid.depths, trials, GLANCE_SEED)
+        samples = [Passkey().sample(place, self.prompter, self.haystack) for place in places]
+        n = len(self.grid.depths)
+        answers = Engine(model).forced([samples[k : k + n] for k in range(0, len(samples), n)]) if samples else ()
+        found = [answer.guess.tolist() == list(sample.input_ids[sample.n_prompt :]) for sample, answer in answers]
+        return sum(found) / len(found) if found else None
 
     def _load(self, load: Callable[..., Any], folder: Path) -> Any:
         device = self.accelerator.device
@@ -585,7 +647,7 @@ def save(run: Run, record: AdapterBase, tokenizer: Any) -> Path:
     lora = run.settings.trainable.kind == "lora"
     folder = Path(run.settings.output) / ("adapter" if lora else "model")
     accelerator = run.accelerator
-    if accelerator.distributed_type == DistributedType.DEEPSPEED:  # only it can gather its shards
+    if accelerator.distributed_type == DistributedType.DEEPSPEED:  # only it can gather its shards, in its own type
         tensors = accelerator.get_state_dict(run.model)
     else:
         tensors = checkpoints.gather_trained(run.model, accelerator.is_main_process)

@@ -27,11 +27,19 @@ TENSORS, STATE, ZERO = "trained.safetensors", "state.json", "zero"
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a run has come: steps done, tokens read, and tokens whose loss counted."""
+    """How far a run has come.
+
+    Attributes:
+        tokens, targets: tokens read, and those of them whose loss counted.
+        seconds: of the steps that led here.
+        peak: bytes of the main process, at most; 0 where the system does not tell.
+    """
 
     step: int = 0
     tokens: int = 0
     targets: int = 0
+    seconds: float = 0.0
+    peak: int = 0
 
 
 def save_checkpoint(
@@ -104,20 +112,22 @@ def load_checkpoint(path: Path, model: nn.Module, optimizer: Any, binding: dict[
         return Progress(**state["progress"])
     trained = trained_parameters(model)
     with safe_open(path / TENSORS, "pt") as file:
-        names = {key.partition("/")[2] for key in file.keys()}  # noqa: SIM118
+        keys = {*file.keys()}
+        names = {key.partition("/")[2] for key in keys if key.startswith("parameter/")}
         if names != {*map(_plain, trained)}:
             other = sorted(names ^ {*map(_plain, trained)})
             raise ValueError(
                 f"{path} holds {len(names)} trained parameters, this run trains {len(trained)}; {other[0]!r} is in one "
                 "of them only. Use another output folder."
             )
-        kinds = sorted({key.partition("/")[0] for key in file.keys()} - {"parameter"})  # noqa: SIM118
+        kinds = sorted({key.partition("/")[0] for key in keys} - {"parameter"})
         with torch.no_grad():
             for name, parameter in trained.items():
                 parameter.copy_(_like(parameter, file.get_tensor(f"parameter/{_plain(name)}")))
                 optimizer.state[parameter] = {
                     kind: _like(parameter, value) if value.shape == parameter.shape else value
                     for kind in kinds
+                    if f"{kind}/{_plain(name)}" in keys  # a parameter without gradients has no state
                     for value in [file.get_tensor(f"{kind}/{_plain(name)}")]
                 }
     return Progress(**state["progress"])

@@ -5,12 +5,12 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
-import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
 import torch
 
 
@@ -42,14 +42,12 @@ class PeakMemory:
         return torch.cuda.memory_allocated(self.cuda) if self.cuda else _resident("VmRSS")
 
     @property
-    def room(self) -> int | None:
+    def room(self) -> int:
         """Bytes that are free beside what is held now."""
         if self.cuda:
-            return torch.cuda.mem_get_info(self.cuda)[0]
-        try:
-            return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        except (ValueError, OSError):
-            return None
+            cached = torch.cuda.memory_reserved(self.cuda) - torch.cuda.memory_allocated(self.cuda)
+            return torch.cuda.mem_get_info(self.cuda)[0] + cached
+        return psutil.virtual_memory().available
 
 
 @dataclass(frozen=True)
@@ -58,16 +56,16 @@ class Estimate:
 
     Attributes:
         held: bytes before the first step: weights and all that the process has loaded.
-        state: bytes of gradients and of AdamW's two moments.
-        growth: bytes that one micro-batch needs on top.
-        room: bytes that are free; None where the system does not tell, as for `held` and `growth`.
+        state: bytes of AdamW's two moments.
+        growth: bytes that one micro-batch needs on top, its gradients included; None as `held`.
+        room: bytes that are free.
         seconds: of the whole training.
     """
 
     held: int | None
     state: int
     growth: int | None
-    room: int | None
+    room: int
     seconds: float
 
     @property
@@ -77,14 +75,14 @@ class Estimate:
     @property
     def fits(self) -> bool:
         """Whether there is room for it, as far as is known."""
-        return self.growth is None or self.room is None or self.state + self.growth <= self.room
+        return self.growth is None or self.state + self.growth <= self.room
 
     def __str__(self) -> str:
         if self.peak is None:
             return f"about {duration(self.seconds)} of training; this system does not tell its memory"
         return (
             f"about {duration(self.seconds)} of training and {gib(self.peak)} a process ({gib(self.held)} held now, "
-            f"{gib(self.state)} for gradients and optimizer, {gib(self.growth)} for a micro-batch)"
+            f"{gib(self.state)} for the optimizer, {gib(self.growth)} for a micro-batch)"
         )
 
 
@@ -108,18 +106,22 @@ def estimate(
     figures = []
     for tokens in (short, long):
         memory.restart()
-        before, begin = memory.now, time.perf_counter()
-        step(tokens)
-        seconds, after = time.perf_counter() - begin, memory.at_most
-        figures.append((seconds, 0 if before is None or after is None else after - before))
+        before, seconds = memory.now, []
+        for _ in range(2):
+            begin = time.perf_counter()
+            step(tokens)
+            seconds.append(time.perf_counter() - begin)
+        after = memory.at_most
+        figures.append((min(seconds), 0 if before is None or after is None else after - before))
     (fast, small), (slow, large) = figures
     # seconds = a n + b n², both >= 0
     square = max(0.0, (slow / long - fast / short) / (long - short))
     each = max(0.0, slow / long - square * long)
     return Estimate(
         held=held,
-        state=12 * trained,
-        growth=None if held is None else round(max(small * length / short, large * length / long)),
+        state=8 * trained,
+        # What does not grow with the tokens, such as gradients, is in both.
+        growth=None if held is None else round(large + max(0, large - small) * (length - long) / (long - short)),
         room=memory.room,
         seconds=micro_batches * (each * length + square * length**2),
     )

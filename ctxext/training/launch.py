@@ -20,6 +20,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -184,7 +185,8 @@ def make_accelerator(
             to use instead. What can be known beforehand is refused before accelerate has changed anything.
     """
     from accelerate import Accelerator
-    from accelerate.utils import parse_flag_from_env
+    from accelerate.utils import InitProcessGroupKwargs, parse_flag_from_env
+    from torch.distributed.fsdp import MixedPrecisionPolicy
 
     launch, environment = requested_launch(), _read_environment()
     processes = environment.processes
@@ -202,6 +204,8 @@ def make_accelerator(
     _refuse_another(asked, _engine(processes=processes) if cpu else EngineSettings(processes=processes), cpu)
 
     accelerator = Accelerator(
+        # A first run waits for one process that downloads and tokenises.
+        kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(hours=6))],
         cpu=cpu,
         mixed_precision=mixed_precision,
         log_with=log_with,
@@ -218,6 +222,10 @@ def make_accelerator(
             f"the launcher's gradient_accumulation_steps={accelerator.gradient_accumulation_steps} would replace the "
             f"settings' {gradient_accumulation_steps}. Take it out of the launcher's config file."
         )
+    if accelerator.is_fsdp2 and mixed_precision == "bf16":
+        # accelerate's own would round the loss to bfloat16 and add up gradients in it.
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        accelerator.state.fsdp_plugin.mixed_precision_policy = policy
     return accelerator
 
 
@@ -298,7 +306,7 @@ def on_my_part(
     engine = engine_of(accelerator)
     check_batch(engine, batch)
     if engine.kind == "context_parallel":
-        # Cut in place, hence copies. An all-ones mask (PoSE) says nothing here: attention is plainly causal.
+        # Cut in place, hence copies.
         part = {
             name: tensor.clone(memory_format=torch.contiguous_format)
             for name, tensor in batch.items()
@@ -306,7 +314,9 @@ def on_my_part(
         }
         cut = list(part.values())
         with accelerator.maybe_context_parallel(cut, [1] * len(cut), no_restore_buffers=set(cut)):
-            yield part
+            # Its hooks drop any mask; without one, transformers would take the gap between head and tail for packed
+            # documents, and make a mask of tokens × tokens first.
+            yield {**part, "attention_mask": torch.ones_like(part["input_ids"])}
     else:
         yield contiguous_part(
             batch, accelerator.process_index % engine.sequence_parallel_size, engine.sequence_parallel_size

@@ -22,7 +22,9 @@ from ctxext.methods import suggest
 from ctxext.training.launch import EngineSettings
 
 # A number of tokens: 2048, or 2k.
-Tokens = Annotated[int, BeforeValidator(lambda value: parse_tokens(value) if isinstance(value, str) else value)]
+Tokens = Annotated[
+    int, Field(ge=1), BeforeValidator(lambda value: parse_tokens(value) if isinstance(value, str) else value)
+]
 Positive = Annotated[int, Field(ge=1)]
 
 
@@ -137,7 +139,7 @@ class TrainingSettings(Section):
     shifted_sparse_groups: Positive | None = None
     checkpoint_every: Positive = 50
     keep_checkpoints: Positive = 2
-    seed: int = 0
+    seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
 
     @model_validator(mode="after")
     def _one_budget(self) -> TrainingSettings:
@@ -225,6 +227,33 @@ class Settings(Section):
         if self.merge and self.trainable.kind == "full":
             raise ValueError("merge: true is for adapters; trainable.kind: full saves a plain checkpoint by itself.")
         return self
+
+    @model_validator(mode="after")
+    def _parts_go_together(self) -> Settings:
+        if self.training.shifted_sparse_groups and self.data.documents != "joined":
+            raise ValueError("training.shifted_sparse_groups cuts one long document. Set data.documents: joined.")
+        self.check_engine(self.engine.kind)
+        return self
+
+    def check_engine(self, kind: str) -> None:
+        """Raise ValueError for settings that an engine which shares sequences would silently make something else of.
+
+        Context parallel and Ulysses carry attention over processes for SDPA alone, and without masks.
+        """
+        if kind not in ("context_parallel", "ulysses"):
+            return
+        training = self.training
+        wanted = {
+            "training.attention": (training.attention, "sdpa"),
+            "training.loss": (training.loss, "chunked"),
+            "training.shifted_sparse_groups": (training.shifted_sparse_groups, None),
+            "data.documents": (self.data.documents, "joined"),
+        }
+        if kind == "ulysses":  # DeepSpeed reads any jump of positions as a new document
+            wanted["data.positions"] = (self.data.positions, "plain")
+        wrong = [f"{key}: {need} (got {got})" for key, (got, need) in wanted.items() if got != need]
+        if wrong:
+            raise ValueError(f"{kind} shares each sequence over processes, and needs {', '.join(wrong)}.")
 
     # What a run computes does not depend on these: a checkpoint may be continued with others.
     FREE: ClassVar[tuple[str, ...]] = (

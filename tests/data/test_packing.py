@@ -6,6 +6,7 @@ import copy
 import re
 from collections import Counter
 from functools import wraps
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 from tokenizers.processors import TemplateProcessing
 
 from ctxext.assets import PERSUASION
-from ctxext.data import Source, pack
+from ctxext.data import Source, pack, read_source
 from ctxext.data.packing import best_fit
 
 BOS, EOS = 0, 1
@@ -265,3 +266,15 @@ def test_best_fit_places_everything_once_and_wastes_little(lengths) -> None:
 
 def test_equal_pieces_fill_their_rows() -> None:
     assert best_fit([25, 10, 40, 25], 50) == [[2, 1], [0, 3]]
+
+
+def test_the_fingerprint_is_of_the_rows_and_not_of_the_file(tmp_path: Path, tokenizer) -> None:
+    def packed(name: str, text: str):
+        path = tmp_path / name
+        path.write_text(text)
+        source = Source(path=str(path), name="text")
+        return pack(source, read_source(source, tmp_path), tokenizer, 16)
+
+    text = " ".join(f"word{n}" for n in range(100))
+    assert packed("one.txt", text).fingerprint == packed("two.txt", text).fingerprint
+    assert packed("one.txt", text).fingerprint != packed("three.txt", text + " more").fingerprint

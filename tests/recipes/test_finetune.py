@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import random
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from finetuning import RECIPE, SMALL, STEPS, TINY, finish, killed, log, outcome
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
+from ctxext.assets import MODEL
 from ctxext.training.checkpoints import checkpoints
+from ctxext.training.settings import read_settings
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +49,9 @@ def test_two_processes_give_the_losses_of_one_and_go_on_bit_for_bit(whole: Path,
         assert together["loss"] == pytest.approx(alone["loss"], rel=1e-5)
         assert together["grad_norm"] == pytest.approx(alone["grad_norm"], rel=1e-4)
         assert (together["tokens"], together["targets"]) == (alone["tokens"], alone["targets"])
-    killed(disturbed, random.Random(1), *calm, processes=2)
+    rng = random.Random(1)
+    seen = [killed(disturbed, rng, *calm, processes=2) for _ in range(3)]
+    assert seen[0] < 9
     finish(disturbed, *calm, processes=2)
     assert outcome(disturbed) == outcome(two)
 
@@ -67,6 +73,22 @@ def test_a_checkpoint_of_other_settings_is_refused_and_stays(whole: Path) -> Non
     said = finish(whole, "extension.method=pi", fails=True)
     assert "was extended in another way than the settings say" in said
     assert outcome(whole) == before
+
+
+def test_a_base_of_other_weights_is_not_taken_for_this_one(tmp_path: Path) -> None:
+    spec = importlib.util.spec_from_file_location("finetune_recipe", RECIPE)
+    recipe = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = recipe
+    spec.loader.exec_module(recipe)
+    settings, folder = read_settings(TINY), tmp_path / "base"
+    assert recipe.extended_base(MODEL, folder, settings) == folder
+    recipe.extended_base(MODEL, folder, settings)  # it may stand there already
+    other = tmp_path / "other"
+    shutil.copytree(MODEL, other)
+    tensors = load_file(other / "model.safetensors")
+    save_file({name: tensor * 1.01 for name, tensor in tensors.items()}, other / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ValueError, match="holds other weights than"):
+        recipe.extended_base(other, folder, settings)
 
 
 def test_a_loss_that_is_no_number_stops_the_run_names_the_batch_and_keeps_the_last_checkpoint(tmp_path: Path) -> None:
@@ -95,6 +117,8 @@ def test_a_dry_run_says_what_it_would_take_and_trains_nothing(tmp_path: Path) ->
         (("extension.target_length=512", "extension.factor=null"), "covers 512 tokens"),
         (("model=nobody/nothing",), "is no folder here, and the hub did not give it"),
         (("data.length=4096",), "beyond the 2,048 tokens"),
+        (("evaluation={text: nowhere.txt}",), "nowhere.txt was not found"),
+        (("evaluation={text: shipped, lengths: [1m]}",), "windows of 1,048,576 are to be read of it"),
     ],
 )
 def test_bad_input_is_refused_before_anything_is_trained(tmp_path: Path, changes: tuple[str, ...], said: str) -> None:
@@ -113,7 +137,6 @@ def test_accelerate_that_would_start_one_process_in_silence_is_refused(tmp_path:
 
 def test_the_estimate_stands_beside_what_was_used(whole: Path) -> None:
     figures = json.loads((whole / "figures.json").read_text())
-    assert figures["took"]["steps"] == STEPS
     assert figures["took"]["seconds"] > 0
     assert figures["estimated"]["seconds"] > 0
     assert figures["estimated"]["peak_bytes"] == pytest.approx(figures["took"]["peak_bytes"], rel=0.5)

@@ -35,6 +35,8 @@ def test_every_shipped_config_is_valid_and_says_where_it_was_measured(path: Path
         ("data.positions=pose", "Set documents: joined"),
         ("training.tokens=1m", "give either steps or tokens"),
         ("training.micro_batch_size=3", "must be a multiple of micro_batch_size, got 4 and 3"),
+        ("training.shifted_sparse_groups=4", "Set data.documents: joined"),
+        ("data.length=0", "greater than or equal to 1"),
         ("extension.target_length=lots", "no number of tokens"),
         ("model", "write KEY=VALUE"),
         ("model.name=x", "has no keys of its own"),
@@ -43,6 +45,42 @@ def test_every_shipped_config_is_valid_and_says_where_it_was_measured(path: Path
 def test_a_mistake_is_named_with_its_remedy(change: str, said: str) -> None:
     with pytest.raises(ValueError, match=re.escape(said)):
         read_settings(TINY, [change])
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ("training.attention=flash_attention_2", "training.attention: sdpa (got flash_attention_2)"),
+        ("training.loss=stock", "training.loss: chunked (got stock)"),
+        ("training.shifted_sparse_groups=4", "training.shifted_sparse_groups: None (got 4)"),
+        ("data.documents=separate", "data.documents: joined (got separate)"),
+    ],
+)
+def test_what_context_parallel_would_silently_change_is_refused(change: str, said: str) -> None:
+    path = next(path for path in CONFIGS if path.stem == "qwen3_8b_128k_context_parallel")
+    with pytest.raises(ValueError, match=re.escape(said)):
+        read_settings(path, [change])
+
+
+def test_positions_that_skip_do_not_go_with_ulysses() -> None:
+    path = next(path for path in CONFIGS if path.stem == "tiny_pose_4x")
+    settings = read_settings(path)
+    settings.check_engine("context_parallel")
+    with pytest.raises(ValueError, match=r"data\.positions: plain \(got pose\)"):
+        settings.check_engine("ulysses")
+
+
+def test_commands_in_the_recipes_readme_fit_their_launchers() -> None:
+    root = CONFIGS[0].parents[2]
+    lines = re.findall(r"^\$ accelerate launch (.*)$", (root / "recipes/README.md").read_text(), re.M)
+    assert len(lines) == 3
+    for line in lines:
+        words = line.split()
+        file = root / words[words.index("--config_file") + 1] if "--config_file" in words else None
+        processes = yaml.safe_load(file.read_text())["num_processes"] if file else 1
+        k = words.index("--config")
+        training = read_settings(root / words[k + 1], words[k + 2 :]).training
+        assert training.batch_size % (processes * training.micro_batch_size) == 0, line
 
 
 def test_every_mistake_is_named_at_once() -> None:

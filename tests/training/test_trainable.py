@@ -10,6 +10,8 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from ctxext.adapters import check_all_saved
 from ctxext.assets import MODEL
+from ctxext.data import Plain, check_positions
+from ctxext.training.loss import use_chunked_loss
 from ctxext.training.settings import TrainableSettings
 from ctxext.training.trainable import attach_trainable, check_rotary, trained_parameters
 
@@ -54,6 +56,18 @@ def test_what_lora_trains_is_float32_on_a_half_precision_base() -> None:
     model = attach_trainable(model, TrainableSettings(rank=4, norms=True))
     assert {p.dtype for p in trained_parameters(model).values()} == {torch.float32}
     assert torch.bfloat16 in {p.dtype for p in model.parameters()}
+
+
+def test_a_half_precision_base_passes_the_proofs_as_it_will_train() -> None:
+    # A float32 norm hands float32 to a bfloat16 projection; autocast is what brings them together.
+    model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.bfloat16)
+    model = attach_trainable(model, TrainableSettings(rank=4, embeddings=True, norms=True))
+    with torch.autocast("cpu", torch.bfloat16):
+        use_chunked_loss(model)
+        check_positions(model, Plain(), 64, 4096)
+        ids = torch.randint(0, 4096, (1, 64))
+        model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+    assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in trained_parameters(model).values())
 
 
 @pytest.mark.parametrize("family", FAMILIES)
