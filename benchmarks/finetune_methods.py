@@ -88,28 +88,48 @@ def add_figures(report: Report, name: str, run: dict[str, Any], bars: bool) -> N
 
 def plot(runs: dict[str, dict[str, Any]], path: Path) -> None:
     """Loss of the last tokens, and pass keys found, by tokens trained."""
-    figure = Figure(figsize=(10, 4), layout="constrained", dpi=120)
+    figure = Figure(figsize=(10, 4.2), layout="constrained", dpi=120)
     loss, found = figure.subplots(1, 2)
+    at_the_end: dict[float, list[str]] = {}
     for name, run in runs.items():
         tokens = [glance["tokens"] / 1e3 for glance in run["glances"]]
-        style = {"color": COLORS[name], "label": name, "linewidth": 2, "marker": "o", "markersize": 3.5}
-        loss.plot(tokens, [glance["tail_loss"] for glance in run["glances"]], **style)
-        found.plot(tokens, [100 * glance["passkey"] for glance in run["glances"]], **style)
+        losses, shares = ([glance[key] for glance in run["glances"]] for key in ("tail_loss", "passkey"))
+        style = {"color": COLORS[name], "label": name, "linewidth": 2, "marker": "o", "markersize": 4}
+        loss.plot(tokens, losses, **style)
+        beside = len(at_the_end.setdefault(shares[-1], []))
+        found.plot(tokens, [100 * share - 1.2 * beside for share in shares], **style)
+        at_the_end[shares[-1]].append(name)
     tail = next(iter(runs.values()))["measured"]["tail"]
-    loss.axhline(tail["base_glance"], color="#555555", linewidth=1, linestyle=(0, (4, 3)))
+    base = tail["base_glance"]
+    lowest = min(glance["tail_loss"] for run in runs.values() for glance in run["glances"])
+    top = base + 4 * (base - lowest)
+    loss.set_ylim(lowest - 0.3 * (base - lowest), top)
+    above = [
+        f"{name} {run['glances'][0]['tail_loss']:.2f}"
+        for name, run in runs.items()
+        if run["glances"][0]["tail_loss"] > top
+    ]
+    if above:
+        loss.annotate(f"not trained: {', '.join(above)} ↑", (0.03, 0.76), xycoords="axes fraction", fontsize=9)
+    loss.axhline(base, color="#555555", linewidth=1, linestyle=(0, (4, 3)))
     loss.annotate(
-        "the base, within its own length", (0.98, tail["base_glance"]), xycoords=("axes fraction", "data"),
-        xytext=(0, 3), textcoords="offset points", ha="right", fontsize=8.5, color="#555555",
+        "base within 512 tokens", (0.01, base), xycoords=("axes fraction", "data"),
+        xytext=(0, -4), textcoords="offset points", va="top", fontsize=8, color="#555555",
     )  # fmt: skip
+    for share, names in at_the_end.items():
+        found.annotate(
+            " and ".join(names), (0.98, 100 * share), xycoords=("axes fraction", "data"),
+            xytext=(0, -16 if share > 0.5 else 8), textcoords="offset points", ha="right", fontsize=9,
+        )  # fmt: skip
     loss.set_ylabel(f"loss of the last {tail['tokens']} of 2,048 tokens (nats)")
     found.set_ylabel("pass keys found at 2,048 tokens (%)")
-    found.set_ylim(-4, 104)
+    found.set_ylim(-4, 105)
     for axes in (loss, found):
         axes.set_xlabel("tokens trained (thousands)")
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(axis="y", color="#e5e5e5", linewidth=0.8)
         axes.set_axisbelow(True)
-    loss.legend(frameon=False, fontsize=9)
+    loss.legend(frameon=False, fontsize=9, loc="upper right")
     figure.suptitle("The shipped model, 512 tokens, fine-tuned at 2,048", fontsize=11, x=0.01, ha="left")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path)
@@ -119,7 +139,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", choices=RUNS, nargs="*", default=list(RUNS))
     parser.add_argument("--output", type=Path, default=ROOT / "docs/finetune")
+    parser.add_argument("--replot", action="store_true", help="draw the curves of summary.json anew, and run nothing")
     args = parser.parse_args()
+    if args.replot:
+        plot(json.loads((args.output / "summary.json").read_text())["runs"], args.output / "curves.png")
+        return
     runs = {name: read_run(*finetune(name, *RUNS[name])) for name in args.only}
     report = Report("fine-tunes of the shipped model at 4x", seed=0)
     print(flush=True)

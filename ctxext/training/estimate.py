@@ -106,13 +106,12 @@ def estimate(
     figures = []
     for tokens in (short, long):
         memory.restart()
-        before, seconds = memory.now, []
-        for _ in range(2):
-            begin = time.perf_counter()
-            step(tokens)
-            seconds.append(time.perf_counter() - begin)
-        after = memory.at_most
-        figures.append((min(seconds), 0 if before is None or after is None else after - before))
+        before = memory.now
+        step(tokens)
+        after, begin = memory.at_most, time.perf_counter()
+        step(tokens)
+        seconds = time.perf_counter() - begin
+        figures.append((seconds, 0 if before is None or after is None else after - before))
     (fast, small), (slow, large) = figures
     # seconds = a n + b n², both >= 0
     square = max(0.0, (slow / long - fast / short) / (long - short))
