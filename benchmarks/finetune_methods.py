@@ -110,7 +110,7 @@ def plot(runs: dict[str, dict[str, Any]], path: Path) -> None:
         if run["glances"][0]["tail_loss"] > top
     ]
     if above:
-        loss.annotate(f"not trained: {', '.join(above)} ↑", (0.03, 0.76), xycoords="axes fraction", fontsize=9)
+        loss.annotate(f"↑ {', '.join(above)}, not trained", (0.02, 0.78), xycoords="axes fraction", fontsize=8)
     loss.axhline(base, color="#555555", linewidth=1, linestyle=(0, (4, 3)))
     loss.annotate(
         "base within 512 tokens", (0.01, base), xycoords=("axes fraction", "data"),
