@@ -38,7 +38,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator, DistributedType
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
@@ -473,12 +473,12 @@ class Log:
 
 @contextmanager
 def bar(total: int, done: int, shown: bool) -> Iterator[Callable[..., None]]:
-    columns = (TextColumn("training"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
-    with Progress(*columns, TextColumn("{task.description}"), console=console, disable=not shown) as progress:
+    columns = (BarColumn(bar_width=12), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.description}"))
+    with Progress(*columns, console=console, disable=not shown) as progress:
         task = progress.add_task("", total=total, completed=done)
 
         def advance(loss: float, left: int, tokens_per_second: float, memory_gib: float) -> None:
-            said = f"loss {loss:.3f}  {tokens_per_second:,.0f} tokens/s  {left:,} left  {memory_gib:.1f} GiB"
+            said = f"loss {loss:.3f}, {tokens_per_second:,.0f} tokens/s, {left / 1e6:.2f}M left, {memory_gib:.1f} GiB"
             progress.update(task, advance=1, description=said)
 
         yield advance
