@@ -45,9 +45,10 @@ def main() -> None:
             expected, equal, finished, in_training, read = outcome(reference), 0, 0, 0, 0
             output = Path(folder) / f"killed-{processes}-{finished}"
             for _ in track(range(args.kills // 2), f"{processes} processes"):
-                in_training += killed(output, rng, processes=processes) < STEPS
+                steps = killed(output, rng, processes=processes)
+                in_training += steps < STEPS
                 read += readable(output)
-                if len(checkpoints(output / "checkpoints")) and rng.random() < 0.2:
+                if steps == STEPS or rng.random() < 0.2:
                     finish(output, processes=processes)
                     equal += outcome(output) == expected
                     finished += 1

@@ -59,12 +59,18 @@ def killed(output: Path, rng: random.Random, *changes: str, processes: int = 1) 
     while process.poll() is None and len(log(output)) < before + more:
         time.sleep(0.01)
     time.sleep(rng.random() * 0.2)  # anywhere in a step, or while a checkpoint is written
-    # Workers of a launcher lead groups of their own, so that killing its group would leave them at work.
-    for one in (*psutil.Process(process.pid).children(recursive=True), process):
-        with contextlib.suppress(psutil.NoSuchProcess):
-            one.kill()
+    kill(process.pid)
     process.communicate()
     return len(log(output))
+
+
+def kill(pid: int) -> None:
+    """Kill a process and all that it started: a launcher's workers lead process groups of their own."""
+    with contextlib.suppress(psutil.NoSuchProcess):  # it may have come to its end
+        process = psutil.Process(pid)
+        for one in (*process.children(recursive=True), process):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                one.kill()
 
 
 def log(output: Path) -> list[dict[str, Any]]:

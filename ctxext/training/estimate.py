@@ -101,7 +101,8 @@ def estimate(
         trained: parameters that are trained, on this process.
     """
     held = memory.now
-    short, long = max(16, length // 8), max(32, length // 4)
+    short = max(64, length // 512 * 64)  # about an eighth, and a length that groups and processes can share
+    long = 2 * short
     step(short)  # what the first call allocates and compiles
     figures = []
     for tokens in (short, long):
