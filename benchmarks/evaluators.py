@@ -32,6 +32,7 @@ from ctxext.evals.perplexity import Perplexity
 from ctxext.evals.prompts import Prompter
 from ctxext.evals.samples import Place
 from ctxext.evals.targets import LiveModel
+from ctxext.training.estimate import resident
 
 DEPTHS = tuple(tenth / 10 for tenth in range(11))
 # The trials of a round of the grid, which alternates with the same trials of the plain loop.
@@ -135,12 +136,6 @@ def measure_memory(folder: Path, way: str) -> None:
         else:
             Engine(model).losses(ids[0].tolist())
     print(resident("VmHWM") - before)
-
-
-def resident(what: str) -> int:
-    """Bytes of this process in memory, now (VmRSS) or at most (VmHWM); Linux."""
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(what))
-    return 1024 * int(line.split()[1])
 
 
 def main() -> None:

@@ -22,13 +22,13 @@ from statistics import median
 from typing import Any
 
 import torch
-from evaluators import resident
 from peft import LoraConfig, get_peft_model
 from report import Report
 from rich.progress import track
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
+from ctxext.training.estimate import resident
 from ctxext.training.loss import use_chunked_loss
 
 VARIANTS = ("stock", "stock, checkpointed", "ours", "ours, checkpointed")

@@ -12,11 +12,8 @@ import copy
 import html
 import json
 import os
-import shutil
-import tempfile
 import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from hashlib import blake2b
 from importlib.resources import files
@@ -29,7 +26,7 @@ from torch import Tensor, nn
 from ctxext import __version__
 from ctxext.configs import read_context, rotary_dim
 from ctxext.extension import Proof, save_bilingual
-from ctxext.folders import checkpoint_folder
+from ctxext.folders import checkpoint_folder, written_whole
 from ctxext.methods import geometry_in_use
 from ctxext.sites import rotary
 
@@ -231,7 +228,7 @@ def save_trained(
     check_all_saved(model)
     if state_dict is not None:
         state_dict = _under_all_names(model, state_dict)
-    with _replacing(folder) as building:
+    with written_whole(folder) as building:
         if isinstance(model, PeftModel):
             model.save_pretrained(building, state_dict=state_dict)
             path = building / "adapter_config.json"
@@ -278,30 +275,6 @@ def _save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path, length: in
     tokenizer = copy.deepcopy(tokenizer)
     tokenizer.model_max_length = max(tokenizer.model_max_length, length)
     tokenizer.save_pretrained(folder)
-
-
-@contextmanager
-def _replacing(folder: Path) -> Iterator[Path]:
-    """A new folder beside `folder`, which takes its place at the end of the block; on errors nothing has changed.
-
-    Folders cannot be exchanged in one step: a former one is moved aside, to a hidden name beside it, for the instant
-    between two renames.
-    """
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    building = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
-    former = building.with_name(f"{building.name}.former")
-    try:
-        yield building
-        building.chmod(0o755)
-        if folder.exists():
-            folder.rename(former)
-        building.rename(folder)
-    except BaseException:
-        if former.exists():
-            former.rename(folder)
-        shutil.rmtree(building, ignore_errors=True)
-        raise
-    shutil.rmtree(former, ignore_errors=True)
 
 
 # ---------------------------------------------------------------------------------------- loading
@@ -511,7 +484,7 @@ def merge(folder: Path | str, output: Path | str, dtype: torch.dtype | str | Non
     expected = _probe(model)
     merged = model.merge_and_unload(safe_merge=True)
     _compare(_probe(merged), expected, torch.float32, "merging")
-    with _replacing(output) as building:
+    with written_whole(output) as building:
         save_bilingual(merged.to(dtype), building)
         reach = config.get_text_config(decoder=True).max_position_embeddings
         _copy_tokenizer((adapter, base), building, reach)

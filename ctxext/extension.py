@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -134,6 +136,18 @@ def transformers_model(model: nn.Module) -> PreTrainedModel:
             f"{type(model).__name__}. For a config alone, use extend_config."
         )
     return found
+
+
+@contextmanager
+def in_eval_mode(model: nn.Module) -> Iterator[None]:
+    """Every module in eval mode for the length of a `with` block, and then in the mode that it had."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
 
 
 def apply(model: PreTrainedModel, plan: Plan) -> Extension:

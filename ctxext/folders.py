@@ -6,7 +6,8 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -101,18 +102,35 @@ def extend_folder(
         return ExtendedFolder(None, plan, config)
     if output.exists():
         raise FileExistsError(f"{output} exists already. Choose another folder, or remove it first.")
-    output.parent.mkdir(parents=True, exist_ok=True)
-    building = Path(tempfile.mkdtemp(prefix=f".{output.name}.", dir=output.parent))
-    try:
+    with written_whole(output) as building:
         linked, copied = _link_or_copy(folder, building, say)
         _write_json(building / "config.json", config)
         _write_tokenizer_config(folder, building, plan.target_length)
+    return ExtendedFolder(output, plan, config, linked, copied)
+
+
+@contextmanager
+def written_whole(folder: Path) -> Iterator[Path]:
+    """A new folder beside `folder`, which takes its place at the end of the block; on errors nothing has changed.
+
+    Folders cannot be exchanged in one step: a former one is moved aside, to a hidden name beside it, for the instant
+    between two renames.
+    """
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    building = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
+    former = building.with_name(f"{building.name}.former")
+    try:
+        yield building
         building.chmod(0o755)
-        building.rename(output)
+        if folder.exists():
+            folder.rename(former)
+        building.rename(folder)
     except BaseException:
+        if former.exists():
+            former.rename(folder)
         shutil.rmtree(building, ignore_errors=True)
         raise
-    return ExtendedFolder(output, plan, config, linked, copied)
+    shutil.rmtree(former, ignore_errors=True)
 
 
 def _link_or_copy(folder: Path, building: Path, say: Callable[[str], None]) -> tuple[int, int]:

@@ -61,7 +61,7 @@ from ctxext.evals.samples import Place
 from ctxext.evals.statistics import paired_loss_difference
 from ctxext.evals.summary import Summary
 from ctxext.evals.targets import UNEXTENDED, LiveModel, Variant
-from ctxext.extension import transformers_model
+from ctxext.extension import in_eval_mode, transformers_model
 from ctxext.folders import checkpoint_folder, extend_folder, extended_json
 from ctxext.training import checkpoints
 from ctxext.training.estimate import PeakMemory, duration, estimate, gib
@@ -244,6 +244,7 @@ def extended_base(base: Path, folder: Path, settings: Settings) -> Path:
     arguments = settings.extension.arguments()
     if not folder.exists():
         extend_folder(base, folder, say=console.print, **arguments)
+        return folder
     _, config = extended_json(base, **arguments)
     if json.loads((folder / "config.json").read_text(encoding="utf-8")) != config:
         raise ValueError(
@@ -558,19 +559,12 @@ class Measure:
     def glance(self, model: nn.Module, done: checkpoints.Progress) -> dict[str, Any]:
         """The loss of the last tokens and the share of pass keys found, at the target length, as it stands."""
         inner, chosen = transformers_model(model), self.settings.evaluation
-        modes = [(module, module.training) for module in model.modules()]
-        model.eval()
-        with self.accelerator.autocast():
+        with in_eval_mode(model), self.accelerator.autocast():
             tail, found = self._tail(inner, chosen.glance_windows, sees=self.target), self._found(inner)
-        for module, mode in modes:
-            module.training = mode
         figures = {"tail_loss": sum(tail) / (self.trained * chosen.glance_windows)}
-        return {
-            "step": done.step,
-            "tokens": done.tokens,
-            **figures,
-            **({"passkey": found} if found is not None else {}),
-        }
+        if found is not None:
+            figures["passkey"] = found
+        return {"step": done.step, "tokens": done.tokens, **figures}
 
     def _found(self, model: Any) -> float | None:
         """The share of pass keys that a glance finds at the target length."""

@@ -22,6 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ctxext.extension import in_eval_mode
+
 Row = dict[str, Any]
 Batch = dict[str, Tensor]
 
@@ -216,15 +218,10 @@ def _influence(
     other[:, changed] = (one[:, changed] + vocab_size // 2) % vocab_size
     device = next(model.parameters()).device
     given = {name: tensor.to(device) for name, tensor in batch.items() if name not in ("input_ids", "labels")}
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
+    with in_eval_mode(model):
         before, after = (
             model(input_ids=ids.to(device), use_cache=False, **given).logits[:, -1] for ids in (one, other)
         )
-    finally:
-        for module, mode in modes:
-            module.training = mode
     # What is masked has weight zero, exactly; the margin is for kernels that add up in another order each time.
     return bool((before - after).abs().max() > 1e-5 * before.abs().max())
 

@@ -35,11 +35,11 @@ class PeakMemory:
 
     @property
     def at_most(self) -> int | None:
-        return torch.cuda.max_memory_allocated(self.cuda) if self.cuda else _resident("VmHWM")
+        return torch.cuda.max_memory_allocated(self.cuda) if self.cuda else resident("VmHWM")
 
     @property
     def now(self) -> int | None:
-        return torch.cuda.memory_allocated(self.cuda) if self.cuda else _resident("VmRSS")
+        return torch.cuda.memory_allocated(self.cuda) if self.cuda else resident("VmRSS")
 
     @property
     def room(self) -> int:
@@ -138,7 +138,8 @@ def duration(seconds: float) -> str:
     return f"{hours} h {minutes:02d} min" if hours else f"{minutes} min {rest:02d} s" if minutes else f"{rest} s"
 
 
-def _resident(what: str) -> int | None:
+def resident(what: str) -> int | None:
+    """Bytes of this process in memory, now (VmRSS) or at most (VmHWM); None without Linux' /proc."""
     try:
         lines = Path("/proc/self/status").read_text().splitlines()
     except OSError:
