@@ -32,6 +32,7 @@ benchmark: $(VENV)/dev.stamp
 	$(BIN)/python benchmarks/patch.py
 	$(BIN)/python benchmarks/evaluators.py
 	$(BIN)/python benchmarks/finetune.py
+	$(BIN)/python benchmarks/attention.py
 
 soak: $(VENV)/dev.stamp  ## measurements and fine-tunes killed at random moments
 	$(BIN)/python benchmarks/soak.py --kills 50

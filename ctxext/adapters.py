@@ -24,8 +24,9 @@ import torch
 from torch import Tensor, nn
 
 from ctxext import __version__
+from ctxext.api import extend_context
 from ctxext.configs import read_context, rotary_dim
-from ctxext.extension import Proof, save_bilingual
+from ctxext.extension import Proof, read_record, save_bilingual
 from ctxext.folders import checkpoint_folder, written_whole
 from ctxext.methods import geometry_in_use
 from ctxext.sites import rotary
@@ -283,7 +284,7 @@ def _save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path, length: in
 def load(
     name_or_path: Path | str, *, is_trainable: bool = False, revision: str | None = None, **from_pretrained: Any
 ) -> PreTrainedModel | PeftModel:
-    """A model of a folder or of the hub: of an adapter its base, extended as it was trained, with the adapter on it.
+    """A model of a folder or of the hub, extended as it was saved; of an adapter its base, with the adapter on it.
 
     The base is looked for where the adapter says that it was, in a folder `base` in, beside or above the adapter, and
     at last as the original one, whose config is extended before its weights are loaded. Whichever it
@@ -305,7 +306,9 @@ def load(
 
     folder = _folder(name_or_path, revision)
     if not _is_adapter(folder):
-        return AutoModelForCausalLM.from_pretrained(folder, use_safetensors=True, **from_pretrained).eval()
+        model = AutoModelForCausalLM.from_pretrained(folder, use_safetensors=True, **from_pretrained).eval()
+        extended = read_record(folder)
+        return model if extended is None else extend_context(model, **extended)
     record = _record(folder)
     base, config = _find_base(folder, record)
     return _load_adapter(folder, base, config, record, is_trainable, **from_pretrained)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from ctxext import extension
 from ctxext.configs import Existing, plan_extension
 from ctxext.description import ContextDescription, describe
-from ctxext.methods import RopeScaling
+from ctxext.methods import ContextMethod, RopeScaling
 
 if TYPE_CHECKING:
     from torch import nn
@@ -20,12 +20,13 @@ if TYPE_CHECKING:
 def extend_context(
     model: nn.Module,
     factor: float | None = None,
-    method: str | RopeScaling = "yarn",
+    method: str | ContextMethod = "yarn",
     *,
     target_length: int | None = None,
     original_max_position_embeddings: int | None = None,
     existing: Existing = "refuse",
     length: int | None = None,
+    rotated_copy: bool = False,
     **options: Any,
 ) -> Any:
     """Extend the context window of a live model, in place, and prove that it took effect.
@@ -33,6 +34,9 @@ def extend_context(
     The rotary embedding is replaced by one of the family's own class, the config is updated, and the
     receipt is put on the model as `model.context_extension`. Saving then writes a checkpoint that
     plain transformers loads. `restore_context(model)` undoes it bitwise.
+
+    Dynamic methods and those that remap positions rotate inside attention instead, exactly under any cache; their
+    saved form needs `ctxext.load`, or a `length` to freeze a dynamic one at.
 
     Args:
         model: a transformers model, or one wrapped by PEFT, torch.compile or DDP.
@@ -45,7 +49,9 @@ def extend_context(
             frequencies and only widens the window; "compose" scales on top; "replace" starts again from
             the original frequencies, which is also how a factor is lowered. `factor` counts from the
             present length for "keep" and "compose", from the original one for "replace".
-        length: pins a dynamic method at the scale of this many tokens.
+        length: pins a dynamic method at the scale of this many tokens, which makes it a static one.
+        rotated_copy: lets caches keep a copy of the keys as a dynamic method rotates them: decoding is faster, and
+            the cache half as large again.
         **options: fields of the method, such as `beta_fast=16`.
 
     Returns:
@@ -73,6 +79,7 @@ def extend_context(
         original_max_position_embeddings=original_max_position_embeddings,
         existing=existing,
         length=length,
+        rotated_copy=rotated_copy,
         **options,
     )
     extension.apply(inner, plan)
@@ -95,7 +102,7 @@ def restore_context(model: nn.Module) -> Any:
 
 @contextmanager
 def temporarily_extended(
-    model: nn.Module, factor: float | None = None, method: str | RopeScaling = "yarn", **options: Any
+    model: nn.Module, factor: float | None = None, method: str | ContextMethod = "yarn", **options: Any
 ) -> Iterator[Any]:
     """`extend_context` for the length of a `with` block; restored on exceptions too."""
     extend_context(model, factor, method, **options)
@@ -106,13 +113,22 @@ def temporarily_extended(
 
 
 def extend_config(
-    config: PreTrainedConfig, factor: float | None = None, method: str | RopeScaling = "yarn", **options: Any
+    config: PreTrainedConfig, factor: float | None = None, method: str | ContextMethod = "yarn", **options: Any
 ) -> Any:
     """A copy of `config` for the extended model: for those who hand a config to a trainer or a server.
 
     Arguments and errors are those of `extend_context`. The copy is not checked against a live model.
+
+    Raises:
+        ValueError: as `extend_context`; or the method rotates inside attention, which no config can say.
     """
     plan = plan_extension(config, factor, method, **options)
+    if plan.method is not None and plan.is_late:
+        pin = ", or pin it with length=" if isinstance(plan.method, RopeScaling) else ""
+        raise ValueError(
+            f"{plan.method.name} rotates inside attention, which no config can say. Extend a live model with "
+            f"extend_context{pin}."
+        )
     extended = copy.deepcopy(config)
     plan.apply_to(extended.get_text_config(decoder=True))
     return extended

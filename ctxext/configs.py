@@ -14,6 +14,8 @@ import torch
 from ctxext.encodings.rope import RopeGeometry
 from ctxext.families import family_of
 from ctxext.methods import (
+    ContextMethod,
+    PositionRemapping,
     RopeScaling,
     check_factor,
     geometry_in_use,
@@ -98,7 +100,7 @@ class ContextFacts:
     reach: int
     original_length: int
     original_theta: float
-    scaling: RopeScaling | None
+    scaling: ContextMethod | None
     mark: dict[str, Any] | None
     checkpoint: Checkpoint | None
 
@@ -132,6 +134,12 @@ def attention_layers(text_config: Any) -> list[str]:
     return [layer for layer in layers if "attention" in layer and layer != "linear_attention"]
 
 
+def slides_over(text_config: Any, layer: int) -> int | None:
+    """The sliding window of a layer in tokens; None where it sees everything."""
+    types = getattr(text_config, "layer_types", None) or attention_layers(text_config)
+    return int(text_config.sliding_window) if types[layer] == "sliding_attention" else None
+
+
 def head_dim(text_config: Any) -> int:
     """Dimensions of a head, which many configs leave to be worked out."""
     return int(getattr(text_config, "head_dim", None) or text_config.hidden_size // text_config.num_attention_heads)
@@ -152,7 +160,7 @@ def live_mark(text_config: Any) -> dict[str, Any] | None:
     return None if edited else mark
 
 
-def _marked_scaling(mark: dict[str, Any], parameters: dict[str, Any], limit: int) -> RopeScaling | None:
+def _marked_scaling(mark: dict[str, Any], parameters: dict[str, Any], limit: int) -> ContextMethod | None:
     """The method that a mark names; where it is registered in another program only, the form it was saved in."""
     try:
         return None if mark["method"] is None else method_from_dict(mark["method"])
@@ -253,21 +261,29 @@ class Plan:
     Attributes:
         method: None where existing="keep" leaves the frequencies alone.
         rope: what the method starts from.
-        extended: the frequencies and the attention factor that the model will have.
+        extended: the frequencies and the attention factor that the model will have; of a dynamic method at its full
+            reach.
         factor: target length / trained length of `rope`.
         updates: new values of attributes of the text config.
+        rotated_copy: whether caches keep a copy of the keys as a dynamic method rotates them for decoding.
         notes: what a person should know, a sentence each.
     """
 
     facts: ContextFacts
     existing: Existing
-    method: RopeScaling | None
+    method: ContextMethod | None
     rope: RopeGeometry
     extended: RopeGeometry
     factor: float
     target_length: int
     updates: dict[str, Any]
+    rotated_copy: bool
     notes: tuple[str, ...]
+
+    @property
+    def is_late(self) -> bool:
+        """Whether it rotates inside attention, so that the saved config stays what it was."""
+        return self.method is not None and self.method.is_late
 
     @property
     def summary(self) -> str:
@@ -284,12 +300,13 @@ class Plan:
 def plan_extension(
     config: Any,
     factor: float | None = None,
-    method: str | RopeScaling = "yarn",
+    method: str | ContextMethod = "yarn",
     *,
     target_length: int | None = None,
     original_max_position_embeddings: int | None = None,
     existing: Existing = "refuse",
     length: int | None = None,
+    rotated_copy: bool = False,
     **options: Any,
 ) -> Plan:
     """Work out an extension of `config`. Arguments and errors are those of `ctxext.extend_context`."""
@@ -303,6 +320,16 @@ def plan_extension(
         raise ValueError(
             f"existing={existing!r} needs a model whose RoPE is scaled already, but this one has plain RoPE "
             f"(theta {facts.original_theta:g}). Leave existing= out."
+        )
+    if (
+        existing in ("keep", "compose")
+        and facts.scaling is not None
+        and facts.scaling.is_late
+        and facts.mark is not None
+    ):
+        raise ValueError(
+            f"this config belongs to a live model that {facts.scaling.name} extends inside attention, so existing="
+            f"{existing!r} would leave nothing of that. Call restore_context(model) first."
         )
     _refuse_special_keys(facts, existing)
     rope = facts.original_rope if existing == "replace" or not scaled else facts.rope
@@ -326,7 +353,7 @@ def plan_extension(
                 "existing='keep' leaves the frequencies as they are, so a method has no effect. Drop method= and its "
                 "options, or use existing='compose'."
             )
-        if facts.scaling is not None and facts.scaling.is_dynamic:
+        if isinstance(facts.scaling, RopeScaling) and facts.scaling.of_the_call:
             raise ValueError(
                 "transformers' dynamic scaling is counted from max_position_embeddings, so it cannot be kept while "
                 "that is raised. Use existing='replace'."
@@ -334,18 +361,16 @@ def plan_extension(
         chosen, extended, parameters = None, rope, dict(facts.rope_parameters)
     else:
         chosen = _chosen_method(method, factor, rope, length, options)
-        extended = RopeGeometry(
-            inv_freq=rope.inv_freq / chosen.rescale_factors(rope),
-            rope_theta=rope.rope_theta,
-            original_max_position_embeddings=start,
-            attention_factor=rope.attention_factor * float(chosen.attention_scaling(rope)),
+        extended = _extended(chosen, rope, target_length)
+        parameters = dict(facts.rope_parameters) if chosen.is_late else _portable(chosen, rope, facts)
+        if chosen.is_late:
+            _refuse_late(facts)
+    dynamic = isinstance(chosen, RopeScaling) and chosen.is_late and not chosen.of_the_call
+    if rotated_copy and not dynamic:
+        raise ValueError(
+            "rotated_copy keeps a copy of the keys for methods whose scale follows each query, such as dynamic_ntk; "
+            f"{'native scaling' if chosen is None else chosen.name} has no use for one. Leave it out."
         )
-        if torch.equal(extended.inv_freq, rope.inv_freq) and extended.attention_factor == rope.attention_factor:
-            raise ValueError(
-                f"{chosen!r} changes nothing: every frequency and the attention factor stay as they are. "
-                "Pass a larger factor or length, or other options."
-            )
-        parameters = _portable(chosen, rope, facts)
     return Plan(
         facts=facts,
         existing=existing,
@@ -355,8 +380,39 @@ def plan_extension(
         factor=factor,
         target_length=target_length,
         updates=_updates(facts, chosen, parameters, start, target_length),
+        rotated_copy=rotated_copy,
         notes=_notes(facts, chosen, extended),
     )
+
+
+def _extended(method: ContextMethod, rope: RopeGeometry, target_length: int) -> RopeGeometry:
+    """The frequencies and the attention factor under `method`; those that remap positions leave them alone."""
+    if isinstance(method, PositionRemapping):
+        method.branches(rope)
+        method.check_reach(rope, target_length)
+        return rope
+    assert isinstance(method, RopeScaling)
+    extended = RopeGeometry(
+        inv_freq=rope.inv_freq / method.rescale_factors(rope),
+        rope_theta=rope.rope_theta,
+        original_max_position_embeddings=rope.original_max_position_embeddings,
+        attention_factor=rope.attention_factor * float(method.attention_scaling(rope)),
+    )
+    if torch.equal(extended.inv_freq, rope.inv_freq) and extended.attention_factor == rope.attention_factor:
+        raise ValueError(
+            f"{method!r} changes nothing: every frequency and the attention factor stay as they are. "
+            "Pass a larger factor or length, or other options."
+        )
+    return extended
+
+
+def _refuse_late(facts: ContextFacts) -> None:
+    name = f"{type(facts.text_config).__name__} (model_type {facts.text_config.model_type!r})"
+    instead = "Use a method that changes frequencies, such as 'yarn'. The model was left as it was."
+    if getattr(facts.text_config, "is_encoder_decoder", False):
+        raise ValueError(f"{name} is an encoder-decoder model, whose positions cannot be rotated late. {instead}")
+    if facts.rope_parameters.get("mrope_section"):
+        raise ValueError(f"{name} has positions of several kinds (mrope), which cannot be rotated late. {instead}")
 
 
 def _refuse_existing(facts: ContextFacts) -> str:
@@ -386,9 +442,9 @@ def _refuse_special_keys(facts: ContextFacts, existing: Existing) -> None:
 
 
 def _factor_and_target(
-    factor: float | None, target_length: int | None, method: str | RopeScaling, start: int
+    factor: float | None, target_length: int | None, method: str | ContextMethod, start: int
 ) -> tuple[float, int]:
-    if isinstance(method, RopeScaling):
+    if isinstance(method, ContextMethod):
         if factor is not None and factor != method.factor:
             raise ValueError(
                 f"factor={factor} disagrees with {type(method).__name__}(factor={method.factor}). "
@@ -421,9 +477,9 @@ def _factor_and_target(
 
 
 def _chosen_method(
-    method: str | RopeScaling, factor: float, rope: RopeGeometry, length: int | None, options: dict[str, Any]
-) -> RopeScaling:
-    if isinstance(method, RopeScaling):
+    method: str | ContextMethod, factor: float, rope: RopeGeometry, length: int | None, options: dict[str, Any]
+) -> ContextMethod:
+    if isinstance(method, ContextMethod):
         if options:
             raise ValueError(
                 f"options {', '.join(options)} come with a method's name; {type(method).__name__} is built already. "
@@ -437,16 +493,12 @@ def _chosen_method(
         if isinstance(length, bool) or not isinstance(length, int) or not 1 <= length <= reach:
             raise ValueError(f"length must be a number of tokens (an int) up to {reach}, got {length!r}.")
         return chosen.at_length(rope, length)
-    if chosen.is_dynamic:
-        raise ValueError(
-            f"{chosen.name} changes its scale with the length, and ctxext cannot apply that to a live model yet. "
-            f"Pin it at one length with length={reach}, or use a static method such as 'yarn'."
-        )
     return chosen
 
 
-def _portable(method: RopeScaling, rope: RopeGeometry, facts: ContextFacts) -> dict[str, Any]:
+def _portable(method: ContextMethod, rope: RopeGeometry, facts: ContextFacts) -> dict[str, Any]:
     """The config's new `rope_parameters`: the scaling in transformers' words, the family's keys kept."""
+    assert isinstance(method, RopeScaling)
     parameters = scaled_rope_parameters(method, rope)
     allowed = family_of(facts.text_config).rope_types
     if allowed is not None and parameters["rope_type"] not in allowed:
@@ -458,7 +510,7 @@ def _portable(method: RopeScaling, rope: RopeGeometry, facts: ContextFacts) -> d
 
 
 def _updates(
-    facts: ContextFacts, method: RopeScaling | None, parameters: dict[str, Any], start: int, target: int
+    facts: ContextFacts, method: ContextMethod | None, parameters: dict[str, Any], start: int, target: int
 ) -> dict[str, Any]:
     from ctxext import __version__
 
@@ -479,16 +531,17 @@ def _updates(
     return updates
 
 
-def _notes(facts: ContextFacts, method: RopeScaling | None, extended: RopeGeometry) -> tuple[str, ...]:
+def _notes(facts: ContextFacts, method: ContextMethod | None, extended: RopeGeometry) -> tuple[str, ...]:
     notes = []
     config = facts.text_config
+    late = method is not None and method.is_late
     if method is not None and extended.attention_factor != 1.0 and facts.rotary_dim < head_dim(config):
         notes.append(
             f"the attention factor {extended.attention_factor:.4g} reaches the {facts.rotary_dim} rotary of "
             f"{head_dim(config)} dimensions, as transformers applies it; the paper's temperature would reach all."
         )
     layers = getattr(config, "layer_types", None) or []
-    if "sliding_attention" in layers and "full_attention" in layers:
+    if "sliding_attention" in layers and "full_attention" in layers and not late:
         notes.append("sliding and full layers share one rotary embedding in this family, so both are extended.")
     if facts.checkpoint is not None and facts.checkpoint.recipe:
         recipe = facts.checkpoint.recipe

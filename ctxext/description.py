@@ -129,6 +129,8 @@ def describe(config: Any, factor: float | None, target_length: int | None, **opt
     try:
         plan = plan_extension(config, factor, target_length=target_length, **options)
         target, would_do = plan.target_length, plan.summary
+        if plan.is_late:
+            would_do += ", rotating inside attention: no config can say it, ctxext.load brings it back"
     except ValueError as error:
         target, would_do = target_length or round((factor or 4) * facts.reach), f"refuse: {error}"
     return ContextDescription(

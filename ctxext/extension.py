@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Iterator
+import json
+import warnings
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from ctxext.configs import Plan
+from ctxext import __version__
+from ctxext.attention.rotary import LateRotary, Layer
+from ctxext.configs import Plan, plan_extension, slides_over
 from ctxext.families import family_of
-from ctxext.methods import RopeScaling
+from ctxext.methods import ContextMethod, geometry_in_use, method_from_dict
 from ctxext.sites import rotary
 
 if TYPE_CHECKING:
@@ -51,6 +56,29 @@ class Proof:
 
 
 @dataclass(frozen=True)
+class LateProof:
+    """What was seen of late rotation, each part of which could have failed.
+
+    Attributes:
+        rotation_error: largest difference between the queries and keys of the stock model and the same rotated late,
+            relative to the largest of them, over all layers.
+        logit_error: largest difference to the stock model's output at random positions within the trained length, with
+            the frequencies from before the extension, relative to its largest number.
+        effect: the same difference that the method makes at random positions up to the target.
+    """
+
+    rotation_error: float
+    logit_error: float
+    effect: float
+
+    def __str__(self) -> str:
+        return (
+            f"with nothing scaled, queries and keys are {self.rotation_error:.1e} and the output {self.logit_error:.1e}"
+            f" off the stock model's; beyond its trained length the method changes the output by {self.effect:.1e}"
+        )
+
+
+@dataclass(frozen=True)
 class SwappedSite:
     """Undo data: the paths of a rotary embedding, and the module that stood there."""
 
@@ -71,18 +99,18 @@ class Extension:
     """What `extend_context` did to a model. It stays on the model as `model.context_extension`."""
 
     plan: Plan
-    proof: Proof | None  # None where the frequencies were kept
+    proof: Proof | LateProof | None  # None where the frequencies were kept
     sites: tuple[SwappedSite, ...] = ()
     configs: tuple[SwappedConfig, ...] = ()
 
     @property
-    def method(self) -> RopeScaling | None:
+    def method(self) -> ContextMethod | None:
         """The method; None where the native scaling was kept and only the window widened."""
         return self.plan.method
 
     @property
     def inv_freq(self) -> torch.Tensor:
-        """The frequencies in effect, radians a token, float64 of shape (pair,)."""
+        """The frequencies in effect (a dynamic method's at full reach), radians a token, float64 of shape (pair,)."""
         return self.plan.extended.inv_freq
 
     @property
@@ -106,11 +134,16 @@ class Extension:
             f"  trained length    {self.plan.rope.original_max_position_embeddings} "
             f"({self.plan.facts.trained_length_source})",
             f"  target length     {self.plan.target_length}",
-            f"  saved as          rope_type {self.plan.updates['rope_parameters'].get('rope_type')!r}",
+            f"  saved as          {self._saved_as()}",
             f"  proof             {self.proof or 'none needed: no frequency changed'}",
             *(f"  note              {note}" for note in self.plan.notes),
         ]
         return "\n".join(lines)
+
+    def _saved_as(self) -> str:
+        if self.plan.is_late:
+            return f"{RECORD} beside an unextended config: no config can say it"
+        return f"rope_type {self.plan.updates['rope_parameters'].get('rope_type')!r}"
 
 
 def extension_of(model: nn.Module) -> Extension | None:
@@ -154,24 +187,26 @@ def apply(model: PreTrainedModel, plan: Plan) -> Extension:
     """Put `plan` into effect on a live model, in place. On any error the model is left as it was.
 
     Raises:
-        ValueError: the model has no standard rotary embedding, or one whose class refuses the plan.
+        ValueError: the model has no standard rotary embedding, or one whose class refuses the plan, or attention
+            that cannot be rotated late.
         RuntimeError: the new rotary embedding is not what the formula says, or nothing reads it.
     """
     sites = _sites(model, plan)
     configs = _config_copies(model)
-    extended_config = configs[-1].extended
-    plan.apply_to(extended_config)
-    built, proof = ([], None) if plan.method is None else _build(sites, extended_config, plan)
-    extension = Extension(plan=plan, proof=proof, configs=configs)
+    plan.apply_to(configs[-1].extended)
+    extension = Extension(plan=plan, proof=None, configs=configs)
     try:
-        for site, new in zip(sites, built):
-            old = rotary.put(model, site.paths, new)
-            extension.sites += (SwappedSite(paths=site.paths, original=old),)
+        if plan.is_late:
+            _rotate_late(model, sites, extension)
+        elif plan.method is not None:
+            built, extension.proof = _build(sites, configs[-1].extended, plan)
+            _put(model, sites, built, extension)
         _swap_configs(model, {id(pair.original): pair.extended for pair in configs})
         model.__dict__[ATTRIBUTE] = extension
         # On the instance, as data (a partial), so that it survives deepcopy, pickle and PEFT's merge.
-        model.__dict__["save_pretrained"] = functools.partial(save_bilingual, model)
-        if built:
+        save = save_late if plan.is_late else save_bilingual
+        model.__dict__["save_pretrained"] = functools.partial(save, model)
+        if isinstance(extension.proof, Proof):
             if rotary.on_meta(model):
                 model.register_forward_pre_hook(_prove_at_first_forward)
             else:
@@ -180,6 +215,12 @@ def apply(model: PreTrainedModel, plan: Plan) -> Extension:
         restore(model, extension)
         raise
     return extension
+
+
+def _put(model: PreTrainedModel, sites: list[rotary.RotarySite], built: list[nn.Module], extension: Extension) -> None:
+    for site, new in zip(sites, built):
+        old = rotary.put(model, site.paths, new)
+        extension.sites += (SwappedSite(paths=site.paths, original=old),)
 
 
 def _config_copies(model: PreTrainedModel) -> tuple[SwappedConfig, ...]:
@@ -236,7 +277,7 @@ def _check_present_table(site: rotary.RotarySite, plan: Plan) -> None:
         )
     table = site.module.inv_freq
     scaling = plan.facts.scaling
-    if table.device.type == "meta" or (scaling is not None and scaling.name in ("longrope", "dynamic_ntk")):
+    if table.device.type == "meta" or (scaling is not None and scaling.name in ("longrope", "transformers_dynamic")):
         return  # Those two change the table as they run.
     expected = plan.facts.rope.inv_freq.float().to(table.dtype).double()
     exact = table.dtype == torch.float32
@@ -266,6 +307,125 @@ def _build(sites: list[rotary.RotarySite], config: Any, plan: Plan) -> tuple[lis
     return built, Proof(frequency_error, output_error, None)
 
 
+# ------------------------------------------------------------------------------------ late rotation
+
+
+def _rotate_late(model: PreTrainedModel, sites: list[rotary.RotarySite], extension: Extension) -> None:
+    """Put late rotation in the place of a rotary embedding, and prove it.
+
+    Raises:
+        ValueError: the model cannot be rotated late: the reason is given.
+        RuntimeError: it can, but its output is not the stock model's as long as nothing is scaled.
+    """
+    from ctxext.attention import call, proof
+
+    plan, config = extension.plan, extension.configs[-1].extended
+    name, left = f"{type(model).__name__} (model_type {config.model_type!r})", "The model was left as it was."
+    implementation = _refuse_to_rotate_late(model, sites, config, name, left)
+    call.register()
+    (site,) = sites
+    parent, _, leaf = site.paths[0].rpartition(".")
+    base = model.get_submodule(parent)
+    new = site.build(config, plan.summary, LateRotary)
+    assert isinstance(new, LateRotary)
+    new.attention_scaling = 1.0
+    new.attend = call.own_attention(model, implementation)
+    new.additive_masks = implementation == "eager"
+    new.rotated_copy = plan.rotated_copy
+    trained = plan.rope.original_max_position_embeddings
+    new.owner = f"{plan.method!r}, trained at {trained} tokens"
+    facts = plan.facts
+    limit = facts.text_config.max_position_embeddings
+    new.in_use = geometry_in_use(facts.rope_parameters, facts.rotary_dim, limit, within=True)
+    new.set_method(None, plan.rope)
+    new.layers = {}
+    device = next((p.device for p in model.parameters() if p.device.type != "meta"), torch.device("cpu"))
+    inputs = proof.probe(config.vocab_size, trained, device)
+
+    def run(whole: Callable[..., Any], *arguments: Any) -> Any:
+        try:
+            return whole(model, *arguments)
+        except Exception as error:
+            raise ValueError(
+                f"{name} does more in its attention than is known here: it cannot be run under late rotation "
+                f"({type(error).__name__}: {error}). Use a method that changes frequencies, such as 'yarn'. {left}"
+            ) from error
+
+    with (
+        torch.random.fork_rng(devices=[device] if device.type == "cuda" else []),
+        torch.compiler.set_stance("force_eager"),
+        in_eval_mode(model),
+        torch.no_grad(),
+    ):
+        stock = run(proof.output, inputs)
+        config._attn_implementation_internal = call.IMPLEMENTATIONS[implementation]
+        _swap_configs(model, {id(pair.original): pair.extended for pair in extension.configs})
+        rotated = run(proof.look, inputs, proof.Looker(new))
+        _put(model, sites, [new], extension)
+        unrotated = run(proof.look, inputs, proof.Looker(new, instead=rotated))
+        try:
+            found, rotation_error = proof.conventions(rotated, unrotated, new, inputs["position_ids"])
+        except ValueError as error:
+            raise ValueError(f"{name}: {error} {left}") from None
+        for index, convention in found.items():
+            window = slides_over(config, index)
+            new.layers[index] = Layer(convention, within=window is not None and window <= trained)
+        if all(layer.within or layer.convention.pairs == "none" for layer in new.layers.values()):
+            raise ValueError(f"{name} has no layer with RoPE that sees beyond its trained length. {left}")
+        base.register_forward_pre_hook(
+            call.BeforeForward(leaf, call.parameter_names(base), int(config.num_hidden_layers)), with_kwargs=True
+        )
+        outputs = run(proof.output, inputs), run(proof.cached_output, inputs)
+        logit_error = max(float((late - stock).abs().max() / stock.abs().max()) for late in outputs)
+        bar = proof.HALF_LOGIT_BAR if model.dtype in (torch.float16, torch.bfloat16) else proof.LOGIT_BAR
+        if not logit_error <= bar:
+            raise RuntimeError(
+                f"{name}, rotated late with its own frequencies, gives an output that is {logit_error:.1e} off its own "
+                f"(relative; at most {bar:.0e} can be rounding), so its attention does more than is known here. {left}"
+            )
+        far = proof.probe(config.vocab_size, plan.target_length, device)
+        before = run(proof.output, far)
+        new.set_method(plan.method, plan.rope)
+        effect = float((run(proof.output, far) - before).abs().max() / before.abs().max())
+    new.train(site.module.training)
+    if effect == 0.0:
+        raise RuntimeError(f"{plan.summary} changes nothing in {name} beyond its trained length. {left}")
+    extension.proof = LateProof(rotation_error, logit_error, effect)
+
+
+def _refuse_to_rotate_late(
+    model: PreTrainedModel, sites: list[rotary.RotarySite], config: Any, name: str, left: str
+) -> str:
+    """What can be said before anything is run; the attention implementation that is in use.
+
+    Raises:
+        ValueError: the model cannot be rotated late: the reason is given.
+    """
+    from ctxext.attention import call
+
+    if rotary.on_meta(model):
+        raise ValueError(
+            f"{name} has no weights yet, so that late rotation cannot be compared with it. Load them first. {left}"
+        )
+    if len(sites) != 1:
+        raise ValueError(f"{name} has {len(sites)} rotary embeddings; late rotation needs exactly one. {left}")
+    if not model._can_set_attn_implementation():
+        raise ValueError(
+            f"{name} has attention code of its own that does not go through transformers' attention interface, so "
+            f"nothing can be rotated late in it. Use a method that changes frequencies, such as 'yarn'. {left}"
+        )
+    implementation = str(config._attn_implementation)
+    if implementation not in call.IMPLEMENTATIONS:
+        raise ValueError(
+            f"{name} attends by {implementation!r}, but late rotation runs over {' or '.join(call.IMPLEMENTATIONS)}. "
+            f"Call model.set_attn_implementation('sdpa') first. {left}"
+        )
+    return implementation
+
+
+# ------------------------------------------------------------------------------------------- proof
+
+
 def prove_consumed(model: PreTrainedModel) -> None:
     """Run a forward pass of two tokens and see that the replaced modules' output is read."""
     extension: Extension = model.__dict__[ATTRIBUTE]
@@ -278,7 +438,7 @@ def prove_consumed(model: PreTrainedModel) -> None:
             f"({type(error).__name__}: {error}). The model was left as it was. Extend it before it is sharded or "
             "wrapped, on one device."
         ) from error
-    assert extension.proof is not None
+    assert isinstance(extension.proof, Proof)
     extension.proof = replace(extension.proof, consumed=consumed)
     if not consumed:
         raise RuntimeError(
@@ -303,9 +463,13 @@ def _prove_at_first_forward(model: PreTrainedModel, args: Any) -> None:
 
 
 def _remove_hook(model: PreTrainedModel) -> None:
-    for key, hook in list(model._forward_pre_hooks.items()):
-        if hook is _prove_at_first_forward:
-            del model._forward_pre_hooks[key]
+    from ctxext.attention.call import BeforeForward
+
+    for module in model.modules():
+        for key, hook in list(module._forward_pre_hooks.items()):
+            if hook is _prove_at_first_forward or isinstance(hook, BeforeForward):
+                del module._forward_pre_hooks[key]
+                module._forward_pre_hooks_with_kwargs.pop(key, None)
 
 
 def restore(model: PreTrainedModel, extension: Extension) -> None:
@@ -317,14 +481,21 @@ def restore(model: PreTrainedModel, extension: Extension) -> None:
     for pair in extension.configs:
         for name, value in pair.extended.__dict__.items():
             # What was edited in the meantime, such as use_cache, stays edited.
-            if name not in extension.plan.updates and id(value) not in extended:
+            ours = name in extension.plan.updates or id(value) in extended or _is_late_attention(name, value)
+            if not ours:
                 pair.original.__dict__[name] = value
     _swap_configs(model, {id(pair.extended): pair.original for pair in extension.configs})
     for site in reversed(extension.sites):
         rotary.put(model, site.paths, site.original)
 
 
+def _is_late_attention(name: str, value: Any) -> bool:
+    return name == "_attn_implementation_internal" and isinstance(value, str) and value.startswith("late_")
+
+
 # ----------------------------------------------------------------------------------------- saving
+
+RECORD = "context_extension.json"
 
 
 def version_4_keys(text_config: Any, rope_parameters: dict[str, Any]) -> dict[str, Any]:
@@ -349,13 +520,116 @@ def save_bilingual(model: PreTrainedModel, save_directory: Any, *args: Any, **kw
     The keys of version 4 stand in the config only while it is written: kept there, they would go
     stale and win over later edits of `rope_parameters`.
     """
+    if "length" in kwargs:
+        raise ValueError(
+            f"length={kwargs['length']} freezes a dynamic method as it is saved, and this model is static already. Leave "
+            "it out."
+        )
     text_config = model.config.get_text_config(decoder=True)
     keys = version_4_keys(text_config, text_config.rope_parameters)
     before = {name: value for name, value in text_config.__dict__.items() if name in keys}
     text_config.__dict__.update(keys)
     try:
-        return type(model).save_pretrained(model, save_directory, *args, **kwargs)
+        saved = type(model).save_pretrained(model, save_directory, *args, **kwargs)
     finally:
         for name in keys:
             del text_config.__dict__[name]
         text_config.__dict__.update(before)
+    (Path(save_directory) / RECORD).unlink(missing_ok=True)  # of another model, saved here before
+    return saved
+
+
+def save_late(model: PreTrainedModel, save_directory: Any, *args: Any, length: int | None = None, **kwargs: Any) -> Any:
+    """`model.save_pretrained` for a model whose extension no config can say.
+
+    The config is written as it was before the extension, so that plain transformers loads the unextended model, and
+    `context_extension.json` beside it holds what `ctxext.load` needs to bring the extension back.
+
+    Args:
+        length: writes a plain checkpoint instead, frozen at the scale of this many tokens; dynamic methods only.
+
+    Raises:
+        ValueError: `length` with a method that has no static form.
+    """
+    extension: Extension = model.__dict__[ATTRIBUTE]
+    if kwargs.get("push_to_hub"):
+        raise ValueError(
+            f"push_to_hub=True would upload the unextended config without {RECORD}. Call model.push_to_hub(...), or "
+            "save to a folder and upload that."
+        )
+    if length is not None:
+        return _save_frozen(model, extension, length, save_directory, *args, **kwargs)
+    text_config, original = extension.configs[-1].extended, extension.configs[-1].original
+    extended = {name: text_config.__dict__.pop(name) for name in extension.plan.updates}
+    text_config.__dict__.update({name: original.__dict__[name] for name in extended if name in original.__dict__})
+    try:
+        saved = type(model).save_pretrained(model, save_directory, *args, **kwargs)
+    finally:
+        for name in extended:
+            text_config.__dict__.pop(name, None)
+        text_config.__dict__.update(extended)
+    write_record(Path(save_directory), extension.plan)
+    warnings.warn(
+        f"{extension.plan.summary} rotates inside attention, which no config can say: the config was saved unextended, "
+        f"and the extension in {RECORD}. ctxext.load({str(save_directory)!r}) brings it back; plain transformers and "
+        "other engines load the unextended model.",
+        stacklevel=2,
+    )
+    return saved
+
+
+def write_record(folder: Path, plan: Plan) -> None:
+    """Write what it takes to extend the model in `folder` as `plan` does."""
+    assert plan.method is not None
+    record = {
+        "version": __version__,
+        "summary": plan.summary,
+        "method": plan.method.to_dict(),
+        "existing": plan.existing,
+        "original_max_position_embeddings": plan.facts.original_length,
+        "rotated_copy": plan.rotated_copy,
+    }
+    (folder / RECORD).write_text(json.dumps(record, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def read_record(folder: Path) -> dict[str, Any] | None:
+    """The arguments of `extend_context` that `write_record` noted in `folder`; None where nothing is.
+
+    Raises:
+        ValueError: not as this version writes it, or a method that is not registered here.
+    """
+    path = folder / RECORD
+    if not path.is_file():
+        return None
+    record = json.loads(path.read_text(encoding="utf-8"))
+    known = {"version", "summary", "method", "existing", "original_max_position_embeddings", "rotated_copy"}
+    if not isinstance(record, dict) or record.keys() != known:
+        raise ValueError(
+            f"{path} is not as ctxext {__version__} writes it. Load the model with transformers and extend it anew."
+        )
+    return {
+        **{name: record[name] for name in ("existing", "original_max_position_embeddings", "rotated_copy")},
+        "method": method_from_dict(record["method"]),
+    }
+
+
+def _save_frozen(
+    model: PreTrainedModel, extension: Extension, length: int, save_directory: Any, *args: Any, **kwargs: Any
+) -> Any:
+    plan = extension.plan
+    frozen = plan_extension(
+        extension.configs[0].original,
+        method=plan.method,
+        original_max_position_embeddings=plan.facts.original_length,
+        existing=plan.existing,
+        length=length,
+    )
+    restore(model, extension)
+    try:
+        frozen_extension = apply(model, frozen)
+        try:
+            return save_bilingual(model, save_directory, *args, **kwargs)
+        finally:
+            restore(model, frozen_extension)
+    finally:
+        apply(model, plan)

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from ctxext.configs import Plan, plan_extension
-from ctxext.extension import version_4_keys
-from ctxext.methods import RopeScaling
+from ctxext.extension import RECORD, read_record, version_4_keys, write_record
+from ctxext.methods import ContextMethod
 
-REWRITTEN = ("config.json", "tokenizer_config.json")
+REWRITTEN = ("config.json", "tokenizer_config.json", RECORD)
 
 
 @dataclass(frozen=True)
@@ -57,13 +57,36 @@ def checkpoint_folder(name_or_path: str, revision: str | None = None, *, config_
     return folder
 
 
+def check_not_extended(folder: Path, existing: str = "refuse") -> dict[str, Any] | None:
+    """What `context_extension.json` in `folder` says, if it is to be replaced; None where there is none.
+
+    Raises:
+        ValueError: there is one, and `existing` is not "replace".
+    """
+    record = read_record(folder)
+    if record is not None and existing != "replace":
+        raise ValueError(
+            f"{folder} is extended already, by {record['method'].name} (see its {RECORD}), and extensions of that kind "
+            "do not add up. Use it as it is, or start again from the model as it was with existing='replace'."
+        )
+    return record
+
+
 def extended_json(folder: Path, **arguments: Any) -> tuple[Plan, dict[str, Any]]:
-    """The plan for the checkpoint in `folder` and its new config.json: every other key stays as it was."""
+    """The plan for the checkpoint in `folder` and its new config.json: every other key stays as it was.
+
+    All of them do where the method rotates inside attention, which no config can say.
+    """
     from transformers import AutoConfig
 
+    former = check_not_extended(folder, arguments.get("existing", "refuse"))
+    if former is not None and arguments.get("original_max_position_embeddings") is None:
+        arguments["original_max_position_embeddings"] = former["original_max_position_embeddings"]
     raw = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     config = AutoConfig.from_pretrained(folder)
     plan = plan_extension(config, **arguments)
+    if plan.is_late:
+        return plan, raw
     section = raw
     if plan.facts.text_config is not config:
         name = next(key for key in config.sub_configs if getattr(config, key, None) is plan.facts.text_config)
@@ -77,12 +100,15 @@ def extend_folder(
     folder: Path,
     output: Path | None,
     factor: float | None = None,
-    method: str | RopeScaling = "yarn",
+    method: str | ContextMethod = "yarn",
     *,
     say: Callable[[str], None] = print,
     **arguments: Any,
 ) -> ExtendedFolder:
     """Write the checkpoint in `folder` to `output`, extended: a new config, the same weight files.
+
+    Of a method that rotates inside attention the config stays what it was, and `context_extension.json` beside it is
+    what `ctxext.load(output)` extends by.
 
     Files are hard-linked, so that a checkpoint of any size takes no room and no time; where that
     cannot be (another disk), they are copied, after saying how much. Never edit a linked weight file in
@@ -105,6 +131,8 @@ def extend_folder(
     with written_whole(output) as building:
         linked, copied = _link_or_copy(folder, building, say)
         _write_json(building / "config.json", config)
+        if plan.is_late:
+            write_record(building, plan)
         _write_tokenizer_config(folder, building, plan.target_length)
     return ExtendedFolder(output, plan, config, linked, copied)
 

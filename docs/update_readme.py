@@ -6,8 +6,10 @@ python docs/update_readme.py
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from ctxext.tables import method_table
@@ -15,16 +17,21 @@ from ctxext.tables import method_table
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def demo_table() -> str:
-    """Passkey, perplexity and the price at short length of docs/demo/summary.json, in Markdown."""
-    demo = json.loads((ROOT / "docs/demo/summary.json").read_text())
-    figures = demo["figures"]
+def comparison_table(file: str, page: str = ".") -> str:
+    """Passkey, perplexity and the price at short length of a summary, in Markdown.
+
+    Args:
+        file: the summary, from the root; `page` is the folder of the page that links it.
+    """
+    summary = json.loads((ROOT / file).read_text())
+    figures = summary["figures"]
     lengths, bands = list(figures["none"]["retrieval"]["passkey"]), list(figures["none"]["perplexity"])
+    trained = summary["about"]["trained_length"]
     head = [
         "method",
         *(f"passkey at {int(length):,}" for length in lengths),
         *(f"perplexity at {'–'.join(f'{int(end):,}' for end in band.split('-'))}" for band in bands),
-        "price within 512 (nats)",
+        f"price within {trained:,} (nats)",
     ]
     lines = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
     for method, figure in figures.items():
@@ -38,8 +45,44 @@ def demo_table() -> str:
     n = next(iter(figures["none"]["retrieval"]["passkey"].values()))["n"]
     lines += [
         "",
-        f"{n} prompts a cell, with 95% intervals; {demo['windows']} windows of {int(lengths[-1]):,} tokens, "
-        f"seed {demo['identity']['seed']}; from [docs/demo/summary.json](docs/demo/summary.json).",
+        f"{n} prompts a cell, with 95% intervals; {_count(summary['windows'], 'window')} of {int(lengths[-1]):,} tokens, "
+        f"seed {summary['identity']['seed']}; from [{file}]({os.path.relpath(file, page)}).",
+    ]
+    return "\n".join(lines)
+
+
+def _count(n: int, what: str) -> str:
+    return f"{n} {what}{'s' * (n != 1)}"
+
+
+def dynamic_table(file: str, page: str) -> str:
+    """Dynamic scaling side by side, of a file that benchmarks/dynamic.py wrote, in Markdown."""
+    record = json.loads((ROOT / file).read_text())
+    ways = record["ways"]
+    first = next(iter(ways.values()))
+    bands, lengths = list(first["loss"]), list(first["passkey"])
+    head = [
+        "",
+        *(f"loss at {'–'.join(f'{int(end):,}' for end in band.split('-'))}" for band in bands),
+        "beyond, against static YaRN",
+        *(f"passkey at {int(length):,}" for length in lengths),
+    ]
+    lines = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
+    for name, way in ways.items():
+        gap = way.get("against static YaRN")
+        cells = [
+            name,
+            *(f"{loss:.3f}" for loss in way["loss"].values()),
+            "" if gap is None else f"{gap['value']:+.3f} [{gap['low']:+.3f}, {gap['high']:+.3f}]",
+            *(f"{share['value']:.0%}" for share in way["passkey"].values()),
+        ]
+        lines.append("| " + " | ".join(cells) + " |")
+    pretended = f", taken as trained at {record['trained_length']:,} tokens," if "SmolLM2" in record["model"] else ""
+    lines += [
+        "",
+        f"{record['model']}{pretended} at ×{record['factor']}; losses in nats over {record['windows']} windows of "
+        f"{int(lengths[-1]):,} tokens, {first['passkey'][lengths[0]]['n']} prompts a cell; from "
+        f"[{file}]({os.path.relpath(file, page)}).",
     ]
     return "\n".join(lines)
 
@@ -114,8 +157,30 @@ def finetune_memory_table() -> str:
     return "\n".join(lines)
 
 
+def attention_table() -> str:
+    """What late rotation costs, of docs/benchmarks/attention.json."""
+    record = json.loads((ROOT / "docs/benchmarks/attention.json").read_text())
+    lines = ["| over stock | | bar |", "|---|---|---|"]
+    for name, figure in record["figures"].items():
+        if figure["bar"] != "no bar":
+            lines.append(f"| {name} | {figure['value']:.3g} | {figure['bar'].replace('<=', '≤')} |")
+    return "\n".join(lines)
+
+
 TABLES = {
-    "README.md": {"methods": method_table, "demo": demo_table, "finetune": finetune_table},
+    "README.md": {
+        "methods": method_table,
+        "demo": partial(comparison_table, "docs/demo/summary.json"),
+        "finetune": finetune_table,
+    },
+    "docs/late_rotation.md": {
+        "dynamic-shipped": partial(dynamic_table, "docs/dynamic/austen-4m.json", "docs"),
+        "dynamic-smollm2": partial(dynamic_table, "docs/dynamic/SmolLM2-135M-Instruct.json", "docs"),
+        "shipped-4x": partial(comparison_table, "docs/compare/austen-4m.json", "docs"),
+        "shipped-8x": partial(comparison_table, "docs/compare/austen-4m-8x.json", "docs"),
+        "smollm2-16k": partial(comparison_table, "docs/compare/smollm2-16k.json", "docs"),
+        "cost": attention_table,
+    },
     "docs/benchmarks/README.md": {"evaluators": evaluators_table, "finetune": finetune_memory_table},
 }
 

@@ -6,14 +6,21 @@ import copy
 from typing import Any
 
 import torch
-from families import LENGTH, logits, token_ids
+from families import FAMILIES, LENGTH, logits, token_ids
 from torch import nn
 
 from ctxext.encodings.rope import RopeGeometry
-from ctxext.methods import RopeScaling, list_methods
+from ctxext.methods import ContextMethod, LongRoPE, PositionRemapping, RopeScaling, list_methods
 
 FACTOR = 4.0
-METHODS = [cls.name for cls in list_methods()]
+# Every method that rescales frequencies, on every family; those that follow the length are pinned at one.
+METHODS = [cls.name for cls in list_methods() if issubclass(cls, RopeScaling)]
+# Every method that rotates inside attention, and the families whose attention lets it.
+LATE = [cls.name for cls in list_methods() if cls.at_length is not ContextMethod.at_length]
+REMAPPING = [cls.name for cls in list_methods() if issubclass(cls, PositionRemapping)]
+DYNAMIC = [name for name in LATE if name not in REMAPPING]
+EXACT_UNDER_A_CACHE = [name for name in LATE if name != "transformers_dynamic"]
+LATE_FAMILIES = [family for family in FAMILIES if family not in ("falcon", "qwen3_5")]
 
 
 def text_config(model: nn.Module) -> Any:
@@ -40,8 +47,36 @@ def arguments(name: str, model: nn.Module, factor: float = FACTOR) -> dict[str, 
     return {"method": method, **({"length": round(factor * LENGTH)} if method.is_dynamic else {})}
 
 
-def example(name: str, rope: RopeGeometry, factor: float = FACTOR) -> RopeScaling:
+def example(name: str, rope: RopeGeometry, factor: float = FACTOR) -> Any:
     return next(cls for cls in list_methods() if cls.name == name).example(rope, factor)
+
+
+def late(name: str, model: nn.Module, factor: float = FACTOR) -> ContextMethod:
+    """A method as it rotates inside attention of `model`; LongRoPE with all that a config cannot say."""
+    rope = plain_rope(model)
+    if name == "longrope":
+        short, long = (torch.linspace(1, last, rope.dim // 2).tolist() for last in (1.2, factor))
+        return LongRoPE(factor=factor, short_factor=tuple(short), long_factor=tuple(long), start_tokens=4)
+    return example(name, rope, factor)
+
+
+def cached_logits(model: nn.Module, ids: torch.Tensor, chunks: list[int]) -> torch.Tensor:
+    cache, parts = None, []
+    for piece in ids.split(chunks, dim=1):
+        with torch.no_grad():
+            output = model(input_ids=piece, past_key_values=cache, use_cache=True)
+        cache = output.past_key_values
+        parts.append(output.logits)
+    return torch.cat(parts, dim=1)
+
+
+def padded_batch(rows: list[torch.Tensor], side: str) -> dict[str, torch.Tensor]:
+    n = max(len(row) for row in rows)
+    ids, mask = torch.zeros(len(rows), n, dtype=torch.long), torch.zeros(len(rows), n, dtype=torch.long)
+    for i, row in enumerate(rows):
+        where = slice(n - len(row), n) if side == "left" else slice(0, len(row))
+        ids[i, where], mask[i, where] = row, 1
+    return {"ids": ids, "attention_mask": mask, "position_ids": (mask.cumsum(-1) - 1).clamp(min=0)}
 
 
 def snapshot(model: nn.Module, run: bool = True) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from families import FAMILIES, from_config, logits, tiny_config, tiny_model, tok
 from transformers import AutoConfig
 
 import ctxext
+from ctxext.extension import RECORD
 from ctxext.folders import checkpoint_folder, extend_folder
 
 
@@ -96,10 +97,41 @@ def test_an_old_scaling_does_not_outlive_a_new_method(tmp_path: Path) -> None:
     assert torch.equal(logits(from_config(config), ids), logits(from_config(expected), ids))
 
 
+@pytest.mark.parametrize("method", ["dynamic_yarn", "self_extend"])
+def test_a_late_method_leaves_the_config_and_comes_back_by_load(method: str, source: Path, tmp_path: Path) -> None:
+    result = extend_folder(source, tmp_path / "out", factor=4, method=method)
+    assert result.config == json.loads((source / "config.json").read_text())
+    assert json.loads((tmp_path / "out/config.json").read_text()) == result.config
+    assert json.loads((tmp_path / "out/tokenizer_config.json").read_text())["model_max_length"] == 256
+    live, ids = ctxext.extend_context(ctxext.load(source), 4, method), token_ids(150)
+    loaded = ctxext.load(tmp_path / "out")
+    assert torch.equal(logits(loaded, ids), logits(live, ids))
+    assert not torch.equal(logits(loaded, ids), logits(ctxext.load(source), ids))
+    assert loaded.context_extension.plan.summary == live.context_extension.plan.summary
+
+
+def test_a_pinned_method_is_a_plain_checkpoint(source: Path, tmp_path: Path) -> None:
+    extend_folder(source, tmp_path / "out", factor=4, method="dynamic_yarn", length=128)
+    assert not (tmp_path / "out" / RECORD).exists()
+    assert AutoConfig.from_pretrained(tmp_path / "out").rope_parameters["rope_type"] == "yarn"
+
+
+def test_a_late_extension_is_not_extended_again_and_does_not_outlive_another(source: Path, tmp_path: Path) -> None:
+    extend_folder(source, tmp_path / "late", method="dca", factor=4, original_max_position_embeddings=32)
+    for method in ("yarn", "self_extend"):
+        with pytest.raises(ValueError, match=r"extended already, by dca .*existing='replace'"):
+            extend_folder(tmp_path / "late", tmp_path / "out", 4, method)
+    again = extend_folder(tmp_path / "late", tmp_path / "out", 4, "yarn", existing="replace")
+    assert not (tmp_path / "out" / RECORD).exists()
+    assert again.plan.summary == "yarn ×4: 32 → 128 tokens"  # from the length that was known better
+    assert ctxext.load(tmp_path / "out").config.rope_parameters["rope_type"] == "yarn"
+
+
 def test_a_dry_run_writes_nothing(source: Path, tmp_path: Path) -> None:
     before = sorted(tmp_path.rglob("*"))
     result = extend_folder(source, None, target_length=256)
     assert result.config["max_position_embeddings"] == 256
+    assert extend_folder(source, None, target_length=256, method="dca").plan.is_late
     assert sorted(tmp_path.rglob("*")) == before
 
 

@@ -17,7 +17,9 @@ from live import (
     METHODS,
     arguments,
     assert_unchanged,
+    cached_logits,
     example,
+    padded_batch,
     plain_rope,
     rotary_of,
     same,
@@ -59,6 +61,7 @@ def native_parameters(family: str, method: str, dim: int, theta: float) -> dict[
         "pi": {"rope_type": "linear", "factor": 4.0},
         "ntk": {"rope_type": "default", "rope_theta": theta * 4 ** (dim / (dim - 2))},
         "dynamic_ntk": {"rope_type": "default", "rope_theta": theta * 4 ** (dim / (dim - 2))},
+        "transformers_dynamic": {"rope_type": "default", "rope_theta": theta * (4 * 4 - 3) ** (dim / (dim - 2))},
         "ntk_by_parts": {**yarn, "attention_factor": 1.0},
         "yarn": yarn,
         "dynamic_yarn": yarn,
@@ -453,16 +456,6 @@ def test_law_8_a_restored_model_saves_as_stock(tmp_path: Any) -> None:
 # -------------------------------------------------------------- law 9: a cache changes nothing
 
 
-def cached_logits(model: nn.Module, ids: torch.Tensor, chunks: list[int]) -> torch.Tensor:
-    cache, parts = None, []
-    for piece in ids.split(chunks, dim=1):
-        with torch.no_grad():
-            output = model(input_ids=piece, past_key_values=cache, use_cache=True)
-        cache = output.past_key_values
-        parts.append(output.logits)
-    return torch.cat(parts, dim=1)
-
-
 @every_family
 @matrix
 def test_law_9_uneven_chunks_and_decoding_agree_with_the_full_forward(family: str, method: str) -> None:
@@ -478,15 +471,6 @@ def test_law_9_token_by_token_agrees_with_the_full_forward(family: str) -> None:
 
 
 # ------------------------------------------------- law 10: a sequence is computed on its own
-
-
-def padded_batch(rows: list[torch.Tensor], side: str) -> dict[str, torch.Tensor]:
-    n = max(len(row) for row in rows)
-    ids, mask = torch.zeros(len(rows), n, dtype=torch.long), torch.zeros(len(rows), n, dtype=torch.long)
-    for i, row in enumerate(rows):
-        where = slice(n - len(row), n) if side == "left" else slice(0, len(row))
-        ids[i, where], mask[i, where] = row, 1
-    return {"ids": ids, "attention_mask": mask, "position_ids": (mask.cumsum(-1) - 1).clamp(min=0)}
 
 
 @pytest.mark.parametrize("side", ["left", "right"])

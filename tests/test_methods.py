@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import math
+import re
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import FrozenInstanceError, dataclass, replace
+from fractions import Fraction
 from itertools import cycle, product
 from typing import Any, ClassVar
 
@@ -20,7 +23,10 @@ from ctxext.encodings.rope import RopeGeometry, correction_dim, cos_sin, inverse
 from ctxext.methods import (
     ABF,
     PI,
+    Branch,
+    ContextMethod,
     DroPE,
+    DualChunkAttention,
     DynamicNTK,
     DynamicYaRN,
     Llama3,
@@ -28,28 +34,42 @@ from ctxext.methods import (
     NTKAware,
     NTKByParts,
     Paper,
+    PositionRemapping,
+    ReRoPE,
     Resonance,
     RopeScaling,
+    SelfExtend,
+    TransformersDynamic,
     YaRN,
     geometry_in_use,
     list_methods,
     make_method,
     method_class,
     method_from_dict,
+    method_from_rope_parameters,
     over_lengths,
     register,
     scaled_rope_parameters,
 )
 
 LLAMA = RopeGeometry.plain(128, 500000.0, 8192)
-MATRIX: list[Callable[[type[RopeScaling]], None]] = []
+Law = Callable[[type[ContextMethod]], None]
+LAWS: dict[Law, type[ContextMethod]] = {}  # and the kind of method that each is for
 Case = tuple[RopeGeometry, float]
 
 
-def every_method(law: Callable[[type[RopeScaling]], None]) -> Callable[[type[RopeScaling]], None]:
-    """A law for every method of the registry; a new method enters by being registered."""
-    MATRIX.append(law)
-    return pytest.mark.parametrize("cls", list_methods(), ids=lambda cls: cls.name)(law)
+def every(kind: type[ContextMethod]) -> Callable[[Law], Law]:
+    """A law for every method of a kind in the registry; a new method enters by being registered."""
+
+    def enter(law: Law) -> Law:
+        LAWS[law] = kind
+        known = [cls for cls in list_methods() if issubclass(cls, kind)]
+        return pytest.mark.parametrize("cls", known, ids=lambda cls: cls.name)(law)
+
+    return enter
+
+
+every_method, every_scaling, every_remapping = every(ContextMethod), every(RopeScaling), every(PositionRemapping)
 
 
 def cases(dims: list[int], lengths: list[int], thetas: list[float], factors: list[float]) -> list[Case]:
@@ -76,7 +96,7 @@ def scaled_frequencies(method: RopeScaling, rope: RopeGeometry, length: Tensor |
 NO_FUNCTION_OF_THE_FACTOR = ("drope", "resonance")
 
 
-@every_method
+@every_scaling
 def test_factor_one_changes_nothing_bitwise(cls):
     for rope, _ in FEW:
         method = cls.example(rope, 1.0)
@@ -85,7 +105,7 @@ def test_factor_one_changes_nothing_bitwise(cls):
         assert float(method.attention_scaling(rope)) == 1.0
 
 
-@every_method
+@every_scaling
 def test_factor_two_changes_something(cls):
     assert not torch.equal(scaled_frequencies(cls.example(LLAMA, 2.0), LLAMA), LLAMA.inv_freq)
 
@@ -93,7 +113,7 @@ def test_factor_two_changes_something(cls):
 # ------------------------------------------------------------------- the contract of every method
 
 
-@every_method
+@every_scaling
 def test_factors_are_positive_float64_a_pair(cls):
     for rope, factor in FEW:
         method, before = cls.example(rope, factor), rope.inv_freq.clone()
@@ -105,7 +125,7 @@ def test_factors_are_positive_float64_a_pair(cls):
         assert torch.equal(rope.inv_freq, before)
 
 
-@every_method
+@every_scaling
 def test_each_length_is_answered_on_its_own(cls):
     method = cls.example(LLAMA, 4.0)
     lengths = torch.tensor([[1, 8192, 8193], [10000, 32768, 99999]])
@@ -120,14 +140,14 @@ def test_each_length_is_answered_on_its_own(cls):
     assert moves == method.is_dynamic
 
 
-@every_method
+@every_scaling
 def test_no_length_means_the_full_reach(cls):
     method, full = cls.example(LLAMA, 4.0), torch.tensor(4 * 8192)
     assert torch.equal(method.rescale_factors(LLAMA), method.rescale_factors(LLAMA, full))
     assert torch.equal(method.attention_scaling(LLAMA), method.attention_scaling(LLAMA, full))
 
 
-@every_method
+@every_scaling
 def test_pinned_at_a_length_it_is_the_same_method_and_static(cls):
     method = cls.example(LLAMA, 4.0)
     if not method.is_dynamic:
@@ -150,7 +170,7 @@ def test_description_survives_json(cls):
     assert again != replace_factor(method, 8.0)
 
 
-def replace_factor(method: RopeScaling, factor: Any) -> RopeScaling:
+def replace_factor(method: ContextMethod, factor: Any) -> ContextMethod:
     inner = {"method": replace(method.inner, factor=factor)} if isinstance(method, Resonance) else {}
     return replace(method, factor=factor, **inner)
 
@@ -317,7 +337,7 @@ def test_resonance_wavelengths_are_whole_and_the_nearest(inner):
 
 # ------------------------------------------------------------------------ the dynamic methods
 
-DYNAMIC = [cls for cls in list_methods() if cls.example(LLAMA, 2.0).is_dynamic]
+DYNAMIC = [cls for cls in list_methods() if issubclass(cls, RopeScaling) and cls.example(LLAMA, 2.0).is_dynamic]
 every_dynamic = pytest.mark.parametrize("cls", DYNAMIC, ids=lambda cls: cls.name)
 
 
@@ -339,8 +359,8 @@ def test_scale_is_length_over_trained_length_up_to_the_factor(dynamic, static, l
 
 
 @pytest.mark.parametrize(("ratio", "scale"), [(0.5, 1), (1, 1), (2, 5), (4, 13), (10, 37)])
-def test_transformers_growth_reaches_factor_squared_minus_factor_plus_one(ratio, scale):
-    method = DynamicNTK(factor=4, growth="transformers")
+def test_transformers_dynamic_reaches_factor_squared_minus_factor_plus_one(ratio, scale):
+    method = TransformersDynamic(factor=4)
     found = method.rescale_factors(LLAMA, torch.tensor(int(ratio * 8192)))
     torch.testing.assert_close(found, NTKAware(factor=scale).rescale_factors(LLAMA), rtol=1e-14, atol=0)
     assert method.at_length(LLAMA, int(ratio * 8192)) == NTKAware(factor=scale)
@@ -349,7 +369,288 @@ def test_transformers_growth_reaches_factor_squared_minus_factor_plus_one(ratio,
 
 def test_a_pinned_dynamic_yarn_keeps_its_options():
     options = {"beta_fast": 16.0, "beta_slow": 2.0, "truncate": False, "ramp": "rotations", "attention_factor": 1.5}
-    assert DynamicYaRN(factor=8, **options).at_length(LLAMA, 16384) == YaRN(factor=2.0, **options)
+    assert DynamicYaRN(factor=8, ratio=1.1, **options).at_length(LLAMA, 16384) == YaRN(factor=2.0, **options)
+
+
+@every_method
+def test_what_no_config_can_say_rotates_late(cls):
+    method = cls.example(LLAMA, 4.0)
+    assert method.is_late == (isinstance(method, PositionRemapping) or cls in DYNAMIC)
+
+
+# ------------------------------------------------------------------------ the ladder of scales
+
+LADDERS = list(product([8, 64, 4096, 131072], [1.0, 1.01, 1.7, 4.0, 32.0], [1.01, 1.25, 2.0, 100.0]))
+with_a_ladder = pytest.mark.parametrize("cls", [DynamicNTK, DynamicYaRN], ids=lambda cls: cls.name)
+
+
+@with_a_ladder
+def test_the_ladder_by_hand(cls):
+    assert cls(factor=4).ladder(LLAMA).tolist() == [8192, 10240, 12800, 16000, 20000, 25000, 31250, 32768]
+    # Where the ratio is less than one token, a rung for every token.
+    assert cls(factor=2, ratio=1.1).ladder(RopeGeometry.plain(16, 1e4, 8)).tolist() == list(range(8, 17))
+
+
+@with_a_ladder
+def test_the_ladder_climbs_from_the_trained_length_to_the_reach(cls):
+    for trained, factor, ratio in LADDERS:
+        ladder = cls(factor=factor, ratio=ratio).ladder(RopeGeometry.plain(16, 1e4, trained))
+        assert (int(ladder[0]), int(ladder[-1])) == (trained, round(factor * trained))
+        assert (ladder.diff() > 0).all()
+
+
+@with_a_ladder
+def test_no_rung_is_further_than_the_ratio_and_one_token_from_the_last(cls):
+    for trained, factor, ratio in LADDERS:
+        ladder = cls(factor=factor, ratio=ratio).ladder(RopeGeometry.plain(16, 1e4, trained))
+        assert (ladder[1:] <= ratio * (ladder[:-1] + 1)).all()
+        # And no more of them than it takes: each costs a rotation of the keys.
+        assert len(ladder) <= math.ceil(math.log(factor + 1 / trained) / math.log(ratio)) + 1
+
+
+def test_a_static_method_has_one_rung():
+    for method in (YaRN(factor=4), LongRoPE.example(LLAMA, 4.0)):
+        assert method.ladder(LLAMA).tolist() == [4 * 8192]
+
+
+# ------------------------------------------------------------------------ LongRoPE's two lists
+
+SHORT, LONG = tuple(torch.linspace(1, 1.5, 64).tolist()), tuple(torch.linspace(1, 30, 64).tolist())
+TWO_LISTS = LongRoPE(factor=8, short_factor=SHORT, long_factor=LONG)
+
+
+def test_longrope_switches_right_after_the_trained_length():
+    found = TWO_LISTS.rescale_factors(LLAMA, torch.tensor([1, 8192, 8193, 10**6]))
+    assert [tuple(row) for row in found.tolist()] == [SHORT, SHORT, LONG, LONG]
+    assert TWO_LISTS.ladder(LLAMA).tolist() == [8192, 65536]
+    assert len(set(TWO_LISTS.attention_scaling(LLAMA, torch.tensor([1, 8192, 8193])).tolist())) == 1
+
+
+@pytest.mark.parametrize(("length", "values"), [(100, SHORT), (8192, SHORT), (8193, LONG), (65536, LONG)])
+def test_longrope_pinned_at_a_length_is_one_of_its_lists(length, values):
+    method = replace(TWO_LISTS, start_tokens=4, attention_factor=1.1)
+    assert method.at_length(LLAMA, length) == LongRoPE(factor=8, long_factor=values, attention_factor=1.1)
+    assert not method.at_length(LLAMA, length).is_late
+
+
+def test_longrope_is_late_only_where_a_config_cannot_say_it():
+    assert TWO_LISTS.is_dynamic
+    assert not replace(TWO_LISTS, short_factor=LONG).is_late
+    assert not replace(TWO_LISTS, short_factor=None).is_late
+    first_tokens = replace(TWO_LISTS, short_factor=None, start_tokens=4)
+    assert first_tokens.is_late
+    assert not first_tokens.is_dynamic
+    assert (first_tokens.start_tokens, YaRN(factor=4).start_tokens) == (4, 0)
+
+
+def native_longrope() -> dict[str, Any]:
+    return {
+        "rope_type": "longrope",
+        "rope_theta": LLAMA.rope_theta,
+        "factor": 8.0,
+        "original_max_position_embeddings": 8192,
+        "short_factor": list(SHORT),
+        "long_factor": list(LONG),
+    }
+
+
+def test_longrope_is_read_from_a_native_config_with_both_lists():
+    read = method_from_rope_parameters(native_longrope(), 65536)
+    assert read == TWO_LISTS
+    assert method_from_dict(json.loads(json.dumps(read.to_dict()))) == TWO_LISTS
+
+
+@pytest.mark.parametrize("length", [8192, 8193, 65536])
+def test_longrope_agrees_with_transformers_on_both_sides_of_the_switch(length):
+    with float64_transformers():
+        found = in_transformers(native_longrope(), LLAMA, 65536, length)
+        assert_agree(found, TWO_LISTS, LLAMA, 1e-12, torch.tensor(length))
+        pinned = TWO_LISTS.at_length(LLAMA, length)
+        assert_agree(in_transformers(pinned.rope_parameters(LLAMA), LLAMA, 65536), pinned, LLAMA, 1e-12)
+
+
+# ------------------------------------------------------------------- methods that remap positions
+
+SMALL = cases([16], [8, 64, 100], [1e4], [1.5, 4.0, 8.0])
+OPTIONS: dict[type[PositionRemapping], list[dict[str, int]]] = {
+    SelfExtend: [{}, {"group_size": 20, "window": 5}, {"group_size": 16, "window": 1}],
+    ReRoPE: [{}, {"window": 5}, {"window": 1}],
+    DualChunkAttention: [{}, {"chunk_size": 7, "local_window": 3}, {"chunk_size": 6, "local_window": 1}],
+}
+
+
+def made(cls: type[PositionRemapping]) -> Iterator[tuple[PositionRemapping, RopeGeometry, int]]:
+    """The method with each of its options at each size, and the tokens that it is asked to reach."""
+    for (rope, factor), options in product(SMALL, OPTIONS.get(cls, [{}])):
+        yield cls(factor=factor, **options), rope, round(factor * rope.original_max_position_embeddings)
+
+
+def pairs(n_tokens: int) -> tuple[Tensor, Tensor]:
+    """Positions of a query and of a key at or before it, for every such pair."""
+    query, key = torch.tril_indices(n_tokens, n_tokens)
+    return query, key
+
+
+@every_remapping
+def test_every_pair_belongs_to_exactly_one_branch(cls):
+    for method, rope, target in made(cls):
+        query, key = pairs(target)
+        found = torch.stack([branch.holds(query, key) for branch in method.branches(rope)])
+        assert (found.sum(0) == 1).all()
+
+
+@every_remapping
+def test_a_branch_never_lets_a_bucket_fall(cls):
+    # Blocks of queries look at the buckets of their first and last position alone.
+    for method, rope, target in made(cls):
+        for branch in method.branches(rope):
+            assert (branch.bucket(torch.arange(target)).diff() >= 0).all()
+
+
+@every_remapping
+def test_every_distance_within_reach_is_a_trained_one(cls):
+    for method, rope, target in made(cls):
+        method.check_reach(rope, target)
+        for n_tokens in {target, int(min(method.reach(rope), 2 * target))}:
+            found = method.distance(rope, *pairs(n_tokens))
+            assert found.min() == 0
+            # Self-Extend's fractions may pass the last trained distance, by less than one token.
+            assert found.max() < rope.original_max_position_embeddings
+
+
+@every_remapping
+def test_some_distances_are_remapped_and_that_to_itself_never(cls):
+    for method, rope, target in made(cls):
+        query, key = pairs(target)
+        found = method.distance(rope, query, key)
+        assert not found[query == key].any()
+        assert not torch.equal(found, (query - key).double())
+
+
+@every_remapping
+def test_a_distance_is_asked_for_in_any_shape(cls):
+    method = cls.example(LLAMA, 4.0)
+    query, key = torch.tensor([30000, 5, 9000]), torch.tensor([0, 5, 8000])
+    found = method.distance(LLAMA, query[:, None], key)
+    assert (found.shape, found.dtype) == ((3, 3), torch.float64)
+    assert torch.equal(found.diagonal(), method.distance(LLAMA, query, key))
+
+
+@every_remapping
+def test_a_remapping_method_has_no_static_form(cls):
+    with pytest.raises(ValueError, match=r"no static form, so length=9000 has no meaning.*'yarn'"):
+        cls.example(LLAMA, 4.0).at_length(LLAMA, 9000)
+
+
+def window_of(method: PositionRemapping, rope: RopeGeometry) -> int:
+    trained = rope.original_max_position_embeddings
+    if isinstance(method, DualChunkAttention):
+        return method.local_window or trained // 8
+    return method.window or trained // 4
+
+
+@pytest.mark.parametrize("cls", OPTIONS, ids=lambda cls: cls.name)
+def test_distances_are_exact_up_to_the_window(cls):
+    for method, rope, target in made(cls):
+        query, key = pairs(target)
+        found, true = method.distance(rope, query, key), (query - key).double()
+        # At the window itself ReRoPE's two branches meet, and with dual chunks the key beside it is exact too.
+        last = window_of(method, rope) + {SelfExtend: -1, ReRoPE: 0, DualChunkAttention: 1}[cls]
+        near = true <= last
+        assert torch.equal(found[near], true[near])
+        assert not torch.equal(found[true <= last + 2], true[true <= last + 2])
+        assert (found[~near] >= last).all()  # and what is far never looks near
+
+
+def test_self_extend_grows_by_one_a_group():
+    for method, rope, target in made(SelfExtend):
+        group, window = method.sizes(rope)
+        query, key = pairs(target)
+        found, true = method.distance(rope, query, key), (query - key).double()
+        far = true >= window
+        assert ((found - (window + (true - window) / group))[far].abs() < 1).all()
+        for last in (target - 1, target - 2):
+            assert (method.distance(rope, torch.tensor(last), torch.arange(last + 1)).diff() <= 0).all()
+
+
+def test_rerope_rectifies():
+    for method, rope, target in made(ReRoPE):
+        query, key = pairs(target)
+        wanted = (query - key).clamp(max=window_of(method, rope)).double()
+        assert torch.equal(method.distance(rope, query, key), wanted)
+
+
+TRAINED_AT_16 = RopeGeometry.plain(16, 10000.0, 16)
+
+
+def distances(method: PositionRemapping, query: int) -> list[float]:
+    """What the query at a position sees of the keys 0, 1, …, itself."""
+    return method.distance(TRAINED_AT_16, torch.tensor(query), torch.arange(query + 1)).tolist()
+
+
+def test_self_extend_by_hand():
+    # Groups of 3, 5 neighbours: the query stands at 17 // 3 + 5 - 5/3 = 8 1/3 for keys from 0 to 12.
+    whole, third = SelfExtend(factor=4, group_size=4, window=8), SelfExtend(factor=4, group_size=3, window=5)
+    assert distances(whole, 11) == [8, 8, 8, 8, 7, 6, 5, 4, 3, 2, 1, 0]
+    assert distances(whole, 12) == [9, 9, 9, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0]
+    far = [8, 8, 8, 7, 7, 7, 6, 6, 6, 5, 5, 5, 4]
+    assert distances(third, 17) == pytest.approx([n + 1 / 3 for n in far] + [4, 3, 2, 1, 0], abs=1e-12)
+
+
+def test_rerope_by_hand():
+    assert distances(ReRoPE(factor=4, window=4), 9) == [4, 4, 4, 4, 4, 4, 3, 2, 1, 0]
+
+
+def test_rerope_sharpens_queries_beyond_the_trained_length():
+    positions, rope = torch.tensor([0, 7, 63, 511, 4095]), RopeGeometry.plain(16, 10000.0, 64)
+    found = ReRoPE(factor=64).query_scaling(rope, positions)
+    assert found.tolist() == pytest.approx([1, 1, 1, 1.5, 2], rel=1e-14)
+    for method in (ReRoPE(factor=4, log_n=False), SelfExtend(factor=4), DualChunkAttention(factor=4)):
+        assert method.query_scaling(rope, positions) is None
+
+
+def test_dual_chunks_by_hand():
+    method = DualChunkAttention(factor=4, chunk_size=6, local_window=2)  # chunks of 4
+    assert distances(method, 3) == [3, 2, 1, 0]
+    assert distances(method, 5) == [5, 4, 3, 2, 1, 0]  # from 1 + 4
+    assert distances(method, 7) == [6, 5, 4, 3, 3, 2, 1, 0]  # from 3 + 4, but no more than 6
+    assert distances(method, 9) == [6, 5, 4, 3, 5, 4, 3, 2, 1, 0]  # from 6, from 1 + 4, and from 1
+
+
+def test_defaults_follow_from_the_trained_length():
+    assert SelfExtend(factor=4).sizes(LLAMA) == (9, 2048)
+    near, far = ReRoPE(factor=4).branches(LLAMA)
+    assert near.stop == far.first == 2048
+    intra, successive, inter = DualChunkAttention(factor=4).branches(LLAMA)
+    last = torch.tensor([5 * 5120 - 1])  # of a chunk of 6144 - 1024
+    assert [int(branch.query(last)) for branch in (intra, successive, inter)] == [5119, 6144, 6144]
+
+
+@pytest.mark.parametrize("factor", [1.5, 2, 3.7, 4, 8, 16, 100])
+@pytest.mark.parametrize("trained", [8, 64, 100, 512, 2048, 4096, 131072])
+def test_self_extend_takes_the_least_group_by_the_authors_rule(trained, factor):
+    group, window = SelfExtend(factor=factor).sizes(RopeGeometry.plain(16, 1e4, trained))
+
+    def used(group: int) -> Fraction:
+        return window + (Fraction(factor) * trained - window) / group
+
+    assert used(group) <= Fraction(2, 3) * trained
+    assert group == 1 or used(group - 1) > Fraction(2, 3) * trained
+
+
+@pytest.mark.parametrize(("window", "target"), [(16, 256), (16, 209), (5, 1000), (63, 5000), (1, 65)])
+def test_a_group_that_is_too_small_is_refused_with_the_least_that_will_do(window, target):
+    rope = RopeGeometry.plain(16, 10000.0, 64)
+
+    def check(group: int) -> None:
+        SelfExtend(factor=target / 64, group_size=group, window=window).check_reach(rope, target)
+
+    with pytest.raises(ValueError, match=f"window={window} covers .* not {target}. Pass group_size=") as caught:
+        check(1)
+    needed = int(re.search(r"Pass group_size=(\d+)", str(caught.value)).group(1))
+    check(needed)
+    with pytest.raises(ValueError, match=f"group_size={needed - 1} "):
+        check(needed - 1)
 
 
 # -------------------------------------------------------------- law 3: agreement with transformers
@@ -386,7 +687,7 @@ def float64_transformers() -> Iterator[None]:
         yield
 
 
-@every_method
+@every_scaling
 def test_transformers_reads_our_frequencies_from_our_parameters(cls):
     assert len(SHIPPED) >= 200
     for rope, factor in SHIPPED:
@@ -394,7 +695,7 @@ def test_transformers_reads_our_frequencies_from_our_parameters(cls):
         assert_agree(in_transformers(method.rope_parameters(rope), rope, limit), method, rope, rtol=1e-6)
 
 
-@every_method
+@every_scaling
 def test_only_float32_rounding_parts_transformers_from_us(cls):
     with float64_transformers():
         for rope, factor in EXACT:
@@ -425,7 +726,7 @@ def test_transformers_dynamic_agrees_at_every_length():
         trained = rope.original_max_position_embeddings
         seq_len = None if ratio is None else int(ratio * trained)  # without one, it takes the trained length
         parameters = {"rope_type": "dynamic", "rope_theta": rope.rope_theta, "factor": factor}
-        method, length = DynamicNTK(factor=factor, growth="transformers"), torch.tensor(seq_len or trained)
+        method, length = TransformersDynamic(factor=factor), torch.tensor(seq_len or trained)
         assert_agree(in_transformers(parameters, rope, trained, seq_len), method, rope, 1e-6, length)
 
 
@@ -457,7 +758,7 @@ def test_longrope_attention_formula_agrees():
         assert_agree(in_transformers(parameters, rope, limit, limit), method, rope, 1e-6)
 
 
-@every_method
+@every_scaling
 def test_scaling_on_scaling_multiplies_both(cls):
     below = YaRN(factor=4)
     in_use = geometry_in_use(below.rope_parameters(LLAMA), LLAMA.dim, 8192)
@@ -468,7 +769,7 @@ def test_scaling_on_scaling_multiplies_both(cls):
     assert attention_factor == pytest.approx((0.1 * math.log(4) + 1) * float(method.attention_scaling(in_use)))
 
 
-@every_method
+@every_scaling
 def test_our_own_reader_agrees_with_what_was_written(cls):
     for rope, factor in FEW:
         method = cls.example(rope, factor)
@@ -508,7 +809,7 @@ def test_others_parameters_are_read_as_transformers_reads_them(parameters):
 @pytest.fixture
 def registry(monkeypatch):
     """The registry, as it was before once the test is over."""
-    import ctxext.methods as module
+    import ctxext.methods.contract as module
 
     monkeypatch.setattr(module, "_METHODS", dict(module._METHODS))
 
@@ -530,9 +831,39 @@ def test_a_users_own_method_enters_the_same_matrix():
     register("half_pi", aliases=["hpi"])(HalfPI)
     assert list_methods()[-1] is HalfPI
     assert make_method("hpi", 4) == HalfPI(factor=4)
-    assert len(MATRIX) > 10
-    for law in MATRIX:
+    laws = [law for law, kind in LAWS.items() if issubclass(HalfPI, kind)]
+    assert len(laws) > 14
+    for law in laws:
         law(HalfPI)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Halved(PositionRemapping):
+    """Distances from half the trained length on count half."""
+
+    paper: ClassVar[Paper] = Paper("A user's notes", 2026, "https://example.org")
+
+    def branches(self, rope: RopeGeometry) -> tuple[Branch, ...]:
+        edge = rope.original_max_position_embeddings // 2
+
+        def as_it_is(positions: Tensor) -> Tensor:
+            return positions
+
+        near = Branch(-math.inf, edge, as_it_is, as_it_is, as_it_is)
+        return near, Branch(edge, math.inf, as_it_is, lambda p: (p + edge) / 2, lambda p: p / 2)
+
+    def reach(self, rope: RopeGeometry) -> float:
+        return rope.original_max_position_embeddings * 1.5
+
+
+@pytest.mark.usefixtures("registry")
+def test_a_users_own_remapping_enters_the_same_matrix(monkeypatch):
+    register("halved")(Halved)
+    monkeypatch.setattr(sys.modules[__name__], "SMALL", cases([16], [8, 64], [1e4], [1.5]))
+    laws = [law for law, kind in LAWS.items() if issubclass(Halved, kind)]
+    assert len(laws) > 10
+    for law in laws:
+        law(Halved)
 
 
 @pytest.mark.usefixtures("registry")
@@ -575,11 +906,16 @@ def test_unknown_and_missing_words_are_named_with_a_remedy(name, options, messag
         ("yarn", {"beta_slow": 0.0}),
         ("ntk_by_parts", {"ramp": "cosine"}),
         ("yarn", {"clamp": "none"}),
-        ("dynamic_ntk", {"growth": "exponential"}),
+        ("dynamic_ntk", {"ratio": 1.0}),
+        ("dynamic_ntk", {"ratio": math.inf}),
+        ("dynamic_yarn", {"ratio": math.nan}),
         ("llama3", {"low_freq_factor": 4.0, "high_freq_factor": 4.0}),
         ("llama3", {"low_freq_factor": 0.0}),
         ("longrope", {"long_factor": (1.0, 0.0)}),
         ("longrope", {"long_factor": (1.0, math.inf)}),
+        ("longrope", {"long_factor": (1.0, 2.0), "short_factor": (1.0, math.nan)}),
+        ("longrope", {"long_factor": (1.0, 2.0), "start_tokens": -1}),
+        ("longrope", {"long_factor": (1.0, 2.0), "start_tokens": 1.5}),
         ("resonance", {"method": "dynamic_yarn"}),
         ("resonance", {"method": YaRN(factor=2)}),
     ],
@@ -589,9 +925,48 @@ def test_an_option_out_of_range_is_refused(name, options):
         make_method(name, 4, **options)
 
 
+@pytest.mark.parametrize("bad", [0, -4, 2.5, True, "64", math.nan])
+@pytest.mark.parametrize(
+    ("name", "option"),
+    [
+        ("self_extend", "group_size"),
+        ("self_extend", "window"),
+        ("rerope", "window"),
+        ("dca", "chunk_size"),
+        ("dca", "local_window"),
+    ],
+)
+def test_what_is_no_number_of_tokens_is_refused(name, option, bad):
+    with pytest.raises(ValueError, match=rf"{option} must be a number of tokens .*, got {bad!r}. Leave it out"):
+        make_method(name, 4, **{option: bad})
+
+
+@pytest.mark.parametrize("name", ["self_extend", "rerope"])
+@pytest.mark.parametrize("window", [8192, 10**6])
+def test_a_window_beyond_the_trained_length_is_refused_with_both_numbers(name, window):
+    with pytest.raises(ValueError, match=f"below the trained length of 8192, got {window}. Leave it out"):
+        make_method(name, 4, window=window).branches(LLAMA)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"chunk_size": 8192}, "chunk_size must be .* below the trained length of 8192, got 8192. Leave it out"),
+        ({"chunk_size": 64, "local_window": 64}, "local_window must be smaller than chunk_size, got 64 and 64. Leave"),
+        ({"chunk_size": 64}, "local_window must be smaller than chunk_size, got 1024 and 64. Leave"),
+    ],
+)
+def test_chunks_that_do_not_fit_are_refused_with_both_numbers(options, message):
+    with pytest.raises(ValueError, match=message):
+        DualChunkAttention(factor=4, **options).branches(LLAMA)
+
+
 def test_what_only_the_geometry_can_tell_is_refused_with_both_numbers():
     with pytest.raises(ValueError, match="long_factor has 3 numbers, but this model has 64 pairs"):
         LongRoPE(factor=4, long_factor=(1, 2, 3)).rescale_factors(LLAMA)
+    short = LongRoPE(factor=4, long_factor=LONG, short_factor=(1, 2, 3))
+    with pytest.raises(ValueError, match="short_factor has 3 numbers, but this model has 64 pairs"):
+        short.rescale_factors(LLAMA, torch.tensor(10))
     with pytest.raises(ValueError, match="rope_theta must be a finite number >= the model's 500000, got 10000"):
         ABF(factor=4, rope_theta=10000.0).rescale_factors(LLAMA)
 
@@ -602,7 +977,12 @@ def test_what_only_the_geometry_can_tell_is_refused_with_both_numbers():
         YaRN(factor=8, beta_fast=16, truncate=False, ramp="rotations", clamp="pairs", attention_factor=1.1),
         LongRoPE(factor=2, long_factor=[1, 1.5]),
         ABF(factor=8, rope_theta=5e6),
-        DynamicNTK(factor=2, growth="transformers"),
+        LongRoPE(factor=2, long_factor=[1, 1.5], short_factor=[1, 1.1], start_tokens=4),
+        DynamicNTK(factor=2, ratio=1.1),
+        DynamicYaRN(factor=2, ratio=1.5, beta_slow=2, attention_factor=1.2),
+        SelfExtend(factor=8, group_size=7, window=100),
+        ReRoPE(factor=8, window=100, log_n=False),
+        DualChunkAttention(factor=8, chunk_size=100, local_window=10),
         Resonance(factor=3, method=NTKByParts(factor=3, beta_slow=2)),
     ],
     ids=lambda method: method.name,

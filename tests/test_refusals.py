@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 import torch
 from families import LENGTH, from_config, logits, tiny_config, tiny_model, token_ids
-from live import assert_unchanged, plain_rope, rotary_of, snapshot
+from live import LATE, REMAPPING, assert_unchanged, late, plain_rope, rotary_of, snapshot
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM
 
 from ctxext import extend_config, extend_context, extension, restore_context, temporarily_extended
+from ctxext.configs import plan_extension
 from ctxext.methods import NTKAware, YaRN, list_methods
 
 SHAPE: dict[str, Any] = dict(
@@ -90,14 +91,7 @@ def test_what_is_no_method_is_refused(llama: Any, method: Any) -> None:
     refuses(llama, (ValueError, TypeError), "method", "yarn", method=method)
 
 
-@pytest.mark.parametrize("method", ["dynamic_ntk", "dynamic_yarn", "dynamic"])
-def test_a_dynamic_method_is_refused_live_without_a_length(llama: Any, method: str) -> None:
-    refuses(
-        llama, ValueError, "dynamic", "cannot apply that to a live model yet", "length=256", "'yarn'", method=method
-    )
-
-
-@pytest.mark.parametrize("method", [cls.name for cls in list_methods() if cls.at_length is list_methods()[0].at_length])
+@pytest.mark.parametrize("method", [cls.name for cls in list_methods() if cls.name not in LATE])
 def test_a_static_method_refuses_a_length(llama: Any, method: str) -> None:
     cls = next(cls for cls in list_methods() if cls.name == method)
     instance = cls.example(plain_rope(llama), 4.0)
@@ -499,6 +493,175 @@ def test_a_softmax_scale_of_latent_attention_is_kept_by_keep() -> None:
     assert model.config.rope_parameters["mscale_all_dim"] == 1.0
 
 
+# --------------------------------------------------------------------------- what is not rotated late
+
+CANNOT = {"falcon": "attention code of its own", "qwen3_5": "positions of several kinds (mrope)"}
+
+
+@pytest.mark.parametrize("method", LATE)
+@pytest.mark.parametrize("family", CANNOT)
+def test_a_family_that_cannot_rotate_late_is_refused_by_name(family: str, method: str) -> None:
+    model = tiny_model(family)
+    name = f"(model_type '{model.config.get_text_config(decoder=True).model_type}')"
+    refuses(model, ValueError, name, CANNOT[family], "'yarn'", "left as it was", method=late(method, model))
+
+
+@pytest.mark.parametrize("model_type", ["stablelm", "gpt_neox_japanese", "deepseek_v3", "nemotron"])
+def test_other_attention_than_the_known_is_refused_by_name(model_type: str) -> None:
+    # Without keyword arguments in its layers, with code of its own, with a part of each head that is not rotated.
+    model = build(model_type, **(MLA if model_type == "deepseek_v3" else {}))
+    for method in ("dynamic_ntk", "self_extend"):
+        refuses(model, ValueError, f"(model_type '{model_type}')", "'yarn'", "left as it was", method=method)
+
+
+def test_a_trained_norm_after_the_rotation_is_refused_by_name() -> None:
+    model = build("hunyuan_v1_dense", head_dim=16)
+    extend_context(model, method="dynamic_ntk")  # as long as its weights are all 1, it turns with the rotation
+    restore_context(model)
+    for layer in model.model.layers:
+        torch.nn.init.uniform_(layer.self_attn.query_layernorm.weight, 0.5, 2.0)
+    refuses(
+        model,
+        ValueError,
+        "HunYuanDenseV1ForCausalLM (model_type 'hunyuan_v1_dense')",
+        "layer 0 does something to its queries and keys beside rotating them",
+        method="dynamic_ntk",
+    )
+
+
+def test_a_model_without_weights_is_refused() -> None:
+    with torch.device("meta"):
+        model = tiny_model("llama")
+    before = snapshot(model, run=False)
+    with pytest.raises(ValueError, match=r"LlamaForCausalLM .* has no weights yet.*Load them first"):
+        extend_context(model, method="dynamic_ntk")
+    assert_unchanged(model, before)
+
+
+def test_an_encoder_decoder_is_refused() -> None:
+    config = tiny_config("llama", is_encoder_decoder=True)
+    for method in ("dynamic_ntk", "self_extend"):
+        with pytest.raises(ValueError, match=r"\(model_type 'llama'\) is an encoder-decoder model.*'yarn'"):
+            plan_extension(config, method=method)
+
+
+def test_another_attention_implementation_is_refused_with_the_remedy(llama: Any) -> None:
+    llama.set_attn_implementation("flex_attention")
+    before = snapshot(llama, run=False)
+    with pytest.raises(
+        ValueError, match=r"attends by 'flex_attention'.*sdpa or eager.*set_attn_implementation\('sdpa'\)"
+    ):
+        extend_context(llama, method="self_extend")
+    assert_unchanged(llama, before)
+    llama.set_attn_implementation("sdpa")
+    extend_context(llama, method="self_extend")
+
+
+@pytest.mark.parametrize("method", ["dynamic_ntk", "self_extend"])
+def test_another_attention_implementation_set_later_is_refused_at_the_next_pass(llama: Any, method: str) -> None:
+    extend_context(llama, method=method)
+    llama.set_attn_implementation("eager")
+    with pytest.raises(RuntimeError, match=r"was set to 'eager' after the model was extended.*restore_context"):
+        logits(llama, token_ids(100))
+    restore_context(llama)
+    assert llama.config._attn_implementation == "eager"
+    stock = tiny_model("llama")
+    stock.set_attn_implementation("eager")
+    assert torch.equal(logits(llama, token_ids(100)), logits(stock, token_ids(100)))
+
+
+def test_a_layer_of_a_model_that_rotates_late_is_not_run_alone(llama: Any) -> None:
+    extend_context(llama, method="dynamic_ntk")
+    hidden, positions = torch.zeros(1, 4, 64), torch.arange(4)[None]
+    with torch.no_grad(), pytest.raises(RuntimeError, match=r"without the positions of its tokens.*restore_context"):
+        llama.model.layers[0](hidden, position_embeddings=llama.model.rotary_emb(hidden, positions))
+
+
+@pytest.mark.parametrize("method", ["yarn", "self_extend", "rerope", "dca", "transformers_dynamic"])
+def test_a_rotated_copy_is_for_scales_that_follow_each_query(llama: Any, method: str) -> None:
+    refuses(
+        llama,
+        ValueError,
+        "rotated_copy",
+        f"{method} has no use for one",
+        "dynamic_ntk",
+        method=method,
+        rotated_copy=True,
+    )
+
+
+def test_a_rotated_copy_of_a_pinned_method_is_refused(llama: Any) -> None:
+    refuses(llama, ValueError, "rotated_copy", "Leave it out", method="dynamic_ntk", length=200, rotated_copy=True)
+
+
+def test_a_group_that_cannot_cover_the_length_is_refused_with_the_one_that_can(llama: Any) -> None:
+    text = "group_size=2 and window=16 covers 112 tokens from 64, not 256. Pass group_size=5"
+    refuses(llama, ValueError, text, method="self_extend", group_size=2)
+    extend_context(llama, method="self_extend", group_size=5)
+
+
+@pytest.mark.parametrize("method", REMAPPING)
+def test_a_method_that_remaps_positions_refuses_a_length(llama: Any, method: str) -> None:
+    refuses(llama, ValueError, method, "no static form", "Drop length=", "'yarn'", method=method, length=200)
+
+
+OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
+    "self_extend": ("below the trained length of 64, got 64", {"window": 64}),
+    "rerope": ("below the trained length of 64, got 100", {"window": 100}),
+    "dca": ("smaller than chunk_size, got 32 and 32", {"chunk_size": 32, "local_window": 32}),
+    "dynamic_ntk": ("ratio must be at least 1.01, got 1", {"ratio": 1}),
+    "longrope": ("short_factor has 3 numbers", {"long_factor": (2.0,) * 8, "short_factor": (1.0,) * 3}),
+}
+
+
+@pytest.mark.parametrize("method", OPTIONS)
+def test_an_option_that_does_not_fit_is_refused(llama: Any, method: str) -> None:
+    message, options = OPTIONS[method]
+    refuses(llama, ValueError, message, method=method, **options)
+
+
+@pytest.mark.parametrize("method", LATE)
+def test_no_config_can_say_it(method: str) -> None:
+    config = tiny_config("llama")
+    before = config.to_dict()
+    with pytest.raises(ValueError, match=f"{method} rotates inside attention, which no config can say") as caught:
+        extend_config(config, method=late(method, tiny_model("llama")))
+    assert ("length=" in str(caught.value)) == (method not in REMAPPING)
+    assert config.to_dict() == before
+
+
+# Families whose attention is unusual and yet can be rotated late, and how each of their layers turns.
+TURNED, CROSSED = ("half_split", 1), ("interleaved", 1)
+UNUSUAL: dict[str, tuple[dict[str, Any], list[tuple[str, int]]]] = {
+    "smollm3": ({"num_hidden_layers": 4, "no_rope_layer_interval": 2}, [TURNED, ("none", 1)] * 2),
+    "exaone4": ({"sliding_window": 128, "num_hidden_layers": 4}, [TURNED] * 3 + [("none", 1)]),
+    "nanochat": ({}, [("half_split", -1)] * 2),
+    "cohere": ({}, [CROSSED] * 2),
+    "glm": ({"head_dim": 16, "partial_rotary_factor": 0.5}, [CROSSED] * 2),
+    "persimmon": ({}, [TURNED] * 2),
+}
+
+
+@pytest.mark.parametrize("model_type", UNUSUAL)
+def test_an_unusual_family_is_rotated_as_it_rotates(model_type: str) -> None:
+    changes, expected = UNUSUAL[model_type]
+    model = build(model_type, initializer_range=0.3, **changes)
+    before = snapshot(model)
+    extend_context(model, method="transformers_dynamic")
+    layers = rotary_of(model).layers
+    assert [(layers[i].convention.pairs, layers[i].convention.sign) for i in sorted(layers)] == expected
+    ids = token_ids(150)
+    found = logits(model, ids)
+    restore_context(model)
+    assert_unchanged(model, before)
+    # One scale for the whole call: the static model of that length, which rotates by the family's own code.
+    extend_context(model, method="transformers_dynamic", length=150)
+    scale = float(before["logits"].abs().max())
+    torch.testing.assert_close(found, logits(model, ids), rtol=0, atol=1e-5 * scale)
+    restore_context(model)
+    assert (found - logits(model, ids)).abs().max() > 1e-2 * scale
+
+
 # ---------------------------------------------------------------------------------- configs alone
 
 
@@ -509,7 +672,8 @@ def test_a_softmax_scale_of_latent_attention_is_kept_by_keep() -> None:
         ({"factor": 0.5}, "factor must be >= 1, got 0.5"),
         ({"factor": 4, "target_length": 256}, "not both"),
         ({"target_length": 64}, "already covers 64"),
-        ({"method": "dynamic_ntk"}, "length=256"),
+        ({"method": "dynamic_ntk"}, "positions of several kinds"),
+        ({"method": "self_extend", "length": 256}, "no static form"),
         ({"existing": "keep"}, "plain RoPE"),
     ],
 )

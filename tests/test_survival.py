@@ -19,12 +19,12 @@ from families import LENGTH, logits, tiny_config, tiny_model, token_ids
 from live import METHODS, arguments, assert_unchanged, rotary_of, same, snapshot, starve, text_config
 from transformers import AutoModelForCausalLM
 
-from ctxext import extend_context, restore_context
+from ctxext import extend_context, load, restore_context
 from ctxext.extension import extension_of
 from ctxext.methods import Paper, RopeScaling, over_lengths, register
 
 IDS = token_ids(150)
-method_module = sys.modules[RopeScaling.__module__]  # ctxext.methods is a function
+method_module = sys.modules[RopeScaling.__module__]  # where the registry is
 
 # Standard, partial rotary, half-width tables with experts, nested with linear attention.
 KINDS = ["llama", "gpt_neox", "gpt_oss", "qwen3_5"]
@@ -660,6 +660,229 @@ def test_config_edits_made_meanwhile_are_kept_by_restore() -> None:
     restore_context(model)
     assert model.config.use_cache is False
     assert model.config.to_dict()["rope_parameters"] == with_edit["rope_parameters"]
+
+
+# --------------------------------------------------------------------------------- late rotation
+
+rotating = pytest.mark.parametrize("method", ["dynamic_ntk", "self_extend"])
+
+
+def rotated(method: str, family: str = "llama") -> Any:
+    return extend_context(tiny_model(family), method=method)
+
+
+@rotating
+def test_late_restoring_a_model_cast_before_or_after(method: str) -> None:
+    model = tiny_model("llama").to(torch.bfloat16)
+    before = snapshot(model)
+    restore_context(extend_context(model, method=method))
+    assert_unchanged(model, before)
+    model = rotated(method).to(torch.bfloat16)
+    assert torch.equal(logits(model.float(), IDS), logits(extend_context(tiny_rounded(), method=method), IDS))
+
+
+def tiny_rounded() -> Any:
+    model = tiny_model("llama")
+    for parameter in model.parameters():
+        parameter.data = parameter.data.bfloat16().float()
+    return model
+
+
+@rotating
+def test_late_to_meta_and_back_keeps_the_logits(method: str) -> None:
+    model, source = rotated(method), tiny_model("llama")
+    before = logits(model, IDS)
+    materialise(model.to("meta"), source)
+    assert torch.equal(logits(model, IDS), before)
+    model.to("meta")
+    restore_context(model)
+    assert {tensor.device.type for tensor in [*model.parameters(), *model.buffers()]} == {"meta"}
+
+
+@rotating
+@pytest.mark.parametrize("first", ["copy", "original"])
+def test_late_either_copy_is_restored_on_its_own(method: str, first: str) -> None:
+    stock, original = logits(tiny_model("llama"), IDS), rotated(method)
+    twin = copy.deepcopy(original)
+    restored, kept = (twin, original) if first == "copy" else (original, twin)
+    before = snapshot(kept)
+    restore_context(restored)
+    assert torch.equal(logits(restored, IDS), stock)
+    assert_unchanged(kept, before)
+    assert torch.equal(logits(kept, IDS), logits(rotated(method), IDS))
+    restore_context(kept)
+    assert torch.equal(logits(kept, IDS), stock)
+
+
+@pytest.mark.parametrize("round_trip", [by_pickle, by_torch])
+@rotating
+def test_late_pickling_keeps_everything(method: str, round_trip: Any, tmp_path: Any) -> None:
+    model = rotated(method)
+    again = round_trip(model)
+    assert torch.equal(logits(again, IDS), logits(model, IDS))
+    assert repr(again.context_extension) == repr(model.context_extension)
+    with pytest.warns(UserWarning, match="saved unextended"):
+        again.save_pretrained(tmp_path)
+    assert torch.equal(logits(load(tmp_path), IDS), logits(model, IDS))
+    restore_context(again)
+    assert torch.equal(logits(again, IDS), logits(tiny_model("llama"), IDS))
+
+
+def test_late_a_copy_goes_on_with_a_copied_cache() -> None:
+    for method in ("dynamic_ntk", "self_extend"):
+        model, ids = rotated(method), IDS[:, :120]
+        with torch.no_grad():
+            cache = model(input_ids=ids[:, :100], use_cache=True).past_key_values
+        for twin, kept in ((copy.deepcopy(model), copy.deepcopy(cache)), by_pickle((model, cache))):
+            found = logits(twin, ids[:, 100:], past_key_values=kept)
+            torch.testing.assert_close(found, logits(model, ids)[:, 100:], rtol=0, atol=1e-4)
+
+
+@rotating
+def test_late_the_state_dict_is_the_stock_models(method: str) -> None:
+    stock, model = tiny_model("llama", seed=1), rotated(method)
+    assert list(model.state_dict()) == list(stock.state_dict())
+    model.load_state_dict(stock.state_dict())
+    assert torch.equal(logits(model, IDS), logits(extend_context(tiny_model("llama", seed=1), method=method), IDS))
+
+
+@dispatches
+@rotating
+@pytest.mark.parametrize("family", ["llama", "gpt_neox"])
+def test_late_a_dispatched_model_is_extended_and_restored(
+    family: str, method: str, dispatch: str, tmp_path: Any
+) -> None:
+    model, stock = tiny_model(family), logits(tiny_model(family), IDS)
+    DISPATCHES[dispatch](model, tmp_path)
+    extend_context(model, method=method)
+    assert torch.equal(logits(model, IDS), logits(rotated(method, family), IDS))
+    restore_context(model)
+    assert torch.equal(logits(model, IDS), stock)
+    model = rotated(method, family)
+    DISPATCHES[dispatch](model, tmp_path)
+    assert torch.equal(logits(model, IDS), logits(rotated(method, family), IDS))
+    restore_context(model)
+    assert torch.equal(logits(model, IDS), stock)
+
+
+@rotating
+@pytest.mark.parametrize("order", ["extend, then wrap", "wrap, then extend"])
+def test_late_lora_is_trained_merged_and_saved(method: str, order: str, tmp_path: Any) -> None:
+    model = tiny_model("llama")
+    if order == "extend, then wrap":
+        wrapped = lora(extend_context(model, method=method))
+    else:
+        wrapped = lora(model)
+        assert extend_context(wrapped, method=method) is wrapped
+    assert torch.equal(logits(wrapped, IDS), logits(lora(rotated(method)), IDS))
+    train_a_step(wrapped)
+    trained = logits(wrapped, IDS)
+    merged = wrapped.merge_and_unload()
+    torch.testing.assert_close(logits(merged, IDS), trained, rtol=0, atol=1e-3)
+    with pytest.warns(UserWarning, match="saved unextended"):
+        merged.save_pretrained(tmp_path)
+    assert torch.equal(logits(load(tmp_path), IDS), logits(merged, IDS))
+    restore_context(merged)
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    assert torch.equal(logits(plain, IDS), logits(merged, IDS))
+
+
+@rotating
+def test_late_a_wrapped_model_is_restored_through_its_wrapper(method: str) -> None:
+    wrapped = lora(tiny_model("llama"))
+    before = snapshot(wrapped)
+    extend_context(wrapped, method=method)
+    with pytest.raises(RuntimeError, match="extended already"):
+        extend_context(wrapped.base_model.model)
+    restore_context(wrapped)
+    assert_unchanged(wrapped, before)
+
+
+@rotating
+def test_late_a_base_model_extended_alone_is_restored_through_the_whole_one(method: str) -> None:
+    model = tiny_model("llama")
+    before = snapshot(model)
+    extend_context(model.model, method=method)
+    assert torch.equal(logits(model, IDS), logits(rotated(method), IDS))
+    restore_context(model)
+    assert_unchanged(model, before)
+
+
+@rotating
+@pytest.mark.parametrize("family", DROPOUT.keys() - {"falcon"})
+def test_late_the_proof_takes_no_random_numbers_and_keeps_the_mode(family: str, method: str) -> None:
+    model = tiny_model(family, **DROPOUT[family]).train()
+    before, state = snapshot(model, run=False), torch.get_rng_state()
+    extend_context(model, method=method)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(module.training for module in model.modules())
+    assert all(p.grad is None for p in model.parameters())
+    restore_context(model)
+    assert_unchanged(model, before)
+
+
+@pytest.mark.parametrize(("method", "how"), [("dynamic_ntk", "torch.compile"), ("self_extend", "model.compile")])
+def test_late_a_model_compiles_in_one_graph(method: str, how: str, fresh_dynamo: Any) -> None:
+    # Each rung of the ladder is traced, so there are few.
+    options: dict[str, Any] = {"dynamic_ntk": {"ratio": 4.0}, "self_extend": {}}[method]
+    stock = logits(tiny_model("llama"), IDS)
+    expected = logits(extend_context(tiny_model("llama"), method=method, **options), IDS)
+    model = compiled(tiny_model("llama"), how)
+    torch.testing.assert_close(logits(model, IDS, use_cache=False), stock, rtol=0, atol=1e-5)
+    assert extend_context(model, method=method, **options) is model
+    torch.testing.assert_close(logits(model, IDS, use_cache=False), expected, rtol=0, atol=1e-4)
+    restore_context(model)
+    torch.testing.assert_close(logits(model, IDS, use_cache=False), stock, rtol=0, atol=1e-5)
+
+
+@rotating
+def test_late_a_data_parallel_wrapper_is_seen_through(method: str, tmp_path: Any) -> None:
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        model = torch.nn.parallel.DistributedDataParallel(tiny_model("llama"))
+        extend_context(model, method=method)
+        assert torch.equal(logits(model, IDS), logits(rotated(method), IDS))
+        model(input_ids=IDS, labels=IDS).loss.backward()
+        restore_context(model)
+        assert torch.equal(logits(model, IDS), logits(tiny_model("llama"), IDS))
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+@rotating
+def test_late_rotation_over_eager_attention_is_the_same_and_shows_its_weights(method: str) -> None:
+    model = tiny_model("llama")
+    model.set_attn_implementation("eager")
+    extend_context(model, method=method)
+    torch.testing.assert_close(logits(model, IDS), logits(rotated(method), IDS), rtol=0, atol=1e-4)
+    restore_context(model)
+    assert model.config._attn_implementation == "eager"
+
+
+def test_late_edits_made_meanwhile_are_kept_by_restore() -> None:
+    model = rotated("self_extend")
+    model.resize_token_embeddings(160)
+    model.config.use_cache = False
+    assert logits(model, IDS).shape[-1] == 160
+    model.train()
+    restore_context(model)
+    assert (model.config.vocab_size, model.config.use_cache) == (160, False)
+    assert model.config._attn_implementation == "sdpa"
+    assert all(module.training for module in model.modules())
+
+
+@rotating
+def test_late_the_trainer_saves_what_load_brings_back(method: str, tmp_path: Any) -> None:
+    from transformers import Trainer, TrainingArguments
+
+    model = rotated(method)
+    rows = [{"input_ids": IDS[0], "labels": IDS[0]} for _ in range(2)]
+    options = {"max_steps": 1, "report_to": [], "use_cpu": True, "save_strategy": "no", "disable_tqdm": True}
+    trainer = Trainer(model=model, args=TrainingArguments(output_dir=str(tmp_path), **options), train_dataset=rows)
+    trainer.train()
+    with pytest.warns(UserWarning, match="saved unextended"):
+        trainer.save_model(str(tmp_path / "out"))
+    assert torch.equal(logits(load(tmp_path / "out"), IDS), logits(model.eval(), IDS))
 
 
 # ---------------------------------------------------------------------------------- quantisation

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from ctxext.cli import measuring
-from ctxext.cli.common import Factor, HowExisting, Model, Revision, TargetLength, TrainedLength
+from ctxext.cli.common import Factor, HowExisting, Model, Revision, TargetLength, TrainedLength, console
 
 
 def compare(
@@ -43,11 +43,12 @@ def compare(
     from ctxext.evals.prompts import Prompter
     from ctxext.evals.runner import Runner
     from ctxext.evals.targets import LiveModel, compared_variants
-    from ctxext.folders import checkpoint_folder
+    from ctxext.folders import check_not_extended, checkpoint_folder
 
     processes = measuring.Processes.here()
     folder = checkpoint_folder(model, revision)
-    loaded, tokenizer = measuring.load(folder, dtype, device)
+    check_not_extended(folder, existing)
+    loaded, tokenizer = measuring.load(folder, dtype, device, bare=True)
     variants = compared_variants(
         loaded.config,
         [name.strip() for name in methods.split(",")] if methods else None,
@@ -58,6 +59,15 @@ def compare(
     )
     prompter = Prompter(tokenizer, style, answer_tokens)  # type: ignore[arg-type]
     target = LiveModel(loaded, prompter, folder.name, original_max_position_embeddings)
+    for variant in variants[1:]:
+        refusal = target.refusal(variant)
+        if refusal is None:
+            continue
+        variants.remove(variant)
+        if methods is not None or len(variants) == 1:
+            raise ValueError(f"{variant.name} cannot be compared: {refusal}")
+        if processes.rank == 0:
+            console.print(f"{variant.name} is left out: {refusal}", highlight=False, markup=False, soft_wrap=True)
     trained = target.about["trained_length"]
     reach = max(target.reach(variant) or 0 for variant in variants)
     grid = measuring.make_grid(

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
+import typer
 from rich.table import Table
 
 from ctxext.cli.common import (
@@ -11,6 +14,7 @@ from ctxext.cli.common import (
     Revision,
     TargetLength,
     TrainedLength,
+    parse_options,
     without_garbage_collection,
 )
 
@@ -19,6 +23,10 @@ def describe(
     model: Model,
     factor: Factor = None,
     target_length: TargetLength = None,
+    method: Annotated[str, typer.Option(help="A method of `ctxext methods`.")] = "yarn",
+    option: Annotated[
+        list[str] | None, typer.Option("--option", metavar="NAME=VALUE", help="An option of the method.")
+    ] = None,
     original_max_position_embeddings: TrainedLength = None,
     existing: HowExisting = "refuse",
     revision: Revision = None,
@@ -27,18 +35,26 @@ def describe(
     from rich.console import Console
 
     from ctxext.api import describe_context
+    from ctxext.configs import plan_extension
+    from ctxext.extension import read_record
     from ctxext.folders import checkpoint_folder
 
     with without_garbage_collection():
         from transformers import AutoConfig
 
-        config = AutoConfig.from_pretrained(checkpoint_folder(model, revision, config_only=True))
+        folder = checkpoint_folder(model, revision, config_only=True)
+        config = AutoConfig.from_pretrained(folder)
+    record = read_record(folder)
+    if record is not None:  # as ctxext.load has it
+        plan_extension(config, **record).apply_to(config.get_text_config(decoder=True))
     description = describe_context(
         config,
         factor,
+        method=method,
         target_length=target_length,
         original_max_position_embeddings=original_max_position_embeddings,
         existing=existing,
+        **parse_options(option),
     )
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
     table.add_column(style="bold", no_wrap=True)

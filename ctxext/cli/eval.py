@@ -70,9 +70,11 @@ def evaluate(
     from ctxext.evals.runner import Runner
     from ctxext.evals.server import ServedModel
     from ctxext.evals.targets import LiveModel, Served, Variant, known_lengths
-    from ctxext.folders import checkpoint_folder
+    from ctxext.folders import check_not_extended, checkpoint_folder
 
     folder = checkpoint_folder(model, revision, config_only=server is not None)
+    if method is not None:
+        check_not_extended(folder, existing)
     config = AutoConfig.from_pretrained(folder)
     trained, reach = known_lengths(config)
     trained = original_max_position_embeddings or trained
@@ -115,7 +117,7 @@ def evaluate(
             trained,
         )
     else:
-        loaded, tokenizer = measuring.load(folder, dtype, device)
+        loaded, tokenizer = measuring.load(folder, dtype, device, bare=method is not None)
         prompter = Prompter(tokenizer, style, answer_tokens)  # type: ignore[arg-type]
         target = LiveModel(loaded, prompter, folder.name, original_max_position_embeddings)
         reach = target.reach(variant) or reach

@@ -42,7 +42,9 @@ def extend(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the new config.json and write nothing.")] = False,
 ) -> None:
     """Write an extended copy of a checkpoint: a new config.json, the same weight files (hard-linked)."""
+    from ctxext.extension import RECORD
     from ctxext.folders import checkpoint_folder, extend_folder
+    from ctxext.methods import RopeScaling
 
     if dry_run == (output is not None):
         raise typer.BadParameter("give either --output FOLDER or --dry-run.")
@@ -62,8 +64,17 @@ def extend(
     console.print(f"[bold]{result.plan.summary}[/]", highlight=False)
     for note in result.plan.notes:
         console.print(f"note: {note}", highlight=False, markup=False)
+    if result.plan.is_late:
+        freeze = " To freeze it in the config instead, pass --length." * isinstance(result.plan.method, RopeScaling)
+        console.print(
+            f"note: this rotates inside attention, which no config can say: config.json stays unextended, and {RECORD} "
+            f"beside it is for ctxext.load.{freeze}",
+            highlight=False,
+            soft_wrap=True,
+        )
     if result.output is None:
         print(json.dumps(result.config, indent=2, ensure_ascii=False))
         return
     how = f"{result.linked_bytes / 2**30:.2f} GiB linked, {result.copied_bytes / 2**30:.2f} GiB copied"
-    console.print(f"wrote {result.output} ({how}); plain transformers loads it.", highlight=False)
+    loads = f"ctxext.load({str(result.output)!r})" if result.plan.is_late else "plain transformers"
+    console.print(f"wrote {result.output} ({how}); {loads} loads it.", highlight=False, soft_wrap=True)

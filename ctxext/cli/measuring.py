@@ -128,12 +128,19 @@ class Processes:
 
 
 def load(
-    folder: Path, dtype: str = "auto", device: str | None = None
+    folder: Path, dtype: str = "auto", device: str | None = None, *, bare: bool = False
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Model and tokenizer of a checkpoint, ready to be read with."""
+    """Model and tokenizer of a checkpoint, ready to be read with.
+
+    Args:
+        bare: leave out the extension that `context_extension.json` in the folder says.
+    """
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging
+
+    from ctxext.api import extend_context
+    from ctxext.extension import read_record
 
     logging.disable_progress_bar()
     if device is None:
@@ -148,6 +155,9 @@ def load(
         dtype = "float32"
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, device_map=device if device != "cpu" else None)
+    extension = None if bare else read_record(folder)
+    if extension is not None:
+        extend_context(model, **extension)
     return model.eval(), tokenizer
 
 

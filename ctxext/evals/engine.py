@@ -1,9 +1,9 @@
 """Forward passes of an evaluation: bounded in memory, and no token is read twice that two prompts share.
 
-What a causal model with static position encodings computes for a prefix does not depend on what
-follows. So prompts that begin alike are read once, and branch off where they differ; and long ones
-are read in chunks. Where a model's frequencies depend on the total length (transformers' `dynamic`,
-and `longrope` with two lists), both would be wrong: every prompt is then read whole.
+What a causal model computes for a prefix does not depend on what follows, also where the scale belongs to
+each query's own position. So prompts that begin alike are read once, and branch off where they differ; and
+long ones are read in chunks. Where a model's frequencies depend on the total length (transformers' `dynamic`,
+`longrope` with two lists as transformers runs it), both would be wrong: every prompt is then read whole.
 """
 
 from __future__ import annotations
@@ -19,7 +19,11 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicLayer
 
+from ctxext.attention.keys import stock_class
+from ctxext.configs import Plan
 from ctxext.evals.samples import Sample
+from ctxext.extension import extension_of
+from ctxext.methods import RopeScaling
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -42,8 +46,14 @@ class Losses(NamedTuple):
     top1: Tensor
 
 
-def length_dependent(config: Any) -> bool:
-    """Whether the frequencies of a model with this config depend on how long the sequence is."""
+def length_dependent(config: Any, plan: Plan | None = None) -> bool:
+    """Whether the frequencies of a model with this config depend on how long the whole sequence is.
+
+    Args:
+        plan: how it is extended; None where it is not.
+    """
+    if plan is not None and plan.method is not None:
+        return of_the_call(plan)
     parameters = getattr(config.get_text_config(decoder=True), "rope_parameters", None) or {}
     tables = parameters.values() if all(isinstance(table, dict) for table in parameters.values()) else [parameters]
     return any(
@@ -51,6 +61,11 @@ def length_dependent(config: Any) -> bool:
         or (table.get("rope_type") == "longrope" and table.get("short_factor") != table.get("long_factor"))
         for table in tables
     )
+
+
+def of_the_call(plan: Plan | None) -> bool:
+    """Whether an extension has one scale for each whole call, so that no key can be kept for the next."""
+    return plan is not None and isinstance(plan.method, RopeScaling) and plan.method.of_the_call
 
 
 class Engine:
@@ -71,7 +86,12 @@ class Engine:
     @property
     def whole(self) -> bool:
         """Whether every prompt has to be read whole, in one forward pass."""
-        return length_dependent(self.model.config)
+        return length_dependent(self.model.config, self._plan)
+
+    @property
+    def _plan(self) -> Plan | None:
+        extension = extension_of(self.model)
+        return None if extension is None else extension.plan
 
     @torch.inference_mode()
     def forced(self, rows: Sequence[Sequence[Sample]]) -> Iterator[tuple[Sample, Forced]]:
@@ -131,7 +151,7 @@ class Engine:
         """Which layers store keys and values; empty if any forgets, as sliding windows and linear attention do."""
         probe = torch.zeros(1, 1, dtype=torch.long, device=self.model.device)
         layers = self.model(input_ids=probe, use_cache=True).past_key_values.layers
-        if any(type(layer) is not DynamicLayer for layer in layers):
+        if any(stock_class(layer) is not DynamicLayer for layer in layers):
             return []
         return [layer.is_initialized for layer in layers]  # those that share the keys of others store none
 
@@ -164,7 +184,7 @@ class Engine:
         cache = None
         if not self.whole:
             cache = self._read(prompt[:, :-1], self._new_cache(prompt.shape[1] + sample.answer_tokens), 1)[1]
-        own = self.model.generation_config
+        own, keeps = self.model.generation_config, not of_the_call(self._plan)
         settings = GenerationConfig(
             do_sample=False,
             # A field left out is taken from the model's own; a penalty counts the prompt, the right answer in it too.
@@ -172,11 +192,16 @@ class Engine:
             max_new_tokens=sample.answer_tokens,
             eos_token_id=own.eos_token_id,
             pad_token_id=own.pad_token_id if own.pad_token_id is not None else 0,
+            use_cache=keeps,
         )
         output = self.model.generate(
             prompt, attention_mask=torch.ones_like(prompt), generation_config=settings, past_key_values=cache
         )
-        self.tokens += output.shape[1] - prompt.shape[1] + (prompt.shape[1] if self.whole else 0)
+        written = output.shape[1] - prompt.shape[1]
+        if keeps:
+            self.tokens += written + (prompt.shape[1] if self.whole else 0)
+        else:
+            self.tokens += sum(range(prompt.shape[1], output.shape[1]))
         return output[0, prompt.shape[1] :].tolist()
 
     @torch.inference_mode()

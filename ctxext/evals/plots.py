@@ -248,9 +248,13 @@ def _draw_curves(summary: Summary, axes: Axes) -> None:
         axes.text(trained, 0.99, f" trained length: {trained:,} ", **note)
     axes.grid(axis="y", color="0.92")
     axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(
-        frameon=False, loc="lower left", bbox_to_anchor=(-0.01, 1.0), ncols=6, borderpad=0, handlelength=2.6, fontsize=9
-    )
+    for columns in range(6, 0, -1):
+        legend = axes.legend(
+            frameon=False, loc="lower left", bbox_to_anchor=(-0.01, 1.0), ncols=columns, borderpad=0, handlelength=2.6,
+            fontsize=9,
+        )  # fmt: skip
+        if legend.get_window_extent().width < 0.9 * axes.figure.bbox.width:
+            break
 
 
 def _spread(ticks: Sequence[int], last: int) -> list[int]:

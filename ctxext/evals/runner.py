@@ -106,10 +106,6 @@ class Batch:
     task: AnyTask
     rows: tuple[tuple[Place, ...], ...]
 
-    @property
-    def length(self) -> int:
-        return self.rows[0][0].length
-
     def __len__(self) -> int:
         return sum(len(row) for row in self.rows)
 
@@ -188,9 +184,7 @@ class Runner:
         self.wait()
         with writer:
             for variant in variants:
-                mine = self._share(variant)
-                for length in dict.fromkeys(batch.length for batch in mine) if variant.follows_length else [None]:
-                    self._measure(writer, variant, [batch for batch in mine if length in (None, batch.length)])
+                self._measure(writer, variant)
         self.wait()
         return writer.merge() if merge and self.rank == 0 else None
 
@@ -210,11 +204,11 @@ class Runner:
         return self.grid.tasks
 
     def _share(self, variant: Variant) -> list[Batch]:
-        whole = variant.follows_length or self.target.whole
-        return list(self.grid.batches(variant, whole))[self.rank :: self.world]
+        return list(self.grid.batches(variant, self.target.whole(variant)))[self.rank :: self.world]
 
-    def _measure(self, writer: ResultsWriter, variant: Variant, batches: list[Batch]) -> None:
-        """Batches of one variant, all under one extension."""
+    def _measure(self, writer: ResultsWriter, variant: Variant) -> None:
+        """What is missing of one variant, all under one extension."""
+        batches = self._share(variant)
         missing = [
             part
             for batch in batches
@@ -225,7 +219,7 @@ class Runner:
         self.advance(variant.name, sum(map(len, batches)) - sum(map(len, missing)))
         if not missing:
             return
-        with self.target.applied(variant, missing[0].length):
+        with self.target.applied(variant):
             for outcomes in self._outcomes(missing):
                 writer.add(
                     [

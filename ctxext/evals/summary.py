@@ -26,6 +26,7 @@ from ctxext.evals.statistics import (
     wilson,
 )
 from ctxext.evals.targets import UNEXTENDED
+from ctxext.methods import ContextMethod, RopeScaling, list_methods
 
 # Two variants whose difference has a larger p are not told apart.
 LEVEL = 0.05
@@ -269,7 +270,7 @@ class Summary:
         The one that finds most beyond the trained length, or, of those that these samples do not tell
         apart from it, one that surely loses less over the longest windows, in which short and long positions count.
         """
-        extended = [variant for variant in self.variants if variant != UNEXTENDED]
+        extended = [variant for variant in self.variants if variant != UNEXTENDED and self._is_for_use(variant)]
         if not extended or not self.beyond:
             return Recommendation(
                 None, "No extended variant was measured beyond the trained length: nothing to recommend."
@@ -317,6 +318,14 @@ class Summary:
                 f"token at {1 - price.agreement.value:.1%} of the places."
             )
         return Recommendation(choice, " ".join(said))
+
+    def _is_for_use(self, variant: str) -> bool:
+        """Not so a method that can keep no key from one token to the next: it is there to be compared with."""
+        extension = self.header.variants[variant].get("extension") or {}
+        method = extension.get("method")
+        name = method["name"] if isinstance(method, dict) else method
+        known = next((cls for cls in list_methods() if name in (cls.name, *cls.aliases)), ContextMethod)
+        return not (issubclass(known, RopeScaling) and known.of_the_call) or "length" in extension
 
     def _beyond_difference(self, one: str, other: str) -> Difference | None:
         return self.difference(one, other, self.retrieval_tasks, self.beyond)

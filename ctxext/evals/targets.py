@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import platform
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -11,15 +12,15 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from ctxext.api import extend_config, temporarily_extended
-from ctxext.configs import plan_extension, read_context
-from ctxext.evals.engine import Engine, Forced
+from ctxext.api import temporarily_extended
+from ctxext.configs import Plan, plan_extension, read_context
+from ctxext.evals.engine import Engine, Forced, length_dependent
 from ctxext.evals.perplexity import TextTask, Window
 from ctxext.evals.prompts import Prompter
 from ctxext.evals.results import Record
 from ctxext.evals.samples import Sample, fingerprint
 from ctxext.evals.server import ServedModel
-from ctxext.methods import RopeScaling, list_methods, method_class
+from ctxext.methods import ContextMethod, list_methods, method_class
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -41,20 +42,10 @@ class Variant:
     extension: dict[str, Any] | None = None
     gate_only: bool = False
 
-    @property
-    def follows_length(self) -> bool:
-        """Whether its frequencies belong to the length of the prompt, so that every length is measured by itself."""
-        if self.extension is None or self.extension.get("existing") == "keep":
-            return False
-        method = self.extension.get("method", "yarn")
-        cls = method_class(method) if isinstance(method, str) else type(method)
-        return cls.at_length is not RopeScaling.at_length
-
     def describe(self, target: Target) -> dict[str, Any]:
         """For the results' header."""
-        extension = self.extension and {
-            name: value.to_dict() if isinstance(value, RopeScaling) else value for name, value in self.extension.items()
-        }
+        # As it will be read back, so that a run may go on: JSON has lists for tuples.
+        extension = self.extension and json.loads(json.dumps(self.extension, default=ContextMethod.to_dict))
         return {
             "model": target.name,
             "extension": extension,
@@ -68,7 +59,6 @@ class Target(Protocol):
     Attributes:
         name: for people. `fingerprint` is that of the weights and the config.
         facts: what must agree for two measurements to be compared; `about` is for the reader.
-        whole: whether the frequencies depend on the length even without an extension.
     """
 
     name: str
@@ -76,13 +66,15 @@ class Target(Protocol):
     prompter: Prompter
     facts: dict[str, str]
     about: dict[str, Any]
-    whole: bool
 
     def reach(self, variant: Variant) -> int | None:
         """The tokens that `variant` covers by its config; None where nobody says."""
 
-    def applied(self, variant: Variant, length: int) -> AbstractContextManager[Any]:
-        """The model as `variant` has it at `length` tokens, for the length of a `with` block."""
+    def whole(self, variant: Variant) -> bool:
+        """Whether frequencies depend on the length of the whole prompt, so that no window stands for a shorter one."""
+
+    def applied(self, variant: Variant) -> AbstractContextManager[Any]:
+        """The model as `variant` has it, for the length of a `with` block."""
 
     def outcomes(self, batches: Iterable[Rows], generate: bool) -> Iterator[list[tuple[Sample, Record]]]:
         """Answer batches, each of rows of samples of one length that begin alike; what comes together is written so."""
@@ -108,23 +100,28 @@ class LiveModel:
             "reach": reach,
             "machine": f"{platform.machine()}, {torch.get_num_threads()} threads, {model.device.type}",
         }
-        self.whole = self.engine.whole
 
     def reach(self, variant: Variant) -> int | None:
-        if variant.extension is None:
-            return self.about["reach"]
-        config = extend_config(self.model.config, **self._arguments(variant, self.about["trained_length"] + 1))
-        return config.get_text_config(decoder=True).max_position_embeddings
+        plan = self._plan(variant)
+        return self.about["reach"] if plan is None else plan.target_length
 
-    def applied(self, variant: Variant, length: int) -> AbstractContextManager[Any]:
-        # Within the trained length a dynamic method is the model as it is.
-        if variant.extension is None or (variant.follows_length and length <= self.about["trained_length"]):
-            return nullcontext()
-        return temporarily_extended(self.model, **self._arguments(variant, length))
+    def whole(self, variant: Variant) -> bool:
+        plan = self._plan(variant)
+        return self.engine.whole if plan is None else length_dependent(self.model.config, plan)
 
-    def _arguments(self, variant: Variant, length: int) -> dict[str, Any]:
-        assert variant.extension is not None
-        return {**variant.extension, "length": length} if variant.follows_length else variant.extension
+    def applied(self, variant: Variant) -> AbstractContextManager[Any]:
+        return nullcontext() if variant.extension is None else temporarily_extended(self.model, **variant.extension)
+
+    def refusal(self, variant: Variant) -> str | None:
+        """Why this model cannot be run as `variant`, found out by doing it; None where it can."""
+        try:
+            with self.applied(variant):
+                return None
+        except (ValueError, RuntimeError) as error:
+            return str(error)
+
+    def _plan(self, variant: Variant) -> Plan | None:
+        return None if variant.extension is None else plan_extension(self.model.config, **variant.extension)
 
     def outcomes(self, batches: Iterable[Rows], generate: bool) -> Iterator[list[tuple[Sample, Record]]]:
         for rows in batches:
@@ -145,8 +142,6 @@ class LiveModel:
 class Served:
     """A model behind an OpenAI-compatible server, sized by the tokenizer of `prompter`."""
 
-    whole = False
-
     def __init__(self, served: ServedModel, prompter: Prompter, trained_length: int) -> None:
         self.served, self.prompter, self.name, self.fingerprint = served, prompter, served.name, served.fingerprint
         self.facts = {"dtype": "as served", "scoring": "generate"}
@@ -155,7 +150,10 @@ class Served:
     def reach(self, variant: Variant) -> int | None:
         return self.about["reach"]
 
-    def applied(self, variant: Variant, length: int) -> AbstractContextManager[Any]:
+    def whole(self, variant: Variant) -> bool:
+        return False
+
+    def applied(self, variant: Variant) -> AbstractContextManager[Any]:
         if variant.extension is not None:
             raise ValueError("a served model cannot be extended from here. Extend the checkpoint, then serve it.")
         return nullcontext()
@@ -170,7 +168,7 @@ class Served:
 
 
 def compared_variants(
-    config: Any, methods: Sequence[str | RopeScaling] | None = None, factor: float | None = None, **how: Any
+    config: Any, methods: Sequence[str | ContextMethod] | None = None, factor: float | None = None, **how: Any
 ) -> list[Variant]:
     """The model as it is, and extended by each of `methods`; by every registered one for None.
 
@@ -179,12 +177,12 @@ def compared_variants(
             its `example`.
 
     Raises:
-        ValueError: as `extend_config`, for the first method that does not go.
+        ValueError: as `extend_context`, where no method would go; or an unknown name.
     """
     plan = plan_extension(config, factor, "pi", **how)
     names = [cls.name for cls in list_methods()] if methods is None else methods
     made = [
-        method if isinstance(method, RopeScaling) else method_class(method).example(plan.rope, plan.factor)
+        method if isinstance(method, ContextMethod) else method_class(method).example(plan.rope, plan.factor)
         for method in names
     ]
     kept = {name: value for name, value in how.items() if name != "target_length"}

@@ -46,24 +46,28 @@ class ExtendedRotary:
         return self.summary
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        # The class is made at run time: pickle and deepcopy rebuild it from the family's own.
-        return _blank, (type(self).__mro__[2],), self.__dict__
+        # The class is made at run time: pickle and deepcopy rebuild it from what it was made of.
+        return _blank, type(self).__bases__, self.__dict__
+
+    @staticmethod
+    def adjust_forward(plain: Any) -> Any:
+        """The forward of the mixed class, from the family's own without transformers' decorator.
+
+        That looks at the positions on every call to choose between longrope's two lists; ours are equal, and
+        looking costs some percent of a decode step.
+        """
+        return torch.no_grad()(plain)
 
 
 @functools.cache
-def extended_class(base: type[nn.Module]) -> type[nn.Module]:
+def extended_class(mixin: type[ExtendedRotary], base: type[nn.Module]) -> type[nn.Module]:
     """A subclass of a family's rotary class. Its name keeps `RotaryEmbedding`, as transformers looks for it."""
-    members: dict[str, Any] = {"__module__": __name__}
-    plain = inspect.unwrap(base.forward)
-    if plain is not base.forward:
-        # transformers' decorator looks at the positions on every call to choose between longrope's two lists;
-        # ours are equal, and looking costs some percent of a decode step.
-        members["forward"] = torch.no_grad()(plain)
-    return type(f"Extended{base.__name__}", (ExtendedRotary, base), members)
+    members = {"__module__": __name__, "forward": mixin.adjust_forward(inspect.unwrap(base.forward))}
+    return type(f"Extended{base.__name__}", (mixin, base), members)
 
 
-def _blank(base: type[nn.Module]) -> nn.Module:
-    cls = extended_class(base)
+def _blank(mixin: type[ExtendedRotary], base: type[nn.Module]) -> nn.Module:
+    cls = extended_class(mixin, base)
     return cls.__new__(cls)
 
 
@@ -78,13 +82,13 @@ class RotarySite:
     def rotary_dim(self) -> int:
         return 2 * int(self.module.inv_freq.shape[-1])
 
-    def build(self, config: Any, summary: str) -> nn.Module:
+    def build(self, config: Any, summary: str, mixin: type[ExtendedRotary] = ExtendedRotary) -> nn.Module:
         """The replacement on the CPU, made by the module's own class from the extended `config`.
 
         Raises:
             ValueError: the class does not build from such a config.
         """
-        cls = extended_class(type(self.module))
+        cls = extended_class(mixin, type(self.module))
         try:
             with torch.device("cpu"):
                 new = cls(config)

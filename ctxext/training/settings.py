@@ -18,7 +18,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 from ctxext.configs import Existing, parse_tokens
 from ctxext.data.sources import Source
-from ctxext.methods import suggest
+from ctxext.methods import PositionRemapping, make_method, method_class, suggest
 from ctxext.training.launch import EngineSettings
 
 # A number of tokens: 2048, or 2k.
@@ -33,7 +33,11 @@ class Section(BaseModel):
 
 
 class ExtensionSettings(Section):
-    """Arguments of `ctxext.extend_context`; `factor` counts from the trained length."""
+    """Arguments of `ctxext.extend_context`; `factor` counts from the trained length.
+
+    Attributes:
+        options: of the method, and `length`, which pins a dynamic one.
+    """
 
     method: str = "yarn"
     factor: Annotated[float, Field(ge=1)] | None = None
@@ -44,6 +48,23 @@ class ExtensionSettings(Section):
 
     def arguments(self) -> dict[str, Any]:
         return {**self.model_dump(exclude={"options"}, exclude_none=True), **self.options}
+
+    @model_validator(mode="after")
+    def _the_config_says_all(self) -> ExtensionSettings:
+        if issubclass(method_class(self.method), PositionRemapping):
+            raise ValueError(
+                f"{self.method} remaps positions inside attention: it needs no training, and no config can say it. "
+                "Train with a method that changes frequencies, such as yarn, or only extend the model, by "
+                "ctxext.extend_context or `ctxext extend`."
+            )
+        options = {name: value for name, value in self.options.items() if name not in ("length", "rotated_copy")}
+        if "length" not in self.options and make_method(self.method, self.factor or 4.0, **options).is_late:
+            raise ValueError(
+                f"{self.method} follows the length inside attention, which no config can say, so an adapter would not "
+                "find its base again. Pin it at the length that you train for (options.length, in tokens), or take a "
+                "static method, such as yarn."
+            )
+        return self
 
 
 class DataSettings(Section):

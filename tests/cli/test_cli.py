@@ -86,7 +86,7 @@ def test_a_method_of_ones_own_works_on_the_command_line(checkpoint: Path, tmp_pa
         (["extend", "CHECKPOINT", "--method", "yarm", "--dry-run"], "did you mean 'yarn'"),
         (["extend", "CHECKPOINT", "--option", "beta_fats=1", "--dry-run"], "did you mean 'beta_fast'"),
         (["extend", "CHECKPOINT"], "--dry-run"),
-        (["extend", "CHECKPOINT", "--method", "dynamic", "--dry-run"], "length=256"),
+        (["extend", "CHECKPOINT", "--method", "dca", "--length", "128", "--dry-run"], "has no static form"),
         (["--import", "no_such_module", "methods"], "no_such_module"),
     ],
 )

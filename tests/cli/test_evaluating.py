@@ -18,6 +18,7 @@ from unittest.mock import patch
 
 import numpy as np
 import pytest
+from families import tiny_model
 from live_server import LiveServer
 from typer.main import get_command
 
@@ -27,6 +28,7 @@ from ctxext.evals import server as server_client
 from ctxext.evals.engine import Engine
 from ctxext.evals.results import read_results
 from ctxext.evals.summary import Summary
+from ctxext.methods import list_methods
 
 PASSKEY = ("--tasks", "passkey")
 SMALL = ("--lengths", "96", "--depths", "1", "--trials", "1", "--windows", "1")
@@ -211,6 +213,76 @@ def test_a_checkpoint_and_its_base_are_measured_on_the_same_windows(
         assert losses(records, here, "short") == pytest.approx(losses(others, there, "short"), abs=1e-4)
     assert printed(based[1].out)["as it is"][-1] == price(records, "as it is")
     assert float(price(records, "as it is")) != 0
+
+
+# --------------------------------------------------------------------- a checkpoint that is extended late
+
+
+@pytest.fixture(scope="module")
+def late(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("late") / "austen-late"
+    outcome = ctxext("extend", MODEL, "--factor", 4, "--method", "self_extend", "-o", folder)
+    assert outcome.code == 0, outcome.err
+    assert "config.json stays unextended, and context_extension.json beside it is for ctxext.load." in outcome.said
+    return folder
+
+
+def test_a_checkpoint_that_is_extended_late_is_measured_as_the_method_is(late: Path, tmp_path: Path) -> None:
+    grid = ("--tasks", "perplexity", "--lengths", "768", "--windows", "1", "-o")
+    for name, arguments in (("here", (late,)), ("there", (MODEL, "--method", "self_extend", "--factor", 4))):
+        outcome = ctxext("eval", *arguments, *grid, tmp_path / f"{name}.jsonl")
+        assert outcome.code == 0, outcome.err
+    (_, here), (_, there) = lines(tmp_path / "here.jsonl"), lines(tmp_path / "there.jsonl")
+    assert np.array_equal(losses(here, "as it is", "perplexity"), losses(there, "self_extend", "perplexity"))
+
+
+def test_a_late_method_says_what_it_writes_and_how_to_freeze_it(late: Path, tmp_path: Path) -> None:
+    outcome = ctxext("extend", MODEL, "--method", "dynamic", "-o", tmp_path / "late")
+    for words in ("config.json stays unextended", "pass --length", "ctxext.load('"):
+        assert words in outcome.said
+    assert "pass --length" not in ctxext("extend", MODEL, "--method", "dca", "--dry-run").said
+    assert (tmp_path / "late/context_extension.json").is_file()
+    assert re.search("scaling in use +dynamic_ntk ×4", ctxext("describe", tmp_path / "late").out)
+    said = " ".join(ctxext("describe", MODEL, "--method", "self_extend", "--factor", 2).out.split())
+    assert "self_extend ×2: 512 → 1024 tokens, rotating inside attention" in said
+
+
+def test_a_checkpoint_that_is_extended_late_can_start_again(late: Path, tmp_path: Path) -> None:
+    arguments = ("--method", "yarn", "--existing", "replace", *PASSKEY, *SMALL, "-o", tmp_path / "results.jsonl")
+    outcome = ctxext("eval", late, *arguments)
+    assert outcome.code == 0, outcome.err
+    header, _ = lines(tmp_path / "results.jsonl")
+    assert header["about"]["reach"] == 512  # of the model as it was
+
+
+@pytest.mark.parametrize(
+    "command",
+    [("eval", "LATE", "--method", "yarn"), ("compare", "LATE"), ("demo", "--model", "LATE")],
+    ids=lambda command: command[0],
+)
+def test_a_checkpoint_that_is_extended_late_is_not_extended_on_top(
+    command: tuple[str, ...], late: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    outcome = ctxext(*(late if word == "LATE" else word for word in command))
+    assert_remedy(outcome, "is extended already, by self_extend .*existing='replace'")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_compare_leaves_out_what_a_model_refuses_and_says_why(tmp_path: Path) -> None:
+    """Falcon has attention code of its own, in which nothing can be rotated late."""
+    tiny_model("falcon", vocab_size=4096).save_pretrained(tmp_path / "falcon")
+    for path in MODEL.glob("tokenizer*"):
+        shutil.copy(path, tmp_path / "falcon")
+    grid = ("--factor", 2, "--tasks", "passkey", "--lengths", "96", "--depths", "1", "--trials", "1", "-o")
+    outcome = ctxext("compare", tmp_path / "falcon", *grid, tmp_path / "results.jsonl")
+    assert outcome.code == 0, outcome.err
+    header, _ = lines(tmp_path / "results.jsonl")
+    late = {"dynamic_ntk", "dynamic_yarn", "transformers_dynamic", "self_extend", "rerope", "dca"}
+    assert set(header["variants"]) == {"none", *(cls.name for cls in list_methods())} - late
+    assert "dca is left out: FalconForCausalLM" in outcome.said
+    outcome = ctxext("compare", tmp_path / "falcon", "--methods", "yarn,dca", *grid, tmp_path / "more.jsonl")
+    assert_remedy(outcome, "dca cannot be compared: FalconForCausalLM")
 
 
 # ------------------------------------------------------------------------------------------ compare and report

@@ -7,7 +7,9 @@ import torch
 from families import FAMILIES, LENGTH, tiny_model, token_ids
 
 from ctxext import temporarily_extended
-from ctxext.evals.engine import Engine, length_dependent
+from ctxext.assets import MODEL
+from ctxext.cli.measuring import load
+from ctxext.evals.engine import Engine, KeyValues, length_dependent
 from ctxext.evals.samples import Place, Sample
 
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
@@ -80,12 +82,65 @@ def test_frequencies_that_follow_the_length_take_the_exact_path(parameters, monk
     assert (Engine(model, chunk=40).losses(ids).losses - exact).abs().max() > 1e-2
 
 
-def test_static_scaling_is_not_taken_for_length_dependent() -> None:
+@pytest.fixture(scope="module")
+def shipped():
+    return load(MODEL)[0]
+
+
+@pytest.mark.parametrize("method", ["dynamic_ntk", "self_extend"])
+def test_late_rotation_takes_the_same_short_cuts_and_changes_nothing(shipped, method: str) -> None:
+    """Across the trained length of 512: answers in chunks behind shared prefixes, back and forth, and losses."""
+    rows = grid(2, (0, 300, 600), length=700)
+    with temporarily_extended(shipped, 4, method):
+        engine = Engine(shipped, chunk=300)
+        for sample, forced in engine.forced(rows):
+            torch.testing.assert_close(forced.logprobs.double(), plain(shipped, sample)[1], atol=1e-4, rtol=1e-4)
+        # One trunk of 600 tokens in place, and what is left of the other branches.
+        assert engine.tokens == 2 * (600 + 699 + 399 + 99)
+        assert isinstance(engine._new_cache(1), KeyValues)
+        ids = torch.tensor([rows[0][0].input_ids])
+        with torch.no_grad():
+            logits = shipped(input_ids=ids, use_cache=False).logits[0, :-1]
+        expected = torch.nn.functional.cross_entropy(logits, ids[0, 1:], reduction="none")
+        torch.testing.assert_close(engine.losses(ids[0].tolist()).losses, expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+@pytest.mark.parametrize("method", ["dynamic_yarn", "dca"])
+def test_a_pass_that_ends_early_leaves_keys_and_positions_in_step(family: str, method: str) -> None:
+    """And where windows slide, branches run on copies of a cache that knows its positions."""
+    model, rows = tiny_model(family), grid(1, (0, 30, 90, 140))
+    with temporarily_extended(model, 4, method):
+        for sample, forced in Engine(model, chunk=23).forced(rows):
+            torch.testing.assert_close(forced.logprobs.double(), plain(model, sample)[1], atol=1e-4, rtol=1e-4)
+
+
+def test_a_scale_of_the_whole_call_is_read_whole_and_generated_without_a_cache() -> None:
+    model, rows = tiny_model("llama"), grid(2, (0, 40, 100))
+    with temporarily_extended(model, 4, "transformers_dynamic"):
+        engine = Engine(model, chunk=40)
+        for sample, forced in engine.forced(rows):
+            torch.testing.assert_close(forced.logprobs.double(), plain(model, sample)[1], atol=1e-5, rtol=1e-5)
+        engine, sample, greedy = Engine(model), rows[0][0], []
+        written = engine.generate(sample)
+        for _ in written:
+            ids = torch.tensor([[*sample.input_ids[: sample.n_prompt], *greedy]])
+            greedy.append(int(model(input_ids=ids, use_cache=False).logits[0, -1].argmax()))
+        assert written == greedy
+        assert engine.tokens == sum(range(sample.n_prompt, sample.n_prompt + len(written)))
+
+
+def test_what_does_not_depend_on_the_whole_length_is_not_taken_to() -> None:
     model = tiny_model("llama")
-    assert not length_dependent(model.config)
-    for method in ("pi", "yarn", "ntk", "resonance", "drope"):
+    assert not Engine(model).whole
+    for method in ("pi", "yarn", "ntk", "resonance", "drope", "dynamic_ntk", "self_extend"):
         with temporarily_extended(model, 4, method):
-            assert not length_dependent(model.config)
+            assert not Engine(model).whole
+    # The method decides, not the scaling that it replaced.
+    native = tiny_model("llama", rope_parameters=LONGROPE)
+    assert Engine(native).whole
+    with temporarily_extended(native, 4, "dynamic_ntk", existing="replace"):
+        assert not Engine(native).whole
 
 
 def test_shared_beginnings_are_read_once() -> None:

@@ -23,6 +23,7 @@ from ctxext import extend_config
 from ctxext.assets import MODEL, PERSUASION
 from ctxext.evals import harness
 from ctxext.evals.harness.tasks.documents import mean_of_present, passkey_documents
+from ctxext.folders import extend_folder
 
 harness.register()
 YARN = {"pretrained": str(MODEL), "method": "yarn", "factor": 4}
@@ -75,6 +76,19 @@ def test_without_an_extension_it_is_plain_hf() -> None:
         assert lm.get_model_info()["context_extension"] is None
 
 
+def test_what_is_extended_late_comes_back_unless_it_is_told_otherwise(tmp_path: Path) -> None:
+    late = str(tmp_path / "late")
+    extend_folder(MODEL, Path(late), 4, "self_extend")
+    lm = load(pretrained=late)
+    assert lm.get_model_info()["context_extension"]["method"]["name"] == "self_extend"
+    assert lm.max_length == 2048
+    assert load(pretrained=late, method="none").get_model_info()["context_extension"] is None
+    with pytest.raises(ValueError, match=r"extended already, by self_extend .*existing='replace'"):
+        load(pretrained=late, method="yarn", factor=4)
+    lm = load(pretrained=late, method="dynamic_ntk", factor=4, existing="replace")
+    assert lm.get_model_info()["context_extension"]["method"]["name"] == "dynamic_ntk"
+
+
 def test_each_argument_reaches_its_owner() -> None:
     lm = load(target_length=1024, beta_fast=16, original_max_position_embeddings=256, dtype="bfloat16")
     record = lm.get_model_info()["context_extension"]
@@ -92,7 +106,7 @@ def test_each_argument_reaches_its_owner() -> None:
         ({"method": "yarn", "beta_fats": 16}, "unknown model argument 'beta_fats'; did you mean 'beta_fast'"),
         ({"method": "pi", "beta_fast": 16}, "unknown model argument 'beta_fast'"),
         ({"method": "none", "factor": 4}, "factor would have no effect"),
-        ({"method": "dynamic", "factor": 4}, "length=2048"),
+        ({"method": "dca", "factor": 4, "length": 2048}, "has no static form, so length=2048"),
         ({"pretrained": torch.nn.Linear(1, 1), "factor": 4}, "a Linear"),
     ],
 )

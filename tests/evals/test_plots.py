@@ -22,6 +22,7 @@ from ctxext.evals import plots
 from ctxext.evals.perplexity import packed
 from ctxext.evals.results import Header, Record, Results
 from ctxext.evals.summary import Summary
+from ctxext.methods import list_methods
 
 METHODS = (
     "none", "yarn", "pi", "ntk", "ntk_by_parts", "dynamic_ntk", "dynamic_yarn", "llama3", "abf", "yarn_x8", "ntk_x8",
@@ -185,6 +186,18 @@ def test_a_dear_method_does_not_heap_up_the_others(tmp_path: Path, drawn: list[F
     (axes,) = drawn[0].axes
     left, right = axes.transData.transform([(0.0, 50.0), (0.08, 50.0)])
     assert right[0] - left[0] > axes.get_window_extent().width / 4
+
+
+def test_names_of_all_methods_fit_beside_each_other(tmp_path: Path, drawn: list[Figure], monkeypatch) -> None:
+    names = ("none", *(cls.name for cls in list_methods()))
+    monkeypatch.setattr(sys.modules[__name__], "METHODS", names)
+    plots.plot_perplexity(made(variants=len(names), parts=["perplexity"]), tmp_path / "figure.png")
+    (figure,) = drawn
+    frame = figure.axes[0].get_legend().get_window_extent(FigureCanvasAgg(figure).get_renderer())
+    assert figure.bbox.x0 < frame.x0
+    assert frame.x1 < figure.bbox.x1
+    styles = {(line.get_color(), str(line._unscaled_dash_pattern)) for line in figure.axes[0].lines[: len(names)]}
+    assert len(styles) == len(names)
 
 
 @pytest.mark.parametrize("lengths", [(256, 512, 1024), EIGHT])

@@ -21,6 +21,7 @@ from ctxext.evals.perplexity import KeyTokens, Perplexity
 from ctxext.evals.prompts import Prompter
 from ctxext.evals.results import Results
 from ctxext.evals.runner import Grid, Runner
+from ctxext.evals.summary import Summary
 from ctxext.evals.targets import LiveModel, Variant, compared_variants, model_fingerprint
 from ctxext.methods import list_methods
 
@@ -151,22 +152,52 @@ def test_generated_answers_agree_with_teacher_forcing(loaded, reference: Results
         run(loaded, reference.path, generate=True)
 
 
-def test_every_method_is_compared_those_that_follow_the_length_at_each(loaded, tmp_path: Path) -> None:
+def test_every_method_is_compared(loaded) -> None:
     """A method that somebody registers is in the comparison without a change here."""
     model, *_ = loaded
     variants = compared_variants(model.config, factor=4)
     assert [variant.name for variant in variants] == ["none", *(cls.name for cls in list_methods())]
-    dynamic = [variant for variant in variants if variant.follows_length]
-    assert {"dynamic_ntk", "dynamic_yarn"} <= {variant.name for variant in dynamic}
-    results = run(loaded, tmp_path / "r.jsonl", [variants[0], *dynamic], lengths=(256, 768, 2048), trials=1, gate=())
-    for variant in dynamic:
-        lengths = [r["length"] for r in results.records if (r["variant"], r["task"]) == (variant.name, "perplexity")]
-        assert lengths == [256, 256, 768, 768, 2048, 2048]
-        # Within the trained length it is the model as it is; beyond, it is the method pinned at that length.
-        mine = {(r["task"], r["length"], r["trial"]): r for r in results.records if r["variant"] == variant.name}
-        plain = {(r["task"], r["length"], r["trial"]): r for r in results.records if r["variant"] == "none"}
-        assert mine["passkey", 256, 0]["logprob"] == plain["passkey", 256, 0]["logprob"]
-        assert mine["passkey", 768, 0]["logprob"] != plain["passkey", 768, 0]["logprob"]
+    target = LiveModel(*loaded[:2], "austen-4m")
+    assert {target.reach(variant) for variant in variants[1:]} == {2048}
+    assert [target.refusal(variant) for variant in variants] == [None] * len(variants)
+    assert "covers" in target.refusal(Variant("pi", {"method": "pi", "factor": 1}))
+
+
+def test_one_extension_serves_every_length_and_a_scale_of_the_call_has_a_window_for_each(
+    loaded, tmp_path: Path
+) -> None:
+    names = ["dynamic_ntk", "self_extend", "transformers_dynamic"]
+    variants = compared_variants(loaded[0].config, names, 4)
+    grid = {"lengths": (256, 768), "depths": (0.0,), "trials": 1, "windows": 1, "gate": ()}
+    results = run(loaded, tmp_path / "r.jsonl", variants, **grid)
+
+    def of(variant: str, task: str) -> dict:
+        found = [r for r in results.records if (r["variant"], r["task"]) == (variant, task)]
+        return {r["length"]: r for r in found}
+
+    for name in names:
+        assert list(of(name, "perplexity")) == ([256, 768] if name == "transformers_dynamic" else [768])
+        mine, plain = of(name, "passkey"), of("none", "passkey")
+        assert mine[768]["logprob"] != pytest.approx(plain[768]["logprob"], abs=1e-2)
+        if name != "self_extend":  # which groups distances within the trained length as well
+            assert mine[256]["logprob"] == pytest.approx(plain[256]["logprob"], abs=1e-4)
+
+
+def test_a_method_that_keeps_no_cache_is_compared_and_not_recommended(loaded, tmp_path: Path) -> None:
+    variants = compared_variants(loaded[0].config, ["pi", "transformers_dynamic"], 4)
+    grid = {"lengths": (256, 768), "depths": (0.0, 1.0), "trials": 1, "texts": (), "gate": ()}
+    summary = Summary(run(loaded, tmp_path / "r.jsonl", variants, **grid))
+    assert summary.pooled("transformers_dynamic", ["passkey"], [768]).value > 0
+    assert summary.pooled("pi", ["passkey"], [768]).value == 0
+    assert summary.recommendation().variant == "pi"
+
+
+def test_a_run_of_a_method_with_lists_goes_on(loaded, tmp_path: Path) -> None:
+    """JSON has lists where an option is a tuple; the header must still be the same."""
+    variants = compared_variants(loaded[0].config, ["longrope"], 4)
+    grid = {"lengths": (96,), "depths": (0.0,), "trials": 1, "texts": (), "gate": ()}
+    first = run(loaded, tmp_path / "r.jsonl", variants, **grid)
+    assert run(loaded, tmp_path / "r.jsonl", variants, **grid).records == first.records
 
 
 def test_a_model_is_extended_only_while_it_is_measured(loaded, tmp_path: Path) -> None:

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from ctxext.assets import MODEL
+from ctxext.folders import extended_json
 from ctxext.training.settings import Settings, read_settings
 
 CONFIGS = sorted((Path(__file__).parents[2] / "recipes/configs").glob("*.yaml"))
@@ -93,6 +95,30 @@ def test_the_command_line_changes_what_the_file_says() -> None:
     settings = read_settings(TINY, ["training.steps=7", "data.length=1k", "extension.options.beta_fast=16"])
     assert (settings.training.steps, settings.data.length) == (7, 1024)
     assert settings.extension.arguments() == {"method": "yarn", "factor": 4, "existing": "refuse", "beta_fast": 16}
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        (["extension.method=self_extend"], "needs no training"),
+        (["extension.method=dca", "extension.options.length=1024"], "needs no training"),
+        (["extension.method=dynamic_yarn"], r"Pin it .*options\.length"),
+        (
+            ["extension.method=longrope", "extension.options.long_factor=[2]", "extension.options.short_factor=[1]"],
+            "Pin",
+        ),
+        (["extension.method=yarm"], "did you mean 'yarn'"),
+    ],
+)
+def test_what_no_config_can_say_is_not_trained_on(changes: list[str], words: str) -> None:
+    """Known before anything is downloaded or written: a base on disk could not bring it along."""
+    with pytest.raises(ValueError, match=words):
+        read_settings(TINY, changes)
+
+
+def test_a_pinned_dynamic_method_is_trained_on_as_the_static_one_that_it_is() -> None:
+    settings = read_settings(TINY, ["extension.method=dynamic_yarn", "extension.options.length=2048"])
+    assert not extended_json(MODEL, **settings.extension.arguments())[0].is_late
 
 
 def test_numbers_are_read_as_people_write_them(tmp_path: Path) -> None:

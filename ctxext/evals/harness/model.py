@@ -6,13 +6,16 @@ import inspect
 import json
 import os
 from dataclasses import fields
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lm_eval.api.registry import register_model
 from lm_eval.models.huggingface import HFLM
+from transformers.utils import cached_file
 
 from ctxext.api import extend_context
-from ctxext.extension import extension_of
+from ctxext.extension import RECORD, extension_of, read_record
+from ctxext.folders import check_not_extended
 from ctxext.methods import method_class, suggest
 
 if TYPE_CHECKING:
@@ -30,7 +33,8 @@ class ExtendedHFLM(HFLM):
     """`--model ctxext --model_args pretrained=PATH,method=yarn,factor=4,beta_fast=16`
 
     The arguments are those of `hf`, those of `ctxext.extend_context`, and the options of the method.
-    With none of the latter two, or with method=none, the model is not extended and is plain `hf`.
+    With none of the latter two, the model is extended as the `context_extension.json` beside it says, if there is one;
+    with method=none it is not extended and is plain `hf`.
     Every process loads and extends its own copy, so `accelerate launch` shares out the documents, on
     CPUs too.
 
@@ -55,6 +59,11 @@ class ExtendedHFLM(HFLM):
         if method == UNEXTENDED and len(extension) > 1:
             others = ", ".join(name for name in extension if name != "method")
             raise ValueError(f"method=none does not extend the model, so {others} would have no effect. Drop one side.")
+        folder = _folder_of_record(os.fspath(pretrained), arguments)
+        if folder is not None and not extension:
+            extension = read_record(folder)
+        elif folder is not None and method != UNEXTENDED:
+            check_not_extended(folder, extension.get("existing", "refuse"))
         try:
             super().__init__(os.fspath(pretrained), **arguments)
         except TypeError as error:
@@ -108,6 +117,18 @@ class ExtendedHFLM(HFLM):
             "attention_factor": receipt.attention_factor,
             **plan.updates["ctxext"],
         }
+
+
+def _folder_of_record(pretrained: str, arguments: dict[str, Any]) -> Path | None:
+    """The folder, or that of the hub's cache, in which the model's `context_extension.json` stands; None for none."""
+    path = cached_file(
+        pretrained,
+        RECORD,
+        **{name: arguments[name] for name in ("revision", "subfolder") if arguments.get(name)},
+        _raise_exceptions_for_missing_entries=False,
+        _raise_exceptions_for_connection_errors=False,
+    )
+    return None if path is None else Path(path).parent
 
 
 def extension_arguments(method: str) -> list[str]:

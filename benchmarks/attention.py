@@ -1,0 +1,297 @@
+"""What late rotation costs: decoding, prefill, memory and compilation, beside stock transformers.
+
+    python benchmarks/attention.py                          # about six minutes on two cores
+    python benchmarks/attention.py --device cuda
+    python benchmarks/attention.py --trained 64 --lengths 128 512 --prefill 1024 --slots 256    # a look
+
+The models have SmolLM2-135M's shape with 6 of its 30 layers and share the same random weights: where weights lie in
+memory alone moves a decode step by 5%. Stock has transformers' own YaRN, with sdpa. On a CPU in float32, on a GPU in
+bfloat16.
+
+- Decoding runs interleaved, a step of every model behind as many cached tokens; the keys before are random numbers,
+  put into the caches by their own `update`. Ratios are medians over the rounds; stock again over stock says how much
+  of them is noise. The first step with a rotated copy makes the copy, and is a figure of its own.
+- Prefill is timed interleaved as well; its memory is the growth in a process of its own.
+- Compiled decoding runs over a static cache, against the same model not compiled.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from report import Report
+from rich.progress import track
+from torch import Tensor
+from transformers import AutoModelForCausalLM, Cache, DynamicCache, LlamaConfig, StaticCache
+
+from ctxext import extend_context
+from ctxext.attention import keys
+from ctxext.training.estimate import PeakMemory
+
+STOCK, AGAIN = "stock", "stock again"
+NTK, COPY = "dynamic_ntk", "dynamic_ntk with a rotated copy"
+THEIR_DYNAMIC = "transformers' dynamic"
+DECODERS, PREFILLS = (STOCK, AGAIN, NTK, COPY), (STOCK, AGAIN, NTK, "self_extend", "dca", "rerope")
+# Tokens of the shorter rows of a batch of four, as a share of the longest.
+ROWS = (1.0, 0.875, 0.75, 0.625)
+VOCABULARY, KEY_HEADS, HEAD_DIM, LAYERS, THETA = 49_152, 3, 64, 6, 100_000.0
+SHORT = 256  # tokens of the pass that is not counted
+WARM = 2  # rounds that are not counted
+
+# At most, over stock.
+DECODE_TIME, KV_MEMORY = {NTK: 2.0, COPY: 1.15}, {NTK: 1.05, COPY: 1.55}
+PREFILL_TIME = {NTK: 1.3, "self_extend": 2.2, "dca": 2.2}
+PREFILL_MEMORY = {"self_extend": 1.3, "dca": 1.3}
+
+
+def random_models(
+    names: tuple[str, ...], trained: int, target: int, device: torch.device, layers: int = LAYERS
+) -> dict[str, Any]:
+    """Models that share their weights, each extended from `trained` to `target` tokens in the way of its name."""
+    found: dict[str, Any] = {}
+    for name in names:
+        config = LlamaConfig(
+            hidden_size=576, intermediate_size=1536, num_hidden_layers=layers, num_attention_heads=9,
+            num_key_value_heads=KEY_HEADS, vocab_size=VOCABULARY, max_position_embeddings=trained,
+            tie_word_embeddings=True, attn_implementation="sdpa",
+            rope_parameters=rope_parameters(name, trained, target),
+            initializer_range=0.05,  # so that scores spread by more than 1, and positions matter
+        )  # fmt: skip
+        torch.manual_seed(0)
+        dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype).to(device).eval()
+        if found:
+            model.load_state_dict(next(iter(found.values())).state_dict(), assign=True)
+        if config.rope_parameters["rope_type"] == "default":
+            extend_context(model, target_length=target, method=name.split()[0], rotated_copy=name == COPY)
+        found[name] = model
+    return found
+
+
+def rope_parameters(name: str, trained: int, target: int) -> dict[str, Any]:
+    scaling: dict[str, Any] = {"rope_type": "default"}
+    if name in (STOCK, AGAIN):
+        scaling = {"rope_type": "yarn", "factor": target / trained, "original_max_position_embeddings": trained}
+    elif name == THEIR_DYNAMIC:
+        scaling = {"rope_type": "dynamic", "factor": target / trained}
+    return {"rope_theta": THETA, **scaling}
+
+
+def interleaved(works: dict[str, Callable[[], object]], rounds: int, label: str) -> dict[str, list[float]]:
+    """Seconds of each work in each round."""
+    times: dict[str, list[float]] = {name: [] for name in works}
+    names = list(works)
+    for round_ in track(range(rounds), label):
+        for name in names[round_ % len(names) :] + names[: round_ % len(names)]:  # nobody always comes first
+            times[name].append(seconds(works[name]))
+    return times
+
+
+def seconds(work: Callable[[], object]) -> float:
+    started = time.perf_counter()
+    work()
+    return time.perf_counter() - started
+
+
+def over(times: dict[str, list[float]], name: str, base: str, skip: int = WARM) -> float:
+    """The median over rounds, the first `skip` left out, of the time of `name` over that of `base`."""
+    return median(mine / theirs for mine, theirs in zip(times[name][skip:], times[base][skip:]))
+
+
+# ------------------------------------------------------------------------------------------ decoding
+
+
+class Decoder:
+    """A model with a cache that holds `lengths` tokens, one number a row, padded on the left to the longest."""
+
+    def __init__(self, model: Any, lengths: list[int], cache: Cache, run: Any = None) -> None:
+        self.model, self.cache, self.run = model, cache, model if run is None else run
+        self.seen = max(lengths)
+        self.padding = torch.tensor([[self.seen - length] for length in lengths], device=model.device)
+        self.fill()
+        self.token = torch.ones((len(lengths), 1), dtype=torch.long, device=model.device)
+
+    def fill(self) -> None:
+        columns = torch.arange(self.seen, device=self.model.device)
+        rotary = self.model.model.rotary_emb
+        if hasattr(rotary, "owner"):
+            keys.expect(self.cache, (columns - self.padding).clamp(min=0), rotary.owner, LAYERS)
+        generator = torch.Generator(self.model.device).manual_seed(0)
+        shape = (len(self.padding), KEY_HEADS, self.seen, HEAD_DIM)
+        for layer in range(LAYERS):
+            key, value = (
+                torch.randn(shape, generator=generator, device=self.model.device, dtype=self.model.dtype)
+                for _ in range(2)
+            )
+            self.cache.update(key, value, layer)
+
+    def inputs(self) -> dict[str, Tensor]:
+        """What `generate` gives for the next token."""
+        positions = self.seen - self.padding
+        if not isinstance(self.cache, DynamicCache):
+            return {"position_ids": positions}  # a mask would change its shape with every step
+        columns = torch.arange(self.seen + 1, device=self.model.device)
+        return {"position_ids": positions, "attention_mask": (columns >= self.padding).long()}
+
+    @torch.no_grad()
+    def step(self) -> object:
+        """The next token of every row, which are read: a GPU is waited for."""
+        output = self.run(input_ids=self.token, past_key_values=self.cache, use_cache=True, **self.inputs())
+        self.seen += 1
+        return output.logits[:, -1].argmax(-1).tolist()
+
+
+def decoding(report: Report, models: dict[str, Any], length: int, lengths: list[int], rounds: int) -> None:
+    decoders = {name: Decoder(model, lengths, DynamicCache(config=model.config)) for name, model in models.items()}
+    what = f"decode, {length} cached, batch {len(lengths)}"
+    times = interleaved({name: decoder.step for name, decoder in decoders.items()}, WARM + rounds, what)
+    for name in models:
+        if name != STOCK:
+            report.add(f"{what}: time, {name} over stock", over(times, name, STOCK), at_most=DECODE_TIME.get(name))
+    typical = median(times[STOCK][WARM:])
+    report.add(f"{what}: time of the first step, {COPY} over a later one of stock", times[COPY][0] / typical)
+    report.add(f"{what}: ms a step, stock", 1000 * typical)
+    held = {name: keys.cache_bytes(decoder.cache) for name, decoder in decoders.items()}
+    for name, most in KV_MEMORY.items():
+        report.add(f"{what}: KV memory, {name} over stock", held[name] / held[STOCK], at_most=most)
+    report.add(f"{what}: KV memory, stock (MB)", held[STOCK] / 1e6)
+
+
+def compiled_decoding(report: Report, models: dict[str, Any], slots: int, rounds: int) -> None:
+    """Over a static cache of `slots` tokens, which is full at the end."""
+    backend = "inductor"
+    if models[NTK].device.type == "cpu" and not any(map(shutil.which, ("g++", "clang++"))):
+        backend = "aot_eager"
+    what = f"decode, static cache of {slots}, {backend}"
+    works, first = {}, {}
+    for name in (STOCK, NTK):
+        for way in ("eager", "compiled"):
+            model = models[name]
+            cache = StaticCache(config=model.config, max_cache_len=slots)
+            run = torch.compile(model, backend=backend, fullgraph=True) if way == "compiled" else model
+            decoder = Decoder(model, [slots - rounds - WARM - 1], cache, run)
+            works[f"{name}, {way}"], first[f"{name}, {way}"] = decoder.step, seconds(decoder.step)
+    times = interleaved(works, WARM + rounds, what)
+    ratio = over(times, f"{NTK}, compiled", f"{NTK}, eager")
+    # Without a compiler there is nothing to win.
+    report.add(f"{what}: time, {NTK} over itself in eager", ratio, at_most=1.0 if backend == "inductor" else None)
+    report.add(f"{what}: time, stock over itself in eager", over(times, f"{STOCK}, compiled", f"{STOCK}, eager"))
+    for way in ("eager", "compiled"):
+        report.add(f"{what}: time, {NTK} over stock, both {way}", over(times, f"{NTK}, {way}", f"{STOCK}, {way}"))
+    report.add(f"{what}: seconds to compile, {NTK}", first[f"{NTK}, compiled"])
+
+
+# ------------------------------------------------------------------------------------------- prefill
+
+
+def prompt(length: int, device: torch.device) -> Tensor:
+    return torch.randint(0, VOCABULARY, (1, length), generator=torch.Generator().manual_seed(0)).to(device)
+
+
+@torch.no_grad()
+def prefill(model: Any, tokens: Tensor) -> object:
+    """The token after a prompt, with a cache filled."""
+    return model(input_ids=tokens, use_cache=True, logits_to_keep=1).logits[:, -1].argmax(-1).tolist()
+
+
+def prefill_time(report: Report, models: dict[str, Any], length: int, rounds: int) -> None:
+    tokens = prompt(length, models[STOCK].device)
+    for model in models.values():
+        prefill(model, tokens[:, :SHORT])
+    works = {name: lambda model=model: prefill(model, tokens) for name, model in models.items()}
+    times = interleaved(works, rounds, f"prefill of {length}")
+    for name in models:
+        if name != STOCK:
+            ratio = over(times, name, STOCK, skip=0)
+            report.add(f"prefill of {length}: time, {name} over stock", ratio, at_most=PREFILL_TIME.get(name))
+    report.add(f"prefill of {length}: seconds, stock", median(times[STOCK]))
+
+
+def prefill_memory(report: Report, args: argparse.Namespace) -> None:
+    growth = {}
+    for name in track([name for name in PREFILLS if name != AGAIN], f"memory of a prefill of {args.prefill}"):
+        command = [
+            sys.executable, __file__, "--memory", name, "--trained", str(args.trained), "--prefill", str(args.prefill),
+            "--target", str(args.target), "--device", str(args.device),
+        ]  # fmt: skip
+        growth[name] = int(subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()[-1])
+    for name in growth:
+        if name != STOCK:
+            ratio = growth[name] / growth[STOCK]
+            most = PREFILL_MEMORY.get(name)
+            report.add(f"prefill of {args.prefill}: growth of memory, {name} over stock", ratio, at_most=most)
+    report.add(f"prefill of {args.prefill}: growth of memory, stock (MB)", growth[STOCK] / 1e6)
+
+
+def measure_memory(name: str, trained: int, target: int, length: int, device: torch.device) -> None:
+    """Print the bytes by which a prefill raised the peak of this process, or of its GPU."""
+    model = random_models((name,), trained, target, device)[name]
+    tokens = prompt(length, device)
+    prefill(model, tokens[:, :SHORT])  # what the first call allocates for good
+    memory = PeakMemory(device)
+    before = memory.now
+    prefill(model, tokens)
+    print(memory.at_most - before)
+
+
+# ----------------------------------------------------------------------------------------- exactness
+
+
+@torch.no_grad()
+def difference(name: str, device: torch.device) -> float:
+    """Largest of any logit between one pass over 256 tokens and one token at a time, for a model trained at 64."""
+    model = random_models((name,), 64, 256, device, layers=2)[name]
+    tokens, cache = prompt(256, device), DynamicCache(config=model.config)
+    whole = model(input_ids=tokens, use_cache=False).logits
+    steps = [model(input_ids=token, past_key_values=cache, use_cache=True).logits for token in tokens.split(1, dim=1)]
+    return float((torch.cat(steps, dim=1) - whole).abs().max())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--lengths", type=int, nargs="+", default=[4096, 16_384], help="tokens cached when decoding")
+    parser.add_argument("--prefill", type=int, default=8192, help="tokens of the prompt")
+    parser.add_argument("--slots", type=int, default=4096, help="of the static cache")
+    parser.add_argument("--trained", type=int, default=2048, help="tokens that the models count as trained")
+    parser.add_argument("--rounds", type=int, default=20, help="of decode steps")
+    parser.add_argument("--prefills", type=int, default=3, help="rounds of prefill")
+    parser.add_argument("--device", type=torch.device, default=torch.device("cpu"))
+    parser.add_argument("--output", type=Path)
+    parser.add_argument("--memory", choices=PREFILLS, help=argparse.SUPPRESS)
+    parser.add_argument("--target", type=int, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    args.target = args.target or 2 * max(args.prefill, args.slots, *args.lengths)
+    if args.memory:
+        measure_memory(args.memory, args.trained, args.target, args.prefill, args.device)
+        return
+    on_cpu = args.device.type == "cpu"
+    report = Report("attention", seed=0)
+    for name in (NTK, COPY, THEIR_DYNAMIC):
+        largest, most = difference(name, args.device), 1e-4 if on_cpu and name != THEIR_DYNAMIC else None
+        report.add(f"decode against one pass: largest difference of a logit, {name}", largest, at_most=most)
+    models = random_models(DECODERS, args.trained, args.target, args.device)
+    for length in args.lengths:
+        for rows in (1, len(ROWS)):
+            decoding(report, models, length, [int(length * share) for share in ROWS[:rows]], args.rounds)
+    compiled_decoding(report, models, args.slots, args.rounds)
+    prefill_time(report, random_models(PREFILLS, args.trained, args.target, args.device), args.prefill, args.prefills)
+    prefill_memory(report, args)
+    report.finish(
+        args.output or Path("docs/benchmarks") / ("attention.json" if on_cpu else "attention_cuda.json"),
+        device="cpu" if on_cpu else torch.cuda.get_device_name(args.device),
+        lengths=args.lengths, prefill=args.prefill, slots=args.slots, trained=args.trained, rounds=args.rounds,
+        prefills=args.prefills,
+    )  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,185 @@
+"""Cache layers that know the positions of their keys, made of any of transformers' own.
+
+The class of a layer is exchanged for a subclass, so that it stores, crops, reorders and quantises as it did.
+Its positions are kept by a second layer of the same kind, which follows every step.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import (
+    BaseQuantizedLayer,
+    Cache,
+    CacheLayerMixin,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    EncoderDecoderCache,
+    StaticLayer,
+    StaticSlidingWindowLayer,
+)
+
+
+class PositionedLayer:
+    """Mixed into a cache layer that holds unrotated keys.
+
+    Attributes:
+        owner: the extension under which the keys were computed.
+        incoming: positions of shape (batch, tokens) of the keys that come next; set before each forward pass.
+        key_positions: of the keys that the last update returned, of shape (batch, keys).
+        rotated: a copy of the keys, rotated for `rung` of each row, where the extension keeps one.
+    """
+
+    owner: str
+    incoming: Tensor | None
+    key_positions: Tensor
+    rotated: Tensor | None
+    rung: Tensor | None
+    _room: Tensor | None
+    _places: CacheLayerMixin
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        incoming, self.incoming = self.incoming, None
+        if incoming is None:
+            raise RuntimeError(
+                f"this cache was filled under {self.owner}, whose keys no other model can use: the model is not "
+                "extended any more, or in another way. Start from an empty cache."
+            )
+        keys, values = super().update(key_states, value_states, *args, **kwargs)  # type: ignore[misc]
+        nothing = incoming.new_empty((incoming.shape[0], 1, incoming.shape[1], 0))
+        self.key_positions = self._places.update(incoming[:, None, :, None], nothing)[0][:, 0, :, 0]
+        return keys, values
+
+    def append_rotated(self, new: Tensor) -> Tensor:
+        """Put one more key behind the rotated copy, in place where there is room; returns the copy."""
+        assert self.rotated is not None
+        n_keys, room = self.rotated.shape[2], self._room
+        frozen = room is not None and room.is_inference() and not torch.is_inference_mode_enabled()
+        if room is None or frozen or n_keys == room.shape[2]:
+            # Some to spare, so that few steps have to copy.
+            shape = (*self.rotated.shape[:2], n_keys + 64 + n_keys // 32, self.rotated.shape[3])
+            self._room = room = self.rotated.new_empty(shape)
+            room[:, :, :n_keys] = self.rotated
+        room[:, :, n_keys : n_keys + 1] = new
+        self.rotated = room[:, :, : n_keys + 1]
+        return self.rotated
+
+
+def _followed(name: str) -> Any:
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        self.rotated = self.rung = self._room = None
+        getattr(self._places, name)(*args, **kwargs)
+        return getattr(super(type(self), self), name)(*args, **kwargs)
+
+    method.__name__ = name
+    return method
+
+
+_FOLLOWED = (
+    "reset", "crop", "reorder_cache", "batch_repeat_interleave", "batch_select_indices", "activate_past_recording",
+)  # fmt: skip
+
+
+@functools.cache
+def positioned(base: type[CacheLayerMixin]) -> type[CacheLayerMixin]:
+    """The subclass of a cache layer's class that knows positions."""
+    members = {name: _followed(name) for name in _FOLLOWED if hasattr(base, name)}
+    # A layer type would register the class with transformers, in the place of the base's own.
+    members |= {
+        "__module__": __name__,
+        "_layer_type": None,
+        "__reduce_ex__": lambda self, protocol: (_blank, (base,), self.__dict__),
+    }
+    return type(f"Positioned{base.__name__.lstrip('_')}", (PositionedLayer, base), members)
+
+
+def _blank(base: type[CacheLayerMixin]) -> Any:
+    cls = positioned(base)
+    return cls.__new__(cls)
+
+
+def stock_class(layer: Any) -> type:
+    """The class of a cache layer without what was mixed into it."""
+    return type(layer).__mro__[2] if isinstance(layer, PositionedLayer) else type(layer)
+
+
+def _places_for(layer: Any) -> CacheLayerMixin:
+    if isinstance(layer, BaseQuantizedLayer):
+        return DynamicLayer()
+    if isinstance(layer, StaticSlidingWindowLayer):
+        return StaticSlidingWindowLayer(max_cache_len=layer.max_cache_len, sliding_window=layer.max_cache_len)
+    if isinstance(layer, StaticLayer):
+        return StaticLayer(max_cache_len=layer.max_cache_len)
+    if isinstance(layer, DynamicSlidingWindowLayer):
+        places = DynamicSlidingWindowLayer(sliding_window=layer.sliding_window)
+        # Assisted decoding asks for the past before it reads the first token.
+        places.record_past = getattr(layer, "record_past", False)
+        return places
+    if isinstance(layer, DynamicLayer):
+        return DynamicLayer()
+    raise TypeError(
+        f"a cache layer of type {type(layer).__name__} is none that ctxext knows how to keep positions for. "
+        "Use transformers' DynamicCache, StaticCache or QuantizedCache."
+    )
+
+
+def expect(cache: Cache, positions: Tensor, owner: str, n_layers: int) -> None:
+    """Make `cache` ready for a forward pass at `positions` (batch, tokens), under the extension `owner`.
+
+    Raises:
+        ValueError: it holds keys from before the model was extended, or from another extension.
+    """
+    if isinstance(cache, EncoderDecoderCache):
+        raise TypeError("an encoder-decoder cache cannot hold unrotated keys. Extend decoder-only models.")
+    if cache.layer_class_to_replicate is not None:
+        while len(cache.layers) < n_layers:
+            cache.layers.append(cache.layer_class_to_replicate())
+    for index, layer in enumerate(cache.layers):
+        if isinstance(layer, PositionedLayer):
+            if layer.owner != owner:
+                raise ValueError(
+                    f"this cache was filled under {layer.owner}, but the model is extended by {owner} now. "
+                    "Start from an empty cache."
+                )
+        elif isinstance(layer, CacheLayerMixin):
+            if layer.is_initialized and int(layer.get_seq_length()):
+                raise ValueError(
+                    f"this cache holds {int(layer.get_seq_length())} tokens from before the model was extended by "
+                    f"{owner}: their keys are rotated already. Start from an empty cache."
+                )
+            new = _blank(type(layer))
+            new.__dict__.update(layer.__dict__)
+            new.owner, new._places = owner, _places_for(layer)
+            new.rotated = new.rung = new._room = None
+            layer = cache.layers[index] = new
+        else:
+            continue  # linear attention has no keys
+        layer.incoming = positions
+
+
+def positions_of(cache: Cache | None, layer_idx: int, n_keys: int, queries: Tensor) -> Tensor:
+    """Of the keys that attention was given, (batch, keys): the layer's, or the queries' own without a cache."""
+    if cache is not None:
+        layer = cache.layers[layer_idx]
+        if isinstance(layer, PositionedLayer) and layer.incoming is None:
+            return layer.key_positions
+    if n_keys != queries.shape[1]:
+        raise RuntimeError(
+            f"layer {layer_idx} attends to {n_keys} keys whose positions are unknown. Its model keeps keys in a way "
+            "of its own; use another method than those that rotate late."
+        )
+    return queries
+
+
+def cache_bytes(cache: Cache) -> int:
+    """Bytes that a cache holds: keys, values, positions and rotated copies."""
+    total = 0
+    for layer in cache.layers:
+        tensors = [layer.keys, layer.values]
+        if isinstance(layer, PositionedLayer):
+            tensors += [layer.rotated, layer._places.keys]
+        total += sum(t.untyped_storage().nbytes() for t in tensors if isinstance(t, torch.Tensor))
+    return total

@@ -1,0 +1,131 @@
+"""Attention masks that are made block by block, so that no n × n matrix is ever held."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.masking_utils import causal_mask_function, sdpa_mask
+
+
+@dataclass(frozen=True, eq=False)
+class BlockMask:
+    """What transformers' mask function would give as one matrix of shape (batch, 1, query, key).
+
+    Attributes:
+        is_causal: it says no more than that a key must not lie behind its query.
+        shape: of the whole matrix.
+        make: `sdpa_mask` with all but the offsets and sizes.
+        q_offset, kv_offset: slots of the cache before the first query and before the first key.
+    """
+
+    is_causal: bool
+    shape: tuple[int, int, int, int]
+    make: dict[str, Any]
+    q_offset: int
+    kv_offset: int
+
+    ndim = 4
+
+    def block(self, rows: slice, columns: slice) -> Tensor:
+        """Whether each query of `rows` sees each key of `columns`: bool of shape (batch, 1, rows, columns)."""
+        return sdpa_mask(
+            **self.make,
+            q_length=rows.stop - rows.start,
+            kv_length=columns.stop - columns.start,
+            q_offset=self.q_offset + rows.start,
+            kv_offset=self.kv_offset + columns.start,
+            allow_is_causal_skip=False,
+        )
+
+    def whole(self) -> Tensor:
+        return self.block(slice(0, self.shape[2]), slice(0, self.shape[3]))
+
+    def contiguous(self) -> Tensor:
+        """As `generate` asks of the masks that it makes for a static cache."""
+        return self.whole()
+
+
+def block_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: Any = 0,
+    kv_offset: int = 0,
+    mask_function: Callable[..., Any] = causal_mask_function,
+    attention_mask: Tensor | None = None,
+    allow_is_bidirectional_skip: bool = False,
+    use_vmap: bool = False,
+    device: torch.device | str = "cpu",
+    **kwargs: Any,
+) -> BlockMask | Tensor | None:
+    """A mask function of transformers' mask interface. Arguments are those of its `sdpa_mask`.
+
+    Single queries and static caches get its matrix, which is one row or has a fixed size.
+    """
+    tracing = torch.compiler.is_compiling()
+    fixed = isinstance(q_offset, Tensor) or kv_length > q_offset + q_length - kv_offset
+    if q_length == 1 or fixed or tracing or allow_is_bidirectional_skip:
+        if 1 < q_length < kv_length:
+            # None would stand for the triangle at the first keys, where sdpa has it; ours is at the last ones.
+            kwargs["allow_is_causal_skip"] = False
+        return sdpa_mask(
+            batch_size=batch_size,
+            q_length=q_length,
+            kv_length=kv_length,
+            q_offset=q_offset,
+            kv_offset=kv_offset,
+            mask_function=mask_function,
+            attention_mask=attention_mask,
+            allow_is_bidirectional_skip=allow_is_bidirectional_skip,
+            use_vmap=use_vmap,
+            device=device,
+            **kwargs,
+        )
+    if attention_mask is not None and bool(attention_mask.all()):
+        attention_mask = None
+    make = {
+        "batch_size": batch_size,
+        "mask_function": mask_function,
+        "attention_mask": attention_mask,
+        "use_vmap": use_vmap,
+        "device": device,
+    }
+    is_causal = mask_function is causal_mask_function and attention_mask is None
+    return BlockMask(is_causal, (batch_size, 1, q_length, kv_length), make, q_offset, kv_offset)
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The mask of some queries of a pass, whatever it was given as.
+
+    Attributes:
+        mask: None sees everything.
+        rows: the queries.
+        stop: no query of `rows` sees a key from this column on.
+        certain: every query of `rows` sees every key before this column.
+    """
+
+    mask: BlockMask | Tensor | None
+    rows: slice
+    stop: int
+    certain: int
+
+    @classmethod
+    def of(cls, mask: BlockMask | Tensor | None, rows: slice, n_keys: int) -> Rows:
+        if isinstance(mask, BlockMask) and mask.is_causal:
+            before = mask.q_offset - mask.kv_offset
+            return cls(mask, rows, min(n_keys, before + rows.stop), min(n_keys, before + rows.start + 1))
+        return cls(mask, rows, n_keys, n_keys if mask is None else 0)
+
+    def block(self, start: int, stop: int) -> Tensor | None:
+        """Bool, or what is to be added to the scores, for the keys from `start` to `stop`; None where all are seen."""
+        if self.mask is None or stop <= self.certain:
+            return None
+        columns = slice(start, stop)
+        if isinstance(self.mask, BlockMask):
+            return self.mask.block(self.rows, columns)
+        return self.mask[:, :, self.rows, columns]

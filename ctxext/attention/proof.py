@@ -1,0 +1,132 @@
+"""Finding out how a family rotates, by looking, and comparing late rotation with the stock model.
+
+Nothing is assumed of a family: the queries and keys that reach attention in the stock model are compared with those
+that reach it when the rotary embedding gives the identity, under every way of rotating that is known here.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ctxext.attention.call import KEYWORD
+from ctxext.attention.rotary import Convention, LateRotary, rotate
+
+CONVENTIONS = (
+    Convention("half_split"),
+    Convention("interleaved"),
+    Convention("half_split", sign=-1),
+    Convention("interleaved", sign=-1),
+    Convention("none"),
+)
+# Relative to the largest number: float32 phases, and what rounding cos and sin to 16 bits costs.
+EXACT_BAR, HALF_BAR = 1e-4, 3e-2
+LOGIT_BAR, HALF_LOGIT_BAR = 1e-3, 1e-1
+
+
+class Looker:
+    """Stands in the place of a `Call`: sees queries and keys of every layer, and lets attention run.
+
+    Attributes:
+        seen: by layer, the queries and keys that attention was given.
+        instead: by layer, those that it is to be given, so that every layer sees the same tokens in both passes.
+    """
+
+    def __init__(self, rotary: LateRotary, instead: dict[int, tuple[Tensor, Tensor]] | None = None) -> None:
+        self.rotary = rotary
+        self.seen: dict[int, tuple[Tensor, Tensor]] = {}
+        self.instead = instead
+
+    def attend(self, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **kwargs: Any) -> Any:
+        index = module.layer_idx
+        self.seen[index] = query, key
+        if self.instead is not None:
+            query, key = self.instead[index]
+        whole = mask.whole() if hasattr(mask, "whole") else mask
+        if self.rotary.additive_masks:
+            lowest = torch.finfo(query.dtype).min
+            whole = torch.zeros(whole.shape, dtype=query.dtype, device=query.device).masked_fill(~whole, lowest)
+        return self.rotary.attend(module, query, key, value, whole, **kwargs)
+
+
+def probe(vocabulary: int, trained_length: int, device: torch.device) -> dict[str, Tensor]:
+    """Sixteen random tokens at random, ascending positions within the trained length."""
+    generator = torch.Generator().manual_seed(0)
+    n_tokens = min(16, trained_length)
+    ids = torch.randint(0, vocabulary, (1, n_tokens), generator=generator)
+    positions = torch.randperm(trained_length, generator=generator)[:n_tokens].sort().values[None]
+    # With a mask, gaps between positions are not taken for the borders of packed documents.
+    inputs = {"input_ids": ids, "position_ids": positions, "attention_mask": torch.ones_like(ids)}
+    return {name: tensor.to(device) for name, tensor in inputs.items()}
+
+
+def output(model: Any, inputs: dict[str, Tensor]) -> Tensor:
+    """The model's output in float32, in one pass without a cache."""
+    return model(**inputs, use_cache=False)[0].float()
+
+
+def cached_output(model: Any, inputs: dict[str, Tensor]) -> Tensor:
+    """The same in three passes under a cache: all tokens but two, and these one by one."""
+    ids, positions, mask = (inputs[name] for name in ("input_ids", "position_ids", "attention_mask"))
+    cache, parts = None, []
+    ends = [0, ids.shape[1] - 2, ids.shape[1] - 1, ids.shape[1]]
+    for start, end in pairwise(ends):
+        given = {
+            "input_ids": ids[:, start:end],
+            "position_ids": positions[:, start:end],
+            "attention_mask": mask[:, :end],
+        }
+        found = model(**given, past_key_values=cache, use_cache=True)
+        cache = found.past_key_values
+        parts.append(found[0].float())
+    return torch.cat(parts, dim=1)
+
+
+def look(model: Any, inputs: dict[str, Tensor], looker: Looker) -> dict[int, tuple[Tensor, Tensor]]:
+    """Queries and keys of every layer in a forward pass.
+
+    Raises:
+        RuntimeError: none came by, as the model does not attend through transformers' attention interface.
+    """
+    model(**inputs, use_cache=False, **{KEYWORD: looker})
+    if not looker.seen:
+        raise RuntimeError("no layer attends through transformers' attention interface")
+    return looker.seen
+
+
+def conventions(
+    stock: dict[int, tuple[Tensor, Tensor]],
+    unrotated: dict[int, tuple[Tensor, Tensor]],
+    rotary: LateRotary,
+    positions: Tensor,
+) -> tuple[dict[int, Convention], float]:
+    """For each layer the convention that turns unrotated queries and keys into the stock model's, and the worst error.
+
+    Raises:
+        ValueError: none does, as where a norm follows RoPE or queries are scaled by position.
+    """
+    found: dict[int, Convention] = {}
+    worst = 0.0
+    for index in sorted(stock):
+        half = stock[index][0].dtype in (torch.float16, torch.bfloat16)
+        errors = {}
+        for convention in CONVENTIONS:
+            gaps = []
+            for want, plain in zip(stock[index], unrotated[index]):
+                at = rotary.as_it_was(positions.to(plain.device))
+                got = plain if convention.pairs == "none" else rotate(plain, at, convention)
+                gaps.append(float((got - want).abs().max() / want.abs().max().clamp(min=1e-30)))
+            errors[convention] = max(gaps)
+        best = min(errors, key=lambda convention: errors[convention])
+        if errors[best] > (HALF_BAR if half else EXACT_BAR):
+            raise ValueError(
+                f"layer {index} does something to its queries and keys beside rotating them (no known rotation gives "
+                f"the stock model's: the nearest is {errors[best]:.1e} off), so they cannot be rotated late. Use a "
+                "method that changes frequencies, such as 'yarn'."
+            )
+        found[index] = best
+        worst = max(worst, errors[best])
+    return found, worst

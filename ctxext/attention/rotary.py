@@ -1,0 +1,195 @@
+"""What stands in the place of a rotary embedding under late rotation: the identity, and the numbers to rotate by."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from jaxtyping import Float, Int, Shaped
+from torch import Tensor
+
+from ctxext.encodings.rope import RopeGeometry
+from ctxext.methods import ContextMethod, RopeScaling
+from ctxext.sites.rotary import ExtendedRotary
+
+
+@dataclass(frozen=True)
+class Convention:
+    """How a layer of a family rotates: which two dimensions are a pair, and which way they turn.
+
+    "none" is a layer without RoPE.
+    """
+
+    pairs: Literal["half_split", "interleaved", "none"] = "half_split"
+    sign: int = 1
+
+
+@dataclass(frozen=True)
+class Layer:
+    """What late rotation does in one layer.
+
+    Attributes:
+        convention: how its queries and keys are rotated.
+        within: its sliding window is no longer than the trained length, so that its RoPE is left as it is.
+    """
+
+    convention: Convention
+    within: bool
+
+
+class LateRotary(ExtendedRotary):
+    """Mixed into a family's rotary class: gives cos = 1 and sin = 0, and keeps what attention needs.
+
+    Attributes:
+        method: what rotates; None for the frequencies in use, as the proof compares them with the stock model.
+        rope: what the method starts from.
+        in_use: the frequencies in use before the extension; layers whose window is short keep them.
+        layers: by index.
+        attend: the model's own attention function.
+        additive_masks: whether that takes masks to be added, as eager attention does.
+        rotated_copy: whether caches keep a rotated copy of their keys for decoding.
+        owner: what marks the caches of this extension.
+    """
+
+    method: ContextMethod | None
+    rope: RopeGeometry
+    in_use: RopeGeometry
+    layers: dict[int, Layer]
+    attend: Callable[..., Any]
+    additive_masks: bool
+    rotated_copy: bool
+    owner: str
+
+    # Float32 and whole numbers, as buffers so that they follow the module; `exact_tables` undoes casts.
+    late_inv_freq: Tensor
+    late_scaling: Tensor
+    late_lengths: Tensor
+    start_inv_freq: Tensor
+    in_use_inv_freq: Tensor
+    exact_tables: dict[str, Tensor]
+
+    def set_method(self, method: ContextMethod | None, rope: RopeGeometry) -> None:
+        """Work out the tables, in float64, and round them once."""
+        self.method, self.rope = method, rope
+        scaling = rope.attention_factor
+        if isinstance(method, RopeScaling):
+            lengths = method.ladder(rope)
+            inv_freq = rope.inv_freq / method.rescale_factors(rope, lengths)
+            scalings = scaling * method.attention_scaling(rope, lengths)
+        else:
+            lengths = torch.tensor([rope.original_max_position_embeddings])
+            inv_freq, scalings = rope.inv_freq[None], torch.tensor([scaling], dtype=torch.float64)
+        self.exact_tables = {
+            "late_inv_freq": inv_freq.float(),
+            "late_scaling": scalings.float(),
+            "late_lengths": lengths,
+            "start_inv_freq": rope.inv_freq.float(),
+            "in_use_inv_freq": self.in_use.inv_freq.float(),
+        }
+        device = self.inv_freq.device  # type: ignore[attr-defined]
+        for name, table in self.exact_tables.items():
+            self.register_buffer(name, table.to(device, copy=True), persistent=False)  # type: ignore[attr-defined]
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        super()._apply(fn, recurse)
+        for name, table in self.exact_tables.items():
+            device = getattr(self, name).device
+            if device.type != "meta":
+                self._buffers[name] = table.to(device, copy=True)  # type: ignore[attr-defined]
+        return self
+
+    @staticmethod
+    def adjust_forward(plain: Any) -> Any:
+        """The family's own forward at position 0, where every rotation is the identity."""
+
+        @torch.no_grad()
+        def forward(self: Any, x: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
+            return plain(self, x, torch.zeros_like(position_ids), *args, **kwargs)
+
+        return forward
+
+    # ---------------------------------------------------------------------------------- cos and sin
+
+    def rungs(self, positions: Int[Tensor, "*batch"]) -> Int[Tensor, "*batch"]:
+        """The rung of the ladder on which each position stands."""
+        last = self.late_lengths.shape[0] - 1
+        return torch.searchsorted(self.late_lengths.to(positions.device), positions + 1).clamp(max=last)
+
+    def as_it_was(self, positions: Shaped[Tensor, "batch n"]) -> tuple[Tensor, Tensor]:
+        """cos and sin as before the extension, of shape (batch, n, pair)."""
+        return _cos_sin(positions, self.in_use_inv_freq, self.in_use.attention_factor)
+
+    def plain(self, positions: Shaped[Tensor, "batch n"]) -> tuple[Tensor, Tensor]:
+        """cos and sin with the frequencies that the method starts from, of shape (batch, n, pair)."""
+        return _cos_sin(positions, self.start_inv_freq, self.rope.attention_factor)
+
+    def scaled(
+        self, positions: Int[Tensor, "batch n"], inv_freq: Float[Tensor, "batch pair"], scaling: Float[Tensor, " batch"]
+    ) -> tuple[Tensor, Tensor]:
+        """cos and sin with frequencies and a multiplier for each row, of shape (batch, n, pair)."""
+        angles = positions[..., None].float() * inv_freq[:, None]
+        times = scaling[:, None, None]
+        cos, sin = angles.cos() * times, angles.sin() * times
+        start = self.method.start_tokens if isinstance(self.method, RopeScaling) else 0
+        if start:
+            plain_cos, plain_sin = self.plain(positions)
+            first = (positions < start)[..., None]
+            cos, sin = torch.where(first, plain_cos, cos), torch.where(first, plain_sin, sin)
+        return cos, sin
+
+    def of_rung(self, rung: Int[Tensor, " batch"]) -> tuple[Tensor, Tensor]:
+        """Frequencies (batch, pair) and multiplier (batch) of a rung for each row."""
+        device = rung.device
+        return self.late_inv_freq.to(device)[rung], self.late_scaling.to(device)[rung]
+
+    def of_length(self, length: Int[Tensor, " batch"]) -> tuple[Tensor, Tensor]:
+        """Frequencies (batch, pair) and multiplier (batch) of a method whose scale belongs to the whole call."""
+        assert isinstance(self.method, RopeScaling)
+        factors = self.method.rescale_factors(self.rope, length.cpu())
+        scaling = self.rope.attention_factor * self.method.attention_scaling(self.rope, length.cpu())
+        return (self.rope.inv_freq / factors).float().to(length.device), scaling.float().to(length.device)
+
+
+def _cos_sin(positions: Tensor, inv_freq: Tensor, times: float) -> tuple[Tensor, Tensor]:
+    angles = positions[..., None].float() * inv_freq.to(positions.device)
+    return angles.cos() * times, angles.sin() * times
+
+
+def rotate(
+    x: Float[Tensor, "batch heads n dim"],
+    cos_sin: tuple[Float[Tensor, "#batch n pair"], Float[Tensor, "#batch n pair"]],
+    convention: Convention,
+    room: Float[Tensor, "batch heads n dim"] | None = None,
+) -> Float[Tensor, "batch heads n dim"]:
+    """Rotate the first 2 · pair dimensions of each head, in float32; the others pass.
+
+    Args:
+        room: float32 that the result may be written into, where no gradient is asked for.
+    """
+    cos, sin = cos_sin[0][:, None], cos_sin[1][:, None] * convention.sign
+    n_pairs = cos.shape[-1]
+    exact = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+    if convention.pairs == "half_split":
+        first, second = exact[..., :n_pairs], exact[..., n_pairs : 2 * n_pairs]
+    else:
+        first, second = exact[..., 0 : 2 * n_pairs : 2], exact[..., 1 : 2 * n_pairs : 2]
+    if torch.is_grad_enabled() or torch.compiler.is_compiling():
+        turned = [first * cos - second * sin, second * cos + first * sin]
+        if convention.pairs == "half_split":
+            return torch.cat([*turned, exact[..., 2 * n_pairs :]], dim=-1).to(x.dtype)
+        return torch.cat([torch.stack(turned, dim=-1).flatten(-2), exact[..., 2 * n_pairs :]], dim=-1).to(x.dtype)
+    # The same without tensors for what lies between, and in pieces that stay in a core's cache.
+    result = room if room is not None and exact.dtype == room.dtype else exact.new_empty(exact.shape)
+    step = 512 if x.device.type == "cpu" else x.shape[2]
+    for start in range(0, x.shape[2], step):
+        one, other, c, s, out = (t[:, :, start : start + step] for t in (first, second, cos, sin, result))
+        if convention.pairs == "half_split":
+            low, high = out[..., :n_pairs], out[..., n_pairs : 2 * n_pairs]
+        else:
+            low, high = out[..., 0 : 2 * n_pairs : 2], out[..., 1 : 2 * n_pairs : 2]
+        torch.mul(one, c, out=low).addcmul_(other, s, value=-1)
+        torch.mul(other, c, out=high).addcmul_(one, s)
+    result[..., 2 * n_pairs :] = exact[..., 2 * n_pairs :]
+    return result.to(x.dtype)

@@ -1,0 +1,79 @@
+"""The methods: each a frozen dataclass, pure maths on numbers. Add yours here.
+
+`scaling.py` holds those that rescale frequencies, `dynamic.py` those whose scale follows the length, and
+`remapping.py` those that remap positions inside attention; `contract.py` says what each has to give.
+A frequency method is one vector and one scalar: rescale factors λ (`inv_freq' = inv_freq / λ`) and a
+multiplier of cos and sin. It sees a `RopeGeometry`, never a model or a config.
+
+    @register("half_pi", aliases=())
+    @dataclass(frozen=True, kw_only=True)
+    class HalfPI(RopeScaling):
+        \"""λ_i = factor on the lower half of the frequencies, 1 elsewhere.\"""
+        paper: ClassVar[Paper] = Paper("My notes", 2026, "https://example.org")
+
+        def rescale_factors(self, rope, length=None):
+            pairs = rope.dim // 2
+            factors = torch.ones(pairs, dtype=torch.float64)
+            factors[pairs // 2 :] = self.factor
+            return over_lengths(factors, length)
+
+That is all: `extend_context(model, method="half_pi")`, the command line, the saved config (as
+transformers' `longrope`) and the matrix of tests know it by name.
+"""
+
+from ctxext.methods.contract import (
+    Branch,
+    ContextMethod,
+    Paper,
+    PositionRemapping,
+    RopeScaling,
+    check_factor,
+    list_methods,
+    longrope_parameters,
+    make_method,
+    method_class,
+    method_from_dict,
+    over_lengths,
+    register,
+    suggest,
+)
+from ctxext.methods.scaling import ABF, PI, DroPE, Llama3, NTKAware, NTKByParts, Resonance, YaRN
+
+from ctxext.methods.dynamic import DynamicNTK, DynamicYaRN, LongRoPE, TransformersDynamic  # isort: skip
+from ctxext.methods.remapping import DualChunkAttention, ReRoPE, SelfExtend  # isort: skip
+from ctxext.methods.native import geometry_in_use, method_from_rope_parameters, scaled_rope_parameters  # isort: skip
+
+__all__ = [
+    "ABF",
+    "PI",
+    "Branch",
+    "ContextMethod",
+    "DroPE",
+    "DualChunkAttention",
+    "DynamicNTK",
+    "DynamicYaRN",
+    "Llama3",
+    "LongRoPE",
+    "NTKAware",
+    "NTKByParts",
+    "Paper",
+    "PositionRemapping",
+    "ReRoPE",
+    "Resonance",
+    "RopeScaling",
+    "SelfExtend",
+    "TransformersDynamic",
+    "YaRN",
+    "check_factor",
+    "geometry_in_use",
+    "list_methods",
+    "longrope_parameters",
+    "make_method",
+    "method_class",
+    "method_from_dict",
+    "method_from_rope_parameters",
+    "over_lengths",
+    "register",
+    "scaled_rope_parameters",
+    "suggest",
+]

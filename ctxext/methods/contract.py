@@ -1,0 +1,308 @@
+"""The contract of a method, and the registry that knows every one by name. Pure: numbers in, numbers out."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import MISSING, dataclass, fields
+from difflib import get_close_matches
+from numbers import Real
+from typing import Any, ClassVar, NamedTuple, TypeVar
+
+import torch
+from jaxtyping import Bool, Float64, Int, Shaped
+from torch import Tensor
+
+from ctxext.encodings.rope import RopeGeometry
+
+
+class Paper(NamedTuple):
+    """Where a method comes from."""
+
+    title: str
+    year: int
+    url: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class ContextMethod(ABC):
+    """What every method is: a frozen dataclass with a name, a paper and a factor.
+
+    Attributes:
+        factor: the largest scale that the method is asked to reach, in units of the trained length; >= 1.
+    """
+
+    name: ClassVar[str]
+    aliases: ClassVar[tuple[str, ...]]
+    paper: ClassVar[Paper]
+    training: ClassVar[str] = "zero-shot or fine-tuned"
+
+    factor: float
+
+    def __post_init__(self) -> None:
+        check_factor(self.factor)
+        object.__setattr__(self, "factor", float(self.factor))
+
+    @property
+    @abstractmethod
+    def is_late(self) -> bool:
+        """Whether it rotates inside attention (`ctxext.attention`), which no config can say."""
+
+    def at_length(self, rope: RopeGeometry, length: int) -> RopeScaling:
+        """The static method to use when every sequence is to be treated as `length` tokens long."""
+        raise ValueError(
+            f"{self.name} does not change with the length, so length={length} has no meaning for it. "
+            "Drop length=; only the dynamic methods take it."
+        )
+
+    @classmethod
+    def example(cls, rope: RopeGeometry, factor: float) -> ContextMethod:
+        """An instance for `rope`, as the tests and the method table need one of every method."""
+        return cls(factor=factor)
+
+    def to_dict(self) -> dict[str, Any]:
+        """A JSON-ready description: the method's name and its fields."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {
+            "name": self.name,
+            **{k: v.to_dict() if isinstance(v, ContextMethod) else v for k, v in values.items()},
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class RopeScaling(ContextMethod):
+    """A method that is one vector and one scalar: rescale factors λ, and a multiplier of cos and sin."""
+
+    # Whether the scale belongs to the length of the whole call and not to each query: then no cache can be right.
+    of_the_call: ClassVar[bool] = False
+
+    @abstractmethod
+    def rescale_factors(
+        self, rope: RopeGeometry, length: Int[Tensor, "*batch"] | None = None
+    ) -> Float64[Tensor, "*batch pair"]:
+        """λ for each pair, at each `length` in tokens (None: at the full reach of `factor`)."""
+
+    def attention_scaling(
+        self, rope: RopeGeometry, length: Int[Tensor, "*batch"] | None = None
+    ) -> Float64[Tensor, "*batch"]:
+        """The multiplier of cos and sin at each `length`; attention logits grow by its square."""
+        return over_lengths(torch.tensor(1.0, dtype=torch.float64), length)
+
+    def rope_parameters(self, rope: RopeGeometry) -> dict[str, Any]:
+        """This method on unscaled RoPE in transformers' own words, where it has them.
+
+        Without a native form: `longrope` with both factor lists equal to λ, which every static λ fits.
+        """
+        return longrope_parameters(self.rescale_factors(rope), float(self.attention_scaling(rope)), self.factor, rope)
+
+    def ladder(self, rope: RopeGeometry) -> Int[Tensor, " rung"]:
+        """The lengths in tokens at which the scale steps, ascending: each query uses the first that holds it.
+
+        The last rung serves every longer length as well.
+        """
+        return torch.tensor([round(self.factor * rope.original_max_position_embeddings)])
+
+    @property
+    def start_tokens(self) -> int:
+        """How many tokens at the start keep the unscaled frequencies, whatever the length."""
+        return 0
+
+    @property
+    def is_dynamic(self) -> bool:
+        """Whether λ changes with the length."""
+        return type(self).at_length is not ContextMethod.at_length
+
+    @property
+    def is_late(self) -> bool:
+        return self.is_dynamic or self.start_tokens > 0
+
+
+@dataclass(frozen=True)
+class Branch:
+    """The pairs (query, key) whose buckets lie `first` <= bucket(query) - bucket(key) < `stop` apart.
+
+    Attributes:
+        bucket: positions in tokens to whole numbers, never falling.
+        query, key: positions in tokens to those that queries and keys are rotated to within the branch.
+    """
+
+    first: float
+    stop: float
+    bucket: Callable[[Tensor], Tensor]
+    query: Callable[[Tensor], Tensor]
+    key: Callable[[Tensor], Tensor]
+
+    def holds(self, query: Shaped[Tensor, "*#pairs"], key: Shaped[Tensor, "*#pairs"]) -> Bool[Tensor, "*pairs"]:
+        """Whether each pair of positions belongs to the branch."""
+        apart = self.bucket(query) - self.bucket(key)
+        return (apart >= self.first) & (apart < self.stop)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PositionRemapping(ContextMethod):
+    """A method that leaves the frequencies alone and maps distances beyond the trained ones to trained ones.
+
+    Pairs of a query and a key at or before it fall into branches; each branch rotates both to positions of its own.
+    """
+
+    training: ClassVar[str] = "none needed"
+
+    @abstractmethod
+    def branches(self, rope: RopeGeometry) -> tuple[Branch, ...]:
+        """The branches; every pair of positions belongs to exactly one.
+
+        Raises:
+            ValueError: an option does not fit the trained length.
+        """
+
+    @abstractmethod
+    def reach(self, rope: RopeGeometry) -> float:
+        """Tokens up to which every distance is mapped to a trained one."""
+
+    def check_reach(self, rope: RopeGeometry, target_length: int) -> None:
+        """Raise ValueError, naming options that would do, unless `target_length` tokens are covered."""
+
+    def query_scaling(self, rope: RopeGeometry, positions: Int[Tensor, "*batch"]) -> Tensor | None:
+        """A multiplier of each query beside its rotation; None for none."""
+        return None
+
+    def distance(self, rope: RopeGeometry, query: Tensor, key: Tensor) -> Float64[Tensor, "*pairs"]:
+        """The distance in tokens that attention sees between positions `query` and `key` (which broadcast)."""
+        found = torch.zeros_like(query.double() + key.double())
+        for branch in self.branches(rope):
+            apart = branch.query(query.double()) - branch.key(key.double())
+            found = torch.where(branch.holds(query, key), apart, found)
+        return found
+
+    def at_length(self, rope: RopeGeometry, length: int) -> RopeScaling:
+        raise ValueError(
+            f"{self.name} remaps positions inside attention and has no static form, so length={length} has no meaning "
+            "for it. Drop length=, or use a frequency method such as 'yarn'."
+        )
+
+    @property
+    def is_late(self) -> bool:
+        return True
+
+
+# ---------------------------------------------------------------------------------- the registry
+
+_METHODS: dict[str, type[ContextMethod]] = {}
+_Method = TypeVar("_Method", bound=type[ContextMethod])
+
+
+def register(name: str, *, aliases: Sequence[str] = ()) -> Callable[[_Method], _Method]:
+    """Class decorator: make a method known by `name` everywhere.
+
+    Raises:
+        ValueError: a name is taken by another method.
+    """
+
+    def decorate(cls: _Method) -> _Method:
+        for known in (name, *aliases):
+            taken = _METHODS.get(known)
+            # The same class again is a notebook cell that was run twice.
+            if taken is not None and (taken.__module__, taken.__qualname__) != (cls.__module__, cls.__qualname__):
+                raise ValueError(f"the method name {known!r} is taken by {taken.__qualname__}. Choose another.")
+        cls.name, cls.aliases = name, tuple(aliases)
+        _METHODS.update(dict.fromkeys((name, *aliases), cls))
+        return cls
+
+    return decorate
+
+
+def list_methods() -> list[type[ContextMethod]]:
+    """Every registered method once, in order of registration."""
+    return list(dict.fromkeys(_METHODS.values()))
+
+
+def method_class(name: str) -> type[ContextMethod]:
+    """The method registered as `name` (or an alias of it)."""
+    try:
+        return _METHODS[name]
+    except KeyError:
+        raise ValueError(f"unknown method {name!r}{suggest(name, _METHODS)}") from None
+
+
+def make_method(name: str, factor: float, **options: Any) -> ContextMethod:
+    """Build a method by name; `options` are the fields of its dataclass.
+
+    Raises:
+        ValueError: the name or an option is unknown, a needed option is missing, or a value is bad.
+    """
+    cls = method_class(name)
+    known = {field.name: field for field in fields(cls) if field.name != "factor"}
+    for option in options:
+        if option not in known:
+            takes = suggest(option, known) if known else ". It takes none."
+            raise ValueError(f"method {cls.name!r} has no option {option!r}{takes}")
+    missing = [
+        field.name
+        for field in known.values()
+        if field.default is MISSING and field.default_factory is MISSING and field.name not in options
+    ]
+    if missing:
+        raise ValueError(
+            f"method {cls.name!r} needs {', '.join(missing)}. Pass {', '.join(f'{name}=...' for name in missing)}."
+        )
+    return cls(factor=factor, **options)
+
+
+def method_from_dict(description: dict[str, Any]) -> ContextMethod:
+    """The inverse of `ContextMethod.to_dict`."""
+
+    def read(value: Any) -> Any:
+        if isinstance(value, dict):
+            return method_from_dict(value)
+        return tuple(value) if isinstance(value, list) else value
+
+    options = {key: read(value) for key, value in description.items()}
+    return make_method(options.pop("name"), options.pop("factor"), **options)
+
+
+def suggest(word: str, known: Sequence[str] | dict[str, Any]) -> str:
+    """The end of an error about an unknown `word`: the nearest known one, and all of them."""
+    near = get_close_matches(word.lower(), list(known), n=1)
+    hint = f"; did you mean {near[0]!r}?" if near else "."
+    return f"{hint} Known: {', '.join(known)}."
+
+
+def check_factor(factor: float) -> None:
+    """Raise ValueError unless `factor` is a finite number >= 1."""
+    if isinstance(factor, bool) or not isinstance(factor, Real) or not math.isfinite(factor):
+        raise ValueError(f"factor must be a finite number >= 1, got {factor!r}. For twice the length, pass factor=2.")
+    if factor < 1:
+        raise ValueError(
+            f"factor must be >= 1, got {factor}. It is target length / trained length: "
+            "to reach 16384 tokens from 4096, pass factor=4."
+        )
+
+
+def check_attention_factor(attention_factor: float | None) -> None:
+    """Raise ValueError unless `attention_factor` is None or a finite number > 0."""
+    if attention_factor is not None and not (math.isfinite(attention_factor) and attention_factor > 0):
+        raise ValueError(
+            f"attention_factor must be a finite number > 0, got {attention_factor}. Leave it out for the method's own."
+        )
+
+
+def over_lengths(value: Tensor, length: Tensor | None) -> Tensor:
+    """Repeat a value that does not depend on the length for each of `length`."""
+    return value if length is None else value.expand((*length.shape, *value.shape))
+
+
+def longrope_parameters(
+    factors: Float64[Tensor, " pair"], attention_factor: float, factor: float, rope: RopeGeometry
+) -> dict[str, Any]:
+    """Any static λ over plain RoPE, as transformers' `longrope`: both lists are the same, so nothing switches."""
+    values = factors.tolist()
+    return {
+        "rope_type": "longrope",
+        "rope_theta": rope.rope_theta,
+        "factor": float(factor),
+        "original_max_position_embeddings": rope.original_max_position_embeddings,
+        "attention_factor": attention_factor,
+        "short_factor": values,
+        "long_factor": list(values),
+    }

@@ -1,0 +1,210 @@
+"""Methods whose scale follows the length: of each query in the live model, in a ladder of lengths.
+
+A scale that belongs to the query's own position makes token-by-token decoding, prefill in chunks and the
+full forward one computation. `at_length` gives the static method of one length, for those who want that.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields
+from numbers import Real
+from typing import ClassVar
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from ctxext.encodings.rope import RopeGeometry
+from ctxext.methods.contract import Paper, RopeScaling, check_attention_factor, over_lengths, register
+from ctxext.methods.scaling import NTKAware, YaRN, ntk_rescale_factors, yarn_attention_factor
+
+EMOZILLA = Paper(
+    "Dynamically Scaled RoPE",
+    2023,
+    "https://www.reddit.com/r/LocalLLaMA/comments/14mrgpr/dynamically_scaled_rope_further_increases/",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Dynamic(RopeScaling):
+    """What the dynamic methods share: the scale is length / trained length, from 1 up to `factor`.
+
+    Attributes:
+        ratio: from each rung of the ladder to the next; a finer one costs more rotations.
+    """
+
+    training: ClassVar[str] = "zero-shot"
+
+    ratio: float = 1.25
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if isinstance(self.ratio, bool) or not isinstance(self.ratio, Real) or not 1.01 <= self.ratio < math.inf:
+            raise ValueError(
+                f"ratio must be at least 1.01, got {self.ratio!r}. It is the step from rung to rung; try 1.25."
+            )
+
+    def scale(self, rope: RopeGeometry, length: Tensor | None) -> Tensor:
+        if length is None:
+            return torch.tensor(float(self.factor), dtype=torch.float64)
+        return (length.to(torch.float64) / rope.original_max_position_embeddings).clamp(1, self.factor)
+
+    def ladder(self, rope: RopeGeometry) -> Int[Tensor, " rung"]:
+        trained = rope.original_max_position_embeddings
+        reach = round(self.factor * trained)
+        rungs = [trained]
+        while rungs[-1] < reach:
+            rungs.append(min(reach, max(rungs[-1] + 1, math.floor(trained * self.ratio ** len(rungs)))))
+        return torch.tensor(rungs)
+
+
+@register("dynamic_ntk", aliases=["dynamic"])
+@dataclass(frozen=True, kw_only=True)
+class DynamicNTK(_Dynamic):
+    """NTK-aware with scale length/L for each query, between 1 and factor. emozilla (2023); YaRN paper, section 3.3.
+
+    Attributes:
+        ratio: from each rung of the ladder of scales to the next; a finer one costs more rotations.
+    """
+
+    paper: ClassVar[Paper] = EMOZILLA
+
+    def rescale_factors(self, rope: RopeGeometry, length: Tensor | None = None) -> Tensor:
+        return ntk_rescale_factors(rope, self.scale(rope, length))
+
+    def at_length(self, rope: RopeGeometry, length: int) -> RopeScaling:
+        return NTKAware(factor=float(self.scale(rope, torch.tensor(length))))
+
+
+@register("dynamic_yarn")
+@dataclass(frozen=True, kw_only=True)
+class DynamicYaRN(_Dynamic, YaRN):
+    """YaRN with scale length/L for each query, between 1 and factor. Peng et al. (2023), section 3.3.
+
+    Attributes:
+        ratio: from each rung of the ladder of scales to the next; a finer one costs more rotations.
+    """
+
+    paper: ClassVar[Paper] = Paper("Dynamic YaRN (YaRN paper, section 3.3)", 2023, "https://arxiv.org/abs/2309.00071")
+
+    def rescale_factors(self, rope: RopeGeometry, length: Tensor | None = None) -> Tensor:
+        return self.rescale_at(rope, self.scale(rope, length))
+
+    def attention_scaling(self, rope: RopeGeometry, length: Tensor | None = None) -> Tensor:
+        if self.attention_factor is not None:
+            return super().attention_scaling(rope, length)
+        return yarn_attention_factor(self.scale(rope, length))
+
+    def at_length(self, rope: RopeGeometry, length: int) -> RopeScaling:
+        options = {field.name: getattr(self, field.name) for field in fields(YaRN)}
+        return YaRN(**{**options, "factor": float(self.scale(rope, torch.tensor(length)))})
+
+
+@register("transformers_dynamic")
+@dataclass(frozen=True, kw_only=True)
+class TransformersDynamic(RopeScaling):
+    """NTK-aware with scale factor·n/L − (factor − 1), n the length of the whole call. transformers' `dynamic`.
+
+    To compare with, and without a cache: the scale of earlier keys changes with every token. It has no upper
+    end, and reaches factor² − factor + 1 at factor · L. Each row of a batch has a scale of its own here.
+    """
+
+    paper: ClassVar[Paper] = EMOZILLA
+    training: ClassVar[str] = "for comparison"
+    of_the_call: ClassVar[bool] = True
+
+    def scale(self, rope: RopeGeometry, length: Tensor | None) -> Tensor:
+        if length is None:
+            length = torch.tensor(self.factor * rope.original_max_position_embeddings, dtype=torch.float64)
+        ratio = (length.to(torch.float64) / rope.original_max_position_embeddings).clamp(min=1)
+        return self.factor * ratio - (self.factor - 1)
+
+    def rescale_factors(self, rope: RopeGeometry, length: Tensor | None = None) -> Tensor:
+        return ntk_rescale_factors(rope, self.scale(rope, length))
+
+    def at_length(self, rope: RopeGeometry, length: int) -> RopeScaling:
+        return NTKAware(factor=float(self.scale(rope, torch.tensor(length))))
+
+
+@register("longrope")
+@dataclass(frozen=True, kw_only=True)
+class LongRoPE(RopeScaling):
+    """λ_i as given, attention factor sqrt(1 + ln(factor) / ln(L)). Ding et al. (2024), section 3.
+
+    Attributes:
+        long_factor: λ for each pair.
+        short_factor: λ for queries within the trained length; None for `long_factor` there too.
+        start_tokens: how many tokens at the start keep the unscaled frequencies (n̂ in the paper).
+        attention_factor: another multiplier of cos and sin than the formula's; it holds at every length.
+    """
+
+    paper: ClassVar[Paper] = Paper("LongRoPE", 2024, "https://arxiv.org/abs/2402.13753")
+
+    long_factor: tuple[float, ...]
+    short_factor: tuple[float, ...] | None = None
+    start_tokens: int = 0
+    attention_factor: float | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_attention_factor(self.attention_factor)
+        if isinstance(self.start_tokens, bool) or not isinstance(self.start_tokens, int) or self.start_tokens < 0:
+            raise ValueError(f"start_tokens must be a number of tokens (an int >= 0), got {self.start_tokens!r}.")
+        for name in ("long_factor", "short_factor"):
+            values = getattr(self, name)
+            if values is None:
+                continue
+            object.__setattr__(self, name, tuple(float(value) for value in values))
+            bad = [value for value in getattr(self, name) if not (math.isfinite(value) and value > 0)]
+            if bad:
+                raise ValueError(f"{name} must hold finite numbers > 0, got {bad[0]}. To drop a frequency, write 1e12.")
+
+    @property
+    def is_dynamic(self) -> bool:
+        return self.short_factor is not None and self.short_factor != self.long_factor
+
+    def ladder(self, rope: RopeGeometry) -> Int[Tensor, " rung"]:
+        reach = super().ladder(rope)
+        if not self.is_dynamic:
+            return reach
+        return torch.cat([torch.tensor([rope.original_max_position_embeddings]), reach])
+
+    def rescale_factors(self, rope: RopeGeometry, length: Tensor | None = None) -> Tensor:
+        factors = self._checked("long_factor", rope)
+        if length is None or not self.is_dynamic:
+            return over_lengths(factors, length)
+        assert self.short_factor is not None
+        within = length <= rope.original_max_position_embeddings
+        return torch.where(within[..., None], self._checked("short_factor", rope), factors)
+
+    def _checked(self, name: str, rope: RopeGeometry) -> Tensor:
+        values = getattr(self, name)
+        if len(values) != rope.dim // 2:
+            raise ValueError(
+                f"{name} has {len(values)} numbers, but this model has {rope.dim // 2} pairs "
+                f"({rope.dim} rotary dimensions a head). Pass one number a pair."
+            )
+        return torch.tensor(values, dtype=torch.float64)
+
+    def attention_scaling(self, rope: RopeGeometry, length: Tensor | None = None) -> Tensor:
+        value = self.attention_factor
+        if value is None:
+            value = math.sqrt(1 + math.log(self.factor) / math.log(rope.original_max_position_embeddings))
+        return over_lengths(torch.tensor(value, dtype=torch.float64), length)
+
+    def at_length(self, rope: RopeGeometry, length: int) -> RopeScaling:
+        if not self.is_late:
+            return super().at_length(rope, length)
+        factors = self.long_factor
+        if self.short_factor is not None and length <= rope.original_max_position_embeddings:
+            factors = self.short_factor
+        return LongRoPE(
+            factor=self.factor,
+            long_factor=factors,
+            attention_factor=self.attention_factor,
+        )
+
+    @classmethod
+    def example(cls, rope: RopeGeometry, factor: float) -> RopeScaling:
+        return cls(factor=factor, long_factor=tuple(torch.linspace(1, factor, rope.dim // 2).tolist()))

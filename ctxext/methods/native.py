@@ -1,0 +1,102 @@
+"""What a config's `rope_parameters` mean as a method, and a method as `rope_parameters`."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from ctxext.encodings.rope import RopeGeometry, inverse_frequencies
+from ctxext.methods.contract import RopeScaling, longrope_parameters
+from ctxext.methods.dynamic import LongRoPE, TransformersDynamic
+from ctxext.methods.scaling import PI, Llama3, YaRN
+
+
+def method_from_rope_parameters(parameters: dict[str, Any], max_position_embeddings: int) -> RopeScaling | None:
+    """The method that a config's `rope_parameters` describe; None for unscaled RoPE.
+
+    Args:
+        max_position_embeddings: of the same config, for the formats that leave `factor` out.
+
+    Raises:
+        ValueError: a `rope_type` that is none of transformers' scalings of plain RoPE.
+    """
+    rope_type = parameters.get("rope_type") or parameters.get("type") or "default"
+    length = parameters.get("original_max_position_embeddings") or max_position_embeddings
+    factor = parameters.get("factor") or max_position_embeddings / length
+    attention_factor = parameters.get("attention_factor")
+    match rope_type:
+        case "default":
+            return None
+        case "linear":
+            return PI(factor=factor)
+        case "dynamic":
+            return TransformersDynamic(factor=factor)
+        case "llama3":
+            return Llama3(
+                factor=factor,
+                low_freq_factor=parameters["low_freq_factor"],
+                high_freq_factor=parameters["high_freq_factor"],
+            )
+        case "longrope" | "su":
+            return LongRoPE(
+                factor=max(factor, 1.0),
+                long_factor=tuple(parameters["long_factor"]),
+                short_factor=tuple(parameters["short_factor"]),
+                attention_factor=attention_factor,
+            )
+        case "yarn":
+            mscale, all_dim = parameters.get("mscale"), parameters.get("mscale_all_dim")
+            if attention_factor is None and mscale and all_dim:
+                grow = 0.1 * math.log(factor)
+                attention_factor = (mscale * grow + 1) / (all_dim * grow + 1)
+            return YaRN(
+                factor=factor,
+                beta_fast=parameters.get("beta_fast") or 32.0,
+                beta_slow=parameters.get("beta_slow") or 1.0,
+                truncate=parameters.get("truncate", True),
+                attention_factor=attention_factor,
+            )
+    raise ValueError(
+        f"rope_type {rope_type!r} is not one ctxext can read (default, linear, dynamic, yarn, longrope, llama3). "
+        "The model was left as it was."
+    )
+
+
+def geometry_in_use(
+    parameters: dict[str, Any], dim: int, max_position_embeddings: int, within: bool = False
+) -> RopeGeometry:
+    """The frequencies that a config's `rope_parameters` put in use, over `dim` rotary dimensions.
+
+    Args:
+        within: of a method that changes with the length, those within the trained length, and not at its full reach.
+    """
+    scaling = method_from_rope_parameters(parameters, max_position_embeddings)
+    length = parameters.get("original_max_position_embeddings") or max_position_embeddings
+    plain = RopeGeometry.plain(dim, parameters["rope_theta"], length)
+    if scaling is None:
+        return plain
+    at = torch.tensor(length) if within else None
+    return RopeGeometry(
+        inv_freq=plain.inv_freq / scaling.rescale_factors(plain, at),
+        rope_theta=plain.rope_theta,
+        original_max_position_embeddings=length,
+        attention_factor=float(scaling.attention_scaling(plain, at)),
+    )
+
+
+def scaled_rope_parameters(method: RopeScaling, rope: RopeGeometry) -> dict[str, Any]:
+    """`method` on top of `rope` as transformers' `rope_parameters`: native where that is possible.
+
+    Scaling on top of scaling has no native form, so it becomes `longrope` over plain RoPE.
+    """
+    if rope.is_plain:
+        return method.rope_parameters(rope)
+    plain = inverse_frequencies(rope.dim, rope.rope_theta)
+    return longrope_parameters(
+        plain / rope.inv_freq * method.rescale_factors(rope),
+        rope.attention_factor * float(method.attention_scaling(rope)),
+        method.factor,
+        rope,
+    )

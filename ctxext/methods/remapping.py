@@ -1,0 +1,172 @@
+"""Methods that need no training: distances beyond the trained ones are mapped to trained ones, inside attention."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from ctxext.encodings.rope import RopeGeometry
+from ctxext.methods.contract import Branch, Paper, PositionRemapping, register
+
+
+def _as_it_is(positions: Tensor) -> Tensor:
+    return positions
+
+
+def _check_window(name: str, value: int | None, below: int | None = None) -> None:
+    if value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1 or (below is not None and value >= below):
+        end = "" if below is None else f" and below the trained length of {below}"
+        raise ValueError(f"{name} must be a number of tokens (an int >= 1){end}, got {value!r}. Leave it out for ours.")
+
+
+@register("self_extend")
+@dataclass(frozen=True, kw_only=True)
+class SelfExtend(PositionRemapping):
+    """Distance d < window stays; beyond, positions are floor-divided by group_size and shifted to meet it.
+
+    Jin et al. (2024), equation 4: q = p // G + W - W/G and k = p // G where p_q - p_k >= W.
+
+    Attributes:
+        group_size: G; None takes the least under which W + (n - W)/G <= 2/3 of the trained length, for
+            n = factor times that length (the authors' rule).
+        window: W in tokens, the neighbours whose distance is exact; None takes a quarter of the trained length.
+    """
+
+    paper: ClassVar[Paper] = Paper("Self-Extend", 2024, "https://arxiv.org/abs/2401.01325")
+
+    group_size: int | None = None
+    window: int | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_window("group_size", self.group_size)
+        _check_window("window", self.window)
+
+    def sizes(self, rope: RopeGeometry) -> tuple[int, int]:
+        """Group size and window, in tokens."""
+        trained = rope.original_max_position_embeddings
+        window = max(1, trained // 4) if self.window is None else self.window
+        _check_window("window", window, trained)
+        if self.group_size is not None:
+            return self.group_size, window
+        # In thirds of a token, as 2/3 is no float: the least whole group may be one less.
+        beyond = round(self.factor * trained) - window
+        return max(1, -(-3 * beyond // max(3, 2 * trained - 3 * window))), window
+
+    def branches(self, rope: RopeGeometry) -> tuple[Branch, ...]:
+        group, window = self.sizes(rope)
+        shift = window - window / group
+
+        def grouped(positions: Tensor) -> Tensor:
+            return positions.div(group, rounding_mode="floor")
+
+        near = Branch(-math.inf, window, _as_it_is, _as_it_is, _as_it_is)
+        return near, Branch(window, math.inf, _as_it_is, lambda positions: grouped(positions) + shift, grouped)
+
+    def reach(self, rope: RopeGeometry) -> float:
+        group, window = self.sizes(rope)
+        return (rope.original_max_position_embeddings - window) * group + window
+
+    def check_reach(self, rope: RopeGeometry, target_length: int) -> None:
+        group, window = self.sizes(rope)
+        if self.reach(rope) < target_length:
+            trained = rope.original_max_position_embeddings
+            needed = math.ceil((target_length - window) / (trained - window))
+            raise ValueError(
+                f"self_extend with group_size={group} and window={window} covers {self.reach(rope):.0f} tokens from "
+                f"{trained}, not {target_length}. Pass group_size={needed}, or leave group_size out."
+            )
+
+
+@register("rerope")
+@dataclass(frozen=True, kw_only=True)
+class ReRoPE(PositionRemapping):
+    """Distance d < window stays, every larger one is window. Su (2023).
+
+    Attributes:
+        window: in tokens; None takes a quarter of the trained length.
+        log_n: multiply each query beyond the trained length L by ln(position + 1) / ln(L), as the author's code does.
+    """
+
+    paper: ClassVar[Paper] = Paper("Rectified RoPE", 2023, "https://kexue.fm/archives/9708")
+
+    window: int | None = None
+    log_n: bool = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_window("window", self.window)
+
+    def branches(self, rope: RopeGeometry) -> tuple[Branch, ...]:
+        trained = rope.original_max_position_embeddings
+        window = max(1, trained // 4) if self.window is None else self.window
+        _check_window("window", window, trained)
+        near = Branch(-math.inf, window, _as_it_is, _as_it_is, _as_it_is)
+        far = Branch(
+            window, math.inf, _as_it_is, lambda positions: torch.full_like(positions, window), torch.zeros_like
+        )
+        return near, far
+
+    def reach(self, rope: RopeGeometry) -> float:
+        return math.inf
+
+    def query_scaling(self, rope: RopeGeometry, positions: Tensor) -> Tensor | None:
+        if not self.log_n:
+            return None
+        return ((positions.double() + 1).log() / math.log(rope.original_max_position_embeddings)).clamp(min=1)
+
+
+@register("dca", aliases=["dual_chunk"])
+@dataclass(frozen=True, kw_only=True)
+class DualChunkAttention(PositionRemapping):
+    """Keys at p mod c; queries at p mod c, min(p mod c + c, s) or s, for the same, the last and earlier chunks.
+
+    An et al. (2024), section 3, with s the chunk size and c = s - local_window, as in the authors' code.
+
+    Attributes:
+        chunk_size: s in tokens, the largest distance; None takes three quarters of the trained length.
+        local_window: tokens up to which every distance is exact, as long as it is at most half of chunk_size; None takes
+            an eighth of the trained length.
+    """
+
+    paper: ClassVar[Paper] = Paper("Dual Chunk Attention (ChunkLlama)", 2024, "https://arxiv.org/abs/2402.17463")
+
+    chunk_size: int | None = None
+    local_window: int | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_window("chunk_size", self.chunk_size)
+        _check_window("local_window", self.local_window)
+
+    def branches(self, rope: RopeGeometry) -> tuple[Branch, ...]:
+        trained = rope.original_max_position_embeddings
+        size = trained * 3 // 4 if self.chunk_size is None else self.chunk_size
+        local = max(1, trained // 8) if self.local_window is None else self.local_window
+        _check_window("chunk_size", size, trained)
+        if local >= size:
+            raise ValueError(
+                f"local_window must be smaller than chunk_size, got {local} and {size}. Leave both out for ours."
+            )
+        step = size - local
+
+        def chunk(positions: Tensor) -> Tensor:
+            return positions.div(step, rounding_mode="floor")
+
+        def within(positions: Tensor) -> Tensor:
+            return positions % step
+
+        return (
+            Branch(-math.inf, 1, chunk, within, within),
+            Branch(1, 2, chunk, lambda positions: (within(positions) + step).clamp(max=size), within),
+            Branch(2, math.inf, chunk, lambda positions: torch.full_like(positions, min(2 * step - 1, size)), within),
+        )
+
+    def reach(self, rope: RopeGeometry) -> float:
+        return math.inf

@@ -1,0 +1,303 @@
+"""Methods that rescale frequencies, whatever the length of the sequence."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+import torch
+from jaxtyping import Float64
+from torch import Tensor
+
+from ctxext.encodings.rope import RopeGeometry, correction_dim, linear_ramp, rotations, wavelengths
+from ctxext.methods.contract import (
+    ContextMethod,
+    Paper,
+    RopeScaling,
+    check_attention_factor,
+    make_method,
+    over_lengths,
+    register,
+)
+
+
+@register("pi", aliases=["linear"])
+@dataclass(frozen=True, kw_only=True)
+class PI(RopeScaling):
+    """λ_i = factor: every position is divided by the factor. Chen et al. (2023), equation 4."""
+
+    paper: ClassVar[Paper] = Paper("Position Interpolation", 2023, "https://arxiv.org/abs/2306.15595")
+    training: ClassVar[str] = "fine-tuned"
+
+    def rescale_factors(self, rope: RopeGeometry, length: Tensor | None = None) -> Tensor:
+        return over_lengths(torch.full_like(rope.inv_freq, self.factor), length)
+
+    def rope_parameters(self, rope: RopeGeometry) -> dict[str, Any]:
+        return {"rope_type": "linear", "rope_theta": rope.rope_theta, "factor": float(self.factor)}
+
+
+def ntk_rescale_factors(rope: RopeGeometry, scale: Float64[Tensor, "*batch"]) -> Float64[Tensor, "*batch pair"]:
+    """λ_i = scale^(2i / (d - 2)): 1 at the highest frequency, `scale` at the lowest."""
+    exponent = torch.arange(0, rope.dim, 2, dtype=torch.float64, device=scale.device) / (rope.dim - 2)
+    return scale[..., None] ** exponent
+
+
+def ntk_theta(rope: RopeGeometry, scale: float) -> float:
+    """The base whose plain RoPE has NTK-aware frequencies: theta * scale^(d / (d - 2))."""
+    return float(rope.rope_theta * scale ** (rope.dim / (rope.dim - 2)))
+
+
+@register("ntk")
+@dataclass(frozen=True, kw_only=True)
+class NTKAware(RopeScaling):
+    """λ_i = factor^(2i/(d-2)): keep the highest frequency, stretch the lowest by factor. bloc97 (2023)."""
+
+    paper: ClassVar[Paper] = Paper(
+        "NTK-Aware Scaled RoPE",
+        2023,
+        "https://www.reddit.com/r/LocalLLaMA/comments/14lz7j5/ntkaware_scaled_rope_allows_llama_models_to_have/",
+    )
+
+    def rescale_factors(self, rope: RopeGeometry, length: Tensor | None = None) -> Tensor:
+        return over_lengths(ntk_rescale_factors(rope, torch.tensor(float(self.factor), dtype=torch.float64)), length)
+
+    def rope_parameters(self, rope: RopeGeometry) -> dict[str, Any]:
+        return {"rope_type": "default", "rope_theta": ntk_theta(rope, self.factor)}
+
+
+@register("ntk_by_parts")
+@dataclass(frozen=True, kw_only=True)
+class NTKByParts(RopeScaling):
+    """1/λ_i = (1 - ramp_i) + ramp_i / factor: keep fast pairs, interpolate slow ones. YaRN paper, section 3.2.
+
+    Pairs that turn more than `beta_fast` times within the trained length stay, those that turn less
+    than `beta_slow` times are interpolated, and a ramp joins the two.
+
+    Attributes:
+        ramp: "index" is linear in the pair's index (the YaRN code, transformers, every engine);
+            "rotations" is linear in the number of turns (the paper, equation 18).
+        truncate: round the ramp's ends outwards to whole indices (the code; "index" only).
+        clamp: the largest end of the ramp: "dim" is d - 1 (the code), "pairs" is d/2 - 1 ("index" only).
+    """
+
+    paper: ClassVar[Paper] = Paper("NTK-by-parts (YaRN paper, section 3.2)", 2023, "https://arxiv.org/abs/2309.00071")
+
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    ramp: Literal["index", "rotations"] = "index"
+    clamp: Literal["dim", "pairs"] = "dim"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 < self.beta_slow < self.beta_fast < math.inf:
+            raise ValueError(
+                f"beta_fast must exceed beta_slow > 0 (in turns within the trained length), got "
+                f"beta_fast={self.beta_fast}, beta_slow={self.beta_slow}. The paper's are 32 and 1."
+            )
+        for option, allowed in (("ramp", ("index", "rotations")), ("clamp", ("dim", "pairs"))):
+            if getattr(self, option) not in allowed:
+                raise ValueError(f"{option} must be one of {allowed}, got {getattr(self, option)!r}.")
+
+    def interpolated_share(self, rope: RopeGeometry) -> Float64[Tensor, " pair"]:
+        """How far each pair is interpolated: 0 not at all, 1 by the whole factor."""
+        if self.ramp == "rotations":
+            return 1 - ((rotations(rope) - self.beta_slow) / (self.beta_fast - self.beta_slow)).clamp(0, 1)
+        low, high = correction_dim(self.beta_fast, rope), correction_dim(self.beta_slow, rope)
+        if self.truncate:
+            low, high = math.floor(low), math.ceil(high)
+        last = rope.dim - 1 if self.clamp == "dim" else rope.dim // 2 - 1
+        low = max(low, 0)
+        return linear_ramp(low, max(min(high, last), low), rope.dim // 2)
+
+    def rescale_at(self, rope: RopeGeometry, scale: Float64[Tensor, "*batch"]) -> Float64[Tensor, "*batch pair"]:
+        """λ with `scale` in the place of the factor. The form keeps λ = 1 exactly at scale 1."""
+        share = self.interpolated_share(rope).to(scale.device)
+        return 1 / (1 - share * (1 - 1 / scale[..., None]))
+
+    def rescale_factors(self, rope: RopeGeometry, length: Tensor | None = None) -> Tensor:
+        return over_lengths(self.rescale_at(rope, torch.tensor(float(self.factor), dtype=torch.float64)), length)
+
+    def rope_parameters(self, rope: RopeGeometry) -> dict[str, Any]:
+        if (self.ramp, self.clamp) != ("index", "dim"):
+            return super().rope_parameters(rope)
+        parameters = {
+            "rope_type": "yarn",
+            "rope_theta": rope.rope_theta,
+            "factor": float(self.factor),
+            "original_max_position_embeddings": rope.original_max_position_embeddings,
+            "beta_fast": float(self.beta_fast),
+            "beta_slow": float(self.beta_slow),
+            "attention_factor": float(self.attention_scaling(rope)),
+        }
+        return parameters if self.truncate else {**parameters, "truncate": False}
+
+
+def yarn_attention_factor(scale: Float64[Tensor, "*batch"]) -> Float64[Tensor, "*batch"]:
+    """sqrt(1/t) = 0.1 ln(scale) + 1 (YaRN, equation 22)."""
+    return 0.1 * scale.log() + 1
+
+
+@register("yarn")
+@dataclass(frozen=True, kw_only=True)
+class YaRN(NTKByParts):
+    """NTK-by-parts, with cos and sin times 0.1 ln(factor) + 1. Peng et al. (2023), equations 17 to 22.
+
+    Attributes:
+        attention_factor: another multiplier of cos and sin than 0.1 ln(factor) + 1.
+    """
+
+    paper: ClassVar[Paper] = Paper("YaRN", 2023, "https://arxiv.org/abs/2309.00071")
+
+    attention_factor: float | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_attention_factor(self.attention_factor)
+
+    def attention_scaling(self, rope: RopeGeometry, length: Tensor | None = None) -> Tensor:
+        scale = torch.tensor(float(self.factor), dtype=torch.float64)
+        value = (
+            yarn_attention_factor(scale) if self.attention_factor is None else scale.new_tensor(self.attention_factor)
+        )
+        return over_lengths(value, length)
+
+    def rope_parameters(self, rope: RopeGeometry) -> dict[str, Any]:
+        parameters = super().rope_parameters(rope)
+        if parameters["rope_type"] == "yarn" and self.attention_factor is None:
+            # It is every engine's default, and some read the key in another sense.
+            del parameters["attention_factor"]
+        return parameters
+
+
+@register("llama3")
+@dataclass(frozen=True, kw_only=True)
+class Llama3(RopeScaling):
+    """By-parts over wavelengths: 1/λ_i goes from 1/factor at L/low to 1 at L/high. Llama 3.1 (2024).
+
+    Attributes:
+        low_freq_factor: pairs with fewer turns within the trained length are interpolated.
+        high_freq_factor: pairs with more turns stay.
+    """
+
+    paper: ClassVar[Paper] = Paper("The Llama 3 Herd of Models", 2024, "https://arxiv.org/abs/2407.21783")
+    training: ClassVar[str] = "fine-tuned"
+
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 < self.low_freq_factor < self.high_freq_factor:
+            raise ValueError(
+                f"high_freq_factor must exceed low_freq_factor > 0, got "
+                f"{self.high_freq_factor} and {self.low_freq_factor}. Llama 3.1 has 4 and 1."
+            )
+
+    def rescale_factors(self, rope: RopeGeometry, length: Tensor | None = None) -> Tensor:
+        width = self.high_freq_factor - self.low_freq_factor
+        keep = ((rotations(rope) - self.low_freq_factor) / width).clamp(0, 1)
+        return over_lengths(1 / (1 - (1 - keep) * (1 - 1 / self.factor)), length)
+
+    def rope_parameters(self, rope: RopeGeometry) -> dict[str, Any]:
+        return {
+            "rope_type": "llama3",
+            "rope_theta": rope.rope_theta,
+            "factor": float(self.factor),
+            "low_freq_factor": float(self.low_freq_factor),
+            "high_freq_factor": float(self.high_freq_factor),
+            "original_max_position_embeddings": rope.original_max_position_embeddings,
+        }
+
+
+@register("abf", aliases=["rope_theta"])
+@dataclass(frozen=True, kw_only=True)
+class ABF(RopeScaling):
+    """λ_i = (theta' / theta)^(2i/d): a raised base. Xiong et al. (2023), section 4.1.
+
+    Attributes:
+        rope_theta: the new base. None takes the one under which as many pairs turn fully within
+            factor * L as did within L: ln(theta') = ln(theta) ln(factor L / 2 pi) / ln(L / 2 pi)
+            (Liu et al., 2023, arXiv:2310.05209).
+    """
+
+    paper: ClassVar[Paper] = Paper("Adjusted Base Frequency (Llama 2 Long)", 2023, "https://arxiv.org/abs/2309.16039")
+    training: ClassVar[str] = "fine-tuned"
+
+    rope_theta: float | None = None
+
+    def new_theta(self, rope: RopeGeometry) -> float:
+        if self.rope_theta is not None:
+            if not (math.isfinite(self.rope_theta) and self.rope_theta >= rope.rope_theta):
+                raise ValueError(
+                    f"rope_theta must be a finite number >= the model's {rope.rope_theta:g}, got "
+                    f"{self.rope_theta}. Leave it out to have one computed from the factor."
+                )
+            return float(self.rope_theta)
+        turns = rope.original_max_position_embeddings / (2 * math.pi)
+        return float(rope.rope_theta ** (1 + math.log(self.factor) / math.log(turns)))
+
+    def rescale_factors(self, rope: RopeGeometry, length: Tensor | None = None) -> Tensor:
+        ratio = self.new_theta(rope) / rope.rope_theta
+        exponent = torch.arange(0, rope.dim, 2, dtype=torch.float64) / rope.dim
+        return over_lengths(ratio**exponent, length)
+
+    def rope_parameters(self, rope: RopeGeometry) -> dict[str, Any]:
+        return {"rope_type": "default", "rope_theta": self.new_theta(rope)}
+
+
+@register("drope")
+@dataclass(frozen=True, kw_only=True)
+class DroPE(RopeScaling):
+    """λ_i = 1e12: every frequency dropped, so that positions reach attention by the causal mask alone.
+
+    Gelberg et al. (2025). Made to be followed by a short training at the trained length.
+    """
+
+    paper: ClassVar[Paper] = Paper("DroPE", 2025, "https://arxiv.org/abs/2512.12167")
+    training: ClassVar[str] = "fine-tuned"
+
+    def rescale_factors(self, rope: RopeGeometry, length: Tensor | None = None) -> Tensor:
+        return over_lengths(torch.full_like(rope.inv_freq, 1e12), length)
+
+
+@register("resonance")
+@dataclass(frozen=True, kw_only=True)
+class Resonance(RopeScaling):
+    """Another method, its wavelengths rounded to whole tokens. Wang et al. (2024), section 4.
+
+    Attributes:
+        method: the method to round: a name, or an instance with the same factor.
+    """
+
+    paper: ClassVar[Paper] = Paper("Resonance RoPE", 2024, "https://arxiv.org/abs/2403.00071")
+
+    method: str | RopeScaling = "yarn"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if isinstance(self.method, str):
+            object.__setattr__(self, "method", make_method(self.method, self.factor))
+        if not isinstance(self.method, RopeScaling) or self.method.is_late:
+            what = self.method.name if isinstance(self.method, ContextMethod) else repr(self.method)
+            raise ValueError(f"Resonance rounds static methods only, got {what}. Use 'yarn' or 'ntk'.")
+        if self.inner.factor != self.factor:
+            raise ValueError(
+                f"Resonance has factor={self.factor}, but the method it rounds has {self.inner.factor}. "
+                "Give both the same."
+            )
+
+    @property
+    def inner(self) -> RopeScaling:
+        """The method that is rounded."""
+        assert isinstance(self.method, RopeScaling)
+        return self.method
+
+    def rescale_factors(self, rope: RopeGeometry, length: Tensor | None = None) -> Tensor:
+        before = wavelengths(rope.inv_freq)
+        after = (before * self.inner.rescale_factors(rope)).round()
+        return over_lengths(after / before, length)
+
+    def attention_scaling(self, rope: RopeGeometry, length: Tensor | None = None) -> Tensor:
+        return self.inner.attention_scaling(rope, length)

@@ -1,0 +1,254 @@
+"""Late rotation under every kind of cache, and through all that is done to one: against the same slow truth."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from families import token_ids
+from late_reference import (
+    CHUNKS,
+    METHODS,
+    N_TOKENS,
+    assert_rows,
+    extended,
+    padded,
+    read,
+    rows,
+    slow_model,
+    truth,
+)
+from transformers import DynamicCache, QuantizedCache, StaticCache
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, StaticLayer, StaticSlidingWindowLayer
+
+from ctxext.attention import softmax
+from ctxext.attention.keys import stock_class
+
+ROOM = N_TOKENS + 9
+CACHES = {
+    "dynamic": (lambda config: DynamicCache(config=config), (DynamicLayer, DynamicSlidingWindowLayer)),
+    "unconfigured": (lambda config: DynamicCache(), (DynamicLayer, DynamicLayer)),
+    "static": (lambda config: StaticCache(config=config, max_cache_len=ROOM), (StaticLayer, StaticSlidingWindowLayer)),
+}
+# Windows of all layers beyond the trained length; of one layer beyond it; of one layer within it.
+WINDOWS = {
+    "mistral-96": ("mistral", {"sliding_window": 96}),
+    "gemma2-96": ("gemma2", {"sliding_window": 96}),
+    "gemma2-32": ("gemma2", {}),
+}
+# One for each way through attention: scaled queries, the same from kept rotated keys, two branches, three.
+KINDS = ["dynamic_ntk", "dynamic_ntk_copy", "self_extend", "dca"]
+
+
+@pytest.fixture(autouse=True)
+def _small_blocks(monkeypatch):
+    monkeypatch.setattr(softmax, "BLOCK", 24)
+
+
+@pytest.mark.parametrize("cache", CACHES)
+@pytest.mark.parametrize("method", [*METHODS, "dynamic_ntk_copy", "dynamic_ntk_fine"])
+def test_every_cache_holds_a_padded_batch(method: str, cache: str) -> None:
+    model, batch = extended(method), padded(rows(), "left")
+    store = CACHES[cache][0](model.config)
+    assert_rows(read(model, batch, store, CHUNKS), truth(method), batch["attention_mask"])
+    assert all(stock_class(layer) is CACHES[cache][1][0] for layer in store.layers)
+
+
+@pytest.mark.parametrize("cache", CACHES)
+@pytest.mark.parametrize("windows", WINDOWS)
+@pytest.mark.parametrize("method", KINDS)
+def test_a_cache_that_drops_what_left_the_window(method: str, windows: str, cache: str) -> None:
+    family, changes = WINDOWS[windows]
+    model, batch = extended(method, family, **changes), padded(rows(), "left")
+    store = CACHES[cache][0](model.config)
+    assert_rows(read(model, batch, store, CHUNKS), truth(method, family, **changes), batch["attention_mask"])
+    assert stock_class(store.layers[0]) is CACHES[cache][1][1]
+
+
+@pytest.mark.parametrize("room", [N_TOKENS, ROOM])
+@pytest.mark.parametrize("windows", ["llama", "mistral-96", "gemma2-32"])
+@pytest.mark.parametrize("method", ["dynamic_ntk", "self_extend"])
+def test_a_static_cache_with_room_left_needs_no_mask(method: str, windows: str, room: int) -> None:
+    """Without padding transformers leaves the mask out, though most keys of the cache are not written yet."""
+    family, changes = {"llama": ("llama", {}), **WINDOWS}[windows]
+    model, want = extended(method, family, **changes), truth(method, family, **changes)[:1]
+    for chunks in ([N_TOKENS], CHUNKS, [1, 1, 62, 116]):
+        cache = StaticCache(config=model.config, max_cache_len=room)
+        assert_rows(read(model, {"input_ids": rows()[0][None]}, cache, chunks), want)
+
+
+@pytest.mark.parametrize("method", ["dynamic_ntk_copy", "self_extend"])
+def test_right_padded_rows_go_on_where_they_ended(method: str) -> None:
+    """With holes between the cached tokens of a row and its next ones: positions are explicit, the mask has them."""
+    model, whole, n_new = extended(method), rows(), 12
+    want = truth(method)
+    batch = padded([row[:-n_new] for row in whole], "right")
+    new = padded([row[-n_new:] for row in whole], "right")
+    ends = batch["attention_mask"].sum(1, keepdim=True)
+    both = {
+        "input_ids": torch.cat([batch["input_ids"], new["input_ids"]], 1),
+        "attention_mask": torch.cat([batch["attention_mask"], new["attention_mask"]], 1),
+        "position_ids": torch.cat([batch["position_ids"], new["position_ids"] + ends], 1),
+    }
+    found = read(model, both, DynamicCache(config=model.config), [N_TOKENS - n_new, 5, *[1] * 7])
+    assert_rows(found, want, both["attention_mask"])
+
+
+@pytest.mark.parametrize("method", KINDS)
+def test_a_quantised_cache_is_exact_in_its_own_keys(method: str) -> None:
+    """Later queries see the keys and values as they come back from 8 bits; those of the first call see their own."""
+    model, row = extended(method), rows()[0]
+    cache = QuantizedCache("fp8", model.config)
+    found = read(model, {"input_ids": row[None]}, cache, CHUNKS)
+    slow = slow_model(method)
+    slow.seen_from = CHUNKS[0]
+    for index, layer in enumerate(cache.layers):
+        slow.seen[index] = layer._dequantize(layer._quantized_keys), layer._dequantize(layer._quantized_values)
+    with torch.no_grad():
+        want = slow(row)
+    assert_rows(found, [want])
+    assert float((want - truth(method)[0]).abs().max()) > 0.01
+
+
+# ---------------------------------------------------------------------- what is done to a cache
+
+
+def continued(method: str, kept: list[torch.Tensor], new: torch.Tensor, **changes) -> list[torch.Tensor]:
+    """The true logits of `new` (row, token) after the rows in `kept`."""
+    slow = slow_model(method, **changes)
+    with torch.no_grad():
+        return [slow(torch.cat([row, more]))[len(row) :] for row, more in zip(kept, new)]
+
+
+def follow(model, cache, kept: list[torch.Tensor], new: torch.Tensor) -> torch.Tensor:
+    """The logits of `new` after left-padded rows that `cache` holds: six single tokens and a chunk."""
+    batch = padded([torch.cat([row, more]) for row, more in zip(kept, new)], "left")
+    return read(model, batch, cache, [*[1] * 6, new.shape[1] - 6])
+
+
+def new_tokens(n_rows: int) -> torch.Tensor:
+    return torch.randint(3, 128, (n_rows, 11), generator=torch.Generator().manual_seed(7))
+
+
+def filled(method: str, cache: str, *given, **changes):
+    """A model, and a cache that holds all rows but for the longest's end; the last five tokens came one by one."""
+    model = extended(method, *given, **changes)
+    store = CACHES[cache][0](model.config)
+    kept = [row[:150] for row in rows()]
+    read(model, padded(kept, "left"), store, [145, *[1] * 5])
+    return model, store, kept
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+@pytest.mark.parametrize("method", KINDS)
+def test_beams_change_places(method: str, cache: str) -> None:
+    model, store, kept = filled(method, cache)
+    order = torch.tensor([2, 0, 0, 3])
+    store.reorder_cache(order)
+    store.reorder_cache(torch.tensor([1, 0, 2, 3]))
+    kept, new = [kept[index] for index in order[[1, 0, 2, 3]]], new_tokens(4)
+    assert_rows(follow(model, store, kept, new), continued(method, kept, new))
+
+
+def test_beams_of_a_quantised_cache_change_places() -> None:
+    model, batch = extended("dynamic_ntk"), padded(rows(), "left")
+    straight, crossed, order = (*(QuantizedCache("fp8", model.config) for _ in range(2)), torch.tensor([2, 3, 1, 0]))
+    for cache in (straight, crossed):
+        read(model, batch, cache, [100, 50])
+    crossed.reorder_cache(order)
+    found = read(model, {name: tensor[order] for name, tensor in batch.items()}, crossed, [9, 1])
+    torch.testing.assert_close(found, read(model, batch, straight, [9, 1])[order], atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("method", KINDS)
+def test_tokens_are_taken_back(method: str) -> None:
+    model, store, kept = filled(method, "dynamic")
+    store.crop(-17)
+    kept, new = [row[:-17] for row in kept], new_tokens(4)
+    assert_rows(follow(model, store, kept, new), continued(method, kept, new))
+
+
+@pytest.mark.parametrize("method", KINDS)
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_tokens_are_taken_back_from_a_window_that_records_its_past(method: str, when: str) -> None:
+    """As assisted decoding does, before the first token is read or later."""
+    changes = {"sliding_window": 96}
+    model, rows_ = extended(method, "mistral", **changes), [row[:150] for row in rows()]
+    store = DynamicCache(config=model.config)
+    if when == "before":
+        store.activate_past_recording()
+    read(model, padded(rows_, "left"), store, [120])
+    if when == "after":
+        store.activate_past_recording()
+    else:
+        store.crop(0)
+    batch = padded(rows_, "left")
+    read(model, batch, store, [20, *[1] * 10])
+    store.crop(-17)
+    kept, new = [row[:-17] for row in rows_], new_tokens(4)
+    found = follow(model, store, kept, new)
+    assert_rows(found, continued(method, kept, new, family="mistral", **changes))
+
+
+@pytest.mark.parametrize("method", KINDS)
+def test_rows_are_repeated_and_chosen(method: str) -> None:
+    model, store, kept = filled(method, "dynamic")
+    store.batch_select_indices(torch.tensor([3, 0]))
+    store.batch_repeat_interleave(2)
+    kept, new = [kept[3], kept[3], kept[0], kept[0]], new_tokens(4)
+    assert_rows(follow(model, store, kept, new), continued(method, kept, new))
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+@pytest.mark.parametrize("method", KINDS)
+def test_a_cache_that_was_emptied_is_as_new(method: str, cache: str) -> None:
+    model, store, _ = filled(method, cache, "mistral", sliding_window=96)
+    store.reset()
+    batch = padded(rows(), "left")
+    want = truth(method, "mistral", sliding_window=96)
+    assert_rows(read(model, batch, store, [90, *[1] * 8, 82]), want, batch["attention_mask"])
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda cache: pickle.loads(pickle.dumps(cache))])
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+def test_a_copy_of_a_cache_goes_its_own_way(cache: str, copied) -> None:
+    """As prompts with a shared beginning use it."""
+    model, store, kept = filled("dynamic_ntk_copy", cache, "mistral", sliding_window=96)
+    twin, new = copied(store), new_tokens(4)
+    want = continued("dynamic_ntk_copy", kept, new, family="mistral", sliding_window=96)
+    for one in (store, twin):
+        assert_rows(follow(model, one, kept, new), want)
+
+
+def test_a_rotated_copy_is_not_that_of_other_rows_or_tokens() -> None:
+    """Beams on one rung change places; tokens are taken back, and as many others are read in their place."""
+    whole, new = token_ids(130, batch=3), new_tokens(3)
+    order, lost = torch.tensor([2, 0, 0]), 6
+    model, reordered, cropped = extended("dynamic_ntk_copy"), DynamicCache(), DynamicCache()
+    for store in (reordered, cropped):
+        read(model, {"input_ids": whole}, store, [128, 1, 1])
+    reordered.reorder_cache(order)
+    found = read(model, {"input_ids": torch.cat([whole[order], new], 1)}, reordered, [1] * 11)
+    assert_rows(found, continued("dynamic_ntk_copy", list(whole[order]), new))
+    cropped.crop(-lost)
+    found = read(model, {"input_ids": torch.cat([whole[:, :-lost], new], 1)}, cropped, [lost, *[1] * 5])
+    assert_rows(found, continued("dynamic_ntk_copy", list(whole[:, :-lost]), new))
+
+
+def test_a_rotated_copy_is_kept_and_grows_by_one_key() -> None:
+    model, store, _ = filled("dynamic_ntk_copy", "dynamic")
+    before = store.layers[0].rotated
+    read(model, padded([row[:151] for row in rows()], "left"), store, [1])
+    after = store.layers[0].rotated
+    assert after.shape[2] == before.shape[2] + 1 == 151
+    assert torch.equal(after[:, :, :150], before)
+
+
+def test_storing_positions_leaves_the_stock_layers_alone() -> None:
+    from transformers import cache_utils
+
+    before = dict(cache_utils.DYNAMIC_LAYER_TYPE_MAPPING), dict(cache_utils.STATIC_LAYER_TYPE_MAPPING)
+    members = {**vars(DynamicLayer)}
+    filled("dynamic_ntk", "dynamic")
+    assert before == (cache_utils.DYNAMIC_LAYER_TYPE_MAPPING, cache_utils.STATIC_LAYER_TYPE_MAPPING)
+    assert members == {**vars(DynamicLayer)}

@@ -1,0 +1,46 @@
+"""Late rotation under torch.compile: one graph for a whole pass, and the same numbers."""
+
+import pytest
+import torch
+from families import LENGTH
+from late_reference import N_TOKENS, assert_rows, extended, rows, truth
+from test_late_defects import stock
+from torch._dynamo.utils import counters
+from transformers import StaticCache
+
+
+@pytest.fixture(autouse=True)
+def _fresh_compiler():
+    torch._dynamo.reset()
+    counters.clear()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("method", ["dynamic_ntk", "longrope_start", "self_extend", "dca"])
+@torch.no_grad()
+def test_a_compiled_decoding_step_is_the_slow_truth(method: str) -> None:
+    """Prefill by hand up to the trained length, then a compiled step at a time across it."""
+    model, row = extended(method), rows()[0][None]
+    step = torch.compile(model.forward, backend="eager", fullgraph=True)
+    cache = StaticCache(config=model.config, max_cache_len=N_TOKENS)
+    found = [model(input_ids=row[:, : LENGTH - 3], past_key_values=cache).logits]
+    for at in range(LENGTH - 3, LENGTH + 3):
+        found.append(step(input_ids=row[:, at : at + 1], past_key_values=cache).logits)
+    assert_rows(torch.cat(found, dim=1), [truth(method)[0][: LENGTH + 3]])
+    assert counters["stats"]["unique_graphs"] == 1, "a step was compiled again"
+
+
+@pytest.mark.parametrize("method", ["dynamic_ntk", "longrope_start", "self_extend", "dca"])
+@torch.no_grad()
+def test_a_compiled_forward_pass_is_the_slow_truth(method: str) -> None:
+    model = extended(method)
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    assert_rows(compiled(input_ids=rows()[0][None], use_cache=False).logits, truth(method)[:1])
+
+
+@torch.no_grad()
+def test_the_stock_dynamic_scaling_does_not_trace() -> None:
+    compiled = torch.compile(stock("dynamic"), backend="eager", fullgraph=True)
+    with pytest.raises(torch._dynamo.exc.Unsupported):
+        compiled(input_ids=rows()[0][None], use_cache=False)

@@ -1,0 +1,149 @@
+"""Late rotation against a slow truth that builds every pair of tokens by itself: methods, families, ways of reading."""
+
+import pytest
+import torch
+from families import token_ids
+from late_reference import (
+    CHUNKS,
+    LATE,
+    METHODS,
+    N_TOKENS,
+    assert_rows,
+    extended,
+    padded,
+    read,
+    rows,
+    slow_model,
+    truth,
+)
+from transformers import DynamicCache
+
+from ctxext.attention import softmax
+
+FAMILIES = {"llama": {}, "mistral": {"sliding_window": 96}, "qwen3": {}, "gpt_neox": {}, "gemma2": {}}
+
+
+@pytest.fixture
+def small_blocks(monkeypatch):
+    """Blocks whose edges fall within the test's rows, between the rungs, windows and chunks."""
+    monkeypatch.setattr(softmax, "BLOCK", 24)
+    monkeypatch.setattr(softmax, "SCORES", 1)
+
+
+def test_the_truth_tells_every_method_and_the_stock_model_apart() -> None:
+    model = slow_model("dca")
+    model.formula = lambda query, key, inv_freq: LATE["dynamic_ntk"][1](query, key, inv_freq, ratio=4.0)
+    with torch.no_grad():
+        found = [model(rows()[0]), *(truth(name)[0] for name in [*METHODS, "dynamic_ntk_fine"])]
+    for index, one in enumerate(found):
+        assert all(float((one - other).abs().max()) > 0.1 for other in found[:index])
+
+
+@pytest.mark.usefixtures("small_blocks")
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_whole_in_chunks_and_in_a_padded_batch_it_is_the_slow_truth(family: str, method: str) -> None:
+    model, want = extended(method, family, **FAMILIES[family]), truth(method, family, **FAMILIES[family])
+    alone, batch = {"input_ids": rows()[0][None]}, padded(rows(), "left")
+    mask = batch["attention_mask"]
+    assert_rows(read(model, alone, None, [N_TOKENS]), want[:1])
+    assert_rows(read(model, alone, DynamicCache(config=model.config), CHUNKS), want[:1])
+    assert_rows(read(model, batch, None, [N_TOKENS]), want, mask)
+
+
+@pytest.mark.parametrize("method", [*METHODS, "dynamic_ntk_fine"])
+def test_blocks_of_their_own_size_change_nothing(method: str) -> None:
+    model = extended(method)
+    assert_rows(
+        read(model, padded(rows(), "left"), None, [N_TOKENS]), truth(method), padded(rows(), "left")["attention_mask"]
+    )
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_right_padding_with_explicit_positions(family: str, method: str) -> None:
+    batch = padded(rows(), "right")
+    found = read(extended(method, family), batch, None, [N_TOKENS])
+    assert_rows(found, truth(method, family), batch["attention_mask"])
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_positions_with_gaps_and_an_offset(method: str) -> None:
+    ids = rows()[0][:60]
+    positions = torch.randperm(250, generator=torch.Generator().manual_seed(1))[:60].sort().values
+    with torch.no_grad():
+        want = slow_model(method)(ids, positions)
+    # With a mask, gaps between positions are not taken for the borders of packed documents.
+    inputs = {"input_ids": ids[None], "position_ids": positions[None], "attention_mask": torch.ones(1, 60).long()}
+    model = extended(method)
+    assert_rows(read(model, inputs, None, [60]), [want])
+    assert_rows(read(model, inputs, DynamicCache(), [29, 1, 1, 20, *[1] * 9]), [want])
+
+
+@pytest.mark.parametrize("method", ["dynamic_ntk", "self_extend", "dca"])
+def test_packed_documents_do_not_see_each_other(method: str) -> None:
+    found = extended(method)(
+        input_ids=torch.cat(rows())[None],
+        position_ids=torch.cat([torch.arange(len(row)) for row in rows()])[None],
+        use_cache=False,
+    ).logits[0]
+    assert_rows(found.split([len(row) for row in rows()]), truth(method))
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_eager_attention_is_the_same(method: str) -> None:
+    model = extended(method, attn_implementation="eager")
+    batch = padded(rows(), "left")
+    assert model.config._attn_implementation == "late_eager"
+    assert_rows(read(model, batch, None, [N_TOKENS]), truth(method), batch["attention_mask"])
+    cache = DynamicCache(config=model.config)
+    assert_rows(read(model, batch, cache, CHUNKS), truth(method), batch["attention_mask"])
+
+
+@pytest.mark.parametrize("method", ["dynamic_ntk", "rerope"])
+def test_sinks_take_their_weight(method: str) -> None:
+    """gpt-oss: a score for each head that takes weight and gives nothing, in layers with and without a window."""
+    changes = {"sliding_window": 96}
+    model, want = extended(method, "gpt_oss", **changes), truth(method, "gpt_oss", **changes)
+    batch = padded(rows(), "left")
+    assert_rows(read(model, batch, None, [N_TOKENS]), want, batch["attention_mask"])
+    assert_rows(read(model, batch, DynamicCache(config=model.config), CHUNKS), want, batch["attention_mask"])
+
+
+@pytest.mark.parametrize("method", ["dynamic_ntk", "self_extend"])
+def test_a_mask_of_four_dimensions_is_honoured(method: str) -> None:
+    """Bool as sdpa takes it, or numbers to be added."""
+    batch, model = padded(rows(), "left"), extended(method)
+    seen = batch["attention_mask"].bool()[:, None, None] & torch.ones(N_TOKENS, N_TOKENS).bool().tril()
+    added = torch.zeros(seen.shape).masked_fill(~seen, torch.finfo(torch.float32).min)
+    for mask in (seen, added):
+        with torch.no_grad():
+            found = model(**{**batch, "attention_mask": mask}, use_cache=False).logits
+        assert_rows(found, truth(method), batch["attention_mask"])
+
+
+@torch.no_grad()
+def test_the_base_model_takes_its_arguments_in_order_and_embeddings_for_tokens() -> None:
+    model, ids = extended("dynamic_ntk"), rows()[0][None]
+    states = model.model(ids, None, torch.arange(N_TOKENS)[None], use_cache=False)[0]
+    assert_rows(model.lm_head(states), truth("dynamic_ntk")[:1])
+    embeds = model.get_input_embeddings()(ids)
+    assert_rows(model(inputs_embeds=embeds).logits, truth("dynamic_ntk")[:1])
+
+
+@torch.no_grad()
+def test_attention_weights_of_a_dynamic_method_cover_every_query() -> None:
+    model, ids = extended("dynamic_ntk", attn_implementation="eager"), token_ids(N_TOKENS)
+    for weights in model(input_ids=ids, output_attentions=True).attentions:
+        assert weights.shape == (1, 4, N_TOKENS, N_TOKENS)
+        torch.testing.assert_close(weights.sum(-1), torch.ones(1, 4, N_TOKENS))
+        assert bool((weights.triu(1) == 0).all())
+
+
+@pytest.mark.parametrize("method", ["dynamic_ntk", "self_extend"])
+def test_a_query_that_sees_nothing_is_no_number_s_ruin(method: str) -> None:
+    """A row of padding alone, among others, gives no NaN to its neighbours."""
+    batch = padded([*rows()[1:3], torch.tensor([], dtype=torch.long)], "left")
+    found = read(extended(method), batch, None, [131])
+    assert bool(found.isfinite().all())
+    assert_rows(found[:2], truth(method)[1:3], batch["attention_mask"][:2])

@@ -1,0 +1,420 @@
+"""Laws 6 to 11 of the design for the methods that rotate inside attention, on every family whose attention lets them.
+
+That their numbers are right is the matter of `tests/attention`; here, that they come, go, stay and are saved.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from families import LENGTH, from_config, logits, tiny_config, tiny_model, token_ids
+from live import (
+    DYNAMIC,
+    EXACT_UNDER_A_CACHE,
+    LATE,
+    LATE_FAMILIES,
+    REMAPPING,
+    assert_unchanged,
+    cached_logits,
+    late,
+    padded_batch,
+    rotary_of,
+    same,
+    snapshot,
+)
+from torch import nn
+from transformers import AutoModelForCausalLM, DynamicCache
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+import ctxext
+from ctxext import extend_context, restore_context, temporarily_extended
+from ctxext.attention import call, proof
+from ctxext.attention.rotary import LateRotary
+from ctxext.extension import RECORD, LateProof, extension_of
+from ctxext.methods import DynamicNTK, NTKAware
+
+IDS = token_ids(150)  # well beyond the trained 64
+matrix = pytest.mark.parametrize("method", LATE)
+every_family = pytest.mark.parametrize("family", LATE_FAMILIES)
+
+
+def patched(family: str, method: str) -> Any:
+    model = tiny_model(family)
+    return extend_context(model, method=late(method, model))
+
+
+def gap(a: nn.Module, b: nn.Module) -> float:
+    return float((logits(a, IDS) - logits(b, IDS)).abs().max())
+
+
+# ------------------------------------------------------------------- law 5: what rotates is live
+
+
+@pytest.mark.parametrize("family", [family for family in LATE_FAMILIES if family not in ("gemma2", "gpt_oss")])
+def test_law_5_one_scale_for_the_whole_call_is_the_static_model_of_that_length(family: str) -> None:
+    # By another way: there, the family's own code rotates. (Layers with a short window are left alone only here.)
+    model = patched(family, "transformers_dynamic")
+    static = extend_context(tiny_model(family), method="transformers_dynamic", length=IDS.shape[1])
+    assert gap(model, static) <= 1e-4
+    assert gap(model, tiny_model(family)) > 0.1
+
+
+def test_each_query_stands_on_the_first_rung_that_holds_it() -> None:
+    method = DynamicNTK(factor=4, ratio=1.1)
+    module = rotary_of(extend_context(tiny_model("llama"), method=method))
+    ladder, positions = module.late_lengths.tolist(), torch.arange(300)
+    wanted = [next((i for i, rung in enumerate(ladder) if p < rung), len(ladder) - 1) for p in positions.tolist()]
+    assert module.rungs(positions).tolist() == wanted
+    for rung, inv_freq in zip(ladder, module.late_inv_freq):
+        factors = NTKAware(factor=rung / LENGTH).rescale_factors(module.rope)
+        assert torch.equal(inv_freq, (module.rope.inv_freq / factors).float())
+
+
+def test_the_receipt_says_what_was_seen_and_how_it_is_saved() -> None:
+    model = patched("llama", "self_extend")
+    seen = str(model.context_extension.proof)
+    for words in ("self_extend ×4: 64 → 256 tokens", f"saved as          {RECORD}", f"proof             {seen}"):
+        assert words in repr(model.context_extension)
+    assert f"{model.context_extension.proof.effect:.1e}" in seen
+    assert "self_extend ×4: 64 → 256 tokens" in repr(model)
+
+
+# ----------------------------------------------------------------------------- the proof can fail
+
+
+def refused(model: nn.Module, error: type[BaseException], message: str, method: str = "dynamic_ntk") -> None:
+    before = snapshot(model, run=False)
+    with pytest.raises(error, match=message):
+        extend_context(model, method=method)
+    assert_unchanged(model, before)
+
+
+@matrix
+def test_a_wrong_rotation_is_seen(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    as_it_was = LateRotary.as_it_was
+    monkeypatch.setattr(LateRotary, "as_it_was", lambda self, positions: as_it_was(self, positions * 1.01))
+    model = tiny_model("llama")
+    refused(model, ValueError, "does something to its queries and keys beside rotating", late(method, model))
+
+
+@matrix
+def test_a_wrong_attention_is_seen(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = call.Call._own
+
+    def louder(self: Any, *args: Any, **kwargs: Any) -> Any:
+        output, weights = own(self, *args, **kwargs)
+        return output * 1.01, weights
+
+    monkeypatch.setattr(call.Call, "_own", louder)
+    model = tiny_model("llama")
+    refused(model, RuntimeError, "rotated late with its own frequencies, gives an output that is", late(method, model))
+
+
+@matrix
+def test_a_method_that_does_not_reach_attention_is_seen(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    set_method = LateRotary.set_method
+    monkeypatch.setattr(LateRotary, "set_method", lambda self, method, rope: set_method(self, None, rope))
+    model = tiny_model("llama")
+    refused(model, RuntimeError, "changes nothing in LlamaForCausalLM", late(method, model))
+
+
+# ------------------------------------------------------------------------- law 6: undo is bitwise
+
+
+@every_family
+@matrix
+def test_law_6_restore_is_bitwise(family: str, method: str) -> None:
+    model = tiny_model(family)
+    before = snapshot(model)
+    extend_context(model, method=late(method, model))
+    seen = model.context_extension.proof
+    assert isinstance(seen, LateProof)
+    assert max(seen.rotation_error, seen.logit_error) < 1e-5
+    assert seen.effect > 0.01
+    assert (logits(model, token_ids(100)) - before["logits"]).abs().max() > 0.1
+    restore_context(model)
+    assert_unchanged(model, before)
+
+
+@matrix
+def test_law_6_nesting_and_exceptions_leave_nothing_behind(method: str) -> None:
+    model = tiny_model("llama")
+    before = snapshot(model)
+    with pytest.raises(KeyError), temporarily_extended(model, method=late(method, model)):  # noqa: PT012
+        inside = snapshot(model)
+        with pytest.raises(RuntimeError, match="extended already"), temporarily_extended(model, 2, "pi"):
+            pass
+        with pytest.raises(RuntimeError, match="extended already"), temporarily_extended(model, 2, "self_extend"):
+            pass
+        assert_unchanged(model, inside)
+        raise KeyError("a user's mistake")
+    assert_unchanged(model, before)
+
+
+@pytest.mark.parametrize("where", ["look", "conventions"])
+def test_law_6_an_interrupted_proof_leaves_nothing_behind(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(proof, where, interrupt)
+    refused(tiny_model("llama"), KeyboardInterrupt, "^$")
+
+
+def test_law_6_one_model_takes_every_method_in_turn() -> None:
+    model = tiny_model("llama")
+    before = snapshot(model)
+    for method in [*LATE, "yarn", *reversed(LATE)]:
+        chosen = method if method == "yarn" else late(method, model)
+        with temporarily_extended(model, method=chosen):
+            assert gap(model, extend_context(tiny_model("llama"), method=chosen)) == 0.0
+    assert_unchanged(model, before)
+
+
+# ---------------------------------------------------------------- law 7: other models are untouched
+
+
+def with_theta(family: str, theta: float) -> Any:
+    return tiny_model(family, rope_parameters={"rope_type": "default", "rope_theta": theta})
+
+
+@every_family
+def test_law_7_a_second_model_with_another_theta_is_untouched(family: str) -> None:
+    first, second = with_theta(family, 1e4), with_theta(family, 5e5)
+    before, interface = snapshot(second), dict(ALL_ATTENTION_FUNCTIONS)
+    extend_context(first, method="dynamic_ntk")
+    assert_unchanged(second, before)
+    assert {name: dict(ALL_ATTENTION_FUNCTIONS)[name] for name in interface} == interface
+    extended = logits(first, IDS)
+    extend_context(second, method="self_extend")
+    assert torch.equal(logits(first, IDS), extended)
+    assert gap(second, extend_context(with_theta(family, 5e5), method="self_extend")) == 0.0
+    restore_context(first)
+    assert gap(first, with_theta(family, 1e4)) == 0.0
+    restore_context(second)
+    assert_unchanged(second, before)
+
+
+def test_law_7_models_that_share_a_config_object_are_told_apart() -> None:
+    config = tiny_config("llama")
+    first, second = from_config(config), from_config(config)
+    before, stock = config.to_dict(), logits(second, IDS)
+    extend_context(first, method="dca")
+    assert torch.equal(logits(second, IDS), stock)
+    extend_context(second, method="dynamic_yarn")
+    assert config.to_dict() == before
+    assert config._attn_implementation == "sdpa"
+    for model in (first, second):
+        assert gap(model, second) == (0.0 if model is second else pytest.approx(gap(first, second)))
+        restore_context(model)
+        assert model.config is config
+        assert torch.equal(logits(model, IDS), stock)
+
+
+# ------------------------------------------- law 8: what no config can say is saved beside the weights
+
+SAVED = [("llama", method) for method in LATE] + [(family, "self_extend") for family in LATE_FAMILIES[1:]]
+
+
+@pytest.mark.parametrize(("family", "method"), SAVED)
+def test_law_8_a_saved_model_is_stock_to_others_and_itself_to_us(family: str, method: str, tmp_path: Path) -> None:
+    stock, model = tiny_model(family), patched(family, method)
+    stock.save_pretrained(tmp_path / "stock")
+    expected, config = logits(model, IDS), set(model.config.__dict__)
+    with pytest.warns(UserWarning, match=r"the config was saved unextended.*ctxext\.load\("):
+        model.save_pretrained(tmp_path / "late")
+    assert torch.equal(logits(model, IDS), expected)
+    assert set(model.config.__dict__) == config
+    assert model.config.max_position_embeddings == 4 * LENGTH
+    files = [(tmp_path / folder / "config.json").read_bytes() for folder in ("stock", "late")]
+    assert files[0] == files[1]
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "late").eval()
+    assert extension_of(plain) is None
+    assert gap(plain, stock) == 0.0
+    again = ctxext.load(tmp_path / "late")
+    assert again.context_extension.method == model.context_extension.method
+    assert torch.equal(logits(again, IDS), expected)
+    extend_context(plain, method=late(method, stock))
+    assert torch.equal(logits(plain, IDS), expected)
+
+
+def test_law_8_every_argument_of_the_extension_is_brought_back(tmp_path: Path) -> None:
+    model = tiny_model("llama")
+    arguments = {"original_max_position_embeddings": 48, "rotated_copy": True, "ratio": 1.1}
+    extend_context(model, 5, "dynamic_yarn", **arguments)
+    with pytest.warns(UserWarning, match="context_extension.json"):
+        model.save_pretrained(tmp_path)
+    again = ctxext.load(tmp_path)
+    found, wanted = again.context_extension.plan, model.context_extension.plan
+    for name in ("method", "existing", "target_length", "rotated_copy", "summary", "updates"):
+        assert getattr(found, name) == getattr(wanted, name), name
+    assert (found.rotated_copy, found.rope.original_max_position_embeddings) == (True, 48)
+    assert gap(again, model) == 0.0
+
+
+def test_law_8_scaling_that_was_there_before_is_brought_back(tmp_path: Path) -> None:
+    yarn = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0, "original_max_position_embeddings": 32}
+    for existing in ("compose", "replace"):
+        model = tiny_model("llama", rope_parameters=yarn)
+        extend_context(model, 4, "dynamic_ntk", existing=existing)
+        with pytest.warns(UserWarning, match="saved unextended"):
+            model.save_pretrained(tmp_path / existing)
+        plain = AutoModelForCausalLM.from_pretrained(tmp_path / existing).eval()
+        assert gap(plain, tiny_model("llama", rope_parameters=yarn)) == 0.0
+        assert gap(ctxext.load(tmp_path / existing), model) == 0.0
+
+
+@pytest.mark.parametrize("method", DYNAMIC)
+@pytest.mark.parametrize("family", ["llama", "gpt_neox", "phi3", "mixtral"])
+def test_law_8_a_frozen_checkpoint_is_the_static_model_of_its_length(family: str, method: str, tmp_path: Path) -> None:
+    model = patched(family, method)
+    expected, plan = logits(model, IDS), model.context_extension.plan
+    with pytest.warns(UserWarning, match="saved unextended"):
+        model.save_pretrained(tmp_path)
+    model.save_pretrained(tmp_path, length=200)
+    assert not (tmp_path / RECORD).exists()
+    stock = tiny_model(family)
+    static = extend_context(tiny_model(family), method=late(method, stock), length=200)
+    frozen = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    assert gap(frozen, static) == 0.0
+    assert gap(frozen, stock) > 0.1
+    assert "rope_scaling" in (tmp_path / "config.json").read_text() or frozen.config.rope_parameters["rope_theta"] > 1e4
+    assert torch.equal(logits(model, IDS), expected)
+    assert model.context_extension.plan is plan
+
+
+@pytest.mark.parametrize("method", REMAPPING)
+def test_law_8_what_remaps_positions_cannot_be_frozen(method: str, tmp_path: Path) -> None:
+    model = patched("llama", method)
+    before = snapshot(model)
+    with pytest.raises(ValueError, match="no static form, so length=200 has no meaning"):
+        model.save_pretrained(tmp_path, length=200)
+    assert_unchanged(model, before)
+    assert not list(tmp_path.iterdir())
+
+
+def test_law_8_a_frozen_save_that_fails_leaves_the_extension(tmp_path: Path) -> None:
+    model = patched("llama", "dynamic_ntk")
+    expected = logits(model, IDS)
+    with pytest.raises(TypeError):
+        model.save_pretrained(tmp_path, length=200, max_shard_size=object())
+    assert torch.equal(logits(model, IDS), expected)
+
+
+def test_law_8_a_save_that_fails_leaves_the_live_config(tmp_path: Path) -> None:
+    model = patched("llama", "self_extend")
+    before, expected = {**model.config.__dict__}, logits(model, IDS)
+    with pytest.raises(TypeError):
+        model.save_pretrained(tmp_path, max_shard_size=object())
+    stock = {"architectures": ["LlamaForCausalLM"], "dtype": "float32"}  # which transformers' own saving writes
+    assert model.config.__dict__ == {**before, **stock}
+    assert torch.equal(logits(model, IDS), expected)
+    assert not (tmp_path / RECORD).exists()
+
+
+def test_law_8_a_static_save_over_it_takes_the_record_away(tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match="saved unextended"):
+        patched("llama", "dca").save_pretrained(tmp_path)
+    static = extend_context(tiny_model("llama"), method="yarn")
+    static.save_pretrained(tmp_path)
+    assert not (tmp_path / RECORD).exists()
+    assert gap(ctxext.load(tmp_path), static) == 0.0
+
+
+def test_law_8_a_record_that_is_not_ours_is_refused(tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match="saved unextended"):
+        patched("llama", "dca").save_pretrained(tmp_path)
+    record = json.loads((tmp_path / RECORD).read_text())
+    for wrong in ({**record, "surprise": 1}, {"method": record["method"]}, [record]):
+        (tmp_path / RECORD).write_text(json.dumps(wrong))
+        with pytest.raises(ValueError, match=r"is not as ctxext .* writes it"):
+            ctxext.load(tmp_path)
+    (tmp_path / RECORD).write_text(json.dumps({**record, "method": {**record["method"], "name": "dac"}}))
+    with pytest.raises(ValueError, match="unknown method 'dac'; did you mean 'dca'"):
+        ctxext.load(tmp_path)
+
+
+# -------------------------------------------------------------- law 9: a cache changes nothing
+
+
+@every_family
+@pytest.mark.parametrize("method", EXACT_UNDER_A_CACHE)
+def test_law_9_uneven_chunks_and_decoding_agree_with_the_full_forward(family: str, method: str) -> None:
+    model, ids = patched(family, method), IDS[:, :140]
+    found = cached_logits(model, ids, [37, 60, 40, 1, 1, 1])
+    torch.testing.assert_close(found, logits(model, ids, use_cache=False), rtol=0, atol=1e-4)
+
+
+def test_law_9_token_by_token_agrees_with_the_full_forward() -> None:
+    for method in ("dynamic_ntk", "self_extend"):
+        model, ids = patched("llama", method), IDS[:, :90]
+        torch.testing.assert_close(cached_logits(model, ids, [1] * 90), logits(model, ids), rtol=0, atol=1e-4)
+
+
+@every_family
+def test_law_9_a_scale_of_the_call_refuses_a_cache(family: str) -> None:
+    model = patched(family, "transformers_dynamic")
+    expected = logits(model, IDS)  # config.use_cache alone asks for none
+    for asked in ({"use_cache": True}, {"past_key_values": DynamicCache(config=model.config)}):
+        with pytest.raises(ValueError, match=r"has one scale for the whole call.*use_cache=False"):
+            logits(model, IDS, **asked)
+    assert torch.equal(logits(model, IDS, use_cache=False), expected)
+
+
+# ------------------------------------------------- law 10: a sequence is computed on its own
+
+
+@every_family
+@matrix
+def test_law_10_rows_padding_and_earlier_calls_do_not_matter(family: str, method: str) -> None:
+    model = patched(family, method)
+    rows = [IDS[0, :30], IDS[0, 20:140], IDS[0, :70]]
+    alone = [logits(model, row[None])[0] for row in rows]
+    for side in ("left", "right"):
+        together = logits(model, **padded_batch(rows, side))
+        for row, out, expected in zip(rows, together, alone):
+            out = out[-len(row) :] if side == "left" else out[: len(row)]
+            torch.testing.assert_close(out, expected, rtol=0, atol=1e-4)
+    assert torch.equal(logits(model, rows[0][None])[0], alone[0])
+
+
+# --------------------------------------------- law 11: frequencies do not depend on the weights' type
+
+casts = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+
+
+@casts
+@matrix
+@pytest.mark.parametrize("family", ["llama", "gpt_neox"])
+def test_law_11_a_cast_before_or_after_leaves_the_float32_frequencies(
+    family: str, method: str, dtype: torch.dtype
+) -> None:
+    expected = rotary_of(patched(family, method))
+    before = tiny_model(family).to(dtype)
+    assert rotary_of(before).inv_freq.dtype == dtype
+    extend_context(before, method=late(method, before))
+    after = patched(family, method).to(dtype)
+    tables = dict(expected.named_buffers())
+    assert {"inv_freq", "late_inv_freq", "late_scaling", "late_lengths"} < tables.keys()
+    for model in (before, after):
+        for name, table in rotary_of(model).named_buffers():
+            assert same(table, tables.pop(name) if model is after else tables[name]), name
+    assert not tables
+    assert torch.equal(logits(before, IDS), logits(after, IDS))
+
+
+@casts
+@matrix
+def test_law_11_a_cast_costs_no_more_than_it_costs_the_stock_model(method: str, dtype: torch.dtype) -> None:
+    def off(family: str, extended: bool) -> float:
+        exact = patched(family, method) if extended else tiny_model(family)
+        cast = tiny_model(family).to(dtype)
+        if extended:
+            extend_context(cast, method=late(method, cast))
+        expected = logits(exact, IDS)
+        return float((logits(cast, IDS).float() - expected).abs().mean() / expected.abs().mean())
+
+    assert off("gpt_neox", True) < 1.5 * off("gpt_neox", False) < 0.1
