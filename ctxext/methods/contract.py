@@ -63,11 +63,13 @@ class ContextMethod(ABC):
 
     def to_dict(self) -> dict[str, Any]:
         """A JSON-ready description: the method's name and its fields."""
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
-        return {
-            "name": self.name,
-            **{k: v.to_dict() if isinstance(v, ContextMethod) else v for k, v in values.items()},
-        }
+
+        def plain(value: Any) -> Any:
+            if isinstance(value, ContextMethod):
+                return value.to_dict()
+            return list(value) if isinstance(value, tuple) else value
+
+        return {"name": self.name, **{field.name: plain(getattr(self, field.name)) for field in fields(self)}}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,7 +148,7 @@ class PositionRemapping(ContextMethod):
     Pairs of a query and a key at or before it fall into branches; each branch rotates both to positions of its own.
     """
 
-    training: ClassVar[str] = "none needed"
+    training: ClassVar[str] = "zero-shot"
 
     @abstractmethod
     def branches(self, rope: RopeGeometry) -> tuple[Branch, ...]:

@@ -45,8 +45,14 @@ def _small_blocks(monkeypatch):
     monkeypatch.setattr(softmax, "BLOCK", 24)
 
 
-@pytest.mark.parametrize("cache", CACHES)
-@pytest.mark.parametrize("method", [*METHODS, "dynamic_ntk_copy", "dynamic_ntk_fine"])
+@pytest.mark.parametrize(
+    ("method", "cache"),
+    [
+        *((method, cache) for method in [*METHODS, "dynamic_ntk_copy"] for cache in ("dynamic", "static")),
+        ("dynamic_ntk_fine", "dynamic"),
+        ("dynamic_ntk", "unconfigured"),
+    ],
+)
 def test_every_cache_holds_a_padded_batch(method: str, cache: str) -> None:
     model, batch = extended(method), padded(rows(), "left")
     store = CACHES[cache][0](model.config)
@@ -54,8 +60,9 @@ def test_every_cache_holds_a_padded_batch(method: str, cache: str) -> None:
     assert all(stock_class(layer) is CACHES[cache][1][0] for layer in store.layers)
 
 
-@pytest.mark.parametrize("cache", CACHES)
-@pytest.mark.parametrize("windows", WINDOWS)
+@pytest.mark.parametrize(
+    ("windows", "cache"), [(windows, cache) for windows in WINDOWS for cache in ("dynamic", "static")]
+)
 @pytest.mark.parametrize("method", KINDS)
 def test_a_cache_that_drops_what_left_the_window(method: str, windows: str, cache: str) -> None:
     family, changes = WINDOWS[windows]
@@ -65,14 +72,24 @@ def test_a_cache_that_drops_what_left_the_window(method: str, windows: str, cach
     assert stock_class(store.layers[0]) is CACHES[cache][1][1]
 
 
-@pytest.mark.parametrize("room", [N_TOKENS, ROOM])
-@pytest.mark.parametrize("windows", ["llama", "mistral-96", "gemma2-32"])
+def test_a_cache_that_drops_nothing_serves_windows_as_well() -> None:
+    model, batch = extended("dynamic_ntk", "mistral", sliding_window=96), padded(rows(), "left")
+    assert_rows(
+        read(model, batch, DynamicCache(), CHUNKS),
+        truth("dynamic_ntk", "mistral", sliding_window=96),
+        batch["attention_mask"],
+    )
+
+
+@pytest.mark.parametrize(
+    ("room", "windows"), [(N_TOKENS, "llama"), (ROOM, "llama"), (ROOM, "mistral-96"), (ROOM, "gemma2-32")]
+)
 @pytest.mark.parametrize("method", ["dynamic_ntk", "self_extend"])
 def test_a_static_cache_with_room_left_needs_no_mask(method: str, windows: str, room: int) -> None:
     """Without padding transformers leaves the mask out, though most keys of the cache are not written yet."""
     family, changes = {"llama": ("llama", {}), **WINDOWS}[windows]
     model, want = extended(method, family, **changes), truth(method, family, **changes)[:1]
-    for chunks in ([N_TOKENS], CHUNKS, [1, 1, 62, 116]):
+    for chunks in ([N_TOKENS], [61, 1, 1, 40, 77], [1, 1, 62, 116]):
         cache = StaticCache(config=model.config, max_cache_len=room)
         assert_rows(read(model, {"input_ids": rows()[0][None]}, cache, chunks), want)
 
