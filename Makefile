@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 
-.PHONY: demo test lint smollm2 benchmark soak finetune figures clean
+.PHONY: demo test lint smollm2 late benchmark soak finetune figures clean
 
 $(VENV)/demo.stamp: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -34,6 +34,15 @@ benchmark: $(VENV)/dev.stamp
 	$(BIN)/python benchmarks/finetune.py
 	$(BIN)/python benchmarks/attention.py
 
+late: $(VENV)/dev.stamp  ## late rotation on a public model; `make smollm2` fetches it
+	$(BIN)/python benchmarks/dynamic.py --model runs/SmolLM2-135M-Instruct --trained-length 256 --windows 2 --texts 1
+	$(BIN)/ctxext compare runs/SmolLM2-135M-Instruct --target-length 16k --lengths 8k,16k --dtype bfloat16 \
+		--methods yarn,dynamic_ntk,dynamic_yarn,self_extend,rerope,dca --tasks passkey,perplexity \
+		--windows 1 --trials 1 --depths 1 --output runs/smollm2-16k.jsonl
+	$(BIN)/ctxext report runs/smollm2-16k.jsonl --output runs/report-16k.html --figures runs/figures
+	cp runs/figures/smollm2-16k.json docs/compare/
+	$(BIN)/python docs/update_readme.py
+
 soak: $(VENV)/dev.stamp  ## measurements and fine-tunes killed at random moments
 	$(BIN)/python benchmarks/soak.py --kills 50
 	$(BIN)/python benchmarks/finetune_soak.py --kills 20
@@ -48,6 +57,10 @@ figures: $(VENV)/dev.stamp  ## the README's figure and numbers, anew
 	$(BIN)/ctxext compare ctxext/assets/austen-4m --factor 4 --windows 16 --output runs/austen-4m.jsonl
 	$(BIN)/ctxext report runs/austen-4m.jsonl --output runs/report.html --figures runs/figures
 	cp runs/figures/austen-4m.json runs/figures/austen-4m-overview.png runs/figures/austen-4m-price.png docs/compare/
+	$(BIN)/ctxext compare ctxext/assets/austen-4m --factor 8 --windows 8 --trials 4 --output runs/austen-4m-8x.jsonl
+	$(BIN)/ctxext report runs/austen-4m-8x.jsonl --output runs/report-8x.html --figures runs/figures
+	cp runs/figures/austen-4m-8x.json docs/compare/
+	$(BIN)/python benchmarks/dynamic.py
 	$(BIN)/python docs/update_readme.py
 
 clean:

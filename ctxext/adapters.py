@@ -84,11 +84,16 @@ class AdapterBase:
         """Read off the extended folder.
 
         Raises:
-            ValueError: its weights are not safetensors.
+            ValueError: its weights are not safetensors, or no config says its extension.
         """
         from transformers import AutoConfig
 
         folder = Path(extended).resolve()
+        if read_record(folder) is not None:
+            raise ValueError(
+                f"{folder} is extended inside attention, which an adapter's record cannot say. Train on a folder that "
+                "is extended by a static method."
+            )
         text_config = AutoConfig.from_pretrained(folder).get_text_config(decoder=True)
         return cls(
             base=str(Path(base).resolve()) if Path(base).is_dir() else str(base),
@@ -352,7 +357,8 @@ def _find_base(folder: Path, record: AdapterBase | None) -> tuple[Path, PreTrain
     if record is None:
         base = checkpoint_folder(named)
         config = AutoConfig.from_pretrained(base)
-        _warn_if_plain(folder, config)
+        if read_record(base) is None:
+            _warn_if_plain(folder, config)
         return base, config
     here = folder.resolve()
     places = [Path(named), Path(record.extended), *(place / "base" for place in (here, *here.parents[:2]))]
@@ -413,6 +419,9 @@ def _load_adapter(
     model = AutoModelForCausalLM.from_pretrained(base, config=config, use_safetensors=True, **from_pretrained)
     if record is not None:
         _check_live(model, record)
+    extended = read_record(base)
+    if extended is not None:
+        extend_context(model.eval(), **extended)
     return PeftModel.from_pretrained(model, folder, is_trainable=is_trainable).eval()
 
 

@@ -328,8 +328,9 @@ def plan_extension(
         and facts.mark is not None
     ):
         raise ValueError(
-            f"this config belongs to a live model that {facts.scaling.name} extends inside attention, so existing="
-            f"{existing!r} would leave nothing of that. Call restore_context(model) first."
+            f"this config belongs to, or was saved from, a live model that {facts.scaling.name} extends inside "
+            f"attention, so existing={existing!r} would leave nothing of that. Call restore_context(model), or use "
+            "existing='replace'."
         )
     _refuse_special_keys(facts, existing)
     rope = facts.original_rope if existing == "replace" or not scaled else facts.rope
@@ -364,7 +365,7 @@ def plan_extension(
         extended = _extended(chosen, rope, target_length)
         parameters = dict(facts.rope_parameters) if chosen.is_late else _portable(chosen, rope, facts)
         if chosen.is_late:
-            _refuse_late(facts)
+            _refuse_late(facts, existing)
     dynamic = isinstance(chosen, RopeScaling) and chosen.is_late and not chosen.of_the_call
     if rotated_copy and not dynamic:
         raise ValueError(
@@ -406,13 +407,18 @@ def _extended(method: ContextMethod, rope: RopeGeometry, target_length: int) -> 
     return extended
 
 
-def _refuse_late(facts: ContextFacts) -> None:
+def _refuse_late(facts: ContextFacts, existing: Existing) -> None:
     name = f"{type(facts.text_config).__name__} (model_type {facts.text_config.model_type!r})"
     instead = "Use a method that changes frequencies, such as 'yarn'. The model was left as it was."
     if getattr(facts.text_config, "is_encoder_decoder", False):
         raise ValueError(f"{name} is an encoder-decoder model, whose positions cannot be rotated late. {instead}")
     if facts.rope_parameters.get("mrope_section"):
         raise ValueError(f"{name} has positions of several kinds (mrope), which cannot be rotated late. {instead}")
+    if existing == "compose" and facts.scaling is not None and facts.scaling.is_late:
+        raise ValueError(
+            f"{name} has native scaling ({facts.scaling.name}) that follows the length itself, which nothing composes "
+            "with. Use existing='replace'. The model was left as it was."
+        )
 
 
 def _refuse_existing(facts: ContextFacts) -> str:

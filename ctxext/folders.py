@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ctxext.configs import Plan, plan_extension
-from ctxext.extension import RECORD, read_record, version_4_keys, write_record
+from ctxext.extension import RECORD, check_on_paper, read_record, version_4_keys, write_record
 from ctxext.methods import ContextMethod
 
 REWRITTEN = ("config.json", "tokenizer_config.json", RECORD)
@@ -86,6 +86,7 @@ def extended_json(folder: Path, **arguments: Any) -> tuple[Plan, dict[str, Any]]
     config = AutoConfig.from_pretrained(folder)
     plan = plan_extension(config, **arguments)
     if plan.is_late:
+        check_on_paper(config, plan)
         return plan, raw
     section = raw
     if plan.facts.text_config is not config:

@@ -26,27 +26,28 @@ def comparison_table(file: str, page: str = ".") -> str:
     summary = json.loads((ROOT / file).read_text())
     figures = summary["figures"]
     lengths, bands = list(figures["none"]["retrieval"]["passkey"]), list(figures["none"]["perplexity"])
-    trained = summary["about"]["trained_length"]
+    trained, gated = summary["about"]["trained_length"], any(figure["gate"] for figure in figures.values())
     head = [
         "method",
         *(f"passkey at {int(length):,}" for length in lengths),
         *(f"perplexity at {'–'.join(f'{int(end):,}' for end in band.split('-'))}" for band in bands),
-        f"price within {trained:,} (nats)",
+        *([f"price within {trained:,} (nats)"] if gated else []),
     ]
     lines = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
     for method, figure in figures.items():
         shares = figure["retrieval"]["passkey"].values()
         found = [f"{share['value']:.0%} [{100 * share['low']:.0f}, {100 * share['high']:.0f}]" for share in shares]
-        loss = figure["gate"]["loss"]
-        price = "" if method == "none" else f"{loss['value']:+.3f} [{loss['low']:+.3f}, {loss['high']:+.3f}]"
+        loss = (figure["gate"] or {}).get("loss")
+        price = f"{loss['value']:+.3f} [{loss['low']:+.3f}, {loss['high']:+.3f}]" if loss and method != "none" else ""
         name = "not extended" if method == "none" else f"`{method}`"
-        cells = [name, *found, *(f"{value:.1f}" for value in figure["perplexity"].values()), price]
+        cells = [name, *found, *(f"{value:.1f}" for value in figure["perplexity"].values())]
+        cells += [price] if gated else []
         lines.append("| " + " | ".join(cells) + " |")
     n = next(iter(figures["none"]["retrieval"]["passkey"].values()))["n"]
     lines += [
         "",
-        f"{n} prompts a cell, with 95% intervals; {_count(summary['windows'], 'window')} of {int(lengths[-1]):,} tokens, "
-        f"seed {summary['identity']['seed']}; from [{file}]({os.path.relpath(file, page)}).",
+        f"{n} prompts a cell, with 95% intervals; {_count(summary['windows'], 'window')} of {int(lengths[-1]):,} "
+        f"tokens, seed {summary['identity']['seed']}; from [{file}]({os.path.relpath(file, page)}).",
     ]
     return "\n".join(lines)
 

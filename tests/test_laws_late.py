@@ -133,7 +133,7 @@ def test_law_6_restore_is_bitwise(family: str, method: str) -> None:
     extend_context(model, method=late(method, model))
     seen = model.context_extension.proof
     assert isinstance(seen, LateProof)
-    assert max(seen.rotation_error, seen.logit_error) < 1e-5
+    assert max(seen.rotation_error, seen.output_error) < 1e-5
     assert seen.effect > 0.01
     assert (logits(model, token_ids(100)) - before["logits"]).abs().max() > 0.1
     restore_context(model)

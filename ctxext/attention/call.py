@@ -30,14 +30,18 @@ def late_attention(
     call = kwargs.pop(KEYWORD, None)
     if call is None:
         raise RuntimeError(
-            f"{type(module).__name__} was called without the positions of its tokens. A model rotated late "
-            "runs as a whole; call restore_context(model) before you use its layers alone."
+            f"{type(module).__name__} was called without the positions of its tokens. A model rotated late runs as a "
+            "whole: call restore_context(model) before you use its layers alone, or build another model from its "
+            "config."
         )
     return call.attend(module, query, key, value, attention_mask, **kwargs)
 
 
-def register() -> None:
-    """Make the attention functions and their mask known to transformers; nothing that it has is changed."""
+def _register() -> None:
+    """Make the attention functions and their mask known to transformers; nothing that it has is changed.
+
+    Where this module is imported, so that an extended model that comes out of a pickle finds them.
+    """
     from transformers import AttentionInterface, AttentionMaskInterface
 
     for name in IMPLEMENTATIONS.values():
@@ -204,7 +208,7 @@ class Call:
         if fits and self.shared("steady", lambda: torch.equal(store.rung, rung)):
             return store.append_rotated(turned(key[:, :, -1:], places[:, -1:], "new key", used))
         store.rotated, store.rung = turned(key, places, ("keys", n_keys), used), rung
-        store._room = None
+        store._rotated_room = None
         return store.rotated
 
     # -------------------------------------------------------------------------- remapped positions
@@ -388,6 +392,12 @@ class BeforeForward:
                 f"late rotation takes positions of shape (batch, tokens), got {tuple(positions.shape)}: positions of "
                 "several kinds, as multimodal models have them, cannot be rotated late."
             )
+        attentions = given.get("output_attentions") or getattr(base.config, "output_attentions", False)
+        if attentions and isinstance(rotary.method, PositionRemapping):
+            raise ValueError(
+                f"{rotary.method.name} never holds attention weights, so output_attentions=True has nothing to give. "
+                "Leave it out."
+            )
         given["position_ids"] = positions
         positions = positions.to(tokens.device).expand(tokens.shape[0], -1)
         if cache is not None:
@@ -413,3 +423,6 @@ class BeforeForward:
             if use_cache and not (base.training and getattr(base, "gradient_checkpointing", False)):
                 cache = given["past_key_values"] = DynamicCache(config=base.config)
         return cache
+
+
+_register()

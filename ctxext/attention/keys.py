@@ -38,11 +38,13 @@ class PositionedLayer:
     key_positions: Tensor
     rotated: Tensor | None
     rung: Tensor | None
-    _room: Tensor | None
+    _rotated_room: Tensor | None
     _places: CacheLayerMixin
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         incoming, self.incoming = self.incoming, None
+        if incoming is None and not int(self._places.get_seq_length()):
+            return super().update(key_states, value_states, *args, **kwargs)  # type: ignore[misc]
         if incoming is None:
             raise RuntimeError(
                 f"this cache was filled under {self.owner}, whose keys no other model can use: the model is not "
@@ -56,12 +58,12 @@ class PositionedLayer:
     def append_rotated(self, new: Tensor) -> Tensor:
         """Put one more key behind the rotated copy, in place where there is room; returns the copy."""
         assert self.rotated is not None
-        n_keys, room = self.rotated.shape[2], self._room
+        n_keys, room = self.rotated.shape[2], self._rotated_room
         frozen = room is not None and room.is_inference() and not torch.is_inference_mode_enabled()
         if room is None or frozen or n_keys == room.shape[2]:
             # Some to spare, so that few steps have to copy.
             shape = (*self.rotated.shape[:2], n_keys + 64 + n_keys // 32, self.rotated.shape[3])
-            self._room = room = self.rotated.new_empty(shape)
+            self._rotated_room = room = self.rotated.new_empty(shape)
             room[:, :, :n_keys] = self.rotated
         room[:, :, n_keys : n_keys + 1] = new
         self.rotated = room[:, :, : n_keys + 1]
@@ -70,7 +72,7 @@ class PositionedLayer:
 
 def _followed(name: str) -> Any:
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        self.rotated = self.rung = self._room = None
+        self.rotated = self.rung = self._rotated_room = None
         getattr(self._places, name)(*args, **kwargs)
         return getattr(super(type(self), self), name)(*args, **kwargs)
 
@@ -139,11 +141,12 @@ def expect(cache: Cache, positions: Tensor, owner: str, n_layers: int) -> None:
             cache.layers.append(cache.layer_class_to_replicate())
     for index, layer in enumerate(cache.layers):
         if isinstance(layer, PositionedLayer):
-            if layer.owner != owner:
+            if layer.owner != owner and int(layer.get_seq_length()):
                 raise ValueError(
                     f"this cache was filled under {layer.owner}, but the model is extended by {owner} now. "
                     "Start from an empty cache."
                 )
+            layer.owner = owner
         elif isinstance(layer, CacheLayerMixin):
             if layer.is_initialized and int(layer.get_seq_length()):
                 raise ValueError(
@@ -153,7 +156,7 @@ def expect(cache: Cache, positions: Tensor, owner: str, n_layers: int) -> None:
             new = _blank(type(layer))
             new.__dict__.update(layer.__dict__)
             new.owner, new._places = owner, _places_for(layer)
-            new.rotated = new.rung = new._room = None
+            new.rotated = new.rung = new._rotated_room = None
             layer = cache.layers[index] = new
         else:
             continue  # linear attention has no keys

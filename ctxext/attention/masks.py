@@ -85,7 +85,8 @@ def block_mask(
             device=device,
             **kwargs,
         )
-    if attention_mask is not None and bool(attention_mask.all()):
+    covers = attention_mask is not None and attention_mask.shape[-1] >= kv_offset + kv_length
+    if attention_mask is not None and covers and bool(attention_mask.all()):
         attention_mask = None
     make = {
         "batch_size": batch_size,

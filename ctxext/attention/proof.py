@@ -24,7 +24,8 @@ CONVENTIONS = (
 )
 # Relative to the largest number: float32 phases, and what rounding cos and sin to 16 bits costs.
 EXACT_BAR, HALF_BAR = 1e-4, 3e-2
-LOGIT_BAR, HALF_LOGIT_BAR = 1e-3, 1e-1
+# Of the output's root mean square.
+OUTPUT_BAR, HALF_OUTPUT_BAR = 1e-4, 1e-1
 
 
 class Looker:
@@ -52,15 +53,21 @@ class Looker:
         return self.rotary.attend(module, query, key, value, whole, **kwargs)
 
 
-def probe(vocabulary: int, trained_length: int, device: torch.device) -> dict[str, Tensor]:
-    """Sixteen random tokens at random, ascending positions within the trained length."""
+def probe(vocabulary: int, length: int, device: torch.device) -> dict[str, Tensor]:
+    """Sixteen random tokens at random, ascending positions up to the last of `length` tokens."""
     generator = torch.Generator().manual_seed(0)
-    n_tokens = min(16, trained_length)
+    n_tokens = min(16, length)
     ids = torch.randint(0, vocabulary, (1, n_tokens), generator=generator)
-    positions = torch.randperm(trained_length, generator=generator)[:n_tokens].sort().values[None]
+    positions = torch.randperm(length - 1, generator=generator)[: n_tokens - 1].sort().values
+    positions = torch.cat([positions, torch.tensor([length - 1])])[None]
     # With a mask, gaps between positions are not taken for the borders of packed documents.
     inputs = {"input_ids": ids, "position_ids": positions, "attention_mask": torch.ones_like(ids)}
     return {name: tensor.to(device) for name, tensor in inputs.items()}
+
+
+def difference(one: Tensor, other: Tensor) -> float:
+    """Root mean square of the difference of two outputs, relative to that of the second."""
+    return float((one - other).square().mean().sqrt() / other.square().mean().sqrt())
 
 
 def output(model: Any, inputs: dict[str, Tensor]) -> Tensor:

@@ -101,8 +101,13 @@ class RopeScaling(ContextMethod):
     def ladder(self, rope: RopeGeometry) -> Int[Tensor, " rung"]:
         """The lengths in tokens at which the scale steps, ascending: each query uses the first that holds it.
 
-        The last rung serves every longer length as well.
+        The last rung serves every longer length as well. A dynamic method has to give its own.
         """
+        if self.is_dynamic and not self.of_the_call:
+            raise TypeError(
+                f"{type(self).__name__} changes with the length, so it has to say at which lengths its scale steps: "
+                "give it a ladder(rope), as ctxext.methods.dynamic does."
+            )
         return torch.tensor([round(self.factor * rope.original_max_position_embeddings)])
 
     @property

@@ -165,10 +165,9 @@ class LongRoPE(RopeScaling):
         return self.short_factor is not None and self.short_factor != self.long_factor
 
     def ladder(self, rope: RopeGeometry) -> Int[Tensor, " rung"]:
-        reach = super().ladder(rope)
-        if not self.is_dynamic:
-            return reach
-        return torch.cat([torch.tensor([rope.original_max_position_embeddings]), reach])
+        trained = rope.original_max_position_embeddings
+        reach = round(self.factor * trained)
+        return torch.tensor([trained, reach] if self.is_dynamic else [reach])
 
     def rescale_factors(self, rope: RopeGeometry, length: Tensor | None = None) -> Tensor:
         factors = self._checked("long_factor", rope)
@@ -194,7 +193,12 @@ class LongRoPE(RopeScaling):
         return over_lengths(torch.tensor(value, dtype=torch.float64), length)
 
     def at_length(self, rope: RopeGeometry, length: int) -> RopeScaling:
-        if not self.is_late:
+        if self.start_tokens:
+            raise ValueError(
+                f"longrope with start_tokens={self.start_tokens} has no static form, as no config can say that the "
+                "first tokens are unscaled. Leave length out, or start_tokens."
+            )
+        if not self.is_dynamic:
             return super().at_length(rope, length)
         factors = self.long_factor
         if self.short_factor is not None and length <= rope.original_max_position_embeddings:

@@ -131,8 +131,8 @@ class DualChunkAttention(PositionRemapping):
 
     Attributes:
         chunk_size: s in tokens, the largest distance; None takes three quarters of the trained length.
-        local_window: tokens up to which every distance is exact, as long as it is at most half of chunk_size; None takes
-            an eighth of the trained length.
+        local_window: tokens up to which every distance is exact, if it is at most half of chunk_size; None takes an
+            eighth of the trained length.
     """
 
     paper: ClassVar[Paper] = Paper("Dual Chunk Attention (ChunkLlama)", 2024, "https://arxiv.org/abs/2402.17463")
