@@ -164,7 +164,8 @@ def attention_table() -> str:
     lines = ["| over stock | | bar |", "|---|---|---|"]
     for name, figure in record["figures"].items():
         if figure["bar"] != "no bar":
-            lines.append(f"| {name} | {figure['value']:.3g} | {figure['bar'].replace('<=', '≤')} |")
+            short = "" if figure["ok"] else ", short"
+            lines.append(f"| {name} | {figure['value']:.4g} | {figure['bar'].replace('<=', '≤')}{short} |")
     return "\n".join(lines)
 
 
