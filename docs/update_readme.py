@@ -25,17 +25,17 @@ def comparison_table(file: str, page: str = ".") -> str:
     """
     summary = json.loads((ROOT / file).read_text())
     figures = summary["figures"]
-    lengths, bands = list(figures["none"]["retrieval"]["passkey"]), list(figures["none"]["perplexity"])
+    asked, bands = figures["none"]["retrieval"].get("passkey", {}), list(figures["none"]["perplexity"])
     trained, gated = summary["about"]["trained_length"], any(figure["gate"] for figure in figures.values())
     head = [
         "method",
-        *(f"passkey at {int(length):,}" for length in lengths),
+        *(f"passkey at {int(length):,}" for length in asked),
         *(f"perplexity at {'–'.join(f'{int(end):,}' for end in band.split('-'))}" for band in bands),
         *([f"price within {trained:,} (nats)"] if gated else []),
     ]
     lines = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
     for method, figure in figures.items():
-        shares = figure["retrieval"]["passkey"].values()
+        shares = figure["retrieval"]["passkey"].values() if asked else ()
         found = [f"{share['value']:.0%} [{100 * share['low']:.0f}, {100 * share['high']:.0f}]" for share in shares]
         loss = (figure["gate"] or {}).get("loss")
         price = f"{loss['value']:+.3f} [{loss['low']:+.3f}, {loss['high']:+.3f}]" if loss and method != "none" else ""
@@ -43,11 +43,12 @@ def comparison_table(file: str, page: str = ".") -> str:
         cells = [name, *found, *(f"{value:.1f}" for value in figure["perplexity"].values())]
         cells += [price] if gated else []
         lines.append("| " + " | ".join(cells) + " |")
-    n = next(iter(figures["none"]["retrieval"]["passkey"].values()))["n"]
+    prompts = f"{next(iter(asked.values()))['n']} prompts a cell, with 95% intervals; " if asked else ""
+    longest = int(bands[-1].split("-")[-1])
     lines += [
         "",
-        f"{n} prompts a cell, with 95% intervals; {_count(summary['windows'], 'window')} of {int(lengths[-1]):,} "
-        f"tokens, seed {summary['identity']['seed']}; from [{file}]({os.path.relpath(file, page)}).",
+        f"{prompts}{_count(summary['windows'], 'window')} of {longest:,} tokens, seed {summary['identity']['seed']}; "
+        f"from [{file}]({os.path.relpath(file, page)}).",
     ]
     return "\n".join(lines)
 
