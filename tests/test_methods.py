@@ -428,9 +428,11 @@ def test_longrope_switches_right_after_the_trained_length():
 
 @pytest.mark.parametrize(("length", "values"), [(100, SHORT), (8192, SHORT), (8193, LONG), (65536, LONG)])
 def test_longrope_pinned_at_a_length_is_one_of_its_lists(length, values):
-    method = replace(TWO_LISTS, start_tokens=4, attention_factor=1.1)
+    method = replace(TWO_LISTS, attention_factor=1.1)
     assert method.at_length(LLAMA, length) == LongRoPE(factor=8, long_factor=values, attention_factor=1.1)
     assert not method.at_length(LLAMA, length).is_late
+    with pytest.raises(ValueError, match="start_tokens=4 has no static form"):
+        replace(method, start_tokens=4).at_length(LLAMA, length)
 
 
 def test_longrope_is_late_only_where_a_config_cannot_say_it():
