@@ -26,7 +26,8 @@ def comparison_table(file: str, page: str = ".") -> str:
     summary = json.loads((ROOT / file).read_text())
     figures = summary["figures"]
     asked, bands = figures["none"]["retrieval"].get("passkey", {}), list(figures["none"]["perplexity"])
-    trained, gated = summary["about"]["trained_length"], any(figure["gate"] for figure in figures.values())
+    trained = summary["about"]["trained_length"]
+    gated = any((figure["gate"] or {}).get("loss") for figure in figures.values())
     head = [
         "method",
         *(f"passkey at {int(length):,}" for length in asked),
