@@ -24,10 +24,9 @@ import torch
 from torch import Tensor, nn
 
 from ctxext import __version__
-from ctxext.api import extend_context
 from ctxext.configs import read_context, rotary_dim
 from ctxext.extension import Proof, read_record, save_bilingual
-from ctxext.folders import checkpoint_folder, written_whole
+from ctxext.folders import checkpoint_folder, extended_as_saved, written_whole
 from ctxext.methods import geometry_in_use
 from ctxext.sites import rotary
 
@@ -311,9 +310,8 @@ def load(
 
     folder = _folder(name_or_path, revision)
     if not _is_adapter(folder):
-        model = AutoModelForCausalLM.from_pretrained(folder, use_safetensors=True, **from_pretrained).eval()
-        extended = read_record(folder)
-        return model if extended is None else extend_context(model, **extended)
+        model = AutoModelForCausalLM.from_pretrained(folder, use_safetensors=True, **from_pretrained)
+        return extended_as_saved(model, folder)
     record = _record(folder)
     base, config = _find_base(folder, record)
     return _load_adapter(folder, base, config, record, is_trainable, **from_pretrained)
@@ -419,9 +417,7 @@ def _load_adapter(
     model = AutoModelForCausalLM.from_pretrained(base, config=config, use_safetensors=True, **from_pretrained)
     if record is not None:
         _check_live(model, record)
-    extended = read_record(base)
-    if extended is not None:
-        extend_context(model.eval(), **extended)
+    model = extended_as_saved(model, base)
     return PeftModel.from_pretrained(model, folder, is_trainable=is_trainable).eval()
 
 

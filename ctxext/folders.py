@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ctxext.api import extend_context
 from ctxext.configs import Plan, plan_extension
 from ctxext.extension import RECORD, check_on_paper, read_record, version_4_keys, write_record
 from ctxext.methods import ContextMethod
@@ -70,6 +71,12 @@ def check_not_extended(folder: Path, existing: str = "refuse") -> dict[str, Any]
             "do not add up. Use it as it is, or start again from the model as it was with existing='replace'."
         )
     return record
+
+
+def extended_as_saved(model: Any, folder: Path) -> Any:
+    """The model of `folder` in eval mode, extended in place as `context_extension.json` there says, if it does."""
+    extension = read_record(folder)
+    return model.eval() if extension is None else extend_context(model.eval(), **extension)
 
 
 def extended_json(folder: Path, **arguments: Any) -> tuple[Plan, dict[str, Any]]:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache, DynamicCache
 
 from ctxext.attention import keys
-from ctxext.attention.masks import BlockMask, Rows, block_mask
+from ctxext.attention.masks import BlockMask, Rows, additive, block_mask
 from ctxext.attention.rotary import LateRotary, Layer, rotate
 from ctxext.attention.softmax import Part, Softmax
 from ctxext.methods import Branch, PositionRemapping, RopeScaling
@@ -111,9 +111,8 @@ class Call:
         """The model's own attention function."""
         if isinstance(mask, BlockMask):
             mask = None if mask.is_causal and not self.rotary.additive_masks and _square(query, key) else mask.whole()
-        if mask is not None and mask.dtype == torch.bool and self.rotary.additive_masks:
-            lowest = torch.finfo(query.dtype).min
-            mask = torch.zeros(mask.shape, dtype=query.dtype, device=mask.device).masked_fill(~mask, lowest)
+        if mask is not None and self.rotary.additive_masks:
+            mask = additive(mask, query.dtype)
         batch, heads, n_queries, head_dim = query.shape
         groups = heads // key.shape[1]
         shared_mask = mask is None or mask.shape[1] == 1

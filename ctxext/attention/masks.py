@@ -99,6 +99,13 @@ def block_mask(
     return BlockMask(is_causal, (batch_size, 1, q_length, kv_length), make, q_offset, kv_offset)
 
 
+def additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """A bool mask as what eager attention adds to its scores; any other mask is that already."""
+    if mask.dtype != torch.bool:
+        return mask
+    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill(~mask, torch.finfo(dtype).min)
+
+
 @dataclass(frozen=True)
 class Rows:
     """The mask of some queries of a pass, whatever it was given as.

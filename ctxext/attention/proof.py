@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ctxext.attention.call import KEYWORD
+from ctxext.attention.masks import additive
 from ctxext.attention.rotary import Convention, LateRotary, rotate
 
 CONVENTIONS = (
@@ -48,8 +49,7 @@ class Looker:
             query, key = self.instead[index]
         whole = mask.whole() if hasattr(mask, "whole") else mask
         if self.rotary.additive_masks:
-            lowest = torch.finfo(query.dtype).min
-            whole = torch.zeros(whole.shape, dtype=query.dtype, device=query.device).masked_fill(~whole, lowest)
+            whole = additive(whole, query.dtype)
         return self.rotary.attend(module, query, key, value, whole, **kwargs)
 
 

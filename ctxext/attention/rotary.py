@@ -129,9 +129,7 @@ class LateRotary(ExtendedRotary):
         self, positions: Int[Tensor, "batch n"], inv_freq: Float[Tensor, "batch pair"], scaling: Float[Tensor, " batch"]
     ) -> tuple[Tensor, Tensor]:
         """cos and sin with frequencies and a multiplier for each row, of shape (batch, n, pair)."""
-        angles = positions[..., None].float() * inv_freq[:, None]
-        times = scaling[:, None, None]
-        cos, sin = angles.cos() * times, angles.sin() * times
+        cos, sin = _cos_sin(positions, inv_freq[:, None], scaling[:, None, None])
         start = self.method.start_tokens if isinstance(self.method, RopeScaling) else 0
         if start:
             plain_cos, plain_sin = self.plain(positions)
@@ -152,7 +150,7 @@ class LateRotary(ExtendedRotary):
         return (self.rope.inv_freq / factors).float().to(length.device), scaling.float().to(length.device)
 
 
-def _cos_sin(positions: Tensor, inv_freq: Tensor, times: float) -> tuple[Tensor, Tensor]:
+def _cos_sin(positions: Tensor, inv_freq: Tensor, times: float | Tensor) -> tuple[Tensor, Tensor]:
     angles = positions[..., None].float() * inv_freq.to(positions.device)
     return angles.cos() * times, angles.sin() * times
 

@@ -139,8 +139,7 @@ def load(
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging
 
-    from ctxext.api import extend_context
-    from ctxext.extension import read_record
+    from ctxext.folders import extended_as_saved
 
     logging.disable_progress_bar()
     if device is None:
@@ -155,10 +154,7 @@ def load(
         dtype = "float32"
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, device_map=device if device != "cpu" else None)
-    extension = None if bare else read_record(folder)
-    if extension is not None:
-        extend_context(model, **extension)
-    return model.eval(), tokenizer
+    return model.eval() if bare else extended_as_saved(model, folder), tokenizer
 
 
 def load_text(choice: str | None, tokenizer: PreTrainedTokenizerBase, at_least: int) -> Haystack:
