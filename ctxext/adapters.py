@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from ctxext import __version__
 from ctxext.configs import read_context, rotary_dim
-from ctxext.extension import Proof, read_record, save_bilingual
+from ctxext.extension import Proof, read_record, save_portable
 from ctxext.folders import checkpoint_folder, extended_as_saved, written_whole
 from ctxext.methods import geometry_in_use
 from ctxext.sites import rotary
@@ -241,7 +241,7 @@ def save_trained(
             adapter_config["base_model_name_or_path"] = base.extended
             path.write_text(json.dumps(adapter_config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
         else:
-            save_bilingual(model, building, state_dict=state_dict)
+            save_portable(model, building, state_dict=state_dict)
         if tokenizer is not None:
             _save_tokenizer(tokenizer, building, base.max_position_embeddings)
         write_record(building, base)
@@ -493,7 +493,7 @@ def merge(folder: Path | str, output: Path | str, dtype: torch.dtype | str | Non
     merged = model.merge_and_unload(safe_merge=True)
     _compare(_probe(merged), expected, torch.float32, "merging")
     with written_whole(output) as building:
-        save_bilingual(merged.to(dtype), building)
+        save_portable(merged.to(dtype), building)
         reach = config.get_text_config(decoder=True).max_position_embeddings
         _copy_tokenizer((adapter, base), building, reach)
         if record is not None:

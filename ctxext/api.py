@@ -7,20 +7,22 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from torch import nn
+
 from ctxext import extension
-from ctxext.configs import Existing, plan_extension
 from ctxext.description import ContextDescription, describe
 from ctxext.methods import ContextMethod, RopeScaling
+from ctxext.planning import plan_extension
+from ctxext.plans import Existing
 
 if TYPE_CHECKING:
-    from torch import nn
     from transformers import PreTrainedConfig
 
 
 def extend_context(
     model: nn.Module,
     factor: float | None = None,
-    method: str | ContextMethod = "yarn",
+    method: str | ContextMethod | None = None,
     *,
     target_length: int | None = None,
     original_max_position_embeddings: int | None = None,
@@ -31,17 +33,20 @@ def extend_context(
 ) -> Any:
     """Extend the context window of a live model, in place, and prove that it took effect.
 
-    The rotary embedding is replaced by one of the family's own class, the config is updated, and the
-    receipt is put on the model as `model.context_extension`. Saving then writes a checkpoint that
-    plain transformers loads. `restore_context(model)` undoes it bitwise.
+    What holds the positions (a rotary embedding, a table, ALiBi's slopes, T5's buckets, relative representations) is
+    found and changed, the config is updated, and the receipt is put on the model as `model.context_extension`. Saving
+    then writes a checkpoint that plain transformers loads, where weights and config can say it; otherwise
+    `context_extension.json` beside it is what `ctxext.load` extends by. `restore_context(model)` undoes it bitwise.
 
-    Dynamic methods and those that remap positions rotate inside attention instead, exactly under any cache; their
-    saved form needs `ctxext.load`, or a `length` to freeze a dynamic one at.
+    Dynamic methods for RoPE and those that remap positions rotate inside attention, exactly under any cache; pass a
+    `length` to freeze a dynamic one at.
 
     Args:
         model: a transformers model, or one wrapped by PEFT, torch.compile or DDP.
         factor: target length / trained length; 4 when neither it nor `target_length` is given.
-        method: a registered name (`ctxext.list_methods()`), or an instance such as `YaRN(factor=8, beta_fast=16)`.
+        method: a registered name (`ctxext.list_methods()`), or an instance such as `YaRN(factor=8, beta_fast=16)`;
+            None for the encoding's default: yarn for RoPE, alibi_scaling, hierarchical (learned tables),
+            sinusoidal_interpolation, bucket_scaling (T5), distance_interpolation (relative).
         target_length: tokens to reach, in the place of `factor`.
         original_max_position_embeddings: the length in tokens at which the model was really trained,
             where you know better than its config and the table of checkpoints.
@@ -58,8 +63,8 @@ def extend_context(
         The same model.
 
     Raises:
-        ValueError: an argument is wrong, the model has no standard rotary embedding, it covers that length
-            already, or its RoPE is scaled and `existing` does not say what to do.
+        ValueError: an argument is wrong, the model has no position encoding that is known here, it covers that length
+            already, or it is scaled already and `existing` does not say what to do.
         RuntimeError: the model is extended already, or the patch could not be proven to work.
         TypeError: `model` is not a transformers model, or `method` neither a name nor an instance.
         In each case the model is left as it was.
@@ -75,6 +80,7 @@ def extend_context(
         inner.config,
         factor,
         method,
+        model=inner,
         target_length=target_length,
         original_max_position_embeddings=original_max_position_embeddings,
         existing=existing,
@@ -102,7 +108,7 @@ def restore_context(model: nn.Module) -> Any:
 
 @contextmanager
 def temporarily_extended(
-    model: nn.Module, factor: float | None = None, method: str | ContextMethod = "yarn", **options: Any
+    model: nn.Module, factor: float | None = None, method: str | ContextMethod | None = None, **options: Any
 ) -> Iterator[Any]:
     """`extend_context` for the length of a `with` block; restored on exceptions too."""
     extend_context(model, factor, method, **options)
@@ -113,21 +119,25 @@ def temporarily_extended(
 
 
 def extend_config(
-    config: PreTrainedConfig, factor: float | None = None, method: str | ContextMethod = "yarn", **options: Any
+    config: PreTrainedConfig, factor: float | None = None, method: str | ContextMethod | None = None, **options: Any
 ) -> Any:
     """A copy of `config` for the extended model: for those who hand a config to a trainer or a server.
 
     Arguments and errors are those of `extend_context`. The copy is not checked against a live model.
 
     Raises:
-        ValueError: as `extend_context`; or the method rotates inside attention, which no config can say.
+        ValueError: as `extend_context`; or a config alone cannot say it.
     """
     plan = plan_extension(config, factor, method, **options)
-    if plan.method is not None and plan.is_late:
+    if plan.method is not None and not plan.is_portable:
         pin = ", or pin it with length=" if isinstance(plan.method, RopeScaling) else ""
         raise ValueError(
-            f"{plan.method.name} rotates inside attention, which no config can say. Extend a live model with "
-            f"extend_context{pin}."
+            f"{plan.method.name} is nothing that a config can say here. Extend a live model with extend_context{pin}."
+        )
+    if plan.method is not None and plan.changes_weights:
+        raise ValueError(
+            f"{plan.method.name} makes new weights, so a config alone would fit no checkpoint. Extend a live model "
+            "with extend_context and save it."
         )
     extended = copy.deepcopy(config)
     plan.apply_to(extended.get_text_config(decoder=True))
@@ -141,5 +151,7 @@ def describe_context(
 
     Takes a model or a config; loads and changes nothing. Other arguments are those of `extend_context`.
     """
-    config = getattr(model_or_config, "config", model_or_config)
-    return describe(config, factor, target_length, **options)
+    if isinstance(model_or_config, nn.Module):
+        model = extension.transformers_model(model_or_config)
+        return describe(model.config, factor, target_length, model=model, **options)
+    return describe(model_or_config, factor, target_length, **options)

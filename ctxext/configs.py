@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import sys
 from dataclasses import dataclass, field, replace
 from importlib.resources import files
-from typing import Any, Literal, get_args
+from typing import Any, Literal, cast, get_args
 
 import torch
 
@@ -16,22 +15,20 @@ from ctxext.families import family_of
 from ctxext.methods import (
     ContextMethod,
     PositionRemapping,
+    RopeMethod,
     RopeScaling,
-    check_factor,
     geometry_in_use,
     longrope_parameters,
-    make_method,
     method_from_dict,
     method_from_rope_parameters,
     scaled_rope_parameters,
 )
+from ctxext.plans import Existing, Plan, chosen_method, factor_and_target
 
 if sys.version_info >= (3, 11):
     import tomllib
 else:
     import tomli as tomllib
-
-Existing = Literal["refuse", "keep", "compose", "replace"]
 
 # Keys of `rope_parameters` that belong to a scaling. All others (partial_rotary_factor,
 # mrope_section, ...) belong to the family and stay.
@@ -100,7 +97,7 @@ class ContextFacts:
     reach: int
     original_length: int
     original_theta: float
-    scaling: ContextMethod | None
+    scaling: RopeMethod | None
     mark: dict[str, Any] | None
     checkpoint: Checkpoint | None
 
@@ -150,6 +147,21 @@ def rotary_dim(text_config: Any, parameters: dict[str, Any]) -> int:
     return int(head_dim(text_config) * (parameters.get("partial_rotary_factor") or 1.0))
 
 
+def has_rope(text_config: Any) -> bool:
+    """Whether a config says that its model rotates queries and keys; ALiBi, where a family has both, wins."""
+    return bool(getattr(text_config, "rope_parameters", None)) and not getattr(text_config, "alibi", False)
+
+
+def no_encoding(text_config: Any) -> str | None:
+    """Why there is nothing to extend in a family without positions; None for all others."""
+    if not family_of(text_config).no_positions:
+        return None
+    return (
+        "has no position encoding that could run out, so there is nothing to extend: just raise the limit (the "
+        "tokenizer's model_max_length, or your server's maximum length)."
+    )
+
+
 def live_mark(text_config: Any) -> dict[str, Any] | None:
     """The note that ctxext left in this config, unless the config was edited since."""
     mark = getattr(text_config, "ctxext", None)
@@ -160,10 +172,10 @@ def live_mark(text_config: Any) -> dict[str, Any] | None:
     return None if edited else mark
 
 
-def _marked_scaling(mark: dict[str, Any], parameters: dict[str, Any], limit: int) -> ContextMethod | None:
+def _marked_scaling(mark: dict[str, Any], parameters: dict[str, Any], limit: int) -> RopeMethod | None:
     """The method that a mark names; where it is registered in another program only, the form it was saved in."""
     try:
-        return None if mark["method"] is None else method_from_dict(mark["method"])
+        return None if mark["method"] is None else cast(RopeMethod, method_from_dict(mark["method"]))
     except ValueError:
         return method_from_rope_parameters(parameters, limit)
 
@@ -193,17 +205,12 @@ def read_context(config: Any, original_max_position_embeddings: int | None = Non
     """
     text_config = config.get_text_config(decoder=True)
     name = f"{type(text_config).__name__} (model_type {text_config.model_type!r})"
-    if family_of(text_config).no_positions:
-        raise ValueError(
-            f"{name} has no position encoding that could run out, so there is nothing to extend: just raise the "
-            "limit (the tokenizer's model_max_length, or your server's maximum length)."
-        )
+    reason = no_encoding(text_config)
+    if reason is not None:
+        raise ValueError(f"{name} {reason}")
     parameters = getattr(text_config, "rope_parameters", None)
     if not parameters:
-        raise ValueError(
-            f"{name} has no rotary position embedding: its config holds no rope_parameters. ctxext extends models "
-            "with RoPE; this one was left as it was."
-        )
+        raise ValueError(f"{name} has no rotary position embedding: its config holds no rope_parameters.")
     if any(isinstance(value, dict) for value in parameters.values()):
         raise ValueError(
             f"{name} keeps rope_parameters for each layer type ({', '.join(parameters)}), which ctxext does not "
@@ -254,53 +261,53 @@ def read_context(config: Any, original_max_position_embeddings: int | None = Non
     )
 
 
-@dataclass(frozen=True)
-class Plan:
-    """An extension worked out on paper: the method, its numbers and the config's new values.
+@dataclass(frozen=True, kw_only=True)
+class RopePlan(Plan):
+    """The plan of an extension of rotary position embeddings.
 
     Attributes:
-        method: None where existing="keep" leaves the frequencies alone.
         rope: what the method starts from.
         extended: the frequencies and the attention factor that the model will have; of a dynamic method at its full
             reach.
-        factor: target length / trained length of `rope`.
-        updates: new values of attributes of the text config.
         rotated_copy: whether caches keep a copy of the keys as a dynamic method rotates them for decoding.
-        notes: what a person should know, a sentence each.
     """
 
+    method: RopeMethod | None
     facts: ContextFacts
-    existing: Existing
-    method: ContextMethod | None
     rope: RopeGeometry
     extended: RopeGeometry
-    factor: float
-    target_length: int
-    updates: dict[str, Any]
     rotated_copy: bool
-    notes: tuple[str, ...]
+
+    @property
+    def encoding(self) -> str:
+        return "rope"
+
+    @property
+    def start(self) -> int:
+        return self.rope.original_max_position_embeddings
+
+    @property
+    def start_source(self) -> str:
+        return self.facts.trained_length_source
+
+    @property
+    def original_length(self) -> int:
+        return self.facts.original_length
+
+    @property
+    def is_portable(self) -> bool:
+        return not self.is_late
 
     @property
     def is_late(self) -> bool:
         """Whether it rotates inside attention, so that the saved config stays what it was."""
         return self.method is not None and self.method.is_late
 
-    @property
-    def summary(self) -> str:
-        """`yarn ×4: 512 → 2048 tokens`"""
-        name = "native scaling kept" if self.method is None else self.method.name
-        start = self.rope.original_max_position_embeddings
-        return f"{name} ×{self.factor:g}: {start} → {self.target_length} tokens"
 
-    def apply_to(self, text_config: Any) -> None:
-        for name, value in self.updates.items():
-            setattr(text_config, name, copy.deepcopy(value))
-
-
-def plan_extension(
+def plan_rope(
     config: Any,
     factor: float | None = None,
-    method: str | ContextMethod = "yarn",
+    method: str | ContextMethod | None = None,
     *,
     target_length: int | None = None,
     original_max_position_embeddings: int | None = None,
@@ -308,8 +315,8 @@ def plan_extension(
     length: int | None = None,
     rotated_copy: bool = False,
     **options: Any,
-) -> Plan:
-    """Work out an extension of `config`. Arguments and errors are those of `ctxext.extend_context`."""
+) -> RopePlan:
+    """Work out an extension of a config with RoPE. Arguments and errors are those of `ctxext.extend_context`."""
     if existing not in get_args(Existing):
         raise ValueError(f"existing must be one of {', '.join(get_args(Existing))}; got {existing!r}.")
     facts = read_context(config, original_max_position_embeddings)
@@ -335,7 +342,8 @@ def plan_extension(
     _refuse_special_keys(facts, existing)
     rope = facts.original_rope if existing == "replace" or not scaled else facts.rope
     start = rope.original_max_position_embeddings
-    factor, target_length = _factor_and_target(factor, target_length, method, start)
+    named, method = method is not None, "yarn" if method is None else method
+    factor, target_length = factor_and_target(factor, target_length, method, start)
     if target_length <= start:
         raise ValueError(
             f"this model already covers {target_length} tokens: from {start} ({facts.trained_length_source}) "
@@ -349,7 +357,7 @@ def plan_extension(
         )
 
     if existing == "keep":
-        if method != "yarn" or options or length is not None:
+        if named or options or length is not None:
             raise ValueError(
                 "existing='keep' leaves the frequencies as they are, so a method has no effect. Drop method= and its "
                 "options, or use existing='compose'."
@@ -359,7 +367,8 @@ def plan_extension(
                 "transformers' dynamic scaling is counted from max_position_embeddings, so it cannot be kept while "
                 "that is raised. Use existing='replace'."
             )
-        chosen, extended, parameters = None, rope, dict(facts.rope_parameters)
+        chosen: RopeMethod | None = None
+        extended, parameters = rope, dict(facts.rope_parameters)
     else:
         chosen = _chosen_method(method, factor, rope, length, options)
         extended = _extended(chosen, rope, target_length)
@@ -372,7 +381,8 @@ def plan_extension(
             "rotated_copy keeps a copy of the keys for methods whose scale follows each query, such as dynamic_ntk; "
             f"{'native scaling' if chosen is None else chosen.name} has no use for one. Leave it out."
         )
-    return Plan(
+    return RopePlan(
+        text_config=facts.text_config,
         facts=facts,
         existing=existing,
         method=chosen,
@@ -386,7 +396,7 @@ def plan_extension(
     )
 
 
-def _extended(method: ContextMethod, rope: RopeGeometry, target_length: int) -> RopeGeometry:
+def _extended(method: RopeMethod, rope: RopeGeometry, target_length: int) -> RopeGeometry:
     """The frequencies and the attention factor under `method`; those that remap positions leave them alone."""
     if isinstance(method, PositionRemapping):
         method.branches(rope)
@@ -447,62 +457,20 @@ def _refuse_special_keys(facts: ContextFacts, existing: Existing) -> None:
             )
 
 
-def _factor_and_target(
-    factor: float | None, target_length: int | None, method: str | ContextMethod, start: int
-) -> tuple[float, int]:
-    if isinstance(method, ContextMethod):
-        if factor is not None and factor != method.factor:
-            raise ValueError(
-                f"factor={factor} disagrees with {type(method).__name__}(factor={method.factor}). "
-                "Give the factor in one place."
-            )
-        if target_length is not None and target_length != round(method.factor * start):
-            raise ValueError(
-                f"target_length={target_length} disagrees with {type(method).__name__}(factor={method.factor}), "
-                f"which reaches {round(method.factor * start)} tokens from {start}. Leave one out."
-            )
-        factor = method.factor
-    elif not isinstance(method, str):
-        raise TypeError(
-            f"method must be a registered name such as 'yarn', or an instance such as YaRN(factor=4); got {method!r}."
-        )
-    elif factor is not None and target_length is not None:
-        raise ValueError(
-            f"pass factor or target_length, not both; got factor={factor} and target_length={target_length}."
-        )
-    if target_length is not None:
-        if isinstance(target_length, bool) or not isinstance(target_length, int) or target_length < 1:
-            raise ValueError(f"target_length must be a number of tokens (an int), got {target_length!r}.")
-        if factor is None:
-            factor = max(target_length / start, 1.0)
-    else:
-        factor = 4.0 if factor is None else factor
-        check_factor(factor)
-        target_length = round(factor * start)
-    return float(factor), target_length
-
-
 def _chosen_method(
     method: str | ContextMethod, factor: float, rope: RopeGeometry, length: int | None, options: dict[str, Any]
-) -> ContextMethod:
-    if isinstance(method, ContextMethod):
-        if options:
-            raise ValueError(
-                f"options {', '.join(options)} come with a method's name; {type(method).__name__} is built already. "
-                "Set them on the instance."
-            )
-        chosen = method
-    else:
-        chosen = make_method(method, factor, **options)
+) -> RopeMethod:
+    chosen = chosen_method(method, factor, "rope", options)
+    assert isinstance(chosen, RopeMethod)
+    if length is None:
+        return chosen
     reach = round(factor * rope.original_max_position_embeddings)
-    if length is not None:
-        if isinstance(length, bool) or not isinstance(length, int) or not 1 <= length <= reach:
-            raise ValueError(f"length must be a number of tokens (an int) up to {reach}, got {length!r}.")
-        return chosen.at_length(rope, length)
-    return chosen
+    if isinstance(length, bool) or not isinstance(length, int) or not 1 <= length <= reach:
+        raise ValueError(f"length must be a number of tokens (an int) up to {reach}, got {length!r}.")
+    return chosen.at_length(rope, length)
 
 
-def _portable(method: ContextMethod, rope: RopeGeometry, facts: ContextFacts) -> dict[str, Any]:
+def _portable(method: RopeMethod, rope: RopeGeometry, facts: ContextFacts) -> dict[str, Any]:
     """The config's new `rope_parameters`: the scaling in transformers' words, the family's keys kept."""
     assert isinstance(method, RopeScaling)
     parameters = scaled_rope_parameters(method, rope)
@@ -516,7 +484,7 @@ def _portable(method: ContextMethod, rope: RopeGeometry, facts: ContextFacts) ->
 
 
 def _updates(
-    facts: ContextFacts, method: ContextMethod | None, parameters: dict[str, Any], start: int, target: int
+    facts: ContextFacts, method: RopeMethod | None, parameters: dict[str, Any], start: int, target: int
 ) -> dict[str, Any]:
     from ctxext import __version__
 
@@ -537,7 +505,7 @@ def _updates(
     return updates
 
 
-def _notes(facts: ContextFacts, method: ContextMethod | None, extended: RopeGeometry) -> tuple[str, ...]:
+def _notes(facts: ContextFacts, method: RopeMethod | None, extended: RopeGeometry) -> tuple[str, ...]:
     notes = []
     config = facts.text_config
     late = method is not None and method.is_late

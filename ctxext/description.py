@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from ctxext.configs import Checkpoint, attention_layers, head_dim, plan_extension, read_context
-from ctxext.families import family_of
+from ctxext.configs import Checkpoint, attention_layers, has_rope, head_dim, no_encoding, read_context
+from ctxext.planning import encoding_of, plan_extension
+from ctxext.plans import ENCODINGS
 
 BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1}
 
@@ -16,12 +17,13 @@ class ContextDescription:
     """The answer of `describe_context`. `print` it, or read its fields.
 
     Attributes:
-        encoding: "rope", or what stands in its place; there the fields that RoPE has are None.
+        encoding: "rope", "alibi", "learned", "sinusoidal", "t5", "relative", "none" or "unknown"; the fields that only
+            RoPE has are None for the others.
         rope_theta: the base in the config.
         rotary_dim, head_dim: rotary dimensions of a head, and all of them.
         trained_length: tokens, with `trained_length_source` saying where that number comes from.
         scaling: the method in use, None for plain RoPE.
-        reach: tokens that the model covers as it is.
+        reach: tokens that the model covers as it is; None where nothing ends, but quality may.
         checkpoint: what is known of this published model.
         target_length: tokens that was asked about.
         kv_cache_bytes: of one sequence of `target_length` tokens, in `kv_dtype`.
@@ -45,16 +47,16 @@ class ContextDescription:
 
     def rows(self) -> list[tuple[str, str]]:
         """The description as (label, value) pairs, in the order in which a person reads them."""
-        rows = [("model type", self.model_type), ("position encoding", self.encoding)]
-        if self.encoding == "rope":
-            assert self.rope_theta is not None
+        rows = [("model type", self.model_type), ("position encoding", ENCODINGS.get(self.encoding, self.encoding))]
+        if self.rope_theta is not None:
             rows += [
                 ("rope theta", f"{self.rope_theta:g}"),
                 ("rotary dimensions", f"{self.rotary_dim} of {self.head_dim} a head"),
-                ("trained length", f"{self.trained_length:,} tokens ({self.trained_length_source})"),
-                ("scaling in use", _scaling_words(self.scaling, self.checkpoint)),
-                ("reach as it is", f"{self.reach:,} tokens"),
             ]
+        if self.trained_length is not None:
+            rows += [("trained length", f"{self.trained_length:,} tokens ({self.trained_length_source})")]
+            rows += [("scaling in use", _scaling_words(self.scaling, self.checkpoint))] * (self.encoding == "rope")
+            rows += [("reach as it is", "no limit" if self.reach is None else f"{self.reach:,} tokens")]
         if self.checkpoint is not None:
             recipe = self.checkpoint.recipe
             words = ", ".join(f"{key} {value}" for key, value in recipe.items()) if recipe else "none published"
@@ -71,12 +73,6 @@ class ContextDescription:
         rows = self.rows()
         width = max(len(label) for label, _ in rows)
         return "\n".join(f"{label:<{width}}  {value}" for label, value in rows)
-
-
-def _encoding_without_standard_rope(text_config: Any) -> str:
-    if family_of(text_config).no_positions:
-        return "none"
-    return "rope, one table for each layer type" if getattr(text_config, "rope_parameters", None) else "not rope"
 
 
 def _scaling_words(scaling: dict[str, Any] | None, checkpoint: Checkpoint | None) -> str:
@@ -101,38 +97,20 @@ def kv_cache_bytes(text_config: Any, n_tokens: int, bytes_each: int) -> int:
     return tokens * numbers * bytes_each
 
 
-def describe(config: Any, factor: float | None, target_length: int | None, **options: Any) -> ContextDescription:
+def describe(
+    config: Any, factor: float | None, target_length: int | None, *, model: Any = None, **options: Any
+) -> ContextDescription:
     """See `ctxext.describe_context`."""
     text_config = config.get_text_config(decoder=True)
     dtype = str(getattr(text_config, "dtype", None) or getattr(config, "dtype", None) or "bfloat16")
     dtype = dtype.removeprefix("torch.")
-    original = options.get("original_max_position_embeddings")
+    if not has_rope(text_config):
+        return _describe_other(config, dtype, factor, target_length, model=model, **options)
     try:
-        facts = read_context(config, original)
+        facts = read_context(config, options.get("original_max_position_embeddings"))
     except ValueError as error:
-        return ContextDescription(
-            model_type=text_config.model_type,
-            encoding=_encoding_without_standard_rope(text_config),
-            rope_theta=None,
-            rotary_dim=None,
-            head_dim=None,
-            trained_length=None,
-            trained_length_source="",
-            scaling=None,
-            reach=None,
-            checkpoint=None,
-            target_length=None,
-            kv_cache_bytes=None,
-            kv_dtype=dtype,
-            would_do=f"refuse: {error}",
-        )
-    try:
-        plan = plan_extension(config, factor, target_length=target_length, **options)
-        target, would_do = plan.target_length, plan.summary
-        if plan.is_late:
-            would_do += ", rotating inside attention: no config can say it, ctxext.load brings it back"
-    except ValueError as error:
-        target, would_do = target_length or round((factor or 4) * facts.reach), f"refuse: {error}"
+        return _unknown(config, dtype, "rope", f"refuse: {error}")
+    target, would_do = _would_do(config, facts.reach, factor, target_length, model=model, **options)
     return ContextDescription(
         model_type=text_config.model_type,
         encoding="rope",
@@ -146,6 +124,58 @@ def describe(config: Any, factor: float | None, target_length: int | None, **opt
         checkpoint=facts.checkpoint,
         target_length=target,
         kv_cache_bytes=kv_cache_bytes(text_config, target, BYTES.get(dtype, 2)),
+        kv_dtype=dtype,
+        would_do=would_do,
+    )
+
+
+def _would_do(
+    config: Any, reach: int, factor: float | None, target_length: int | None, **options: Any
+) -> tuple[int, str]:
+    """The target in tokens, and what extending would do."""
+    try:
+        plan = plan_extension(config, factor, target_length=target_length, **options)
+    except ValueError as error:
+        return target_length or round((factor or 4) * reach), f"refuse: {error}"
+    how = ""
+    if plan.is_late:
+        how = ", rotating inside attention"
+    if not plan.is_portable:
+        how += ": no config can say it, ctxext.load brings it back"
+    return plan.target_length, plan.summary + how
+
+
+def _describe_other(
+    config: Any, dtype: str, factor: float | None, target_length: int | None, *, model: Any, **options: Any
+) -> ContextDescription:
+    try:
+        found = encoding_of(config, model)
+    except ValueError as error:
+        text_config = config.get_text_config(decoder=True)
+        return _unknown(config, dtype, "none" if no_encoding(text_config) else "unknown", f"refuse: {error}")
+    _, would_do = _would_do(config, found.trained_length, factor, target_length, model=model, **options)
+    return replace(
+        _unknown(config, dtype, found.name, would_do),
+        trained_length=found.trained_length,
+        trained_length_source=found.source,
+        reach=found.limit,
+    )
+
+
+def _unknown(config: Any, dtype: str, encoding: str, would_do: str) -> ContextDescription:
+    return ContextDescription(
+        model_type=config.get_text_config(decoder=True).model_type,
+        encoding=encoding,
+        rope_theta=None,
+        rotary_dim=None,
+        head_dim=None,
+        trained_length=None,
+        trained_length_source="",
+        scaling=None,
+        reach=None,
+        checkpoint=None,
+        target_length=None,
+        kv_cache_bytes=None,
         kv_dtype=dtype,
         would_do=would_do,
     )

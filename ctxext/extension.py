@@ -8,7 +8,7 @@ import json
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,10 +17,14 @@ from torch import nn
 
 from ctxext import __version__
 from ctxext.attention.rotary import LateRotary, Layer
-from ctxext.configs import Plan, plan_extension, slides_over
+from ctxext.configs import RopePlan, slides_over
 from ctxext.families import family_of
 from ctxext.methods import ContextMethod, geometry_in_use, method_from_dict
+from ctxext.planning import SitePlan, plan_extension
+from ctxext.plans import ENCODINGS, Plan
 from ctxext.sites import rotary
+from ctxext.sites.contract import SiteProof
+from ctxext.sites.surgery import Surgery, Undo, undo
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -100,9 +104,10 @@ class Extension:
     """What `extend_context` did to a model. It stays on the model as `model.context_extension`."""
 
     plan: Plan
-    proof: Proof | LateProof | None  # None where the frequencies were kept
+    proof: Proof | LateProof | SiteProof | None  # None where the frequencies were kept
     sites: tuple[SwappedSite, ...] = ()
     configs: tuple[SwappedConfig, ...] = ()
+    undos: list[Undo] = field(default_factory=list)
 
     @property
     def method(self) -> ContextMethod | None:
@@ -112,28 +117,39 @@ class Extension:
     @property
     def inv_freq(self) -> torch.Tensor:
         """The frequencies in effect (a dynamic method's at full reach), radians a token, float64 of shape (pair,)."""
-        return self.plan.extended.inv_freq
+        return self._rope.extended.inv_freq
 
     @property
     def attention_factor(self) -> float:
         """The multiplier of cos and sin in effect."""
-        return self.plan.extended.attention_factor
+        return self._rope.extended.attention_factor
 
     def rope_parameters(self) -> dict[str, Any]:
         """The portable form, as it stands in the saved config."""
-        return copy.deepcopy(self.plan.updates["rope_parameters"])
+        return copy.deepcopy(self._rope.updates["rope_parameters"])
+
+    @property
+    def _rope(self) -> RopePlan:
+        if not isinstance(self.plan, RopePlan):
+            raise ValueError(f"this model has {ENCODINGS[self.plan.encoding]}, not RoPE: it has no frequencies.")
+        return self.plan
 
     def __repr__(self) -> str:
-        rope = self.plan.extended
-        paths = ", ".join(path for site in self.sites for path in site.paths)
+        paths = self.plan.site.paths if isinstance(self.plan, SitePlan) else [p for s in self.sites for p in s.paths]
+        numbers = []
+        if isinstance(self.plan, RopePlan):
+            rope, before = self.plan.extended, self.plan.rope
+            numbers = [
+                f"  inverse freq.     {rope.inv_freq[0]:.4g} … {rope.inv_freq[-1]:.4g} rad/token "
+                f"(before {before.inv_freq[0]:.4g} … {before.inv_freq[-1]:.4g})",
+                f"  attention factor  {rope.attention_factor:.6g}",
+            ]
         lines = [
             self.plan.summary,
-            f"  sites             {paths or 'none: only the config changed'}",
-            f"  inverse freq.     {rope.inv_freq[0]:.4g} … {rope.inv_freq[-1]:.4g} rad/token "
-            f"(before {self.plan.rope.inv_freq[0]:.4g} … {self.plan.rope.inv_freq[-1]:.4g})",
-            f"  attention factor  {rope.attention_factor:.6g}",
-            f"  trained length    {self.plan.rope.original_max_position_embeddings} "
-            f"({self.plan.facts.trained_length_source})",
+            f"  encoding          {ENCODINGS[self.plan.encoding]}",
+            f"  sites             {', '.join(paths) or 'none: only the config changed'}",
+            *numbers,
+            f"  trained length    {self.plan.start} ({self.plan.start_source})",
             f"  target length     {self.plan.target_length}",
             f"  saved as          {self._saved_as()}",
             f"  proof             {self.proof or 'none needed: no frequency changed'}",
@@ -142,9 +158,11 @@ class Extension:
         return "\n".join(lines)
 
     def _saved_as(self) -> str:
-        if self.plan.is_late:
+        if not self.plan.is_portable:
             return f"{RECORD} beside an unextended config: no config can say it"
-        return f"rope_type {self.plan.updates['rope_parameters'].get('rope_type')!r}"
+        if isinstance(self.plan, RopePlan):
+            return f"rope_type {self.plan.updates['rope_parameters'].get('rope_type')!r}"
+        return f"weights and config ({', '.join(name for name in self.plan.updates if name != 'ctxext')})"
 
 
 def extension_of(model: nn.Module) -> Extension | None:
@@ -192,20 +210,22 @@ def apply(model: PreTrainedModel, plan: Plan) -> Extension:
             that cannot be rotated late.
         RuntimeError: the new rotary embedding is not what the formula says, or nothing reads it.
     """
-    sites = _sites(model, plan)
     configs = _config_copies(model)
     plan.apply_to(configs[-1].extended)
     extension = Extension(plan=plan, proof=None, configs=configs)
+    sites = _sites(model, plan) if isinstance(plan, RopePlan) else []
     try:
-        if plan.is_late:
+        if isinstance(plan, SitePlan):
+            _write_sites(model, plan, extension)
+        elif isinstance(plan, RopePlan) and plan.is_late:
             _rotate_late(model, sites, extension)
-        elif plan.method is not None:
+        elif isinstance(plan, RopePlan) and plan.method is not None:
             built, extension.proof = _build(sites, configs[-1].extended, plan)
             _put(model, sites, built, extension)
         _swap_configs(model, {id(pair.original): pair.extended for pair in configs})
         model.__dict__[ATTRIBUTE] = extension
         # On the instance, as data (a partial), so that it survives deepcopy, pickle and PEFT's merge.
-        save = save_late if plan.is_late else save_bilingual
+        save = save_portable if plan.is_portable else save_with_record
         model.__dict__["save_pretrained"] = functools.partial(save, model)
         if isinstance(extension.proof, Proof):
             if rotary.on_meta(model):
@@ -216,6 +236,38 @@ def apply(model: PreTrainedModel, plan: Plan) -> Extension:
         restore(model, extension)
         raise
     return extension
+
+
+def _write_sites(model: PreTrainedModel, plan: SitePlan, extension: Extension) -> None:
+    """Extend an encoding other than RoPE, and prove it.
+
+    Raises:
+        ValueError: there are no weights yet.
+        RuntimeError: the model does not do what the method's formula says, or its output does not depend on it.
+    """
+    if rotary.on_meta(model):
+        raise ValueError(
+            f"{type(model).__name__} has no weights yet, and {plan.method.name} works on them. Load them first."
+        )
+    left = "The model was left as it was."
+    with (
+        torch.random.fork_rng(devices=[model.device] if model.device.type == "cuda" else []),
+        torch.compiler.set_stance("force_eager"),
+        in_eval_mode(model),
+        torch.no_grad(),
+    ):
+        before = plan.site.observe(model)
+        _swap_configs(model, {id(pair.original): pair.extended for pair in extension.configs})
+        plan.site.write(Surgery(model, extension.undos), plan.method, plan.target_length)
+        proof = plan.site.prove(model, plan.method, before)
+    if not proof.formula_error <= SiteProof.FORMULA_BAR:
+        raise RuntimeError(
+            f"{type(model).__name__} does not do what {plan.summary!r} says: it is {proof.formula_error:.1e} off the "
+            f"formula. {left}"
+        )
+    if not proof.effect > 0:
+        raise RuntimeError(f"{plan.summary} changes nothing in the output of {type(model).__name__}. {left}")
+    extension.proof = proof
 
 
 def _put(model: PreTrainedModel, sites: list[rotary.RotarySite], built: list[nn.Module], extension: Extension) -> None:
@@ -245,7 +297,7 @@ def _swap_configs(model: PreTrainedModel, new: dict[int, Any]) -> None:
         module.__dict__.update({k: new[id(v)] for k, v in module.__dict__.items() if id(v) in new})
 
 
-def _sites(model: PreTrainedModel, plan: Plan) -> list[rotary.RotarySite]:
+def _sites(model: PreTrainedModel, plan: RopePlan) -> list[rotary.RotarySite]:
     text_config = plan.facts.text_config
     name = f"{type(model).__name__} (model_type {text_config.model_type!r})"
     family = family_of(text_config)
@@ -269,7 +321,7 @@ def _sites(model: PreTrainedModel, plan: Plan) -> list[rotary.RotarySite]:
     return sites
 
 
-def _check_present_table(site: rotary.RotarySite, plan: Plan) -> None:
+def _check_present_table(site: rotary.RotarySite, plan: RopePlan) -> None:
     """The model must do what its config says before it is changed; float16 and bfloat16 casts are allowed."""
     if site.rotary_dim != plan.facts.rotary_dim:
         raise ValueError(
@@ -290,7 +342,7 @@ def _check_present_table(site: rotary.RotarySite, plan: Plan) -> None:
         )
 
 
-def _build(sites: list[rotary.RotarySite], config: Any, plan: Plan) -> tuple[list[nn.Module], Proof]:
+def _build(sites: list[rotary.RotarySite], config: Any, plan: RopePlan) -> tuple[list[nn.Module], Proof]:
     """The replacements on the CPU, made from the extended `config` and compared with the method's own formula."""
     built, frequency_error, output_error = [], 0.0, None
     for site in sites:
@@ -321,6 +373,7 @@ def _rotate_late(model: PreTrainedModel, sites: list[rotary.RotarySite], extensi
     from ctxext.attention import call, proof
 
     plan, config = extension.plan, extension.configs[-1].extended
+    assert isinstance(plan, RopePlan)
     name, left = f"{type(model).__name__} (model_type {config.model_type!r})", "The model was left as it was."
     if rotary.on_meta(model):
         raise ValueError(
@@ -436,7 +489,7 @@ def _refuse_to_rotate_late(
     return implementation
 
 
-def check_on_paper(config: Any, plan: Plan) -> None:
+def check_on_paper(config: Any, plan: RopePlan) -> None:
     """See that a model of `config` could be rotated late, as far as its classes say; no weights are needed.
 
     Raises:
@@ -514,6 +567,8 @@ def restore(model: PreTrainedModel, extension: Extension) -> None:
     _swap_configs(model, {id(pair.extended): pair.original for pair in extension.configs})
     for site in reversed(extension.sites):
         rotary.put(model, site.paths, site.original)
+    undo(model, extension.undos)
+    extension.undos.clear()
 
 
 def _is_late_attention(name: str, value: Any) -> bool:
@@ -541,7 +596,7 @@ def version_4_keys(text_config: Any, rope_parameters: dict[str, Any]) -> dict[st
     return keys
 
 
-def save_bilingual(model: PreTrainedModel, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
+def save_portable(model: PreTrainedModel, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
     """`model.save_pretrained`, with a config.json that transformers 5 and 4 both read.
 
     The keys of version 4 stand in the config only while it is written: kept there, they would go
@@ -553,7 +608,8 @@ def save_bilingual(model: PreTrainedModel, save_directory: Any, *args: Any, **kw
             "Leave it out."
         )
     text_config = model.config.get_text_config(decoder=True)
-    keys = version_4_keys(text_config, text_config.rope_parameters)
+    rope_parameters = getattr(text_config, "rope_parameters", None)
+    keys = version_4_keys(text_config, rope_parameters) if rope_parameters else {}
     before = {name: value for name, value in text_config.__dict__.items() if name in keys}
     text_config.__dict__.update(keys)
     try:
@@ -566,7 +622,9 @@ def save_bilingual(model: PreTrainedModel, save_directory: Any, *args: Any, **kw
     return saved
 
 
-def save_late(model: PreTrainedModel, save_directory: Any, *args: Any, length: int | None = None, **kwargs: Any) -> Any:
+def save_with_record(
+    model: PreTrainedModel, save_directory: Any, *args: Any, length: int | None = None, **kwargs: Any
+) -> Any:
     """`model.save_pretrained` for a model whose extension no config can say.
 
     The config is written as it was before the extension, so that plain transformers loads the unextended model, and
@@ -597,8 +655,8 @@ def save_late(model: PreTrainedModel, save_directory: Any, *args: Any, length: i
         text_config.__dict__.update(extended)
     write_record(Path(save_directory), extension.plan)
     warnings.warn(
-        f"{extension.plan.summary} rotates inside attention, which no config can say: the config was saved unextended, "
-        f"and the extension in {RECORD}. ctxext.load({str(save_directory)!r}) brings it back; plain transformers and "
+        f"{extension.plan.summary} is nothing that a config can say: the config was saved unextended, and "
+        f" the extension in {RECORD}. ctxext.load({str(save_directory)!r}) brings it back; plain transformers and "
         "other engines load the unextended model.",
         stacklevel=2,
     )
@@ -613,8 +671,8 @@ def write_record(folder: Path, plan: Plan) -> None:
         "summary": plan.summary,
         "method": plan.method.to_dict(),
         "existing": plan.existing,
-        "original_max_position_embeddings": plan.facts.original_length,
-        "rotated_copy": plan.rotated_copy,
+        "original_max_position_embeddings": plan.original_length,
+        "rotated_copy": isinstance(plan, RopePlan) and plan.rotated_copy,
     }
     (folder / RECORD).write_text(json.dumps(record, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
@@ -647,7 +705,7 @@ def _save_frozen(
     frozen = plan_extension(
         extension.configs[0].original,
         method=plan.method,
-        original_max_position_embeddings=plan.facts.original_length,
+        original_max_position_embeddings=plan.original_length,
         existing=plan.existing,
         length=length,
     )
@@ -655,7 +713,7 @@ def _save_frozen(
     try:
         frozen_extension = apply(model, frozen)
         try:
-            return save_bilingual(model, save_directory, *args, **kwargs)
+            return save_portable(model, save_directory, *args, **kwargs)
         finally:
             restore(model, frozen_extension)
     finally:

@@ -13,9 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from ctxext.api import extend_context
-from ctxext.configs import Plan, plan_extension
+from ctxext.configs import RopePlan
 from ctxext.extension import RECORD, check_on_paper, read_record, version_4_keys, write_record
 from ctxext.methods import ContextMethod
+from ctxext.planning import plan_extension
+from ctxext.plans import Plan
 
 REWRITTEN = ("config.json", "tokenizer_config.json", RECORD)
 
@@ -82,7 +84,7 @@ def extended_as_saved(model: Any, folder: Path) -> Any:
 def extended_json(folder: Path, **arguments: Any) -> tuple[Plan, dict[str, Any]]:
     """The plan for the checkpoint in `folder` and its new config.json: every other key stays as it was.
 
-    All of them do where the method rotates inside attention, which no config can say.
+    All of them do where no config can say it.
     """
     from transformers import AutoConfig
 
@@ -92,15 +94,18 @@ def extended_json(folder: Path, **arguments: Any) -> tuple[Plan, dict[str, Any]]
     raw = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     config = AutoConfig.from_pretrained(folder)
     plan = plan_extension(config, **arguments)
-    if plan.is_late:
+    if isinstance(plan, RopePlan) and plan.is_late:
         check_on_paper(config, plan)
+    if not plan.is_portable:
         return plan, raw
     section = raw
-    if plan.facts.text_config is not config:
-        name = next(key for key in config.sub_configs if getattr(config, key, None) is plan.facts.text_config)
+    if plan.text_config is not config:
+        name = next(key for key in config.sub_configs if getattr(config, key, None) is plan.text_config)
         section = raw.setdefault(name, {})
-    section.pop("rope_scaling", None)
-    section.update(plan.updates, **version_4_keys(plan.facts.text_config, plan.updates["rope_parameters"]))
+    section.update(plan.updates)
+    if isinstance(plan, RopePlan):
+        section.pop("rope_scaling", None)
+        section.update(version_4_keys(plan.text_config, plan.updates["rope_parameters"]))
     return plan, raw
 
 
@@ -108,15 +113,16 @@ def extend_folder(
     folder: Path,
     output: Path | None,
     factor: float | None = None,
-    method: str | ContextMethod = "yarn",
+    method: str | ContextMethod | None = None,
     *,
     say: Callable[[str], None] = print,
     **arguments: Any,
 ) -> ExtendedFolder:
     """Write the checkpoint in `folder` to `output`, extended: a new config, the same weight files.
 
-    Of a method that rotates inside attention the config stays what it was, and `context_extension.json` beside it is
-    what `ctxext.load(output)` extends by.
+    Where no config can say it, the config stays what it was, and `context_extension.json` beside it is what
+    `ctxext.load(output)` extends by. Where the method makes new weights (a longer position table), the model is loaded,
+    extended and saved.
 
     Files are hard-linked, so that a checkpoint of any size takes no room and no time; where that
     cannot be (another disk), they are copied, after saying how much. Never edit a linked weight file in
@@ -137,12 +143,24 @@ def extend_folder(
     if output.exists():
         raise FileExistsError(f"{output} exists already. Choose another folder, or remove it first.")
     with written_whole(output) as building:
+        if plan.changes_weights:
+            say("this method makes new weights: loading the model")
+            _extend_live(folder, building, factor, method, arguments)
         linked, copied = _link_or_copy(folder, building, say)
-        _write_json(building / "config.json", config)
-        if plan.is_late:
+        if not plan.changes_weights:
+            _write_json(building / "config.json", config)
+        if not plan.is_portable:
             write_record(building, plan)
         _write_tokenizer_config(folder, building, plan.target_length)
     return ExtendedFolder(output, plan, config, linked, copied)
+
+
+def _extend_live(folder: Path, building: Path, factor: Any, method: Any, arguments: dict[str, Any]) -> None:
+    import transformers
+
+    names = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("architectures") or ["AutoModel"]
+    model = getattr(transformers, names[0]).from_pretrained(folder, dtype="auto")
+    extend_context(model, factor, method, **arguments).save_pretrained(building)
 
 
 @contextmanager
@@ -173,7 +191,10 @@ def _link_or_copy(folder: Path, building: Path, say: Callable[[str], None]) -> t
     # The hub's cache holds links to its blobs: what they point to is linked.
     found = [path for path in sorted(folder.rglob("*")) if path.is_file()]
     found = [path for path in found if not any(part.startswith(".") for part in path.relative_to(folder).parts)]
-    wanted = [path for path in found if str(path.relative_to(folder)) not in REWRITTEN]
+    written = {path.name for path in building.iterdir()}
+    weights = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json") if written else ()
+    wanted = [path for path in found if str(path.relative_to(folder)) not in {*REWRITTEN, *written}]
+    wanted = [path for path in wanted if not path.name.endswith(weights)]
     linked, to_copy = 0, []
     for path in wanted:
         target = building / path.relative_to(folder)

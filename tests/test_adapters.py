@@ -464,7 +464,7 @@ def test_a_merged_folder_that_lost_its_weights_is_refused(
         model.model.embed_tokens.weight.data.mul_(1.1)
         model.save_pretrained(folder)
 
-    monkeypatch.setattr("ctxext.adapters.save_bilingual", lossy)
+    monkeypatch.setattr("ctxext.adapters.save_portable", lossy)
     with pytest.raises(RuntimeError, match="writing it in float32 changed the model"):
         merge(run.adapter, tmp_path / "merged")
     assert list(tmp_path.iterdir()) == []

@@ -14,8 +14,8 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM
 
 from ctxext import extend_config, extend_context, extension, restore_context, temporarily_extended
-from ctxext.configs import plan_extension
 from ctxext.methods import NTKAware, YaRN, list_methods
+from ctxext.planning import plan_extension
 
 SHAPE: dict[str, Any] = dict(
     vocab_size=128,
@@ -338,7 +338,7 @@ def test_a_failing_forward_pass_undoes_the_patch(llama: Any, monkeypatch: pytest
 def test_a_half_done_swap_is_undone(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     before = snapshot(llama)
     with monkeypatch.context() as patch:
-        patch.setattr(extension, "save_bilingual", None)  # functools.partial refuses it, after the swap
+        patch.setattr(extension, "save_portable", None)  # functools.partial refuses it, after the swap
         with pytest.raises(TypeError):
             extend_context(llama)
     assert_unchanged(llama, before)

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from ctxext.configs import Existing
+from ctxext.plans import Existing
 
 console = Console(stderr=True)
 

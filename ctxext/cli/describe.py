@@ -23,7 +23,9 @@ def describe(
     model: Model,
     factor: Factor = None,
     target_length: TargetLength = None,
-    method: Annotated[str, typer.Option(help="A method of `ctxext methods`.")] = "yarn",
+    method: Annotated[
+        str | None, typer.Option(help="A method of `ctxext methods`; yarn for RoPE where none is named.")
+    ] = None,
     option: Annotated[
         list[str] | None, typer.Option("--option", metavar="NAME=VALUE", help="An option of the method.")
     ] = None,
@@ -35,9 +37,9 @@ def describe(
     from rich.console import Console
 
     from ctxext.api import describe_context
-    from ctxext.configs import plan_extension
     from ctxext.extension import read_record
     from ctxext.folders import checkpoint_folder
+    from ctxext.planning import plan_extension
 
     with without_garbage_collection():
         from transformers import AutoConfig

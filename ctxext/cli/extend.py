@@ -26,7 +26,9 @@ def extend(
     model: Model,
     factor: Factor = None,
     target_length: TargetLength = None,
-    method: Annotated[str, typer.Option(help="A method of `ctxext methods`.")] = "yarn",
+    method: Annotated[
+        str | None, typer.Option(help="A method of `ctxext methods`; yarn for RoPE where none is named.")
+    ] = None,
     option: Annotated[
         list[str] | None,
         typer.Option("--option", metavar="NAME=VALUE", help="An option of the method, such as beta_fast=16."),
@@ -64,11 +66,11 @@ def extend(
     console.print(f"[bold]{result.plan.summary}[/]", highlight=False)
     for note in result.plan.notes:
         console.print(f"note: {note}", highlight=False, markup=False)
-    if result.plan.is_late:
+    if not result.plan.is_portable:
         freeze = " To freeze it in the config instead, pass --length." * isinstance(result.plan.method, RopeScaling)
         console.print(
-            f"note: this rotates inside attention, which no config can say: config.json stays unextended, and {RECORD} "
-            f"beside it is for ctxext.load.{freeze}",
+            f"note: this is nothing that a config can say: config.json stays unextended, and {RECORD} beside it is for "
+            f"ctxext.load.{freeze}",
             highlight=False,
             soft_wrap=True,
         )
@@ -76,5 +78,5 @@ def extend(
         print(json.dumps(result.config, indent=2, ensure_ascii=False))
         return
     how = f"{result.linked_bytes / 2**30:.2f} GiB linked, {result.copied_bytes / 2**30:.2f} GiB copied"
-    loads = f"ctxext.load({str(result.output)!r})" if result.plan.is_late else "plain transformers"
+    loads = f"ctxext.load({str(result.output)!r})" if not result.plan.is_portable else "plain transformers"
     console.print(f"wrote {result.output} ({how}); {loads} loads it.", highlight=False, soft_wrap=True)

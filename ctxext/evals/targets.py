@@ -13,14 +13,16 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from ctxext.api import temporarily_extended
-from ctxext.configs import Plan, plan_extension, read_context
+from ctxext.configs import RopePlan, has_rope, read_context
 from ctxext.evals.engine import Engine, Forced, length_dependent
 from ctxext.evals.perplexity import TextTask, Window
 from ctxext.evals.prompts import Prompter
 from ctxext.evals.results import Record
 from ctxext.evals.samples import Sample, fingerprint
 from ctxext.evals.server import ServedModel
-from ctxext.methods import ContextMethod, list_methods, method_class
+from ctxext.methods import ContextMethod, RopeMethod, list_methods, method_class
+from ctxext.planning import encoding_of, plan_extension
+from ctxext.plans import Plan, check_encoding
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -121,7 +123,9 @@ class LiveModel:
             return str(error)
 
     def _plan(self, variant: Variant) -> Plan | None:
-        return None if variant.extension is None else plan_extension(self.model.config, **variant.extension)
+        if variant.extension is None:
+            return None
+        return plan_extension(self.model.config, model=self.model, **variant.extension)
 
     def outcomes(self, batches: Iterable[Rows], generate: bool) -> Iterator[list[tuple[Sample, Record]]]:
         for rows in batches:
@@ -179,23 +183,30 @@ def compared_variants(
     Raises:
         ValueError: as `extend_context`, where no method would go; or an unknown name.
     """
-    plan = plan_extension(config, factor, "pi", **how)
-    names = [cls.name for cls in list_methods()] if methods is None else methods
-    made = [
-        method if isinstance(method, ContextMethod) else method_class(method).example(plan.rope, plan.factor)
-        for method in names
-    ]
+    plan = plan_extension(config, factor, "pi" if has_rope(config.get_text_config(decoder=True)) else None, **how)
+    names = [cls.name for cls in list_methods(plan.encoding)] if methods is None else methods
+    made = [method if isinstance(method, ContextMethod) else _example(method_class(method), plan) for method in names]
     kept = {name: value for name, value in how.items() if name != "target_length"}
     return [Variant(), *(Variant(method.name, {"method": method, **kept}) for method in made)]
 
 
+def _example(cls: type[ContextMethod], plan: Plan) -> ContextMethod:
+    check_encoding(cls, plan.encoding)
+    if isinstance(plan, RopePlan):
+        assert issubclass(cls, RopeMethod)
+        return cls.example(plan.rope, plan.factor)
+    return cls(factor=plan.factor)
+
+
 def known_lengths(config: Any) -> tuple[int, int]:
-    """The trained length and the reach of a model, in tokens; without RoPE, both are what its config says.
+    """The trained length and the reach of a model, in tokens; without RoPE, both are the same.
 
     Raises:
         ValueError: the config says neither.
     """
     try:
+        if not has_rope(config.get_text_config(decoder=True)):
+            return (encoding_of(config).trained_length,) * 2
         facts = read_context(config)
         return facts.trained_length, facts.reach
     except ValueError as error:

@@ -16,9 +16,10 @@ from typing import Annotated, Any, ClassVar, Literal
 import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
-from ctxext.configs import Existing, parse_tokens
+from ctxext.configs import parse_tokens
 from ctxext.data.sources import Source
 from ctxext.methods import PositionRemapping, make_method, method_class, suggest
+from ctxext.plans import Existing
 from ctxext.training.launch import EngineSettings
 
 # A number of tokens: 2048, or 2k.

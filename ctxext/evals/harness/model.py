@@ -112,7 +112,7 @@ class ExtendedHFLM(HFLM):
             "summary": plan.summary,
             "existing": plan.existing,
             "factor": plan.factor,
-            "original_max_position_embeddings": plan.rope.original_max_position_embeddings,
+            "original_max_position_embeddings": plan.start,
             "max_position_embeddings": plan.target_length,
             "attention_factor": receipt.attention_factor,
             **plan.updates["ctxext"],

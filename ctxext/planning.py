@@ -1,0 +1,198 @@
+"""The one way to plan an extension, whatever position encoding a model has."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from ctxext import __version__
+from ctxext.configs import has_rope, no_encoding, plan_rope
+from ctxext.methods import ContextMethod
+from ctxext.plans import ENCODINGS, Existing, Plan, chosen_method, factor_and_target
+from ctxext.sites import position_table
+from ctxext.sites.contract import Encoding
+
+# In the order in which they are looked for; a model with more than one is extended where its limit is.
+FINDERS = (position_table.find,)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SitePlan(Plan):
+    """The plan of an extension of another encoding than RoPE, for the model that it was found on."""
+
+    method: ContextMethod
+    site: Encoding
+    first_length: int
+
+    @property
+    def encoding(self) -> str:
+        return self.site.name
+
+    @property
+    def start(self) -> int:
+        return self.site.trained_length
+
+    @property
+    def start_source(self) -> str:
+        return self.site.source
+
+    @property
+    def original_length(self) -> int:
+        return self.first_length
+
+    @property
+    def is_portable(self) -> bool:
+        return self.site.portable
+
+    @property
+    def changes_weights(self) -> bool:
+        return self.site.changes_weights
+
+
+def find_encoding(model: nn.Module, text_config: Any) -> Encoding | None:
+    """What a live model (or one on meta) without RoPE keeps its positions in; None where nothing is found."""
+    return next((found for find in FINDERS if (found := find(model, text_config)) is not None), None)
+
+
+def model_on_meta(config: Any) -> nn.Module:
+    """The model that a config is for, without weights: of its own architecture where it names one."""
+    import transformers
+
+    names = [name for name in getattr(config, "architectures", None) or () if hasattr(transformers, name)]
+    with torch.device("meta"):
+        if names:
+            return getattr(transformers, names[0])(config)  # type: ignore[no-any-return]
+        return transformers.AutoModel.from_config(config)  # type: ignore[no-any-return]
+
+
+def plan_extension(
+    config: Any,
+    factor: float | None = None,
+    method: str | ContextMethod | None = None,
+    *,
+    model: nn.Module | None = None,
+    target_length: int | None = None,
+    original_max_position_embeddings: int | None = None,
+    existing: Existing = "refuse",
+    length: int | None = None,
+    rotated_copy: bool = False,
+    **options: Any,
+) -> Plan:
+    """Work out an extension. Other arguments and errors are those of `ctxext.extend_context`.
+
+    Args:
+        model: the live model of `config`; without one, encodings other than RoPE are looked for in a model on meta.
+    """
+    how: dict[str, Any] = {
+        "target_length": target_length,
+        "original_max_position_embeddings": original_max_position_embeddings,
+        "existing": existing,
+    }
+    text_config = config.get_text_config(decoder=True)
+    if has_rope(text_config):
+        return plan_rope(config, factor, method, length=length, rotated_copy=rotated_copy, **how, **options)
+    site = encoding_of(config, model)
+    if length is not None or rotated_copy:
+        word = "rotated_copy" if rotated_copy else f"length={length}"
+        raise ValueError(f"{word} is for rotary position embeddings, but this model has {ENCODINGS[site.name]}.")
+    return _plan_site(config, site, factor, method, **how, **options)
+
+
+def encoding_of(config: Any, model: nn.Module | None = None) -> Encoding:
+    """What the model of a config without RoPE keeps its positions in.
+
+    Raises:
+        ValueError: it has no position encoding that could run out, or none that is known here.
+    """
+    text_config = config.get_text_config(decoder=True)
+    name = f"{type(text_config).__name__} (model_type {text_config.model_type!r})"
+    reason = no_encoding(text_config)
+    if reason is None:
+        try:
+            model = model_on_meta(config) if model is None else model
+        except Exception as error:
+            raise ValueError(
+                f"{name}: no model could be built from this config to look for its position encoding "
+                f"({type(error).__name__}: {error}). Load the model and pass that."
+            ) from error
+        found = find_encoding(model, text_config)
+        if found is not None:
+            return found
+        reason = (
+            "has no position encoding that ctxext knows: no rope_parameters in its config, no table that grows with "
+            "its limit, no ALiBi, no T5 buckets and no relative positions. It was left as it was."
+        )
+    raise ValueError(f"{name} {reason}")
+
+
+def _plan_site(
+    config: Any,
+    site: Encoding,
+    factor: float | None,
+    method: str | ContextMethod | None,
+    *,
+    target_length: int | None,
+    original_max_position_embeddings: int | None,
+    existing: Existing,
+    **options: Any,
+) -> SitePlan:
+    if original_max_position_embeddings not in (None, site.trained_length):
+        raise ValueError(
+            f"original_max_position_embeddings={original_max_position_embeddings} is for rotary position embeddings; "
+            f"{ENCODINGS[site.name]} is as long as it was trained, {site.trained_length} tokens ({site.source}). "
+            "Leave it out."
+        )
+    text_config = config.get_text_config(decoder=True)
+    mark = live_mark(text_config)
+    if existing not in ("refuse", "compose") or (existing == "compose" and mark is None):
+        raise ValueError(
+            f"existing={existing!r} has no meaning here: this model has {ENCODINGS[site.name]}, "
+            + ("which only existing='compose' can extend once more." if mark else "not extended yet. Leave it out.")
+        )
+    if existing == "refuse" and mark is not None:
+        raise ValueError(
+            f"this model was extended already by ctxext ({mark['method']['name']}, {mark['original']['length']} → "
+            f"{site.trained_length} tokens). Say existing='compose' to extend it once more (factor counts from "
+            f"{site.trained_length}), or load the original."
+        )
+    method = site.default_method if method is None else method
+    factor, target = factor_and_target(factor, target_length, method, site.trained_length)
+    if target <= site.trained_length:
+        raise ValueError(
+            f"this model already covers {target} tokens: from {site.trained_length} ({site.source}) that is no "
+            "extension. Ask for more, or use it as it is."
+        )
+    chosen = chosen_method(method, factor, site.name, options)
+    site.check(chosen, target)
+    first_length = mark["original"]["length"] if mark else site.trained_length
+    updates = site.updates(chosen, target)
+    if site.portable:
+        updates["ctxext"] = {
+            "version": __version__,
+            "method": chosen.to_dict(),
+            "original": {"length": first_length},
+            "fields": dict(updates),
+        }
+    return SitePlan(
+        text_config=text_config,
+        existing=existing,
+        method=chosen,
+        factor=factor,
+        target_length=target,
+        updates=updates,
+        notes=site.notes(chosen),
+        site=site,
+        first_length=first_length,
+    )
+
+
+def live_mark(text_config: Any) -> dict[str, Any] | None:
+    """The note that ctxext left in the config of a model without RoPE, unless the config was edited since."""
+    mark = getattr(text_config, "ctxext", None)
+    if not isinstance(mark, dict) or "fields" not in mark:
+        return None
+    edited = any(getattr(text_config, name, None) != value for name, value in mark["fields"].items())
+    return None if edited else mark
