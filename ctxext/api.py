@@ -14,6 +14,7 @@ from ctxext.description import ContextDescription, describe
 from ctxext.methods import ContextMethod, RopeScaling
 from ctxext.planning import plan_extension
 from ctxext.plans import Existing
+from ctxext.sites.twin import text_config_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -140,7 +141,7 @@ def extend_config(
             "with extend_context and save it."
         )
     extended = copy.deepcopy(config)
-    plan.apply_to(extended.get_text_config(decoder=True))
+    plan.apply_to(text_config_of(extended))
     return extended
 
 

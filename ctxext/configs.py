@@ -24,6 +24,7 @@ from ctxext.methods import (
     scaled_rope_parameters,
 )
 from ctxext.plans import Existing, Plan, chosen_method, factor_and_target
+from ctxext.sites.twin import text_config_of
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -203,7 +204,7 @@ def read_context(config: Any, original_max_position_embeddings: int | None = Non
     Raises:
         ValueError: no standard RoPE in this config.
     """
-    text_config = config.get_text_config(decoder=True)
+    text_config = text_config_of(config)
     name = f"{type(text_config).__name__} (model_type {text_config.model_type!r})"
     reason = no_encoding(text_config)
     if reason is not None:

@@ -8,6 +8,7 @@ from typing import Any
 from ctxext.configs import Checkpoint, attention_layers, has_rope, head_dim, no_encoding, read_context
 from ctxext.planning import encoding_of, plan_extension
 from ctxext.plans import ENCODINGS
+from ctxext.sites.twin import text_config_of
 
 BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1}
 
@@ -101,7 +102,7 @@ def describe(
     config: Any, factor: float | None, target_length: int | None, *, model: Any = None, **options: Any
 ) -> ContextDescription:
     """See `ctxext.describe_context`."""
-    text_config = config.get_text_config(decoder=True)
+    text_config = text_config_of(config)
     dtype = str(getattr(text_config, "dtype", None) or getattr(config, "dtype", None) or "bfloat16")
     dtype = dtype.removeprefix("torch.")
     if not has_rope(text_config):
@@ -151,7 +152,7 @@ def _describe_other(
     try:
         found = encoding_of(config, model)
     except ValueError as error:
-        text_config = config.get_text_config(decoder=True)
+        text_config = text_config_of(config)
         return _unknown(config, dtype, "none" if no_encoding(text_config) else "unknown", f"refuse: {error}")
     _, would_do = _would_do(config, found.trained_length, factor, target_length, model=model, **options)
     return replace(
@@ -164,7 +165,7 @@ def _describe_other(
 
 def _unknown(config: Any, dtype: str, encoding: str, would_do: str) -> ContextDescription:
     return ContextDescription(
-        model_type=config.get_text_config(decoder=True).model_type,
+        model_type=text_config_of(config).model_type,
         encoding=encoding,
         rope_theta=None,
         rotary_dim=None,

@@ -25,6 +25,7 @@ from ctxext.plans import ENCODINGS, Plan
 from ctxext.sites import rotary
 from ctxext.sites.contract import SiteProof
 from ctxext.sites.surgery import Surgery, Undo, undo
+from ctxext.sites.twin import text_config_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -282,7 +283,7 @@ def _config_copies(model: PreTrainedModel) -> tuple[SwappedConfig, ...]:
     Two models may share one config object, so it is never edited in place.
     """
     config = model.config
-    text_config = config.get_text_config(decoder=True)
+    text_config = text_config_of(config)
     text_copy = copy.deepcopy(text_config)
     if text_config is config:
         return (SwappedConfig(config, text_copy),)
@@ -500,7 +501,7 @@ def check_on_paper(config: Any, plan: RopePlan) -> None:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     name = f"{type(model).__name__} (model_type {plan.facts.text_config.model_type!r})"
-    _refuse_to_rotate_late(model, _sites(model, plan), model.config.get_text_config(decoder=True), name, "")
+    _refuse_to_rotate_late(model, _sites(model, plan), text_config_of(model.config), name, "")
 
 
 # ------------------------------------------------------------------------------------------- proof
@@ -607,7 +608,7 @@ def save_portable(model: PreTrainedModel, save_directory: Any, *args: Any, **kwa
             f"length={kwargs['length']} freezes a dynamic method as it is saved, and this model is static already. "
             "Leave it out."
         )
-    text_config = model.config.get_text_config(decoder=True)
+    text_config = text_config_of(model.config)
     rope_parameters = getattr(text_config, "rope_parameters", None)
     keys = version_4_keys(text_config, rope_parameters) if rope_parameters else {}
     before = {name: value for name, value in text_config.__dict__.items() if name in keys}

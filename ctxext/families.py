@@ -45,6 +45,8 @@ FAMILIES: dict[str, Family] = {
     # Queries are scaled by a function of position and original_max_position_embeddings as well.
     "ministral3": Family(refuse="scales its queries by position as well, from the same parameters"),
     "mistral4": Family(refuse="scales its queries by position as well, from the same parameters"),
+    "encoder-decoder": Family(refuse="is two models: extend its encoder and its decoder, each by itself"),
+    "speech-encoder-decoder": Family(refuse="is two models: extend its decoder by itself"),
     **{name: Family(no_positions=True) for name in (
         "jamba", "nemotron_h", "mamba", "mamba2", "falcon_mamba", "rwkv", "xlstm",
     )},

@@ -10,10 +10,12 @@ from torch import nn
 
 from ctxext import __version__
 from ctxext.configs import has_rope, no_encoding, plan_rope
+from ctxext.families import family_of
 from ctxext.methods import ContextMethod
 from ctxext.plans import ENCODINGS, Existing, Plan, chosen_method, factor_and_target
 from ctxext.sites import position_table
 from ctxext.sites.contract import Encoding
+from ctxext.sites.twin import text_config_of
 
 # In the order in which they are looked for; a model with more than one is extended where its limit is.
 FINDERS = (position_table.find,)
@@ -91,7 +93,7 @@ def plan_extension(
         "original_max_position_embeddings": original_max_position_embeddings,
         "existing": existing,
     }
-    text_config = config.get_text_config(decoder=True)
+    text_config = text_config_of(config)
     if has_rope(text_config):
         return plan_rope(config, factor, method, length=length, rotated_copy=rotated_copy, **how, **options)
     site = encoding_of(config, model)
@@ -107,9 +109,9 @@ def encoding_of(config: Any, model: nn.Module | None = None) -> Encoding:
     Raises:
         ValueError: it has no position encoding that could run out, or none that is known here.
     """
-    text_config = config.get_text_config(decoder=True)
+    text_config = text_config_of(config)
     name = f"{type(text_config).__name__} (model_type {text_config.model_type!r})"
-    reason = no_encoding(text_config)
+    reason = no_encoding(text_config) or family_of(config).refuse
     if reason is None:
         try:
             model = model_on_meta(config) if model is None else model
@@ -145,7 +147,7 @@ def _plan_site(
             f"{ENCODINGS[site.name]} is as long as it was trained, {site.trained_length} tokens ({site.source}). "
             "Leave it out."
         )
-    text_config = config.get_text_config(decoder=True)
+    text_config = text_config_of(config)
     mark = live_mark(text_config)
     if existing not in ("refuse", "compose") or (existing == "compose" and mark is None):
         raise ValueError(

@@ -40,6 +40,7 @@ def describe(
     from ctxext.extension import read_record
     from ctxext.folders import checkpoint_folder
     from ctxext.planning import plan_extension
+    from ctxext.sites.twin import text_config_of
 
     with without_garbage_collection():
         from transformers import AutoConfig
@@ -48,7 +49,7 @@ def describe(
         config = AutoConfig.from_pretrained(folder)
     record = read_record(folder)
     if record is not None:  # as ctxext.load has it
-        plan_extension(config, **record).apply_to(config.get_text_config(decoder=True))
+        plan_extension(config, **record).apply_to(text_config_of(config))
     description = describe_context(
         config,
         factor,

@@ -23,6 +23,7 @@ from ctxext.evals.server import ServedModel
 from ctxext.methods import ContextMethod, RopeMethod, list_methods, method_class
 from ctxext.planning import encoding_of, plan_extension
 from ctxext.plans import Plan, check_encoding
+from ctxext.sites.twin import text_config_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -183,7 +184,7 @@ def compared_variants(
     Raises:
         ValueError: as `extend_context`, where no method would go; or an unknown name.
     """
-    plan = plan_extension(config, factor, "pi" if has_rope(config.get_text_config(decoder=True)) else None, **how)
+    plan = plan_extension(config, factor, "pi" if has_rope(text_config_of(config)) else None, **how)
     names = [cls.name for cls in list_methods(plan.encoding)] if methods is None else methods
     made = [method if isinstance(method, ContextMethod) else _example(method_class(method), plan) for method in names]
     kept = {name: value for name, value in how.items() if name != "target_length"}
@@ -205,12 +206,12 @@ def known_lengths(config: Any) -> tuple[int, int]:
         ValueError: the config says neither.
     """
     try:
-        if not has_rope(config.get_text_config(decoder=True)):
+        if not has_rope(text_config_of(config)):
             return (encoding_of(config).trained_length,) * 2
         facts = read_context(config)
         return facts.trained_length, facts.reach
     except ValueError as error:
-        text_config = config.get_text_config(decoder=True)
+        text_config = text_config_of(config)
         length = getattr(text_config, "max_position_embeddings", None)
         if not length:
             raise ValueError(f"the config does not say how long the model was trained: {error}") from None

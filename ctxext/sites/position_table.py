@@ -13,12 +13,13 @@ from typing import Any, ClassVar, get_args
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_iter
 
 from ctxext.encodings.sinusoidal import Layout, sinusoidal_table
 from ctxext.methods import ContextMethod, PositionScaling, TableResizing
 from ctxext.sites.contract import Encoding, SiteProof, probe_inputs, run, seen_by
 from ctxext.sites.surgery import Surgery
-from ctxext.sites.twin import Difference, differences, twin_of
+from ctxext.sites.twin import Difference, differences, text_config_of, twin_of
 
 # Where configs keep a number of positions. The first that a model uses is its context; all grow by the same factor.
 LIMITS = (
@@ -100,7 +101,7 @@ class TableEncoding(Encoding):
         n_tokens = self.trained_length + 1 if self.trained_length < LONGEST_PROBE else 16
         inputs = probe_inputs(model, n_tokens)
         target_length = round(method.factor * self.trained_length)
-        error, effect = 0.0, float("inf")
+        error, effects = 0.0, []
         for table, old in zip(self.tables, before, strict=True):
             live = _held(model, table)
             expected = self.expected(method, table, old, target_length).to(live.dtype)
@@ -110,7 +111,10 @@ class TableEncoding(Encoding):
             if isinstance(model.get_submodule(table.path), nn.Embedding):
                 with seen_by(model, table.path) as seen:
                     run(model, inputs)
-                read = seen[0].reshape(-1, seen[0].shape[-1])[:n_tokens]
+                if not seen:
+                    continue  # for other inputs than tokens, such as LUKE's entities
+                rows = next(tensor for tensor in tree_iter(seen[0]) if isinstance(tensor, Tensor))
+                read = rows.reshape(-1, rows.shape[-1])[:n_tokens]
                 error = max(error, float((read - expected[table.first :][: len(read)]).abs().max()))
             # Another number in the last row that is read has to reach the output.
             row = live.data[table.first + n_tokens - 1]
@@ -118,9 +122,9 @@ class TableEncoding(Encoding):
             row += torch.linspace(
                 -1, 1, len(row), device=row.device, dtype=row.dtype
             )  # no constant: norms take it away
-            effect = min(effect, float((run(model, inputs) - output).abs().max()))
+            effects.append(float((run(model, inputs) - output).abs().max()))
             row.copy_(kept)
-        return SiteProof(error, effect, n_tokens)
+        return SiteProof(error, min(effects, default=0.0), n_tokens)
 
 
 @dataclass(frozen=True)
@@ -154,15 +158,13 @@ def find(model: nn.Module, text_config: Any) -> TableEncoding | None:
     Raises:
         ValueError: something of the model grows with its limit that is not understood.
     """
-    if model.config is not text_config:  # type: ignore[comparison-overlap]
-        return None
     tables, frozen = [], []
     for field in LIMITS:
         held = text_config.__dict__.get(field)
         if not isinstance(held, int) or held < 2:
             continue
-        longer = copy.deepcopy(text_config)
-        setattr(longer, field, 2 * held)
+        longer = copy.deepcopy(model.config)
+        setattr(text_config_of(longer), field, 2 * held)
         try:
             twin = twin_of(model, longer)
         except Exception:  # a limit that other fields have to fit, such as Reformer's axes
@@ -170,6 +172,8 @@ def find(model: nn.Module, text_config: Any) -> TableEncoding | None:
         for found in differences(model, twin):
             if not isinstance(found.here, Tensor) or found.here.ndim != 2 or not found.here.is_floating_point():
                 continue
+            if any(table.path == found.path for table in tables):
+                continue  # a module's second tensor is worked out from the first (I-BERT's integers)
             if found.there.shape[0] != found.here.shape[0] + held or found.there.shape[1] != found.here.shape[1]:
                 continue
             padding = getattr(model.get_submodule(found.path), "padding_idx", None)
@@ -226,7 +230,7 @@ def _regrown(found: Difference) -> Tensor:
     """
     here, shape = found.here, found.there.shape
     makes = {
-        "positions in order": lambda shape: torch.arange(shape[-1]).expand(shape),
+        "positions in order": lambda shape: (torch.arange(shape[-1]) + int(here.flatten()[0])).expand(shape),
         "one value": lambda shape: here.flatten()[:1].cpu().expand(shape),
         "a triangle": lambda shape: torch.ones(shape).tril(),
     }

@@ -10,6 +10,15 @@ import torch
 from torch import Tensor, nn
 
 
+def text_config_of(config: Any) -> Any:
+    """The part of a config that its text model (the decoder of two) reads: an object that the config holds, or itself.
+
+    `get_text_config` gives a copy for encoder-decoder models whose config is flat, and what is set there is lost.
+    """
+    found = config.get_text_config(decoder=True)
+    return config if type(found) is type(config) else found
+
+
 def twin_of(model: nn.Module, config: Any) -> nn.Module:
     """A model of the same class built from `config`, on meta."""
     with torch.device("meta"):
