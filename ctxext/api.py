@@ -133,7 +133,7 @@ def extend_config(
     if plan.method is not None and not plan.is_portable:
         pin = ", or pin it with length=" if isinstance(plan.method, RopeScaling) else ""
         raise ValueError(
-            f"{plan.method.name} is nothing that a config can say here. Extend a live model with extend_context{pin}."
+            f"no config can say what {plan.method.name} does. Extend a live model with extend_context{pin}."
         )
     if plan.method is not None and plan.changes_weights:
         raise ValueError(

@@ -10,13 +10,13 @@ from families import FAMILIES, LENGTH, logits, token_ids
 from torch import nn
 
 from ctxext.encodings.rope import RopeGeometry
-from ctxext.methods import ContextMethod, LongRoPE, PositionRemapping, RopeScaling, list_methods
+from ctxext.methods import LongRoPE, PositionRemapping, RopeMethod, RopeScaling, list_methods
 
 FACTOR = 4.0
 # Every method that rescales frequencies, on every family; those that follow the length are pinned at one.
 METHODS = [cls.name for cls in list_methods() if issubclass(cls, RopeScaling)]
 # Every method that rotates inside attention, and the families whose attention lets it.
-LATE = [cls.name for cls in list_methods() if cls.at_length is not ContextMethod.at_length]
+LATE = [cls.name for cls in list_methods("rope") if cls.at_length is not RopeMethod.at_length]
 REMAPPING = [cls.name for cls in list_methods() if issubclass(cls, PositionRemapping)]
 DYNAMIC = [name for name in LATE if name not in REMAPPING]
 EXACT_UNDER_A_CACHE = [name for name in LATE if name != "transformers_dynamic"]
@@ -51,7 +51,7 @@ def example(name: str, rope: RopeGeometry, factor: float = FACTOR) -> Any:
     return next(cls for cls in list_methods() if cls.name == name).example(rope, factor)
 
 
-def late(name: str, model: nn.Module, factor: float = FACTOR) -> ContextMethod:
+def late(name: str, model: nn.Module, factor: float = FACTOR) -> RopeMethod:
     """A method as it rotates inside attention of `model`; LongRoPE with all that a config cannot say."""
     rope = plain_rope(model)
     if name == "longrope":

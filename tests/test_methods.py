@@ -24,7 +24,6 @@ from ctxext.methods import (
     ABF,
     PI,
     Branch,
-    ContextMethod,
     DroPE,
     DualChunkAttention,
     DynamicNTK,
@@ -37,6 +36,7 @@ from ctxext.methods import (
     PositionRemapping,
     ReRoPE,
     Resonance,
+    RopeMethod,
     RopeScaling,
     SelfExtend,
     TransformersDynamic,
@@ -53,12 +53,12 @@ from ctxext.methods import (
 )
 
 LLAMA = RopeGeometry.plain(128, 500000.0, 8192)
-Law = Callable[[type[ContextMethod]], None]
-LAWS: dict[Law, type[ContextMethod]] = {}  # and the kind of method that each is for
+Law = Callable[[type[RopeMethod]], None]
+LAWS: dict[Law, type[RopeMethod]] = {}  # and the kind of method that each is for
 Case = tuple[RopeGeometry, float]
 
 
-def every(kind: type[ContextMethod]) -> Callable[[Law], Law]:
+def every(kind: type[RopeMethod]) -> Callable[[Law], Law]:
     """A law for every method of a kind in the registry; a new method enters by being registered."""
 
     def enter(law: Law) -> Law:
@@ -69,7 +69,7 @@ def every(kind: type[ContextMethod]) -> Callable[[Law], Law]:
     return enter
 
 
-every_method, every_scaling, every_remapping = every(ContextMethod), every(RopeScaling), every(PositionRemapping)
+every_method, every_scaling, every_remapping = every(RopeMethod), every(RopeScaling), every(PositionRemapping)
 
 
 def cases(dims: list[int], lengths: list[int], thetas: list[float], factors: list[float]) -> list[Case]:
@@ -170,7 +170,7 @@ def test_description_survives_json(cls):
     assert again != replace_factor(method, 8.0)
 
 
-def replace_factor(method: ContextMethod, factor: Any) -> ContextMethod:
+def replace_factor(method: RopeMethod, factor: Any) -> RopeMethod:
     inner = {"method": replace(method.inner, factor=factor)} if isinstance(method, Resonance) else {}
     return replace(method, factor=factor, **inner)
 

@@ -12,6 +12,7 @@ from ctxext.methods import list_methods
 
 def methods() -> None:
     """Print every method with its formula, its options, its paper and the form in which it is saved."""
+    from ctxext.plans import ENCODINGS
     from ctxext.tables import saved_as, sentence
 
     console = Console(highlight=False)
@@ -19,7 +20,8 @@ def methods() -> None:
         names = " ".join((f"[bold cyan]{method.name}[/]", *(f"[dim]({alias})[/]" for alias in method.aliases)))
         options = ", ".join(field.name for field in fields(method) if field.name != "factor")
         console.print(f"{names}  {sentence(method)}")
-        details = f"saved as {saved_as(method).replace('`', '')}; {method.training}; {method.paper.title}"
+        details = f"for {ENCODINGS[method.encoding]}; saved as {saved_as(method).replace('`', '')}; "
+        details += f"{method.training}; {method.paper.title}"
         if options:
             details += f"\noptions: {options}"
         console.print(Padding(details, (0, 0, 0, 4)), style="dim")

@@ -279,7 +279,7 @@ def test_compare_leaves_out_what_a_model_refuses_and_says_why(tmp_path: Path) ->
     assert outcome.code == 0, outcome.err
     header, _ = lines(tmp_path / "results.jsonl")
     late = {"dynamic_ntk", "dynamic_yarn", "transformers_dynamic", "self_extend", "rerope", "dca"}
-    assert set(header["variants"]) == {"none", *(cls.name for cls in list_methods())} - late
+    assert set(header["variants"]) == {"none", *(cls.name for cls in list_methods("rope"))} - late
     assert "dca is left out: FalconForCausalLM" in outcome.said
     outcome = ctxext("compare", tmp_path / "falcon", "--methods", "yarn,dca", *grid, tmp_path / "more.jsonl")
     assert_remedy(outcome, "dca cannot be compared: FalconForCausalLM")
