@@ -129,6 +129,8 @@ def extend_config(
             f"{plan.method.name} rotates inside attention, which no config can say. Extend a live model with "
             f"extend_context{pin}."
         )
+    if plan.live_only is not None:
+        raise ValueError(f"no config can say this, as {plan.live_only}. Extend a live model with extend_context.")
     extended = copy.deepcopy(config)
     plan.apply_to(extended.get_text_config(decoder=True))
     return extended

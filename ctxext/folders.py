@@ -92,8 +92,9 @@ def extended_json(folder: Path, **arguments: Any) -> tuple[Plan, dict[str, Any]]
     raw = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     config = AutoConfig.from_pretrained(folder)
     plan = plan_extension(config, **arguments)
-    if plan.is_late:
-        check_on_paper(config, plan)
+    if not plan.is_portable:
+        if plan.is_late:
+            check_on_paper(config, plan)
         return plan, raw
     section = raw
     if plan.facts.text_config is not config:
@@ -139,7 +140,7 @@ def extend_folder(
     with written_whole(output) as building:
         linked, copied = _link_or_copy(folder, building, say)
         _write_json(building / "config.json", config)
-        if plan.is_late:
+        if not plan.is_portable:
             write_record(building, plan)
         _write_tokenizer_config(folder, building, plan.target_length)
     return ExtendedFolder(output, plan, config, linked, copied)

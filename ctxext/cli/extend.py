@@ -76,5 +76,5 @@ def extend(
         print(json.dumps(result.config, indent=2, ensure_ascii=False))
         return
     how = f"{result.linked_bytes / 2**30:.2f} GiB linked, {result.copied_bytes / 2**30:.2f} GiB copied"
-    loads = f"ctxext.load({str(result.output)!r})" if result.plan.is_late else "plain transformers"
+    loads = f"ctxext.load({str(result.output)!r})" if not result.plan.is_portable else "plain transformers"
     console.print(f"wrote {result.output} ({how}); {loads} loads it.", highlight=False, soft_wrap=True)
