@@ -333,6 +333,8 @@ def read_context(config: Any, original_max_position_embeddings: int | None = Non
             f"{name} has no position encoding that could run out, so there is nothing to extend: just raise the "
             "limit (the tokenizer's model_max_length, or your server's maximum length)."
         )
+    if family_of(text_config).refuse is not None:
+        raise ValueError(f"{name} {family_of(text_config).refuse}. The model was left as it was.")
     whole = getattr(text_config, "rope_parameters", None)
     if family_of(text_config).sin_cos_tables:
         whole = _sin_cos_parameters(text_config)
@@ -513,7 +515,7 @@ def plan_extension(
         raise ValueError(
             f"every attention layer slides over a window of {facts.tables[0].window} tokens, within the trained "
             f"{start}, so no distance is ever new and RoPE needs no change: just raise "
-            f"max_position_embeddings to {target_length}."
+            f"the limit (max_position_embeddings, the tokenizer's model_max_length) to {target_length}."
         )
 
     if existing == "keep":
@@ -760,6 +762,7 @@ def _portable(
     if counted is not None:
         parameters["original_max_position_embeddings"] = counted
     if family.mscale_keys and parameters["rope_type"] != "default":
+        parameters.setdefault("original_max_position_embeddings", rope.original_max_position_embeddings)
         parameters |= dict.fromkeys(family.mscale_keys, rope.attention_factor * float(method.attention_scaling(rope)))
     return {**kept, **parameters}
 
@@ -790,6 +793,11 @@ def _updates(
     if hasattr(config, "max_position_embeddings"):
         # Some configs keep it by another name, such as n_positions.
         updates[config.attribute_map.get("max_position_embeddings", "max_position_embeddings")] = target
+    if getattr(config, "is_heterogeneous", False) and any(
+        isinstance(value, dict) and value.get("rope_type") == "longrope" for value in parameters.values()
+    ):
+        # transformers validates longrope by config.head_dim, and without this raises where layers differ in it.
+        updates["allow_global_per_layer_attribute_access"] = True
     if "original_max_position_embeddings" in facts.text_config.__dict__ and method is not None:
         # Phi-3 and kin keep it beside rope_parameters, where it wins over the one inside.
         updates["original_max_position_embeddings"] = start
@@ -823,7 +831,7 @@ def _notes(
     if live_only is not None:
         notes.append(f"no config can say this, as {live_only}: it is saved as a record for ctxext.load.")
     if method is not None and extended.attention_factor != 1.0:
-        if family_of(config).norm_after_rope:
+        if family_of(config).norm_after_rope and getattr(config, "use_qk_norm", True):
             notes.append(
                 f"the attention factor {extended.attention_factor:.4g} does nothing here: this family normalises "
                 "queries and keys after the rotation."

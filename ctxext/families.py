@@ -16,18 +16,21 @@ class Family:
     Attributes:
         rope_types: the only `rope_type`s that the family's config accepts; None for all. Other methods are written as
             `longrope`; where that is none of them either, live tables are changed, which no config can say.
+        refuse: why a model of this family is not extended.
         sin_cos_tables: every attention layer keeps a table of sines and cosines, of base 10000, and the config nothing.
         window_labels: keys of nested `rope_parameters`, beside those that say "sliding", whose layers see a window.
         softmax_mscale: the softmax scale takes `mscale_all_dim` (multi-head latent attention), and so does an
             attention factor.
         mscale_keys: parameters that multiply cos and sin in the place of `attention_factor`.
-        norm_after_rope: queries and keys are normalised after the rotation, so that an attention factor does nothing.
+        norm_after_rope: queries and keys are normalised after the rotation, so that an attention factor does nothing;
+            unless the config has a use_qk_norm and says no.
         refuse_late: why nothing can be rotated late in this family.
         no_positions: the family has no position encoding that could run out.
         version_4_names: keys of `rope_parameters` that transformers 4 knows by another name at the top level.
     """
 
     rope_types: frozenset[str] | None = None
+    refuse: str | None = None
     sin_cos_tables: bool = False
     window_labels: frozenset[str] = frozenset()
     softmax_mscale: bool = False
@@ -60,17 +63,25 @@ FAMILIES: dict[str, Family] = {
     )},
     "recurrent_gemma": Family(rope_types=frozenset({"default"})),
     "ernie4_5_vl_moe": Family(rope_types=frozenset({"default"})),
+    "blt": Family(
+        refuse="is four models in one, each with rope_parameters, a length and positions (bytes or patches) of its own"
+    ),
     "gptj": Family(sin_cos_tables=True),
     "codegen": Family(sin_cos_tables=True),
     "deepseek_v4": Family(window_labels=frozenset({"main"})),
     # Queries are scaled by a function of position and original_max_position_embeddings as well.
     "ministral3": Family(refuse_late=_QUERIES),
-    "mistral4": Family(softmax_mscale=True, refuse_late=_QUERIES),
+    # Its default table is as wide as the whole head, whatever partial_rotary_factor says.
+    "mistral4": Family(
+        rope_types=frozenset({"linear", "yarn", "llama3", "longrope"}), softmax_mscale=True, refuse_late=_QUERIES
+    ),
     **{name: Family(softmax_mscale=True) for name in (
         "axk1", "axk2", "bailing_hybrid", "deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite", "glm_moe_dsa",
         "hy_v4", "longcat_flash", "minicpm3", "mistral_large4", "youtu",
     )},
-    **{name: Family(norm_after_rope=True) for name in ("hunyuan_v1_dense", "hunyuan_v1_moe", "nanochat")},
+    **{name: Family(norm_after_rope=True) for name in (
+        "hunyuan_v1_dense", "hunyuan_v1_moe", "llama4", "nanochat",
+    )},
     **{name: Family(no_positions=True) for name in (
         "jamba", "nemotron_h", "mamba", "mamba2", "falcon_mamba", "rwkv", "xlstm",
     )},
