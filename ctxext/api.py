@@ -140,6 +140,8 @@ def extend_config(
             f"{plan.method.name} makes new weights, so a config alone would fit no checkpoint. Extend a live model "
             "with extend_context and save it."
         )
+    if plan.live_only is not None:
+        raise ValueError(f"no config can say this, as {plan.live_only}. Extend a live model with extend_context.")
     extended = copy.deepcopy(config)
     plan.apply_to(text_config_of(extended))
     return extended

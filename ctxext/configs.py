@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import functools
+import math
 import sys
 from dataclasses import dataclass, field, replace
 from importlib.resources import files
@@ -77,49 +79,183 @@ def checkpoints() -> tuple[Checkpoint, ...]:
     return tuple(Checkpoint(**row) for row in table["checkpoint"])
 
 
+# λ of a frequency that is zero: finite, as JSON has no infinity; the largest that float32 holds.
+ZERO_FREQUENCY = 1e38
+
+
+@dataclass(frozen=True)
+class RopeTable:
+    """One table of rotary frequencies, as a config describes it: the only one, or that of one type of layer.
+
+    Attributes:
+        label: the key of nested `rope_parameters` that it stands under; "" where they are flat.
+        parameters: its own `rope_parameters`.
+        head_dim: dimensions of a head in its layers.
+        rotary_dim: dimensions of a head that turn, two for each pair.
+        n_zero: pairs after those whose frequency is zero (proportional RoPE).
+        limit: max_position_embeddings of the config.
+        window: sliding window in tokens of the layers that use it; None where one of them sees everything.
+    """
+
+    label: str
+    parameters: dict[str, Any]
+    head_dim: int
+    rotary_dim: int
+    n_zero: int
+    limit: int
+    window: int | None
+
+    @property
+    def base_power(self) -> float:
+        """The pairs that turn are plain RoPE of base theta to this power: exponents are of all pairs."""
+        return self.rotary_dim / (self.rotary_dim + 2 * self.n_zero)
+
+    @property
+    def of_turning_pairs(self) -> dict[str, Any]:
+        """`parameters` as if the pairs that turn were all there are."""
+        parameters = {**self.parameters, "rope_theta": float(self.parameters["rope_theta"]) ** self.base_power}
+        if parameters.get("rope_type") == "proportional":
+            parameters["rope_type"] = "default" if parameters.get("factor", 1.0) == 1.0 else "linear"
+        for name in {"short_factor", "long_factor"} & parameters.keys():
+            parameters[name] = parameters[name][: self.rotary_dim // 2]
+        return parameters
+
+    @property
+    def scaling(self) -> RopeScaling | None:
+        """The scaling in use; None for plain RoPE."""
+        return method_from_rope_parameters(self.of_turning_pairs, self.limit)
+
+    @property
+    def in_use(self) -> RopeGeometry:
+        """The frequencies in use of the pairs that turn."""
+        return geometry_in_use(self.of_turning_pairs, self.rotary_dim, self.limit)
+
+    def plain(self, rope_theta: float, length: int) -> RopeGeometry:
+        """The frequencies of the pairs that turn before any scaling, of the config's base `rope_theta`."""
+        return RopeGeometry.plain(self.rotary_dim, rope_theta**self.base_power, length)
+
+
+def rope_tables(text_config: Any, parameters: dict[str, Any]) -> tuple[RopeTable, ...]:
+    """The tables that `rope_parameters` describe; first those whose layers see the most."""
+    nested = {label: value for label, value in parameters.items() if isinstance(value, dict)}
+    if not nested:
+        layers = set(attention_layers(text_config))
+        return (_rope_table(text_config, "", parameters, layers <= {"sliding_attention"}),)
+    # `_rope_type_labels` name the tables where they are not named by the types of layers.
+    used = set(getattr(text_config, "_rope_type_labels", None) or text_config.layer_types)
+    # transformers reads this one at the top level alone, whatever a nested one says.
+    truncate = {"truncate": parameters["truncate"]} if "truncate" in parameters else {}
+    windows = family_of(text_config).window_labels
+    tables = [
+        _rope_table(
+            text_config,
+            label,
+            {**{k: v for k, v in value.items() if k != "truncate"}, **truncate},
+            "sliding" in label or label in windows,
+        )
+        for label, value in nested.items()
+        if label in used
+    ]
+    return tuple(sorted(tables, key=lambda table: -(table.window or math.inf)))
+
+
+def _rope_table(text_config: Any, label: str, parameters: dict[str, Any], slides: bool) -> RopeTable:
+    config = text_config
+    if label and getattr(text_config, "is_heterogeneous", False):
+        config = text_config.per_layer_config[label]
+    window = getattr(config, "sliding_window", None)
+    if getattr(config, "use_sliding_window", True) is False:
+        window = None
+    dim, share = head_dim(config), parameters.get("partial_rotary_factor") or 1.0
+    turning, n_zero = int(dim * share), 0
+    if parameters.get("rope_type") == "proportional":
+        pairs = int(share * dim // 2)
+        turning, n_zero = 2 * pairs, dim // 2 - pairs
+    elif parameters.get("rope_type") == "longrope":
+        n_zero = sum(factor >= ZERO_FREQUENCY for factor in parameters["short_factor"])
+        turning -= 2 * n_zero
+    return RopeTable(
+        label=label,
+        parameters=dict(parameters),
+        head_dim=dim,
+        rotary_dim=turning,
+        n_zero=n_zero,
+        limit=length_limit(text_config),
+        window=int(window) if slides and window is not None else None,
+    )
+
+
+def length_limit(text_config: Any) -> int:
+    """max_position_embeddings; the sliding window where a config has none, as nothing beyond it is ever seen."""
+    limit = getattr(text_config, "max_position_embeddings", None)
+    return int(text_config.sliding_window if limit is None else limit)
+
+
 @dataclass(frozen=True)
 class ContextFacts:
     """What a (text) config says of its context.
 
     Attributes:
+        whole_parameters: `rope_parameters` as the config has them, nested perhaps.
+        tables: what they describe; first those whose layers see the most.
         trained_length: tokens at which the frequencies in use were trained.
         trained_length_source: where that number comes from.
         reach: tokens that the model covers as it is; beyond the trained length where scaling was bolted on.
         original_length: tokens at which the model was trained before any scaling.
         scaling: the scaling in use; None for plain RoPE.
-        original_theta: the base before any scaling that changed it.
+        original_thetas: the base of each table before any scaling that changed it, by label.
+        softmax_factor: the scale of the softmax in use is the square of this times a plain model's.
     """
 
     text_config: Any
-    rope_parameters: dict[str, Any]
-    rotary_dim: int
+    whole_parameters: dict[str, Any]
+    tables: tuple[RopeTable, ...]
     trained_length: int
     trained_length_source: str
     reach: int
     original_length: int
-    original_theta: float
+    original_thetas: dict[str, float]
+    softmax_factor: float
     scaling: RopeMethod | None
     mark: dict[str, Any] | None
     checkpoint: Checkpoint | None
 
     @property
-    def window(self) -> int | None:
-        """The sliding window in tokens, if every attention layer has one."""
-        window = getattr(self.text_config, "sliding_window", None)
-        if window is None or getattr(self.text_config, "use_sliding_window", True) is False:
-            return None
-        return int(window) if set(attention_layers(self.text_config)) <= {"sliding_attention"} else None
+    def rope_parameters(self) -> dict[str, Any]:
+        """Those of the first table."""
+        return self.tables[0].parameters
+
+    @property
+    def rotary_dim(self) -> int:
+        """That of the first table."""
+        return self.tables[0].rotary_dim
+
+    @property
+    def original_theta(self) -> float:
+        """That of the first table."""
+        return self.original_thetas[self.tables[0].label]
+
+    def seen_beyond(self, length: int) -> tuple[RopeTable, ...]:
+        """The tables of layers that see further than `length` tokens: those that an extension changes."""
+        return tuple(table for table in self.tables if table.window is None or table.window > length)
+
+    def rope_of(self, table: RopeTable) -> RopeGeometry:
+        """The frequencies in use, with the length that they reach."""
+        return replace(table.in_use, original_max_position_embeddings=self.reach)
+
+    def original_rope_of(self, table: RopeTable) -> RopeGeometry:
+        """The plain frequencies from before any scaling."""
+        return table.plain(self.original_thetas[table.label], self.original_length)
 
     @property
     def rope(self) -> RopeGeometry:
-        """The frequencies in use, with the length that they reach."""
-        used = geometry_in_use(self.rope_parameters, self.rotary_dim, self.text_config.max_position_embeddings)
-        return replace(used, original_max_position_embeddings=self.reach)
+        """The frequencies in use of the first table, with the length that they reach."""
+        return self.rope_of(self.tables[0])
 
     @property
     def original_rope(self) -> RopeGeometry:
-        """The plain frequencies from before any scaling."""
-        return RopeGeometry.plain(self.rotary_dim, self.original_theta, self.original_length)
+        """The plain frequencies of the first table from before any scaling."""
+        return self.original_rope_of(self.tables[0])
 
 
 def attention_layers(text_config: Any) -> list[str]:
@@ -150,7 +286,8 @@ def rotary_dim(text_config: Any, parameters: dict[str, Any]) -> int:
 
 def has_rope(text_config: Any) -> bool:
     """Whether a config says that its model rotates queries and keys; ALiBi, where a family has both, wins."""
-    return bool(getattr(text_config, "rope_parameters", None)) and not getattr(text_config, "alibi", False)
+    parameters = getattr(text_config, "rope_parameters", None) or family_of(text_config).sin_cos_tables
+    return bool(parameters) and not getattr(text_config, "alibi", False)
 
 
 def no_encoding(text_config: Any) -> str | None:
@@ -168,7 +305,7 @@ def live_mark(text_config: Any) -> dict[str, Any] | None:
     mark = getattr(text_config, "ctxext", None)
     if not isinstance(mark, dict):
         return None
-    now = text_config.rope_parameters
+    now = getattr(text_config, "rope_parameters", None) or {}
     edited = any(now.get(key) != value for key, value in mark["rope_parameters"].items())
     return None if edited else mark
 
@@ -206,17 +343,17 @@ def read_context(config: Any, original_max_position_embeddings: int | None = Non
     """
     text_config = text_config_of(config)
     name = f"{type(text_config).__name__} (model_type {text_config.model_type!r})"
-    reason = no_encoding(text_config)
+    reason = no_encoding(text_config) or family_of(text_config).refuse
     if reason is not None:
         raise ValueError(f"{name} {reason}")
-    parameters = getattr(text_config, "rope_parameters", None)
-    if not parameters:
+    whole = getattr(text_config, "rope_parameters", None)
+    if family_of(text_config).sin_cos_tables:
+        whole = _sin_cos_parameters(text_config)
+    if not whole:
         raise ValueError(f"{name} has no rotary position embedding: its config holds no rope_parameters.")
-    if any(isinstance(value, dict) for value in parameters.values()):
-        raise ValueError(
-            f"{name} keeps rope_parameters for each layer type ({', '.join(parameters)}), which ctxext does not "
-            "extend yet. The model was left as it was."
-        )
+    tables = rope_tables(text_config, whole)
+    if not tables:
+        raise ValueError(f"{name} has no layer with RoPE. It was left as it was.")
     if original_max_position_embeddings is not None and not (
         isinstance(original_max_position_embeddings, int) and original_max_position_embeddings >= 8
     ):
@@ -225,15 +362,17 @@ def read_context(config: Any, original_max_position_embeddings: int | None = Non
             f"{original_max_position_embeddings!r}."
         )
     mark = live_mark(text_config)
+    parameters = tables[0].parameters
     checkpoint = known_checkpoint(text_config, parameters)
-    limit = int(text_config.max_position_embeddings)
-    original_theta = float(parameters["rope_theta"])
+    limit = length_limit(text_config)
+    thetas = {table.label: float(table.parameters["rope_theta"]) for table in tables}
     if mark is not None:
-        scaling = _marked_scaling(mark, parameters, limit)
-        original, original_theta = mark["original"]["length"], mark["original"]["rope_theta"]
+        scaling = _marked_scaling(mark, tables[0].of_turning_pairs, limit)
+        original, theta = mark["original"]["length"], mark["original"]["rope_theta"]
+        thetas = theta if isinstance(theta, dict) else {"": theta}
         trained, source = original, "noted in this config when ctxext extended it"
     else:
-        scaling = method_from_rope_parameters(parameters, limit)
+        scaling = next((table.scaling for table in tables if table.scaling is not None), None)
         trained, source = limit, "max_position_embeddings of the config"
         if checkpoint is not None:
             trained, source = checkpoint.trained_length, f"checkpoints.toml: {checkpoint.name}"
@@ -249,17 +388,32 @@ def read_context(config: Any, original_max_position_embeddings: int | None = Non
             source = "original_max_position_embeddings, as you passed it"
     return ContextFacts(
         text_config=text_config,
-        rope_parameters=dict(parameters),
-        rotary_dim=rotary_dim(text_config, parameters),
+        whole_parameters=copy.deepcopy(whole),
+        tables=tables,
         trained_length=trained,
         trained_length_source=source,
         reach=reach,
         original_length=original,
-        original_theta=original_theta,
+        original_thetas=thetas,
+        softmax_factor=_softmax_factor(text_config, parameters),
         scaling=scaling,
         mark=mark,
         checkpoint=checkpoint,
     )
+
+
+def _sin_cos_parameters(text_config: Any) -> dict[str, Any]:
+    """What GPT-J and CodeGen have in their code instead of a config."""
+    n = text_config.rotary_dim or text_config.hidden_size
+    return {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": n / head_dim(text_config)}
+
+
+def _softmax_factor(text_config: Any, parameters: dict[str, Any]) -> float:
+    """The square root of what `mscale_all_dim` multiplies the scale of the softmax by."""
+    if not family_of(text_config).softmax_mscale or parameters.get("rope_type", "default") == "default":
+        return 1.0
+    factor = parameters.get("factor") or 1.0
+    return 1.0 if factor <= 1 else 0.1 * (parameters.get("mscale_all_dim") or 0.0) * math.log(factor) + 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -269,7 +423,10 @@ class RopePlan(Plan):
     Attributes:
         rope: what the method starts from.
         extended: the frequencies and the attention factor that the model will have; of a dynamic method at its full
-            reach.
+            reach; of the first table where there are several.
+        tables: the same for every table, by label.
+        softmax_factor: the scale of the softmax will be the square of this times a plain model's.
+        live_only: why no config can say what the live model will do; None where one can.
         rotated_copy: whether caches keep a copy of the keys as a dynamic method rotates them for decoding.
     """
 
@@ -277,6 +434,9 @@ class RopePlan(Plan):
     facts: ContextFacts
     rope: RopeGeometry
     extended: RopeGeometry
+    tables: dict[str, RopeGeometry]
+    softmax_factor: float
+    live_only: str | None
     rotated_copy: bool
 
     @property
@@ -297,7 +457,7 @@ class RopePlan(Plan):
 
     @property
     def is_portable(self) -> bool:
-        return not self.is_late
+        return not self.is_late and self.live_only is None
 
     @property
     def is_late(self) -> bool:
@@ -340,7 +500,11 @@ def plan_rope(
             f"attention, so existing={existing!r} would leave nothing of that. Call restore_context(model), or use "
             "existing='replace'."
         )
-    _refuse_special_keys(facts, existing)
+    if existing in ("keep", "compose") and facts.mark is not None and facts.mark.get("live_only"):
+        raise ValueError(
+            f"this config belongs to a live model whose tables were changed, and does not say how, so existing="
+            f"{existing!r} would leave nothing of that. Call restore_context(model), or use existing='replace'."
+        )
     rope = facts.original_rope if existing == "replace" or not scaled else facts.rope
     start = rope.original_max_position_embeddings
     named, method = method is not None, "yarn" if method is None else method
@@ -350,11 +514,12 @@ def plan_rope(
             f"this model already covers {target_length} tokens: from {start} ({facts.trained_length_source}) "
             "that is no extension. Ask for more, or use it as it is."
         )
-    if facts.window is not None and facts.window <= start:
+    seen_beyond = facts.seen_beyond(start)
+    if not seen_beyond:
         raise ValueError(
-            f"every attention layer slides over a window of {facts.window} tokens, within the trained "
+            f"every attention layer slides over a window of {facts.tables[0].window} tokens, within the trained "
             f"{start}, so no distance is ever new and RoPE needs no change: just raise "
-            f"max_position_embeddings to {target_length}."
+            f"the limit (max_position_embeddings, the tokenizer's model_max_length) to {target_length}."
         )
 
     if existing == "keep":
@@ -369,13 +534,22 @@ def plan_rope(
                 "that is raised. Use existing='replace'."
             )
         chosen: RopeMethod | None = None
-        extended, parameters = rope, dict(facts.rope_parameters)
+        parameters = facts.whole_parameters
+        tables = {table.label: facts.rope_of(table) for table in facts.tables}
+        softmax_factor, live_only = facts.softmax_factor, None
     else:
         chosen = _chosen_method(method, factor, rope, length, options)
-        extended = _extended(chosen, rope, target_length)
-        parameters = dict(facts.rope_parameters) if chosen.is_late else _portable(chosen, rope, facts)
         if chosen.is_late:
             _refuse_late(facts, existing)
+        from_plain = existing == "replace" or not scaled
+        ropes = {t.label: facts.original_rope_of(t) if from_plain else facts.rope_of(t) for t in facts.tables}
+        softmax_factor = _softmax_factor_under(chosen, rope, facts, from_plain)
+        tables = _extended(chosen, ropes, seen_beyond, facts, target_length)
+        parameters, live_only = facts.whole_parameters, None
+        if not chosen.is_late:
+            live_only = _live_only(chosen, rope, facts)
+        if not chosen.is_late and live_only is None:
+            parameters = _portable_tables(chosen, ropes, seen_beyond, facts, softmax_factor)
     dynamic = isinstance(chosen, RopeScaling) and chosen.is_late and not chosen.of_the_call
     if rotated_copy and not dynamic:
         raise ValueError(
@@ -388,34 +562,57 @@ def plan_rope(
         existing=existing,
         method=chosen,
         rope=rope,
-        extended=extended,
+        extended=tables[facts.tables[0].label],
+        tables=tables,
+        softmax_factor=softmax_factor,
+        live_only=live_only,
         factor=factor,
         target_length=target_length,
-        updates=_updates(facts, chosen, parameters, start, target_length),
+        updates=_updates(facts, chosen, parameters, live_only, start, target_length),
         rotated_copy=rotated_copy,
-        notes=_notes(facts, chosen, extended),
+        notes=_notes(facts, chosen, tables[facts.tables[0].label], seen_beyond, live_only),
     )
 
 
-def _extended(method: RopeMethod, rope: RopeGeometry, target_length: int) -> RopeGeometry:
-    """The frequencies and the attention factor under `method`; those that remap positions leave them alone."""
+def _extended(
+    method: RopeMethod,
+    ropes: dict[str, RopeGeometry],
+    seen_beyond: tuple[RopeTable, ...],
+    facts: ContextFacts,
+    target_length: int,
+) -> dict[str, RopeGeometry]:
+    """Every table under `method`; those of short windows, and all if it remaps positions, stay as they are."""
+    extended = {table.label: facts.rope_of(table) for table in facts.tables}
     if isinstance(method, PositionRemapping):
+        (rope,) = ropes.values()
         method.branches(rope)
         method.check_reach(rope, target_length)
-        return rope
+        return {label: rope for label in ropes}
     assert isinstance(method, RopeScaling)
-    extended = RopeGeometry(
-        inv_freq=rope.inv_freq / method.rescale_factors(rope),
-        rope_theta=rope.rope_theta,
-        original_max_position_embeddings=rope.original_max_position_embeddings,
-        attention_factor=rope.attention_factor * float(method.attention_scaling(rope)),
-    )
-    if torch.equal(extended.inv_freq, rope.inv_freq) and extended.attention_factor == rope.attention_factor:
+    in_softmax = family_of(facts.text_config).softmax_mscale
+    unchanged = True
+    for label in (table.label for table in seen_beyond):
+        rope, scaling = ropes[label], float(method.attention_scaling(ropes[label]))
+        extended[label] = replace(
+            rope,
+            inv_freq=rope.inv_freq / method.rescale_factors(rope),
+            attention_factor=rope.attention_factor * (1.0 if in_softmax else scaling),
+        )
+        unchanged &= scaling == 1.0 and torch.equal(extended[label].inv_freq, rope.inv_freq)
+    if unchanged:
         raise ValueError(
             f"{method!r} changes nothing: every frequency and the attention factor stay as they are. "
             "Pass a larger factor or length, or other options."
         )
     return extended
+
+
+def _softmax_factor_under(method: ContextMethod, rope: RopeGeometry, facts: ContextFacts, from_plain: bool) -> float:
+    """What `method` makes of the factor in the softmax; 1 for families that have none there."""
+    before = 1.0 if from_plain else facts.softmax_factor
+    if not isinstance(method, RopeScaling) or method.is_late or not family_of(facts.text_config).softmax_mscale:
+        return before
+    return before * float(method.attention_scaling(rope))
 
 
 def _refuse_late(facts: ContextFacts, existing: Existing) -> None:
@@ -425,6 +622,19 @@ def _refuse_late(facts: ContextFacts, existing: Existing) -> None:
         raise ValueError(f"{name} is an encoder-decoder model, whose positions cannot be rotated late. {instead}")
     if facts.rope_parameters.get("mrope_section"):
         raise ValueError(f"{name} has positions of several kinds (mrope), which cannot be rotated late. {instead}")
+    if family_of(facts.text_config).sin_cos_tables:
+        raise ValueError(
+            f"{name} rotates by a table of sines and cosines in each layer, which cannot be done late. {instead}"
+        )
+    if facts.tables[0].label or facts.tables[0].n_zero:
+        raise ValueError(f"{name} has a rotary table of its own kind for each type of layer. {instead}")
+    reason = family_of(facts.text_config).refuse_late
+    if reason is not None:
+        raise ValueError(f"{name} {reason}, so that nothing can be rotated late in it. {instead}")
+    if existing == "replace" and facts.softmax_factor != 1.0:
+        raise ValueError(
+            f"{name} scales its softmax by mscale_all_dim, which late rotation would leave as it is. {instead}"
+        )
     if existing == "compose" and facts.scaling is not None and facts.scaling.is_late:
         raise ValueError(
             f"{name} has native scaling ({facts.scaling.name}) that follows the length itself, which nothing composes "
@@ -444,20 +654,6 @@ def _refuse_existing(facts: ContextFacts) -> str:
     )
 
 
-def _refuse_special_keys(facts: ContextFacts, existing: Existing) -> None:
-    """Parameters that reach more than the rotary embedding cannot be changed by changing it."""
-    special = {
-        "mscale_all_dim": "it also scales the softmax of multi-head latent attention",
-        "llama_4_scaling_beta": "it also scales the queries by position",
-    }
-    for key, why in special.items():
-        if existing in ("compose", "replace") and facts.rope_parameters.get(key):
-            raise ValueError(
-                f"this model's {key} cannot be changed with its rotary embedding alone: {why}. "
-                "Use existing='keep' to widen the window with the native scaling."
-            )
-
-
 def _chosen_method(
     method: str | ContextMethod, factor: float, rope: RopeGeometry, length: int | None, options: dict[str, Any]
 ) -> RopeMethod:
@@ -471,52 +667,149 @@ def _chosen_method(
     return chosen.at_length(rope, length)
 
 
-def _portable(method: RopeMethod, rope: RopeGeometry, facts: ContextFacts) -> dict[str, Any]:
-    """The config's new `rope_parameters`: the scaling in transformers' words, the family's keys kept."""
+def _live_only(method: RopeMethod, rope: RopeGeometry, facts: ContextFacts) -> str | None:
+    """Why no config of this family can say `method`; None where one can."""
     assert isinstance(method, RopeScaling)
+    family, config = family_of(facts.text_config), type(facts.text_config).__name__
+    if family.sin_cos_tables:
+        return f"{config} has no parameters for RoPE"
+    form = scaled_rope_parameters(method, rope)["rope_type"]
+    if family.rope_types is not None and not {form, "longrope"} & family.rope_types:
+        return f"{config} takes no rope_type but {', '.join(sorted(family.rope_types))}"
+    return None
+
+
+def _portable_tables(
+    method: ContextMethod,
+    ropes: dict[str, RopeGeometry],
+    seen_beyond: tuple[RopeTable, ...],
+    facts: ContextFacts,
+    softmax_factor: float,
+) -> dict[str, Any]:
+    """The config's new `rope_parameters`, nested if they were."""
+    new = {table.label: _portable(method, ropes[table.label], facts, table, softmax_factor) for table in seen_beyond}
+    return new.get("", {**facts.whole_parameters, **new})
+
+
+def _portable(
+    method: ContextMethod, rope: RopeGeometry, facts: ContextFacts, table: RopeTable, softmax_factor: float
+) -> dict[str, Any]:
+    """One table's new `rope_parameters`: the scaling in transformers' words, the family's keys kept."""
+    assert isinstance(method, RopeScaling)
+    family = family_of(facts.text_config)
     parameters = scaled_rope_parameters(method, rope)
-    allowed = family_of(facts.text_config).rope_types
-    if allowed is not None and parameters["rope_type"] not in allowed:
-        parameters = longrope_parameters(
-            method.rescale_factors(rope), float(method.attention_scaling(rope)), method.factor, rope
-        )
-    kept = {k: v for k, v in facts.rope_parameters.items() if k not in SCALING_KEYS}
+    kept = {k: v for k, v in table.parameters.items() if k not in SCALING_KEYS}
+    # The length that Ministral's scale of queries is counted from stays what it was, whatever the method's is.
+    counted = table.parameters.get("original_max_position_embeddings") if "llama_4_scaling_beta" in kept else None
+    allowed = family.rope_types is None or parameters["rope_type"] in family.rope_types
+    if table.n_zero and parameters["rope_type"] in ("default", "linear"):
+        parameters["rope_type"] = "proportional"
+    elif (
+        not allowed
+        or table.n_zero
+        or (table.label and not parameters.get("truncate", True))
+        or (counted and parameters.get("original_max_position_embeddings", counted) != counted)
+    ):
+        factors = RopeGeometry.plain(rope.dim, rope.rope_theta, 1).inv_freq / rope.inv_freq
+        scaling = rope.attention_factor * float(method.attention_scaling(rope))
+        factors = factors * method.rescale_factors(rope)
+        parameters = longrope_parameters(factors, scaling, method.factor, rope)
+    if table.n_zero:
+        parameters["rope_theta"] **= 1 / table.base_power
+        kept["partial_rotary_factor"] = table.base_power
+        if parameters["rope_type"] == "longrope":
+            del kept["partial_rotary_factor"]
+            for name in ("short_factor", "long_factor"):
+                parameters[name] = parameters[name] + [ZERO_FREQUENCY] * table.n_zero
+    if softmax_factor != 1.0:
+        parameters |= _in_the_softmax(parameters, softmax_factor, rope)
+    if counted is not None:
+        parameters["original_max_position_embeddings"] = counted
+    if family.mscale_keys and parameters["rope_type"] != "default":
+        parameters.setdefault("original_max_position_embeddings", rope.original_max_position_embeddings)
+        parameters |= dict.fromkeys(family.mscale_keys, rope.attention_factor * float(method.attention_scaling(rope)))
     return {**kept, **parameters}
 
 
+def _in_the_softmax(parameters: dict[str, Any], softmax_factor: float, rope: RopeGeometry) -> dict[str, Any]:
+    """The keys that put an attention factor into the softmax of latent attention, and not on cos and sin as well."""
+    mscale = (softmax_factor - 1) / (0.1 * math.log(parameters["factor"]))
+    if parameters["rope_type"] == "yarn" and "attention_factor" not in parameters:
+        # As DeepSeek's own checkpoints have it: the quotient of the two is on cos and sin.
+        return {"mscale": 1.0, "mscale_all_dim": 1.0}
+    return {"attention_factor": rope.attention_factor, "mscale_all_dim": mscale}
+
+
 def _updates(
-    facts: ContextFacts, method: RopeMethod | None, parameters: dict[str, Any], start: int, target: int
+    facts: ContextFacts,
+    method: RopeMethod | None,
+    parameters: dict[str, Any],
+    live_only: str | None,
+    start: int,
+    target: int,
 ) -> dict[str, Any]:
     from ctxext import __version__
 
-    updates: dict[str, Any] = {"rope_parameters": parameters, "max_position_embeddings": target}
+    config = facts.text_config
+    updates: dict[str, Any] = {}
+    if hasattr(config, "rope_parameters"):
+        updates["rope_parameters"] = parameters
+    if hasattr(config, "max_position_embeddings"):
+        # Some configs keep it by another name, such as n_positions.
+        updates[config.attribute_map.get("max_position_embeddings", "max_position_embeddings")] = target
+    if getattr(config, "is_heterogeneous", False) and any(
+        isinstance(value, dict) and value.get("rope_type") == "longrope" for value in parameters.values()
+    ):
+        # transformers validates longrope by config.head_dim, and without this raises where layers differ in it.
+        updates["allow_global_per_layer_attribute_access"] = True
     if "original_max_position_embeddings" in facts.text_config.__dict__ and method is not None:
         # Phi-3 and kin keep it beside rope_parameters, where it wins over the one inside.
         updates["original_max_position_embeddings"] = start
-    if getattr(facts.text_config, "head_dim", 0) is None:
+    if config.__dict__.get("head_dim", 0) is None:  # not getattr, which raises where layers differ in it
         # transformers' yarn and longrope multiply with it (Mixtral's configs leave it out).
         updates["head_dim"] = head_dim(facts.text_config)
     described = facts.scaling if method is None else method
     updates["ctxext"] = {
         "version": __version__,
         "method": None if described is None else described.to_dict(),
-        "original": {"length": facts.original_length, "rope_theta": facts.original_theta},
-        "rope_parameters": parameters,
+        "original": {
+            "length": facts.original_length,
+            "rope_theta": facts.original_thetas if facts.tables[0].label else facts.original_theta,
+        },
+        "rope_parameters": updates.get("rope_parameters", {}),
+        **({} if live_only is None else {"live_only": True}),
     }
     return updates
 
 
-def _notes(facts: ContextFacts, method: RopeMethod | None, extended: RopeGeometry) -> tuple[str, ...]:
+def _notes(
+    facts: ContextFacts,
+    method: RopeMethod | None,
+    extended: RopeGeometry,
+    seen_beyond: tuple[RopeTable, ...],
+    live_only: str | None,
+) -> tuple[str, ...]:
     notes = []
-    config = facts.text_config
+    config, table = facts.text_config, facts.tables[0]
     late = method is not None and method.is_late
-    if method is not None and extended.attention_factor != 1.0 and facts.rotary_dim < head_dim(config):
-        notes.append(
-            f"the attention factor {extended.attention_factor:.4g} reaches the {facts.rotary_dim} rotary of "
-            f"{head_dim(config)} dimensions, as transformers applies it; the paper's temperature would reach all."
-        )
+    if live_only is not None:
+        notes.append(f"no config can say this, as {live_only}: it is saved as a record for ctxext.load.")
+    if method is not None and extended.attention_factor != 1.0:
+        if family_of(config).norm_after_rope and getattr(config, "use_qk_norm", True):
+            notes.append(
+                f"the attention factor {extended.attention_factor:.4g} does nothing here: this family normalises "
+                "queries and keys after the rotation."
+            )
+        elif facts.rotary_dim < table.head_dim:
+            notes.append(
+                f"the attention factor {extended.attention_factor:.4g} reaches the {facts.rotary_dim} rotary of "
+                f"{table.head_dim} dimensions, as transformers applies it; the paper's temperature would reach all."
+            )
+    left = [table.label for table in facts.tables if table not in seen_beyond]
+    if left:
+        notes.append(f"{', '.join(left)}: left as they are, as their window is within the trained length.")
     layers = getattr(config, "layer_types", None) or []
-    if "sliding_attention" in layers and "full_attention" in layers and not late:
+    if not table.label and "sliding_attention" in layers and "full_attention" in layers and not late:
         notes.append("sliding and full layers share one rotary embedding in this family, so both are extended.")
     if facts.checkpoint is not None and facts.checkpoint.recipe:
         recipe = facts.checkpoint.recipe

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import json
+import math
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -116,6 +117,11 @@ class Extension:
         return self.plan.method
 
     @property
+    def where(self) -> str:
+        """The first path that was changed."""
+        return next(iter([*(site.paths[0] for site in self.sites), *(each.path for each in self.undos)]))
+
+    @property
     def inv_freq(self) -> torch.Tensor:
         """The frequencies in effect (a dynamic method's at full reach), radians a token, float64 of shape (pair,)."""
         return self._rope.extended.inv_freq
@@ -136,7 +142,10 @@ class Extension:
         return self.plan
 
     def __repr__(self) -> str:
-        paths = self.plan.site.paths if isinstance(self.plan, SitePlan) else [p for s in self.sites for p in s.paths]
+        paths = [path for site in self.sites for path in site.paths]
+        paths += dict.fromkeys(each.path for each in self.undos if each.kind == "buffer")
+        if isinstance(self.plan, SitePlan):
+            paths = list(self.plan.site.paths)
         numbers = []
         if isinstance(self.plan, RopePlan):
             rope, before = self.plan.extended, self.plan.rope
@@ -162,7 +171,9 @@ class Extension:
         if not self.plan.is_portable:
             return f"{RECORD} beside an unextended config: no config can say it"
         if isinstance(self.plan, RopePlan):
-            return f"rope_type {self.plan.updates['rope_parameters'].get('rope_type')!r}"
+            parameters = self.plan.updates["rope_parameters"]
+            first = parameters.get(self.plan.facts.tables[0].label, parameters)
+            return f"rope_type {first.get('rope_type')!r}"
         return f"weights and config ({', '.join(name for name in self.plan.updates if name != 'ctxext')})"
 
 
@@ -211,16 +222,21 @@ def apply(model: PreTrainedModel, plan: Plan) -> Extension:
             that cannot be rotated late.
         RuntimeError: the new rotary embedding is not what the formula says, or nothing reads it.
     """
+    by_tables = isinstance(plan, RopePlan) and family_of(plan.text_config).sin_cos_tables
     configs = _config_copies(model)
     plan.apply_to(configs[-1].extended)
     extension = Extension(plan=plan, proof=None, configs=configs)
-    sites = _sites(model, plan) if isinstance(plan, RopePlan) else []
+    sites = _sites(model, plan) if isinstance(plan, RopePlan) and not by_tables else []
     try:
         if isinstance(plan, SitePlan):
             _write_sites(model, plan, extension)
         elif isinstance(plan, RopePlan) and plan.is_late:
             _rotate_late(model, sites, extension)
+        elif by_tables:
+            _grow_sin_cos_tables(model, extension)
         elif isinstance(plan, RopePlan) and plan.method is not None:
+            if plan.softmax_factor != plan.facts.softmax_factor:
+                _scale_softmax(model, extension)
             built, extension.proof = _build(sites, configs[-1].extended, plan)
             _put(model, sites, built, extension)
         _swap_configs(model, {id(pair.original): pair.extended for pair in configs})
@@ -277,6 +293,70 @@ def _put(model: PreTrainedModel, sites: list[rotary.RotarySite], built: list[nn.
         extension.sites += (SwappedSite(paths=site.paths, original=old),)
 
 
+def _scale_softmax(model: PreTrainedModel, extension: Extension) -> None:
+    """Give latent attention the scale that a model built from the extended config has.
+
+    Raises:
+        RuntimeError: that is not what the method says.
+    """
+    plan, (before, after) = extension.plan, _text_configs(extension)
+    wanted = (plan.softmax_factor / plan.facts.softmax_factor) ** 2
+    scales = rotary.softmax_scales(model, before, after)
+    for path, scale in scales.items():
+        if not math.isclose(scale / model.get_submodule(path).scaling, wanted, rel_tol=1e-6):
+            raise RuntimeError(
+                f"{path!r} built anew has a softmax scale of {scale:.6g}, and not {wanted:.6g} times what it was. This "
+                "family reads its config in its own way. The model was left as it was."
+            )
+        Surgery(model, extension.undos).set_attribute(path, "scaling", scale)
+    if not scales:
+        raise RuntimeError(
+            f"found no attention in {type(model).__name__} whose softmax scale could be set. The model was left as it "
+            "was."
+        )
+
+
+def _text_configs(extension: Extension) -> tuple[Any, Any]:
+    return extension.configs[-1].original, extension.configs[-1].extended
+
+
+def _grow_sin_cos_tables(model: PreTrainedModel, extension: Extension) -> None:
+    """Give each attention layer of GPT-J and kin a longer table of sines and cosines, scaled.
+
+    Raises:
+        ValueError: a present table is not the formula's.
+    """
+    plan = extension.plan
+    paths = rotary.find_sin_cos_tables(model)
+    if not paths:
+        raise ValueError(f"found no table of sines and cosines in {type(model).__name__}. It was left as it was.")
+    worst = 0.0
+    for path in paths:
+        old = model.get_submodule(path)._buffers[rotary.SIN_COS]
+        assert old is not None
+        if old.device.type == "meta":
+            raise ValueError(
+                f"{type(model).__name__} has no weights yet, so that its tables cannot be compared with the formula. "
+                "Load them first. The model was left as it was."
+            )
+        stock = rotary.sin_cos_table(len(old), plan.facts.rope).to(old.dtype)
+        error = (
+            float((old.detach().cpu().float() - stock.float()).abs().max()) if old.shape == stock.shape else math.inf
+        )
+        if error > (1e-3 if old.dtype == torch.float32 else 2e-2):
+            raise ValueError(
+                f"the table of {path!r} differs from RoPE of base 10000 by {error:.1e}: it was changed by hand. Load "
+                "the model afresh."
+            )
+        # In float32 whatever the model was cast to, as a stock model loaded in that type has it.
+        new = rotary.sin_cos_table(plan.target_length, plan.extended)
+        surgery = Surgery(model, extension.undos)
+        surgery.set_tensor(path, rotary.SIN_COS, new)
+        surgery.set_attribute(path, "max_positions", plan.target_length)
+        worst = max(worst, error)
+    extension.proof = Proof(worst, worst, None)
+
+
 def _config_copies(model: PreTrainedModel) -> tuple[SwappedConfig, ...]:
     """The model's config and, last, its text config, each with the copy that is to be extended.
 
@@ -301,9 +381,6 @@ def _swap_configs(model: PreTrainedModel, new: dict[int, Any]) -> None:
 def _sites(model: PreTrainedModel, plan: RopePlan) -> list[rotary.RotarySite]:
     text_config = plan.facts.text_config
     name = f"{type(model).__name__} (model_type {text_config.model_type!r})"
-    family = family_of(text_config)
-    if family.refuse is not None and plan.method is not None:
-        raise ValueError(f"{name} {family.refuse}. The model was left as it was.")
     sites = rotary.find_rotary_sites(model, text_config)
     others = rotary.other_rotary_tables(model, sites)
     if not sites:
@@ -324,23 +401,39 @@ def _sites(model: PreTrainedModel, plan: RopePlan) -> list[rotary.RotarySite]:
 
 def _check_present_table(site: rotary.RotarySite, plan: RopePlan) -> None:
     """The model must do what its config says before it is changed; float16 and bfloat16 casts are allowed."""
-    if site.rotary_dim != plan.facts.rotary_dim:
+    tables = {table.label: table for table in plan.facts.tables}
+    if set(site.labels) != tables.keys():
         raise ValueError(
-            f"{site.paths[0]!r} rotates {site.rotary_dim} dimensions, but the config says {plan.facts.rotary_dim}. "
-            "This family computes them in its own way and is not supported."
+            f"{site.paths[0]!r} has tables for {', '.join(site.labels)}, but the config for {', '.join(tables)}. This "
+            "family keeps them in its own way and is not supported."
         )
-    table = site.module.inv_freq
-    scaling = plan.facts.scaling
-    if table.device.type == "meta" or (scaling is not None and scaling.is_late):
-        return  # Those two change the table as they run.
-    expected = plan.facts.rope.inv_freq.float().to(table.dtype).double()
-    exact = table.dtype == torch.float32
-    if not torch.allclose(table.cpu().double(), expected, rtol=1e-5 if exact else 1e-2, atol=0.0 if exact else 1e-7):
-        raise ValueError(
-            f"the frequencies of {site.paths[0]!r} differ from what its config says (by up to "
-            f"{rotary.relative_error(table, expected):.1e}, relative): they were changed by hand, or this family "
-            "computes them in its own way. Load the model afresh, or see ctxext.describe_context."
-        )
+    for label, facts in tables.items():
+        table = site.table(label)
+        if len(table) != facts.rotary_dim // 2 + facts.n_zero:
+            raise ValueError(
+                f"{site.paths[0]!r} rotates {2 * len(table)} dimensions, but the config says {facts.rotary_dim}. "
+                "This family computes them in its own way and is not supported."
+            )
+        scaling = facts.scaling
+        if table.device.type == "meta" or (scaling is not None and scaling.is_late):
+            continue  # Those two change the table as they run.
+        in_use = _padded(plan.facts.rope_of(facts).inv_freq, table)
+        expected = in_use[site.order(label, in_use)].float().to(table.dtype).double()
+        exact = table.dtype == torch.float32
+        # Float32 keeps a frequency of 1e-38 as that, and some families one of exactly zero.
+        if not torch.allclose(
+            table.cpu().double(), expected, rtol=1e-5 if exact else 1e-2, atol=1e-30 if exact else 1e-7
+        ):
+            raise ValueError(
+                f"the frequencies of {site.paths[0]!r} differ from what its config says (by up to "
+                f"{rotary.relative_error(table, expected):.1e}, relative): they were changed by hand, or this family "
+                "computes them in its own way. Load the model afresh, or see ctxext.describe_context."
+            )
+
+
+def _padded(inv_freq: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+    """The pairs that turn, and after them those of `table` that do not."""
+    return torch.cat([inv_freq, inv_freq.new_zeros(len(table) - len(inv_freq))])
 
 
 def _build(sites: list[rotary.RotarySite], config: Any, plan: RopePlan) -> tuple[list[nn.Module], Proof]:
@@ -348,9 +441,18 @@ def _build(sites: list[rotary.RotarySite], config: Any, plan: RopePlan) -> tuple
     built, frequency_error, output_error = [], 0.0, None
     for site in sites:
         new = site.build(config, plan.summary)
-        frequency_error = max(frequency_error, rotary.relative_error(new.inv_freq, plan.extended.inv_freq))
-        error = rotary.output_error(new, plan.extended)
-        output_error = error if output_error is None else max(output_error, error or 0.0)
+        for facts in plan.facts.tables:
+            label, rope = facts.label, plan.tables[facts.label]
+            table = site.table(label)
+            order = site.order(label, _padded(plan.facts.rope_of(facts).inv_freq, table))
+            inv_freq = _padded(rope.inv_freq, table)[order]
+            if plan.live_only is not None:
+                rotary.write_table(new, label, inv_freq, rope.attention_factor)
+            got = getattr(new, rotary.of_label(label, "inv_freq"))
+            frequency_error = max(frequency_error, rotary.relative_error(got, inv_freq))
+            if torch.equal(order, torch.arange(len(order))):
+                error = rotary.output_error(new, label, inv_freq, rope.attention_factor)
+                output_error = error if output_error is None else max(output_error, error or 0.0)
         built.append(new)
     if frequency_error > Proof.FREQUENCY_BAR or (output_error or 0.0) > Proof.OUTPUT_BAR:
         raise RuntimeError(
@@ -511,8 +613,14 @@ def prove_consumed(model: PreTrainedModel) -> None:
     """Run a forward pass of two tokens and see that the replaced modules' output is read."""
     extension: Extension = model.__dict__[ATTRIBUTE]
     modules = [model.get_submodule(site.paths[0]) for site in extension.sites]
+    tables = [model.get_submodule(each.path)._buffers[each.name] for each in extension.undos if each.kind == "buffer"]
     try:
-        consumed = all(isinstance(m, rotary.ExtendedRotary) for m in modules) and rotary.is_consumed(model, modules)
+        if modules:
+            replaced = [site.original for site in extension.sites]
+            consumed = all(isinstance(m, rotary.ExtendedRotary) for m in modules)
+            consumed = consumed and rotary.is_consumed(model, modules, replaced)
+        else:
+            consumed = rotary.are_read(model, tables)
     except Exception as error:
         raise RuntimeError(
             f"{type(model).__name__} could not run the forward pass of two tokens that proves the patch "
@@ -523,7 +631,7 @@ def prove_consumed(model: PreTrainedModel) -> None:
     extension.proof = replace(extension.proof, consumed=consumed)
     if not consumed:
         raise RuntimeError(
-            f"nothing in {type(model).__name__} reads the output of {extension.sites[0].paths[0]!r}, so replacing it "
+            f"nothing in {type(model).__name__} reads what {extension.where!r} gives, so replacing it "
             "changes nothing. The model was left as it was; its attention gets positions from elsewhere."
         )
 
@@ -584,8 +692,11 @@ RECORD = "context_extension.json"
 def version_4_keys(text_config: Any, rope_parameters: dict[str, Any]) -> dict[str, Any]:
     """`rope_theta`, `partial_rotary_factor` and `rope_scaling` as transformers 4 and older engines read them.
 
-    Without them transformers 4.57 loads a version 5 config as plain RoPE of theta 10000, silently.
+    Without them transformers 4.57 loads a version 5 config as plain RoPE of theta 10000, silently. Where each type of
+    layer has its own parameters, version 4 has no common words for them.
     """
+    if "rope_type" not in rope_parameters:
+        return {}
     keys = {name: rope_parameters[name] for name in ("rope_theta", "partial_rotary_factor") if name in rope_parameters}
     for name, older in family_of(text_config).version_4_names.items():
         keys[older] = rope_parameters[name]
@@ -656,8 +767,8 @@ def save_with_record(
         text_config.__dict__.update(extended)
     write_record(Path(save_directory), extension.plan)
     warnings.warn(
-        f"{extension.plan.summary} is nothing that a config can say: the config was saved unextended, and "
-        f" the extension in {RECORD}. ctxext.load({str(save_directory)!r}) brings it back; plain transformers and "
+        f"{extension.plan.summary} is what no config can say: the config was saved unextended, and the extension in "
+        f"{RECORD}. ctxext.load({str(save_directory)!r}) brings it back; plain transformers and "
         "other engines load the unextended model.",
         stacklevel=2,
     )

@@ -1,7 +1,8 @@
 """The rotary embedding of a live model: find it, build its replacement, swap it, see it used.
 
 Families are found by structure. A module that holds `inv_freq`, `original_inv_freq` and
-`attention_scaling` is transformers' standard rotary embedding, whatever the model is called. Its
+`attention_scaling`, or these for each type of layer (`full_attention_inv_freq` and so on), is
+transformers' standard rotary embedding, whatever the model is called. Its
 replacement is built by its own class from the extended config, so shapes and partial rotary stay
 the family's, and a plain reload of the saved config gives bitwise the same module.
 """
@@ -11,17 +12,27 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from jaxtyping import Float, Float64, Int
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from ctxext.encodings.rope import RopeGeometry, cos_sin
 
-TABLES = ("inv_freq", "original_inv_freq")
+
+def table_names(module: nn.Module) -> list[str]:
+    """The buffers in which a rotary embedding keeps frequencies."""
+    return [name for name in module._buffers if name.endswith("inv_freq")]
+
+
+def of_label(label: str, name: str) -> str:
+    """`inv_freq` as the table of `label` calls it; "" is the only table of a module."""
+    return f"{label}_{name}" if label else name
 
 
 class ExtendedRotary:
@@ -32,14 +43,14 @@ class ExtendedRotary:
     """
 
     summary: str
-    exact: Tensor  # The built table: float32, on the CPU, not registered, so that no cast reaches it.
+    exact: dict[str, Tensor]  # The built tables: float32, on the CPU, not registered, so that no cast reaches them.
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         super()._apply(fn, recurse)  # type: ignore[misc]
-        for name in TABLES:
+        for name, table in self.exact.items():
             device = getattr(self, name).device
             if device.type != "meta":
-                self._buffers[name] = self.exact.to(device, copy=True)  # type: ignore[attr-defined]
+                self._buffers[name] = table.to(device, copy=True)  # type: ignore[attr-defined]
         return self
 
     def extra_repr(self) -> str:
@@ -79,8 +90,26 @@ class RotarySite:
     module: nn.Module
 
     @property
-    def rotary_dim(self) -> int:
-        return 2 * int(self.module.inv_freq.shape[-1])
+    def labels(self) -> tuple[str, ...]:
+        """The types of layers that it has a table for; "" for the only one."""
+        return tuple(_labels(self.module))
+
+    def table(self, label: str) -> Float[Tensor, " pair"]:
+        """The frequencies of a type of layer."""
+        table: Tensor = getattr(self.module, of_label(label, "inv_freq"))
+        return table
+
+    def order(self, label: str, in_use: Float64[Tensor, " pair"]) -> Int[Tensor, " pair"]:
+        """Which pair of `in_use`, the frequencies by formula, each pair of the module's own table is.
+
+        Some multimodal families keep the pairs of a section together.
+        """
+        with torch.device("cpu"):
+            own = getattr(type(self.module)(self.module.config), of_label(label, "inv_freq")).double()
+        same = own.shape == in_use.shape and torch.allclose(own.sort()[0], in_use.sort()[0], rtol=1e-5, atol=0.0)
+        if not same or torch.allclose(own, in_use, rtol=1e-5, atol=0.0):
+            return torch.arange(len(in_use))
+        return in_use.argsort()[own.argsort().argsort()]
 
     def build(self, config: Any, summary: str, mixin: type[ExtendedRotary] = ExtendedRotary) -> nn.Module:
         """The replacement on the CPU, made by the module's own class from the extended `config`.
@@ -93,15 +122,26 @@ class RotarySite:
             with torch.device("cpu"):
                 new = cls(config)
         except Exception as error:
-            rope_type = config.rope_parameters.get("rope_type")
+            parameters = next(
+                (v for v in config.rope_parameters.values() if isinstance(v, dict)), config.rope_parameters
+            )
             raise ValueError(
                 f"{type(self.module).__name__} at {self.paths[0]!r} cannot be built with "
-                f"rope_type {rope_type!r} ({type(error).__name__}: {error}). This family is not supported "
-                "with this method; try method='ntk', which changes rope_theta alone."
+                f"rope_type {parameters.get('rope_type')!r} ({type(error).__name__}: {error}). This family is not "
+                "supported with this method; try method='ntk', which changes rope_theta alone."
             ) from error
         new.summary = summary
-        new.exact = new.inv_freq.detach().clone()
+        new.exact = {name: getattr(new, name).detach().clone() for name in table_names(new)}
         return new.train(self.module.training)
+
+
+def write_table(new: nn.Module, label: str, inv_freq: Float64[Tensor, " pair"], attention_factor: float) -> None:
+    """Overwrite what the family's class has built; for what no config of the family can say."""
+    assert isinstance(new, ExtendedRotary)
+    for name in (of_label(label, "inv_freq"), of_label(label, "original_inv_freq")):
+        new.exact[name] = inv_freq.float()
+        new._buffers[name] = new.exact[name].clone()
+    setattr(new, of_label(label, "attention_scaling"), attention_factor)
 
 
 def find_rotary_sites(model: nn.Module, text_config: Any) -> list[RotarySite]:
@@ -109,15 +149,33 @@ def find_rotary_sites(model: nn.Module, text_config: Any) -> list[RotarySite]:
     paths: dict[int, list[str]] = {}
     found: dict[int, nn.Module] = {}
     for path, module in model.named_modules(remove_duplicate=False):
-        if (
-            isinstance(getattr(module, "inv_freq", None), Tensor)
-            and isinstance(getattr(module, "original_inv_freq", None), Tensor)
-            and hasattr(module, "attention_scaling")
-            and type(getattr(module, "config", None)) is type(text_config)
-        ):
+        if _labels(module) and type(getattr(module, "config", None)) is type(text_config):
             found[id(module)] = module
             paths.setdefault(id(module), []).append(path)
     return [RotarySite(paths=tuple(paths[key]), module=module) for key, module in found.items()]
+
+
+def _labels(module: nn.Module) -> list[str]:
+    labels = [name.removesuffix("original_inv_freq").rstrip("_") for name in module._buffers if "original_inv" in name]
+    return [
+        label
+        for label in labels
+        if of_label(label, "inv_freq") in module._buffers and hasattr(module, of_label(label, "attention_scaling"))
+    ]
+
+
+SIN_COS = "embed_positions"
+
+
+def find_sin_cos_tables(model: nn.Module) -> list[str]:
+    """The attention modules of GPT-J and kin, which keep a table of sines and cosines each."""
+    return [path for path, module in model.named_modules() if isinstance(module._buffers.get(SIN_COS), Tensor)]
+
+
+def sin_cos_table(n_rows: int, rope: RopeGeometry) -> Float[Tensor, "row two_pairs"]:
+    """Sines and then cosines of positions 0 to `n_rows` - 1, in float32 as GPT-J computes them."""
+    cos, sin = cos_sin(torch.arange(n_rows), rope.inv_freq.float(), rope.attention_factor)
+    return torch.cat([sin, cos], dim=-1)
 
 
 def other_rotary_tables(model: nn.Module, sites: list[RotarySite]) -> list[str]:
@@ -126,7 +184,7 @@ def other_rotary_tables(model: nn.Module, sites: list[RotarySite]) -> list[str]:
     others = []
     for path, module in model.named_modules():
         names = [*module._buffers, *module.__dict__]
-        tables = [n for n in names if n.endswith("inv_freq") or n in ("embed_positions", "freqs_cis")]
+        tables = [n for n in names if n.endswith("inv_freq") or n in (SIN_COS, "freqs_cis")]
         if tables and path not in known and not any(w in path for w in ("visual", "vision", "audio")):
             others.append(f"{path} ({type(module).__name__}: {', '.join(tables)})")
     return others
@@ -135,11 +193,11 @@ def other_rotary_tables(model: nn.Module, sites: list[RotarySite]) -> list[str]:
 def put(model: nn.Module, site_paths: tuple[str, ...], new: nn.Module) -> nn.Module:
     """Set `new` at every path, with the device, mode and accelerate hook of what stood there; return that."""
     old = model.get_submodule(site_paths[0])
-    device = old.inv_freq.device
-    if new.inv_freq.device.type == "meta" and device.type != "meta":
+    device = getattr(old, table_names(old)[0]).device
+    if getattr(new, table_names(new)[0]).device.type == "meta" and device.type != "meta":
         # The module was made on meta and its model has been materialised since: build it again.
         fresh = type(new)(new.config)
-        new._buffers.update({name: fresh._buffers[name] for name in TABLES})
+        new._buffers.update({name: fresh._buffers[name] for name in table_names(new)})
     new.to(device)
     new.train(old.training)
     hook = getattr(old, "_hf_hook", None)
@@ -165,15 +223,17 @@ def relative_error(table: Tensor, expected: Tensor) -> float:
     return float(((table - expected).abs() / expected.abs().clamp(min=1e-15)).max())
 
 
-def output_error(module: nn.Module, rope: RopeGeometry) -> float | None:
-    """Largest difference between the cos and sin that `module` gives and the written-out formula.
+def output_error(
+    module: nn.Module, label: str, inv_freq: Float64[Tensor, " pair"], attention_factor: float
+) -> float | None:
+    """Largest difference between the cos and sin that `module` gives for a table and the written-out formula.
 
     None where the module's output has none of the layouts known here. It must run on the CPU.
     """
     positions = torch.tensor([[0, 1, 7, 100]])
     with torch.no_grad():
-        output = module(torch.zeros(1, 1, 1), positions)
-    cos, sin = cos_sin(positions, rope.inv_freq, rope.attention_factor)
+        output = module(torch.zeros(1, 1, 1), positions, *([label] if label else []))
+    cos, sin = cos_sin(positions, inv_freq, attention_factor)
     if isinstance(output, Tensor):
         if not output.is_complex():
             return None
@@ -198,62 +258,110 @@ class _Consumed(Exception):
 
 
 class _SeeConsumed(TorchDispatchMode):
-    """Watches for an operation that reads what the rotary modules returned."""
+    """Watches for operations that read some tensors: those given, and what watched modules return."""
 
-    def __init__(self, stop: bool) -> None:
+    def __init__(self, stop: bool, tensors: Iterable[Tensor] = ()) -> None:
         super().__init__()
         self.stop = stop
         self.outputs: dict[int, Tensor] = {}  # keyed by storage; held, so that no address is reused
-        self.consumed = False
+        self.read: set[int] = set()
+        self.add(tensors)
+
+    def add(self, tensors: Iterable[Any]) -> None:
+        self.outputs.update({t.untyped_storage()._cdata: t for t in tensors if isinstance(t, Tensor)})
 
     def watch(self, module: nn.Module, args: Any, output: Any) -> None:
-        for tensor in tree_iter(output):
-            if isinstance(tensor, Tensor):
-                self.outputs[tensor.untyped_storage()._cdata] = tensor
+        self.add(tree_iter(output))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if self.outputs and any(
-            tensor.untyped_storage()._cdata in self.outputs
-            for tensor in tree_iter((args, kwargs or {}))
-            if isinstance(tensor, Tensor)
-        ):
-            self.consumed = True
-            if self.stop:
+        if self.outputs:
+            tensors = (t for t in tree_iter((args, kwargs or {})) if isinstance(t, Tensor))
+            self.read |= self.outputs.keys() & {tensor.untyped_storage()._cdata for tensor in tensors}
+            if self.read and self.stop:
                 raise _Consumed
         return func(*args, **(kwargs or {}))
 
 
-def is_consumed(model: nn.Module, modules: list[nn.Module]) -> bool:
-    """Whether a forward pass of two tokens reads what each of `modules` returns.
+def is_consumed(model: nn.Module, modules: list[nn.Module], replaced: list[nn.Module]) -> bool:
+    """Whether a forward pass of two tokens reads what `modules` return.
 
-    The pass stops where it has seen that, in the first attention layer; models with accelerate hooks
-    run through, as their hooks move weights back afterwards.
+    A module that the pass does not call needs no reader if another is called (some families keep one that they never
+    use), but none of those that were `replaced` may be called.
     """
-    hooked = any(hasattr(module, "_hf_hook") for module in model.modules())
+    called: set[int] = set()
+    handles = [m.register_forward_hook(lambda module, args, output: called.add(id(module))) for m in replaced]
+    some = False
+    try:
+        for module in modules:
+            see = _SeeConsumed(stop=not _hooked(model))
+            handles += [module.register_forward_hook(see.watch)]
+            _run_two_tokens(model, see)
+            if called or (see.outputs and not see.read):
+                return False
+            some |= bool(see.read)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return some
+
+
+def are_read(model: nn.Module, tensors: list[Tensor]) -> bool:
+    """Whether a forward pass of two tokens reads every one of `tensors`."""
+    see = _SeeConsumed(stop=False, tensors=tensors)
+    _run_two_tokens(model, see)
+    return see.read == see.outputs.keys()
+
+
+def _run_two_tokens(model: nn.Module, see: _SeeConsumed) -> None:
+    """The pass stops where `see` has seen enough, in the first attention layer.
+
+    Models with accelerate hooks run through, as their hooks move weights back afterwards.
+    """
     device = next((p.device for p in model.parameters() if p.device.type != "meta"), torch.device("cpu"))
     ids = torch.ones((1, 2), dtype=torch.long, device=device)
-    for module in modules:
-        see = _SeeConsumed(stop=not hooked)
-        handle = module.register_forward_hook(see.watch)
-        devices = [device] if device.type == "cuda" else []
-        try:
-            with (
-                torch.random.fork_rng(devices=devices),
-                torch.compiler.set_stance("force_eager"),
-                torch.no_grad(),
-                see,
-            ):
-                model(input_ids=ids, use_cache=False)
-        except _Consumed:
-            pass
-        finally:
-            handle.remove()
-        if not see.consumed:
-            return False
-    return True
+    try:
+        with (
+            torch.random.fork_rng(devices=[device] if device.type == "cuda" else []),
+            torch.compiler.set_stance("force_eager"),
+            torch.no_grad(),
+            see,
+        ):
+            model(input_ids=ids, use_cache=False)
+    except _Consumed:
+        pass
+
+
+def _hooked(model: nn.Module) -> bool:
+    return any(hasattr(module, "_hf_hook") for module in model.modules())
 
 
 def on_meta(model: nn.Module) -> bool:
     """Whether weights are missing, so that no forward pass can run yet."""
-    hooked = any(hasattr(module, "_hf_hook") for module in model.modules())
-    return not hooked and any(p.device.type == "meta" for p in model.parameters())
+    return not _hooked(model) and any(p.device.type == "meta" for p in model.parameters())
+
+
+# ---------------------------------------------------------------------- the scale of the softmax
+
+
+def softmax_scales(model: nn.Module, before: Any, after: Any) -> dict[str, float]:
+    """The `scaling` of each attention module of latent attention, by path, as its own class sets it from `after`.
+
+    Args:
+        before: the text config that the modules hold now.
+
+    Raises:
+        ValueError: a module's present scale is not what its config says.
+    """
+    scales = {}
+    for path, module in model.named_modules():
+        if module.__dict__.get("config") is not before or not isinstance(module.__dict__.get("scaling"), float):
+            continue
+        with torch.device("meta"):
+            old, new = (type(module)(config, module.layer_idx) for config in (before, after))
+        if module.scaling != old.scaling:
+            raise ValueError(
+                f"the softmax scale of {path!r} is {module.scaling:.6g}, but its config says {old.scaling:.6g}: it was "
+                "changed by hand. Load the model afresh."
+            )
+        scales[path] = new.scaling
+    return scales

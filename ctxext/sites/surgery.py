@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 _ABSENT = "absent"  # A string, not an object(): compared after deepcopy and pickle as well.
@@ -64,13 +65,16 @@ class Surgery:
         module.__dict__[name] = value
 
     def set_tensor(self, path: str, name: str, value: Tensor) -> None:
-        """A parameter (trainable if the old one was) or a buffer, on the old one's device and in its dtype."""
+        """A parameter (trainable if the old one was) or a buffer, on the old one's device.
+
+        Float64, as formulas give it, is rounded once to the old one's dtype.
+        """
         module = self.model.get_submodule(path)
         kind = "parameter" if name in module._parameters else "buffer"
         held: dict[str, Any] = module._parameters if kind == "parameter" else module._buffers
         old = held[name]
         self.undos.append(Undo(path, kind, name, old))
-        new = value.to(old.device, old.dtype)
+        new = value.to(old.device, old.dtype if value.dtype == torch.float64 else value.dtype)
         held[name] = nn.Parameter(new, requires_grad=old.requires_grad) if kind == "parameter" else new
 
     def exchange_class(self, path: str, mixin: type) -> None:
