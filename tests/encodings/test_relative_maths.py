@@ -41,6 +41,10 @@ def test_a_bucket_starts_where_it_says():
     assert torch.equal(relative_position_bucket(1 - starts[1:], False, 32, 128), torch.arange(31))
 
 
+def test_a_start_that_is_whole_is_not_rounded_up():
+    assert bucket_starts(12, 384)[6:].tolist() == [6, 12, 24, 48, 96, 192]
+
+
 def test_beyond_the_last_bucket_every_distance_is_the_same():
     last = int(bucket_starts(32, 128)[-1])
     assert last < 128  # the limit is nearer than its name says
