@@ -69,7 +69,7 @@ def plot_wavelengths(rope: RopeGeometry, *methods: RopeScaling) -> Figure:
 
 
 def plot_rotation(rope: RopeGeometry, pairs: Sequence[int], length: int, *methods: RopeScaling) -> Figure:
-    """Where on its circle each pair has been during training, and where `length` tokens take it beside."""
+    """The angles that each pair has met in training, and the new ones that `length` tokens bring, on its circle."""
     trained = rope.original_max_position_embeddings
     frequencies = _frequencies(rope, methods)
     figure, rows = _figure(1.75 * len(pairs) + 0.6, 1.8 * len(frequencies) + 0.9, len(frequencies), len(pairs))
@@ -83,14 +83,8 @@ def plot_rotation(rope: RopeGeometry, pairs: Sequence[int], length: int, *method
             _draw_arc(axes, seen, max(seen, reached), color=COLORS[1], lw=5)
             steps = torch.arange(8) * inv_freq[pair]
             axes.plot(steps.cos(), steps.sin(), "o", color="black", ms=2.5)
-            axes.text(
-                0,
-                0,
-                f"{turn:,.0f}\ntokens a turn" if turn >= 100 else f"{turn:.1f}\ntokens a turn",
-                ha="center",
-                va="center",
-                fontsize=8,
-            )
+            tokens = f"{turn:,.0f}" if turn >= 100 else f"{turn:.1f}"
+            axes.text(0, 0, f"{tokens}\ntokens a turn", ha="center", va="center", fontsize=8)
             axes.set_aspect("equal")
             axes.set_axis_off()
             axes.set(xlim=(-1.2, 1.2), ylim=(-1.2, 1.2))
