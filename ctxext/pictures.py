@@ -131,7 +131,12 @@ def plot_score_maps(
     """Query by key at each length, from -1 to 1; a row for each function of the distance in tokens.
 
     Each of the 100 × 100 cells is the mean over the distances that it covers, so no fast pair is aliased.
+
+    Raises:
+        ValueError: a length is no multiple of 100.
     """
+    if any(length % 100 for length in lengths):
+        raise ValueError(f"each length must be a multiple of 100, the cells of a map's side, got {tuple(lengths)}.")
     figure, rows = _figure(2.6 * len(lengths) + 1.6, 2.5 * len(scores) + 0.4, len(scores), len(lengths))
     for row, (name, score) in zip(rows, scores.items()):
         for axes, length in zip(row, lengths):

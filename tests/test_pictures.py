@@ -13,7 +13,8 @@ from matplotlib.text import Text
 
 from ctxext import pictures
 from ctxext.encodings.alibi import alibi_slopes
-from ctxext.encodings.rope import RopeGeometry, wavelengths
+from ctxext.encodings.relative_bias import relative_position_bucket
+from ctxext.encodings.rope import RopeGeometry, decay_bound, wavelengths
 from ctxext.encodings.sinusoidal import sinusoidal_table
 from ctxext.methods import PI, NTKAware, NTKByParts, YaRN
 
@@ -95,6 +96,28 @@ def test_a_cell_of_a_map_is_the_mean_over_its_distances_and_the_future_is_blank(
     assert thousand[70, 50] == pytest.approx(sum(1 / (1 + d) for d in range(200, 210)) / 10)
     assert thousand.mask[50, 70]
     assert not thousand.mask[50, 50]
+
+
+def test_a_map_of_uneven_cells_is_refused():
+    with pytest.raises(ValueError, match=r"multiple of 100, the cells of a map's side, got \(100, 250\)"):
+        pictures.plot_score_maps(RECIPROCAL, (100, 250))
+
+
+def test_score_peaks_where_the_key_was_turned_and_the_bound_steps_by_octaves():
+    figure = DRAWN["plot_decay"]()
+    turned, equal = (torch.as_tensor(line.get_ydata()) for line in figure.axes[1].get_lines()[:2])
+    assert (int(turned.argmax()), int(equal.argmax())) == (300, 0)
+    steps = curves(figure, 0)["mean of each octave"]
+    octaves = [decay_bound(ROPE.inv_freq, torch.arange(2**k, min(2 ** (k + 1), 5000))).mean() for k in range(13)]
+    torch.testing.assert_close(steps[:-1], torch.stack(octaves))
+
+
+def test_buckets_are_drawn_from_where_they_start():
+    line = DRAWN["plot_buckets"]().axes[0].get_lines()[0]
+    assert line.get_drawstyle() == "steps-post"
+    drawn = dict(zip(line.get_ydata().tolist()[:32], line.get_xdata().tolist()))
+    expected = relative_position_bucket(-torch.arange(2000), False, 32, 128)
+    assert drawn == {bucket: int((expected == bucket).nonzero()[0]) for bucket in range(32)}
 
 
 def test_bias_is_never_above_zero():
