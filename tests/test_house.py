@@ -15,7 +15,9 @@ from ctxext.methods import list_methods
 
 ROOT = Path(__file__).resolve().parent.parent
 # Each room may import from those before it.
-ROOMS = ["encodings", "methods", "sites", "attention", "families", "plans", "configs", "planning", "description",
+ROOMS = ["encodings", "methods", "pictures", "sites", "attention", "families", "plans", "configs", "planning",
+         "description", "extension", "api", "tables", "assets", "folders", "adapters", "data", "training", "evals",
+         "cli"]  # fmt: skip
          "extension", "api", "tables", "assets", "folders", "adapters", "data", "training", "evals", "cli"]  # fmt: skip
 
 

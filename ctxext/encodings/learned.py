@@ -14,7 +14,7 @@ from torch import Tensor
 def rows_at(table: Float[Tensor, "old dim"], index: Shaped[Tensor, " row"]) -> Float64[Tensor, "row dim"]:
     """The rows at fractional indices, each on the line between its neighbours.
 
-    An index outside the table reads the nearest end: it would be the first one never trained.
+    An index outside the table reads the nearest end, since nothing beyond it was ever trained.
     """
     index, table = index.to(table.device).double().clamp(0, len(table) - 1), table.double()
     below = index.floor().long()

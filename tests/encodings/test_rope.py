@@ -12,10 +12,12 @@ from ctxext.encodings.rope import (
     RopeGeometry,
     correction_dim,
     cos_sin,
+    decay_bound,
     half_split_to_interleaved,
     interleaved_to_half_split,
     inverse_frequencies,
     linear_ramp,
+    rotate_complex,
     rotate_half_split,
     rotate_interleaved,
     rotations,
@@ -25,7 +27,7 @@ from ctxext.encodings.rope import (
 DIM = 64
 INV_FREQ = inverse_frequencies(DIM, 10000.0)
 
-both_layouts = pytest.mark.parametrize("rotate", [rotate_half_split, rotate_interleaved])
+every_form = pytest.mark.parametrize("rotate", [rotate_half_split, rotate_interleaved, rotate_complex])
 
 
 def heads(n: int, seed: int = 0) -> Tensor:
@@ -39,7 +41,7 @@ def turned(rotate, x: Tensor, positions: Tensor, attention_factor: float = 1.0) 
 # --------------------------------------------------------------- law 4: only the distance counts
 
 
-@both_layouts
+@every_form
 @pytest.mark.parametrize("shift", [1, 4096, 2**24 + 1, 10**9])
 def test_dot_product_depends_on_the_distance_alone(rotate, shift):
     m, n = torch.tensor([0, 3, 17, 100, 5000]), torch.tensor([0, 1, 40, 0, 4999])
@@ -52,19 +54,19 @@ def test_dot_product_depends_on_the_distance_alone(rotate, shift):
     assert ((dot(m + 1, n) - dot(m, n)).abs() > 1e-2).all()  # and on the distance it does depend
 
 
-@both_layouts
+@every_form
 def test_rotations_add_up(rotate):
     x, m, n = heads(3), torch.tensor([0, 7, 90000]), torch.tensor([5, 2000, 11])
     torch.testing.assert_close(turned(rotate, turned(rotate, x, m), n), turned(rotate, x, m + n), rtol=0, atol=1e-9)
 
 
-@both_layouts
+@every_form
 def test_position_zero_is_left_alone_bitwise(rotate):
     x = heads(3)
     assert torch.equal(turned(rotate, x, torch.zeros(3, dtype=torch.long)), x)
 
 
-@both_layouts
+@every_form
 def test_attention_factor_enters_the_dot_product_squared(rotate):
     q, k, at = heads(3), heads(3, seed=1), torch.tensor([1, 2, 300])
     plain = (turned(rotate, q, at) * turned(rotate, k, at.flip(0))).sum(-1)
@@ -95,6 +97,51 @@ def test_layout_map_takes_pairs_2i_to_i_and_back():
     assert half_split_to_interleaved(x).tolist() == [0, 4, 1, 5, 2, 6, 3, 7]
     batch = heads(6).reshape(2, 3, DIM)
     assert torch.equal(half_split_to_interleaved(interleaved_to_half_split(batch)), batch)
+
+
+def test_complex_form_is_the_real_one():
+    x, positions = heads(12).reshape(3, 4, DIM), torch.tensor([0, 1, 777, 10**6])
+    torch.testing.assert_close(turned(rotate_complex, x, positions), turned(rotate_interleaved, x, positions))
+    halves = half_split_to_interleaved(turned(rotate_half_split, interleaved_to_half_split(x), positions))
+    torch.testing.assert_close(turned(rotate_complex, x, positions, 1.5), 1.5 * halves)
+
+
+def test_scores_of_the_two_layouts_agree_once_the_weights_are_mapped():
+    q, k, m, n = heads(4), heads(4, seed=1), torch.tensor([0, 5, 900, 40]), torch.tensor([3, 5, 1, 10000])
+    interleaved = (turned(rotate_interleaved, q, m) * turned(rotate_interleaved, k, n)).sum(-1)
+    q, k = interleaved_to_half_split(q), interleaved_to_half_split(k)
+    halves = (turned(rotate_half_split, q, m) * turned(rotate_half_split, k, n)).sum(-1)
+    torch.testing.assert_close(halves, interleaved)
+
+
+# --------------------------------------------------------------------------- decay with the distance
+
+
+def test_decay_bound_bounds_every_score():
+    """RoFormer, equation 37: |score| <= max |h_(i+1) - h_i| * sum |S_j|, h_i = q_i k_i* and h_(d/2) = 0."""
+    distances = torch.arange(0, 5000, 7)
+    q, k = (torch.view_as_complex(heads(200, seed).reshape(200, DIM // 2, 2)) for seed in (0, 1))
+    h = torch.cat([q * k.conj(), torch.zeros(200, 1)], dim=-1)
+    scores = torch.stack([
+        (turned(rotate_interleaved, heads(200), torch.full((200,), int(m))) * heads(200, seed=1)).sum(-1)
+        for m in distances
+    ])  # fmt: skip
+    bound = h.diff(dim=-1).abs().amax(-1) * DIM // 2 * decay_bound(INV_FREQ, distances)[:, None]
+    assert (scores.abs() <= bound).all()
+    assert (scores.abs() / bound).max() > 0.05  # and it is not idle
+
+
+def test_decay_bound_is_the_mean_of_partial_sums():
+    angles = [100 * float(frequency) for frequency in INV_FREQ]
+    sums = [abs(sum(complex(math.cos(a), math.sin(a)) for a in angles[:j])) for j in range(1, DIM // 2 + 1)]
+    assert float(decay_bound(INV_FREQ, torch.tensor(100))) == pytest.approx(sum(sums) / len(sums))
+
+
+def test_bound_falls_from_octave_to_octave_until_the_slow_pairs_turn_and_then_no_more():
+    octaves = [float(decay_bound(INV_FREQ, torch.arange(2**k, 2 ** (k + 1))).mean()) for k in range(18)]
+    assert octaves[:12] == sorted(octaves[:12], reverse=True)
+    assert octaves[0] > 4 * octaves[11]
+    assert octaves[11:] == pytest.approx([octaves[11]] * 7, rel=0.03)
 
 
 # ------------------------------------------------------------------------ frequencies and tables
