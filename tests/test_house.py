@@ -18,7 +18,6 @@ ROOT = Path(__file__).resolve().parent.parent
 ROOMS = ["encodings", "methods", "pictures", "sites", "attention", "families", "plans", "configs", "planning",
          "description", "extension", "api", "tables", "assets", "folders", "adapters", "data", "training", "evals",
          "cli"]  # fmt: skip
-         "extension", "api", "tables", "assets", "folders", "adapters", "data", "training", "evals", "cli"]  # fmt: skip
 
 
 def room_of(module: str) -> str:
