@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import html
+import itertools
 import json
 import os
 import warnings
@@ -24,10 +25,9 @@ import torch
 from torch import Tensor, nn
 
 from ctxext import __version__
-from ctxext.configs import read_context, rotary_dim
+from ctxext.configs import read_context, rope_tables
 from ctxext.extension import Proof, read_record, save_portable
 from ctxext.folders import checkpoint_folder, extended_as_saved, written_whole
-from ctxext.methods import geometry_in_use
 from ctxext.sites import rotary
 
 if TYPE_CHECKING:
@@ -428,17 +428,19 @@ def _check_live(model: PreTrainedModel, record: AdapterBase) -> None:
         RuntimeError: they differ.
     """
     text_config = model.config.get_text_config(decoder=True)
-    parameters = record.config["rope_parameters"]
-    # These two follow the length, so that a table says little of them.
-    if parameters["rope_type"] == "dynamic" or parameters.get("short_factor") != parameters.get("long_factor"):
-        return
-    rope = geometry_in_use(parameters, rotary_dim(text_config, parameters), record.max_position_embeddings)
-    for site in rotary.find_rotary_sites(model, text_config):
-        if site.module.inv_freq.device.type == "meta":
+    tables = rope_tables(text_config, record.config["rope_parameters"])
+    for site, table in itertools.product(rotary.find_rotary_sites(model, text_config), tables):
+        parameters, rope = table.parameters, table.in_use
+        # These two follow the length, so that a table says little of them.
+        if parameters["rope_type"] == "dynamic" or parameters.get("short_factor") != parameters.get("long_factor"):
+            continue
+        inv_freq = site.table(table.label)
+        if inv_freq.device.type == "meta":
             continue  # offloaded
+        scaling = getattr(site.module, rotary.of_label(table.label, "attention_scaling"))
         error = max(
-            rotary.relative_error(site.module.inv_freq, rope.inv_freq),
-            abs(site.module.attention_scaling / rope.attention_factor - 1),
+            rotary.relative_error(inv_freq, site.laid_out(table.label, rope.inv_freq, rope.inv_freq)),
+            abs(scaling / rope.attention_factor - 1),
         )
         if error > Proof.FREQUENCY_BAR:
             raise RuntimeError(

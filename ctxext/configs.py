@@ -279,11 +279,6 @@ def head_dim(text_config: Any) -> int:
     return int(getattr(text_config, "head_dim", None) or text_config.hidden_size // text_config.num_attention_heads)
 
 
-def rotary_dim(text_config: Any, parameters: dict[str, Any]) -> int:
-    """Rotary dimensions of a head, as transformers computes them."""
-    return int(head_dim(text_config) * (parameters.get("partial_rotary_factor") or 1.0))
-
-
 def has_rope(text_config: Any) -> bool:
     """Whether a config says that its model rotates queries and keys; ALiBi, where a family has both, wins."""
     parameters = getattr(text_config, "rope_parameters", None) or family_of(text_config).sin_cos_tables
@@ -500,6 +495,16 @@ def plan_rope(
             f"attention, so existing={existing!r} would leave nothing of that. Call restore_context(model), or use "
             "existing='replace'."
         )
+    parameters = facts.rope_parameters
+    if (
+        existing == "compose"
+        and family_of(facts.text_config).mscale_keys
+        and parameters.get("short_factor") != parameters.get("long_factor")
+    ):
+        raise ValueError(
+            f"transformers never uses its long_factor in this family ({facts.text_config.model_type!r}), so that "
+            "nothing composes with it. Use existing='replace'."
+        )
     if existing in ("keep", "compose") and facts.mark is not None and facts.mark.get("live_only"):
         raise ValueError(
             f"this config belongs to a live model whose tables were changed, and does not say how, so existing="
@@ -516,10 +521,11 @@ def plan_rope(
         )
     seen_beyond = facts.seen_beyond(start)
     if not seen_beyond:
+        limited = hasattr(facts.text_config, "max_position_embeddings")
         raise ValueError(
-            f"every attention layer slides over a window of {facts.tables[0].window} tokens, within the trained "
-            f"{start}, so no distance is ever new and RoPE needs no change: just raise "
-            f"the limit (max_position_embeddings, the tokenizer's model_max_length) to {target_length}."
+            f"every layer with RoPE slides over a window of {facts.tables[0].window} tokens, within the trained "
+            f"{start}, so no distance is ever new and RoPE needs no change: just "
+            + (f"raise max_position_embeddings to {target_length}." if limited else "use the model as it is.")
         )
 
     if existing == "keep":
@@ -541,6 +547,12 @@ def plan_rope(
         chosen = _chosen_method(method, factor, rope, length, options)
         if chosen.is_late:
             _refuse_late(facts, existing)
+        if facts.tables[0].n_zero and getattr(chosen, "rope_theta", None) is not None:
+            raise ValueError(
+                f"rope_theta={chosen.rope_theta:g} is not what a base means in this family, where only "
+                f"{facts.rotary_dim} of {facts.tables[0].head_dim} dimensions turn (proportional RoPE). Leave it out: "
+                "one is computed from the factor."
+            )
         from_plain = existing == "replace" or not scaled
         ropes = {t.label: facts.original_rope_of(t) if from_plain else facts.rope_of(t) for t in facts.tables}
         softmax_factor = _softmax_factor_under(chosen, rope, facts, from_plain)

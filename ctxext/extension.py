@@ -417,8 +417,8 @@ def _check_present_table(site: rotary.RotarySite, plan: RopePlan) -> None:
         scaling = facts.scaling
         if table.device.type == "meta" or (scaling is not None and scaling.is_late):
             continue  # Those two change the table as they run.
-        in_use = _padded(plan.facts.rope_of(facts).inv_freq, table)
-        expected = in_use[site.order(label, in_use)].float().to(table.dtype).double()
+        in_use = plan.facts.rope_of(facts).inv_freq
+        expected = site.laid_out(label, in_use, in_use).float().to(table.dtype).double()
         exact = table.dtype == torch.float32
         # Float32 keeps a frequency of 1e-38 as that, and some families one of exactly zero.
         if not torch.allclose(
@@ -431,11 +431,6 @@ def _check_present_table(site: rotary.RotarySite, plan: RopePlan) -> None:
             )
 
 
-def _padded(inv_freq: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
-    """The pairs that turn, and after them those of `table` that do not."""
-    return torch.cat([inv_freq, inv_freq.new_zeros(len(table) - len(inv_freq))])
-
-
 def _build(sites: list[rotary.RotarySite], config: Any, plan: RopePlan) -> tuple[list[nn.Module], Proof]:
     """The replacements on the CPU, made from the extended `config` and compared with the method's own formula."""
     built, frequency_error, output_error = [], 0.0, None
@@ -443,14 +438,12 @@ def _build(sites: list[rotary.RotarySite], config: Any, plan: RopePlan) -> tuple
         new = site.build(config, plan.summary)
         for facts in plan.facts.tables:
             label, rope = facts.label, plan.tables[facts.label]
-            table = site.table(label)
-            order = site.order(label, _padded(plan.facts.rope_of(facts).inv_freq, table))
-            inv_freq = _padded(rope.inv_freq, table)[order]
+            inv_freq = site.laid_out(label, rope.inv_freq, plan.facts.rope_of(facts).inv_freq)
             if plan.live_only is not None:
                 rotary.write_table(new, label, inv_freq, rope.attention_factor)
             got = getattr(new, rotary.of_label(label, "inv_freq"))
             frequency_error = max(frequency_error, rotary.relative_error(got, inv_freq))
-            if torch.equal(order, torch.arange(len(order))):
+            if torch.equal(inv_freq[: len(rope.inv_freq)], rope.inv_freq):  # in no order of the family's own
                 error = rotary.output_error(new, label, inv_freq, rope.attention_factor)
                 output_error = error if output_error is None else max(output_error, error or 0.0)
         built.append(new)

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from jaxtyping import Float, Float64, Int
+from jaxtyping import Float, Float64
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
@@ -99,17 +99,26 @@ class RotarySite:
         table: Tensor = getattr(self.module, of_label(label, "inv_freq"))
         return table
 
-    def order(self, label: str, in_use: Float64[Tensor, " pair"]) -> Int[Tensor, " pair"]:
-        """Which pair of `in_use`, the frequencies by formula, each pair of the module's own table is.
+    def laid_out(
+        self, label: str, inv_freq: Float64[Tensor, " turning"], in_use: Float64[Tensor, " turning"]
+    ) -> Float64[Tensor, " pair"]:
+        """`inv_freq` as the module keeps a table: zeros for the pairs that do not turn, and its own order of pairs.
 
         Some multimodal families keep the pairs of a section together.
+
+        Args:
+            in_use: the frequencies that the module should have now.
         """
-        with torch.device("cpu"):
-            own = getattr(type(self.module)(self.module.config), of_label(label, "inv_freq")).double()
-        same = own.shape == in_use.shape and torch.allclose(own.sort()[0], in_use.sort()[0], rtol=1e-5, atol=0.0)
-        if not same or torch.allclose(own, in_use, rtol=1e-5, atol=0.0):
-            return torch.arange(len(in_use))
-        return in_use.argsort()[own.argsort().argsort()]
+        own = self.table(label)
+        if own.dtype != torch.float32 or own.device.type == "meta":
+            with torch.device("cpu"):
+                own = getattr(type(self.module)(self.module.config), of_label(label, "inv_freq"))
+        own, zeros = own.double().cpu(), in_use.new_zeros(max(len(own) - len(in_use), 0))
+        inv_freq, in_use = torch.cat([inv_freq, zeros]), torch.cat([in_use, zeros])
+        in_order = own.shape == in_use.shape and _agree(own.sort()[0], in_use.sort()[0])
+        if in_order and not _agree(own, in_use):
+            return inv_freq[in_use.argsort()[own.argsort().argsort()]]
+        return inv_freq
 
     def build(self, config: Any, summary: str, mixin: type[ExtendedRotary] = ExtendedRotary) -> nn.Module:
         """The replacement on the CPU, made by the module's own class from the extended `config`.
@@ -133,6 +142,10 @@ class RotarySite:
         new.summary = summary
         new.exact = {name: getattr(new, name).detach().clone() for name in table_names(new)}
         return new.train(self.module.training)
+
+
+def _agree(table: Tensor, expected: Tensor) -> bool:
+    return torch.allclose(table, expected, rtol=1e-5, atol=0.0)
 
 
 def write_table(new: nn.Module, label: str, inv_freq: Float64[Tensor, " pair"], attention_factor: float) -> None:
