@@ -117,3 +117,24 @@ def interleaved_to_half_split(x: Float[Tensor, "*batch dim"]) -> Float[Tensor, "
 def half_split_to_interleaved(x: Float[Tensor, "*batch dim"]) -> Float[Tensor, "*batch dim"]:
     """The inverse of `interleaved_to_half_split`."""
     return torch.stack(x.chunk(2, dim=-1), dim=-1).flatten(-2)
+
+
+def rotate_complex(
+    x: Float[Tensor, "*batch dim"], cos: Float[Tensor, "*#batch pair"], sin: Float[Tensor, "*#batch pair"]
+) -> Float[Tensor, "*batch dim"]:
+    """`rotate_interleaved` as its paper has it: pair i is one complex number, times e^(i m theta_i).
+
+    RoFormer, equation 12; Llama-4 and DeepSeek hold their frequencies in this form.
+    """
+    pairs = torch.view_as_complex(x.reshape(*x.shape[:-1], -1, 2))
+    return torch.view_as_real(pairs * torch.complex(cos, sin)).flatten(-2)
+
+
+def decay_bound(inv_freq: Float64[Tensor, " pair"], distances: Shaped[Tensor, "*batch"]) -> Float64[Tensor, "*batch"]:
+    """The mean of |S_j| over j = 1 .. d/2, S_j the sum of the first j phases e^(i m theta_i), at m = `distances`.
+
+    Times d/2 and the largest step between neighbouring pairs of q · k, it bounds |score| from above; the score
+    itself need not fall with the distance (RoFormer, section 3.4.3, equation 37).
+    """
+    angles = distances[..., None].double() * inv_freq
+    return torch.polar(torch.ones_like(angles), angles).cumsum(-1).abs().mean(-1)

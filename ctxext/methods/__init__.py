@@ -1,9 +1,10 @@
 """The methods: each a frozen dataclass, pure maths on numbers. Add yours here.
 
 `scaling.py` holds those that rescale frequencies, `dynamic.py` those whose scale follows the length, and
-`remapping.py` those that remap positions inside attention; `contract.py` says what each has to give.
-A frequency method is one vector and one scalar: rescale factors λ (`inv_freq' = inv_freq / λ`) and a
-multiplier of cos and sin. It sees a `RopeGeometry`, never a model or a config.
+`remapping.py` those that remap positions inside attention; `tables.py` and `biases.py` are for the position
+encodings other than RoPE. `contract.py` says what each has to give. A frequency method is one vector and
+one scalar: rescale factors λ (`inv_freq' = inv_freq / λ`) and a multiplier of cos and sin. It sees a
+`RopeGeometry`, never a model or a config.
 
     @register("half_pi", aliases=())
     @dataclass(frozen=True, kw_only=True)
@@ -23,10 +24,16 @@ transformers' `longrope`) and the matrix of tests know it by name.
 
 from ctxext.methods.contract import (
     Branch,
+    BucketScaling,
     ContextMethod,
+    DistanceScaling,
     Paper,
     PositionRemapping,
+    PositionScaling,
+    RopeMethod,
     RopeScaling,
+    SlopeScaling,
+    TableResizing,
     check_factor,
     list_methods,
     longrope_parameters,
@@ -41,27 +48,49 @@ from ctxext.methods.scaling import ABF, PI, DroPE, Llama3, NTKAware, NTKByParts,
 
 from ctxext.methods.dynamic import DynamicNTK, DynamicYaRN, LongRoPE, TransformersDynamic  # isort: skip
 from ctxext.methods.remapping import DualChunkAttention, ReRoPE, SelfExtend  # isort: skip
+from ctxext.methods.tables import (  # isort: skip
+    Hierarchical,
+    RowInterpolation,
+    SinusoidalExtrapolation,
+    SinusoidalInterpolation,
+    Tiling,
+)
+from ctxext.methods.biases import AlibiScaling, DistanceInterpolation, MaxDistanceScaling  # isort: skip
 from ctxext.methods.native import geometry_in_use, method_from_rope_parameters, scaled_rope_parameters  # isort: skip
 
 __all__ = [
     "ABF",
     "PI",
+    "AlibiScaling",
     "Branch",
+    "BucketScaling",
     "ContextMethod",
+    "DistanceInterpolation",
+    "DistanceScaling",
     "DroPE",
     "DualChunkAttention",
     "DynamicNTK",
     "DynamicYaRN",
+    "Hierarchical",
     "Llama3",
     "LongRoPE",
+    "MaxDistanceScaling",
     "NTKAware",
     "NTKByParts",
     "Paper",
     "PositionRemapping",
+    "PositionScaling",
     "ReRoPE",
     "Resonance",
+    "RopeMethod",
     "RopeScaling",
+    "RowInterpolation",
     "SelfExtend",
+    "SinusoidalExtrapolation",
+    "SinusoidalInterpolation",
+    "SlopeScaling",
+    "TableResizing",
+    "Tiling",
     "TransformersDynamic",
     "YaRN",
     "check_factor",

@@ -11,7 +11,7 @@ from numbers import Real
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import torch
-from jaxtyping import Bool, Float64, Int, Shaped
+from jaxtyping import Bool, Float, Float64, Int, Shaped
 from torch import Tensor
 
 from ctxext.encodings.rope import RopeGeometry
@@ -27,15 +27,17 @@ class Paper(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class ContextMethod(ABC):
-    """What every method is: a frozen dataclass with a name, a paper and a factor.
+    """What every method is: a frozen dataclass with a name, a paper, an encoding that it extends, and a factor.
 
     Attributes:
+        encoding: the position encoding that it is for: "rope", "alibi", "learned", "sinusoidal", "t5" or "relative".
         factor: the largest scale that the method is asked to reach, in units of the trained length; >= 1.
     """
 
     name: ClassVar[str]
     aliases: ClassVar[tuple[str, ...]]
     paper: ClassVar[Paper]
+    encoding: ClassVar[str]
     training: ClassVar[str] = "zero-shot or fine-tuned"
 
     factor: float
@@ -43,6 +45,23 @@ class ContextMethod(ABC):
     def __post_init__(self) -> None:
         check_factor(self.factor)
         object.__setattr__(self, "factor", float(self.factor))
+
+    def to_dict(self) -> dict[str, Any]:
+        """A JSON-ready description: the method's name and its fields."""
+
+        def plain(value: Any) -> Any:
+            if isinstance(value, ContextMethod):
+                return value.to_dict()
+            return list(value) if isinstance(value, tuple) else value
+
+        return {"name": self.name, **{field.name: plain(getattr(self, field.name)) for field in fields(self)}}
+
+
+@dataclass(frozen=True, kw_only=True)
+class RopeMethod(ContextMethod):
+    """A method for rotary position embeddings."""
+
+    encoding: ClassVar[str] = "rope"
 
     @property
     @abstractmethod
@@ -57,23 +76,13 @@ class ContextMethod(ABC):
         )
 
     @classmethod
-    def example(cls, rope: RopeGeometry, factor: float) -> ContextMethod:
+    def example(cls, rope: RopeGeometry, factor: float) -> RopeMethod:
         """An instance for `rope`, as the tests and the method table need one of every method."""
         return cls(factor=factor)
 
-    def to_dict(self) -> dict[str, Any]:
-        """A JSON-ready description: the method's name and its fields."""
-
-        def plain(value: Any) -> Any:
-            if isinstance(value, ContextMethod):
-                return value.to_dict()
-            return list(value) if isinstance(value, tuple) else value
-
-        return {"name": self.name, **{field.name: plain(getattr(self, field.name)) for field in fields(self)}}
-
 
 @dataclass(frozen=True, kw_only=True)
-class RopeScaling(ContextMethod):
+class RopeScaling(RopeMethod):
     """A method that is one vector and one scalar: rescale factors λ, and a multiplier of cos and sin."""
 
     # Whether the scale belongs to the length of the whole call and not to each query: then no cache can be right.
@@ -118,7 +127,7 @@ class RopeScaling(ContextMethod):
     @property
     def is_dynamic(self) -> bool:
         """Whether λ changes with the length."""
-        return type(self).at_length is not ContextMethod.at_length
+        return type(self).at_length is not RopeMethod.at_length
 
     @property
     def is_late(self) -> bool:
@@ -147,7 +156,7 @@ class Branch:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PositionRemapping(ContextMethod):
+class PositionRemapping(RopeMethod):
     """A method that leaves the frequencies alone and maps distances beyond the trained ones to trained ones.
 
     Pairs of a query and a key at or before it fall into branches; each branch rotates both to positions of its own.
@@ -193,6 +202,68 @@ class PositionRemapping(ContextMethod):
         return True
 
 
+# --------------------------------------------------------------------- other position encodings
+
+
+@dataclass(frozen=True, kw_only=True)
+class SlopeScaling(ContextMethod):
+    """A method for ALiBi: new slopes from the trained ones."""
+
+    encoding: ClassVar[str] = "alibi"
+
+    @abstractmethod
+    def slopes(self, slopes: Float64[Tensor, " head"]) -> Float64[Tensor, " head"]:
+        """The slope of each head, from those that the model was trained with."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TableResizing(ContextMethod):
+    """A method for learned position tables: more rows from the trained ones."""
+
+    encoding: ClassVar[str] = "learned"
+
+    @abstractmethod
+    def rows(self, table: Float[Tensor, "old dim"], n_rows: int) -> Float64[Tensor, "new dim"]:
+        """`n_rows` rows from the trained `table`, one for each position.
+
+        Raises:
+            ValueError: the method does not reach that many.
+        """
+
+
+@dataclass(frozen=True, kw_only=True)
+class PositionScaling(ContextMethod):
+    """A method for sinusoidal tables: the position that each row is computed at."""
+
+    encoding: ClassVar[str] = "sinusoidal"
+
+    @abstractmethod
+    def positions(self, positions: Float64[Tensor, "*batch"]) -> Float64[Tensor, "*batch"]:
+        """Positions in tokens to those, fractional ones perhaps, whose sines and cosines stand for them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BucketScaling(ContextMethod):
+    """A method for T5's bucketed bias: the distance from which on all share the last bucket."""
+
+    encoding: ClassVar[str] = "t5"
+
+    @abstractmethod
+    def max_distance(self, max_distance: int) -> int:
+        """The new maximum distance in tokens, from the trained one."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DistanceScaling(ContextMethod):
+    """A method for relative representations (Shaw, Transformer-XL): the distance that each pair is seen at."""
+
+    encoding: ClassVar[str] = "relative"
+
+    @abstractmethod
+    def distances(self, distances: Float64[Tensor, "*batch"]) -> Float64[Tensor, "*batch"]:
+        """Distances in tokens to those, fractional ones perhaps, whose representations stand for them."""
+
+
 # ---------------------------------------------------------------------------------- the registry
 
 _METHODS: dict[str, type[ContextMethod]] = {}
@@ -219,9 +290,9 @@ def register(name: str, *, aliases: Sequence[str] = ()) -> Callable[[_Method], _
     return decorate
 
 
-def list_methods() -> list[type[ContextMethod]]:
-    """Every registered method once, in order of registration."""
-    return list(dict.fromkeys(_METHODS.values()))
+def list_methods(encoding: str | None = None) -> list[type[ContextMethod]]:
+    """Every registered method once, in order of registration; of one position encoding, such as "rope", if named."""
+    return [cls for cls in dict.fromkeys(_METHODS.values()) if encoding in (None, cls.encoding)]
 
 
 def method_class(name: str) -> type[ContextMethod]:
