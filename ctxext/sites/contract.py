@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from ctxext.methods import ContextMethod
 from ctxext.sites.surgery import Surgery
+from ctxext.sites.twin import text_config_of
 
 
 @dataclass(frozen=True)
@@ -85,12 +86,6 @@ class Encoding(ABC):
         return None
 
 
-def stated_length(config: Any, *names: str) -> tuple[str, int] | None:
-    """The first of the fields `names` that says a length in tokens, and that length."""
-    found = ((name, getattr(config, name, None)) for name in names)
-    return next(((name, value) for name, value in found if isinstance(value, int) and value > 0), None)
-
-
 def probe_inputs(model: nn.Module, n_tokens: int) -> dict[str, Any]:
     """Inputs for a forward pass of `n_tokens` random tokens of any kind of text model, seeded.
 
@@ -98,19 +93,20 @@ def probe_inputs(model: nn.Module, n_tokens: int) -> dict[str, Any]:
     gets invented encoder outputs.
     """
     config: Any = model.config
-    text = config.get_text_config(decoder=True)
+    text = text_config_of(config)
     device = next((p.device for p in model.parameters() if p.device.type != "meta"), torch.device("cpu"))
     generator = torch.Generator().manual_seed(0)
-    # Without pads, which have no positions.
+    pad = getattr(text, "pad_token_id", None)
     ids = torch.randint(0, text.vocab_size - 1, (1, n_tokens), generator=generator)
-    ids = (ids + (ids >= (-1 if text.pad_token_id is None else text.pad_token_id))).to(device)
+    ids = (ids if pad is None else ids + (ids >= pad)).to(device)  # pads have no positions
     if not getattr(config, "is_encoder_decoder", False):
         return {"input_ids": ids}
     if model.main_input_name == "input_ids":
         return {"input_ids": ids, "decoder_input_ids": ids}
     from transformers.modeling_outputs import BaseModelOutput
 
-    hidden = torch.randn(1, 8, text.d_model, generator=generator).to(device, model.dtype)
+    width = getattr(text, "d_model", None) or text.hidden_size
+    hidden = torch.randn(1, 8, width, generator=generator).to(device, model.dtype)
     return {"encoder_outputs": BaseModelOutput(last_hidden_state=hidden), "decoder_input_ids": ids}
 
 

@@ -1,0 +1,61 @@
+"""The same model built from another config, without weights: what differs is what the config decides."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+
+def text_config_of(config: Any) -> Any:
+    """The part of a config that its text model (the decoder of two) reads: an object that the config holds, or itself.
+
+    `get_text_config` gives a copy for encoder-decoder models whose config is flat, and what is set there is lost.
+    """
+    found = config.get_text_config(decoder=True)
+    return config if type(found) is type(config) else found
+
+
+def twin_of(model: nn.Module, config: Any) -> nn.Module:
+    """A model of the same class built from `config`, on meta."""
+    with torch.device("meta"):
+        return type(model)(config)  # type: ignore[operator]
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Something of a module that a twin has otherwise: a tensor of another shape, or a plain attribute."""
+
+    path: str
+    name: str
+    kind: Literal["parameter", "buffer", "attribute"]
+    here: Any
+    there: Any
+
+
+def differences(model: nn.Module, twin: nn.Module) -> Iterator[Difference]:
+    """What `twin` has otherwise than `model`, module by module."""
+    for path, there in twin.named_modules():
+        try:
+            here = model.get_submodule(path)
+        except AttributeError:
+            continue
+        for kind, old, new in (
+            ("parameter", here._parameters, there._parameters),
+            ("buffer", here._buffers, there._buffers),
+            ("attribute", here.__dict__, there.__dict__),
+        ):
+            for name, value in new.items():
+                if name in old and _differs(old[name], value):
+                    yield Difference(path, name, kind, old[name], value)  # type: ignore[arg-type]
+
+
+def _differs(here: Any, there: Any) -> bool:
+    if isinstance(here, Tensor) and isinstance(there, Tensor):
+        return here.shape != there.shape
+    # bool is an int; a module's `training` is the person's choice.
+    plain = type(here) is type(there) and type(here) in (int, float)
+    return plain and bool(here != there)
