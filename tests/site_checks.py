@@ -13,6 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from ctxext.methods import ContextMethod
 from ctxext.sites.contract import Encoding, SiteProof
 from ctxext.sites.surgery import Surgery
+from ctxext.sites.twin import text_config_of
 
 COMMON: dict[str, Any] = dict(vocab_size=64, pad_token_id=0, bos_token_id=1, eos_token_id=2)
 
@@ -36,7 +37,7 @@ class Patched:
         self.model, self.encoding, self.method = model, encoding, method
         with torch.no_grad():
             self.before = encoding.observe(model)
-        config = model.config.get_text_config(decoder=True)
+        config = text_config_of(model.config)
         updates = encoding.updates(method, target_length)
         self.fields = {name: getattr(config, name) for name in updates}
         for name, value in updates.items():
@@ -50,7 +51,7 @@ class Patched:
 
     def undo(self) -> None:
         for name, value in self.fields.items():
-            setattr(self.model.config.get_text_config(decoder=True), name, value)
+            setattr(text_config_of(self.model.config), name, value)
         self.surgery.undo()
 
 

@@ -86,6 +86,12 @@ class Encoding(ABC):
         return None
 
 
+def stated_length(config: Any, *names: str) -> tuple[str, int] | None:
+    """The first of the fields `names` that says a length in tokens, and that length."""
+    found = ((name, getattr(config, name, None)) for name in names)
+    return next(((name, value) for name, value in found if isinstance(value, int) and value > 0), None)
+
+
 def probe_inputs(model: nn.Module, n_tokens: int) -> dict[str, Any]:
     """Inputs for a forward pass of `n_tokens` random tokens of any kind of text model, seeded.
 
