@@ -13,12 +13,12 @@ from ctxext.configs import has_rope, no_encoding, plan_rope
 from ctxext.families import family_of
 from ctxext.methods import ContextMethod
 from ctxext.plans import ENCODINGS, Existing, Plan, chosen_method, factor_and_target
-from ctxext.sites import position_table
+from ctxext.sites import alibi, position_table, relative_bias, sinusoidal
 from ctxext.sites.contract import Encoding
 from ctxext.sites.twin import text_config_of
 
 # In the order in which they are looked for; a model with more than one is extended where its limit is.
-FINDERS = (position_table.find,)
+FINDERS = (alibi.find, sinusoidal.find, position_table.find, relative_bias.find)
 
 
 @dataclass(frozen=True, kw_only=True)

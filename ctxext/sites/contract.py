@@ -86,6 +86,12 @@ class Encoding(ABC):
         return None
 
 
+def stated_length(config: Any, *names: str) -> tuple[str, int] | None:
+    """The first of the fields `names` that says a length in tokens, and that length."""
+    found = ((name, getattr(config, name, None)) for name in names)
+    return next(((name, value) for name, value in found if isinstance(value, int) and value > 0), None)
+
+
 def probe_inputs(model: nn.Module, n_tokens: int) -> dict[str, Any]:
     """Inputs for a forward pass of `n_tokens` random tokens of any kind of text model, seeded.
 
@@ -97,7 +103,8 @@ def probe_inputs(model: nn.Module, n_tokens: int) -> dict[str, Any]:
     device = next((p.device for p in model.parameters() if p.device.type != "meta"), torch.device("cpu"))
     generator = torch.Generator().manual_seed(0)
     pad = getattr(text, "pad_token_id", None)
-    ids = torch.randint(0, text.vocab_size - 1, (1, n_tokens), generator=generator)
+    n_rows = getattr(text, "num_codebooks", 1)  # MusicGen takes a row of the batch for each.
+    ids = torch.randint(0, text.vocab_size - 1, (n_rows, n_tokens), generator=generator)
     ids = (ids if pad is None else ids + (ids >= pad)).to(device)  # pads have no positions
     if not getattr(config, "is_encoder_decoder", False):
         return {"input_ids": ids}
