@@ -44,7 +44,7 @@ SIZES: tuple[tuple[str, int], ...] = (
     (r".*hidden_layers|(n|num)_layers?|(encoder|decoder)_layers|num_(encoder|decoder)_layers|num_blocks|depth", 2),
     (r"(mamba|ssm|linear).*heads", 4),
     (r".*_heads?|attention_heads|num_query_groups", 4),
-    (r".*_rank|.*state_size|.*d_state|.*chunk_size", 16),
+    (r".*_rank|.*state_size|.*d_state|(?!acoustic).*chunk_size", 16),
     (r".*vocab_size.*|n_words|.*byte_group_vocab", VOCABULARY),
     (r"(.*_)?hidden_size(_global)?|.*(intermediate|ffn|feed_forward|inner).*|d_(inner|ff|model)|.*(ff|emb|embed|proj)_dim"
      r"|embedding_(size|dim)|projection_dim|lru_width|adapter_in(put)?_(dim|size)|adapter_out_dim|dff|dim_ff", 64),
@@ -61,7 +61,7 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("camembert", "data2vec-text", "roberta", "roberta-prelayernorm", "xlm-roberta", "xlm-roberta-xl",
                      "ibert", "longformer", "luke", "mpnet", "prophetnet"), _BERT_LIKE),
     "xmod": _BERT_LIKE | {"default_language": "en_XX"},
-    "esm": _BERT_LIKE | {"vocab_size": VOCABULARY},  # published as None
+    "esm": _BERT_LIKE | {"vocab_size": VOCABULARY, "pad_token_id": 1, "mask_token_id": 101},  # published as None
     # Published as None, to be said by each checkpoint.
     "deepseek_v2": _TWO_OF_FOUR,
     "nemotron": {"num_key_value_heads": 2},
@@ -225,16 +225,32 @@ def small_model(model_type: str, kind: str, seed: int = 0, **changes: Any) -> Pr
 
 def from_config(config: PreTrainedConfig, kind: str, seed: int = 0) -> PreTrainedModel:
     """The model of `config` by the auto class of `kind`."""
-    import transformers
-
     torch.manual_seed(seed)
-    auto = getattr(transformers, KINDS[kind][0])
-    cls = auto._model_mapping[type(config)]
+    cls = _model_class(config.model_type, kind)
     # The model of some types is that of a part of its config.
     parts = [part for part in config.__dict__.values() if isinstance(part, cls.config_class)]
     whole = isinstance(config, cls.config_class) or not parts
     model: PreTrainedModel = cls._from_config(config if whole else parts[0], dtype=torch.float32)
     return model.eval()
+
+
+def without_tokens(model_type: str, kind: str) -> str | None:
+    """Why a model type has no positions of tokens; None where it reads tokens."""
+    cls = _model_class(model_type, kind)
+    takes = inspect.signature(cls.forward).parameters
+    if "input_ids" in takes or "decoder_input_ids" in takes:
+        return None
+    return f"{cls.__name__} reads {cls.main_input_name}, and no tokens"
+
+
+def _model_class(model_type: str, kind: str) -> type[PreTrainedModel]:
+    import transformers
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    auto = getattr(transformers, KINDS[kind][0])
+    found = auto._model_mapping[CONFIG_MAPPING[model_type]]
+    cls: type[PreTrainedModel] = found[0] if isinstance(found, tuple) else found
+    return cls
 
 
 def token_ids(n_tokens: int, seed: int = 0) -> Tensor:
@@ -262,8 +278,10 @@ def stock_logits(model: nn.Module, n_tokens: int, seed: int = 0) -> Tensor:
         inputs["decoder_input_ids"] = ids
         if "input_ids" not in takes:  # it hears: the decoder is what has positions of tokens, so it hears noise
             width = model.config.get_text_config(decoder=True).hidden_size
-            sounds = torch.randn((1, 16, width), generator=torch.Generator().manual_seed(seed))
-            inputs["encoder_outputs"] = BaseModelOutput(last_hidden_state=sounds)
+            noise = BaseModelOutput(torch.randn((1, 16, width), generator=torch.Generator().manual_seed(seed)))
+            noise.attention_mask = torch.ones((1, 16), dtype=torch.long)
+            inputs["encoder_outputs"] = noise
+    torch.manual_seed(seed)  # Reformer hashes at random
     output = model(**inputs)
     for name in ("logits", "last_hidden_state"):
         found = output.get(name)
