@@ -16,7 +16,7 @@ from ctxext.methods import list_methods
 ROOT = Path(__file__).resolve().parent.parent
 # Each room may import from those before it.
 ROOMS = ["encodings", "methods", "sites", "attention", "families", "configs", "description", "extension", "api",
-         "tables", "assets", "folders", "adapters", "data", "training", "evals", "cli"]  # fmt: skip
+         "survey", "tables", "assets", "folders", "adapters", "data", "training", "evals", "cli"]  # fmt: skip
 
 
 def room_of(module: str) -> str:

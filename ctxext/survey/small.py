@@ -59,7 +59,7 @@ _TWO_OF_FOUR = {"num_experts_per_tok": 2}
 # fmt: off
 EXCEPTIONS: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("camembert", "data2vec-text", "roberta", "roberta-prelayernorm", "xlm-roberta", "xlm-roberta-xl",
-                     "ibert", "longformer", "luke", "mpnet", "prophetnet"), _BERT_LIKE),
+                     "ibert", "longformer", "luke", "mpnet", "prophetnet", "markuplm"), _BERT_LIKE),
     "xmod": _BERT_LIKE | {"default_language": "en_XX"},
     "esm": _BERT_LIKE | {"vocab_size": VOCABULARY, "pad_token_id": 1, "mask_token_id": 101},  # published as None
     # Published as None, to be said by each checkpoint.
@@ -91,6 +91,16 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
         "swa_num_attention_heads": 4, "swa_num_key_value_heads": 4, "swa_q_lora_rank": 16, "swa_kv_lora_rank": 16,
         "swa_head_dim": 48, "swa_qk_nope_head_dim": 32, "swa_v_head_dim": 32,
     },
+    # The share of rotary dimensions is written twice.
+    "mistral4": {"qk_nope_head_dim": 16},
+    # Multimodal sections that are checked before, or not named where, they could be shared out.
+    "cosmos3_edge_text": {
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e8, "mrope_section": [5, 5, 6]},
+    },
+    "paddleocr_vl_text": {
+        "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0, "mrope_section": [5, 5, 6]},
+    },
+    "step3p7_text": {"sliding_window": WINDOW},  # published as None, beside layers that slide
     # All heads together are as wide as the model.
     "helium": {"head_dim": 16},
     "longcat_flash": {"head_dim": 16},
@@ -209,12 +219,11 @@ def _shorter(parameters: dict[str, Any], config: PreTrainedConfig) -> dict[str, 
             value.update(_shorter(value, config))
     if "original_max_position_embeddings" in parameters:
         parameters["original_max_position_embeddings"] = LENGTH
-    for name in ("mrope_section", "xdrope_section"):
-        if name in parameters:
+    for name, n in (("mrope_section", 3), ("xdrope_section", 4)):
+        if name in parameters or name in getattr(config, "ignore_keys_at_rope_validation", ()):
             head_dim = config.__dict__.get("head_dim") or config.hidden_size // config.num_attention_heads
             pairs = int(head_dim * parameters.get("partial_rotary_factor", 1.0)) // 2
-            n = len(parameters[name])
-            parameters[name] = [pairs - (n - 1) * (pairs // n), *[pairs // n] * (n - 1)]
+            parameters[name] = [*[pairs // n] * (n - 1), pairs - (n - 1) * (pairs // n)]
     return parameters
 
 
