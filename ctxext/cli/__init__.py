@@ -17,6 +17,7 @@ from ctxext.cli.demo import demo
 from ctxext.cli.describe import describe
 from ctxext.cli.eval import evaluate
 from ctxext.cli.extend import extend
+from ctxext.cli.families import families
 from ctxext.cli.finetune import finetune
 from ctxext.cli.lm_eval import lm_eval
 from ctxext.cli.merge import merge
@@ -41,6 +42,7 @@ commands.command(
     "lm-eval", add_help_option=False, context_settings={"allow_extra_args": True, "ignore_unknown_options": True}
 )(lm_eval)
 commands.command()(demo)
+commands.command()(families)
 
 
 @commands.callback()

@@ -1,0 +1,142 @@
+"""The matrix of families as JSON and as a page, and what changed between two of them."""
+
+from __future__ import annotations
+
+import json
+import platform
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from ctxext import __version__
+from ctxext.survey.matrix import COMPARED, EXTENDED, FACTOR, VERDICTS, Row
+from ctxext.survey.small import KINDS, LENGTH
+
+_NOT_SEEN = "not seen"  # the encoding of what was never built
+
+
+def in_order(rows: Sequence[Row]) -> list[Row]:
+    """By kind, as the auto classes are listed, and by name."""
+    return sorted(rows, key=lambda row: (list(KINDS).index(row.kind), row.model_type))
+
+
+def write_json(rows: Sequence[Row], path: Path) -> None:
+    import torch
+    import transformers
+
+    content = {
+        "versions": {
+            "ctxext": __version__,
+            "transformers": transformers.__version__,
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+        },
+        "factor": FACTOR,
+        "trained_length": LENGTH,
+        "compared_at": COMPARED,
+        "rows": [asdict(row) for row in in_order(rows)],
+    }
+    path.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def read_json(path: Path) -> list[Row]:
+    """The rows that `write_json` wrote.
+
+    Raises:
+        ValueError: the file is none of its kind.
+    """
+    try:
+        return [Row(**row) for row in json.loads(path.read_text(encoding="utf-8"))["rows"]]
+    except (KeyError, TypeError, json.JSONDecodeError) as error:
+        raise ValueError(
+            f"{path} is no matrix of families ({error}); write one with ctxext families --json."
+        ) from error
+
+
+def counts(rows: Sequence[Row]) -> list[list[str]]:
+    """A table of how many rows have an encoding (down) and a verdict (across), its heading first."""
+    found = Counter((_encoding(row), row.verdict) for row in rows)
+    encodings = sorted({name for name, _ in found}, key=lambda name: (name == _NOT_SEEN, name))
+    verdicts = [verdict for verdict in VERDICTS if any(found[name, verdict] for name in encodings)]
+    table = [["encoding", *verdicts, "all"]]
+    for name in encodings:
+        numbers = [found[name, verdict] for verdict in verdicts]
+        table.append([name, *(str(number or "") for number in numbers), str(sum(numbers))])
+    sums = [sum(found[name, verdict] for name in encodings) for verdict in verdicts]
+    return [*table, ["all", *map(str, sums), str(sum(sums))]]
+
+
+def _encoding(row: Row) -> str:
+    return row.encoding or _NOT_SEEN
+
+
+def markdown(rows: Sequence[Row]) -> str:
+    """A page: versions, counts, and a table for each encoding."""
+    import torch
+    import transformers
+
+    rows = in_order(rows)
+    extended = sum(row.verdict in EXTENDED for row in rows)
+    causal = [row for row in rows if row.kind == "causal"]
+    causal_extended = sum(row.verdict in EXTENDED for row in causal)
+    parts = [
+        "# Families",
+        f"{len(rows)} model types of transformers {transformers.__version__} (torch {torch.__version__}, ctxext "
+        f"{__version__}), {extended} of them extended and proven; of the {len(causal)} causal language models "
+        f"{causal_extended}. Each is built small with random weights and a trained length of {LENGTH} tokens, extended "
+        f"by `extend_context(model, factor={FACTOR:g})`, and compared at {COMPARED} tokens.",
+        "Written by `ctxext families --json docs/families.json --markdown docs/families.md`.",
+        "\n".join(f"- *{verdict}*: {meaning}" for verdict, meaning in VERDICTS.items()),
+        _table(counts(rows)),
+    ]
+    for name in [line[0] for line in counts(rows)[1:-1]]:
+        mine = [row for row in rows if _encoding(row) == name]
+        parts += [f"## {name[:1].upper()}{name[1:]}", _table([_HEADING, *map(_cells, mine)])]
+    return "\n\n".join(parts) + "\n"
+
+
+_HEADING = ["model type", "kind", "verdict", "method", "largest effect", "restored", "temperature", "reason"]
+
+
+def _cells(row: Row) -> list[str]:
+    def yes(value: bool | None, words: tuple[str, str]) -> str:
+        return "" if value is None else words[not value]
+
+    method = f"{row.method}, replacing the published scaling" if row.replaced and row.method else row.method
+    effect = "" if row.effect is None else f"{row.effect:.2g}"
+    if row.effect is None and row.verdict in EXTENDED:
+        effect = "the stock model stops"
+    restored, temperature = yes(row.restored, ("bitwise", "NOT")), yes(row.temperature, ("live", "dead"))
+    return [f"`{row.model_type}`", row.kind, row.verdict, method or "", effect, restored, temperature, row.reason or ""]
+
+
+def _table(lines: list[list[str]]) -> str:
+    # A bar would end a cell, and a bracket begin a tag.
+    cells = [[cell.replace("|", "\\|").replace("<", "&lt;") for cell in line] for line in lines]
+    rule = ["---"] * len(cells[0])
+    return "\n".join(f"| {' | '.join(line)} |" for line in [cells[0], rule, *cells[1:]])
+
+
+def changes(before: Sequence[Row], after: Sequence[Row]) -> tuple[list[str], list[str]]:
+    """What changed from one matrix to a later one, a line each; and of those lines the regressions.
+
+    A regression is a model type that was extended and is not now; one that is gone is none.
+    """
+    old, new = ({row.model_type: row for row in rows} for rows in (before, after))
+    lines, regressions = [], []
+    for name in [*old, *(name for name in new if name not in old)]:
+        was, now = old.get(name), new.get(name)
+        if now is None:
+            lines.append(f"gone: {name}")
+        elif was is None:
+            lines.append(f"new: {name}: {_words(now)}")
+        elif was.verdict != now.verdict:
+            lines.append(f"changed: {name}: {was.verdict} → {_words(now)}")
+            if was.verdict in EXTENDED and now.verdict not in EXTENDED:
+                regressions.append(lines[-1])
+    return lines, regressions
+
+
+def _words(row: Row) -> str:
+    return row.verdict if row.reason is None else f"{row.verdict} ({row.reason})"
