@@ -547,9 +547,10 @@ def plan_rope(
         chosen = _chosen_method(method, factor, rope, length, options)
         if chosen.is_late:
             _refuse_late(facts, existing)
-        if facts.tables[0].n_zero and getattr(chosen, "rope_theta", None) is not None:
+        raised = getattr(chosen, "rope_theta", None)
+        if facts.tables[0].n_zero and raised is not None:
             raise ValueError(
-                f"rope_theta={chosen.rope_theta:g} is not what a base means in this family, where only "
+                f"rope_theta={raised:g} is not what a base means in this family, where only "
                 f"{facts.rotary_dim} of {facts.tables[0].head_dim} dimensions turn (proportional RoPE). Leave it out: "
                 "one is computed from the factor."
             )

@@ -85,17 +85,19 @@ def _scaling_words(scaling: dict[str, Any] | None, checkpoint: Checkpoint | None
 
 def kv_cache_bytes(text_config: Any, n_tokens: int, bytes_each: int) -> int:
     """Bytes of the KV cache of one sequence; sliding layers count their window, linear attention nothing."""
-    window = getattr(text_config, "sliding_window", None)
-    if getattr(text_config, "kv_lora_rank", None):  # multi-head latent attention: one latent and one rotary key
-        numbers = text_config.kv_lora_rank + text_config.qk_rope_head_dim
-    else:
-        heads = text_config.num_attention_heads
-        numbers = 2 * (getattr(text_config, "num_key_value_heads", None) or heads) * head_dim(text_config)
-    tokens = sum(
-        min(n_tokens, window or n_tokens) if layer == "sliding_attention" else n_tokens
-        for layer in attention_layers(text_config)
-    )
-    return tokens * numbers * bytes_each
+    total = 0
+    for layer in attention_layers(text_config):
+        several = getattr(text_config, "is_heterogeneous", False)  # layers of one type differ from those of another
+        config = text_config.per_layer_config[layer] if several else text_config
+        window = getattr(config, "sliding_window", None)
+        if getattr(config, "kv_lora_rank", None):  # multi-head latent attention: one latent and one rotary key
+            numbers = config.kv_lora_rank + config.qk_rope_head_dim
+        else:
+            heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+            numbers = 2 * heads * head_dim(config)
+        n_cached = min(n_tokens, window or n_tokens) if layer == "sliding_attention" else n_tokens
+        total += n_cached * numbers
+    return total * bytes_each
 
 
 def describe(
@@ -117,7 +119,7 @@ def describe(
         encoding="rope",
         rope_theta=facts.rope_parameters["rope_theta"],
         rotary_dim=facts.rotary_dim,
-        head_dim=head_dim(text_config),
+        head_dim=facts.tables[0].head_dim,
         trained_length=facts.trained_length,
         trained_length_source=facts.trained_length_source,
         scaling=None if facts.scaling is None else facts.scaling.to_dict(),

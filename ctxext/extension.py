@@ -273,10 +273,10 @@ def _write_sites(model: PreTrainedModel, plan: SitePlan, extension: Extension) -
         in_eval_mode(model),
         torch.no_grad(),
     ):
-        before = plan.site.observe(model)
+        before = _run_proof(model, plan.site.observe, model)
         _swap_configs(model, {id(pair.original): pair.extended for pair in extension.configs})
         plan.site.write(Surgery(model, extension.undos), plan.method, plan.target_length)
-        proof = plan.site.prove(model, plan.method, before)
+        proof = _run_proof(model, plan.site.prove, model, plan.method, before)
     if not proof.formula_error <= SiteProof.FORMULA_BAR:
         raise RuntimeError(
             f"{type(model).__name__} does not do what {plan.summary!r} says: it is {proof.formula_error:.1e} off the "
@@ -285,6 +285,16 @@ def _write_sites(model: PreTrainedModel, plan: SitePlan, extension: Extension) -
     if not proof.effect > 0:
         raise RuntimeError(f"{plan.summary} changes nothing in the output of {type(model).__name__}. {left}")
     extension.proof = proof
+
+
+def _run_proof(model: PreTrainedModel, part: Callable[..., Any], *arguments: Any) -> Any:
+    try:
+        return part(*arguments)
+    except Exception as error:
+        raise RuntimeError(
+            f"{type(model).__name__} could not run the forward pass that proves the patch ({type(error).__name__}: "
+            f"{error}). The model was left as it was."
+        ) from error
 
 
 def _put(model: PreTrainedModel, sites: list[rotary.RotarySite], built: list[nn.Module], extension: Extension) -> None:

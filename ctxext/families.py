@@ -85,7 +85,7 @@ FAMILIES: dict[str, Family] = {
         "hunyuan_v1_dense", "hunyuan_v1_moe", "llama4", "nanochat",
     )},
     **{name: Family(no_positions=True) for name in (
-        "jamba", "nemotron_h", "mamba", "mamba2", "falcon_mamba", "rwkv", "xlstm",
+        "jamba", "kimi_linear", "zamba", "nemotron_h", "mamba", "mamba2", "falcon_mamba", "rwkv", "xlstm",
     )},
 }
 # fmt: on

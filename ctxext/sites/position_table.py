@@ -50,19 +50,30 @@ class Table:
 
 @dataclass(frozen=True)
 class TableEncoding(Encoding):
-    """The tables of a model; the first one's limit is its context."""
+    """The tables of a model; the first one's limit is its context.
 
-    portable: ClassVar[bool] = True
+    Attributes:
+        saved: whether they are among the weights that a model is saved with.
+    """
+
     changes_weights: ClassVar[bool] = True
 
     tables: tuple[Table, ...]
+    saved: bool
+
+    @property
+    def portable(self) -> bool:  # type: ignore[override]
+        return self.saved
 
     @abstractmethod
     def rows(self, method: Any, table: Tensor, n_rows: int) -> Tensor:
         """The rows of positions 0 .. n_rows - 1 from the present ones, float64 in and out."""
 
     def n_positions(self, limit: Limit, target_length: int) -> int:
-        return round(limit.positions * target_length / self.trained_length)
+        """Positions under the new limit; a second table of the same field grows by as many as the first."""
+        first = next(table.limit for table in self.tables if table.limit.field == limit.field)
+        grown = round(first.positions * target_length / self.trained_length)
+        return limit.positions + grown - first.positions
 
     def check(self, method: ContextMethod, target_length: int) -> None:
         for table in self.tables:
@@ -191,6 +202,7 @@ def find(model: nn.Module, text_config: Any) -> TableEncoding | None:
         "source": f"{first.field} of the config",
         "limit": first.positions,
         "tables": tuple(tables),
+        "saved": all(f"{table.path}.{table.name}" in model.state_dict() for table in tables),
     }
     if all(frozen):
         layout = _layout(model, tables)
