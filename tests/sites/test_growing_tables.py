@@ -72,8 +72,8 @@ def output(model: nn.Module, n_tokens: int = LENGTH) -> Tensor:
 def sines_at(position: float, cosines_first: bool) -> Tensor:
     """Pair i turns by position · 10000^(-i / 15), for 16 pairs: tensor2tensor's table."""
     angles = [position / 10000 ** (i / (WIDTH // 2 - 1)) for i in range(WIDTH // 2)]
-    halves = [[math.sin(a) for a in angles], [math.cos(a) for a in angles]]
-    return torch.tensor(sum(reversed(halves) if cosines_first else halves, []))
+    sines, cosines = [math.sin(a) for a in angles], [math.cos(a) for a in angles]
+    return torch.tensor(cosines + sines if cosines_first else sines + cosines)
 
 
 @every_family
