@@ -206,10 +206,9 @@ class SlopeEncoding(Encoding):
 
 def find(model: nn.Module, text_config: Any) -> Encoding | None:
     """A BLOOM, an MPT or a Falcon with ALiBi; or any model with a buffer `slopes` or `alibi_slopes`, one a head."""
-    n_heads = getattr(text_config, "num_attention_heads", 0)
     family = FAMILIES.get(text_config.model_type)
     if family is None:
-        return _find_buffers(model, text_config, n_heads)
+        return _find_buffers(model, text_config)
     if text_config.model_type == "falcon" and not text_config.alibi:
         return None
     takers = [path for path, module in model.named_modules() if _takes(module, family.keywords)]
@@ -222,7 +221,7 @@ def find(model: nn.Module, text_config: Any) -> Encoding | None:
         source=f"published ({family.published})" if stated is None else f"config.{family.length}",
         limit=length if family.limit else None,
         readers=tuple(path for path in takers if path not in blocks),
-        n_heads=n_heads,
+        n_heads=text_config.num_attention_heads,
         model_type=text_config.model_type,
         length_field=None if stated is None else family.length,
     )
@@ -232,13 +231,13 @@ def _takes(module: nn.Module, keywords: tuple[str, ...]) -> bool:
     return set(keywords) <= set(inspect.signature(type(module).forward).parameters)
 
 
-def _find_buffers(model: nn.Module, text_config: Any, n_heads: int) -> SlopeEncoding | None:
+def _find_buffers(model: nn.Module, text_config: Any) -> SlopeEncoding | None:
     found = [
         (path, name)
         for path, module in model.named_modules()
         for name in ("slopes", "alibi_slopes")
         if name in module._buffers and name not in module._non_persistent_buffers_set
-        if module._buffers[name].shape == (n_heads,)
+        if module.get_buffer(name).shape == (text_config.num_attention_heads,)
     ]
     stated = stated_length(text_config, "max_position_embeddings")
     if not found or stated is None:

@@ -88,7 +88,8 @@ class GrowingTable(Encoding):
             surgery.set_attribute(path, "scaling", method)
             surgery.set_attribute(path, "sines", sines)
             module: Any = surgery.model.get_submodule(path)
-            n_rows = max(len(getattr(module, name)), sines.origin + target_length)
+            # As many as a model of the extended config has: FSMT saves them.
+            n_rows = len(getattr(module, name)) + target_length - self.trained_length
             padding_idx = getattr(module, "padding_idx", None)
             surgery.set_tensor(path, name, module.get_embedding(n_rows, module.embedding_dim, padding_idx))
 
@@ -111,6 +112,20 @@ class GrowingTable(Encoding):
         return SiteProof(error, effect, PROBE)
 
 
+@dataclass(frozen=True)
+class SavedGrowingTable(GrowingTable):
+    """FSMT's, which are parameters and saved with the weights."""
+
+    portable: ClassVar[bool] = True
+    changes_weights: ClassVar[bool] = True
+
+    def notes(self, method: ContextMethod) -> tuple[str, ...]:
+        return (
+            "Reloaded without ctxext, its tables hold the extended rows, and grow beyond the target length without "
+            "the method. Save before a sequence is longer than that: transformers cannot load a table that has grown.",
+        )
+
+
 def find(model: nn.Module, text_config: Any) -> GrowingTable | None:
     """Modules with the methods `get_embedding` and `make_weights` (FSMT: `make_weight`), and a table of sines."""
     stated = stated_length(text_config, "max_position_embeddings", "max_target_positions")
@@ -118,7 +133,8 @@ def find(model: nn.Module, text_config: Any) -> GrowingTable | None:
     if not found or stated is None:
         return None
     paths, names, sines = zip(*found)
-    return GrowingTable(
+    saved = any(name in model.get_submodule(path)._parameters for path, name in zip(paths, names))
+    return (SavedGrowingTable if saved else GrowingTable)(
         paths=paths,
         trained_length=stated[1],
         source=f"config.{stated[0]}",

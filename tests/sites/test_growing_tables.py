@@ -152,6 +152,30 @@ def test_decoding_with_a_cache_is_the_full_forward_pass(family: str) -> None:
     assert (torch.cat(parts, dim=1) - whole).abs().max() < 1e-4 * whole.abs().max()
 
 
+def test_fsmt_saves_its_tables_and_is_reloaded_exactly(tmp_path: Any) -> None:
+    model = model_of("fsmt")
+    patched = patch(model)
+    assert patched.encoding.portable
+    model.save_pretrained(tmp_path)
+    again = type(model).from_pretrained(tmp_path).eval()
+    assert torch.equal(output(again, 4 * LENGTH), output(model, 4 * LENGTH))
+
+
+@pytest.mark.parametrize("family", ["m2m_100", "xglm"])
+def test_what_is_not_saved_is_there_again_once_a_reload_is_extended(family: str, tmp_path: Any) -> None:
+    model = model_of(family)
+    config = copy.deepcopy(model.config)
+    stock, patched = output(model), patch(model)
+    assert not patched.encoding.portable
+    extended = output(model, 5 * LENGTH)
+    model.save_pretrained(tmp_path)
+    config.save_pretrained(tmp_path)
+    again = type(model).from_pretrained(tmp_path).eval()
+    assert torch.equal(output(again), stock)
+    patch(again)
+    assert torch.equal(output(again, 5 * LENGTH), extended)
+
+
 @every_family
 def test_undo_is_bitwise_also_on_a_copy_and_others_are_untouched(family: str) -> None:
     model, other = model_of(family), model_of(family)
