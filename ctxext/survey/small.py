@@ -100,7 +100,7 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
     "paddleocr_vl_text": {
         "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0, "mrope_section": [5, 5, 6]},
     },
-    "step3p7_text": {"sliding_window": WINDOW},  # published as None, beside layers that slide
+    "step3p5": {"sliding_window": WINDOW},  # published as None, beside layers that slide
     # All heads together are as wide as the model.
     "helium": {"head_dim": 16},
     "longcat_flash": {"head_dim": 16},
