@@ -215,7 +215,7 @@ def main() -> None:
     parser.add_argument("--only", choices=POSITIONS, nargs="*", default=list(POSITIONS))
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--length", type=int, default=256, help="tokens a sequence in training")
-    parser.add_argument("--steps", type=int, default=360)
+    parser.add_argument("--steps", type=int, default=320)
     parser.add_argument("--windows", type=int, default=32)
     parser.add_argument("--runs", type=Path, default=ROOT / "runs/positions", help="where the models are kept")
     parser.add_argument("--output", type=Path, default=ROOT / "docs/positions")

@@ -103,7 +103,7 @@ class PositionedLlama(LlamaForCausalLM):
                 self.embed_positions = nn.Embedding(config.max_position_embeddings, config.hidden_size)
             elif config.position == "sinusoidal":
                 self.embed_positions = XGLMSinusoidalPositionalEmbedding(
-                    config.max_position_embeddings, config.hidden_size
+                    config.max_position_embeddings, config.hidden_size, padding_idx=1
                 )
             elif config.position == "alibi":
                 self.bias = LinearBias(config)
@@ -115,7 +115,7 @@ class PositionedLlama(LlamaForCausalLM):
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)
         if isinstance(module, XGLMSinusoidalPositionalEmbedding):
-            init.copy_(module.weights, module.get_embedding(*module.weights.shape))
+            init.copy_(module.weights, module.get_embedding(*module.weights.shape, module.padding_idx))
         elif isinstance(module, LinearBias):
             init.copy_(module.slopes, module.initial_slopes())
 
@@ -148,7 +148,9 @@ class PositionedLlama(LlamaForCausalLM):
             else:
                 # As in the paper (section 3.4): sines are of size 1, and would drown the embeddings.
                 scaled = inputs_embeds * math.sqrt(self.config.hidden_size)
-                inputs_embeds = scaled + self.embed_positions(position_ids, int(position_ids.max()))
+                # The table grows to what it is told has been read before.
+                n_before = int(position_ids.max()) + 1 - position_ids.shape[1]
+                inputs_embeds = scaled + self.embed_positions(position_ids, n_before)
         return super().forward(
             attention_mask=attention_mask,
             position_ids=position_ids,

@@ -107,7 +107,11 @@ def test_alibi_is_that_of_bloom() -> None:
 def test_a_saved_model_loads_as_it_was(position: str, tmp_path: Path) -> None:
     model, ids = model_with(position), some_tokens()
     model.save_pretrained(tmp_path)
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    torch.use_deterministic_algorithms(True)  # what is not loaded is NaN then, and not what memory held before
+    try:
+        loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    finally:
+        torch.use_deterministic_algorithms(False)
     assert torch.equal(loaded(ids).logits, model(ids).logits)
 
 
@@ -115,7 +119,9 @@ def test_a_saved_model_loads_as_it_was(position: str, tmp_path: Path) -> None:
 def test_only_a_learned_table_ends() -> None:
     ids = some_tokens(48)
     for position in ("alibi", "sinusoidal", "t5"):
-        assert model_with(position)(ids).logits.isfinite().all()
+        full = model_with(position)(ids).logits
+        in_steps = in_chunks(model_with(position), ids, (0, 30, 31, 34, 35, 48))
+        torch.testing.assert_close(in_steps, full, atol=1e-4, rtol=0)
     with pytest.raises(IndexError):
         model_with("learned")(ids)
 
