@@ -45,10 +45,11 @@ from positions import POSITIONS  # noqa: E402
 FACTORS = (1, 2, 4)
 COLORS = {"rope": "#0072b2", "alibi": "#d55e00", "learned": "#00875f", "sinusoidal": "#b0468a", "t5": "#b37400"}
 NAMES = {"rope": "RoPE", "alibi": "ALiBi", "learned": "learned", "sinusoidal": "sinusoidal", "t5": "T5 bias"}
-# RoPE's theta is to the length what LLaMA 2's 10000 is to its 4096.
+# RoPE's theta is to the length what LLaMA 2's 10000 is to its 4096. Few tokens a step: all but RoPE take many steps
+# to learn to use positions at all.
 RECIPE = (
     "--vocab-size", "1024", "--hidden-size", "128", "--rope-theta", "625", "--grow", "0", "0", "--needle-share", "0",
-    "--batch-tokens", "2048", "--learning-rate", "4e-3", "--warmup", "30",
+    "--batch-tokens", "512", "--learning-rate", "3e-3", "--warmup", "50",
 )  # fmt: skip
 
 Losses = NDArray[np.float64]
@@ -215,7 +216,7 @@ def main() -> None:
     parser.add_argument("--only", choices=POSITIONS, nargs="*", default=list(POSITIONS))
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--length", type=int, default=256, help="tokens a sequence in training")
-    parser.add_argument("--steps", type=int, default=320)
+    parser.add_argument("--steps", type=int, default=1200)
     parser.add_argument("--windows", type=int, default=32)
     parser.add_argument("--runs", type=Path, default=ROOT / "runs/positions", help="where the models are kept")
     parser.add_argument("--output", type=Path, default=ROOT / "docs/positions")
