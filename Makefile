@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 
-.PHONY: demo test lint smollm2 late benchmark soak finetune figures clean
+.PHONY: demo test lint smollm2 late benchmark soak finetune positions figures clean
 
 $(VENV)/demo.stamp: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -49,6 +49,10 @@ soak: $(VENV)/dev.stamp  ## measurements and fine-tunes killed at random moments
 
 finetune: $(VENV)/dev.stamp  ## the shipped model fine-tuned at four times its length, by four ways
 	$(BIN)/python benchmarks/finetune_methods.py
+	$(BIN)/python docs/update_readme.py
+
+positions: $(VENV)/dev.stamp  ## five position encodings trained alike at one length, read at four times it
+	$(BIN)/python benchmarks/train_short_test_long.py
 	$(BIN)/python docs/update_readme.py
 
 figures: $(VENV)/dev.stamp  ## the README's figure and numbers, anew

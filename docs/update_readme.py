@@ -171,6 +171,44 @@ def attention_table() -> str:
     return "\n".join(lines)
 
 
+def positions_table(each_seed: bool) -> str:
+    """Train short, test long, of docs/positions/summary.json: means over seeds, or the value of each seed."""
+    summary = json.loads((ROOT / "docs/positions/summary.json").read_text())
+    trained, tail = summary["length"], summary["tail"]
+    longer = [end for end in next(iter(summary["positions"].values()))["lengths"] if int(end) > trained]
+    head = [
+        "encoding",
+        "extended by",
+        f"loss at {trained:,}",
+        f"price at {trained:,} of ×{int(longer[-1]) // trained}",
+        *(f"at {int(end):,}, {way}" for end in longer for way in ("not extended", "extended")),
+    ]
+
+    def cell(at: dict, way: str) -> str:
+        found = at.get(way, {"error": "not measured"})
+        if "error" in found:
+            return found["error"].split(":")[0]
+        if each_seed:
+            return " ".join(f"{seed[way]['against']['value']:+.3f}" for seed in at["seeds"])
+        return "{value:+.3f} [{low:+.3f}, {high:+.3f}]".format(**found["against"])
+
+    lines = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
+    for position, found in summary["positions"].items():
+        first = found["lengths"][str(trained)]
+        losses = [seed["stock"]["loss"] for seed in first["seeds"]] if each_seed else [first["stock"]["loss"]]
+        cells = [position, f"`{found['method']}`" if found["method"] else "", " ".join(f"{x:.3f}" for x in losses)]
+        cells += [cell(first, "extended")]
+        cells += [cell(found["lengths"][end], way) for end in longer for way in ("stock", "extended")]
+        lines.append("| " + " | ".join(cells) + " |")
+    what = "each seed" if each_seed else f"means over {_count(summary['arguments']['seeds'], 'seed')}, 95% intervals"
+    lines += [
+        "",
+        f"Nats a token over the last {tail:,} tokens, against the same tokens where the model, not extended, reads "
+        f"only the {trained:,} that end with them; {_count(summary['arguments']['windows'], 'window')}, {what}.",
+    ]
+    return "\n".join(lines)
+
+
 TABLES = {
     "README.md": {
         "methods": method_table,
@@ -186,6 +224,10 @@ TABLES = {
         "cost": attention_table,
     },
     "docs/benchmarks/README.md": {"evaluators": evaluators_table, "finetune": finetune_memory_table},
+    "docs/positions/README.md": {
+        "positions": partial(positions_table, each_seed=False),
+        "seeds": partial(positions_table, each_seed=True),
+    },
 }
 
 

@@ -13,6 +13,9 @@ Three choices make so small a model retrieve (each was found to matter):
 - sequences grow from 128 to 256 to 512 tokens at a constant number of tokens a step: short ones carry
   four times the keys, and copying appears early; the distance between key and question grows with them;
 - the first mention is random, so it carries no loss, and the answer carries more than prose does.
+
+Without `--books` it reads the copies that the repository keeps. `--position alibi|learned|sinusoidal|t5` trains the
+same model with another position encoding (positions.py); benchmarks/train_short_test_long.py compares them.
 """
 
 from __future__ import annotations
@@ -31,10 +34,12 @@ from random import Random
 
 import torch
 import transformers
+from positions import POSITIONS, PositionedConfig, PositionedLlama
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from ctxext.assets import PERSUASION
 from ctxext.evals.engine import Engine
 from ctxext.evals.haystack import Haystack
 from ctxext.evals.needle import Passkey
@@ -43,6 +48,8 @@ from ctxext.evals.samples import Place
 
 TITLES = ["emma", "mansfieldpark", "northangerabbey", "persuasion", "prideprejudice", "sensesensibility"]
 HELD_OUT = "persuasion"
+# What read_books makes of the data file, a file a novel.
+KEPT = {title: Path(__file__).parent / f"data/austen/{title}.txt" for title in TITLES} | {HELD_OUT: PERSUASION}
 
 
 def read_books(rdb: Path) -> dict[str, str]:
@@ -149,6 +156,25 @@ def found(model, prompter, haystack, length: int) -> float:
     return sum(answers) / len(answers)
 
 
+def new_model(args, tokenizer) -> LlamaForCausalLM:
+    body = {
+        "vocab_size": len(tokenizer),
+        "hidden_size": args.hidden_size,
+        "intermediate_size": args.hidden_size * 43 // 16,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "max_position_embeddings": args.length,
+        "tie_word_embeddings": True,
+        "bos_token_id": tokenizer.bos_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
+    if args.position == "rope":
+        rope = {"rope_type": "default", "rope_theta": args.rope_theta}
+        return LlamaForCausalLM(LlamaConfig(rope_parameters=rope, **body))
+    return PositionedLlama(PositionedConfig(position=args.position, **body))
+
+
 def learning_rate(step: int, args) -> float:
     """Linear warm-up, then a cosine down to a twentieth."""
     if step < args.warmup:
@@ -159,8 +185,11 @@ def learning_rate(step: int, args) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--books", type=Path, required=True, help="Rdata.rdb of r-cran-janeaustenr")
+    parser.add_argument("--books", type=Path, help="Rdata.rdb of r-cran-janeaustenr; default: the repository's copies")
     parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--position", choices=POSITIONS, default="rope", help="the position encoding")
+    parser.add_argument("--vocab-size", type=int, default=4096)
+    parser.add_argument("--hidden-size", type=int, default=256)
     parser.add_argument("--length", type=int, default=512, help="tokens a sequence")
     # To 512 tokens what LLaMA 2's 10000 is to its 4096: few pairs are so slow that they never matter.
     parser.add_argument("--rope-theta", type=float, default=1250.0)
@@ -179,29 +208,15 @@ def main() -> None:
 
     torch.manual_seed(args.seed)
     rng = Random(args.seed)
-    books = read_books(args.books)
+    books = read_books(args.books) if args.books else {t: path.read_text("utf-8") for t, path in KEPT.items()}
     prose = [text for title, text in books.items() if title != HELD_OUT]
-    tokenizer = train_tokenizer(prose, vocab_size=4096)
+    tokenizer = train_tokenizer(prose, args.vocab_size)
     tokenizer.model_max_length = args.length
     prompter = Prompter(tokenizer)
     haystack = Haystack.from_text("\n".join(prose), tokenizer)
     held_out = Haystack.from_text(books[HELD_OUT], tokenizer)
 
-    model = LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=len(tokenizer),
-            hidden_size=256,
-            intermediate_size=688,
-            num_hidden_layers=4,
-            num_attention_heads=4,
-            max_position_embeddings=args.length,
-            rope_parameters={"rope_type": "default", "rope_theta": args.rope_theta},
-            tie_word_embeddings=True,
-            bos_token_id=tokenizer.bos_token_id,
-            eos_token_id=tokenizer.eos_token_id,
-            pad_token_id=tokenizer.pad_token_id,
-        )
-    )
+    model = new_model(args, tokenizer)
     print(f"{model.num_parameters():,} parameters, {haystack.n_tokens:,} tokens to train on", flush=True)
     decay = [p for p in model.parameters() if p.ndim > 1]
     rest = [p for p in model.parameters() if p.ndim == 1]
@@ -248,13 +263,12 @@ def main() -> None:
             optimizer.zero_grad()
             progress.update(bar, advance=1, description=f"loss {loss.item():.3f}")
             if (step + 1) % 100 == 0 or step + 1 == args.steps:
-                model.eval()
-                share = found(model, prompter, held_out, length)
-                model.train()
-                seconds = time.time() - started
-                progress.console.print(
-                    f"step {step + 1}: loss {loss.item():.3f}, passkey at {length} {share:.2f}, {seconds:.0f} s"
-                )
+                said = f"step {step + 1}: loss {loss.item():.3f}"
+                if args.needle_share > 0:
+                    model.eval()
+                    said += f", passkey at {length} {found(model, prompter, held_out, length):.2f}"
+                    model.train()
+                progress.console.print(f"{said}, {time.time() - started:.0f} s")
                 sys.stdout.flush()
                 save(args.output)
 
