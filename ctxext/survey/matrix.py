@@ -47,7 +47,7 @@ class Row:
         effect: largest |difference| of logits to the stock model at twice the trained length; None where that does
             not run.
         restored: whether weights, buffers, config and logits after `restore_context` were bitwise those before.
-        temperature: whether an attention factor moves the logits; None where the method has none.
+        temperature: whether YaRN's attention factor moves the logits; None where another method was used.
     """
 
     model_type: str
@@ -97,7 +97,8 @@ def _extend(model: PreTrainedModel, row: Row) -> Row:
             row = replace(row, native_difference=_difference(live, stock_logits(_native(model), COMPARED)))
         restore_context(model)
         row = replace(row, restored=_same(before, _state(model)))
-        row = replace(row, temperature=_temperature(model, existing, live))
+        if row.method == "yarn":
+            row = replace(row, temperature=_temperature(model, existing, live))
     except Exception as error:
         return replace(row, reason=_words(error))
     if (wrong := _what_is_wrong(row)) is not None:
@@ -135,7 +136,7 @@ def _native(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def _temperature(model: PreTrainedModel, existing: dict[str, Any], live: Tensor) -> bool | None:
-    """Whether YaRN's attention factor moves the logits: a norm after RoPE would undo it."""
+    """Whether YaRN's attention factor moves the logits (`live` has it): a norm after RoPE would undo it."""
     try:
         extend_context(model, FACTOR, "yarn", attention_factor=1.0, **existing)
     except Exception:
