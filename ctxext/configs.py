@@ -15,6 +15,7 @@ import torch
 from ctxext.encodings.rope import RopeGeometry
 from ctxext.families import family_of
 from ctxext.methods import (
+    ABF,
     ContextMethod,
     PositionRemapping,
     RopeScaling,
@@ -542,7 +543,7 @@ def plan_extension(
         chosen = _chosen_method(method, factor, rope, length, options)
         if chosen.is_late:
             _refuse_late(facts, existing)
-        if facts.tables[0].n_zero and getattr(chosen, "rope_theta", None) is not None:
+        if facts.tables[0].n_zero and isinstance(chosen, ABF) and chosen.rope_theta is not None:
             raise ValueError(
                 f"rope_theta={chosen.rope_theta:g} is not what a base means in this family, where only "
                 f"{facts.rotary_dim} of {facts.tables[0].head_dim} dimensions turn (proportional RoPE). Leave it out: "
