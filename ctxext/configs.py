@@ -25,7 +25,7 @@ from ctxext.methods import (
     method_from_rope_parameters,
     scaled_rope_parameters,
 )
-from ctxext.plans import Existing, Plan, chosen_method, factor_and_target
+from ctxext.plans import Existing, Plan, by_own_names, chosen_method, factor_and_target
 from ctxext.sites.twin import text_config_of
 
 if sys.version_info >= (3, 11):
@@ -581,7 +581,7 @@ def plan_rope(
         live_only=live_only,
         factor=factor,
         target_length=target_length,
-        updates=_updates(facts, chosen, parameters, live_only, start, target_length),
+        updates=by_own_names(facts.text_config, _updates(facts, chosen, parameters, live_only, start, target_length)),
         rotated_copy=rotated_copy,
         notes=_notes(facts, chosen, tables[facts.tables[0].label], seen_beyond, live_only),
     )

@@ -117,11 +117,6 @@ class Extension:
         return self.plan.method
 
     @property
-    def where(self) -> str:
-        """The first path that was changed."""
-        return next(iter([*(site.paths[0] for site in self.sites), *(each.path for each in self.undos)]))
-
-    @property
     def inv_freq(self) -> torch.Tensor:
         """The frequencies in effect (a dynamic method's at full reach), radians a token, float64 of shape (pair,)."""
         return self._rope.extended.inv_freq
@@ -633,8 +628,9 @@ def prove_consumed(model: PreTrainedModel) -> None:
     assert isinstance(extension.proof, Proof)
     extension.proof = replace(extension.proof, consumed=consumed)
     if not consumed:
+        what = f"the output of {extension.sites[0].paths[0]!r}" if modules else "its tables of sines and cosines"
         raise RuntimeError(
-            f"nothing in {type(model).__name__} reads what {extension.where!r} gives, so replacing it "
+            f"nothing in {type(model).__name__} reads {what}, so replacing it "
             "changes nothing. The model was left as it was; its attention gets positions from elsewhere."
         )
 

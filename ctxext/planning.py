@@ -12,7 +12,7 @@ from ctxext import __version__
 from ctxext.configs import has_rope, no_encoding, plan_rope
 from ctxext.families import family_of
 from ctxext.methods import ContextMethod
-from ctxext.plans import ENCODINGS, Existing, Plan, chosen_method, factor_and_target
+from ctxext.plans import ENCODINGS, Existing, Plan, by_own_names, chosen_method, factor_and_target
 from ctxext.sites import alibi, position_table, relative_bias, sinusoidal
 from ctxext.sites.contract import Encoding
 from ctxext.sites.twin import text_config_of
@@ -170,7 +170,7 @@ def _plan_site(
     chosen = chosen_method(method, factor, site.name, options)
     site.check(chosen, target)
     first_length = mark["original"]["length"] if mark else site.trained_length
-    updates = site.updates(chosen, target)
+    updates = by_own_names(text_config, site.updates(chosen, target))
     if site.portable:
         updates["ctxext"] = {
             "version": __version__,

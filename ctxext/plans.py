@@ -77,6 +77,11 @@ class Plan(ABC):
             setattr(text_config, name, copy.deepcopy(value))
 
 
+def by_own_names(text_config: Any, updates: dict[str, Any]) -> dict[str, Any]:
+    """The fields under the names that the config itself keeps them by: n_positions, not max_position_embeddings."""
+    return {text_config.attribute_map.get(name, name): value for name, value in updates.items()}
+
+
 def factor_and_target(
     factor: float | None, target_length: int | None, method: str | ContextMethod, start: int
 ) -> tuple[float, int]:

@@ -182,7 +182,7 @@ def test_law_5_a_rotary_embedding_that_nothing_reads_is_refused() -> None:
     model = tiny_model("llama")
     starve(model)
     before = snapshot(model)
-    with pytest.raises(RuntimeError, match=r"nothing in LlamaForCausalLM reads what 'model.rotary_emb' gives"):
+    with pytest.raises(RuntimeError, match=r"nothing in LlamaForCausalLM reads the output of 'model.rotary_emb'"):
         extend_context(model)
     assert_unchanged(model, before)
 

@@ -10,6 +10,7 @@ import dataclasses
 import importlib
 import json
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -521,20 +522,24 @@ def test_phimoe_never_uses_its_long_factors() -> None:
     assert torch.equal(logits(native(models[1]), IDS), logits(models[1], IDS))
 
 
-@pytest.mark.parametrize("model_type", ["hunyuan_v1_dense", "nanochat", "llama4_text", "phimoe", "gemma3_text"])
+@pytest.mark.parametrize("model_type", PORTABLE)
 def test_a_dead_attention_factor_is_noted_and_a_live_one_is_not(model_type: str) -> None:
     model, outputs = build(model_type), []
+    options = arguments(model)
+    factor = options.pop("factor")
     for attention_factor in (1.0, 1.4):
-        extend_context(model, method=YaRN(factor=4.0, attention_factor=attention_factor))
+        extend_context(model, method=YaRN(factor=factor, attention_factor=attention_factor), **options)
         outputs.append(logits(model, IDS))
         notes = " ".join(model.context_extension.plan.notes)
         restore_context(model)
     dead = float((outputs[0] - outputs[1]).abs().max()) < 1e-3
-    assert (
-        dead
-        == ("does nothing here" in notes)
-        == FAMILIES.get(model_type.removesuffix("_text"), FAMILIES["phi3"]).norm_after_rope
-    )
+    assert dead == ("does nothing here" in notes)
+
+
+def test_every_family_whose_softmax_takes_mscale_all_dim_has_its_row() -> None:
+    models = Path(importlib.import_module("transformers.models").__file__ or "").parent
+    found = {file.parent.name for file in models.glob("*/modeling_*.py") if b"yarn_apply_mscale(" in file.read_bytes()}
+    assert found == {name for name, family in FAMILIES.items() if family.softmax_mscale}
 
 
 def test_a_module_that_nothing_uses_needs_no_reader_but_one_that_was_replaced_must_not_be_called() -> None:

@@ -155,7 +155,7 @@ def test_a_table_that_nothing_reads_is_told() -> None:
             return super().forward(ids) * 0
 
     model.transformer.wpe.__class__ = Nothing
-    with pytest.raises(RuntimeError, match="does not do what|changes nothing"):
+    with pytest.raises(RuntimeError, match=r"does not do what|changes nothing"):
         extend_context(model, FACTOR)
     assert model.config.n_positions == LENGTH
     assert len(model.transformer.wpe.weight) == LENGTH
