@@ -22,11 +22,12 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 import ctxext
 from ctxext import extend_config, extend_context, restore_context
-from ctxext.configs import plan_extension, read_context
+from ctxext.configs import read_context
 from ctxext.encodings.rope import RopeGeometry, inverse_frequencies
 from ctxext.extension import apply
 from ctxext.families import FAMILIES
 from ctxext.methods import ABF, PI, YaRN
+from ctxext.planning import plan_extension
 
 SHAPE: dict[str, Any] = dict(
     vocab_size=128,
