@@ -160,16 +160,23 @@ def test_a_saved_model_is_loaded_by_plain_transformers(model_type: str, tmp_path
 # ----------------------------------------------------------------------- a table for each type of layer
 
 
-@pytest.mark.parametrize("model_type", ["gemma3_text", "modernbert-decoder", "gemma4_text"])
-def test_layers_with_a_short_window_are_left_as_they_are(model_type: str) -> None:
+@pytest.mark.parametrize(
+    ("model_type", "left", "extended"),
+    [
+        ("gemma3_text", "sliding_attention", "full_attention"),
+        ("modernbert-decoder", "sliding_attention", "full_attention"),
+        ("gemma4_text", "sliding_attention", "full_attention"),
+        ("deepseek_v4", "main", "compress"),
+    ],
+)
+def test_layers_with_a_short_window_are_left_as_they_are(model_type: str, left: str, extended: str) -> None:
     model = build(model_type)
-    rotary: Any = model.model.rotary_emb
-    before = {name: buffer.clone() for name, buffer in rotary.named_buffers()}
+    before = {name: buffer.clone() for name, buffer in model.model.rotary_emb.named_buffers()}
     extend_context(model)
     now = dict(model.model.rotary_emb.named_buffers())
-    assert torch.equal(now["sliding_attention_inv_freq"], before["sliding_attention_inv_freq"])
-    assert not torch.equal(now["full_attention_inv_freq"], before["full_attention_inv_freq"])
-    assert "sliding_attention: left" in " ".join(model.context_extension.plan.notes)
+    assert torch.equal(now[f"{left}_inv_freq"], before[f"{left}_inv_freq"])
+    assert not torch.equal(now[f"{extended}_inv_freq"], before[f"{extended}_inv_freq"])
+    assert f"{left}: left" in " ".join(model.context_extension.plan.notes)
 
 
 def test_layers_whose_window_is_longer_than_the_trained_length_are_extended_too() -> None:
@@ -543,28 +550,32 @@ def test_every_family_whose_softmax_takes_mscale_all_dim_has_its_row() -> None:
     assert found == {name for name, family in FAMILIES.items() if family.softmax_mscale}
 
 
-def test_a_module_that_nothing_uses_needs_no_reader_but_one_that_was_replaced_must_not_be_called() -> None:
+def test_a_module_that_nothing_uses_needs_no_reader() -> None:
     model = build("granite_swa")
     calls: list[str] = []
     for path in ("model.rotary_emb", "model.rotary_embs.0"):
         model.get_submodule(path).register_forward_hook(lambda *_, path=path: calls.append(path))
     logits(model, IDS)
     assert calls == ["model.rotary_embs.0"], "granite_swa uses its first rotary embedding now"
+    assert extend_context(model).context_extension.proof.consumed is True
 
-    stock: Any = model.model.rotary_embs[0]
-    inner = type(model.model).forward
+
+def test_a_layer_that_still_calls_what_was_replaced_is_refused() -> None:
+    model = build("moshi")
+    attention: Any = model.model.layers[1].self_attn
+    stock, inner = attention.rotary_emb, type(attention).forward
 
     def stale(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        kept, self.rotary_embs = self.rotary_embs, nn.ModuleList([stock])
+        now, self.rotary_emb = self.rotary_emb, stock
         try:
             return inner(self, *args, **kwargs)
         finally:
-            self.rotary_embs = kept
+            self.rotary_emb = now
 
-    model.model.forward = stale.__get__(model.model)
-    with pytest.raises(RuntimeError, match="nothing in GraniteSWAForCausalLM reads"):
+    attention.forward = stale.__get__(attention)
+    with pytest.raises(RuntimeError, match="nothing in MoshiForCausalLM reads"):
         extend_context(model)
-    assert model.model.rotary_embs[0] is stock
+    assert attention.rotary_emb is stock
 
 
 def test_four_models_in_one_are_refused_with_the_reason() -> None:
