@@ -131,17 +131,16 @@ def extend_config(
     """
     plan = plan_extension(config, factor, method, **options)
     if plan.method is not None and not plan.is_portable:
-        pin = ", or pin it with length=" if isinstance(plan.method, RopeScaling) else ""
+        pin = ", or pin it with length=" if plan.is_late and isinstance(plan.method, RopeScaling) else ""
+        why = f", as {plan.live_only}" if isinstance(plan, RopePlan) and plan.live_only else ""
         raise ValueError(
-            f"no config can say what {plan.method.name} does. Extend a live model with extend_context{pin}."
+            f"no config can say what {plan.method.name} does{why}. Extend a live model with extend_context{pin}."
         )
     if plan.method is not None and plan.changes_weights:
         raise ValueError(
             f"{plan.method.name} makes new weights, so a config alone would fit no checkpoint. Extend a live model "
             "with extend_context and save it."
         )
-    if plan.live_only is not None:
-        raise ValueError(f"no config can say this, as {plan.live_only}. Extend a live model with extend_context.")
     extended = copy.deepcopy(config)
     plan.apply_to(text_config_of(extended))
     return extended

@@ -11,11 +11,12 @@ import torch
 from families import LENGTH, logits, tiny_config, tiny_model, token_ids
 from live import LATE, REMAPPING, assert_unchanged, late, plain_rope, rotary_of, snapshot
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from ctxext import extend_config, extend_context, extension, restore_context, temporarily_extended
 from ctxext.methods import NTKAware, RopeMethod, YaRN, list_methods
 from ctxext.planning import plan_extension
+from ctxext.survey.small import small_model
 
 SHAPE: dict[str, Any] = dict(
     vocab_size=128,
@@ -86,7 +87,7 @@ def test_options_beside_an_instance_are_refused(llama: Any) -> None:
     refuses(llama, ValueError, "beta_fast", "Set them on the instance", method=YaRN(factor=4), beta_fast=16)
 
 
-@pytest.mark.parametrize("method", [None, 4, YaRN, ["yarn"]])
+@pytest.mark.parametrize("method", [4, YaRN, ["yarn"]])
 def test_what_is_no_method_is_refused(llama: Any, method: Any) -> None:
     refuses(llama, (ValueError, TypeError), "method", "yarn", method=method)
 
@@ -207,33 +208,61 @@ def test_a_window_longer_than_the_trained_length_is_no_reason_to_refuse() -> Non
     assert extend_context(model).context_extension.proof.consumed is True
 
 
-def test_an_encoder_without_rope_is_refused() -> None:
-    torch.manual_seed(0)
-    config = AutoConfig.for_model("bert", **{k: v for k, v in SHAPE.items() if k != "num_key_value_heads"})
-    model = AutoModelForMaskedLM.from_config(config).eval()
-    before, ids = snapshot(model, run=False), token_ids(40)
-    expected = logits(model, ids)
-    with pytest.raises(ValueError, match=r"BertConfig \(model_type 'bert'\) has no rotary position embedding"):
+@pytest.mark.parametrize(("model_type", "kind"), [("funnel", "masked"), ("reformer", "causal"), ("cpmant", "causal")])
+def test_a_position_encoding_that_is_not_known_is_refused(model_type: str, kind: str) -> None:
+    model = small_model(model_type, kind)
+    before = {name: tensor.clone() for name, tensor in [*model.named_parameters(), *model.named_buffers()]}
+    config = model.config.to_dict()
+    with pytest.raises(ValueError, match=rf"model_type {model_type!r}\) has no position encoding that ctxext knows"):
         extend_context(model)
-    assert_unchanged(model, before)
-    assert torch.equal(logits(model, ids), expected)
+    assert all(torch.equal(t, before[name]) for name, t in [*model.named_parameters(), *model.named_buffers()])
+    assert model.config.to_dict() == config
 
 
-@pytest.mark.parametrize("model_type", ["gpt2", "opt", "bloom"])
-def test_a_decoder_without_rope_is_refused(model_type: str) -> None:
-    # Their position tables end at the trained length, so no logits beyond it.
-    shape = {k: v for k, v in SHAPE.items() if k not in ("num_key_value_heads", "intermediate_size")}
-    extra = {"word_embed_proj_dim": 64, "ffn_dim": 96} if model_type == "opt" else {}
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **shape, **extra)).eval()
-    before = snapshot(model, run=False)
-    with pytest.raises(ValueError, match=f"model_type {model_type!r}.* has no rotary position embedding"):
-        extend_context(model)
-    assert_unchanged(model, before)
+@pytest.mark.parametrize(
+    ("model_type", "method", "message"),
+    [
+        (
+            "gpt2",
+            "yarn",
+            "yarn is a method for rotary position embeddings, but this model has a learned",
+        ),
+        ("bloom", "hierarchical", "hierarchical is a method for a learned position table, but this model has ALiBi"),
+        (
+            "llama",
+            "alibi_scaling",
+            "alibi_scaling is a method for ALiBi, but this model has rotary",
+        ),
+    ],
+)
+def test_a_method_for_another_encoding_is_refused(model_type: str, method: str, message: str) -> None:
+    model = tiny_model("llama") if model_type == "llama" else small_model(model_type, "causal")
+    before = model.config.to_dict()
+    with pytest.raises(ValueError, match=message) as caught:
+        extend_context(model, method=method)
+    assert "Use one of '" in str(caught.value)
+    assert model.config.to_dict() == before
 
 
-def test_falcon_with_alibi_is_refused() -> None:
-    # It builds a rotary embedding and never uses it: only the proof can tell.
-    refuses(tiny_model("falcon", alibi=True), RuntimeError, "nothing in FalconForCausalLM reads", "left as it was")
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"length": 100}, "length=100 is for rotary position embeddings"),
+        ({"rotated_copy": True}, "rotated_copy is for rotary position embeddings"),
+        ({"original_max_position_embeddings": 32}, "is as long as it was trained, 64 tokens"),
+        ({"existing": "replace"}, "not extended yet. Leave it out"),
+        ({"target_length": 64}, "already covers 64 tokens"),
+        ({"alpha": 0.5}, "alpha must be strictly between 0 and 1"),
+        ({"alpah": 0.3}, "did you mean 'alpha'"),
+    ],
+)
+def test_arguments_that_a_table_has_no_use_for_are_refused(arguments: dict[str, Any], message: str) -> None:
+    model = small_model("gpt2", "causal")
+    weights, config = model.transformer.wpe.weight, model.config.to_dict()
+    with pytest.raises(ValueError, match=message):
+        extend_context(model, **arguments)
+    assert model.transformer.wpe.weight is weights
+    assert model.config.to_dict() == config
 
 
 def test_a_model_without_positions_is_refused_with_the_remedy() -> None:
@@ -594,7 +623,7 @@ def test_an_option_that_does_not_fit_is_refused(llama: Any, method: str) -> None
 def test_no_config_can_say_it(method: str) -> None:
     config = tiny_config("llama")
     before = config.to_dict()
-    with pytest.raises(ValueError, match=f"{method} rotates inside attention, which no config can say") as caught:
+    with pytest.raises(ValueError, match=f"no config can say what {method} does") as caught:
         extend_config(config, method=late(method, tiny_model("llama")))
     assert ("length=" in str(caught.value)) == (method not in REMAPPING)
     assert config.to_dict() == before

@@ -390,7 +390,7 @@ def test_tables_of_sines_and_cosines_are_the_formula(model_type: str, method: st
         model.save_pretrained(tmp_path)
     assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path).eval(), short), stock)
     assert torch.equal(logits(ctxext.load(tmp_path).eval(), IDS), long)
-    with pytest.raises(ValueError, match="no config can say this"):
+    with pytest.raises(ValueError, match="no config can say what"):
         extend_config(build(model_type).config, method=method)
 
 

@@ -91,7 +91,8 @@ class GrowingTable(Encoding):
             # As many as a model of the extended config has: FSMT saves them.
             n_rows = len(getattr(module, name)) + target_length - self.trained_length
             padding_idx = getattr(module, "padding_idx", None)
-            surgery.set_tensor(path, name, module.get_embedding(n_rows, module.embedding_dim, padding_idx))
+            rows = module.get_embedding(n_rows, module.embedding_dim, padding_idx)
+            surgery.set_tensor(path, name, rows.to(getattr(module, name).dtype))
 
     def observe(self, model: nn.Module) -> Tensor:
         return run(model, probe_inputs(model, PROBE))
