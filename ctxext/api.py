@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from ctxext import extension
+from ctxext.configs import RopePlan
 from ctxext.description import ContextDescription, describe
 from ctxext.methods import ContextMethod, RopeScaling
 from ctxext.planning import plan_extension
