@@ -86,10 +86,13 @@ def python_blocks(path: Path) -> list[str]:
     return re.findall(r"```python\n(.*?)```", path.read_text(), re.S)
 
 
-@pytest.mark.parametrize("index", range(len(python_blocks(ROOT / "README.md"))))
-def test_readme_block_runs(index: int, tmp_path: Path) -> None:
+BLOCKS = [(file, i) for file in ("README.md", "CONTRIBUTING.md") for i in range(len(python_blocks(ROOT / file)))]
+
+
+@pytest.mark.parametrize(("file", "index"), BLOCKS)
+def test_readme_block_runs(file: str, index: int, tmp_path: Path) -> None:
     block = tmp_path / "block.py"
-    block.write_text(python_blocks(ROOT / "README.md")[index])
+    block.write_text(python_blocks(ROOT / file)[index])
     subprocess.run([sys.executable, str(block)], check=True, cwd=tmp_path)
 
 
