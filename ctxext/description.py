@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ctxext.configs import Checkpoint, attention_layers, has_rope, head_dim, no_encoding, read_context
-from ctxext.planning import encoding_of, plan_extension
+from ctxext.planning import encoding_of, live_mark, plan_extension
 from ctxext.plans import ENCODINGS
 from ctxext.sites.twin import text_config_of
 
@@ -56,7 +56,7 @@ class ContextDescription:
             ]
         if self.trained_length is not None:
             rows += [("trained length", f"{self.trained_length:,} tokens ({self.trained_length_source})")]
-            rows += [("scaling in use", _scaling_words(self.scaling, self.checkpoint))] * (self.encoding == "rope")
+            rows += [("scaling in use", _scaling_words(self.scaling, self.checkpoint))]
             rows += [("reach as it is", "no limit" if self.reach is None else f"{self.reach:,} tokens")]
         if self.checkpoint is not None:
             recipe = self.checkpoint.recipe
@@ -156,12 +156,15 @@ def _describe_other(
     except ValueError as error:
         text_config = text_config_of(config)
         return _unknown(config, dtype, "none" if no_encoding(text_config) else "unknown", f"refuse: {error}")
-    _, would_do = _would_do(config, found.trained_length, factor, target_length, model=model, **options)
+    target, would_do = _would_do(config, found.trained_length, factor, target_length, model=model, **options)
+    mark = live_mark(text_config_of(config))
     return replace(
         _unknown(config, dtype, found.name, would_do),
-        trained_length=found.trained_length,
-        trained_length_source=found.source,
+        trained_length=found.trained_length if mark is None else mark["original"]["length"],
+        trained_length_source=found.source if mark is None else "noted in this config when ctxext extended it",
+        scaling=None if mark is None else mark["method"],
         reach=found.limit,
+        target_length=target,
     )
 
 

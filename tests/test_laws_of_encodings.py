@@ -180,6 +180,9 @@ def test_an_extended_table_is_extended_once_more_by_compose_alone(tmp_path: Path
     model = extend_context(model_of("gpt2"), 2)
     model.save_pretrained(tmp_path)
     again = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    description = describe_context(again, 2)
+    assert (description.trained_length, description.reach) == (LENGTH, 2 * LENGTH)
+    assert description.scaling == {"name": "hierarchical", "factor": 2.0, "alpha": 0.4}
     with pytest.raises(ValueError, match="extended already by ctxext") as caught:
         extend_context(again, 2)
     assert "existing='compose'" in str(caught.value)

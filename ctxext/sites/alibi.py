@@ -43,12 +43,12 @@ class Family(NamedTuple):
 
 
 FAMILIES = {
-    "bloom": Family(("alibi",), "seq_length", "bigscience/bloom: sequence length 2048"),
+    "bloom": Family(("alibi",), "seq_length", "bigscience/bloom, sequence length 2048"),
     # Under sdpa its attention reads the mask alone; eager attention adds both, so that its bias counts twice.
     "falcon": Family(
-        ("alibi", "attention_mask"), "max_position_embeddings", "tiiuae/falcon-rw: 2048", dtype=torch.bfloat16
+        ("alibi", "attention_mask"), "max_position_embeddings", "tiiuae/falcon-rw, 2048", dtype=torch.bfloat16
     ),
-    "mpt": Family(("position_bias",), "max_seq_len", "mosaicml/mpt-7b: 2048", limit=True),
+    "mpt": Family(("position_bias",), "max_seq_len", "mosaicml/mpt-7b, 2048", limit=True),
 }
 
 
@@ -218,7 +218,7 @@ def find(model: nn.Module, text_config: Any) -> Encoding | None:
     return AlibiEncoding(
         paths=blocks,
         trained_length=length,
-        source=f"published ({family.published})" if stated is None else f"config.{family.length}",
+        source=f"as published: {family.published}" if stated is None else f"{family.length} of the config",
         limit=length if family.limit else None,
         readers=tuple(path for path in takers if path not in blocks),
         n_heads=text_config.num_attention_heads,
@@ -245,7 +245,7 @@ def _find_buffers(model: nn.Module, text_config: Any) -> SlopeEncoding | None:
     return SlopeEncoding(
         paths=tuple(path for path, _ in found),
         trained_length=stated[1],
-        source=f"config.{stated[0]}",
+        source=f"{stated[0]} of the config",
         limit=None,
         buffers=tuple(name for _, name in found),
         length_field=stated[0],

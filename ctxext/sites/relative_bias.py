@@ -117,11 +117,11 @@ def _find_buckets(model: nn.Module, text_config: Any) -> BucketEncoding | None:
             "(relative_bias_args), which this patch does not know. The model was left as it was."
         )
     stated = stated_length(text_config, "n_positions", "max_position_embeddings")
-    published, paper = PUBLISHED.get(text_config.model_type, (512, "of T5; none is known for this family"))
+    published, paper = PUBLISHED.get(text_config.model_type, (512, "T5; none is known for this family"))
     return BucketEncoding(
         paths=tuple(path for path, _ in holders),
         trained_length=published if stated is None else stated[1],
-        source=f"published ({paper})" if stated is None else f"config.{stated[0]}",
+        source=f"as published: {paper}" if stated is None else f"{stated[0]} of the config",
         limit=None,
         max_distance=getattr(text_config, MAX_DISTANCE),
         length_field=None if stated is None else stated[0],
@@ -278,7 +278,7 @@ def _find_sines(model: nn.Module) -> RelativeSines | None:
     return RelativeSines(
         paths=(path,),
         trained_length=512,
-        source="published (Yang et al., 2019: 512 tokens)",
+        source="as published: Yang et al., 2019",
         limit=None,
         readers=tuple(_join(path, f"layer.{i}") for i in range(len(module.get_submodule("layer")._modules))),
         clamp_len=int(module.clamp_len),
@@ -299,7 +299,7 @@ def _find_table(model: nn.Module) -> DistanceTable | None:
     return DistanceTable(
         paths=tuple(path for path, _ in found),
         trained_length=left,
-        source=f"config.{SIDES[0]}: the farthest distance with a vector of its own",
+        source=f"{SIDES[0]} of the config: the farthest distance with a vector of its own",
         limit=None,
         n_right=right,
     )

@@ -138,7 +138,7 @@ def find(model: nn.Module, text_config: Any) -> GrowingTable | None:
     return (SavedGrowingTable if saved else GrowingTable)(
         paths=paths,
         trained_length=stated[1],
-        source=f"config.{stated[0]}",
+        source=f"{stated[0]} of the config",
         limit=None,
         names=names,
         sines=sines,

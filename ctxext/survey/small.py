@@ -240,6 +240,10 @@ def from_config(config: PreTrainedConfig, kind: str, seed: int = 0) -> PreTraine
     parts = [part for part in config.__dict__.values() if isinstance(part, cls.config_class)]
     whole = isinstance(config, cls.config_class) or not parts
     model: PreTrainedModel = cls._from_config(config if whole else parts[0], dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if not parameter.any():  # A fresh model's zeros hide what is multiplied by them: ZAYA's temperatures.
+                parameter.normal_(std=0.1)
     return model.eval()
 
 

@@ -210,5 +210,5 @@ def test_a_model_without_weights_is_found_alike(family: str) -> None:
         model = model_of(family)
         found = sinusoidal.find(model, model.config)
     assert found == sinusoidal.find(model_of(family), model.config)
-    assert found.source == "config.max_position_embeddings"
+    assert found.source == "max_position_embeddings of the config"
     assert (found.trained_length, found.limit) == (LENGTH, None)
