@@ -16,7 +16,7 @@ from ctxext.api import extend_context
 from ctxext.configs import RopePlan
 from ctxext.extension import RECORD, check_on_paper, read_record, version_4_keys, write_record
 from ctxext.methods import ContextMethod
-from ctxext.planning import plan_extension
+from ctxext.planning import class_of, plan_extension
 from ctxext.plans import Plan
 
 REWRITTEN = ("config.json", "tokenizer_config.json", RECORD)
@@ -156,10 +156,9 @@ def extend_folder(
 
 
 def _extend_live(folder: Path, building: Path, factor: Any, method: Any, arguments: dict[str, Any]) -> None:
-    import transformers
+    from transformers import AutoConfig
 
-    names = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("architectures") or ["AutoModel"]
-    model = getattr(transformers, names[0]).from_pretrained(folder, dtype="auto")
+    model = class_of(AutoConfig.from_pretrained(folder)).from_pretrained(folder, dtype="auto")
     extend_context(model, factor, method, **arguments).save_pretrained(building)
 
 

@@ -59,15 +59,19 @@ def find_encoding(model: nn.Module, text_config: Any) -> Encoding | None:
     return next((found for find in FINDERS if (found := find(model, text_config)) is not None), None)
 
 
-def model_on_meta(config: Any) -> nn.Module:
-    """The model that a config is for, without weights: of its own architecture where it names one."""
+def class_of(config: Any) -> Any:
+    """The class of the model that a config is for: its own architecture where it names one of transformers'."""
     import transformers
 
     names = [name for name in getattr(config, "architectures", None) or () if hasattr(transformers, name)]
+    found = getattr(transformers, names[0]) if names else transformers.AutoModel._model_mapping[type(config)]
+    return found[0] if isinstance(found, tuple) else found
+
+
+def model_on_meta(config: Any) -> nn.Module:
+    """The model that a config is for, without weights."""
     with torch.device("meta"):
-        if names:
-            return getattr(transformers, names[0])(config)  # type: ignore[no-any-return]
-        return transformers.AutoModel.from_config(config)  # type: ignore[no-any-return]
+        return class_of(config)(config)  # type: ignore[no-any-return]
 
 
 def plan_extension(

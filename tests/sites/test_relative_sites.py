@@ -113,7 +113,7 @@ def test_lengths_are_the_config_s_or_published() -> None:
         assert relative_bias.find(model, model.config).trained_length == 64
         del model.config.n_positions
         found = relative_bias.find(model, model.config)
-        assert (found.trained_length, found.source.split()[0]) == (length, "published")
+        assert (found.trained_length, found.source.split(":")[0]) == (length, "as published")
         assert "n_positions" not in found.updates(MaxDistanceScaling(factor=2), 2 * length)
 
 
