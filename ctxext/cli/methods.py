@@ -16,12 +16,13 @@ def methods() -> None:
     from ctxext.tables import saved_as, sentence
 
     console = Console(highlight=False)
-    for method in list_methods():
-        names = " ".join((f"[bold cyan]{method.name}[/]", *(f"[dim]({alias})[/]" for alias in method.aliases)))
-        options = ", ".join(field.name for field in fields(method) if field.name != "factor")
-        console.print(f"{names}  {sentence(method)}")
-        details = f"for {ENCODINGS[method.encoding]}; saved as {saved_as(method).replace('`', '')}; "
-        details += f"{method.training}; {method.paper.title}"
-        if options:
-            details += f"\noptions: {options}"
-        console.print(Padding(details, (0, 0, 0, 4)), style="dim")
+    for encoding, words in ENCODINGS.items():
+        console.print(f"\n[bold underline]For {words}[/]")
+        for method in list_methods(encoding):
+            names = " ".join((f"[bold cyan]{method.name}[/]", *(f"[dim]({alias})[/]" for alias in method.aliases)))
+            options = ", ".join(field.name for field in fields(method) if field.name != "factor")
+            console.print(f"{names}  {sentence(method)}")
+            details = f"saved as {saved_as(method).replace('`', '')}; {method.training}; {method.paper.title}"
+            if options:
+                details += f"\noptions: {options}"
+            console.print(Padding(details, (0, 0, 0, 4)), style="dim")
