@@ -5,9 +5,9 @@
 
 `recipes/pretrain.py` trains a model of 0.9 million parameters for each encoding and seed, alike but for the encoding
 (the same text, batches, optimiser, and initial weights of the body); one that is finished is not trained again. Then
-the last half of a trained length is scored at the end of windows of *Persuasion*: the model reads the whole window,
-not extended and extended by `extend_context(model, factor)` with the encoding's default method; against the same
-tokens where it reads only one trained length that ends with them, which is what a user does without any extension.
+half a trained length is scored at the end of windows of *Persuasion*: the model reads the whole window, not extended
+and extended by `extend_context(model, factor)` with the encoding's default method; against the same tokens where it
+reads only one trained length that ends with them, which is what a user does without any extension.
 
 Writes docs/positions/summary.json and the figure docs/positions/positions.png.
 """
@@ -33,7 +33,7 @@ from ctxext import extend_context, restore_context
 from ctxext.assets import PERSUASION
 from ctxext.evals.engine import Engine
 from ctxext.evals.haystack import Haystack
-from ctxext.evals.perplexity import Perplexity
+from ctxext.evals.perplexity import Perplexity, sliding_losses
 from ctxext.evals.prompts import Prompter
 from ctxext.evals.samples import Place
 from ctxext.evals.statistics import paired_loss_difference
@@ -71,105 +71,95 @@ def train(position: str, seed: int, args: argparse.Namespace) -> Path:
 
 @dataclass
 class Measured:
-    """One trained model.
+    """One trained model: losses in nats of shape (windows, tokens - 1), by the length in tokens that was read.
 
     Attributes:
-        alone: by length in tokens, for each window the mean loss in nats of its last tokens, half a trained length,
-            where the model reads one trained length that ends with them.
-        stock: the same where it reads all of that length, not extended; or why it cannot.
-        extended: the same, extended to that length (by the largest factor at the trained length); or why it cannot be.
-        curves: by what was read ("stock" or "extended"), the loss of each token, mean over windows.
+        alone: of the longest windows, where the model reads at most one trained length that ends with each token or
+            behind it, and at least half of one: what a user does without any extension.
+        stock: where it reads all that stands before; or why it cannot.
+        extended: the same, extended to that length; or why it cannot be.
+        method: what it was extended by.
     """
 
     training: dict[str, Any]
-    method: str | None = None
-    alone: dict[int, Losses] = field(default_factory=dict)
+    alone: Losses
     stock: dict[int, Losses | str] = field(default_factory=dict)
     extended: dict[int, Losses | str] = field(default_factory=dict)
-    curves: dict[str, list[float]] = field(default_factory=dict)
+    method: str | None = None
 
 
 def measure(folder: Path, windows: list[tuple[int, ...]], n_bos: int, length: int) -> Measured:
     model = AutoModelForCausalLM.from_pretrained(folder).eval()
-    measured, tail = Measured(json.loads((folder / "training.json").read_text())), length // 2
 
-    def read(rows: list[tuple[int, ...]]) -> Losses:
+    def read(end: int) -> Losses:
         engine = Engine(model)
-        return np.stack([engine.losses(row).losses.double().numpy() for row in rows])
+        return np.stack([engine.losses(row[:end]).losses.double().numpy() for row in windows])
 
-    def tails(losses: Losses, end: int) -> Losses:
-        return losses[:, end - 1 - tail : end - 1].mean(axis=1)
-
-    for factor in FACTORS:
-        end = factor * length
-        last = [(*row[:n_bos], *row[end - length + n_bos : end]) for row in windows]
-        measured.alone[end] = tails(read(last), length)
+    engine = Engine(model)
+    alone = [sliding_losses(engine, row[n_bos:], length, length // 2, row[:n_bos]).double().numpy() for row in windows]
+    measured = Measured(json.loads((folder / "training.json").read_text()), np.stack(alone))
+    for end in (factor * length for factor in FACTORS):
         try:
-            losses = read([row[:end] for row in windows])
+            measured.stock[end] = read(end)
         except IndexError as error:  # the table has no such row
-            measured.stock[end] = f"{type(error).__name__}: {error}"
-            continue
-        measured.stock[end], measured.curves["stock"] = tails(losses, end), losses.mean(axis=0).tolist()
+            measured.stock[end] = f"IndexError: {error}"
     for factor in FACTORS[1:]:
-        end = factor * length
         try:
             extend_context(model, factor=factor)
-        except (ValueError, RuntimeError) as error:
-            measured.extended[end] = f"{type(error).__name__}: {error}"
+        except ValueError as error:  # such a model is not extended
+            measured.extended[factor * length] = f"ValueError: {error}"
             continue
+        measured.extended[factor * length] = read(factor * length)
         measured.method = model.context_extension.plan.method.name
-        losses = read([row[:end] for row in windows])
-        measured.extended[end], measured.curves["extended"] = tails(losses, end), losses.mean(axis=0).tolist()
-        measured.extended[length] = tails(losses, length)
         restore_context(model)
+    # Within the trained length, what the largest factor costs.
+    measured.extended[length] = measured.extended[FACTORS[-1] * length]
     return measured
 
 
-def cell(losses: Losses | str, alone: Losses, tail: int) -> dict[str, Any]:
+def cell(losses: Losses | str, alone: Losses, end: int, tail: int) -> dict[str, Any]:
+    """The mean loss of the last `tail` tokens of `end`, and what it is more than `alone`, paired by window."""
     if isinstance(losses, str):
         return {"error": losses}
-    tokens = [tail] * len(losses)
-    against = paired_loss_difference((losses * tail).tolist(), (alone * tail).tolist(), tokens)
-    return {"loss": float(losses.mean()), "against": against._asdict()}
+    scored = slice(end - 1 - tail, end - 1)
+    sums, sums_alone = losses[:, scored].sum(axis=1), alone[:, scored].sum(axis=1)
+    against = paired_loss_difference(sums.tolist(), sums_alone.tolist(), [tail] * len(sums))
+    return {"loss": float(losses[:, scored].mean()), "against": against._asdict()}
 
 
-def cells(runs: list[Measured], tail: int) -> dict[str, Any]:
-    """What the runs of one encoding say: by length, the mean over them, and each on its own."""
-
-    def of(runs: list[Measured], end: int) -> dict[str, Any]:
-        alone = np.mean([run.alone[end] for run in runs], axis=0)
-        found: dict[str, Any] = {"alone": float(alone.mean())}
-        for way in ("stock", "extended"):
-            rows = [getattr(run, way).get(end) for run in runs]
-            if all(row is not None for row in rows):
-                failed = next((row for row in rows if isinstance(row, str)), None)
-                found[way] = cell(np.mean(rows, axis=0) if failed is None else failed, alone, tail)
-        return found
-
-    return {str(end): {**of(runs, end), "seeds": [of([run], end) for run in runs]} for end in runs[0].alone}
+def mean_of(rows: list[Losses | str]) -> Losses | str:
+    """The mean over seeds; the reason why there is none, if one could not be measured."""
+    failed = next((row for row in rows if isinstance(row, str)), None)
+    return np.mean(rows, axis=0) if failed is None else failed
 
 
-def binned(curves: list[list[float]], size: int) -> list[float]:
-    """The mean over runs, and over `size` tokens at a time; the last of them one token short."""
-    mean = np.mean(curves, axis=0)
-    return [float(part.mean()) for part in np.split(mean, range(size, len(mean), size))]
+def cells(runs: list[Measured], end: int, tail: int) -> dict[str, Any]:
+    alone = np.mean([run.alone for run in runs], axis=0)
+    rows = {way: mean_of([getattr(run, way)[end] for run in runs]) for way in ("stock", "extended")}
+    return {way: cell(losses, alone, end, tail) for way, losses in rows.items()}
+
+
+def curve(run: Measured, way: str, size: int) -> list[float] | None:
+    """What `size` tokens at a time cost more than alone, as far as the model could be read; the first are one fewer."""
+    read = [losses for losses in getattr(run, way).values() if not isinstance(losses, str)]
+    if not read:
+        return None
+    longest = max(read, key=lambda losses: losses.shape[1])
+    more = (longest - run.alone[:, : longest.shape[1]]).mean(axis=0)
+    return [float(part.mean()) for part in np.split(more, range(size - 1, len(more), size))]
 
 
 def summarise(runs: list[Measured], length: int) -> dict[str, Any]:
-    size = length // 8
+    tail = length // 2
     return {
         "method": runs[0].method,
         "parameters": runs[0].training["parameters"],
         "seconds_to_train": [run.training["seconds"] for run in runs],
-        "lengths": cells(runs, length // 2),
-        "curves": {
-            way: {
-                "mean": binned([run.curves[way] for run in runs], size),
-                "seeds": [binned([run.curves[way]], size) for run in runs],
-            }
-            for way in ("stock", "extended")
-            if all(way in run.curves for run in runs)
+        "lengths": {
+            str(end): {**cells(runs, end, tail), "seeds": [cells([run], end, tail) for run in runs]}
+            for end in runs[0].stock
         },
+        "curves": {way: [curve(run, way, length // 8) for run in runs] for way in ("stock", "extended")},
     }
 
 
@@ -182,31 +172,37 @@ def add_figures(report: Report, position: str, found: dict[str, Any], length: in
 
 
 def plot(summary: dict[str, Any], path: Path) -> None:
-    """Loss by position, a line an encoding, dashed where extended; thin lines are single seeds."""
+    """What each position costs more than alone: a panel an encoding, dashed where extended, thin for single seeds."""
     length, size = summary["length"], summary["length"] // 8
-    figure = Figure(figsize=(9.0, 4.8), layout="constrained", dpi=120)
-    axes = figure.subplots()
-    within = min(value for found in summary["positions"].values() for value in found["curves"]["stock"]["mean"])
-    axes.set_ylim(within - 0.15, within + 1.6)
-    for position, found in summary["positions"].items():
-        for way, curves in found["curves"].items():
-            style = {"color": COLORS[position], "linestyle": "-" if way == "stock" else (0, (4, 1.5))}
-            for curve in curves["seeds"]:
-                axes.plot(size * (np.arange(len(curve)) + 0.5), curve, **style, linewidth=0.5, alpha=0.5)
-            label = NAMES[position] if way == "stock" else f"{NAMES[position]}, {found['method']} ×{FACTORS[-1]}"
-            mean = curves["mean"]
-            axes.plot(size * (np.arange(len(mean)) + 0.5), mean, **style, linewidth=2, label=label)
-    axes.axvline(length, color="#555555", linewidth=1)
-    axes.annotate(f"trained at {length} ", (length, 0.98), xycoords=("data", "axes fraction"), ha="right", va="top")
-    axes.set_xlim(0, FACTORS[-1] * length)
-    axes.set_xticks([factor * length for factor in (0, *FACTORS)])
-    axes.set_xlabel("position (tokens)")
-    axes.set_ylabel("loss (nats a token)")
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(axis="y", color="#e5e5e5", linewidth=0.8)
-    axes.set_axisbelow(True)
-    figure.legend(frameon=False, fontsize=9, loc="outside right upper")
-    figure.suptitle("Train short, test long", fontsize=11, x=0.01, ha="left")
+    figure = Figure(figsize=(11.0, 3.6), layout="constrained", dpi=120)
+    panels = np.ravel(figure.subplots(1, len(summary["positions"]), sharey=True))
+    for axes, (position, found) in zip(panels, summary["positions"].items()):
+        for way, name, dashes in (("stock", "not extended", "-"), ("extended", found["method"], (0, (4, 1.5)))):
+            curves = [curve for curve in found["curves"][way] if curve is not None]
+            if not curves:
+                continue
+            style = {"color": "#555555" if way == "stock" else COLORS[position], "linestyle": dashes}
+            middle = size * (np.arange(len(curves[0])) + 0.5)
+            for curve in curves:
+                axes.plot(middle, curve, **style, linewidth=0.6, alpha=0.6)
+            label = f"{name} ×{FACTORS[-1]}" if way == "extended" else name
+            axes.plot(middle, np.mean(curves, axis=0), **style, linewidth=2, label=label)
+        ends = [end for end, at in found["lengths"].items() if "error" in at["stock"]]
+        if ends:
+            axes.annotate("cannot be read\nbeyond, not extended", (length, 0.6), xycoords=("data", "axes fraction"),
+                          xytext=(4, 0), textcoords="offset points", fontsize=8, color="#555555")  # fmt: skip
+        axes.axvline(length, color="#555555", linewidth=0.8, linestyle=(0, (1, 2)))
+        axes.set_title(NAMES[position], fontsize=10, color=COLORS[position])
+        axes.set_xlim(0, FACTORS[-1] * length)
+        axes.set_xticks([factor * length for factor in FACTORS])
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(axis="y", color="#e5e5e5", linewidth=0.8)
+        axes.set_axisbelow(True)
+        axes.legend(frameon=False, fontsize=8, loc="upper left", borderaxespad=0)
+    panels[0].set_ylabel(f"nats more than reading\nonly the last {length} tokens")
+    panels[0].set_ylim(top=1.25 * panels[0].get_ylim()[1])
+    figure.supxlabel("position (tokens)", fontsize=10)
+    figure.suptitle(f"Trained at {length} tokens, read at {FACTORS[-1] * length}", fontsize=11, x=0.01, ha="left")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path)
 
@@ -217,7 +213,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--length", type=int, default=256, help="tokens a sequence in training")
     parser.add_argument("--steps", type=int, default=1200)
-    parser.add_argument("--windows", type=int, default=32)
+    parser.add_argument("--windows", type=int, default=64)
     parser.add_argument("--runs", type=Path, default=ROOT / "runs/positions", help="where the models are kept")
     parser.add_argument("--output", type=Path, default=ROOT / "docs/positions")
     parser.add_argument("--replot", action="store_true", help="draw the figure of summary.json anew, and run nothing")
