@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from ctxext import extension
 from ctxext.configs import RopePlan
@@ -39,6 +40,9 @@ def extend_context(
     found and changed, the config is updated, and the receipt is put on the model as `model.context_extension`. Saving
     then writes a checkpoint that plain transformers loads, where weights and config can say it; otherwise
     `context_extension.json` beside it is what `ctxext.load` extends by. `restore_context(model)` undoes it bitwise.
+
+    Give the whole model that you will save: a base that is extended inside a head is saved by a head that knows nothing
+    of it. Where the method makes new weights (a longer table of positions), build optimisers and wrappers afterwards.
 
     Dynamic methods for RoPE and those that remap positions rotate inside attention, exactly under any cache; pass a
     `length` to freeze a dynamic one at.
@@ -90,12 +94,19 @@ def extend_context(
         rotated_copy=rotated_copy,
         **options,
     )
+    if plan.changes_weights and any(isinstance(module, DistributedDataParallel) for module in model.modules()):
+        raise ValueError(
+            f"{plan.method and plan.method.name} makes new weights, which DistributedDataParallel would not reduce: it "
+            "holds those that it was given. Extend the model before it is wrapped."
+        )
     extension.apply(inner, plan)
     return model
 
 
 def restore_context(model: nn.Module) -> Any:
     """Undo `extend_context`: modules, config and logits are bitwise what they were. Returns the same model.
+
+    A position table that was trained in the meantime goes with the extension; all other weights keep their training.
 
     Raises:
         RuntimeError: the model is not extended.

@@ -25,7 +25,7 @@ from ctxext.methods import (
     method_from_rope_parameters,
     scaled_rope_parameters,
 )
-from ctxext.plans import Existing, Plan, by_own_names, chosen_method, factor_and_target
+from ctxext.plans import Existing, Plan, by_own_names, chosen_method, factor_and_target, live_mark
 from ctxext.sites.twin import text_config_of
 
 if sys.version_info >= (3, 11):
@@ -187,8 +187,10 @@ def _rope_table(text_config: Any, label: str, parameters: dict[str, Any], slides
 
 def length_limit(text_config: Any) -> int:
     """max_position_embeddings; the sliding window where a config has none, as nothing beyond it is ever seen."""
-    limit = getattr(text_config, "max_position_embeddings", None)
-    return int(text_config.sliding_window if limit is None else limit)
+    limit = getattr(text_config, "max_position_embeddings", None) or getattr(text_config, "sliding_window", None)
+    if limit is None:
+        raise ValueError(f"{type(text_config).__name__} says no length: it is no config of a text model.")
+    return int(limit)
 
 
 @dataclass(frozen=True)
@@ -293,16 +295,6 @@ def no_encoding(text_config: Any) -> str | None:
         "has no position encoding that could run out, so there is nothing to extend: just raise the limit (the "
         "tokenizer's model_max_length, or your server's maximum length)."
     )
-
-
-def live_mark(text_config: Any) -> dict[str, Any] | None:
-    """The note that ctxext left in this config, unless the config was edited since."""
-    mark = getattr(text_config, "ctxext", None)
-    if not isinstance(mark, dict):
-        return None
-    now = getattr(text_config, "rope_parameters", None) or {}
-    edited = any(now.get(key) != value for key, value in mark["rope_parameters"].items())
-    return None if edited else mark
 
 
 def _marked_scaling(mark: dict[str, Any], parameters: dict[str, Any], limit: int) -> RopeMethod | None:
@@ -789,7 +781,7 @@ def _updates(
             "length": facts.original_length,
             "rope_theta": facts.original_thetas if facts.tables[0].label else facts.original_theta,
         },
-        "rope_parameters": updates.get("rope_parameters", {}),
+        "fields": {name: value for name, value in updates.items() if name == "rope_parameters"},
         **({} if live_only is None else {"live_only": True}),
     }
     return updates

@@ -269,6 +269,7 @@ def _write_sites(model: PreTrainedModel, plan: SitePlan, extension: Extension) -
         torch.no_grad(),
     ):
         before = _run_proof(model, plan.site.observe, model)
+        extension.configs = (*_held_copies(model, plan, extension.configs[-1].original), *extension.configs)
         _swap_configs(model, {id(pair.original): pair.extended for pair in extension.configs})
         plan.site.write(Surgery(model, extension.undos), plan.method, plan.target_length)
         proof = _run_proof(model, plan.site.prove, model, plan.method, before)
@@ -280,6 +281,19 @@ def _write_sites(model: PreTrainedModel, plan: SitePlan, extension: Extension) -
     if not proof.effect > 0:
         raise RuntimeError(f"{plan.summary} changes nothing in the output of {type(model).__name__}. {left}")
     extension.proof = proof
+
+
+def _held_copies(model: PreTrainedModel, plan: SitePlan, original: Any) -> list[SwappedConfig]:
+    """The copies of its config that a model's parts hold (T5's encoder and decoder), each with one that is extended."""
+    held = {id(config): config for m in model.modules() if type(config := m.__dict__.get("config")) is type(original)}
+    names = [name for name in plan.updates if name != "ctxext"]
+    pairs = []
+    for config in held.values():
+        if config is not original and all(getattr(config, n, None) == getattr(original, n, None) for n in names):
+            extended = copy.deepcopy(config)
+            plan.apply_to(extended)
+            pairs.append(SwappedConfig(config, extended))
+    return pairs
 
 
 def _run_proof(model: PreTrainedModel, part: Callable[..., Any], *arguments: Any) -> Any:

@@ -69,9 +69,9 @@ FAMILIES: dict[str, Family] = {
     "gptj": Family(sin_cos_tables=True),
     "codegen": Family(sin_cos_tables=True),
     "deepseek_v4": Family(window_labels=frozenset({"main"})),
-    # Queries are scaled by a function of position and original_max_position_embeddings as well.
     "encoder-decoder": Family(refuse="is two models: extend its encoder and its decoder, each by itself"),
     "speech-encoder-decoder": Family(refuse="is two models: extend its decoder by itself"),
+    # Queries are scaled by a function of position and original_max_position_embeddings as well.
     "ministral3": Family(refuse_late=_QUERIES),
     # Its default table is as wide as the whole head, whatever partial_rotary_factor says.
     "mistral4": Family(

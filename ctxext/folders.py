@@ -89,10 +89,13 @@ def extended_json(folder: Path, **arguments: Any) -> tuple[Plan, dict[str, Any]]
     from transformers import AutoConfig
 
     former = check_not_extended(folder, arguments.get("existing", "refuse"))
-    if former is not None and arguments.get("original_max_position_embeddings") is None:
-        arguments["original_max_position_embeddings"] = former["original_max_position_embeddings"]
     raw = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     config = AutoConfig.from_pretrained(folder)
+    if former is not None:
+        if arguments.get("original_max_position_embeddings") is None:
+            arguments["original_max_position_embeddings"] = former["original_max_position_embeddings"]
+        if former["method"].encoding != "rope":
+            arguments["existing"] = "refuse"  # its config is that of the model as it was
     plan = plan_extension(config, **arguments)
     if isinstance(plan, RopePlan) and plan.is_late:
         check_on_paper(config, plan)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -11,8 +11,8 @@ from torch import nn
 from ctxext import __version__
 from ctxext.configs import has_rope, no_encoding, plan_rope
 from ctxext.families import family_of
-from ctxext.methods import ContextMethod
-from ctxext.plans import ENCODINGS, Existing, Plan, by_own_names, chosen_method, factor_and_target
+from ctxext.methods import ContextMethod, method_class
+from ctxext.plans import ENCODINGS, Existing, Plan, by_own_names, chosen_method, factor_and_target, live_mark
 from ctxext.sites import alibi, position_table, relative_bias, sinusoidal
 from ctxext.sites.contract import Encoding
 from ctxext.sites.twin import text_config_of
@@ -64,7 +64,13 @@ def class_of(config: Any) -> Any:
     import transformers
 
     names = [name for name in getattr(config, "architectures", None) or () if hasattr(transformers, name)]
-    found = getattr(transformers, names[0]) if names else transformers.AutoModel._model_mapping[type(config)]
+    if names:
+        return getattr(transformers, names[0])
+    autos = ("", "ForCausalLM", "ForSeq2SeqLM", "ForMaskedLM", "ForSpeechSeq2Seq")
+    mappings = [getattr(transformers, f"AutoModel{kind}")._model_mapping for kind in autos]
+    found = next((mapping[type(config)] for mapping in mappings if type(config) in mapping), None)
+    if found is None:
+        raise ValueError(f"no model of transformers is built from a {type(config).__name__} alone")
     return found[0] if isinstance(found, tuple) else found
 
 
@@ -114,8 +120,12 @@ def encoding_of(config: Any, model: nn.Module | None = None) -> Encoding:
         ValueError: it has no position encoding that could run out, or none that is known here.
     """
     text_config = text_config_of(config)
-    name = f"{type(text_config).__name__} (model_type {text_config.model_type!r})"
-    reason = no_encoding(text_config) or family_of(config).refuse
+    refused = family_of(config).refuse
+    named = text_config if refused is None else config
+    name = f"{type(named).__name__} (model_type {named.model_type!r})"
+    reason = no_encoding(text_config) or refused
+    if reason is None and getattr(config, "position_embedding_type", None) == "rotary":
+        reason = "keeps RoPE in a module of its own, whose base no config says. It was left as it was."
     if reason is None:
         try:
             model = model_on_meta(config) if model is None else model
@@ -145,18 +155,31 @@ def _plan_site(
     existing: Existing,
     **options: Any,
 ) -> SitePlan:
-    if original_max_position_embeddings not in (None, site.trained_length):
+    text_config = text_config_of(config)
+    mark = live_mark(text_config)
+    if mark is not None:  # Where nothing ends, the config may not say how far it was extended.
+        site = replace(site, trained_length=mark["target"], source="reached when ctxext extended it")
+    elif original_max_position_embeddings is not None and site.limit is None:
+        site = replace(
+            site, trained_length=original_max_position_embeddings,
+            source="original_max_position_embeddings, as you passed it",
+        )  # fmt: skip
+    elif original_max_position_embeddings not in (None, site.trained_length):
         raise ValueError(
-            f"original_max_position_embeddings={original_max_position_embeddings} is for rotary position embeddings; "
+            f"original_max_position_embeddings={original_max_position_embeddings} has no meaning here: "
             f"{ENCODINGS[site.name]} is as long as it was trained, {site.trained_length} tokens ({site.source}). "
             "Leave it out."
         )
-    text_config = text_config_of(config)
-    mark = live_mark(text_config)
     if existing not in ("refuse", "compose") or (existing == "compose" and mark is None):
         raise ValueError(
             f"existing={existing!r} has no meaning here: this model has {ENCODINGS[site.name]}, "
             + ("which only existing='compose' can extend once more." if mark else "not extended yet. Leave it out.")
+        )
+    if mark is not None and "sinusoidal" in (site.name, method_class(mark["method"]["name"]).encoding):
+        raise ValueError(
+            f"the table of this model was extended already by ctxext ({mark['method']['name']}, "
+            f"{mark['original']['length']} → {site.trained_length} tokens), and sines are not extended twice. Load the "
+            "original, or call restore_context(model)."
         )
     if existing == "refuse" and mark is not None:
         raise ValueError(
@@ -175,13 +198,13 @@ def _plan_site(
     site.check(chosen, target)
     first_length = mark["original"]["length"] if mark else site.trained_length
     updates = by_own_names(text_config, site.updates(chosen, target))
-    if site.portable:
-        updates["ctxext"] = {
-            "version": __version__,
-            "method": chosen.to_dict(),
-            "original": {"length": first_length},
-            "fields": dict(updates),
-        }
+    updates["ctxext"] = {
+        "version": __version__,
+        "method": chosen.to_dict(),
+        "original": {"length": first_length},
+        "target": target,
+        "fields": dict(updates),
+    }
     return SitePlan(
         text_config=text_config,
         existing=existing,
@@ -193,12 +216,3 @@ def _plan_site(
         site=site,
         first_length=first_length,
     )
-
-
-def live_mark(text_config: Any) -> dict[str, Any] | None:
-    """The note that ctxext left in the config of a model without RoPE, unless the config was edited since."""
-    mark = getattr(text_config, "ctxext", None)
-    if not isinstance(mark, dict) or "fields" not in mark:
-        return None
-    edited = any(getattr(text_config, name, None) != value for name, value in mark["fields"].items())
-    return None if edited else mark

@@ -82,6 +82,20 @@ def by_own_names(text_config: Any, updates: dict[str, Any]) -> dict[str, Any]:
     return {text_config.attribute_map.get(name, name): value for name, value in updates.items()}
 
 
+def live_mark(text_config: Any) -> dict[str, Any] | None:
+    """The note that ctxext left in this config, unless one of the fields that it set was edited since."""
+    mark = getattr(text_config, "ctxext", None)
+    if not isinstance(mark, dict):
+        return None
+
+    def holds(now: Any, then: Any) -> bool:
+        if isinstance(then, dict):  # which transformers adds to as it loads
+            return isinstance(now, dict) and all(now.get(key) == value for key, value in then.items())
+        return bool(now == then)
+
+    return mark if all(holds(getattr(text_config, name, None), v) for name, v in mark["fields"].items()) else None
+
+
 def factor_and_target(
     factor: float | None, target_length: int | None, method: str | ContextMethod, start: int
 ) -> tuple[float, int]:

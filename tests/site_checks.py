@@ -78,7 +78,7 @@ def assert_same_state(model: nn.Module, before: dict[str, Any]) -> None:
     tensors, earlier = after.pop("tensors"), before["tensors"]
     assert after == {key: value for key, value in before.items() if key != "tensors"}
     assert tensors.keys() == earlier.keys()
-    assert all(torch.equal(tensors[name], earlier[name]) for name in tensors)
+    assert all(torch.equal(t, earlier[name]) and t.dtype == earlier[name].dtype for name, t in tensors.items())
 
 
 def through_pickle(model: nn.Module) -> nn.Module:

@@ -13,14 +13,14 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, MarianMTModel
 
 import ctxext
 from ctxext import describe_context, extend_config, extend_context, list_methods, restore_context, temporarily_extended
 from ctxext.extension import RECORD
 from ctxext.folders import extend_folder
 from ctxext.planning import plan_extension
-from ctxext.survey.small import LENGTH, small_model, stock_logits
+from ctxext.survey.small import LENGTH, small_config, small_model, stock_logits
 
 # One family of each kind of site, with the default method; the last says whether plain transformers loads it saved.
 FAMILIES = {
@@ -62,7 +62,7 @@ def assert_same(model: nn.Module, before: dict[str, Any]) -> None:
     assert torch.equal(after.pop("logits"), before["logits"])
     tensors = after.pop("tensors")
     assert tensors.keys() == before["tensors"].keys()
-    assert all(torch.equal(tensors[name], t) for name, t in before["tensors"].items())
+    assert all(torch.equal(tensors[n], t) and tensors[n].dtype == t.dtype for n, t in before["tensors"].items())
     assert after == {key: value for key, value in before.items() if key not in ("logits", "tensors")}
 
 
@@ -235,15 +235,15 @@ def test_a_model_without_weights_is_refused_and_left_alone() -> None:
     model.to_empty(device="cpu")
 
 
-@pytest.mark.parametrize("model_type", ["gpt2", "xglm", "bloom", "t5"])
+@pytest.mark.parametrize("model_type", ["gpt2", "xglm", "bloom", "t5", "gptj"])
 def test_a_cast_model_is_extended_and_restored_in_its_dtype(model_type: str) -> None:
-    model = model_of(model_type).to(torch.bfloat16)
+    model = small_model(model_type, "seq2seq" if model_type == "t5" else "causal").to(torch.bfloat16)
     before = {name: t.clone() for name, t in [*model.named_parameters(), *model.named_buffers()]}
     extend_context(model)
     assert stock_logits(model, 2 * LENGTH).isfinite().all()
     restore_context(model)
     after = dict([*model.named_parameters(), *model.named_buffers()])
-    assert all(torch.equal(after[name], t) for name, t in before.items())
+    assert all(torch.equal(after[name], t) and after[name].dtype == t.dtype for name, t in before.items())
 
 
 def test_an_extended_model_can_be_cast_and_restored() -> None:
@@ -263,3 +263,121 @@ def test_a_dead_patch_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(RuntimeError, match=r"does not do what|changes nothing"):
         extend_context(model)
     assert_same(model, before)
+
+
+def test_a_table_that_a_family_does_not_save_is_recorded(tmp_path: Path) -> None:
+    """Marian leaves its tables out of what it saves, and builds plain sines as it loads."""
+    config = small_config("marian", "causal")
+    config.is_encoder_decoder = True  # The causal kind is its decoder alone.
+    torch.manual_seed(0)
+    model = MarianMTModel(config).eval()
+    assert not extend_context(model).context_extension.plan.is_portable
+    ids = torch.randint(3, 90, (1, 2 * LENGTH), generator=torch.Generator().manual_seed(0))
+    live = model(ids, decoder_input_ids=ids).logits
+    with pytest.warns(UserWarning, match="no config can say"):
+        model.save_pretrained(tmp_path)
+    assert torch.equal(ctxext.load(tmp_path)(ids, decoder_input_ids=ids).logits, live)
+
+
+@pytest.mark.parametrize("model_type", ["bloom", "gpt2", "t5"])
+def test_a_model_that_was_compiled_before_is_extended_and_restored(model_type: str) -> None:
+    torch._dynamo.reset()
+    model = model_of(model_type)
+    compiled = torch.compile(model, backend="eager")
+    ids = torch.randint(3, 90, (1, LENGTH), generator=torch.Generator().manual_seed(0))
+    inputs = {"input_ids": ids, **({"decoder_input_ids": ids} if model_type == "t5" else {})}
+    with torch.no_grad():
+        stock = compiled(**inputs).logits
+        extend_context(model, method="row_interpolation" if model_type == "gpt2" else None)
+        live = model(**inputs).logits
+        assert (live - stock).abs().max() > (0 if model_type == "t5" else 1e-2)
+        torch.testing.assert_close(compiled(**inputs).logits, live, atol=1e-4, rtol=1e-4)
+        restore_context(model)
+        torch.testing.assert_close(compiled(**inputs).logits, stock, atol=1e-4, rtol=1e-4)
+
+
+def test_what_a_person_changed_in_the_model_stays() -> None:
+    model = small_model("bart", "causal").train()
+    for module in model.modules():
+        if "dropout" in module.__dict__:
+            module.dropout = 0.0
+    model.lm_head = nn.Linear(64, 7)
+    head = model.lm_head
+    extend_context(model)
+    assert model.lm_head is head
+    assert {module.dropout for module in model.modules() if isinstance(module.__dict__.get("dropout"), float)} == {0.0}
+
+
+def test_parts_that_hold_a_config_of_their_own_follow() -> None:
+    model = model_of("t5")
+    before = model.encoder.config
+    assert before is not model.config
+    extend_context(model)
+    assert model.encoder.config.relative_attention_max_distance == model.config.relative_attention_max_distance == 512
+    restore_context(model)
+    assert model.encoder.config is before
+    assert before.relative_attention_max_distance == 128
+
+
+def test_buckets_are_composed_from_where_they_reach(tmp_path: Path) -> None:
+    model = extend_context(model_of("t5"))
+    first = model.context_extension.plan
+    model.save_pretrained(tmp_path)
+    again = type(model).from_pretrained(tmp_path).eval()
+    extend_context(again, 2, existing="compose")
+    assert again.config.relative_attention_max_distance == 8 * 128
+    assert again.context_extension.plan.start == first.target_length
+
+
+@pytest.mark.parametrize("model_type", ["pegasus", "roformer"])
+def test_sines_are_not_extended_twice(model_type: str, tmp_path: Path) -> None:
+    model = extend_context(small_model(model_type, "causal"))
+    model.save_pretrained(tmp_path)
+    again = type(model).from_pretrained(tmp_path).eval()
+    with pytest.raises(ValueError, match="sines are not extended twice"):
+        extend_context(again, 2, existing="compose")
+
+
+def test_a_live_model_is_described_as_extended() -> None:
+    for model_type in ("bloom", "xglm", "xlnet", "gpt2"):
+        model = extend_context(model_of(model_type))
+        description = describe_context(model)
+        assert description.scaling is not None, model_type
+        assert description.would_do.startswith("refuse: ")
+
+
+def test_a_length_that_is_a_guess_can_be_corrected() -> None:
+    model = model_of("xlnet")
+    extend_context(model, 2, original_max_position_embeddings=1024)
+    assert model.context_extension.plan.summary == "distance_interpolation ×2: 1024 → 2048 tokens"
+
+
+def test_a_folder_that_keeps_a_record_is_extended_anew_by_replace(tmp_path: Path) -> None:
+    model_of("bloom").save_pretrained(tmp_path / "stock")
+    extend_folder(tmp_path / "stock", tmp_path / "once", 2)
+    with pytest.raises(ValueError, match="existing='replace'"):
+        extend_folder(tmp_path / "once", tmp_path / "twice", 4)
+    extend_folder(tmp_path / "once", tmp_path / "twice", 4, existing="replace")
+    assert ctxext.load(tmp_path / "twice").context_extension.method.factor == 4
+
+
+def test_a_wrapper_that_holds_the_old_table_is_refused(tmp_path: Path) -> None:
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        model = model_of("gpt2")
+        wrapped = nn.parallel.DistributedDataParallel(model)
+        with pytest.raises(ValueError, match="Extend the model before it is wrapped"):
+            extend_context(wrapped)
+        assert model.config.n_positions == LENGTH
+        extend_context(nn.parallel.DistributedDataParallel(model_of("t5")))
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_a_table_of_another_length_than_the_config_says_is_refused() -> None:
+    model = model_of("gpt2")
+    model.config.n_positions = 2 * LENGTH
+    with pytest.raises(
+        ValueError, match=r"means a position table of shape \(128, 64\).* holds one of shape \(64, 64\)"
+    ):
+        extend_context(model)

@@ -23,7 +23,7 @@ def families(
     against: Annotated[
         Path | None, typer.Option(help="An earlier --json: print what changed; exit code 1 if something regressed.")
     ] = None,
-    workers: Annotated[int, typer.Option(help="Processes, of one thread each.")] = 2,
+    workers: Annotated[int, typer.Option(min=1, help="Processes, of one thread each.")] = 2,
 ) -> None:
     """Build every model type small, extend it, compare it with a native build, restore it, and say what came of it."""
     from ctxext.survey import report

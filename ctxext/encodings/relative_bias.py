@@ -8,10 +8,8 @@ from __future__ import annotations
 import math
 
 import torch
-from jaxtyping import Float, Float64, Int
+from jaxtyping import Float, Int
 from torch import Tensor
-
-from ctxext.encodings.learned import rows_at
 
 # --------------------------------------------------------------------------------------------------- T5
 
@@ -80,24 +78,6 @@ def shaw_logits(
     """q_i · (k_j + a_ij) / sqrt(dim), with a_ij the row of `table` at `distances` (Shaw et al., equation 4)."""
     relative = torch.einsum("...qd,qkd->...qk", query, table[distances])
     return (query @ key.mT + relative) / math.sqrt(query.shape[-1])
-
-
-def interpolate_distances(
-    table: Float[Tensor, "distance dim"], n_left: int, n_right: int, factor: float
-) -> Float64[Tensor, "longer dim"]:
-    """A table that clips at round(factor * n_left) and round(factor * n_right): distance d reads d / factor.
-
-    Distance 0 keeps its row, and so do the ends where factor * n is whole.
-
-    Raises:
-        ValueError: the table does not have n_left + 1 + n_right rows, or `factor` is below 1.
-    """
-    if len(table) != n_left + 1 + n_right:
-        raise ValueError(f"clipping at -{n_left} and {n_right} needs {n_left + 1 + n_right} rows, got {len(table)}.")
-    if factor < 1:
-        raise ValueError(f"factor must be >= 1, got {factor}.")
-    distance = torch.arange(-round(factor * n_left), round(factor * n_right) + 1, dtype=torch.float64)
-    return rows_at(table, distance / factor + n_left)
 
 
 # --------------------------------------------------------------------------------------- Transformer-XL

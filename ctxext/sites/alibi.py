@@ -52,22 +52,25 @@ FAMILIES = {
 }
 
 
-@dataclass
 class ScaledBias:
-    """A forward pre-hook of a block: each head's bias is multiplied by the head's ratio of new to trained slope."""
+    """Mixed into a block's own class: each head's bias is multiplied by the head's ratio of new to trained slope.
 
-    keywords: tuple[str, ...]
-    ratios: Float[Tensor, " head"]
+    A class, not a hook: a model that was compiled before would never call a new hook, but does see its class change.
+    """
 
-    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        return args, {**kwargs, **{name: self.scaled(kwargs[name]) for name in self.keywords}}
+    bias_keywords: tuple[str, ...]
+    bias_ratios: Float[Tensor, " head"]
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        scaled = {name: self.scaled(kwargs[name]) for name in self.bias_keywords}
+        return super().forward(*args, **{**kwargs, **scaled})  # type: ignore[misc]
 
     def scaled(self, bias: Float[Tensor, "*batch heads query key"]) -> Float[Tensor, "*batch heads query key"]:
         """The batch may be merged into the heads, batch first. Half precision is multiplied in float32."""
-        if self.ratios.device != bias.device:
-            self.ratios = self.ratios.to(bias.device)  # No cast or move of the model reaches a hook.
-        by_head = bias.reshape(-1, len(self.ratios), *bias.shape[-2:])
-        scaled = (by_head * self.ratios[:, None, None]).to(bias.dtype).view_as(bias)
+        if self.bias_ratios.device != bias.device:
+            self.bias_ratios = self.bias_ratios.to(bias.device)  # no buffer, so that no cast reaches it
+        by_head = bias.reshape(-1, len(self.bias_ratios), *bias.shape[-2:])
+        scaled = (by_head * self.bias_ratios[:, None, None]).to(bias.dtype).view_as(bias)
         # Falcon's bias comes with the mask in it: what is masked has to stay the least number.
         return torch.where(bias == torch.finfo(bias.dtype).min, bias, scaled)
 
@@ -108,7 +111,9 @@ class AlibiEncoding(Encoding):
         trained = alibi_slopes(self.n_heads)
         ratios = (method.slopes(trained) / trained).float()
         for path in self.paths:
-            surgery.add_hook(path, ScaledBias(self.family.keywords, ratios.clone()))
+            surgery.exchange_class(path, ScaledBias)
+            surgery.set_attribute(path, "bias_keywords", self.family.keywords)
+            surgery.set_attribute(path, "bias_ratios", ratios.clone())
         if self.family.limit:
             for path in self.readers:
                 surgery.set_attribute(path, "max_seq_length", target_length)
@@ -228,7 +233,8 @@ def find(model: nn.Module, text_config: Any) -> Encoding | None:
 
 
 def _takes(module: nn.Module, keywords: tuple[str, ...]) -> bool:
-    return set(keywords) <= set(inspect.signature(type(module).forward).parameters)
+    forwards = [cls.forward for cls in type(module).__mro__ if "forward" in vars(cls)]
+    return any(set(keywords) <= set(inspect.signature(forward).parameters) for forward in forwards)
 
 
 def _find_buffers(model: nn.Module, text_config: Any) -> SlopeEncoding | None:

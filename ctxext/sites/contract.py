@@ -23,7 +23,8 @@ class SiteProof:
     Attributes:
         formula_error: largest difference between what the live model's own code reads and the method's formula.
         effect: how far the model's output moved, so that what was changed is seen to be used.
-        n_tokens: the length of the forward pass that was run; past the stock model's limit, where it has one.
+        n_tokens: the length of the forward pass that was run; past the stock model's limit, where it has one that is
+            not too long to run.
     """
 
     formula_error: float
@@ -106,6 +107,8 @@ def probe_inputs(model: nn.Module, n_tokens: int) -> dict[str, Any]:
     n_rows = getattr(text, "num_codebooks", 1)  # MusicGen takes a row of the batch for each.
     ids = torch.randint(0, text.vocab_size - 1, (n_rows, n_tokens), generator=generator)
     ids = (ids if pad is None else ids + (ids >= pad)).to(device)  # pads have no positions
+    if isinstance(eos := getattr(text, "eos_token_id", None), int):
+        ids[:, -1] = eos  # BART reads a class off it
     if not getattr(config, "is_encoder_decoder", False):
         return {"input_ids": ids}
     if model.main_input_name == "input_ids":

@@ -7,8 +7,9 @@ called. Causal masks, position ids and token types that are kept as buffers grow
 from __future__ import annotations
 
 import copy
+import re
 from abc import abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, get_args
 
 import torch
@@ -54,12 +55,14 @@ class TableEncoding(Encoding):
 
     Attributes:
         saved: whether they are among the weights that a model is saved with.
+        config: of the model, as it was found.
     """
 
     changes_weights: ClassVar[bool] = True
 
     tables: tuple[Table, ...]
     saved: bool
+    config: Any = field(compare=False, repr=False)
 
     @property
     def portable(self) -> bool:  # type: ignore[override]
@@ -90,26 +93,33 @@ class TableEncoding(Encoding):
         return torch.cat([old[: table.first].double(), rows])
 
     def write(self, surgery: Surgery, method: ContextMethod, target_length: int) -> None:
-        tables = {(table.path, table.name): table for table in self.tables}
-        for found in list(differences(surgery.model, twin_of(surgery.model, surgery.model.config))):
-            table = tables.get((found.path, found.name))
-            new = found.there
+        model, tables = surgery.model, {(table.path, table.name): table for table in self.tables}
+        for found in list(differences(twin_of(model, self.config), twin_of(model, model.config))):
+            table, module = tables.get((found.path, found.name)), model.get_submodule(found.path)
+            new = found.after
             if table is not None:
-                new = self.expected(method, table, found.here.detach(), target_length)
-            elif isinstance(found.here, Tensor):
-                new = _regrown(found)
+                new = self.expected(method, table, _held(model, table).detach(), target_length)
+            elif isinstance(found.after, Tensor):
+                new = _regrown(found, getattr(module, found.name))
             if found.kind == "attribute":
-                new = new.to(found.here.device, found.here.dtype) if isinstance(new, Tensor) else new
+                held = getattr(module, found.name)
+                new = new.to(held.device, held.dtype) if isinstance(new, Tensor) else new
                 surgery.set_attribute(found.path, found.name, new)
             else:
                 surgery.set_tensor(found.path, found.name, new)
+
+    def notes(self, method: ContextMethod) -> tuple[str, ...]:
+        return (
+            "the longer table is a new parameter: build optimisers after this, and train it, or its new rows stay what "
+            "the method made of the old.",
+        )
 
     def observe(self, model: nn.Module) -> list[Tensor]:
         """The tables as they are."""
         return [_held(model, table).detach().clone() for table in self.tables]
 
     def prove(self, model: nn.Module, method: ContextMethod, before: list[Tensor]) -> SiteProof:
-        n_tokens = self.trained_length + 1 if self.trained_length < LONGEST_PROBE else 16
+        n_tokens = self.trained_length + 1 if self.trained_length <= LONGEST_PROBE else 16
         inputs = probe_inputs(model, n_tokens)
         target_length = round(method.factor * self.trained_length)
         error, effects = 0.0, []
@@ -169,30 +179,33 @@ def find(model: nn.Module, text_config: Any) -> TableEncoding | None:
     Raises:
         ValueError: something of the model grows with its limit that is not understood.
     """
-    tables, frozen = [], []
-    for field in LIMITS:
-        held = text_config.__dict__.get(field)
+    tables, frozen, stock = [], [], None
+    for limit in LIMITS:
+        held = text_config.__dict__.get(limit)
         if not isinstance(held, int) or held < 2:
             continue
         longer = copy.deepcopy(model.config)
-        setattr(text_config_of(longer), field, 2 * held)
+        setattr(text_config_of(longer), limit, 2 * held)
         try:
+            stock = twin_of(model, model.config) if stock is None else stock
             twin = twin_of(model, longer)
         except Exception:  # a limit that other fields have to fit, such as Reformer's axes
             continue
-        for found in differences(model, twin):
-            if not isinstance(found.here, Tensor) or found.here.ndim != 2 or not found.here.is_floating_point():
+        for found in differences(stock, twin):
+            before, after = found.before, found.after
+            if not isinstance(before, Tensor) or before.ndim != 2 or not before.is_floating_point():
                 continue
             if any(table.path == found.path for table in tables):
                 continue  # a module's second tensor is worked out from the first (I-BERT's integers)
-            if found.there.shape[0] != found.here.shape[0] + held or found.there.shape[1] != found.here.shape[1]:
+            if after.shape[0] != before.shape[0] + held or after.shape[1] != before.shape[1]:
                 continue
             padding = getattr(model.get_submodule(found.path), "padding_idx", None)
             # RoBERTa and kin count the rows for padding in their limit; OPT and BART have theirs on top of it.
-            first = found.here.shape[0] - held or (0 if padding is None else padding + 1)
-            positions = found.here.shape[0] - first
-            tables.append(Table(found.path, found.name, first, Limit(field, held, positions)))
-            frozen.append(not found.there.requires_grad)
+            first = before.shape[0] - held or (0 if padding is None else padding + 1)
+            table = Table(found.path, found.name, first, Limit(limit, held, before.shape[0] - first))
+            _check_held(model, table, before)
+            tables.append(table)
+            frozen.append(not after.requires_grad)
     if not tables:
         return None
     first = tables[0].limit
@@ -202,13 +215,32 @@ def find(model: nn.Module, text_config: Any) -> TableEncoding | None:
         "source": f"{first.field} of the config",
         "limit": first.positions,
         "tables": tuple(tables),
-        "saved": all(f"{table.path}.{table.name}" in model.state_dict() for table in tables),
+        "saved": all(_is_saved(model, f"{table.path}.{table.name}") for table in tables),
+        "config": model.config,
     }
     if all(frozen):
         layout = _layout(model, tables)
         if layout is not None:
             return SinusoidalTable(**common, layout=layout)
     return LearnedTable(**common)
+
+
+def _check_held(model: nn.Module, table: Table, expected: Tensor) -> None:
+    """Raise ValueError unless the model holds a table as long as its config says, under its own name."""
+    held = getattr(model.get_submodule(table.path), table.name, None)
+    if not isinstance(held, Tensor) or held.shape != expected.shape:
+        got = "something else (an adapter?)" if held is None else f"one of shape {tuple(held.shape)}"
+        raise ValueError(
+            f"{table.limit.field}={table.limit.held} of the config means a position table of shape "
+            f"{tuple(expected.shape)} at {table.path}.{table.name}, but the model holds {got}. Merge adapters, or set "
+            "the config to what the model has. The model was left as it was."
+        )
+
+
+def _is_saved(model: Any, name: str) -> bool:
+    """Whether `save_pretrained` writes a tensor: Marian leaves its tables out."""
+    ignored = getattr(model, "_keys_to_ignore_on_save", None) or ()
+    return name in model.state_dict() and not any(re.search(pattern, name) for pattern in ignored)
 
 
 def _held(model: nn.Module, table: Table) -> Tensor:
@@ -234,20 +266,20 @@ def _layout(model: nn.Module, tables: list[Table]) -> Layout | None:
     return None
 
 
-def _regrown(found: Difference) -> Tensor:
+def _regrown(found: Difference, here: Tensor) -> Tensor:
     """A longer buffer of the same make: positions in order, token types, or a triangle that masks the future.
 
     Raises:
         ValueError: it is none of these.
     """
-    here, shape = found.here, found.there.shape
+    shape = found.after.shape
     makes = {
         "positions in order": lambda shape: (torch.arange(shape[-1]) + int(here.flatten()[0])).expand(shape),
         "one value": lambda shape: here.flatten()[:1].cpu().expand(shape),
         "a triangle": lambda shape: torch.ones(shape).tril(),
     }
     for make in makes.values():
-        if torch.equal(make(here.shape).to(here.dtype), here.cpu()):
+        if here.shape == found.before.shape and torch.equal(make(here.shape).to(here.dtype), here.cpu()):
             return make(shape).to(here.dtype).contiguous()
     raise ValueError(
         f"{found.path}.{found.name} grows with the model's limit from {tuple(here.shape)} to {tuple(shape)}, but is "

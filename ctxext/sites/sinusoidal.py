@@ -149,6 +149,8 @@ def find(model: nn.Module, text_config: Any) -> GrowingTable | None:
 def _table_of(module: Any) -> tuple[str, Sines] | None:
     makers = {"make_weights": "weights", "make_weight": "weight"}
     name = next((table for maker, table in makers.items() if hasattr(module, maker) and hasattr(module, table)), None)
+    if name is not None and isinstance(module, ScaledRows):
+        return name, module.sines
     # One that does not know its width cannot grow, as TIPSv2's.
     if name is None or not hasattr(module, "get_embedding") or not hasattr(module, "embedding_dim"):
         return None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,6 +20,7 @@ class Undo:
     kind: str
     name: str
     old: Any
+    dtype: torch.dtype | None = None  # of the tensor that took its place
 
     def __call__(self, model: nn.Module) -> None:
         module = model.get_submodule(self.path)
@@ -31,24 +31,20 @@ class Undo:
                 module.__dict__[self.name] = self.old
             case "parameter":
                 now = module._parameters[self.name]
-                _follow(self.old, now)
+                _follow(self.old, now, self.dtype)
                 module._parameters[self.name] = self.old
             case "buffer":
-                _follow(self.old, module._buffers[self.name])
+                _follow(self.old, module._buffers[self.name], self.dtype)
                 module._buffers[self.name] = self.old
             case "class":
                 module.__class__ = self.old
-            case "hook":
-                for key, hook in list(module._forward_pre_hooks.items()):
-                    if type(hook) is self.old:
-                        del module._forward_pre_hooks[key]
-                        module._forward_pre_hooks_with_kwargs.pop(key, None)
 
 
-def _follow(old: Tensor, now: Tensor) -> None:
+def _follow(old: Tensor, now: Tensor, written: torch.dtype | None) -> None:
     """Move and cast the tensor that comes back as the model was since, in place: optimisers may hold it."""
-    if now.device.type != "meta" and (old.device != now.device or old.dtype != now.dtype):
-        old.data = old.data.to(now.device, now.dtype)
+    dtype = old.dtype if now.dtype == written else now.dtype
+    if now.device.type != "meta" and (old.device != now.device or old.dtype != dtype):
+        old.data = old.data.to(now.device, dtype)
 
 
 @dataclass
@@ -73,8 +69,8 @@ class Surgery:
         kind = "parameter" if name in module._parameters else "buffer"
         held: dict[str, Any] = module._parameters if kind == "parameter" else module._buffers
         old = held[name]
-        self.undos.append(Undo(path, kind, name, old))
         new = value.to(old.device, old.dtype if value.dtype == torch.float64 else value.dtype)
+        self.undos.append(Undo(path, kind, name, old, new.dtype))
         held[name] = nn.Parameter(new, requires_grad=old.requires_grad) if kind == "parameter" else new
 
     def exchange_class(self, path: str, mixin: type) -> None:
@@ -82,11 +78,6 @@ class Surgery:
         module = self.model.get_submodule(path)
         self.undos.append(Undo(path, "class", "", type(module)))
         module.__class__ = mixed_class(mixin, type(module))
-
-    def add_hook(self, path: str, hook: Callable[..., Any]) -> None:
-        """A forward pre-hook with keyword arguments: an instance of a class of its own, by which it is found again."""
-        self.undos.append(Undo(path, "hook", "", type(hook)))
-        self.model.get_submodule(path).register_forward_pre_hook(hook, with_kwargs=True)
 
     def undo(self) -> None:
         """Take everything back, newest first."""
@@ -102,8 +93,8 @@ def undo(model: nn.Module, undos: list[Undo]) -> None:
 
 @functools.cache
 def mixed_class(mixin: type, base: type) -> type:
-    """A subclass of both that pickles by what it is made of."""
-    return type(f"Extended{base.__name__}", (_Rebuilt, mixin, base), {"__module__": __name__})
+    """A subclass of both that pickles by what it is made of, and is found by name (FSDP's wrapping) as the base is."""
+    return type(base.__name__, (_Rebuilt, mixin, base), {"__module__": __name__})
 
 
 class _Rebuilt:

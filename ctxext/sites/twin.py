@@ -27,20 +27,23 @@ def twin_of(model: nn.Module, config: Any) -> nn.Module:
 
 @dataclass(frozen=True)
 class Difference:
-    """Something of a module that a twin has otherwise: a tensor of another shape, or a plain attribute."""
+    """Something of a module that two twins have otherwise: a tensor of another shape, or a plain attribute."""
 
     path: str
     name: str
     kind: Literal["parameter", "buffer", "attribute"]
-    here: Any
-    there: Any
+    before: Any
+    after: Any
 
 
-def differences(model: nn.Module, twin: nn.Module) -> Iterator[Difference]:
-    """What `twin` has otherwise than `model`, module by module."""
-    for path, there in twin.named_modules():
+def differences(before: nn.Module, after: nn.Module) -> Iterator[Difference]:
+    """What the twin `after` has otherwise than the twin `before`, module by module.
+
+    Two twins, and not a live model and a twin: a live one may differ by the person's choice as well.
+    """
+    for path, there in after.named_modules():
         try:
-            here = model.get_submodule(path)
+            here = before.get_submodule(path)
         except AttributeError:
             continue
         for kind, old, new in (

@@ -25,7 +25,7 @@ EFFECT = 1e-4  # a change of logits below this counts as none
 
 # What can come of an extension, the best first.
 VERDICTS = {
-    "native": "extended, and bitwise equal to a model of its class built from the extended config with its weights",
+    "native": "extended, and bitwise equal to what plain transformers builds from the saved config and weights",
     "formula": "extended as no config can say: the receipt's proof against the formula stands, and the logits moved",
     "wrong": "extended, but a native build differs, nothing moved, or restoring left something behind",
     "refused": "refused by ctxext, with its reason",
@@ -93,8 +93,8 @@ def _extend(model: PreTrainedModel, row: Row) -> Row:
     try:
         live = stock_logits(model, COMPARED)
         row = replace(row, effect=None if stock is None else _difference(live, stock))
-        if _needs_no_record(model):
-            row = replace(row, native_difference=_difference(live, stock_logits(_native(model), COMPARED)))
+        if (native := _saved_and_loaded(model)) is not None:
+            row = replace(row, native_difference=_difference(live, stock_logits(native, COMPARED)))
         restore_context(model)
         row = replace(row, restored=_same(before, _state(model)))
         if row.method == "yarn":
@@ -110,7 +110,7 @@ def _what_is_wrong(row: Row) -> str | None:
     if row.effect is not None and not row.effect > EFFECT:
         return "nothing moved beyond the trained length"
     if row.native_difference:
-        return "a model built from the extended config with the same weights differs"
+        return "what plain transformers loads from the saved model differs"
     return None if row.restored else "restore_context left something behind"
 
 
@@ -121,18 +121,14 @@ def _logits_where_it_runs(model: PreTrainedModel) -> Tensor | None:
         return None
 
 
-def _needs_no_record(model: PreTrainedModel) -> bool:
-    """Whether the model is saved as plain transformers reads it."""
+def _saved_and_loaded(model: PreTrainedModel) -> PreTrainedModel | None:
+    """What plain transformers builds from the saved model; None where that takes our own record."""
     with tempfile.TemporaryDirectory() as folder:
         copy.deepcopy(model).save_pretrained(folder)  # a copy, as saving notes the class and dtype in the config
-        return not (Path(folder) / RECORD).exists()
-
-
-def _native(model: PreTrainedModel) -> PreTrainedModel:
-    """A model of the same class, built from the extended config, with the same weights."""
-    native = type(model)._from_config(copy.deepcopy(model.config), dtype=torch.float32).eval()
-    native.load_state_dict(model.state_dict())
-    return native
+        if (Path(folder) / RECORD).exists():
+            return None
+        loaded: PreTrainedModel = type(model).from_pretrained(folder, dtype=torch.float32)
+        return loaded.eval()
 
 
 def _temperature(model: PreTrainedModel, existing: dict[str, Any], live: Tensor) -> bool | None:
@@ -163,8 +159,12 @@ def _same(before: dict[str, Any], after: dict[str, Any]) -> bool:
     return (
         before["config"] == after["config"]
         and before["tensors"].keys() == after["tensors"].keys()
-        and all(a is b is None or (a is not None and b is not None and torch.equal(a, b)) for a, b in pairs)
+        and all(a is b is None or (a is not None and b is not None and _equal(a, b)) for a, b in pairs)
     )
+
+
+def _equal(a: Tensor, b: Tensor) -> bool:
+    return a.dtype == b.dtype and torch.equal(a, b)  # which compares values across dtypes
 
 
 def _difference(a: Tensor, b: Tensor) -> float:

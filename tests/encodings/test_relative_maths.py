@@ -9,7 +9,6 @@ from torch import Tensor
 from ctxext.encodings.relative_bias import (
     bucket_starts,
     clipped_distance,
-    interpolate_distances,
     relative_attention_terms,
     relative_position_bucket,
     relative_shift,
@@ -105,26 +104,6 @@ def test_shaw_logits_are_those_of_wav2vec2_bert():
         distances = clipped_distance(torch.arange(11), torch.arange(11), 5, 2)
         expected = shaw_logits(query, key, attention.distance_embedding.weight, distances).softmax(-1)
     torch.testing.assert_close(weights, expected)
-
-
-@pytest.mark.parametrize("factor", [1, 2, 3.0, 2.3])
-def test_interpolated_distance_reads_distance_over_factor(factor):
-    table = randn(8, 3)  # -5 .. 2
-    n_left, n_right = round(5 * factor), round(2 * factor)
-    longer = interpolate_distances(table, 5, 2, factor)
-    assert len(longer) == n_left + 1 + n_right
-    for distance, row in zip(range(-n_left, n_right + 1), longer):
-        index = min(max(distance / factor + 5, 0), 7)
-        low = min(int(index), 6)
-        torch.testing.assert_close(row, table[low] + (index - low) * (table[low + 1] - table[low]))
-    assert torch.equal(longer[n_left], table[5])
-
-
-def test_a_table_of_another_size_is_refused():
-    with pytest.raises(ValueError, match="clipping at -5 and 3 needs 9 rows, got 8"):
-        interpolate_distances(randn(8, 3), 5, 3, 2)
-    with pytest.raises(ValueError, match=r"factor must be >= 1, got 0\.5"):
-        interpolate_distances(randn(8, 3), 5, 2, 0.5)
 
 
 # --------------------------------------------------------------------------------------- Transformer-XL

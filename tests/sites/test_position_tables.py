@@ -162,10 +162,10 @@ def test_a_table_that_nothing_reads_is_told() -> None:
 
 
 def test_a_half_grown_model_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(position_table, "differences", lambda model, twin: iter(()))
+    monkeypatch.setattr(position_table, "differences", lambda before, after: iter(()))
     model = small_model("gpt2", "causal")
     found = position_table.LearnedTable
-    monkeypatch.setattr("ctxext.planning.find_encoding", lambda *_: found(**KEPT))
+    monkeypatch.setattr("ctxext.planning.find_encoding", lambda *_: found(**KEPT, config=model.config))
     with pytest.raises(RuntimeError):
         extend_context(model, FACTOR)
     assert model.config.n_positions == LENGTH
