@@ -164,7 +164,7 @@ class Extension:
 
     def _saved_as(self) -> str:
         if not self.plan.is_portable:
-            return f"{RECORD} beside an unextended config: no config can say it"
+            return f"{RECORD} beside an unextended config: no config can say it, as {self.plan.why_not_portable}"
         if isinstance(self.plan, RopePlan):
             parameters = self.plan.updates["rope_parameters"]
             first = parameters.get(self.plan.facts.tables[0].label, parameters)
@@ -766,9 +766,9 @@ def save_with_record(
         text_config.__dict__.update(extended)
     write_record(Path(save_directory), extension.plan)
     warnings.warn(
-        f"{extension.plan.summary} is what no config can say: the config was saved unextended, and the extension in "
-        f"{RECORD}. ctxext.load({str(save_directory)!r}) brings it back; plain transformers and "
-        "other engines load the unextended model.",
+        f"{extension.plan.summary} is what no config can say, as {extension.plan.why_not_portable}: the config was "
+        f"saved unextended, and the extension in {RECORD}. ctxext.load({str(save_directory)!r}) brings it back; plain "
+        "transformers and other engines load the unextended model.",
         stacklevel=2,
     )
     return saved

@@ -46,8 +46,8 @@ class SitePlan(Plan):
         return self.first_length
 
     @property
-    def is_portable(self) -> bool:
-        return self.site.portable
+    def why_not_portable(self) -> str | None:
+        return self.site.live_only
 
     @property
     def changes_weights(self) -> bool:
@@ -169,15 +169,13 @@ def _plan_site(
         )
     chosen = chosen_method(method, factor, site.name, options)
     site.check(chosen, target)
-    first_length = mark["original"]["length"] if mark else site.trained_length
     updates = by_own_names(text_config, site.updates(chosen, target))
-    if site.portable:
-        updates["ctxext"] = {
-            "version": __version__,
-            "method": chosen.to_dict(),
-            "original": {"length": first_length},
-            "fields": dict(updates),
-        }
+    updates["ctxext"] = {
+        "version": __version__,
+        "method": chosen.to_dict(),
+        "original": {"length": original_length(config, site)},
+        "fields": dict(updates),
+    }
     return SitePlan(
         text_config=text_config,
         existing=existing,
@@ -187,8 +185,14 @@ def _plan_site(
         updates=updates,
         notes=site.notes(chosen),
         site=site,
-        first_length=first_length,
+        first_length=original_length(config, site),
     )
+
+
+def original_length(config: Any, site: Encoding) -> int:
+    """The length in tokens at which a model without RoPE was trained, before ctxext extended it."""
+    mark = live_mark(text_config_of(config))
+    return int(mark["original"]["length"]) if mark else site.trained_length
 
 
 def live_mark(text_config: Any) -> dict[str, Any] | None:

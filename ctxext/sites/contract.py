@@ -52,8 +52,8 @@ class Encoding(ABC):
 
     name: ClassVar[str]  # as in `ContextMethod.encoding`
     default_method: ClassVar[str]
-    # Whether a saved model's weights and config say it all; our own file beside an unextended config does otherwise.
-    portable: ClassVar[bool]
+    # Why a saved model's weights and config cannot say it all, after "as"; None where they do.
+    live_only: ClassVar[str | None] = None
     changes_weights: ClassVar[bool] = False
 
     paths: tuple[str, ...]
