@@ -75,6 +75,14 @@ def check_not_extended(folder: Path, existing: str = "refuse") -> dict[str, Any]
     return record
 
 
+def architecture_of(folder: Path) -> Any:
+    """The class of the model that was saved in `folder`; a language model's where its config names none."""
+    import transformers
+
+    names = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("architectures") or [""]
+    return getattr(transformers, names[0], transformers.AutoModelForCausalLM)
+
+
 def extended_as_saved(model: Any, folder: Path) -> Any:
     """The model of `folder` in eval mode, extended in place as `context_extension.json` there says, if it does."""
     extension = read_record(folder)
@@ -156,10 +164,7 @@ def extend_folder(
 
 
 def _extend_live(folder: Path, building: Path, factor: Any, method: Any, arguments: dict[str, Any]) -> None:
-    import transformers
-
-    names = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("architectures") or ["AutoModel"]
-    model = getattr(transformers, names[0]).from_pretrained(folder, dtype="auto")
+    model = architecture_of(folder).from_pretrained(folder, dtype="auto")
     extend_context(model, factor, method, **arguments).save_pretrained(building)
 
 

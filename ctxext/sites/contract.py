@@ -113,8 +113,9 @@ def probe_inputs(model: nn.Module, n_tokens: int) -> dict[str, Any]:
     from transformers.modeling_outputs import BaseModelOutput
 
     width = getattr(text, "d_model", None) or text.hidden_size
-    hidden = torch.randn(1, 8, width, generator=generator).to(device, model.dtype)
-    return {"encoder_outputs": BaseModelOutput(last_hidden_state=hidden), "decoder_input_ids": ids}
+    heard = BaseModelOutput(torch.randn(1, 8, width, generator=generator).to(device, model.dtype))
+    heard.attention_mask = torch.ones(1, 8, dtype=torch.long, device=device)  # which Moonshine's encoder hands on
+    return {"encoder_outputs": heard, "decoder_input_ids": ids}
 
 
 def run(model: nn.Module, inputs: dict[str, Any]) -> Tensor:
