@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import copy
 import html
-import itertools
 import json
 import os
 import warnings
@@ -25,10 +24,9 @@ import torch
 from torch import Tensor, nn
 
 from ctxext import __version__
-from ctxext.configs import read_context, rope_tables
-from ctxext.extension import Proof, read_record, save_portable
-from ctxext.folders import checkpoint_folder, extended_as_saved, written_whole
-from ctxext.sites import rotary
+from ctxext.configs import read_context
+from ctxext.extension import Proof, read_record, save_portable, table_errors
+from ctxext.folders import architecture_of, checkpoint_folder, extended_as_saved, written_whole
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -37,7 +35,7 @@ if TYPE_CHECKING:
 RECORD = "ctxext.json"
 WEIGHTS = "adapter_model.safetensors"
 
-# What an extension sets in a text config (`Plan.updates`).
+# What an extension sets in a text config (`Plan.updates`), by transformers' common names: GPT-2's n_positions too.
 EXTENDED_KEYS = (
     "rope_parameters", "max_position_embeddings", "original_max_position_embeddings", "head_dim", "ctxext",
 )  # fmt: skip
@@ -90,16 +88,17 @@ class AdapterBase:
         folder = Path(extended).resolve()
         if read_record(folder) is not None:
             raise ValueError(
-                f"{folder} is extended inside attention, which an adapter's record cannot say. Train on a folder that "
-                "is extended by a static method."
+                f"{folder} is extended as no config can say, so an adapter's record cannot either. Train on a folder "
+                "that is extended by a static method."
             )
         text_config = AutoConfig.from_pretrained(folder).get_text_config(decoder=True)
+        own_names = {key: text_config.attribute_map.get(key, key) for key in EXTENDED_KEYS}
         return cls(
             base=str(Path(base).resolve()) if Path(base).is_dir() else str(base),
             revision=revision,
             extended=str(folder),
             fingerprint=weights_fingerprint(folder),
-            config={key: getattr(text_config, key) for key in EXTENDED_KEYS if key in text_config.__dict__},
+            config={key: getattr(text_config, own) for key, own in own_names.items() if own in text_config.__dict__},
             provenance=provenance or {},
         )
 
@@ -107,6 +106,11 @@ class AdapterBase:
     def method(self) -> dict[str, Any] | None:
         """The method's name and options (`RopeScaling.to_dict`); None where none was applied."""
         return self.config.get("ctxext", {}).get("method")
+
+    @property
+    def rope_parameters(self) -> dict[str, Any] | None:
+        """As in the extended base's config; None for a model without RoPE, whose extension is in its weights."""
+        return self.config.get("rope_parameters")
 
     @property
     def max_position_embeddings(self) -> int:
@@ -122,7 +126,7 @@ class AdapterBase:
     def agrees(self, config: PreTrainedConfig) -> bool:
         """Whether `config` is extended as this record says."""
         text_config = config.get_text_config(decoder=True)
-        names = ("rope_parameters", "max_position_embeddings")
+        names = self.config.keys() & {"rope_parameters", "max_position_embeddings"}
         return all(getattr(text_config, name, None) == self.config[name] for name in names)
 
     def apply_to(self, config: PreTrainedConfig) -> None:
@@ -306,11 +310,9 @@ def load(
         ValueError: a base was found, but has other weights.
         RuntimeError: the loaded model's frequencies are not those that `ctxext.json` says.
     """
-    from transformers import AutoModelForCausalLM
-
     folder = _folder(name_or_path, revision)
     if not _is_adapter(folder):
-        model = AutoModelForCausalLM.from_pretrained(folder, use_safetensors=True, **from_pretrained)
+        model = architecture_of(folder).from_pretrained(folder, use_safetensors=True, **from_pretrained)
         return extended_as_saved(model, folder)
     record = _record(folder)
     base, config = _find_base(folder, record)
@@ -377,11 +379,14 @@ def _find_base(folder: Path, record: AdapterBase | None) -> tuple[Path, PreTrain
     except FileNotFoundError as error:
         tried.append(f"{record.base}: {error}")
     else:
-        if weights_fingerprint(place) == record.fingerprint:
+        if record.rope_parameters is None:
+            tried.append(f"{record.base}: the original, without the rows that its table of positions was extended by")
+        elif weights_fingerprint(place) == record.fingerprint:
             config = AutoConfig.from_pretrained(place)
             record.apply_to(config)
             return place, config
-        tried.append(f"{record.base}: other weights")
+        else:
+            tried.append(f"{record.base}: other weights")
     others = any(line.endswith("other weights") for line in tried)
     raise (ValueError if others else FileNotFoundError)(
         f"the base that {folder} was trained on was {'changed' if others else 'not found'}. Looked at:\n  "
@@ -427,24 +432,13 @@ def _check_live(model: PreTrainedModel, record: AdapterBase) -> None:
     Raises:
         RuntimeError: they differ.
     """
+    if record.rope_parameters is None:
+        return  # a table of positions is among the weights, which the fingerprint is of
     text_config = model.config.get_text_config(decoder=True)
-    tables = rope_tables(text_config, record.config["rope_parameters"])
-    for site, table in itertools.product(rotary.find_rotary_sites(model, text_config), tables):
-        parameters, rope = table.parameters, table.in_use
-        # These two follow the length, so that a table says little of them.
-        if parameters["rope_type"] == "dynamic" or parameters.get("short_factor") != parameters.get("long_factor"):
-            continue
-        inv_freq = site.table(table.label)
-        if inv_freq.device.type == "meta":
-            continue  # offloaded
-        scaling = getattr(site.module, rotary.of_label(table.label, "attention_scaling"))
-        error = max(
-            rotary.relative_error(inv_freq, site.laid_out(table.label, rope.inv_freq, rope.inv_freq)),
-            abs(scaling / rope.attention_factor - 1),
-        )
+    for path, error in table_errors(model, text_config, record.rope_parameters):
         if error > Proof.FREQUENCY_BAR:
             raise RuntimeError(
-                f"the frequencies of {site.paths[0]!r} differ from what {RECORD} says by {error:.1e}, relative: "
+                f"the frequencies of {path!r} differ from what {RECORD} says by {error:.1e}, relative: "
                 "this version of transformers reads the config in another way. Use the one that it was trained with."
             )
 

@@ -11,7 +11,6 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ctxext import extension
-from ctxext.configs import RopePlan
 from ctxext.description import ContextDescription, describe
 from ctxext.methods import ContextMethod, RopeScaling
 from ctxext.planning import plan_extension
@@ -144,9 +143,9 @@ def extend_config(
     plan = plan_extension(config, factor, method, **options)
     if plan.method is not None and not plan.is_portable:
         pin = ", or pin it with length=" if plan.is_late and isinstance(plan.method, RopeScaling) else ""
-        why = f", as {plan.live_only}" if isinstance(plan, RopePlan) and plan.live_only else ""
         raise ValueError(
-            f"no config can say what {plan.method.name} does{why}. Extend a live model with extend_context{pin}."
+            f"no config can say what {plan.method.name} does, as {plan.why_not_portable}. Extend a live model with "
+            f"extend_context{pin}."
         )
     if plan.method is not None and plan.changes_weights:
         raise ValueError(

@@ -443,8 +443,8 @@ class RopePlan(Plan):
         return self.facts.original_length
 
     @property
-    def is_portable(self) -> bool:
-        return not self.is_late and self.live_only is None
+    def why_not_portable(self) -> str | None:
+        return "it rotates inside attention" if self.is_late else self.live_only
 
     @property
     def is_late(self) -> bool:
@@ -575,7 +575,7 @@ def plan_rope(
         target_length=target_length,
         updates=by_own_names(facts.text_config, _updates(facts, chosen, parameters, live_only, start, target_length)),
         rotated_copy=rotated_copy,
-        notes=_notes(facts, chosen, tables[facts.tables[0].label], seen_beyond, live_only),
+        notes=_notes(facts, chosen, tables[facts.tables[0].label], seen_beyond),
     )
 
 
@@ -792,13 +792,10 @@ def _notes(
     method: RopeMethod | None,
     extended: RopeGeometry,
     seen_beyond: tuple[RopeTable, ...],
-    live_only: str | None,
 ) -> tuple[str, ...]:
     notes = []
     config, table = facts.text_config, facts.tables[0]
     late = method is not None and method.is_late
-    if live_only is not None:
-        notes.append(f"no config can say this, as {live_only}: it is saved as a record for ctxext.load.")
     if method is not None and extended.attention_factor != 1.0:
         if family_of(config).norm_after_rope and getattr(config, "use_qk_norm", True):
             notes.append(

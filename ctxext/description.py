@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ctxext.configs import Checkpoint, attention_layers, has_rope, head_dim, no_encoding, read_context
-from ctxext.planning import encoding_of, plan_extension
+from ctxext.planning import encoding_of, original_length, plan_extension
 from ctxext.plans import ENCODINGS, live_mark
 from ctxext.sites.twin import text_config_of
 
@@ -29,6 +29,7 @@ class ContextDescription:
         target_length: tokens that was asked about.
         kv_cache_bytes: of one sequence of `target_length` tokens, in `kv_dtype`.
         would_do: what `extend_context` would do for that target, or why it refuses.
+        notes: what a person should know of that, a sentence each.
     """
 
     model_type: str
@@ -45,6 +46,7 @@ class ContextDescription:
     kv_cache_bytes: int | None
     kv_dtype: str
     would_do: str
+    notes: tuple[str, ...]
 
     def rows(self) -> list[tuple[str, str]]:
         """The description as (label, value) pairs, in the order in which a person reads them."""
@@ -68,7 +70,7 @@ class ContextDescription:
             large = self.kv_cache_bytes >= 2**30
             size = f"{self.kv_cache_bytes / 2**30:.2f} GiB" if large else f"{self.kv_cache_bytes / 2**20:.1f} MiB"
             rows.append((f"KV cache at {self.target_length:,}", f"{size} a sequence in {self.kv_dtype}"))
-        return [*rows, ("extend_context would", self.would_do)]
+        return [*rows, ("extend_context would", self.would_do), *(("", f"note: {note}") for note in self.notes)]
 
     def __str__(self) -> str:
         rows = self.rows()
@@ -113,7 +115,7 @@ def describe(
         facts = read_context(config, options.get("original_max_position_embeddings"))
     except ValueError as error:
         return _unknown(config, dtype, "rope", f"refuse: {error}")
-    target, would_do = _would_do(config, facts.reach, factor, target_length, model=model, **options)
+    target, would_do, notes = _would_do(config, facts.reach, factor, target_length, model=model, **options)
     return ContextDescription(
         model_type=text_config.model_type,
         encoding="rope",
@@ -129,23 +131,21 @@ def describe(
         kv_cache_bytes=kv_cache_bytes(text_config, target, BYTES.get(dtype, 2)),
         kv_dtype=dtype,
         would_do=would_do,
+        notes=notes,
     )
 
 
 def _would_do(
     config: Any, reach: int, factor: float | None, target_length: int | None, **options: Any
-) -> tuple[int, str]:
-    """The target in tokens, and what extending would do."""
+) -> tuple[int, str, tuple[str, ...]]:
+    """The target in tokens, what extending would do, and what a person should know of that."""
     try:
         plan = plan_extension(config, factor, target_length=target_length, **options)
     except ValueError as error:
-        return target_length or round((factor or 4) * reach), f"refuse: {error}"
-    how = ""
-    if plan.is_late:
-        how = ", rotating inside attention"
-    if not plan.is_portable:
-        how += ": no config can say it, ctxext.load brings it back"
-    return plan.target_length, plan.summary + how
+        return target_length or round((factor or 4) * reach), f"refuse: {error}", ()
+    why = plan.why_not_portable
+    how = "" if why is None else f"; no config can say it, as {why}: ctxext.load brings it back"
+    return plan.target_length, plan.summary + how, plan.notes
 
 
 def _describe_other(
@@ -156,15 +156,16 @@ def _describe_other(
     except ValueError as error:
         text_config = text_config_of(config)
         return _unknown(config, dtype, "none" if no_encoding(text_config) else "unknown", f"refuse: {error}")
-    target, would_do = _would_do(config, found.trained_length, factor, target_length, model=model, **options)
+    target, would_do, notes = _would_do(config, found.trained_length, factor, target_length, model=model, **options)
     mark = live_mark(text_config_of(config))
     return replace(
         _unknown(config, dtype, found.name, would_do),
-        trained_length=found.trained_length if mark is None else mark["original"]["length"],
-        trained_length_source=found.source if mark is None else "noted in this config when ctxext extended it",
+        trained_length=original_length(config, found),
+        trained_length_source=found.source if mark is None else "as ctxext found it",
         scaling=None if mark is None else mark["method"],
         reach=found.limit,
         target_length=target,
+        notes=notes,
     )
 
 
@@ -184,4 +185,5 @@ def _unknown(config: Any, dtype: str, encoding: str, would_do: str) -> ContextDe
         kv_cache_bytes=None,
         kv_dtype=dtype,
         would_do=would_do,
+        notes=(),
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 import json
 import math
 import warnings
@@ -18,7 +19,7 @@ from torch import nn
 
 from ctxext import __version__
 from ctxext.attention.rotary import LateRotary, Layer
-from ctxext.configs import RopePlan, slides_over
+from ctxext.configs import RopePlan, rope_tables, slides_over
 from ctxext.families import family_of
 from ctxext.methods import ContextMethod, geometry_in_use, method_from_dict
 from ctxext.planning import SitePlan, plan_extension
@@ -164,12 +165,32 @@ class Extension:
 
     def _saved_as(self) -> str:
         if not self.plan.is_portable:
-            return f"{RECORD} beside an unextended config: no config can say it"
+            return f"{RECORD} beside an unextended config: no config can say it, as {self.plan.why_not_portable}"
         if isinstance(self.plan, RopePlan):
             parameters = self.plan.updates["rope_parameters"]
             first = parameters.get(self.plan.facts.tables[0].label, parameters)
             return f"rope_type {first.get('rope_type')!r}"
         return f"weights and config ({', '.join(name for name in self.plan.updates if name != 'ctxext')})"
+
+
+def table_errors(model: nn.Module, text_config: Any, rope_parameters: dict[str, Any]) -> Iterator[tuple[str, float]]:
+    """How far each rotary table of a live model is from what `rope_parameters` say: (path, relative error).
+
+    Tables that follow the length of the call and tables that are offloaded are left out.
+    """
+    tables = rope_tables(text_config, rope_parameters)
+    for site, facts in itertools.product(rotary.find_rotary_sites(model, text_config), tables):
+        parameters, rope = facts.parameters, facts.in_use
+        if parameters["rope_type"] == "dynamic" or parameters.get("short_factor") != parameters.get("long_factor"):
+            continue
+        inv_freq = site.table(facts.label)
+        if inv_freq.device.type != "meta":
+            scaling = getattr(site.module, rotary.of_label(facts.label, "attention_scaling"))
+            expected = site.laid_out(facts.label, rope.inv_freq, rope.inv_freq)
+            yield (
+                site.paths[0],
+                max(rotary.relative_error(inv_freq, expected), abs(scaling / rope.attention_factor - 1)),
+            )
 
 
 def extension_of(model: nn.Module) -> Extension | None:
@@ -780,9 +801,9 @@ def save_with_record(
         text_config.__dict__.update(extended)
     write_record(Path(save_directory), extension.plan)
     warnings.warn(
-        f"{extension.plan.summary} is what no config can say: the config was saved unextended, and the extension in "
-        f"{RECORD}. ctxext.load({str(save_directory)!r}) brings it back; plain transformers and "
-        "other engines load the unextended model.",
+        f"{extension.plan.summary} is what no config can say, as {extension.plan.why_not_portable}: the config was "
+        f"saved unextended, and the extension in {RECORD}. ctxext.load({str(save_directory)!r}) brings it back; plain "
+        "transformers and other engines load the unextended model.",
         stacklevel=2,
     )
     return saved

@@ -66,6 +66,10 @@ FAMILIES: dict[str, Family] = {
     "blt": Family(
         refuse="is four models in one, each with rope_parameters, a length and positions (bytes or patches) of its own"
     ),
+    "t5_gemma_module": Family(
+        refuse="is half of an encoder-decoder whose halves have rope_parameters and a length each: one of them alone "
+        "would be extended"
+    ),
     "gptj": Family(sin_cos_tables=True),
     "codegen": Family(sin_cos_tables=True),
     "deepseek_v4": Family(window_labels=frozenset({"main"})),

@@ -16,7 +16,7 @@ from ctxext.api import extend_context
 from ctxext.configs import RopePlan
 from ctxext.extension import RECORD, check_on_paper, read_record, version_4_keys, write_record
 from ctxext.methods import ContextMethod
-from ctxext.planning import class_of, plan_extension
+from ctxext.planning import plan_extension
 from ctxext.plans import Plan
 
 REWRITTEN = ("config.json", "tokenizer_config.json", RECORD)
@@ -73,6 +73,14 @@ def check_not_extended(folder: Path, existing: str = "refuse") -> dict[str, Any]
             "do not add up. Use it as it is, or start again from the model as it was with existing='replace'."
         )
     return record
+
+
+def architecture_of(folder: Path) -> Any:
+    """The class of the model that was saved in `folder`; a language model's where its config names none."""
+    import transformers
+
+    names = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("architectures") or [""]
+    return getattr(transformers, names[0], transformers.AutoModelForCausalLM)
 
 
 def extended_as_saved(model: Any, folder: Path) -> Any:
@@ -159,9 +167,7 @@ def extend_folder(
 
 
 def _extend_live(folder: Path, building: Path, factor: Any, method: Any, arguments: dict[str, Any]) -> None:
-    from transformers import AutoConfig
-
-    model = class_of(AutoConfig.from_pretrained(folder)).from_pretrained(folder, dtype="auto")
+    model = architecture_of(folder).from_pretrained(folder, dtype="auto")
     extend_context(model, factor, method, **arguments).save_pretrained(building)
 
 

@@ -46,8 +46,8 @@ class SitePlan(Plan):
         return self.first_length
 
     @property
-    def is_portable(self) -> bool:
-        return self.site.portable
+    def why_not_portable(self) -> str | None:
+        return self.site.live_only
 
     @property
     def changes_weights(self) -> bool:
@@ -196,12 +196,11 @@ def _plan_site(
         )
     chosen = chosen_method(method, factor, site.name, options)
     site.check(chosen, target)
-    first_length = mark["original"]["length"] if mark else site.trained_length
     updates = by_own_names(text_config, site.updates(chosen, target))
     updates["ctxext"] = {
         "version": __version__,
         "method": chosen.to_dict(),
-        "original": {"length": first_length},
+        "original": {"length": original_length(config, site)},
         "target": target,
         "fields": dict(updates),
     }
@@ -214,5 +213,11 @@ def _plan_site(
         updates=updates,
         notes=site.notes(chosen),
         site=site,
-        first_length=first_length,
+        first_length=original_length(config, site),
     )
+
+
+def original_length(config: Any, site: Encoding) -> int:
+    """The length in tokens at which a model without RoPE was trained, before ctxext extended it."""
+    mark = live_mark(text_config_of(config))
+    return int(mark["original"]["length"]) if mark else site.trained_length

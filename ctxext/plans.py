@@ -53,8 +53,13 @@ class Plan(ABC):
 
     @property
     @abstractmethod
+    def why_not_portable(self) -> str | None:
+        """Why a saved model's weights and config cannot say it all, after "as"; None where they do."""
+
+    @property
     def is_portable(self) -> bool:
         """Whether a saved model's weights and config say it all; otherwise our own file has to."""
+        return self.why_not_portable is None
 
     @property
     def changes_weights(self) -> bool:

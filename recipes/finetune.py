@@ -48,7 +48,6 @@ import ctxext
 from ctxext.adapters import AdapterBase, check_all_saved, merge, save_trained, weights_fingerprint, write_record
 from ctxext.assets import MODEL, PERSUASION
 from ctxext.cli import measuring
-from ctxext.configs import read_context
 from ctxext.data import CREAM, Collator, Mixture, Plain, PoSE, check_positions, pack, read_source
 from ctxext.data.sources import find_file
 from ctxext.evals.engine import Engine
@@ -60,9 +59,10 @@ from ctxext.evals.runner import Grid, Runner, versions
 from ctxext.evals.samples import Place
 from ctxext.evals.statistics import paired_loss_difference
 from ctxext.evals.summary import Summary
-from ctxext.evals.targets import UNEXTENDED, LiveModel, Variant
+from ctxext.evals.targets import UNEXTENDED, LiveModel, Variant, known_lengths
 from ctxext.extension import in_eval_mode, transformers_model
 from ctxext.folders import checkpoint_folder, extend_folder, extended_json
+from ctxext.sites.twin import text_config_of
 from ctxext.training import checkpoints
 from ctxext.training.estimate import PeakMemory, duration, estimate, gib
 from ctxext.training.launch import data_parallel, engine_of, make_accelerator, on_my_part
@@ -105,9 +105,9 @@ def main(arguments: list[str] | None = None) -> None:
         base = MODEL if settings.model == "shipped" else checkpoint_folder(settings.model, settings.revision)
         extended = extended_base(base, output / "base", settings)
     tokenizer = AutoTokenizer.from_pretrained(extended)
-    config = AutoConfig.from_pretrained(extended).get_text_config(decoder=True)
-    trained_length = read_context(AutoConfig.from_pretrained(base)).trained_length
-    target_length = config.max_position_embeddings
+    config = AutoConfig.from_pretrained(extended)
+    (trained_length, _), (_, target_length) = known_lengths(AutoConfig.from_pretrained(base)), known_lengths(config)
+    vocab_size = config.get_text_config(decoder=True).vocab_size
     length = settings.data.length or target_length
     if length > target_length:
         raise ValueError(
@@ -126,7 +126,7 @@ def main(arguments: list[str] | None = None) -> None:
                 tokenizer,
                 length,
                 settings.data.documents,
-                vocab_size=config.vocab_size,
+                vocab_size=vocab_size,
                 num_proc=settings.data.processes,
             )
             for source in settings.data.sources
@@ -158,7 +158,7 @@ def main(arguments: list[str] | None = None) -> None:
             use_chunked_loss(model)
         if training.shifted_sparse_groups:
             use_shifted_sparse_attention(model, training.shifted_sparse_groups)
-        check_positions(model, collator, length, config.vocab_size, batch_size=training.micro_batch_size)
+        check_positions(model, collator, length, vocab_size, batch_size=training.micro_batch_size)
     if training.gradient_checkpointing != "none":
         transformers_model(model).gradient_checkpointing_enable({"use_reentrant": False})
     trained = trained_parameters(model)
@@ -239,19 +239,27 @@ def extended_base(base: Path, folder: Path, settings: Settings) -> Path:
     """The extended base in `folder`, written if it is not there.
 
     Raises:
-        ValueError: what is there is extended in another way.
+        ValueError: no config can say the extension, or what is there is extended in another way.
     """
     arguments = settings.extension.arguments()
+    plan, _ = extended_json(base, **arguments)
+    if not plan.is_portable:
+        raise ValueError(
+            f"{plan.method.name} is what no config can say of {base.name}, as {plan.why_not_portable}: what is trained "
+            "would not find its base again. Extend it untrained, by ctxext.extend_context or `ctxext extend`, or take "
+            "another method, if `ctxext methods` has one for it."
+        )
     if not folder.exists():
         extend_folder(base, folder, say=console.print, **arguments)
         return folder
-    _, config = extended_json(base, **arguments)
-    if json.loads((folder / "config.json").read_text(encoding="utf-8")) != config:
+    there = text_config_of(AutoConfig.from_pretrained(folder))
+    if any(getattr(there, name, None) != value for name, value in plan.updates.items()):
         raise ValueError(
             f"{folder} was extended in another way than the settings say ({settings.extension.method}). Choose another "
             "output, or remove that folder."
         )
-    if weights_fingerprint(folder) != weights_fingerprint(base):
+    # A longer table of positions is loaded, extended and saved anew, maybe by other names.
+    if not plan.changes_weights and weights_fingerprint(folder) != weights_fingerprint(base):
         raise ValueError(f"{folder} holds other weights than {base}. Choose another output, or remove that folder.")
     return folder
 
@@ -629,7 +637,8 @@ def card_table(measured: dict[str, Any]) -> dict[str, dict[str, str]]:
     table = {}
     for variant, figures in measured.items():
         row = {f"passkey at {int(n):,}": f"{share['value']:.0%}" for n, share in figures["passkey"].items()}
-        row |= {f"perplexity at {band}": f"{value:.2f}" for band, value in figures["perplexity"].items()}
+        read = {band: value for band, value in figures["perplexity"].items() if value is not None}
+        row |= {f"perplexity at {band}": f"{value:.2f}" for band, value in read.items()}
         if price := figures["short_loss"]:
             row["price at short length (nats)"] = f"{price['value']:+.4f} [{price['low']:+.4f}, {price['high']:+.4f}]"
         table[names[variant]] = row

@@ -67,7 +67,7 @@ def test_linear_attention_keeps_no_kv_cache() -> None:
 
 @pytest.mark.parametrize(
     ("config", "encoding", "words"),
-    [(BertConfig(), "not rope", "no rotary"), (JambaConfig(), "none", "just raise the limit")],
+    [(BertConfig(), "learned", "hierarchical ×4: 512 → 2048 tokens"), (JambaConfig(), "none", "just raise the limit")],
 )
 def test_models_without_rope_are_described_not_crashed_on(config, encoding: str, words: str) -> None:
     description = describe_context(config)

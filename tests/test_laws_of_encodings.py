@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, MarianMTModel
 
 import ctxext
 from ctxext import describe_context, extend_config, extend_context, list_methods, restore_context, temporarily_extended
-from ctxext.extension import RECORD
+from ctxext.extension import RECORD, read_record
 from ctxext.folders import extend_folder
 from ctxext.planning import plan_extension
 from ctxext.survey.small import LENGTH, small_config, small_model, stock_logits
@@ -174,6 +174,21 @@ def test_a_cache_gives_what_one_pass_gives(model_type: str) -> None:
             cache = output.past_key_values
             parts.append(output.logits)
     torch.testing.assert_close(torch.cat(parts, dim=1), whole, atol=2e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("model_type", ["gpt2", "bloom"])
+def test_what_is_extended_is_described_by_its_trained_length_and_its_method(model_type: str, tmp_path: Path) -> None:
+    _, _, method, portable = FAMILIES[model_type]
+    model_of(model_type).save_pretrained(tmp_path / "stock")
+    extend_folder(tmp_path / "stock", tmp_path / "extended", say=lambda line: None)
+    config = AutoConfig.from_pretrained(tmp_path / "extended")
+    if not portable:
+        plan_extension(config, **read_record(tmp_path / "extended")).apply_to(config)
+    description = describe_context(config)
+    trained = describe_context(model_of(model_type)).trained_length
+    assert (description.trained_length, description.scaling["name"]) == (trained, method)
+    assert f"{method} ×4" in str(description)
+    assert "extended already" in description.would_do
 
 
 def test_an_extended_table_is_extended_once_more_by_compose_alone(tmp_path: Path) -> None:

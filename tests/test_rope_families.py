@@ -28,6 +28,8 @@ from ctxext.extension import apply
 from ctxext.families import FAMILIES
 from ctxext.methods import ABF, PI, YaRN
 from ctxext.planning import plan_extension
+from ctxext.survey.matrix import examine
+from ctxext.survey.small import small_model
 
 SHAPE: dict[str, Any] = dict(
     vocab_size=128,
@@ -590,3 +592,19 @@ def test_nothing_is_half_done_where_the_softmax_cannot_be_set(monkeypatch: pytes
     with pytest.raises(RuntimeError, match="softmax scale"):
         apply(model, dataclasses.replace(plan, softmax_factor=1.5))
     assert_unchanged(model, before)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "kind"), [("moonshine", "speech"), ("musicflamingo", "seq2seq"), ("evolla", "base")]
+)
+def test_a_model_that_also_hears_or_folds_is_extended_where_it_reads(model_type: str, kind: str) -> None:
+    row = examine(model_type, kind)
+    assert (row.verdict, row.native_difference, row.restored) == ("native", 0.0, True), row.reason
+
+
+def test_halves_with_a_config_each_are_refused_with_the_reason() -> None:
+    model = small_model("t5gemma", "seq2seq")
+    before = copy.deepcopy(model.config.to_dict())
+    with pytest.raises(ValueError, match="one of them alone would be extended"):
+        extend_context(model)
+    assert model.config.to_dict() == before

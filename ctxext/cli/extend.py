@@ -67,10 +67,12 @@ def extend(
     for note in result.plan.notes:
         console.print(f"note: {note}", highlight=False, markup=False)
     if not result.plan.is_portable:
-        freeze = " To freeze it in the config instead, pass --length." * isinstance(result.plan.method, RopeScaling)
+        freeze = " To freeze it in the config instead, pass --length." * (
+            result.plan.is_late and isinstance(result.plan.method, RopeScaling)
+        )
         console.print(
-            f"note: this is nothing that a config can say: config.json stays unextended, and {RECORD} beside it is for "
-            f"ctxext.load.{freeze}",
+            f"note: no config can say this, as {result.plan.why_not_portable}: config.json stays unextended, and "
+            f"{RECORD} beside it is for ctxext.load.{freeze}",
             highlight=False,
             soft_wrap=True,
         )

@@ -136,9 +136,10 @@ def load(
         bare: leave out the extension that `context_extension.json` in the folder says.
     """
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging
 
+    from ctxext.evals.targets import check_causal, check_continues_text
     from ctxext.folders import extended_as_saved
 
     logging.disable_progress_bar()
@@ -152,9 +153,11 @@ def load(
         raise ValueError(f"unknown dtype {dtype!r}. Pass bfloat16, float16, float32, or auto.")
     if dtype == "auto" and device == "cpu":
         dtype = "float32"
+    check_continues_text(AutoConfig.from_pretrained(folder))
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, device_map=device if device != "cpu" else None)
-    return model.eval() if bare else extended_as_saved(model, folder), tokenizer
+    check_causal(model.eval())
+    return model if bare else extended_as_saved(model, folder), tokenizer
 
 
 def load_text(choice: str | None, tokenizer: PreTrainedTokenizerBase, at_least: int) -> Haystack:
@@ -398,6 +401,8 @@ def _caption(summary: Summary, gated: bool, key: bool) -> str:
         said.append(f"keys: the {count} tokens that need long context, by LongPPL's rule")
     if gated:
         said.append("price: more loss than not extended within the trained length")
+    if summary.cannot_run:
+        said.append(f"blank: {summary.cannot_run}")
     return "; ".join(said)
 
 

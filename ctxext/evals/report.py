@@ -59,7 +59,10 @@ def _section(anchor: str, results: Results) -> dict[str, Any]:
         "file": results.path.name,
         "trained": summary.trained_length,
         "samples": len(summary.records),
-        "recommendation": [summary.recommendation().text],
+        "recommendation": [
+            summary.recommendation().text,
+            *([f"Where cells are blank: {summary.cannot_run}."] if summary.cannot_run else []),
+        ],
         "comparison": _comparison(summary),
         "maps": [_maps(summary, task) for task in summary.retrieval_tasks],
         "failed": sum(record["score"] < 1 for record in scored),

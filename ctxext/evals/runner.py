@@ -68,13 +68,15 @@ class Grid:
         if not (self.retrieval or self.texts or self.gate):
             raise ValueError("no task was given, so there is nothing to measure. Name one, such as passkey.")
 
-    def batches(self, variant: Variant, whole: bool) -> Iterator[Batch]:
+    def batches(self, variant: Variant, whole: bool, limit: int | None) -> Iterator[Batch]:
         """The batches of one variant.
 
         Args:
             whole: its frequencies depend on the length, so that no window stands for a shorter one.
+            limit: the tokens past which it cannot run; longer samples are left out.
         """
-        wanted = () if variant.gate_only else self.lengths
+        runs = [length for length in self.lengths if limit is None or length <= limit]
+        wanted = [] if variant.gate_only else runs
         for task in self.retrieval:
             for length in sorted({*wanted, *self.gate}):
                 trials = self.batch_size or max(1, 8192 // length)
@@ -125,7 +127,7 @@ class Runner:
 
     Attributes:
         beyond: measure a variant also at lengths beyond what it covers, as a comparison wants of the
-            unextended model; otherwise that is an error.
+            unextended model; otherwise that is an error. Where it cannot run, cells stay empty.
         advance: called with the variant's name and a number of samples that are done, for a progress bar.
         rank, world: which of how many processes this is; `wait` waits for all of them.
     """
@@ -180,6 +182,12 @@ class Runner:
                     f"{self.target.name} covers {reach:,} tokens, and {longest:,} were asked for. Extend it "
                     "(--method yarn --target-length ...), ask for less, or allow it (--beyond)."
                 )
+        longest, limits = max(self.grid.lengths), [self.target.limit(variant) for variant in variants]
+        if None not in limits and longest > (most := max(limits)):
+            raise ValueError(
+                f"{self.target.name} cannot run past {most:,} tokens, where its table of positions ends, and "
+                f"{longest:,} were asked for. Extend it (--method, --target-length ...), or ask for less."
+            )
         writer = ResultsWriter(path, self.header(variants), self.rank)
         self.wait()
         with writer:
@@ -204,7 +212,8 @@ class Runner:
         return self.grid.tasks
 
     def _share(self, variant: Variant) -> list[Batch]:
-        return list(self.grid.batches(variant, self.target.whole(variant)))[self.rank :: self.world]
+        batches = self.grid.batches(variant, self.target.whole(variant), self.target.limit(variant))
+        return list(batches)[self.rank :: self.world]
 
     def _measure(self, writer: ResultsWriter, variant: Variant) -> None:
         """What is missing of one variant, all under one extension."""

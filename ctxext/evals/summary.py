@@ -259,6 +259,14 @@ class Summary:
         }
 
     @property
+    def cannot_run(self) -> str:
+        """Words on the variants that fail at some of the lengths, whose cells are blank; "" where none does."""
+        longest = max(self.header.about["lengths"])
+        limits = {v: about.get("limit") for v, about in self.header.variants.items() if v in self.variants}
+        short = {v: limit for v, limit in limits.items() if limit is not None and limit < longest}
+        return ", ".join(f"{label(v)} cannot run past {limit:,} tokens" for v, limit in short.items())
+
+    @property
     def beyond(self) -> list[int]:
         """The lengths beyond the trained one."""
         lengths = {*self.read_lengths, *self.lengths(*self.retrieval_tasks)}
@@ -296,6 +304,8 @@ class Summary:
             if gain is not None:
                 sure = "" if gain.p < LEVEL and gain.value > 0 else ", which is no proof that it helps at all"
                 said.append(f"That is {points(gain)} against the unextended model{sure}.")
+            elif self.cannot_run:
+                said.append(f"There is nothing to hold against it: {self.cannot_run}.")
             others = sorted((v for v in found if v != choice), key=lambda v: -found[v].value)
             alike = [v for v in others if v in rivals or v == best]
             if alike:

@@ -20,13 +20,14 @@ from ctxext.evals.prompts import Prompter
 from ctxext.evals.results import Record
 from ctxext.evals.samples import Sample, fingerprint
 from ctxext.evals.server import ServedModel
+from ctxext.families import family_of
 from ctxext.methods import ContextMethod, RopeMethod, list_methods, method_class
-from ctxext.planning import encoding_of, plan_extension
+from ctxext.planning import encoding_of, original_length, plan_extension
 from ctxext.plans import Plan, check_encoding
 from ctxext.sites.twin import text_config_of
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import PreTrainedConfig, PreTrainedModel
 
 UNEXTENDED = "none"
 Rows = Sequence[Sequence[Sample]]
@@ -53,6 +54,7 @@ class Variant:
             "model": target.name,
             "extension": extension,
             "fingerprint": fingerprint(target.fingerprint, extension),
+            "limit": target.limit(self),
         }
 
 
@@ -72,6 +74,9 @@ class Target(Protocol):
 
     def reach(self, variant: Variant) -> int | None:
         """The tokens that `variant` covers by its config; None where nobody says."""
+
+    def limit(self, variant: Variant) -> int | None:
+        """The tokens past which `variant` cannot run at all, as where a table of positions ends; None for no end."""
 
     def whole(self, variant: Variant) -> bool:
         """Whether frequencies depend on the length of the whole prompt, so that no window stands for a shorter one."""
@@ -96,6 +101,7 @@ class LiveModel:
         trained = trained_length or trained
         self.model, self.prompter, self.name = model, prompter, name
         self.engine = Engine(model)
+        self._limit = hard_limit(model)
         self.fingerprint = model_fingerprint(model)
         self.facts = {"dtype": str(model.dtype).removeprefix("torch.")}
         self.about = {
@@ -107,6 +113,10 @@ class LiveModel:
     def reach(self, variant: Variant) -> int | None:
         plan = self._plan(variant)
         return self.about["reach"] if plan is None else plan.target_length
+
+    def limit(self, variant: Variant) -> int | None:
+        plan = self._plan(variant)
+        return self._limit if plan is None or self._limit is None else plan.target_length
 
     def whole(self, variant: Variant) -> bool:
         plan = self._plan(variant)
@@ -155,6 +165,9 @@ class Served:
     def reach(self, variant: Variant) -> int | None:
         return self.about["reach"]
 
+    def limit(self, variant: Variant) -> int | None:
+        return None
+
     def whole(self, variant: Variant) -> bool:
         return False
 
@@ -200,14 +213,15 @@ def _example(cls: type[ContextMethod], plan: Plan) -> ContextMethod:
 
 
 def known_lengths(config: Any) -> tuple[int, int]:
-    """The trained length and the reach of a model, in tokens; without RoPE, both are the same.
+    """The trained length and the reach of a model, in tokens.
 
     Raises:
         ValueError: the config says neither.
     """
     try:
         if not has_rope(text_config_of(config)):
-            return (encoding_of(config).trained_length,) * 2
+            site = encoding_of(config)
+            return original_length(config, site), site.trained_length
         facts = read_context(config)
         return facts.trained_length, facts.reach
     except ValueError as error:
@@ -216,6 +230,48 @@ def known_lengths(config: Any) -> tuple[int, int]:
         if not length:
             raise ValueError(f"the config does not say how long the model was trained: {error}") from None
         return length, length
+
+
+def check_continues_text(config: PreTrainedConfig) -> None:
+    """Raise ValueError unless transformers has a language model for this config, all that is measured here."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    if config.is_encoder_decoder:
+        raise ValueError(_unmeasured(config, "is an encoder-decoder: it answers a text instead of continuing it"))
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and not getattr(config, "auto_map", None):
+        raise ValueError(_unmeasured(config, "is no language model: it does not predict the next token"))
+
+
+@torch.no_grad()
+def check_causal(model: PreTrainedModel) -> None:
+    """Raise ValueError if what `model` makes of a token depends on the token after it, as in BERT and kin."""
+    ids = torch.tensor([[0, 0], [0, 1]], device=model.device)
+    here, after = (
+        float(difference) for difference in model(input_ids=ids).logits.float().diff(dim=0)[0].abs().amax(-1)
+    )
+    if here > 0.1 * after:
+        raise ValueError(_unmeasured(model.config, "is an encoder: each of its tokens sees those after it"))
+
+
+def _unmeasured(config: PreTrainedConfig, reason: str) -> str:
+    return (
+        f"{type(config).__name__} (model_type {config.model_type!r}) {reason}, so nothing here can be measured on it. "
+        "`ctxext describe` and `ctxext extend` take it."
+    )
+
+
+def hard_limit(model: PreTrainedModel) -> int | None:
+    """The tokens past which a model fails, whatever its quality before; None where only quality ends.
+
+    Of a model that is extended in this process, the length that it was extended to.
+    """
+    try:
+        if not has_rope(text_config_of(model.config)):
+            return encoding_of(model.config, model).limit
+        has_end = family_of(model.config).sin_cos_tables
+        return read_context(model.config).reach if has_end else None
+    except ValueError:  # no position encoding that could end, or none that is known
+        return None
 
 
 def forced_record(sample: Sample, forced: Forced, prompter: Prompter) -> Record:

@@ -87,7 +87,7 @@ class AlibiEncoding(Encoding):
 
     name: ClassVar[str] = "alibi"
     default_method: ClassVar[str] = "alibi_scaling"
-    portable: ClassVar[bool] = False
+    live_only: ClassVar[str | None] = "its slopes follow from the number of heads alone"
 
     readers: tuple[str, ...]
     n_heads: int
@@ -177,7 +177,6 @@ class SlopeEncoding(Encoding):
 
     name: ClassVar[str] = "alibi"
     default_method: ClassVar[str] = "alibi_scaling"
-    portable: ClassVar[bool] = True
     changes_weights: ClassVar[bool] = True
 
     buffers: tuple[str, ...]

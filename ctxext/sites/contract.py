@@ -53,8 +53,8 @@ class Encoding(ABC):
 
     name: ClassVar[str]  # as in `ContextMethod.encoding`
     default_method: ClassVar[str]
-    # Whether a saved model's weights and config say it all; our own file beside an unextended config does otherwise.
-    portable: ClassVar[bool]
+    # Why a saved model's weights and config cannot say it all, after "as"; None where they do.
+    live_only: ClassVar[str | None] = None
     changes_weights: ClassVar[bool] = False
 
     paths: tuple[str, ...]
@@ -116,8 +116,9 @@ def probe_inputs(model: nn.Module, n_tokens: int) -> dict[str, Any]:
     from transformers.modeling_outputs import BaseModelOutput
 
     width = getattr(text, "d_model", None) or text.hidden_size
-    hidden = torch.randn(1, 8, width, generator=generator).to(device, model.dtype)
-    return {"encoder_outputs": BaseModelOutput(last_hidden_state=hidden), "decoder_input_ids": ids}
+    heard = BaseModelOutput(torch.randn(1, 8, width, generator=generator).to(device, model.dtype))
+    heard.attention_mask = torch.ones(1, 8, dtype=torch.long, device=device)  # which Moonshine's encoder hands on
+    return {"encoder_outputs": heard, "decoder_input_ids": ids}
 
 
 def run(model: nn.Module, inputs: dict[str, Any]) -> Tensor:

@@ -65,8 +65,8 @@ class TableEncoding(Encoding):
     config: Any = field(compare=False, repr=False)
 
     @property
-    def portable(self) -> bool:  # type: ignore[override]
-        return self.saved
+    def live_only(self) -> str | None:  # type: ignore[override]
+        return None if self.saved else "its table of positions is not saved with the weights"
 
     @abstractmethod
     def rows(self, method: Any, table: Tensor, n_rows: int) -> Tensor:

@@ -44,7 +44,6 @@ class BucketEncoding(Encoding):
 
     name: ClassVar[str] = "t5"
     default_method: ClassVar[str] = "bucket_scaling"
-    portable: ClassVar[bool] = True
 
     max_distance: int
     length_field: str | None
@@ -159,7 +158,7 @@ class RelativeSines(Encoding):
 
     name: ClassVar[str] = "relative"
     default_method: ClassVar[str] = "distance_interpolation"
-    portable: ClassVar[bool] = False
+    live_only: ClassVar[str | None] = "its sines are made anew in every forward pass, from no parameter"
 
     readers: tuple[str, ...]
     clamp_len: int
@@ -214,7 +213,6 @@ class DistanceTable(Encoding):
 
     name: ClassVar[str] = "relative"
     default_method: ClassVar[str] = "distance_interpolation"
-    portable: ClassVar[bool] = True
     changes_weights: ClassVar[bool] = True
 
     n_right: int

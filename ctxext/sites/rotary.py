@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from ctxext.encodings.rope import RopeGeometry, cos_sin
+from ctxext.sites.contract import probe_inputs
 
 
 def table_names(module: nn.Module) -> list[str]:
@@ -191,6 +192,10 @@ def sin_cos_table(n_rows: int, rope: RopeGeometry) -> Float[Tensor, "row two_pai
     return torch.cat([sin, cos], dim=-1)
 
 
+# In the path or the class of tables that turn no text; MusicFlamingo's turns the time of a sound.
+NOT_TEXT = ("visual", "vision", "audio", "protein", "MusicFlamingoRotary")
+
+
 def other_rotary_tables(model: nn.Module, sites: list[RotarySite]) -> list[str]:
     """Paths of text modules that keep rotary tables in another way than the standard one."""
     known = {path for site in sites for path in site.paths}
@@ -198,8 +203,9 @@ def other_rotary_tables(model: nn.Module, sites: list[RotarySite]) -> list[str]:
     for path, module in model.named_modules():
         names = [*module._buffers, *module.__dict__]
         tables = [n for n in names if n.endswith("inv_freq") or n in (SIN_COS, "freqs_cis")]
-        if tables and path not in known and not any(w in path for w in ("visual", "vision", "audio")):
-            others.append(f"{path} ({type(module).__name__}: {', '.join(tables)})")
+        name = f"{path} ({type(module).__name__}: {', '.join(tables)})"
+        if tables and path not in known and not any(word in name for word in NOT_TEXT):
+            others.append(name)
     return others
 
 
@@ -330,8 +336,8 @@ def _run_two_tokens(model: nn.Module, see: _SeeConsumed) -> None:
 
     Models with accelerate hooks run through, as their hooks move weights back afterwards.
     """
-    device = next((p.device for p in model.parameters() if p.device.type != "meta"), torch.device("cpu"))
-    ids = torch.ones((1, 2), dtype=torch.long, device=device)
+    inputs = probe_inputs(model, 2)
+    device = next(tensor.device for tensor in tree_iter(inputs) if isinstance(tensor, Tensor))
     try:
         with (
             torch.random.fork_rng(devices=[device] if device.type == "cuda" else []),
@@ -339,7 +345,7 @@ def _run_two_tokens(model: nn.Module, see: _SeeConsumed) -> None:
             torch.no_grad(),
             see,
         ):
-            model(input_ids=ids, use_cache=False)
+            model(**inputs, use_cache=False)
     except _Consumed:
         pass
 

@@ -73,7 +73,7 @@ class GrowingTable(Encoding):
 
     name: ClassVar[str] = "sinusoidal"
     default_method: ClassVar[str] = "sinusoidal_interpolation"
-    portable: ClassVar[bool] = False
+    live_only: ClassVar[str | None] = "its table of sines is computed anew, from no parameter"
 
     names: tuple[str, ...]
     sines: tuple[Sines, ...]
@@ -117,7 +117,7 @@ class GrowingTable(Encoding):
 class SavedGrowingTable(GrowingTable):
     """FSMT's, which are parameters and saved with the weights."""
 
-    portable: ClassVar[bool] = True
+    live_only: ClassVar[str | None] = None
     changes_weights: ClassVar[bool] = True
 
     def notes(self, method: ContextMethod) -> tuple[str, ...]:

@@ -18,7 +18,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 from ctxext.configs import parse_tokens
 from ctxext.data.sources import Source
-from ctxext.methods import PositionRemapping, make_method, method_class, suggest
+from ctxext.methods import PositionRemapping, RopeMethod, make_method, method_class, suggest
 from ctxext.plans import Existing
 from ctxext.training.launch import EngineSettings
 
@@ -37,10 +37,11 @@ class ExtensionSettings(Section):
     """Arguments of `ctxext.extend_context`; `factor` counts from the trained length.
 
     Attributes:
+        method: None for the default of the model's position encoding.
         options: of the method, and `length`, which pins a dynamic one.
     """
 
-    method: str = "yarn"
+    method: str | None = None
     factor: Annotated[float, Field(ge=1)] | None = None
     target_length: Tokens | None = None
     original_max_position_embeddings: Tokens | None = None
@@ -52,6 +53,8 @@ class ExtensionSettings(Section):
 
     @model_validator(mode="after")
     def _the_config_says_all(self) -> ExtensionSettings:
+        if self.method is None or not issubclass(method_class(self.method), RopeMethod):
+            return self  # whether the config says it depends on the model
         if issubclass(method_class(self.method), PositionRemapping):
             raise ValueError(
                 f"{self.method} remaps positions inside attention: it needs no training, and no config can say it. "

@@ -6,9 +6,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from transformers.pytorch_utils import Conv1D
 
-from ctxext.configs import read_context
-from ctxext.extension import transformers_model
+from ctxext.configs import has_rope
+from ctxext.extension import Proof, table_errors, transformers_model
+from ctxext.planning import find_encoding
+from ctxext.plans import live_mark
+from ctxext.sites.rotary import find_rotary_sites
+from ctxext.sites.twin import text_config_of
 from ctxext.training.settings import TrainableSettings
 
 if TYPE_CHECKING:
@@ -20,7 +25,7 @@ def attach_trainable(model: PreTrainedModel, settings: TrainableSettings) -> nn.
 
     Embeddings and norms beside LoRA follow LongLoRA (Chen et al., 2024, section 3.3). They are `modules_to_save`
     of PEFT, since a parameter that is only made to require gradients is trained and not saved. Embeddings that are
-    tied to the head stay tied.
+    tied to the head stay tied. A learned position table that was extended is trained with LoRA too.
 
     Raises:
         ValueError: no projection has one of the names in `settings.targets`.
@@ -37,6 +42,7 @@ def attach_trainable(model: PreTrainedModel, settings: TrainableSettings) -> nn.
             module.support_avx512bf16_for_cpu = False
     also = [embedding_name(model)] if settings.embeddings else []
     also += norm_names(model) if settings.norms else []
+    also += extended_tables(model)
     tied = settings.embeddings and model.get_output_embeddings().weight is model.get_input_embeddings().weight
     config = LoraConfig(
         task_type="CAUSAL_LM",
@@ -59,7 +65,11 @@ def _targets(model: PreTrainedModel, settings: TrainableSettings) -> str | list[
         return "all-linear"
     projections = projection_names(model)
     if settings.targets == "attention":
-        chosen = sorted({name for name, path in projections if "attention" in path or "attn" in path})
+        inside = [(name, path) for name, path in projections if "attention" in path or "attn" in path]
+        # GPT-2's c_proj is in the MLP as well.
+        outside = {name for name, path in projections if (name, path) not in inside}
+        own = (f"{path.rpartition('.')[2]}.{name}" if name in outside else name for name, path in inside)
+        chosen = sorted(set(own))
         if not chosen:
             raise ValueError(
                 f"{type(model).__name__} has no projections inside a module named attention. Name them in "
@@ -80,7 +90,7 @@ def projection_names(model: PreTrainedModel) -> list[tuple[str, str]]:
     head = model.get_output_embeddings()
     names = []
     for path, module in model.named_modules():
-        if isinstance(module, nn.Linear) and module is not head:
+        if isinstance(module, (nn.Linear, Conv1D)) and module is not head:
             parent, _, name = path.rpartition(".")
             names.append((name, parent))
     return names
@@ -90,6 +100,15 @@ def embedding_name(model: PreTrainedModel) -> str:
     """The last part of the input embeddings' path, such as `embed_tokens`."""
     embeddings = model.get_input_embeddings()
     return next(path for path, module in model.named_modules() if module is embeddings).rpartition(".")[2]
+
+
+def extended_tables(model: PreTrainedModel) -> list[str]:
+    """The last parts of the paths of learned position tables that were extended: most of their rows are new."""
+    text_config = text_config_of(model.config)
+    if has_rope(text_config) or live_mark(text_config) is None:
+        return []
+    found = find_encoding(model, text_config)
+    return [path.rpartition(".")[2] for path in found.paths] if found is not None and found.name == "learned" else []
 
 
 def norm_names(model: PreTrainedModel) -> list[str]:
@@ -112,19 +131,19 @@ def check_rotary(model: nn.Module) -> None:
 
     `model.to(bfloat16)` rounds the frequencies of a stock model: 14 radians off at 32,768 tokens.
     """
-    for path, module in model.named_modules():
-        table = getattr(module, "inv_freq", None)
-        if not isinstance(table, torch.Tensor) or table.device.type == "meta":
-            continue
-        if table.dtype != torch.float32:
-            raise RuntimeError(
-                f"the rotary frequencies at {path!r} are {table.dtype}, which is too coarse for long positions: load "
-                "the model with dtype= instead of casting it."
-            )
-        facts = read_context(transformers_model(model).config)
-        if facts.scaling is not None and facts.scaling.name in ("longrope", "dynamic_ntk"):
-            continue  # they change the table as they run
-        if not torch.allclose(table.cpu().double(), facts.rope.inv_freq, rtol=1e-5, atol=0.0):
+    text_config = text_config_of(transformers_model(model).config)
+    parameters = getattr(text_config, "rope_parameters", None)
+    if parameters is None:  # no RoPE, or GPT-J's tables of sines and cosines
+        return
+    for site in find_rotary_sites(model, text_config):
+        for table in map(site.table, site.labels):
+            if table.dtype != torch.float32:
+                raise RuntimeError(
+                    f"the rotary frequencies at {site.paths[0]!r} are {table.dtype}, which is too coarse for long "
+                    "positions: load the model with dtype= instead of casting it."
+                )
+    for path, error in table_errors(model, text_config, parameters):
+        if error > Proof.FREQUENCY_BAR:
             raise RuntimeError(
                 f"the rotary frequencies at {path!r} are not what the model's config says. Something changed them "
                 "after loading; extend the checkpoint before it is loaded."

@@ -29,6 +29,7 @@ from ctxext.evals.engine import Engine
 from ctxext.evals.results import read_results
 from ctxext.evals.summary import Summary
 from ctxext.methods import list_methods
+from ctxext.survey.small import small_model
 
 PASSKEY = ("--tasks", "passkey")
 SMALL = ("--lengths", "96", "--depths", "1", "--trials", "1", "--windows", "1")
@@ -269,11 +270,17 @@ def test_a_checkpoint_that_is_extended_late_is_not_extended_on_top(
     assert list(tmp_path.iterdir()) == []
 
 
+def with_tokenizer(model: Any, folder: Path) -> Path:
+    """Saved beside the shipped tokenizer, of 4,096 tokens."""
+    model.save_pretrained(folder)
+    for path in MODEL.glob("tokenizer*"):
+        shutil.copy(path, folder)
+    return folder
+
+
 def test_compare_leaves_out_what_a_model_refuses_and_says_why(tmp_path: Path) -> None:
     """Falcon has attention code of its own, in which nothing can be rotated late."""
-    tiny_model("falcon", vocab_size=4096).save_pretrained(tmp_path / "falcon")
-    for path in MODEL.glob("tokenizer*"):
-        shutil.copy(path, tmp_path / "falcon")
+    with_tokenizer(tiny_model("falcon", vocab_size=4096), tmp_path / "falcon")
     grid = ("--factor", 2, "--tasks", "passkey", "--lengths", "96", "--depths", "1", "--trials", "1", "-o")
     outcome = ctxext("compare", tmp_path / "falcon", *grid, tmp_path / "results.jsonl")
     assert outcome.code == 0, outcome.err
@@ -286,6 +293,42 @@ def test_compare_leaves_out_what_a_model_refuses_and_says_why(tmp_path: Path) ->
 
 
 # ------------------------------------------------------------------------------------------ compare and report
+
+
+def test_where_a_table_of_positions_ends_nothing_is_run_and_it_is_said(tmp_path: Path) -> None:
+    path, model = tmp_path / "r.jsonl", small_model("gpt2", "causal", vocab_size=4096, n_positions=128)
+    checkpoint = with_tokenizer(model, tmp_path / "gpt2")
+    grid = ("--tasks", "passkey,perplexity", "--lengths", "96,256", "--depths", "1", "--trials", "1", "--windows", "1")
+    outcome = ctxext("compare", checkpoint, *grid, "--target-length", "256", "--output", path)
+    assert outcome.code == 0, outcome.said
+    _, records = lines(path)
+    run = {(r["variant"], r["task"], r["length"]) for r in records}
+    assert {key[1:] for key in run if key[0] == "none"} == {("passkey", 96), ("perplexity", 96)}
+    names = {cls.name for cls in list_methods("learned")}
+    assert {key for key in run if key[0] != "none"} == {
+        (name, *cell) for name in names for cell in (("passkey", 96), ("passkey", 256), ("perplexity", 256))
+    }
+    assert "not extended cannot run past 128 tokens" in " ".join(outcome.out.split())
+    assert ctxext("report", path, "--output", tmp_path / "page.html").code == 0
+    assert "cannot run past 128 tokens" in (tmp_path / "page.html").read_text()
+    path.unlink()
+    outcome = ctxext("eval", checkpoint, *grid, "--beyond", "--output", path)
+    assert outcome.code == 1
+    assert "cannot run past 128 tokens" in outcome.said
+    assert not path.exists()
+
+
+@pytest.mark.parametrize(
+    ("model_type", "kind", "words"),
+    [("t5", "seq2seq", "is an encoder-decoder"), ("bert", "masked", "each of its tokens sees those after it")],
+)
+def test_a_model_that_does_not_continue_a_text_is_refused(
+    model_type: str, kind: str, words: str, tmp_path: Path
+) -> None:
+    checkpoint = with_tokenizer(small_model(model_type, kind, vocab_size=4096), tmp_path)
+    outcome = ctxext("compare", checkpoint, *PASSKEY, *SMALL)
+    assert outcome.code == 1
+    assert words in outcome.said
 
 
 @pytest.fixture(scope="module")

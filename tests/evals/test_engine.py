@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from families import FAMILIES, LENGTH, tiny_model, token_ids
@@ -11,6 +13,7 @@ from ctxext.assets import MODEL
 from ctxext.cli.measuring import load
 from ctxext.evals.engine import Engine, KeyValues, length_dependent
 from ctxext.evals.samples import Place, Sample
+from ctxext.survey.small import small_model
 
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
 LONGROPE = {
@@ -190,3 +193,21 @@ def test_losses_are_those_of_one_forward_pass(chunk: int, monkeypatch: pytest.Mo
     expected = torch.nn.functional.cross_entropy(logits, ids[0, 1:], reduction="none")
     torch.testing.assert_close(losses, expected, atol=1e-4, rtol=1e-4)
     assert torch.equal(top1, logits.argmax(-1))
+
+
+@pytest.mark.parametrize("extended", [False, True], ids=["stock", "extended"])
+@pytest.mark.parametrize("model_type", ["gpt2", "opt", "bloom", "mpt", "xglm", "gptj", "gemma3_text", "deepseek_v3"])
+def test_the_short_cuts_are_exact_for_every_position_encoding(model_type: str, extended: bool) -> None:
+    model, n_tokens = small_model(model_type, "causal"), LENGTH * (4 if extended else 1)
+    rows = grid(2, (0, n_tokens // 3, n_tokens - 20), length=n_tokens)
+    with temporarily_extended(model, 4) if extended else nullcontext():
+        engine = Engine(model, chunk=23)
+        for sample, forced in engine.forced(rows):
+            guess, logprobs = plain(model, sample)
+            torch.testing.assert_close(forced.logprobs.double(), logprobs, atol=1e-4, rtol=1e-4)
+            assert forced.guess.tolist() == guess
+        ids = torch.tensor([rows[0][0].input_ids])
+        with torch.no_grad():
+            logits = model(input_ids=ids, use_cache=False).logits[0, :-1]
+        expected = torch.nn.functional.cross_entropy(logits, ids[0, 1:], reduction="none")
+        torch.testing.assert_close(engine.losses(ids[0].tolist()).losses, expected, atol=1e-4, rtol=1e-4)

@@ -24,6 +24,7 @@ from ctxext.assets import MODEL, PERSUASION
 from ctxext.evals import harness
 from ctxext.evals.harness.tasks.documents import mean_of_present, passkey_documents
 from ctxext.folders import extend_folder
+from ctxext.survey.small import LENGTH, small_model
 
 harness.register()
 YARN = {"pretrained": str(MODEL), "method": "yarn", "factor": 4}
@@ -87,6 +88,14 @@ def test_what_is_extended_late_comes_back_unless_it_is_told_otherwise(tmp_path: 
         load(pretrained=late, method="yarn", factor=4)
     lm = load(pretrained=late, method="dynamic_ntk", factor=4, existing="replace")
     assert lm.get_model_info()["context_extension"]["method"]["name"] == "dynamic_ntk"
+
+
+def test_a_model_without_rope_is_extended_by_its_own_default_method(tmp_path: Path) -> None:
+    small_model("gpt2", "causal", vocab_size=4096).save_pretrained(tmp_path)
+    AutoTokenizer.from_pretrained(MODEL).save_pretrained(tmp_path)
+    lm = load(pretrained=str(tmp_path), factor=4)
+    assert lm.get_model_info()["context_extension"]["method"]["name"] == "hierarchical"
+    assert lm.max_length == 4 * LENGTH
 
 
 def test_each_argument_reaches_its_owner() -> None:

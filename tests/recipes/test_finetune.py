@@ -12,11 +12,15 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from accelerate.state import AcceleratorState
 from finetuning import RECIPE, SMALL, STEPS, TINY, finish, killed, log, outcome
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
+import ctxext
 from ctxext.assets import MODEL
+from ctxext.survey.small import small_model
 from ctxext.training.checkpoints import checkpoints
 from ctxext.training.settings import read_settings
 
@@ -149,6 +153,44 @@ def test_bad_input_is_refused_before_anything_is_trained(
     with pytest.raises((ValueError, RuntimeError, OSError), match=re.escape(said)):
         main(tmp_path / "refused", *changes)
     assert not (tmp_path / "refused/log.jsonl").exists()
+
+
+@pytest.fixture
+def small(tmp_path: Path):
+    """A function that saves a small random model of a type, beside the shipped tokenizer."""
+
+    def save(model_type: str, **changes: int) -> Path:
+        small_model(model_type, "causal", vocab_size=4096, **changes).save_pretrained(tmp_path / model_type)
+        for path in MODEL.glob("tokenizer*"):
+            shutil.copy(path, tmp_path / model_type)
+        return tmp_path / model_type
+
+    return save
+
+
+def test_a_longer_table_of_positions_is_trained_and_comes_back_with_its_adapter(main, small, tmp_path: Path) -> None:
+    changes = ("extension.method=null", "data.length=256", "trainable.targets=attention", "trainable.embeddings=false")
+    main(tmp_path / "run", f"model={small('gpt2', n_positions=128)}", *changes, "evaluation=null", "merge=true")
+    adapter, base = tmp_path / "run/adapter", tmp_path / "run/base"
+    rows = load_file(adapter / "adapter_model.safetensors")["base_model.model.transformer.wpe.weight"]
+    assert len(rows) == 512
+    assert not torch.equal(rows, load_file(base / "model.safetensors")["transformer.wpe.weight"])
+    ids = torch.arange(500)[None]
+    model = ctxext.load(adapter)
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "run/merged").eval()
+    with torch.no_grad():
+        torch.testing.assert_close(model(ids).logits, merged(ids).logits, atol=1e-4, rtol=1e-4)
+    assert "512 tokens" in (adapter / "README.md").read_text()
+    shutil.rmtree(base)
+    with pytest.raises(FileNotFoundError, match="the original, without the rows"):
+        ctxext.load(adapter)
+
+
+@pytest.mark.parametrize(("model_type", "why"), [("bloom", "its slopes follow"), ("gptj", "no parameters for RoPE")])
+def test_what_a_record_alone_carries_is_not_trained_on(main, small, model_type: str, why: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=f"no config can say of {model_type}, as .*{why}"):
+        main(tmp_path / "run", f"model={small(model_type)}", "extension.method=null", "evaluation=null")
+    assert not (tmp_path / "run").exists()
 
 
 def test_accelerate_that_would_start_one_process_in_silence_is_refused(tmp_path: Path) -> None:

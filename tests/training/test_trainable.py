@@ -8,9 +8,11 @@ from families import FAMILIES, tiny_model
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
+from ctxext import extend_context
 from ctxext.adapters import check_all_saved
 from ctxext.assets import MODEL
 from ctxext.data import Plain, check_positions
+from ctxext.survey.small import LENGTH, small_model
 from ctxext.training.loss import use_chunked_loss
 from ctxext.training.settings import TrainableSettings
 from ctxext.training.trainable import attach_trainable, check_rotary, trained_parameters
@@ -93,6 +95,32 @@ def test_rotary_tables_that_were_cast_or_changed_are_refused() -> None:
     changed.model.rotary_emb.inv_freq.mul_(0.5)
     with pytest.raises(RuntimeError, match="not what the model's config says"):
         check_rotary(changed)
+
+
+@pytest.mark.parametrize("model_type", ["gemma3_text", "deepseek_v3", "gptj", "gpt2"])
+def test_rotary_tables_of_every_kind_pass_as_loaded(model_type: str) -> None:
+    check_rotary(small_model(model_type, "causal"))
+
+
+def test_each_table_of_a_model_with_several_is_checked() -> None:
+    model = small_model("gemma3_text", "causal")
+    model.model.rotary_emb.sliding_attention_inv_freq.mul_(0.5)
+    with pytest.raises(RuntimeError, match="not what the model's config says"):
+        check_rotary(model)
+
+
+def test_new_rows_of_a_position_table_are_trained_beside_lora_and_saved() -> None:
+    stock = attach_trainable(small_model("gpt2", "causal"), TrainableSettings(rank=2))
+    names = trained_parameters(stock)
+    assert all("lora_" in name and ".attn." in name for name in names)
+    model = attach_trainable(extend_context(small_model("gpt2", "causal"), 4), TrainableSettings(rank=2))
+    (table,) = trained_parameters(model).keys() - names.keys()
+    assert ".wpe." in table
+    check_all_saved(model)
+    ids = torch.randint(3, 100, (1, 2 * LENGTH + 1))  # the last one predicts nothing
+    model(input_ids=ids, labels=ids).loss.backward()
+    rows = trained_parameters(model)[table].grad.abs().sum(-1)
+    assert (rows > 0).tolist() == [True] * (2 * LENGTH) + [False] * (2 * LENGTH)
 
 
 def test_a_look_at_a_model_in_four_bits_does_not_change_its_gradients() -> None:

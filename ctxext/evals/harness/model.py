@@ -13,18 +13,18 @@ from lm_eval.api.registry import register_model
 from lm_eval.models.huggingface import HFLM
 from transformers.utils import cached_file
 
+from ctxext import __version__
 from ctxext.api import extend_context
+from ctxext.configs import RopePlan
 from ctxext.extension import RECORD, extension_of, read_record
 from ctxext.folders import check_not_extended
-from ctxext.methods import method_class, suggest
+from ctxext.methods import list_methods, method_class, suggest
 
 if TYPE_CHECKING:
     from lm_eval.api.model import CacheHook
 
-_parameters = inspect.signature(extend_context).parameters
 # What `extend_context` takes beside the model and the options of the method.
-ARGUMENTS = [name for name in _parameters if name not in ("model", "options")]
-DEFAULT_METHOD = _parameters["method"].default
+ARGUMENTS = [name for name in inspect.signature(extend_context).parameters if name not in ("model", "options")]
 UNEXTENDED = "none"
 
 
@@ -52,8 +52,9 @@ class ExtendedHFLM(HFLM):
                 f"pretrained must be a folder or a name on the hub, got a {type(pretrained).__name__}. For a model "
                 "in memory, call extend_context(model) and pass lm-eval's own HFLM(pretrained=model)."
             )
-        method = arguments.get("method", DEFAULT_METHOD)
-        method = UNEXTENDED if method is None else str(method)  # lm-eval reads None as Python does
+        method = None  # the default of the model's position encoding
+        if "method" in arguments:
+            method = UNEXTENDED if arguments["method"] is None else str(arguments["method"])  # lm-eval reads None
         known = extension_arguments(method)
         extension = {name: arguments.pop(name) for name in known if name in arguments}
         if method == UNEXTENDED and len(extension) > 1:
@@ -114,8 +115,9 @@ class ExtendedHFLM(HFLM):
             "factor": plan.factor,
             "original_max_position_embeddings": plan.start,
             "max_position_embeddings": plan.target_length,
-            "attention_factor": receipt.attention_factor,
-            **plan.updates["ctxext"],
+            **({"attention_factor": receipt.attention_factor} if isinstance(plan, RopePlan) else {}),
+            "method": receipt.method and receipt.method.to_dict(),
+            **plan.updates.get("ctxext", {"version": __version__}),
         }
 
 
@@ -131,7 +133,11 @@ def _folder_of_record(pretrained: str, arguments: dict[str, Any]) -> Path | None
     return None if path is None else Path(path).parent
 
 
-def extension_arguments(method: str) -> list[str]:
-    """The names of all arguments that say how to extend by `method`. Raises ValueError if it is unknown."""
-    options = [] if method == UNEXTENDED else [field.name for field in fields(method_class(method))]
-    return list(dict.fromkeys([*ARGUMENTS, *options]))
+def extension_arguments(method: str | None) -> list[str]:
+    """The names of all arguments that say how to extend by `method`; by any for None.
+
+    Raises:
+        ValueError: it is unknown.
+    """
+    classes = list_methods() if method is None else [] if method == UNEXTENDED else [method_class(method)]
+    return list(dict.fromkeys([*ARGUMENTS, *(field.name for cls in classes for field in fields(cls))]))
