@@ -226,6 +226,9 @@ def test_fingerprints_tell_models_apart() -> None:
 class FakeTarget:
     name, fingerprint = "model", "0" * 16
 
+    @staticmethod
+    def limit(variant: Variant) -> None: ...
+
 
 def test_a_model_shorter_than_asked_is_refused(loaded, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="covers 512 tokens, and 768 were asked for"):
