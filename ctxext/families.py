@@ -63,6 +63,7 @@ FAMILIES: dict[str, Family] = {
     )},
     "recurrent_gemma": Family(rope_types=frozenset({"default"})),
     "ernie4_5_vl_moe": Family(rope_types=frozenset({"default"})),
+    "cosmos3_edge": Family(rope_types=frozenset({"default"})),
     "blt": Family(
         refuse="is four models in one, each with rope_parameters, a length and positions (bytes or patches) of its own"
     ),

@@ -107,7 +107,8 @@ def probe_inputs(model: nn.Module, n_tokens: int) -> dict[str, Any]:
     n_rows = getattr(text, "num_codebooks", 1)  # MusicGen takes a row of the batch for each.
     ids = torch.randint(0, text.vocab_size - 1, (n_rows, n_tokens), generator=generator)
     ids = (ids if pad is None else ids + (ids >= pad)).to(device)  # pads have no positions
-    if isinstance(eos := getattr(text, "eos_token_id", None), int):
+    eos = getattr(text, "eos_token_id", None)
+    if isinstance(eos, int) and eos < text.vocab_size and eos != pad:
         ids[:, -1] = eos  # BART reads a class off it
     if not getattr(config, "is_encoder_decoder", False):
         return {"input_ids": ids}

@@ -102,6 +102,8 @@ class TableEncoding(Encoding):
             elif isinstance(found.after, Tensor):
                 new = _regrown(found, getattr(module, found.name))
             if found.kind == "attribute":
+                if found.name not in module.__dict__:
+                    continue  # BigBird exchanges its attention as it runs.
                 held = getattr(module, found.name)
                 new = new.to(held.device, held.dtype) if isinstance(new, Tensor) else new
                 surgery.set_attribute(found.path, found.name, new)

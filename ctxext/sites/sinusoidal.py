@@ -88,8 +88,8 @@ class GrowingTable(Encoding):
             surgery.set_attribute(path, "scaling", method)
             surgery.set_attribute(path, "sines", sines)
             module: Any = surgery.model.get_submodule(path)
-            # As many as a model of the extended config has: FSMT saves them.
-            n_rows = len(getattr(module, name)) + target_length - self.trained_length
+            # As many as a model of the extended config has, however far it grew before: FSMT saves them.
+            n_rows = sines.origin + target_length
             padding_idx = getattr(module, "padding_idx", None)
             rows = module.get_embedding(n_rows, module.embedding_dim, padding_idx)
             surgery.set_tensor(path, name, rows.to(getattr(module, name).dtype))

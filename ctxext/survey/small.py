@@ -34,7 +34,8 @@ KINDS = {
 
 # What a number becomes by the name of its field, the first pattern deciding; never more than it was.
 SIZES: tuple[tuple[str, int], ...] = (
-    (r"(original_)?max_position_embeddings|max_(target|source)_positions|max_seq_len|max_sequence_length|context_length"
+    (r"(original_)?max_position_embeddings|max_(encoder|decoder)_position_embeddings|max_(target|source)_positions"
+     r"|max_seq_len|max_sequence_length|context_length"
      r"|encoder_max_position_embeddings|decoder_max_position_embeddings", LENGTH),
     (r"rotary_dim|qk_rope_head_dim|index_head_dim", 16),
     (r".*head_dim|dim_head|d_head|d_kv|attention_head_size|mamba_d_head|mamba_headdim", 32),
@@ -60,6 +61,7 @@ _TWO_OF_FOUR = {"num_experts_per_tok": 2}
 EXCEPTIONS: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("camembert", "data2vec-text", "roberta", "roberta-prelayernorm", "xlm-roberta", "xlm-roberta-xl",
                      "ibert", "longformer", "luke", "mpnet", "prophetnet", "markuplm"), _BERT_LIKE),
+    "led": {"attention_window": [16, 16]},
     "xmod": _BERT_LIKE | {"default_language": "en_XX"},
     "esm": _BERT_LIKE | {"vocab_size": VOCABULARY, "pad_token_id": 1, "mask_token_id": 101},  # published as None
     # Published as None, to be said by each checkpoint.
