@@ -18,7 +18,7 @@ demo: $(VENV)/demo.stamp  ## a trained model breaks past its length, is extended
 	$(BIN)/ctxext demo
 
 test: $(VENV)/dev.stamp  ## every law, README block and notebook
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist worksteal
 
 lint: $(VENV)/dev.stamp
 	$(BIN)/ruff check .

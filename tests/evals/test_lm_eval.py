@@ -281,7 +281,7 @@ def test_the_command_line_records_the_extension_and_knows_tasks_of_ones_own(
     assert set(results["results"]) == {"ctxext_passkey", "mine"}
     record = results["config"]["context_extension"]
     assert record["summary"] == "ntk ×2: 512 → 1024 tokens"
-    assert record["rope_parameters"]["rope_theta"] > 1250
+    assert record["fields"]["rope_parameters"]["rope_theta"] > 1250
     assert results["config"]["max_length"] == 1024
 
 
