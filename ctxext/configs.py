@@ -760,8 +760,7 @@ def _updates(
     if hasattr(config, "rope_parameters"):
         updates["rope_parameters"] = parameters
     if hasattr(config, "max_position_embeddings"):
-        # Some configs keep it by another name, such as n_positions.
-        updates[config.attribute_map.get("max_position_embeddings", "max_position_embeddings")] = target
+        updates["max_position_embeddings"] = target
     if getattr(config, "is_heterogeneous", False) and any(
         isinstance(value, dict) and value.get("rope_type") == "longrope" for value in parameters.values()
     ):

@@ -9,7 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 
 LENGTH = 64  # the trained length of every model here, in tokens
 
-_COMMON: dict[str, Any] = dict(
+COMMON: dict[str, Any] = dict(
     vocab_size=128,
     hidden_size=64,
     intermediate_size=96,
@@ -48,7 +48,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 def tiny_config(family: str, **changes: Any) -> PreTrainedConfig:
     """A config of `family` with two attention layers of 4 heads, trained (so to say) at LENGTH."""
-    values = {**_COMMON, **FAMILIES[family], **changes}
+    values = {**COMMON, **FAMILIES[family], **changes}
     values = {key: value for key, value in values.items() if value is not None or key == "sliding_window"}
     if family == "qwen3_5":
         text = {

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from families import COMMON as SHAPE
 from families import LENGTH, logits, token_ids
 from live import assert_unchanged, snapshot
 from torch import nn
@@ -31,19 +32,6 @@ from ctxext.planning import plan_extension
 from ctxext.survey.matrix import examine
 from ctxext.survey.small import small_model
 
-SHAPE: dict[str, Any] = dict(
-    vocab_size=128,
-    hidden_size=64,
-    intermediate_size=96,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    max_position_embeddings=LENGTH,
-    initializer_range=0.3,
-    pad_token_id=0,
-    bos_token_id=1,
-    eos_token_id=2,
-)
 TWO_TYPES: dict[str, Any] = dict(layer_types=["sliding_attention", "full_attention"], sliding_window=32)
 EXPERTS: dict[str, Any] = dict(n_routed_experts=4, num_experts_per_tok=2, n_group=1, topk_group=1, n_shared_experts=1)
 MLA: dict[str, Any] = dict(

@@ -130,10 +130,9 @@ class TableEncoding(Encoding):
             expected = self.expected(method, table, old, target_length).to(live.dtype)
             same = live.shape == expected.shape
             error = max(error, float((live - expected).abs().max()) if same else float("inf"))
-            output = run(model, inputs)
+            with seen_by(model, table.path) as seen:
+                output = run(model, inputs)
             if isinstance(model.get_submodule(table.path), nn.Embedding):
-                with seen_by(model, table.path) as seen:
-                    run(model, inputs)
                 if not seen:
                     continue  # for other inputs than tokens, such as LUKE's entities
                 rows = next(tensor for tensor in tree_iter(seen[0]) if isinstance(tensor, Tensor))
@@ -142,9 +141,8 @@ class TableEncoding(Encoding):
             # Another number in the last row that is read has to reach the output.
             row = live.data[table.first + n_tokens - 1]
             kept = row.clone()
-            row += torch.linspace(
-                -1, 1, len(row), device=row.device, dtype=row.dtype
-            )  # no constant: norms take it away
+            # Not by a constant, which norms take away.
+            row += torch.linspace(-1, 1, len(row), device=row.device, dtype=row.dtype)
             effects.append(float((run(model, inputs) - output).abs().max()))
             row.copy_(kept)
         return SiteProof(error, min(effects, default=0.0), n_tokens)

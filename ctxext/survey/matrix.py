@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 import tempfile
 import warnings
 from dataclasses import dataclass, replace
@@ -173,6 +174,6 @@ def _difference(a: Tensor, b: Tensor) -> float:
 
 def _words(error: Exception) -> str:
     """The first sentence of an error, in one line; its type as well where the message alone says little."""
-    text = " ".join(str(error).split())
+    text = re.sub(r" from '/[^']*'", "", " ".join(str(error).split()))  # where a module lies on this machine
     sentence = text.split(". ")[0].removesuffix(".")[:300]
     return sentence if isinstance(error, ValueError) and sentence else f"{type(error).__name__}: {sentence}"
