@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from families import _COMMON, FAMILIES, from_config, logits, tiny_config, tiny_model, token_ids
+from families import COMMON, FAMILIES, from_config, logits, tiny_config, tiny_model, token_ids
 from peft import LoraConfig, get_peft_model
 from torch import Tensor
 from torch.nn.functional import cross_entropy
@@ -35,7 +35,7 @@ def model_of(head: str, dtype: torch.dtype = torch.float32) -> Any:
     family, changes = HEADS[head]
     if family in FAMILIES:
         return from_config(tiny_config(family, **changes), dtype=dtype)
-    return from_config(AutoConfig.for_model(family, **{**_COMMON, **changes}), dtype=dtype)
+    return from_config(AutoConfig.for_model(family, **{**COMMON, **changes}), dtype=dtype)
 
 
 def labelled(n_tokens: int = 48, batch: int = 2) -> dict[str, Tensor]:
@@ -221,7 +221,7 @@ def test_lora_on_the_head_is_refused() -> None:
 
 
 def test_a_head_that_does_more_is_refused_and_left_alone() -> None:
-    model = from_config(AutoConfig.for_model("recurrent_gemma", **_COMMON, logits_soft_cap=2.0))
+    model = from_config(AutoConfig.for_model("recurrent_gemma", **COMMON, logits_soft_cap=2.0))
     with pytest.raises(RuntimeError, match="more than a linear head"):
         use_chunked_loss(model)
     assert "forward" not in model.__dict__
