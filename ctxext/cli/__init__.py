@@ -19,6 +19,7 @@ from ctxext.cli.eval import evaluate
 from ctxext.cli.extend import extend
 from ctxext.cli.families import families
 from ctxext.cli.finetune import finetune
+from ctxext.cli.fit import fit
 from ctxext.cli.lm_eval import lm_eval
 from ctxext.cli.merge import merge
 from ctxext.cli.methods import methods
@@ -32,6 +33,7 @@ commands = typer.Typer(
 )
 commands.command()(describe)
 commands.command()(extend)
+commands.command()(fit)
 commands.command()(finetune)
 commands.command()(merge)
 commands.command()(methods)

@@ -75,16 +75,8 @@ class Haystack:
 
     @classmethod
     def from_file(cls, path: str | Path, tokenizer: PreTrainedTokenizerBase, *, at_least: int = 0) -> Haystack:
-        """As `from_text`. Raises ValueError if the file is no UTF-8 text, OSError if it cannot be read."""
-        try:
-            text = Path(path).read_text(encoding="utf-8")
-        except UnicodeDecodeError as error:
-            raise ValueError(
-                f"{path} is not a UTF-8 text ({error.reason} at byte {error.start}). Pass prose."
-            ) from None
-        except OSError as error:
-            raise OSError(f"{path} cannot be read ({error.strerror}). Pass a text file.") from None
-        return cls.from_text(text, tokenizer, at_least=at_least, name=Path(path).name)
+        """As `from_text`, of what `read_prose` reads."""
+        return cls.from_text(read_prose(path), tokenizer, at_least=at_least, name=Path(path).name)
 
     @cached_property
     def fingerprint(self) -> str:
@@ -157,3 +149,13 @@ class Haystack:
         low, high = bisect_left(self.sentence_ends, start), bisect_left(self.sentence_ends, end + 1)
         inside = self.sentence_ends[low:high]
         yield from sorted(inside, key=lambda cut: abs(self.token_at(cut) - target))
+
+
+def read_prose(path: str | Path) -> str:
+    """The text in a file. Raises ValueError if it is no UTF-8 text, OSError if it cannot be read."""
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not a UTF-8 text ({error.reason} at byte {error.start}). Pass prose.") from None
+    except OSError as error:
+        raise OSError(f"{path} cannot be read ({error.strerror}). Pass a text file.") from None

@@ -1,0 +1,131 @@
+"""`ctxext fit`: the rescale factors that belong to one model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from ctxext.cli import measuring
+from ctxext.cli.common import Factor, Model, Revision, TargetLength, TrainedLength, console
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from ctxext.saved import SavedMethod
+
+
+def fit(
+    model: Model,
+    output: Annotated[Path, typer.Option("--output", "-o", help="The file to write: a method for --method.")],
+    factor: Factor = None,
+    target_length: TargetLength = None,
+    by: Annotated[str, typer.Option(help="gradient, or evolution (LongRoPE's search).")] = "gradient",
+    text: Annotated[Path | None, typer.Option(help="Prose to fit on.  [default: Persuasion]")] = None,
+    steps: Annotated[int | None, typer.Option(help="Of the gradient descent.  [default: 40]")] = None,
+    minutes: Annotated[float | None, typer.Option(help="End after that time at the latest.")] = None,
+    start: Annotated[
+        str | None, typer.Option(help="Begin the descent with this method.  [default: the best named one]")
+    ] = None,
+    retrieval: Annotated[float | None, typer.Option(help="Weight of hidden keys against text.  [default: 20]")] = None,
+    monotone: Annotated[bool, typer.Option("--monotone", help="Keep λ from falling with the pair's index.")] = False,
+    objective: Annotated[
+        str, typer.Option(help="What the search makes small: perplexity, needle_perplexity, key_tokens or passkey.")
+    ] = "perplexity",
+    short_limit: Annotated[
+        float, typer.Option(help="What the search may lose on text of the trained length, as a share.")
+    ] = 0.01,
+    windows: Annotated[int, typer.Option(help="Texts that the search reads under each candidate.")] = 2,
+    evaluations: Annotated[int | None, typer.Option(help="End the search after so many candidates.")] = None,
+    search: Annotated[Path | None, typer.Option(help="Where the search keeps its scores, to go on from.")] = None,
+    original_max_position_embeddings: TrainedLength = None,
+    style: measuring.PromptStyle = None,
+    dtype: measuring.Dtype = "auto",
+    device: measuring.Device = None,
+    seed: measuring.Seed = 0,
+    revision: Revision = None,
+) -> None:
+    """Find the rescale factors and the attention factor that serve this model best. No weight changes."""
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+    from ctxext.assets import PERSUASION
+    from ctxext.evals.haystack import read_prose
+    from ctxext.evals.prompts import Prompter
+    from ctxext.fitting.evolution import EvolutionSettings
+    from ctxext.fitting.fit import Processes
+    from ctxext.fitting.fit import fit as run
+    from ctxext.fitting.gradient import GradientSettings
+    from ctxext.fitting.objectives import Objective
+    from ctxext.folders import checkpoint_folder
+
+    if by not in ("gradient", "evolution"):
+        raise typer.BadParameter(f"--by takes gradient or evolution, got {by!r}.")
+    only = {"--steps": steps, "--start": start, "--retrieval": retrieval, "--monotone": monotone or None}
+    if by == "gradient":
+        only = {"--evaluations": evaluations, "--search": search}
+    wrong = [name for name, value in only.items() if value is not None]
+    if wrong:
+        raise typer.BadParameter(f"{', '.join(wrong)} does not go with --by {by}.")
+    here = measuring.Processes.here()
+    folder = checkpoint_folder(model, revision)
+    loaded, tokenizer = measuring.load(folder, dtype, device, bare=True)
+    if by == "gradient":
+        given = {"steps": steps, "start": start, "retrieval": retrieval}
+        settings: GradientSettings | EvolutionSettings = GradientSettings(
+            monotone=monotone, minutes=minutes, seed=seed, **{k: v for k, v in given.items() if v is not None}
+        )  # type: ignore[arg-type]
+    else:
+        settings = EvolutionSettings(minutes=minutes, evaluations=evaluations, seed=seed)
+    path = text or PERSUASION
+    columns = (TextColumn("fitting"), BarColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
+    with Progress(*columns, console=console, disable=here.rank > 0) as progress:
+        bar = progress.add_task("", total=1.0)
+        saved = run(
+            loaded,
+            Prompter(tokenizer, style),  # type: ignore[arg-type]
+            read_prose(path),
+            factor,
+            target_length=target_length,
+            original_max_position_embeddings=original_max_position_embeddings,
+            settings=settings,
+            objective=Objective(name=objective, short_limit=short_limit, windows=windows, seed=seed),
+            memory=search,
+            names=(folder.name, path.name),
+            advance=lambda share, state: progress.update(bar, completed=share, description=state),
+            processes=Processes(here.rank, here.world),
+        )
+    if here.rank == 0:
+        saved.save(output)
+        console.print(fit_table(saved))
+        console.print(f"wrote {output}. To use it: ctxext extend {model} --method {output} -o FOLDER", soft_wrap=True)
+
+
+def fit_table(saved: SavedMethod) -> Table:
+    """What was tried, and what came of it."""
+    from rich.table import Table
+
+    about = saved.about
+    if about["by"] == "gradient":
+        titles = {
+            "short": "change within the trained length (nats a token)",
+            "text": "loss of longer text (nats a token)",
+            "retrieval": "loss of a hidden key (nats)",
+        }
+        rows, where = about["losses"], "text that was not learned from"
+    else:
+        titles = {"value": f"{about['objective']['name']} (nats)", "short": "more loss within the trained length"}
+        rows, where = about["scores"], f"{about['evaluations']} candidates on one text"
+    table = Table(
+        title=f"{about['trained_length']:,} to {about['target_length']:,} tokens: {where}", title_justify="left"
+    )
+    table.add_column("method")
+    for title in titles.values():
+        table.add_column(title, justify="right", max_width=24)
+    for name, losses in rows.items():
+        cells = [
+            f"{losses[kind]:+.2%}" if kind == "short" and "value" in titles else f"{losses[kind]:.4f}"
+            for kind in titles
+        ]
+        table.add_row(name, *cells, style="bold" if name == "fitted" else None)
+    return table

@@ -1,0 +1,1 @@
+"""Rescale factors for one model: learned by gradient, or searched for."""

@@ -1,0 +1,280 @@
+"""LongRoPE's search: a population of λ, bred under an objective. Ding et al. (2024), sections 3.2 and 4.
+
+The search is a function of its settings and of the scores alone. Scores are written as they come, so a search that was
+stopped is run again from its beginning, over the scores that are there, and goes on bit for bit.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from ctxext.encodings.rope import RopeGeometry
+from ctxext.fitting.objectives import Score
+from ctxext.methods import LongRoPE, RopeScaling, make_method
+
+# Named methods of the first population.
+FOUNDERS = ("pi", "ntk", "ntk_by_parts", "yarn", "llama3")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvolutionSettings:
+    """How λ is searched for. Sizes and probabilities are those of the paper's appendix.
+
+    Attributes:
+        population: candidates of the first generation; `parents` of them live on at each.
+        mutations, crossovers: children of each generation.
+        probability: of each number of a parent to change in a mutation.
+        step: λ are multiples of it above 1.
+        minutes, evaluations: end at the first of the two that is used up; None for no end but the iterations.
+    """
+
+    population: int = 64
+    parents: int = 32
+    iterations: int = 40
+    mutations: int = 16
+    crossovers: int = 16
+    probability: float = 0.3
+    step: float = 0.01
+    minutes: float | None = None
+    evaluations: int | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        sizes = (self.population, self.parents, self.iterations, self.mutations, self.crossovers)
+        if min(sizes) < 1 or self.parents < 2 or not 0 < self.probability <= 1 or not 0 < self.step < 1:
+            raise ValueError(
+                "population, iterations, mutations and crossovers must be >= 1, parents >= 2, probability and step "
+                f"between 0 and 1, got {self}."
+            )
+        if self.population < len(FOUNDERS) or (self.evaluations is not None and self.evaluations < len(FOUNDERS)):
+            raise ValueError(
+                f"population and evaluations must be at least {len(FOUNDERS)}, so that every founder "
+                f"({', '.join(FOUNDERS)}) is measured; got {self.population} and {self.evaluations}."
+            )
+        if self.minutes is not None and not self.minutes > 0:
+            raise ValueError(f"minutes must be > 0, got {self.minutes}.")
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """λ in steps above 1, and the attention factor in steps above 0: whole numbers, so that equal ones are equal."""
+
+    rescale: tuple[int, ...]
+    attention: int
+
+
+@dataclass
+class Search:
+    """The outcome of a search.
+
+    Attributes:
+        founders: the scores of the named methods that it began with.
+        best: the score of `method`; `history` has the best one after each generation.
+    """
+
+    method: LongRoPE
+    best: Score
+    founders: dict[str, Score]
+    history: list[Score] = field(default_factory=list)
+    evaluations: int = 0
+
+
+class Memory:
+    """Scores, in a file if there is one, written as they come.
+
+    Args:
+        identity: what the scores depend on, JSON-ready.
+        writes: whether this process writes the file. All read it.
+        width: candidates that are scored at once, one in each process.
+
+    Raises:
+        ValueError: the file holds the scores of another search, or is none of ours.
+    """
+
+    def __init__(
+        self, path: Path | None = None, identity: dict[str, Any] | None = None, *, writes: bool = True, width: int = 1
+    ) -> None:
+        self.scores: dict[Candidate, Score] = {}
+        self.width = width
+        self._path = path if writes else None
+        if path is not None and path.is_file():
+            self._read(path, identity)
+        elif self._path is not None:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._path.write_text(json.dumps({"search": identity}) + "\n", encoding="utf-8")
+
+    def add(self, scores: dict[Candidate, Score]) -> None:
+        self.scores.update(scores)
+        if self._path is not None:
+            with self._path.open("a", encoding="utf-8") as file:
+                for candidate, score in scores.items():
+                    file.write(json.dumps({**asdict(candidate), "score": score}) + "\n")
+
+    def _read(self, path: Path, identity: dict[str, Any] | None) -> None:
+        first, *lines = path.read_text(encoding="utf-8").splitlines() or [""]
+        try:
+            known = json.loads(first)["search"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"{path} is not the file of a search. Choose another name.") from error
+        if known != json.loads(json.dumps(identity)):
+            differ = [key for key in {**known, **(identity or {})} if known.get(key) != (identity or {}).get(key)]
+            raise ValueError(
+                f"{path} holds another search: {', '.join(sorted(differ))} differ. Choose another file, or remove it."
+            )
+        for line in lines:
+            try:
+                row = json.loads(line)
+            except ValueError:  # the last line of a search that was killed
+                continue
+            self.scores[Candidate(tuple(row["rescale"]), row["attention"])] = Score(*row["score"])
+
+
+class Evolution:
+    """One search.
+
+    Args:
+        rope: of the model. `factor` is target length / trained length.
+        score: of a list of methods, in order; it may share them among processes.
+        memory: the file of scores; None keeps none. `identity` is what they depend on.
+        advance: called with the share that is done and the best score.
+        elapsed: minutes since the beginning, the same in every process.
+
+    Raises:
+        ValueError: `memory` holds the scores of another search.
+    """
+
+    def __init__(
+        self,
+        rope: RopeGeometry,
+        factor: float,
+        score: Callable[[Sequence[RopeScaling]], list[Score]],
+        settings: EvolutionSettings = EvolutionSettings(),
+        *,
+        memory: Memory | None = None,
+        advance: Callable[[float, str], None] = lambda share, state: None,
+        elapsed: Callable[[], float] | None = None,
+    ) -> None:
+        began = time.perf_counter()
+        self.rope, self.factor, self.settings = rope, factor, settings
+        self._score, self._advance = score, advance
+        self._memory = memory or Memory()
+        self._elapsed = elapsed or (lambda: (time.perf_counter() - began) / 60)
+        self._known: dict[Candidate, Score] = {}
+        self._most = round((1.25 * factor - 1) / settings.step)  # the paper's end of the search space
+
+    def run(self) -> Search:
+        """Search until the budget is used up."""
+        settings, rng = self.settings, Random(f"evolution {self.settings.seed}")
+        founders = {name: self._founder(name) for name in FOUNDERS}
+        self._measure(list(founders.values()), needed=True)
+        search = Search(
+            method=self.method_of(min(founders.values(), key=self._known.__getitem__)),
+            best=min(self._known.values()),
+            founders={name: self._known[candidate] for name, candidate in founders.items()},
+        )
+        parents = list(founders.values())
+        population = self._bred(rng, settings.population, partial(self._mutant, rng, parents))
+        for iteration in range(settings.iterations + 1):
+            whole = self._measure(population)
+            parents = sorted(self._known, key=self._known.__getitem__)[: settings.parents]
+            search.method, search.best = self.method_of(parents[0]), self._known[parents[0]]
+            search.history.append(search.best)
+            if not whole or iteration == settings.iterations:
+                break
+            population = [
+                *self._bred(rng, settings.mutations, partial(self._mutant, rng, parents)),
+                *self._bred(rng, settings.crossovers, partial(self._cross, rng, parents)),
+            ]
+        search.evaluations = len(self._known)
+        return search
+
+    def method_of(self, candidate: Candidate) -> LongRoPE:
+        """The method that a candidate stands for."""
+        step = self.settings.step
+        return LongRoPE(
+            factor=self.factor,
+            long_factor=tuple(1 + step * steps for steps in candidate.rescale),
+            attention_factor=step * candidate.attention,
+            fitted_to=(self.rope.rope_theta, self.rope.original_max_position_embeddings),
+        )
+
+    def _founder(self, name: str) -> Candidate:
+        method, step = make_method(name, self.factor), self.settings.step
+        assert isinstance(method, RopeScaling)
+        rescale = method.rescale_factors(self.rope).tolist()
+        return Candidate(
+            tuple(max(0, round((value - 1) / step)) for value in rescale),
+            round(float(method.attention_scaling(self.rope)) / step),
+        )
+
+    def _mutant(self, rng: Random, parents: Sequence[Candidate]) -> Candidate:
+        """Each number of a parent is drawn anew by chance: λ between its neighbours, so that it never falls."""
+        parent = rng.choice(parents)
+        rescale = list(parent.rescale)
+        for pair in range(len(rescale)):
+            if rng.random() < self.settings.probability:
+                low = rescale[pair - 1] if pair else 0
+                high = rescale[pair + 1] if pair + 1 < len(rescale) else self._most
+                rescale[pair] = rng.randint(low, max(low, high))
+        attention = parent.attention
+        if rng.random() < self.settings.probability:
+            attention = max(1, attention + rng.choice((-2, -1, 1, 2)))
+        return Candidate(tuple(rescale), attention)
+
+    def _cross(self, rng: Random, parents: Sequence[Candidate]) -> Candidate:
+        """Each number from one of two parents; where λ would fall, the one before it."""
+        one, other = rng.sample(parents, 2)
+        rescale: list[int] = []
+        for pair in zip(one.rescale, other.rescale):
+            rescale.append(max(rng.choice(pair), rescale[-1] if rescale else 0))
+        return Candidate(tuple(rescale), rng.choice((one.attention, other.attention)))
+
+    def _bred(self, rng: Random, count: int, breed: Callable[[], Candidate]) -> list[Candidate]:
+        """New candidates; fewer where a hundred attempts each bring only known ones."""
+        new: dict[Candidate, None] = {}
+        for _ in range(100 * count):
+            child = breed()
+            if child not in self._known:
+                new[child] = None
+            if len(new) == count:
+                break
+        return list(new)
+
+    def _measure(self, candidates: Sequence[Candidate], needed: bool = False) -> bool:
+        """Score candidates; False where the budget ended before the last. The `needed` ones are scored first of all."""
+        for at in range(0, len(candidates), self._memory.width):
+            part = [candidate for candidate in candidates[at : at + self._memory.width] if candidate not in self._known]
+            limit = self.settings.evaluations
+            if not needed and (self._share() >= 1 or (limit is not None and len(self._known) + len(part) > limit)):
+                return False
+            fresh = [candidate for candidate in part if candidate not in self._memory.scores]
+            if fresh:
+                found = self._score([self.method_of(candidate) for candidate in fresh])
+                self._memory.add(dict(zip(fresh, found)))
+            self._known.update({candidate: self._memory.scores[candidate] for candidate in part})
+            if needed and self.settings.minutes and self._elapsed() > self.settings.minutes:
+                raise ValueError(
+                    f"{self.settings.minutes:g} minutes are too little: {len(self._known)} of the {len(FOUNDERS)} "
+                    f"named methods took {self._elapsed():.1f}. Allow more, or fewer or shorter windows."
+                )
+            best = min(self._known.values())
+            self._advance(min(1.0, self._share()), f"{len(self._known)} read, best {best.value:.4f} nats")
+        return True
+
+    def _share(self) -> float:
+        """How much of the budget is used."""
+        settings = self.settings
+        whole = settings.population + settings.iterations * (settings.mutations + settings.crossovers)
+        used = [len(self._known) / whole]
+        if settings.evaluations is not None:
+            used.append(len(self._known) / settings.evaluations)
+        if settings.minutes is not None:
+            used.append(self._elapsed() / settings.minutes)
+        return max(used)

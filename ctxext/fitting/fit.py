@@ -1,0 +1,190 @@
+"""From a model and a text to a method in a file."""
+
+from __future__ import annotations
+
+import platform
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ctxext.evals.engine import Engine
+from ctxext.evals.prompts import Prompter
+from ctxext.evals.runner import versions
+from ctxext.evals.samples import fingerprint
+from ctxext.evals.targets import model_fingerprint
+from ctxext.fitting.episodes import Material, split
+from ctxext.fitting.evolution import Evolution, EvolutionSettings, Memory
+from ctxext.fitting.gradient import GradientSettings, fit_by_gradient
+from ctxext.fitting.live import LiveFactors
+from ctxext.fitting.objectives import Objective, Score, Scorer
+from ctxext.methods import RopeScaling
+from ctxext.plans import factor_and_target
+from ctxext.saved import SavedMethod
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+@dataclass(frozen=True)
+class Processes:
+    """Which of how many processes this is, as `accelerate launch` starts them."""
+
+    rank: int = 0
+    world: int = 1
+
+    def total(self, tensor: Tensor) -> Tensor:
+        """The sum over all processes."""
+        if self.world == 1:
+            return tensor
+        from accelerate.utils import reduce
+
+        return reduce(tensor, "sum")  # type: ignore[no-any-return]
+
+    def gathered(self, values: list[Any]) -> list[Any]:
+        """The lists of all processes, one after the other."""
+        if self.world == 1:
+            return values
+        from accelerate.utils import gather_object
+
+        return list(gather_object(values))
+
+
+DEFAULT, PERPLEXITY, ALONE = GradientSettings(), Objective(), Processes()
+
+
+def fit(
+    model: PreTrainedModel,
+    prompter: Prompter,
+    text: str,
+    factor: float | None = None,
+    *,
+    target_length: int | None = None,
+    original_max_position_embeddings: int | None = None,
+    settings: GradientSettings | EvolutionSettings = DEFAULT,
+    objective: Objective = PERPLEXITY,
+    memory: Path | None = None,
+    names: tuple[str, str] = ("model", "text"),
+    advance: Callable[[float, str], None] = lambda share, state: None,
+    processes: Processes = ALONE,
+) -> SavedMethod:
+    """Find the rescale factors and the attention factor that serve `model` best; its weights stay as they are.
+
+    Args:
+        prompter: of the model's tokenizer, `Prompter(tokenizer)`.
+        text: prose; three quarters are learned from, and the rest chosen by.
+        factor, target_length, original_max_position_embeddings: as in `ctxext.extend_context`.
+        settings: of the gradient descent, or of the search, which `objective` and `memory` belong to.
+        memory: where a search keeps its scores, to go on from.
+        names: of model and text, for the file.
+        advance: called with the share that is done and a line for the person who waits.
+
+    Returns:
+        A method for `extend_context(model, method=...)`, with an account of how it was found in `about`.
+
+    Raises:
+        ValueError: the text is too short, RoPE is scaled already or none, a budget that holds no evaluation, or
+            `memory` belongs to another search.
+        RuntimeError: a loss is not finite. The model is left as it was in every case.
+    """
+    began = time.perf_counter()
+    live = LiveFactors(model, original_max_position_embeddings)
+    trained = live.rope.original_max_position_embeddings
+    factor, target = factor_and_target(factor, target_length, "longrope", trained)
+    if target <= trained:
+        raise ValueError(f"the model covers {target} tokens already: it was trained at {trained}. Ask for more.")
+    learnt, held_out = split(text, prompter, trained, target, name=names[1])
+    with live:
+        if isinstance(settings, GradientSettings):
+            found = _descended(model, live, learnt, held_out, settings, advance, processes)
+        else:
+            found = _searched(model, live, learnt, held_out, settings, objective, memory, advance, processes)
+    method, by = found
+    about = {
+        "model": names[0],
+        "model_fingerprint": model_fingerprint(model),
+        "trained_length": trained,
+        "target_length": target,
+        "text": f"{names[1]} {learnt.haystack.fingerprint}",
+        **by,
+        "seconds": time.perf_counter() - began,
+        "machine": f"{platform.machine()}, {torch.get_num_threads()} threads, {model.device.type}",
+        "versions": versions(),
+    }
+    return SavedMethod(method, about)
+
+
+Found = tuple[RopeScaling, dict[str, Any]]
+
+
+def _descended(
+    model: PreTrainedModel,
+    live: LiveFactors,
+    learnt: Material,
+    held_out: Material,
+    settings: GradientSettings,
+    advance: Callable[[float, str], None],
+    processes: Processes,
+) -> Found:
+    found = fit_by_gradient(
+        model, live, learnt, held_out, settings,
+        advance=advance, reduce=processes.total, rank=processes.rank, world=processes.world,
+    )  # fmt: skip
+    about = {"by": "gradient", "settings": asdict(settings), "start": found.start, "losses": found.tried}
+    return found.method, {**about, "history": found.history}
+
+
+def _searched(
+    model: PreTrainedModel,
+    live: LiveFactors,
+    learnt: Material,
+    held_out: Material,
+    settings: EvolutionSettings,
+    objective: Objective,
+    memory: Path | None,
+    advance: Callable[[float, str], None],
+    processes: Processes,
+) -> Found:
+    advance(0.0, "reading the unextended model")
+    scorer = Scorer(Engine(model), live, objective, learnt)
+    began = time.perf_counter()
+
+    def score(methods: list[RopeScaling]) -> list[Score]:
+        mine = [(k, scorer(methods[k])) for k in range(processes.rank, len(methods), processes.world)]
+        return [Score(*found) for _, found in sorted(processes.gathered(mine))]
+
+    def elapsed() -> float:
+        # The first process has the clock, as all have to end at the same candidate.
+        return float(processes.total(torch.tensor([time.perf_counter() - began if processes.rank == 0 else 0.0]))) / 60
+
+    identity = {
+        "model": fingerprint(model_fingerprint(model)),
+        "text": learnt.haystack.fingerprint,
+        "lengths": [learnt.trained, learnt.target],
+        "objective": asdict(objective),
+        "settings": {k: v for k, v in asdict(settings).items() if k not in ("minutes", "evaluations", "iterations")},
+    }
+    known = Memory(memory, identity, writes=processes.rank == 0, width=processes.world)
+    search = Evolution(
+        live.rope, learnt.target / learnt.trained, score, settings, memory=known, advance=advance, elapsed=elapsed
+    ).run()
+    other = Scorer(Engine(model), live, objective, held_out)
+    best = min(search.founders, key=search.founders.__getitem__)
+    about = {
+        "by": "evolution",
+        "settings": asdict(settings),
+        "objective": asdict(objective),
+        "start": best,
+        "scores": {
+            **{name: found._asdict() for name, found in search.founders.items()},
+            "fitted": search.best._asdict(),
+        },
+        "held_out": {"fitted": other(search.method)._asdict()},
+        "evaluations": search.evaluations,
+        "history": [found._asdict() for found in search.history],
+    }
+    return search.method, about

@@ -1,0 +1,128 @@
+"""Rescale factors that can be changed at every step, and through which gradients flow."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from jaxtyping import Float64
+from torch import Tensor, nn
+
+from ctxext.configs import has_rope, read_context
+from ctxext.encodings.rope import RopeGeometry
+from ctxext.extension import extension_of
+from ctxext.families import family_of
+from ctxext.methods import RopeScaling
+from ctxext.sites.rotary import find_rotary_sites, relative_error
+from ctxext.sites.twin import text_config_of
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+class LiveFactors:
+    """The rotary embedding of a model, under λ and an attention factor of your choosing, for a `with` block.
+
+    Its own class's forward computes cos and sin, as it will once λ stands in the config, only without `no_grad`.
+
+    Attributes:
+        rope: what the model was trained with.
+
+    Raises:
+        ValueError: RoPE that is extended or scaled already, that has several tables, or none at all.
+    """
+
+    def __init__(self, model: PreTrainedModel, original_max_position_embeddings: int | None = None) -> None:
+        text_config = text_config_of(model.config)
+        name = f"{type(model).__name__} (model_type {text_config.model_type!r})"
+        if not has_rope(text_config):
+            raise ValueError(f"{name} has no rotary position embeddings, so there is no λ to fit.")
+        facts = read_context(model.config, original_max_position_embeddings)
+        if extension_of(model) is not None or facts.scaling is not None or facts.mark is not None:
+            raise ValueError(
+                f"the RoPE of {name} is scaled already. Fit the model as it was: restore_context(model), or load it "
+                "without its scaling."
+            )
+        if (
+            len(facts.tables) > 1
+            or facts.tables[0].n_zero
+            or facts.softmax_factor != 1
+            or family_of(text_config).mscale_keys
+        ):
+            raise ValueError(
+                f"{name} has frequencies for several types of layers, or a temperature of its own in the softmax: λ is "
+                "fitted where one table of frequencies serves the whole model. Use a named method, such as yarn."
+            )
+        self.rope: RopeGeometry = facts.original_rope
+        self._sites = [site.module for site in find_rotary_sites(model, text_config)]
+        if not self._sites or any(relative_error(module.inv_freq, self.rope.inv_freq) > 1e-6 for module in self._sites):
+            raise ValueError(f"{name} does not keep its frequencies as its config has them, so λ cannot be fitted.")
+        self._former: list[tuple[Tensor, float, Any]] = []
+
+    def __enter__(self) -> LiveFactors:
+        for module in self._sites:
+            self._former.append((module.inv_freq, module.attention_scaling, module.__dict__.get("forward")))
+            module.forward = partial(inspect.unwrap(type(module).forward), module)  # type: ignore[method-assign]
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for module, (table, scaling, forward) in zip(self._sites, self._former):
+            module._buffers["inv_freq"], module.attention_scaling = table, scaling  # type: ignore[assignment]
+            del module.forward
+            if forward is not None:
+                module.forward = forward  # type: ignore[method-assign]
+        self._former.clear()
+
+    def put(self, rescale_factors: Float64[Tensor, " pair"], attention_factor: Tensor | float) -> None:
+        """Use `rescale_factors` from here on."""
+        for module, (table, _, _) in zip(self._sites, self._former):
+            inv_freq = (self.rope.inv_freq / rescale_factors).to(table)
+            scale = attention_factor.to(table) if isinstance(attention_factor, Tensor) else attention_factor
+            module._buffers["inv_freq"], module.attention_scaling = inv_freq, scale  # type: ignore[assignment]
+
+    def use(self, method: RopeScaling | None) -> None:
+        """Use a static method from here on; None for the model as it was trained."""
+        if method is None:
+            self.put(torch.ones_like(self.rope.inv_freq), 1.0)
+        else:
+            self.put(method.rescale_factors(self.rope), float(method.attention_scaling(self.rope)))
+
+
+@contextmanager
+def recomputed(model: PreTrainedModel) -> Iterator[None]:
+    """Keep one hidden state a layer for the backward pass and recompute the rest, dropout staying off."""
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    blocks = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    if not blocks:
+        yield
+        return
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    for block in blocks:
+        block.training = True  # of the block alone: what is in it stays in eval mode
+    try:
+        yield
+    finally:
+        for block in blocks:
+            block.training = False
+        model.gradient_checkpointing_disable()
+
+
+@contextmanager
+def frozen(model: nn.Module) -> Iterator[None]:
+    """No weight gets a gradient."""
+    asked = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    for parameter in asked:
+        parameter.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for parameter in asked:
+            parameter.requires_grad_(True)
