@@ -22,10 +22,11 @@ import torch
 from jaxtyping import Float64
 from torch import Tensor
 
-from ctxext.configs import RopePlan, plan_rope, read_context
+from ctxext.configs import RopePlan, read_context
 from ctxext.encodings.rope import RopeGeometry, inverse_frequencies
 from ctxext.extension import RECORD, read_record
 from ctxext.methods import ContextMethod, geometry_in_use, longrope_parameters
+from ctxext.planning import plan_extension
 
 if TYPE_CHECKING:
     import numpy as np
@@ -249,7 +250,8 @@ def extend_gguf(
     source, output = Path(source), Path(output)
     _check_new(output)
     file = _File(source)
-    plan = plan_rope(_config(file), factor, method, **arguments)
+    plan = plan_extension(_config(file), factor, method, **arguments)
+    assert isinstance(plan, RopePlan)
     if plan.is_late:
         assert plan.method is not None
         raise ValueError(
