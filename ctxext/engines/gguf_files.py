@@ -331,7 +331,7 @@ def _mark(mark: dict[str, Any], rope: dict[str, Any], factors: list[_Stored], ro
     read = _as_rope_parameters(
         stored, rotary_dim, torch.from_numpy(factors[0].load().copy()).double() if factors else None
     )
-    return {MARK: json.dumps({**mark, "fields": {"rope_parameters": read}})}
+    return {MARK: json.dumps({**mark, "fields": {"rope_parameters": read}}, sort_keys=True)}
 
 
 def _float32(value: float) -> float:
