@@ -113,33 +113,40 @@ class _File:
         field = self.reader.get_field(f"{self.architecture}{key}" if key.startswith(".") else key)
         return default if field is None else field.contents()
 
+    def number(self, key: str, default: int | None = None) -> int:
+        """As `get`, of a whole number that there must be."""
+        value = self.get(key, default)
+        if not isinstance(value, int):
+            raise ValueError(f"{self.path} has {value!r} for {self.architecture}{key}, where a whole number is needed.")
+        return value
+
     def tensor(self, name: str) -> np.ndarray | None:
         return next((tensor.data for tensor in self.reader.tensors if tensor.name == name), None)
 
     @property
     def head_dim(self) -> int:
-        return int(self.get(".attention.key_length") or self.get(".embedding_length") // self.heads)
+        return self.number(".attention.key_length", self.number(".embedding_length") // self.heads)
 
     @property
     def heads(self) -> int:
-        return int(self.get(".attention.head_count"))
+        return self.number(".attention.head_count")
 
     @property
     def rotary_dim(self) -> int:
-        return int(self.get(".rope.dimension_count", self.head_dim))
+        return self.number(".rope.dimension_count", self.head_dim)
 
     @property
     def rope_parameters(self) -> dict[str, Any]:
         """What llama.cpp makes of the file, in transformers' words."""
         factors = self.tensor(ROPE_FACTORS)
+        values = {".context_length": self.number(".context_length"), **{key: self.get(key) for key in _KEYS}}
         return _as_rope_parameters(
-            {key: self.get(key) for key in _KEYS}, self.rotary_dim,
-            None if factors is None else torch.from_numpy(factors.copy()).double(),
-        )  # fmt: skip
+            values, self.rotary_dim, None if factors is None else torch.from_numpy(factors.copy()).double()
+        )
 
 
 _KEYS = (
-    ".context_length", ".rope.freq_base", ".rope.scale_linear", ".rope.scaling.type", ".rope.scaling.factor",
+    ".rope.freq_base", ".rope.scale_linear", ".rope.scaling.type", ".rope.scaling.factor",
     ".rope.scaling.original_context_length", ".rope.scaling.attn_factor",
 )  # fmt: skip
 
@@ -160,11 +167,11 @@ def _reader(path: Path) -> GGUFReader:
 def _as_rope_parameters(
     values: dict[str, Any], rotary_dim: int, factors: Float64[Tensor, " pair"] | None
 ) -> dict[str, Any]:
-    """The metadata's RoPE (`_KEYS`) as `rope_parameters`, read as llama.cpp reads it.
+    """The metadata's RoPE (`_KEYS` and the context's length) as `rope_parameters`, read as llama.cpp reads it.
 
     `llama_model::load_hparams` and the constructor of `llama_context`, ggml-org/llama.cpp.
     """
-    length = int(values[".context_length"])
+    length = values[".context_length"]
     original = int(values.get(".rope.scaling.original_context_length") or length)
     kind = values.get(".rope.scaling.type") or "linear"
     scale = float(values.get(".rope.scaling.factor") or values.get(".rope.scale_linear") or 1.0)
@@ -177,8 +184,8 @@ def _as_rope_parameters(
         parameters |= {"rope_type": "linear", "factor": scale}
     elif kind not in ("linear", "none"):
         raise ValueError(
-            f"its scaling {kind!r} is in two tables, of which llama.cpp takes one by the size of the context. Extend "
-            "the folder that it was converted from."
+            f"the file's scaling {kind!r} is in two tables, of which llama.cpp takes one by the size of the context. "
+            "Extend the folder that it was converted from."
         )
     if factors is None and attention_factor == 1.0:
         return parameters
@@ -207,13 +214,13 @@ def _config(file: _File) -> PreTrainedConfig:
     embedding = file.tensor("token_embd.weight")
     config = AutoConfig.for_model(
         ARCHITECTURES[file.architecture].model_type,
-        hidden_size=file.get(".embedding_length"),
-        num_hidden_layers=file.get(".block_count"),
+        hidden_size=file.number(".embedding_length"),
+        num_hidden_layers=file.number(".block_count"),
         num_attention_heads=file.heads,
-        num_key_value_heads=file.get(".attention.head_count_kv", file.heads),
+        num_key_value_heads=file.number(".attention.head_count_kv", file.heads),
         head_dim=file.head_dim,
         vocab_size=len(file.get("tokenizer.ggml.tokens")) if embedding is None else embedding.shape[0],
-        max_position_embeddings=file.get(".context_length"),
+        max_position_embeddings=file.number(".context_length"),
         rope_parameters=parameters,
     )
     mark = file.get(MARK)

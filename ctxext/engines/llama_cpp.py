@@ -20,8 +20,8 @@ from torch import Tensor
 class GGUFModel:
     """A GGUF file as llama.cpp's server runs it, on the CPU, with keys and values in float32.
 
-    Flash attention is off and nothing is resized to fit memory, so that what is compared is the model. A context
-    manager: leaving it frees the memory.
+    Flash attention is off and nothing is resized to fit memory, so that what is compared is the model. The server
+    listens on a free port of this machine alone. A context manager: leaving it ends the server and frees the memory.
     """
 
     def __init__(self, path: str | Path, *, n_ctx: int | None = None, threads: int | None = None) -> None:

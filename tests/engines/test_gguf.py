@@ -305,23 +305,24 @@ def test_what_metadata_cannot_say_is_refused_where_the_graph_takes_no_factors(
 
 
 def test_what_is_no_gguf_file_of_a_known_architecture_is_refused(plain: Path, tmp_path: Path) -> None:
-    cut, other, out = tmp_path / "cut.gguf", tmp_path / "other.gguf", tmp_path / "out.gguf"
+    cut, out = tmp_path / "cut.gguf", tmp_path / "out.gguf"
     for content in (b"", b"nothing", plain.read_bytes()[:5000], plain.read_bytes()[:-5000]):
         cut.write_bytes(content)
         with pytest.raises(ValueError, match="no whole GGUF"):
             extend_gguf(cut, out)
     with pytest.raises(FileNotFoundError, match="is no file"):
         extend_gguf(tmp_path / "nowhere.gguf", out)
-    writer = gguf.GGUFWriter(other, "mamba")
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    with pytest.raises(ValueError, match=f"'mamba'.*known: {', '.join(ARCHITECTURES)}"):
-        extend_gguf(other, out)
+    for architecture, said in (("mamba", f"known: {', '.join(ARCHITECTURES)}"), ("llama", "whole number is needed")):
+        writer = gguf.GGUFWriter(tmp_path / f"{architecture}.gguf", architecture)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+        with pytest.raises(ValueError, match=said):
+            extend_gguf(tmp_path / f"{architecture}.gguf", out)
     assert not out.exists()
     with pytest.raises(FileExistsError, match="Choose another"):
-        extend_gguf(plain, other)
+        extend_gguf(plain, cut)
     with pytest.raises(ValueError, match="could not load"):
         GGUFModel(cut)
 
