@@ -33,6 +33,7 @@ benchmark: $(VENV)/dev.stamp
 	$(BIN)/python benchmarks/evaluators.py
 	$(BIN)/python benchmarks/finetune.py
 	$(BIN)/python benchmarks/attention.py
+	$(BIN)/python benchmarks/versions.py
 
 late: $(VENV)/dev.stamp  ## late rotation on a public model; `make smollm2` fetches it
 	$(BIN)/python benchmarks/dynamic.py --model runs/SmolLM2-135M-Instruct --trained-length 256 --windows 2 --texts 1

@@ -16,8 +16,8 @@ from ctxext.methods import list_methods
 ROOT = Path(__file__).resolve().parent.parent
 # Each room may import from those before it.
 ROOMS = ["encodings", "methods", "pictures", "sites", "attention", "families", "plans", "configs", "planning",
-         "description", "extension", "api", "survey", "tables", "assets", "folders", "adapters", "data", "training",
-         "evals", "cli"]  # fmt: skip
+         "description", "extension", "api", "survey", "tables", "assets", "folders", "adapters", "engines", "data",
+         "training", "evals", "cli"]  # fmt: skip
 
 
 def room_of(module: str) -> str:
@@ -72,7 +72,9 @@ def update_readme():
     return module
 
 
-@pytest.mark.parametrize("file", ["README.md", "docs/benchmarks/README.md", "docs/positions/README.md"])
+@pytest.mark.parametrize(
+    "file", ["README.md", "docs/benchmarks/README.md", "docs/engines.md", "docs/positions/README.md"]
+)
 def test_tables_are_those_of_the_registry_and_of_the_json(file: str) -> None:
     module, text = update_readme(), (ROOT / file).read_text()
     assert module.updated(text, module.TABLES[file]) == text, "run python docs/update_readme.py"
