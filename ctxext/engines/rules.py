@@ -106,7 +106,8 @@ def export_for(
     _refuse_others_static(engine, text_config, facts.tables)
     if engine == "llama.cpp":
         _as_transformers("transformers", text_config, section, facts.tables, target)
-        return EngineExport(engine, _LEAST[engine], written, *_llama_cpp(text_config, facts.tables, target))
+        command, warnings = _llama_cpp(text_config, facts.tables, target)
+        return EngineExport(engine, _LEAST[engine], written, command, {}, warnings)
     _as_server(engine, text_config, section, facts.tables, target)
     changed = {name: value for name, value in written.items() if source.get(name) != value and name != "ctxext"}
     environment, lengths = _lengths(engine, section, text_config, target, tokenizer_length)
