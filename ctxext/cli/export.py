@@ -72,7 +72,7 @@ def export(
     if is_gguf or (output is not None and output.suffix == ".gguf"):
         _write_gguf(model, engine, output, is_gguf, revision, how)
         return
-    exports, refused = _exports(model, engine, revision, how)
+    source, exports, refused = _exports(model, engine, revision, how)
     if output is not None:
         _write_configs(output, exports)
     if as_json:
@@ -80,10 +80,11 @@ def export(
         print(json.dumps({**told, **{name: {"refused": why} for name, why in refused.items()}}, indent=2))
         return
     for each in exports:
-        _show(each, output)
-    for name, why in refused.items():
-        _title(name, "cannot")
+        _show(each, source, output)
+    for why in dict.fromkeys(refused.values()):
+        _title(", ".join(name for name, its in refused.items() if its == why), "cannot")
         _paragraph(why, "yellow")
+        print()
 
 
 def _write_gguf(
@@ -106,8 +107,8 @@ def _write_gguf(
 
 def _exports(
     model: str, engine: str, revision: str | None, how: dict[str, Any]
-) -> tuple[list[EngineExport], dict[str, str]]:
-    """What each engine needs, and why it cannot, by engine; the only engine asked for raises that."""
+) -> tuple[dict[str, Any], list[EngineExport], dict[str, str]]:
+    """The config.json as it is, what each engine needs, and why others cannot; a single engine raises that."""
     with without_garbage_collection():
         from transformers import AutoConfig
 
@@ -130,20 +131,18 @@ def _exports(
     elif record is not None:
         plan = plan_extension(config, **record)
     tokenizer = folder / "tokenizer_config.json"
-    about = {
-        "model": path,
-        "source": json.loads((folder / "config.json").read_text(encoding="utf-8")),
-        "tokenizer_length": json.loads(tokenizer.read_text()).get("model_max_length") if tokenizer.is_file() else None,
-    }
+    source = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    length = json.loads(tokenizer.read_text(encoding="utf-8")).get("model_max_length") if tokenizer.is_file() else None
+    about = {"model": path, "source": source, "tokenizer_length": length}
     if engine != "all":
-        return [export_for(engine, config, plan, **about)], {}
+        return source, [export_for(engine, config, plan, **about)], {}
     exports, refused = [], {}
     for name in ENGINES:
         try:
             exports.append(export_for(name, config, plan, **about))
         except NotExportable as error:
             refused[name] = str(error)
-    return exports, refused
+    return source, exports, refused
 
 
 def _write_configs(output: Path, exports: list[EngineExport]) -> None:
@@ -175,23 +174,24 @@ def _copied(text: str) -> None:
     Console().print(text, soft_wrap=True, highlight=False, markup=False)
 
 
-def _show(export: EngineExport, output: Path | None) -> None:
+def _show(export: EngineExport, source: dict[str, Any], output: Path | None) -> None:
     _title(export.engine, f"since {export.least_version}")
+    where = "config.json (-o FOLDER writes it)" if output is None else str(output / export.engine / "config.json")
     flags = list(export.flags)
-    longest = max((len(flag) for flag in flags), default=0)
-    config = "config.json" if output is None else str(output / export.engine / "config.json")
-    if not flags or longest > LONG:
-        where = f"with {config} in the checkpoint's place" + " (write it with -o FOLDER)" * (output is None)
-        flags = [flag for i, flag in enumerate(flags) if max(len(f) for f in flags[i : i + 2]) <= LONG]
-        _paragraph(f"{where}{':' if flags else ', plain transformers loads it; of its keys:'}", "dim")
-    if export.flags:
-        variables = [f"{name}={value}" for name, value in export.environment.items()]
-        _copied(_command([*variables, *flags]))
+    if any(len(flag) > LONG for flag in flags):
+        at = next(i for i, flag in enumerate(flags) if len(flag) > LONG)
+        flags = flags[: at - 1] + flags[at + 1 :]
+        _paragraph(f"with {where} in the place of the checkpoint's:", "dim")
+    if flags:
+        _copied(_command([*(f"{name}={value}" for name, value in export.environment.items()), *flags]))
+    elif export.config == source:
+        _paragraph("the checkpoint as it is.")
     else:
-        _copied("\n".join(f"  {line}" for line in _keys(export.config)))
+        _paragraph(f"{where} in the place of the checkpoint's, with", "dim")
+        _copied("\n".join(_lines(export)))
     for warning in export.warnings:
         _paragraph(f"note: {warning}")
-    Console().print()
+    print()
 
 
 def _command(words: list[str]) -> str:
@@ -206,10 +206,18 @@ def _command(words: list[str]) -> str:
     return "  " + " \\\n    ".join(lines)
 
 
-def _keys(config: dict[str, Any]) -> list[str]:
-    """The keys of a config.json that say its context, as it has them."""
-    nested = next((value for value in config.values() if isinstance(value, dict) and "rope_parameters" in value), {})
-    section = config if {"rope_parameters", "rope_scaling", "rope_theta"} & config.keys() else nested
-    wanted = ("max_position_embeddings", "rope_theta", "rope_scaling", "rope_parameters")
-    lines = [f'"{name}": {json.dumps(section[name])}' for name in wanted if section.get(name) is not None]
-    return [line if len(line) <= LONG else f"{line[:LONG]} …" for line in lines]
+def _lines(export: EngineExport) -> list[str]:
+    """The keys of a config.json that say its context; of long lists, the ends."""
+    names = ["rope_theta", "rope_scaling"] if export.engine == "transformers-v4" else ["rope_parameters"]
+    nested = [value for value in export.config.values() if isinstance(value, dict) and "rope_parameters" in value]
+    section = nested[0] if nested else export.config
+    found = {name: section[name] for name in ("max_position_embeddings", *names) if section.get(name) is not None}
+    return [f'  "{name}": {json.dumps(_ends(value), ensure_ascii=False)}' for name, value in found.items()]
+
+
+def _ends(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _ends(each) for name, each in value.items()}
+    if isinstance(value, list) and len(value) > 4:
+        return [value[0], f"{len(value) - 2} more", value[-1]]
+    return value

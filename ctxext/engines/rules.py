@@ -173,10 +173,7 @@ def _why_live_only(engine: str, plan: Plan) -> str:
             f"(--length {plan.target_length}), which is static, or 'yarn'.{where}"
         )
     if plan.is_late:
-        return (
-            f"{name} maps positions inside attention, which no config can say and {engine} does not do. Nearest: "
-            f"'yarn' by the same factor.{where}"
-        )
+        return f"{name} maps positions inside attention, which no config can say. Nearest: 'yarn', as far.{where}"
     nearest = "" if plan.encoding != "rope" else " Nearest: a method that its config takes, such as 'pi'."
     return f"no config can say what {name} does here, as {plan.why_not_portable}.{nearest}{where}"
 
@@ -231,7 +228,8 @@ def _as_transformers(
         )
     if two_fields and not kinds <= {"linear", "dynamic"}:
         raise NotExportable(f"{READINGS['transformers-4-olmo']}. Nearest: 'ntk' or 'pi', or transformers 5.")
-    section.pop("rope_parameters", None)
+    if two_fields or three_fields:
+        section.pop("rope_parameters", None)
     if two_fields:
         parameters = tables[0].parameters
         section["rope_scaling"] = {"type": _rope_type(parameters), "factor": parameters["factor"]}
@@ -310,7 +308,7 @@ def _as_server(
     factor = parameters.get("factor", 1.0)
     if parameters.get("rope_type") == "linear" and "original_max_position_embeddings" not in parameters:
         section[_limit_name(text_config)] = math.ceil(target / factor)  # they multiply it
-    if engine == "sglang" and "original_max_position_embeddings" in section and "" in new:
+    if "original_max_position_embeddings" in section.keys() & parameters.keys():  # beside them it wins (Phi-3)
         section["original_max_position_embeddings"] = parameters["original_max_position_embeddings"]
 
 
