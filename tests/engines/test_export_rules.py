@@ -31,7 +31,7 @@ STATIC = {
     and not example.is_late
 }
 STATIC |= {
-    "yarn with options": YaRN(factor=FACTOR, beta_fast=16, attention_factor=1.3),
+    "yarn with options": YaRN(factor=FACTOR, beta_fast=4, beta_slow=0.25, attention_factor=1.3),
     "yarn not truncated": YaRN(factor=FACTOR, truncate=False),
     "pi by 2.5": PI(factor=2.5),
 }
@@ -214,9 +214,10 @@ def test_every_engine_reads_the_frequencies_and_the_length_that_were_meant(name:
 
 @pytest.mark.parametrize("name", [name for name, method in STATIC.items() if "longrope" in str(
     method.rope_parameters(read_context(tiny_config("llama")).rope)["rope_type"])])  # fmt: skip
-def test_no_position_within_reach_is_taken_for_another_in_sglang(name: str) -> None:
+@pytest.mark.parametrize("family", ["llama", "phi3"])
+def test_no_position_within_reach_is_taken_for_another_in_sglang(name: str, family: str) -> None:
     """Its longrope gives the position original_max_position_embeddings the angles of 0 where no other is longer."""
-    config = tiny_config("llama")
+    config = tiny_config(family)
     plan = plan_rope(config, method=method_for(config, name))
     read = loaded(export_for("sglang", config, plan).config)
     for position in range(plan.target_length):
