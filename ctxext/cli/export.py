@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+import tempfile
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -59,6 +60,7 @@ def export(
         Path | None,
         typer.Option("--output", "-o", help="A new folder for a config.json of each engine, or a new .gguf file."),
     ] = None,
+    dtype: Annotated[str, typer.Option(help="Of a GGUF file's matrices: F32, F16, BF16 or Q8_0.")] = "F32",
     as_json: Annotated[bool, typer.Option("--json", help="Print all of it as JSON.")] = False,
 ) -> None:
     """Print what an engine needs to serve an extension: config, command line, variables, and what it cannot do."""
@@ -70,7 +72,7 @@ def export(
     how |= {"existing": existing} if existing != "refuse" else {}
     is_gguf = Path(model).suffix == ".gguf"
     if is_gguf or (output is not None and output.suffix == ".gguf"):
-        _write_gguf(model, engine, output, is_gguf, revision, how)
+        _write_gguf(model, engine, output, is_gguf, revision, dtype, how)
         return
     source, exports, refused = _exports(model, engine, revision, how)
     if output is not None:
@@ -88,10 +90,10 @@ def export(
 
 
 def _write_gguf(
-    model: str, engine: str, output: Path | None, is_gguf: bool, revision: str | None, how: dict[str, Any]
+    model: str, engine: str, output: Path | None, is_gguf: bool, revision: str | None, dtype: str, how: dict[str, Any]
 ) -> None:
     from ctxext.engines.gguf_files import extend_gguf, write_gguf
-    from ctxext.folders import checkpoint_folder
+    from ctxext.folders import checkpoint_folder, extend_folder
 
     if engine != "llama.cpp":
         raise ValueError(f"GGUF files are for llama.cpp alone, got --engine {engine}. Say --engine llama.cpp.")
@@ -101,7 +103,14 @@ def _write_gguf(
         plan = extend_gguf(Path(model), output, **how)
         console.print(f"[bold]{plan.summary}[/]", highlight=False)
     else:
-        write_gguf(checkpoint_folder(model, revision), output, **how)
+        folder = checkpoint_folder(model, revision)
+        with tempfile.TemporaryDirectory(prefix=".ctxext-", dir=output.parent) as temporary:
+            if how:  # the same weights, linked
+                extended = extend_folder(folder, Path(temporary) / folder.resolve().name, **how, say=console.print)
+                assert extended.output is not None
+                folder = extended.output
+                console.print(f"[bold]{extended.plan.summary}[/]", highlight=False)
+            write_gguf(folder, output, dtype)
     console.print(f"wrote {output}", highlight=False, soft_wrap=True)
 
 

@@ -348,7 +348,7 @@ def _lengths(
 ) -> tuple[dict[str, str], tuple[str, ...]]:
     """The variable that lets `target` tokens through, where the engine would refuse them, and why."""
     parameters = section["rope_parameters"]
-    found = [section[name] for name in _LENGTHS[engine] if section.get(name) is not None]
+    found = [section[name] for name in _LENGTHS[engine] if section.get(name) is not None] or [target]
     factor = parameters.get("factor", 1.0) if parameters.get("rope_type") == "linear" else 1.0
     if engine == "sglang":
         short = found[0] * factor < target

@@ -12,6 +12,7 @@ from transformers import AutoConfig
 from typer.testing import CliRunner
 
 from ctxext import LongRoPE, extend_context
+from ctxext.assets import MODEL
 from ctxext.cli import commands
 from ctxext.engines.rules import ENGINES
 from ctxext.saved import SavedMethod
@@ -82,6 +83,18 @@ def test_an_extended_folder_needs_no_method(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match="saved unextended"):
         late.save_pretrained(tmp_path / "late")
     assert "ctxext.load" in str(export(tmp_path / "late", "--engine", "transformers").exception)
+
+
+def test_a_gguf_file_comes_from_a_folder_and_from_another_gguf_file(tmp_path: Path) -> None:
+    from ctxext.engines.gguf_files import context_of_gguf
+
+    how = ("--engine", "llama.cpp", "--factor", 4, "--method", "yarn", "-o")
+    assert export(MODEL, *how, tmp_path / "a.gguf").exit_code == 0
+    assert export(MODEL, "--engine", "llama.cpp", "-o", tmp_path / "plain.gguf").exit_code == 0
+    assert export(tmp_path / "plain.gguf", *how, tmp_path / "b.gguf").exit_code == 0
+    reached = [context_of_gguf(tmp_path / f"{name}.gguf").max_position_embeddings for name in ("plain", "a", "b")]
+    assert reached == [512, 2048, 2048]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.gguf", "b.gguf", "plain.gguf"]
 
 
 @pytest.mark.parametrize(
