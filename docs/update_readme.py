@@ -12,6 +12,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+from ctxext.engines.table import engine_table
 from ctxext.tables import method_table
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -224,6 +225,7 @@ TABLES = {
         "cost": attention_table,
     },
     "docs/benchmarks/README.md": {"evaluators": evaluators_table, "finetune": finetune_memory_table},
+    "docs/engines.md": {"engines": engine_table},
     "docs/positions/README.md": {
         "positions": partial(positions_table, each_seed=False),
         "seeds": partial(positions_table, each_seed=True),

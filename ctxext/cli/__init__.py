@@ -16,6 +16,7 @@ from ctxext.cli.compare import compare
 from ctxext.cli.demo import demo
 from ctxext.cli.describe import describe
 from ctxext.cli.eval import evaluate
+from ctxext.cli.export import export
 from ctxext.cli.extend import extend
 from ctxext.cli.families import families
 from ctxext.cli.finetune import finetune
@@ -34,6 +35,7 @@ commands = typer.Typer(
 commands.command()(describe)
 commands.command()(extend)
 commands.command()(fit)
+commands.command()(export)
 commands.command()(finetune)
 commands.command()(merge)
 commands.command()(methods)

@@ -1,0 +1,232 @@
+"""`ctxext export`: an extension in the words of each engine, from its config alone."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import tempfile
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.padding import Padding
+from rich.text import Text
+
+from ctxext.cli.common import (
+    Factor,
+    HowExisting,
+    Revision,
+    TargetLength,
+    TrainedLength,
+    console,
+    parse_options,
+    parse_tokens,
+    without_garbage_collection,
+)
+
+if TYPE_CHECKING:
+    from ctxext.engines.rules import EngineExport
+
+# Longer values do not fit a screen: they are for the file or for --json.
+LONG = 400
+
+
+def export(
+    model: Annotated[
+        str, typer.Argument(help="A checkpoint (a folder, its config.json, or a name on the hub), or a GGUF file.")
+    ],
+    engine: Annotated[
+        str, typer.Option(help="transformers, transformers-v4, vllm, sglang, llama.cpp, or all of them.")
+    ] = "all",
+    factor: Factor = None,
+    target_length: TargetLength = None,
+    method: Annotated[
+        str | None, typer.Option(help="A method of `ctxext methods`, where the checkpoint is not extended already.")
+    ] = None,
+    option: Annotated[
+        list[str] | None,
+        typer.Option("--option", metavar="NAME=VALUE", help="An option of the method, such as beta_fast=16."),
+    ] = None,
+    length: Annotated[
+        int | None,
+        typer.Option(parser=parse_tokens, metavar="TOKENS", help="Pin a dynamic method at the scale of this length."),
+    ] = None,
+    original_max_position_embeddings: TrainedLength = None,
+    existing: HowExisting = "refuse",
+    revision: Revision = None,
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", help="A new folder for a config.json of each engine, or a new .gguf file."),
+    ] = None,
+    dtype: Annotated[str, typer.Option(help="Of a GGUF file's matrices: F32, F16, BF16 or Q8_0.")] = "F32",
+    as_json: Annotated[bool, typer.Option("--json", help="Print all of it as JSON.")] = False,
+) -> None:
+    """Print what an engine needs to serve an extension: config, command line, variables, and what it cannot do."""
+    how = {
+        "factor": factor, "target_length": target_length, "method": method, "length": length,
+        "original_max_position_embeddings": original_max_position_embeddings, **parse_options(option),
+    }  # fmt: skip
+    how = {name: value for name, value in how.items() if value is not None}
+    how |= {"existing": existing} if existing != "refuse" else {}
+    is_gguf = Path(model).suffix == ".gguf"
+    if is_gguf or (output is not None and output.suffix == ".gguf"):
+        _write_gguf(model, engine, output, is_gguf, revision, dtype, how)
+        return
+    source, exports, refused = _exports(model, engine, revision, how)
+    if output is not None:
+        _write_configs(output, exports)
+    if as_json:
+        told = {each.engine: asdict(each) for each in exports}
+        print(json.dumps({**told, **{name: {"refused": why} for name, why in refused.items()}}, indent=2))
+        return
+    for each in exports:
+        _show(each, source, output)
+    for why in dict.fromkeys(refused.values()):
+        _title(", ".join(name for name, its in refused.items() if its == why), "cannot")
+        _paragraph(why, "yellow")
+        print()
+
+
+def _write_gguf(
+    model: str, engine: str, output: Path | None, is_gguf: bool, revision: str | None, dtype: str, how: dict[str, Any]
+) -> None:
+    from ctxext.engines.gguf_files import extend_gguf, write_gguf
+    from ctxext.folders import checkpoint_folder, extend_folder
+
+    if engine != "llama.cpp":
+        raise ValueError(f"GGUF files are for llama.cpp alone, got --engine {engine}. Say --engine llama.cpp.")
+    if output is None or output.suffix != ".gguf":
+        raise ValueError(f"from a GGUF file comes a GGUF file, got --output {output}. Say -o OUT.gguf.")
+    if is_gguf:
+        plan = extend_gguf(Path(model), output, **how)
+        console.print(f"[bold]{plan.summary}[/]", highlight=False)
+    else:
+        folder = checkpoint_folder(model, revision)
+        with tempfile.TemporaryDirectory(prefix=".ctxext-", dir=output.parent) as temporary:
+            if how:  # the same weights, linked
+                extended = extend_folder(folder, Path(temporary) / folder.resolve().name, **how, say=console.print)
+                assert extended.output is not None
+                folder = extended.output
+                console.print(f"[bold]{extended.plan.summary}[/]", highlight=False)
+            write_gguf(folder, output, dtype)
+    console.print(f"wrote {output}", highlight=False, soft_wrap=True)
+
+
+def _exports(
+    model: str, engine: str, revision: str | None, how: dict[str, Any]
+) -> tuple[dict[str, Any], list[EngineExport], dict[str, str]]:
+    """The config.json as it is, what each engine needs, and why others cannot; a single engine raises that."""
+    with without_garbage_collection():
+        from transformers import AutoConfig
+
+        from ctxext.engines.rules import ENGINES, NotExportable, export_for
+        from ctxext.extension import read_record
+        from ctxext.folders import checkpoint_folder, extended_json
+        from ctxext.methods import suggest
+        from ctxext.planning import plan_extension
+
+        if engine not in ("all", *ENGINES):
+            raise ValueError(f"unknown engine {engine!r}{suggest(engine, ('all', *ENGINES))}")
+        # config.json stands for its folder
+        path = str(Path(model).parent) if Path(model).name == "config.json" else model
+        folder = checkpoint_folder(path, revision, config_only=True)
+        config = AutoConfig.from_pretrained(folder)
+    record = read_record(folder)
+    plan = None
+    if how:
+        plan, _ = extended_json(folder, **how)
+    elif record is not None:
+        plan = plan_extension(config, **record)
+    tokenizer = folder / "tokenizer_config.json"
+    source = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    length = json.loads(tokenizer.read_text(encoding="utf-8")).get("model_max_length") if tokenizer.is_file() else None
+    about = {"model": path, "source": source, "tokenizer_length": length}
+    if engine != "all":
+        return source, [export_for(engine, config, plan, **about)], {}
+    exports, refused = [], {}
+    for name in ENGINES:
+        try:
+            exports.append(export_for(name, config, plan, **about))
+        except NotExportable as error:
+            refused[name] = str(error)
+    return source, exports, refused
+
+
+def _write_configs(output: Path, exports: list[EngineExport]) -> None:
+    from ctxext.folders import written_whole
+
+    if output.exists():
+        raise FileExistsError(f"{output} exists already. Choose another folder, or remove it first.")
+    with written_whole(output) as building:
+        for each in exports:
+            (building / each.engine).mkdir()
+            text = json.dumps(each.config, indent=2, ensure_ascii=False)
+            (building / each.engine / "config.json").write_text(text + "\n", encoding="utf-8")
+    console.print(f"wrote a config.json for each engine to {output}", highlight=False, soft_wrap=True)
+
+
+# ------------------------------------------------------------------------------------------ the screen
+
+
+def _title(engine: str, what: str) -> None:
+    Console().print(Text.assemble((engine, "bold"), (f"  {what}", "dim")))
+
+
+def _paragraph(text: str, style: str = "") -> None:
+    Console().print(Padding(Text(text, style=style), (0, 0, 0, 2)))
+
+
+def _copied(text: str) -> None:
+    """Lines to be copied: as they are, however long."""
+    Console().print(text, soft_wrap=True, highlight=False, markup=False)
+
+
+def _show(export: EngineExport, source: dict[str, Any], output: Path | None) -> None:
+    _title(export.engine, f"since {export.least_version}")
+    where = "config.json (-o FOLDER writes it)" if output is None else str(output / export.engine / "config.json")
+    flags = list(export.flags)
+    if any(len(flag) > LONG for flag in flags):
+        at = next(i for i, flag in enumerate(flags) if len(flag) > LONG)
+        flags = flags[: at - 1] + flags[at + 1 :]
+        _paragraph(f"with {where} in the place of the checkpoint's:", "dim")
+    if flags:
+        _copied(_command([*(f"{name}={value}" for name, value in export.environment.items()), *flags]))
+    elif export.config == source:
+        _paragraph("the checkpoint as it is.")
+    else:
+        _paragraph(f"{where} in the place of the checkpoint's, with", "dim")
+        _copied("\n".join(_lines(export)))
+    for warning in export.warnings:
+        _paragraph(f"note: {warning}")
+    print()
+
+
+def _command(words: list[str]) -> str:
+    """A shell command, an option a line."""
+    lines: list[str] = []
+    for word in words:
+        quoted = word if "=" in word and word.split("=")[0].isupper() else shlex.quote(word)
+        if lines and not word.startswith("--"):
+            lines[-1] += f" {quoted}"
+        else:
+            lines.append(quoted)
+    return "  " + " \\\n    ".join(lines)
+
+
+def _lines(export: EngineExport) -> list[str]:
+    """The keys of a config.json that say its context; of long lists, the ends."""
+    names = ["rope_theta", "rope_scaling"] if export.engine == "transformers-v4" else ["rope_parameters"]
+    nested = [value for value in export.config.values() if isinstance(value, dict) and "rope_parameters" in value]
+    section = nested[0] if nested else export.config
+    found = {name: section[name] for name in ("max_position_embeddings", *names) if section.get(name) is not None}
+    return [f'  "{name}": {json.dumps(_ends(value), ensure_ascii=False)}' for name, value in found.items()]
+
+
+def _ends(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _ends(each) for name, each in value.items()}
+    if isinstance(value, list) and len(value) > 4:
+        return [value[0], f"{len(value) - 2} more", value[-1]]
+    return value

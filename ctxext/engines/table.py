@@ -1,0 +1,224 @@
+"""What each engine makes of each field, and how that is known. The warnings and docs/engines.md read these rows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+VLLM = "vllm-project/vllm"
+SGLANG = "sgl-project/sglang"
+LLAMA_CPP = "ggml-org/llama.cpp"
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What some versions of an engine do with a field.
+
+    Attributes:
+        field: in a config's or a command line's own words.
+        does: what becomes of it, in a clause that has the field as its subject.
+        known: "run" and by which command or test; or "read" and where: repository@commit:path, or a thread.
+    """
+
+    engine: str
+    versions: str
+    field: str
+    does: str
+    known: str
+
+    def __str__(self) -> str:
+        return f"{self.engine} {self.versions}: {self.field} {self.does}"
+
+
+_VLLM_ROPE = f"{VLLM}@0cd57848:vllm/model_executor/layers/rotary_embedding"
+_VLLM_LENGTH = f"{VLLM}@18ec6629:vllm/config/model.py"
+_SGLANG_ROPE = f"{SGLANG}@108c36c0:python/sglang/srt/layers/rotary_embedding"
+_SGLANG_LENGTH = f"{SGLANG}@001adf56:python/sglang/srt/configs/model_config.py"
+_LLAMA_CPP_CONTEXT = f"{LLAMA_CPP}@001d906a:src/llama-context.cpp"
+_VERSIONS = "run: benchmarks/versions.py"
+
+READINGS: dict[str, Reading] = {
+    # ------------------------------------------------------------------------------------ transformers
+    "transformers-config": Reading(
+        "transformers", ">= 5.0", "rope_parameters",
+        "is read; rope_theta and rope_scaling beside it say the same to version 4", _VERSIONS,
+    ),
+    "transformers-4-config": Reading(
+        "transformers", "4.57", "rope_parameters",
+        "is ignored: without rope_theta and rope_scaling the model is plain RoPE of theta 10000, and no error says so",
+        _VERSIONS,
+    ),
+    "transformers-4-nested": Reading(
+        "transformers", "4", "rope_parameters for each type of layer",
+        "has no common words: each family spells its own", "read: modeling_rope_utils.py of 4.57.6",
+    ),
+    "transformers-4-phi3": Reading(
+        "transformers", "4.57", "rope_scaling of Phi-3",
+        "must be type, short_factor and long_factor alone, or loading raises; the attention factor follows from "
+        "max_position_embeddings and original_max_position_embeddings, which an export for version 4 sets to give it",
+        _VERSIONS,
+    ),
+    "transformers-4-olmo": Reading(
+        "transformers", "4.57", "rope_scaling of OLMo, OLMo-2, Hunyuan, Chameleon and Fuyu",
+        "must be type and factor alone, of linear or dynamic, or loading raises", _VERSIONS,
+    ),
+    "transformers-dynamic": Reading(
+        "transformers", "4 and 5", 'rope_type "dynamic"',
+        "takes its base from the longest call so far, so a cached decode differs from a full forward",
+        "run: tests/attention/test_late_defects.py",
+    ),
+    "transformers-longrope": Reading(
+        "transformers", "4 and 5", 'rope_type "longrope"',
+        "switches lists at original_max_position_embeddings, within one sequence too; ctxext writes both lists equal",
+        "run: tests/attention/test_late_defects.py",
+    ),
+    # -------------------------------------------------------------------------------------------- vLLM
+    "vllm-config": Reading(
+        "vLLM", ">= 0.12", "rope_parameters", "is read, in the place of rope_scaling", "read: vllm-project/vllm#28542",
+    ),
+    "vllm-rope-scaling": Reading(
+        "vLLM", ">= 0.12", "--rope-scaling", "is gone; --hf-overrides takes rope_parameters",
+        "read: vllm-project/vllm#28006",
+    ),
+    "vllm-overrides": Reading(
+        "vLLM", ">= 0.12", "--hf-overrides", "replaces top-level keys, and merges into the text config of a nested one",
+        f"read: {_VLLM_LENGTH} (_apply_dict_overrides)",
+    ),
+    "vllm-length": Reading(
+        "vLLM", ">= 0.12", "max_position_embeddings",
+        "is multiplied by factor for linear scaling; yarn serves original_max_position_embeddings * factor",
+        f"read: {_VLLM_LENGTH} (_get_and_verify_max_len)",
+    ),
+    "vllm-tokenizer-length": Reading(
+        "vLLM", ">= 0.12", "model_max_length of tokenizer_config.json",
+        "caps the length before that, unless VLLM_ALLOW_LONG_MAX_MODEL_LEN=1 is set",
+        f"read: {_VLLM_LENGTH} (_get_and_verify_max_len)",
+    ),
+    "vllm-attention-factor": Reading(
+        "vLLM", "<= 0.25", "attention_factor of yarn",
+        "is ignored; attn_factor, a multiplier of 0.1 ln(factor) + 1, is written beside it",
+        f"read: vllm-project/vllm#48351, {VLLM}@07b12f1b:vllm/model_executor/layers/rotary_embedding/__init__.py",
+    ),
+    "vllm-attention-factor-new": Reading(
+        "vLLM", "> 0.25", "attention_factor of yarn", "is the multiplier of cos and sin, as in transformers",
+        f"read: {_VLLM_ROPE}/yarn_scaling_rope.py",
+    ),
+    "vllm-mscale": Reading(
+        "vLLM", "<= 0.25", "mscale and mscale_all_dim of yarn", "are ignored outside the DeepSeek families",
+        "read: vllm-project/vllm#48621",
+    ),
+    "vllm-longrope": Reading(
+        "vLLM", ">= 0.12", "attention_factor and factor of longrope",
+        "are ignored; short_mscale and long_mscale multiply cos and sin", f"read: {_VLLM_ROPE}/__init__.py",
+    ),
+    "vllm-longrope-lists": Reading(
+        "vLLM", ">= 0.12", "long_factor",
+        "serves every sequence once --max-model-len exceeds original_max_position_embeddings, short ones too",
+        f"read: {VLLM}@17d618b0:vllm/model_executor/layers/rotary_embedding/phi3_long_rope_scaled_rope.py",
+    ),
+    "vllm-longrope-pairs": Reading(
+        "vLLM", ">= 0.12", "longrope", "is refused where pairs are interleaved (Cohere, GLM, ERNIE)",
+        f"read: {VLLM}@17d618b0:vllm/model_executor/layers/rotary_embedding/phi3_long_rope_scaled_rope.py",
+    ),
+    "vllm-mrope": Reading(
+        "vLLM", ">= 0.12", "mrope_section", "is read for default and yarn alone", f"read: {_VLLM_ROPE}/__init__.py",
+    ),
+    "vllm-dynamic": Reading(
+        "vLLM", ">= 0.12", 'rope_type "dynamic"', "is a static base, that of max_position_embeddings * factor",
+        "read: vllm-project/vllm#5093",
+    ),
+    "vllm-proportional": Reading(
+        "vLLM", ">= 0.12", "factor of proportional RoPE", "is ignored", f"read: {_VLLM_ROPE}/__init__.py",
+    ),
+    # ------------------------------------------------------------------------------------------ SGLang
+    "sglang-config": Reading(
+        "SGLang", ">= 0.5.10", "rope_parameters", "is read, as transformers 5 holds it",
+        "read: sgl-project/sglang#17784, sgl-project/sglang-omni#675",
+    ),
+    "sglang-overrides": Reading(
+        "SGLang", ">= 0.5.10", "--json-model-override-args",
+        "replaces top-level keys; a nested text_config would be replaced whole", f"read: {_SGLANG_LENGTH}",
+    ),
+    "sglang-length": Reading(
+        "SGLang", ">= 0.5.10", "max_position_embeddings",
+        "is multiplied by factor, unless rope_parameters hold original_max_position_embeddings or are of llama3",
+        f"read: {SGLANG}@002fc100:python/sglang/srt/utils/hf_transformers_utils.py (get_context_length)",
+    ),
+    "sglang-long-override": Reading(
+        "SGLang", ">= 0.5.10", "--context-length",
+        "beyond that is refused unless SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN=1 is set",
+        f"read: {_SGLANG_LENGTH} (_derive_context_length)",
+    ),
+    "sglang-attention-factor": Reading(
+        "SGLang", ">= 0.5.10", "attention_factor of yarn",
+        "is ignored; attn_factor, a multiplier of 0.1 ln(factor) + 1, is written beside it",
+        f"read: {_SGLANG_ROPE}/factory.py, sgl-project/sglang#33558",
+    ),
+    "sglang-longrope": Reading(
+        "SGLang", ">= 0.5.10", "attention_factor and factor of longrope",
+        "are ignored; short_mscale and long_mscale multiply cos and sin", f"read: {_SGLANG_ROPE}/factory.py",
+    ),
+    "sglang-longrope-switch": Reading(
+        "SGLang", ">= 0.5.10", "longrope",
+        "switches lists by the largest position of a batch, and gives position original_max_position_embeddings the "
+        "angles of 0 while it is that one; with equal lists ctxext writes the target length there",
+        f"read: {SGLANG}@0b1fd02d:python/sglang/srt/layers/rotary_embedding/rope_variant.py",
+    ),
+    "sglang-longrope-pairs": Reading(
+        "SGLang", ">= 0.5.10", "longrope", "is refused where pairs are interleaved (Cohere, GLM, ERNIE)",
+        f"read: {SGLANG}@0b1fd02d:python/sglang/srt/layers/rotary_embedding/rope_variant.py",
+    ),
+    "sglang-mrope": Reading(
+        "SGLang", ">= 0.5.10", "mrope_section", "is read for default and yarn alone",
+        f"read: {_SGLANG_ROPE}/factory.py",
+    ),
+    "sglang-dynamic": Reading(
+        "SGLang", ">= 0.5.10", 'rope_type "dynamic"', "is a static base, that of max_position_embeddings * factor",
+        f"read: {_SGLANG_ROPE}/factory.py",
+    ),
+    "sglang-proportional": Reading(
+        "SGLang", ">= 0.5.10", "factor of proportional RoPE", "is ignored", f"read: {_SGLANG_ROPE}/factory.py",
+    ),
+    # --------------------------------------------------------------------------------------- llama.cpp
+    "llama.cpp-yarn": Reading(
+        "llama.cpp", ">= December 2025", "yarn", "multiplies cos and sin by 0.1 ln(factor) + 1, as the paper does",
+        f"read: ggml-org/llama.cpp#18006, {_LLAMA_CPP_CONTEXT}",
+    ),
+    "llama.cpp-attn-flag": Reading(
+        "llama.cpp", ">= December 2025", "--yarn-attn-factor",
+        "is overwritten wherever yarn is on; the metadata key rope.scaling.attn_factor multiplies what is computed",
+        f"read: {_LLAMA_CPP_CONTEXT}",
+    ),
+    "llama.cpp-attention-factor": Reading(
+        "llama.cpp", ">= December 2025", "attention_factor of yarn",
+        "is converted to the key rope.scaling.yarn_attn_factor, which is overwritten as well",
+        f"read: {LLAMA_CPP}:convert_hf_to_gguf.py, {_LLAMA_CPP_CONTEXT}",
+    ),
+    "llama.cpp-truncate": Reading(
+        "llama.cpp", "all", "truncate of yarn", "is not known: the ramp's ends are always rounded", 
+        f"read: {LLAMA_CPP}:ggml/src/ggml.c (ggml_rope_yarn_corr_dims)",
+    ),
+    "llama.cpp-length": Reading(
+        "llama.cpp", "< September 2026", "--ctx-size",
+        "is capped by llama-server at the file's context_length, whatever the scaling; --override-kv lifts that",
+        "read: ggml-org/llama.cpp#17459, #28030",
+    ),
+    "llama.cpp-factors": Reading(
+        "llama.cpp", "all", "the tensor rope_freqs.weight",
+        "divides the frequencies in graphs that pass it (llama), and is not looked for in others (qwen2, qwen3)",
+        f"run: tests/engines/test_gguf.py; read: {LLAMA_CPP}@069be0ae:src/models/",
+    ),
+    "llama.cpp-dynamic": Reading(
+        "llama.cpp", "all", 'rope_type "dynamic"', "is dropped by the converter",
+        f"read: {LLAMA_CPP}:convert_hf_to_gguf.py",
+    ),
+}  # fmt: skip
+
+
+def engine_table() -> str:
+    """Every row, in Markdown."""
+    lines = ["| engine | version | field | what becomes of it | how that is known |", "|---|---|---|---|---|"]
+    for row in READINGS.values():
+        how, _, where = row.known.partition(": ")
+        field = " ".join(f"`{word}`" if "_" in word or word.startswith("--") else word for word in row.field.split())
+        lines.append(f"| {row.engine} | {row.versions} | {field} | {row.does} | **{how}**: {where} |")
+    return "\n".join(lines)

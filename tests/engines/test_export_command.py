@@ -1,0 +1,117 @@
+"""`ctxext export` as a person meets it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import Result
+from families import tiny_model
+from transformers import AutoConfig
+from typer.testing import CliRunner
+
+from ctxext import LongRoPE, extend_context
+from ctxext.assets import MODEL
+from ctxext.cli import commands
+from ctxext.engines.rules import ENGINES
+from ctxext.saved import SavedMethod
+
+
+def export(*arguments: object) -> Result:
+    return CliRunner().invoke(commands, ["export", *map(str, arguments)])
+
+
+@pytest.fixture(scope="module")
+def config_alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a config.json and nothing else."""
+    folder = tmp_path_factory.mktemp("config")
+    tiny_model("llama").config.save_pretrained(folder)
+    return folder
+
+
+def test_a_config_alone_is_exported_for_every_engine(config_alone: Path) -> None:
+    for model in (config_alone, config_alone / "config.json"):
+        told = json.loads(export(model, "--factor", 4, "--method", "yarn", "--json").stdout)
+        assert tuple(told) == ENGINES
+        assert told["vllm"]["config"]["rope_parameters"]["factor"] == 4.0
+        assert str(config_alone) in told["vllm"]["flags"]
+    assert [path.name for path in config_alone.iterdir()] == ["config.json"]
+
+
+def test_what_is_written_is_what_is_printed_for_programs(config_alone: Path, tmp_path: Path) -> None:
+    run = export(config_alone, "--method", "pi", "--json", "-o", tmp_path / "out")
+    told = json.loads(run.stdout)
+    for engine in ENGINES:
+        assert json.loads((tmp_path / "out" / engine / "config.json").read_text()) == told[engine]["config"]
+    assert AutoConfig.from_pretrained(tmp_path / "out/transformers").max_position_embeddings == 256
+    assert json.loads((tmp_path / "out/vllm/config.json").read_text())["max_position_embeddings"] == 64
+
+
+def test_the_command_line_can_be_copied_whatever_the_width(config_alone: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    screen = export(config_alone, "--engine", "vllm", "--method", "yarn").stdout
+    overrides = next(line for line in screen.splitlines() if "--hf-overrides" in line).split("'")[1]
+    told = json.loads(export(config_alone, "--engine", "vllm", "--method", "yarn", "--json").stdout)
+    assert json.loads(overrides) == json.loads(told["vllm"]["flags"][-1])
+
+
+def test_one_engine_s_refusal_is_an_error_and_among_all_a_line(config_alone: Path) -> None:
+    told = json.loads(export(config_alone, "--method", "dynamic_ntk", "--json").stdout)
+    assert {frozenset(each) for each in told.values()} == {frozenset({"refused"})}
+    assert "pinned at one length" in told["sglang"]["refused"]
+    assert "pinned at one length" in str(export(config_alone, "--method", "dynamic_ntk", "--engine", "vllm").exception)
+    pinned = export(config_alone, "--method", "dynamic_ntk", "--length", 128, "--engine", "vllm")
+    assert pinned.exit_code == 0, pinned.exception
+
+
+def test_a_saved_extension_is_exported(config_alone: Path, tmp_path: Path) -> None:
+    factors = (1.0, 1.5, 1.2, 2.0, 3.0, 2.5, 4.0, 4.0)
+    SavedMethod(LongRoPE(factor=4, long_factor=factors, short_factor=factors, attention_factor=1.07)).save(
+        tmp_path / "fitted.json"
+    )
+    told = json.loads(export(config_alone, "--method", tmp_path / "fitted.json", "--json").stdout)
+    assert told["vllm"]["config"]["rope_parameters"]["long_factor"] == list(factors)
+    assert told["vllm"]["config"]["rope_parameters"]["long_mscale"] == 1.07
+
+
+def test_an_extended_folder_needs_no_method(tmp_path: Path) -> None:
+    extend_context(tiny_model("llama"), 4, "yarn").save_pretrained(tmp_path / "static")
+    assert "the checkpoint as it is" in export(tmp_path / "static", "--engine", "transformers").stdout
+    assert "the checkpoint as it is" in export(tmp_path / "static", "--engine", "transformers-v4").stdout
+    late = extend_context(tiny_model("llama"), 4, "dca", original_max_position_embeddings=32)
+    with pytest.warns(UserWarning, match="saved unextended"):
+        late.save_pretrained(tmp_path / "late")
+    assert "ctxext.load" in str(export(tmp_path / "late", "--engine", "transformers").exception)
+
+
+def test_a_gguf_file_comes_from_a_folder_and_from_another_gguf_file(tmp_path: Path) -> None:
+    from ctxext.engines.gguf_files import context_of_gguf
+
+    how = ("--engine", "llama.cpp", "--factor", 4, "--method", "yarn", "-o")
+    assert export(MODEL, *how, tmp_path / "a.gguf").exit_code == 0
+    assert export(MODEL, "--engine", "llama.cpp", "-o", tmp_path / "plain.gguf").exit_code == 0
+    assert export(tmp_path / "plain.gguf", *how, tmp_path / "b.gguf").exit_code == 0
+    reached = [context_of_gguf(tmp_path / f"{name}.gguf").max_position_embeddings for name in ("plain", "a", "b")]
+    assert reached == [512, 2048, 2048]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.gguf", "b.gguf", "plain.gguf"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["CONFIG"], "this config is not extended"),
+        (["CONFIG", "--method", "yarn", "--engine", "vlm"], "did you mean 'vllm'"),
+        (["CONFIG", "--method", "yarm"], "did you mean 'yarn'"),
+        (["CONFIG", "--method", "yarn", "-o", "CONFIG"], "exists already"),
+        (["nowhere", "--method", "yarn"], "no folder here"),
+        (["model.gguf", "--method", "yarn"], "Say --engine llama.cpp"),
+        (["model.gguf", "--method", "yarn", "--engine", "llama.cpp"], "Say -o OUT.gguf"),
+        (["CONFIG", "--method", "yarn", "-o", "out.gguf"], "Say --engine llama.cpp"),
+    ],
+)
+def test_a_beginners_mistake_gets_a_remedy(config_alone: Path, arguments: list[str], words: str) -> None:
+    run = export(*(config_alone if argument == "CONFIG" else argument for argument in arguments))
+    assert run.exit_code != 0
+    assert isinstance(run.exception, (ValueError, OSError))
+    assert words in str(run.exception)

@@ -1,0 +1,340 @@
+"""What `ctxext export` says, put through each engine's own reading of it, gives the frequencies that were meant.
+
+`vllm_*`, `sglang_*` and `llama_cpp_*` are written after the public code named at each; they know nothing of ctxext.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from families import LENGTH, tiny_config
+from transformers import AutoConfig, PreTrainedConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from ctxext import PI, LongRoPE, RopeScaling, YaRN, list_methods
+from ctxext.configs import RopePlan, plan_rope, read_context
+from ctxext.engines.rules import _INTERLEAVED, ENGINES, NotExportable, export_for
+
+FACTOR = 4
+TARGET = FACTOR * LENGTH
+STATIC = {
+    method.name: example
+    for method in list_methods("rope")
+    if isinstance(example := method.example(read_context(tiny_config("llama")).rope, FACTOR), RopeScaling)
+    and not example.is_late
+}
+STATIC |= {
+    "yarn with options": YaRN(factor=FACTOR, beta_fast=4, beta_slow=0.25, attention_factor=1.3),
+    "yarn not truncated": YaRN(factor=FACTOR, truncate=False),
+    "pi by 2.5": PI(factor=2.5),
+}
+FAMILIES = ["llama", "gpt_neox", "phi3"]  # all of a head turns, a quarter of it, and lengths beside rope_parameters
+
+
+def method_for(config: PreTrainedConfig, name: str) -> RopeScaling:
+    """The method, for the pairs that `config` has."""
+    if name == "longrope":
+        return LongRoPE.example(read_context(config).rope, FACTOR)
+    return STATIC[name]
+
+
+def loaded(config: dict[str, Any]) -> PreTrainedConfig:
+    """As the engines load a config.json: by transformers 5."""
+    return AutoConfig.for_model(**config)
+
+
+# ------------------------------------------------------------------------------ vLLM, by its public code
+
+
+def plain(parameters: dict[str, Any], rotary_dim: int) -> torch.Tensor:
+    return 1.0 / (parameters["rope_theta"] ** (torch.arange(0, rotary_dim, 2, dtype=torch.float) / rotary_dim))
+
+
+def server_yarn(parameters: dict[str, Any], rotary_dim: int) -> torch.Tensor:
+    """yarn_scaling_rope.py of vllm-project/vllm@0cd57848, yarn.py of sgl-project/sglang@0b1fd02d: the same."""
+    base, original = parameters["rope_theta"], parameters["original_max_position_embeddings"]
+
+    def dim_of(rotations: float) -> float:
+        return (rotary_dim * math.log(original / (rotations * 2 * math.pi))) / (2 * math.log(base))
+
+    low, high = dim_of(parameters.get("beta_fast", 32)), dim_of(parameters.get("beta_slow", 1))
+    if parameters.get("truncate", True):
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, rotary_dim - 1)
+    ramp = ((torch.arange(rotary_dim // 2) - low) / (high - low + 0.001 * (low == high))).clamp(0, 1)
+    extrapolated = plain(parameters, rotary_dim)
+    return extrapolated / parameters["factor"] * ramp + extrapolated * (1 - ramp)
+
+
+def server_llama3(parameters: dict[str, Any], rotary_dim: int) -> torch.Tensor:
+    """llama3_rope.py of vllm-project/vllm, Llama3RotaryEmbedding of sgl-project/sglang: Meta's own formula."""
+    inv_freq, original = plain(parameters, rotary_dim), parameters["original_max_position_embeddings"]
+    low, high = parameters["low_freq_factor"], parameters["high_freq_factor"]
+    wave_len = 2 * math.pi / inv_freq
+    smooth = (original / wave_len - low) / (high - low)
+    between = (1 - smooth) * inv_freq / parameters["factor"] + smooth * inv_freq
+    kept = torch.where(wave_len < original / high, inv_freq, between)
+    return torch.where(wave_len > original / low, inv_freq / parameters["factor"], kept)
+
+
+def vllm_reads(config: PreTrainedConfig, older: bool = False) -> tuple[torch.Tensor, float]:
+    """`get_rope` of vllm-project/vllm@0cd57848 (older: 07b12f1b): frequencies, and the multiplier of cos and sin."""
+    parameters = config.rope_parameters
+    head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    rotary_dim = int(head_size * parameters.get("partial_rotary_factor", 1.0))
+    match parameters.get("rope_type", "default"):
+        case "default":
+            return plain(parameters, rotary_dim), 1.0
+        case "linear":
+            return plain(parameters, rotary_dim) / parameters["factor"], 1.0
+        case "llama3":
+            return server_llama3(parameters, rotary_dim), 1.0
+        case "yarn":
+            usual = 0.1 * math.log(parameters["factor"]) + 1.0
+            if older:
+                return server_yarn(parameters, rotary_dim), usual * parameters.get("attn_factor", 1)
+            return server_yarn(parameters, rotary_dim), parameters.get("attention_factor") or usual
+        case "longrope":
+            # All lengths use the long list once max_model_len exceeds the original length.
+            scale = config.max_position_embeddings / parameters["original_max_position_embeddings"]
+            own = math.sqrt(1 + math.log(scale) / math.log(parameters["original_max_position_embeddings"]))
+            inv_freq = plain(parameters, rotary_dim) / torch.tensor(parameters["long_factor"], dtype=torch.float32)
+            return inv_freq, parameters.get("long_mscale", own)
+    raise ValueError(f"Unknown RoPE scaling type {parameters['rope_type']}")
+
+
+def vllm_length(config: PreTrainedConfig, tokenizer_length: int | None = None) -> float:
+    """`_get_and_verify_max_len` of vllm-project/vllm@18ec6629, vllm/config/model.py."""
+    length = min(config.max_position_embeddings, tokenizer_length or math.inf)
+    parameters = config.rope_parameters
+    scaling_factor = 1.0
+    if parameters["rope_type"] not in ("su", "longrope", "llama3"):
+        scaling_factor = parameters.get("factor", scaling_factor)
+        if parameters["rope_type"] == "yarn":
+            length = parameters["original_max_position_embeddings"]
+    return length * scaling_factor
+
+
+# ---------------------------------------------------------------------------- SGLang, by its public code
+
+
+def sglang_reads(config: PreTrainedConfig, position: int) -> tuple[torch.Tensor, float]:
+    """Angles at `position`, decoded alone, and the multiplier: `get_rope` of sgl-project/sglang@108c36c0."""
+    parameters = config.rope_parameters
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    rotary_dim = int(head_dim * parameters.get("partial_rotary_factor", 1.0))
+    if parameters["rope_type"] == "yarn":  # yarn.py
+        usual = 0.1 * math.log(parameters["factor"]) + 1.0
+        if parameters.get("mscale") is not None and parameters.get("mscale_all_dim") is not None:
+            usual = 1.0
+        return position * server_yarn(parameters, rotary_dim), usual * parameters.get("attn_factor", 1)
+    if parameters["rope_type"] == "longrope":  # rope_variant.py: one table of the short rows, then the long ones
+        k = parameters["original_max_position_embeddings"]
+        row, inv_freq = position + k * (position > k), plain(parameters, rotary_dim)
+        name, at = ("short", row) if row < k else ("long", row - k)
+        return at * inv_freq / torch.tensor(parameters[f"{name}_factor"]), parameters[f"{name}_mscale"]
+    inv_freq, scaling = vllm_reads(config)
+    return position * inv_freq, scaling
+
+
+def sglang_length(config: PreTrainedConfig) -> int:
+    """`get_context_length` of sgl-project/sglang@002fc100, hf_transformers_utils.py."""
+    rope_scaling = config.rope_parameters
+    factor = rope_scaling.get("factor", 1)
+    if "original_max_position_embeddings" in rope_scaling or rope_scaling.get("rope_type") == "llama3":
+        factor = 1
+    keys = ("max_sequence_length", "seq_length", "max_seq_len", "model_max_length", "max_position_embeddings")
+    return int(factor * next(getattr(config, key) for key in keys if getattr(config, key, None) is not None))
+
+
+# ------------------------------------------------------------------------- llama.cpp, by its public code
+
+
+def llama_cpp_reads(config: PreTrainedConfig, flags: tuple[str, ...]) -> tuple[torch.Tensor, float]:
+    """The constructor of llama_context, ggml-org/llama.cpp@001d906a, and `rope_yarn` of ggml."""
+    options = dict(zip(flags[1::2], flags[2::2]))
+    keys = dict(pair.split("=") for pair in options.get("--override-kv", "").split(","))
+    keys = {name: float(value.split(":")[1]) for name, value in keys.items()}
+    theta = float(options.get("--rope-freq-base", config.rope_parameters["rope_theta"]))
+    scale = float(options.get("--rope-scale", 1))
+    attn_factor = keys.get("llama.rope.scaling.attn_factor", 1.0)
+    if options.get("--rope-scaling") == "yarn":
+        original = int(options["--yarn-orig-ctx"])
+        betas = {name: float(options.get(f"--yarn-{name.replace('_', '-')}", usual))
+                 for name, usual in (("beta_fast", 32), ("beta_slow", 1))}  # fmt: skip
+        parameters = {"rope_theta": theta, "factor": scale, "original_max_position_embeddings": original, **betas}
+        return server_yarn(parameters, config.head_dim), (0.1 * math.log(scale) + 1) * attn_factor
+    return plain({"rope_theta": theta}, config.head_dim) / scale, attn_factor
+
+
+# ------------------------------------------------------------------------------------------- the laws
+
+
+def check(inv_freq: torch.Tensor, scaling: float, plan: RopePlan) -> None:
+    torch.testing.assert_close(inv_freq.double(), plan.extended.inv_freq, rtol=1e-5, atol=1e-12)
+    assert scaling == pytest.approx(plan.extended.attention_factor, rel=1e-6)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("name", STATIC)
+def test_every_engine_reads_the_frequencies_and_the_length_that_were_meant(name: str, family: str) -> None:
+    config = tiny_config(family)
+    plan = plan_rope(config, method=method_for(config, name))
+    for engine in ("transformers", "vllm", "sglang"):
+        export = export_for(engine, config, plan)
+        read = loaded(export.config)
+        if engine == "transformers":
+            kind = read.rope_parameters["rope_type"]
+            if kind != "default":
+                check(*ROPE_INIT_FUNCTIONS[kind](read, "cpu"), plan)
+            assert read.max_position_embeddings == plan.target_length
+            continue
+        overridden = loaded(json.loads(config.to_json_string()))
+        overridden.update(json.loads(export.flags[-1]))
+        assert export.flags[export.flags.index("--max-model-len" if engine == "vllm" else "--context-length") + 1] == (
+            str(plan.target_length)
+        )
+        for seen in (read, overridden):
+            if engine == "vllm":
+                check(*vllm_reads(seen), plan)
+                check(*vllm_reads(seen, older=True), plan)
+                assert plan.target_length <= vllm_length(seen) < plan.target_length + FACTOR
+            else:
+                angles, scaling = sglang_reads(seen, position=7)
+                check(angles / 7, scaling, plan)
+                assert plan.target_length <= sglang_length(seen) < plan.target_length + FACTOR
+
+
+@pytest.mark.parametrize("name", [name for name, method in STATIC.items() if "longrope" in str(
+    method.rope_parameters(read_context(tiny_config("llama")).rope)["rope_type"])])  # fmt: skip
+@pytest.mark.parametrize("family", ["llama", "phi3"])
+def test_no_position_within_reach_is_taken_for_another_in_sglang(name: str, family: str) -> None:
+    """Its longrope gives the position original_max_position_embeddings the angles of 0 where no other is longer."""
+    config = tiny_config(family)
+    plan = plan_rope(config, method=method_for(config, name))
+    read = loaded(export_for("sglang", config, plan).config)
+    for position in range(plan.target_length):
+        angles, _ = sglang_reads(read, position)
+        torch.testing.assert_close(angles.double(), position * plan.extended.inv_freq, rtol=1e-5, atol=1e-9)
+
+
+@pytest.mark.parametrize("name", ["pi", "ntk", "abf", "yarn", "ntk_by_parts", "yarn with options", "pi by 2.5"])
+def test_llama_cpp_is_told_the_frequencies_by_its_command_line(name: str) -> None:
+    config = tiny_config("llama")
+    plan = plan_rope(config, method=STATIC[name])
+    export = export_for("llama.cpp", config, plan)
+    check(*llama_cpp_reads(config, export.flags), plan)
+    assert export.flags[export.flags.index("--ctx-size") + 1] == str(plan.target_length)
+    assert f"llama.context_length=int:{plan.target_length}" in export.flags[-1]
+
+
+@pytest.mark.parametrize("name", STATIC)
+def test_the_two_lengths_of_phi_3_give_version_4_the_attention_factor(name: str) -> None:
+    config = tiny_config("phi3")
+    plan = plan_rope(config, method=method_for(config, name))
+    written = export_for("transformers-v4", config, plan).config
+    if plan.updates["rope_parameters"]["rope_type"] == "default":
+        assert written["rope_theta"] == plan.updates["rope_parameters"]["rope_theta"]
+        return
+    assert written["rope_scaling"].keys() == {"type", "short_factor", "long_factor"}
+    original = written["original_max_position_embeddings"]
+    factor = written["max_position_embeddings"] / original  # modeling_rope_utils.py of 4.57.6
+    scaling = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
+    assert scaling == pytest.approx(plan.extended.attention_factor, rel=1e-9)
+
+
+def test_an_extended_checkpoint_is_served_as_it_is_where_its_config_says_enough() -> None:
+    config = tiny_config("llama")
+    plan = plan_rope(config, 4, "yarn")
+    source = export_for("transformers", config, plan).config
+    extended = loaded(source)
+    for engine in ENGINES:
+        export = export_for(engine, extended, source=source)
+        assert not any("override" in flag and "kv" not in flag for flag in export.flags)
+        assert export_for(engine, config, plan, source=json.loads(config.to_json_string())).warnings == export.warnings
+
+
+@pytest.mark.parametrize(("engine", "method", "tokenizer_length", "asked"), [
+    ("vllm", "resonance", LENGTH, True),
+    ("vllm", "resonance", TARGET, False),
+    ("vllm", "resonance", None, False),
+    ("vllm", "pi", LENGTH, False),
+    ("vllm", "yarn", LENGTH, False),
+    ("sglang", "resonance", LENGTH, False),
+])  # fmt: skip
+def test_a_variable_is_asked_for_where_the_engine_would_refuse_the_length(
+    engine: str, method: str, tokenizer_length: int | None, asked: bool
+) -> None:
+    config = tiny_config("llama")
+    export = export_for(engine, config, plan_rope(config, 4, method), tokenizer_length=tokenizer_length)
+    assert bool(export.environment) == asked
+    if engine == "vllm":
+        assert (vllm_length(loaded(export.config), tokenizer_length) < TARGET) == asked
+
+
+def test_sglang_is_asked_to_allow_what_an_older_key_forbids() -> None:
+    config = tiny_config("llama", seq_length=LENGTH)
+    export = export_for("sglang", config, plan_rope(config, 4, "yarn"))
+    assert sglang_length(loaded(export.config)) < TARGET
+    assert export.environment == {"SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1"}
+
+
+@pytest.mark.parametrize(("family", "method", "engines", "nearest"), [
+    ("llama", {"method": "dynamic_yarn"}, ENGINES, "--length 256"),
+    ("llama", {"method": "self_extend"}, ENGINES, "'yarn'"),
+    ("cohere", {"method": "resonance"}, ["vllm", "sglang"], "'yarn'"),
+    ("qwen3_5", {"method": "pi"}, ["vllm", "sglang"], "'yarn'"),
+    ("qwen3", {"method": "resonance"}, ["llama.cpp"], "'yarn' as in the paper"),
+    ("qwen3", {"method": "yarn", "truncate": False}, ["llama.cpp"], "'yarn' as in the paper"),
+    ("gemma2", {"method": "yarn"}, ["llama.cpp"], "convert_hf_to_gguf.py"),
+    ("olmo2", {"method": "yarn"}, ["transformers-v4"], "'ntk' or 'pi'"),
+])  # fmt: skip
+def test_what_an_engine_cannot_do_is_refused_with_the_nearest_that_works(
+    family: str, method: dict[str, Any], engines: list[str], nearest: str
+) -> None:
+    config = (
+        AutoConfig.for_model("cohere", max_position_embeddings=LENGTH) if family == "cohere" else tiny_config(family)
+    )
+    before = config.to_dict()
+    for engine in engines:
+        with pytest.raises(NotExportable, match=re.escape(nearest)):
+            export_for(engine, config, plan_rope(config, 4, **method))
+        assert config.to_dict() == before
+
+
+def test_native_dynamic_scaling_is_for_transformers_alone() -> None:
+    config = tiny_config("llama", rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0})
+    assert "longest call" in export_for("transformers", config).warnings[0]
+    for engine in ("vllm", "sglang", "llama.cpp"):
+        with pytest.raises(NotExportable, match="existing='replace'"):
+            export_for(engine, config)
+
+
+def test_what_is_not_extended_is_named() -> None:
+    with pytest.raises(ValueError, match="not extended: plain RoPE of theta 10000 for 64 tokens"):
+        export_for("vllm", tiny_config("llama"))
+    with pytest.raises(ValueError, match="did you mean 'vllm'"):
+        export_for("vlm", tiny_config("llama"))
+
+
+def test_a_nested_config_is_overridden_where_the_engine_merges_and_replaced_where_it_does_not() -> None:
+    config = tiny_config("qwen3_5")
+    plan = plan_rope(config, 4, "yarn")
+    vllm, sglang = export_for("vllm", config, plan), export_for("sglang", config, plan)
+    assert json.loads(vllm.flags[-1]).keys() == {"text_config"}
+    assert "--json-model-override-args" not in sglang.flags
+    assert "in the checkpoint's place" in sglang.warnings[-1]
+    assert sglang.config["text_config"]["rope_parameters"]["rope_type"] == "yarn"
+
+
+@pytest.mark.parametrize("family", sorted(_INTERLEAVED))
+def test_the_families_refused_for_their_pairs_have_such(family: str) -> None:
+    code = Path(transformers.__file__).parent / f"models/{family}/modeling_{family}.py"
+    assert re.search(r"def rotate_half\(x\):.*?\.\.\., 0?::2\]", code.read_text(), re.S)
