@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parent.parent
 # Each room may import from those before it.
 ROOMS = ["encodings", "methods", "pictures", "sites", "attention", "families", "plans", "configs", "planning",
          "description", "extension", "api", "survey", "tables", "assets", "folders", "adapters", "data", "training",
-         "evals", "cli"]  # fmt: skip
+         "evals", "sharing", "cli"]  # fmt: skip
 
 
 def room_of(module: str) -> str:
