@@ -27,7 +27,8 @@ from ctxext import __version__
 from ctxext.configs import read_context
 from ctxext.extension import RECORD as EXTENSION
 from ctxext.extension import Proof, read_record, save_portable, table_errors
-from ctxext.folders import architecture_of, checkpoint_folder, extended_as_saved, hub_folder, written_whole
+from ctxext.folders import architecture_of, checkpoint_folder, extended_as_saved, written_whole
+from ctxext.hub import hub_folder
 
 if TYPE_CHECKING:
     from peft import PeftModel

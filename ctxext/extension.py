@@ -24,6 +24,7 @@ from ctxext.families import family_of
 from ctxext.methods import ContextMethod, geometry_in_use, method_from_dict
 from ctxext.planning import SitePlan, plan_extension
 from ctxext.plans import ENCODINGS, Plan
+from ctxext.saved import RECORD
 from ctxext.sites import rotary
 from ctxext.sites.contract import SiteProof
 from ctxext.sites.surgery import Surgery, Undo, undo
@@ -719,8 +720,6 @@ def _is_late_attention(name: str, value: Any) -> bool:
 
 
 # ----------------------------------------------------------------------------------------- saving
-
-RECORD = "context_extension.json"
 
 
 def version_4_keys(text_config: Any, rope_parameters: dict[str, Any]) -> dict[str, Any]:

@@ -27,11 +27,13 @@ from ctxext.folders import checkpoint_folder, method_of
 from ctxext.methods import ContextMethod, PositionRemapping, make_method
 from ctxext.planning import plan_extension
 from ctxext.plans import ENCODINGS, Plan, live_mark
+from ctxext.saved import SUFFIX, read_saved
 from ctxext.sites.twin import text_config_of
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
     from huggingface_hub.repocard import ModelCard
+    from transformers import PreTrainedModel
 
 README = "README.md"
 BEGIN, END = "<!-- ctxext: begin -->", "<!-- ctxext: end -->"
@@ -117,6 +119,7 @@ class Push:
         files: by their path in the repository; README.md is made by `card`.
         readme: the folder's own README.md, "" where it has none.
         alone: an extension without weights.
+        about: what a saved method says of where it comes from.
     """
 
     repo_id: str
@@ -127,6 +130,7 @@ class Push:
     base_model: str | None
     measured: dict[str, Any] | None
     config: Any
+    about: dict[str, Any]
 
     def card(self, readme: str | None = None) -> str:
         """README.md: ours where there is none, else a section between markers in what is there, and its metadata.
@@ -176,7 +180,8 @@ class Push:
             encoding=ENCODINGS[extended.method.encoding],
             options={name: value for name, value in options.items() if value is not None},
             measured=self.measured,
-            servers=serving(self.repo_id, extended) if extended.portable and not self.alone else None,
+            about=self.about,
+            servers=serving(self.repo_id, extended) if extended.portable and not self.alone else (),
             probe="verify.json" in self.files,
             architecture=(self.config.architectures or ["AutoModelForCausalLM"])[0],
             version=__version__,
@@ -187,14 +192,22 @@ class Push:
         return {README: len(self.card().encode())} | {name: path.stat().st_size for name, path in self.files.items()}
 
 
-def serving(repo_id: str, extended: Extended) -> dict[str, str]:
-    """By engine, the command that serves a checkpoint which plain transformers loads extended."""
+@dataclass(frozen=True)
+class Serving:
+    """How an engine serves a checkpoint: a command line, "" where it cannot, and what to know of that."""
+
+    engine: str
+    command: str
+    notes: tuple[str, ...] = ()
+
+
+def serving(repo_id: str, extended: Extended) -> tuple[Serving, ...]:
+    """By engine, how it serves a checkpoint that plain transformers loads extended."""
     length = extended.target_length
-    return {
-        "vLLM": f"vllm serve {repo_id} --max-model-len {length}",
-        "SGLang": f"python -m sglang.launch_server --model-path {repo_id} --context-length {length}",
-        "llama.cpp": f"ctxext export {repo_id} --engine llama.cpp --output model.gguf",
-    }
+    return (
+        Serving("vLLM", f"vllm serve {repo_id} --max-model-len {length}"),
+        Serving("SGLang", f"python -m sglang.launch_server --model-path {repo_id} --context-length {length}"),
+    )
 
 
 # ------------------------------------------------------------------------------------------- pushing
@@ -221,7 +234,7 @@ def push_to_hub(
     be loaded in the place of these are removed in it.
 
     Args:
-        source: a live extended model, or a folder that holds one.
+        source: a live extended model, a folder that holds one, or the .json file of a saved method: an extension alone.
         repo_id: a name on the hub, owner/name; made if it is not there.
         base_model: the hub's name of the model that was extended; needed for an extension alone, except of a live model
             that was loaded by that name.
@@ -241,9 +254,7 @@ def push_to_hub(
         RuntimeError: the upload failed.
         On the first two nothing is changed on the hub; the last may leave a new repository empty.
     """
-    with prepared(
-        source, repo_id, base_model=base_model, results=results, extension_only=extension_only, token=token
-    ) as push:
+    with prepared(source, repo_id, base_model=base_model, results=results, extension_only=extension_only) as push:
         return upload(push, private=private, token=token, revision=revision)
 
 
@@ -255,56 +266,65 @@ def prepared(
     base_model: str | None = None,
     results: str | Path | None = None,
     extension_only: bool = False,
-    token: str | None = None,
 ) -> Iterator[Push]:
     """What `push_to_hub` would upload, checked, for the length of a `with` block. Arguments and errors are its own."""
     from transformers import AutoConfig
 
-    _check_name(repo_id)
+    if _hub_name(repo_id) is None:
+        raise ValueError(
+            f"{repo_id!r} is no name on the hub. Write owner/name, such as ada/my-model-32k: letters, digits, '-', '_' "
+            "and '.'."
+        )
     with tempfile.TemporaryDirectory() as scratch:
-        folder: Path | None = None
-        if not isinstance(source, nn.Module):
-            folder = checkpoint_folder(str(source))
-            config, aim = AutoConfig.from_pretrained(folder), _Aim.of_folder(folder)
-        else:
+        weights, about, readme = None, {}, ""
+        if isinstance(source, nn.Module):
             model = extended_model(source)
             if model is None:
                 raise ValueError("this model is not extended by ctxext. Call extend_context on it first.")
-            config, aim = model.config, _Aim.of_plan(model.__dict__[ATTRIBUTE].plan)
+            aim = _Aim.of_plan(model.__dict__[ATTRIBUTE].plan)
             base_model = base_model or _hub_name(model.name_or_path)
             if results is not None or not extension_only:
-                folder = Path(scratch, "model")
-                with warnings.catch_warnings():  # that no config can say it: the card says so
-                    warnings.simplefilter("ignore", UserWarning)
-                    model.save_pretrained(folder)
-        readme = (folder / README).read_text(encoding="utf-8") if folder and (folder / README).is_file() else ""
-        if base_model is None and BEGIN in readme:
-            base_model = _read_card(readme).data.get("base_model")
+                weights = _save(model, Path(scratch, "model"))
+        elif str(source).endswith(SUFFIX):
+            saved, extension_only = read_saved(source), True
+            aim, about = _Aim({}, None, ({"method": saved.method},)), saved.about
+        else:
+            weights = checkpoint_folder(str(source))
+            aim = _Aim.of_folder(weights)
+            readme = (weights / README).read_text(encoding="utf-8") if (weights / README).is_file() else ""
+            if base_model is None and BEGIN in readme:
+                base_model = _read_card(readme).data.get("base_model")
         if base_model is not None and _hub_name(base_model) is None:
             raise ValueError(
                 f"base_model={base_model!r} is no name on the hub (owner/name), from where others could load it. Give "
                 "that name, or leave it out for a whole model."
             )
         if extension_only:
-            plan, files = _alone(aim, base_model), {RECORD: Path(scratch, RECORD)}
+            config, plan = _alone(aim, base_model)
             write_record(Path(scratch), plan)
-            extended = Extended.of_plan(plan)
+            extended, files, readme = Extended.of_plan(plan), {RECORD: Path(scratch, RECORD)}, ""
+            if weights is None and results is not None:
+                weights = checkpoint_folder(str(base_model))
         else:
-            assert folder is not None
-            found = [path.relative_to(folder) for path in sorted(folder.rglob("*")) if path.is_file()]
-            visible = [path for path in found if not any(part.startswith(".") for part in path.parts)]
-            files = {path.as_posix(): folder / path for path in visible if path.as_posix() != README}
-            extended = Extended.of_folder(folder)
-        yield Push(
-            repo_id=repo_id,
-            files=files,
-            readme="" if extension_only else readme,
-            extended=extended,
-            alone=extension_only,
-            base_model=base_model,
-            measured=None if results is None else _measured(read_results(results), extended.method, folder),
-            config=config,
-        )
+            assert weights is not None
+            extended, config = Extended.of_folder(weights), AutoConfig.from_pretrained(weights)
+            files = _files(weights)
+        measured = None if results is None else _measured(read_results(results), extended.method, weights)
+        yield Push(repo_id, files, readme, extended, extension_only, base_model, measured, config, about)
+
+
+def _save(model: PreTrainedModel, folder: Path) -> Path:
+    with warnings.catch_warnings():  # that no config can say it: the card says so
+        warnings.simplefilter("ignore", UserWarning)
+        model.save_pretrained(folder)
+    return folder
+
+
+def _files(folder: Path) -> dict[str, Path]:
+    """All but hidden ones and the README.md, which the card becomes."""
+    found = [path.relative_to(folder) for path in sorted(folder.rglob("*")) if path.is_file()]
+    visible = [path.as_posix() for path in found if not any(part.startswith(".") for part in path.parts)]
+    return {path: folder / path for path in visible if path != README}
 
 
 @dataclass(frozen=True)
@@ -312,7 +332,7 @@ class _Aim:
     """What an extension alone has to make of its base: the config's new values, and the arguments that may do it."""
 
     updates: dict[str, Any]
-    target_length: int
+    target_length: int | None
     arguments: tuple[dict[str, Any], ...]
 
     @classmethod
@@ -346,8 +366,8 @@ class _Aim:
         return cls(mark["fields"], extended.target_length, tuple({**arguments, **way} for way in ways))
 
 
-def _alone(aim: _Aim, base_model: str | None) -> Plan:
-    """The plan that makes of the base what is to be pushed.
+def _alone(aim: _Aim, base_model: str | None) -> tuple[Any, Plan]:
+    """The config of the base, and the plan that makes of it what is to be pushed.
 
     Raises:
         ValueError: no base is named, or what is made of it is something else.
@@ -366,11 +386,11 @@ def _alone(aim: _Aim, base_model: str | None) -> Plan:
         except ValueError as error:
             reasons.append(str(error))
             continue
-        if plan.method is not None and (plan.target_length, _json(plan.updates, aim.updates)) == (
-            aim.target_length,
-            _json(aim.updates, aim.updates),
-        ):
-            return plan
+        same = aim.target_length in (None, plan.target_length) and _values(plan.updates, aim) == _values(
+            aim.updates, aim
+        )
+        if plan.method is not None and same:
+            return config, plan
         reasons.append(f"it becomes {plan.summary} with other values in its config")
     raise ValueError(
         f"{base_model} extended by this does not give this model ({reasons[0]}). Name the model that was extended, or "
@@ -378,8 +398,9 @@ def _alone(aim: _Aim, base_model: str | None) -> Plan:
     )
 
 
-def _json(values: dict[str, Any], names: dict[str, Any]) -> str:
-    return json.dumps({name: values.get(name) for name in sorted(names)}, sort_keys=True)
+def _values(updates: dict[str, Any], aim: _Aim) -> str:
+    """Those that count, as JSON, which has lists for tuples."""
+    return json.dumps({name: updates.get(name) for name in sorted(aim.updates)}, sort_keys=True)
 
 
 def upload(push: Push, *, private: bool | None = None, token: str | None = None, revision: str | None = None) -> str:
@@ -441,14 +462,6 @@ def _upload(api: HfApi, push: Push, private: bool | None, revision: str | None) 
     message = f"Upload {what} ({name}, {push.extended.trained_length} → {push.extended.target_length} tokens)"
     commit = api.create_commit(push.repo_id, operations, commit_message=message, revision=revision)
     return str(commit.commit_url)
-
-
-def _check_name(repo_id: str) -> None:
-    if _hub_name(repo_id) is None:
-        raise ValueError(
-            f"{repo_id!r} is no name on the hub. Write owner/name, such as ada/my-model-32k: letters, digits, '-', '_' "
-            "and '.'."
-        )
 
 
 def _hub_name(name: str) -> str | None:

@@ -24,6 +24,8 @@ from ctxext.evals.results import read_results
 from ctxext.evals.summary import Summary, nats
 from ctxext.extension import RECORD
 from ctxext.folders import checkpoint_folder, extend_folder
+from ctxext.methods import LongRoPE
+from ctxext.saved import SavedMethod
 from ctxext.sharing import BEGIN, END, prepared, push_to_hub
 
 IDS = token_ids(150)
@@ -125,6 +127,22 @@ def test_an_extension_alone_of_a_folder_says_what_becomes_of_scaling_that_is_the
         push_to_hub(out, f"ada/{existing}", extension_only=True, base_model="meta/scaled")
         assert json.loads(hub.repositories[f"ada/{existing}"].files()[RECORD])["existing"] == existing
         assert torch.equal(logits(ctxext.load(f"ada/{existing}"), IDS), logits(ctxext.load(out), IDS))
+
+
+def test_a_saved_method_is_pushed_and_named_as_a_method(base: Path, hub: LocalHub, tmp_path: Path) -> None:
+    method = LongRoPE(factor=4.0, long_factor=(1.0, 1.1, 1.0, 1.7, 2.5, 2.0, 4.0, 5.0), attention_factor=1.07)
+    SavedMethod(method, {"found": "by hand"}).save(tmp_path / "fitted.json")
+    run("push", str(tmp_path / "fitted.json"), "ada/fitted", "--base-model", "meta/tiny")
+    assert '"found": "by hand"' in card_of(hub, "ada/fitted").text
+    live = ctxext.extend_context(ctxext.load(base), method=method)
+    named = ctxext.extend_context(ctxext.load(base), method="ada/fitted")
+    run("extend", str(base), "--method", "ada/fitted", "--output", str(tmp_path / "out"))
+    for model in (named, ctxext.load("ada/fitted"), ctxext.load(tmp_path / "out")):
+        assert torch.equal(logits(model, IDS), logits(live, IDS))
+    with pytest.raises(FileNotFoundError, match="is no extension"):
+        ctxext.extend_context(ctxext.load(base), method="meta/tiny")
+    with pytest.raises(FileNotFoundError, match="no such name"):
+        ctxext.extend_context(ctxext.load(base), method="ada/none")
 
 
 @pytest.mark.parametrize("by", ["push_to_hub", "save_pretrained"])

@@ -11,7 +11,9 @@ from ctxext.cli.common import console
 
 
 def push(
-    model: Annotated[Path, typer.Argument(help="A folder that holds an extended checkpoint.")],
+    model: Annotated[
+        Path, typer.Argument(help="A folder that holds an extended checkpoint, or a saved method (.json).")
+    ],
     repo_id: Annotated[str, typer.Argument(metavar="OWNER/NAME", help="Where to push it on the hub.")],
     results: Annotated[
         Path | None, typer.Option(help="A file of ctxext eval or ctxext compare, whose numbers go into the card.")
@@ -27,8 +29,8 @@ def push(
     """Push an extended model, or its extension alone, to the hub, with a card that says what was done and measured."""
     from ctxext.sharing import prepared, upload
 
-    if not model.is_dir():
-        raise FileNotFoundError(f"{model} is no folder here. Give one that holds an extended checkpoint.")
+    if not model.exists():
+        raise FileNotFoundError(f"{model} is not here. Give a folder that holds an extended checkpoint.")
     with prepared(
         model, repo_id, base_model=base_model, results=results, extension_only=extension_only
     ) as prepared_push:
