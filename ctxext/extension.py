@@ -783,7 +783,7 @@ def save_with_record(
     """
     extension: Extension = model.__dict__[ATTRIBUTE]
     push = kwargs.pop("push_to_hub", False)
-    if push and length is None:
+    if push and length is None and kwargs.get("is_main_process", True):
         # transformers would upload before the record is written; its other way of pushing saves by this function.
         names = ("commit_message", "commit_description", "private", "token", "revision", "create_pr", "tags")
         hub = {name: kwargs.pop(name) for name in names if name in kwargs}

@@ -23,7 +23,7 @@ from ctxext.evals.results import Results, read_results
 from ctxext.evals.summary import Summary, label, nats
 from ctxext.evals.targets import UNEXTENDED
 from ctxext.extension import ATTRIBUTE, RECORD, extended_model, read_record, write_record
-from ctxext.folders import checkpoint_folder, method_of
+from ctxext.folders import check_not_extended, checkpoint_folder, method_of
 from ctxext.methods import ContextMethod, PositionRemapping, make_method
 from ctxext.planning import plan_extension
 from ctxext.plans import ENCODINGS, Plan, live_mark
@@ -103,12 +103,12 @@ class Extended:
         if self.before is None or self.after is None:
             return None
         factors = (self.before.inv_freq / self.after.inv_freq).tolist()
-        ones = sum(abs(factor - 1) < 1e-9 for factor in factors)
-        kept = f"; {ones} of them 1, which is to say unchanged" if ones else ""
-        return (
-            f"{factors[0]:.4g} at the highest frequency, {factors[-1]:.4g} at the lowest, between {min(factors):.4g} "
-            f"and {max(factors):.4g} over {len(factors)} pairs{kept}"
-        )
+        least, most = min(factors), max(factors)
+        words = f"{factors[0]:.4g} at the highest frequency, {factors[-1]:.4g} at the lowest"
+        if {least, most} != {factors[0], factors[-1]}:
+            words += f", between {least:.4g} and {most:.4g}"
+        kept = sum(abs(factor - 1) < 1e-9 for factor in factors)
+        return f"{words}; {kept} of {len(factors)} pairs are unchanged"
 
 
 @dataclass(frozen=True)
@@ -120,6 +120,7 @@ class Push:
         readme: the folder's own README.md, "" where it has none.
         alone: an extension without weights.
         about: what a saved method says of where it comes from.
+        license: what the card of the base says of it.
     """
 
     repo_id: str
@@ -131,6 +132,7 @@ class Push:
     measured: dict[str, Any] | None
     config: Any
     about: dict[str, Any]
+    license: dict[str, Any]
 
     def card(self, readme: str | None = None) -> str:
         """README.md: ours where there is none, else a section between markers in what is there, and its metadata.
@@ -163,7 +165,7 @@ class Push:
         if self.base_model is not None:
             # The hub knows adapter, merge, quantized and finetune.
             data |= {"base_model": self.base_model, "base_model_relation": "adapter" if self.alone else "finetune"}
-            data |= {name: value for name, value in _license(self.base_model).items() if name not in there}
+        data |= {name: value for name, value in self.license.items() if name not in there}
         if "pipeline_tag" not in there and str((self.config.architectures or [""])[0]).endswith("ForCausalLM"):
             data["pipeline_tag"] = "text-generation"
         return data
@@ -227,8 +229,8 @@ def push_to_hub(
     """Upload an extended model, or its extension alone, with a model card.
 
     A whole model is loaded from there by transformers where its config says the extension, and by `ctxext.load`
-    always. An extension alone is a few kB: `ctxext.load` loads the model that its card names and extends it so. Before
-    it is pushed, it is seen to give this very config from that model's.
+    always; a live model's tokenizer is its own to push. An extension alone is a few kB: `ctxext.load` loads the model
+    that its card names and extends it so. Before it is pushed, it is seen to give this very config from that model's.
 
     All is in one commit: what fails leaves the repository as it was. Weights and records of an earlier push that would
     be loaded in the place of these are removed in it.
@@ -282,7 +284,8 @@ def prepared(
             if model is None:
                 raise ValueError("this model is not extended by ctxext. Call extend_context on it first.")
             aim = _Aim.of_plan(model.__dict__[ATTRIBUTE].plan)
-            base_model = base_model or _hub_name(model.name_or_path)
+            if base_model is None and not Path(model.name_or_path).is_dir():
+                base_model = _hub_name(model.name_or_path)
             if results is not None or not extension_only:
                 weights = _save(model, Path(scratch, "model"))
         elif str(source).endswith(SUFFIX):
@@ -310,7 +313,8 @@ def prepared(
             extended, config = Extended.of_folder(weights), AutoConfig.from_pretrained(weights)
             files = _files(weights)
         measured = None if results is None else _measured(read_results(results), extended.method, weights)
-        yield Push(repo_id, files, readme, extended, extension_only, base_model, measured, config, about)
+        terms = {} if base_model is None else _license(base_model)
+        yield Push(repo_id, files, readme, extended, extension_only, base_model, measured, config, about, terms)
 
 
 def _save(model: PreTrainedModel, folder: Path) -> Path:
@@ -379,7 +383,9 @@ def _alone(aim: _Aim, base_model: str | None) -> tuple[Any, Plan]:
             "an extension alone needs base_model=, the hub's name of the model that it extends. Give it, or push the "
             "whole model."
         )
-    config, reasons = AutoConfig.from_pretrained(checkpoint_folder(base_model, config_only=True)), []
+    folder = checkpoint_folder(base_model, config_only=True)
+    check_not_extended(folder)
+    config, reasons = AutoConfig.from_pretrained(folder), []
     for arguments in aim.arguments:
         try:
             plan = plan_extension(config, **arguments)
@@ -465,7 +471,7 @@ def _upload(api: HfApi, push: Push, private: bool | None, revision: str | None) 
 
 
 def _hub_name(name: str) -> str | None:
-    """`name` if it may be a repository's (owner/name), and no folder here."""
+    """`name` if it may be a repository's: owner/name."""
     from huggingface_hub.errors import HFValidationError
     from huggingface_hub.utils import validate_repo_id
 
@@ -473,7 +479,7 @@ def _hub_name(name: str) -> str | None:
         validate_repo_id(name)
     except HFValidationError:
         return None
-    return name if "/" in name and not Path(name).is_dir() else None
+    return name if "/" in name else None
 
 
 # --------------------------------------------------------------------------------------------- the card

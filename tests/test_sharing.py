@@ -24,7 +24,7 @@ from ctxext.evals.results import read_results
 from ctxext.evals.summary import Summary, nats
 from ctxext.extension import RECORD
 from ctxext.folders import checkpoint_folder, extend_folder
-from ctxext.methods import LongRoPE
+from ctxext.methods import LongRoPE, YaRN
 from ctxext.saved import SavedMethod
 from ctxext.sharing import BEGIN, END, prepared, push_to_hub
 
@@ -219,7 +219,14 @@ def test_the_card_says_what_was_done_and_invents_no_numbers(extended: Path, hub:
         "license_name": "tiny-1",
         "pipeline_tag": "text-generation",
     }
-    for words in ("64 → 256 tokens", "arxiv.org", "| attention factor | 1.13863 |", "at the lowest", "Not measured."):
+    for words in (
+        "64 → 256 tokens",
+        "arxiv.org",
+        "| attention factor | 1.13863 |",
+        "[meta/tiny](https://huggingface.co/meta/tiny)\n has rotary",
+        "at the lowest",
+        "Not measured.",
+    ):
         assert words in card.text
     assert "vllm serve ada/tiny-256 --max-model-len 256" in card.text
 
@@ -234,10 +241,12 @@ def test_a_readme_that_is_there_is_kept_and_the_section_replaced(extended: Path,
     assert (card.data.language, card.data.library_name) == ("en", "transformers")
     assert card.data.tags == ["mine", "ctxext", "long-context", "yarn"]
     assert card.text.endswith("# Mine\n\nMy words.\n")
-    # Once more, from a folder that has none: the repository's own is kept.
+    # Once more, from a folder that has none: the repository's own is kept, and the section where it was put.
     (extended / "README.md").unlink()
+    moved = first.replace(BEGIN.encode(), b"A word before.\n\n" + BEGIN.encode())
+    hub.commit("ada/tiny-256", "main", {**hub.repositories["ada/tiny-256"].files(), "README.md": moved})
     push_to_hub(extended, "ada/tiny-256")
-    assert hub.repositories["ada/tiny-256"].files()["README.md"] == first
+    assert hub.repositories["ada/tiny-256"].files()["README.md"] == moved
     assert first.decode().count(BEGIN) == first.decode().count(END) == 1
 
 
@@ -256,6 +265,12 @@ def test_the_card_shows_the_numbers_of_the_results_file(hub: LocalHub, tmp_path:
     assert f"| perplexity, positions 513–1,024 | {ppl[0]} | {ppl[1]} |" in text
     assert nats(summary.gate("yarn").loss) in text
     assert "Not measured" not in text
+    # An extension alone is known by the weights of its base.
+    hub.create("meta/austen", {path.name: path.read_bytes() for path in MODEL.iterdir()})
+    SavedMethod(YaRN(factor=2)).save(tmp_path / "yarn.json")
+    for source in (out, tmp_path / "yarn.json"):
+        with prepared(source, "ada/long", base_model="meta/austen", results=results, extension_only=True) as push:
+            assert share in push.card()
     # Of another method, of the same with other options, and of other weights.
     extend_folder(MODEL, tmp_path / "pi", 2, "pi")
     extend_folder(MODEL, tmp_path / "fast", 2, "yarn", beta_fast=16)
@@ -265,7 +280,24 @@ def test_the_card_shows_the_numbers_of_the_results_file(hub: LocalHub, tmp_path:
     for folder, words in (("pi", "nothing measured"), ("fast", "nothing measured"), ("other", "another model")):
         with pytest.raises(ValueError, match=words):
             push_to_hub(tmp_path / folder, "ada/long", results=results)
-    assert not hub.repositories
+    assert "ada/long" not in hub.repositories
+
+
+@pytest.mark.parametrize("how", ["itself", "--factor 2", "--target-length 1024"])
+def test_results_of_eval_are_known_however_it_was_extended(how: str, hub: LocalHub, tmp_path: Path) -> None:
+    out, results = tmp_path / "long", tmp_path / "results.jsonl"
+    extend_folder(MODEL, out, 2, "ntk")
+    model = [str(out)] if how == "itself" else [str(MODEL), "--method", "ntk", *how.split()]
+    small = ["--tasks", "passkey", "--lengths", "128", "--trials", "1", "--depths", "1", "--output", str(results)]
+    run("eval", *model, *small)
+    with prepared(out, "ada/long", results=results) as push:
+        assert "| passkey, 128 tokens | 100% " in push.card()
+    extend_folder(MODEL, tmp_path / "more", 3, "ntk")
+    with (
+        pytest.raises(ValueError, match="nothing measured of this extension"),
+        prepared(tmp_path / "more", "ada/long", results=results),
+    ):
+        pass
 
 
 # --------------------------------------------------------------------------------------------- refusals
