@@ -108,7 +108,7 @@ class Extended:
         if {least, most} != {factors[0], factors[-1]}:
             words += f", between {least:.4g} and {most:.4g}"
         kept = sum(abs(factor - 1) < 1e-9 for factor in factors)
-        return f"{words}; {kept} of {len(factors)} pairs are unchanged"
+        return f"{words}; {kept} of {len(factors)} pairs are unchanged" if kept else words
 
 
 @dataclass(frozen=True)
@@ -183,7 +183,7 @@ class Push:
             options={name: value for name, value in options.items() if value is not None},
             measured=self.measured,
             about=self.about,
-            servers=serving(self.repo_id, extended) if extended.portable and not self.alone else (),
+            servers=serving(self.repo_id, self.config) if extended.portable and not self.alone else (),
             probe="verify.json" in self.files,
             architecture=(self.config.architectures or ["AutoModelForCausalLM"])[0],
             version=__version__,
@@ -203,13 +203,10 @@ class Serving:
     notes: tuple[str, ...] = ()
 
 
-def serving(repo_id: str, extended: Extended) -> tuple[Serving, ...]:
+def serving(repo_id: str, config: Any) -> tuple[Serving, ...]:
     """By engine, how it serves a checkpoint that plain transformers loads extended."""
-    length = extended.target_length
-    return (
-        Serving("vLLM", f"vllm serve {repo_id} --max-model-len {length}"),
-        Serving("SGLang", f"python -m sglang.launch_server --model-path {repo_id} --context-length {length}"),
-    )
+    engines = ("vllm", "sglang", "llama.cpp")
+    return tuple(Serving(engine, f"ctxext export {repo_id} --engine {engine}") for engine in engines)
 
 
 # ------------------------------------------------------------------------------------------- pushing
