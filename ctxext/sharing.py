@@ -248,10 +248,13 @@ def push_to_hub(
         The URL of the commit.
 
     Raises:
-        ValueError: a wrong name; nothing is extended; results of something else; no base model, or another one.
+        ValueError: a wrong name; nothing is extended; results of something else; no base model, or another one; a
+            README.md whose metadata cannot be read.
+        FileNotFoundError: no such folder, or the hub has no such base.
         PermissionError: not logged in, or no right to write there; or `private` and the repository is public.
+        FileExistsError: an extension alone, and the repository holds a whole model.
         RuntimeError: the upload failed.
-        On the first two nothing is changed on the hub; the last may leave a new repository empty.
+        Nothing that is on the hub changes on errors; the last may leave a new repository empty.
     """
     with prepared(source, repo_id, base_model=base_model, results=results, extension_only=extension_only) as push:
         return upload(push, private=private, token=token, revision=revision)
@@ -292,8 +295,9 @@ def prepared(
             weights = checkpoint_folder(str(source))
             aim = _Aim.of_folder(weights)
             readme = (weights / README).read_text(encoding="utf-8") if (weights / README).is_file() else ""
+            card = _read_card(readme)
             if base_model is None and BEGIN in readme:
-                base_model = _read_card(readme).data.get("base_model")
+                base_model = card.data.get("base_model")
         if base_model is not None and _hub_name(base_model) is None:
             raise ValueError(
                 f"base_model={base_model!r} is no name on the hub (owner/name), from where others could load it. Give "
@@ -389,9 +393,8 @@ def _alone(aim: _Aim, base_model: str | None) -> tuple[Any, Plan]:
         except ValueError as error:
             reasons.append(str(error))
             continue
-        same = aim.target_length in (None, plan.target_length) and _values(plan.updates, aim) == _values(
-            aim.updates, aim
-        )
+        reached = aim.target_length in (None, plan.target_length)
+        same = reached and _values(plan.updates, aim) == _values(aim.updates, aim)
         if plan.method is not None and same:
             return config, plan
         reasons.append(f"it becomes {plan.summary} with other values in its config")

@@ -250,6 +250,13 @@ def test_a_readme_that_is_there_is_kept_and_the_section_replaced(extended: Path,
     assert first.decode().count(BEGIN) == first.decode().count(END) == 1
 
 
+def test_a_readme_that_cannot_be_read_is_refused_beforehand(extended: Path, hub: LocalHub) -> None:
+    (extended / "README.md").write_text("---\ntags: [\n---\n# Mine\n")
+    with pytest.raises(ValueError, match="metadata of the README.md"):
+        push_to_hub(extended, "ada/tiny")
+    assert "ada/tiny" not in hub.repositories
+
+
 def test_the_card_shows_the_numbers_of_the_results_file(hub: LocalHub, tmp_path: Path) -> None:
     results, out = tmp_path / "comparison.jsonl", tmp_path / "long"
     command = ["compare", str(MODEL), "--factor", "2", "--methods", "yarn,ntk", "--tasks", "passkey,perplexity,short"]
