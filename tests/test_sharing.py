@@ -252,7 +252,7 @@ def test_a_readme_that_is_there_is_kept_and_the_section_replaced(extended: Path,
 
 def test_a_readme_that_cannot_be_read_is_refused_beforehand(extended: Path, hub: LocalHub) -> None:
     (extended / "README.md").write_text("---\ntags: [\n---\n# Mine\n")
-    with pytest.raises(ValueError, match="metadata of the README.md"):
+    with pytest.raises(ValueError, match=r"metadata of the README\.md"):
         push_to_hub(extended, "ada/tiny")
     assert "ada/tiny" not in hub.repositories
 
