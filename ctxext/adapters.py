@@ -25,8 +25,10 @@ from torch import Tensor, nn
 
 from ctxext import __version__
 from ctxext.configs import read_context
+from ctxext.extension import RECORD as EXTENSION
 from ctxext.extension import Proof, read_record, save_portable, table_errors
 from ctxext.folders import architecture_of, checkpoint_folder, extended_as_saved, written_whole
+from ctxext.hub import hub_folder
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -294,6 +296,8 @@ def load(
 ) -> PreTrainedModel | PeftModel:
     """A model of a folder or of the hub, extended as it was saved; of an adapter its base, with the adapter on it.
 
+    Of an extension alone (`ctxext.sharing`), the model that its card names, extended so.
+
     The base is looked for where the adapter says that it was, in a folder `base` in, beside or above the adapter, and
     at last as the original one, whose config is extended before its weights are loaded. Whichever it
     is, its weights must be those that were trained on, and its rotary embedding what `ctxext.json` says.
@@ -312,7 +316,9 @@ def load(
     """
     folder = _folder(name_or_path, revision)
     if not _is_adapter(folder):
-        model = architecture_of(folder).from_pretrained(folder, use_safetensors=True, **from_pretrained)
+        alone = not (folder / "config.json").is_file()
+        base = checkpoint_folder(_base_of(folder)) if alone else folder
+        model = architecture_of(base).from_pretrained(base, use_safetensors=True, **from_pretrained)
         return extended_as_saved(model, folder)
     record = _record(folder)
     base, config = _find_base(folder, record)
@@ -321,23 +327,31 @@ def load(
 
 def _folder(name_or_path: Path | str, revision: str | None) -> Path:
     """The folder of an adapter or a model, downloaded where it is a name on the hub."""
-    folder = Path(name_or_path)
-    if not folder.is_dir() and not folder.is_absolute() and str(name_or_path).count("/") == 1:
-        from huggingface_hub import snapshot_download
-
-        try:
-            folder = Path(snapshot_download(str(name_or_path), revision=revision))
-        except OSError as error:
-            raise FileNotFoundError(
-                f"{str(name_or_path)!r} is no folder here, and the hub did not give it "
-                f"({str(error).splitlines()[0]}). Check the name and the connection."
-            ) from error
-    if not _is_adapter(folder) and not (folder / "config.json").is_file():
+    folder, name = Path(name_or_path), str(name_or_path)
+    if not folder.is_dir() and not folder.is_absolute() and name.count("/") == 1 and not name.startswith("."):
+        folder = hub_folder(name, revision)
+    elif revision is not None and folder.is_dir():
+        raise ValueError(f"revision={revision!r} goes with a hub name, but {name!r} is a folder here. Drop it.")
+    if not _is_adapter(folder) and not any((folder / file).is_file() for file in ("config.json", EXTENSION)):
         raise FileNotFoundError(
-            f"{str(name_or_path)!r} is neither an adapter (adapter_config.json and {WEIGHTS}) nor a model "
-            "(config.json). Check the path."
+            f"{name!r} is neither an adapter (adapter_config.json and {WEIGHTS}) nor a model (config.json) nor an "
+            f"extension ({EXTENSION}). Check the path."
         )
     return folder
+
+
+def _base_of(folder: Path) -> str:
+    """The model that an extension alone was made for, as its card says."""
+    from huggingface_hub.repocard import metadata_load
+
+    card = folder / "README.md"
+    base = (metadata_load(card) or {}).get("base_model") if card.is_file() else None
+    if not isinstance(base, str):
+        raise ValueError(
+            f"{folder} holds an extension alone ({EXTENSION}), and no README.md there says for which model "
+            "(base_model). Load that model, and put the file beside its config.json to extend it so."
+        )
+    return base
 
 
 def _is_adapter(folder: Path) -> bool:
@@ -564,16 +578,10 @@ def write_model_card(
         figures: numbers measured, a row each ({"base": {"perplexity at 512–1,024": 74.3}, "before": …}); the columns
             are all that any row names, and what a row lacks stays empty.
     """
-    from jinja2 import Environment, StrictUndefined
-
-    environment = Environment(
-        undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True
-    )
-    environment.filters.update(cell=_cell, json=lambda value: json.dumps(value, indent=2, ensure_ascii=False))
-    template = environment.from_string(files("ctxext").joinpath("model_card.md").read_text(encoding="utf-8"))
     local = Path(base.base).is_absolute()  # a folder of the writer's own: nothing to load from, and nobody's business
     figures = figures or {}
-    text = template.render(
+    text = render_card(
+        "model_card.md",
         adapter=_is_adapter(folder),
         base=base,
         local=local,
@@ -585,6 +593,17 @@ def write_model_card(
     )
     _write(folder / "README.md", text)
     return folder / "README.md"
+
+
+def render_card(template: str, **values: Any) -> str:
+    """One of the package's templates of model cards, filled in."""
+    from jinja2 import Environment, StrictUndefined
+
+    environment = Environment(
+        undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True
+    )
+    environment.filters.update(cell=_cell, json=lambda value: json.dumps(value, indent=2, ensure_ascii=False))
+    return environment.from_string(files("ctxext").joinpath(template).read_text(encoding="utf-8")).render(values)
 
 
 def _cell(value: Any) -> str:

@@ -24,6 +24,7 @@ from ctxext.families import family_of
 from ctxext.methods import ContextMethod, geometry_in_use, method_from_dict
 from ctxext.planning import SitePlan, plan_extension
 from ctxext.plans import ENCODINGS, Plan
+from ctxext.saved import RECORD
 from ctxext.sites import rotary
 from ctxext.sites.contract import SiteProof
 from ctxext.sites.surgery import Surgery, Undo, undo
@@ -720,8 +721,6 @@ def _is_late_attention(name: str, value: Any) -> bool:
 
 # ----------------------------------------------------------------------------------------- saving
 
-RECORD = "context_extension.json"
-
 
 def version_4_keys(text_config: Any, rope_parameters: dict[str, Any]) -> dict[str, Any]:
     """`rope_theta`, `partial_rotary_factor` and `rope_scaling` as transformers 4 and older engines read them.
@@ -783,13 +782,16 @@ def save_with_record(
         ValueError: `length` with a method that has no static form.
     """
     extension: Extension = model.__dict__[ATTRIBUTE]
-    if kwargs.get("push_to_hub"):
-        raise ValueError(
-            f"push_to_hub=True would upload the unextended config without {RECORD}. Call model.push_to_hub(...), or "
-            "save to a folder and upload that."
-        )
+    push = kwargs.pop("push_to_hub", False)
+    if push and length is None and kwargs.get("is_main_process", True):
+        # transformers would upload before the record is written; its other way of pushing saves by this function.
+        names = ("commit_message", "commit_description", "private", "token", "revision", "create_pr", "tags")
+        hub = {name: kwargs.pop(name) for name in names if name in kwargs}
+        repo_id = kwargs.pop("repo_id", Path(save_directory).name)
+        save_with_record(model, save_directory, *args, **kwargs)
+        return model.push_to_hub(repo_id, **hub, **{k: v for k, v in kwargs.items() if k == "max_shard_size"})
     if length is not None:
-        return _save_frozen(model, extension, length, save_directory, *args, **kwargs)
+        return _save_frozen(model, extension, length, save_directory, *args, push_to_hub=push, **kwargs)
     text_config, original = extension.configs[-1].extended, extension.configs[-1].original
     extended = {name: text_config.__dict__.pop(name) for name in extension.plan.updates}
     text_config.__dict__.update({name: original.__dict__[name] for name in extended if name in original.__dict__})

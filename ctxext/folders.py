@@ -15,9 +15,11 @@ from typing import Any
 from ctxext.api import extend_context
 from ctxext.configs import RopePlan
 from ctxext.extension import RECORD, check_on_paper, read_record, version_4_keys, write_record
-from ctxext.methods import ContextMethod
+from ctxext.hub import hub_folder
+from ctxext.methods import ContextMethod, method_from_dict
 from ctxext.planning import plan_extension
-from ctxext.plans import Plan
+from ctxext.plans import Plan, live_mark
+from ctxext.sites.twin import text_config_of
 
 REWRITTEN = ("config.json", "tokenizer_config.json", RECORD)
 
@@ -43,20 +45,14 @@ def checkpoint_folder(name_or_path: str, revision: str | None = None, *, config_
     if not folder.is_dir():
         if folder.is_absolute() or name_or_path.startswith(".") or name_or_path.count("/") != 1:
             raise FileNotFoundError(f"{name_or_path!r} is no folder here and no hub name (owner/name). Check the path.")
-        from huggingface_hub import snapshot_download
-
-        patterns = ["*.json"] if config_only else None
-        try:
-            folder = Path(snapshot_download(name_or_path, revision=revision, allow_patterns=patterns))
-        except OSError as error:
-            raise FileNotFoundError(
-                f"{name_or_path!r} is no folder here, and the hub did not give it "
-                f"({str(error).splitlines()[0]}). Check the name and the connection."
-            ) from error
+        folder = hub_folder(name_or_path, revision, ["*.json"] if config_only else None)
     elif revision is not None:
         raise ValueError(f"revision={revision!r} goes with a hub name, but {name_or_path!r} is a folder here. Drop it.")
     if not (folder / "config.json").is_file():
-        raise FileNotFoundError(f"{folder} holds no config.json, so it is not a transformers checkpoint.")
+        raise FileNotFoundError(
+            f"{name_or_path!r} holds no config.json, so it is not a transformers checkpoint."
+            + (f" Its {RECORD} is an extension alone: ctxext.load applies it." if (folder / RECORD).is_file() else "")
+        )
     return folder
 
 
@@ -73,6 +69,21 @@ def check_not_extended(folder: Path, existing: str = "refuse") -> dict[str, Any]
             "do not add up. Use it as it is, or start again from the model as it was with existing='replace'."
         )
     return record
+
+
+def method_of(folder: Path) -> ContextMethod | None:
+    """The method by which the checkpoint in `folder` was extended by ctxext; None where it was not.
+
+    Raises:
+        ValueError: a method that is not registered here.
+    """
+    from transformers import AutoConfig
+
+    record = read_record(folder)
+    if record is not None:
+        return record["method"]  # type: ignore[no-any-return]
+    mark = live_mark(text_config_of(AutoConfig.from_pretrained(folder)))
+    return None if mark is None or mark["method"] is None else method_from_dict(mark["method"])
 
 
 def architecture_of(folder: Path) -> Any:

@@ -7,9 +7,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ctxext.hub import hub_folder
 from ctxext.methods import ContextMethod, method_from_dict
 
 SUFFIX = ".json"
+# Beside a model's config: an extension that no config can say; on the hub also alone.
+RECORD = "context_extension.json"
 
 
 @dataclass(frozen=True)
@@ -61,5 +64,24 @@ def read_saved(path: str | Path) -> SavedMethod:
 
 
 def opened(method: str | ContextMethod | None) -> str | ContextMethod | None:
-    """A method as people write it: the file's where it is the path of a .json file, else as it is."""
-    return read_saved(method).method if isinstance(method, str) and method.endswith(SUFFIX) else method
+    """A method as people write it: a .json file's, or that of an extension on the hub (owner/name), or as it is.
+
+    Raises:
+        FileNotFoundError: no such file, or no extension by that name.
+        ValueError: as `read_saved`.
+    """
+    if not isinstance(method, str):
+        return method
+    if method.endswith(SUFFIX):
+        return read_saved(method).method
+    return read_saved(_on_the_hub(method)).method if "/" in method else method
+
+
+def _on_the_hub(name: str) -> Path:
+    path = hub_folder(name, patterns=[RECORD]) / RECORD
+    if not path.is_file():
+        raise FileNotFoundError(
+            f"{name!r} holds no {RECORD} on the hub, so it is no extension: `ctxext push --extension-only` makes one. "
+            "Where it is a model, extended in its config, use it as it is."
+        )
+    return path

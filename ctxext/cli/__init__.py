@@ -24,6 +24,7 @@ from ctxext.cli.fit import fit
 from ctxext.cli.lm_eval import lm_eval
 from ctxext.cli.merge import merge
 from ctxext.cli.methods import methods
+from ctxext.cli.push import push
 from ctxext.cli.report import report
 
 commands = typer.Typer(
@@ -39,6 +40,7 @@ commands.command()(export)
 commands.command()(finetune)
 commands.command()(merge)
 commands.command()(methods)
+commands.command()(push)
 commands.command("eval")(evaluate)
 commands.command()(compare)
 commands.command()(report)

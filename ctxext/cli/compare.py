@@ -59,6 +59,7 @@ def compare(
     )
     prompter = Prompter(tokenizer, style, answer_tokens)  # type: ignore[arg-type]
     target = LiveModel(loaded, prompter, folder.name, original_max_position_embeddings)
+    target.about |= measuring.known_by(folder)
     for variant in variants[1:]:
         refusal = target.refusal(variant)
         if refusal is None:

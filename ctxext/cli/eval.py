@@ -121,6 +121,7 @@ def evaluate(
         loaded, tokenizer = measuring.load(folder, dtype, device, bare=method is not None)
         prompter = Prompter(tokenizer, style, answer_tokens)  # type: ignore[arg-type]
         target = LiveModel(loaded, prompter, folder.name, original_max_position_embeddings)
+        target.about |= measuring.known_by(folder)
         reach = target.reach(variant) or reach
     grid = measuring.make_grid(
         tasks,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from copy import copy
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -158,6 +158,21 @@ def load(
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, device_map=device if device != "cpu" else None)
     check_causal(model.eval())
     return model if bare else extended_as_saved(model, folder), tokenizer
+
+
+def known_by(folder: Path) -> dict[str, Any]:
+    """What a card is matched by that is to show results: the weights of a checkpoint, and how it is extended itself."""
+    from ctxext.adapters import weights_fingerprint
+    from ctxext.folders import method_of
+
+    about: dict[str, Any] = {}
+    with suppress(ValueError):  # no safetensors
+        about["weights"] = weights_fingerprint(folder)
+    with suppress(ValueError):  # a method of another program
+        method = method_of(folder)
+        if method is not None:
+            about["method"] = method.to_dict()
+    return about
 
 
 def load_text(choice: str | None, tokenizer: PreTrainedTokenizerBase, at_least: int) -> Haystack:

@@ -1,0 +1,33 @@
+"""What is fetched from the hub, and why it did not come."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+
+def hub_folder(name: str, revision: str | None = None, patterns: list[str] | None = None) -> Path:
+    """A repository of the hub, downloaded to its cache.
+
+    Raises:
+        FileNotFoundError: the hub did not give it; says why.
+    """
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(name, revision=revision, allow_patterns=patterns))
+    except Exception as error:  # the errors of its HTTP library have other classes in each version
+        raise FileNotFoundError(
+            f"{name!r} is no folder here, and the hub did not give it: {_why_not_given(error, revision)}"
+        ) from error
+
+
+def _why_not_given(error: Exception, revision: str | None) -> str:
+    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
+
+    if isinstance(error, GatedRepoError):
+        return "its owner wants terms to be accepted first. Accept them on its page, and log in with `hf auth login`."
+    if isinstance(error, RepositoryNotFoundError):
+        return "there is no such name, or it is private. Check the name; log in with `hf auth login`."
+    if isinstance(error, RevisionNotFoundError):
+        return f"it has no branch, tag or commit {revision!r}. Leave the revision out for its main branch."
+    return f"{type(error).__name__}: {str(error).splitlines()[0]} Check the name and the connection."
