@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import tempfile
 import warnings
 from collections.abc import Iterator
@@ -205,8 +206,19 @@ class Serving:
 
 def serving(repo_id: str, config: Any) -> tuple[Serving, ...]:
     """By engine, how it serves a checkpoint that plain transformers loads extended."""
-    engines = ("vllm", "sglang", "llama.cpp")
-    return tuple(Serving(engine, f"ctxext export {repo_id} --engine {engine}") for engine in engines)
+    from ctxext.engines.rules import NotExportable, export_for
+
+    served = []
+    for engine in ("vllm", "sglang", "llama.cpp"):
+        try:
+            export = export_for(engine, config, model=repo_id)
+        except NotExportable as error:
+            served.append(Serving(engine, "", (str(error),)))
+            continue
+        if export.flags:
+            command = shlex.join([*(f"{name}={value}" for name, value in export.environment.items()), *export.flags])
+            served.append(Serving(engine, command, (f"{engine} {export.least_version} or newer.", *export.warnings)))
+    return tuple(served)
 
 
 # ------------------------------------------------------------------------------------------- pushing
