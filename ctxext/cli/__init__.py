@@ -23,6 +23,7 @@ from ctxext.cli.lm_eval import lm_eval
 from ctxext.cli.merge import merge
 from ctxext.cli.methods import methods
 from ctxext.cli.report import report
+from ctxext.cli.verify import verify
 
 commands = typer.Typer(
     help="Extend the context window of Hugging Face language models, with proof.",
@@ -43,6 +44,7 @@ commands.command(
 )(lm_eval)
 commands.command()(demo)
 commands.command()(families)
+commands.command()(verify)
 
 
 @commands.callback()
