@@ -49,7 +49,8 @@ def extend_context(
     Args:
         model: a transformers model, or one wrapped by PEFT, torch.compile or DDP.
         factor: target length / trained length; 4 when neither it nor `target_length` is given.
-        method: a registered name (`ctxext.list_methods()`), or an instance such as `YaRN(factor=8, beta_fast=16)`;
+        method: a registered name (`ctxext.list_methods()`), an instance such as `YaRN(factor=8, beta_fast=16)`, or the
+            path of a .json file that `ctxext fit` wrote;
             None for the encoding's default: yarn for RoPE, alibi_scaling, hierarchical (learned tables),
             sinusoidal_interpolation, bucket_scaling (T5), distance_interpolation (relative).
         target_length: tokens to reach, in the place of `factor`.

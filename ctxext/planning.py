@@ -13,6 +13,7 @@ from ctxext.configs import has_rope, no_encoding, plan_rope
 from ctxext.families import family_of
 from ctxext.methods import ContextMethod, method_class
 from ctxext.plans import ENCODINGS, Existing, Plan, by_own_names, chosen_method, factor_and_target, live_mark
+from ctxext.saved import opened
 from ctxext.sites import alibi, position_table, relative_bias, sinusoidal
 from ctxext.sites.contract import Encoding
 from ctxext.sites.twin import text_config_of
@@ -104,6 +105,7 @@ def plan_extension(
         "existing": existing,
     }
     text_config = text_config_of(config)
+    method = opened(method)
     if has_rope(text_config):
         return plan_rope(config, factor, method, length=length, rotated_copy=rotated_copy, **how, **options)
     site = encoding_of(config, model)

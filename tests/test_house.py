@@ -15,7 +15,7 @@ from ctxext.methods import list_methods
 
 ROOT = Path(__file__).resolve().parent.parent
 # Each room may import from those before it.
-ROOMS = ["encodings", "methods", "endpoint", "pictures", "sites", "attention", "families", "plans", "configs",
+ROOMS = ["encodings", "methods", "endpoint", "saved", "pictures", "sites", "attention", "families", "plans", "configs",
          "planning", "description", "extension", "api", "survey", "tables", "assets", "folders", "adapters", "engines",
          "data", "training", "evals", "cli"]  # fmt: skip
 

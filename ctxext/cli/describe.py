@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -33,21 +34,28 @@ def describe(
     existing: HowExisting = "refuse",
     revision: Revision = None,
 ) -> None:
-    """Print what is known of a checkpoint's context, and what extending it would do. Reads the config alone."""
+    """Print what is known of the context of a checkpoint or a GGUF file, and what extending it would do.
+
+    Reads the config or the file's metadata alone.
+    """
     from rich.console import Console
 
     from ctxext.api import describe_context
+    from ctxext.engines.gguf_files import context_of_gguf
     from ctxext.extension import read_record
     from ctxext.folders import checkpoint_folder
     from ctxext.planning import plan_extension
     from ctxext.sites.twin import text_config_of
 
+    record = None
     with without_garbage_collection():
-        from transformers import AutoConfig
+        if Path(model).is_file():
+            config = context_of_gguf(model)
+        else:
+            from transformers import AutoConfig
 
-        folder = checkpoint_folder(model, revision, config_only=True)
-        config = AutoConfig.from_pretrained(folder)
-    record = read_record(folder)
+            folder = checkpoint_folder(model, revision, config_only=True)
+            config, record = AutoConfig.from_pretrained(folder), read_record(folder)
     if record is not None:  # as ctxext.load has it
         plan_extension(config, **record).apply_to(text_config_of(config))
     description = describe_context(

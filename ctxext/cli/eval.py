@@ -71,6 +71,7 @@ def evaluate(
     from ctxext.evals.server import ServedModel
     from ctxext.evals.targets import LiveModel, Served, Variant, known_lengths
     from ctxext.folders import check_not_extended, checkpoint_folder
+    from ctxext.saved import opened
 
     folder = checkpoint_folder(model, revision, config_only=server is not None)
     if method is not None:
@@ -83,7 +84,7 @@ def evaluate(
     variant = Variant("as it is")
     if method is not None:
         extension = {
-            "method": method,
+            "method": opened(method),
             "factor": factor,
             "target_length": target_length,
             "original_max_position_embeddings": original_max_position_embeddings,

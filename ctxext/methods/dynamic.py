@@ -137,6 +137,7 @@ class LongRoPE(RopeScaling):
         short_factor: λ for queries within the trained length; None for `long_factor` there too.
         start_tokens: how many tokens at the start keep the unscaled frequencies (n̂ in the paper).
         attention_factor: another multiplier of cos and sin than the formula's; it holds at every length.
+        fitted_to: rope_theta and trained length in tokens of the model that λ was found for; another is refused.
     """
 
     paper: ClassVar[Paper] = Paper("LongRoPE", 2024, "https://arxiv.org/abs/2402.13753")
@@ -145,12 +146,16 @@ class LongRoPE(RopeScaling):
     short_factor: tuple[float, ...] | None = None
     start_tokens: int = 0
     attention_factor: float | None = None
+    fitted_to: tuple[float, int] | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_attention_factor(self.attention_factor)
         if isinstance(self.start_tokens, bool) or not isinstance(self.start_tokens, int) or self.start_tokens < 0:
             raise ValueError(f"start_tokens must be a number of tokens (an int >= 0), got {self.start_tokens!r}.")
+        if self.fitted_to is not None:
+            theta, length = self.fitted_to
+            object.__setattr__(self, "fitted_to", (float(theta), int(length)))
         for name in ("long_factor", "short_factor"):
             values = getattr(self, name)
             if values is None:
@@ -179,6 +184,12 @@ class LongRoPE(RopeScaling):
 
     def _checked(self, name: str, rope: RopeGeometry) -> Tensor:
         values = getattr(self, name)
+        theta, length = rope.rope_theta, rope.original_max_position_embeddings
+        if self.fitted_to not in (None, (theta, length)):
+            raise ValueError(
+                f"{name} was found for a model with theta {self.fitted_to[0]:g} trained at {self.fitted_to[1]} tokens, "
+                f"and this one has theta {theta:g} and {length} tokens. Fit this model: ctxext fit."
+            )
         if len(values) != rope.dim // 2:
             raise ValueError(
                 f"{name} has {len(values)} numbers, but this model has {rope.dim // 2} pairs "
@@ -207,6 +218,7 @@ class LongRoPE(RopeScaling):
             factor=self.factor,
             long_factor=factors,
             attention_factor=self.attention_factor,
+            fitted_to=self.fitted_to,
         )
 
     @classmethod

@@ -20,6 +20,7 @@ from ctxext.configs import parse_tokens
 from ctxext.data.sources import Source
 from ctxext.methods import PositionRemapping, RopeMethod, make_method, method_class, suggest
 from ctxext.plans import Existing
+from ctxext.saved import opened
 from ctxext.training.launch import EngineSettings
 
 # A number of tokens: 2048, or 2k.
@@ -37,7 +38,7 @@ class ExtensionSettings(Section):
     """Arguments of `ctxext.extend_context`; `factor` counts from the trained length.
 
     Attributes:
-        method: None for the default of the model's position encoding.
+        method: a name, or the path of a file that `ctxext fit` wrote; None for the encoding's default.
         options: of the method, and `length`, which pins a dynamic one.
     """
 
@@ -53,16 +54,20 @@ class ExtensionSettings(Section):
 
     @model_validator(mode="after")
     def _the_config_says_all(self) -> ExtensionSettings:
-        if self.method is None or not issubclass(method_class(self.method), RopeMethod):
+        method = opened(self.method)
+        named = method_class(method) if isinstance(method, str) else type(method)
+        if method is None or not issubclass(named, RopeMethod):
             return self  # whether the config says it depends on the model
-        if issubclass(method_class(self.method), PositionRemapping):
+        if issubclass(named, PositionRemapping):
             raise ValueError(
                 f"{self.method} remaps positions inside attention: it needs no training, and no config can say it. "
                 "Train with a method that changes frequencies, such as yarn, or only extend the model, by "
                 "ctxext.extend_context or `ctxext extend`."
             )
         options = {name: value for name, value in self.options.items() if name not in ("length", "rotated_copy")}
-        if "length" not in self.options and make_method(self.method, self.factor or 4.0, **options).is_late:
+        if isinstance(method, str) and "length" not in self.options:
+            method = make_method(method, self.factor or 4.0, **options)
+        if isinstance(method, RopeMethod) and method.is_late:
             raise ValueError(
                 f"{self.method} follows the length inside attention, which no config can say, so an adapter would not "
                 "find its base again. Pin it at the length that you train for (options.length, in tokens), or take a "

@@ -1,0 +1,120 @@
+"""llama.cpp itself, in this process: the log-probabilities that it gives a text.
+
+Through the wheel `xllamacpp`, which comes with `pip install 'ctxext[llama-cpp]'`.
+"""
+
+from __future__ import annotations
+
+import json
+import urllib.request
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from jaxtyping import Float64
+from torch import Tensor
+
+
+class GGUFModel:
+    """A GGUF file as llama.cpp's server runs it, on the CPU, with keys and values in float32.
+
+    Flash attention is off and nothing is resized to fit memory, so that what is compared is the model. A context
+    manager: leaving it frees the memory.
+    """
+
+    def __init__(self, path: str | Path, *, n_ctx: int | None = None, threads: int | None = None) -> None:
+        """Load `path`.
+
+        Args:
+            n_ctx: tokens of context to make room for; the file's own length if not given, which it cannot exceed.
+            threads: CPU threads; those of torch if not given.
+
+        Raises:
+            ImportError: `xllamacpp` is not installed.
+            FileNotFoundError: no such file.
+            ValueError: llama.cpp could not load it.
+        """
+        try:
+            import xllamacpp
+        except ImportError as error:
+            raise ImportError(
+                "llama.cpp is run through the package xllamacpp. Install it: pip install 'ctxext[llama-cpp]'"
+            ) from error
+        path = Path(path)
+        if not path.is_file():
+            raise FileNotFoundError(f"{path} is no file. Pass the path of a GGUF file.")
+        params = xllamacpp.CommonParams()
+        params.model.path = str(path)
+        params.n_ctx = n_ctx or 0
+        params.n_parallel = 1
+        params.cpuparams.n_threads = params.cpuparams_batch.n_threads = threads or torch.get_num_threads()
+        params.n_gpu_layers = 0
+        params.cache_type_k = params.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
+        params.flash_attn_type = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
+        params.fit_params = params.warmup = params.ctx_shift = False
+        params.cache_ram_mib = params.n_ctx_checkpoints = 0
+        params.verbosity = -1
+        try:
+            self._server: Any = xllamacpp.Server(params)
+        except RuntimeError as error:
+            raise ValueError(f"llama.cpp could not load {path} ({error}). Is it whole, and of this version?") from error
+        self.path = path
+
+    def tokenize(self, text: str) -> list[int]:
+        """The file's own tokens of `text`, with the BOS where it puts one before a text."""
+        request = urllib.request.Request(
+            f"{self._server.listening_address}/tokenize",
+            json.dumps({"content": text, "add_special": True}).encode(),
+            {"Content-Type": "application/json"},
+        )
+        with urllib.request.urlopen(request) as answer:
+            return list(json.load(answer)["tokens"])
+
+    def logprobs(self, input_ids: Sequence[int], start: int = 1) -> Float64[Tensor, " token"]:
+        """log p(input_ids[k] | input_ids[:k]) in nats, for k from `start` on.
+
+        What is before `start` is read at once, the rest a token at a time, as decoding does.
+
+        Raises:
+            ValueError: nothing to score, or more tokens than the context holds.
+        """
+        ids = [int(token) for token in input_ids]
+        if not 1 <= start < len(ids):
+            raise ValueError(f"start must be from 1 to {len(ids) - 1}, as {len(ids)} tokens were given; got {start}.")
+        # llama.cpp gives log-probabilities of what it writes alone, from the logits before any bias: so each token is
+        # written under a bias that leaves no other, behind a prompt that but for one token is in the cache.
+        return torch.tensor([self._logprob(ids[:k], ids[k]) for k in range(start, len(ids))], dtype=torch.float64)
+
+    def _logprob(self, prompt: list[int], token: int) -> float:
+        answer = self._server.handle_completions({
+            "prompt": prompt,
+            "max_tokens": 1,
+            "logit_bias": [[token, 1e6]],
+            "temperature": 0,
+            "logprobs": 1,
+            "cache_prompt": True,
+        })  # fmt: skip
+        if "choices" not in answer:
+            message = answer.get("error", answer).get("message", answer)
+            raise ValueError(
+                f"llama.cpp refused {len(prompt)} tokens: {message}. The context is that of n_ctx or of the file, "
+                "whichever is shorter."
+            )
+        (written,) = answer["choices"][0]["logprobs"]["content"]
+        if written["id"] != token:
+            raise RuntimeError(f"llama.cpp wrote token {written['id']} where {token} was asked for.")
+        return float(written["logprob"])
+
+    def close(self) -> None:
+        """Free the model; it cannot be used again."""
+        self._server = None
+
+    def __enter__(self) -> GGUFModel:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

@@ -1,0 +1,361 @@
+"""What llama.cpp makes of a GGUF file of ours is what transformers makes of the model that we extend."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from tokenizers import Regex, pre_tokenizers
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from typer.testing import CliRunner
+
+from ctxext import describe_context, extend_context
+from ctxext.assets import MODEL, PERSUASION
+from ctxext.cli import commands
+from ctxext.configs import RopePlan, read_context
+from ctxext.engines.gguf_files import ARCHITECTURES, context_of_gguf, extend_gguf, write_gguf
+from ctxext.engines.llama_cpp import GGUFModel
+from ctxext.methods import PI, ContextMethod, LongRoPE, NTKAware, NTKByParts, YaRN
+from ctxext.saved import SavedMethod
+
+FACTOR = 4.0
+# Twice the trained length, and what is scored behind it.
+START, END = 1024, 1040
+# In nats; the largest difference seen is 8e-5.
+CLOSE = 1e-3
+# Up, down and up again.
+WAVY = LongRoPE(
+    factor=FACTOR, attention_factor=1.07,
+    long_factor=tuple((1 + torch.linspace(0, 2, 32) + torch.linspace(0, 9, 32).sin()).clamp(min=0.9).tolist()),
+)  # fmt: skip
+METHODS: dict[str, ContextMethod] = {
+    "yarn": YaRN(factor=FACTOR),
+    "ntk": NTKAware(factor=FACTOR),
+    "pi": PI(factor=FACTOR),
+    "ntk_by_parts": NTKByParts(factor=FACTOR),
+    "longrope": WAVY,
+}
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    return AutoTokenizer.from_pretrained(MODEL)
+
+
+@pytest.fixture(scope="module")
+def ids(tokenizer: Any) -> list[int]:
+    return tokenizer(PERSUASION.read_text()[3000:9000]).input_ids[:END]
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The shipped model as a GGUF file."""
+    path = tmp_path_factory.mktemp("gguf") / "plain.gguf"
+    write_gguf(MODEL, path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def without_factors(plain: Path) -> Path:
+    """The same weights for llama.cpp's `qwen2`, whose graph takes no factors, rotates halves and has biases."""
+    path = plain.with_name("qwen2.gguf")
+    reader = gguf.GGUFReader(plain)
+    writer = gguf.GGUFWriter(path, "qwen2")
+    for name, field in reader.fields.items():
+        if not name.startswith(("GGUF.", "general.arch")):
+            inner = field.types[-1] if len(field.types) > 1 else None
+            writer.add_key_value(name.replace("llama.", "qwen2."), field.contents(), field.types[0], inner)
+    for tensor in reader.tensors:
+        data, part = np.array(tensor.data), tensor.name.split(".")[-2]
+        if part in ("attn_q", "attn_k"):
+            data = data.reshape(4, 32, 2, 256).swapaxes(1, 2).reshape(256, 256)
+        if part in ("attn_q", "attn_k", "attn_v"):
+            writer.add_tensor(tensor.name.replace("weight", "bias"), np.zeros(256, np.float32))
+        writer.add_tensor(tensor.name, data)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+@pytest.fixture(scope="module")
+def theirs(ids: list[int]) -> Callable[[ContextMethod | None], Tensor]:
+    """Transformers' log-probabilities of the last tokens, by the method that the model is extended by."""
+    found: dict[ContextMethod | None, Tensor] = {}
+
+    def logprobs(method: ContextMethod | None) -> Tensor:
+        if method not in found:
+            model = AutoModelForCausalLM.from_pretrained(MODEL).eval()
+            if method is not None:
+                extend_context(model, method=method)
+            with torch.inference_mode():
+                logits = model(input_ids=torch.tensor([ids]), logits_to_keep=END - START + 1).logits[0, :-1]
+            found[method] = logits.double().log_softmax(-1)[range(END - START), ids[START:]]
+        return found[method]
+
+    return logprobs
+
+
+def llama_cpp(path: Path, ids: list[int], start: int = START) -> Tensor:
+    with GGUFModel(path) as model:
+        return model.logprobs(ids, start)
+
+
+class Read:
+    """All that a GGUF file says."""
+
+    def __init__(self, path: Path) -> None:
+        reader = gguf.GGUFReader(path)
+        self.tensors = {tensor.name: (tensor.tensor_type, tensor.data.tobytes()) for tensor in reader.tensors}
+        self.fields = {name: field.contents() for name, field in reader.fields.items() if "GGUF." not in name}
+
+    @property
+    def factors(self) -> np.ndarray:
+        return np.frombuffer(self.tensors["rope_freqs.weight"][1], np.float32)
+
+
+def check_read_as_written(path: Path, plan: RopePlan) -> None:
+    config = context_of_gguf(path)
+    facts = read_context(config)
+    torch.testing.assert_close(facts.rope.inv_freq, plan.extended.inv_freq, rtol=1e-6, atol=0)
+    assert facts.rope.attention_factor == pytest.approx(plan.extended.attention_factor)
+    assert (facts.scaling, facts.original_length, facts.reach) == (plan.method, 512, 2048)
+    assert (facts.original_theta, config.max_position_embeddings) == (1250.0, 2048)
+
+
+@pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
+def test_llama_cpp_gives_the_log_probabilities_of_transformers_beyond_the_trained_length(
+    method: ContextMethod, plain: Path, ids: list[int], theirs: Any, tmp_path: Path
+) -> None:
+    plan = extend_gguf(plain, tmp_path / "out.gguf", method=method)
+    check_read_as_written(tmp_path / "out.gguf", plan)
+    ours = llama_cpp(tmp_path / "out.gguf", ids)
+    torch.testing.assert_close(ours, theirs(method), atol=CLOSE, rtol=0)
+    assert (ours - theirs(None)).abs().mean() > 50 * CLOSE
+
+
+@pytest.mark.parametrize("name", ["yarn", "ntk", "pi", "ntk_by_parts"])
+def test_metadata_alone_say_what_they_can_where_the_graph_takes_no_factors(
+    name: str, without_factors: Path, ids: list[int], theirs: Any, tmp_path: Path
+) -> None:
+    plan = extend_gguf(without_factors, tmp_path / "out.gguf", method=METHODS[name])
+    check_read_as_written(tmp_path / "out.gguf", plan)
+    torch.testing.assert_close(llama_cpp(tmp_path / "out.gguf", ids), theirs(METHODS[name]), atol=CLOSE, rtol=0)
+
+
+@pytest.mark.parametrize("left_out", [YaRN(factor=FACTOR, attention_factor=1.0), replace(WAVY, attention_factor=1.0)])
+def test_a_file_without_the_attention_factor_is_told_apart(
+    left_out: Any, plain: Path, ids: list[int], theirs: Any, tmp_path: Path
+) -> None:
+    extend_gguf(plain, tmp_path / "out.gguf", method=left_out)
+    right = YaRN(factor=FACTOR) if isinstance(left_out, YaRN) else WAVY
+    assert (llama_cpp(tmp_path / "out.gguf", ids) - theirs(right)).abs().mean() > 20 * CLOSE
+
+
+def test_an_unextended_file_is_the_unextended_model(plain: Path, ids: list[int], theirs: Any, tmp_path: Path) -> None:
+    folder = shipped_copy(tmp_path, max_position_embeddings=2048)  # llama.cpp reads no more than the file says
+    write_gguf(folder, tmp_path / "out.gguf")
+    torch.testing.assert_close(llama_cpp(tmp_path / "out.gguf", ids), theirs(None), atol=CLOSE, rtol=0)
+
+
+def shipped_copy(tmp_path: Path, **changes: Any) -> Path:
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    for file in MODEL.iterdir():
+        (folder / file.name).symlink_to(file)
+    config = json.loads((MODEL / "config.json").read_text())
+    (folder / "config.json").unlink()
+    (folder / "config.json").write_text(json.dumps({**config, **changes}))
+    return folder
+
+
+@pytest.mark.parametrize(("dtype", "close"), [("F16", 0.01), ("BF16", 0.1), ("Q8_0", 0.1)])
+def test_smaller_numbers_say_nearly_the_same(
+    dtype: str, close: float, plain: Path, ids: list[int], tmp_path: Path
+) -> None:
+    write_gguf(MODEL, tmp_path / "out.gguf", dtype)
+    assert (tmp_path / "out.gguf").stat().st_size < 0.6 * plain.stat().st_size
+    difference = llama_cpp(tmp_path / "out.gguf", ids[:40], 1) - llama_cpp(plain, ids[:40], 1)
+    assert 1e-5 < difference.abs().max() < close
+
+
+def test_a_folder_takes_its_extension_along(plain: Path, tmp_path: Path) -> None:
+    model = extend_context(AutoModelForCausalLM.from_pretrained(MODEL), FACTOR)
+    model.save_pretrained(tmp_path / "folder")
+    AutoTokenizer.from_pretrained(MODEL).save_pretrained(tmp_path / "folder")
+    write_gguf(tmp_path / "folder", tmp_path / "ours.gguf")
+    extend_gguf(plain, tmp_path / "file.gguf", FACTOR)
+    ours, file = Read(tmp_path / "ours.gguf"), Read(tmp_path / "file.gguf")
+    assert ours.fields.pop("general.name") != file.fields.pop("general.name")
+    assert ours.fields == file.fields
+    assert ours.tensors == file.tensors
+
+
+def test_extending_leaves_every_weight_byte_for_byte(tmp_path: Path) -> None:
+    write_gguf(MODEL, tmp_path / "small.gguf", "Q8_0")
+    extend_gguf(tmp_path / "small.gguf", tmp_path / "out.gguf", FACTOR)
+    before, after = Read(tmp_path / "small.gguf"), Read(tmp_path / "out.gguf")
+    assert {kind.name for kind, _ in before.tensors.values()} == {"F32", "F16", "Q8_0"}
+    assert after.tensors.pop("rope_freqs.weight")
+    assert after.tensors == before.tensors
+    changed = {name for name, value in after.fields.items() if before.fields.pop(name, None) != value}
+    assert changed == {"llama.context_length", "llama.rope.scaling.attn_factor", "ctxext.extension"}
+    assert not before.fields
+
+
+def test_scaling_that_is_there_is_kept_composed_or_replaced_as_asked(plain: Path, tmp_path: Path) -> None:
+    once, out = tmp_path / "once.gguf", [tmp_path / f"{n}.gguf" for n in range(4)]
+    extend_gguf(plain, once, 4)
+    with pytest.raises(ValueError, match="scaled already by ctxext"):
+        extend_gguf(once, out[0], 2)
+    assert not out[0].exists()
+    extend_gguf(once, out[0], 8, existing="replace")
+    extend_gguf(plain, out[1], 8)
+    extend_gguf(once, out[2], 2, "pi", existing="compose")
+    extend_gguf(once, out[3], 2, existing="keep")
+    before, (replaced, directly, composed, kept) = Read(once), map(Read, out)
+    assert (replaced.tensors, replaced.fields) == (directly.tensors, directly.fields)
+    assert composed.factors == pytest.approx(2 * before.factors)
+    assert kept.factors == pytest.approx(before.factors)
+    assert kept.fields["llama.context_length"] == 4096
+
+
+def test_a_file_that_was_edited_since_is_nobody_s(plain: Path, tmp_path: Path) -> None:
+    extend_gguf(plain, tmp_path / "out.gguf", FACTOR)
+    assert read_context(context_of_gguf(tmp_path / "out.gguf")).mark is not None
+    reader = gguf.GGUFReader(tmp_path / "out.gguf", "r+")
+    reader.get_field("llama.rope.scaling.attn_factor").parts[-1][0] = 1.0
+    reader.data.flush()
+    facts = read_context(context_of_gguf(tmp_path / "out.gguf"))
+    assert facts.mark is None
+    assert facts.rope.attention_factor == 1.0
+
+
+LETTERS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+"
+REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+BYTES = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+SPLITTERS = {
+    "gpt-2": [pre_tokenizers.ByteLevel(add_prefix_space=False)],
+    "smollm": [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)],
+    "llama-bpe": [pre_tokenizers.Split(Regex(rf"{LETTERS}|\p{{N}}{{1,3}}|{REST}"), "isolated"), BYTES],
+    "qwen2": [pre_tokenizers.Split(Regex(rf"{LETTERS}|\p{{N}}|{REST}"), "isolated"), BYTES],
+}
+TEXT = PERSUASION.read_text()[:4000] + "\n\n\n  I'll've 12345 ÜBER naïve — 北京 🙂\t\tx=1.5;\r\n  END "
+
+
+@pytest.mark.parametrize("name", SPLITTERS)
+def test_llama_cpp_makes_the_tokenizer_s_tokens(name: str, tokenizer: Any, tmp_path: Path) -> None:
+    folder = shipped_copy(tmp_path)
+    (folder / "tokenizer.json").unlink()
+    backend = AutoTokenizer.from_pretrained(MODEL).backend_tokenizer
+    backend.pre_tokenizer = pre_tokenizers.Sequence(SPLITTERS[name])
+    backend.save(str(folder / "tokenizer.json"))
+    write_gguf(folder, tmp_path / "out.gguf", "Q8_0")
+    assert Read(tmp_path / "out.gguf").fields["tokenizer.ggml.pre"] == name
+    with GGUFModel(tmp_path / "out.gguf") as model:
+        assert model.tokenize(TEXT) == AutoTokenizer.from_pretrained(folder)(TEXT, verbose=False).input_ids
+
+
+def test_an_end_of_text_within_a_text_is_scored_like_any_token(plain: Path, ids: list[int]) -> None:
+    text = [*ids[:20], 1, 0, *ids[20:30]]
+    model = AutoModelForCausalLM.from_pretrained(MODEL).eval()
+    with torch.inference_mode():
+        logits = model(input_ids=torch.tensor([text])).logits[0, :-1].double()
+    expected = logits.log_softmax(-1)[range(len(text) - 1), text[1:]]
+    torch.testing.assert_close(llama_cpp(plain, text, 1), expected, atol=CLOSE, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"method": "dynamic_ntk"}, "no GGUF file can say.*length="),
+        ({"method": "self_extend"}, "no GGUF file can say"),
+        ({"factor": 1}, "already covers 512"),
+        ({"method": replace(WAVY, long_factor=(1.0, 2.0))}, "2 numbers, but this model has 32"),
+        ({"method": "fitted.json"}, "theta 10000 trained at 4096"),
+        ({"existing": "compose"}, "plain RoPE"),
+    ],
+)
+def test_what_cannot_be_leaves_no_file(arguments: dict[str, Any], said: str, plain: Path, tmp_path: Path) -> None:
+    if arguments.get("method") == "fitted.json":
+        SavedMethod(replace(WAVY, fitted_to=(10000.0, 4096))).save(tmp_path / "fitted.json")
+        arguments = {"method": str(tmp_path / "fitted.json")}
+    before = sorted(tmp_path.iterdir())
+    with pytest.raises(ValueError, match=said):
+        extend_gguf(plain, tmp_path / "out.gguf", **arguments)
+    assert sorted(tmp_path.iterdir()) == before
+
+
+@pytest.mark.parametrize("method", [WAVY, YaRN(factor=4, beta_fast=16), NTKByParts(factor=4, truncate=False)])
+def test_what_metadata_cannot_say_is_refused_where_the_graph_takes_no_factors(
+    method: ContextMethod, without_factors: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match=r"takes no frequency factors.*Use 'ntk'"):
+        extend_gguf(without_factors, tmp_path / "out.gguf", method=method)
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_is_no_gguf_file_of_a_known_architecture_is_refused(plain: Path, tmp_path: Path) -> None:
+    cut, other, out = tmp_path / "cut.gguf", tmp_path / "other.gguf", tmp_path / "out.gguf"
+    for content in (b"", b"nothing", plain.read_bytes()[:5000], plain.read_bytes()[:-5000]):
+        cut.write_bytes(content)
+        with pytest.raises(ValueError, match="no whole GGUF"):
+            extend_gguf(cut, out)
+    with pytest.raises(FileNotFoundError, match="is no file"):
+        extend_gguf(tmp_path / "nowhere.gguf", out)
+    writer = gguf.GGUFWriter(other, "mamba")
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with pytest.raises(ValueError, match=f"'mamba'.*known: {', '.join(ARCHITECTURES)}"):
+        extend_gguf(other, out)
+    assert not out.exists()
+    with pytest.raises(FileExistsError, match="Choose another"):
+        extend_gguf(plain, other)
+    with pytest.raises(ValueError, match="could not load"):
+        GGUFModel(cut)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"model_type": "qwen2"}, "convert_hf_to_gguf.py"),
+        ({"hidden_act": "gelu"}, "gelu"),
+        ({"model_type": "mistral", "sliding_window": 128}, "slides over 128"),
+        ({"rope_parameters": {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1250.0}}, "changes with the length"),
+        ({"dtype": "Q4_K"}, "must be one of F32"),
+    ],
+)
+def test_a_folder_that_llama_cpp_s_llama_cannot_be_is_refused(
+    changes: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    dtype = changes.pop("dtype", "F32")
+    with pytest.raises(ValueError, match=said):
+        write_gguf(shipped_copy(tmp_path, **changes), tmp_path / "out" / "model.gguf", dtype)
+    assert not (tmp_path / "out").exists()
+
+
+def test_more_tokens_than_the_context_holds_are_refused(plain: Path, ids: list[int]) -> None:
+    with GGUFModel(plain) as model:
+        with pytest.raises(ValueError, match=r"1024 tokens.*512"):
+            model.logprobs(ids, START)
+        with pytest.raises(ValueError, match="start must be"):
+            model.logprobs(ids[:1])
+
+
+def test_describe_reads_a_gguf_file(plain: Path, tmp_path: Path) -> None:
+    extend_gguf(plain, tmp_path / "out.gguf", FACTOR)
+    description = describe_context(context_of_gguf(tmp_path / "out.gguf"))
+    assert (description.scaling["name"], description.trained_length, description.reach) == ("yarn", 512, 2048)
+    printed = CliRunner().invoke(commands, ["describe", str(tmp_path / "out.gguf")]).stdout
+    assert "yarn ×4" in printed
