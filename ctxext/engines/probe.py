@@ -214,8 +214,8 @@ def make_probe(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, text:
 
     def measured(model: PreTrainedModel, chunk: int | None) -> dict[State, Tensor]:
         found: dict[State, Tensor] = {}
-        for state, tables in states.items():
-            with _in_state(model, facts, tables):
+        for state in states:
+            with in_state(model, state):
                 found[state] = logprobs_of(model, ids, chunk)
         return found
 
@@ -242,8 +242,8 @@ def make_probe(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, text:
             "python": platform.python_version(),
         },
     )
-    for state, logprobs in noisy.items():
-        if judge(probe, logprobs).is_live != (state == "extended"):
+    for state in ("extended", "unextended"):
+        if judge(probe, noisy[state]).name != WORDS[state]:
             moved = float((expected["extended"] - expected["unextended"]).abs().mean())
             raise ValueError(
                 f"{probe.summary} moves these {len(ids)} tokens by {moved:.2g} nats each, and 16 bits alone by "
@@ -293,21 +293,27 @@ def _states(facts: ContextFacts) -> dict[State, dict[str, RopeGeometry]]:
 
 
 @contextmanager
-def _in_state(model: PreTrainedModel, facts: ContextFacts, tables: dict[str, RopeGeometry]) -> Iterator[None]:
-    """The model with other frequencies and attention factors, for the length of a `with` block."""
-    surgery = Surgery(model, [])
-    sites = rotary.find_rotary_sites(model, text_config_of(model.config))
+def in_state(model: PreTrainedModel, state: State) -> Iterator[None]:
+    """The model in another state than its config says, for the length of a `with` block.
+
+    Raises:
+        ValueError: as `make_probe`.
+        KeyError: its extension has no such state.
+    """
+    facts = _facts(model)
+    tables = _states(facts)[state]
+    sites = rotary.find_rotary_sites(model, facts.text_config)
     if not sites:
         raise ValueError(f"found no standard rotary embedding in {type(model).__name__}, so no probe can be made.")
     in_use = {table.label: table.in_use.inv_freq for table in facts.tables}
+    surgery = Surgery(model, [])
     try:
         for site, (label, rope) in itertools.product(sites, tables.items()):
             inv_freq = site.laid_out(label, rope.inv_freq, in_use[label]).float()  # whatever the model was cast to
             # Both: longrope's forward takes the second one back.
             for name in ("inv_freq", "original_inv_freq"):
                 surgery.set_tensor(site.paths[0], rotary.of_label(label, name), inv_freq)
-            name = rotary.of_label(label, "attention_scaling")
-            surgery.set_attribute(site.paths[0], name, rope.attention_factor)
+            surgery.set_attribute(site.paths[0], rotary.of_label(label, "attention_scaling"), rope.attention_factor)
         yield
     finally:
         surgery.undo()
