@@ -33,13 +33,16 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 PROBE = "verify.json"
-# Ecclesiastes 3:1-8, World English Bible (public domain). What comes back at a distance moves most.
+# Lincoln at Gettysburg, 1863. Of some texts tried it told the states apart with the largest statistic in 16 bits: it
+# repeats itself at a distance, and is not so well known that nothing moves it.
 TEXT = (
-    "For everything there is a season, and a time for every purpose under heaven: a time to be born, and a time to "
-    "die; a time to plant, and a time to pluck up that which is planted; a time to kill, and a time to heal; a time to "
-    "break down, and a time to build up; a time to weep, and a time to laugh; a time to mourn, and a time to dance; a "
-    "time to cast away stones, and a time to gather stones together; a time to embrace, and a time to refrain from "
-    "embracing; a time to seek, and a time to lose; a time to keep, and a time to cast away."
+    "Four score and seven years ago our fathers brought forth on this continent, a new nation, conceived in Liberty, "
+    "and dedicated to the proposition that all men are created equal. Now we are engaged in a great civil war, testing "
+    "whether that nation, or any nation so conceived and so dedicated, can long endure. We are met on a great "
+    "battle-field of that war. We have come to dedicate a portion of that field, as a final resting place for those "
+    "who here gave their lives that that nation might live. It is altogether fitting and proper that we should do "
+    "this. But, in a larger sense, we can not dedicate, we can not consecrate, we can not hallow this ground. The "
+    "brave men, living and dead, who struggled here, have consecrated it, far above our poor power to add or detract."
 )
 MAX_TOKENS = 199
 
@@ -242,14 +245,15 @@ def make_probe(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, text:
             "python": platform.python_version(),
         },
     )
-    for state in ("extended", "unextended"):
-        if judge(probe, noisy[state]).name != WORDS[state]:
-            moved = float((expected["extended"] - expected["unextended"]).abs().mean())
-            raise ValueError(
-                f"{probe.summary} moves these {len(ids)} tokens by {moved:.2g} nats each, and 16 bits alone by "
-                f"{probe.noise_floor:.2g}: a short text cannot tell whether it is live. Measure at long lengths "
-                "instead: ctxext eval."
-            )
+    # In 16 bits the two must be told apart; whether it is ignored or lacks its temperature, an engine may leave open.
+    live, ignored = (torch.tensor(probe.expected[state], dtype=torch.float64) for state in ("extended", "unextended"))
+    off = noisy["unextended"]
+    if not (judge(probe, noisy["extended"]).is_live and _clearly_nearer((off - ignored).abs(), (off - live).abs())):
+        raise ValueError(
+            f"{probe.summary} moves these {len(ids)} tokens by {float((live - ignored).abs().mean()):.2g} nats each, "
+            f"and 16 bits alone by {probe.noise_floor:.2g}: a short text cannot tell whether it is live. Measure at "
+            "long lengths instead: ctxext eval."
+        )
     return probe
 
 
