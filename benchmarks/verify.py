@@ -129,7 +129,8 @@ def main() -> None:
                         "engine": engine, "model": case.model.name, "extension": probe.summary, "precision": precision,
                         "tokens": len(probe.input_ids), "state": word, "verdict": verdict.name,
                         "distances": {WORDS[s]: round(d, 6) for s, d in verdict.distances.items()},
-                        "barred": case.barred, "limit": round(verdict.limit, 6), "noise_floor": round(probe.noise_floor, 6),
+                        "limit": round(verdict.limit, 6), "noise_floor": round(probe.noise_floor, 6),
+                        "barred": case.barred,
                     })  # fmt: skip
                     if verdict.name != word:
                         print(f"wrong: {rows[-1]}", flush=True)
