@@ -151,8 +151,8 @@ def judge(probe: Probe, logprobs: Float64[Tensor, " token"], noise: float | None
     the tokens says: the mean of |Δ| to the other state minus |Δ| to this one, at least three times its standard error.
     So states are told apart that differ by less than the noise of a single token.
 
-    Weights rounded to 8 bits move a small model as much as another factor does (SmolLM2-135M: yarn ×4 as much as ×5),
-    so a factor that is a quarter off may pass for live.
+    Weights rounded to 8 bits move a small model as much as a near factor does, which so passes for live: ×3.5 and ×4.5
+    for yarn ×4 on the shipped model, ×3 and ×5 on SmolLM2-135M; ×2 and ×8 do not.
 
     Args:
         logprobs: the engine's, of `probe.input_ids[1:]`, in nats.
