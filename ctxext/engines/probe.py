@@ -32,7 +32,6 @@ from ctxext.sites.twin import text_config_of
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-PROBE = "verify.json"
 # Lincoln at Gettysburg, 1863. Of some texts tried it told the states apart with the largest statistic in 16 bits: it
 # repeats itself at a distance, and is not so well known that nothing moves it.
 TEXT = (
