@@ -43,8 +43,8 @@ class GradientSettings:
 
     Attributes:
         steps: of the optimizer; None for as many as read TOKENS, and at least 40.
-        learning_rate: of ln λ, for pairs that turn at most once within the target length. Faster ones get less, by the
-            square root of their turns, as the angle that a change of λ makes grows with them.
+        learning_rate: of ln λ, for pairs that turn at most once within the target length. Faster ones get as much less
+            as they turn more, so that a step moves the angle of every pair at the target by no more than theirs.
         attention_learning_rate: of ln attention_factor.
         rows: in each step that hide a pass key in text: one of the target length, the others shorter.
         short: weight of the divergence, in nats a token, from what the unextended model says within its length.
@@ -165,12 +165,12 @@ class Validation:
 class Factors:
     """The numbers that are learned.
 
-    λ is exp(max(0, ln λ_start + u / sqrt(turns))), where turns are those of the pair within the target, at least 1.
+    λ is exp(max(0, ln λ_start + u / turns)), where turns are those of the pair within the target, at least 1.
     """
 
     def __init__(self, rope: RopeGeometry, start: RopeScaling, target: int, monotone: bool) -> None:
         turns = rope.inv_freq * target / (2 * math.pi)
-        self.step = turns.clamp(min=1) ** -0.5
+        self.step = 1 / turns.clamp(min=1)
         self.first = start.rescale_factors(rope).log().clamp(min=0)
         self.monotone = monotone
         self.moved = torch.zeros_like(self.first, requires_grad=True)
