@@ -138,7 +138,7 @@ def finetune_table() -> str:
         "",
         f"Passkey: {n} prompts a cell, extended and not trained → trained. Nats: against the base within its own 512 "
         f"tokens, on the same text; {first['measured']['tail']['windows']} windows, 95% intervals; two CPU cores; from "
-        "[docs/finetune/summary.json](docs/finetune/summary.json).",
+        "[docs/finetune/summary.json](../docs/finetune/summary.json).",
     ]
     return "\n".join(lines)
 
@@ -210,12 +210,82 @@ def positions_table(each_seed: bool) -> str:
     return "\n".join(lines)
 
 
+def fit_table(each_seed: bool, page: str) -> str:
+    """Fitted λ beside static methods, of docs/fit/summary.json: every row, or the best static ones and the mean."""
+    file = "docs/fit/summary.json"
+    summary = json.loads((ROOT / file).read_text())
+    head = [
+        "",
+        "method",
+        "keys found",
+        "at the target",
+        "loss of a key (nats)",
+        "perplexity",
+        "price within 512 (nats)",
+    ]
+    lines = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
+    for factor, part in summary["table"].items():
+        rows, best = part["rows"], part["best_static"]
+        fitted = [row for name, row in rows.items() if name.startswith("fitted")]
+        shown = rows
+        if not each_seed:
+            shown = {name: rows[name] for name in dict.fromkeys(["none", "yarn", best["keys"], best["text"]])}
+            numbers = ("found", "found_at_target", "key_loss", "perplexity")
+            mean = {key: sum(row[key] for row in fitted) / len(fitted) for key in numbers}
+            price = sum(row["short"]["value"] for row in fitted) / len(fitted)
+            shown[f"fitted, mean of {len(fitted)} seeds"] = {**mean, "short": {"value": price}}
+        for name, row in shown.items():
+            short = row["short"]
+            price = "" if short is None else f"{short['value']:+.4f}"
+            if short and each_seed:
+                price += f" [{short['low']:+.4f}, {short['high']:+.4f}]"
+            cells = [
+                f"×{factor}",
+                name if name.startswith("fitted") else f"`{name}`" if name != "none" else "not extended",
+            ]
+            cells += [f"{row['found']:.1%}", f"{row['found_at_target']:.0%}", f"{row['key_loss']:.4f}"]
+            lines.append("| " + " | ".join([*cells, f"{row['perplexity']:.2f}", price]) + " |")
+    how = summary["settings"]
+    slowest = max(row["seconds"] or 0 for part in summary["table"].values() for row in part["rows"].values())
+    lines += [
+        "",
+        f"Keys at every length from 128 tokens to the target, {how['trials'] * len(how['depths'])} prompts a length; "
+        f"{how['windows']} windows of the target length; the half of *Persuasion* that was not fitted on; the longest fit "
+        f"took {slowest / 60:.1f} min on one thread; from [{file}]({os.path.relpath(file, page)}).",
+    ]
+    return "\n".join(lines)
+
+
+def ablation_table() -> str:
+    """What each part of the fit does, of docs/fit/ablation.json: means over its seeds."""
+    figures = {
+        name: f["value"] for name, f in json.loads((ROOT / "docs/fit/ablation.json").read_text())["figures"].items()
+    }
+    kinds = ["share of keys found", "loss of a key in nats", "perplexity", "loss within 512, over"]
+    found: dict[tuple[str, str], dict[str, list[float]]] = {}
+    for name, value in figures.items():
+        what, _, kind = name.partition(": ")
+        factor, _, changed = what.partition(" ")
+        changed = re.sub(r", seed \d+$", "", changed)
+        found.setdefault((factor, changed), {}).setdefault(kind, []).append(value)
+    lines = [
+        "| | | keys found | loss of a key (nats) | perplexity | loss within 512, over |",
+        "|---|---|---|---|---|---|",
+    ]
+    for (factor, changed), by_kind in found.items():
+        share, key, perplexity, short = (sum(by_kind[kind]) / len(by_kind[kind]) for kind in kinds)
+        lines.append(f"| {factor} | {changed} | {share:.1%} | {key:.4f} | {perplexity:.2f} | {short:+.2%} |")
+    return "\n".join(lines)
+
+
 TABLES = {
     "README.md": {
+        "fit": partial(fit_table, False, "."),
         "methods": method_table,
         "demo": partial(comparison_table, "docs/demo/summary.json"),
-        "finetune": finetune_table,
     },
+    "recipes/README.md": {"finetune": finetune_table},
+    "docs/fit/README.md": {"fit": partial(fit_table, True, "docs/fit"), "ablation": ablation_table},
     "docs/late_rotation.md": {
         "dynamic-shipped": partial(dynamic_table, "docs/dynamic/austen-4m.json", "docs"),
         "dynamic-smollm2": partial(dynamic_table, "docs/dynamic/SmolLM2-135M-Instruct.json", "docs"),

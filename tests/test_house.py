@@ -72,9 +72,7 @@ def update_readme():
     return module
 
 
-@pytest.mark.parametrize(
-    "file", ["README.md", "docs/benchmarks/README.md", "docs/engines.md", "docs/positions/README.md"]
-)
+@pytest.mark.parametrize("file", sorted(update_readme().TABLES))
 def test_tables_are_those_of_the_registry_and_of_the_json(file: str) -> None:
     module, text = update_readme(), (ROOT / file).read_text()
     assert module.updated(text, module.TABLES[file]) == text, "run python docs/update_readme.py"

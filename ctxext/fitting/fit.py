@@ -22,7 +22,7 @@ from ctxext.fitting.evolution import Evolution, EvolutionSettings, Memory
 from ctxext.fitting.gradient import GradientSettings, fit_by_gradient
 from ctxext.fitting.live import LiveFactors
 from ctxext.fitting.objectives import Objective, Score, Scorer
-from ctxext.methods import RopeScaling
+from ctxext.methods import RopeScaling, make_method
 from ctxext.plans import factor_and_target
 from ctxext.saved import SavedMethod
 
@@ -174,6 +174,8 @@ def _searched(
     ).run()
     other = Scorer(Engine(model), live, objective, held_out)
     best = min(search.founders, key=search.founders.__getitem__)
+    named = make_method(best, learnt.target / learnt.trained)
+    assert isinstance(named, RopeScaling)
     about = {
         "by": "evolution",
         "settings": asdict(settings),
@@ -183,7 +185,7 @@ def _searched(
             **{name: found._asdict() for name, found in search.founders.items()},
             "fitted": search.best._asdict(),
         },
-        "held_out": {"fitted": other(search.method)._asdict()},
+        "held_out": {"start": other(named)._asdict(), "fitted": other(search.method)._asdict()},
         "evaluations": search.evaluations,
         "history": [found._asdict() for found in search.history],
     }

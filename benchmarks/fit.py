@@ -1,0 +1,316 @@
+"""Fitted rescale factors beside every named static method, on the shipped model: no weight changes.
+
+    python benchmarks/fit.py                              # ×2, ×4, ×8, five seeds, and one search by evolution
+    python benchmarks/fit.py --factors 8 --seeds 0 --evolution 0
+    python benchmarks/fit.py --ablation 0 --factors 4     # what each part of the fit does
+
+Fitted on the first half of *Persuasion*, measured on the second: pass keys at every length from a quarter of the
+trained one to the target, text at the target length and within the trained one, the same samples for every method.
+Each part is kept in runs/fit, where a run that was stopped goes on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import torch
+from matplotlib.figure import Figure
+from report import Report
+from rich.progress import track
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging
+
+from ctxext import temporarily_extended
+from ctxext.assets import MODEL, PERSUASION
+from ctxext.encodings.rope import RopeGeometry
+from ctxext.evals.engine import Engine
+from ctxext.evals.haystack import Haystack
+from ctxext.evals.needle import Passkey
+from ctxext.evals.perplexity import Perplexity
+from ctxext.evals.prompts import Prompter
+from ctxext.evals.samples import Place
+from ctxext.evals.statistics import Difference, paired_difference, paired_loss_difference
+from ctxext.fitting.evolution import EvolutionSettings
+from ctxext.fitting.fit import fit
+from ctxext.fitting.gradient import GradientSettings
+from ctxext.fitting.objectives import Objective
+from ctxext.methods import make_method
+from ctxext.saved import SavedMethod, read_saved
+
+RUNS = Path("runs/fit")
+STATIC = ("pi", "ntk", "ntk_by_parts", "yarn", "llama3", "abf", "resonance", "drope")
+DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
+TRIALS, WINDOWS, SHORT_WINDOWS, SEED = 6, 10, 24, 7
+# Against the defaults: one thing changed in each.
+ABLATION: dict[str, dict[str, Any]] = {
+    "as it is": {},
+    "start from yarn": {"start": "yarn"},
+    "no keys": {"retrieval": 0.0},
+    "keys alone": {"text": 0.0, "short": 0.0},
+    "no short text": {"short": 0.0},
+    "a tenth of the weight on keys": {"retrieval": 5.0},
+    "a third of the steps": {"steps": 14},
+    "twice the learning rate": {"learning_rate": 0.08},
+    "attention factor alone": {"learning_rate": 0.0},
+    "λ alone": {"attention_learning_rate": 0.0},
+    "monotone": {"monotone": True},
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--factors", type=int, nargs="*", default=[2, 4, 8])
+    parser.add_argument("--seeds", type=int, nargs="*", default=[0, 1, 2, 3, 4])
+    parser.add_argument("--evolution", type=int, default=4, help="the factor of the search; 0 for none")
+    parser.add_argument("--ablation", type=int, nargs="*", help="seeds; measure parts of the fit instead")
+    parser.add_argument("--processes", type=int, default=2, help="of one thread each")
+    parser.add_argument("--output", type=Path, default=Path("docs/fit"))
+    args = parser.parse_args()
+    if args.ablation is not None:
+        ablate(args)
+    parts = [(factor, f"fitted, seed {seed}", {"seed": seed}) for factor in args.factors for seed in args.seeds]
+    if args.evolution:
+        parts.append((args.evolution, "evolution", {"evolution": True}))
+    parts += [(factor, name, None) for factor in args.factors for name in ("none", *STATIC)]
+    measured = run(parts, args.processes)
+    report = Report("fit", seed=SEED)
+    table = {factor: compare(report, factor, measured, args.seeds) for factor in args.factors}
+    if args.evolution:
+        about = read_saved(RUNS / f"x{args.evolution} evolution.json").about
+        evolution(report, args.evolution, about)
+    draw(args.factors, args.seeds, args.output / "lambda.png")
+    report.finish(args.output / "summary.json", table=table, settings=settings_of(args))
+
+
+def settings_of(args: argparse.Namespace) -> dict[str, Any]:
+    return {
+        "trials": TRIALS, "depths": DEPTHS, "windows": WINDOWS, "short_windows": SHORT_WINDOWS,
+        "processes": args.processes, "threads": 1,
+    }  # fmt: skip
+
+
+# ------------------------------------------------------------------------------------------- the parts
+
+
+def run(parts: list[tuple[int, str, dict[str, Any] | None]], processes: int) -> dict[tuple[int, str], dict[str, Any]]:
+    """Fit what is to be fitted and measure everything, side by side."""
+    RUNS.mkdir(parents=True, exist_ok=True)
+    with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
+        waiting = [pool.submit(part, *arguments) for arguments in parts]
+        found = [each.result() for each in track(waiting, "measuring")]
+    return {(factor, name): result for (factor, name, _), result in zip(parts, found)}
+
+
+def part(factor: int, name: str, how: dict[str, Any] | None) -> dict[str, Any]:
+    """One method at one factor, from the file where it stands already."""
+    path = RUNS / f"x{factor} {name} measured.json"
+    if path.is_file():
+        return json.loads(path.read_text())
+    torch.set_num_threads(1)
+    logging.disable_progress_bar()
+    model = AutoModelForCausalLM.from_pretrained(MODEL).eval()
+    prompter = Prompter(AutoTokenizer.from_pretrained(MODEL))
+    text = PERSUASION.read_text(encoding="utf-8")
+    middle = text.index("\n\n", len(text) // 2)
+    if how is not None:
+        saved = fitted(model, prompter, text[:middle], factor, RUNS / f"x{factor} {name}.json", **how)
+        with temporarily_extended(model, method=saved.method):
+            result = measure(model, prompter, text[middle:], factor)
+        result["seconds"] = saved.about["seconds"]
+    elif name == "none":
+        result = measure(model, prompter, text[middle:], factor)
+    else:
+        with temporarily_extended(model, factor, name):
+            result = measure(model, prompter, text[middle:], factor)
+    path.write_text(json.dumps(result))
+    return result
+
+
+def fitted(model, prompter, text, factor, path, *, seed=0, evolution=False, **changes) -> SavedMethod:
+    if path.is_file():
+        return read_saved(path)
+    settings = GradientSettings(seed=seed, **changes)
+    objective = Objective(name="perplexity", seed=seed)
+    if evolution:
+        settings = EvolutionSettings(evaluations=200, seed=seed)
+    names = ("austen-4m", "first half of Persuasion")
+    saved = fit(model, prompter, text, factor, settings=settings, objective=objective, names=names)
+    saved.save(path)
+    return saved
+
+
+def measure(model, prompter: Prompter, text: str, factor: int) -> dict[str, Any]:
+    """Pass keys by length and trial, and the loss of each window in nats."""
+    haystack, engine, trained = Haystack.from_text(text, prompter.tokenizer), Engine(model), 512
+    keys = []
+    length = trained // 4
+    while length <= factor * trained:
+        for trial in range(TRIALS):
+            row = [Passkey().sample(Place("passkey", length, d, trial, SEED), prompter, haystack) for d in DEPTHS]
+            for sample, forced in engine.forced([row]):
+                hit = forced.guess.tolist() == list(sample.input_ids[sample.n_prompt :])
+                logprob = float(forced.logprobs.double().sum())
+                keys.append(
+                    {"length": length, "trial": trial, "depth": sample.place.depth, "hit": hit, "logprob": logprob}
+                )
+        length *= 2
+
+    def losses(length: int, count: int) -> list[float]:
+        places = [Place("perplexity", length, None, trial, SEED) for trial in range(count)]
+        windows = [Perplexity().window(place, haystack, prompter.special) for place in places]
+        return [float(engine.losses(window.input_ids).losses.double().mean()) for window in windows]
+
+    return {"keys": keys, "long": losses(factor * trained, WINDOWS), "short": losses(trained, SHORT_WINDOWS)}
+
+
+# -------------------------------------------------------------------------------------- the comparison
+
+
+def found(result: dict[str, Any]) -> float:
+    return mean([key["hit"] for key in result["keys"]])
+
+
+def lost(result: dict[str, Any]) -> float:
+    return -mean([key["logprob"] for key in result["keys"]])
+
+
+def mean(values: list[float]) -> float:
+    return sum(values) / len(values)
+
+
+def clusters(result: dict[str, Any]) -> list[tuple[int, int]]:
+    return [(key["length"], key["trial"]) for key in result["keys"]]
+
+
+def key_difference(one: dict[str, Any], other: dict[str, Any]) -> Difference:
+    """The loss of a key under `one`, in nats, minus that under `other`; what shares a text is resampled whole."""
+    labels = list(dict.fromkeys(clusters(one)))
+    sums = [
+        [-sum(k["logprob"] for k, at in zip(each["keys"], clusters(each)) if at == label) for label in labels]
+        for each in (one, other)
+    ]
+    return paired_loss_difference(sums[0], sums[1], [len(DEPTHS)] * len(labels))
+
+
+def hit_difference(one: dict[str, Any], other: dict[str, Any]) -> Difference:
+    hits = [[float(key["hit"]) for key in each["keys"]] for each in (one, other)]
+    return paired_difference(*hits, clusters(one))
+
+
+def text_difference(one: dict[str, Any], other: dict[str, Any], what: str = "long") -> Difference:
+    return paired_loss_difference(one[what], other[what], [1] * len(one[what]))
+
+
+def compare(report: Report, factor: int, measured: dict[Any, Any], seeds: list[int]) -> dict[str, Any]:
+    """The bars of one factor, and a row for each method."""
+    static = {name: measured[factor, name] for name in STATIC}
+    base = measured[factor, "none"]
+    best_keys = min(static, key=lambda name: lost(static[name]))
+    best_text = min(static, key=lambda name: mean(static[name]["long"]))
+    fits = {seed: measured[factor, f"fitted, seed {seed}"] for seed in seeds}
+    rows = {}
+    for name, result in {"none": base, **static, **{f"fitted, seed {s}": r for s, r in fits.items()}}.items():
+        rows[name] = {
+            "found": found(result),
+            "found_at_target": mean([k["hit"] for k in result["keys"] if k["length"] == 512 * factor]),
+            "key_loss": lost(result),
+            "key_loss_at_target": -mean([k["logprob"] for k in result["keys"] if k["length"] == 512 * factor]),
+            "perplexity": math.exp(mean(result["long"])),
+            "short": text_difference(result, base, "short")._asdict() if name != "none" else None,
+            "seconds": result.get("seconds"),
+        }
+        if name.startswith("fitted"):
+            rows[name] |= {
+                "key_loss_against_best": key_difference(result, static[best_keys])._asdict(),
+                "text_against_best": text_difference(result, static[best_text])._asdict(),
+            }
+    here = f"×{factor}"
+    report.add(f"{here}: best static method, share of keys found ({best_keys})", found(static[best_keys]))
+    report.add(f"{here}: best static method, loss of a key in nats ({best_keys})", lost(static[best_keys]))
+    report.add(f"{here}: best static method, perplexity ({best_text})", math.exp(mean(static[best_text]["long"])))
+    for seed, result in fits.items():
+        report.add(f"{here}, seed {seed}: share of keys found", found(result))
+        report.add(f"{here}, seed {seed}: loss of a key in nats", lost(result))
+        report.add(f"{here}, seed {seed}: perplexity", math.exp(mean(result["long"])))
+    better = [s for s, r in fits.items() if all(key_difference(r, other).high < 0 for other in static.values())]
+    lower = [s for s, r in fits.items() if all(lost(r) < lost(other) for other in static.values())]
+    behind = [s for s, r in fits.items() if any(hit_difference(r, other).high < 0 for other in static.values())]
+    more = [s for s, r in fits.items() if found(r) >= max(found(other) for other in static.values())]
+    worse = [s for s, r in fits.items() if text_difference(r, static[best_text]).low > 0]
+    gained = [s for s, r in fits.items() if text_difference(r, static[best_text]).high < 0]
+    n, least = len(fits), len(fits)
+    report.add(f"{here}: seeds that lose less on keys than every static method, of {n}", len(lower), at_least=least)
+    report.add(f"{here}: of them surely (95% intervals, each method)", len(better), at_least=least)
+    report.add(f"{here}: seeds that find at least as many keys as every static method", len(more), at_least=least)
+    report.add(f"{here}: seeds that surely find fewer keys than some static method", len(behind), at_most=0)
+    report.add(f"{here}: seeds surely behind the best static perplexity", len(worse), at_most=0)
+    report.add(f"{here}: seeds surely ahead of the best static perplexity", len(gained))
+    report.add(
+        f"{here}: most loss within the trained length, over the unextended model's",
+        max(mean(r["short"]) / mean(base["short"]) - 1 for r in fits.values()), at_most=0.01,
+    )  # fmt: skip
+    report.add(f"{here}: longest fit in seconds", max(r["seconds"] for r in fits.values()), at_most=300)
+    return {"best_static": {"keys": best_keys, "text": best_text}, "rows": rows}
+
+
+def evolution(report: Report, factor: int, about: dict[str, Any]) -> None:
+    start, end, other = about["scores"][about["start"]], about["scores"]["fitted"], about["held_out"]
+    here = f"evolution ×{factor}"
+    report.add(f"{here}: candidates", about["evaluations"])
+    report.add(f"{here}: its best start ({about['start']}), in nats a token", start["value"])
+    report.add(f"{here}: what it found, over that start", end["value"] - start["value"], at_most=-1e-4)
+    report.add(f"{here}: the same on text it did not read", other["fitted"]["value"] - other["start"]["value"])
+    report.add(f"{here}: loss within the trained length, over the unextended model's", end["short"], at_most=0.01)
+
+
+# --------------------------------------------------------------------------------- ablation and figure
+
+
+def ablate(args: argparse.Namespace) -> None:
+    parts = [
+        (factor, f"{name}, seed {seed}", {"seed": seed, **changes})
+        for factor in args.factors
+        for seed in args.ablation
+        for name, changes in ABLATION.items()
+    ]
+    static = [(factor, name, None) for factor in args.factors for name in ("none", "yarn", "llama3")]
+    measured = run([*parts, *static], args.processes)
+    report = Report("fit, ablation", seed=SEED)
+    for (factor, name), result in measured.items():
+        base = measured[factor, "none"]
+        report.add(f"×{factor} {name}: share of keys found", found(result))
+        report.add(f"×{factor} {name}: loss of a key in nats", lost(result))
+        report.add(f"×{factor} {name}: perplexity", math.exp(mean(result["long"])))
+        report.add(f"×{factor} {name}: loss within 512, over", mean(result["short"]) / mean(base["short"]) - 1)
+    report.finish(args.output / "ablation.json", settings=settings_of(args), changes=ABLATION)
+
+
+def draw(factors: list[int], seeds: list[int], path: Path) -> None:
+    """λ by pair: five fits and the two formulas they began near."""
+    figure = Figure(figsize=(4 * len(factors), 3.6), layout="constrained")
+    rope = RopeGeometry.plain(64, 1250.0, 512)
+    for axes, factor in zip(figure.subplots(1, len(factors), squeeze=False)[0], factors):
+        for seed in seeds:
+            saved = read_saved(RUNS / f"x{factor} fitted, seed {seed}.json")
+            label = f"fitted, {len(seeds)} seeds" if seed == seeds[0] else None
+            axes.plot(saved.method.rescale_factors(rope), color="#c23b22", alpha=0.6, linewidth=1, label=label)
+        for name, style in (("yarn", "--"), ("llama3", ":")):
+            factors_of = make_method(name, float(factor)).rescale_factors(rope)
+            axes.plot(factors_of, style, color="#333333", linewidth=1.4, label=name)
+        axes.set_title(f"×{factor}", loc="left")
+        axes.set_xlabel("pair, from the fastest to the slowest")
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.axes[0].set_ylabel("rescale factor λ")
+    figure.axes[0].legend(frameon=False)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=150)
+
+
+if __name__ == "__main__":
+    main()
