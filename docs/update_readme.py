@@ -229,7 +229,7 @@ def fit_table(each_seed: bool, page: str) -> str:
         fitted = [row for name, row in rows.items() if name.startswith("fitted")]
         shown = rows
         if not each_seed:
-            shown = {name: rows[name] for name in dict.fromkeys(["none", "yarn", best["keys"], best["text"]])}
+            shown = {name: rows[name] for name in dict.fromkeys([best["keys"], best["text"]])}
             numbers = ("found", "found_at_target", "key_loss", "perplexity")
             mean = {key: sum(row[key] for row in fitted) / len(fitted) for key in numbers}
             price = sum(row["short"]["value"] for row in fitted) / len(fitted)
@@ -250,8 +250,8 @@ def fit_table(each_seed: bool, page: str) -> str:
     lines += [
         "",
         f"Keys at every length from 128 tokens to the target, {how['trials'] * len(how['depths'])} prompts a length; "
-        f"{how['windows']} windows of the target length; the half of *Persuasion* that was not fitted on; the longest fit "
-        f"took {slowest / 60:.1f} min on one thread; from [{file}]({os.path.relpath(file, page)}).",
+        f"{how['windows']} windows of the target length; the half of *Persuasion* that was not fitted on; the longest "
+        f"fit took {slowest / 60:.1f} min on one thread; from [{file}]({os.path.relpath(file, page)}).",
     ]
     return "\n".join(lines)
 
