@@ -30,4 +30,4 @@ def _why_not_given(error: Exception, revision: str | None) -> str:
         return "there is no such name, or it is private. Check the name; log in with `hf auth login`."
     if isinstance(error, RevisionNotFoundError):
         return f"it has no branch, tag or commit {revision!r}. Leave the revision out for its main branch."
-    return f"{type(error).__name__}: {str(error).splitlines()[0]} Check the name and the connection."
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]} Check the name and the connection."

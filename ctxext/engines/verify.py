@@ -13,9 +13,10 @@ from jaxtyping import Float64
 from torch import Tensor
 
 from ctxext.endpoint import Endpoint
-from ctxext.engines.probe import PROBE, Probe, Verdict, judge, logprobs_of, make_probe, read_probe
+from ctxext.engines.probe import Probe, Verdict, judge, logprobs_of, make_probe, read_probe
 from ctxext.extension import RECORD, read_record
 from ctxext.folders import architecture_of, checkpoint_folder
+from ctxext.saved import PROBE
 
 
 @dataclass(frozen=True)
