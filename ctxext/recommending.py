@@ -495,7 +495,7 @@ def _recommended(
 ) -> Recommended:
     """Choose, measure the speed of the choice, and say why."""
     target, config, summary = race.target, race.target.model.config, race.finish()
-    plans = {v.name: plan_extension(config, model=target.model, **v.extension) for v in race.every}
+    plans = {v.name: plan_extension(config, model=target.model, **(v.extension or {})) for v in race.every}
     portable = frozenset(name for name, plan in plans.items() if plan.is_portable)
     choice = choose(summary, [variant.name for variant in race.candidates], portable)
     chosen = next(variant for variant in race.candidates if variant.name == choice.variant)
