@@ -73,14 +73,19 @@ class Choice:
     Attributes:
         variant: the one to use.
         tied: the others that these samples do not tell apart from it in what they find and in their loss.
-        behind: the next best of those that are behind.
+        behind: the rest. Both begin with the next best.
         decided: what decided among the tied ones, for people; "" where there were none.
     """
 
     variant: str
     tied: tuple[str, ...]
-    behind: str | None
+    behind: tuple[str, ...]
     decided: str
+
+    @property
+    def ranking(self) -> tuple[str, ...]:
+        """All candidates, the best first."""
+        return self.variant, *self.tied, *self.behind
 
 
 def choose(summary: Summary, candidates: Collection[str], portable: Collection[str]) -> Choice:
@@ -104,13 +109,12 @@ def choose(summary: Summary, candidates: Collection[str], portable: Collection[s
     level = [v for v in order if not _behind(beyond_difference(summary, v, order[0]))]
     least = min(level, key=loss.__getitem__)
     tied = [v for v in level if loss[v] - loss[least] <= TIED_LOSS]
-    chosen = min(tied, key=lambda v: (v not in portable, price(summary, v)))
-    others = tuple(v for v in tied if v != chosen)
+    chosen, *others = sorted(tied, key=lambda v: (v not in portable, price(summary, v)))
     alike = [(v in portable) == (chosen in portable) for v in others]
     reasons = ["plain transformers runs it"] * (not all(alike)) + ["it costs least within the trained length"] * any(
         alike
     )
-    return Choice(chosen, others, next((v for v in order if v not in tied), None), " and ".join(reasons))
+    return Choice(chosen, tuple(others), tuple(v for v in order if v not in tied), " and ".join(reasons))
 
 
 def found_share(summary: Summary, variant: str) -> Interval:
@@ -223,6 +227,7 @@ class Recommended:
         speed: of the unextended model, where it runs at that length, and of the one to use.
         kv_cache_bytes: of one sequence of the target length, in the model's dtype.
         texts: how many each candidate was measured on.
+        text_used_up: whether the text had no more to say before the time was over.
     """
 
     variant: str
@@ -234,6 +239,7 @@ class Recommended:
     speed: dict[str, Speed]
     kv_cache_bytes: int
     texts: dict[str, int]
+    text_used_up: bool
 
 
 def recommend(
@@ -362,10 +368,12 @@ class _Race:
     """Measures candidates in rounds, and knows what a text costs each of them.
 
     Attributes:
-        candidates: those that are still measured, of `every` that ran.
+        candidates: those that are still measured.
+        plans: of all that were.
         texts: how many each was measured on.
         length: the target, in tokens.
         tokens_a_second: that the unextended model reads.
+        text_used_up: whether the text had no more to say before the time was over.
     """
 
     def __init__(
@@ -380,7 +388,8 @@ class _Race:
     ) -> None:
         self.target, self.text, self.clock, self.path, self.length = target, text, clock, path, length
         self.candidates, self.tokens_a_second = candidates, math.nan
-        self.every: tuple[Variant, ...] = ()
+        self.plans: dict[str, Plan] = {}
+        self.text_used_up = False
         self.texts: dict[str, int] = {}
         self._seconds: dict[str, float] = {}
         trained = target.about["trained_length"]
@@ -404,15 +413,18 @@ class _Race:
         # From a short text first, so that nobody waits an hour for the error.
         self.clock.tell("looking at the clock")
         engine, probe = self.target.engine, self.text.token_ids[: min(self.target.about["trained_length"], 512)]
-        engine.losses(probe)
-        self._keep_pace(lambda: engine.losses(probe), len(self.candidates) + 1)
-        self._keep_pace(lambda: self._measure(Variant(), FIRST), len(self.candidates))
+        self.tokens_a_second = max(self._pace(lambda: engine.losses(probe)) for _ in range(3))
+        self._refuse_unless_in_time(len(self.candidates) + 1)
+        self.tokens_a_second = self._pace(lambda: self._measure(Variant(), FIRST))
+        self._refuse_unless_in_time(len(self.candidates))
 
-    def _keep_pace(self, work: Callable[[], Any], candidates: int) -> None:
-        """See how fast `work` goes, and whether so many candidates can be measured at that pace."""
+    def _pace(self, work: Callable[[], Any]) -> float:
+        """The tokens a second that `work` reads."""
         read, begun = self.target.engine.tokens, time.perf_counter()
         work()
-        self.tokens_a_second = (self.target.engine.tokens - read) / (time.perf_counter() - begun)
+        return (self.target.engine.tokens - read) / (time.perf_counter() - begun)
+
+    def _refuse_unless_in_time(self, candidates: int) -> None:
         lacking = self.first_round(candidates) - self.clock.left
         if lacking > 0:
             raise ValueError(
@@ -440,28 +452,46 @@ class _Race:
 
     def run(self) -> None:
         """Round after round, until the time or the text is used up."""
-        self.every = tuple(self.candidates)
+        config, model = self.target.model.config, self.target.model
+        self.plans = {v.name: plan_extension(config, model=model, **(v.extension or {})) for v in self.candidates}
+        # Windows that cover the text a second time see it cut otherwise; a third time they would say little more.
+        most = min(MOST, max(FIRST, 2 * self.text.n_tokens // self.length))
         texts = FIRST
         while True:
             for variant in self.candidates:
                 self._measure(variant, texts)
-            summary = Summary(read_results(self.path))
-            stay = staying(summary, [variant.name for variant in self.candidates])
-            self.candidates = [variant for variant in self.candidates if variant.name in stay]
-            more = self._more(texts)
-            if not more:
+            if texts == most:
+                self.text_used_up = True
                 return
-            texts += more
+            self._keep(staying(Summary(read_results(self.path)), [variant.name for variant in self.candidates]))
+            ranking = self.choice().ranking
+            while self._room() == 0 and len(self.candidates) > 2:
+                # The last of the time is for those in front.
+                self._keep(ranking[: len(self.candidates) - 1])
+            room = self._room()
+            if room == 0:
+                return
+            texts = min(2 * texts, texts + room, most)
             # Beyond the trained length it is soon known to fail; the price is that of every text.
             self._measure(Variant(gate_only=texts > MOST_UNEXTENDED), texts)
 
-    def _more(self, texts: int) -> int:
-        """How many texts the next round adds."""
+    @property
+    def portable(self) -> frozenset[str]:
+        """The candidates whose saved config plain transformers runs."""
+        return frozenset(name for name, plan in self.plans.items() if plan.is_portable)
+
+    def choice(self) -> Choice:
+        """The best of those that are still measured."""
+        summary = Summary(read_results(self.path))
+        return choose(summary, [variant.name for variant in self.candidates], self.portable)
+
+    def _keep(self, names: Collection[str]) -> None:
+        self.candidates = [variant for variant in self.candidates if variant.name in names]
+
+    def _room(self) -> int:
+        """How many more texts the time holds."""
         each = sum(self._seconds[name] for name in (UNEXTENDED, *(variant.name for variant in self.candidates)))
-        room = int((self.clock.left - self.speed_repeats * self._speed_seconds) / each)
-        # Windows that cover the text a second time still see it cut otherwise; a third time they say little more.
-        most = min(MOST, max(FIRST, 2 * self.text.n_tokens // self.length))
-        return max(0, min(texts, room, most - texts))
+        return int((self.clock.left - self.speed_repeats * self._speed_seconds) / each)
 
     def _measure(self, variant: Variant, texts: int) -> None:
         limit, lengths = self.target.limit(variant), self._grid.lengths
@@ -494,17 +524,14 @@ def _recommended(
     race: _Race, fitted: SavedMethod | None, left_out: dict[str, str], names: tuple[str, str]
 ) -> Recommended:
     """Choose, measure the speed of the choice, and say why."""
-    target, config, summary = race.target, race.target.model.config, race.finish()
-    plans = {v.name: plan_extension(config, model=target.model, **(v.extension or {})) for v in race.every}
-    portable = frozenset(name for name, plan in plans.items() if plan.is_portable)
-    choice = choose(summary, [variant.name for variant in race.candidates], portable)
+    target, config, summary, choice = race.target, race.target.model.config, race.finish(), race.choice()
     chosen = next(variant for variant in race.candidates if variant.name == choice.variant)
     limit = target.limit(Variant())
     timed = [Variant()] * (limit is None or limit >= race.length) + [chosen]
     race.clock.tell("speed")
     speed = speeds(target, timed, race.text.token_ids[: race.length], repeats=race.speed_repeats)
     cache = kv_cache_bytes(text_config_of(config), race.length, target.model.dtype.itemsize)
-    plan = plans[choice.variant]
+    plan = race.plans[choice.variant]
     why = reasons(summary, choice, plan, [engine for engine in ENGINES if _runs(engine, config, plan)])
     about = {
         "model": names[0],
@@ -520,7 +547,7 @@ def _recommended(
                 "loss": summary_loss(summary, v),
                 "price": price(summary, v),
             }
-            for v in plans
+            for v in race.plans
         },
         "speed": {name: asdict(measured) for name, measured in speed.items()},
         "kv_cache_bytes": cache,
@@ -533,8 +560,10 @@ def _recommended(
     if fitted is not None:
         about["fit"] = fitted.about
     assert plan.method is not None
-    saved = SavedMethod(plan.method, about)
-    return Recommended(choice.variant, saved, why, summary, portable, left_out, speed, cache, dict(race.texts))
+    return Recommended(
+        choice.variant, SavedMethod(plan.method, about), why, summary, race.portable, left_out, speed, cache,
+        dict(race.texts), race.text_used_up,
+    )  # fmt: skip
 
 
 def _runs(engine: str, config: PreTrainedConfig, plan: Plan) -> bool:
@@ -561,11 +590,12 @@ def reasons(summary: Summary, choice: Choice, plan: Plan, engines: Sequence[str]
             f"Neither what they find nor their loss tells it apart from {', '.join(choice.tied)}: it is taken as "
             f"{choice.decided}."
         )
-    if choice.behind is not None:
-        found = beyond_difference(summary, choice.behind, name)
-        loss = summary.loss_difference(choice.behind, name, target)
+    if choice.behind:
+        behind = choice.behind[0]
+        found = beyond_difference(summary, behind, name)
+        loss = summary.loss_difference(behind, name, target)
         by = f"{nats(loss)} over windows of {target:,} tokens" if loss and not _behind(found) else points(found)
-        said.append(f"The next, {choice.behind}, is behind: {by}.")
+        said.append(f"The next, {behind}, is behind: {by}.")
     gate = summary.gate(name).loss
     if gate is not None:
         said.append(f"Its price within the trained length: {nats(gate)}.")

@@ -59,7 +59,7 @@ def test_the_one_that_finds_more_is_chosen_whatever_its_loss_and_wherever_it_run
 def test_less_loss_decides_between_those_that_find_as_much() -> None:
     summary = measured({"static": 1.0, "late": 1.0}, {"static": 0.05})
     choice = choose(summary, ["static", "late"], {"static"})
-    assert (choice.variant, choice.tied, choice.behind) == ("late", (), "static")
+    assert (choice.variant, choice.tied, choice.behind) == ("late", (), ("static",))
 
 
 def test_of_tied_ones_that_is_chosen_which_plain_transformers_runs() -> None:
@@ -131,23 +131,25 @@ def test_a_recommendation_is_a_method_that_extend_context_takes(shipped, tmp_pat
     found = recommend(
         model,
         prompter,
-        read_prose(PERSUASION)[:24_000],
+        read_prose(PERSUASION)[:2_400],
         2,
         methods=["yarn", "dynamic_yarn"],
-        minutes=0.25,
+        original_max_position_embeddings=128,
+        minutes=0.2,
         results=tmp_path / "results.jsonl",
         names=("austen-4m", "persuasion.txt"),
         advance=lambda *state: states.append(state),
     )
     assert found.variant in ("yarn", "dynamic_yarn")
     assert min(found.texts.values()) >= FIRST
-    assert "too few to fit" in found.left_out["fitted"] or "no time to fit" in found.left_out["fitted"]
+    assert "too few to fit" in found.left_out["fitted"]
     assert {*read_results(tmp_path / "results.jsonl").header.variants} == {*found.texts}
     assert [share for share, _ in states] == sorted(share for share, _ in states)
     found.saved.save(tmp_path / "extension.json")
-    assert json.loads((tmp_path / "extension.json").read_text())["about"]["target_length"] == 1024
-    extend_context(model, method=read_saved(tmp_path / "extension.json").method)
-    assert model.context_extension.plan.target_length == 1024
+    assert json.loads((tmp_path / "extension.json").read_text())["about"]["target_length"] == 256
+    method = read_saved(tmp_path / "extension.json").method
+    extend_context(model, method=method, original_max_position_embeddings=128)
+    assert model.context_extension.plan.target_length == 256
     restore_context(model)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 

@@ -116,6 +116,8 @@ def print_recommended(found: Recommended) -> None:
         for name, speed in found.speed.items()
     ]
     screen.print(f"Speed there: {'; '.join(said)}.", highlight=False)
+    if found.text_used_up:
+        console.print("The text was used up before the time was: a longer --text would tell more.")
     for name, reason in found.left_out.items():
         console.print(f"{name} was left out: {reason}", highlight=False, markup=False, soft_wrap=True)
 
