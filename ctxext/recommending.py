@@ -126,7 +126,7 @@ def found_share(summary: Summary, variant: str) -> Interval:
 
 
 def summary_loss(summary: Summary, variant: str) -> float:
-    """In nats a token, over windows of the target length, on the windows that all who were measured longest read."""
+    """In nats a token, over the windows of the target length that it read."""
     perplexity = summary.perplexity(variant, summary.beyond[-1])
     if perplexity is None:
         raise ValueError(f"{variant} has read no window of {summary.beyond[-1]} tokens. Measure it with the others.")
@@ -464,13 +464,13 @@ class _Race:
                 self.text_used_up = True
                 return
             self._keep(staying(Summary(read_results(self.path)), [variant.name for variant in self.candidates]))
-            ranking = self.choice().ranking
-            while self._room() == 0 and len(self.candidates) > 2:
+            front = self.choice().ranking
+            while not (room := self._room(front)) and len(front) > 2:
                 # The last of the time is for those in front.
-                self._keep(ranking[: len(self.candidates) - 1])
-            room = self._room()
-            if room == 0:
+                front = front[:-1]
+            if not room:
                 return
+            self._keep(front)
             texts = min(2 * texts, texts + room, most)
             # Beyond the trained length it is soon known to fail; the price is that of every text.
             self._measure(Variant(gate_only=texts > MOST_UNEXTENDED), texts)
@@ -488,10 +488,10 @@ class _Race:
     def _keep(self, names: Collection[str]) -> None:
         self.candidates = [variant for variant in self.candidates if variant.name in names]
 
-    def _room(self) -> int:
-        """How many more texts the time holds."""
-        each = sum(self._seconds[name] for name in (UNEXTENDED, *(variant.name for variant in self.candidates)))
-        return int((self.clock.left - self.speed_repeats * self._speed_seconds) / each)
+    def _room(self, names: Sequence[str]) -> int:
+        """How many more texts of these candidates the time holds."""
+        each = sum(self._seconds[name] for name in (UNEXTENDED, *names))
+        return max(0, int((self.clock.left - self.speed_repeats * self._speed_seconds) / each))
 
     def _measure(self, variant: Variant, texts: int) -> None:
         limit, lengths = self.target.limit(variant), self._grid.lengths

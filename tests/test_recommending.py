@@ -145,6 +145,8 @@ def test_a_recommendation_is_a_method_that_extend_context_takes(shipped, tmp_pat
     assert "too few to fit" in found.left_out["fitted"]
     assert {*read_results(tmp_path / "results.jsonl").header.variants} == {*found.texts}
     assert [share for share, _ in states] == sorted(share for share, _ in states)
+    assert found.speed.keys() == {"none", found.variant}
+    assert min(min(speed.prefill, speed.decode) for speed in found.speed.values()) > 0
     found.saved.save(tmp_path / "extension.json")
     assert json.loads((tmp_path / "extension.json").read_text())["about"]["target_length"] == 256
     method = read_saved(tmp_path / "extension.json").method
@@ -162,7 +164,7 @@ def test_what_is_fitted_on_is_not_compared_on(shipped, tmp_path: Path) -> None:
     torch.manual_seed(0)
     model, prompter = LlamaForCausalLM(config).eval(), shipped[1]
     text = read_prose(PERSUASION)[:60_000]
-    found = recommend(model, prompter, text, 2, methods=["yarn"], minutes=0.15, results=tmp_path / "results.jsonl")
+    found = recommend(model, prompter, text, 2, methods=["yarn"], minutes=0.1, results=tmp_path / "results.jsonl")
     assert found.texts.keys() == {"none", "yarn", "fitted"}
     _, compared = split(text, prompter, 128, 256, held_out=0.5)
     assert found.summary.header.identity["text"] == f"text {compared.haystack.fingerprint}"
