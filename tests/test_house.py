@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parent.parent
 # Each room may import from those before it.
 ROOMS = ["encodings", "methods", "hub", "saved", "endpoint", "pictures", "sites", "attention", "families", "plans",
          "configs", "planning", "description", "extension", "api", "survey", "tables", "assets", "folders", "adapters",
-         "engines", "data", "training", "evals", "sharing", "fitting", "cli"]  # fmt: skip
+         "engines", "data", "training", "evals", "sharing", "fitting", "recommending", "cli"]  # fmt: skip
 
 
 def room_of(module: str) -> str:

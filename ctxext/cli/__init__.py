@@ -25,6 +25,7 @@ from ctxext.cli.lm_eval import lm_eval
 from ctxext.cli.merge import merge
 from ctxext.cli.methods import methods
 from ctxext.cli.push import push
+from ctxext.cli.recommend import recommend
 from ctxext.cli.report import report
 from ctxext.cli.verify import verify
 
@@ -36,6 +37,7 @@ commands = typer.Typer(
 )
 commands.command()(describe)
 commands.command()(extend)
+commands.command()(recommend)
 commands.command()(fit)
 commands.command()(export)
 commands.command()(finetune)

@@ -105,7 +105,7 @@ class LiveModel:
         self._limit = hard_limit(model)
         self.fingerprint = model_fingerprint(model)
         self.facts = {"dtype": str(model.dtype).removeprefix("torch.")}
-        self.about = {
+        self.about: dict[str, Any] = {
             "trained_length": trained,
             "reach": reach,
             "machine": f"{platform.machine()}, {torch.get_num_threads()} threads, {model.device.type}",

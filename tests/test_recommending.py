@@ -1,0 +1,170 @@
+"""What is recommended follows from what was measured, keeps its time, and is ready to apply."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from ctxext import extend_context, restore_context
+from ctxext.assets import MODEL, PERSUASION
+from ctxext.cli.measuring import load
+from ctxext.evals.haystack import read_prose
+from ctxext.evals.perplexity import packed
+from ctxext.evals.prompts import Prompter
+from ctxext.evals.results import Header, Results, read_results
+from ctxext.evals.summary import Summary
+from ctxext.fitting.episodes import split
+from ctxext.recommending import FIRST, choose, recommend, staying
+from ctxext.saved import read_saved
+
+
+def measured(
+    found: dict[str, float], loss: dict[str, float], price: dict[str, float] | None = None, texts: int = 16
+) -> Summary:
+    """Of variants that find a share of the keys beyond 512 tokens, with a mean loss at 1,024 and a price at 512."""
+    records = []
+    for variant in ("none", *found):
+        for text in range(texts):
+            hit = float(text < round(found.get(variant, 0.0) * texts))
+            place = {"length": 1024, "trial": text, "seed": 0}
+            records.append(
+                {"variant": variant, "key": f"p{text}", "task": "passkey", "depth": 0.5, **place, "score": hit}
+            )
+            # Texts differ from each other, and a little in what a method makes of them.
+            noise = 0.1 * text + 0.001 * (text % 3)
+            for task, length, mean in (("perplexity", 1024, loss), ("short", 512, price or {})):
+                losses = torch.full((length - 1,), 3 + noise + mean.get(variant, 0.0))
+                tensors = {"losses": losses, **({"top1": losses.int()} if task == "short" else {})}
+                where = {"task": task, "length": length, "depth": None, "trial": text, "seed": 0}
+                count = {"tokens": length - 1, "bytes": 4000, "loss": losses.mean().item()}
+                records.append({"variant": variant, "key": f"{task}{text}", **where, **count, **packed(**tensors)})
+    header = Header(
+        identity={"seed": 0},
+        tasks={"passkey": {}, "perplexity": {}, "short": {}},
+        variants={variant: {"model": "m"} for variant in ("none", *found)},
+        about={"trained_length": 512, "lengths": [1024]},
+    )
+    return Summary(Results(Path("results.jsonl"), header, records))
+
+
+def test_the_one_that_finds_more_is_chosen_whatever_its_loss_and_wherever_it_runs() -> None:
+    summary = measured({"static": 0.5, "late": 1.0}, {"late": 0.5})
+    assert choose(summary, ["static", "late"], {"static"}).variant == "late"
+
+
+def test_less_loss_decides_between_those_that_find_as_much() -> None:
+    summary = measured({"static": 1.0, "late": 1.0}, {"static": 0.05})
+    choice = choose(summary, ["static", "late"], {"static"})
+    assert (choice.variant, choice.tied, choice.behind) == ("late", (), ("static",))
+
+
+def test_of_tied_ones_that_is_chosen_which_plain_transformers_runs() -> None:
+    summary = measured({"late": 1.0, "static": 31 / 32}, {"static": 0.005}, {"static": 0.1}, texts=32)
+    choice = choose(summary, ["late", "static"], {"static"})
+    assert (choice.variant, choice.tied) == ("static", ("late",))
+    assert choice.decided == "plain transformers runs it"
+
+
+def test_of_tied_ones_that_run_alike_the_cheapest_within_the_trained_length_is_chosen() -> None:
+    summary = measured({"a": 1.0, "b": 1.0, "late": 1.0}, {}, {"a": 0.1, "b": 0.05})
+    choice = choose(summary, ["a", "b", "late"], {"a", "b"})
+    assert choice.variant == "b"
+    assert choice.decided == "plain transformers runs it and it costs least within the trained length"
+
+
+def test_few_texts_do_not_make_a_tie_of_all_and_nothing() -> None:
+    summary = measured({"late": 1.0, "static": 0.0}, {}, texts=FIRST)
+    assert choose(summary, ["late", "static"], {"static"}).variant == "late"
+
+
+def test_who_is_surely_behind_leaves_and_who_may_still_win_stays() -> None:
+    summary = measured({"a": 1.0, "near": 14 / 16, "far": 0.25, "loses": 1.0}, {"loses": 0.1})
+    assert staying(summary, ["far", "near", "loses", "a"]) == ["near", "a"]
+
+
+def test_the_two_best_stay_to_be_told_apart() -> None:
+    summary = measured({"a": 1.0, "b": 0.25, "c": 0.0}, {})
+    assert staying(summary, ["c", "b", "a"]) == ["b", "a"]
+
+
+def test_nobody_leaves_after_the_first_texts() -> None:
+    """Two texts cannot tell methods apart, whatever they show."""
+    summary = measured({"a": 1.0, "b": 0.0, "c": 0.0}, {"b": 1.0, "c": 1.0}, texts=FIRST)
+    assert staying(summary, ["a", "b", "c"]) == ["a", "b", "c"]
+
+
+@pytest.fixture(scope="module")
+def shipped():
+    model, tokenizer = load(MODEL)
+    return model, Prompter(tokenizer)
+
+
+def test_a_time_too_short_for_one_evaluation_is_refused_with_what_would_do(shipped, tmp_path: Path) -> None:
+    model, prompter = shipped
+    with pytest.raises(ValueError, match=r"0.01 minutes are too few .* Pass [\d.]+ minutes at least"):
+        recommend(model, prompter, read_prose(PERSUASION), 4, minutes=0.01, results=tmp_path / "results.jsonl")
+    assert not hasattr(model, "context_extension")
+
+
+def test_a_text_shorter_than_the_target_is_refused(shipped, tmp_path: Path) -> None:
+    model, prompter = shipped
+    with pytest.raises(ValueError, match="fewer than the target length of 2,048"):
+        recommend(model, prompter, read_prose(PERSUASION)[:4000], 4, minutes=1, results=tmp_path / "results.jsonl")
+
+
+def test_other_samples_are_not_touched(shipped, tmp_path: Path) -> None:
+    model, prompter = shipped
+    (tmp_path / "results.jsonl").write_text("mine")
+    with pytest.raises(ValueError, match="is there already"):
+        recommend(model, prompter, read_prose(PERSUASION), 4, minutes=1, results=tmp_path / "results.jsonl")
+    assert (tmp_path / "results.jsonl").read_text() == "mine"
+
+
+def test_a_recommendation_is_a_method_that_extend_context_takes(shipped, tmp_path: Path) -> None:
+    model, prompter = shipped
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    states: list[tuple[float, str]] = []
+    found = recommend(
+        model,
+        prompter,
+        read_prose(PERSUASION)[:2_400],
+        2,
+        methods=["yarn", "dynamic_yarn"],
+        original_max_position_embeddings=128,
+        minutes=0.2,
+        results=tmp_path / "results.jsonl",
+        names=("austen-4m", "persuasion.txt"),
+        advance=lambda *state: states.append(state),
+    )
+    assert found.variant in ("yarn", "dynamic_yarn")
+    assert min(found.texts.values()) >= FIRST
+    assert "too few to fit" in found.left_out["fitted"]
+    assert {*read_results(tmp_path / "results.jsonl").header.variants} == {*found.texts}
+    assert [share for share, _ in states] == sorted(share for share, _ in states)
+    assert found.speed.keys() == {"none", found.variant}
+    assert min(min(speed.prefill, speed.decode) for speed in found.speed.values()) > 0
+    found.saved.save(tmp_path / "extension.json")
+    assert json.loads((tmp_path / "extension.json").read_text())["about"]["target_length"] == 256
+    method = read_saved(tmp_path / "extension.json").method
+    extend_context(model, method=method, original_max_position_embeddings=128)
+    assert model.context_extension.plan.target_length == 256
+    restore_context(model)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_what_is_fitted_on_is_not_compared_on(shipped, tmp_path: Path) -> None:
+    config = LlamaConfig(
+        vocab_size=len(shipped[1].tokenizer), hidden_size=32, intermediate_size=32, num_hidden_layers=1,
+        num_attention_heads=2, max_position_embeddings=128, rope_parameters={"rope_theta": 1e4, "rope_type": "default"},
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model, prompter = LlamaForCausalLM(config).eval(), shipped[1]
+    text = read_prose(PERSUASION)[:60_000]
+    found = recommend(model, prompter, text, 2, methods=["yarn"], minutes=0.1, results=tmp_path / "results.jsonl")
+    assert found.texts.keys() == {"none", "yarn", "fitted"}
+    _, compared = split(text, prompter, 128, 256, held_out=0.5)
+    assert found.summary.header.identity["text"] == f"text {compared.haystack.fingerprint}"
