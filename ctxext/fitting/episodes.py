@@ -18,7 +18,7 @@ class Episode:
     """A row of tokens.
 
     Attributes:
-        n_text: how many tokens are text, whose loss counts; they begin at the second, or behind BOS.
+        text_from: index of the first token whose loss counts as text: the second, or the one behind BOS.
         n_answer: how many at the end answer a question about what the text hides; 0 for text alone.
     """
 

@@ -22,7 +22,7 @@ from torch.nn.functional import cross_entropy, kl_div
 
 from ctxext.encodings.rope import RopeGeometry
 from ctxext.fitting.episodes import Episode, Material
-from ctxext.fitting.live import LiveFactors, frozen, recomputed
+from ctxext.fitting.live import LiveFactors, recomputed
 from ctxext.methods import LongRoPE, RopeScaling, make_method
 
 if TYPE_CHECKING:
@@ -66,6 +66,18 @@ class GradientSettings:
     minutes: float | None = None
     seed: int = 0
 
+    def __post_init__(self) -> None:
+        if min(self.steps, self.rows) < 1:
+            raise ValueError(f"steps and rows must be >= 1, got {self.steps} and {self.rows}.")
+        for name in ("learning_rate", "attention_learning_rate", "short", "text", "retrieval", "minutes"):
+            value, least = getattr(self, name), " > 0" if name == "minutes" else " >= 0"
+            if value is not None and not (0 <= value < math.inf and (value or name != "minutes")):
+                raise ValueError(f"{name} must be a finite number{least}, got {value}.")
+        if not self.short + self.text + self.retrieval > 0:
+            raise ValueError("short, text and retrieval are all 0, so there is nothing to learn. Leave one above 0.")
+        if self.start is not None:
+            starting_point(self.start, 2.0)
+
 
 @dataclass
 class Fit:
@@ -82,6 +94,18 @@ class Fit:
     start: str
     tried: dict[str, dict[str, float]]
     history: list[dict[str, float]] = field(default_factory=list)
+
+
+def starting_point(name: str, factor: float) -> RopeScaling:
+    """A static method by name.
+
+    Raises:
+        ValueError: there is none by that name, it follows the length, or it needs options.
+    """
+    method = make_method(name, factor)
+    if not isinstance(method, RopeScaling) or method.is_dynamic:
+        raise ValueError(f"start must be a method with one λ for all lengths ({', '.join(STARTS)}), got {name!r}.")
+    return method
 
 
 KINDS = ("short", "text", "retrieval")
@@ -194,7 +218,7 @@ def fit_by_gradient(
     """Learn λ and the attention factor.
 
     Args:
-        live: of `model`, entered.
+        live: of `model`, entered; `model` is `frozen`.
         training, held_out: text to learn from, and other text to choose by.
         advance: called with the share that is done and what is being done.
         reduce: the sum of a tensor over all processes; `rank` and `world` say which of them this is.
@@ -209,9 +233,8 @@ def fit_by_gradient(
     starts: dict[str, RopeScaling] = {}
     for name in STARTS if settings.start is None else (settings.start,):
         advance(0.0, f"trying {name}")
-        method = make_method(name, factor)
-        assert isinstance(method, RopeScaling)
-        starts[name], tried[name] = method, check.losses(model, live, method)
+        starts[name] = starting_point(name, factor)
+        tried[name] = check.losses(model, live, starts[name])
     start = min(tried, key=lambda name: weighted(tried[name], settings))
     factors = Factors(rope, starts[start], training.target, settings.monotone)
     optimizer = torch.optim.Adam(
@@ -229,7 +252,7 @@ def fit_by_gradient(
         live.put(factors.rescale_factors(factors.moved), factors.log_attention.exp())
 
     share = 0.0
-    with frozen(model), recomputed(model) if settings.recompute else nullcontext():
+    with recomputed(model) if settings.recompute else nullcontext():
         while share < 1:
             for group, rate in zip(optimizer.param_groups, rates):
                 group["lr"] = rate * min(1.0, (len(history) + 1) / 5) * (1 + math.cos(math.pi * share)) / 2
@@ -246,7 +269,9 @@ def fit_by_gradient(
                 loss.backward()
                 for kind, value in found.items():
                     losses[kind] = losses.get(kind, 0.0) + float(value.detach()) / (1 if kind == "short" else len(rows))
-            gathered = reduce(torch.tensor([losses.get(kind, 0.0) for kind in KINDS], dtype=torch.float64)).tolist()
+            # With the mean of the clocks, as all processes have to end at the same step.
+            said = [*(losses.get(kind, 0.0) for kind in KINDS), (time.perf_counter() - began) / world]
+            *gathered, elapsed = reduce(torch.tensor(said, dtype=torch.float64)).tolist()
             losses = dict(zip(KINDS, gathered))
             if not math.isfinite(sum(gathered)):
                 raise RuntimeError(
@@ -257,7 +282,6 @@ def fit_by_gradient(
                 number.grad = reduce(torch.zeros_like(number) if number.grad is None else number.grad)
             optimizer.step()
             factors.bound()
-            elapsed = time.perf_counter() - began
             history.append({"seconds": elapsed, **losses})
             share = max(len(history) / settings.steps, elapsed / (60 * settings.minutes) if settings.minutes else 0.0)
             if share >= 0.5:
