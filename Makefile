@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 
-.PHONY: demo test lint smollm2 late benchmark soak finetune positions figures clean
+.PHONY: demo test lint smollm2 late verify benchmark soak finetune positions figures clean
 
 $(VENV)/demo.stamp: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -27,6 +27,9 @@ lint: $(VENV)/dev.stamp
 
 smollm2: $(VENV)/dev.stamp  ## the same comparison on a public model, at 16384 tokens
 	$(BIN)/python recipes/smollm2.py
+
+verify: $(VENV)/dev.stamp  ## live, ignored and without the temperature told apart; `make smollm2` fetches the model
+	$(BIN)/python benchmarks/verify.py
 
 benchmark: $(VENV)/dev.stamp
 	$(BIN)/python benchmarks/patch.py

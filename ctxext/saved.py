@@ -14,6 +14,8 @@ from ctxext.methods import ContextMethod, method_from_dict
 SUFFIX = ".json"
 # Beside a model's config: an extension that no config can say; on the hub also alone.
 RECORD = "context_extension.json"
+# Beside an export: what `ctxext verify` compares an engine's answer with.
+PROBE = "verify.json"
 
 
 @dataclass(frozen=True)

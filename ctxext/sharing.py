@@ -28,7 +28,7 @@ from ctxext.folders import check_not_extended, checkpoint_folder, method_of
 from ctxext.methods import ContextMethod, PositionRemapping, make_method
 from ctxext.planning import plan_extension
 from ctxext.plans import ENCODINGS, Plan, live_mark
-from ctxext.saved import SUFFIX, read_saved
+from ctxext.saved import PROBE, SUFFIX, read_saved
 from ctxext.sites.twin import text_config_of
 
 if TYPE_CHECKING:
@@ -185,7 +185,7 @@ class Push:
             measured=self.measured,
             about=self.about,
             servers=serving(self.repo_id, self.config) if extended.portable and not self.alone else (),
-            probe="verify.json" in self.files,
+            probe=PROBE in self.files,
             architecture=(self.config.architectures or ["AutoModelForCausalLM"])[0],
             version=__version__,
         )

@@ -59,6 +59,7 @@ class LiveServer:
         thought: put in front of each chat answer; with `reasoning_field`, delivered in that field of the message.
         repetition_penalty: where a request states none, as vLLM takes it from generation_config.json.
         refused_fields: fields of a request that are an error, as for OpenAI.
+        prompt_scores: how log-probabilities of a prompt are given: "vllm", "sglang" or "" for not at all.
         faults: for the next POSTs, in their order.
         requests: the path and body of each POST, in the order of arrival.
         peak: the largest number of POSTs at a time.
@@ -75,6 +76,8 @@ class LiveServer:
     repetition_penalty: float = 1.0
     refused_fields: tuple[str, ...] = ()
     usage: bool = True
+    prompt_scores: str = ""
+    model: Any = None  # None: the shipped one
     faults: deque[Fault] = field(default_factory=deque)
     requests: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
     peak: int = 0
@@ -82,7 +85,8 @@ class LiveServer:
     def __post_init__(self) -> None:
         self.tokenizer = AutoTokenizer.from_pretrained(MODEL)
         self.tokenizer.chat_template = self.chat_template
-        self.model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32).eval()
+        if self.model is None:
+            self.model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32).eval()
         self.running = 0
         self.closing = Event()
         self._counting, self._computing = Lock(), Lock()
@@ -144,6 +148,8 @@ class LiveServer:
                 return_dict=False,
                 **body.get("chat_template_kwargs", {}),
             )
+        elif isinstance(body["prompt"], list):
+            ids = body["prompt"]
         else:
             ids = self.tokenizer(body["prompt"], verbose=False)["input_ids"]
         ids = [*([self.tokenizer.bos_token_id] if self.extra_token else []), *ids]
@@ -182,6 +188,8 @@ class LiveServer:
             "model": body["model"],
             "choices": [choice],
         }
+        if self.prompt_scores:
+            self.score(ids, body, choice)
         if self.usage:
             completion["usage"] = {
                 "prompt_tokens": len(ids),
@@ -189,6 +197,20 @@ class LiveServer:
                 "total_tokens": len(ids) + len(new),
             }
         return 200, completion
+
+    def score(self, ids: list[int], body: dict[str, Any], choice: dict[str, Any]) -> None:
+        """Log-probabilities of a prompt, in vLLM's own field or, as SGLang, in front of the new tokens'."""
+        with self._computing, torch.inference_mode():
+            logprobs = self.model(torch.tensor([ids])).logits[0].float().log_softmax(-1)
+        likely = logprobs.argmax(-1).tolist()
+        if self.prompt_scores == "vllm" and body.get("prompt_logprobs") is not None:
+            choice["prompt_logprobs"] = [None] + [
+                {str(i): {"logprob": float(row[i]), "rank": int((row > row[i]).sum()) + 1} for i in {best, token}}
+                for row, best, token in zip(logprobs, likely, ids[1:])
+            ]
+        if self.prompt_scores == "sglang" and body.get("echo") and body.get("logprobs"):
+            own = [float(row[token]) for row, token in zip(logprobs, ids[1:])]
+            choice["logprobs"] = {"token_logprobs": [None, *own, float(logprobs[-1].max())]}
 
 
 class _Handler(BaseHTTPRequestHandler):

@@ -26,6 +26,7 @@ from ctxext.cli.merge import merge
 from ctxext.cli.methods import methods
 from ctxext.cli.push import push
 from ctxext.cli.report import report
+from ctxext.cli.verify import verify
 
 commands = typer.Typer(
     help="Extend the context window of Hugging Face language models, with proof.",
@@ -49,6 +50,7 @@ commands.command(
 )(lm_eval)
 commands.command()(demo)
 commands.command()(families)
+commands.command()(verify)
 
 
 @commands.callback()

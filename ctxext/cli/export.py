@@ -25,6 +25,7 @@ from ctxext.cli.common import (
     parse_tokens,
     without_garbage_collection,
 )
+from ctxext.saved import PROBE
 
 if TYPE_CHECKING:
     from ctxext.engines.rules import EngineExport
@@ -61,6 +62,9 @@ def export(
         typer.Option("--output", "-o", help="A new folder for a config.json of each engine, or a new .gguf file."),
     ] = None,
     dtype: Annotated[str, typer.Option(help="Of a GGUF file's matrices: F32, F16, BF16 or Q8_0.")] = "F32",
+    probe: Annotated[
+        bool, typer.Option(help="With -o and weights at hand: load them, and write what `ctxext verify` compares with.")
+    ] = True,
     as_json: Annotated[bool, typer.Option("--json", help="Print all of it as JSON.")] = False,
 ) -> None:
     """Print what an engine needs to serve an extension: config, command line, variables, and what it cannot do."""
@@ -72,11 +76,13 @@ def export(
     how |= {"existing": existing} if existing != "refuse" else {}
     is_gguf = Path(model).suffix == ".gguf"
     if is_gguf or (output is not None and output.suffix == ".gguf"):
-        _write_gguf(model, engine, output, is_gguf, revision, dtype, how)
+        _write_gguf(model, engine, output, is_gguf, revision, dtype, how, probe)
         return
     source, exports, refused = _exports(model, engine, revision, how)
     if output is not None:
         _write_configs(output, exports)
+        if probe:
+            _write_probe(_folder(model), how, output / PROBE)
     if as_json:
         told = {each.engine: asdict(each) for each in exports}
         print(json.dumps({**told, **{name: {"refused": why} for name, why in refused.items()}}, indent=2))
@@ -90,7 +96,14 @@ def export(
 
 
 def _write_gguf(
-    model: str, engine: str, output: Path | None, is_gguf: bool, revision: str | None, dtype: str, how: dict[str, Any]
+    model: str,
+    engine: str,
+    output: Path | None,
+    is_gguf: bool,
+    revision: str | None,
+    dtype: str,
+    how: dict[str, Any],
+    probe: bool,
 ) -> None:
     from ctxext.engines.gguf_files import extend_gguf, write_gguf
     from ctxext.folders import checkpoint_folder, extend_folder
@@ -111,7 +124,38 @@ def _write_gguf(
                 folder = extended.output
                 console.print(f"[bold]{extended.plan.summary}[/]", highlight=False)
             write_gguf(folder, output, dtype)
+            if probe:
+                _write_probe(folder, {}, output.with_suffix(f".{PROBE}"))
     console.print(f"wrote {output}", highlight=False, soft_wrap=True)
+
+
+def _write_probe(folder: Path, how: dict[str, Any], path: Path) -> None:
+    """What `ctxext verify` compares an engine's answer with; says why there is none where there can be none."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils import logging
+
+    from ctxext.api import extend_context
+    from ctxext.engines.probe import make_probe
+
+    if not any(folder.glob("*.safetensors*")) and not any(folder.glob("*.bin*")):
+        console.print(f"no weights in {folder}, so there is no {PROBE} for ctxext verify", highlight=False)
+        return
+    logging.disable_progress_bar()
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto").eval()
+    try:
+        if how:
+            extend_context(model, **how)
+        made = make_probe(model, AutoTokenizer.from_pretrained(folder))
+    except ValueError as error:
+        console.print(f"no {path.name} for ctxext verify: {error}", highlight=False, markup=False, soft_wrap=True)
+        return
+    made.save(path)
+    console.print(f"wrote {path}, for ctxext verify --probe", highlight=False, soft_wrap=True)
+
+
+def _folder(model: str) -> Path:
+    """config.json stands for its folder."""
+    return Path(model).parent if Path(model).name == "config.json" else Path(model)
 
 
 def _exports(
@@ -129,8 +173,7 @@ def _exports(
 
         if engine not in ("all", *ENGINES):
             raise ValueError(f"unknown engine {engine!r}{suggest(engine, ('all', *ENGINES))}")
-        # config.json stands for its folder
-        path = str(Path(model).parent) if Path(model).name == "config.json" else model
+        path = str(_folder(model))
         folder = checkpoint_folder(path, revision, config_only=True)
         config = AutoConfig.from_pretrained(folder)
     record = read_record(folder)

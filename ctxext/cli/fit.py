@@ -23,12 +23,14 @@ def fit(
     target_length: TargetLength = None,
     by: Annotated[str, typer.Option(help="gradient, or evolution (LongRoPE's search).")] = "gradient",
     text: Annotated[Path | None, typer.Option(help="Prose to fit on.  [default: Persuasion]")] = None,
-    steps: Annotated[int | None, typer.Option(help="Of the gradient descent.  [default: 40]")] = None,
+    steps: Annotated[
+        int | None, typer.Option(help="Of the gradient descent.  [default: 250,000 tokens' worth]")
+    ] = None,
     minutes: Annotated[float | None, typer.Option(help="End after that time at the latest.")] = None,
     start: Annotated[
         str | None, typer.Option(help="Begin the descent with this method.  [default: the best named one]")
     ] = None,
-    retrieval: Annotated[float | None, typer.Option(help="Weight of hidden keys against text.  [default: 20]")] = None,
+    retrieval: Annotated[float | None, typer.Option(help="Weight of hidden keys against text.  [default: 50]")] = None,
     monotone: Annotated[bool, typer.Option("--monotone", help="Keep λ from falling with the pair's index.")] = False,
     objective: Annotated[
         str | None,

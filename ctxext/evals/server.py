@@ -8,30 +8,18 @@ show that the tokens are the same ones, only that they are as many.
 from __future__ import annotations
 
 import json
-import os
-import time
 from collections.abc import Iterable, Iterator
-from email.message import Message
-from email.utils import mktime_tz, parsedate_tz
-from http.client import HTTPException, IncompleteRead
 from itertools import islice
 from queue import SimpleQueue
 from threading import Thread
 from typing import Any, get_args
-from urllib.error import URLError
-from urllib.parse import urlsplit
 
-# The standard library's client: huggingface-hub 1.x brings httpx and 2.x httpx2, so neither can be relied on.
-from urllib.request import HTTPErrorProcessor, Request, build_opener
-
+from ctxext.endpoint import Endpoint
 from ctxext.evals.prompts import Style
 from ctxext.evals.samples import Sample, fingerprint
-from ctxext.methods import suggest
-
-FIRST_WAIT = 1.0  # Seconds before the first retry; each further one waits twice as long.
 
 
-class ServedModel:
+class ServedModel(Endpoint):
     """A served model that answers samples by greedy decoding.
 
     Samples for style "base" are sent as text to /v1/completions, those for "chat" and "thinking" as one user
@@ -85,34 +73,23 @@ class ServedModel:
         retries: int = 3,
         strict_size: bool = True,
     ) -> None:
-        if urlsplit(url).scheme not in ("http", "https") or not urlsplit(url).hostname:
-            raise ValueError(f"the url must begin with http:// or https://, got {url!r}. Pass http://localhost:8000.")
         if style not in get_args(Style):
             raise ValueError(f"the prompt style must be one of {', '.join(get_args(Style))}, got {style!r}.")
-        if concurrency < 1 or retries < 0 or not timeout > 0:
-            raise ValueError(
-                "concurrency must be >= 1, retries >= 0 and timeout > 0 seconds, "
-                f"got {concurrency}, {retries} and {timeout}."
-            )
-        self.url = url.rstrip("/").removesuffix("/v1").rstrip("/")
+        if concurrency < 1:
+            raise ValueError(f"concurrency must be >= 1, got {concurrency}.")
+        super().__init__(url, model=model, api_key=api_key, timeout=timeout, retries=retries)
         self.style = style
         self.concurrency = concurrency
-        self.timeout = timeout
-        self.retries = retries
         self.strict_size = strict_size
-        key = (os.environ.get("OPENAI_API_KEY", "") if api_key is None else api_key).strip()
-        self._headers = {"Content-Type": "application/json", **({"Authorization": f"Bearer {key}"} if key else {})}
-        self._opener = build_opener(_EveryStatus)
         self._extras: dict[str, Any] = {"repetition_penalty": 1.0}
         if style != "base":
             self._extras["chat_template_kwargs"] = {"enable_thinking": style == "thinking"}
 
-        card = self._card(model)
-        meta = card.get("meta") or {}
-        self.name: str = card["id"]
-        self.max_length: int | None = card.get("max_model_len") or meta.get("n_ctx") or meta.get("n_ctx_train")
+        meta = self.card.get("meta") or {}
+        self.max_length: int | None = self.card.get("max_model_len") or meta.get("n_ctx") or meta.get("n_ctx_train")
         # Not the whole card: vLLM draws "created" and the permission's id anew for every request.
-        self.fingerprint = fingerprint(*(card.get(key) for key in ("id", "root", "parent", "max_model_len", "meta")))
+        told = ("id", "root", "parent", "max_model_len", "meta")
+        self.fingerprint = fingerprint(*(self.card.get(key) for key in told))
 
     def answer(self, sample: Sample) -> str:
         """What the model says to one sample: at most `sample.answer_tokens` tokens, thoughts left out.
@@ -199,22 +176,10 @@ class ServedModel:
         if errors:
             raise errors[0]
 
-    def _card(self, model: str | None) -> dict[str, Any]:
-        """What /v1/models says of `model`, or of the only one."""
-        listed = self._call("models").get("data")
-        cards = {card["id"]: card for card in listed or () if isinstance(card, dict) and "id" in card}
-        if not cards:
-            raise ValueError(f"{self.url}/v1/models lists no model. Is it an OpenAI-compatible server, and ready?")
-        if model is None and len(cards) > 1:
-            raise ValueError(f"{self.url} serves {len(cards)} models. Pass model= with one of {', '.join(cards)}.")
-        if model is not None and model not in cards:
-            raise ValueError(f"{self.url} serves no model {model!r}{suggest(model, cards)}")
-        return cards[model or next(iter(cards))]
-
     def _post(self, path: str, body: dict[str, Any], about: str) -> dict[str, Any]:
         extras = self._extras
         try:
-            return self._call(path, {**body, **extras}, about)
+            return self.call(path, {**body, **extras}, about)
         except ValueError as error:
             # OpenAI: "Unrecognized request argument supplied: chat_template_kwargs". vLLM with Mistral's own
             # tokenizer: "chat_template is not supported for Mistral tokenizers".
@@ -223,76 +188,6 @@ class ServedModel:
                 raise
         self._extras = {name: value for name, value in self._extras.items() if name not in refused}
         return self._post(path, body, about)
-
-    def _call(self, path: str, body: dict[str, Any] | None = None, about: str = "the request") -> dict[str, Any]:
-        """The JSON object that the server answers, after as many retries as it takes and are allowed."""
-        url = f"{self.url}/v1/{path}"
-        request = Request(url, None if body is None else json.dumps(body).encode(), self._headers)
-        failure: Exception
-        attempt = 0
-        while True:
-            wait = FIRST_WAIT * 2**attempt
-            try:
-                with self._opener.open(request, timeout=self.timeout) as response:
-                    raw = response.read()
-            except (OSError, HTTPException) as error:
-                failure = self._unreachable(url, error.reason if isinstance(error, URLError) else error)
-            else:
-                if response.status == 200:
-                    return _json_object(url, raw)
-                failure = self._refusal(url, response.status, response.headers, _message(raw), about)
-                wait = max(wait, _retry_after(response.headers))
-            passing = isinstance(failure, (RuntimeError, ConnectionResetError))
-            if not passing or attempt == self.retries or wait > self.timeout:
-                raise failure
-            time.sleep(wait)
-            attempt += 1
-
-    def _unreachable(self, url: str, reason: Any) -> OSError:
-        if isinstance(reason, TimeoutError):
-            return TimeoutError(
-                f"{url} was silent for {self.timeout:g} s. Raise timeout=, or lower concurrency={self.concurrency}."
-            )
-        if isinstance(reason, (ConnectionResetError, ConnectionAbortedError, BrokenPipeError, IncompleteRead)):
-            return ConnectionResetError(f"{url} broke off the connection ({reason}). Look into the server's log.")
-        return ConnectionError(
-            f"{url} cannot be reached ({reason}). Start the server, or correct the address, such as "
-            "http://localhost:8000/v1."
-        )
-
-    def _refusal(self, url: str, status: int, headers: Message, message: str, about: str) -> Exception:
-        """What a status other than 200 means; RuntimeError for what may pass."""
-        if status == 429 or status >= 500:
-            pause = f", and asks for {_retry_after(headers):.0f} s of rest" if "Retry-After" in headers else ""
-            return RuntimeError(
-                f"{url} answers {status} ({message}){pause}. Lower concurrency={self.concurrency}, raise "
-                f"retries={self.retries}, or look into the server's log."
-            )
-        if status in (401, 403):
-            sent = "a" if "Authorization" in self._headers else "no"
-            return PermissionError(
-                f"{url} answers {status} ({message}); {sent} key was sent. Set OPENAI_API_KEY, or pass api_key=."
-            )
-        if 300 <= status < 400:
-            return ValueError(f"{url} has moved to {headers.get('Location')}. Pass the new address.")
-        if status == 404:
-            return ValueError(
-                f"{url} answers 404 ({message}). Pass the server's address up to /v1, and for style 'base' see that "
-                "it has /v1/completions."
-            )
-        return ValueError(
-            f"{url} refused {about} with {status}: {message}. If that is too long, serve a longer context "
-            "(vLLM: --max-model-len, SGLang: --context-length, llama.cpp: -c), or measure at shorter lengths."
-        )
-
-
-class _EveryStatus(HTTPErrorProcessor):
-    """Every status is a response, a redirect too: followed, a POST loses its prompt, and the key may go elsewhere."""
-
-    def http_response(self, request: Any, response: Any) -> Any:
-        return response
-
-    https_response = http_response
 
 
 def _behind_thought(message: dict[str, Any], finish_reason: str | None) -> str:
@@ -305,35 +200,3 @@ def _behind_thought(message: dict[str, Any], finish_reason: str | None) -> str:
     # A template may open the thought itself, so that one which was cut off bears no mark.
     unfinished = finish_reason == "length" or "<think>" in text
     return "" if unfinished and not (end or apart) else text
-
-
-def _json_object(url: str, raw: bytes) -> dict[str, Any]:
-    try:
-        value = json.loads(raw)
-    except ValueError:
-        value = None
-    if not isinstance(value, dict):
-        raise ValueError(f"{url} answered no JSON object but {raw[:200]!r}. Is it an OpenAI-compatible server?")
-    return value
-
-
-def _message(raw: bytes) -> str:
-    """The server's own words: OpenAI's error.message, vLLM's and SGLang's message, FastAPI's detail, or all of it."""
-    try:
-        said = json.loads(raw)
-    except ValueError:
-        said = raw.decode(errors="replace")
-    for key in ("error", "message", "detail"):
-        said = said.get(key, said) if isinstance(said, dict) else said
-    # A server may quote the whole prompt.
-    return str(said)[:400].rstrip(". \n")
-
-
-def _retry_after(headers: Message) -> float:
-    """Seconds that a Retry-After header asks for, in seconds or as a date (RFC 9110, 10.2.3); 0 without one."""
-    asked = headers.get("Retry-After", "0")
-    try:
-        return float(asked)
-    except ValueError:
-        date = parsedate_tz(asked)
-        return mktime_tz(date) - time.time() if date else 0.0

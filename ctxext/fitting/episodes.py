@@ -58,10 +58,18 @@ class Material:
         """What one step reads: text of the trained length, and rows that hide a key, the first of the target length."""
         rng = Random(f"fit {seed} {step}")
         short = self.text(self.trained, rng.randrange(2**31))
-        # From a quarter of the trained length, evenly in the logarithm.
-        shortest = max(self.trained // 4, 96)
-        lengths = [self.target, *(self.between(shortest, rng.random()) for _ in range(n_rows - 1))]
+        lengths = [self.target, *(self.between(self._shortest, rng.random()) for _ in range(n_rows - 1))]
         return short, [self.hidden(length, rng.random(), rng.randrange(2**31)) for length in lengths]
+
+    def tokens_of_a_step(self, n_rows: int) -> int:
+        """Tokens that a step reads, about."""
+        mean = (self.target - self._shortest) / math.log(self.target / self._shortest)
+        return round(self.trained + self.target + (n_rows - 1) * mean)
+
+    @property
+    def _shortest(self) -> int:
+        """Tokens: rows are drawn from a quarter of the trained length on, evenly in the logarithm."""
+        return min(max(self.trained // 4, 96), self.target - 1)
 
     def between(self, shortest: int, share: float) -> int:
         """The length in tokens at `share` of the way from `shortest` to the target, in its logarithm."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -24,6 +24,7 @@ from ctxext.encodings.rope import RopeGeometry
 from ctxext.fitting.episodes import Episode, Material
 from ctxext.fitting.live import LiveFactors, recomputed
 from ctxext.methods import LongRoPE, RopeScaling, make_method
+from ctxext.sites.twin import text_config_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
 STARTS = ("yarn", "ntk_by_parts", "llama3", "ntk")
 # Positions of a row whose logits are held at once.
 SCORED = 2048
+TOKENS = 250_000
+ACTIVATIONS = 4 * 2**30  # bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,35 +42,37 @@ class GradientSettings:
     """How λ is learned.
 
     Attributes:
-        steps: of the optimizer.
-        learning_rate: of ln λ, for pairs that turn at most once within the target length. Faster ones get less, by the
-            square root of their turns, as the angle that a change of λ makes grows with them.
+        steps: of the optimizer; None for as many as read TOKENS, and at least 40.
+        learning_rate: of ln λ, for pairs that turn at most once within the target length. Faster ones get as much less
+            as they turn more, so that a step moves the angle of every pair at the target by no more than theirs.
         attention_learning_rate: of ln attention_factor.
         rows: in each step that hide a pass key in text: one of the target length, the others shorter.
         short: weight of the divergence, in nats a token, from what the unextended model says within its length.
         text: weight of the loss of the rows' text, in nats a token.
         retrieval: weight of the loss of the rows' pass keys, in nats a key.
-        start: a static method by name; None for the best of STARTS on validation text.
+        start: a static method by name; None for that of STARTS with the least sum of the three losses on held-out
+            text. They count alike there: keys that are lost are what descent mends first.
         monotone: keep λ from falling with the pair's index, as LongRoPE does.
-        recompute: keep one hidden state a layer for the backward pass and compute the rest again.
+        recompute: keep one hidden state a layer for the backward pass and compute the rest again; None for only where
+            a row would take more than ACTIVATIONS.
         minutes: end after that time at the latest, with the schedule run through.
     """
 
-    steps: int = 40
-    learning_rate: float = 0.05
+    steps: int | None = None
+    learning_rate: float = 0.04
     attention_learning_rate: float = 0.01
     rows: int = 2
     short: float = 1.0
     text: float = 1.0
-    retrieval: float = 20.0
+    retrieval: float = 50.0
     start: str | None = None
     monotone: bool = False
-    recompute: bool = True
+    recompute: bool | None = None
     minutes: float | None = None
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if min(self.steps, self.rows) < 1:
+        if self.rows < 1 or (self.steps is not None and self.steps < 1):
             raise ValueError(f"steps and rows must be >= 1, got {self.steps} and {self.rows}.")
         for name in ("learning_rate", "attention_learning_rate", "short", "text", "retrieval", "minutes"):
             value, least = getattr(self, name), " > 0" if name == "minutes" else " >= 0"
@@ -142,9 +147,13 @@ def short_loss(model: PreTrainedModel, live: LiveFactors, episode: Episode, use:
     return {"short": kl_div(logprobs(), trained, log_target=True, reduction="batchmean")}
 
 
-def weighted(losses: Mapping[str, float], settings: GradientSettings) -> float:
-    """The sum of the losses of each kind, by their weights."""
-    return sum(getattr(settings, kind) * value for kind, value in losses.items())
+def _activations(model: PreTrainedModel, length: int) -> float:
+    """Bytes that a row of `length` tokens leaves for the backward pass: some 34 numbers a hidden one and layer.
+
+    Korthikanti et al. (2022), equation 2, without attention's own scores.
+    """
+    config = text_config_of(model.config)
+    return 34.0 * length * config.hidden_size * config.num_hidden_layers * model.dtype.itemsize / 2
 
 
 @dataclass(frozen=True)
@@ -180,12 +189,12 @@ class Validation:
 class Factors:
     """The numbers that are learned.
 
-    λ is exp(max(0, ln λ_start + u / sqrt(turns))), where turns are those of the pair within the target, at least 1.
+    λ is exp(max(0, ln λ_start + u / turns)), where turns are those of the pair within the target, at least 1.
     """
 
     def __init__(self, rope: RopeGeometry, start: RopeScaling, target: int, monotone: bool) -> None:
         turns = rope.inv_freq * target / (2 * math.pi)
-        self.step = turns.clamp(min=1) ** -0.5
+        self.step = 1 / turns.clamp(min=1)
         self.first = start.rescale_factors(rope).log().clamp(min=0)
         self.monotone = monotone
         self.moved = torch.zeros_like(self.first, requires_grad=True)
@@ -235,7 +244,9 @@ def fit_by_gradient(
         advance(0.0, f"trying {name}")
         starts[name] = starting_point(name, factor)
         tried[name] = check.losses(model, live, starts[name])
-    start = min(tried, key=lambda name: weighted(tried[name], settings))
+    start = min(tried, key=lambda name: sum(tried[name].values()))
+    steps = settings.steps or max(40, TOKENS // training.tokens_of_a_step(settings.rows))
+    recompute = _activations(model, training.target) > ACTIVATIONS if settings.recompute is None else settings.recompute
     factors = Factors(rope, starts[start], training.target, settings.monotone)
     optimizer = torch.optim.Adam(
         [
@@ -252,7 +263,7 @@ def fit_by_gradient(
         live.put(factors.rescale_factors(factors.moved), factors.log_attention.exp())
 
     share = 0.0
-    with recomputed(model) if settings.recompute else nullcontext():
+    with recomputed(model) if recompute else nullcontext():
         while share < 1:
             for group, rate in zip(optimizer.param_groups, rates):
                 group["lr"] = rate * min(1.0, (len(history) + 1) / 5) * (1 + math.cos(math.pi * share)) / 2
@@ -283,7 +294,7 @@ def fit_by_gradient(
             optimizer.step()
             factors.bound()
             history.append({"seconds": elapsed, **losses})
-            share = max(len(history) / settings.steps, elapsed / (60 * settings.minutes) if settings.minutes else 0.0)
+            share = max(len(history) / steps, elapsed / (60 * settings.minutes) if settings.minutes else 0.0)
             if share >= 0.5:
                 passed.append((factors.moved.detach().clone(), factors.log_attention.detach().clone()))
             advance(min(share, 1.0), ", ".join(f"{kind} {value:.3f}" for kind, value in losses.items()))

@@ -14,8 +14,9 @@ from typer.testing import CliRunner
 from ctxext import LongRoPE, extend_context
 from ctxext.assets import MODEL
 from ctxext.cli import commands
+from ctxext.engines.probe import read_probe
 from ctxext.engines.rules import ENGINES
-from ctxext.saved import SavedMethod
+from ctxext.saved import PROBE, SavedMethod
 
 
 def export(*arguments: object) -> Result:
@@ -94,7 +95,7 @@ def test_a_gguf_file_comes_from_a_folder_and_from_another_gguf_file(tmp_path: Pa
     assert export(tmp_path / "plain.gguf", *how, tmp_path / "b.gguf").exit_code == 0
     reached = [context_of_gguf(tmp_path / f"{name}.gguf").max_position_embeddings for name in ("plain", "a", "b")]
     assert reached == [512, 2048, 2048]
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.gguf", "b.gguf", "plain.gguf"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.gguf", "a.verify.json", "b.gguf", "plain.gguf"]
 
 
 @pytest.mark.parametrize(
@@ -115,3 +116,14 @@ def test_a_beginners_mistake_gets_a_remedy(config_alone: Path, arguments: list[s
     assert run.exit_code != 0
     assert isinstance(run.exception, (ValueError, OSError))
     assert words in str(run.exception)
+
+
+def test_an_export_holds_what_verify_compares_with(config_alone: Path, tmp_path: Path) -> None:
+    asked = ("--method", "yarn", "--engine", "transformers", "-o")
+    assert export(MODEL, *asked, tmp_path / "out").exit_code == 0
+    assert len(read_probe(tmp_path / "out" / PROBE).input_ids) < 200
+    export(MODEL, *asked, tmp_path / "without", "--no-probe")
+    assert not (tmp_path / "without" / PROBE).exists()
+    said = export(config_alone, *asked, tmp_path / "alone").stderr
+    assert "no weights" in said
+    assert (tmp_path / "alone/transformers/config.json").exists()

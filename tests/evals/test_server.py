@@ -13,8 +13,8 @@ import torch
 from live_server import CHAT_TEMPLATE, Fault, LiveServer
 from transformers import AutoTokenizer
 
+from ctxext import endpoint as client
 from ctxext.assets import MODEL, PERSUASION
-from ctxext.evals import server as client
 from ctxext.evals.haystack import Haystack
 from ctxext.evals.prompts import Prompter
 from ctxext.evals.samples import Sample, make_task

@@ -18,7 +18,7 @@ from ctxext import temporarily_extended
 from ctxext.assets import MODEL, PERSUASION
 from ctxext.evals.prompts import Prompter
 from ctxext.fitting.episodes import Material, split
-from ctxext.fitting.gradient import STARTS, Fit, GradientSettings, Validation, fit_by_gradient, weighted
+from ctxext.fitting.gradient import STARTS, Fit, GradientSettings, Validation, fit_by_gradient
 from ctxext.fitting.live import LiveFactors, frozen
 
 TARGET = 128
@@ -84,25 +84,16 @@ def test_the_start_is_the_named_method_with_the_least_loss_on_text_that_is_not_l
             for kind, some in (("short", short), ("text", text), ("retrieval", retrieval))
         }
         assert found.tried[name] == pytest.approx(means, rel=1e-4, abs=1e-6)
-        sums[name] = means["short"] + means["text"] + 20 * means["retrieval"]
+        sums[name] = sum(means.values())
     assert found.start == min(sums, key=sums.__getitem__)
-    assert sums[found.start] == pytest.approx(weighted(found.tried[found.start], GradientSettings()), rel=1e-5)
 
 
 def test_with_weight_on_short_text_alone_the_fit_goes_back_to_the_trained_frequencies() -> None:
     """And no further than them, where half of the steps would lead beyond."""
-    found = fitted(
-        model_that_reads(),
-        start="pi",
-        steps=25,
-        learning_rate=0.3,
-        attention_learning_rate=0.0,
-        text=0.0,
-        retrieval=0.0,
-    )
-    assert found.tried["fitted"]["short"] < 0.6 * found.tried["pi"]["short"]
-    assert min(found.method.long_factor) >= 1
-    assert found.method.attention_factor == 1
+    settings = {"steps": 20, "learning_rate": 0.3, "text": 0.0, "retrieval": 0.0}
+    found = fitted(model_that_reads(), start="ntk", **settings)
+    assert found.tried["fitted"]["short"] < 0.05 * found.tried["ntk"]["short"]
+    assert min(found.method.long_factor) == 1
 
 
 def test_a_monotone_fit_never_falls_with_the_pair() -> None:
@@ -146,7 +137,7 @@ def test_processes_end_at_the_step_at_which_their_clocks_mean_to() -> None:
     ("settings", "words"),
     [
         ({"steps": 0}, "steps and rows must be >= 1, got 0 and 2"),
-        ({"rows": 0}, "steps and rows must be >= 1, got 40 and 0"),
+        ({"rows": 0}, "steps and rows must be >= 1, got None and 0"),
         ({"minutes": 0.0}, "minutes must be a finite number > 0, got 0"),
         ({"minutes": math.nan}, "minutes must be a finite number > 0, got nan"),
         ({"learning_rate": -1.0}, "learning_rate must be a finite number >= 0"),

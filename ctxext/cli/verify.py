@@ -1,0 +1,85 @@
+"""`ctxext verify`: is the extension live in that engine?"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.table import Table
+
+from ctxext.cli.common import console
+
+
+def verify(
+    where: Annotated[
+        str, typer.Argument(help="A checkpoint (folder or hub name), a .gguf file, or a server's address (http://…).")
+    ],
+    probe: Annotated[
+        Path | None, typer.Option(help="A file of expected log-probabilities; a folder does without.")
+    ] = None,
+    model: Annotated[str | None, typer.Option(help="The name of the model, where a server has several.")] = None,
+    noise: Annotated[
+        float | None,
+        typer.Option(metavar="NATS", help="Its own noise in nats a token, where its weights have fewer than 8 bits."),
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Write the probe there, for other engines.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the answer as JSON.")] = False,
+) -> None:
+    """Say whether the extension is live in that engine, by one short request. Exit code 0 only if it is."""
+    from rich.console import Console
+
+    from ctxext.engines import verify as engines
+    from ctxext.engines.probe import WORDS
+
+    if output is not None and output.exists():
+        raise FileExistsError(f"{output} exists already. Choose another name, or remove it first.")
+    with console.status("starting") as status:
+        answer = engines.verify(where, probe, model=model, noise=noise, say=status.update)
+    if output is not None:
+        answer.probe.save(output)
+    verdict, read = answer.verdict, answer.probe
+    if as_json:
+        print(
+            json.dumps(
+                {
+                    "engine": answer.engine,
+                    "where": answer.where,
+                    "live": verdict.is_live,
+                    **asdict(verdict),
+                    "noise_floor": read.noise_floor,
+                    "coarse_floor": read.coarse_floor,
+                    "extension": read.summary,
+                    "tokens": len(read.input_ids),
+                    "notes": answer.notes,
+                },
+                indent=2,
+                ensure_ascii=False,
+            )
+        )
+    else:
+        screen = Console()
+        color = "green" if verdict.is_live else "red"
+        screen.print(f"[bold {color}]{verdict.name.upper()}[/]  {read.summary}, in {answer.engine}", highlight=False)
+        table = Table(box=None, padding=(0, 2, 0, 0))
+        table.add_column(f"distance over {len(read.input_ids)} tokens")
+        table.add_column("nats a token", justify="right")
+        for state, distance in verdict.distances.items():
+            bold = "bold" if WORDS[state] == verdict.name else ""
+            table.add_row(f"to {WORDS[state]}", f"{distance:.4f}", style=bold)
+        table.add_row("noise of 16 bits", f"{read.noise_floor:.4f}", style="dim")
+        table.add_row(
+            "noise of 8-bit weights" if noise is None else "noise as stated", f"{verdict.limit / 1.5:.4f}", style="dim"
+        )
+        screen.print(table, highlight=False)
+        screen.print(f"{verdict.reason[0].upper()}{verdict.reason[1:]}.", highlight=False, markup=False)
+        for note in answer.notes:
+            screen.print(f"note: {note}.", highlight=False, markup=False)
+        if output is not None:
+            screen.print(f"wrote {output}.", highlight=False, markup=False)
+    if not verdict.is_live:
+        raise typer.Exit(1)

@@ -1,0 +1,220 @@
+"""Is the extension live in that engine? Its log-probabilities of a short text, beside those that it should give."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from jaxtyping import Float64
+from torch import Tensor
+
+from ctxext.endpoint import Endpoint
+from ctxext.engines.probe import PROBE, Probe, Verdict, judge, logprobs_of, make_probe, read_probe
+from ctxext.extension import RECORD, read_record
+from ctxext.folders import architecture_of, checkpoint_folder
+
+
+@dataclass(frozen=True)
+class Verification:
+    """The answer of `verify`.
+
+    Attributes:
+        engine: which one, in words.
+        where: the folder, file or address.
+        notes: what else was seen, a sentence each.
+    """
+
+    engine: str
+    where: str
+    probe: Probe
+    verdict: Verdict
+    notes: tuple[str, ...]
+
+
+def verify(
+    where: str | Path,
+    probe: Path | None = None,
+    *,
+    model: str | None = None,
+    api_key: str | None = None,
+    noise: float | None = None,
+    say: Callable[[str], None] = lambda line: None,
+) -> Verification:
+    """Ask plain transformers (a folder or a name on the hub), llama.cpp (a GGUF file) or a server (its address).
+
+    Args:
+        probe: the file of `Probe.save`. A folder does without: its own `verify.json`, or else one that is made on the
+            fly of what its config says. So does a GGUF file with a `verify.json` beside it.
+        model: of several on a server.
+        api_key: of a server; None: the environment's OPENAI_API_KEY.
+        noise: as in `judge`.
+        say: called with a line for the person who waits.
+
+    Raises:
+        ValueError: no probe for a file or a server, or one that does not fit; or as `make_probe`.
+        FileNotFoundError: no such checkpoint, file or probe.
+        ImportError: a GGUF file, without `ctxext[llama-cpp]`.
+        ConnectionError, TimeoutError, PermissionError, RuntimeError: as in `ctxext.endpoint.Endpoint`.
+    """
+    if noise is not None and not noise > 0:
+        raise ValueError(f"noise must be > 0 nats a token, got {noise}.")
+    if str(where).startswith(("http://", "https://")):
+        engine, read, logprobs, notes = _ask_server(str(where), _needed(probe, str(where)), model, api_key, say)
+    elif str(where).endswith(".gguf"):
+        beside = Path(where).parent / PROBE
+        read = _needed(probe or (beside if beside.is_file() else None), str(where))
+        engine, read, logprobs, notes = _ask_llama_cpp(Path(where), read, say)
+    else:
+        engine, read, logprobs, notes = _ask_transformers(checkpoint_folder(str(where)), probe, say)
+    return Verification(engine, str(where), read, judge(read, logprobs, noise), tuple(notes))
+
+
+_Answer = tuple[str, Probe, Tensor, list[str]]
+
+
+def _needed(probe: Path | None, where: str) -> Probe:
+    if probe is None:
+        raise ValueError(
+            f"{where} does not say what it should compute. Make a probe from the extended checkpoint, `ctxext verify "
+            f"DIR -o {PROBE}`, and pass it: --probe {PROBE}."
+        )
+    return read_probe(probe)
+
+
+# --------------------------------------------------------------------------------- transformers
+
+
+def _ask_transformers(folder: Path, path: Path | None, say: Callable[[str], None]) -> _Answer:
+    import transformers
+
+    if read_record(folder) is not None:
+        raise ValueError(
+            f"{folder} keeps its extension in {RECORD}, as no config can say it: plain transformers runs it as it was, "
+            "and so does every other engine. Load it with ctxext.load, or extend with a static method such as 'yarn'."
+        )
+    say(f"loading {folder} with plain transformers")
+    # Not by ctxext.load: what counts is what anyone gets.
+    model = architecture_of(folder).from_pretrained(folder).eval()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    say("reading the probe")
+    if path is None and (folder / PROBE).is_file():
+        path = folder / PROBE
+    if path is None:
+        say("making the probe from what the config says")
+        probe = make_probe(model, tokenizer)
+    else:
+        probe = read_probe(path)
+    _check_vocabulary(probe, model.config.get_text_config(decoder=True).vocab_size)
+    notes = [] if path is not None else ["the probe was made from this folder's config by ctxext's own formulas"]
+    notes += _other_tokens(probe, tokenizer(probe.text)["input_ids"])
+    return f"transformers {transformers.__version__}", probe, logprobs_of(model, probe.input_ids), notes
+
+
+def _check_vocabulary(probe: Probe, size: int) -> None:
+    if max(probe.input_ids) >= size:
+        raise ValueError(
+            f"the probe has the token {max(probe.input_ids)}, but this model's vocabulary ends at {size - 1}: it is "
+            "another model. Pass the probe that was made from its own extended checkpoint."
+        )
+
+
+def _other_tokens(probe: Probe, ids: Sequence[int]) -> list[str]:
+    n = len(probe.input_ids)
+    if tuple(ids[:n]) == probe.input_ids:
+        return []
+    return [
+        f"its tokenizer reads the text as other tokens ({len(ids)}, where the probe has {n}): what is sent as text is "
+        "not what the model was trained on"
+    ]
+
+
+# ------------------------------------------------------------------------------------ llama.cpp
+
+
+def _ask_llama_cpp(path: Path, probe: Probe, say: Callable[[str], None]) -> _Answer:
+    from ctxext.engines.llama_cpp import GGUFModel
+
+    say(f"loading {path} with llama.cpp")
+    with GGUFModel(path, n_ctx=max(512, len(probe.input_ids) + 1)) as model:
+        say("reading the probe")
+        notes = _other_tokens(probe, model.tokenize(probe.text))
+        return "llama.cpp", probe, model.logprobs(probe.input_ids), notes
+
+
+# -------------------------------------------------------------------------------------- servers
+
+
+def _ask_server(url: str, probe: Probe, model: str | None, api_key: str | None, say: Callable[[str], None]) -> _Answer:
+    endpoint = Endpoint(url, model=model, api_key=api_key)
+    say(f"asking {endpoint.name} at {endpoint.url}")
+    engine = f"{endpoint.card.get('owned_by') or 'OpenAI-compatible'} server, model {endpoint.name!r}"
+    return engine, probe, served_logprobs(endpoint, probe.input_ids), []
+
+
+def served_logprobs(endpoint: Endpoint, input_ids: Sequence[int]) -> Float64[Tensor, " token"]:
+    """log p(input_ids[k] | input_ids[:k]) for k >= 1 under a served model, in nats, by /v1/completions.
+
+    In one request where the server gives log-probabilities of prompts: vLLM by its field `prompt_logprobs`, SGLang and
+    OpenAI's first models by `echo`. Others, as llama.cpp's server, are asked once a token: a bias makes the true token
+    be drawn, and what they tell of a drawn token is from before the bias.
+
+    Raises:
+        ValueError: it gives none of these, or those of other tokens.
+        ConnectionError, TimeoutError, PermissionError, RuntimeError: as in `Endpoint.call`.
+    """
+    ids = list(input_ids)
+    request = {"model": endpoint.name, "prompt": ids, "max_tokens": 1, "temperature": 0}
+    for ask, read in (
+        ({"prompt_logprobs": 1}, _prompt_logprobs),
+        ({"echo": True, "logprobs": 1}, _echoed_logprobs),
+    ):
+        with suppress(ValueError):  # refused: one that cannot do it at all refuses the next form as well
+            values = read(_choice(endpoint, {**request, **ask}, ids), ids)
+            if values is not None:
+                return torch.tensor(values, dtype=torch.float64)
+    values = [
+        _drawn_logprob(endpoint, {**request, "prompt": ids[:k], "logprobs": 1}, ids[k]) for k in range(1, len(ids))
+    ]
+    if min(values) > -1e-3:
+        raise ValueError(
+            f"{endpoint.url} tells log-probabilities from after its sampling, so that they say nothing of the model. "
+            "Serve it with vLLM, SGLang or llama.cpp, or verify the file: ctxext verify model.gguf."
+        )
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def _choice(endpoint: Endpoint, body: dict[str, Any], ids: Sequence[int]) -> dict[str, Any]:
+    completion = endpoint.call("completions", body, f"the log-probabilities of {len(ids)} tokens")
+    choices = completion.get("choices")
+    if not (isinstance(choices, list) and choices and isinstance(choices[0], dict)):
+        raise ValueError(f"{endpoint.url}/v1/completions answered no completion. Is it an OpenAI-compatible server?")
+    return choices[0]
+
+
+def _prompt_logprobs(choice: dict[str, Any], ids: list[int]) -> list[float] | None:
+    """vLLM: for each token of the prompt those that were likely and itself, by id; null for the first."""
+    given = choice.get("prompt_logprobs")
+    if not given or len(given) != len(ids):
+        return None
+    return [entry[str(token)]["logprob"] for entry, token in zip(given[1:], ids[1:])]
+
+
+def _echoed_logprobs(choice: dict[str, Any], ids: list[int]) -> list[float] | None:
+    """SGLang: the prompt's and then the new token's; null for the first."""
+    given = (choice.get("logprobs") or {}).get("token_logprobs")
+    return None if not given or len(given) < len(ids) else given[1 : len(ids)]
+
+
+def _drawn_logprob(endpoint: Endpoint, body: dict[str, Any], token: int) -> float:
+    choice = _choice(endpoint, {**body, "logit_bias": {str(token): 100}}, body["prompt"])
+    drawn = ((choice.get("logprobs") or {}).get("content") or [{}])[0]
+    if drawn.get("id") != token or not isinstance(drawn.get("logprob"), float):
+        raise ValueError(
+            f"{endpoint.url} gives no log-probabilities of a prompt, in none of the forms of vLLM, SGLang and "
+            "llama.cpp. Serve the model with one of these, or verify its folder or file instead."
+        )
+    return float(drawn["logprob"])

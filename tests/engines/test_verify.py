@@ -1,0 +1,301 @@
+"""Whether an extension is live in an engine is told from one short request, and nothing else passes for it."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from families import tiny_model, token_ids
+from live_server import LiveServer
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from typer.testing import CliRunner
+
+from ctxext import extend_context, restore_context
+from ctxext.assets import MODEL
+from ctxext.cli import commands
+from ctxext.endpoint import Endpoint
+from ctxext.engines.gguf_files import write_gguf
+from ctxext.engines.llama_cpp import GGUFModel
+from ctxext.engines.probe import MAX_TOKENS, Probe, in_state, judge, logprobs_of, make_probe, read_probe
+from ctxext.engines.verify import served_logprobs, verify
+from ctxext.folders import extend_folder
+
+TOLD = {
+    "extended": "live",
+    "unextended": "ignored",
+    "without_temperature": "live without the temperature",
+}
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return AutoTokenizer.from_pretrained(MODEL)
+
+
+def shipped(dtype: torch.dtype = torch.float32):
+    return AutoModelForCausalLM.from_pretrained(MODEL, dtype=dtype).eval()
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The shipped model in each state, as a checkpoint."""
+    root = tmp_path_factory.mktemp("verify")
+    extend_folder(MODEL, root / "extended", 4, "yarn", say=lambda line: None)
+    extend_folder(MODEL, root / "without", 4, "yarn", attention_factor=1.0, say=lambda line: None)
+    return {"extended": root / "extended", "unextended": MODEL, "without_temperature": root / "without"}
+
+
+@pytest.fixture(scope="module")
+def probe_file(folders: dict[str, Path], tokenizer) -> Path:
+    path = folders["extended"].parent / "probe.json"
+    model = AutoModelForCausalLM.from_pretrained(folders["extended"])
+    make_probe(model, tokenizer).save(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def probe(probe_file: Path) -> Probe:
+    return read_probe(probe_file)
+
+
+# ---------------------------------------------------------------------------------- the verdicts
+
+
+@pytest.mark.parametrize("state", TOLD)
+def test_transformers_is_in_the_state_of_its_config(state: str, folders: dict[str, Path], probe_file: Path) -> None:
+    answer = verify(folders[state], probe_file)
+    assert answer.verdict.name == TOLD[state]
+    assert answer.verdict.distances[state] < 1e-4
+    assert answer.notes == ()
+
+
+@pytest.mark.parametrize("dtype", ["F32", "Q8_0"])
+@pytest.mark.parametrize("state", TOLD)
+def test_llama_cpp_is_in_the_state_of_its_file(
+    state: str, dtype: str, folders: dict[str, Path], probe_file: Path, tmp_path: Path
+) -> None:
+    write_gguf(folders[state], tmp_path / "model.gguf", dtype)
+    answer = verify(tmp_path / "model.gguf", probe_file)
+    assert answer.verdict.name == TOLD[state]
+    assert answer.verdict.distances[state] < (1e-3 if dtype == "F32" else 0.02)
+    assert answer.notes == ()
+
+
+@pytest.mark.parametrize("form", ["vllm", "sglang"])
+@pytest.mark.parametrize("state", TOLD)
+def test_a_server_is_in_the_state_of_its_model(
+    state: str, form: str, folders: dict[str, Path], probe_file: Path
+) -> None:
+    model = AutoModelForCausalLM.from_pretrained(folders[state], dtype=torch.bfloat16).eval()
+    with LiveServer(model=model, prompt_scores=form) as server:
+        assert verify(server.url, probe_file).verdict.name == TOLD[state]
+        assert len(server.requests) == {"vllm": 1, "sglang": 2}[form]
+
+
+def test_llama_cpps_server_gives_over_http_what_llama_cpp_computes(folders: dict[str, Path], tmp_path: Path) -> None:
+    write_gguf(folders["extended"], tmp_path / "extended.gguf")
+    ids = list(range(5, 45))
+    with GGUFModel(tmp_path / "extended.gguf", n_ctx=512) as model:
+        served = served_logprobs(Endpoint(model._server.listening_address), ids)
+        assert (served - model.logprobs(ids)).abs().max() < 1e-3
+
+
+def test_what_no_state_explains_is_none_of_these(probe: Probe, tokenizer) -> None:
+    model = shipped()
+    for factor in (2, 8):
+        extend_context(model, factor, "yarn")
+        assert judge(probe, logprobs_of(model, probe.input_ids)).name == "none of these"
+        restore_context(model)
+    another = tiny_model("llama", vocab_size=4096)
+    assert judge(probe, logprobs_of(another, probe.input_ids)).name == "none of these"
+
+
+def test_half_way_between_two_states_is_neither(probe: Probe) -> None:
+    """Noise as large as you like may be stated: what is as near to one state as to another is still not told."""
+    extended, unextended = (torch.tensor(probe.expected[s], dtype=torch.float64) for s in ("extended", "unextended"))
+    between = (extended + unextended) / 2
+    assert judge(probe, between, noise=1.0).name == "none of these"
+    assert judge(probe, 0.7 * extended + 0.3 * unextended, noise=1.0).name == "live"
+
+
+def test_the_verdict_stands_clear_of_the_noise(probe: Probe) -> None:
+    """In bfloat16, read in uneven chunks: another sum in another order, and the same verdict in each state."""
+    model = extend_context(shipped(torch.bfloat16), 4, "yarn")
+    for state, name in TOLD.items():
+        with in_state(model, state):
+            assert judge(probe, logprobs_of(model, probe.input_ids, chunk=23)).name == name
+    assert (
+        probe.noise_floor
+        < probe.coarse_floor
+        < 0.02
+        < 0.1
+        < judge(probe, torch.tensor(probe.expected["unextended"])).distances["extended"]
+    )
+
+
+# --------------------------------------------------------------------------------- the probe itself
+
+
+def test_the_probe_is_the_formulas_and_not_what_the_model_makes_of_its_config(probe: Probe, tokenizer) -> None:
+    model = extend_context(shipped(), 4, "yarn")
+    model.model.rotary_emb.attention_scaling = 1.0  # a dead temperature
+    dead = make_probe(model, tokenizer)
+    assert dead.expected == probe.expected
+    assert judge(dead, logprobs_of(model, dead.input_ids)).name == TOLD["without_temperature"]
+
+
+@pytest.mark.parametrize("method", ["yarn", "ntk", "pi", "resonance"])
+def test_each_state_is_the_model_so_extended(method: str, tmp_path: Path) -> None:
+    """One of each saved form; Resonance is longrope, whose plain forward takes its original table back."""
+    ids = token_ids(60)[0].tolist()
+    model = tiny_model("llama")
+    before = logprobs_of(model, ids)
+    after = logprobs_of(extend_context(model, 4, method), ids)
+    model.save_pretrained(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path)
+    for state, expected in (("extended", after), ("unextended", before)):
+        with in_state(model, state):
+            assert torch.allclose(logprobs_of(model, ids), expected, atol=1e-4)
+    assert torch.equal(logprobs_of(model, ids), after)
+    assert not torch.allclose(after, before, atol=1e-2)
+
+
+@pytest.mark.parametrize("family", ["phi3", "gemma2", "gpt_neox", "qwen3_5"])
+def test_states_reach_every_family(family: str) -> None:
+    ids = token_ids(60)[0].tolist()
+    model = tiny_model(family)
+    before = logprobs_of(model, ids)
+    after = logprobs_of(extend_context(model, 4, "yarn"), ids)
+    for state, expected in (("extended", after), ("unextended", before)):
+        with in_state(model, state):
+            assert torch.allclose(logprobs_of(model, ids), expected, atol=1e-3)
+    assert not torch.allclose(after, before, atol=1e-2)
+
+
+def test_making_a_probe_leaves_the_model_as_it_was(tokenizer) -> None:
+    model = extend_context(shipped(), 4, "yarn").train()
+    tables = dict(model.model.rotary_emb._buffers)
+    make_probe(model, tokenizer)
+    assert all(model.model.rotary_emb._buffers[name] is table for name, table in tables.items())
+    assert model.training
+
+
+def test_a_probe_has_fewer_than_200_tokens_and_no_more_than_were_trained(probe: Probe, tokenizer) -> None:
+    model = extend_context(shipped(), 4, "yarn")
+    assert len(probe.input_ids) < 200
+    assert len(make_probe(model, tokenizer, text=3 * probe.text).input_ids) == MAX_TOKENS
+    short = shipped()
+    short.config.max_position_embeddings = 100
+    assert len(make_probe(extend_context(short, 4, "yarn"), tokenizer).input_ids) == 100
+
+
+def test_a_probe_survives_its_file_and_no_edit_does(probe: Probe, tmp_path: Path) -> None:
+    path = tmp_path / "verify.json"
+    probe.save(path)
+    assert read_probe(path) == probe
+    for edit in ({"input_ids": [*probe.input_ids[:-1], 7]}, {"expected": {**probe.expected, "extended": [-1.0]}}):
+        path.write_text(json.dumps({**json.loads(path.read_text()), **edit}))
+        with pytest.raises(ValueError, match="was edited"):
+            read_probe(path)
+        probe.save(path)
+    path.write_text('{"text": 1}')
+    with pytest.raises(ValueError, match="is no probe as ctxext"):
+        read_probe(path)
+    with pytest.raises(FileNotFoundError, match=r"ctxext verify DIR -o"):
+        read_probe(tmp_path / "none.json")
+
+
+# ------------------------------------------------------------------------------------ the refusals
+
+
+def late(model):
+    return extend_context(model, 4, "dynamic_yarn")
+
+
+def remapped(model):
+    return extend_context(model, 2, "self_extend")
+
+
+def as_trained(model):
+    return model
+
+
+def of_the_call(model):
+    model.config.rope_parameters = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
+    return model
+
+
+def hardly(model):
+    return extend_context(model, 1.01, "ntk")
+
+
+@pytest.mark.parametrize(
+    ("made", "says"),
+    [
+        (late, "cannot be seen in a short text, as it rotates inside attention"),
+        (remapped, "cannot be seen in a short text, as it rotates inside attention"),
+        (of_the_call, "cannot be seen in a short text, as it follows the length"),
+        (as_trained, "nothing is extended"),
+        (hardly, "a short text cannot tell whether it is live"),
+    ],
+)
+def test_what_a_short_text_cannot_show_gets_no_probe(made: Callable, says: str, tokenizer) -> None:
+    with pytest.raises(ValueError, match=says):
+        make_probe(made(shipped()), tokenizer)
+
+
+def test_a_folder_that_only_ctxext_loads_extended_is_refused(tmp_path: Path) -> None:
+    extend_folder(MODEL, tmp_path / "late", 4, "dynamic_yarn", say=lambda line: None)
+    with pytest.raises(ValueError, match=r"context_extension.json.*runs it as it was"):
+        verify(tmp_path / "late")
+
+
+def test_files_and_servers_need_a_probe(tmp_path: Path) -> None:
+    for where in (tmp_path / "model.gguf", "http://127.0.0.1:1"):
+        with pytest.raises(ValueError, match=r"does not say what it should compute.*--probe verify\.json"):
+            verify(where)
+
+
+def test_the_probe_of_another_vocabulary_is_refused(probe: Probe, tmp_path: Path, folders: dict[str, Path]) -> None:
+    replace(probe, input_ids=(*probe.input_ids[:-1], 90000)).save(tmp_path / "other.json")
+    with pytest.raises(ValueError, match="vocabulary ends at"):
+        verify(folders["extended"], tmp_path / "other.json")
+
+
+def test_a_server_without_log_probabilities_is_refused(probe_file: Path) -> None:
+    with LiveServer() as server, pytest.raises(ValueError, match="none of the forms of vLLM, SGLang and"):
+        verify(server.url, probe_file)
+
+
+def test_log_probabilities_that_are_none_are_refused(probe: Probe) -> None:
+    n = len(probe.input_ids) - 1
+    for wrong, says in (
+        (torch.full((n,), math.nan), "NaN"),
+        (torch.ones(n), "positive"),
+        (-torch.ones(n - 1), "other"),
+    ):
+        with pytest.raises(ValueError, match=says):
+            judge(probe, wrong.double())
+
+
+# -------------------------------------------------------------------------------- the command line
+
+
+def test_the_command_succeeds_only_for_live(folders: dict[str, Path], tmp_path: Path) -> None:
+    run = CliRunner().invoke
+    written = tmp_path / "verify.json"
+    live = run(commands, ["verify", str(folders["extended"]), "-o", str(written)])
+    assert live.exit_code == 0
+    assert live.stdout.startswith("LIVE  yarn ×4: 512 → 2048 tokens, in transformers")
+    assert "ctxext's own formulas" in live.stdout
+    ignored = run(commands, ["verify", str(MODEL), "--probe", str(written), "--json"])
+    assert ignored.exit_code == 1
+    said = json.loads(ignored.stdout)
+    assert (said["name"], said["live"]) == ("ignored", False)
+    again = run(commands, ["verify", str(folders["extended"]), "-o", str(written)])
+    assert isinstance(again.exception, FileExistsError)
