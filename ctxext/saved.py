@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,18 @@ class SavedMethod:
         building = path.with_name(f".{path.name}.part")
         building.write_text(text + "\n", encoding="utf-8")
         building.replace(path)
+
+
+def check_writable(path: Path) -> None:
+    """Refuse a file that could not be written, before the work that is to end in it.
+
+    Raises:
+        OSError: it is a folder, or stands in none that can be written to.
+    """
+    parent = next(folder for folder in path.absolute().parents if folder.exists())
+    if path.is_dir() or not parent.is_dir() or not os.access(parent, os.W_OK):
+        why = "is a folder" if path.is_dir() else f"cannot be written in {parent}"
+        raise OSError(f"{path} {why}. Choose another name for the file.")
 
 
 def read_saved(path: str | Path) -> SavedMethod:

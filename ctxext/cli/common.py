@@ -51,7 +51,7 @@ def parse_options(pairs: list[str] | None) -> dict[str, Any]:
 
 
 Model = Annotated[str, typer.Argument(help="A checkpoint: a folder, or a name on the hub (owner/name).")]
-Factor = Annotated[float | None, typer.Option(help="Target length / trained length.  [default: 4]")]
+Factor = Annotated[float | None, typer.Option(help="Target length / trained length. Default: 4.")]
 TargetLength = Annotated[
     int | None, typer.Option(parser=parse_tokens, metavar="TOKENS", help="Tokens to reach, such as 131072 or 128k.")
 ]

@@ -16,7 +16,7 @@ def compare(
     factor: Factor = None,
     target_length: TargetLength = None,
     methods: Annotated[
-        str | None, typer.Option(help="Comma-separated names of `ctxext methods`.  [default: all of them]")
+        str | None, typer.Option(help="Comma-separated names of `ctxext methods`. Default: all of them.")
     ] = None,
     tasks: measuring.Tasks = "passkey,perplexity,key_tokens,short",
     lengths: measuring.Lengths = None,

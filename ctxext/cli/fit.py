@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -22,23 +22,32 @@ def fit(
     factor: Factor = None,
     target_length: TargetLength = None,
     by: Annotated[str, typer.Option(help="gradient, or evolution (LongRoPE's search).")] = "gradient",
-    text: Annotated[Path | None, typer.Option(help="Prose to fit on.  [default: Persuasion]")] = None,
+    text: Annotated[Path | None, typer.Option(help="Prose to fit on; Persuasion if not given.")] = None,
     steps: Annotated[
-        int | None, typer.Option(help="Of the gradient descent.  [default: 250,000 tokens' worth]")
+        int | None, typer.Option(help="Of the gradient descent; 250,000 tokens' worth if not given.")
     ] = None,
     minutes: Annotated[float | None, typer.Option(help="End after that time at the latest.")] = None,
     start: Annotated[
-        str | None, typer.Option(help="Begin the descent with this method.  [default: the best named one]")
+        str | None, typer.Option(help="Begin the descent with this method; the best named one if not given.")
     ] = None,
-    retrieval: Annotated[float | None, typer.Option(help="Weight of hidden keys against text.  [default: 50]")] = None,
+    retrieval: Annotated[
+        float | None, typer.Option(help="Weight of hidden keys against text; 50 if not given.")
+    ] = None,
     monotone: Annotated[bool, typer.Option("--monotone", help="Keep λ from falling with the pair's index.")] = False,
     objective: Annotated[
-        str, typer.Option(help="What the search makes small: perplexity, needle_perplexity, key_tokens or passkey.")
-    ] = "perplexity",
+        str | None,
+        typer.Option(
+            help="What the search makes small: perplexity, needle_perplexity, key_tokens or passkey.  "
+            "Default: perplexity."
+        ),
+    ] = None,
     short_limit: Annotated[
-        float, typer.Option(help="What the search may lose on text of the trained length, as a share.")
-    ] = 0.01,
-    windows: Annotated[int, typer.Option(help="Texts that the search reads under each candidate.")] = 2,
+        float | None,
+        typer.Option(help="What the search may lose on text of the trained length, as a share; 0.01 if not given."),
+    ] = None,
+    windows: Annotated[
+        int | None, typer.Option(help="Texts that the search reads under each candidate; 2 if not given.")
+    ] = None,
     evaluations: Annotated[int | None, typer.Option(help="End the search after so many candidates.")] = None,
     search: Annotated[Path | None, typer.Option(help="Where the search keeps its scores, to go on from.")] = None,
     original_max_position_embeddings: TrainedLength = None,
@@ -60,38 +69,42 @@ def fit(
     from ctxext.fitting.gradient import GradientSettings
     from ctxext.fitting.objectives import Objective
     from ctxext.folders import checkpoint_folder
+    from ctxext.saved import SUFFIX, check_writable
 
     if by not in ("gradient", "evolution"):
         raise typer.BadParameter(f"--by takes gradient or evolution, got {by!r}.")
-    only = {"--steps": steps, "--start": start, "--retrieval": retrieval, "--monotone": monotone or None}
-    if by == "gradient":
-        only = {"--evaluations": evaluations, "--search": search}
-    wrong = [name for name, value in only.items() if value is not None]
+    if output.suffix != SUFFIX:
+        raise typer.BadParameter(f"--output must end in {SUFFIX}, as --method takes {str(output)!r} for a name.")
+    check_writable(output)
+    descent = {"steps": steps, "start": start, "retrieval": retrieval, "monotone": monotone or None}
+    aim: dict[str, Any] = {"objective": objective, "short_limit": short_limit, "windows": windows}
+    others = {**aim, "evaluations": evaluations, "search": search} if by == "gradient" else descent
+    wrong = [f"--{name.replace('_', '-')}" for name, value in others.items() if value is not None]
     if wrong:
         raise typer.BadParameter(f"{', '.join(wrong)} does not go with --by {by}.")
-    here = measuring.Processes.here()
-    folder = checkpoint_folder(model, revision)
-    loaded, tokenizer = measuring.load(folder, dtype, device, bare=True)
+    settings: GradientSettings | EvolutionSettings
     if by == "gradient":
-        given = {"steps": steps, "start": start, "retrieval": retrieval}
-        settings: GradientSettings | EvolutionSettings = GradientSettings(
-            monotone=monotone, minutes=minutes, seed=seed, **{k: v for k, v in given.items() if v is not None}
-        )  # type: ignore[arg-type]
+        settings = GradientSettings(minutes=minutes, seed=seed, **_given(descent))
     else:
         settings = EvolutionSettings(minutes=minutes, evaluations=evaluations, seed=seed)
-    path = text or PERSUASION
+    aim["name"] = aim.pop("objective")
+    chosen = Objective(seed=seed, **_given(aim))
+    here, path = measuring.Processes.here(), text or PERSUASION
+    prose = read_prose(path)
+    folder = checkpoint_folder(model, revision)
+    loaded, tokenizer = measuring.load(folder, dtype, device, bare=True)
     columns = (TextColumn("fitting"), BarColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
     with Progress(*columns, console=console, disable=here.rank > 0) as progress:
         bar = progress.add_task("", total=1.0)
         saved = run(
             loaded,
             Prompter(tokenizer, style),  # type: ignore[arg-type]
-            read_prose(path),
+            prose,
             factor,
             target_length=target_length,
             original_max_position_embeddings=original_max_position_embeddings,
             settings=settings,
-            objective=Objective(name=objective, short_limit=short_limit, windows=windows, seed=seed),
+            objective=chosen,
             memory=search,
             names=(folder.name, path.name),
             advance=lambda share, state: progress.update(bar, completed=share, description=state),
@@ -100,7 +113,18 @@ def fit(
     if here.rank == 0:
         saved.save(output)
         console.print(fit_table(saved))
-        console.print(f"wrote {output}. To use it: ctxext extend {model} --method {output} -o FOLDER", soft_wrap=True)
+        if saved.about.get("kept_start"):
+            start = saved.about["start"]
+            console.print(f"What was learned is no better than {start} on text that was not read: {start} is kept.")
+        given = original_max_position_embeddings
+        known = "" if given is None else f" --original-max-position-embeddings {given}"
+        console.print(
+            f"wrote {output}. To use it: ctxext extend {model} --method {output}{known} -o FOLDER", soft_wrap=True
+        )
+
+
+def _given(options: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in options.items() if value is not None}
 
 
 def fit_table(saved: SavedMethod) -> Table:

@@ -49,14 +49,14 @@ Trials = Annotated[int, typer.Option(help="Samples for each length and depth: 10
 Windows = Annotated[int, typer.Option(help="Windows of text for perplexity and the short-context gate.")]
 Text = Annotated[
     str | None,
-    typer.Option("--haystack", help="A text file, or `filler` for repeated filler.  [default: *Persuasion*]"),
+    typer.Option("--haystack", help="A text file, or `filler` for repeated filler. Default: *Persuasion*."),
 ]
 Setting = Annotated[
     list[str] | None,
     typer.Option("--setting", metavar="TASK.NAME=VALUE", help="A setting of a task, such as needle.distractors=3."),
 ]
 PromptStyle = Annotated[
-    str | None, typer.Option("--style", help="base, chat or thinking.  [default: chat where there is a chat template]")
+    str | None, typer.Option("--style", help="base, chat or thinking. Default: chat where there is a chat template.")
 ]
 AnswerTokens = Annotated[
     int | None, typer.Option(help="Leave this many tokens for an answer in the model's own words, and generate it.")
@@ -64,7 +64,7 @@ AnswerTokens = Annotated[
 Generate = Annotated[
     bool, typer.Option("--generate", help="Generate every answer, also where teacher forcing would do.")
 ]
-BatchSize = Annotated[int | None, typer.Option(help="Trials side by side.  [default: what fits in 8,192 tokens]")]
+BatchSize = Annotated[int | None, typer.Option(help="Trials side by side. Default: what fits in 8,192 tokens.")]
 Seed = Annotated[int, typer.Option(help="Of the texts, places and numbers: another seed, other samples.")]
 Dtype = Annotated[str, typer.Option(help="Such as bfloat16.  [auto: float32 on a CPU, otherwise the checkpoint's]")]
 Device = Annotated[str | None, typer.Option(help="Such as cuda:1 or cpu; `auto` spreads a model over all GPUs.")]

@@ -15,7 +15,7 @@ def merge(
     output: Annotated[Path, typer.Option("--output", "-o", help="A new folder for the checkpoint.")],
     dtype: Annotated[
         str | None,
-        typer.Option(help="Of the weights written: float32, float16 or bfloat16.  [default: the base's own]"),
+        typer.Option(help="Of the weights written: float32, float16 or bfloat16. Default: the base's own."),
     ] = None,
 ) -> None:
     """Merge an adapter into its extended base: a plain checkpoint whose logits are the adapter's."""

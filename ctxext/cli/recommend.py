@@ -26,10 +26,10 @@ def recommend(
     factor: Factor = None,
     target_length: TargetLength = None,
     minutes: Annotated[float, typer.Option(help="What the whole command may take.")] = 10.0,
-    text: Annotated[Path | None, typer.Option(help="Prose to fit and to measure on.  [default: Persuasion]")] = None,
+    text: Annotated[Path | None, typer.Option(help="Prose to fit and to measure on. Default: Persuasion.")] = None,
     methods: Annotated[
         str | None,
-        typer.Option(help="Comma-separated names or files.  [default: those that need neither training nor options]"),
+        typer.Option(help="Comma-separated names or files. Default: those that need neither training nor options."),
     ] = None,
     no_fit: Annotated[bool, typer.Option("--no-fit", help="Fit no rescale factors to the model.")] = False,
     results: Annotated[

@@ -205,7 +205,9 @@ def compared_variants(
         for method in map(opened, names)
     ]
     kept = {name: value for name, value in how.items() if name != "target_length"}
-    return [Variant(), *(Variant(method.name, {"method": method, **kept}) for method in made)]
+    # As they were written: two files may hold the same kind of method.
+    written = [name if isinstance(name, str) else name.name for name in names]
+    return [Variant(), *(Variant(name, {"method": method, **kept}) for name, method in zip(written, made))]
 
 
 def _example(cls: type[ContextMethod], plan: Plan) -> ContextMethod:

@@ -18,7 +18,7 @@ class Episode:
     """A row of tokens.
 
     Attributes:
-        n_text: how many tokens are text, whose loss counts; they begin at the second, or behind BOS.
+        text_from: index of the first token whose loss counts as text: the second, or the one behind BOS.
         n_answer: how many at the end answer a question about what the text hides; 0 for text alone.
     """
 
@@ -69,7 +69,7 @@ class Material:
     @property
     def _shortest(self) -> int:
         """Tokens: rows are drawn from a quarter of the trained length on, evenly in the logarithm."""
-        return max(self.trained // 4, 96)
+        return min(max(self.trained // 4, 96), self.target - 1)
 
     def between(self, shortest: int, share: float) -> int:
         """The length in tokens at `share` of the way from `shortest` to the target, in its logarithm."""

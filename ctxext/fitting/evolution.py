@@ -7,6 +7,7 @@ stopped is run again from its beginning, over the scores that are there, and goe
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
@@ -18,6 +19,7 @@ from typing import Any
 from ctxext.encodings.rope import RopeGeometry
 from ctxext.fitting.objectives import Score
 from ctxext.methods import LongRoPE, RopeScaling, make_method
+from ctxext.saved import check_writable
 
 # Named methods of the first population.
 FOUNDERS = ("pi", "ntk", "ntk_by_parts", "yarn", "llama3")
@@ -28,7 +30,7 @@ class EvolutionSettings:
     """How λ is searched for. Sizes and probabilities are those of the paper's appendix.
 
     Attributes:
-        population: candidates of the first generation; `parents` of them live on at each.
+        population: candidates of the first generation, the named methods among them; `parents` live on at each.
         mutations, crossovers: children of each generation.
         probability: of each number of a parent to change in a mutation.
         step: λ are multiples of it above 1.
@@ -96,6 +98,7 @@ class Memory:
 
     Raises:
         ValueError: the file holds the scores of another search, or is none of ours.
+        OSError: it cannot be written.
     """
 
     def __init__(
@@ -103,37 +106,45 @@ class Memory:
     ) -> None:
         self.scores: dict[Candidate, Score] = {}
         self.width = width
-        self._path = path if writes else None
+        self._path, self._identity = path if writes else None, identity
+        if self._path is not None:
+            check_writable(self._path)
         if path is not None and path.is_file():
-            self._read(path, identity)
-        elif self._path is not None:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            self._path.write_text(json.dumps({"search": identity}) + "\n", encoding="utf-8")
+            self._read(path)
 
     def add(self, scores: dict[Candidate, Score]) -> None:
         self.scores.update(scores)
         if self._path is not None:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
             with self._path.open("a", encoding="utf-8") as file:
+                # Not before, as other processes may still be looking whether there is a file.
+                if not file.tell():
+                    file.write(json.dumps({"search": self._identity}) + "\n")
                 for candidate, score in scores.items():
                     file.write(json.dumps({**asdict(candidate), "score": score}) + "\n")
 
-    def _read(self, path: Path, identity: dict[str, Any] | None) -> None:
-        first, *lines = path.read_text(encoding="utf-8").splitlines() or [""]
+    def _read(self, path: Path) -> None:
         try:
+            first, *lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
             known = json.loads(first)["search"]
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(f"{path} is not the file of a search. Choose another name.") from error
-        if known != json.loads(json.dumps(identity)):
-            differ = [key for key in {**known, **(identity or {})} if known.get(key) != (identity or {}).get(key)]
+        if known != json.loads(json.dumps(self._identity)):
+            told = self._identity or {}
+            differ = [key for key in {**known, **told} if known.get(key) != told.get(key)]
             raise ValueError(
                 f"{path} holds another search: {', '.join(sorted(differ))} differ. Choose another file, or remove it."
             )
-        for line in lines:
+        if lines and not lines[-1].endswith("\n"):  # of a search that was killed as it wrote
+            cut = lines.pop()
+            if self._path is not None:
+                os.truncate(path, path.stat().st_size - len(cut.encode()))
+        for number, line in enumerate(lines, start=2):
             try:
                 row = json.loads(line)
-            except ValueError:  # the last line of a search that was killed
-                continue
-            self.scores[Candidate(tuple(row["rescale"]), row["attention"])] = Score(*row["score"])
+                self.scores[Candidate(tuple(row["rescale"]), row["attention"])] = Score(*row["score"])
+            except (ValueError, KeyError, TypeError) as error:
+                raise ValueError(f"{path} is corrupt at line {number}. Remove that line, or the file.") from error
 
 
 class Evolution:
@@ -180,7 +191,7 @@ class Evolution:
             founders={name: self._known[candidate] for name, candidate in founders.items()},
         )
         parents = list(founders.values())
-        population = self._bred(rng, settings.population, partial(self._mutant, rng, parents))
+        population = self._bred(rng, settings.population - len(founders), partial(self._mutant, rng, parents))
         for iteration in range(settings.iterations + 1):
             whole = self._measure(population)
             parents = sorted(self._known, key=self._known.__getitem__)[: settings.parents]
@@ -250,23 +261,24 @@ class Evolution:
     def _measure(self, candidates: Sequence[Candidate], needed: bool = False) -> bool:
         """Score candidates; False where the budget ended before the last. The `needed` ones are scored first of all."""
         for at in range(0, len(candidates), self._memory.width):
+            if self._share() >= 1 and needed:
+                raise ValueError(
+                    f"{self.settings.minutes:g} minutes are too little: {len(self._known)} of the {len(FOUNDERS)} "
+                    f"named methods took {self._elapsed():.2g}. Allow more, or fewer or shorter windows."
+                )
+            if self._share() >= 1:
+                break
             part = [candidate for candidate in candidates[at : at + self._memory.width] if candidate not in self._known]
-            limit = self.settings.evaluations
-            if not needed and (self._share() >= 1 or (limit is not None and len(self._known) + len(part) > limit)):
-                return False
+            if self.settings.evaluations is not None and not needed:
+                part = part[: self.settings.evaluations - len(self._known)]
             fresh = [candidate for candidate in part if candidate not in self._memory.scores]
             if fresh:
                 found = self._score([self.method_of(candidate) for candidate in fresh])
                 self._memory.add(dict(zip(fresh, found)))
             self._known.update({candidate: self._memory.scores[candidate] for candidate in part})
-            if needed and self.settings.minutes and self._elapsed() > self.settings.minutes:
-                raise ValueError(
-                    f"{self.settings.minutes:g} minutes are too little: {len(self._known)} of the {len(FOUNDERS)} "
-                    f"named methods took {self._elapsed():.1f}. Allow more, or fewer or shorter windows."
-                )
             best = min(self._known.values())
             self._advance(min(1.0, self._share()), f"{len(self._known)} read, best {best.value:.4f} nats")
-        return True
+        return all(candidate in self._known for candidate in candidates)
 
     def _share(self) -> float:
         """How much of the budget is used."""

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from ctxext.api import temporarily_extended
 from ctxext.evals.engine import Engine
 from ctxext.evals.prompts import Prompter
 from ctxext.evals.runner import versions
@@ -19,10 +20,10 @@ from ctxext.evals.samples import fingerprint
 from ctxext.evals.targets import model_fingerprint
 from ctxext.fitting.episodes import Material, split
 from ctxext.fitting.evolution import Evolution, EvolutionSettings, Memory
-from ctxext.fitting.gradient import GradientSettings, fit_by_gradient
-from ctxext.fitting.live import LiveFactors
+from ctxext.fitting.gradient import GradientSettings, fit_by_gradient, starting_point
+from ctxext.fitting.live import LiveFactors, frozen
 from ctxext.fitting.objectives import Objective, Score, Scorer
-from ctxext.methods import RopeScaling, make_method
+from ctxext.methods import LongRoPE, RopeScaling
 from ctxext.plans import factor_and_target
 from ctxext.saved import SavedMethod
 
@@ -41,9 +42,11 @@ class Processes:
         """The sum over all processes."""
         if self.world == 1:
             return tensor
+        from accelerate import PartialState
         from accelerate.utils import reduce
 
-        return reduce(tensor, "sum")  # type: ignore[no-any-return]
+        # nccl adds up what is on its GPUs alone.
+        return reduce(tensor.to(PartialState().device), "sum").to(tensor.device)  # type: ignore[no-any-return]
 
     def gathered(self, values: list[Any]) -> list[Any]:
         """The lists of all processes, one after the other."""
@@ -95,10 +98,15 @@ def fit(
     live = LiveFactors(model, original_max_position_embeddings)
     trained = live.rope.original_max_position_embeddings
     factor, target = factor_and_target(factor, target_length, "longrope", trained)
-    if target <= trained:
-        raise ValueError(f"the model covers {target} tokens already: it was trained at {trained}. Ask for more.")
+    # What this model refuses comes out before the work.
+    with temporarily_extended(
+        model,
+        method=LongRoPE.example(live.rope, factor),
+        original_max_position_embeddings=original_max_position_embeddings,
+    ):
+        pass
     learnt, held_out = split(text, prompter, trained, target, name=names[1])
-    with live:
+    with live, frozen(model):
         if isinstance(settings, GradientSettings):
             found = _descended(model, live, learnt, held_out, settings, advance, processes)
         else:
@@ -134,7 +142,13 @@ def _descended(
         model, live, learnt, held_out, settings,
         advance=advance, reduce=processes.total, rank=processes.rank, world=processes.world,
     )  # fmt: skip
-    about = {"by": "gradient", "settings": asdict(settings), "start": found.start, "losses": found.tried}
+    about = {
+        "by": "gradient",
+        "settings": asdict(settings),
+        "start": found.start,
+        "kept_start": found.kept_start,
+        "losses": found.tried,
+    }
     return found.method, {**about, "history": found.history}
 
 
@@ -150,8 +164,8 @@ def _searched(
     processes: Processes,
 ) -> Found:
     advance(0.0, "reading the unextended model")
-    scorer = Scorer(Engine(model), live, objective, learnt)
     began = time.perf_counter()
+    scorer, other = (Scorer(Engine(model), live, objective, material) for material in (learnt, held_out))
 
     def score(methods: list[RopeScaling]) -> list[Score]:
         mine = [(k, scorer(methods[k])) for k in range(processes.rank, len(methods), processes.world)]
@@ -164,6 +178,7 @@ def _searched(
     identity = {
         "model": fingerprint(model_fingerprint(model)),
         "text": learnt.haystack.fingerprint,
+        "prompts": learnt.prompter.fingerprint,
         "lengths": [learnt.trained, learnt.target],
         "objective": asdict(objective),
         "settings": {k: v for k, v in asdict(settings).items() if k not in ("minutes", "evaluations", "iterations")},
@@ -172,10 +187,8 @@ def _searched(
     search = Evolution(
         live.rope, learnt.target / learnt.trained, score, settings, memory=known, advance=advance, elapsed=elapsed
     ).run()
-    other = Scorer(Engine(model), live, objective, held_out)
     best = min(search.founders, key=search.founders.__getitem__)
-    named = make_method(best, learnt.target / learnt.trained)
-    assert isinstance(named, RopeScaling)
+    named = starting_point(best, learnt.target / learnt.trained)
     about = {
         "by": "evolution",
         "settings": asdict(settings),

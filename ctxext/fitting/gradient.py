@@ -1,7 +1,7 @@
 """λ and the attention factor by gradient descent, every weight frozen: the d/2 + 1 numbers that belong to one model.
 
-Nothing but λ gets a gradient, so layers are recomputed in the backward pass, and memory is that of one hidden state a
-layer. A step reads text at the trained length (where it is to say what the unextended model says), longer text, and
+Nothing but λ gets a gradient, so memory is that of one row, whose layers are recomputed in the backward pass where it
+is long. A step reads text at the trained length (where it is to say what the unextended model says), longer text, and
 hidden numbers at lengths up to the target.
 """
 
@@ -22,7 +22,7 @@ from torch.nn.functional import cross_entropy, kl_div
 
 from ctxext.encodings.rope import RopeGeometry
 from ctxext.fitting.episodes import Episode, Material
-from ctxext.fitting.live import LiveFactors, frozen, recomputed
+from ctxext.fitting.live import LiveFactors, recomputed
 from ctxext.methods import LongRoPE, RopeScaling, make_method
 from ctxext.sites.twin import text_config_of
 
@@ -71,6 +71,18 @@ class GradientSettings:
     minutes: float | None = None
     seed: int = 0
 
+    def __post_init__(self) -> None:
+        if self.rows < 1 or (self.steps is not None and self.steps < 1):
+            raise ValueError(f"steps and rows must be >= 1, got {self.steps} and {self.rows}.")
+        for name in ("learning_rate", "attention_learning_rate", "short", "text", "retrieval", "minutes"):
+            value, least = getattr(self, name), " > 0" if name == "minutes" else " >= 0"
+            if value is not None and not (0 <= value < math.inf and (value or name != "minutes")):
+                raise ValueError(f"{name} must be a finite number{least}, got {value}.")
+        if not self.short + self.text + self.retrieval > 0:
+            raise ValueError("short, text and retrieval are all 0, so there is nothing to learn. Leave one above 0.")
+        if self.start is not None:
+            starting_point(self.start, 2.0)
+
 
 @dataclass
 class Fit:
@@ -81,12 +93,27 @@ class Fit:
         start: the named method that it began with.
         tried: the losses on validation text of every method that was tried, by name and kind.
         history: for each step its seconds and losses.
+        kept_start: whether `method` is the start itself, as what was learned has the larger sum of losses on text that
+            was not learned from.
     """
 
     method: LongRoPE
     start: str
     tried: dict[str, dict[str, float]]
     history: list[dict[str, float]] = field(default_factory=list)
+    kept_start: bool = False
+
+
+def starting_point(name: str, factor: float) -> RopeScaling:
+    """A static method by name.
+
+    Raises:
+        ValueError: there is none by that name, it follows the length, or it needs options.
+    """
+    method = make_method(name, factor)
+    if not isinstance(method, RopeScaling) or method.is_dynamic:
+        raise ValueError(f"start must be a method with one λ for all lengths ({', '.join(STARTS)}), got {name!r}.")
+    return method
 
 
 KINDS = ("short", "text", "retrieval")
@@ -141,7 +168,7 @@ class Validation:
 
     @classmethod
     def of(cls, material: Material, seed: int) -> Validation:
-        """Four texts of the trained length; keys at three depths, at the target length and two shorter ones."""
+        """Four texts of the trained length; keys at three depths, at the target length and a shorter one."""
         lengths = [material.between(material.trained, share) for share in (0.5, 1)]
         return cls(
             tuple(material.text(material.trained, seed, trial) for trial in range(4)),
@@ -203,7 +230,7 @@ def fit_by_gradient(
     """Learn λ and the attention factor.
 
     Args:
-        live: of `model`, entered.
+        live: of `model`, entered; `model` is `frozen`.
         training, held_out: text to learn from, and other text to choose by.
         advance: called with the share that is done and what is being done.
         reduce: the sum of a tensor over all processes; `rank` and `world` say which of them this is.
@@ -218,9 +245,8 @@ def fit_by_gradient(
     starts: dict[str, RopeScaling] = {}
     for name in STARTS if settings.start is None else (settings.start,):
         advance(0.0, f"trying {name}")
-        method = make_method(name, factor)
-        assert isinstance(method, RopeScaling)
-        starts[name], tried[name] = method, check.losses(model, live, method)
+        starts[name] = starting_point(name, factor)
+        tried[name] = check.losses(model, live, starts[name])
     start = min(tried, key=lambda name: sum(tried[name].values()))
     steps = settings.steps or max(40, TOKENS // training.tokens_of_a_step(settings.rows))
     recompute = _activations(model, training.target) > ACTIVATIONS if settings.recompute is None else settings.recompute
@@ -240,7 +266,7 @@ def fit_by_gradient(
         live.put(factors.rescale_factors(factors.moved), factors.log_attention.exp())
 
     share = 0.0
-    with frozen(model), recomputed(model) if recompute else nullcontext():
+    with recomputed(model) if recompute else nullcontext():
         while share < 1:
             for group, rate in zip(optimizer.param_groups, rates):
                 group["lr"] = rate * min(1.0, (len(history) + 1) / 5) * (1 + math.cos(math.pi * share)) / 2
@@ -257,7 +283,9 @@ def fit_by_gradient(
                 loss.backward()
                 for kind, value in found.items():
                     losses[kind] = losses.get(kind, 0.0) + float(value.detach()) / (1 if kind == "short" else len(rows))
-            gathered = reduce(torch.tensor([losses.get(kind, 0.0) for kind in KINDS], dtype=torch.float64)).tolist()
+            # With the mean of the clocks, as all processes have to end at the same step.
+            said = [*(losses.get(kind, 0.0) for kind in KINDS), (time.perf_counter() - began) / world]
+            *gathered, elapsed = reduce(torch.tensor(said, dtype=torch.float64)).tolist()
             losses = dict(zip(KINDS, gathered))
             if not math.isfinite(sum(gathered)):
                 raise RuntimeError(
@@ -268,7 +296,6 @@ def fit_by_gradient(
                 number.grad = reduce(torch.zeros_like(number) if number.grad is None else number.grad)
             optimizer.step()
             factors.bound()
-            elapsed = time.perf_counter() - began
             history.append({"seconds": elapsed, **losses})
             share = max(len(history) / steps, elapsed / (60 * settings.minutes) if settings.minutes else 0.0)
             if share >= 0.5:
@@ -276,14 +303,21 @@ def fit_by_gradient(
             advance(min(share, 1.0), ", ".join(f"{kind} {value:.3f}" for kind, value in losses.items()))
     # The mean of the second half: what single steps add in noise is gone.
     moved, log_attention = (torch.stack(part).mean(0) for part in zip(*passed))
-    fitted = LongRoPE(
+    fitted = _as_method(factors.rescale_factors(moved), log_attention.exp(), rope, factor)
+    tried["fitted"] = check.losses(model, live, fitted)
+    kept = sum(tried["fitted"].values()) > sum(tried[start].values())
+    if kept:
+        fitted = _as_method(starts[start].rescale_factors(rope), starts[start].attention_scaling(rope), rope, factor)
+    return Fit(fitted, start, tried, history, kept)
+
+
+def _as_method(rescale_factors: Tensor, attention_factor: Tensor, rope: RopeGeometry, factor: float) -> LongRoPE:
+    return LongRoPE(
         factor=factor,
-        long_factor=tuple(factors.rescale_factors(moved).tolist()),
-        attention_factor=float(log_attention.exp()),
+        long_factor=tuple(rescale_factors.tolist()),
+        attention_factor=float(attention_factor),
         fitted_to=(rope.rope_theta, rope.original_max_position_embeddings),
     )
-    tried["fitted"] = check.losses(model, live, fitted)
-    return Fit(fitted, start, tried, history)
 
 
 def _row(use: Callable[[], None], model: PreTrainedModel, episode: Episode) -> Losses:

@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from jaxtyping import Float64
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from ctxext.configs import has_rope, read_context
 from ctxext.encodings.rope import RopeGeometry
 from ctxext.extension import extension_of
 from ctxext.families import family_of
 from ctxext.methods import RopeScaling
-from ctxext.sites.rotary import find_rotary_sites, relative_error
+from ctxext.sites.rotary import find_rotary_sites, other_rotary_tables, relative_error
 from ctxext.sites.twin import text_config_of
 
 if TYPE_CHECKING:
@@ -48,26 +49,27 @@ class LiveFactors:
                 f"the RoPE of {name} is scaled already. Fit the model as it was: restore_context(model), or load it "
                 "without its scaling."
             )
-        if (
-            len(facts.tables) > 1
-            or facts.tables[0].n_zero
-            or facts.softmax_factor != 1
-            or family_of(text_config).mscale_keys
-        ):
+        family = family_of(text_config)
+        if len(facts.tables) > 1 or facts.tables[0].n_zero or family.softmax_mscale or family.mscale_keys:
             raise ValueError(
                 f"{name} has frequencies for several types of layers, or a temperature of its own in the softmax: λ is "
                 "fitted where one table of frequencies serves the whole model. Use a named method, such as yarn."
             )
         self.rope: RopeGeometry = facts.original_rope
-        self._sites = [site.module for site in find_rotary_sites(model, text_config)]
-        if not self._sites or any(relative_error(module.inv_freq, self.rope.inv_freq) > 1e-6 for module in self._sites):
-            raise ValueError(f"{name} does not keep its frequencies as its config has them, so λ cannot be fitted.")
+        sites = find_rotary_sites(model, text_config)
+        others = other_rotary_tables(model, sites)
+        if not sites or others or any(_error(site.module.inv_freq, self.rope.inv_freq) > 1 for site in sites):
+            raise ValueError(
+                f"{name} does not keep its frequencies as its config has them{': ' * bool(others)}{', '.join(others)}. "
+                "λ is fitted where one standard rotary embedding does it all. Use a named method, such as yarn."
+            )
+        self._sites = [site.module for site in sites]
         self._former: list[tuple[Tensor, float, Any]] = []
 
     def __enter__(self) -> LiveFactors:
         for module in self._sites:
-            self._former.append((module.inv_freq, module.attention_scaling, module.__dict__.get("forward")))
-            module.forward = partial(inspect.unwrap(type(module).forward), module)  # type: ignore[method-assign]
+            own = partial(inspect.unwrap(type(module).forward), module)
+            self._former.append((module.inv_freq, module.attention_scaling, _set_forward(module, own)))
         return self
 
     def __exit__(
@@ -75,16 +77,15 @@ class LiveFactors:
     ) -> None:
         for module, (table, scaling, forward) in zip(self._sites, self._former):
             module._buffers["inv_freq"], module.attention_scaling = table, scaling  # type: ignore[assignment]
-            del module.forward
-            if forward is not None:
-                module.forward = forward  # type: ignore[method-assign]
+            _set_forward(module, forward)
         self._former.clear()
 
     def put(self, rescale_factors: Float64[Tensor, " pair"], attention_factor: Tensor | float) -> None:
         """Use `rescale_factors` from here on."""
-        for module, (table, _, _) in zip(self._sites, self._former):
-            inv_freq = (self.rope.inv_freq / rescale_factors).to(table)
-            scale = attention_factor.to(table) if isinstance(attention_factor, Tensor) else attention_factor
+        for module, (table, _, _) in zip(self._sites, self._former, strict=True):
+            # In float32 whatever the model is cast to, as `extend_context` keeps them.
+            inv_freq = (self.rope.inv_freq / rescale_factors).to(table.device, torch.float32)
+            scale = attention_factor.to(inv_freq) if isinstance(attention_factor, Tensor) else attention_factor
             module._buffers["inv_freq"], module.attention_scaling = inv_freq, scale  # type: ignore[assignment]
 
     def use(self, method: RopeScaling | None) -> None:
@@ -97,32 +98,46 @@ class LiveFactors:
 
 @contextmanager
 def recomputed(model: PreTrainedModel) -> Iterator[None]:
-    """Keep one hidden state a layer for the backward pass and recompute the rest, dropout staying off."""
+    """Keep one hidden state a layer for the backward pass and recompute the rest.
+
+    transformers' own checkpointing works in training mode alone, in which some layers drop numbers at random.
+    """
     from transformers.modeling_layers import GradientCheckpointingLayer
 
     blocks = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
-    if not blocks:
-        yield
-        return
-    model.gradient_checkpointing_enable({"use_reentrant": False})
-    for block in blocks:
-        block.training = True  # of the block alone: what is in it stays in eval mode
+    former = [_set_forward(block, partial(checkpoint, block.forward, use_reentrant=False)) for block in blocks]
     try:
         yield
     finally:
-        for block in blocks:
-            block.training = False
-        model.gradient_checkpointing_disable()
+        for block, forward in zip(blocks, former):
+            _set_forward(block, forward)
 
 
 @contextmanager
 def frozen(model: nn.Module) -> Iterator[None]:
-    """No weight gets a gradient."""
+    """No weight gets a gradient, and nothing is dropped at random."""
     asked = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    training = [module for module in model.modules() if module.training]
     for parameter in asked:
         parameter.requires_grad_(False)
+    model.eval()
     try:
         yield
     finally:
         for parameter in asked:
             parameter.requires_grad_(True)
+        for module in training:
+            module.training = True
+
+
+def _set_forward(module: nn.Module, forward: Any) -> Any:
+    """Give one module a forward of its own, or with None its class's; returns the one of its own that it had."""
+    former = module.__dict__.pop("forward", None)
+    if forward is not None:
+        module.forward = forward  # type: ignore[method-assign]
+    return former
+
+
+def _error(table: Tensor, inv_freq: Float64[Tensor, " pair"]) -> float:
+    """The relative error of a module's frequencies over what the rounding of its dtype explains."""
+    return relative_error(table, inv_freq) / max(1e-6, torch.finfo(table.dtype).eps)

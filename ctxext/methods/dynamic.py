@@ -188,7 +188,8 @@ class LongRoPE(RopeScaling):
         if self.fitted_to not in (None, (theta, length)):
             raise ValueError(
                 f"{name} was found for a model with theta {self.fitted_to[0]:g} trained at {self.fitted_to[1]} tokens, "
-                f"and this one has theta {theta:g} and {length} tokens. Fit this model: ctxext fit."
+                f"and this one has theta {theta:g} and {length} tokens. Fit this model (ctxext fit), or, where "
+                "its config does not say the trained length, pass original_max_position_embeddings."
             )
         if len(values) != rope.dim // 2:
             raise ValueError(

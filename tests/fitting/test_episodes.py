@@ -1,0 +1,91 @@
+"""What λ is fitted on."""
+
+from __future__ import annotations
+
+import hashlib
+from functools import cache
+
+import pytest
+from tokenizers_of_all_kinds import KINDS, tokenizer_of_kind
+
+from ctxext.assets import PERSUASION
+from ctxext.evals.haystack import Haystack
+from ctxext.evals.prompts import Prompter
+from ctxext.fitting.episodes import Episode, Material, split
+
+TRAINED, TARGET = 128, 512
+TEXT = PERSUASION.read_text(encoding="utf-8")[:60_000]
+
+
+@cache
+def parts(kind: str = "shipped") -> tuple[Material, Material]:
+    return split(TEXT, Prompter(tokenizer_of_kind(kind)), TRAINED, TARGET)
+
+
+def told(rows: list[Episode]) -> str:
+    return hashlib.sha256(repr([(row.input_ids, row.text_from, row.n_answer) for row in rows]).encode()).hexdigest()
+
+
+def steps(seed: int = 0) -> str:
+    short, rows = parts()[0].step(seed, 3, 3)
+    return told([short, *rows])
+
+
+def test_every_step_reads_something_else_and_the_seed_decides_what() -> None:
+    """In another process the same: `test_two_processes_fit_as_one_does`."""
+    parts.cache_clear()
+    before = steps()
+    parts.cache_clear()
+    assert steps() == before != steps(seed=1)
+    drawn = [parts()[0].step(0, step, 2) for step in range(3)]
+    assert len({told([short]) for short, _ in drawn}) == len({told(rows) for _, rows in drawn}) == 3
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_have_exactly_the_lengths_and_ask_for_what_they_hide(kind: str) -> None:
+    material = parts(kind)[0]
+    decode = material.prompter.decode
+    lengths = []
+    for step in range(4):
+        short, rows = material.step(0, step, 3)
+        assert len(short) == TRAINED
+        assert short.n_answer == 0
+        assert short.text_from == max(1, len(material.prompter.special))
+        assert len(rows[0]) == TARGET
+        lengths += [len(row) for row in rows[1:]]
+        for row in rows:
+            text = decode(row.input_ids[: -row.n_answer])
+            key = decode(row.input_ids[-row.n_answer :]).strip()
+            assert key.isdigit()
+            assert f"The pass key is {key}. Remember it." in text
+            assert text.endswith("The pass key is")
+    assert all(96 <= length <= TARGET for length in lengths)
+    assert len(set(lengths)) == len(lengths)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_text_to_choose_by_is_never_learned_from(kind: str) -> None:
+    learnt, other = parts(kind)
+    assert TEXT.startswith(learnt.haystack.text.strip())
+    assert TEXT.strip().endswith(other.haystack.text.strip())
+    assert len(learnt.haystack.text) + len(other.haystack.text) == pytest.approx(len(TEXT), abs=4)
+    assert len(other.haystack.text) == pytest.approx(0.25 * len(TEXT), abs=4)
+    for material, foreign in ((learnt, other), (other, learnt)):
+        for seed in range(3):
+            rows = [material.text(TARGET, seed), material.hidden(TARGET, 0.5, seed)]
+            for row in rows:
+                for at in range(1, TARGET - 60, 40):  # but for where the ring closes, of the own text
+                    piece = material.prompter.decode(row.input_ids[at : at + 20]).strip()
+                    assert piece not in foreign.haystack.text
+
+
+def test_each_part_holds_the_target_even_where_a_quarter_does_not() -> None:
+    prompter = Prompter(tokenizer_of_kind("shipped"))
+    text = TEXT[:10_000]
+    n = Haystack.from_text(text, prompter.tokenizer).n_tokens
+    target = round(n / 2.25)
+    for part in split(text, prompter, TRAINED, target):
+        assert part.haystack.n_tokens >= target
+        assert len(part.text(target, 0)) == target
+    with pytest.raises(ValueError, match=rf"story has {n:,} tokens, too few to fit at {n:,}.*Pass a longer text"):
+        split(text, prompter, TRAINED, n, name="story")

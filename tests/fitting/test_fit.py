@@ -1,0 +1,286 @@
+"""`ctxext fit` as a person meets it, and what becomes of the file that it writes."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate.state import AcceleratorState
+from click.testing import Result
+from families import LENGTH, logits, tiny_model, token_ids
+from finetuning import RECIPE, SMALL, TINY
+from live import assert_unchanged, plain_rope, snapshot
+from test_episodes import steps
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from typer.testing import CliRunner
+
+import ctxext
+from ctxext import extend_context
+from ctxext.assets import MODEL, PERSUASION
+from ctxext.cli import commands
+from ctxext.evals.prompts import Prompter
+from ctxext.fitting.evolution import EvolutionSettings
+from ctxext.fitting.fit import fit
+from ctxext.fitting.gradient import GradientSettings
+from ctxext.fitting.objectives import Objective
+from ctxext.methods import LongRoPE
+from ctxext.saved import SavedMethod, read_saved
+
+IDS = token_ids(2 * LENGTH)
+TEXT = PERSUASION.read_text(encoding="utf-8")[:20_000]
+QUICK = ("--factor", 2, "--steps", 3, "--start", "yarn")
+SEARCH = ("--factor", 2, "--by", "evolution", "--evaluations", 9, "--objective", "passkey", "--windows", 1)
+
+
+def run(*arguments: object) -> Result:
+    return CliRunner().invoke(commands, [str(argument) for argument in arguments])
+
+
+def said(result: Result) -> str:
+    """The error, as one line without a frame."""
+    return " ".join(f"{result.exception} {result.stderr}".replace("│", " ").split())
+
+
+def model_on_disk(folder: Path, **changes: Any) -> Path:
+    """A small random model beside the shipped tokenizer."""
+    tiny_model("llama", vocab_size=4096, initializer_range=0.1, **changes).save_pretrained(folder)
+    for path in MODEL.glob("tokenizer*"):
+        shutil.copy(path, folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def desk(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """`model`, `other` (with another theta), `prose.txt`, and `fitted.json` of the first."""
+    desk = tmp_path_factory.mktemp("desk")
+    model_on_disk(desk / "model")
+    model_on_disk(desk / "other", rope_parameters={"rope_type": "default", "rope_theta": 500_000.0})
+    (desk / "prose.txt").write_text(TEXT, encoding="utf-8")
+    result = run("fit", desk / "model", "-o", desk / "fitted.json", "--text", desk / "prose.txt", *QUICK)
+    assert result.exit_code == 0, result.stderr
+    assert "loss of a hidden key" in " ".join(result.stderr.replace("┃", " ").split())
+    return desk
+
+
+def test_the_file_says_what_was_found_and_how(desk: Path) -> None:
+    saved = read_saved(desk / "fitted.json")
+    method, about = saved.method, saved.about
+    assert isinstance(method, LongRoPE)
+    assert (method.factor, method.fitted_to) == (2.0, (10_000.0, LENGTH))
+    assert (about["by"], about["model"], about["start"]) == ("gradient", "model", "yarn")
+    assert (about["trained_length"], about["target_length"]) == (LENGTH, 2 * LENGTH)
+    assert about["losses"].keys() == {"yarn", "fitted"}
+    assert len(about["history"]) == about["settings"]["steps"] == 3
+    assert about["text"].startswith("prose.txt ")
+
+
+RELOAD = """
+import sys
+sys.modules["ctxext"] = None
+import torch
+from transformers import AutoModelForCausalLM
+torch.set_num_threads(int(sys.argv[4]))
+with torch.no_grad():
+    model = AutoModelForCausalLM.from_pretrained(sys.argv[1]).eval()
+    torch.save(model(input_ids=torch.load(sys.argv[2])).logits, sys.argv[3])
+"""
+
+
+def test_a_fitted_model_is_reloaded_bitwise_without_ctxext(desk: Path, tmp_path: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(desk / "model").eval()
+    plain = logits(model, IDS)
+    extend_context(model, method=str(desk / "fitted.json"))
+    model.save_pretrained(tmp_path / "fitted")
+    torch.save(IDS, tmp_path / "ids.pt")
+    arguments = [tmp_path / "fitted", tmp_path / "ids.pt", tmp_path / "logits.pt", torch.get_num_threads()]
+    subprocess.run([sys.executable, "-c", RELOAD, *map(str, arguments)], check=True)
+    assert torch.equal(torch.load(tmp_path / "logits.pt"), logits(model, IDS))
+    assert not torch.allclose(logits(model, IDS), plain, atol=1e-2)
+
+
+def finetune(model: Path, method: Path, output: Path) -> None:
+    """The recipe in this process, for two steps."""
+    spec = importlib.util.spec_from_file_location("recipe_on_a_fit", RECIPE)
+    assert spec is not None
+    assert spec.loader is not None
+    recipe = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(recipe)
+    changes = (f"model={model}", f"extension.method={method}", "extension.factor=null", "training.steps=2")
+    changes += (f"data.sources=[{{path: {model.parent / 'prose.txt'}, name: prose}}]",)
+    try:
+        recipe.main(["--config", str(TINY), f"output={output}", *SMALL, *changes])
+    finally:
+        AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def test_an_adapter_that_was_trained_on_a_fit_finds_it_again(desk: Path, tmp_path: Path) -> None:
+    finetune(desk / "model", desk / "fitted.json", tmp_path / "run")
+    found = ctxext.load(tmp_path / "run/adapter")
+    table = next(module.inv_freq for name, module in found.named_modules() if name.endswith("rotary_emb"))
+    method = read_saved(desk / "fitted.json").method
+    rope = plain_rope(tiny_model("llama"))
+    torch.testing.assert_close(table.double(), rope.inv_freq / method.rescale_factors(rope), rtol=1e-6, atol=0)
+
+
+MEASURED = ("--tasks", "perplexity", "--lengths", 128, "--windows", 1)
+
+
+def test_a_fit_is_measured_beside_the_named_methods_and_by_itself(desk: Path, tmp_path: Path) -> None:
+    path, out = desk / "fitted.json", tmp_path / "results.jsonl"
+    other = shutil.copy(path, tmp_path / "other.json")
+    method = json.loads(path.read_text())["method"]
+    for command in (("compare", "--methods", f"yarn,{path},{other}", "--factor", 2), ("eval", "--method", path)):
+        result = run(command[0], desk / "model", *command[1:], *MEASURED, "-o", out)
+        assert result.exit_code == 0, said(result)
+        header, *records = map(json.loads, out.read_text().splitlines())
+        assert header["variants"][str(path)]["extension"]["method"] == method
+        assert str(path) in [record["variant"] for record in records]
+        out.unlink()
+
+
+def test_a_fit_of_another_model_is_refused_wherever_a_method_is_named(desk: Path, tmp_path: Path) -> None:
+    words = "was found for a model with theta 10000 trained at 64 tokens, and this one has theta 500000"
+    method, other = desk / "fitted.json", desk / "other"
+    for command in (
+        ("compare", other, "--methods", f"yarn,{method}", "--factor", 2, *MEASURED, "-o", tmp_path / "r.jsonl"),
+        ("eval", other, "--method", method, *MEASURED, "-o", tmp_path / "r.jsonl"),
+        ("extend", other, "--method", method, "-o", tmp_path / "out"),
+        ("export", other, "--method", method, "--engine", "vllm"),
+    ):
+        result = run(*command)
+        assert result.exit_code != 0
+        assert words in said(result), command
+    with pytest.raises(ValueError, match=words):
+        finetune(other, method, tmp_path / "run")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_two_processes_fit_as_one_does(desk: Path, tmp_path: Path) -> None:
+    def commands_for(name: str) -> list[list[str]]:
+        common = ("fit", desk / "model", "--text", desk / "prose.txt")
+        out = tmp_path / name
+        both = (
+            (*common, *QUICK, "--minutes", 60, "-o", out / "gradient.json"),
+            (*common, *SEARCH, "--search", out / "search.jsonl", "-o", out / "evolution.json"),
+        )
+        return [[str(argument) for argument in arguments] for arguments in both]
+
+    for arguments in commands_for("one"):
+        assert run(*arguments).exit_code == 0
+    launch = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2"]
+    script = Path(__file__).with_name("fit_in_processes.py")
+    done = subprocess.run(
+        [*launch, "--main_process_port", "0", str(script), json.dumps(commands_for("two")), str(tmp_path)],
+        env={**os.environ, "ACCELERATE_USE_CPU": "true", "PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    for name, rel in (("gradient", 1e-5), ("evolution", 1e-12)):
+        one, two = (read_saved(tmp_path / who / f"{name}.json") for who in ("one", "two"))
+        assert two.method.long_factor == pytest.approx(one.method.long_factor, rel=rel)
+        assert two.method.attention_factor == pytest.approx(one.method.attention_factor, rel=rel)
+    assert two.about["evaluations"] == one.about["evaluations"] == 9
+    rows = [(tmp_path / who / "search.jsonl").read_text().splitlines() for who in ("one", "two")]
+    assert len(rows[0]) == len(rows[1]) == 10
+    assert (tmp_path / "steps-0").read_text() == (tmp_path / "steps-1").read_text() == steps()
+
+
+# ------------------------------------------------------------------------------------------------- the search
+
+
+def searched(model: Any, memory: Path | None = None, text: str = TEXT, style: str = "base", **aim: Any) -> SavedMethod:
+    seed, objective = aim.pop("search_seed", 0), Objective(**{"name": "passkey", "windows": 1, **aim})
+    return fit(
+        model, Prompter(AutoTokenizer.from_pretrained(MODEL), style), text, 2.0,
+        settings=EvolutionSettings(evaluations=5, seed=seed), objective=objective, memory=memory,
+    )  # fmt: skip
+
+
+def test_a_search_goes_on_from_its_own_scores_alone(tmp_path: Path) -> None:
+    model, memory = tiny_model("llama", vocab_size=4096), tmp_path / "search.jsonl"
+    before = snapshot(model, run=False)
+    found = searched(model, memory)
+    kept = memory.read_bytes()
+    assert searched(model, memory).method == found.method
+    others = {
+        "model": lambda: searched(tiny_model("llama", seed=1, vocab_size=4096), memory),
+        "text": lambda: searched(model, memory, text=TEXT[5_000:]),
+        "settings": lambda: searched(model, memory, search_seed=1),
+        "objective": lambda: searched(model, memory, name="needle_perplexity"),
+    }
+    for what, other in others.items():
+        with pytest.raises(ValueError, match=f"holds another search: {what} differ"):
+            other()
+    assert memory.read_bytes() == kept
+    assert_unchanged(model, before)
+
+
+def test_what_cannot_be_extended_is_refused_before_the_work_and_a_model_in_training_left_so() -> None:
+    """Where every layer slides over a window within the trained length, no λ changes anything that was not trained."""
+    model = tiny_model("mistral", vocab_size=4096, sliding_window=32).train()
+    before = snapshot(model, run=False)
+    with pytest.raises(ValueError, match="every layer with RoPE slides over a window of 32 tokens"):
+        searched(model)
+    assert_unchanged(model, before)
+    model = tiny_model("falcon", vocab_size=4096, hidden_dropout=0.5)
+    quiet = searched(model)
+    model.train()
+    before = snapshot(model, run=False)
+    assert searched(model).about["scores"] == quiet.about["scores"]
+    settings = GradientSettings(steps=1, start="yarn")
+    fit(model, Prompter(AutoTokenizer.from_pretrained(MODEL)), TEXT, 2.0, settings=settings)
+    assert_unchanged(model, before)
+
+
+# ------------------------------------------------------------------------------------------------- bad input
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--factor", 400), "too few to fit at 25,600.*Pass a longer text, or a smaller factor"),
+        (("--factor", 1), "covers 64 tokens"),
+        (("--factor", 0.5), "factor must be >= 1, got 0.5"),
+        (("--factor", 2, "--target-length", 128), "factor or target_length, not both"),
+        (("--by", "annealing"), "--by takes gradient or evolution"),
+        (("--objective", "passkey"), "--objective does not go with --by gradient"),
+        (("--evaluations", 9, "--windows", 3), "--windows, --evaluations does not go with --by gradient"),
+        (("--by", "evolution", "--steps", 3, "--monotone"), "--steps, --monotone does not go with --by evolution"),
+        (("--by", "evolution", "--objective", "perplexty"), "did you mean 'perplexity'"),
+        (("--by", "evolution", "--evaluations", 3), "at least 5"),
+        (("--by", "evolution", "--search", "prose.txt"), "is not the file of a search"),
+        (("--by", "evolution", "--search", "model"), "is a folder"),
+        (("--steps", 0), "steps and rows must be >= 1, got 0"),
+        (("--minutes", 0), "minutes must be a finite number > 0"),
+        (("--start", "yarm"), "did you mean 'yarn'"),
+        (("--start", "dca"), "one λ for all lengths"),
+        (("--text", "nowhere.txt"), "nowhere.txt cannot be read"),
+        (("-o", "fitted"), "must end in .json"),
+        (("-o", "folder.json"), "is a folder"),
+        (("-o", "prose.txt/fitted.json"), "cannot be written"),
+    ],
+    ids=lambda case: " ".join(map(str, case)) if isinstance(case, tuple) else "",
+)
+def test_a_mistake_gets_a_remedy_and_leaves_no_trace(
+    arguments: tuple[object, ...], words: str, desk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(desk)
+    Path("folder.json").mkdir(exist_ok=True)
+    before = {path: path.stat().st_mtime_ns for path in desk.rglob("*")}
+    defaults = () if "-o" in arguments else ("-o", "new.json")
+    text = () if "--text" in arguments else ("--text", "prose.txt")
+    result = run("fit", "model", *defaults, *text, *arguments)
+    assert result.exit_code != 0
+    assert isinstance(result.exception, (SystemExit, ValueError, OSError))
+    assert re.search(words, said(result)), said(result)
+    assert {path: path.stat().st_mtime_ns for path in desk.rglob("*")} == before

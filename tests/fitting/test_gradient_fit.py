@@ -1,0 +1,165 @@
+"""λ by gradient descent, on a small random model."""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from families import LENGTH, logits, tiny_model
+from live import assert_unchanged, snapshot
+from torch.nn.functional import cross_entropy
+from transformers import AutoTokenizer
+
+from ctxext import YaRN, temporarily_extended
+from ctxext.assets import MODEL, PERSUASION
+from ctxext.evals.prompts import Prompter
+from ctxext.fitting.episodes import Material, split
+from ctxext.fitting.gradient import STARTS, Fit, GradientSettings, Validation, fit_by_gradient
+from ctxext.fitting.live import LiveFactors, frozen
+
+TARGET = 128
+FACTOR = TARGET / LENGTH
+QUICK: dict[str, Any] = {"steps": 4, "start": "yarn"}
+
+
+@cache
+def materials() -> tuple[Material, Material]:
+    text = PERSUASION.read_text(encoding="utf-8")[:20_000]
+    return split(text, Prompter(AutoTokenizer.from_pretrained(MODEL)), LENGTH, TARGET)
+
+
+def model_that_reads() -> Any:
+    """Of the shipped tokenizer's size."""
+    return tiny_model("llama", vocab_size=4096, initializer_range=0.1)
+
+
+def fitted(model: Any, **settings: Any) -> Fit:
+    with LiveFactors(model) as live, frozen(model):
+        return fit_by_gradient(model, live, *materials(), GradientSettings(**{**QUICK, **settings}))
+
+
+def test_a_fit_is_a_function_of_its_seed() -> None:
+    model = model_that_reads()
+    before = snapshot(model)
+    one, same, other = fitted(model), fitted(model), fitted(model, seed=1)
+    assert_unchanged(model, before)
+    assert one.method == same.method != other.method
+    assert one.tried == same.tried
+    for fit in (one, other):
+        assert fit.method.factor == FACTOR
+        assert fit.method.fitted_to == (10_000.0, LENGTH)
+        assert len(fit.history) == QUICK["steps"]
+
+
+def test_what_is_worse_than_its_start_on_other_text_is_not_given_out() -> None:
+    model = model_that_reads()
+    found = fitted(model, learning_rate=0.0, attention_learning_rate=3.0)
+    assert sum(found.tried["fitted"].values()) > sum(found.tried["yarn"].values())
+    assert found.kept_start
+    with LiveFactors(model) as live:
+        yarn = YaRN(factor=FACTOR)
+        assert found.method.long_factor == tuple(yarn.rescale_factors(live.rope).tolist())
+        assert found.method.attention_factor == float(yarn.attention_scaling(live.rope))
+
+
+def test_recomputing_changes_no_fit() -> None:
+    kept, recomputed = (fitted(model_that_reads(), recompute=choice) for choice in (False, True))
+    assert recomputed.method.long_factor == pytest.approx(kept.method.long_factor, rel=1e-6)
+    assert recomputed.method.attention_factor == pytest.approx(kept.method.attention_factor, rel=1e-6)
+
+
+def test_the_start_is_the_named_method_with_the_least_loss_on_text_that_is_not_learned_from() -> None:
+    """Against plain forward passes of models that are extended by name."""
+    model = model_that_reads()
+    found = fitted(model, start=None, steps=1)
+    check = Validation.of(materials()[1], 0)
+    trained = {row: logits(model, torch.tensor([row.input_ids]))[0].log_softmax(-1) for row in check.short}
+    sums = {}
+    for name in STARTS:
+        with temporarily_extended(model, FACTOR, name):
+            short, text, retrieval = [], [], []
+            for row, before in trained.items():
+                after = logits(model, torch.tensor([row.input_ids]))[0].log_softmax(-1)
+                short.append((before.exp() * (before - after)).sum(-1).mean())
+            for row in check.rows:
+                ids = torch.tensor([row.input_ids])
+                losses = cross_entropy(logits(model, ids)[0, :-1], ids[0, 1:], reduction="none")
+                text.append(losses[: -row.n_answer].mean())
+                retrieval.append(losses[-row.n_answer :].sum())
+        means = {
+            kind: float(torch.stack(some).mean())
+            for kind, some in (("short", short), ("text", text), ("retrieval", retrieval))
+        }
+        assert found.tried[name] == pytest.approx(means, rel=1e-4, abs=1e-6)
+        sums[name] = sum(means.values())
+    assert found.start == min(sums, key=sums.__getitem__)
+
+
+def test_with_weight_on_short_text_alone_the_fit_goes_back_to_the_trained_frequencies() -> None:
+    """And no further than them, where half of the steps would lead beyond."""
+    settings = {"steps": 20, "learning_rate": 0.3, "text": 0.0, "retrieval": 0.0}
+    found = fitted(model_that_reads(), start="ntk", **settings)
+    assert found.tried["fitted"]["short"] < 0.05 * found.tried["ntk"]["short"]
+    assert min(found.method.long_factor) == 1
+
+
+def test_a_monotone_fit_never_falls_with_the_pair() -> None:
+    settings = {"learning_rate": 0.5, "steps": 6}
+    free, monotone = (fitted(model_that_reads(), monotone=choice, **settings).method for choice in (False, True))
+    assert any(after < before for before, after in pairwise(free.long_factor))
+    assert all(after >= before for before, after in pairwise(monotone.long_factor))
+    assert min(free.long_factor) >= 1
+    assert min(monotone.long_factor) >= 1
+
+
+def test_a_model_that_says_no_numbers_is_refused_and_left_as_it_was() -> None:
+    model = model_that_reads()
+    model.model.layers[1].mlp.up_proj.weight.data[0, 0] = float("nan")
+    before = snapshot(model, run=False)
+    with pytest.raises(RuntimeError, match=r"losses that are not finite.*Load the model in float32"):
+        fitted(model)
+    assert_unchanged(model, before)
+
+
+def test_minutes_end_a_fit() -> None:
+    assert len(fitted(model_that_reads(), steps=10**6, minutes=1e-6).history) == 1
+
+
+def test_processes_end_at_the_step_at_which_their_clocks_mean_to() -> None:
+    """This one is told the sum of the losses, and the mean of the clocks, of two."""
+    model = model_that_reads()
+
+    def steps_at(clock: float) -> int:
+        def told(tensor: torch.Tensor) -> torch.Tensor:
+            return torch.cat([tensor[:-1], tensor.new_tensor([clock])]) if tensor.shape == (4,) else tensor
+
+        settings = GradientSettings(**{**QUICK, "steps": 3, "minutes": 1.0})
+        with LiveFactors(model) as live, frozen(model):
+            return len(fit_by_gradient(model, live, *materials(), settings, reduce=told, world=2).history)
+
+    assert (steps_at(0.0), steps_at(61.0)) == (3, 1)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"steps": 0}, "steps and rows must be >= 1, got 0 and 2"),
+        ({"rows": 0}, "steps and rows must be >= 1, got None and 0"),
+        ({"minutes": 0.0}, "minutes must be a finite number > 0, got 0"),
+        ({"minutes": math.nan}, "minutes must be a finite number > 0, got nan"),
+        ({"learning_rate": -1.0}, "learning_rate must be a finite number >= 0"),
+        ({"retrieval": math.inf}, "retrieval must be a finite number >= 0, got inf"),
+        ({"short": 0.0, "text": 0.0, "retrieval": 0.0}, "nothing to learn"),
+        ({"start": "yarm"}, "did you mean 'yarn'"),
+        ({"start": "dynamic_ntk"}, "one λ for all lengths.*got 'dynamic_ntk'"),
+        ({"start": "self_extend"}, "one λ for all lengths.*got 'self_extend'"),
+        ({"start": "longrope"}, "long_factor"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused(settings: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        GradientSettings(**settings)
