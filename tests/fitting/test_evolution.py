@@ -186,6 +186,7 @@ def test_a_budget_of_evaluations_is_used_up_and_kept_by_any_number_of_processes(
     settings = EvolutionSettings(**{**vars(SMALL), "evaluations": evaluations})
     found = searched(Scores(), settings)
     assert found.evaluations == evaluations
+    assert len(found.history) == (1 if evaluations <= SMALL.population else 2)
     for width in (2, 3):
         assert searched(Scores(), settings, Memory(width=width)) == found
 

@@ -189,6 +189,9 @@ def test_two_processes_fit_as_one_does(desk: Path, tmp_path: Path) -> None:
         one, two = (read_saved(tmp_path / who / f"{name}.json") for who in ("one", "two"))
         assert two.method.long_factor == pytest.approx(one.method.long_factor, rel=rel)
         assert two.method.attention_factor == pytest.approx(one.method.attention_factor, rel=rel)
+        if name == "gradient":
+            for alone, together in zip(one.about["history"], two.about["history"], strict=True):
+                assert all(together[kind] == pytest.approx(alone[kind], rel=1e-4) for kind in ("short", "text"))
     assert two.about["evaluations"] == one.about["evaluations"] == 9
     rows = [(tmp_path / who / "search.jsonl").read_text().splitlines() for who in ("one", "two")]
     assert len(rows[0]) == len(rows[1]) == 10
