@@ -98,7 +98,7 @@ def test_the_start_is_the_named_method_with_the_least_loss_on_text_that_is_not_l
             for kind, some in (("short", short), ("text", text), ("retrieval", retrieval))
         }
         assert found.tried[name] == pytest.approx(means, rel=1e-4, abs=1e-6)
-        sums[name] = sum(means.values())
+        sums[name] = means["short"] + means["text"]
     assert found.start == min(sums, key=sums.__getitem__)
 
 
