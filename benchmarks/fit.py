@@ -2,7 +2,7 @@
 
     python benchmarks/fit.py                              # ×2, ×4, ×8, five seeds, and one search by evolution
     python benchmarks/fit.py --factors 8 --seeds 0 --evolution 0
-    python benchmarks/fit.py --ablation 0 --factors 4     # what each part of the fit does
+    python benchmarks/fit.py --ablation 0 --factors 4     # what each part of the fit does, after the first
 
 Fitted on the first half of *Persuasion*, measured on the second: pass keys at every length from a quarter of the
 trained one to the target, text at the target length and within the trained one, the same samples for every method.
@@ -15,6 +15,7 @@ import argparse
 import json
 import math
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,7 @@ from ctxext.evals.haystack import Haystack
 from ctxext.evals.needle import Passkey
 from ctxext.evals.perplexity import Perplexity
 from ctxext.evals.prompts import Prompter
-from ctxext.evals.samples import Place
+from ctxext.evals.samples import Place, fingerprint
 from ctxext.evals.statistics import Difference, paired_difference, paired_loss_difference
 from ctxext.fitting.evolution import EvolutionSettings
 from ctxext.fitting.fit import fit
@@ -43,24 +44,23 @@ from ctxext.fitting.objectives import Objective
 from ctxext.methods import make_method
 from ctxext.saved import SavedMethod, read_saved
 
-RUNS = Path("runs/fit")
 STATIC = ("pi", "ntk", "ntk_by_parts", "yarn", "llama3", "abf", "resonance", "drope")
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
 TRIALS, WINDOWS, SHORT_WINDOWS, SEED = 6, 10, 24, 7
 # Against the defaults: one thing changed in each.
 ABLATION: dict[str, dict[str, Any]] = {
-    "as it is": {},
-    "start from yarn": {"start": "yarn"},
     "no keys": {"retrieval": 0.0},
-    "keys alone": {"text": 0.0, "short": 0.0},
     "no short text": {"short": 0.0},
-    "a tenth of the weight on keys": {"retrieval": 5.0},
-    "a third of the steps": {"steps": 14},
-    "twice the learning rate": {"learning_rate": 0.08},
+    "start from yarn": {"start": "yarn"},
     "attention factor alone": {"learning_rate": 0.0},
     "λ alone": {"attention_learning_rate": 0.0},
-    "monotone": {"monotone": True},
+    "monotone λ": {"monotone": True},
 }
+# What the parts that are kept depend on beside their names.
+WHAT = fingerprint(
+    asdict(GradientSettings()), asdict(EvolutionSettings()), TRIALS, DEPTHS, WINDOWS, SHORT_WINDOWS, SEED
+)
+RUNS = Path("runs/fit") / WHAT
 
 
 def main() -> None:
@@ -279,8 +279,9 @@ def ablate(args: argparse.Namespace) -> None:
         for seed in args.ablation
         for name, changes in ABLATION.items()
     ]
-    static = [(factor, name, None) for factor in args.factors for name in ("none", "yarn", "llama3")]
-    measured = run([*parts, *static], args.processes)
+    parts += [(factor, f"fitted, seed {seed}", {"seed": seed}) for factor in args.factors for seed in args.ablation]
+    parts += [(factor, name, None) for factor in args.factors for name in ("none", "llama3")]
+    measured = run(parts, args.processes)
     report = Report("fit, ablation", seed=SEED)
     for (factor, name), result in measured.items():
         base = measured[factor, "none"]
