@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 ROPE_FACTORS = "rope_freqs.weight"
 # Our own key: what ctxext did, as a config's `ctxext` has it.
 MARK = "ctxext.extension"
+# The model_types that a file is written of, as llama.cpp's `llama`.
+WRITTEN = ("llama", "mistral")
 CONVERTER = "Convert it with llama.cpp's own convert_hf_to_gguf.py, then extend the file."
 
 
@@ -399,7 +401,7 @@ def write_gguf(folder: str | Path, output: str | Path, dtype: str = "F32") -> No
 
 def _rope_of_folder(folder: Path, config: Any) -> RopeGeometry:
     """The frequencies in use, if the folder is one whose architecture and extension llama.cpp's `llama` has."""
-    if config.model_type not in ("llama", "mistral"):
+    if config.model_type not in WRITTEN:
         raise ValueError(f"{folder} is of model_type {config.model_type!r}, and 'llama' is written here. {CONVERTER}")
     window = getattr(config, "sliding_window", None)
     if window is not None and window < config.max_position_embeddings:
