@@ -22,6 +22,7 @@ from ctxext.assets import MODEL
 from ctxext.cli import commands
 from ctxext.evals.results import read_results
 from ctxext.evals.summary import Summary, nats
+from ctxext.evals.targets import compared_variants
 from ctxext.extension import RECORD
 from ctxext.folders import checkpoint_folder, extend_folder
 from ctxext.methods import LongRoPE, YaRN
@@ -143,6 +144,27 @@ def test_a_saved_method_is_pushed_and_named_as_a_method(base: Path, hub: LocalHu
         ctxext.extend_context(ctxext.load(base), method="meta/tiny")
     with pytest.raises(FileNotFoundError, match="no such name"):
         ctxext.extend_context(ctxext.load(base), method="ada/none")
+
+
+def test_an_extension_by_name_is_refused_where_its_record_says_more_than_its_method(
+    base: Path, hub: LocalHub, tmp_path: Path
+) -> None:
+    model = ctxext.extend_context(ctxext.load("meta/tiny"), 4, "yarn", original_max_position_embeddings=32)
+    push_to_hub(model, "ada/short", extension_only=True, base_model="meta/tiny")
+    live = logits(ctxext.extend_context(ctxext.load(base), method="ada/short", original_max_position_embeddings=32), IDS)
+    assert torch.equal(live, logits(model, IDS))
+    with pytest.raises(ValueError, match="original_max_position_embeddings=32"):
+        ctxext.extend_context(ctxext.load(base), method="ada/short")
+    with pytest.raises(ValueError, match="original_max_position_embeddings=32"):
+        run("eval", str(base), "--method", "ada/short")
+    with pytest.raises(ValueError, match="original_max_position_embeddings=32"):
+        compared_variants(tiny_config("llama"), ["ada/short"], factor=4)
+    record = json.loads(hub.repositories["ada/short"].files()[RECORD])
+    for more in ({"existing": "replace"}, {"rotated_copy": True}):
+        said = json.dumps({**record, **more}).encode()
+        hub.commit("ada/short", "main", {**hub.repositories["ada/short"].files(), RECORD: said})
+        with pytest.raises(ValueError, match=r"which its method alone does not say.*ctxext.load\('ada/short'\)"):
+            ctxext.extend_context(ctxext.load(base), method="ada/short", original_max_position_embeddings=32)
 
 
 @pytest.mark.parametrize("by", ["push_to_hub", "save_pretrained"])

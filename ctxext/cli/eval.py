@@ -71,7 +71,7 @@ def evaluate(
     from ctxext.evals.server import ServedModel
     from ctxext.evals.targets import LiveModel, Served, Variant, known_lengths
     from ctxext.folders import check_not_extended, checkpoint_folder
-    from ctxext.saved import opened
+    from ctxext.saved import check_made_for, opened
 
     folder = checkpoint_folder(model, revision, config_only=server is not None)
     if method is not None:
@@ -83,6 +83,7 @@ def evaluate(
         raise typer.BadParameter("--factor, --target-length and --option belong to --method.")
     variant = Variant("as it is")
     if method is not None:
+        check_made_for(method, trained)
         extension = {
             "method": opened(method),
             "factor": factor,
