@@ -32,15 +32,16 @@ class SavedMethod:
         """Write it as JSON, whole or not at all."""
         from ctxext import __version__
 
-        path = Path(path)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        text = json.dumps(
-            {"ctxext": __version__, "method": self.method.to_dict(), "about": self.about},
-            indent=2, ensure_ascii=False, allow_nan=False,
-        )  # fmt: skip
-        building = path.with_name(f".{path.name}.part")
-        building.write_text(text + "\n", encoding="utf-8")
-        building.replace(path)
+        write_json(Path(path), {"ctxext": __version__, "method": self.method.to_dict(), "about": self.about})
+
+
+def write_json(path: Path, content: dict[str, Any]) -> None:
+    """A file of JSON, whole or not at all, in a folder that is made if it is not there."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    text = json.dumps(content, indent=2, ensure_ascii=False, allow_nan=False)
+    building = path.with_name(f".{path.name}.part")
+    building.write_text(text + "\n", encoding="utf-8")
+    building.replace(path)
 
 
 def read_saved(path: str | Path) -> SavedMethod:

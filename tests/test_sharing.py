@@ -151,7 +151,9 @@ def test_an_extension_by_name_is_refused_where_its_record_says_more_than_its_met
 ) -> None:
     model = ctxext.extend_context(ctxext.load("meta/tiny"), 4, "yarn", original_max_position_embeddings=32)
     push_to_hub(model, "ada/short", extension_only=True, base_model="meta/tiny")
-    live = logits(ctxext.extend_context(ctxext.load(base), method="ada/short", original_max_position_embeddings=32), IDS)
+    live = logits(
+        ctxext.extend_context(ctxext.load(base), method="ada/short", original_max_position_embeddings=32), IDS
+    )
     assert torch.equal(live, logits(model, IDS))
     with pytest.raises(ValueError, match="original_max_position_embeddings=32"):
         ctxext.extend_context(ctxext.load(base), method="ada/short")

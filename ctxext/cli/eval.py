@@ -12,6 +12,7 @@ from ctxext.cli.common import (
     Factor,
     HowExisting,
     Model,
+    Options,
     Revision,
     TargetLength,
     TrainedLength,
@@ -33,9 +34,7 @@ def evaluate(
     method: Annotated[str | None, typer.Option(help="Extend it first, by a method of `ctxext methods`.")] = None,
     factor: Factor = None,
     target_length: TargetLength = None,
-    option: Annotated[
-        list[str] | None, typer.Option("--option", metavar="NAME=VALUE", help="An option of the method.")
-    ] = None,
+    option: Options = None,
     original_max_position_embeddings: TrainedLength = None,
     existing: HowExisting = "refuse",
     base: Annotated[

@@ -116,7 +116,9 @@ def export_for(
         return EngineExport(engine, _LEAST[engine], written, command, {}, warnings)
     _as_server(engine, text_config, section, facts.tables, target)
     changed = {name: value for name, value in written.items() if source.get(name) != value and name != "ctxext"}
-    if engine == "vllm" and source.get("rope_scaling") and "rope_scaling" not in written:  # an override takes no key away
+    if (
+        engine == "vllm" and source.get("rope_scaling") and "rope_scaling" not in written
+    ):  # an override takes no key away
         changed["rope_scaling"] = written["rope_parameters"]
     environment, lengths = _lengths(engine, section, text_config, target, tokenizer_length)
     warnings = (*_server_warnings(engine, facts.tables), *lengths)
@@ -400,7 +402,9 @@ def _llama_cpp(text_config: Any, tables: tuple[RopeTable, ...], target: int) -> 
     if kind == "default":
         return (*flags, "--rope-freq-base", f"{parameters['rope_theta']:.9g}", *lifted), (_AS_IT_WAS,)
     if kind == "linear":
-        return (*flags, "--rope-scaling", "linear", "--rope-scale", f"{parameters['factor']:.9g}", *lifted), (_AS_IT_WAS,)
+        return (*flags, "--rope-scaling", "linear", "--rope-scale", f"{parameters['factor']:.9g}", *lifted), (
+            _AS_IT_WAS,
+        )
     if kind == "yarn" and parameters.get("truncate", True):
         usual = 0.1 * math.log(parameters["factor"]) + 1
         flags += ["--rope-scaling", "yarn", "--rope-scale", f"{parameters['factor']:.9g}"]

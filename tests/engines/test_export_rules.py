@@ -228,7 +228,10 @@ def test_a_scaling_in_the_words_of_version_4_does_not_outlive_the_export(family:
     """With transformers 4 vLLM takes rope_scaling before rope_parameters, and an override removes no key."""
     config = tiny_config(family)
     plan = plan_rope(config, 4, "ntk")
-    source = json.loads(config.to_json_string()) | {"rope_theta": 10000.0, "rope_scaling": {"type": "su", "factor": 2.0}}
+    source = json.loads(config.to_json_string()) | {
+        "rope_theta": 10000.0,
+        "rope_scaling": {"type": "su", "factor": 2.0},
+    }
     export = export_for("vllm", config, plan, source=source)
     for written in (export.config, {**source, **json.loads(export.flags[-1])}):
         check(*vllm_reads(with_transformers_4(written)), plan)
