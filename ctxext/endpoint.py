@@ -102,7 +102,7 @@ class Endpoint:
     def _unreachable(self, url: str, reason: Any) -> OSError:
         if isinstance(reason, TimeoutError):
             return TimeoutError(
-                f"{url} was silent for {self.timeout:g} s. Raise timeout=, or send fewer requests at a time."
+                f"{url} was silent for {self.timeout:g} s. Allow it a longer timeout, or send fewer requests at a time."
             )
         if isinstance(reason, (ConnectionResetError, ConnectionAbortedError, BrokenPipeError, IncompleteRead)):
             return ConnectionResetError(f"{url} broke off the connection ({reason}). Look into the server's log.")
@@ -116,13 +116,14 @@ class Endpoint:
         if status == 429 or status >= 500:
             pause = f", and asks for {_retry_after(headers):.0f} s of rest" if "Retry-After" in headers else ""
             return RuntimeError(
-                f"{url} answers {status} ({message}){pause}. Send fewer requests at a time, raise "
-                f"retries={self.retries}, or look into the server's log."
+                f"{url} answers {status} ({message}){pause}. Send fewer requests at a time, allow "
+                f"more than {self.retries} retries, or look into the server's log."
             )
         if status in (401, 403):
             sent = "a" if "Authorization" in self._headers else "no"
             return PermissionError(
-                f"{url} answers {status} ({message}); {sent} key was sent. Set OPENAI_API_KEY, or pass api_key=."
+                f"{url} answers {status} ({message}); {sent} key was sent. Set OPENAI_API_KEY, or in Python "
+                "pass api_key=."
             )
         if 300 <= status < 400:
             return ValueError(f"{url} has moved to {headers.get('Location')}. Pass the new address.")
@@ -142,7 +143,7 @@ class Endpoint:
         if not cards:
             raise ValueError(f"{self.url}/v1/models lists no model. Is it an OpenAI-compatible server, and ready?")
         if model is None and len(cards) > 1:
-            raise ValueError(f"{self.url} serves {len(cards)} models. Pass model= with one of {', '.join(cards)}.")
+            raise ValueError(f"{self.url} serves {len(cards)} models. Name one of them: {', '.join(cards)}.")
         if model is not None and model not in cards:
             raise ValueError(f"{self.url} serves no model {model!r}{suggest(model, cards)}")
         return cards[model or next(iter(cards))]

@@ -24,7 +24,7 @@ from ctxext.families import family_of
 from ctxext.methods import ContextMethod, geometry_in_use, method_from_dict
 from ctxext.planning import SitePlan, plan_extension
 from ctxext.plans import ENCODINGS, Plan
-from ctxext.saved import RECORD
+from ctxext.saved import PROBE, RECORD
 from ctxext.sites import rotary
 from ctxext.sites.contract import SiteProof
 from ctxext.sites.surgery import Surgery, Undo, undo
@@ -763,7 +763,8 @@ def save_portable(model: PreTrainedModel, save_directory: Any, *args: Any, **kwa
         for name in keys:
             del text_config.__dict__[name]
         text_config.__dict__.update(before)
-    (Path(save_directory) / RECORD).unlink(missing_ok=True)  # of another model, saved here before
+    for name in (RECORD, PROBE):  # of another model, saved here before
+        (Path(save_directory) / name).unlink(missing_ok=True)
     return saved
 
 
@@ -812,7 +813,7 @@ def save_with_record(
 
 
 def write_record(folder: Path, plan: Plan) -> None:
-    """Write what it takes to extend the model in `folder` as `plan` does."""
+    """Write what it takes to extend the model in `folder` as `plan` does; a probe of what was there goes."""
     assert plan.method is not None
     record = {
         "version": __version__,
@@ -822,6 +823,7 @@ def write_record(folder: Path, plan: Plan) -> None:
         "original_max_position_embeddings": plan.original_length,
         "rotated_copy": isinstance(plan, RopePlan) and plan.rotated_copy,
     }
+    (folder / PROBE).unlink(missing_ok=True)
     (folder / RECORD).write_text(json.dumps(record, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 

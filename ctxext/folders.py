@@ -19,9 +19,11 @@ from ctxext.hub import hub_folder
 from ctxext.methods import ContextMethod, method_from_dict
 from ctxext.planning import plan_extension
 from ctxext.plans import Plan, live_mark
+from ctxext.saved import PROBE
 from ctxext.sites.twin import text_config_of
 
-REWRITTEN = ("config.json", "tokenizer_config.json", RECORD)
+# A probe is of one extension: it does not follow into another.
+REWRITTEN = ("config.json", "tokenizer_config.json", RECORD, PROBE)
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from ctxext.configs import has_rope, no_encoding, plan_rope
 from ctxext.families import family_of
 from ctxext.methods import ContextMethod, method_class
 from ctxext.plans import ENCODINGS, Existing, Plan, by_own_names, chosen_method, factor_and_target, live_mark
-from ctxext.saved import opened
+from ctxext.saved import check_made_for, opened
 from ctxext.sites import alibi, position_table, relative_bias, sinusoidal
 from ctxext.sites.contract import Encoding
 from ctxext.sites.twin import text_config_of
@@ -105,14 +105,18 @@ def plan_extension(
         "existing": existing,
     }
     text_config = text_config_of(config)
-    method = opened(method)
+    name, method = method, opened(method)
     if has_rope(text_config):
-        return plan_rope(config, factor, method, length=length, rotated_copy=rotated_copy, **how, **options)
+        plan = plan_rope(config, factor, method, length=length, rotated_copy=rotated_copy, **how, **options)
+        check_made_for(name, plan.original_length)
+        return plan
     site = encoding_of(config, model)
     if length is not None or rotated_copy:
         word = "rotated_copy" if rotated_copy else f"length={length}"
         raise ValueError(f"{word} is for rotary position embeddings, but this model has {ENCODINGS[site.name]}.")
-    return _plan_site(config, site, factor, method, **how, **options)
+    extended = _plan_site(config, site, factor, method, **how, **options)
+    check_made_for(name, extended.original_length)
+    return extended
 
 
 def encoding_of(config: Any, model: nn.Module | None = None) -> Encoding:

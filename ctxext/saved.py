@@ -33,15 +33,16 @@ class SavedMethod:
         """Write it as JSON, whole or not at all."""
         from ctxext import __version__
 
-        path = Path(path)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        text = json.dumps(
-            {"ctxext": __version__, "method": self.method.to_dict(), "about": self.about},
-            indent=2, ensure_ascii=False, allow_nan=False,
-        )  # fmt: skip
-        building = path.with_name(f".{path.name}.part")
-        building.write_text(text + "\n", encoding="utf-8")
-        building.replace(path)
+        write_json(Path(path), {"ctxext": __version__, "method": self.method.to_dict(), "about": self.about})
+
+
+def write_json(path: Path, content: dict[str, Any]) -> None:
+    """A file of JSON, whole or not at all, in a folder that is made if it is not there."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    text = json.dumps(content, indent=2, ensure_ascii=False, allow_nan=False)
+    building = path.with_name(f".{path.name}.part")
+    building.write_text(text + "\n", encoding="utf-8")
+    building.replace(path)
 
 
 def check_writable(path: Path) -> None:
@@ -83,13 +84,43 @@ def opened(method: str | ContextMethod | None) -> str | ContextMethod | None:
 
     Raises:
         FileNotFoundError: no such file, or no extension by that name.
-        ValueError: as `read_saved`.
+        ValueError: as `read_saved`, or that extension does more than a method says.
     """
     if not isinstance(method, str):
         return method
     if method.endswith(SUFFIX):
         return read_saved(method).method
-    return read_saved(_on_the_hub(method)).method if "/" in method else method
+    if "/" not in method:
+        return method
+    path = _on_the_hub(method)
+    saved, record = read_saved(path), json.loads(path.read_text(encoding="utf-8"))
+    more = {"existing": "refuse", "rotated_copy": False}
+    said = [f"{name}={record[name]!r}" for name, usual in more.items() if record.get(name, usual) != usual]
+    if said:
+        raise ValueError(
+            f"{method} was made with {', '.join(said)}, which its method alone does not say. Load the model that it "
+            f"extends by ctxext.load({method!r}), or give what stands in its {RECORD} as arguments."
+        )
+    return saved.method
+
+
+def check_made_for(method: str | ContextMethod | None, trained_length: int) -> None:
+    """Refuse an extension on the hub that was made for another trained length: methods' equations have it in them.
+
+    Args:
+        trained_length: of the model that is to be extended, before any scaling, in tokens.
+
+    Raises:
+        ValueError: that.
+    """
+    if not isinstance(method, str) or "/" not in method or method.endswith(SUFFIX):
+        return
+    its = json.loads(_on_the_hub(method).read_text(encoding="utf-8")).get("original_max_position_embeddings")
+    if its not in (None, trained_length):
+        raise ValueError(
+            f"{method} was made for a model trained at {its} tokens, and this one counts as trained at "
+            f"{trained_length}. If that is wrong, pass original_max_position_embeddings={its}; else make one for it."
+        )
 
 
 def _on_the_hub(name: str) -> Path:

@@ -40,7 +40,7 @@ README = "README.md"
 BEGIN, END = "<!-- ctxext: begin -->", "<!-- ctxext: end -->"
 
 # What plain transformers would load in the place of what is pushed, if an earlier push left it there.
-LOADED = re.compile(rf"{re.escape(RECORD)}|[^/]+\.(safetensors|bin)(\.index\.json)?")
+LOADED = re.compile(rf"{re.escape(RECORD)}|(model|pytorch_model)(-\d+-of-\d+)?\.(safetensors|bin)(\.index\.json)?")
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,7 @@ class Push:
         readme: the folder's own README.md, "" where it has none.
         alone: an extension without weights.
         about: what a saved method says of where it comes from.
-        license: what the card of the base says of it.
+        license: what the card of the base says of it; empty where there is no card to be had, or it says nothing.
     """
 
     repo_id: str
@@ -183,12 +183,18 @@ class Push:
             encoding=ENCODINGS[extended.method.encoding],
             options={name: value for name, value in options.items() if value is not None},
             measured=self.measured,
-            about=self.about,
+            about={name: value for name, value in self.about.items() if name != "history"},
             servers=serving(self.repo_id, self.config) if extended.portable and not self.alone else (),
             probe=PROBE in self.files,
             architecture=(self.config.architectures or ["AutoModelForCausalLM"])[0],
             version=__version__,
         )
+
+    def notes(self) -> tuple[str, ...]:
+        """What to know before it is pushed, a sentence each."""
+        if self.base_model is None or self.license:
+            return ()
+        return (f"licence not found: {self.base_model} has no card to be had that names one; the card here says none",)
 
     def sizes(self) -> dict[str, int]:
         """Bytes of each file that would be uploaded."""
@@ -325,7 +331,16 @@ def prepared(
             assert weights is not None
             extended, config = Extended.of_folder(weights), AutoConfig.from_pretrained(weights)
             files = _files(weights)
-        measured = None if results is None else _measured(read_results(results), extended.method, weights)
+        measured = (
+            None
+            if results is None
+            else _measured(
+                read_results(results),
+                extended.method,
+                weights,
+                "FOLDER" if isinstance(source, nn.Module) else str(weights),
+            )
+        )
         terms = {} if base_model is None else _license(base_model)
         yield Push(repo_id, files, readme, extended, extension_only, base_model, measured, config, about, terms)
 
@@ -432,7 +447,7 @@ def upload(push: Push, *, private: bool | None = None, token: str | None = None,
     api = HfApi(token=token, library_name="ctxext", library_version=__version__)
     try:
         return _upload(api, push, private, revision)
-    except (PermissionError, FileExistsError):
+    except (PermissionError, FileExistsError, _UnreadableCard):
         raise
     except Exception as error:  # the errors of its HTTP library have other classes in each version
         causes = [error, *([error.__cause__] if error.__cause__ else [])]
@@ -497,13 +512,19 @@ def _hub_name(name: str) -> str | None:
 # --------------------------------------------------------------------------------------------- the card
 
 
+class _UnreadableCard(ValueError):
+    """A README.md whose metadata cannot be read."""
+
+
 def _read_card(text: str) -> ModelCard:
     from huggingface_hub.repocard import ModelCard
 
     try:
         return ModelCard(text if text.startswith("---") else f"---\n{{}}\n---\n{text}", ignore_metadata_errors=True)
     except Exception as error:  # PyYAML's own, and ValueError
-        raise ValueError(f"the metadata of the {README} that is there cannot be read ({error}). Mend it.") from error
+        raise _UnreadableCard(
+            f"the metadata of the {README} that is there cannot be read ({error}). Mend it."
+        ) from error
 
 
 def _license(base_model: str) -> dict[str, Any]:
@@ -517,14 +538,17 @@ def _license(base_model: str) -> dict[str, Any]:
     return {name: data.get(name) for name in ("license", "license_name", "license_link") if data.get(name)}
 
 
-def _measured(results: Results, method: ContextMethod, folder: Path | None) -> dict[str, Any]:
+def _measured(results: Results, method: ContextMethod, folder: Path | None, name: str) -> dict[str, Any]:
     """What a card shows of a results file.
+
+    Args:
+        name: of the folder, for people; a live model is in one that is gone afterwards.
 
     Raises:
         ValueError: it was measured on other weights, or holds nothing of this extension.
     """
     summary, about = Summary(results), results.header.about
-    again = f"Measure this one: ctxext eval {folder} --tasks passkey,perplexity."
+    again = f"Measure this one: ctxext eval {name} --tasks passkey,perplexity."
     assert folder is not None
     if "weights" not in about:
         raise ValueError(f"{results.path} does not say which weights it was measured on. {again}")
@@ -532,7 +556,7 @@ def _measured(results: Results, method: ContextMethod, folder: Path | None) -> d
     if about["weights"] != weights:
         raise ValueError(
             f"{results.path} was measured on another model: its weights have the fingerprint {about['weights']}, those "
-            f"of {folder} {weights}. {again}"
+            f"to be pushed {weights}. {again}"
         )
     wanted = json.loads(json.dumps(method.to_dict()))
     methods = {name: _method_measured(results, name) for name in summary.variants}

@@ -14,6 +14,7 @@ from transformers import AutoConfig
 import ctxext
 from ctxext.extension import RECORD
 from ctxext.folders import checkpoint_folder, extend_folder
+from ctxext.saved import PROBE
 
 
 @pytest.fixture
@@ -125,6 +126,16 @@ def test_a_late_extension_is_not_extended_again_and_does_not_outlive_another(sou
     assert not (tmp_path / "out" / RECORD).exists()
     assert again.plan.summary == "yarn ×4: 32 → 128 tokens"  # from the length that was known better
     assert ctxext.load(tmp_path / "out").config.rope_parameters["rope_type"] == "yarn"
+
+
+@pytest.mark.filterwarnings("ignore:.*saved unextended")
+@pytest.mark.parametrize("method", ["yarn", "dynamic_yarn"])
+def test_a_probe_does_not_follow_into_another_extension(method: str, source: Path, tmp_path: Path) -> None:
+    (source / PROBE).write_text("{}")
+    extend_folder(source, tmp_path / "out", 4, method)
+    assert not (tmp_path / "out" / PROBE).exists()
+    ctxext.extend_context(ctxext.load(source), 4, method).save_pretrained(source)
+    assert not (source / PROBE).exists()
 
 
 def test_a_dry_run_writes_nothing(source: Path, tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from ctxext.assets import MODEL
 from ctxext.cli import commands
 from ctxext.evals.results import read_results
 from ctxext.evals.summary import Summary, nats
+from ctxext.evals.targets import compared_variants
 from ctxext.extension import RECORD
 from ctxext.folders import checkpoint_folder, extend_folder
 from ctxext.methods import LongRoPE, YaRN
@@ -145,6 +146,29 @@ def test_a_saved_method_is_pushed_and_named_as_a_method(base: Path, hub: LocalHu
         ctxext.extend_context(ctxext.load(base), method="ada/none")
 
 
+def test_an_extension_by_name_is_refused_where_its_record_says_more_than_its_method(
+    base: Path, hub: LocalHub, tmp_path: Path
+) -> None:
+    model = ctxext.extend_context(ctxext.load("meta/tiny"), 4, "yarn", original_max_position_embeddings=32)
+    push_to_hub(model, "ada/short", extension_only=True, base_model="meta/tiny")
+    live = logits(
+        ctxext.extend_context(ctxext.load(base), method="ada/short", original_max_position_embeddings=32), IDS
+    )
+    assert torch.equal(live, logits(model, IDS))
+    with pytest.raises(ValueError, match="original_max_position_embeddings=32"):
+        ctxext.extend_context(ctxext.load(base), method="ada/short")
+    with pytest.raises(ValueError, match="original_max_position_embeddings=32"):
+        run("eval", str(base), "--method", "ada/short")
+    with pytest.raises(ValueError, match="original_max_position_embeddings=32"):
+        compared_variants(tiny_config("llama"), ["ada/short"], factor=4)
+    record = json.loads(hub.repositories["ada/short"].files()[RECORD])
+    for more in ({"existing": "replace"}, {"rotated_copy": True}):
+        said = json.dumps({**record, **more}).encode()
+        hub.commit("ada/short", "main", {**hub.repositories["ada/short"].files(), RECORD: said})
+        with pytest.raises(ValueError, match=r"which its method alone does not say.*ctxext.load\('ada/short'\)"):
+            ctxext.extend_context(ctxext.load(base), method="ada/short", original_max_position_embeddings=32)
+
+
 @pytest.mark.parametrize("by", ["push_to_hub", "save_pretrained"])
 @pytest.mark.parametrize("method", ["yarn", "dynamic_yarn"])
 def test_transformers_own_ways_of_pushing_keep_the_extension(
@@ -162,12 +186,13 @@ def test_transformers_own_ways_of_pushing_keep_the_extension(
 def test_what_an_earlier_push_left_is_not_loaded_in_its_place(base: Path, hub: LocalHub) -> None:
     """transformers prefers model.safetensors to shards, and ctxext.load extends by any record."""
     left = {"model-00001-of-00002.safetensors": b"old", "model.safetensors.index.json": b"{}", RECORD: b"{}"}
-    hub.create("ada/tiny", {**left, "notes.txt": b"mine"})
+    mine = {"notes.txt": b"mine", "adapter.safetensors": b"mine", "training_args.bin": b"mine"}
+    hub.create("ada/tiny", {**left, **mine})
     model = ctxext.extend_context(ctxext.load(base), 4, "yarn")
     push_to_hub(model, "ada/tiny")
     files = hub.repositories["ada/tiny"].files()
     assert not left.keys() & files.keys()
-    assert files["notes.txt"] == b"mine"
+    assert {name: files[name] for name in mine} == mine
     assert torch.equal(logits(ctxext.load("ada/tiny"), IDS), logits(model, IDS))
 
 
@@ -255,6 +280,28 @@ def test_a_readme_that_cannot_be_read_is_refused_beforehand(extended: Path, hub:
     with pytest.raises(ValueError, match=r"metadata of the README\.md"):
         push_to_hub(extended, "ada/tiny")
     assert "ada/tiny" not in hub.repositories
+    # Nor one that is on the hub, where the folder has none.
+    (extended / "README.md").unlink()
+    before = hub.create("ada/tiny", {"README.md": b"---\ntags: [\n---\n# Mine\n"}).branches["main"]
+    with pytest.raises(ValueError, match=r"metadata of the README\.md"):
+        push_to_hub(extended, "ada/tiny")
+    assert hub.repositories["ada/tiny"].branches["main"] == before
+
+
+def test_a_licence_that_is_not_found_is_said(extended: Path, hub: LocalHub, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, missing in (("meta/tiny", False), ("meta/none", True)):
+        run("push", str(extended), "ada/tiny", "--base-model", name, "--dry-run")
+        assert ("licence not found" in capsys.readouterr().err) == missing
+
+
+def test_a_card_leaves_the_history_of_a_fit_out(base: Path, hub: LocalHub, tmp_path: Path) -> None:
+    about = {"found": "by steps", "history": [{"seconds": 12.5}]}
+    SavedMethod(YaRN(factor=4), about).save(tmp_path / "fitted.json")
+    with prepared(tmp_path / "fitted.json", "ada/fitted", base_model="meta/tiny") as push:
+        text = push.card()
+    assert "<details><summary>Where it comes from</summary>" in text
+    assert "by steps" in text
+    assert "12.5" not in text
 
 
 def test_the_card_shows_the_numbers_of_the_results_file(hub: LocalHub, tmp_path: Path) -> None:
@@ -281,12 +328,14 @@ def test_the_card_shows_the_numbers_of_the_results_file(hub: LocalHub, tmp_path:
     # Of another method, of the same with other options, and of other weights.
     extend_folder(MODEL, tmp_path / "pi", 2, "pi")
     extend_folder(MODEL, tmp_path / "fast", 2, "yarn", beta_fast=16)
-    other = ctxext.load(out)
+    other = ctxext.extend_context(ctxext.load(MODEL), 2, "yarn")
     other.lm_head.weight.data[0] += 1
     other.save_pretrained(tmp_path / "other")
     for folder, words in (("pi", "nothing measured"), ("fast", "nothing measured"), ("other", "another model")):
         with pytest.raises(ValueError, match=words):
             push_to_hub(tmp_path / folder, "ada/long", results=results)
+    with pytest.raises(ValueError, match=r"another model.*ctxext eval FOLDER"):
+        push_to_hub(other, "ada/long", results=results)
     assert "ada/long" not in hub.repositories
 
 

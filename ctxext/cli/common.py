@@ -6,6 +6,7 @@ import gc
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -50,6 +51,11 @@ def parse_options(pairs: list[str] | None) -> dict[str, Any]:
     return options
 
 
+def folder_of(model: str) -> str:
+    """A folder's config.json stands for the folder."""
+    return str(Path(model).parent) if Path(model).name == "config.json" else model
+
+
 Model = Annotated[str, typer.Argument(help="A checkpoint: a folder, or a name on the hub (owner/name).")]
 Factor = Annotated[float | None, typer.Option(help="Target length / trained length. Default: 4.")]
 TargetLength = Annotated[
@@ -63,6 +69,14 @@ TrainedLength = Annotated[
         metavar="TOKENS",
         help="The length it was really trained at, where you know better than its config.",
     ),
+]
+Options = Annotated[
+    list[str] | None,
+    typer.Option("--option", metavar="NAME=VALUE", help="An option of the method, such as beta_fast=16."),
+]
+Length = Annotated[
+    int | None,
+    typer.Option(parser=parse_tokens, metavar="TOKENS", help="Pin a dynamic method at the scale of this length."),
 ]
 HowExisting = Annotated[
     str, typer.Option(help=f"What to do with RoPE that is scaled already: {', '.join(Existing.__args__)}.")

@@ -12,9 +12,11 @@ from ctxext.cli.common import (
     Factor,
     HowExisting,
     Model,
+    Options,
     Revision,
     TargetLength,
     TrainedLength,
+    folder_of,
     parse_options,
     without_garbage_collection,
 )
@@ -27,9 +29,7 @@ def describe(
     method: Annotated[
         str | None, typer.Option(help="A method of `ctxext methods`; yarn for RoPE where none is named.")
     ] = None,
-    option: Annotated[
-        list[str] | None, typer.Option("--option", metavar="NAME=VALUE", help="An option of the method.")
-    ] = None,
+    option: Options = None,
     original_max_position_embeddings: TrainedLength = None,
     existing: HowExisting = "refuse",
     revision: Revision = None,
@@ -47,7 +47,7 @@ def describe(
     from ctxext.planning import plan_extension
     from ctxext.sites.twin import text_config_of
 
-    record = None
+    record, model = None, folder_of(model)
     with without_garbage_collection():
         if Path(model).is_file():
             config = context_of_gguf(model)

@@ -12,6 +12,7 @@ from ctxext.cli.common import (
     Factor,
     HowExisting,
     Model,
+    Options,
     Revision,
     TargetLength,
     TrainedLength,
@@ -33,9 +34,7 @@ def evaluate(
     method: Annotated[str | None, typer.Option(help="Extend it first, by a method of `ctxext methods`.")] = None,
     factor: Factor = None,
     target_length: TargetLength = None,
-    option: Annotated[
-        list[str] | None, typer.Option("--option", metavar="NAME=VALUE", help="An option of the method.")
-    ] = None,
+    option: Options = None,
     original_max_position_embeddings: TrainedLength = None,
     existing: HowExisting = "refuse",
     base: Annotated[
@@ -71,7 +70,7 @@ def evaluate(
     from ctxext.evals.server import ServedModel
     from ctxext.evals.targets import LiveModel, Served, Variant, known_lengths
     from ctxext.folders import check_not_extended, checkpoint_folder
-    from ctxext.saved import opened
+    from ctxext.saved import check_made_for, opened
 
     folder = checkpoint_folder(model, revision, config_only=server is not None)
     if method is not None:
@@ -83,6 +82,7 @@ def evaluate(
         raise typer.BadParameter("--factor, --target-length and --option belong to --method.")
     variant = Variant("as it is")
     if method is not None:
+        check_made_for(method, trained)
         extension = {
             "method": opened(method),
             "factor": factor,

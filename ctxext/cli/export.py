@@ -17,12 +17,14 @@ from rich.text import Text
 from ctxext.cli.common import (
     Factor,
     HowExisting,
+    Length,
+    Options,
     Revision,
     TargetLength,
     TrainedLength,
     console,
+    folder_of,
     parse_options,
-    parse_tokens,
     without_garbage_collection,
 )
 from ctxext.saved import PROBE
@@ -46,14 +48,8 @@ def export(
     method: Annotated[
         str | None, typer.Option(help="A method of `ctxext methods`, where the checkpoint is not extended already.")
     ] = None,
-    option: Annotated[
-        list[str] | None,
-        typer.Option("--option", metavar="NAME=VALUE", help="An option of the method, such as beta_fast=16."),
-    ] = None,
-    length: Annotated[
-        int | None,
-        typer.Option(parser=parse_tokens, metavar="TOKENS", help="Pin a dynamic method at the scale of this length."),
-    ] = None,
+    option: Options = None,
+    length: Length = None,
     original_max_position_embeddings: TrainedLength = None,
     existing: HowExisting = "refuse",
     revision: Revision = None,
@@ -61,13 +57,24 @@ def export(
         Path | None,
         typer.Option("--output", "-o", help="A new folder for a config.json of each engine, or a new .gguf file."),
     ] = None,
-    dtype: Annotated[str, typer.Option(help="Of a GGUF file's matrices: F32, F16, BF16 or Q8_0.")] = "F32",
+    dtype: Annotated[
+        str | None,
+        typer.Option(help="Of the matrices of a GGUF file from a folder: F32, F16, BF16 or Q8_0.  [default: F32]"),
+    ] = None,
     probe: Annotated[
-        bool, typer.Option(help="With -o and weights at hand: load them, and write what `ctxext verify` compares with.")
-    ] = True,
+        bool | None,
+        typer.Option(
+            help="What `ctxext verify` compares with: -o writes it too, for which it loads the weights of a folder "
+            "that has them. --no-probe loads none.  [default: probe]",
+            show_default=False,
+        ),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print all of it as JSON.")] = False,
 ) -> None:
-    """Print what an engine needs to serve an extension: config, command line, variables, and what it cannot do."""
+    """Print what an engine needs to serve an extension: config, command line, variables, and what it cannot do.
+
+    From the config alone, without -o; with it the weights are loaded for the probe, unless --no-probe says not to.
+    """
     how = {
         "factor": factor, "target_length": target_length, "method": method, "length": length,
         "original_max_position_embeddings": original_max_position_embeddings, **parse_options(option),
@@ -76,13 +83,24 @@ def export(
     how |= {"existing": existing} if existing != "refuse" else {}
     is_gguf = Path(model).suffix == ".gguf"
     if is_gguf or (output is not None and output.suffix == ".gguf"):
-        _write_gguf(model, engine, output, is_gguf, revision, dtype, how, probe)
+        if as_json:
+            raise ValueError("--json prints configs, and a GGUF file has none. Drop it.")
+        if is_gguf and (dtype is not None or probe):
+            name = "--probe" if probe else "--dtype"
+            raise ValueError(f"{name} is for a GGUF file from a folder: this one's weights are copied. Drop it.")
+        _write_gguf(model, engine, output, is_gguf, revision, dtype or "F32", how, probe is not False)
         return
+    if dtype is not None:
+        raise ValueError(f"--dtype {dtype} is for a GGUF file. Say --engine llama.cpp -o OUT.gguf, or drop it.")
     source, exports, refused = _exports(model, engine, revision, how)
     if output is not None:
+        if not exports:
+            raise ValueError(
+                f"no engine takes this, so there is nothing to write. {' '.join(dict.fromkeys(refused.values()))}"
+            )
         _write_configs(output, exports)
-        if probe:
-            _write_probe(_folder(model), how, output / PROBE)
+        if probe is not False:
+            _write_probe(Path(folder_of(model)), how, output / PROBE)
     if as_json:
         told = {each.engine: asdict(each) for each in exports}
         print(json.dumps({**told, **{name: {"refused": why} for name, why in refused.items()}}, indent=2))
@@ -106,6 +124,7 @@ def _write_gguf(
     probe: bool,
 ) -> None:
     from ctxext.engines.gguf_files import extend_gguf, write_gguf
+    from ctxext.engines.probe import probe_beside
     from ctxext.folders import checkpoint_folder, extend_folder
 
     if engine != "llama.cpp":
@@ -116,7 +135,11 @@ def _write_gguf(
         plan = extend_gguf(Path(model), output, **how)
         console.print(f"[bold]{plan.summary}[/]", highlight=False)
     else:
-        folder = checkpoint_folder(model, revision)
+        path = probe_beside(output)
+        if probe and path.exists():
+            raise FileExistsError(f"{path} exists already. Remove it first, or choose another name.")
+        folder = checkpoint_folder(folder_of(model), revision)
+        output.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=".ctxext-", dir=output.parent) as temporary:
             if how:  # the same weights, linked
                 extended = extend_folder(folder, Path(temporary) / folder.resolve().name, **how, say=console.print)
@@ -125,37 +148,36 @@ def _write_gguf(
                 console.print(f"[bold]{extended.plan.summary}[/]", highlight=False)
             write_gguf(folder, output, dtype)
             if probe:
-                _write_probe(folder, {}, output.with_suffix(f".{PROBE}"))
+                _write_probe(folder, {}, path)
     console.print(f"wrote {output}", highlight=False, soft_wrap=True)
 
 
 def _write_probe(folder: Path, how: dict[str, Any], path: Path) -> None:
     """What `ctxext verify` compares an engine's answer with; says why there is none where there can be none."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoTokenizer
     from transformers.utils import logging
 
     from ctxext.api import extend_context
     from ctxext.engines.probe import make_probe
+    from ctxext.folders import architecture_of
 
-    if not any(folder.glob("*.safetensors*")) and not any(folder.glob("*.bin*")):
-        console.print(f"no weights in {folder}, so there is no {PROBE} for ctxext verify", highlight=False)
+    if not any(folder.glob("*.safetensors")):
+        console.print(
+            f"no weights (safetensors) in {folder}, so there is no {PROBE} for ctxext verify", highlight=False
+        )
         return
+    console.print(f"loading the weights for {path.name} (--no-probe leaves it out)", highlight=False, soft_wrap=True)
     logging.disable_progress_bar()
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto").eval()
     try:
+        model = architecture_of(folder).from_pretrained(folder, dtype="auto", use_safetensors=True).eval()
         if how:
             extend_context(model, **how)
-        made = make_probe(model, AutoTokenizer.from_pretrained(folder))
-    except ValueError as error:
-        console.print(f"no {path.name} for ctxext verify: {error}", highlight=False, markup=False, soft_wrap=True)
+        make_probe(model, AutoTokenizer.from_pretrained(folder)).save(path)
+    except Exception as error:  # whatever it is, memory too: the export stands without it
+        words = f"no {path.name} for ctxext verify: {type(error).__name__}: {error}"
+        console.print(words, highlight=False, markup=False, soft_wrap=True)
         return
-    made.save(path)
     console.print(f"wrote {path}, for ctxext verify --probe", highlight=False, soft_wrap=True)
-
-
-def _folder(model: str) -> Path:
-    """config.json stands for its folder."""
-    return Path(model).parent if Path(model).name == "config.json" else Path(model)
 
 
 def _exports(
@@ -173,7 +195,7 @@ def _exports(
 
         if engine not in ("all", *ENGINES):
             raise ValueError(f"unknown engine {engine!r}{suggest(engine, ('all', *ENGINES))}")
-        path = str(_folder(model))
+        path = folder_of(model)
         folder = checkpoint_folder(path, revision, config_only=True)
         config = AutoConfig.from_pretrained(folder)
     record = read_record(folder)
@@ -207,7 +229,8 @@ def _write_configs(output: Path, exports: list[EngineExport]) -> None:
             (building / each.engine).mkdir()
             text = json.dumps(each.config, indent=2, ensure_ascii=False)
             (building / each.engine / "config.json").write_text(text + "\n", encoding="utf-8")
-    console.print(f"wrote a config.json for each engine to {output}", highlight=False, soft_wrap=True)
+    names = ", ".join(each.engine for each in exports)
+    console.print(f"wrote to {output} a config.json for {names}", highlight=False, soft_wrap=True)
 
 
 # ------------------------------------------------------------------------------------------ the screen

@@ -11,13 +11,14 @@ import typer
 from ctxext.cli.common import (
     Factor,
     HowExisting,
+    Length,
     Model,
+    Options,
     Revision,
     TargetLength,
     TrainedLength,
     console,
     parse_options,
-    parse_tokens,
     without_garbage_collection,
 )
 
@@ -29,14 +30,8 @@ def extend(
     method: Annotated[
         str | None, typer.Option(help="A method of `ctxext methods`; yarn for RoPE where none is named.")
     ] = None,
-    option: Annotated[
-        list[str] | None,
-        typer.Option("--option", metavar="NAME=VALUE", help="An option of the method, such as beta_fast=16."),
-    ] = None,
-    length: Annotated[
-        int | None,
-        typer.Option(parser=parse_tokens, metavar="TOKENS", help="Pin a dynamic method at the scale of this length."),
-    ] = None,
+    option: Options = None,
+    length: Length = None,
     original_max_position_embeddings: TrainedLength = None,
     existing: HowExisting = "refuse",
     revision: Revision = None,

@@ -38,6 +38,8 @@ def push(
             print(prepared_push.card())
         for path, size in prepared_push.sizes().items():
             console.print(f"{_readable(size):>10}  {path}", highlight=False, markup=False, soft_wrap=True)
+        for note in prepared_push.notes():
+            console.print(f"note: {note}.", highlight=False, markup=False, soft_wrap=True)
         if dry_run:
             return
         url = upload(prepared_push, private=private, revision=revision)

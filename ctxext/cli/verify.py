@@ -10,16 +10,21 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from ctxext.cli.common import console
+from ctxext.cli.common import Revision, console
 
 
 def verify(
     where: Annotated[
-        str, typer.Argument(help="A checkpoint (folder or hub name), a .gguf file, or a server's address (http://…).")
+        str,
+        typer.Argument(
+            help="A checkpoint (folder or hub name), a .gguf file, or a server's address (http://…), which is sent the "
+            "key in OPENAI_API_KEY if that is set."
+        ),
     ],
     probe: Annotated[
         Path | None, typer.Option(help="A file of expected log-probabilities; a folder does without.")
     ] = None,
+    revision: Revision = None,
     model: Annotated[str | None, typer.Option(help="The name of the model, where a server has several.")] = None,
     noise: Annotated[
         float | None,
@@ -32,14 +37,16 @@ def verify(
 ) -> None:
     """Say whether the extension is live in that engine, by one short request. Exit code 0 only if it is."""
     from rich.console import Console
+    from transformers.utils import logging
 
     from ctxext.engines import verify as engines
     from ctxext.engines.probe import WORDS
 
     if output is not None and output.exists():
         raise FileExistsError(f"{output} exists already. Choose another name, or remove it first.")
+    logging.disable_progress_bar()  # it would tear the status line
     with console.status("starting") as status:
-        answer = engines.verify(where, probe, model=model, noise=noise, say=status.update)
+        answer = engines.verify(where, probe, revision=revision, model=model, noise=noise, say=status.update)
     if output is not None:
         answer.probe.save(output)
     verdict, read = answer.verdict, answer.probe

@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 ROPE_FACTORS = "rope_freqs.weight"
 # Our own key: what ctxext did, as a config's `ctxext` has it.
 MARK = "ctxext.extension"
+# The model_types that a file is written of, as llama.cpp's `llama`.
+WRITTEN = ("llama", "mistral")
 CONVERTER = "Convert it with llama.cpp's own convert_hf_to_gguf.py, then extend the file."
 
 
@@ -399,7 +401,7 @@ def write_gguf(folder: str | Path, output: str | Path, dtype: str = "F32") -> No
 
 def _rope_of_folder(folder: Path, config: Any) -> RopeGeometry:
     """The frequencies in use, if the folder is one whose architecture and extension llama.cpp's `llama` has."""
-    if config.model_type not in ("llama", "mistral"):
+    if config.model_type not in WRITTEN:
         raise ValueError(f"{folder} is of model_type {config.model_type!r}, and 'llama' is written here. {CONVERTER}")
     window = getattr(config, "sliding_window", None)
     if window is not None and window < config.max_position_embeddings:
@@ -430,9 +432,14 @@ def _weights(folder: Path, config: Any, dtype: str) -> Iterator[_Stored]:
 
     gguf = _gguf()
 
-    files = sorted(folder.glob("*.safetensors"))
-    if not files:
-        raise FileNotFoundError(f"{folder} holds no .safetensors. Save the model with save_pretrained first.")
+    # As transformers does: other files may hold the same weights once more, as consolidated.safetensors.
+    index, files = folder / "model.safetensors.index.json", [folder / "model.safetensors"]
+    if not files[0].is_file() and index.is_file():
+        shards = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
+        files = [folder / name for name in sorted(set(shards))]
+    for file in files:
+        if not file.is_file():
+            raise FileNotFoundError(f"{folder} holds no {file.name}. Save the model with save_pretrained first.")
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers)
     heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
     for file in files:
@@ -482,9 +489,12 @@ _PRE_TOKENIZERS = {
     (rf"{_LETTERS}|\p{{N}}|{_REST}", "ByteLevel"): "qwen2",
 }
 
+# Where a word that is a token is one, whatever the merges make of it.
+_WHOLE_WORDS = ("llama-bpe",)
+
 
 def _pre_tokenizer(spec: dict[str, Any] | None) -> tuple[str, ...]:
-    """The steps of a `pre_tokenizer` of tokenizer.json, in the words of `_PRE_TOKENIZERS`; others by their type."""
+    """The steps of a `pre_tokenizer` of tokenizer.json, in the words of `_PRE_TOKENIZERS`; others as they are."""
     match spec:
         case {"type": "Sequence", "pretokenizers": steps}:
             return tuple(word for step in steps for word in _pre_tokenizer(step))
@@ -494,7 +504,7 @@ def _pre_tokenizer(spec: dict[str, Any] | None) -> tuple[str, ...]:
             return ("single digits",)
         case {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}:
             return (pattern,)
-    return (str(spec and spec["type"]),)
+    return (json.dumps(spec),)  # which is none of the words above
 
 
 def _tokenizer(tokenizer: PreTrainedTokenizerBase, vocab_size: int, folder: Path) -> dict[str, Any]:
@@ -507,6 +517,18 @@ def _tokenizer(tokenizer: PreTrainedTokenizerBase, vocab_size: int, folder: Path
         raise ValueError(
             f"{folder} has a tokenizer of the kind {spec['model']['type']} after {', '.join(steps)}, whose name in "
             f"llama.cpp is not known here. {CONVERTER}"
+        )
+    if bool(spec["model"].get("ignore_merges")) != (_PRE_TOKENIZERS[steps] in _WHOLE_WORDS):
+        raise ValueError(
+            f"{folder} has a tokenizer with ignore_merges={spec['model'].get('ignore_merges')}, which llama.cpp takes "
+            f"for {'false' if spec['model'].get('ignore_merges') else 'true'} under its name "
+            f"{_PRE_TOKENIZERS[steps]!r}. {CONVERTER}"
+        )
+    beyond = {added["content"]: added["id"] for added in spec["added_tokens"] if added["id"] >= vocab_size}
+    if beyond or len(spec["model"]["vocab"]) > vocab_size:
+        raise ValueError(
+            f"{folder} has more tokens than the {vocab_size} of its model's vocabulary "
+            f"({', '.join(beyond) or len(spec['model']['vocab'])}). {CONVERTER}"
         )
     types = _gguf().TokenType
     tokens = [f"[PAD{index}]" for index in range(vocab_size)]

@@ -25,6 +25,7 @@ from ctxext import __version__
 from ctxext.configs import ContextFacts, read_context
 from ctxext.encodings.rope import RopeGeometry
 from ctxext.extension import extension_of, in_eval_mode
+from ctxext.saved import PROBE, write_json
 from ctxext.sites import rotary
 from ctxext.sites.surgery import Surgery
 from ctxext.sites.twin import text_config_of
@@ -49,7 +50,7 @@ State = Literal["extended", "unextended", "without_temperature"]
 # What an engine in that state is said to be.
 WORDS = {"extended": "live", "unextended": "ignored", "without_temperature": "live without the temperature"}
 MEANING = {
-    "extended": "it computes what the extended model does",
+    "extended": "it computes what the extended model does, to within what 8-bit weights explain",
     "unextended": "it runs the model as it was before: something between its config, its flags and its version drops "
     "the extension; `ctxext export` says what it needs",
     "without_temperature": "it rescales the frequencies, but does not multiply cos and sin by the attention factor; "
@@ -92,7 +93,13 @@ class Probe:
         return hashlib.sha256(json.dumps([self.text, list(self.input_ids)]).encode()).hexdigest()[:16]
 
     def save(self, path: Path) -> None:
-        path.write_text(json.dumps({**asdict(self), "fingerprint": self.fingerprint}, indent=1) + "\n", "utf-8")
+        """Write it as JSON, whole or not at all."""
+        write_json(path, {**asdict(self), "fingerprint": self.fingerprint})
+
+
+def probe_beside(gguf: Path) -> Path:
+    """Where a GGUF file's own probe lies: model.verify.json beside model.gguf."""
+    return gguf.with_suffix(f".{PROBE}")
 
 
 def read_probe(path: Path) -> Probe:

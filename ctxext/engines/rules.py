@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ctxext.configs import RopeTable, has_rope, read_context
+from ctxext.engines.gguf_files import WRITTEN
 from ctxext.engines.table import READINGS
 from ctxext.extension import version_4_keys
 from ctxext.families import family_of
@@ -40,6 +41,7 @@ _LENGTHS = {
 }
 # What transformers converts to llama.cpp's architectures, where that has another name.
 _GGUF_NAMES = {"mistral": "llama", "mixtral": "llama"}
+_AS_IT_WAS = "MODEL.gguf is of the model as it was: a file of the extended one holds the extension already."
 
 
 class NotExportable(ValueError):
@@ -107,9 +109,17 @@ def export_for(
     if engine == "llama.cpp":
         _as_transformers("transformers", text_config, section, facts.tables, target)
         command, warnings = _llama_cpp(text_config, facts.tables, target)
+        if plan is None and text_config.model_type in WRITTEN:
+            command = ("llama-server", "-m", "OUT.gguf", "--ctx-size", str(target))
+            where = f"ctxext export {model} --engine llama.cpp -o OUT.gguf"
+            warnings = (f"OUT.gguf, which {where} writes, holds the extension: no flag may say it again.",)
         return EngineExport(engine, _LEAST[engine], written, command, {}, warnings)
     _as_server(engine, text_config, section, facts.tables, target)
     changed = {name: value for name, value in written.items() if source.get(name) != value and name != "ctxext"}
+    if (
+        engine == "vllm" and source.get("rope_scaling") and "rope_scaling" not in written
+    ):  # an override takes no key away
+        changed["rope_scaling"] = written["rope_parameters"]
     environment, lengths = _lengths(engine, section, text_config, target, tokenizer_length)
     warnings = (*_server_warnings(engine, facts.tables), *lengths)
     if engine == "vllm":
@@ -297,13 +307,17 @@ def _refuse_others_static(engine: str, text_config: Any, tables: tuple[RopeTable
 def _as_server(
     engine: str, text_config: Any, section: dict[str, Any], tables: tuple[RopeTable, ...], target: int
 ) -> None:
-    """Write `section` as vLLM and SGLang read it: in the words of transformers 5 alone, with theirs beside them."""
+    """Write `section` as vLLM and SGLang read it: in the words of transformers 5, with theirs beside them."""
     in_softmax = family_of(text_config).softmax_mscale
     new = {table.label: _in_server_words(engine, table, target, in_softmax) for table in tables}
     parameters = new.get("", {**text_config.rope_parameters, **new})
     for name in ("rope_scaling", "rope_theta", "ctxext"):
         section.pop(name, None)
     section["rope_parameters"] = parameters
+    if engine == "vllm":  # until 0.19 with transformers 4
+        section.update(version_4_keys(text_config, parameters))
+        if family_of(text_config).rope_types == _PHI_3_TYPES or text_config.model_type in _TWO_FIELDS:
+            section.pop("rope_scaling", None)  # of another form than theirs it is refused
     section[_limit_name(text_config)] = target
     factor = parameters.get("factor", 1.0)
     if parameters.get("rope_type") == "linear" and "original_max_position_embeddings" not in parameters:
@@ -386,9 +400,11 @@ def _llama_cpp(text_config: Any, tables: tuple[RopeTable, ...], target: int) -> 
     flags = ["llama-server", "-m", "MODEL.gguf", "--ctx-size", str(target)]
     lifted = ["--override-kv", f"{architecture}.context_length=int:{target}"]
     if kind == "default":
-        return (*flags, "--rope-freq-base", f"{parameters['rope_theta']:.9g}", *lifted), ()
+        return (*flags, "--rope-freq-base", f"{parameters['rope_theta']:.9g}", *lifted), (_AS_IT_WAS,)
     if kind == "linear":
-        return (*flags, "--rope-scaling", "linear", "--rope-scale", f"{parameters['factor']:.9g}", *lifted), ()
+        return (*flags, "--rope-scaling", "linear", "--rope-scale", f"{parameters['factor']:.9g}", *lifted), (
+            _AS_IT_WAS,
+        )
     if kind == "yarn" and parameters.get("truncate", True):
         usual = 0.1 * math.log(parameters["factor"]) + 1
         flags += ["--rope-scaling", "yarn", "--rope-scale", f"{parameters['factor']:.9g}"]
@@ -397,10 +413,10 @@ def _llama_cpp(text_config: Any, tables: tuple[RopeTable, ...], target: int) -> 
             if (parameters.get(beta) or paper) != paper:
                 flags += [f"--yarn-{beta.replace('_', '-')}", f"{parameters[beta]:.9g}"]
         if math.isclose(table.in_use.attention_factor, usual):
-            return (*flags, *lifted), ()
+            return (*flags, *lifted), (_AS_IT_WAS,)
         ratio = table.in_use.attention_factor / usual
         lifted[1] += f",{architecture}.rope.scaling.attn_factor=float:{ratio:.9g}"
-        return (*flags, *lifted), _warn("llama.cpp-attn-flag")
+        return (*flags, *lifted), (_AS_IT_WAS, *_warn("llama.cpp-attn-flag"))
     if not graph.takes_factors:
         why = READINGS["llama.cpp-truncate"] if kind == "yarn" else READINGS["llama.cpp-factors"]
         raise NotExportable(f"{why}. For {text_config.model_type} nearest: 'yarn' as in the paper, 'ntk' or 'pi'.")

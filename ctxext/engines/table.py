@@ -75,6 +75,12 @@ READINGS: dict[str, Reading] = {
     "vllm-config": Reading(
         "vLLM", ">= 0.12", "rope_parameters", "is read, in the place of rope_scaling", "read: vllm-project/vllm#28542",
     ),
+    "vllm-transformers-4": Reading(
+        "vLLM", "0.12 to 0.19", "rope_theta",
+        "wins over the one in rope_parameters, its default too, and rope_scaling over rope_parameters: these versions "
+        "run on transformers 4, so both are written to say the same",
+        f"read: {VLLM}:vllm/transformers_utils/config.py (patch_rope_parameters)",
+    ),
     "vllm-rope-scaling": Reading(
         "vLLM", ">= 0.12", "--rope-scaling", "is gone; --hf-overrides takes rope_parameters",
         "read: vllm-project/vllm#28006",

@@ -13,7 +13,7 @@ from jaxtyping import Float64
 from torch import Tensor
 
 from ctxext.endpoint import Endpoint
-from ctxext.engines.probe import Probe, Verdict, judge, logprobs_of, make_probe, read_probe
+from ctxext.engines.probe import Probe, Verdict, judge, logprobs_of, make_probe, probe_beside, read_probe
 from ctxext.extension import RECORD, read_record
 from ctxext.folders import architecture_of, checkpoint_folder
 from ctxext.saved import PROBE
@@ -40,6 +40,7 @@ def verify(
     where: str | Path,
     probe: Path | None = None,
     *,
+    revision: str | None = None,
     model: str | None = None,
     api_key: str | None = None,
     noise: float | None = None,
@@ -49,7 +50,9 @@ def verify(
 
     Args:
         probe: the file of `Probe.save`. A folder does without: its own `verify.json`, or else one that is made on the
-            fly of what its config says. So does a GGUF file with a `verify.json` beside it.
+            fly of what its config says. So does a GGUF file with a probe beside it: model.verify.json of model.gguf, or
+            verify.json.
+        revision: a branch, tag or commit of a name on the hub.
         model: of several on a server.
         api_key: of a server; None: the environment's OPENAI_API_KEY.
         noise: as in `judge`.
@@ -63,14 +66,16 @@ def verify(
     """
     if noise is not None and not noise > 0:
         raise ValueError(f"noise must be > 0 nats a token, got {noise}.")
+    if revision is not None and (str(where).startswith(("http://", "https://")) or str(where).endswith(".gguf")):
+        raise ValueError(f"revision={revision!r} goes with a hub name, but {where} is none. Drop it.")
     if str(where).startswith(("http://", "https://")):
         engine, read, logprobs, notes = _ask_server(str(where), _needed(probe, str(where)), model, api_key, say)
     elif str(where).endswith(".gguf"):
-        beside = Path(where).parent / PROBE
-        read = _needed(probe or (beside if beside.is_file() else None), str(where))
+        beside = (probe_beside(Path(where)), Path(where).parent / PROBE)
+        read = _needed(probe or next((path for path in beside if path.is_file()), None), str(where))
         engine, read, logprobs, notes = _ask_llama_cpp(Path(where), read, say)
     else:
-        engine, read, logprobs, notes = _ask_transformers(checkpoint_folder(str(where)), probe, say)
+        engine, read, logprobs, notes = _ask_transformers(checkpoint_folder(str(where), revision), probe, say)
     return Verification(engine, str(where), read, judge(read, logprobs, noise), tuple(notes))
 
 
@@ -99,7 +104,7 @@ def _ask_transformers(folder: Path, path: Path | None, say: Callable[[str], None
         )
     say(f"loading {folder} with plain transformers")
     # Not by ctxext.load: what counts is what anyone gets.
-    model = architecture_of(folder).from_pretrained(folder).eval()
+    model = architecture_of(folder).from_pretrained(folder, use_safetensors=True).eval()
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     say("reading the probe")
     if path is None and (folder / PROBE).is_file():
@@ -173,10 +178,18 @@ def served_logprobs(endpoint: Endpoint, input_ids: Sequence[int]) -> Float64[Ten
         ({"prompt_logprobs": 1}, _prompt_logprobs),
         ({"echo": True, "logprobs": 1}, _echoed_logprobs),
     ):
-        with suppress(ValueError):  # refused: one that cannot do it at all refuses the next form as well
-            values = read(_choice(endpoint, {**request, **ask}, ids), ids)
-            if values is not None:
-                return torch.tensor(values, dtype=torch.float64)
+        try:
+            choice = _choice(endpoint, {**request, **ask}, ids)
+        except ValueError:  # refused: one that cannot do it at all refuses the next form as well
+            continue
+        found = read(choice, ids)
+        if found == []:
+            raise ValueError(
+                f"{endpoint.url} answers {len(ids)} tokens with log-probabilities of others: it reads other tokens. "
+                "Check that it serves this model, with its own tokenizer."
+            )
+        if found is not None:
+            return torch.tensor(found, dtype=torch.float64)
     values = [
         _drawn_logprob(endpoint, {**request, "prompt": ids[:k], "logprobs": 1}, ids[k]) for k in range(1, len(ids))
     ]
@@ -196,23 +209,40 @@ def _choice(endpoint: Endpoint, body: dict[str, Any], ids: Sequence[int]) -> dic
     return choices[0]
 
 
+# Each gives None where the answer has not this form, and nothing where it has it with other tokens. One token more is a
+# BOS that the server puts first.
+
+
 def _prompt_logprobs(choice: dict[str, Any], ids: list[int]) -> list[float] | None:
     """vLLM: for each token of the prompt those that were likely and itself, by id; null for the first."""
     given = choice.get("prompt_logprobs")
-    if not given or len(given) != len(ids):
+    if given is None:
         return None
-    return [entry[str(token)]["logprob"] for entry, token in zip(given[1:], ids[1:])]
+    with suppress(KeyError, TypeError, ValueError):
+        added = len(given) - len(ids)
+        if added in (0, 1):
+            return [float(entry[str(token)]["logprob"]) for entry, token in zip(given[1 + added :], ids[1:])]
+    return []
 
 
 def _echoed_logprobs(choice: dict[str, Any], ids: list[int]) -> list[float] | None:
     """SGLang: the prompt's and then the new token's; null for the first."""
-    given = (choice.get("logprobs") or {}).get("token_logprobs")
-    return None if not given or len(given) < len(ids) else given[1 : len(ids)]
+    scores = choice.get("logprobs")
+    given = scores.get("token_logprobs") if isinstance(scores, dict) else None
+    if not isinstance(given, list) or len(given) < len(ids):  # of the new token alone
+        return None
+    with suppress(TypeError, ValueError):
+        added = max(0, len(given) - len(ids) - 1)
+        if added in (0, 1):
+            return [float(value) for value in given[1 + added : len(ids) + added]]
+    return []
 
 
 def _drawn_logprob(endpoint: Endpoint, body: dict[str, Any], token: int) -> float:
     choice = _choice(endpoint, {**body, "logit_bias": {str(token): 100}}, body["prompt"])
-    drawn = ((choice.get("logprobs") or {}).get("content") or [{}])[0]
+    drawn: dict[str, Any] = {}
+    with suppress(KeyError, TypeError, IndexError):
+        drawn = dict(choice["logprobs"]["content"][0])
     if drawn.get("id") != token or not isinstance(drawn.get("logprob"), float):
         raise ValueError(
             f"{endpoint.url} gives no log-probabilities of a prompt, in none of the forms of vLLM, SGLang and "

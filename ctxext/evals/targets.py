@@ -24,7 +24,7 @@ from ctxext.families import family_of
 from ctxext.methods import ContextMethod, RopeMethod, list_methods, method_class
 from ctxext.planning import encoding_of, original_length, plan_extension
 from ctxext.plans import Plan, check_encoding
-from ctxext.saved import opened
+from ctxext.saved import check_made_for, opened
 from ctxext.sites.twin import text_config_of
 
 if TYPE_CHECKING:
@@ -200,6 +200,8 @@ def compared_variants(
     """
     plan = plan_extension(config, factor, "pi" if has_rope(text_config_of(config)) else None, **how)
     names = [cls.name for cls in list_methods(plan.encoding)] if methods is None else methods
+    for name in names:
+        check_made_for(name, plan.original_length)
     made = [
         method if isinstance(method, ContextMethod) else _example(method_class(method), plan)
         for method in map(opened, names)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -89,8 +90,9 @@ def test_an_extended_folder_needs_no_method(tmp_path: Path) -> None:
 def test_a_gguf_file_comes_from_a_folder_and_from_another_gguf_file(tmp_path: Path) -> None:
     from ctxext.engines.gguf_files import context_of_gguf
 
+    tmp_path = tmp_path / "new"
     how = ("--engine", "llama.cpp", "--factor", 4, "--method", "yarn", "-o")
-    assert export(MODEL, *how, tmp_path / "a.gguf").exit_code == 0
+    assert export(MODEL / "config.json", *how, tmp_path / "a.gguf").exit_code == 0
     assert export(MODEL, "--engine", "llama.cpp", "-o", tmp_path / "plain.gguf").exit_code == 0
     assert export(tmp_path / "plain.gguf", *how, tmp_path / "b.gguf").exit_code == 0
     reached = [context_of_gguf(tmp_path / f"{name}.gguf").max_position_embeddings for name in ("plain", "a", "b")]
@@ -109,6 +111,14 @@ def test_a_gguf_file_comes_from_a_folder_and_from_another_gguf_file(tmp_path: Pa
         (["model.gguf", "--method", "yarn"], "Say --engine llama.cpp"),
         (["model.gguf", "--method", "yarn", "--engine", "llama.cpp"], "Say -o OUT.gguf"),
         (["CONFIG", "--method", "yarn", "-o", "out.gguf"], "Say --engine llama.cpp"),
+        (["CONFIG", "--method", "yarn", "--dtype", "Q8_0"], "--dtype Q8_0 is for a GGUF file"),
+        (["CONFIG", "--engine", "llama.cpp", "-o", "out.gguf", "--json"], "--json prints configs"),
+        (
+            ["model.gguf", "--engine", "llama.cpp", "-o", "out.gguf", "--dtype", "F16"],
+            "--dtype is for a GGUF file from",
+        ),
+        (["model.gguf", "--engine", "llama.cpp", "-o", "out.gguf", "--probe"], "--probe is for a GGUF file from"),
+        (["CONFIG", "--method", "self_extend", "-o", "out"], "no engine takes this"),
     ],
 )
 def test_a_beginners_mistake_gets_a_remedy(config_alone: Path, arguments: list[str], words: str) -> None:
@@ -116,6 +126,34 @@ def test_a_beginners_mistake_gets_a_remedy(config_alone: Path, arguments: list[s
     assert run.exit_code != 0
     assert isinstance(run.exception, (ValueError, OSError))
     assert words in str(run.exception)
+
+
+def test_what_no_engine_takes_writes_nothing(config_alone: Path, tmp_path: Path) -> None:
+    assert export(config_alone, "--method", "dynamic_ntk", "-o", tmp_path / "out").exit_code == 1
+    assert list(tmp_path.iterdir()) == []
+    said = export(config_alone, "--method", "resonance", "--original-max-position-embeddings", 32, "-o",
+                  tmp_path / "out").stderr  # fmt: skip
+    for engine in ENGINES:
+        assert (engine in said) == (tmp_path / "out" / engine).is_dir()
+
+
+def test_an_export_stands_whatever_becomes_of_its_probe(tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(MODEL, model)
+    (model / "model.safetensors").write_bytes(b"cut off")
+    run = export(model, "--method", "yarn", "--engine", "vllm", "-o", tmp_path / "out")
+    assert run.exit_code == 0
+    assert "no verify.json for ctxext verify" in run.stderr
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["vllm"]
+
+
+def test_a_probe_that_is_there_is_not_overwritten(tmp_path: Path) -> None:
+    (tmp_path / "a.verify.json").write_text("mine")
+    how = ("--engine", "llama.cpp", "--factor", 4, "--method", "yarn", "-o", tmp_path / "a.gguf")
+    assert isinstance(export(MODEL, *how).exception, FileExistsError)
+    assert [path.name for path in tmp_path.iterdir()] == ["a.verify.json"]
+    assert export(MODEL, *how, "--no-probe").exit_code == 0
+    assert (tmp_path / "a.verify.json").read_text() == "mine"
 
 
 def test_an_export_holds_what_verify_compares_with(config_alone: Path, tmp_path: Path) -> None:

@@ -110,6 +110,16 @@ def vllm_reads(config: PreTrainedConfig, older: bool = False) -> tuple[torch.Ten
     raise ValueError(f"Unknown RoPE scaling type {parameters['rope_type']}")
 
 
+def with_transformers_4(config: dict[str, Any]) -> PreTrainedConfig:
+    """`patch_rope_parameters` of vLLM 0.12 to 0.19, whose classes of transformers 4 have a theta by default."""
+    read = loaded(config)
+    parameters = dict(config.get("rope_scaling") or config["rope_parameters"])
+    parameters["rope_theta"] = config.get("rope_theta", config.get("rotary_emb_base", 10000.0))
+    share = config.get("partial_rotary_factor", config.get("rotary_pct"))
+    read.rope_parameters = parameters if share is None else {**parameters, "partial_rotary_factor": share}
+    return read
+
+
 def vllm_length(config: PreTrainedConfig, tokenizer_length: int | None = None) -> float:
     """`_get_and_verify_max_len` of vllm-project/vllm@18ec6629, vllm/config/model.py."""
     length = min(config.max_position_embeddings, tokenizer_length or math.inf)
@@ -201,7 +211,8 @@ def test_every_engine_reads_the_frequencies_and_the_length_that_were_meant(name:
         assert export.flags[export.flags.index("--max-model-len" if engine == "vllm" else "--context-length") + 1] == (
             str(plan.target_length)
         )
-        for seen in (read, overridden):
+        older = with_transformers_4({**json.loads(config.to_json_string()), **json.loads(export.flags[-1])})
+        for seen in (read, overridden, *((with_transformers_4(export.config), older) if engine == "vllm" else ())):
             if engine == "vllm":
                 check(*vllm_reads(seen), plan)
                 check(*vllm_reads(seen, older=True), plan)
@@ -210,6 +221,20 @@ def test_every_engine_reads_the_frequencies_and_the_length_that_were_meant(name:
                 angles, scaling = sglang_reads(seen, position=7)
                 check(angles / 7, scaling, plan)
                 assert plan.target_length <= sglang_length(seen) < plan.target_length + FACTOR
+
+
+@pytest.mark.parametrize("family", ["llama", "phi3"])
+def test_a_scaling_in_the_words_of_version_4_does_not_outlive_the_export(family: str) -> None:
+    """With transformers 4 vLLM takes rope_scaling before rope_parameters, and an override removes no key."""
+    config = tiny_config(family)
+    plan = plan_rope(config, 4, "ntk")
+    source = json.loads(config.to_json_string()) | {
+        "rope_theta": 10000.0,
+        "rope_scaling": {"type": "su", "factor": 2.0},
+    }
+    export = export_for("vllm", config, plan, source=source)
+    for written in (export.config, {**source, **json.loads(export.flags[-1])}):
+        check(*vllm_reads(with_transformers_4(written)), plan)
 
 
 @pytest.mark.parametrize("name", [name for name, method in STATIC.items() if "longrope" in str(
@@ -258,7 +283,19 @@ def test_an_extended_checkpoint_is_served_as_it_is_where_its_config_says_enough(
     for engine in ENGINES:
         export = export_for(engine, extended, source=source)
         assert not any("override" in flag and "kv" not in flag for flag in export.flags)
-        assert export_for(engine, config, plan, source=json.loads(config.to_json_string())).warnings == export.warnings
+        if engine != "llama.cpp":
+            of_plan = export_for(engine, config, plan, source=json.loads(config.to_json_string()))
+            assert of_plan.warnings == export.warnings
+
+
+def test_llama_cpp_is_not_told_to_extend_a_file_of_an_extended_folder() -> None:
+    config = tiny_config("llama")
+    plan = plan_rope(config, 4, "yarn")
+    source = export_for("transformers", config, plan).config
+    export = export_for("llama.cpp", loaded(source), source=source, model="mine")
+    assert export.flags == ("llama-server", "-m", "OUT.gguf", "--ctx-size", str(TARGET))
+    assert "ctxext export mine --engine llama.cpp -o OUT.gguf" in export.warnings[0]
+    assert "of the model as it was" in export_for("llama.cpp", config, plan).warnings[0]
 
 
 @pytest.mark.parametrize(("engine", "method", "tokenizer_length", "asked"), [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -258,11 +259,54 @@ def test_llama_cpp_makes_the_tokenizer_s_tokens(name: str, tokenizer: Any, tmp_p
     (folder / "tokenizer.json").unlink()
     backend = AutoTokenizer.from_pretrained(MODEL).backend_tokenizer
     backend.pre_tokenizer = pre_tokenizers.Sequence(SPLITTERS[name])
+    backend.model.ignore_merges = name == "llama-bpe"
     backend.save(str(folder / "tokenizer.json"))
     write_gguf(folder, tmp_path / "out.gguf", "Q8_0")
     assert Read(tmp_path / "out.gguf").fields["tokenizer.ggml.pre"] == name
     with GGUFModel(tmp_path / "out.gguf") as model:
         assert model.tokenize(TEXT) == AutoTokenizer.from_pretrained(folder)(TEXT, verbose=False).input_ids
+
+
+def prefixed(spec: dict[str, Any]) -> None:
+    spec["pre_tokenizer"] = json.loads(pre_tokenizers.Sequence(SPLITTERS["llama-bpe"]).__getstate__())
+    spec["pre_tokenizer"]["pretokenizers"][-1]["add_prefix_space"] = True
+    spec["model"]["ignore_merges"] = True
+
+
+def by_whole_words(spec: dict[str, Any]) -> None:
+    spec["model"]["ignore_merges"] = True
+
+
+def one_too_many(spec: dict[str, Any]) -> None:
+    spec["added_tokens"].append({**spec["added_tokens"][0], "id": 4096, "content": "<|beyond|>"})
+
+
+@pytest.mark.parametrize(
+    ("edit", "said"), [(prefixed, "not known here"), (by_whole_words, "ignore_merges"), (one_too_many, "<|beyond|>")]
+)
+def test_a_tokenizer_that_llama_cpp_would_not_have_is_refused(
+    edit: Callable[[dict[str, Any]], None], said: str, tmp_path: Path
+) -> None:
+    folder = shipped_copy(tmp_path)
+    spec = json.loads((MODEL / "tokenizer.json").read_text())
+    edit(spec)
+    (folder / "tokenizer.json").unlink()
+    (folder / "tokenizer.json").write_text(json.dumps(spec))
+    with pytest.raises(ValueError, match=rf"{re.escape(said)}.*convert_hf_to_gguf"):
+        write_gguf(folder, tmp_path / "out.gguf")
+    assert not (tmp_path / "out.gguf").exists()
+
+
+def test_the_weights_are_those_that_transformers_loads(plain: Path, tmp_path: Path) -> None:
+    """Beside them there may be the same ones once more, under the names of another library."""
+    folder = shipped_copy(tmp_path)
+    (folder / "consolidated.safetensors").symlink_to(MODEL / "model.safetensors")
+    write_gguf(folder, tmp_path / "out.gguf")
+    assert Read(tmp_path / "out.gguf").tensors == Read(plain).tensors
+    AutoModelForCausalLM.from_pretrained(folder).save_pretrained(folder, max_shard_size="5MB")
+    (folder / "model.safetensors").unlink()
+    write_gguf(folder, tmp_path / "shards.gguf")
+    assert Read(tmp_path / "shards.gguf").tensors == Read(plain).tensors
 
 
 def test_an_end_of_text_within_a_text_is_scored_like_any_token(plain: Path, ids: list[int]) -> None:

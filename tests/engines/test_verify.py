@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -195,8 +197,11 @@ def test_a_probe_has_fewer_than_200_tokens_and_no_more_than_were_trained(probe: 
 
 
 def test_a_probe_survives_its_file_and_no_edit_does(probe: Probe, tmp_path: Path) -> None:
-    path = tmp_path / "verify.json"
+    path = tmp_path / "new/verify.json"
     probe.save(path)
+    with pytest.raises(ValueError, match="Out of range"):
+        replace(probe, noise_floor=math.nan).save(path)
+    assert [each.name for each in path.parent.iterdir()] == [path.name]
     assert read_probe(path) == probe
     for edit in ({"input_ids": [*probe.input_ids[:-1], 7]}, {"expected": {**probe.expected, "extended": [-1.0]}}):
         path.write_text(json.dumps({**json.loads(path.read_text()), **edit}))
@@ -270,6 +275,73 @@ def test_the_probe_of_another_vocabulary_is_refused(probe: Probe, tmp_path: Path
 def test_a_server_without_log_probabilities_is_refused(probe_file: Path) -> None:
     with LiveServer() as server, pytest.raises(ValueError, match="none of the forms of vLLM, SGLang and"):
         verify(server.url, probe_file)
+
+
+@pytest.mark.parametrize("form", ["vllm", "sglang"])
+def test_a_bos_that_a_server_adds_moves_no_token(form: str) -> None:
+    model, ids = shipped(), list(range(5, 45))
+    with LiveServer(model=model, prompt_scores=form, extra_token=True) as server:
+        served = served_logprobs(Endpoint(server.url), ids)
+        bos = server.tokenizer.bos_token_id
+    assert torch.allclose(served, logprobs_of(model, [bos, *ids])[1:], atol=1e-3)
+
+
+@dataclass
+class OddServer(LiveServer):
+    """One whose answers are not as they should be."""
+
+    answer: Any = None
+
+    def score(self, ids: list[int], body: dict[str, Any], choice: dict[str, Any]) -> None:
+        choice.update(self.answer)
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        {"prompt_logprobs": [None] * 50},
+        {"prompt_logprobs": [None] + 39 * [{"1": {"logprob": -1.0}}]},
+        {"prompt_logprobs": [None] + 39 * [{"5": -1.0}]},
+        {"prompt_logprobs": 7},
+        {"logprobs": {"token_logprobs": 60 * [-1.0]}},
+        {"logprobs": {"token_logprobs": 41 * [None]}},
+    ],
+)
+def test_an_answer_about_other_tokens_is_refused(answer: dict[str, Any]) -> None:
+    with OddServer(answer=answer, prompt_scores="odd") as server, pytest.raises(ValueError, match="reads other tokens"):
+        served_logprobs(Endpoint(server.url), range(5, 45))
+
+
+@pytest.mark.parametrize("logprobs", [[], [1], {"content": []}, {"content": [7]}, {"token_logprobs": "words"}])
+def test_an_answer_of_another_form_is_refused(logprobs: Any) -> None:
+    with (
+        OddServer(answer={"logprobs": logprobs}, prompt_scores="odd") as server,
+        pytest.raises(ValueError, match="in none of the forms"),
+    ):
+        served_logprobs(Endpoint(server.url), range(5, 45))
+
+
+def test_a_file_has_its_own_probe_beside_it(probe_file: Path, folders: dict[str, Path], tmp_path: Path) -> None:
+    write_gguf(folders["extended"], tmp_path / "model.gguf", "Q8_0")
+    (tmp_path / "verify.json").write_text("of another file")
+    shutil.copy(probe_file, tmp_path / "model.verify.json")
+    assert verify(tmp_path / "model.gguf").verdict.is_live
+
+
+def test_a_revision_is_of_the_hub_alone(probe_file: Path, tmp_path: Path) -> None:
+    for where in (MODEL, tmp_path / "model.gguf", "http://127.0.0.1:1"):
+        with pytest.raises(ValueError, match=r"revision='main' goes with a hub name.*Drop it"):
+            verify(where, probe_file, revision="main")
+
+
+def test_llama_cpp_in_this_process_is_asked_by_no_proxy(
+    folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_gguf(folders["unextended"], tmp_path / "model.gguf", "Q8_0")
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
+    monkeypatch.delenv("no_proxy", raising=False)
+    with GGUFModel(tmp_path / "model.gguf") as model:
+        assert len(model.tokenize("Emma Woodhouse")) > 1
 
 
 def test_log_probabilities_that_are_none_are_refused(probe: Probe) -> None:
