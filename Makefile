@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 
-.PHONY: demo test lint smollm2 late verify benchmark soak finetune positions figures clean
+.PHONY: demo test lint smollm2 late verify fit benchmark soak finetune positions figures clean
 
 $(VENV)/demo.stamp: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -27,6 +27,12 @@ lint: $(VENV)/dev.stamp
 
 smollm2: $(VENV)/dev.stamp  ## the same comparison on a public model, at 16384 tokens
 	$(BIN)/python recipes/smollm2.py
+
+fit: $(VENV)/dev.stamp  ## rescale factors fitted to the shipped model, beside every static method
+	$(BIN)/python benchmarks/fit.py
+	$(BIN)/python benchmarks/fit.py --ablation 0 --factors 4
+	$(BIN)/python benchmarks/recommend.py
+	$(BIN)/python docs/update_readme.py
 
 verify: $(VENV)/dev.stamp  ## live, ignored and without the temperature told apart; `make smollm2` fetches the model
 	$(BIN)/python benchmarks/verify.py
