@@ -50,11 +50,8 @@ TRIALS, WINDOWS, SHORT_WINDOWS, SEED = 6, 10, 24, 7
 # Against the defaults: one thing changed in each.
 ABLATION: dict[str, dict[str, Any]] = {
     "no keys": {"retrieval": 0.0},
-    "no short text": {"short": 0.0},
     "start from yarn": {"start": "yarn"},
     "attention factor alone": {"learning_rate": 0.0},
-    "λ alone": {"attention_learning_rate": 0.0},
-    "monotone λ": {"monotone": True},
 }
 # What the parts that are kept depend on beside their names.
 WHAT = fingerprint(
