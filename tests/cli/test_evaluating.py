@@ -22,9 +22,9 @@ from families import tiny_model
 from live_server import LiveServer
 from typer.main import get_command
 
+from ctxext import endpoint
 from ctxext.assets import MODEL
 from ctxext.cli import app, commands, measuring
-from ctxext.evals import server as server_client
 from ctxext.evals.engine import Engine
 from ctxext.evals.results import read_results
 from ctxext.evals.summary import Summary
@@ -440,7 +440,7 @@ def test_what_a_server_answered_before_it_failed_is_kept(
     end: str, served: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And the run goes on from there to the very file of a run that nothing disturbed."""
-    monkeypatch.setattr(server_client, "FIRST_WAIT", 0.0)
+    monkeypatch.setattr(endpoint, "FIRST_WAIT", 0.0)
     path = tmp_path / "results.jsonl"
     with LiveServer() as server:
         answered = break_after(5, server, end)
