@@ -182,7 +182,6 @@ class Llama3(RopeScaling):
     """
 
     paper: ClassVar[Paper] = Paper("The Llama 3 Herd of Models", 2024, "https://arxiv.org/abs/2407.21783")
-    training: ClassVar[str] = "fine-tuned"
 
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
