@@ -285,7 +285,7 @@ TABLES = {
         "demo": partial(comparison_table, "docs/demo/summary.json"),
     },
     "recipes/README.md": {"finetune": finetune_table},
-    "docs/fit/README.md": {"fit": partial(fit_table, True, "docs/fit")},
+    "docs/fit/README.md": {"fit": partial(fit_table, True, "docs/fit"), "ablation": ablation_table},
     "docs/late_rotation.md": {
         "dynamic-shipped": partial(dynamic_table, "docs/dynamic/austen-4m.json", "docs"),
         "dynamic-smollm2": partial(dynamic_table, "docs/dynamic/SmolLM2-135M-Instruct.json", "docs"),
