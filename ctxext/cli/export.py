@@ -59,13 +59,13 @@ def export(
     ] = None,
     dtype: Annotated[
         str | None,
-        typer.Option(help="Of the matrices of a GGUF file from a folder: F32, F16, BF16 or Q8_0.  [default: F32]"),
+        typer.Option(help="Of the matrices of a GGUF file from a folder: F32, F16, BF16 or Q8_0. Default: F32."),
     ] = None,
     probe: Annotated[
         bool | None,
         typer.Option(
-            help="What `ctxext verify` compares with: -o writes it too, for which it loads the weights of a folder "
-            "that has them. --no-probe loads none.  [default: probe]",
+            help="What `ctxext verify` compares with: by default -o writes it too, for which it loads the weights of a "
+            "folder that has them. --no-probe loads none.",
             show_default=False,
         ),
     ] = None,

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 STARTS = ("yarn", "ntk_by_parts", "llama3", "ntk")
 # Positions of a row whose logits are held at once.
 SCORED = 2048
+# That a fit reads where nobody says how many steps.
 TOKENS = 250_000
 ACTIVATIONS = 4 * 2**30  # bytes
 
@@ -275,14 +276,10 @@ def fit_by_gradient(
             losses: dict[str, float] = {}
             parts = [partial(short_loss, model, live, short, use), *(partial(_row, use, model, row) for row in rows)]
             for part in parts[rank::world]:
-                found = part()
-                loss = sum(
-                    getattr(settings, kind) * value / (1 if kind == "short" else len(rows))
-                    for kind, value in found.items()
-                )
-                loss.backward()
+                found = {kind: value / (1 if kind == "short" else len(rows)) for kind, value in part().items()}
+                sum(getattr(settings, kind) * value for kind, value in found.items()).backward()
                 for kind, value in found.items():
-                    losses[kind] = losses.get(kind, 0.0) + float(value.detach()) / (1 if kind == "short" else len(rows))
+                    losses[kind] = losses.get(kind, 0.0) + float(value.detach())
             # With the mean of the clocks, as all processes have to end at the same step.
             said = [*(losses.get(kind, 0.0) for kind in KINDS), (time.perf_counter() - began) / world]
             *gathered, elapsed = reduce(torch.tensor(said, dtype=torch.float64)).tolist()
