@@ -1,12 +1,13 @@
 """Fitted rescale factors beside every named static method, on the shipped model: no weight changes.
 
-    python benchmarks/fit.py                              # ×2, ×4, ×8, five seeds, and one search by evolution
+    python benchmarks/fit.py                              # ×2 to ×16, five seeds, and one search by evolution
     python benchmarks/fit.py --factors 8 --seeds 0 --evolution 0
-    python benchmarks/fit.py --ablation 0 --factors 4     # what each part of the fit does, after the first
+    python benchmarks/fit.py --ablation 0 1 --factors 4   # what each part of the fit does
 
 Fitted on the first half of *Persuasion*, measured on the second: pass keys at every length from a quarter of the
 trained one to the target, text at the target length and within the trained one, the same samples for every method.
-Each part is kept in runs/fit, where a run that was stopped goes on.
+One after another, so that the seconds are those of a fit that has the machine. Each part is kept in runs/fit, where a
+run that was stopped goes on.
 """
 
 from __future__ import annotations
@@ -14,9 +15,9 @@ from __future__ import annotations
 import argparse
 import json
 import math
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -37,118 +38,159 @@ from ctxext.evals.perplexity import Perplexity
 from ctxext.evals.prompts import Prompter
 from ctxext.evals.samples import Place, fingerprint
 from ctxext.evals.statistics import Difference, paired_difference, paired_loss_difference
+from ctxext.fitting import gradient
 from ctxext.fitting.evolution import EvolutionSettings
 from ctxext.fitting.fit import fit
 from ctxext.fitting.gradient import GradientSettings
-from ctxext.fitting.objectives import Objective
 from ctxext.methods import make_method
 from ctxext.saved import SavedMethod, read_saved
 
 STATIC = ("pi", "ntk", "ntk_by_parts", "yarn", "llama3", "abf", "resonance", "drope")
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
-TRIALS, WINDOWS, SHORT_WINDOWS, SEED = 6, 10, 24, 7
+TRIALS, LONG_TRIALS, WINDOWS, SHORT_WINDOWS, SEED = 12, 4, 10, 24, 7
+LONG = 8192  # tokens, from which on there are LONG_TRIALS texts a length
+SETTINGS = {
+    "trials": TRIALS, "long": LONG, "long_trials": LONG_TRIALS, "depths": DEPTHS,
+    "windows": WINDOWS, "short_windows": SHORT_WINDOWS,
+}  # fmt: skip
 # Against the defaults: one thing changed in each.
 ABLATION: dict[str, dict[str, Any]] = {
     "no keys": {"retrieval": 0.0},
+    "no text": {"text": 0.0},
+    "nothing short": {"short": 0.0},
+    "the target length alone": {"rows": 1},
     "start from yarn": {"start": "yarn"},
+    "monotone": {"monotone": True},
+    "λ alone": {"attention_learning_rate": 0.0},
     "attention factor alone": {"learning_rate": 0.0},
+    "one step size for every pair": {"factors": "even"},
+    "noise in λ": {"factors": "noisy"},
 }
 # What the parts that are kept depend on beside their names.
-WHAT = fingerprint(
-    asdict(GradientSettings()), asdict(EvolutionSettings()), TRIALS, DEPTHS, WINDOWS, SHORT_WINDOWS, SEED
-)
-RUNS = Path("runs/fit") / WHAT
+MEASURED = fingerprint(SETTINGS, SEED)
+FITTED = fingerprint(SETTINGS, SEED, asdict(GradientSettings()), gradient.TOKENS)
+SEARCHED = fingerprint(asdict(EvolutionSettings()))
+RUNS = Path("runs/fit")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--factors", type=int, nargs="*", default=[2, 4, 8])
+    parser.add_argument("--factors", type=int, nargs="*", default=[2, 4, 8, 16])
     parser.add_argument("--seeds", type=int, nargs="*", default=[0, 1, 2, 3, 4])
     parser.add_argument("--evolution", type=int, default=4, help="the factor of the search; 0 for none")
     parser.add_argument("--ablation", type=int, nargs="*", help="seeds; measure parts of the fit instead")
-    parser.add_argument("--processes", type=int, default=2, help="of one thread each")
     parser.add_argument("--output", type=Path, default=Path("docs/fit"))
     args = parser.parse_args()
     if args.ablation is not None:
         ablate(args)
-    parts = [(factor, f"fitted, seed {seed}", {"seed": seed}) for factor in args.factors for seed in args.seeds]
-    if args.evolution:
-        parts.append((args.evolution, "evolution", {"evolution": True}))
-    parts += [(factor, name, None) for factor in args.factors for name in ("none", *STATIC)]
-    measured = run(parts, args.processes)
+    parts: list[Part] = []
+    for factor in args.factors:
+        parts += [(factor, f"fitted, seed {seed}", {"seed": seed}, factor) for seed in args.seeds]
+        parts += [(factor, name, None, factor) for name in ("none", *STATIC)]
+    measured = run(parts)
     report = Report("fit", seed=SEED)
     table = {factor: compare(report, factor, measured, args.seeds) for factor in args.factors}
     if args.evolution:
-        about = read_saved(RUNS / f"x{args.evolution} evolution.json").about
-        evolution(report, args.evolution, about)
+        evolution(report, args.evolution)
     draw(args.factors, args.seeds, args.output / "lambda.png")
-    report.finish(args.output / "summary.json", table=table, settings=settings_of(args))
-
-
-def settings_of(args: argparse.Namespace) -> dict[str, Any]:
-    return {
-        "trials": TRIALS, "depths": DEPTHS, "windows": WINDOWS, "short_windows": SHORT_WINDOWS,
-        "processes": args.processes, "threads": 1,
-    }  # fmt: skip
+    report.finish(args.output / "summary.json", table=table, settings=SETTINGS)
 
 
 # ------------------------------------------------------------------------------------------- the parts
 
 
-def run(parts: list[tuple[int, str, dict[str, Any] | None]], processes: int) -> dict[tuple[int, str], dict[str, Any]]:
-    """Fit what is to be fitted and measure everything, side by side."""
-    RUNS.mkdir(parents=True, exist_ok=True)
-    with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
-        waiting = [pool.submit(part, *arguments) for arguments in parts]
-        found = [each.result() for each in track(waiting, "measuring")]
-    return {(factor, name): result for (factor, name, _), result in zip(parts, found)}
+Part = tuple[int, str, dict[str, Any] | None, int]
 
 
-def part(factor: int, name: str, how: dict[str, Any] | None) -> dict[str, Any]:
-    """One method at one factor, from the file where it stands already."""
-    path = RUNS / f"x{factor} {name} measured.json"
-    if path.is_file():
-        return json.loads(path.read_text())
-    torch.set_num_threads(1)
+def run(parts: list[Part]) -> dict[tuple[int, str, int], dict[str, Any]]:
+    """Fit what is to be fitted and measure everything: by factor, name and the factor measured up to."""
     logging.disable_progress_bar()
-    model = AutoModelForCausalLM.from_pretrained(MODEL).eval()
-    prompter = Prompter(AutoTokenizer.from_pretrained(MODEL))
+    return {(factor, name, to): part(factor, name, how, to) for factor, name, how, to in track(parts, "measuring")}
+
+
+def file_of(factor: int, name: str, fitted: bool) -> Path:
+    return RUNS / (FITTED if fitted else MEASURED) / f"x{factor} {name}.json"
+
+
+def ready() -> tuple[Any, Prompter, str, str]:
+    """The model, its prompts, the half of the book to learn from, and the other."""
     text = PERSUASION.read_text(encoding="utf-8")
     middle = text.index("\n\n", len(text) // 2)
+    prompter = Prompter(AutoTokenizer.from_pretrained(MODEL))
+    return AutoModelForCausalLM.from_pretrained(MODEL).eval(), prompter, text[:middle], text[middle:]
+
+
+def part(factor: int, name: str, how: dict[str, Any] | None, to: int) -> dict[str, Any]:
+    """One method at one factor, from the file where it stands already."""
+    path = file_of(factor, f"{name} measured to x{to}", how is not None)
+    if path.is_file():
+        return json.loads(path.read_text())
+    model, prompter, seen, text = ready()
     if how is not None:
-        saved = fitted(model, prompter, text[:middle], factor, RUNS / f"x{factor} {name}.json", **how)
+        saved = fitted(model, prompter, seen, factor, file_of(factor, name, True), **how)
         with temporarily_extended(model, method=saved.method):
-            result = measure(model, prompter, text[middle:], factor)
+            result = measure(model, prompter, text, to)
         result["seconds"] = saved.about["seconds"]
     elif name == "none":
-        result = measure(model, prompter, text[middle:], factor)
+        result = measure(model, prompter, text, to)
     else:
         with temporarily_extended(model, factor, name):
-            result = measure(model, prompter, text[middle:], factor)
+            result = measure(model, prompter, text, to)
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(result))
     return result
 
 
-def fitted(model, prompter, text, factor, path, *, seed=0, evolution=False, **changes) -> SavedMethod:
-    if path.is_file():
-        return read_saved(path)
-    settings = GradientSettings(seed=seed, **changes)
-    objective = Objective(name="perplexity", seed=seed)
-    if evolution:
-        settings = EvolutionSettings(evaluations=200, seed=seed)
-    names = ("austen-4m", "first half of Persuasion")
-    saved = fit(model, prompter, text, factor, settings=settings, objective=objective, names=names)
-    saved.save(path)
-    return saved
+NAMES = ("austen-4m", "first half of Persuasion")
 
 
-def measure(model, prompter: Prompter, text: str, factor: int) -> dict[str, Any]:
+def fitted(
+    model: Any, prompter: Prompter, text: str, factor: int, path: Path, *, factors: str | None = None, **changes: Any
+) -> SavedMethod:
+    if not path.is_file():
+        with learned_as(factors):
+            saved = fit(model, prompter, text, factor, settings=GradientSettings(**changes), names=NAMES)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        saved.save(path)
+    return read_saved(path)
+
+
+class Even(gradient.Factors):
+    """A step of the optimizer moves ln λ of every pair alike."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.angles = (self.angles.detach() / self.turns).requires_grad_()
+        self.turns = torch.ones_like(self.turns)
+
+
+class Noisy(gradient.Factors):
+    """In every step of the fit, ln λ is off by about a tenth, and by less where pairs turn more."""
+
+    def rescale_factors(self, angles: torch.Tensor) -> torch.Tensor:
+        noise = 0.1 * torch.randn_like(angles) if angles.requires_grad else 0.0
+        return super().rescale_factors(angles + noise)
+
+
+@contextmanager
+def learned_as(kind: str | None) -> Iterator[None]:
+    """With another parametrisation, for the ablation."""
+    former = gradient.Factors
+    torch.manual_seed(0)
+    gradient.Factors = {None: former, "even": Even, "noisy": Noisy}[kind]  # type: ignore[misc]
+    try:
+        yield
+    finally:
+        gradient.Factors = former  # type: ignore[misc]
+
+
+def measure(model, prompter: Prompter, text: str, to: int) -> dict[str, Any]:
     """Pass keys by length and trial, and the loss of each window in nats."""
     haystack, engine, trained = Haystack.from_text(text, prompter.tokenizer), Engine(model), 512
     keys = []
     length = trained // 4
-    while length <= factor * trained:
-        for trial in range(TRIALS):
+    while length <= to * trained:
+        for trial in range(LONG_TRIALS if length >= LONG else TRIALS):
             row = [Passkey().sample(Place("passkey", length, d, trial, SEED), prompter, haystack) for d in DEPTHS]
             for sample, forced in engine.forced([row]):
                 hit = forced.guess.tolist() == list(sample.input_ids[sample.n_prompt :])
@@ -163,7 +205,7 @@ def measure(model, prompter: Prompter, text: str, factor: int) -> dict[str, Any]
         windows = [Perplexity().window(place, haystack, prompter.special) for place in places]
         return [float(engine.losses(window.input_ids).losses.double().mean()) for window in windows]
 
-    return {"keys": keys, "long": losses(factor * trained, WINDOWS), "short": losses(trained, SHORT_WINDOWS)}
+    return {"keys": keys, "long": losses(to * trained, WINDOWS), "short": losses(trained, SHORT_WINDOWS)}
 
 
 # -------------------------------------------------------------------------------------- the comparison
@@ -206,11 +248,11 @@ def text_difference(one: dict[str, Any], other: dict[str, Any], what: str = "lon
 
 def compare(report: Report, factor: int, measured: dict[Any, Any], seeds: list[int]) -> dict[str, Any]:
     """The bars of one factor, and a row for each method."""
-    static = {name: measured[factor, name] for name in STATIC}
-    base = measured[factor, "none"]
+    static = {name: measured[factor, name, factor] for name in STATIC}
+    base = measured[factor, "none", factor]
     best_keys = min(static, key=lambda name: lost(static[name]))
     best_text = min(static, key=lambda name: mean(static[name]["long"]))
-    fits = {seed: measured[factor, f"fitted, seed {seed}"] for seed in seeds}
+    fits = {seed: measured[factor, f"fitted, seed {seed}", factor] for seed in seeds}
     rows = {}
     for name, result in {"none": base, **static, **{f"fitted, seed {s}": r for s, r in fits.items()}}.items():
         rows[name] = {
@@ -256,7 +298,14 @@ def compare(report: Report, factor: int, measured: dict[Any, Any], seeds: list[i
     return {"best_static": {"keys": best_keys, "text": best_text}, "rows": rows}
 
 
-def evolution(report: Report, factor: int, about: dict[str, Any]) -> None:
+def evolution(report: Report, factor: int) -> None:
+    path = RUNS / SEARCHED / f"x{factor} evolution.json"
+    if not path.is_file():
+        model, prompter, seen, _ = ready()
+        saved = fit(model, prompter, seen, factor, settings=EvolutionSettings(evaluations=200), names=NAMES)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        saved.save(path)
+    about = read_saved(path).about
     start, end, other = about["scores"][about["start"]], about["scores"]["fitted"], about["held_out"]
     here = f"evolution ×{factor}"
     report.add(f"{here}: candidates", about["evaluations"])
@@ -270,23 +319,25 @@ def evolution(report: Report, factor: int, about: dict[str, Any]) -> None:
 
 
 def ablate(args: argparse.Namespace) -> None:
-    parts = [
-        (factor, f"{name}, seed {seed}", {"seed": seed, **changes})
-        for factor in args.factors
-        for seed in args.ablation
-        for name, changes in ABLATION.items()
-    ]
-    parts += [(factor, f"fitted, seed {seed}", {"seed": seed}) for factor in args.factors for seed in args.ablation]
-    parts += [(factor, name, None) for factor in args.factors for name in ("none", "llama3")]
-    measured = run(parts, args.processes)
+    parts: list[Part] = []
+    for factor in args.factors:
+        for seed in args.ablation:
+            parts.append((factor, f"fitted, seed {seed}", {"seed": seed}, factor))
+            for name, changes in ABLATION.items():
+                parts.append((factor, f"{name}, seed {seed}", {"seed": seed, **changes}, factor))
+        parts += [(factor, name, None, factor) for name in ("llama3", "none")]
+        # Beyond the fitted length.
+        parts += [(factor, f"fitted, seed {seed}", {"seed": seed}, 2 * factor) for seed in args.ablation]
+        parts += [(factor, name, None, 2 * factor) for name in ("llama3", "yarn")]
+    measured = run(parts)
     report = Report("fit, ablation", seed=SEED)
-    for (factor, name), result in measured.items():
-        base = measured[factor, "none"]
-        report.add(f"×{factor} {name}: share of keys found", found(result))
-        report.add(f"×{factor} {name}: loss of a key in nats", lost(result))
-        report.add(f"×{factor} {name}: perplexity", math.exp(mean(result["long"])))
-        report.add(f"×{factor} {name}: loss within 512, over", mean(result["short"]) / mean(base["short"]) - 1)
-    report.finish(args.output / "ablation.json", settings=settings_of(args), changes=ABLATION)
+    for (factor, name, to), result in measured.items():
+        base, here = measured[factor, "none", factor], f"×{factor} {name}" + f", read to ×{to}" * (to != factor)
+        report.add(f"{here}: share of keys found", found(result))
+        report.add(f"{here}: loss of a key in nats", lost(result))
+        report.add(f"{here}: perplexity", math.exp(mean(result["long"])))
+        report.add(f"{here}: loss within 512, over", mean(result["short"]) / mean(base["short"]) - 1)
+    report.finish(args.output / "ablation.json", settings=SETTINGS, changes=ABLATION)
 
 
 def draw(factors: list[int], seeds: list[int], path: Path) -> None:
@@ -295,7 +346,7 @@ def draw(factors: list[int], seeds: list[int], path: Path) -> None:
     rope = RopeGeometry.plain(64, 1250.0, 512)
     for axes, factor in zip(figure.subplots(1, len(factors), squeeze=False)[0], factors):
         for seed in seeds:
-            saved = read_saved(RUNS / f"x{factor} fitted, seed {seed}.json")
+            saved = read_saved(file_of(factor, f"fitted, seed {seed}", True))
             label = f"fitted, {len(seeds)} seeds" if seed == seeds[0] else None
             axes.plot(saved.method.rescale_factors(rope), color="#c23b22", alpha=0.6, linewidth=1, label=label)
         for name, style in (("yarn", "--"), ("llama3", ":")):

@@ -247,11 +247,12 @@ def fit_table(each_seed: bool, page: str) -> str:
             lines.append("| " + " | ".join([*cells, f"{row['perplexity']:.2f}", price]) + " |")
     how = summary["settings"]
     slowest = max(row["seconds"] or 0 for part in summary["table"].values() for row in part["rows"].values())
+    prompts, few = (how[key] * len(how["depths"]) for key in ("trials", "long_trials"))
     lines += [
         "",
-        f"Keys at every length from 128 tokens to the target, {how['trials'] * len(how['depths'])} prompts a length; "
-        f"{how['windows']} windows of the target length; the half of *Persuasion* not fitted on; the longest fit took "
-        f"{slowest / 60:.1f} min on one thread of a busy machine; from [{file}]({os.path.relpath(file, page)}).",
+        f"Keys at every length from 128 tokens to the target, {prompts} prompts a length ({few} of {how['long']:,} "
+        f"tokens and more); {how['windows']} windows of the target length; the half of *Persuasion* not fitted on; "
+        f"the longest fit: {slowest / 60:.1f} min ({summary['machine']}); from [{file}]({os.path.relpath(file, page)}).",
     ]
     return "\n".join(lines)
 

@@ -44,8 +44,9 @@ def compare(
     from ctxext.evals.runner import Runner
     from ctxext.evals.targets import LiveModel, compared_variants
     from ctxext.folders import check_not_extended, checkpoint_folder
+    from ctxext.processes import Processes
 
-    processes = measuring.Processes.here()
+    processes = Processes.here()
     folder = checkpoint_folder(model, revision)
     check_not_extended(folder, existing)
     loaded, tokenizer = measuring.load(folder, dtype, device, bare=True)

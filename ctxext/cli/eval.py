@@ -70,6 +70,7 @@ def evaluate(
     from ctxext.evals.server import ServedModel
     from ctxext.evals.targets import LiveModel, Served, Variant, known_lengths
     from ctxext.folders import check_not_extended, checkpoint_folder
+    from ctxext.processes import Processes
     from ctxext.saved import check_made_for, opened
 
     folder = checkpoint_folder(model, revision, config_only=server is not None)
@@ -107,7 +108,7 @@ def evaluate(
             "such as --tasks passkey."
         )
 
-    processes = measuring.Processes.here()
+    processes = Processes.here()
     if server is not None:
         tokenizer = AutoTokenizer.from_pretrained(folder)
         answer_tokens = answer_tokens or (None if (style or tokenizer.chat_template) in (None, "base") else 64)

@@ -24,7 +24,7 @@ def fit(
     by: Annotated[str, typer.Option(help="gradient, or evolution (LongRoPE's search).")] = "gradient",
     text: Annotated[Path | None, typer.Option(help="Prose to fit on; Persuasion if not given.")] = None,
     steps: Annotated[
-        int | None, typer.Option(help="Of the gradient descent; 250,000 tokens' worth if not given.")
+        int | None, typer.Option(help="Of the gradient descent; 400,000 tokens' worth if not given.")
     ] = None,
     minutes: Annotated[float | None, typer.Option(help="End after that time at the latest.")] = None,
     start: Annotated[
@@ -64,11 +64,11 @@ def fit(
     from ctxext.evals.haystack import read_prose
     from ctxext.evals.prompts import Prompter
     from ctxext.fitting.evolution import EvolutionSettings
-    from ctxext.fitting.fit import Processes
     from ctxext.fitting.fit import fit as run
     from ctxext.fitting.gradient import GradientSettings
     from ctxext.fitting.objectives import Objective
     from ctxext.folders import checkpoint_folder
+    from ctxext.processes import Processes
     from ctxext.saved import SUFFIX, check_writable
 
     if by not in ("gradient", "evolution"):
@@ -89,7 +89,7 @@ def fit(
         settings = EvolutionSettings(minutes=minutes, evaluations=evaluations, seed=seed)
     aim["name"] = aim.pop("objective")
     chosen = Objective(seed=seed, **_given(aim))
-    here, path = measuring.Processes.here(), text or PERSUASION
+    here, path = Processes.here(), text or PERSUASION
     prose = read_prose(path)
     folder = checkpoint_folder(model, revision)
     loaded, tokenizer = measuring.load(folder, dtype, device, bare=True)
@@ -108,7 +108,7 @@ def fit(
             memory=search,
             names=(folder.name, path.name),
             advance=lambda share, state: progress.update(bar, completed=share, description=state),
-            processes=Processes(here.rank, here.world),
+            processes=here,
         )
     if here.rank == 0:
         saved.save(output)

@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from copy import copy
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -101,30 +101,6 @@ def parse_settings(pairs: Sequence[str] | None) -> dict[str, dict[str, Any]]:
 
 
 # --------------------------------------------------------------------------------- the measurement
-
-
-@dataclass(frozen=True)
-class Processes:
-    """The processes of `accelerate launch`; one without it."""
-
-    rank: int = 0
-    world: int = 1
-
-    @classmethod
-    def here(cls) -> Processes:
-        if int(os.environ.get("WORLD_SIZE", "1")) == 1:
-            return cls()
-        import torch
-        from accelerate import PartialState
-
-        state = PartialState(cpu=not torch.cuda.is_available())
-        return cls(state.process_index, state.num_processes)
-
-    def wait(self) -> None:
-        if self.world > 1:
-            from accelerate import PartialState
-
-            PartialState().wait_for_everyone()
 
 
 def load(

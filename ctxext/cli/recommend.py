@@ -51,9 +51,10 @@ def recommend(
     from ctxext.evals.haystack import read_prose
     from ctxext.evals.prompts import Prompter
     from ctxext.folders import check_not_extended, checkpoint_folder
+    from ctxext.processes import Processes
     from ctxext.recommending import recommend as run
 
-    if measuring.Processes.here().world > 1:
+    if Processes.here().world > 1:
         raise ValueError("recommend runs in one process. Start it without accelerate; --device auto spreads a model.")
     folder = checkpoint_folder(model, revision)
     check_not_extended(folder, existing)

@@ -59,7 +59,9 @@ class Material:
         rng = Random(f"fit {seed} {step}")
         short = self.text(self.trained, rng.randrange(2**31))
         lengths = [self.target, *(self.between(self._shortest, rng.random()) for _ in range(n_rows - 1))]
-        return short, [self.hidden(length, rng.random(), rng.randrange(2**31)) for length in lengths]
+        # Two in seven right at the beginning or right before the question, where most keys are lost.
+        depths = [min(1.0, max(0.0, rng.uniform(-0.2, 1.2))) for _ in lengths]
+        return short, [self.hidden(length, depth, rng.randrange(2**31)) for length, depth in zip(lengths, depths)]
 
     def tokens_of_a_step(self, n_rows: int) -> int:
         """Tokens that a step reads, about."""

@@ -5,12 +5,11 @@ from __future__ import annotations
 import platform
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 
 from ctxext.api import temporarily_extended
 from ctxext.evals.engine import Engine
@@ -25,36 +24,11 @@ from ctxext.fitting.live import LiveFactors, frozen
 from ctxext.fitting.objectives import Objective, Score, Scorer
 from ctxext.methods import LongRoPE, RopeScaling
 from ctxext.plans import factor_and_target
+from ctxext.processes import Processes
 from ctxext.saved import SavedMethod
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-
-@dataclass(frozen=True)
-class Processes:
-    """Which of how many processes this is, as `accelerate launch` starts them."""
-
-    rank: int = 0
-    world: int = 1
-
-    def total(self, tensor: Tensor) -> Tensor:
-        """The sum over all processes."""
-        if self.world == 1:
-            return tensor
-        from accelerate import PartialState
-        from accelerate.utils import reduce
-
-        # nccl adds up what is on its GPUs alone.
-        return reduce(tensor.to(PartialState().device), "sum").to(tensor.device)  # type: ignore[no-any-return]
-
-    def gathered(self, values: list[Any]) -> list[Any]:
-        """The lists of all processes, one after the other."""
-        if self.world == 1:
-            return values
-        from accelerate.utils import gather_object
-
-        return list(gather_object(values))
 
 
 DEFAULT, PERPLEXITY, ALONE = GradientSettings(), Objective(), Processes()

@@ -34,7 +34,7 @@ STARTS = ("yarn", "ntk_by_parts", "llama3", "ntk")
 # Positions of a row whose logits are held at once.
 SCORED = 2048
 # That a fit reads where nobody says how many steps.
-TOKENS = 250_000
+TOKENS = 400_000
 ACTIVATIONS = 4 * 2**30  # bytes
 
 
@@ -43,7 +43,7 @@ class GradientSettings:
     """How λ is learned.
 
     Attributes:
-        steps: of the optimizer; None for as many as read TOKENS, and at least 40.
+        steps: of the optimizer; None for as many as read TOKENS, and at least 30.
         learning_rate: of ln λ, for pairs that turn at most once within the target length. Faster ones get as much less
             as they turn more, so that a step moves the angle of every pair at the target by no more than theirs.
         attention_learning_rate: of ln attention_factor.
@@ -62,7 +62,7 @@ class GradientSettings:
     steps: int | None = None
     learning_rate: float = 0.04
     attention_learning_rate: float = 0.01
-    rows: int = 2
+    rows: int = 3
     short: float = 1.0
     text: float = 1.0
     retrieval: float = 50.0
@@ -173,7 +173,7 @@ class Validation:
         lengths = [material.between(material.trained, share) for share in (0.5, 1)]
         return cls(
             tuple(material.text(material.trained, seed, trial) for trial in range(4)),
-            tuple(material.hidden(length, depth, seed) for length in lengths for depth in (0.1, 0.5, 0.9)),
+            tuple(material.hidden(length, depth, seed) for length in lengths for depth in (0.0, 0.5, 1.0)),
         )
 
     @torch.no_grad()
@@ -193,27 +193,23 @@ class Validation:
 class Factors:
     """The numbers that are learned.
 
-    λ is exp(max(0, ln λ_start + u / turns)), where turns are those of the pair within the target, at least 1.
+    λ is exp(angle / turns), angle >= 0, where turns are those of the pair within the target, at least 1.
     """
 
     def __init__(self, rope: RopeGeometry, start: RopeScaling, target: int, monotone: bool) -> None:
-        turns = rope.inv_freq * target / (2 * math.pi)
-        self.step = 1 / turns.clamp(min=1)
-        self.first = start.rescale_factors(rope).log().clamp(min=0)
+        self.turns = (rope.inv_freq * target / (2 * math.pi)).clamp(min=1)
         self.monotone = monotone
-        self.moved = torch.zeros_like(self.first, requires_grad=True)
+        self.angles = (start.rescale_factors(rope).log().clamp(min=0) * self.turns).requires_grad_()
         self.log_attention = start.attention_scaling(rope).log().clone().requires_grad_()
 
-    def rescale_factors(self, moved: Tensor) -> Float64[Tensor, " pair"]:
-        log = self.first + moved * self.step
-        # At the bound the gradient passes, so that a pair can leave it again.
-        log = log + (log.clamp(min=0) - log).detach()
+    def rescale_factors(self, angles: Tensor) -> Float64[Tensor, " pair"]:
+        log = angles / self.turns
         return (log.cummax(-1).values if self.monotone else log).exp()
 
     @torch.no_grad()
     def bound(self) -> None:
         """Bring what went below λ = 1 back to it."""
-        self.moved.copy_(torch.maximum(self.moved, -self.first / self.step))
+        self.angles.clamp_(min=0)
 
 
 def fit_by_gradient(
@@ -249,12 +245,12 @@ def fit_by_gradient(
         starts[name] = starting_point(name, factor)
         tried[name] = check.losses(model, live, starts[name])
     start = min(tried, key=lambda name: tried[name]["short"] + tried[name]["text"])
-    steps = settings.steps or max(40, TOKENS // training.tokens_of_a_step(settings.rows))
+    steps = settings.steps or max(30, TOKENS // training.tokens_of_a_step(settings.rows))
     recompute = _activations(model, training.target) > ACTIVATIONS if settings.recompute is None else settings.recompute
     factors = Factors(rope, starts[start], training.target, settings.monotone)
     optimizer = torch.optim.Adam(
         [
-            {"params": [factors.moved], "lr": settings.learning_rate},
+            {"params": [factors.angles], "lr": settings.learning_rate},
             {"params": [factors.log_attention], "lr": settings.attention_learning_rate},
         ],
         betas=(0.9, 0.95),
@@ -264,7 +260,7 @@ def fit_by_gradient(
     passed: list[tuple[Tensor, Tensor]] = []
 
     def use() -> None:
-        live.put(factors.rescale_factors(factors.moved), factors.log_attention.exp())
+        live.put(factors.rescale_factors(factors.angles), factors.log_attention.exp())
 
     share = 0.0
     with recomputed(model) if recompute else nullcontext():
@@ -289,18 +285,18 @@ def fit_by_gradient(
                     f"step {len(history)} has losses that are not finite ({losses}). Load the model in float32 or "
                     "bfloat16, and see that the unextended model reads this text."
                 )
-            for number in (factors.moved, factors.log_attention):
+            for number in (factors.angles, factors.log_attention):
                 number.grad = reduce(torch.zeros_like(number) if number.grad is None else number.grad)
             optimizer.step()
             factors.bound()
             history.append({"seconds": elapsed, **losses})
             share = max(len(history) / steps, elapsed / (60 * settings.minutes) if settings.minutes else 0.0)
             if share >= 0.5:
-                passed.append((factors.moved.detach().clone(), factors.log_attention.detach().clone()))
+                passed.append((factors.angles.detach().clone(), factors.log_attention.detach().clone()))
             advance(min(share, 1.0), ", ".join(f"{kind} {value:.3f}" for kind, value in losses.items()))
     # The mean of the second half: what single steps add in noise is gone.
-    moved, log_attention = (torch.stack(part).mean(0) for part in zip(*passed))
-    fitted = _as_method(factors.rescale_factors(moved), log_attention.exp(), rope, factor)
+    angles, log_attention = (torch.stack(part).mean(0) for part in zip(*passed))
+    fitted = _as_method(factors.rescale_factors(angles), log_attention.exp(), rope, factor)
     tried["fitted"] = check.losses(model, live, fitted)
     kept = sum(tried["fitted"].values()) > sum(tried[start].values())
     if kept:

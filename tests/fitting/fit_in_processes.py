@@ -7,7 +7,7 @@ from pathlib import Path
 from test_episodes import steps
 
 from ctxext.cli import commands
-from ctxext.cli.measuring import Processes
+from ctxext.processes import Processes
 
 for arguments in json.loads(sys.argv[1]):
     commands(arguments, standalone_mode=False)

@@ -63,6 +63,19 @@ def test_rows_have_exactly_the_lengths_and_ask_for_what_they_hide(kind: str) -> 
     assert len(set(lengths)) == len(lengths)
 
 
+def test_many_keys_stand_right_at_the_beginning_or_right_before_the_question() -> None:
+    material = parts()[0]
+    first = last = 0
+    for step in range(70):
+        row = material.step(0, step, 1)[1][0]
+        before, after = material.prompter.decode(row.input_ids).split("The pass key is", 1)
+        fact = after[: after.index("What is the pass key?")]
+        last += fact.count(".") == 3  # its own
+        first += sum(before.count(mark) for mark in ".?!") <= 1
+    assert 10 <= first <= 30
+    assert 10 <= last <= 30
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_text_to_choose_by_is_never_learned_from(kind: str) -> None:
     learnt, other = parts(kind)

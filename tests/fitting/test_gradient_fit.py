@@ -150,7 +150,7 @@ def test_processes_end_at_the_step_at_which_their_clocks_mean_to() -> None:
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"steps": 0}, "steps and rows must be >= 1, got 0 and 2"),
+        ({"steps": 0}, "steps and rows must be >= 1, got 0 and 3"),
         ({"rows": 0}, "steps and rows must be >= 1, got None and 0"),
         ({"minutes": 0.0}, "minutes must be a finite number > 0, got 0"),
         ({"minutes": math.nan}, "minutes must be a finite number > 0, got nan"),

@@ -1,0 +1,52 @@
+"""The processes of `accelerate launch`, where it started any."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Processes:
+    """Which of how many processes this is; one alone without `accelerate launch`."""
+
+    rank: int = 0
+    world: int = 1
+
+    @classmethod
+    def here(cls) -> Processes:
+        if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+            return cls()
+        from accelerate import PartialState
+
+        state = PartialState(cpu=not torch.cuda.is_available())
+        return cls(state.process_index, state.num_processes)
+
+    def wait(self) -> None:
+        """Until all processes are here."""
+        if self.world > 1:
+            from accelerate import PartialState
+
+            PartialState().wait_for_everyone()
+
+    def total(self, tensor: Tensor) -> Tensor:
+        """The sum over all processes."""
+        if self.world == 1:
+            return tensor
+        from accelerate import PartialState
+        from accelerate.utils import reduce
+
+        # nccl adds up what is on its GPUs alone.
+        return reduce(tensor.to(PartialState().device), "sum").to(tensor.device)  # type: ignore[no-any-return]
+
+    def gathered(self, values: list[Any]) -> list[Any]:
+        """The lists of all processes, one after the other."""
+        if self.world == 1:
+            return values
+        from accelerate.utils import gather_object
+
+        return list(gather_object(values))
