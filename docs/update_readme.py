@@ -252,7 +252,8 @@ def fit_table(each_seed: bool, page: str) -> str:
         "",
         f"Keys at every length from 128 tokens to the target, {prompts} prompts a length ({few} of {how['long']:,} "
         f"tokens and more); {how['windows']} windows of the target length; the half of *Persuasion* not fitted on; "
-        f"the longest fit: {slowest / 60:.1f} min ({summary['machine']}); from [{file}]({os.path.relpath(file, page)}).",
+        f"the longest fit: {slowest / 60:.1f} min ({summary['machine']}); "
+        f"from [{file}]({os.path.relpath(file, page)}).",
     ]
     return "\n".join(lines)
 
