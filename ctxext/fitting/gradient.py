@@ -94,8 +94,8 @@ class Fit:
         start: the named method that it began with.
         tried: the losses on validation text of every method that was tried, by name and kind.
         history: for each step its seconds and losses.
-        kept_start: whether `method` is the start itself, as what was learned has the larger sum of losses on text that
-            was not learned from.
+        kept_start: whether `method` is the start itself, as what was learned has the larger sum of losses, weighted as
+            in the steps, on text that was not learned from.
     """
 
     method: LongRoPE
@@ -298,7 +298,8 @@ def fit_by_gradient(
     angles, log_attention = (torch.stack(part).mean(0) for part in zip(*passed))
     fitted = _as_method(factors.rescale_factors(angles), log_attention.exp(), rope, factor)
     tried["fitted"] = check.losses(model, live, fitted)
-    kept = sum(tried["fitted"].values()) > sum(tried[start].values())
+    learned, begun = (sum(getattr(settings, kind) * tried[name][kind] for kind in KINDS) for name in ("fitted", start))
+    kept = learned > begun
     if kept:
         fitted = _as_method(starts[start].rescale_factors(rope), starts[start].attention_scaling(rope), rope, factor)
     return Fit(fitted, start, tried, history, kept)

@@ -66,7 +66,9 @@ def test_what_is_worse_than_its_start_on_other_text_is_not_given_out() -> None:
         assert found.method.long_factor == tuple(yarn.rescale_factors(live.rope).tolist())
         assert found.method.attention_factor == float(yarn.attention_scaling(live.rope))
     assert found.kept_start
-    assert sum(found.tried["fitted"].values()) > sum(found.tried["yarn"].values())
+    weights = {"short": settings.short, "text": settings.text, "retrieval": settings.retrieval}
+    learned, begun = (sum(w * found.tried[name][kind] for kind, w in weights.items()) for name in ("fitted", "yarn"))
+    assert learned > begun
 
 
 def test_recomputing_changes_no_fit() -> None:
