@@ -1,6 +1,6 @@
 """Fitted rescale factors beside every named static method, on the shipped model: no weight changes.
 
-    python benchmarks/fit.py                              # ×2 to ×16, five seeds, and one search by evolution
+    python benchmarks/fit.py                              # ×2 to ×16, five seeds (×16: two), and a search by evolution
     python benchmarks/fit.py --factors 8 --seeds 0 --evolution 0
     python benchmarks/fit.py --ablation 0 1 --factors 4   # what each part of the fit does
 
@@ -48,7 +48,8 @@ from ctxext.saved import SavedMethod, read_saved
 STATIC = ("pi", "ntk", "ntk_by_parts", "yarn", "llama3", "abf", "resonance", "drope")
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
 TRIALS, LONG_TRIALS, WINDOWS, SHORT_WINDOWS, SEED = 12, 4, 10, 24, 7
-LONG = 8192  # tokens, from which on there are LONG_TRIALS texts a length
+LONG = 8192  # tokens, from which on there are LONG_TRIALS texts a length and LONG_SEEDS fits
+LONG_SEEDS = 2
 SETTINGS = {
     "trials": TRIALS, "long": LONG, "long_trials": LONG_TRIALS, "depths": DEPTHS,
     "windows": WINDOWS, "short_windows": SHORT_WINDOWS,
@@ -56,15 +57,15 @@ SETTINGS = {
 # Against the defaults: one thing changed in each.
 ABLATION: dict[str, dict[str, Any]] = {
     "no keys": {"retrieval": 0.0},
-    "no text": {"text": 0.0},
+    "start from yarn": {"start": "yarn"},
     "nothing short": {"short": 0.0},
     "the target length alone": {"rows": 1},
-    "start from yarn": {"start": "yarn"},
-    "monotone": {"monotone": True},
-    "λ alone": {"attention_learning_rate": 0.0},
-    "attention factor alone": {"learning_rate": 0.0},
     "one step size for every pair": {"factors": "even"},
     "noise in λ": {"factors": "noisy"},
+    "monotone": {"monotone": True},
+    "no text": {"text": 0.0},
+    "λ alone": {"attention_learning_rate": 0.0},
+    "attention factor alone": {"learning_rate": 0.0},
 }
 # What the parts that are kept depend on beside their names.
 MEASURED = fingerprint(SETTINGS, SEED)
@@ -85,15 +86,19 @@ def main() -> None:
         ablate(args)
     parts: list[Part] = []
     for factor in args.factors:
-        parts += [(factor, f"fitted, seed {seed}", {"seed": seed}, factor) for seed in args.seeds]
+        parts += [(factor, f"fitted, seed {seed}", {"seed": seed}, factor) for seed in seeds_at(factor, args.seeds)]
         parts += [(factor, name, None, factor) for name in ("none", *STATIC)]
     measured = run(parts)
     report = Report("fit", seed=SEED)
-    table = {factor: compare(report, factor, measured, args.seeds) for factor in args.factors}
+    table = {factor: compare(report, factor, measured, seeds_at(factor, args.seeds)) for factor in args.factors}
     if args.evolution:
         evolution(report, args.evolution)
     draw(args.factors, args.seeds, args.output / "lambda.png")
     report.finish(args.output / "summary.json", table=table, settings=SETTINGS)
+
+
+def seeds_at(factor: int, seeds: list[int]) -> list[int]:
+    return seeds[:LONG_SEEDS] if 512 * factor >= LONG else seeds
 
 
 # ------------------------------------------------------------------------------------------- the parts
@@ -345,9 +350,10 @@ def draw(factors: list[int], seeds: list[int], path: Path) -> None:
     figure = Figure(figsize=(4 * len(factors), 3.6), layout="constrained")
     rope = RopeGeometry.plain(64, 1250.0, 512)
     for axes, factor in zip(figure.subplots(1, len(factors), squeeze=False)[0], factors):
-        for seed in seeds:
+        here = seeds_at(factor, seeds)
+        for seed in here:
             saved = read_saved(file_of(factor, f"fitted, seed {seed}", True))
-            label = f"fitted, {len(seeds)} seeds" if seed == seeds[0] else None
+            label = f"fitted, {len(here)} seeds" if seed == here[0] else None
             axes.plot(saved.method.rescale_factors(rope), color="#c23b22", alpha=0.6, linewidth=1, label=label)
         for name, style in (("yarn", "--"), ("llama3", ":")):
             factors_of = make_method(name, float(factor)).rescale_factors(rope)
