@@ -268,7 +268,7 @@ def ablation_table() -> str:
     for name, value in figures.items():
         what, _, kind = name.partition(": ")
         factor, _, changed = what.partition(" ")
-        changed = re.sub(r", seed \d+$", "", changed)
+        changed = re.sub(r", seed \d+", "", changed)
         found.setdefault((factor, changed), {}).setdefault(kind, []).append(value)
     lines = [
         "| | | keys found | loss of a key (nats) | perplexity | loss within 512, over |",
