@@ -229,7 +229,7 @@ def fit_table(each_seed: bool, page: str) -> str:
         fitted = [row for name, row in rows.items() if name.startswith("fitted")]
         shown = rows
         if not each_seed:
-            shown = {name: rows[name] for name in dict.fromkeys(["yarn", best["keys"], best["text"]])}
+            shown = {name: rows[name] for name in dict.fromkeys([best["keys"], best["text"]])}
             numbers = ("found", "found_at_target", "key_loss", "perplexity")
             mean = {key: sum(row[key] for row in fitted) / len(fitted) for key in numbers}
             price = sum(row["short"]["value"] for row in fitted) / len(fitted)
