@@ -215,15 +215,15 @@ def serving(repo_id: str, config: Any) -> tuple[Serving, ...]:
     from ctxext.engines.rules import NotExportable, export_for
 
     served = []
-    for engine in ("vllm", "sglang", "llama.cpp"):
+    for engine, name in (("vllm", "vLLM"), ("sglang", "SGLang"), ("llama.cpp", "llama.cpp")):
         try:
             export = export_for(engine, config, model=repo_id)
         except NotExportable as error:
-            served.append(Serving(engine, "", (str(error),)))
+            served.append(Serving(name, "", (str(error),)))
             continue
         if export.flags:
             command = shlex.join([*(f"{name}={value}" for name, value in export.environment.items()), *export.flags])
-            served.append(Serving(engine, command, (f"{engine} {export.least_version} or newer.", *export.warnings)))
+            served.append(Serving(name, command, (f"{name} {export.least_version} or newer.", *export.warnings)))
     return tuple(served)
 
 
