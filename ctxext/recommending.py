@@ -253,6 +253,7 @@ def recommend(
     target_length: int | None = None,
     methods: Sequence[str | ContextMethod] | None = None,
     fitted: bool = True,
+    portable: bool = False,
     original_max_position_embeddings: int | None = None,
     existing: str = "refuse",
     names: tuple[str, str] = ("model", "text"),
@@ -270,6 +271,7 @@ def recommend(
         results: a new file for the samples.
         methods: candidates; None for every registered method that needs neither training nor options.
         fitted: whether rescale factors are fitted too.
+        portable: leave out what no saved config can say, and so neither plain transformers nor a server would run.
         names: of model and text, for the file.
         about: facts for the header of the results.
         began: when the time began, by `time.perf_counter()`; None for now.
@@ -292,8 +294,8 @@ def recommend(
     left_out: dict[str, str] = {}
     for variant in list(candidates):
         clock.tell(f"trying {variant.name}")
-        refusal = target.refusal(variant)
-        if refusal is not None:
+        refusal = target.refusal(variant) or (portable and _no_config_says(model, variant))
+        if refusal:
             candidates.remove(variant)
             left_out[variant.name] = refusal
     if not candidates:
@@ -346,6 +348,12 @@ def _usual(model: PreTrainedModel) -> list[str]:
         for cls in list_methods(encoding)
         if "zero-shot" in cls.training and all(f.name == "factor" or f.default is not MISSING for f in fields(cls))
     ]
+
+
+def _no_config_says(model: PreTrainedModel, variant: Variant) -> str | None:
+    """Why a saved config cannot say what a variant does; None where it can."""
+    why = plan_extension(model.config, model=model, **(variant.extension or {})).why_not_portable
+    return why and f"no config can say it, as {why}."
 
 
 @dataclass
@@ -532,7 +540,8 @@ def _recommended(
     speed = speeds(target, timed, race.text.token_ids[: race.length], repeats=race.speed_repeats)
     cache = kv_cache_bytes(text_config_of(config), race.length, target.model.dtype.itemsize)
     plan = race.plans[choice.variant]
-    why = reasons(summary, choice, plan, [engine for engine in ENGINES if _runs(engine, config, plan)])
+    engines = [engine for engine in ENGINES if _runs(engine, config, plan)]
+    why = reasons(summary, choice, plan, engines, race.portable)
     about = {
         "model": names[0],
         "trained_length": summary.trained_length,
@@ -574,7 +583,7 @@ def _runs(engine: str, config: PreTrainedConfig, plan: Plan) -> bool:
     return True
 
 
-def reasons(summary: Summary, choice: Choice, plan: Plan, engines: Sequence[str]) -> str:
+def reasons(summary: Summary, choice: Choice, plan: Plan, engines: Sequence[str], portable: Collection[str]) -> str:
     """Why this one, for people: a paragraph."""
     name, target = choice.variant, summary.beyond[-1]
     said = [
@@ -603,4 +612,7 @@ def reasons(summary: Summary, choice: Choice, plan: Plan, engines: Sequence[str]
         said.append(f"Its saved config runs in {', '.join(engines)}.")
     else:
         said.append(f"No config can say it, as {plan.why_not_portable}: ctxext.load runs it in transformers.")
+        plain = next((v for v in choice.ranking if v in portable), None)
+        if plain is not None:
+            said.append(f"Of those that a config can say, for servers too, {plain} comes first (--portable).")
     return " ".join(said)

@@ -233,7 +233,8 @@ def fit_table(each_seed: bool, page: str) -> str:
             numbers = ("found", "found_at_target", "key_loss", "perplexity")
             mean = {key: sum(row[key] for row in fitted) / len(fitted) for key in numbers}
             price = sum(row["short"]["value"] for row in fitted) / len(fitted)
-            shown[f"fitted, mean of {len(fitted)} seeds"] = {**mean, "short": {"value": price}}
+            name = f"fitted, mean of {len(fitted)} seeds" if len(fitted) > 1 else "fitted, one seed"
+            shown[name] = {**mean, "short": {"value": price}}
         for name, row in shown.items():
             short = row["short"]
             price = "" if short is None else f"{short['value']:+.4f}"
@@ -246,23 +247,25 @@ def fit_table(each_seed: bool, page: str) -> str:
             cells += [f"{row['found']:.1%}", f"{row['found_at_target']:.0%}", f"{row['key_loss']:.4f}"]
             lines.append("| " + " | ".join([*cells, f"{row['perplexity']:.2f}", price]) + " |")
     how = summary["settings"]
-    slowest = max(row["seconds"] or 0 for part in summary["table"].values() for row in part["rows"].values())
+    slowest = {
+        factor: max(row["seconds"] or 0 for row in part["rows"].values()) / 60
+        for factor, part in summary["table"].items()
+    }
     prompts, few = (how[key] * len(how["depths"]) for key in ("trials", "long_trials"))
     lines += [
         "",
         f"Keys at every length from 128 tokens to the target, {prompts} prompts a length ({few} of {how['long']:,} "
         f"tokens and more); {how['windows']} windows of the target length; the half of *Persuasion* not fitted on; "
-        f"the longest fit: {slowest / 60:.1f} min ({summary['machine']}); "
+        f"the longest fit: {', '.join(f'{minutes:.1f} min at ×{factor}' for factor, minutes in slowest.items())} "
+        f"({summary['machine']}); "
         f"from [{file}]({os.path.relpath(file, page)}).",
     ]
     return "\n".join(lines)
 
 
-def ablation_table() -> str:
-    """What each part of the fit does, of docs/fit/ablation.json: means over its seeds."""
-    figures = {
-        name: f["value"] for name, f in json.loads((ROOT / "docs/fit/ablation.json").read_text())["figures"].items()
-    }
+def parts_table(file: str) -> str:
+    """What parts of the fit do, from a record of benchmarks/fit.py --ablation or fit_by_layer.py: means over seeds."""
+    figures = {name: f["value"] for name, f in json.loads((ROOT / file).read_text())["figures"].items()}
     kinds = ["share of keys found", "loss of a key in nats", "perplexity", "loss within 512, over"]
     found: dict[tuple[str, str], dict[str, list[float]]] = {}
     for name, value in figures.items():
@@ -287,7 +290,11 @@ TABLES = {
         "demo": partial(comparison_table, "docs/demo/summary.json"),
     },
     "recipes/README.md": {"finetune": finetune_table},
-    "docs/fit/README.md": {"fit": partial(fit_table, True, "docs/fit"), "ablation": ablation_table},
+    "docs/fit/README.md": {
+        "fit": partial(fit_table, True, "docs/fit"),
+        "ablation": partial(parts_table, "docs/fit/ablation.json"),
+        "layers": partial(parts_table, "docs/fit/by_layer.json"),
+    },
     "docs/late_rotation.md": {
         "dynamic-shipped": partial(dynamic_table, "docs/dynamic/austen-4m.json", "docs"),
         "dynamic-smollm2": partial(dynamic_table, "docs/dynamic/SmolLM2-135M-Instruct.json", "docs"),

@@ -18,7 +18,8 @@ from ctxext.evals.prompts import Prompter
 from ctxext.evals.results import Header, Results, read_results
 from ctxext.evals.summary import Summary
 from ctxext.fitting.episodes import split
-from ctxext.recommending import FIRST, choose, recommend, staying
+from ctxext.planning import plan_extension
+from ctxext.recommending import FIRST, choose, reasons, recommend, staying
 from ctxext.saved import read_saved
 
 
@@ -154,6 +155,25 @@ def test_a_recommendation_is_a_method_that_extend_context_takes(shipped, tmp_pat
     assert model.context_extension.plan.target_length == 256
     restore_context(model)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_portable_leaves_out_what_no_config_can_say(shipped, tmp_path: Path) -> None:
+    found = recommend(
+        *shipped, read_prose(PERSUASION)[:2_400], 2, methods=["llama3", "self_extend"], portable=True,
+        original_max_position_embeddings=128, minutes=0.1, results=tmp_path / "results.jsonl",
+    )  # fmt: skip
+    assert found.variant == "llama3"
+    assert found.texts.keys() == {"none", "llama3"}
+    assert found.left_out["self_extend"] == "no config can say it, as it rotates inside attention."
+
+
+def test_who_needs_a_config_learns_which_method_comes_first_there() -> None:
+    summary = measured({"dynamic_ntk": 1.0, "ntk": 0.6, "yarn": 0.8}, {})
+    portable = {"ntk", "yarn"}
+    choice = choose(summary, ["dynamic_ntk", "ntk", "yarn"], portable)
+    plan = plan_extension(LlamaConfig(max_position_embeddings=512), factor=2, method="dynamic_ntk")
+    said = reasons(summary, choice, plan, [], portable)
+    assert "Of those that a config can say, for servers too, yarn comes first" in said
 
 
 def test_what_is_fitted_on_is_not_compared_on(shipped, tmp_path: Path) -> None:

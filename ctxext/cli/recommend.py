@@ -32,6 +32,10 @@ def recommend(
         typer.Option(help="Comma-separated names or files. Default: those that need neither training nor options."),
     ] = None,
     no_fit: Annotated[bool, typer.Option("--no-fit", help="Fit no rescale factors to the model.")] = False,
+    portable: Annotated[
+        bool,
+        typer.Option("--portable", help="Only what a saved config can say: plain transformers and servers run it."),
+    ] = False,
     results: Annotated[
         Path | None, typer.Option(help="Keep the samples in this new file, for `ctxext report`.")
     ] = None,
@@ -82,6 +86,7 @@ def recommend(
             target_length=target_length,
             methods=[name.strip() for name in methods.split(",")] if methods else None,
             fitted=not no_fit,
+            portable=portable,
             original_max_position_embeddings=original_max_position_embeddings,
             existing=existing,
             names=(folder.name, path.name),
