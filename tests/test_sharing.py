@@ -254,6 +254,7 @@ def test_the_card_says_what_was_done_and_invents_no_numbers(extended: Path, hub:
     ):
         assert words in card.text
     assert "vllm serve ada/tiny-256 --max-model-len 256" in card.text
+    assert "\nvLLM:\n" in card.text
 
 
 def test_a_readme_that_is_there_is_kept_and_the_section_replaced(extended: Path, hub: LocalHub) -> None:
