@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,21 +19,7 @@ from types import TracebackType
 from typing import Any
 
 import torch
-from fit import (
-    FITTED,
-    RUNS,
-    SEED,
-    SETTINGS,
-    Part,
-    found,
-    key_difference,
-    lost,
-    mean,
-    measure,
-    ready,
-    run,
-    text_difference,
-)
+from fit import FITTED, RUNS, SEED, SETTINGS, Part, add_part, key_difference, measure, ready, run, text_difference
 from report import Report
 from rich.progress import track
 from torch import Tensor
@@ -62,11 +47,7 @@ def main() -> None:
     for (factor, seed), layered in each.items():
         base, same = one[factor, "none", factor], one[factor, f"fitted, seed {seed}", factor]
         for name, result in (("one λ", same), ("λ for each layer", layered)):
-            here = f"×{factor} {name}, seed {seed}"
-            report.add(f"{here}: share of keys found", found(result))
-            report.add(f"{here}: loss of a key in nats", lost(result))
-            report.add(f"{here}: perplexity", math.exp(mean(result["long"])))
-            report.add(f"{here}: loss within 512, over", mean(result["short"]) / mean(base["short"]) - 1)
+            add_part(report, f"×{factor} {name}, seed {seed}", result, base)
     differences = {
         f"×{factor}, seed {seed}": {
             "keys": key_difference(layered, one[factor, f"fitted, seed {seed}", factor])._asdict(),
