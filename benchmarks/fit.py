@@ -42,7 +42,7 @@ from ctxext.fitting import gradient
 from ctxext.fitting.evolution import EvolutionSettings
 from ctxext.fitting.fit import fit
 from ctxext.fitting.gradient import GradientSettings
-from ctxext.methods import make_method
+from ctxext.methods import RopeScaling, make_method
 from ctxext.saved import SavedMethod, read_saved
 
 STATIC = ("pi", "ntk", "ntk_by_parts", "yarn", "llama3", "abf", "resonance", "drope")
@@ -56,18 +56,16 @@ SETTINGS = {
 # Against the defaults: one thing changed in each.
 ABLATION: dict[str, dict[str, Any]] = {
     "no keys": {"retrieval": 0.0},
-    "start from yarn": {"start": "yarn"},
-    "nothing short": {"short": 0.0},
-    "the target length alone": {"rows": 1},
-    "one step size for every pair": {"factors": "even"},
-    "noise in λ": {"factors": "noisy"},
-    "monotone": {"monotone": True},
     "no text": {"text": 0.0},
-    "λ alone": {"attention_learning_rate": 0.0},
-    "attention factor alone": {"learning_rate": 0.0},
+    "nothing short": {"short": 0.0},
+    "start from yarn": {"start": "yarn"},
+    "half of the evaluations": {"evaluations": GradientSettings().evaluations // 2},
+    "a number for each pair, too": {"learned": "pairs"},
+    "λ alone": {"learned": "factors"},
+    "attention factor alone": {"learned": "attention"},
 }
 # These at every factor of an ablation; the others at its first alone.
-MAIN = ("λ alone", "attention factor alone")
+MAIN = ("a number for each pair, too", "λ alone", "attention factor alone")
 # What the parts that are kept depend on beside their names.
 MEASURED = fingerprint(SETTINGS, SEED)
 FITTED = fingerprint(SETTINGS, SEED, asdict(GradientSettings()), gradient.TOKENS)
@@ -151,43 +149,59 @@ NAMES = ("austen-4m", "first half of Persuasion")
 
 
 def fitted(
-    model: Any, prompter: Prompter, seen: str, factor: int, path: Path, *, factors: str | None = None, **changes: Any
+    model: Any, prompter: Prompter, seen: str, factor: int, path: Path, *, learned: str = "ramp", **changes: Any
 ) -> SavedMethod:
     if not path.is_file():
-        with learned_as(factors):
+        with learned_as(LEARNED[learned]):
             saved = fit(model, prompter, seen, factor, settings=GradientSettings(**changes), names=NAMES)
         path.parent.mkdir(parents=True, exist_ok=True)
         saved.save(path)
     return read_saved(path)
 
 
-class Even(gradient.Factors):
-    """A step of the optimizer moves ln λ of every pair alike."""
+class FactorsAlone(gradient.Ramp):
+    """The attention factor stays that of the start."""
 
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
-        self.angles = (self.angles.detach() / self.turns).requires_grad_()
-        self.turns = torch.ones_like(self.turns)
+    def attention_factor(self, numbers: torch.Tensor) -> torch.Tensor:
+        return super().attention_factor(torch.zeros_like(numbers))
 
 
-class Noisy(gradient.Factors):
-    """In every step of the fit, ln λ is off by about a tenth, and by less where pairs turn more."""
+class AttentionAlone(gradient.Ramp):
+    """λ stays that of the start."""
 
-    def rescale_factors(self, angles: torch.Tensor) -> torch.Tensor:
-        noise = 0.1 * torch.randn_like(angles) if angles.requires_grad else 0.0
-        return super().rescale_factors(angles + noise)
+    def __init__(self, rope: RopeGeometry, start: RopeScaling) -> None:
+        super().__init__(rope, start)
+        self.UNITS = torch.tensor([0.0, 0.0, 0.0, 0.1], dtype=torch.float64)
+
+
+class EachPair(gradient.Ramp):
+    """Beside the four, a number for each pair: of ln λ, in units that move all angles at the target alike."""
+
+    def __init__(self, rope: RopeGeometry, start: RopeScaling) -> None:
+        super().__init__(rope, start)
+        self.units = 0.3 / (2**self.octaves * start.factor).clamp(min=1)
+        self.numbers = torch.zeros(4 + len(self.units), dtype=torch.float64, requires_grad=True)
+
+    def rescale_factors(self, numbers: torch.Tensor) -> torch.Tensor:
+        ramp = super().rescale_factors(numbers[:4])
+        return (ramp.log() + self.units * numbers[4:]).clamp(min=0).exp() if len(numbers) > 4 else ramp
+
+    def attention_factor(self, numbers: torch.Tensor) -> torch.Tensor:
+        return super().attention_factor(numbers[:4])
+
+
+LEARNED = {"ramp": gradient.Ramp, "factors": FactorsAlone, "attention": AttentionAlone, "pairs": EachPair}
 
 
 @contextmanager
-def learned_as(kind: str | None) -> Iterator[None]:
-    """With another parametrisation, for the ablation."""
-    former = gradient.Factors
-    torch.manual_seed(0)
-    gradient.Factors = {None: former, "even": Even, "noisy": Noisy}[kind]  # type: ignore[misc]
+def learned_as(kind: type[gradient.Ramp]) -> Iterator[None]:
+    """Fits learn the numbers of another kind."""
+    former = gradient.Ramp
+    gradient.Ramp = kind  # type: ignore[misc]
     try:
         yield
     finally:
-        gradient.Factors = former  # type: ignore[misc]
+        gradient.Ramp = former  # type: ignore[misc]
 
 
 def measure(model, prompter: Prompter, text: str, to: int) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
     python benchmarks/fit_by_layer.py
 
-The fit of `ctxext fit` with (d/2 + 1) numbers a layer, beside the fits of benchmarks/fit.py with the same seeds, which
+The fit of `ctxext fit` with four numbers a layer, beside the fits of benchmarks/fit.py with the same seeds, which
 are taken from runs/fit where they stand already.
 """
 
@@ -19,7 +19,20 @@ from types import TracebackType
 from typing import Any
 
 import torch
-from fit import FITTED, RUNS, SEED, SETTINGS, Part, add_part, key_difference, measure, ready, run, text_difference
+from fit import (
+    FITTED,
+    RUNS,
+    SEED,
+    SETTINGS,
+    Part,
+    add_part,
+    key_difference,
+    learned_as,
+    measure,
+    ready,
+    run,
+    text_difference,
+)
 from report import Report
 from rich.progress import track
 from torch import Tensor
@@ -131,21 +144,20 @@ class LayeredFactors(LiveFactors):
 
 @contextmanager
 def learned_by_layer(n_layers: int) -> Iterator[None]:
-    """The fit with numbers for each layer."""
+    """The fit with four numbers for each layer."""
 
-    class ByLayer(gradient.Factors):
-        def __init__(self, *arguments: Any) -> None:
-            super().__init__(*arguments)
-            self.angles = self.angles.detach().repeat(n_layers, 1).requires_grad_()
-            self.log_attention = self.log_attention.detach().repeat(n_layers).requires_grad_()
+    class ByLayer(gradient.Ramp):
+        def __init__(self, rope: RopeGeometry, start: RopeScaling) -> None:
+            super().__init__(rope, start)
+            self.numbers = torch.zeros(n_layers, 4, dtype=torch.float64, requires_grad=True)
 
-    former = gradient.Factors, gradient._as_method
-    gradient.Factors = ByLayer  # type: ignore[misc]
+    former = gradient._as_method
     gradient._as_method = lambda factors, attention, rope, factor: Layered(factors, attention)  # type: ignore[assignment]
     try:
-        yield
+        with learned_as(ByLayer):
+            yield
     finally:
-        gradient.Factors, gradient._as_method = former  # type: ignore[misc]
+        gradient._as_method = former
 
 
 if __name__ == "__main__":

@@ -49,8 +49,8 @@ TIED_FOUND, TIED_LOSS = 0.05, 0.01
 LEAVES = 0.01
 # The least number of texts that say anything: one window does not show how much windows differ.
 FIRST = 2
-# The share of the time that a fit may take, and how often it reads what it learns from at the least.
-FIT_SHARE, FIT_READINGS = 0.4, 80
+# The share of the time that a fit may take, and the fewest evaluations that have shown to be worth it.
+FIT_SHARE, EVALUATIONS = 0.4, 5
 # Of the time, for the speed of the one that is chosen.
 SPEED_SHARE = 0.1
 # Tokens that are written behind the target length to know the speed of writing.
@@ -323,7 +323,7 @@ def recommend(
     saved = None
     if learnt:
         room = min(FIT_SHARE * clock.seconds, clock.left - race.first_round(len(candidates) + 1))
-        least = FIT_READINGS * (trained + longest) / race.tokens_a_second
+        least = GradientSettings(evaluations=EVALUATIONS).tokens(trained, longest) / race.tokens_a_second
         if room >= least:
             saved = fit(
                 model, prompter, learnt, target_length=longest, names=names,

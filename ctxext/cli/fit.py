@@ -23,17 +23,20 @@ def fit(
     target_length: TargetLength = None,
     by: Annotated[str, typer.Option(help="gradient, or evolution (LongRoPE's search).")] = "gradient",
     text: Annotated[Path | None, typer.Option(help="Prose to fit on; Persuasion if not given.")] = None,
-    steps: Annotated[
-        int | None, typer.Option(help="Of the gradient descent; 400,000 tokens' worth if not given.")
+    evaluations: Annotated[
+        int | None,
+        typer.Option(help="By gradient: of the loss, 10 if not given.  By evolution: end after so many candidates."),
+    ] = None,
+    rows: Annotated[
+        int | None, typer.Option(help="Texts with a hidden key that an evaluation reads; by the length if not given.")
     ] = None,
     minutes: Annotated[float | None, typer.Option(help="End after that time at the latest.")] = None,
     start: Annotated[
-        str | None, typer.Option(help="Begin the descent with this method; the best named one if not given.")
+        str | None, typer.Option(help="Begin with yarn, ntk_by_parts, llama3 or ntk; the best of them if not given.")
     ] = None,
     retrieval: Annotated[
-        float | None, typer.Option(help="Weight of hidden keys against text; 50 if not given.")
+        float | None, typer.Option(help="Weight of hidden keys against text; 0.2 if not given.")
     ] = None,
-    monotone: Annotated[bool, typer.Option("--monotone", help="Keep λ from falling with the pair's index.")] = False,
     objective: Annotated[
         str | None,
         typer.Option(
@@ -48,7 +51,6 @@ def fit(
     windows: Annotated[
         int | None, typer.Option(help="Texts that the search reads under each candidate; 2 if not given.")
     ] = None,
-    evaluations: Annotated[int | None, typer.Option(help="End the search after so many candidates.")] = None,
     search: Annotated[Path | None, typer.Option(help="Where the search keeps its scores, to go on from.")] = None,
     original_max_position_embeddings: TrainedLength = None,
     style: measuring.PromptStyle = None,
@@ -76,15 +78,15 @@ def fit(
     if output.suffix != SUFFIX:
         raise typer.BadParameter(f"--output must end in {SUFFIX}, as --method takes {str(output)!r} for a name.")
     check_writable(output)
-    descent = {"steps": steps, "start": start, "retrieval": retrieval, "monotone": monotone or None}
+    descent = {"rows": rows, "start": start, "retrieval": retrieval}
     aim: dict[str, Any] = {"objective": objective, "short_limit": short_limit, "windows": windows}
-    others = {**aim, "evaluations": evaluations, "search": search} if by == "gradient" else descent
+    others = {**aim, "search": search} if by == "gradient" else descent
     wrong = [f"--{name.replace('_', '-')}" for name, value in others.items() if value is not None]
     if wrong:
         raise typer.BadParameter(f"{', '.join(wrong)} does not go with --by {by}.")
     settings: GradientSettings | EvolutionSettings
     if by == "gradient":
-        settings = GradientSettings(minutes=minutes, seed=seed, **_given(descent))
+        settings = GradientSettings(minutes=minutes, seed=seed, **_given({**descent, "evaluations": evaluations}))
     else:
         settings = EvolutionSettings(minutes=minutes, evaluations=evaluations, seed=seed)
     aim["name"] = aim.pop("objective")
@@ -136,7 +138,7 @@ def fit_table(saved: SavedMethod) -> Table:
         titles = {
             "short": "change within the trained length (nats a token)",
             "text": "loss of longer text (nats a token)",
-            "retrieval": "loss of a hidden key (nats)",
+            "key": "loss of a hidden key (nats)",
         }
         rows, where = about["losses"], "text that was not learned from"
     else:

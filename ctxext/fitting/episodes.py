@@ -54,24 +54,13 @@ class Material:
         sample = Passkey().sample(Place("passkey", length, depth, trial, seed), self.prompter, self.haystack)
         return Episode(sample.input_ids, 1, len(sample.input_ids) - sample.n_prompt)
 
-    def step(self, seed: int, step: int, n_rows: int) -> tuple[Episode, list[Episode]]:
-        """What one step reads: text of the trained length, and rows that hide a key, the first of the target length."""
-        rng = Random(f"fit {seed} {step}")
-        short = self.text(self.trained, rng.randrange(2**31))
-        lengths = [self.target, *(self.between(self._shortest, rng.random()) for _ in range(n_rows - 1))]
+    def texts(self, seed: int, n_rows: int) -> tuple[list[Episode], list[Episode]]:
+        """What a fit reads: two texts of the trained length, and rows of the target length that hide a key."""
+        rng = Random(f"fit {seed}")
+        shorts = [self.text(self.trained, rng.randrange(2**31)) for _ in range(2)]
         # Two in seven right at the beginning or right before the question, where most keys are lost.
-        depths = [min(1.0, max(0.0, rng.uniform(-0.2, 1.2))) for _ in lengths]
-        return short, [self.hidden(length, depth, rng.randrange(2**31)) for length, depth in zip(lengths, depths)]
-
-    def tokens_of_a_step(self, n_rows: int) -> int:
-        """Tokens that a step reads, about."""
-        mean = (self.target - self._shortest) / math.log(self.target / self._shortest)
-        return round(self.trained + self.target + (n_rows - 1) * mean)
-
-    @property
-    def _shortest(self) -> int:
-        """Tokens: rows are drawn from a quarter of the trained length on, evenly in the logarithm."""
-        return min(max(self.trained // 4, 96), self.target - 1)
+        places = [1.4 * (k + rng.random()) / n_rows - 0.2 for k in range(n_rows)]
+        return shorts, [self.hidden(self.target, min(1.0, max(0.0, at)), rng.randrange(2**31)) for at in places]
 
     def between(self, shortest: int, share: float) -> int:
         """The length in tokens at `share` of the way from `shortest` to the target, in its logarithm."""

@@ -19,10 +19,10 @@ from ctxext.evals.samples import fingerprint
 from ctxext.evals.targets import model_fingerprint
 from ctxext.fitting.episodes import Material, split
 from ctxext.fitting.evolution import Evolution, EvolutionSettings, Memory
-from ctxext.fitting.gradient import GradientSettings, fit_by_gradient, starting_point
+from ctxext.fitting.gradient import GradientSettings, fit_by_gradient
 from ctxext.fitting.live import LiveFactors, frozen
 from ctxext.fitting.objectives import Objective, Score, Scorer
-from ctxext.methods import LongRoPE, RopeScaling
+from ctxext.methods import LongRoPE, RopeScaling, make_method
 from ctxext.plans import factor_and_target
 from ctxext.processes import Processes
 from ctxext.saved import SavedMethod
@@ -162,7 +162,7 @@ def _searched(
         live.rope, learnt.target / learnt.trained, score, settings, memory=known, advance=advance, elapsed=elapsed
     ).run()
     best = min(search.founders, key=search.founders.__getitem__)
-    named = starting_point(best, learnt.target / learnt.trained)
+    named = make_method(best, learnt.target / learnt.trained)
     about = {
         "by": "evolution",
         "settings": asdict(settings),

@@ -1,8 +1,9 @@
-"""λ and the attention factor by gradient descent, every weight frozen: the d/2 + 1 numbers that belong to one model.
+"""λ and the attention factor by gradient, every weight frozen: the numbers that belong to one model.
 
-Nothing but λ gets a gradient, so memory is that of one row, whose layers are recomputed in the backward pass where it
-is long. A step reads text at the trained length (where it is to say what the unextended model says), longer text, and
-hidden numbers at lengths up to the target.
+λ of every pair comes from one ramp, whose corners and height are learned: a number of its own for each pair learns the
+texts that it was given by heart. The same texts are read at every evaluation, so that two evaluations differ by what λ
+changes alone, which is less than texts differ by. Nothing but these numbers gets a gradient, so memory is that of one
+row, whose layers are recomputed in the backward pass where it is long.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
@@ -18,12 +19,12 @@ from typing import TYPE_CHECKING
 import torch
 from jaxtyping import Float64
 from torch import Tensor
-from torch.nn.functional import cross_entropy, kl_div
+from torch.nn.functional import cross_entropy, kl_div, softplus
 
 from ctxext.encodings.rope import RopeGeometry
 from ctxext.fitting.episodes import Episode, Material
 from ctxext.fitting.live import LiveFactors, recomputed
-from ctxext.methods import LongRoPE, RopeScaling, make_method
+from ctxext.methods import LongRoPE, RopeScaling, make_method, suggest
 from ctxext.sites.twin import text_config_of
 
 if TYPE_CHECKING:
@@ -31,11 +32,13 @@ if TYPE_CHECKING:
 
 # Where a fit may start: the best of these on validation text.
 STARTS = ("yarn", "ntk_by_parts", "llama3", "ntk")
-# Positions of a row whose logits are held at once.
-SCORED = 2048
-# That a fit reads where nobody says how many steps.
-TOKENS = 400_000
+# Logits that are held at once: of a row with more, every second position counts, or every third, ….
+LOGITS = 2**28
+# Of the rows of one evaluation where nobody says how many, and how many rows that may be.
+TOKENS, FEWEST_ROWS, MOST_ROWS = 45_000, 4, 32
 ACTIVATIONS = 4 * 2**30  # bytes
+# The loss in nats from which on a key counts by its logarithm: one that is lost is not to decide everything.
+KEY_NATS = 0.05
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,46 +46,52 @@ class GradientSettings:
     """How λ is learned.
 
     Attributes:
-        steps: of the optimizer; None for as many as read TOKENS, and at least 30.
-        learning_rate: of ln λ, for pairs that turn at most once within the target length. Faster ones get as much less
-            as they turn more, so that a step moves the angle of every pair at the target by no more than theirs.
-        attention_learning_rate: of ln attention_factor.
-        rows: in each step that hide a pass key in text: one of the target length, the others shorter.
+        evaluations: of the loss and its gradient, at most; it ends before where nothing changes any more.
+        rows: of the target length that hide a pass key in text; None for as many as hold TOKENS.
         short: weight of the divergence, in nats a token, from what the unextended model says within its length.
         text: weight of the loss of the rows' text, in nats a token.
-        retrieval: weight of the loss of the rows' pass keys, in nats a key.
-        start: a static method by name; None for that of STARTS with the least sum of "short" and "text" on held-out
-            text: a few keys say little, and those that are lost are what descent mends first.
-        monotone: keep λ from falling with the pair's index, as LongRoPE does.
+        retrieval: weight of the loss of the rows' pass keys, in nats a key; of what is beyond KEY_NATS the logarithm.
+        start: one of STARTS; None for that with the least sum of these losses on held-out text.
         recompute: keep one hidden state a layer for the backward pass and compute the rest again; None for only where
             a row would take more than ACTIVATIONS.
-        minutes: end after that time at the latest, with the schedule run through.
+        minutes: begin no evaluation after which that time would be over.
     """
 
-    steps: int | None = None
-    learning_rate: float = 0.04
-    attention_learning_rate: float = 0.01
-    rows: int = 3
-    short: float = 1.0
+    evaluations: int = 10
+    rows: int | None = None
+    short: float = 0.5
     text: float = 1.0
-    retrieval: float = 50.0
+    retrieval: float = 0.2
     start: str | None = None
-    monotone: bool = False
     recompute: bool | None = None
     minutes: float | None = None
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.rows < 1 or (self.steps is not None and self.steps < 1):
-            raise ValueError(f"steps and rows must be >= 1, got {self.steps} and {self.rows}.")
-        for name in ("learning_rate", "attention_learning_rate", "short", "text", "retrieval", "minutes"):
+        if self.evaluations < 1 or (self.rows is not None and self.rows < 1):
+            raise ValueError(f"evaluations and rows must be >= 1, got {self.evaluations} and {self.rows}.")
+        for name in ("short", "text", "retrieval", "minutes"):
             value, least = getattr(self, name), " > 0" if name == "minutes" else " >= 0"
             if value is not None and not (0 <= value < math.inf and (value or name != "minutes")):
                 raise ValueError(f"{name} must be a finite number{least}, got {value}.")
         if not self.short + self.text + self.retrieval > 0:
             raise ValueError("short, text and retrieval are all 0, so there is nothing to learn. Leave one above 0.")
-        if self.start is not None:
-            starting_point(self.start, 2.0)
+        if self.start not in (None, *STARTS):
+            raise ValueError(f"a fit cannot start from {self.start!r}{suggest(self.start, STARTS)}")
+
+    def rows_at(self, target: int) -> int:
+        """How many rows of `target` tokens an evaluation reads."""
+        return self.rows or min(MOST_ROWS, max(FEWEST_ROWS, TOKENS // target))
+
+    def tokens(self, trained: int, target: int) -> int:
+        """How many a fit reads about, a backward pass counted as two forward ones."""
+        starts = len(STARTS) if self.start is None else 1
+        return (starts + 1) * (8 * trained + 6 * target) + 3 * self.evaluations * self.rows_at(target) * target
+
+    def weighed(self, kind: str, loss: Tensor) -> Tensor:
+        """What a loss adds to the sum that is made small."""
+        weight = {"short": self.short, "text": self.text, "key": self.retrieval}[kind]
+        return weight * (KEY_NATS * (loss / KEY_NATS).log1p() if kind == "key" else loss)
 
 
 @dataclass
@@ -92,10 +101,10 @@ class Fit:
     Attributes:
         method: the rescale factors and the attention factor found.
         start: the named method that it began with.
-        tried: the losses on validation text of every method that was tried, by name and kind.
-        history: for each step its seconds and losses.
-        kept_start: whether `method` is the start itself, as what was learned has the larger sum of losses, weighted as
-            in the steps, on text that was not learned from.
+        tried: the losses on validation text of every method that was tried, by name and kind, and their weighted sum.
+        history: for each evaluation its seconds and losses.
+        kept_start: whether `method` is the start itself, as what was learned has the larger weighted sum on text that
+            was not learned from.
     """
 
     method: LongRoPE
@@ -105,27 +114,15 @@ class Fit:
     kept_start: bool = False
 
 
-def starting_point(name: str, factor: float) -> RopeScaling:
-    """A static method by name.
-
-    Raises:
-        ValueError: there is none by that name, it follows the length, or it needs options.
-    """
-    method = make_method(name, factor)
-    if not isinstance(method, RopeScaling) or method.is_dynamic:
-        raise ValueError(f"start must be a method with one λ for all lengths ({', '.join(STARTS)}), got {name!r}.")
-    return method
-
-
-KINDS = ("short", "text", "retrieval")
+KINDS = ("short", "text", "key")
 Losses = dict[str, Tensor]
 
 
 def row_losses(model: PreTrainedModel, episode: Episode) -> Losses:
-    """The loss of a row's text in nats a token (of at most SCORED of them), and of its answer in nats."""
+    """The loss of a row's text in nats a token, and of its answer in nats."""
     ids = torch.tensor([episode.input_ids], device=model.device)
     n, n_answer = len(episode), episode.n_answer
-    stride = -(-(n - episode.text_from) // SCORED)
+    stride = _stride(model, n - episode.text_from)
     at = torch.cat(
         [torch.arange(episode.text_from - 1, n - 1 - n_answer, stride), torch.arange(n - 1 - n_answer, n - 1)]
     )
@@ -133,13 +130,13 @@ def row_losses(model: PreTrainedModel, episode: Episode) -> Losses:
     logits = model(input_ids=ids[:, :-1], use_cache=False, logits_to_keep=at).logits[0].float()
     losses = cross_entropy(logits, ids[0, at + 1], reduction="none")
     n_text = len(at) - n_answer
-    return {"text": losses[:n_text].mean()} | ({"retrieval": losses[n_text:].sum()} if n_answer else {})
+    return {"text": losses[:n_text].mean()} | ({"key": losses[n_text:].sum()} if n_answer else {})
 
 
 def short_loss(model: PreTrainedModel, live: LiveFactors, episode: Episode, use: Callable[[], None]) -> Losses:
     """Kullback-Leibler divergence, in nats a token, from what the model says as it was trained."""
     ids = torch.tensor([episode.input_ids], device=model.device)
-    at = torch.arange(0, len(episode), -(-len(episode) // SCORED), device=model.device)
+    at = torch.arange(0, len(episode), _stride(model, len(episode)), device=model.device)
 
     def logprobs() -> Tensor:
         return model(input_ids=ids, use_cache=False, logits_to_keep=at).logits[0].float().log_softmax(-1)
@@ -149,6 +146,10 @@ def short_loss(model: PreTrainedModel, live: LiveFactors, episode: Episode, use:
         trained = logprobs()
     use()
     return {"short": kl_div(logprobs(), trained, log_target=True, reduction="batchmean")}
+
+
+def _stride(model: PreTrainedModel, n_positions: int) -> int:
+    return math.ceil(n_positions * text_config_of(model.config).vocab_size / LOGITS)
 
 
 def _activations(model: PreTrainedModel, length: int) -> float:
@@ -162,7 +163,7 @@ def _activations(model: PreTrainedModel, length: int) -> float:
 
 @dataclass(frozen=True)
 class Validation:
-    """What methods are chosen by: the losses of the steps, on text that no step reads."""
+    """What methods are chosen by: the losses of the fit, on text that it does not read."""
 
     short: tuple[Episode, ...]
     rows: tuple[Episode, ...]
@@ -177,39 +178,65 @@ class Validation:
         )
 
     @torch.no_grad()
-    def losses(self, model: PreTrainedModel, live: LiveFactors, method: RopeScaling) -> dict[str, float]:
-        """The mean losses of each kind under `method`."""
-        found: dict[str, list[float]] = {}
+    def losses(
+        self, model: PreTrainedModel, live: LiveFactors, method: RopeScaling, settings: GradientSettings
+    ) -> dict[str, float]:
+        """The mean losses of each kind under `method`, and the mean of what they add to the sum."""
+        found: dict[str, list[Tensor]] = {}
         for episode in self.short:
             for kind, value in short_loss(model, live, episode, lambda: live.use(method)).items():
-                found.setdefault(kind, []).append(float(value))
+                found.setdefault(kind, []).append(value)
         live.use(method)
         for episode in self.rows:
             for kind, value in row_losses(model, episode).items():
-                found.setdefault(kind, []).append(float(value))
-        return {kind: sum(values) / len(values) for kind, values in found.items()}
+                found.setdefault(kind, []).append(value)
+        means = {kind: float(torch.stack(values).mean()) for kind, values in found.items()}
+        total = sum(float(settings.weighed(kind, torch.stack(values)).mean()) for kind, values in found.items())
+        return {**means, "total": total}
 
 
-class Factors:
-    """The numbers that are learned.
+class Ramp:
+    """The four numbers that are learned, and what they say.
 
-    λ is exp(angle / turns), angle >= 0, where turns are those of the pair within the target, at least 1.
+    ln λ of a pair is `height` where it turns less than 2^`low` times within the trained length, 0 where it turns more
+    than 2^`high` times, and linear in the logarithm of its turns in between; the corners are rounded, as a pair that
+    crosses one would bend the loss.
+
+    Attributes:
+        numbers: of shape (..., 4), 0 at the start: of `low`, of the logarithm of `high - low`, of `height` and of the
+            logarithm of the attention factor, in units of which a step of one is fair for each.
     """
 
-    def __init__(self, rope: RopeGeometry, start: RopeScaling, target: int, monotone: bool) -> None:
-        self.turns = (rope.inv_freq * target / (2 * math.pi)).clamp(min=1)
-        self.monotone = monotone
-        self.angles = (start.rescale_factors(rope).log().clamp(min=0) * self.turns).requires_grad_()
-        self.log_attention = start.attention_scaling(rope).log().clone().requires_grad_()
+    UNITS = torch.tensor([1.0, 1.0, 1.0, 0.1], dtype=torch.float64)
 
-    def rescale_factors(self, angles: Tensor) -> Float64[Tensor, " pair"]:
-        log = angles / self.turns
-        return (log.cummax(-1).values if self.monotone else log).exp()
+    def __init__(self, rope: RopeGeometry, start: RopeScaling) -> None:
+        self.octaves = (rope.inv_freq * rope.original_max_position_embeddings / (2 * math.pi)).log2()
+        log = start.rescale_factors(rope).log()
+        self.begun = torch.tensor([0.0, math.log(2), log.max(), start.attention_scaling(rope).log()]).double()
+        self.numbers = torch.zeros(4, dtype=torch.float64, requires_grad=True)
+        optimizer = torch.optim.LBFGS([self.numbers], max_iter=200, line_search_fn="strong_wolfe")
 
-    @torch.no_grad()
-    def bound(self) -> None:
-        """Bring what went below λ = 1 back to it."""
-        self.angles.clamp_(min=0)
+        def distance() -> Tensor:
+            optimizer.zero_grad()
+            distance = (self.rescale_factors(self.numbers).log() - log).square().sum()
+            distance.backward()
+            return distance
+
+        optimizer.step(distance)  # to the ramp that is nearest to the start's λ
+        self.begun += self.UNITS * self.numbers.detach()
+        self.numbers = torch.zeros_like(self.numbers, requires_grad=True)
+
+    def rescale_factors(self, numbers: Tensor) -> Float64[Tensor, " pair"]:
+        low, log_width, height, _ = (self.begun + self.UNITS * numbers)[..., None].unbind(-2)
+        t = (low - self.octaves) / log_width.exp() + 1
+        return (height.clamp(min=0) * (softplus(t, beta=10) - softplus(t - 1, beta=10))).exp()
+
+    def attention_factor(self, numbers: Tensor) -> Tensor:
+        return (self.begun + self.UNITS * numbers)[..., 3].exp()
+
+
+class _Enough(Exception):
+    """There is no evaluation, or no time, left."""
 
 
 def fit_by_gradient(
@@ -226,6 +253,8 @@ def fit_by_gradient(
 ) -> Fit:
     """Learn λ and the attention factor.
 
+    L-BFGS with a line search by the strong Wolfe conditions (Nocedal and Wright, 2006, algorithms 7.5 and 3.5).
+
     Args:
         live: of `model`, entered; `model` is `frozen`.
         training, held_out: text to learn from, and other text to choose by.
@@ -236,70 +265,83 @@ def fit_by_gradient(
         RuntimeError: a loss is not finite.
     """
     began = time.perf_counter()
+
+    def clock() -> float:
+        # The processes' mean is that of all of them, as they have to end at the same evaluation.
+        return (time.perf_counter() - began) / world
+
     rope, factor = live.rope, training.target / training.trained
     check = Validation.of(held_out, settings.seed)
     tried: dict[str, dict[str, float]] = {}
     starts: dict[str, RopeScaling] = {}
     for name in STARTS if settings.start is None else (settings.start,):
         advance(0.0, f"trying {name}")
-        starts[name] = starting_point(name, factor)
-        tried[name] = check.losses(model, live, starts[name])
-    start = min(tried, key=lambda name: tried[name]["short"] + tried[name]["text"])
-    steps = settings.steps or max(30, TOKENS // training.tokens_of_a_step(settings.rows))
-    recompute = _activations(model, training.target) > ACTIVATIONS if settings.recompute is None else settings.recompute
-    factors = Factors(rope, starts[start], training.target, settings.monotone)
-    optimizer = torch.optim.Adam(
-        [
-            {"params": [factors.angles], "lr": settings.learning_rate},
-            {"params": [factors.log_attention], "lr": settings.attention_learning_rate},
-        ],
-        betas=(0.9, 0.95),
-    )
-    rates = [group["lr"] for group in optimizer.param_groups]
-    history: list[dict[str, float]] = []
-    passed: list[tuple[Tensor, Tensor]] = []
+        starts[name] = make_method(name, factor)
+        tried[name] = check.losses(model, live, starts[name], settings)
+    start = min(tried, key=lambda name: tried[name]["total"])
+    ramp = Ramp(rope, starts[start])
+    shorts, rows = training.texts(settings.seed, settings.rows_at(training.target))
 
     def use() -> None:
-        live.put(factors.rescale_factors(factors.angles), factors.log_attention.exp())
+        live.put(ramp.rescale_factors(ramp.numbers), ramp.attention_factor(ramp.numbers))
 
-    share = 0.0
-    with recomputed(model) if recompute else nullcontext():
-        while share < 1:
-            for group, rate in zip(optimizer.param_groups, rates):
-                group["lr"] = rate * min(1.0, (len(history) + 1) / 5) * (1 + math.cos(math.pi * share)) / 2
-            optimizer.zero_grad()
-            short, rows = training.step(settings.seed, len(history), settings.rows)
-            losses: dict[str, float] = {}
-            parts = [partial(short_loss, model, live, short, use), *(partial(_row, use, model, row) for row in rows)]
-            for part in parts[rank::world]:
-                found = {kind: value / (1 if kind == "short" else len(rows)) for kind, value in part().items()}
-                sum(getattr(settings, kind) * value for kind, value in found.items()).backward()
-                for kind, value in found.items():
-                    losses[kind] = losses.get(kind, 0.0) + float(value.detach())
-            # With the mean of the clocks, as all processes have to end at the same step.
-            said = [*(losses.get(kind, 0.0) for kind in KINDS), (time.perf_counter() - began) / world]
-            *gathered, elapsed = reduce(torch.tensor(said, dtype=torch.float64)).tolist()
-            losses = dict(zip(KINDS, gathered))
-            if not math.isfinite(sum(gathered)):
-                raise RuntimeError(
-                    f"step {len(history)} has losses that are not finite ({losses}). Load the model in float32 or "
-                    "bfloat16, and see that the unextended model reads this text."
-                )
-            for number in (factors.angles, factors.log_attention):
-                number.grad = reduce(torch.zeros_like(number) if number.grad is None else number.grad)
-            optimizer.step()
-            factors.bound()
-            history.append({"seconds": elapsed, **losses})
-            share = max(len(history) / steps, elapsed / (60 * settings.minutes) if settings.minutes else 0.0)
-            if share >= 0.5:
-                passed.append((factors.angles.detach().clone(), factors.log_attention.detach().clone()))
-            advance(min(share, 1.0), ", ".join(f"{kind} {value:.3f}" for kind, value in losses.items()))
-    # The mean of the second half: what single steps add in noise is gone.
-    angles, log_attention = (torch.stack(part).mean(0) for part in zip(*passed))
-    fitted = _as_method(factors.rescale_factors(angles), log_attention.exp(), rope, factor)
-    tried["fitted"] = check.losses(model, live, fitted)
-    learned, begun = (sum(getattr(settings, kind) * tried[name][kind] for kind in KINDS) for name in ("fitted", start))
-    kept = learned > begun
+    def read(row: Episode) -> Losses:
+        use()
+        return row_losses(model, row)
+
+    # What is read, and its share in the mean.
+    parts = [
+        *((partial(short_loss, model, live, short, use), 1 / len(shorts)) for short in shorts),
+        *((partial(read, row), 1 / len(rows)) for row in rows),
+    ]
+    ready = float(reduce(torch.tensor([clock()], dtype=torch.float64)))
+    history: list[dict[str, float]] = []
+    best: tuple[float, Tensor] = (math.inf, ramp.numbers.detach().clone())
+    state = f"beginning with {start}"
+
+    def evaluate() -> Tensor:
+        nonlocal best, state
+        if history and settings.minutes:
+            now = history[-1]["seconds"]
+            if now + (now - ready) / len(history) + ready / len(tried) > 60 * settings.minutes:
+                raise _Enough
+        if len(history) == settings.evaluations:
+            raise _Enough
+        ramp.numbers.grad = torch.zeros_like(ramp.numbers)
+        said = dict.fromkeys(("total", *KINDS), 0.0)
+        mine = parts[rank::world]
+        for index, (part, share) in enumerate(mine):
+            advance((len(history) + index / len(mine)) / settings.evaluations, state)
+            found = part()
+            total = share * torch.stack([settings.weighed(kind, loss) for kind, loss in found.items()]).sum()
+            total.backward()
+            said["total"] += float(total.detach())
+            for kind, loss in found.items():
+                said[kind] += share * float(loss.detach())
+        *losses, seconds = reduce(torch.tensor([*said.values(), clock()], dtype=torch.float64)).tolist()
+        said = dict(zip(said, losses))
+        if not math.isfinite(sum(losses)):
+            raise RuntimeError(
+                f"evaluation {len(history)} has losses that are not finite ({said}). Load the model in float32 or "
+                "bfloat16, and see that the unextended model reads this text."
+            )
+        ramp.numbers.grad = reduce(ramp.numbers.grad)
+        best = min(best, (said["total"], ramp.numbers.detach().clone()), key=lambda pair: pair[0])
+        history.append({"seconds": seconds, **said})
+        state = ", ".join(f"{kind} {said[kind]:.3f}" for kind in KINDS)
+        return torch.tensor(said["total"], dtype=torch.float64)
+
+    optimizer = torch.optim.LBFGS(
+        [ramp.numbers], max_iter=settings.evaluations, history_size=8, line_search_fn="strong_wolfe"
+    )
+    recompute = _activations(model, training.target) > ACTIVATIONS if settings.recompute is None else settings.recompute
+    with recomputed(model) if recompute else nullcontext(), suppress(_Enough):
+        optimizer.step(evaluate)  # type: ignore[arg-type]
+    advance(1.0, state)
+    numbers = best[1]
+    fitted = _as_method(ramp.rescale_factors(numbers), ramp.attention_factor(numbers), rope, factor)
+    tried["fitted"] = check.losses(model, live, fitted, settings)
+    kept = tried["fitted"]["total"] > tried[start]["total"]
     if kept:
         fitted = _as_method(starts[start].rescale_factors(rope), starts[start].attention_scaling(rope), rope, factor)
     return Fit(fitted, start, tried, history, kept)
@@ -312,8 +354,3 @@ def _as_method(rescale_factors: Tensor, attention_factor: Tensor, rope: RopeGeom
         attention_factor=float(attention_factor),
         fitted_to=(rope.rope_theta, rope.original_max_position_embeddings),
     )
-
-
-def _row(use: Callable[[], None], model: PreTrainedModel, episode: Episode) -> Losses:
-    use()
-    return row_losses(model, episode)

@@ -4,11 +4,11 @@ import json
 import sys
 from pathlib import Path
 
-from test_episodes import steps
+from test_episodes import texts
 
 from ctxext.cli import commands
 from ctxext.processes import Processes
 
 for arguments in json.loads(sys.argv[1]):
     commands(arguments, standalone_mode=False)
-(Path(sys.argv[2]) / f"steps-{Processes.here().rank}").write_text(steps())
+(Path(sys.argv[2]) / f"texts-{Processes.here().rank}").write_text(texts())

@@ -26,48 +26,43 @@ def told(rows: list[Episode]) -> str:
     return hashlib.sha256(repr([(row.input_ids, row.text_from, row.n_answer) for row in rows]).encode()).hexdigest()
 
 
-def steps(seed: int = 0) -> str:
-    short, rows = parts()[0].step(seed, 3, 3)
-    return told([short, *rows])
+def texts(seed: int = 0) -> str:
+    shorts, rows = parts()[0].texts(seed, 3)
+    return told([*shorts, *rows])
 
 
-def test_every_step_reads_something_else_and_the_seed_decides_what() -> None:
+def test_the_seed_decides_what_is_read_and_no_two_are_alike() -> None:
     """In another process the same: `test_two_processes_fit_as_one_does`."""
     parts.cache_clear()
-    before = steps()
+    before = texts()
     parts.cache_clear()
-    assert steps() == before != steps(seed=1)
-    drawn = [parts()[0].step(0, step, 2) for step in range(3)]
-    assert len({told([short]) for short, _ in drawn}) == len({told(rows) for _, rows in drawn}) == 3
+    assert texts() == before != texts(seed=1)
+    shorts, rows = parts()[0].texts(0, 6)
+    assert len({told([row]) for row in [*shorts, *rows]}) == 8
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_rows_have_exactly_the_lengths_and_ask_for_what_they_hide(kind: str) -> None:
     material = parts(kind)[0]
     decode = material.prompter.decode
-    lengths = []
-    for step in range(4):
-        short, rows = material.step(0, step, 3)
+    shorts, rows = material.texts(0, 12)
+    for short in shorts:
         assert len(short) == TRAINED
         assert short.n_answer == 0
         assert short.text_from == max(1, len(material.prompter.special))
-        assert len(rows[0]) == TARGET
-        lengths += [len(row) for row in rows[1:]]
-        for row in rows:
-            text = decode(row.input_ids[: -row.n_answer])
-            key = decode(row.input_ids[-row.n_answer :]).strip()
-            assert key.isdigit()
-            assert f"The pass key is {key}. Remember it." in text
-            assert text.endswith("The pass key is")
-    assert all(96 <= length <= TARGET for length in lengths)
-    assert len(set(lengths)) == len(lengths)
+    for row in rows:
+        assert len(row) == TARGET
+        text = decode(row.input_ids[: -row.n_answer])
+        key = decode(row.input_ids[-row.n_answer :]).strip()
+        assert key.isdigit()
+        assert f"The pass key is {key}. Remember it." in text
+        assert text.endswith("The pass key is")
 
 
 def test_many_keys_stand_right_at_the_beginning_or_right_before_the_question() -> None:
     material = parts()[0]
     first = last = 0
-    for step in range(70):
-        row = material.step(0, step, 1)[1][0]
+    for row in material.texts(0, 70)[1]:
         before, after = material.prompter.decode(row.input_ids).split("The pass key is", 1)
         fact = after[: after.index("What is the pass key?")]
         last += fact.count(".") == 3  # its own

@@ -19,7 +19,7 @@ from click.testing import Result
 from families import LENGTH, logits, tiny_model, token_ids
 from finetuning import RECIPE, SMALL, TINY
 from live import assert_unchanged, plain_rope, snapshot
-from test_episodes import steps
+from test_episodes import texts
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
@@ -37,7 +37,7 @@ from ctxext.saved import SavedMethod, read_saved
 
 IDS = token_ids(2 * LENGTH)
 TEXT = PERSUASION.read_text(encoding="utf-8")[:20_000]
-QUICK = ("--factor", 2, "--steps", 3, "--start", "yarn")
+QUICK = ("--factor", 2, "--evaluations", 3, "--start", "yarn")
 SEARCH = ("--factor", 2, "--by", "evolution", "--evaluations", 9, "--objective", "passkey", "--windows", 1)
 
 
@@ -79,7 +79,7 @@ def test_the_file_says_what_was_found_and_how(desk: Path) -> None:
     assert (about["by"], about["model"], about["start"]) == ("gradient", "model", "yarn")
     assert (about["trained_length"], about["target_length"]) == (LENGTH, 2 * LENGTH)
     assert about["losses"].keys() == {"yarn", "fitted"}
-    assert len(about["history"]) == about["settings"]["steps"] == 3
+    assert len(about["history"]) == about["settings"]["evaluations"] == 3
     assert about["text"].startswith("prose.txt ")
 
 
@@ -195,7 +195,7 @@ def test_two_processes_fit_as_one_does(desk: Path, tmp_path: Path) -> None:
     assert two.about["evaluations"] == one.about["evaluations"] == 9
     rows = [(tmp_path / who / "search.jsonl").read_text().splitlines() for who in ("one", "two")]
     assert len(rows[0]) == len(rows[1]) == 10
-    assert (tmp_path / "steps-0").read_text() == (tmp_path / "steps-1").read_text() == steps()
+    assert (tmp_path / "texts-0").read_text() == (tmp_path / "texts-1").read_text() == texts()
 
 
 # ------------------------------------------------------------------------------------------------- the search
@@ -240,7 +240,7 @@ def test_what_cannot_be_extended_is_refused_before_the_work_and_a_model_in_train
     model.train()
     before = snapshot(model, run=False)
     assert searched(model).about["scores"] == quiet.about["scores"]
-    settings = GradientSettings(steps=1, start="yarn")
+    settings = GradientSettings(evaluations=1, start="yarn")
     fit(model, Prompter(AutoTokenizer.from_pretrained(MODEL)), TEXT, 2.0, settings=settings)
     assert_unchanged(model, before)
 
@@ -257,16 +257,16 @@ def test_what_cannot_be_extended_is_refused_before_the_work_and_a_model_in_train
         (("--factor", 2, "--target-length", 128), "factor or target_length, not both"),
         (("--by", "annealing"), "--by takes gradient or evolution"),
         (("--objective", "passkey"), "--objective does not go with --by gradient"),
-        (("--evaluations", 9, "--windows", 3), "--windows, --evaluations does not go with --by gradient"),
-        (("--by", "evolution", "--steps", 3, "--monotone"), "--steps, --monotone does not go with --by evolution"),
+        (("--search", "s.jsonl", "--windows", 3), "--windows, --search does not go with --by gradient"),
+        (("--by", "evolution", "--rows", 3, "--start", "yarn"), "--rows, --start does not go with --by evolution"),
         (("--by", "evolution", "--objective", "perplexty"), "did you mean 'perplexity'"),
         (("--by", "evolution", "--evaluations", 3), "at least 5"),
         (("--by", "evolution", "--search", "prose.txt"), "is not the file of a search"),
         (("--by", "evolution", "--search", "model"), "is a folder"),
-        (("--steps", 0), "steps and rows must be >= 1, got 0"),
+        (("--evaluations", 0), "evaluations and rows must be >= 1, got 0"),
         (("--minutes", 0), "minutes must be a finite number > 0"),
         (("--start", "yarm"), "did you mean 'yarn'"),
-        (("--start", "dca"), "one λ for all lengths"),
+        (("--start", "dca"), "cannot start from 'dca'"),
         (("--text", "nowhere.txt"), "nowhere.txt cannot be read"),
         (("-o", "fitted"), "must end in .json"),
         (("-o", "folder.json"), "is a folder"),
