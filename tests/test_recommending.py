@@ -184,7 +184,7 @@ def test_what_is_fitted_on_is_not_compared_on(shipped, tmp_path: Path) -> None:
     torch.manual_seed(0)
     model, prompter = LlamaForCausalLM(config).eval(), shipped[1]
     text = read_prose(PERSUASION)[:60_000]
-    found = recommend(model, prompter, text, 2, methods=["yarn"], minutes=0.1, results=tmp_path / "results.jsonl")
+    found = recommend(model, prompter, text, 2, methods=["yarn"], minutes=0.3, results=tmp_path / "results.jsonl")
     assert found.texts.keys() == {"none", "yarn", "fitted"}
     _, compared = split(text, prompter, 128, 256, held_out=0.5)
     assert found.summary.header.identity["text"] == f"text {compared.haystack.fingerprint}"

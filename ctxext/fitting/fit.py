@@ -55,7 +55,7 @@ def fit(
         prompter: of the model's tokenizer, `Prompter(tokenizer)`.
         text: prose; three quarters are learned from, and the rest chosen by.
         factor, target_length, original_max_position_embeddings: as in `ctxext.extend_context`.
-        settings: of the gradient descent, or of the search, which `objective` and `memory` belong to.
+        settings: of the fit by gradient, or of the search, which `objective` and `memory` belong to.
         memory: where a search keeps its scores, to go on from.
         names: of model and text, for the file.
         advance: called with the share that is done and a line for the person who waits.

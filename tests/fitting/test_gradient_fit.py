@@ -79,7 +79,7 @@ def test_recomputing_changes_no_fit() -> None:
 def test_the_start_is_the_named_method_with_the_least_loss_on_text_that_is_not_learned_from() -> None:
     """Against plain forward passes of models that are extended by name."""
     model = model_that_reads()
-    found = fitted(model, start=None, evaluations=1)
+    found = fitted(model, start=None, evaluations=1, short=2.0, text=0.5, retrieval=0.3)
     check = Validation.of(materials()[1], 0)
     trained = {row: logits(model, torch.tensor([row.input_ids]))[0].log_softmax(-1) for row in check.short}
     sums = {}
@@ -97,7 +97,8 @@ def test_the_start_is_the_named_method_with_the_least_loss_on_text_that_is_not_l
         means = {
             kind: float(torch.stack(some).mean()) for kind, some in (("short", short), ("text", text), ("key", key))
         }
-        sums[name] = means["short"] + means["text"] + 0.05 * float((0.05 * (1 + torch.stack(key) / 0.05).log()).mean())
+        bounded = float((0.05 * (1 + torch.stack(key) / 0.05).log()).mean())
+        sums[name] = 2 * means["short"] + 0.5 * means["text"] + 0.3 * bounded
         assert found.tried[name] == pytest.approx({**means, "total": sums[name]}, rel=1e-4, abs=1e-6)
     assert found.start == min(sums, key=sums.__getitem__)
 
@@ -137,6 +138,12 @@ def test_a_model_that_says_no_numbers_is_refused_and_left_as_it_was() -> None:
     with pytest.raises(RuntimeError, match=r"losses that are not finite.*Load the model in float32"):
         fitted(model)
     assert_unchanged(model, before)
+
+
+@pytest.mark.parametrize(("target", "rows"), [(1_024, 32), (4_096, 10), (32_768, 4)])
+def test_rows_are_fewer_where_they_are_longer(target: int, rows: int) -> None:
+    assert GradientSettings().rows_at(target) == rows
+    assert GradientSettings(rows=7).rows_at(target) == 7
 
 
 def test_minutes_end_a_fit() -> None:

@@ -12,6 +12,7 @@ from live import assert_unchanged, plain_rope, rotary_of, snapshot
 
 from ctxext import LongRoPE, YaRN, extend_context, temporarily_extended
 from ctxext.encodings.rope import RopeGeometry
+from ctxext.fitting import gradient
 from ctxext.fitting.episodes import Episode
 from ctxext.fitting.gradient import row_losses, short_loss
 from ctxext.fitting.live import LiveFactors, frozen, recomputed
@@ -152,7 +153,7 @@ def test_gradients_are_those_of_finite_differences(recompute: bool) -> None:
     point = torch.linspace(0.1, 1.2, 9, dtype=torch.float64)
     with LiveFactors(model) as live, frozen(model):
         gradients = {}
-        for kind in ("text", "retrieval", "short"):
+        for kind in ("text", "key", "short"):
             numbers = point.clone().requires_grad_()
             if recompute:
                 with recomputed(model):
@@ -202,13 +203,18 @@ def test_recomputing_layers_holds_less_and_says_the_same() -> None:
     assert torch.allclose(found[True], found[False], rtol=1e-5, atol=1e-7)
 
 
-def test_losses_are_those_of_the_tokens_that_they_name() -> None:
+def test_losses_are_those_of_the_tokens_that_they_name(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_model("llama")
     ids = torch.tensor([ROW.input_ids])
     whole = torch.nn.functional.cross_entropy(logits(model, ids)[0, :-1], ids[0, 1:], reduction="none")
     with torch.no_grad():
         found = row_losses(model, ROW)
-    torch.testing.assert_close(found, {"text": whole[:-5].mean(), "retrieval": whole[-5:].sum()})
+    torch.testing.assert_close(found, {"text": whole[:-5].mean(), "key": whole[-5:].sum()})
+    monkeypatch.setattr(gradient, "LOGITS", model.config.vocab_size * len(ROW) // 3)
+    with torch.no_grad():
+        found = row_losses(model, ROW)
+    torch.testing.assert_close(found, {"text": whole[:-5:3].mean(), "key": whole[-5:].sum()})
+    monkeypatch.undo()
     later = Episode(ROW.input_ids, text_from=4)
     with torch.no_grad():
         torch.testing.assert_close(row_losses(model, later), {"text": whole[3:].mean()})
