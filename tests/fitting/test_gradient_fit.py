@@ -70,6 +70,17 @@ def test_what_is_worse_than_its_start_on_other_text_is_not_given_out(monkeypatch
     assert found.tried["fitted"]["total"] > found.tried["yarn"]["total"]
 
 
+def test_the_evaluation_that_loses_least_is_given_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With steps this long it is not the last."""
+    monkeypatch.setattr(Ramp, "UNITS", 40 * Ramp.UNITS)
+    settings = {"start": "ntk", "rows": 1, "text": 0.0, "retrieval": 0.0}
+    two, three = (fitted(model_that_reads(), evaluations=evaluations, **settings) for evaluations in (2, 3))
+    first, second, third = (step["total"] for step in three.history)
+    assert second < min(first, third)
+    assert three.method == two.method
+    assert not three.kept_start
+
+
 def test_recomputing_changes_no_fit() -> None:
     kept, recomputed = (fitted(model_that_reads(), recompute=choice) for choice in (False, True))
     assert recomputed.method.long_factor == pytest.approx(kept.method.long_factor, rel=1e-6)
