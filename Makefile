@@ -29,7 +29,7 @@ smollm2: $(VENV)/dev.stamp  ## the same comparison on a public model, at 16384 t
 	$(BIN)/python recipes/smollm2.py
 
 fit: $(VENV)/dev.stamp  ## rescale factors fitted to the shipped model, beside every static method
-	$(BIN)/python benchmarks/fit.py --ablation 0 --factors 4 8 16
+	$(BIN)/python benchmarks/fit.py --ablation 0 --factors 4
 	$(BIN)/python benchmarks/fit_by_layer.py
 	$(BIN)/python benchmarks/fit.py
 	$(BIN)/python benchmarks/recommend.py

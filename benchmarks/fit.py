@@ -2,7 +2,7 @@
 
     python benchmarks/fit.py                              # ×2 to ×16, five seeds (×16: two), and a search by evolution
     python benchmarks/fit.py --factors 8 --seeds 0 --evolution 0
-    python benchmarks/fit.py --ablation 0 --factors 4 8 16  # what each part of the fit does
+    python benchmarks/fit.py --ablation 0 --factors 4  # what each part of the fit does
 
 Fitted on the first half of *Persuasion*, measured on the second: pass keys at every length from a quarter of the
 trained one to the target, text at the target length and within the trained one, the same samples for every method.
