@@ -55,15 +55,15 @@ SETTINGS = {
 }  # fmt: skip
 # Against the defaults: one thing changed in each.
 ABLATION: dict[str, dict[str, Any]] = {
+    "its start, no descent": {"evaluations": 1},
     "λ alone": {"learned": "factors"},
     "attention factor alone": {"learned": "attention"},
     "a number for each pair, too": {"learned": "pairs"},
     "no keys": {"retrieval": 0.0},
-    "nothing short": {"short": 0.0},
     "start from yarn": {"start": "yarn"},
 }
 # These at every factor of an ablation; the others at its first alone.
-MAIN = ("λ alone", "attention factor alone", "a number for each pair, too")
+MAIN = ("its start, no descent", "λ alone", "attention factor alone", "a number for each pair, too")
 # What the parts that are kept depend on beside their names.
 MEASURED = fingerprint(SETTINGS, SEED)
 FITTED = fingerprint(SETTINGS, SEED, asdict(GradientSettings()), gradient.TOKENS)
@@ -169,7 +169,7 @@ class AttentionAlone(gradient.Ramp):
 
     def __init__(self, rope: RopeGeometry, start: RopeScaling) -> None:
         super().__init__(rope, start)
-        self.UNITS = torch.tensor([0.0, 0.0, 0.0, 0.1], dtype=torch.float64)
+        self.UNITS = torch.tensor([0.0, 0.0, 0.0, 1.0], dtype=torch.float64) * self.UNITS
 
 
 class EachPair(gradient.Ramp):
@@ -366,7 +366,7 @@ def add_part(report: Report, here: str, result: dict[str, Any], base: dict[str, 
 
 
 def draw(factors: list[int], seeds: list[int], path: Path) -> None:
-    """λ by pair: each fit, and the two formulas that they began near."""
+    """λ by pair: each fit, and the two formulas that it may begin at."""
     figure = Figure(figsize=(4 * len(factors), 3.6), layout="constrained")
     rope = RopeGeometry.plain(64, 1250.0, 512)
     for axes, factor in zip(figure.subplots(1, len(factors), squeeze=False)[0], factors):

@@ -25,17 +25,21 @@ def fit(
     text: Annotated[Path | None, typer.Option(help="Prose to fit on; Persuasion if not given.")] = None,
     evaluations: Annotated[
         int | None,
-        typer.Option(help="By gradient: of the loss, 10 if not given.  By evolution: end after so many candidates."),
+        typer.Option(help="By gradient: of the loss, 8 if not given.  By evolution: end after so many candidates."),
     ] = None,
     rows: Annotated[
         int | None, typer.Option(help="Texts with a hidden key that an evaluation reads; by the length if not given.")
     ] = None,
     minutes: Annotated[float | None, typer.Option(help="End after that time at the latest.")] = None,
     start: Annotated[
-        str | None, typer.Option(help="Begin with yarn, ntk_by_parts, llama3 or ntk; the best of them if not given.")
+        str | None,
+        typer.Option(
+            help="Begin with yarn, llama3 or a ramp between two numbers of turns within the trained length: "
+            "ramp_0.25_1, ramp_0.5_1, ramp_0.5_2 or ramp_1_2; the best of all if not given."
+        ),
     ] = None,
     retrieval: Annotated[
-        float | None, typer.Option(help="Weight of hidden keys against text; 0.2 if not given.")
+        float | None, typer.Option(help="Weight of hidden keys against text; 2.0 if not given.")
     ] = None,
     objective: Annotated[
         str | None,

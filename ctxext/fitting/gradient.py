@@ -1,9 +1,11 @@
 """λ and the attention factor by gradient, every weight frozen: the numbers that belong to one model.
 
 λ of every pair comes from one ramp, whose corners and height are learned: a number of its own for each pair learns the
-texts that it was given by heart. The same texts are read at every evaluation, so that two evaluations differ by what λ
-changes alone, which is less than texts differ by. Nothing but these numbers gets a gradient, so memory is that of one
-row, whose layers are recomputed in the backward pass where it is long.
+texts that it was given by heart. The loss of a long text is rough in where the corners stand, as fast pairs turn often
+within it; so methods and ramps that lie far apart are tried first, and the gradient goes on from the best. The same
+texts are read at every evaluation, so that two evaluations differ by what λ changes alone, which is less than texts
+differ by. Nothing but these numbers gets a gradient, so memory is that of one row, whose layers are recomputed in the
+backward pass where it is long.
 """
 
 from __future__ import annotations
@@ -30,15 +32,18 @@ from ctxext.sites.twin import text_config_of
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-# Where a fit may start: the best of these on validation text.
-STARTS = ("yarn", "ntk_by_parts", "llama3", "ntk")
+# Where a fit may start: at a named method, or at the ramp between two numbers of turns within the trained length, here
+# by their logarithms to base 2.
+NAMED = ("yarn", "llama3")
+RAMPS = {f"ramp_{2.0**low:g}_{2.0**high:g}": (low, high) for low, high in ((-2, 0), (-1, 0), (-1, 1), (0, 1))}
+STARTS = (*NAMED, *RAMPS)
 # Logits that are held at once: of a row with more, every second position counts, or every third, ….
 LOGITS = 2**28
 # Of the rows of one evaluation where nobody says how many, and how many rows that may be.
-TOKENS, FEWEST_ROWS, MOST_ROWS = 45_000, 4, 32
+TOKENS, FEWEST_ROWS, MOST_ROWS = 40_000, 4, 32
 ACTIVATIONS = 4 * 2**30  # bytes
 # The loss in nats from which on a key counts by its logarithm: one that is lost is not to decide everything.
-KEY_NATS = 0.05
+KEY_NATS = 0.01
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,11 +62,11 @@ class GradientSettings:
         minutes: begin no evaluation after which that time would be over.
     """
 
-    evaluations: int = 10
+    evaluations: int = 8
     rows: int | None = None
-    short: float = 0.5
+    short: float = 0.25
     text: float = 1.0
-    retrieval: float = 0.2
+    retrieval: float = 2.0
     start: str | None = None
     recompute: bool | None = None
     minutes: float | None = None
@@ -86,7 +91,8 @@ class GradientSettings:
     def tokens(self, trained: int, target: int) -> int:
         """How many a fit reads about, a backward pass counted as two forward ones."""
         starts = len(STARTS) if self.start is None else 1
-        return (starts + 1) * (8 * trained + 6 * target) + 3 * self.evaluations * self.rows_at(target) * target
+        tried = 8 * trained + 6 * round((trained * target) ** 0.5) + 6 * target
+        return (starts + 1) * tried + 3 * self.evaluations * self.rows_at(target) * target
 
     def weighed(self, kind: str, loss: Tensor) -> Tensor:
         """What a loss adds to the sum that is made small."""
@@ -100,8 +106,8 @@ class Fit:
 
     Attributes:
         method: the rescale factors and the attention factor found.
-        start: the named method that it began with.
-        tried: the losses on validation text of every method that was tried, by name and kind, and their weighted sum.
+        start: of STARTS, where it began.
+        tried: the losses on validation text of every start that was tried, by name and kind, and their weighted sum.
         history: for each evaluation its seconds and losses.
         kept_start: whether `method` is the start itself, as what was learned has the larger weighted sum on text that
             was not learned from.
@@ -170,11 +176,16 @@ class Validation:
 
     @classmethod
     def of(cls, material: Material, seed: int) -> Validation:
-        """Four texts of the trained length; keys at three depths, at the target length and a shorter one."""
+        """Four texts of the trained length; six keys at the target length, and six at a shorter one."""
         lengths = [material.between(material.trained, share) for share in (0.5, 1)]
         return cls(
             tuple(material.text(material.trained, seed, trial) for trial in range(4)),
-            tuple(material.hidden(length, depth, seed) for length in lengths for depth in (0.0, 0.5, 1.0)),
+            tuple(
+                material.hidden(length, depth, seed, trial)
+                for length in lengths
+                for depth in (0.0, 0.5, 1.0)
+                for trial in range(2)
+            ),
         )
 
     @torch.no_grad()
@@ -195,22 +206,42 @@ class Validation:
         return {**means, "total": total}
 
 
+def start_at(name: str, rope: RopeGeometry, factor: float) -> RopeScaling:
+    """One of STARTS; a ramp has half of YaRN's logarithm in its attention factor."""
+    if name in NAMED:
+        return make_method(name, factor)
+    low, high = RAMPS[name]
+    log_factors = math.log(factor) * _ramp(_octaves(rope), torch.tensor(low), torch.tensor(high - low))
+    attention_factor = torch.tensor(1 + 0.05 * math.log(factor), dtype=torch.float64)
+    return _as_method(log_factors.exp(), attention_factor, rope, factor)
+
+
+def _octaves(rope: RopeGeometry) -> Float64[Tensor, " pair"]:
+    """By pair, how often it turns within the trained length: the logarithm to base 2."""
+    return (rope.inv_freq * rope.original_max_position_embeddings / (2 * math.pi)).log2()
+
+
+def _ramp(octaves: Tensor, low: Tensor, width: Tensor) -> Tensor:
+    """1 below `low`, 0 above `low + width`, a line in between; rounded, as a pair at a corner would bend the loss."""
+    t = (low - octaves) / width + 1
+    return softplus(t, beta=10) - softplus(t - 1, beta=10)
+
+
 class Ramp:
     """The four numbers that are learned, and what they say.
 
     ln λ of a pair is `height` where it turns less than 2^`low` times within the trained length, 0 where it turns more
-    than 2^`high` times, and linear in the logarithm of its turns in between; the corners are rounded, as a pair that
-    crosses one would bend the loss.
+    than 2^`high` times, and linear in the logarithm of its turns in between.
 
     Attributes:
         numbers: of shape (..., 4), 0 at the start: of `low`, of the logarithm of `high - low`, of `height` and of the
-            logarithm of the attention factor, in units of which a step of one is fair for each.
+            logarithm of the attention factor, in units by which what a model says changes about alike.
     """
 
-    UNITS = torch.tensor([1.0, 1.0, 1.0, 0.1], dtype=torch.float64)
+    UNITS = torch.tensor([0.3, 0.3, 0.6, 0.2], dtype=torch.float64)
 
     def __init__(self, rope: RopeGeometry, start: RopeScaling) -> None:
-        self.octaves = (rope.inv_freq * rope.original_max_position_embeddings / (2 * math.pi)).log2()
+        self.octaves = _octaves(rope)
         log = start.rescale_factors(rope).log()
         self.begun = torch.tensor([0.0, math.log(2), log.max(), start.attention_scaling(rope).log()]).double()
         self.numbers = torch.zeros(4, dtype=torch.float64, requires_grad=True)
@@ -228,11 +259,63 @@ class Ramp:
 
     def rescale_factors(self, numbers: Tensor) -> Float64[Tensor, " pair"]:
         low, log_width, height, _ = (self.begun + self.UNITS * numbers)[..., None].unbind(-2)
-        t = (low - self.octaves) / log_width.exp() + 1
-        return (height.clamp(min=0) * (softplus(t, beta=10) - softplus(t - 1, beta=10))).exp()
+        return (height.clamp(min=0) * _ramp(self.octaves, low, log_width.exp())).exp()
 
     def attention_factor(self, numbers: Tensor) -> Tensor:
         return (self.begun + self.UNITS * numbers)[..., 3].exp()
+
+
+def descend(evaluate: Callable[[], float], numbers: Tensor) -> None:
+    """Move `numbers` to where `evaluate`, which leaves its gradient in `numbers.grad`, is least.
+
+    A trust region whose model learns its curvature by symmetric rank-one updates (Nocedal and Wright, 2006, algorithm
+    6.2): no step is much longer than the last that went as expected, and one that went wrong teaches, too. A line
+    search may spend most of few evaluations on one step.
+    """
+
+    def read(at: Tensor) -> tuple[float, Tensor]:
+        with torch.no_grad():
+            numbers.copy_(at.view_as(numbers))
+        value = evaluate()
+        assert numbers.grad is not None
+        return value, numbers.grad.flatten().clone()
+
+    here = numbers.detach().flatten().clone()
+    value, slope = read(here)
+    radius, longest, shortest = 0.3, 1.0, 1e-3
+    curvature = torch.eye(len(here), dtype=here.dtype) * slope.norm() / radius
+    while radius > shortest and float(slope.norm()) > 0:
+        step = best_step(curvature, slope, radius)
+        length = float(step.norm())
+        expected = float(slope @ step + step @ curvature @ step / 2)
+        new_value, new_slope = read(here + step)
+        missed = new_slope - slope - curvature @ step
+        if abs(float(missed @ step)) > 1e-8 * float(missed.norm()) * length:
+            curvature = curvature + missed.outer(missed) / (missed @ step)
+        if (gained := (new_value - value) / expected) < 0.25:
+            radius = length / 2
+        elif gained > 0.75 and length > 0.8 * radius:
+            radius = min(2 * radius, longest)
+        if new_value < value:
+            here, value, slope = here + step, new_value, new_slope
+
+
+def best_step(curvature: Tensor, slope: Tensor, radius: float) -> Tensor:
+    """The step of at most `radius` at the end of which a quadratic is least (Nocedal and Wright, 2006, section 4.3)."""
+    values, vectors = torch.linalg.eigh(curvature)
+    along = vectors.T @ slope
+
+    def step(shift: float) -> Tensor:
+        return -vectors @ (along / (values + shift))
+
+    low = max(0.0, -float(values[0])) + 1e-12
+    if float(step(low).norm()) <= radius:
+        return step(low)
+    high = low + float(slope.norm()) / radius
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if float(step(middle).norm()) > radius else (low, middle)
+    return step(high)
 
 
 class _Enough(Exception):
@@ -251,9 +334,7 @@ def fit_by_gradient(
     rank: int = 0,
     world: int = 1,
 ) -> Fit:
-    """Learn λ and the attention factor.
-
-    L-BFGS with a line search by the strong Wolfe conditions (Nocedal and Wright, 2006, algorithms 7.5 and 3.5).
+    """Learn λ and the attention factor: try the starts, and `descend` from the best.
 
     Args:
         live: of `model`, entered; `model` is `frozen`.
@@ -276,7 +357,7 @@ def fit_by_gradient(
     starts: dict[str, RopeScaling] = {}
     for name in STARTS if settings.start is None else (settings.start,):
         advance(0.0, f"trying {name}")
-        starts[name] = make_method(name, factor)
+        starts[name] = start_at(name, rope, factor)
         tried[name] = check.losses(model, live, starts[name], settings)
     start = min(tried, key=lambda name: tried[name]["total"])
     ramp = Ramp(rope, starts[start])
@@ -299,7 +380,7 @@ def fit_by_gradient(
     best: tuple[float, Tensor] = (math.inf, ramp.numbers.detach().clone())
     state = f"beginning with {start}"
 
-    def evaluate() -> Tensor:
+    def evaluate() -> float:
         nonlocal best, state
         if history and settings.minutes:
             now = history[-1]["seconds"]
@@ -329,14 +410,11 @@ def fit_by_gradient(
         best = min(best, (said["total"], ramp.numbers.detach().clone()), key=lambda pair: pair[0])
         history.append({"seconds": seconds, **said})
         state = ", ".join(f"{kind} {said[kind]:.3f}" for kind in KINDS)
-        return torch.tensor(said["total"], dtype=torch.float64)
+        return said["total"]
 
-    optimizer = torch.optim.LBFGS(
-        [ramp.numbers], max_iter=settings.evaluations, history_size=8, line_search_fn="strong_wolfe"
-    )
     recompute = _activations(model, training.target) > ACTIVATIONS if settings.recompute is None else settings.recompute
     with recomputed(model) if recompute else nullcontext(), suppress(_Enough):
-        optimizer.step(evaluate)  # type: ignore[arg-type]
+        descend(evaluate, ramp.numbers)
     advance(1.0, state)
     numbers = best[1]
     fitted = _as_method(ramp.rescale_factors(numbers), ramp.attention_factor(numbers), rope, factor)
