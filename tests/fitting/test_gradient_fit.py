@@ -187,6 +187,23 @@ def test_descent_finds_the_end_of_a_curved_valley() -> None:
     assert max(float((after - before).norm()) for before, after in pairwise(seen[:3])) < 0.9
 
 
+def test_a_step_that_loses_is_taken_back_and_the_next_is_shorter() -> None:
+    numbers = torch.tensor([1.0, 2.0], dtype=torch.float64, requires_grad=True)
+    seen: list[torch.Tensor] = []
+
+    def evaluate() -> float:
+        seen.append(numbers.detach().clone())
+        if len(seen) > 3:
+            raise StopIteration
+        numbers.grad = torch.tensor([0.3, -0.4], dtype=torch.float64)
+        return float(len(seen))
+
+    with pytest.raises(StopIteration):
+        descend(evaluate, numbers)
+    lengths = [float((at - seen[0]).norm()) for at in seen]
+    assert lengths == pytest.approx([0.0, 0.3, 0.15, 0.075])
+
+
 def test_with_weight_on_short_text_alone_the_fit_goes_back_to_the_trained_frequencies() -> None:
     found = fitted(model_that_reads(), start="yarn", evaluations=30, text=0.0, retrieval=0.0)
     assert found.tried["fitted"]["short"] < 0.05 * found.tried["yarn"]["short"]
