@@ -66,7 +66,7 @@ ABLATION: dict[str, dict[str, Any]] = {
 MAIN = ("its start, no descent", "λ alone", "attention factor alone", "a number for each pair, too")
 # What the parts that are kept depend on beside their names.
 MEASURED = fingerprint(SETTINGS, SEED)
-FITTED = fingerprint(SETTINGS, SEED, asdict(GradientSettings()), gradient.TOKENS)
+FITTED = fingerprint(SETTINGS, SEED, asdict(GradientSettings()), gradient.TOKENS, gradient.KEY_NATS, gradient.STARTS)
 SEARCHED = fingerprint(asdict(EvolutionSettings()))
 RUNS = Path("runs/fit")
 

@@ -171,7 +171,7 @@ def test_no_step_within_the_radius_is_better(seed: int) -> None:
 
 
 def test_descent_finds_the_end_of_a_curved_valley() -> None:
-    """Rosenbrock's, where the slope is nowhere the way: in 60 evaluations, from where a line search needs as many."""
+    """Rosenbrock's, where the slope is nowhere the way: in 60 evaluations, and by no long step."""
     numbers = torch.tensor([-1.2, 1.0], dtype=torch.float64, requires_grad=True)
     seen: list[torch.Tensor] = []
 
