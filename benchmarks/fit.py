@@ -1,6 +1,6 @@
 """Fitted rescale factors beside every named static method, on the shipped model: no weight changes.
 
-    python benchmarks/fit.py                              # ×2 to ×16, five seeds (×16: two), and a search by evolution
+    python benchmarks/fit.py                   # ×2 to ×32, five seeds (×16: two, ×32: one), and a search by evolution
     python benchmarks/fit.py --factors 8 --seeds 0 --evolution 0
     python benchmarks/fit.py --ablation 0 --factors 4  # what each part of the fit does
 
@@ -47,10 +47,11 @@ from ctxext.saved import SavedMethod, read_saved
 
 STATIC = ("pi", "ntk", "ntk_by_parts", "yarn", "llama3", "abf", "resonance", "drope")
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
-TRIALS, LONG_TRIALS, WINDOWS, SHORT_WINDOWS, SEED = 12, 4, 10, 24, 7
-LONG = 8192  # tokens, from which on there are LONG_TRIALS texts a length, and fewer fits
+# Texts a length; fewer where the target is LONG, in tokens, as are the fits; still fewer of such a length itself.
+TRIALS, FEW_TRIALS, LONG_TRIALS, LONG = 36, 12, 4, 8192
+WINDOWS, SHORT_WINDOWS, SEED = 10, 24, 7
 SETTINGS = {
-    "trials": TRIALS, "long": LONG, "long_trials": LONG_TRIALS, "depths": DEPTHS,
+    "trials": TRIALS, "few_trials": FEW_TRIALS, "long_trials": LONG_TRIALS, "long": LONG, "depths": DEPTHS,
     "windows": WINDOWS, "short_windows": SHORT_WINDOWS,
 }  # fmt: skip
 # Against the defaults: one thing changed in each.
@@ -66,14 +67,14 @@ ABLATION: dict[str, dict[str, Any]] = {
 MAIN = ("its start, no descent", "λ alone", "attention factor alone", "a number for each pair, too")
 # What the parts that are kept depend on beside their names.
 MEASURED = fingerprint(SETTINGS, SEED)
-FITTED = fingerprint(SETTINGS, SEED, asdict(GradientSettings()), gradient.TOKENS, gradient.KEY_NATS, gradient.STARTS)
+FITTED = fingerprint(asdict(GradientSettings()), gradient.TOKENS, gradient.KEY_NATS, gradient.STARTS)
 SEARCHED = fingerprint(asdict(EvolutionSettings()))
 RUNS = Path("runs/fit")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--factors", type=int, nargs="*", default=[2, 4, 8, 16])
+    parser.add_argument("--factors", type=int, nargs="*", default=[2, 4, 8, 16, 32])
     parser.add_argument("--seeds", type=int, nargs="*", default=[0, 1, 2, 3, 4])
     parser.add_argument("--evolution", type=int, default=4, help="the factor of the search; 0 for none")
     parser.add_argument("--ablation", type=int, nargs="*", help="seeds; measure parts of the fit instead")
@@ -98,6 +99,10 @@ def seeds_at(factor: int, seeds: list[int]) -> list[int]:
     return seeds[: max(1, 2 * LONG // (512 * factor))] if 512 * factor >= LONG else seeds
 
 
+def trials_at(length: int, target: int) -> int:
+    return LONG_TRIALS if length >= LONG else FEW_TRIALS if target >= LONG else TRIALS
+
+
 # ------------------------------------------------------------------------------------------- the parts
 
 
@@ -110,8 +115,12 @@ def run(parts: list[Part]) -> dict[tuple[int, str, int], dict[str, Any]]:
     return {(factor, name, to): part(factor, name, how, to) for factor, name, how, to in track(parts, "measuring")}
 
 
-def file_of(factor: int, name: str, fitted: bool) -> Path:
-    return RUNS / (FITTED if fitted else MEASURED) / f"x{factor} {name}.json"
+def fit_file(factor: int, name: str) -> Path:
+    return RUNS / FITTED / f"x{factor} {name}.json"
+
+
+def measured_file(factor: int, name: str, to: int, fitted: bool) -> Path:
+    return RUNS / MEASURED / (FITTED if fitted else "static") / f"x{factor} {name}, to x{to}.json"
 
 
 def ready() -> tuple[Any, Prompter, str, str]:
@@ -124,12 +133,12 @@ def ready() -> tuple[Any, Prompter, str, str]:
 
 def part(factor: int, name: str, how: dict[str, Any] | None, to: int) -> dict[str, Any]:
     """One method at one factor, from the file where it stands already."""
-    path = file_of(factor, f"{name} measured to x{to}", how is not None)
+    path = measured_file(factor, name, to, how is not None)
     if path.is_file():
         return json.loads(path.read_text())
     model, prompter, seen, text = ready()
     if how is not None:
-        saved = fitted(model, prompter, seen, factor, file_of(factor, name, True), **how)
+        saved = fitted(model, prompter, seen, factor, fit_file(factor, name), **how)
         with temporarily_extended(model, method=saved.method):
             result = measure(model, prompter, text, to)
         result["seconds"] = saved.about["seconds"]
@@ -208,7 +217,7 @@ def measure(model, prompter: Prompter, text: str, to: int) -> dict[str, Any]:
     keys = []
     length = trained // 4
     while length <= to * trained:
-        for trial in range(LONG_TRIALS if length >= LONG else TRIALS):
+        for trial in range(trials_at(length, to * trained)):
             row = [Passkey().sample(Place("passkey", length, d, trial, SEED), prompter, haystack) for d in DEPTHS]
             for sample, forced in engine.forced([row]):
                 hit = forced.guess.tolist() == list(sample.input_ids[sample.n_prompt :])
@@ -289,10 +298,15 @@ def compare(report: Report, factor: int, measured: dict[Any, Any], seeds: list[i
             }
     here = f"×{factor}"
     report.add(f"{here}: best static method, share of keys found ({best_keys})", found(static[best_keys]))
+    report.add(
+        f"{here}: best static method at the target, share of keys found",
+        max(row["found_at_target"] for name, row in rows.items() if name in static),
+    )
     report.add(f"{here}: best static method, loss of a key in nats ({best_keys})", lost(static[best_keys]))
     report.add(f"{here}: best static method, perplexity ({best_text})", math.exp(mean(static[best_text]["long"])))
     for seed, result in fits.items():
         report.add(f"{here}, seed {seed}: share of keys found", found(result))
+        report.add(f"{here}, seed {seed}: at the target", rows[f"fitted, seed {seed}"]["found_at_target"])
         report.add(f"{here}, seed {seed}: loss of a key in nats", lost(result))
         report.add(f"{here}, seed {seed}: perplexity", math.exp(mean(result["long"])))
     better = [s for s, r in fits.items() if all(key_difference(r, other).high < 0 for other in static.values())]
@@ -367,12 +381,12 @@ def add_part(report: Report, here: str, result: dict[str, Any], base: dict[str, 
 
 def draw(factors: list[int], seeds: list[int], path: Path) -> None:
     """λ by pair: each fit, and the two formulas that it may begin at."""
-    figure = Figure(figsize=(4 * len(factors), 3.6), layout="constrained")
+    figure = Figure(figsize=(3 * len(factors), 3.4), layout="constrained")
     rope = RopeGeometry.plain(64, 1250.0, 512)
     for axes, factor in zip(figure.subplots(1, len(factors), squeeze=False)[0], factors):
         here = seeds_at(factor, seeds)
         for seed in here:
-            saved = read_saved(file_of(factor, f"fitted, seed {seed}", True))
+            saved = read_saved(fit_file(factor, f"fitted, seed {seed}"))
             label = "fitted, each seed" if seed == here[0] else None
             axes.plot(saved.method.rescale_factors(rope), color="#c23b22", alpha=0.6, linewidth=1, label=label)
         for name, style in (("yarn", "--"), ("llama3", ":")):

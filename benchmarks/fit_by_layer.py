@@ -20,8 +20,6 @@ from typing import Any
 
 import torch
 from fit import (
-    FITTED,
-    RUNS,
     SEED,
     SETTINGS,
     Part,
@@ -29,6 +27,7 @@ from fit import (
     key_difference,
     learned_as,
     measure,
+    measured_file,
     ready,
     run,
     text_difference,
@@ -73,7 +72,7 @@ def main() -> None:
 
 def by_layer(factor: int, seed: int) -> dict[str, Any]:
     """One fit and what it measures, from the file where it stands already."""
-    path = RUNS / FITTED / f"x{factor} by layer, seed {seed}.json"
+    path = measured_file(factor, f"by layer, seed {seed}", factor, True)
     if path.is_file():
         return json.loads(path.read_text())
     model, prompter, seen, text = ready()

@@ -251,11 +251,12 @@ def fit_table(each_seed: bool, page: str) -> str:
         factor: max(row["seconds"] or 0 for row in part["rows"].values()) / 60
         for factor, part in summary["table"].items()
     }
-    prompts, few = (how[key] * len(how["depths"]) for key in ("trials", "long_trials"))
+    most, few, fewest = (how[key] * len(how["depths"]) for key in ("trials", "few_trials", "long_trials"))
     lines += [
         "",
-        f"Keys at every length from 128 tokens to the target, {prompts} prompts a length ({few} of {how['long']:,} "
-        f"tokens and more); {how['windows']} windows of the target length; the half of *Persuasion* not fitted on; "
+        f"Keys at every length from 128 tokens to the target, {most} prompts a length ({few} where the target is "
+        f"{how['long']:,} tokens or more, {fewest} of such a length itself); {how['windows']} windows of the target "
+        f"length; the half of *Persuasion* not fitted on; "
         f"the longest fit: {', '.join(f'{minutes:.1f} min at ×{factor}' for factor, minutes in slowest.items())} "
         f"({summary['machine']}); "
         f"from [{file}]({os.path.relpath(file, page)}).",
