@@ -27,7 +27,7 @@ from ctxext import __version__
 from ctxext.configs import read_context
 from ctxext.extension import RECORD as EXTENSION
 from ctxext.extension import Proof, read_record, save_portable, table_errors
-from ctxext.folders import architecture_of, checkpoint_folder, extended_as_saved, written_whole
+from ctxext.folders import architecture_of, checkpoint_folder, extended_as_saved, read_config, written_whole
 from ctxext.hub import hub_folder
 
 if TYPE_CHECKING:
@@ -85,15 +85,13 @@ class AdapterBase:
         Raises:
             ValueError: its weights are not safetensors, or no config says its extension.
         """
-        from transformers import AutoConfig
-
         folder = Path(extended).resolve()
         if read_record(folder) is not None:
             raise ValueError(
                 f"{folder} is extended as no config can say, so an adapter's record cannot either. Train on a folder "
                 "that is extended by a static method."
             )
-        text_config = AutoConfig.from_pretrained(folder).get_text_config(decoder=True)
+        text_config = read_config(folder).get_text_config(decoder=True)
         own_names = {key: text_config.attribute_map.get(key, key) for key in EXTENDED_KEYS}
         return cls(
             base=str(Path(base).resolve()) if Path(base).is_dir() else str(base),
@@ -365,12 +363,10 @@ def _record(folder: Path) -> AdapterBase | None:
 
 def _find_base(folder: Path, record: AdapterBase | None) -> tuple[Path, PreTrainedConfig]:
     """The folder of an adapter's base, and the config to load it with."""
-    from transformers import AutoConfig
-
     named = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))["base_model_name_or_path"]
     if record is None:
         base = checkpoint_folder(named)
-        config = AutoConfig.from_pretrained(base)
+        config = read_config(base)
         if read_record(base) is None:
             _warn_if_plain(folder, config)
         return base, config
@@ -381,7 +377,7 @@ def _find_base(folder: Path, record: AdapterBase | None) -> tuple[Path, PreTrain
         if not (place / "config.json").is_file():
             tried.append(f"{place}: no model there")
             continue
-        config = AutoConfig.from_pretrained(place)
+        config = read_config(place)
         if not record.agrees(config):
             tried.append(f"{place}: not extended as {RECORD} says")
         elif weights_fingerprint(place) != record.fingerprint:
@@ -396,7 +392,7 @@ def _find_base(folder: Path, record: AdapterBase | None) -> tuple[Path, PreTrain
         if record.rope_parameters is None:
             tried.append(f"{record.base}: the original, without the rows that its table of positions was extended by")
         elif weights_fingerprint(place) == record.fingerprint:
-            config = AutoConfig.from_pretrained(place)
+            config = read_config(place)
             record.apply_to(config)
             return place, config
         else:

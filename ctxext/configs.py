@@ -368,6 +368,9 @@ def read_context(config: Any, original_max_position_embeddings: int | None = Non
             original = int(parameters.get("original_max_position_embeddings") or trained)
     bolted_on = scaling is not None and checkpoint is not None and checkpoint.scaling == "bolted-on"
     reach = limit if mark is not None or bolted_on else trained
+    if mark is None and parameters.get("rope_type") == "yarn" and limit <= original:
+        # As Qwen has it switched on: the length that the scaling reaches stands nowhere.
+        reach = max(reach, round(parameters["factor"] * original))
     if original_max_position_embeddings is not None:
         original = original_max_position_embeddings
         if scaling is None:
@@ -454,6 +457,7 @@ class RopePlan(Plan):
 
 def plan_rope(
     config: Any,
+    /,
     factor: float | None = None,
     method: str | ContextMethod | None = None,
     *,

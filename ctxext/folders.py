@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ctxext.api import extend_context
 from ctxext.configs import RopePlan
@@ -20,7 +20,10 @@ from ctxext.methods import ContextMethod, method_from_dict
 from ctxext.planning import plan_extension
 from ctxext.plans import Plan, live_mark
 from ctxext.saved import PROBE
-from ctxext.sites.twin import text_config_of
+from ctxext.sites.twin import text_config_of, text_section_of
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 # A probe is of one extension: it does not follow into another.
 REWRITTEN = ("config.json", "tokenizer_config.json", RECORD, PROBE)
@@ -42,8 +45,11 @@ def checkpoint_folder(name_or_path: str, revision: str | None = None, *, config_
 
     Raises:
         FileNotFoundError: no such folder, or it holds no config.json.
+        ValueError: a file.
     """
     folder = Path(name_or_path)
+    if folder.is_file():
+        raise ValueError(f"{name_or_path} is a file: a checkpoint is the folder that its config.json is in. Name that.")
     if not folder.is_dir():
         if folder.is_absolute() or name_or_path.startswith(".") or name_or_path.count("/") != 1:
             raise FileNotFoundError(f"{name_or_path!r} is no folder here and no hub name (owner/name). Check the path.")
@@ -56,6 +62,25 @@ def checkpoint_folder(name_or_path: str, revision: str | None = None, *, config_
             + (f" Its {RECORD} is an extension alone: ctxext.load applies it." if (folder / RECORD).is_file() else "")
         )
     return folder
+
+
+def read_config(folder: str | Path) -> PreTrainedConfig:
+    """The config.json of a checkpoint as transformers reads it.
+
+    Raises:
+        ValueError: transformers refuses what it says.
+    """
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(folder)
+    except (OSError, ValueError):
+        raise
+    except Exception as error:  # its checks and its own code raise many kinds
+        why = [type(error).__name__, *(line.strip() for line in str(error).splitlines() if line.strip())]
+        raise ValueError(
+            f"transformers refuses {Path(folder) / 'config.json'} ({why[0]}: {why[-1]}). Correct it, or fetch it again."
+        ) from error
 
 
 def check_not_extended(folder: Path, existing: str = "refuse") -> dict[str, Any] | None:
@@ -79,12 +104,10 @@ def method_of(folder: Path) -> ContextMethod | None:
     Raises:
         ValueError: a method that is not registered here.
     """
-    from transformers import AutoConfig
-
     record = read_record(folder)
     if record is not None:
         return record["method"]  # type: ignore[no-any-return]
-    mark = live_mark(text_config_of(AutoConfig.from_pretrained(folder)))
+    mark = live_mark(text_config_of(read_config(folder)))
     return None if mark is None or mark["method"] is None else method_from_dict(mark["method"])
 
 
@@ -102,16 +125,14 @@ def extended_as_saved(model: Any, folder: Path) -> Any:
     return model.eval() if extension is None else extend_context(model.eval(), **extension)
 
 
-def extended_json(folder: Path, **arguments: Any) -> tuple[Plan, dict[str, Any]]:
+def extended_json(folder: Path, /, **arguments: Any) -> tuple[Plan, dict[str, Any]]:
     """The plan for the checkpoint in `folder` and its new config.json: every other key stays as it was.
 
     All of them do where no config can say it.
     """
-    from transformers import AutoConfig
-
     former = check_not_extended(folder, arguments.get("existing", "refuse"))
+    config = read_config(folder)
     raw = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    config = AutoConfig.from_pretrained(folder)
     if former is not None:
         if arguments.get("original_max_position_embeddings") is None:
             arguments["original_max_position_embeddings"] = former["original_max_position_embeddings"]
@@ -122,10 +143,7 @@ def extended_json(folder: Path, **arguments: Any) -> tuple[Plan, dict[str, Any]]
         check_on_paper(config, plan)
     if not plan.is_portable:
         return plan, raw
-    section = raw
-    if plan.text_config is not config:
-        name = next(key for key in config.sub_configs if getattr(config, key, None) is plan.text_config)
-        section = raw.setdefault(name, {})
+    section = text_section_of(raw, config)
     section.update(plan.updates)
     if isinstance(plan, RopePlan):
         section.pop("rope_scaling", None)
@@ -136,6 +154,7 @@ def extended_json(folder: Path, **arguments: Any) -> tuple[Plan, dict[str, Any]]
 def extend_folder(
     folder: Path,
     output: Path | None,
+    /,
     factor: float | None = None,
     method: str | ContextMethod | None = None,
     *,
@@ -191,8 +210,11 @@ def written_whole(folder: Path) -> Iterator[Path]:
     Folders cannot be exchanged in one step: a former one is moved aside, to a hidden name beside it, for the instant
     between two renames.
     """
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    building = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        building = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
+    except OSError as error:
+        raise OSError(f"{folder} cannot be written there ({error.strerror}). Choose another folder.") from error
     former = building.with_name(f"{building.name}.former")
     try:
         yield building

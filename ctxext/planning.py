@@ -83,6 +83,7 @@ def model_on_meta(config: Any) -> nn.Module:
 
 def plan_extension(
     config: Any,
+    /,
     factor: float | None = None,
     method: str | ContextMethod | None = None,
     *,
@@ -153,6 +154,7 @@ def encoding_of(config: Any, model: nn.Module | None = None) -> Encoding:
 def _plan_site(
     config: Any,
     site: Encoding,
+    /,
     factor: float | None,
     method: str | ContextMethod | None,
     *,

@@ -32,7 +32,7 @@ from ctxext.evals.targets import UNEXTENDED, LiveModel, Variant, compared_varian
 from ctxext.fitting.episodes import split
 from ctxext.fitting.fit import fit
 from ctxext.fitting.gradient import GradientSettings
-from ctxext.fitting.live import LiveFactors
+from ctxext.fitting.live import LiveFactors, frozen
 from ctxext.methods import ContextMethod, list_methods
 from ctxext.planning import encoding_of, plan_extension
 from ctxext.plans import Plan
@@ -282,61 +282,66 @@ def recommend(
             FIRST texts, `results` is there already, or as `extend_context`.
     """
     clock = _Clock(60 * minutes, time.perf_counter() if began is None else began, advance)
-    if not minutes > 0:
-        raise ValueError(f"minutes must be > 0, got {minutes}.")
+    if not 0 < minutes < math.inf:
+        raise ValueError(f"minutes must be a finite number > 0, got {minutes}.")
     if results.exists():
         raise ValueError(f"{results} is there already. Choose another file for the samples, or remove it.")
-    how = {"original_max_position_embeddings": original_max_position_embeddings, "existing": existing}
-    usual = _usual(model) if methods is None else methods
-    candidates = compared_variants(model.config, usual, factor, target_length=target_length, **how)[1:]
-    target = LiveModel(model, prompter, names[0], original_max_position_embeddings)
-    target.about |= about or {}
-    left_out: dict[str, str] = {}
-    for variant in list(candidates):
-        clock.tell(f"trying {variant.name}")
-        refusal = target.refusal(variant) or (portable and _no_config_says(model, variant))
-        if refusal:
-            candidates.remove(variant)
-            left_out[variant.name] = refusal
-    if not candidates:
-        raise ValueError(f"no method can be used here: {'; '.join(left_out.values())}")
-    trained = target.about["trained_length"]
-    longest = max(target.reach(variant) or 0 for variant in candidates)
-    if longest <= trained:
-        raise ValueError(f"the model covers {longest} tokens already: it was trained at {trained}. Ask for more.")
-    learnt, compared = "", Haystack.from_text(text, prompter.tokenizer, name=names[1])
-    if compared.n_tokens < longest:
-        raise ValueError(
-            f"{names[1]} has {compared.n_tokens:,} tokens, fewer than the target length of {longest:,}: nothing can be "
-            "measured there. Pass a longer text, or ask for less."
-        )
-    if fitted:
-        try:
-            LiveFactors(model, original_max_position_embeddings)
-            first, second = split(text, prompter, trained, longest, held_out=0.5, name=names[1])
-            split(first.haystack.text, prompter, trained, longest, name=f"half of {names[1]}")
-            learnt, compared = first.haystack.text, second.haystack
-        except ValueError as error:
-            left_out[FITTED] = str(error)
-    race = _Race(target, compared, candidates, longest, clock, seed, results)
-    race.begin()
-    saved = None
-    if learnt:
-        room = min(FIT_SHARE * clock.seconds, clock.left - race.first_round(len(candidates) + 1))
-        least = GradientSettings(evaluations=EVALUATIONS).tokens(trained, longest) / race.tokens_a_second
-        if room >= least:
-            saved = fit(
-                model, prompter, learnt, target_length=longest, names=names,
-                original_max_position_embeddings=original_max_position_embeddings,
-                settings=GradientSettings(minutes=room / 60, seed=seed),
-                advance=lambda share, state: clock.tell("fitting"),
-            )  # fmt: skip
-            race.candidates.append(Variant(FITTED, {"method": saved.method, **how}))
-        else:
-            enough = max(least / FIT_SHARE, clock.seconds - room + least)
-            left_out[FITTED] = f"there is no time to fit; {minutes_up(enough)} minutes in all would do."
-    race.run()
-    return _recommended(race, saved, left_out, names)
+    with frozen(model):
+        how = {"original_max_position_embeddings": original_max_position_embeddings, "existing": existing}
+        usual = _usual(model) if methods is None else methods
+        candidates = compared_variants(model.config, usual, factor, target_length=target_length, **how)[1:]
+        target = LiveModel(model, prompter, names[0], original_max_position_embeddings)
+        target.about |= about or {}
+        left_out: dict[str, str] = {}
+        for variant in list(candidates):
+            clock.tell(f"trying {variant.name}")
+            refusal = target.refusal(variant) or (portable and _no_config_says(model, variant))
+            if refusal:
+                candidates.remove(variant)
+                left_out[variant.name] = refusal
+        if not candidates:
+            raise ValueError(f"no method can be used here: {'; '.join(left_out.values())}")
+        trained = target.about["trained_length"]
+        longest = max(target.reach(variant) or 0 for variant in candidates)
+        if longest <= trained:
+            raise ValueError(f"the model covers {longest} tokens already: it was trained at {trained}. Ask for more.")
+        learnt, compared = "", Haystack.from_text(text, prompter.tokenizer, name=names[1])
+        if compared.n_tokens < longest:
+            raise ValueError(
+                f"{names[1]} has {compared.n_tokens:,} tokens, fewer than the target length of {longest:,}: nothing "
+                "can be measured there. Pass a longer text, or ask for less."
+            )
+        if fitted:
+            try:
+                LiveFactors(model, original_max_position_embeddings)
+                first, second = split(text, prompter, trained, longest, held_out=0.5, name=names[1])
+                split(first.haystack.text, prompter, trained, longest, name=f"half of {names[1]}")
+                learnt, compared = first.haystack.text, second.haystack
+            except ValueError as error:
+                left_out[FITTED] = str(error)
+        race = _Race(target, compared, candidates, longest, clock, seed, results)
+        race.begin()
+        saved = None
+        if learnt:
+            room = min(FIT_SHARE * clock.seconds, clock.left - race.first_round(len(candidates) + 1))
+            least = GradientSettings(evaluations=EVALUATIONS).tokens(trained, longest) / race.tokens_a_second
+            if room >= least:
+                try:
+                    saved = fit(
+                        model, prompter, learnt, target_length=longest, names=names,
+                        original_max_position_embeddings=original_max_position_embeddings,
+                        settings=GradientSettings(minutes=room / 60, seed=seed),
+                        advance=lambda share, state: clock.tell("fitting"),
+                    )  # fmt: skip
+                except (ValueError, RuntimeError) as error:  # memory too, as no other candidate needs a backward pass
+                    left_out[FITTED] = str(error)
+                else:
+                    race.candidates.append(Variant(FITTED, {"method": saved.method, **how}))
+            else:
+                enough = max(least / FIT_SHARE, clock.seconds - room + least)
+                left_out[FITTED] = f"there is no time to fit; {minutes_up(enough)} minutes in all would do."
+        race.run()
+        return _recommended(race, saved, left_out, names)
 
 
 def _usual(model: PreTrainedModel) -> list[str]:
@@ -610,6 +615,8 @@ def reasons(summary: Summary, choice: Choice, plan: Plan, engines: Sequence[str]
         said.append(f"Its price within the trained length: {nats(gate)}.")
     if engines:
         said.append(f"Its saved config runs in {', '.join(engines)}.")
+    elif plan.is_portable:
+        said.append("Plain transformers loads the model as it is saved extended.")
     else:
         said.append(f"No config can say it, as {plan.why_not_portable}: ctxext.load runs it in transformers.")
         plain = next((v for v in choice.ranking if v in portable), None)

@@ -41,8 +41,23 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     text = json.dumps(content, indent=2, ensure_ascii=False, allow_nan=False)
     building = path.with_name(f".{path.name}.part")
-    building.write_text(text + "\n", encoding="utf-8")
-    building.replace(path)
+    try:
+        building.write_text(text + "\n", encoding="utf-8")
+        building.replace(path)
+    finally:
+        building.unlink(missing_ok=True)
+
+
+def check_method_file(path: Path) -> None:
+    """Refuse, before the work, a file that `--method` would not read again.
+
+    Raises:
+        ValueError: its name does not end in `SUFFIX`.
+        OSError: as `check_writable`.
+    """
+    if path.suffix != SUFFIX:
+        raise ValueError(f"--output must end in {SUFFIX}, as --method takes {str(path)!r} for a name.")
+    check_writable(path)
 
 
 def check_writable(path: Path) -> None:
@@ -84,7 +99,7 @@ def opened(method: str | ContextMethod | None) -> str | ContextMethod | None:
 
     Raises:
         FileNotFoundError: no such file, or no extension by that name.
-        ValueError: as `read_saved`, or that extension does more than a method says.
+        ValueError: as `read_saved`, that extension does more than a method says, or a path of something else.
     """
     if not isinstance(method, str):
         return method
@@ -92,6 +107,11 @@ def opened(method: str | ContextMethod | None) -> str | ContextMethod | None:
         return read_saved(method).method
     if "/" not in method:
         return method
+    if Path(method).exists() or method.startswith((".", "/", "~")):
+        raise ValueError(
+            f"{method} is no method: name one of `ctxext methods`, a {SUFFIX} file that `ctxext fit` wrote, or an "
+            "extension on the hub (owner/name)."
+        )
     path = _on_the_hub(method)
     saved, record = read_saved(path), json.loads(path.read_text(encoding="utf-8"))
     more = {"existing": "refuse", "rotated_copy": False}

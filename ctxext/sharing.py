@@ -24,7 +24,7 @@ from ctxext.evals.results import Results, read_results
 from ctxext.evals.summary import Summary, label, nats
 from ctxext.evals.targets import UNEXTENDED
 from ctxext.extension import ATTRIBUTE, RECORD, extended_model, read_record, write_record
-from ctxext.folders import check_not_extended, checkpoint_folder, method_of
+from ctxext.folders import check_not_extended, checkpoint_folder, method_of, read_config
 from ctxext.methods import ContextMethod, PositionRemapping, make_method
 from ctxext.planning import plan_extension
 from ctxext.plans import ENCODINGS, Plan, live_mark
@@ -80,15 +80,13 @@ class Extended:
         Raises:
             ValueError: the checkpoint there is not extended by ctxext.
         """
-        from transformers import AutoConfig
-
         method, record = method_of(folder), read_record(folder)
         if method is None:
             raise ValueError(
                 f"{folder} is not extended by ctxext, so there is no extension to push. Extend it first: ctxext extend "
                 f"{folder} --factor 4 --output EXTENDED."
             )
-        config = AutoConfig.from_pretrained(folder)
+        config = read_config(folder)
         if record is not None:
             return cls.of_plan(plan_extension(config, **record))
         mark = live_mark(text_config_of(config))
@@ -184,7 +182,9 @@ class Push:
             options={name: value for name, value in options.items() if value is not None},
             measured=self.measured,
             about={name: value for name, value in self.about.items() if name != "history"},
-            servers=serving(self.repo_id, self.config) if extended.portable and not self.alone else (),
+            servers=serving(self.repo_id, self.config, self.files["config.json"].parent)
+            if extended.portable and not self.alone
+            else (),
             probe=PROBE in self.files,
             architecture=(self.config.architectures or ["AutoModelForCausalLM"])[0],
             version=__version__,
@@ -210,14 +210,14 @@ class Serving:
     notes: tuple[str, ...] = ()
 
 
-def serving(repo_id: str, config: Any) -> tuple[Serving, ...]:
-    """By engine, how it serves a checkpoint that plain transformers loads extended."""
-    from ctxext.engines.rules import NotExportable, export_for
+def serving(repo_id: str, config: Any, folder: Path) -> tuple[Serving, ...]:
+    """By engine, how it serves a checkpoint, that of `folder`, which plain transformers loads extended."""
+    from ctxext.engines.rules import NotExportable, export_for, said_by_files
 
     served = []
     for engine, name in (("vllm", "vLLM"), ("sglang", "SGLang"), ("llama.cpp", "llama.cpp")):
         try:
-            export = export_for(engine, config, model=repo_id)
+            export = export_for(engine, config, model=repo_id, **said_by_files(folder))
         except NotExportable as error:
             served.append(Serving(name, "", (str(error),)))
             continue
@@ -288,8 +288,6 @@ def prepared(
     extension_only: bool = False,
 ) -> Iterator[Push]:
     """What `push_to_hub` would upload, checked, for the length of a `with` block. Arguments and errors are its own."""
-    from transformers import AutoConfig
-
     if _hub_name(repo_id) is None:
         raise ValueError(
             f"{repo_id!r} is no name on the hub. Write owner/name, such as ada/my-model-32k: letters, digits, '-', '_' "
@@ -312,10 +310,10 @@ def prepared(
         else:
             weights = checkpoint_folder(str(source))
             aim = _Aim.of_folder(weights)
-            readme = (weights / README).read_text(encoding="utf-8") if (weights / README).is_file() else ""
+            readme = _text_of(weights / README) if (weights / README).is_file() else ""
             card = _read_card(readme)
             if base_model is None and BEGIN in readme:
-                base_model = card.data.get("base_model")
+                base_model = _only_base(card)
         if base_model is not None and _hub_name(base_model) is None:
             raise ValueError(
                 f"base_model={base_model!r} is no name on the hub (owner/name), from where others could load it. Give "
@@ -329,7 +327,7 @@ def prepared(
                 weights = checkpoint_folder(str(base_model))
         else:
             assert weights is not None
-            extended, config = Extended.of_folder(weights), AutoConfig.from_pretrained(weights)
+            extended, config = Extended.of_folder(weights), read_config(weights)
             files = _files(weights)
         measured = (
             None
@@ -384,10 +382,8 @@ class _Aim:
         Raises:
             ValueError: the checkpoint there is not extended by ctxext.
         """
-        from transformers import AutoConfig
-
         extended, record = Extended.of_folder(folder), read_record(folder)
-        config = AutoConfig.from_pretrained(folder)
+        config = read_config(folder)
         if record is not None:
             return cls.of_plan(plan_extension(config, **record))
         mark = live_mark(text_config_of(config))
@@ -404,8 +400,6 @@ def _alone(aim: _Aim, base_model: str | None) -> tuple[Any, Plan]:
     Raises:
         ValueError: no base is named, or what is made of it is something else.
     """
-    from transformers import AutoConfig
-
     if base_model is None:
         raise ValueError(
             "an extension alone needs base_model=, the hub's name of the model that it extends. Give it, or push the "
@@ -413,7 +407,7 @@ def _alone(aim: _Aim, base_model: str | None) -> tuple[Any, Plan]:
         )
     folder = checkpoint_folder(base_model, config_only=True)
     check_not_extended(folder)
-    config, reasons = AutoConfig.from_pretrained(folder), []
+    config, reasons = read_config(folder), []
     for arguments in aim.arguments:
         try:
             plan = plan_extension(config, **arguments)
@@ -447,7 +441,7 @@ def upload(push: Push, *, private: bool | None = None, token: str | None = None,
     api = HfApi(token=token, library_name="ctxext", library_version=__version__)
     try:
         return _upload(api, push, private, revision)
-    except (PermissionError, FileExistsError, _UnreadableCard):
+    except (PermissionError, FileExistsError, UnreadableCard):
         raise
     except Exception as error:  # the errors of its HTTP library have other classes in each version
         causes = [error, *([error.__cause__] if error.__cause__ else [])]
@@ -497,23 +491,32 @@ def _upload(api: HfApi, push: Push, private: bool | None, revision: str | None) 
     return str(commit.commit_url)
 
 
-def _hub_name(name: str) -> str | None:
+def _hub_name(name: object) -> str | None:
     """`name` if it may be a repository's: owner/name."""
     from huggingface_hub.errors import HFValidationError
     from huggingface_hub.utils import validate_repo_id
 
+    if not isinstance(name, str) or "/" not in name:
+        return None
     try:
         validate_repo_id(name)
     except HFValidationError:
         return None
-    return name if "/" in name else None
+    return name
 
 
 # --------------------------------------------------------------------------------------------- the card
 
 
-class _UnreadableCard(ValueError):
+class UnreadableCard(ValueError):
     """A README.md whose metadata cannot be read."""
+
+
+def _text_of(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8 ({error}). Save it as that.") from error
 
 
 def _read_card(text: str) -> ModelCard:
@@ -522,9 +525,21 @@ def _read_card(text: str) -> ModelCard:
     try:
         return ModelCard(text if text.startswith("---") else f"---\n{{}}\n---\n{text}", ignore_metadata_errors=True)
     except Exception as error:  # PyYAML's own, and ValueError
-        raise _UnreadableCard(
+        raise UnreadableCard(
             f"the metadata of the {README} that is there cannot be read ({error}). Mend it."
         ) from error
+
+
+def _only_base(card: ModelCard) -> str | None:
+    """The model that a card says it was made from, one name or a list of one.
+
+    Raises:
+        ValueError: it names several.
+    """
+    named = card.data.get("base_model")
+    if isinstance(named, list) and len(named) > 1:
+        raise ValueError(f"the {README} names several models as base_model ({', '.join(named)}). Pass the one to name.")
+    return named[0] if isinstance(named, list) and named else named or None
 
 
 def _license(base_model: str) -> dict[str, Any]:

@@ -181,3 +181,28 @@ def test_what_is_no_checkpoint_is_named(tmp_path: Path) -> None:
         checkpoint_folder(str(tmp_path))
     with pytest.raises(ValueError, match="revision"):
         checkpoint_folder(str(tmp_path), "main")
+
+
+@pytest.mark.parametrize("changes", [{"max_position_embeddings": None}, {"rope_scaling": {"type": "su"}}])
+def test_a_config_that_transformers_refuses_is_named(source: Path, tmp_path: Path, changes: dict[str, object]) -> None:
+    folder = tmp_path / "broken"
+    folder.mkdir()
+    config = json.loads((source / "config.json").read_text())
+    kind = {"model_type": "phi3"} if "rope_scaling" in changes else {}
+    (folder / "config.json").write_text(json.dumps({**config, **kind, **changes}))
+    with pytest.raises(ValueError, match=r"transformers refuses .*broken/config\.json"):
+        extend_folder(folder, None, factor=4)
+    (folder / "config.json").write_text(json.dumps(config)[:200])
+    with pytest.raises(OSError, match=r"broken/config\.json"):
+        extend_folder(folder, None, factor=4)
+
+
+def test_a_file_is_no_checkpoint(source: Path) -> None:
+    with pytest.raises(ValueError, match=r"config\.json is a file: a checkpoint is the folder"):
+        checkpoint_folder(str(source / "config.json"))
+
+
+def test_a_place_where_nothing_can_be_written_is_named(source: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OSError, match="file/out cannot be written there"):
+        extend_folder(source, tmp_path / "file/out", factor=4)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import GPT2Config, LlamaConfig, LlamaForCausalLM
 
 from ctxext import extend_context, restore_context
 from ctxext.assets import MODEL, PERSUASION
@@ -18,6 +18,7 @@ from ctxext.evals.prompts import Prompter
 from ctxext.evals.results import Header, Results, read_results
 from ctxext.evals.summary import Summary
 from ctxext.fitting.episodes import split
+from ctxext.methods import YaRN
 from ctxext.planning import plan_extension
 from ctxext.recommending import FIRST, choose, reasons, recommend, staying
 from ctxext.saved import read_saved
@@ -176,15 +177,62 @@ def test_who_needs_a_config_learns_which_method_comes_first_there() -> None:
     assert "Of those that a config can say, for servers too, yarn comes first" in said
 
 
-def test_what_is_fitted_on_is_not_compared_on(shipped, tmp_path: Path) -> None:
-    config = LlamaConfig(
-        vocab_size=len(shipped[1].tokenizer), hidden_size=32, intermediate_size=32, num_hidden_layers=1,
-        num_attention_heads=2, max_position_embeddings=128, rope_parameters={"rope_theta": 1e4, "rope_type": "default"},
-    )  # fmt: skip
+def small(prompter: Prompter, **changes: object) -> LlamaForCausalLM:
+    """A random model of the shipped tokenizer, trained at 128 tokens as its config has it."""
     torch.manual_seed(0)
-    model, prompter = LlamaForCausalLM(config).eval(), shipped[1]
+    config = LlamaConfig(
+        vocab_size=len(prompter.tokenizer), hidden_size=32, intermediate_size=32, num_hidden_layers=1,
+        num_attention_heads=2, max_position_embeddings=128, rope_parameters={"rope_theta": 1e4, "rope_type": "default"},
+        **changes,
+    )  # fmt: skip
+    return LlamaForCausalLM(config).eval()
+
+
+def test_what_is_fitted_on_is_not_compared_on(shipped, tmp_path: Path) -> None:
+    model, prompter = small(shipped[1]), shipped[1]
     text = read_prose(PERSUASION)[:60_000]
     found = recommend(model, prompter, text, 2, methods=["yarn"], minutes=0.3, results=tmp_path / "results.jsonl")
     assert found.texts.keys() == {"none", "yarn", "fitted"}
     _, compared = split(text, prompter, 128, 256, held_out=0.5)
     assert found.summary.header.identity["text"] == f"text {compared.haystack.fingerprint}"
+
+
+def test_a_fit_that_fails_is_left_out_and_the_rest_recommended(
+    shipped, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_memory(*arguments: object, **options: object) -> None:
+        raise torch.OutOfMemoryError("out of memory")
+
+    monkeypatch.setattr("ctxext.recommending.fit", no_memory)
+    model, prompter = small(shipped[1]), shipped[1]
+    text = read_prose(PERSUASION)[:60_000]
+    found = recommend(model, prompter, text, 2, methods=["yarn"], minutes=0.3, results=tmp_path / "results.jsonl")
+    assert (found.variant, found.left_out["fitted"]) == ("yarn", "out of memory")
+
+
+def test_a_model_in_training_is_measured_without_dropout_and_left_in_training(shipped, tmp_path: Path) -> None:
+    model, text, losses = small(shipped[1], attention_dropout=0.5), read_prose(PERSUASION)[:60_000], []
+    for training in (False, True):
+        path = tmp_path / f"{training}.jsonl"
+        model.train(training)
+        recommend(model, shipped[1], text, 2, methods=["yarn"], fitted=False, minutes=0.2, results=path)
+        records = read_results(path).records
+        losses.append({r["key"]: r["loss"] for r in records if r["task"] == "perplexity" and r["trial"] == 0})
+    assert model.training
+    assert losses[0] == losses[1]
+
+
+def test_what_transformers_saves_and_no_server_is_known_to_run_is_said_so() -> None:
+    summary = measured({"hierarchical": 1.0}, {})
+    choice = choose(summary, ["hierarchical"], {"hierarchical"})
+    plan = plan_extension(GPT2Config(n_positions=64), factor=2, method="hierarchical")
+    said = reasons(summary, choice, plan, [], {"hierarchical"})
+    assert "No config can say it" not in said
+    assert "Plain transformers loads" in said
+
+
+def test_two_of_one_name_are_refused(shipped, tmp_path: Path) -> None:
+    model, prompter = shipped
+    for methods in (["yarn", "yarn"], [YaRN(factor=2.0), YaRN(factor=2.0, beta_fast=16.0)]):
+        with pytest.raises(ValueError, match="'yarn' is there twice"):
+            recommend(model, prompter, read_prose(PERSUASION), 2, methods=methods, minutes=1, results=tmp_path / "r")

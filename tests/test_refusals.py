@@ -13,7 +13,7 @@ from live import LATE, REMAPPING, assert_unchanged, late, plain_rope, rotary_of,
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from ctxext import extend_config, extend_context, extension, restore_context, temporarily_extended
+from ctxext import describe_context, extend_config, extend_context, extension, restore_context, temporarily_extended
 from ctxext.methods import NTKAware, RopeMethod, YaRN, list_methods
 from ctxext.planning import plan_extension
 from ctxext.survey.small import small_model
@@ -693,3 +693,15 @@ def test_extend_config_leaves_its_argument_alone() -> None:
     refused = pytest.raises(ValueError, match="scaled already by ctxext")
     with refused:
         extend_config(extended)
+
+
+@pytest.mark.parametrize("wrong", ["path", None])
+def test_what_is_no_config_is_named(wrong: str | None) -> None:
+    for use in (describe_context, lambda config: extend_config(config, factor=4)):
+        with pytest.raises(TypeError, match="needs a config of transformers"):
+            use(wrong)
+
+
+def test_a_word_is_not_taken_for_true() -> None:
+    with pytest.raises(ValueError, match="truncate of 'yarn' must be true or false, got 'False'"):
+        YaRN(factor=4, truncate="False")

@@ -10,7 +10,7 @@ import torch
 from families import LENGTH, logits, tiny_model, token_ids
 
 from ctxext import LongRoPE, YaRN, extend_context
-from ctxext.saved import SavedMethod, read_saved
+from ctxext.saved import SavedMethod, opened, read_saved
 
 # λ that no named method has, for the eight pairs of the tiny models.
 FITTED = LongRoPE(
@@ -61,3 +61,16 @@ def test_a_bad_file_is_refused_by_name(content: str, message: str, tmp_path: Pat
     assert torch.equal(logits(model, token_ids(LENGTH)), before)
     with pytest.raises(FileNotFoundError, match="is no file here"):
         extend_context(model, method=str(tmp_path / "absent.json"))
+
+
+def test_what_was_begun_does_not_stay_where_it_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "taken.json").mkdir()
+    with pytest.raises(OSError, match="taken"):
+        SavedMethod(YaRN(factor=4)).save(tmp_path / "taken.json")
+    assert [path.name for path in tmp_path.iterdir()] == ["taken.json"]
+
+
+def test_a_folder_is_no_method_and_the_hub_is_not_asked(tmp_path: Path) -> None:
+    for path in (tmp_path, "./nowhere"):
+        with pytest.raises(ValueError, match="is no method: name one"):
+            opened(str(path))

@@ -18,7 +18,7 @@ from huggingface_hub import ModelCard, constants
 from transformers import AutoModelForCausalLM
 
 import ctxext
-from ctxext.assets import MODEL
+from ctxext.assets import MODEL, PERSUASION
 from ctxext.cli import commands
 from ctxext.evals.results import read_results
 from ctxext.evals.summary import Summary, nats
@@ -26,7 +26,7 @@ from ctxext.evals.targets import compared_variants
 from ctxext.extension import RECORD
 from ctxext.folders import checkpoint_folder, extend_folder
 from ctxext.methods import LongRoPE, YaRN
-from ctxext.saved import SavedMethod
+from ctxext.saved import SavedMethod, read_saved
 from ctxext.sharing import BEGIN, END, prepared, push_to_hub
 
 IDS = token_ids(150)
@@ -447,3 +447,42 @@ def test_a_dry_run_prints_the_card_and_the_files_and_asks_for_no_login(
     size = (extended / "model.safetensors").stat().st_size
     assert f"{size / 1024:.1f} KiB  model.safetensors" in said.err
     assert set(hub.repositories) == {"meta/tiny"}
+
+
+def test_a_fit_of_a_model_on_the_hub_says_its_name_and_its_revision(
+    hub: LocalHub, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, out = tmp_path / "model", tmp_path / "fitted.json"
+    tiny_model("llama", vocab_size=4096, initializer_range=0.1).save_pretrained(folder)
+    files = {path.name: path.read_bytes() for path in (*folder.iterdir(), *MODEL.glob("tokenizer*"))}
+    hub.create("meta/fresh", files)
+    text = tmp_path / "prose.txt"
+    text.write_text(PERSUASION.read_text(encoding="utf-8")[:20_000])
+    quick = ("--factor", "2", "--evaluations", "1", "--rows", "1", "--start", "yarn", "--text", str(text))
+    run("fit", "meta/fresh", "--revision", "main", "-o", str(out), *quick)
+    assert read_saved(out).about["model"] == "meta/fresh"
+    said = capsys.readouterr().err
+    assert f"ctxext extend meta/fresh --method {out} -o FOLDER --revision main" in " ".join(said.split())
+
+
+def test_the_base_in_a_card_may_be_a_list_of_one(extended: Path, hub: LocalHub) -> None:
+    own = f"---\nbase_model:\n- meta/tiny\n---\n{BEGIN}\n{END}\n"
+    (extended / "README.md").write_text(own)
+    push_to_hub(extended, "ada/tiny-256")
+    assert card_of(hub, "ada/tiny-256").data.base_model == "meta/tiny"
+    (extended / "README.md").write_text(own.replace("- meta/tiny", "- meta/tiny\n- meta/other"))
+    with pytest.raises(ValueError, match="names several models as base_model"):
+        push_to_hub(extended, "ada/tiny-256")
+    (extended / "README.md").write_bytes(b"\xff\xfe")
+    with pytest.raises(ValueError, match=r"README\.md is not UTF-8"):
+        push_to_hub(extended, "ada/tiny-256")
+    with pytest.raises(ValueError, match="is no name on the hub"):
+        push_to_hub(extended, None)
+
+
+def test_the_card_serves_by_the_commands_of_export(extended: Path, hub: LocalHub) -> None:
+    """The uploaded config.json says it all, so that no override does."""
+    push_to_hub(extended, "ada/tiny-256")
+    text = card_of(hub, "ada/tiny-256").text
+    assert "vllm serve ada/tiny-256 --max-model-len 256" in text
+    assert "--hf-overrides" not in text

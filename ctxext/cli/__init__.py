@@ -9,6 +9,7 @@ import sys
 from typing import Annotated
 
 import typer
+from safetensors import SafetensorError
 
 from ctxext import __version__
 from ctxext.cli.common import console
@@ -78,7 +79,10 @@ def app() -> None:
     atexit.register(gc.freeze)
     try:
         commands()
+    except SafetensorError as error:
+        console.print(f"[bold red]error:[/] a .safetensors file of the model is broken ({error}). Fetch it again.")
+        raise SystemExit(1) from error
     except (ValueError, RuntimeError, OSError, ImportError, ArithmeticError) as error:
         console.print(f"[bold red]error:[/] {type(error).__name__}: ", end="")
-        console.print(str(error), markup=False, highlight=False)
+        console.print(str(error), markup=False, highlight=False, soft_wrap=True)
         raise SystemExit(1) from error

@@ -45,7 +45,7 @@ def parse_options(pairs: list[str] | None) -> dict[str, Any]:
         if not equals:
             raise typer.BadParameter(f"{pair!r} is no option; write NAME=VALUE, such as beta_fast=16.")
         try:
-            options[name] = json.loads(text)
+            options[name] = json.loads(text.lower() if text in ("True", "False") else text)
         except json.JSONDecodeError:
             options[name] = text
     return options
@@ -54,6 +54,11 @@ def parse_options(pairs: list[str] | None) -> dict[str, Any]:
 def folder_of(model: str) -> str:
     """A folder's config.json stands for the folder."""
     return str(Path(model).parent) if Path(model).name == "config.json" else model
+
+
+def name_of(model: str) -> str:
+    """What a checkpoint is called in files and tables: its folder, or its name on the hub."""
+    return Path(model).absolute().name if Path(model).is_dir() else model
 
 
 Model = Annotated[str, typer.Argument(help="A checkpoint: a folder, or a name on the hub (owner/name).")]

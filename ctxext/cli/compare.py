@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from ctxext.cli import measuring
-from ctxext.cli.common import Factor, HowExisting, Model, Revision, TargetLength, TrainedLength, console
+from ctxext.cli.common import Factor, HowExisting, Model, Revision, TargetLength, TrainedLength, console, name_of
 
 
 def compare(
@@ -45,7 +45,9 @@ def compare(
     from ctxext.evals.targets import LiveModel, compared_variants
     from ctxext.folders import check_not_extended, checkpoint_folder
     from ctxext.processes import Processes
+    from ctxext.saved import check_writable
 
+    check_writable(output)
     processes = Processes.here()
     folder = checkpoint_folder(model, revision)
     check_not_extended(folder, existing)
@@ -59,7 +61,7 @@ def compare(
         existing=existing,
     )
     prompter = Prompter(tokenizer, style, answer_tokens)  # type: ignore[arg-type]
-    target = LiveModel(loaded, prompter, folder.name, original_max_position_embeddings)
+    target = LiveModel(loaded, prompter, name_of(model), original_max_position_embeddings)
     target.about |= measuring.known_by(folder)
     for variant in variants[1:]:
         refusal = target.refusal(variant)

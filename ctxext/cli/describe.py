@@ -43,7 +43,7 @@ def describe(
     from ctxext.api import describe_context
     from ctxext.engines.gguf_files import context_of_gguf
     from ctxext.extension import read_record
-    from ctxext.folders import checkpoint_folder
+    from ctxext.folders import checkpoint_folder, read_config
     from ctxext.planning import plan_extension
     from ctxext.sites.twin import text_config_of
 
@@ -52,10 +52,8 @@ def describe(
         if Path(model).is_file():
             config = context_of_gguf(model)
         else:
-            from transformers import AutoConfig
-
             folder = checkpoint_folder(model, revision, config_only=True)
-            config, record = AutoConfig.from_pretrained(folder), read_record(folder)
+            config, record = read_config(folder), read_record(folder)
     if record is not None:  # as ctxext.load has it
         plan_extension(config, **record).apply_to(text_config_of(config))
     description = describe_context(

@@ -16,6 +16,7 @@ from ctxext.cli.common import (
     Revision,
     TargetLength,
     TrainedLength,
+    name_of,
     parse_options,
 )
 
@@ -63,20 +64,21 @@ def evaluate(
     ] = Path("results.jsonl"),
 ) -> None:
     """Measure one model: retrieval, perplexity, and what an extension costs at short length."""
-    from transformers import AutoConfig, AutoTokenizer
+    from transformers import AutoTokenizer
 
     from ctxext.evals.prompts import Prompter
     from ctxext.evals.runner import Runner
     from ctxext.evals.server import ServedModel
     from ctxext.evals.targets import LiveModel, Served, Variant, known_lengths
-    from ctxext.folders import check_not_extended, checkpoint_folder
+    from ctxext.folders import check_not_extended, checkpoint_folder, read_config
     from ctxext.processes import Processes
-    from ctxext.saved import check_made_for, opened
+    from ctxext.saved import check_made_for, check_writable, opened
 
+    check_writable(output)
     folder = checkpoint_folder(model, revision, config_only=server is not None)
     if method is not None:
         check_not_extended(folder, existing)
-    config = AutoConfig.from_pretrained(folder)
+    config = read_config(folder)
     trained, reach = known_lengths(config)
     trained = original_max_position_embeddings or trained
     if method is None and (factor or target_length or option):
@@ -121,7 +123,7 @@ def evaluate(
     else:
         loaded, tokenizer = measuring.load(folder, dtype, device, bare=method is not None)
         prompter = Prompter(tokenizer, style, answer_tokens)  # type: ignore[arg-type]
-        target = LiveModel(loaded, prompter, folder.name, original_max_position_embeddings)
+        target = LiveModel(loaded, prompter, name_of(model), original_max_position_embeddings)
         target.about |= measuring.known_by(folder)
         reach = target.reach(variant) or reach
     grid = measuring.make_grid(

@@ -185,11 +185,9 @@ def _exports(
 ) -> tuple[dict[str, Any], list[EngineExport], dict[str, str]]:
     """The config.json as it is, what each engine needs, and why others cannot; a single engine raises that."""
     with without_garbage_collection():
-        from transformers import AutoConfig
-
-        from ctxext.engines.rules import ENGINES, NotExportable, export_for
+        from ctxext.engines.rules import ENGINES, NotExportable, export_for, said_by_files
         from ctxext.extension import read_record
-        from ctxext.folders import checkpoint_folder, extended_json
+        from ctxext.folders import checkpoint_folder, extended_json, read_config
         from ctxext.methods import suggest
         from ctxext.planning import plan_extension
 
@@ -197,17 +195,15 @@ def _exports(
             raise ValueError(f"unknown engine {engine!r}{suggest(engine, ('all', *ENGINES))}")
         path = folder_of(model)
         folder = checkpoint_folder(path, revision, config_only=True)
-        config = AutoConfig.from_pretrained(folder)
+        config = read_config(folder)
     record = read_record(folder)
     plan = None
     if how:
         plan, _ = extended_json(folder, **how)
     elif record is not None:
         plan = plan_extension(config, **record)
-    tokenizer = folder / "tokenizer_config.json"
-    source = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    length = json.loads(tokenizer.read_text(encoding="utf-8")).get("model_max_length") if tokenizer.is_file() else None
-    about = {"model": path, "source": source, "tokenizer_length": length}
+    about = {"model": path, **said_by_files(folder)}
+    source = about["source"]
     if engine != "all":
         return source, [export_for(engine, config, plan, **about)], {}
     exports, refused = [], {}

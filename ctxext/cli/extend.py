@@ -76,4 +76,6 @@ def extend(
         return
     how = f"{result.linked_bytes / 2**30:.2f} GiB linked, {result.copied_bytes / 2**30:.2f} GiB copied"
     loads = f"ctxext.load({str(result.output)!r})" if not result.plan.is_portable else "plain transformers"
-    console.print(f"wrote {result.output} ({how}); {loads} loads it.", highlight=False, soft_wrap=True)
+    weighs = any(path.suffix in (".safetensors", ".bin") for path in result.output.iterdir())
+    said = f"{loads} loads it." if weighs else f"there were no weights to take along: with them, {loads} loads it."
+    console.print(f"wrote {result.output} ({how}); {said}", highlight=False, soft_wrap=True)

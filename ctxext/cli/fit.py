@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from ctxext.cli import measuring
-from ctxext.cli.common import Factor, Model, Revision, TargetLength, TrainedLength, console
+from ctxext.cli.common import Factor, Model, Revision, TargetLength, TrainedLength, console, name_of
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -73,15 +74,13 @@ def fit(
     from ctxext.fitting.fit import fit as run
     from ctxext.fitting.gradient import GradientSettings
     from ctxext.fitting.objectives import Objective
-    from ctxext.folders import checkpoint_folder
+    from ctxext.folders import check_not_extended, checkpoint_folder
     from ctxext.processes import Processes
-    from ctxext.saved import SUFFIX, check_writable
+    from ctxext.saved import check_method_file
 
     if by not in ("gradient", "evolution"):
         raise typer.BadParameter(f"--by takes gradient or evolution, got {by!r}.")
-    if output.suffix != SUFFIX:
-        raise typer.BadParameter(f"--output must end in {SUFFIX}, as --method takes {str(output)!r} for a name.")
-    check_writable(output)
+    check_method_file(output)
     descent = {"rows": rows, "start": start, "retrieval": retrieval}
     aim: dict[str, Any] = {"objective": objective, "short_limit": short_limit, "windows": windows}
     others = {**aim, "search": search} if by == "gradient" else descent
@@ -98,6 +97,7 @@ def fit(
     here, path = Processes.here(), text or PERSUASION
     prose = read_prose(path)
     folder = checkpoint_folder(model, revision)
+    check_not_extended(folder)
     loaded, tokenizer = measuring.load(folder, dtype, device, bare=True)
     columns = (TextColumn("fitting"), BarColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
     with Progress(*columns, console=console, disable=here.rank > 0) as progress:
@@ -112,7 +112,7 @@ def fit(
             settings=settings,
             objective=chosen,
             memory=search,
-            names=(folder.name, path.name),
+            names=(name_of(model), path.name),
             advance=lambda share, state: progress.update(bar, completed=share, description=state),
             processes=here,
         )
@@ -122,11 +122,13 @@ def fit(
         if saved.about.get("kept_start"):
             start = saved.about["start"]
             console.print(f"What was learned is no better than {start} on text that was not read: {start} is kept.")
-        given = original_max_position_embeddings
-        known = "" if given is None else f" --original-max-position-embeddings {given}"
-        console.print(
-            f"wrote {output}. To use it: ctxext extend {model} --method {output}{known} -o FOLDER", soft_wrap=True
-        )
+        options = [model, "--method", output, "-o", "FOLDER"]
+        if revision is not None:
+            options += ["--revision", revision]
+        if original_max_position_embeddings is not None:
+            options += ["--original-max-position-embeddings", original_max_position_embeddings]
+        use = shlex.join(map(str, options))
+        console.print(f"wrote {output}. To use it: ctxext extend {use}", markup=False, soft_wrap=True)
 
 
 def _given(options: dict[str, Any]) -> dict[str, Any]:

@@ -112,11 +112,11 @@ def load(
         bare: leave out the extension that `context_extension.json` in the folder says.
     """
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging
 
     from ctxext.evals.targets import check_causal, check_continues_text
-    from ctxext.folders import extended_as_saved
+    from ctxext.folders import extended_as_saved, read_config
 
     logging.disable_progress_bar()
     if device is None:
@@ -129,7 +129,7 @@ def load(
         raise ValueError(f"unknown dtype {dtype!r}. Pass bfloat16, float16, float32, or auto.")
     if dtype == "auto" and device == "cpu":
         dtype = "float32"
-    check_continues_text(AutoConfig.from_pretrained(folder))
+    check_continues_text(read_config(folder))
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, device_map=device if device != "cpu" else None)
     check_causal(model.eval())

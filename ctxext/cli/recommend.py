@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import tempfile
 import time
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ctxext.cli import measuring
-from ctxext.cli.common import Factor, HowExisting, Model, Revision, TargetLength, TrainedLength, console
+from ctxext.cli.common import Factor, HowExisting, Model, Revision, TargetLength, TrainedLength, console, name_of
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -57,7 +58,9 @@ def recommend(
     from ctxext.folders import check_not_extended, checkpoint_folder
     from ctxext.processes import Processes
     from ctxext.recommending import recommend as run
+    from ctxext.saved import check_method_file
 
+    check_method_file(output)
     if Processes.here().world > 1:
         raise ValueError("recommend runs in one process. Start it without accelerate; --device auto spreads a model.")
     folder = checkpoint_folder(model, revision)
@@ -89,20 +92,23 @@ def recommend(
             portable=portable,
             original_max_position_embeddings=original_max_position_embeddings,
             existing=existing,
-            names=(folder.name, path.name),
+            names=(name_of(model), path.name),
             about=measuring.known_by(folder),
             seed=seed,
             began=began,
             advance=advance,
         )
-    found.saved.save(output)
     print_recommended(found)
+    found.saved.save(output)
     options = [model, "--method", output, "-o", "FOLDER"]
+    if revision is not None:
+        options += ["--revision", revision]
     if original_max_position_embeddings is not None:
         options += ["--original-max-position-embeddings", original_max_position_embeddings]
     if existing != "refuse":
         options += ["--existing", existing]
-    console.print(f"wrote {output}. To use it: ctxext extend {' '.join(map(str, options))}", soft_wrap=True)
+    use = shlex.join(map(str, options))
+    console.print(f"wrote {output}. To use it: ctxext extend {use}", markup=False, soft_wrap=True)
 
 
 def print_recommended(found: Recommended) -> None:

@@ -23,7 +23,9 @@ def report(
     from ctxext.evals.report import write_report
     from ctxext.evals.results import read_results
     from ctxext.evals.summary import Summary
+    from ctxext.saved import check_writable
 
+    check_writable(output)
     read = [read_results(path) for path in results]
     write_report(read, output)
     console.print(f"wrote {output}: open it in a browser.", highlight=False, soft_wrap=True)

@@ -41,9 +41,12 @@ def verify(
 
     from ctxext.engines import verify as engines
     from ctxext.engines.probe import WORDS
+    from ctxext.saved import check_writable
 
     if output is not None and output.exists():
         raise FileExistsError(f"{output} exists already. Choose another name, or remove it first.")
+    if output is not None:
+        check_writable(output)
     logging.disable_progress_bar()  # it would tear the status line
     with console.status("starting") as status:
         answer = engines.verify(where, probe, revision=revision, model=model, noise=noise, say=status.update)

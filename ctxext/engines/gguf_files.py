@@ -25,6 +25,7 @@ from torch import Tensor
 from ctxext.configs import RopePlan, read_context
 from ctxext.encodings.rope import RopeGeometry, inverse_frequencies
 from ctxext.extension import RECORD, read_record
+from ctxext.folders import read_config
 from ctxext.methods import ContextMethod, geometry_in_use, longrope_parameters
 from ctxext.planning import plan_extension
 
@@ -36,8 +37,6 @@ if TYPE_CHECKING:
 ROPE_FACTORS = "rope_freqs.weight"
 # Our own key: what ctxext did, as a config's `ctxext` has it.
 MARK = "ctxext.extension"
-# The model_types that a file is written of, as llama.cpp's `llama`.
-WRITTEN = ("llama", "mistral")
 CONVERTER = "Convert it with llama.cpp's own convert_hf_to_gguf.py, then extend the file."
 
 
@@ -259,6 +258,7 @@ def extend_gguf(
     source, output = Path(source), Path(output)
     _check_new(output)
     file = _File(source)
+    _check_original_known(file, arguments)
     plan = plan_extension(_config(file), factor, method, **arguments)
     assert isinstance(plan, RopePlan)
     if plan.is_late:
@@ -284,6 +284,21 @@ def extend_gguf(
     tensors += factors
     _write(output, file.architecture, metadata, tensors, int(file.reader.alignment))
     return plan
+
+
+def _check_original_known(file: _File, arguments: dict[str, Any]) -> None:
+    """Refuse to start again from the length before a scaling that a file holds as factors alone, as Llama 3.1's do."""
+    known = file.tensor(ROPE_FACTORS) is None or any(
+        file.get(key) is not None for key in (".rope.scaling.original_context_length", MARK)
+    )
+    if known or arguments.get("original_max_position_embeddings") is not None:
+        return
+    if arguments.get("existing", "refuse") in ("refuse", "replace"):
+        raise ValueError(
+            f"{file.path} is scaled already, by frequency factors ({ROPE_FACTORS}), and does not say from which "
+            "length. existing='replace' starts again from it, once you say it: original_max_position_embeddings=8192 "
+            "for Llama 3.1 to 3.3."
+        )
 
 
 def _fields(reader: GGUFReader) -> dict[str, Any]:
@@ -366,7 +381,7 @@ def write_gguf(folder: str | Path, output: str | Path, dtype: str = "F32") -> No
         ValueError: another architecture, tokenizer or dtype, or an extension that no GGUF file can say. No file is left
             then.
     """
-    from transformers import AutoConfig, AutoTokenizer
+    from transformers import AutoTokenizer
 
     folder, output = Path(folder), Path(output)
     _check_new(output)
@@ -374,7 +389,7 @@ def write_gguf(folder: str | Path, output: str | Path, dtype: str = "F32") -> No
         raise ValueError(f"dtype must be one of {', '.join(_FILE_TYPES)}, got {dtype!r}.")
     if not (folder / "config.json").is_file():
         raise FileNotFoundError(f"{folder} holds no config.json, so it is not a transformers checkpoint.")
-    config = AutoConfig.from_pretrained(folder)
+    config = read_config(folder)
     rope = _rope_of_folder(folder, config)
     metadata = {
         "general.name": folder.resolve().name,
@@ -392,34 +407,44 @@ def write_gguf(folder: str | Path, output: str | Path, dtype: str = "F32") -> No
         **_tokenizer(AutoTokenizer.from_pretrained(folder), config.vocab_size, folder),
     }
     facts = read_context(config)
-    said, factors = _rope("llama", rope, facts.rope_parameters, facts.tables[0].limit, facts.original_length)
+    said, factors = _rope(
+        "llama", rope, facts.rope_parameters, max(facts.reach, facts.tables[0].limit), facts.original_length
+    )
     metadata |= said
     if facts.mark is not None:
         metadata |= _mark(facts.mark, said, factors, rope.dim)
     _write(output, "llama", metadata, [*_weights(folder, config, dtype), *factors])
 
 
-def _rope_of_folder(folder: Path, config: Any) -> RopeGeometry:
-    """The frequencies in use, if the folder is one whose architecture and extension llama.cpp's `llama` has."""
-    if config.model_type not in WRITTEN:
-        raise ValueError(f"{folder} is of model_type {config.model_type!r}, and 'llama' is written here. {CONVERTER}")
+def why_not_written(config: Any) -> str | None:
+    """What llama.cpp's `llama` does not do that a model of this config does; None where a file is written of it."""
+    if config.model_type not in ("llama", "mistral"):
+        return f"is of model_type {config.model_type!r}, and 'llama' is written here"
     window = getattr(config, "sliding_window", None)
     if window is not None and window < config.max_position_embeddings:
-        raise ValueError(f"{folder} slides over {window} tokens, which llama.cpp's 'llama' does not do. {CONVERTER}")
+        return f"slides over {window} tokens, which llama.cpp's 'llama' does not do"
     if config.hidden_act != "silu":
-        raise ValueError(
-            f"{folder} has the activation {config.hidden_act!r}; llama.cpp's 'llama' has silu. {CONVERTER}"
-        )
+        return f"has the activation {config.hidden_act!r}; llama.cpp's 'llama' has silu"
+    facts = read_context(config)
+    if facts.rotary_dim != facts.tables[0].head_dim or facts.tables[0].n_zero:
+        return "turns a part of each head, which llama.cpp's 'llama' does not do"
+    return None
+
+
+def _rope_of_folder(folder: Path, config: Any) -> RopeGeometry:
+    """The frequencies in use, if the folder is one whose architecture and extension llama.cpp's `llama` has."""
+    name = folder.resolve().name
+    reason = why_not_written(config)
+    if reason is not None:
+        raise ValueError(f"{name} {reason}. {CONVERTER}")
     record = read_record(folder)
     facts = read_context(config)
     scaling = facts.scaling if record is None else record["method"]
     if scaling is not None and scaling.is_late:
         raise ValueError(
-            f"{folder} is extended by {scaling.name}, whose scale changes with the length ({RECORD} or its config "
+            f"{name} is extended by {scaling.name}, whose scale changes with the length ({RECORD} or its config "
             "says so), which no GGUF file can say. Extend the original by a static method such as 'yarn'."
         )
-    if facts.rotary_dim != facts.tables[0].head_dim or facts.tables[0].n_zero:
-        raise ValueError(f"{folder} turns a part of each head, which llama.cpp's 'llama' does not do. {CONVERTER}")
     return facts.tables[0].in_use
 
 

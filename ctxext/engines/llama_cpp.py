@@ -62,17 +62,25 @@ class GGUFModel:
             raise ValueError(f"llama.cpp could not load {path} ({error}). Is it whole, and of this version?") from error
         self.path = path
 
+    @property
+    def vocab_size(self) -> int:
+        """How many tokens the file knows."""
+        return int(self._asked("/v1/models")["data"][0]["meta"]["n_vocab"])
+
     def tokenize(self, text: str) -> list[int]:
         """The file's own tokens of `text`, with the BOS where it puts one before a text."""
+        return list(self._asked("/tokenize", {"content": text, "add_special": True})["tokens"])
+
+    def _asked(self, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
         request = urllib.request.Request(
-            f"{self._server.listening_address}/tokenize",
-            json.dumps({"content": text, "add_special": True}).encode(),
+            self._server.listening_address + path,
+            None if body is None else json.dumps(body).encode(),
             {"Content-Type": "application/json"},
         )
         # No proxy: the server is in this process.
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
         with opener.open(request, timeout=60) as answer:
-            return list(json.load(answer)["tokens"])
+            return dict(json.load(answer))
 
     def logprobs(self, input_ids: Sequence[int], start: int = 1) -> Float64[Tensor, " token"]:
         """log p(input_ids[k] | input_ids[:k]) in nats, for k from `start` on.

@@ -115,6 +115,7 @@ def read_probe(path: Path) -> Probe:
         expected = {state: tuple(values) for state, values in said.pop("expected").items()}
         probe = Probe(**{**said, "input_ids": tuple(said["input_ids"])}, expected=expected)
         whole = all(len(values) == len(probe.input_ids) - 1 for values in expected.values())
+        whole = whole and min(probe.input_ids) >= 0
     except FileNotFoundError:
         raise FileNotFoundError(
             f"there is no probe {path}. `ctxext verify DIR -o {path}` writes it, from the extended checkpoint."

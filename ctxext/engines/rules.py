@@ -9,16 +9,17 @@ import copy
 import json
 import math
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ctxext.configs import RopeTable, has_rope, read_context
-from ctxext.engines.gguf_files import WRITTEN
+from ctxext.engines.gguf_files import why_not_written
 from ctxext.engines.table import READINGS
 from ctxext.extension import version_4_keys
 from ctxext.families import family_of
 from ctxext.methods import RopeScaling, suggest
 from ctxext.plans import ENCODINGS, Plan, live_mark
-from ctxext.sites.twin import text_config_of
+from ctxext.sites.twin import text_config_of, text_section_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -39,6 +40,8 @@ _LENGTHS = {
     "vllm": ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "max_sequence_length", "seq_len"),
     "sglang": ("max_sequence_length", "seq_length", "max_seq_len", "model_max_length", "max_position_embeddings"),
 }
+# What they take for the terms of the attention factor of DeepSeek's families where a config leaves them out.
+_MLA_TERMS = {"mscale": 1.0, "mscale_all_dim": 0.0}
 # What transformers converts to llama.cpp's architectures, where that has another name.
 _GGUF_NAMES = {"mistral": "llama", "mixtral": "llama"}
 _AS_IT_WAS = "MODEL.gguf is of the model as it was: a file of the extended one holds the extension already."
@@ -96,20 +99,27 @@ def export_for(
     extended = _extended(engine, config, plan)
     text_config = text_config_of(extended)
     written = copy.deepcopy(source)
-    section = _text_section(written, extended)
+    section = text_section_of(written, extended)
     section.update({} if plan is None else copy.deepcopy(plan.updates))
     if not has_rope(text_config):
         return EngineExport(engine, _LEAST[engine], written, (), {}, ())
     facts = read_context(extended)
     target = facts.reach if plan is None else plan.target_length
+    as_it_is = plan is None and "rope_parameters" not in section  # written for version 4, which 5 reads as well
+    if engine.startswith("transformers") and as_it_is:
+        dynamic = any(_rope_type(table.parameters) == "dynamic" for table in facts.tables)
+        warnings = _warn("transformers-dynamic") if dynamic else ()
+        return EngineExport(engine, _LEAST[engine], copy.deepcopy(source), (), {}, warnings)
     if engine.startswith("transformers"):
         warnings = _as_transformers(engine, text_config, section, facts.tables, target)
         return EngineExport(engine, _LEAST[engine], written, (), {}, warnings)
     _refuse_others_static(engine, text_config, facts.tables)
     if engine == "llama.cpp":
-        _as_transformers("transformers", text_config, section, facts.tables, target)
-        command, warnings = _llama_cpp(text_config, facts.tables, target)
-        if plan is None and text_config.model_type in WRITTEN:
+        if not as_it_is:
+            _as_transformers("transformers", text_config, section, facts.tables, target)
+        before = read_context(config).tables[0] if plan is not None else None
+        command, warnings = _llama_cpp(text_config, facts.tables, target, before)
+        if plan is None and why_not_written(text_config) is None:
             command = ("llama-server", "-m", "OUT.gguf", "--ctx-size", str(target))
             where = f"ctxext export {model} --engine llama.cpp -o OUT.gguf"
             warnings = (f"OUT.gguf, which {where} writes, holds the extension: no flag may say it again.",)
@@ -121,7 +131,7 @@ def export_for(
     ):  # an override takes no key away
         changed["rope_scaling"] = written["rope_parameters"]
     environment, lengths = _lengths(engine, section, text_config, target, tokenizer_length)
-    warnings = (*_server_warnings(engine, facts.tables), *lengths)
+    warnings = (*_server_warnings(engine, facts.tables, family_of(text_config).softmax_mscale), *lengths)
     if engine == "vllm":
         flags = ["vllm", "serve", model, "--max-model-len", str(target)]
         flags += ["--hf-overrides", json.dumps(changed)] if changed else []
@@ -132,6 +142,17 @@ def export_for(
         elif changed:
             flags += ["--json-model-override-args", json.dumps(changed)]
     return EngineExport(engine, _LEAST[engine], written, tuple(flags), environment, warnings)
+
+
+def said_by_files(folder: Path) -> dict[str, Any]:
+    """`source` and `tokenizer_length` of `export_for`, as they stand in a checkpoint's folder."""
+    path = folder / "tokenizer_config.json"
+    tokenizer = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
+    length = tokenizer.get("model_max_length") if isinstance(tokenizer, dict) else None
+    return {
+        "source": json.loads((folder / "config.json").read_text(encoding="utf-8")),
+        "tokenizer_length": length if isinstance(length, int | float) else None,
+    }
 
 
 def _extended(engine: str, config: PreTrainedConfig, plan: Plan | None) -> PreTrainedConfig:
@@ -186,15 +207,6 @@ def _why_live_only(engine: str, plan: Plan) -> str:
         return f"{name} maps positions inside attention, which no config can say. Nearest: 'yarn', as far.{where}"
     nearest = "" if plan.encoding != "rope" else " Nearest: a method that its config takes, such as 'pi'."
     return f"no config can say what {name} does here, as {plan.why_not_portable}.{nearest}{where}"
-
-
-def _text_section(written: dict[str, Any], config: PreTrainedConfig) -> dict[str, Any]:
-    """The part of a config.json that is the text model's: all of it, or a nested config."""
-    text_config = text_config_of(config)
-    if text_config is config:
-        return written
-    name = next(key for key in config.sub_configs if getattr(config, key, None) is text_config)
-    return written.setdefault(name, {})  # type: ignore[no-any-return]
 
 
 def _rope_type(parameters: dict[str, Any]) -> str:
@@ -298,6 +310,8 @@ def _refuse_others_static(engine: str, text_config: Any, tables: tuple[RopeTable
             raise NotExportable(f"{READINGS[f'{engine}-longrope-pairs']}, and {name} has such. {yarn}")
         if kind not in ("default", "yarn") and "mrope_section" in table.parameters:
             raise NotExportable(f"{READINGS[f'{engine}-mrope']}, and {name} has it. {yarn}")
+        if kind == "yarn" and family.softmax_mscale and not table.parameters.get("truncate", True):
+            raise NotExportable(f"{READINGS[f'{engine}-mla-truncate']} ({name}). Nearest: 'yarn' with truncate=true.")
         if kind not in ("default", "yarn") and family.softmax_mscale:
             raise NotExportable(
                 f"{engine} rotates multi-head latent attention ({name}) by a yarn of its own and nothing else. {yarn}"
@@ -329,7 +343,13 @@ def _as_server(
 def _in_server_words(engine: str, table: RopeTable, target: int, in_softmax: bool) -> dict[str, Any]:
     """One table's `rope_parameters`, with the keys that this server reads for the attention factor."""
     parameters, kind = dict(table.parameters), _rope_type(table.parameters)
-    if kind == "yarn" and not in_softmax:
+    if kind == "yarn" and in_softmax:
+        log = math.log(max(1.0, parameters["factor"]))
+        terms = [1 + 0.1 * parameters.get(name, usual) * log for name, usual in _MLA_TERMS.items()]
+        scaling, usual = table.in_use.attention_factor, terms[0] / terms[1]
+        if not math.isclose(scaling, usual):
+            parameters["attn_factor"] = scaling / usual
+    elif kind == "yarn":
         scaling, usual = table.in_use.attention_factor, 0.1 * math.log(parameters["factor"]) + 1
         for name in ("mscale", "mscale_all_dim", "attention_factor", "attn_factor"):
             parameters.pop(name, None)
@@ -344,12 +364,14 @@ def _in_server_words(engine: str, table: RopeTable, target: int, in_softmax: boo
     return parameters
 
 
-def _server_warnings(engine: str, tables: tuple[RopeTable, ...]) -> tuple[str, ...]:
+def _server_warnings(engine: str, tables: tuple[RopeTable, ...], in_softmax: bool) -> tuple[str, ...]:
     names = []
     for table in tables:
         kind = _rope_type(table.parameters)
-        if kind == "yarn" and {"attention_factor", "mscale"} & table.parameters.keys():
+        if kind == "yarn" and {"attention_factor", "mscale"} & table.parameters.keys() and not in_softmax:
             names.append(f"{engine}-attention-factor")
+        if kind == "yarn" and "attention_factor" in table.parameters and in_softmax:
+            names.append(f"{engine}-mla-attention-factor")
         if kind == "longrope":
             names.append(f"{engine}-longrope")
             if table.parameters["short_factor"] != table.parameters["long_factor"]:
@@ -379,11 +401,17 @@ def _lengths(
 # ----------------------------------------------------------------------------------------- llama.cpp
 
 
-def _llama_cpp(text_config: Any, tables: tuple[RopeTable, ...], target: int) -> tuple[tuple[str, ...], tuple[str, ...]]:
+def _llama_cpp(
+    text_config: Any, tables: tuple[RopeTable, ...], target: int, before: RopeTable | None
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """The command line for a GGUF file of the checkpoint as it was, and what to know of it.
 
+    Args:
+        before: what the config said before the plan; None without one.
+
     Raises:
-        NotExportable: another family than those whose graph is known, or one that takes no frequency factors.
+        NotExportable: another family than those whose graph is known, or one that takes no frequency factors; or the
+            file holds a scaling already.
     """
     from ctxext.engines.gguf_files import ARCHITECTURES
 
@@ -399,13 +427,21 @@ def _llama_cpp(text_config: Any, tables: tuple[RopeTable, ...], target: int) -> 
     parameters, kind = table.parameters, _rope_type(table.parameters)
     flags = ["llama-server", "-m", "MODEL.gguf", "--ctx-size", str(target)]
     lifted = ["--override-kv", f"{architecture}.context_length=int:{target}"]
+    in_flags = kind in ("default", "linear") or (kind == "yarn" and parameters.get("truncate", True))
+    if in_flags and before is not None and _rope_type(before.parameters) != "default":
+        raise NotExportable(
+            f"{READINGS['llama.cpp-scaled-file']}. Nearest: extend the file itself: ctxext export MODEL.gguf --engine "
+            "llama.cpp --existing replace … -o OUT.gguf."
+        )
+    if kind == "default" or (before is not None and before.parameters["rope_theta"] != parameters["rope_theta"]):
+        flags += ["--rope-freq-base", f"{parameters['rope_theta']:.9g}"]
     if kind == "default":
-        return (*flags, "--rope-freq-base", f"{parameters['rope_theta']:.9g}", *lifted), (_AS_IT_WAS,)
+        return (*flags, *lifted), (_AS_IT_WAS,)
     if kind == "linear":
         return (*flags, "--rope-scaling", "linear", "--rope-scale", f"{parameters['factor']:.9g}", *lifted), (
             _AS_IT_WAS,
         )
-    if kind == "yarn" and parameters.get("truncate", True):
+    if in_flags:
         usual = 0.1 * math.log(parameters["factor"]) + 1
         flags += ["--rope-scaling", "yarn", "--rope-scale", f"{parameters['factor']:.9g}"]
         flags += ["--yarn-orig-ctx", str(parameters["original_max_position_embeddings"])]
@@ -421,4 +457,9 @@ def _llama_cpp(text_config: Any, tables: tuple[RopeTable, ...], target: int) -> 
         why = READINGS["llama.cpp-truncate"] if kind == "yarn" else READINGS["llama.cpp-factors"]
         raise NotExportable(f"{why}. For {text_config.model_type} nearest: 'yarn' as in the paper, 'ntk' or 'pi'.")
     warning = "the frequencies stand in the file itself: write it with ctxext export, --engine llama.cpp -o OUT.gguf."
+    if why_not_written(text_config) is not None:
+        warning = (
+            "the frequencies stand in the file itself: convert the original with llama.cpp's convert_hf_to_gguf.py, "
+            "and extend that file, ctxext export MODEL.gguf --engine llama.cpp … -o OUT.gguf."
+        )
     return ("llama-server", "-m", "OUT.gguf", "--ctx-size", str(target)), (warning,)

@@ -108,6 +108,16 @@ READINGS: dict[str, Reading] = {
         "vLLM", "> 0.25", "attention_factor of yarn", "is the multiplier of cos and sin, as in transformers",
         f"read: {_VLLM_ROPE}/yarn_scaling_rope.py",
     ),
+    "vllm-mla-attention-factor": Reading(
+        "vLLM", ">= 0.12", "attention_factor of yarn in the DeepSeek families",
+        "is ignored; attn_factor, a multiplier of what mscale and mscale_all_dim give, is written beside it",
+        f"read: {VLLM}@07b12f1b:vllm/model_executor/layers/rotary_embedding/__init__.py",
+    ),
+    "vllm-mla-truncate": Reading(
+        "vLLM", ">= 0.12", "truncate of yarn in the DeepSeek families",
+        "is ignored: the ramp's ends are always rounded",
+        f"read: {VLLM}@07b12f1b:vllm/model_executor/layers/rotary_embedding/__init__.py",
+    ),
     "vllm-mscale": Reading(
         "vLLM", "<= 0.25", "mscale and mscale_all_dim of yarn", "are ignored outside the DeepSeek families",
         "read: vllm-project/vllm#48621",
@@ -158,6 +168,15 @@ READINGS: dict[str, Reading] = {
         "SGLang", ">= 0.5.10", "attention_factor of yarn",
         "is ignored; attn_factor, a multiplier of 0.1 ln(factor) + 1, is written beside it",
         f"read: {_SGLANG_ROPE}/factory.py, sgl-project/sglang#33558",
+    ),
+    "sglang-mla-attention-factor": Reading(
+        "SGLang", ">= 0.5.10", "attention_factor of yarn in the DeepSeek families",
+        "is ignored; attn_factor, a multiplier of what mscale and mscale_all_dim give, is written beside it",
+        f"read: {_SGLANG_ROPE}/factory.py",
+    ),
+    "sglang-mla-truncate": Reading(
+        "SGLang", ">= 0.5.10", "truncate of yarn in the DeepSeek families",
+        "is ignored: the ramp's ends are always rounded", f"read: {_SGLANG_ROPE}/factory.py",
     ),
     "sglang-longrope": Reading(
         "SGLang", ">= 0.5.10", "attention_factor and factor of longrope",
@@ -212,6 +231,11 @@ READINGS: dict[str, Reading] = {
         "llama.cpp", "all", "the tensor rope_freqs.weight",
         "divides the frequencies in graphs that pass it (llama), and is not looked for in others (qwen2, qwen3)",
         f"run: tests/engines/test_gguf.py; read: {LLAMA_CPP}@069be0ae:src/models/",
+    ),
+    "llama.cpp-scaled-file": Reading(
+        "llama.cpp", "all", "a file that holds a scaling",
+        "keeps it beside most flags: --rope-freq-base leaves the scaling, and none takes rope_freqs.weight away",
+        f"read: {_LLAMA_CPP_CONTEXT}",
     ),
     "llama.cpp-dynamic": Reading(
         "llama.cpp", "all", 'rope_type "dynamic"', "is dropped by the converter",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -71,9 +72,13 @@ def verify(
     if str(where).startswith(("http://", "https://")):
         engine, read, logprobs, notes = _ask_server(str(where), _needed(probe, str(where)), model, api_key, say)
     elif str(where).endswith(".gguf"):
+        if not Path(where).is_file():
+            raise FileNotFoundError(f"{where} is no file here. Check the path.")
         beside = (probe_beside(Path(where)), Path(where).parent / PROBE)
         read = _needed(probe or next((path for path in beside if path.is_file()), None), str(where))
         engine, read, logprobs, notes = _ask_llama_cpp(Path(where), read, say)
+    elif re.fullmatch(r"[\w.-]+:\d+(/.*)?", str(where)):
+        raise ValueError(f"{where} is the address of a server without its scheme. Write http://{where}.")
     else:
         engine, read, logprobs, notes = _ask_transformers(checkpoint_folder(str(where), revision), probe, say)
     return Verification(engine, str(where), read, judge(read, logprobs, noise), tuple(notes))
@@ -105,6 +110,11 @@ def _ask_transformers(folder: Path, path: Path | None, say: Callable[[str], None
     say(f"loading {folder} with plain transformers")
     # Not by ctxext.load: what counts is what anyone gets.
     model = architecture_of(folder).from_pretrained(folder, use_safetensors=True).eval()
+    if model.get_output_embeddings() is None:
+        raise ValueError(
+            f"{folder} is a {type(model).__name__}, without a language-modelling head: it gives no log-probabilities. "
+            "Save the model with its head, and verify that."
+        )
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     say("reading the probe")
     if path is None and (folder / PROBE).is_file():
@@ -147,6 +157,7 @@ def _ask_llama_cpp(path: Path, probe: Probe, say: Callable[[str], None]) -> _Ans
     say(f"loading {path} with llama.cpp")
     with GGUFModel(path, n_ctx=max(512, len(probe.input_ids) + 1)) as model:
         say("reading the probe")
+        _check_vocabulary(probe, model.vocab_size)
         notes = _other_tokens(probe, model.tokenize(probe.text))
         return "llama.cpp", probe, model.logprobs(probe.input_ids), notes
 

@@ -98,11 +98,14 @@ class Prompter:
     def decode(self, ids: Sequence[int]) -> str:
         return self.tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
-    @cached_property
+    @property
     def special(self) -> list[int]:
-        """What the tokenizer puts before a text (BOS); a chat template brings its own."""
-        if self.style != "base":
-            return []
+        """What goes before a prompt: `bos`, but where a chat template brings its own."""
+        return self.bos if self.style == "base" else []
+
+    @cached_property
+    def bos(self) -> list[int]:
+        """What the tokenizer puts before a text (BOS)."""
         # What it puts behind a text would end the prompt, and is left out.
         full, bare = (self.tokenizer("a", add_special_tokens=special)["input_ids"] for special in (True, False))
         return full[: next(k for k in range(len(full)) if full[k : k + len(bare)] == bare)]
@@ -119,6 +122,6 @@ class Prompter:
             self.style,
             str(self.answer_tokens),
             str(tokenizer.chat_template if self.style != "base" else ""),
-            str(self.special),
+            str(self.bos),
         )
         return blake2b("\0".join(parts).encode(), digest_size=8).hexdigest()

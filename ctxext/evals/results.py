@@ -80,9 +80,12 @@ def read_results(path: str | Path) -> Results:
     """Read a results file and the journals beside it.
 
     Raises:
-        ValueError: there is none, it is corrupt (says where), or its parts do not belong together.
+        FileNotFoundError: there is none.
+        ValueError: nothing in it, it is corrupt (says where), or its parts do not belong together.
     """
     results = _read_all(Path(path))
+    if results is None and not Path(path).exists():
+        raise FileNotFoundError(f"{path} is no file here. Write one with ctxext eval or ctxext compare.")
     if results is None:
         raise ValueError(f"{path} holds no results. Write some with ctxext eval or ctxext compare.")
     return results
@@ -119,11 +122,11 @@ def _read(file: Path) -> tuple[Header | None, Iterator[Record]]:
     *lines, torn = file.read_bytes().split(b"\n")
     if not lines:
         if torn and b'"ctxext_results"' not in torn[:32]:
-            raise ValueError(f"{file} is not a results file of ctxext. Give another file with --output.")
+            raise ValueError(f"{file} is not a results file of ctxext. Give another file.")
         return None, iter(())
     values = [_parse(file, k, line) for k, line in enumerate(lines, start=1)]
     if not isinstance(values[0], dict) or values[0].get("ctxext_results") != FORMAT:
-        raise ValueError(f"{file} is not a results file of ctxext (format {FORMAT}). Give another file with --output.")
+        raise ValueError(f"{file} is not a results file of ctxext (format {FORMAT}). Give another file.")
     if torn and ".part-" not in file.name:
         raise ValueError(f"{file} is corrupt: its last line, {len(lines) + 1}, is cut off. Restore it, or remove it.")
     try:
@@ -150,7 +153,7 @@ def _parse(file: Path, number: int, line: bytes) -> Any:
         return json.loads(line)
     except ValueError as error:
         if number == 1:
-            raise ValueError(f"{file} is not a results file of ctxext. Give another file with --output.") from None
+            raise ValueError(f"{file} is not a results file of ctxext. Give another file.") from None
         raise ValueError(f"{file} is corrupt at line {number}: {error}. Restore it, or remove it.") from None
 
 

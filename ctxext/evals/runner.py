@@ -188,6 +188,10 @@ class Runner:
                 f"{self.target.name} cannot run past {most:,} tokens, where its table of positions ends, and "
                 f"{longest:,} were asked for. Extend it (--method, --target-length ...), or ask for less."
             )
+        batches = [batch for variant in variants for batch in self._share(variant) if isinstance(batch.task, TextTask)]
+        if batches:  # too short a text is an error before the work
+            longest_read = max(batches, key=lambda batch: batch.rows[0][0].length)
+            longest_read.task.window(longest_read.rows[0][0], self.haystack, self.target.prompter.bos)
         writer = ResultsWriter(path, self.header(variants), self.rank)
         self.wait()
         with writer:
@@ -251,7 +255,7 @@ class Runner:
         for batch in batches:
             if isinstance(batch.task, TextTask):
                 (place,) = batch.rows[0]
-                window = batch.task.window(place, self.haystack, self.target.prompter.special)
+                window = batch.task.window(place, self.haystack, self.target.prompter.bos)
                 yield [(batch.task, place, self.target.read(batch.task, window))]
 
 

@@ -196,7 +196,7 @@ def compared_variants(
             its `example`.
 
     Raises:
-        ValueError: as `extend_context`, where no method would go; or an unknown name.
+        ValueError: as `extend_context`, where no method would go; an unknown name, or one that is there twice.
     """
     plan = plan_extension(config, factor, "pi" if has_rope(text_config_of(config)) else None, **how)
     names = [cls.name for cls in list_methods(plan.encoding)] if methods is None else methods
@@ -209,6 +209,12 @@ def compared_variants(
     kept = {name: value for name, value in how.items() if name != "target_length"}
     # As they were written: two files may hold the same kind of method.
     written = [name if isinstance(name, str) else name.name for name in names]
+    twice = next((name for name in written if written.count(name) > 1), None)
+    if twice is not None:
+        raise ValueError(
+            f"{twice!r} is there twice, and results are kept by name. Save each of them under a name of its own "
+            "(ctxext.saved.SavedMethod), and give the files."
+        )
     return [Variant(), *(Variant(name, {"method": method, **kept}) for name, method in zip(written, made))]
 
 

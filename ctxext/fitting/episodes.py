@@ -45,7 +45,7 @@ class Material:
 
     def text(self, length: int, seed: int, trial: int = 0) -> Episode:
         """Text alone."""
-        bos = self.prompter.special
+        bos = self.prompter.bos
         ids = Perplexity().window(Place("perplexity", length, None, trial, seed), self.haystack, bos).input_ids
         return Episode(ids, max(1, len(bos)))
 

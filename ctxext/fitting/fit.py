@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 DEFAULT, PERPLEXITY, ALONE = GradientSettings(), Objective(), Processes()
 
 
+@torch.inference_mode(False)
+@torch.enable_grad()
 def fit(
     model: PreTrainedModel,
     prompter: Prompter,
@@ -64,11 +66,16 @@ def fit(
         A method for `extend_context(model, method=...)`, with an account of how it was found in `about`.
 
     Raises:
-        ValueError: the text is too short, RoPE is scaled already or none, a budget that holds no evaluation, or
-            `memory` belongs to another search.
+        ValueError: the text is too short, RoPE is scaled already or none, a budget that holds no evaluation, a
+            `prompter` whose answers are generated, or `memory` belongs to another search.
         RuntimeError: a loss is not finite. The model is left as it was in every case.
     """
     began = time.perf_counter()
+    if prompter.answer_tokens is not None:
+        raise ValueError(
+            f"a prompter of style {prompter.style!r} leaves room for {prompter.answer_tokens} tokens in the model's "
+            "own words, and a fit scores answers token by token. Use style 'base' or 'chat', without answer_tokens."
+        )
     live = LiveFactors(model, original_max_position_embeddings)
     trained = live.rope.original_max_position_embeddings
     factor, target = factor_and_target(factor, target_length, "longrope", trained)

@@ -14,7 +14,7 @@ import math
 import time
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -59,7 +59,7 @@ class GradientSettings:
         start: one of STARTS; None for that with the least sum of these losses on held-out text.
         recompute: keep one hidden state a layer for the backward pass and compute the rest again; None for only where
             a row would take more than ACTIVATIONS.
-        minutes: begin no evaluation after which that time would be over.
+        minutes: begin no evaluation after which that time would be over; there must be time for one.
     """
 
     evaluations: int = 8
@@ -91,8 +91,12 @@ class GradientSettings:
     def tokens(self, trained: int, target: int) -> int:
         """How many a fit reads about, a backward pass counted as two forward ones."""
         starts = len(STARTS) if self.start is None else 1
-        tried = 8 * trained + 6 * round((trained * target) ** 0.5) + 6 * target
-        return (starts + 1) * tried + 3 * self.evaluations * self.rows_at(target) * target
+        descent = 3 * self.evaluations * self.rows_at(target) * target
+        return (starts + 1) * self.tokens_to_try(trained, target) + descent
+
+    def tokens_to_try(self, trained: int, target: int) -> int:
+        """How many are read to choose by, for each method."""
+        return 8 * trained + 6 * round((trained * target) ** 0.5) + 6 * target
 
     def weighed(self, kind: str, loss: Tensor) -> Tensor:
         """What a loss adds to the sum that is made small."""
@@ -343,6 +347,7 @@ def fit_by_gradient(
         reduce: the sum of a tensor over all processes; `rank` and `world` say which of them this is.
 
     Raises:
+        ValueError: `settings.minutes` are too few for one evaluation.
         RuntimeError: a loss is not finite.
     """
     began = time.perf_counter()
@@ -350,6 +355,9 @@ def fit_by_gradient(
     def clock() -> float:
         # The processes' mean is that of all of them, as they have to end at the same evaluation.
         return (time.perf_counter() - began) / world
+
+    def elapsed() -> float:
+        return float(reduce(torch.tensor([clock()], dtype=torch.float64)))
 
     rope, factor = live.rope, training.target / training.trained
     check = Validation.of(held_out, settings.seed)
@@ -359,6 +367,14 @@ def fit_by_gradient(
         advance(0.0, f"trying {name}")
         starts[name] = start_at(name, rope, factor)
         tried[name] = check.losses(model, live, starts[name], settings)
+        if settings.minutes and len(tried) == 1:
+            pace = settings.tokens_to_try(training.trained, training.target) / elapsed()
+            needed = replace(settings, evaluations=1).tokens(training.trained, training.target) / pace / 60
+            if needed > settings.minutes:
+                raise ValueError(
+                    f"{settings.minutes:g} minutes are too few to try the starts and to evaluate one step at "
+                    f"{training.target:,} tokens. Pass {math.ceil(10 * needed) / 10:g} minutes at least, or one start."
+                )
     start = min(tried, key=lambda name: tried[name]["total"])
     ramp = Ramp(rope, starts[start])
     shorts, rows = training.texts(settings.seed, settings.rows_at(training.target))
@@ -375,7 +391,7 @@ def fit_by_gradient(
         *((partial(short_loss, model, live, short, use), 1 / len(shorts)) for short in shorts),
         *((partial(read, row), 1 / len(rows)) for row in rows),
     ]
-    ready = float(reduce(torch.tensor([clock()], dtype=torch.float64)))
+    ready = elapsed()
     history: list[dict[str, float]] = []
     best: tuple[float, Tensor] = (math.inf, ramp.numbers.detach().clone())
     state = f"beginning with {start}"

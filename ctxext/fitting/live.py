@@ -58,7 +58,8 @@ class LiveFactors:
         self.rope: RopeGeometry = facts.original_rope
         sites = find_rotary_sites(model, text_config)
         others = other_rotary_tables(model, sites)
-        if not sites or others or any(_error(site.module.inv_freq, self.rope.inv_freq) > 1 for site in sites):
+        tables = [site.module._buffers.get("inv_freq") for site in sites]
+        if not sites or others or any(table is None or _error(table, self.rope.inv_freq) > 1 for table in tables):
             raise ValueError(
                 f"{name} does not keep its frequencies as its config has them{': ' * bool(others)}{', '.join(others)}. "
                 "λ is fitted where one standard rotary embedding does it all. Use a named method, such as yarn."

@@ -118,7 +118,7 @@ class Scorer:
 
     def _needs_context(self, text: Episode) -> Bool[Tensor, " token"]:
         """LongPPL's rule, with the unextended model within its length as the judge. Fang et al. (2024), equation 5."""
-        bos = self.material.prompter.special
+        bos = self.material.prompter.bos
         ids = text.input_ids[len(bos) :]
         long, short = (
             sliding_losses(self.engine, ids, n, n // 2, bos)

@@ -45,6 +45,10 @@ class ContextMethod(ABC):
     def __post_init__(self) -> None:
         check_factor(self.factor)
         object.__setattr__(self, "factor", float(self.factor))
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.type == "bool" and not isinstance(value, bool):
+                raise ValueError(f"{field.name} of {self.name!r} must be true or false, got {value!r}.")
 
     def to_dict(self) -> dict[str, Any]:
         """A JSON-ready description: the method's name and its fields."""
@@ -324,7 +328,13 @@ def make_method(name: str, factor: float, **options: Any) -> ContextMethod:
         raise ValueError(
             f"method {cls.name!r} needs {', '.join(missing)}. Pass {', '.join(f'{name}=...' for name in missing)}."
         )
-    return cls(factor=factor, **options)
+    try:
+        return cls(factor=factor, **options)
+    except TypeError as error:  # a comparison with what is no number
+        given = ", ".join(f"{option}={value!r}" for option, value in options.items())
+        raise ValueError(
+            f"method {cls.name!r} cannot take {given}: {error}. Pass numbers where it has numbers."
+        ) from error
 
 
 def method_from_dict(description: dict[str, Any]) -> ContextMethod:

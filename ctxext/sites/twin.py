@@ -14,9 +14,36 @@ def text_config_of(config: Any) -> Any:
     """The part of a config that its text model (the decoder of two) reads: an object that the config holds, or itself.
 
     `get_text_config` gives a copy for encoder-decoder models whose config is flat, and what is set there is lost.
+
+    Raises:
+        TypeError: no config.
     """
+    if not hasattr(config, "get_text_config"):
+        raise TypeError(f"this needs a config of transformers, got {config!r}. Load it: AutoConfig.from_pretrained.")
     found = config.get_text_config(decoder=True)
     return config if type(found) is type(config) else found
+
+
+def text_section_of(raw: dict[str, Any], config: Any) -> dict[str, Any]:
+    """The part of a config.json that `text_config_of(config)` is read from: `raw` itself, or what is nested in it.
+
+    A part that the file leaves out, as all of it is the default, is put in.
+    """
+    for name in _path_to(text_config_of(config), config) or ():
+        raw = raw.setdefault(name, {})
+    return raw
+
+
+def _path_to(part: Any, config: Any) -> tuple[str, ...] | None:
+    """The names by which the config `part` is reached from `config`; None where it is not in it."""
+    if part is config:
+        return ()
+    for name in config.sub_configs:
+        inner = getattr(config, name, None)
+        rest = None if inner is None else _path_to(part, inner)
+        if rest is not None:
+            return name, *rest
+    return None
 
 
 def twin_of(model: nn.Module, config: Any) -> nn.Module:

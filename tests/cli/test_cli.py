@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -44,6 +45,7 @@ def test_options_are_json_or_words() -> None:
         "ramp": "rotations",
         "long_factor": [1, 2],
     }
+    assert parse_options(["truncate=False"]) == {"truncate": False}
     with pytest.raises(typer.BadParameter, match="NAME=VALUE"):
         parse_options(["beta_fast"])
 
@@ -85,6 +87,10 @@ def test_a_method_of_ones_own_works_on_the_command_line(checkpoint: Path, tmp_pa
         (["extend", "CHECKPOINT", "--factor", "0.5", "--dry-run"], "factor must be >= 1, got 0.5"),
         (["extend", "CHECKPOINT", "--method", "yarm", "--dry-run"], "did you mean 'yarn'"),
         (["extend", "CHECKPOINT", "--option", "beta_fats=1", "--dry-run"], "did you mean 'beta_fast'"),
+        (["extend", "CHECKPOINT", "--option", "truncate=no", "--dry-run"], "must be true or false, got 'no'"),
+        (["extend", "CHECKPOINT", "--option", "beta_fast=abc", "--dry-run"], "cannot take beta_fast='abc'"),
+        (["extend", "CHECKPOINT", "--option", "config=1", "--dry-run"], "no option 'config'"),
+        (["recommend", "CHECKPOINT", "-o", "best"], "--output must end in .json"),
         (["extend", "CHECKPOINT"], "--dry-run"),
         (["extend", "CHECKPOINT", "--method", "dca", "--length", "128", "--dry-run"], "has no static form"),
         (["--import", "no_such_module", "methods"], "no_such_module"),
@@ -95,3 +101,20 @@ def test_a_beginners_mistake_gets_a_remedy_and_no_traceback(checkpoint: Path, ar
     assert run.returncode != 0
     assert words in " ".join(run.stderr.split())
     assert "Traceback" not in run.stderr
+
+
+def test_broken_weights_get_a_remedy_and_no_traceback(checkpoint: Path, tmp_path: Path) -> None:
+    shutil.copytree(checkpoint, tmp_path / "broken")
+    weights = tmp_path / "broken/model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:1000])
+    run = ctxext("verify", tmp_path / "broken")
+    assert run.returncode == 1
+    assert "a .safetensors file of the model is broken" in run.stderr
+    assert "Traceback" not in run.stderr
+
+
+def test_extend_promises_no_weights_that_are_not_there(checkpoint: Path, tmp_path: Path) -> None:
+    (tmp_path / "bare").mkdir()
+    shutil.copy(checkpoint / "config.json", tmp_path / "bare")
+    run = ctxext("extend", tmp_path / "bare", "-o", tmp_path / "out")
+    assert "there were no weights to take along" in " ".join(run.stderr.split())

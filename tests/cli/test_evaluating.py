@@ -501,6 +501,7 @@ REMEDIES = {
     "setting of a task not asked for": ((*PASSKEY, *SMALL, "--setting", "needle.needles=3"), "needle.*--tasks"),
     "setting of a wrong kind": ((*PASSKEY, *SMALL, "--setting", "passkey.digits=five"), "digits.*'five'"),
     "setting of a wrong size": ((*PASSKEY, *SMALL, "--setting", "passkey.digits=0"), "digits must be >= 1, got 0"),
+    "text too short for a window": ((*PERPLEXITY, *SMALL, "--haystack", "short.txt"), "longer than the text"),
     "no base": (("--tasks", "short", *SMALL), "extend with --method, or give it as --base"),
     "base for nothing": ((*PASSKEY, *SMALL, "--base", MODEL), "Add one of them to --tasks"),
     "key tokens alone": ((*KEY_TOKENS, *SMALL), "Ask for both"),
@@ -520,6 +521,7 @@ def desk(tmp_path: Path, based: tuple[Path, Outcome], monkeypatch: pytest.Monkey
     """A folder with what people pass by mistake; it is the current one."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "empty.txt").write_text("")
+    (tmp_path / "short.txt").write_text("One two three. Four.")
     (tmp_path / "figure.png").write_bytes(b"\x89PNG\r\n\x1a\n" + bytes(range(256)))
     shutil.copy(based[0], tmp_path)
     whole = based[0].read_text(encoding="utf-8").splitlines()
@@ -559,8 +561,10 @@ def test_a_mistake_gets_a_remedy_and_leaves_no_trace(mistake: str, desk: Path, s
         (("compare", "./nowhere"), "'./nowhere' is no folder here"),
         (("compare", MODEL, "--methods", "yarn,pie"), "unknown method 'pie'; did you mean 'pi'?"),
         (("compare", MODEL, "--methods", "yarn", "--factor", "0.5"), "factor must be >= 1, got 0.5"),
-        (("report", "nowhere.jsonl"), "holds no results. Write some with ctxext eval"),
+        (("report", "nowhere.jsonl"), "nowhere.jsonl is no file here. Write one with ctxext eval"),
         (("report", "figure.png"), "figure.png is not a results file"),
+        (("report", "based.jsonl", "-o", "."), "is a folder"),
+        (("eval", MODEL, "-o", "."), "is a folder"),
         (("report", "based.jsonl", "corrupt.jsonl"), "corrupt.jsonl is corrupt at line 3.*Restore it"),
     ],
 )

@@ -20,7 +20,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from ctxext import PI, LongRoPE, RopeScaling, YaRN, list_methods
 from ctxext.configs import RopePlan, plan_rope, read_context
-from ctxext.engines.rules import _INTERLEAVED, ENGINES, NotExportable, export_for
+from ctxext.engines.rules import _INTERLEAVED, ENGINES, NotExportable, export_for, said_by_files
 
 FACTOR = 4
 TARGET = FACTOR * LENGTH
@@ -375,3 +375,96 @@ def test_a_nested_config_is_overridden_where_the_engine_merges_and_replaced_wher
 def test_the_families_refused_for_their_pairs_have_such(family: str) -> None:
     code = Path(transformers.__file__).parent / f"models/{family}/modeling_{family}.py"
     assert re.search(r"def rotate_half\(x\):.*?\.\.\., 0?::2\]", code.read_text(), re.S)
+
+
+# ------------------------------------------------------------------------- configs that are scaled already
+
+
+@pytest.mark.parametrize(("family", "scaling"), [
+    ("gemma3_text", {"rope_type": "linear", "factor": 8.0}),
+    ("llama", {"type": "linear", "factor": 8.0}),
+])  # fmt: skip
+def test_a_checkpoint_in_the_words_of_version_4_is_exported_as_it_is(family: str, scaling: dict[str, Any]) -> None:
+    source = {**json.loads(AutoConfig.for_model(family).to_json_string()), "rope_scaling": scaling}
+    source = {key: value for key, value in source.items() if key != "rope_parameters"}
+    config = loaded(source)
+    assert read_context(config).scaling is not None
+    for engine in ("transformers", "transformers-v4"):
+        assert export_for(engine, config, source=source).config == source
+
+
+@pytest.mark.parametrize("scaling", [
+    {"rope_type": "linear", "factor": 2.0},
+    {"rope_type": "llama3", "factor": 2.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+     "original_max_position_embeddings": LENGTH},
+])  # fmt: skip
+def test_llama_cpp_s_flags_are_not_put_on_top_of_the_scaling_of_a_file(scaling: dict[str, Any]) -> None:
+    config = tiny_config("llama", rope_parameters={"rope_theta": 1e4, **scaling})
+    for method in ("ntk", "yarn", "pi"):
+        with pytest.raises(NotExportable, match=r"MODEL\.gguf --engine llama\.cpp --existing replace"):
+            export_for("llama.cpp", config, plan_rope(config, 4, method, existing="replace"))
+    assert "OUT.gguf" in export_for("llama.cpp", config, plan_rope(config, 4, "llama3", existing="replace")).flags
+
+
+def test_llama_cpp_is_told_the_base_that_a_file_of_a_raised_one_does_not_have() -> None:
+    config = tiny_config("llama")
+    raised = loaded(export_for("transformers", config, plan_rope(config, 4, "ntk")).config)
+    plan = plan_rope(raised, 4, "yarn", existing="replace")
+    check(*llama_cpp_reads(raised, export_for("llama.cpp", raised, plan).flags), plan)
+
+
+def test_yarn_that_was_switched_on_beside_the_old_length_reaches_what_it_says() -> None:
+    """As Qwen documents it: max_position_embeddings stays, and factor * original_max_position_embeddings is meant."""
+    config = tiny_config("qwen2", rope_parameters={
+        "rope_theta": 1e4, "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": LENGTH,
+    })  # fmt: skip
+    assert (read_context(config).reach, read_context(config).trained_length) == (TARGET, LENGTH)
+    for engine, flag in (("vllm", "--max-model-len"), ("sglang", "--context-length"), ("llama.cpp", "--ctx-size")):
+        flags = export_for(engine, config).flags
+        assert flags[flags.index(flag) + 1] == str(TARGET)
+
+
+def mla_reads(parameters: dict[str, Any]) -> float:
+    """DeepseekScalingRotaryEmbedding of vllm-project/vllm@07b12f1b and sgl-project/sglang@108c36c0: of cos and sin."""
+    terms = (parameters.get("mscale", 1), parameters.get("mscale_all_dim", 0))
+    above, below = (0.1 * term * math.log(parameters["factor"]) + 1 for term in terms)
+    return above / below * parameters.get("attn_factor", 1)
+
+
+@pytest.mark.parametrize("options", [{}, {"attention_factor": 1.0}, {"attention_factor": 1.2}])
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_latent_attention_gets_the_attention_factor_that_was_meant(engine: str, options: dict[str, float]) -> None:
+    config = AutoConfig.for_model("deepseek_v3", max_position_embeddings=LENGTH)
+    plan = plan_rope(config, 4, "yarn", **options)
+    export = export_for(engine, config, plan)
+    written = loaded(export.config).rope_parameters
+    assert mla_reads(written) == pytest.approx(plan.extended.attention_factor)
+    assert ("attn_factor" in " ".join(export.warnings)) == bool(options)
+    with pytest.raises(NotExportable, match="truncate=true"):
+        export_for(engine, config, plan_rope(config, 4, "yarn", truncate=False))
+
+
+@pytest.mark.parametrize("family", ["mixtral", "granite"])
+def test_a_file_that_is_not_written_here_is_to_be_converted_first(family: str) -> None:
+    config = AutoConfig.for_model(family, max_position_embeddings=LENGTH)
+    export = export_for("llama.cpp", config, plan_rope(config, 4, "llama3"))
+    assert "convert_hf_to_gguf.py" in export.warnings[0]
+
+
+def test_flags_are_for_the_file_that_cannot_be_written() -> None:
+    config = AutoConfig.for_model("mistral", max_position_embeddings=LENGTH, sliding_window=2 * LENGTH)
+    source = export_for("transformers", config, plan_rope(config, 4, "yarn")).config
+    assert "--yarn-orig-ctx" in export_for("llama.cpp", loaded(source), source=source).flags
+
+
+def test_a_config_nested_twice_is_written_where_it_stands() -> None:
+    config = AutoConfig.for_model("qwen2_5_omni")
+    section = export_for("vllm", config, plan_rope(config, 4, "yarn")).config["thinker_config"]["text_config"]
+    assert section["rope_parameters"]["rope_type"] == "yarn"
+
+
+@pytest.mark.parametrize("content", ['{"model_max_length": "4096"}', "[]"])
+def test_a_tokenizer_s_config_that_says_no_number_says_nothing(content: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "tokenizer_config.json").write_text(content)
+    assert said_by_files(tmp_path) == {"source": {}, "tokenizer_length": None}

@@ -404,3 +404,31 @@ def test_describe_reads_a_gguf_file(plain: Path, tmp_path: Path) -> None:
     assert (description.scaling["name"], description.trained_length, description.reach) == ("yarn", 512, 2048)
     printed = CliRunner().invoke(commands, ["describe", str(tmp_path / "out.gguf")]).stdout
     assert "yarn ×4" in printed
+
+
+def test_factors_without_the_length_before_them_are_not_replaced_from_a_guess(plain: Path, tmp_path: Path) -> None:
+    """As llama.cpp's converter writes Llama 3.1 to 3.3: a tensor, and nothing of where it starts."""
+    extend_gguf(plain, tmp_path / "marked.gguf", FACTOR, "llama3")
+    reader, scaled = gguf.GGUFReader(tmp_path / "marked.gguf"), tmp_path / "scaled.gguf"
+    writer = gguf.GGUFWriter(scaled, "llama")
+    for name, field in reader.fields.items():
+        if not name.startswith(("GGUF.", "general.arch", "llama.rope.scaling", "ctxext")):
+            inner = field.types[-1] if len(field.types) > 1 else None
+            writer.add_key_value(name, field.contents(), field.types[0], inner)
+    for tensor in reader.tensors:
+        writer.add_tensor(tensor.name, np.array(tensor.data))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    for existing in ("refuse", "replace"):
+        with pytest.raises(ValueError, match=r"does not say from which length.*original_max_position_embeddings=8192"):
+            extend_gguf(scaled, tmp_path / "out.gguf", 4, existing=existing)
+    plan = extend_gguf(scaled, tmp_path / "out.gguf", 4, existing="replace", original_max_position_embeddings=512)
+    assert (plan.original_length, plan.target_length) == (512, 2048)
+
+
+def test_a_file_of_yarn_that_was_switched_on_has_the_length_that_it_reaches(tmp_path: Path) -> None:
+    scaling = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1250.0, "original_max_position_embeddings": 512}
+    write_gguf(shipped_copy(tmp_path, rope_parameters=scaling), tmp_path / "model.gguf")
+    assert Read(tmp_path / "model.gguf").fields["llama.context_length"] == 2048

@@ -14,7 +14,7 @@ import pytest
 import torch
 from families import tiny_model, token_ids
 from live_server import LiveServer
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
 from ctxext import extend_context, restore_context
@@ -261,6 +261,7 @@ def test_a_folder_that_only_ctxext_loads_extended_is_refused(tmp_path: Path) -> 
 
 
 def test_files_and_servers_need_a_probe(tmp_path: Path) -> None:
+    (tmp_path / "model.gguf").write_bytes(b"")
     for where in (tmp_path / "model.gguf", "http://127.0.0.1:1"):
         with pytest.raises(ValueError, match=r"does not say what it should compute.*--probe verify\.json"):
             verify(where)
@@ -371,3 +372,28 @@ def test_the_command_succeeds_only_for_live(folders: dict[str, Path], tmp_path: 
     assert (said["name"], said["live"]) == ("ignored", False)
     again = run(commands, ["verify", str(folders["extended"]), "-o", str(written)])
     assert isinstance(again.exception, FileExistsError)
+
+
+def test_another_model_s_probe_is_refused_by_llama_cpp_too(
+    probe: Probe, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    write_gguf(folders["extended"], tmp_path / "model.gguf")
+    replace(probe, input_ids=(90_000, *probe.input_ids[1:])).save(tmp_path / "other.json")
+    with pytest.raises(ValueError, match="vocabulary ends at"):
+        verify(tmp_path / "model.gguf", tmp_path / "other.json")
+    replace(probe, input_ids=(-1, *probe.input_ids[1:])).save(tmp_path / "negative.json")
+    with pytest.raises(ValueError, match="was edited"):
+        read_probe(tmp_path / "negative.json")
+
+
+def test_what_is_not_there_or_no_address_is_named(tmp_path: Path, probe_file: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"nowhere\.gguf is no file here"):
+        verify(tmp_path / "nowhere.gguf")
+    with pytest.raises(ValueError, match="Write http://localhost:8000"):
+        verify("localhost:8000", probe_file)
+
+
+def test_a_model_without_a_head_is_refused(tmp_path: Path) -> None:
+    AutoModel.from_pretrained(MODEL).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="without a language-modelling head"):
+        verify(tmp_path)

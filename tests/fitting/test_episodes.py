@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 from functools import cache
 
@@ -97,3 +98,11 @@ def test_each_part_holds_the_target_even_where_a_quarter_does_not() -> None:
         assert len(part.text(target, 0)) == target
     with pytest.raises(ValueError, match=rf"story has {n:,} tokens, too few to fit at {n:,}.*Pass a longer text"):
         split(text, prompter, TRAINED, n, name="story")
+
+
+def test_text_begins_with_bos_whatever_the_style_of_the_questions() -> None:
+    tokenizer = copy.deepcopy(tokenizer_of_kind("shipped"))
+    tokenizer.chat_template = "{% for message in messages %}{{ message.content }}{% endfor %}"
+    rows = [split(TEXT, Prompter(tokenizer, style), TRAINED, TARGET)[0].text(TRAINED, 0) for style in ("base", "chat")]
+    assert rows[0] == rows[1]
+    assert rows[0].input_ids[0] == tokenizer.bos_token_id

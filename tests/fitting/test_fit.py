@@ -9,6 +9,7 @@ import re
 import shutil
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -265,6 +266,7 @@ def test_what_cannot_be_extended_is_refused_before_the_work_and_a_model_in_train
         (("--by", "evolution", "--search", "model"), "is a folder"),
         (("--evaluations", 0), "evaluations and rows must be >= 1, got 0"),
         (("--minutes", 0), "minutes must be a finite number > 0"),
+        (("--factor", 2, "--minutes", 1e-5), "too few to try the starts.*Pass [0-9.]+ minutes at least"),
         (("--start", "yarm"), "did you mean 'yarn'"),
         (("--start", "dca"), "cannot start from 'dca'"),
         (("--text", "nowhere.txt"), "nowhere.txt cannot be read"),
@@ -287,3 +289,29 @@ def test_a_mistake_gets_a_remedy_and_leaves_no_trace(
     assert isinstance(result.exception, (SystemExit, ValueError, OSError))
     assert re.search(words, said(result)), said(result)
     assert {path: path.stat().st_mtime_ns for path in desk.rglob("*")} == before
+
+
+def test_a_checkpoint_with_an_extension_beside_its_config_is_refused(desk: Path, tmp_path: Path) -> None:
+    assert run("extend", desk / "model", "--method", "self_extend", "-o", tmp_path / "late").exit_code == 0
+    result = run("fit", tmp_path / "late", "-o", tmp_path / "new.json", "--text", desk / "prose.txt", *QUICK)
+    assert "is extended already, by self_extend" in said(result)
+
+
+def test_answers_in_the_model_s_own_words_are_refused() -> None:
+    model = tiny_model("llama", vocab_size=4096)
+    prompter = Prompter(AutoTokenizer.from_pretrained(MODEL), answer_tokens=64)
+    for settings in (GradientSettings(), EvolutionSettings(evaluations=5)):
+        with pytest.raises(ValueError, match="scores answers token by token"):
+            fit(model, prompter, TEXT, 2.0, settings=settings)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_a_fit_has_its_gradients_where_they_are_switched_off(mode: Any) -> None:
+    prompter = Prompter(AutoTokenizer.from_pretrained(MODEL))
+    settings = GradientSettings(evaluations=2, rows=1, start="yarn")
+    methods = []
+    for context in (nullcontext, mode):
+        model = tiny_model("llama", vocab_size=4096, initializer_range=0.1)
+        with context():
+            methods.append(fit(model, prompter, TEXT, 2.0, settings=settings).method)
+    assert methods[0] == methods[1]

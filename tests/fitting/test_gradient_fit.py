@@ -236,8 +236,14 @@ def test_rows_are_fewer_where_they_are_longer(target: int, rows: int) -> None:
     assert GradientSettings(rows=7).rows_at(target) == 7
 
 
-def test_minutes_end_a_fit() -> None:
-    assert len(fitted(model_that_reads(), minutes=1e-6).history) == 1
+def test_minutes_that_hold_no_evaluation_are_refused_once_a_start_was_tried() -> None:
+    model, states, settings = model_that_reads(), [], GradientSettings(minutes=1e-6)
+    with (
+        LiveFactors(model) as live,
+        pytest.raises(ValueError, match=r"too few to try the starts.*minutes at least, or one start"),
+    ):
+        fit_by_gradient(model, live, *materials(), settings, advance=lambda share, state: states.append(state))
+    assert states == ["trying yarn"]
 
 
 def test_processes_end_at_the_evaluation_at_which_their_clocks_mean_to() -> None:

@@ -119,11 +119,12 @@ def out_of_place() -> torch.nn.Module:
         (lambda: small_model("gemma3_text", "causal"), "several types of layers.*named method"),
         (lambda: small_model("deepseek_v3", "causal"), "a temperature of its own.*named method"),
         (lambda: small_model("gptj", "causal"), "does not keep its frequencies.*named method"),
+        (lambda: small_model("laguna", "causal"), "does not keep its frequencies.*named method"),
         (lambda: small_model("gpt2", "causal"), "no rotary position embeddings"),
         (lambda: small_model("bloom", "causal"), "no rotary position embeddings"),
         (lambda: tiny_model("falcon", alibi=True), "no rotary position embeddings"),
     ],
-    ids=["extended", "scaled", "moved", "several tables", "MLA", "GPT-J", "table", "alibi", "falcon alibi"],
+    ids=["extended", "scaled", "moved", "several tables", "MLA", "GPT-J", "labelled", "table", "alibi", "falcon alibi"],
 )
 def test_models_without_one_plain_table_are_refused(make: Callable[[], Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
