@@ -363,7 +363,12 @@ def _record(folder: Path) -> AdapterBase | None:
 
 def _find_base(folder: Path, record: AdapterBase | None) -> tuple[Path, PreTrainedConfig]:
     """The folder of an adapter's base, and the config to load it with."""
-    named = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))["base_model_name_or_path"]
+    named = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8")).get("base_model_name_or_path")
+    if record is None and named is None:
+        raise ValueError(
+            f"{folder / 'adapter_config.json'} names no base (base_model_name_or_path), and there is no {RECORD} "
+            "beside it. Write the base's folder or name there."
+        )
     if record is None:
         base = checkpoint_folder(named)
         config = read_config(base)
@@ -371,7 +376,9 @@ def _find_base(folder: Path, record: AdapterBase | None) -> tuple[Path, PreTrain
             _warn_if_plain(folder, config)
         return base, config
     here = folder.resolve()
-    places = [Path(named), Path(record.extended), *(place / "base" for place in (here, *here.parents[:2]))]
+    places = [Path(record.extended), *(place / "base" for place in (here, *here.parents[:2]))]
+    if named is not None:
+        places.insert(0, Path(named))
     tried = []
     for place in dict.fromkeys(places):
         if not (place / "config.json").is_file():
@@ -380,6 +387,8 @@ def _find_base(folder: Path, record: AdapterBase | None) -> tuple[Path, PreTrain
         config = read_config(place)
         if not record.agrees(config):
             tried.append(f"{place}: not extended as {RECORD} says")
+        elif not any(place.glob("*.safetensors")):
+            tried.append(f"{place}: no safetensors")
         elif weights_fingerprint(place) != record.fingerprint:
             tried.append(f"{place}: other weights")
         else:

@@ -139,8 +139,8 @@ def rope_tables(text_config: Any, parameters: dict[str, Any]) -> tuple[RopeTable
     """The tables that `rope_parameters` describe; first those whose layers see the most."""
     nested = {label: value for label, value in parameters.items() if isinstance(value, dict)}
     if not nested:
-        layers = set(attention_layers(text_config))
-        return (_rope_table(text_config, "", parameters, layers <= {"sliding_attention"}),)
+        slides = set(attention_layers(text_config)) <= {"sliding_attention"}
+        return (_rope_table(text_config, "", parameters, slides or family_of(text_config).rope_window is not None),)
     # `_rope_type_labels` name the tables where they are not named by the types of layers.
     used = set(getattr(text_config, "_rope_type_labels", None) or text_config.layer_types)
     # transformers reads this one at the top level alone, whatever a nested one says.
@@ -163,7 +163,7 @@ def _rope_table(text_config: Any, label: str, parameters: dict[str, Any], slides
     config = text_config
     if label and getattr(text_config, "is_heterogeneous", False):
         config = text_config.per_layer_config[label]
-    window = getattr(config, "sliding_window", None)
+    window = getattr(config, family_of(text_config).rope_window or "sliding_window", None)
     if getattr(config, "use_sliding_window", True) is False:
         window = None
     dim, share = head_dim(config), parameters.get("partial_rotary_factor") or 1.0
@@ -491,6 +491,11 @@ def plan_rope(
             f"attention, so existing={existing!r} would leave nothing of that. Call restore_context(model), or use "
             "existing='replace'."
         )
+    if existing in ("keep", "compose") and isinstance(facts.scaling, RopeScaling) and facts.scaling.of_the_call:
+        raise ValueError(
+            "transformers' dynamic scaling is counted from max_position_embeddings and follows the length itself, so "
+            f"existing={existing!r} would start from frequencies that no sequence has. Use existing='replace'."
+        )
     parameters = facts.rope_parameters
     if (
         existing == "compose"
@@ -530,13 +535,8 @@ def plan_rope(
                 "existing='keep' leaves the frequencies as they are, so a method has no effect. Drop method= and its "
                 "options, or use existing='compose'."
             )
-        if isinstance(facts.scaling, RopeScaling) and facts.scaling.of_the_call:
-            raise ValueError(
-                "transformers' dynamic scaling is counted from max_position_embeddings, so it cannot be kept while "
-                "that is raised. Use existing='replace'."
-            )
         chosen: RopeMethod | None = None
-        parameters = facts.whole_parameters
+        parameters = _with_factors(facts)
         tables = {table.label: facts.rope_of(table) for table in facts.tables}
         softmax_factor, live_only = facts.softmax_factor, None
     else:
@@ -581,6 +581,16 @@ def plan_rope(
         rotated_copy=rotated_copy,
         notes=_notes(facts, chosen, tables[facts.tables[0].label], seen_beyond),
     )
+
+
+def _with_factors(facts: ContextFacts) -> dict[str, Any]:
+    """The config's parameters; with the factor that transformers takes from the lengths where none stands there."""
+    whole = copy.deepcopy(facts.whole_parameters)
+    for table in facts.tables:
+        its = whole[table.label] if table.label else whole
+        if its.get("rope_type") in ("longrope", "yarn") and its.get("factor") is None and table.scaling is not None:
+            its["factor"] = table.scaling.factor
+    return whole
 
 
 def _extended(
@@ -814,7 +824,8 @@ def _notes(
     if left:
         notes.append(f"{', '.join(left)}: left as they are, as their window is within the trained length.")
     layers = getattr(config, "layer_types", None) or []
-    if not table.label and "sliding_attention" in layers and "full_attention" in layers and not late:
+    both = table.window is None and "sliding_attention" in layers and "full_attention" in layers
+    if not table.label and both and not late:
         notes.append("sliding and full layers share one rotary embedding in this family, so both are extended.")
     if facts.checkpoint is not None and facts.checkpoint.recipe:
         recipe = facts.checkpoint.recipe

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ctxext.configs import Checkpoint, attention_layers, has_rope, head_dim, no_encoding, read_context
+from ctxext.configs import Checkpoint, RopePlan, attention_layers, has_rope, head_dim, no_encoding, read_context
 from ctxext.planning import encoding_of, original_length, plan_extension
 from ctxext.plans import ENCODINGS, live_mark
 from ctxext.sites.twin import text_config_of
@@ -86,9 +87,12 @@ def _scaling_words(scaling: dict[str, Any] | None, checkpoint: Checkpoint | None
 
 
 def kv_cache_bytes(text_config: Any, n_tokens: int, bytes_each: int) -> int:
-    """Bytes of the KV cache of one sequence; sliding layers count their window, linear attention nothing."""
-    total = 0
-    for layer in attention_layers(text_config):
+    """Bytes of the KV cache of one sequence; sliding layers count their window.
+
+    Linear attention counts nothing, and neither do layers that use the keys of others.
+    """
+    total, layers = 0, attention_layers(text_config)
+    for layer in layers[: len(layers) - (getattr(text_config, "num_kv_shared_layers", None) or 0)]:
         several = getattr(text_config, "is_heterogeneous", False)  # layers of one type differ from those of another
         config = text_config.per_layer_config[layer] if several else text_config
         window = getattr(config, "sliding_window", None)
@@ -103,9 +107,19 @@ def kv_cache_bytes(text_config: Any, n_tokens: int, bytes_each: int) -> int:
 
 
 def describe(
-    config: Any, factor: float | None, target_length: int | None, *, model: Any = None, **options: Any
+    config: Any,
+    factor: float | None,
+    target_length: int | None,
+    *,
+    check_late: Callable[[Any, RopePlan, Any], None],
+    model: Any = None,
+    **options: Any,
 ) -> ContextDescription:
-    """See `ctxext.describe_context`."""
+    """See `ctxext.describe_context`.
+
+    Args:
+        check_late: refuses, by ValueError, a config and a plan of it that could not be rotated late.
+    """
     text_config = text_config_of(config)
     dtype = str(getattr(text_config, "dtype", None) or getattr(config, "dtype", None) or "bfloat16")
     dtype = dtype.removeprefix("torch.")
@@ -115,7 +129,9 @@ def describe(
         facts = read_context(config, options.get("original_max_position_embeddings"))
     except ValueError as error:
         return _unknown(config, dtype, "rope", f"refuse: {error}")
-    target, would_do, notes = _would_do(config, facts.reach, factor, target_length, model=model, **options)
+    target, would_do, notes = _would_do(
+        config, facts.reach, factor, target_length, check_late=check_late, model=model, **options
+    )
     return ContextDescription(
         model_type=text_config.model_type,
         encoding="rope",
@@ -136,11 +152,18 @@ def describe(
 
 
 def _would_do(
-    config: Any, reach: int, factor: float | None, target_length: int | None, **options: Any
+    config: Any,
+    reach: int,
+    factor: float | None,
+    target_length: int | None,
+    check_late: Callable[[Any, RopePlan, Any], None] | None = None,
+    **options: Any,
 ) -> tuple[int, str, tuple[str, ...]]:
     """The target in tokens, what extending would do, and what a person should know of that."""
     try:
         plan = plan_extension(config, factor, target_length=target_length, **options)
+        if check_late is not None and isinstance(plan, RopePlan) and plan.is_late:
+            check_late(config, plan, options.get("model"))
     except ValueError as error:
         return target_length or round((factor or 4) * reach), f"refuse: {error}", ()
     why = plan.why_not_portable

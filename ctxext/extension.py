@@ -28,7 +28,7 @@ from ctxext.saved import PROBE, RECORD
 from ctxext.sites import rotary
 from ctxext.sites.contract import SiteProof
 from ctxext.sites.surgery import Surgery, Undo, undo
-from ctxext.sites.twin import text_config_of
+from ctxext.sites.twin import path_to_text, text_config_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -399,18 +399,20 @@ def _grow_sin_cos_tables(model: PreTrainedModel, extension: Extension) -> None:
 
 
 def _config_copies(model: PreTrainedModel) -> tuple[SwappedConfig, ...]:
-    """The model's config and, last, its text config, each with the copy that is to be extended.
+    """The model's config, those in it on the way to its text config and, last, that, each with a copy to be extended.
 
     Two models may share one config object, so it is never edited in place.
     """
-    config = model.config
-    text_config = text_config_of(config)
-    text_copy = copy.deepcopy(text_config)
-    if text_config is config:
-        return (SwappedConfig(config, text_copy),)
-    whole = copy.copy(config)
-    whole.__dict__.update({k: text_copy for k, v in config.__dict__.items() if v is text_config})
-    return SwappedConfig(config, whole), SwappedConfig(text_config, text_copy)
+    way = (model.config, *(inner for _, inner in path_to_text(model.config)))
+    *outer, text_config = way
+    # Modules hold the parts that are none of the text model's.
+    parts = {id(part): part for name in text_config.sub_configs if (part := getattr(text_config, name, None))}
+    pairs = [SwappedConfig(text_config, copy.deepcopy(text_config, parts))]
+    for config in reversed(outer):
+        held, extended = pairs[0].original, copy.copy(config)
+        extended.__dict__.update({k: pairs[0].extended for k, v in config.__dict__.items() if v is held})
+        pairs.insert(0, SwappedConfig(config, extended))
+    return tuple(pairs)
 
 
 def _swap_configs(model: PreTrainedModel, new: dict[int, Any]) -> None:
@@ -626,16 +628,20 @@ def _refuse_to_rotate_late(
     return implementation
 
 
-def check_on_paper(config: Any, plan: RopePlan) -> None:
+def check_on_paper(config: Any, plan: RopePlan, model: PreTrainedModel | None = None) -> None:
     """See that a model of `config` could be rotated late, as far as its classes say; no weights are needed.
+
+    Args:
+        model: the live one, where there is one.
 
     Raises:
         ValueError: it could not.
     """
     from transformers import AutoModelForCausalLM
 
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
+    if model is None:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config)
     name = f"{type(model).__name__} (model_type {plan.facts.text_config.model_type!r})"
     _refuse_to_rotate_late(model, _sites(model, plan), text_config_of(model.config), name, "")
 
@@ -697,7 +703,17 @@ def _remove_hook(model: PreTrainedModel) -> None:
 
 
 def restore(model: PreTrainedModel, extension: Extension) -> None:
-    """Undo everything that `apply` did, newest first."""
+    """Undo everything that `apply` did, newest first.
+
+    Raises:
+        RuntimeError: a tensor is not there any more, as an adapter took its place; nothing was undone then.
+    """
+    for each in extension.undos:
+        if each.kind in ("parameter", "buffer") and not each.is_there(model):
+            raise RuntimeError(
+                f"{each.path}.{each.name} is not where the extension put it: an adapter has taken its place. Merge or "
+                "unload that first. The model was left as it is."
+            )
     for name in (ATTRIBUTE, "save_pretrained"):
         model.__dict__.pop(name, None)
     _remove_hook(model)

@@ -17,6 +17,8 @@ class Family:
         rope_types: the only `rope_type`s that the family's config accepts; None for all. Other methods are written as
             `longrope`; where that is none of them either, live tables are changed, which no config can say.
         refuse: why a model of this family is not extended.
+        rope_window: the field with the window of the only layers that rotate, as all others have no positions; a config
+            that leaves it out has no such layers.
         sin_cos_tables: every attention layer keeps a table of sines and cosines, of base 10000, and the config nothing.
         window_labels: keys of nested `rope_parameters`, beside those that say "sliding", whose layers see a window.
         softmax_mscale: the softmax scale takes `mscale_all_dim` (multi-head latent attention), and so does an
@@ -31,6 +33,7 @@ class Family:
 
     rope_types: frozenset[str] | None = None
     refuse: str | None = None
+    rope_window: str | None = None
     sin_cos_tables: bool = False
     window_labels: frozenset[str] = frozenset()
     softmax_mscale: bool = False
@@ -86,8 +89,10 @@ FAMILIES: dict[str, Family] = {
         "axk1", "axk2", "bailing_hybrid", "deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite", "glm_moe_dsa",
         "hy_v4", "longcat_flash", "minicpm3", "mistral_large4", "youtu",
     )},
-    **{name: Family(norm_after_rope=True) for name in (
-        "hunyuan_v1_dense", "hunyuan_v1_moe", "llama4", "nanochat",
+    **{name: Family(norm_after_rope=True) for name in ("hunyuan_v1_dense", "hunyuan_v1_moe", "nanochat")},
+    "llama4": Family(norm_after_rope=True, rope_window="attention_chunk_size"),
+    **{name: Family(rope_window="sliding_window") for name in (
+        "afmoe", "cohere2", "exaone4", "exaone4_5", "exaone_moe", "flint",
     )},
     **{name: Family(no_positions=True) for name in (
         "jamba", "kimi_linear", "zamba", "nemotron_h", "mamba", "mamba2", "falcon_mamba", "rwkv", "xlstm",

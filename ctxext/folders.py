@@ -259,7 +259,7 @@ def _write_tokenizer_config(folder: Path, building: Path, target_length: int) ->
     path = folder / "tokenizer_config.json"
     if path.is_file():
         config = json.loads(path.read_text(encoding="utf-8"))
-        if config.get("model_max_length", 0) < target_length:
+        if (config.get("model_max_length") or 0) < target_length:
             config["model_max_length"] = target_length
         _write_json(building / path.name, config)
 

@@ -45,7 +45,11 @@ def comparison_table(file: str, page: str = ".") -> str:
         cells = [name, *found, *(f"{value:.1f}" for value in figure["perplexity"].values())]
         cells += [price] if gated else []
         lines.append("| " + " | ".join(cells) + " |")
-    prompts = f"{next(iter(asked.values()))['n']} prompts a cell, with 95% intervals; " if asked else ""
+    prompts = (
+        f"{next(iter(asked.values()))['n']} prompts a cell, with 95% intervals over the texts that they share; "
+        if asked
+        else ""
+    )
     longest = int(bands[-1].split("-")[-1])
     lines += [
         "",

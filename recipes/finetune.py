@@ -107,12 +107,18 @@ def main(arguments: list[str] | None = None) -> None:
     tokenizer = AutoTokenizer.from_pretrained(extended)
     config = AutoConfig.from_pretrained(extended)
     (trained_length, _), (_, target_length) = known_lengths(AutoConfig.from_pretrained(base)), known_lengths(config)
+    trained_length = settings.extension.original_max_position_embeddings or trained_length
     vocab_size = config.get_text_config(decoder=True).vocab_size
     length = settings.data.length or target_length
     if length > target_length:
         raise ValueError(
             f"data.length is {length:,}, beyond the {target_length:,} tokens that the extended model covers. Lower it, "
             "or raise extension.target_length."
+        )
+    if settings.data.positions != "plain" and length == target_length:
+        raise ValueError(
+            f"data.positions={settings.data.positions} skips positions up to the target, and rows of all its "
+            f"{length:,} tokens leave none to skip. Set data.length below that, such as a quarter of it."
         )
     steps = training.steps_of(length)
     say(f"[bold]{base.name}[/], trained at {trained_length:,} tokens, extended to {target_length:,}.")
@@ -182,6 +188,7 @@ def main(arguments: list[str] | None = None) -> None:
             micro_batches=steps * micro_batches,
             trained=sum(on_this_process(parameter) for parameter in trained_parameters(model).values()),
             memory=PeakMemory(accelerator.device),
+            multiple=2 * (training.shifted_sparse_groups or 1),
         )
     say(f"[bold]Estimate[/]: {expected or 'none under DeepSpeed'}.")
     if expected and not expected.fits:
@@ -360,7 +367,8 @@ class Run:
         """
         training = self.settings.training
         batch = self.mixture.read(number * training.batch_size, training.batch_size)
-        targets = sum(int(row["n_targets"]) for row in batch)
+        # Rows may ask for nothing, as pieces of a long question do: then nothing is learned.
+        targets = max(1, sum(int(row["n_targets"]) for row in batch))
         mine = batch[self.rank :: self.world]
         # Dropout's random numbers are this step's and this process's own, whatever happened before.
         torch.manual_seed(
@@ -654,6 +662,8 @@ def save(run: Run, record: AdapterBase, tokenizer: Any) -> Path:
         tensors = accelerator.get_state_dict(run.model)
     else:
         tensors = checkpoints.gather_trained(run.model, accelerator.is_main_process)
+        if not lora:
+            tensors |= checkpoints.gather_buffers(run.model, accelerator.is_main_process)
     if accelerator.is_main_process:
         save_trained(accelerator.unwrap_model(run.model), folder, record, tokenizer, tensors)
     accelerator.wait_for_everyone()

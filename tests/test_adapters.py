@@ -583,3 +583,15 @@ def test_the_card_s_front_matter_is_yaml_and_names_no_folder(
     adapter = yaml.safe_load((run.adapter / "README.md").read_text().split("---\n")[1])
     assert adapter["library_name"] == "peft"
     assert "lora" in adapter["tags"]
+
+
+def test_an_adapter_that_names_no_base_is_found_by_its_record_or_told(run: Run, tmp_path: Path) -> None:
+    folder = shutil.copytree(run.adapter, tmp_path / "adapter")
+    config = json.loads((folder / "adapter_config.json").read_text())
+    (folder / "adapter_config.json").write_text(json.dumps({**config, "base_model_name_or_path": None}))
+    (folder / "base").mkdir()
+    shutil.copy(run.base / "config.json", folder / "base")  # of the same config, and no weights
+    assert torch.equal(logits(ctxext.load(folder), IDS), logits(ctxext.load(run.adapter), IDS))
+    (folder / "ctxext.json").unlink()
+    with pytest.raises(ValueError, match="names no base"):
+        ctxext.load(folder)

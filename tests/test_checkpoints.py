@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from families import tiny_config, tiny_model
-from transformers import BertConfig, JambaConfig, LlamaConfig, Qwen3Config
+from transformers import AutoConfig, BertConfig, JambaConfig, LlamaConfig, Qwen3Config
 
 from ctxext import describe_context, extend_config
 from ctxext.configs import checkpoints
@@ -80,3 +80,9 @@ def test_describing_changes_nothing() -> None:
     before = model.config.to_dict()
     assert "trained length" in str(describe_context(model, 4))
     assert model.config.to_dict() == before
+
+
+def test_layers_that_use_the_keys_of_others_hold_none() -> None:
+    sizes = {"num_hidden_layers": 8, "num_key_value_heads": 2, "head_dim": 16, "layer_types": ["full_attention"] * 8}
+    config = AutoConfig.for_model("gemma3n_text", max_position_embeddings=64, num_kv_shared_layers=4, **sizes)
+    assert describe_context(config, 4).kv_cache_bytes == 4 * 2 * 2 * 16 * 256 * 2

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import copy
+import json
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from families import LENGTH, logits, tiny_config, tiny_model, token_ids
 from live import LATE, REMAPPING, assert_unchanged, late, plain_rope, rotary_of, snapshot
+from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -456,7 +459,7 @@ def test_replace_lowers_a_factor_but_not_below_the_trained_length(native: str) -
 
 def test_transformers_dynamic_scaling_is_not_kept() -> None:
     model = tiny_model("llama", rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0})
-    refuses(model, ValueError, "cannot be kept", "existing='replace'", existing="keep")
+    refuses(model, ValueError, "follows the length itself", "existing='replace'", existing="keep")
 
 
 def test_a_rope_type_that_is_not_known_is_refused() -> None:
@@ -705,3 +708,61 @@ def test_what_is_no_config_is_named(wrong: str | None) -> None:
 def test_a_word_is_not_taken_for_true() -> None:
     with pytest.raises(ValueError, match="truncate of 'yarn' must be true or false, got 'False'"):
         YaRN(factor=4, truncate="False")
+
+
+@pytest.mark.parametrize("family", ["cohere2", "exaone4", "exaone_moe", "afmoe", "llama4_text"])
+def test_families_that_rotate_within_a_window_alone_are_left_as_they_are(family: str) -> None:
+    """Layers that see everything have no positions there, so that no distance is ever new."""
+    field = "attention_chunk_size" if family == "llama4_text" else "sliding_window"
+    config = AutoConfig.for_model(family, max_position_embeddings=LENGTH, **{field: LENGTH // 2})
+    for method in ("yarn", "dynamic_yarn"):
+        with pytest.raises(ValueError, match=r"no distance is ever new.*raise max_position_embeddings to 256"):
+            plan_extension(config, 4, method)
+    assert "no distance is ever new" in describe_context(config, 4).would_do
+
+
+def test_exaone_4_without_a_window_rotates_everywhere() -> None:
+    everywhere = {"sliding_window": None, "num_hidden_layers": 2, "layer_types": ["full_attention"] * 2}
+    config = AutoConfig.for_model("exaone4", max_position_embeddings=LENGTH, **everywhere)
+    assert plan_extension(config, 4).target_length == 4 * LENGTH
+
+
+@pytest.mark.parametrize("existing", ["keep", "compose"])
+def test_frequencies_that_follow_the_length_are_nothing_to_start_from(existing: str) -> None:
+    config = tiny_config("llama", rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0})
+    with pytest.raises(ValueError, match=r"follows the length itself.*existing='replace'"):
+        plan_extension(config, 4, existing=existing)
+
+
+@pytest.mark.parametrize("number", [np.float32(16), np.float64(16), np.int64(16)])
+def test_numbers_of_numpy_are_numbers(number: np.generic) -> None:
+    assert type(YaRN(factor=4, beta_fast=number).beta_fast) in (int, float)
+    assert json.loads(json.dumps(YaRN(factor=4, beta_fast=number).to_dict()))["beta_fast"] == 16
+
+
+def test_what_is_described_for_a_late_method_is_what_would_become_of_it() -> None:
+    model = tiny_model("falcon")
+    with pytest.raises(ValueError, match="attention code of its own"):
+        extend_context(model, 4, "dynamic_yarn")
+    for described in (model, model.config):
+        assert describe_context(described, 4, method="dynamic_yarn").would_do.startswith("refuse: ")
+
+
+def test_an_adapter_in_the_place_of_a_new_table_is_to_be_unloaded_first() -> None:
+    model = small_model("gpt2", "causal")
+    extend_context(model, 2)
+    length = model.config.n_positions
+    wrapped = get_peft_model(model, LoraConfig(target_modules=["c_attn"], modules_to_save=["wpe"], fan_in_fan_out=True))
+    with pytest.raises(RuntimeError, match="an adapter has taken its place"):
+        restore_context(wrapped)
+    assert model.config.n_positions == length
+    assert model.context_extension is not None
+    restore_context(wrapped.unload())
+
+
+def test_a_table_that_was_made_in_inference_mode_can_be_trained() -> None:
+    model = small_model("gpt2", "causal")
+    with torch.inference_mode():
+        extend_context(model, 2)
+    model(input_ids=torch.arange(8)[None]).logits.sum().backward()
+    torch.optim.SGD(model.parameters(), lr=0.1).step()

@@ -17,7 +17,13 @@ import pytest
 import torch
 from families import LENGTH, logits, tiny_config, tiny_model, token_ids
 from live import METHODS, arguments, assert_unchanged, rotary_of, same, snapshot, starve, text_config
-from transformers import AutoModelForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    ChameleonConfig,
+    ChameleonForConditionalGeneration,
+    ColPaliConfig,
+    ColPaliForRetrieval,
+)
 
 from ctxext import extend_context, load, restore_context
 from ctxext.extension import extension_of
@@ -906,3 +912,45 @@ def test_quantised_weights_are_never_touched(bits: int, tmp_path: Path) -> None:
         assert torch.equal(p, weights[name][1])
     restore_context(model)
     assert torch.equal(logits(model, ids), before)
+
+
+def test_a_text_config_nested_twice_is_saved_extended(tmp_path: Path) -> None:
+    text = {"model_type": "gemma", "vocab_size": 256, "hidden_size": 64, "intermediate_size": 64,
+            "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
+            "max_position_embeddings": LENGTH, "pad_token_id": 0}  # fmt: skip
+    vision = {"model_type": "siglip_vision_model", "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1,
+              "num_attention_heads": 2, "image_size": 16, "patch_size": 8, "projection_dim": 64}  # fmt: skip
+    whole = {"model_type": "paligemma", "text_config": text, "vision_config": vision, "image_token_index": 250,
+             "projection_dim": 64, "hidden_size": 64}  # fmt: skip
+    model = ColPaliForRetrieval(ColPaliConfig(vlm_config=whole, embedding_dim=16)).eval()
+    extend_context(model, 4)
+    assert model.config.vlm_config.text_config.max_position_embeddings == 4 * LENGTH
+    model.save_pretrained(tmp_path)
+    again = ColPaliConfig.from_pretrained(tmp_path).vlm_config.text_config
+    assert (again.max_position_embeddings, again.rope_parameters["rope_type"]) == (4 * LENGTH, "yarn")
+    restore_context(model)
+    assert model.config.vlm_config.text_config.max_position_embeddings == LENGTH
+
+
+def test_longrope_without_a_factor_of_its_own_is_kept_as_it_was(tmp_path: Path) -> None:
+    """transformers takes the attention factor from the two lengths, of which keeping raises one."""
+    lists = {name: [2.0] * 8 for name in ("short_factor", "long_factor")}
+    parameters = {"rope_type": "longrope", "rope_theta": 1e4, **lists}
+    model = tiny_model("phi3", rope_parameters=parameters, original_max_position_embeddings=LENGTH // 2)
+    extend_context(model, 2, existing="keep")
+    live = logits(model, token_ids(LENGTH))
+    model.save_pretrained(tmp_path)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    assert torch.equal(logits(again, token_ids(LENGTH)), live)
+
+
+def test_parts_of_a_flat_config_stay_those_of_their_modules() -> None:
+    sizes = {"vocab_size": 128, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
+             "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": LENGTH}  # fmt: skip
+    vq = {"embed_dim": 16, "num_embeddings": 16, "latent_channels": 16, "base_channels": 32,
+          "channel_multiplier": [1], "num_res_blocks": 1, "resolution": 32}  # fmt: skip
+    names = {"<image>": 5, "IMGIMGA Z": 6}
+    model = ChameleonForConditionalGeneration(ChameleonConfig(**sizes, vq_config=vq, vocabulary_map=names)).eval()
+    for change in (lambda: extend_context(model, 4), lambda: restore_context(model)):
+        change()
+        assert model.config.vq_config is model.model.vqmodel.config

@@ -55,7 +55,8 @@ def demo(
 
     folder = MODEL if model is None else model
     check_not_extended(folder)
-    loaded, tokenizer = measuring.load(folder)
+    # As the fresh process at the end loads it, so that the two can be compared to the last bit.
+    loaded, tokenizer = measuring.load(folder, "float32", "cpu")
     prompter = Prompter(tokenizer, "base")
     target = LiveModel(loaded, prompter, folder.name)
     trained = target.about["trained_length"]

@@ -113,7 +113,8 @@ def evaluate(
     processes = Processes.here()
     if server is not None:
         tokenizer = AutoTokenizer.from_pretrained(folder)
-        answer_tokens = answer_tokens or (None if (style or tokenizer.chat_template) in (None, "base") else 64)
+        if answer_tokens is None and (style or ("chat" if tokenizer.chat_template else "base")) == "chat":
+            answer_tokens = 64
         prompter = Prompter(tokenizer, style, answer_tokens)  # type: ignore[arg-type]
         target: Target = Served(
             ServedModel(server, style=prompter.style, model=served_model, concurrency=concurrency, timeout=timeout),

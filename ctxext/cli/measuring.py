@@ -243,6 +243,9 @@ def make_grid(
 
     if "key_tokens" in names and "perplexity" not in names:
         raise ValueError("key_tokens says which tokens to look at, perplexity reads them. Ask for both.")
+    begun = {name: of_task.get(name, {}).get("bos", True) for name in ("key_tokens", "perplexity") if name in names}
+    if len(set(begun.values())) > 1:
+        raise ValueError("key_tokens looks at the tokens that perplexity reads. Set bos of both, or of neither.")
     return Grid(
         retrieval=tuple(
             made(lambda name=name, **more: make_task(name, **more), name) for name in names if name in retrieval
@@ -301,7 +304,7 @@ def summary_table(summary: Summary) -> Table:
     of_bytes = read if len(summary.variants) <= 2 else []
     if of_bytes:
         column("bits per", "byte")
-    key = summary.key_tokens(summary.variants[0]) is not None
+    key = next((found[1] for variant in summary.variants if (found := summary.key_tokens(variant))), 0)
     if key:
         column("ppl of", "keys")
     gates = {variant: summary.gate(variant) for variant in summary.variants}
@@ -380,7 +383,7 @@ def _half(difference: Any) -> float:
     return (difference.high - difference.low) / 2
 
 
-def _caption(summary: Summary, gated: bool, key: bool) -> str:
+def _caption(summary: Summary, gated: bool, key: int) -> str:
     said = []
     if tasks := summary.retrieval_tasks:
         shares = [share for v in summary.variants for t in tasks for share in summary.by_length(v, t).values()]
@@ -388,8 +391,7 @@ def _caption(summary: Summary, gated: bool, key: bool) -> str:
     if read := summary.read_lengths:
         said.append("ppl: perplexity from one length to the next" if len(read) > 1 else "ppl: perplexity")
     if key:
-        count = (summary.key_tokens(summary.variants[0]) or (0.0, 0))[1]
-        said.append(f"keys: the {count} tokens that need long context, by LongPPL's rule")
+        said.append(f"keys: the {key} tokens that need long context, by LongPPL's rule")
     if gated:
         said.append("price: more loss than not extended within the trained length")
     if summary.cannot_run:

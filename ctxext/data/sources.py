@@ -33,7 +33,7 @@ class Source:
             So is short text made that keeps the short context alive (Gao et al. 2024, ProLong).
         text: the column that holds the text.
         messages: the column that holds chat messages, read instead of `text`; the loss is on the assistant's alone.
-        split, subset, revision: of a dataset.
+        split, subset, revision: of a dataset; files here are read whole.
 
     Raises:
         ValueError: weight <= 0, or max_document < 2.
@@ -77,6 +77,8 @@ def read_source(source: Source, relative_to: Path) -> Dataset:
     from datasets import Dataset, DatasetDict, load_dataset, load_from_disk
 
     found = _find(source.path, relative_to)
+    if found is not None:
+        _refuse_what_files_have_not(source, found)
     if found is None:
         dataset = _from_hub(source, relative_to)
     elif found.is_dir() and any((found / name).is_file() for name in ("state.json", "dataset_dict.json")):
@@ -95,6 +97,25 @@ def read_source(source: Source, relative_to: Path) -> Dataset:
             raise ValueError(f"{found} cannot be read as {kind}: {reason}. Mend the file or leave it out.") from error
     assert isinstance(dataset, Dataset)
     return _column(source, dataset)
+
+
+def _refuse_what_files_have_not(source: Source, found: Path) -> None:
+    """Files are read whole, all of them: what is asked of a dataset on a hub would be asked for nothing."""
+    of_hub = [name for name in ("subset", "revision") if getattr(source, name) is not None]
+    if source.split != "train" and not (found / "dataset_dict.json").is_file():
+        of_hub.insert(0, "split")
+    if of_hub:
+        raise ValueError(
+            f"{', '.join(of_hub)} of {source.name} goes with a name on a hub, but {found} is here, and is read whole. "
+            "Leave it out, and name the files that are meant, by a glob such as train-*.parquet."
+        )
+    names = [path.name for path in found.rglob("*") if path.suffix in KINDS] if found.is_dir() else []
+    splits = {match[1] for name in names if (match := re.match(r"(train|validation|valid|dev|test)[-._]", name))}
+    if len(splits) > 1:
+        raise ValueError(
+            f"{found} holds several splits ({', '.join(sorted(splits))}), which would all be read. Name one, by a glob "
+            "such as train-*.parquet."
+        )
 
 
 def find_file(path: str, relative_to: Path) -> Path:

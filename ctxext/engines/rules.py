@@ -345,6 +345,7 @@ def _in_server_words(engine: str, table: RopeTable, target: int, in_softmax: boo
     parameters, kind = dict(table.parameters), _rope_type(table.parameters)
     if kind == "yarn" and in_softmax:
         log = math.log(max(1.0, parameters["factor"]))
+        parameters = {name: value for name, value in parameters.items() if value is not None}
         terms = [1 + 0.1 * parameters.get(name, usual) * log for name, usual in _MLA_TERMS.items()]
         scaling, usual = table.in_use.attention_factor, terms[0] / terms[1]
         if not math.isclose(scaling, usual):

@@ -187,16 +187,20 @@ class Engine:
         own, keeps = self.model.generation_config, not of_the_call(self._plan)
         settings = GenerationConfig(
             do_sample=False,
-            # A field left out is taken from the model's own; a penalty counts the prompt, the right answer in it too.
-            repetition_penalty=1.0,
             max_new_tokens=sample.answer_tokens,
             eos_token_id=own.eos_token_id,
             pad_token_id=own.pad_token_id if own.pad_token_id is not None else 0,
             use_cache=keeps,
         )
-        output = self.model.generate(
-            prompt, attention_mask=torch.ones_like(prompt), generation_config=settings, past_key_values=cache
-        )
+        # A field left out is taken from the model's own: beams, or a penalty that counts the prompt, and so the right
+        # answer in it.
+        self.model.generation_config = GenerationConfig()
+        try:
+            output = self.model.generate(
+                prompt, attention_mask=torch.ones_like(prompt), generation_config=settings, past_key_values=cache
+            )
+        finally:
+            self.model.generation_config = own
         written = output.shape[1] - prompt.shape[1]
         if keeps:
             self.tokens += written + (prompt.shape[1] if self.whole else 0)

@@ -182,16 +182,16 @@ class Runner:
                     f"{self.target.name} covers {reach:,} tokens, and {longest:,} were asked for. Extend it "
                     "(--method yarn --target-length ...), ask for less, or allow it (--beyond)."
                 )
-        longest, limits = max(self.grid.lengths), [self.target.limit(variant) for variant in variants]
-        if None not in limits and longest > (most := max(limits)):
+        longest = max(self.grid.lengths)
+        limits = [self.target.limit(variant) for variant in variants if not variant.gate_only]
+        if limits and None not in limits and longest > (most := max(limits)):
             raise ValueError(
                 f"{self.target.name} cannot run past {most:,} tokens, where its table of positions ends, and "
                 f"{longest:,} were asked for. Extend it (--method, --target-length ...), or ask for less."
             )
         batches = [batch for variant in variants for batch in self._share(variant) if isinstance(batch.task, TextTask)]
-        if batches:  # too short a text is an error before the work
-            longest_read = max(batches, key=lambda batch: batch.rows[0][0].length)
-            longest_read.task.window(longest_read.rows[0][0], self.haystack, self.target.prompter.bos)
+        for batch in batches:  # too short a text is an error before the work
+            batch.task.window(batch.rows[0][0], self.haystack, self.target.prompter.bos)
         writer = ResultsWriter(path, self.header(variants), self.rank)
         self.wait()
         with writer:

@@ -207,9 +207,11 @@ class Summary:
             for trial in ours
             if trial in theirs
         ]
-        if len(both) < 2:  # one window does not show how much windows differ
+        sums = [[losses.sum() for losses in side] for side in zip(*both)]
+        # One window does not show how much windows differ; in float16 a loss may be no number.
+        if len(both) < 2 or not all(math.isfinite(value) for side in sums for value in side):
             return None
-        return paired_loss_difference([a.sum() for a, _ in both], [b.sum() for _, b in both], [len(a) for a, _ in both])
+        return paired_loss_difference(*sums, [len(a) for a, _ in both])
 
     # ------------------------------------------------------------------------------------ what it means
 

@@ -10,6 +10,7 @@ from difflib import get_close_matches
 from numbers import Real
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
+import numpy as np
 import torch
 from jaxtyping import Bool, Float, Float64, Int, Shaped
 from torch import Tensor
@@ -47,6 +48,9 @@ class ContextMethod(ABC):
         object.__setattr__(self, "factor", float(self.factor))
         for field in fields(self):
             value = getattr(self, field.name)
+            if isinstance(value, np.generic):  # JSON has none of NumPy's
+                value = value.item()
+                object.__setattr__(self, field.name, value)
             if field.type == "bool" and not isinstance(value, bool):
                 raise ValueError(f"{field.name} of {self.name!r} must be true or false, got {value!r}.")
 

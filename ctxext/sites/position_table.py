@@ -267,7 +267,7 @@ def _layout(model: nn.Module, tables: list[Table]) -> Layout | None:
 
 
 def _regrown(found: Difference, here: Tensor) -> Tensor:
-    """A longer buffer of the same make: positions in order, token types, or a triangle that masks the future.
+    """A longer buffer of the same make: positions in order, token types, a triangle or a band that mask the future.
 
     Raises:
         ValueError: it is none of these.
@@ -277,6 +277,7 @@ def _regrown(found: Difference, here: Tensor) -> Tensor:
         "positions in order": lambda shape: (torch.arange(shape[-1]) + int(here.flatten()[0])).expand(shape),
         "one value": lambda shape: here.flatten()[:1].cpu().expand(shape),
         "a triangle": lambda shape: torch.ones(shape).tril(),
+        "a band": lambda shape: torch.ones(shape).tril() - torch.ones(shape).tril(-int(here[..., -1, :].sum())),
     }
     for make in makes.values():
         if here.shape == found.before.shape and torch.equal(make(here.shape).to(here.dtype), here.cpu()):

@@ -22,6 +22,11 @@ class Undo:
     old: Any
     dtype: torch.dtype | None = None  # of the tensor that took its place
 
+    def is_there(self, model: nn.Module) -> bool:
+        """Whether the module still holds the tensor that is to be taken away."""
+        module = model.get_submodule(self.path)
+        return self.name in (module._parameters if self.kind == "parameter" else module._buffers)
+
     def __call__(self, model: nn.Module) -> None:
         module = model.get_submodule(self.path)
         match self.kind:
@@ -70,8 +75,12 @@ class Surgery:
         held: dict[str, Any] = module._parameters if kind == "parameter" else module._buffers
         old = held[name]
         new = value.to(old.device, old.dtype if value.dtype == torch.float64 else value.dtype)
+        if new.is_inference():  # of a call within inference_mode; it would never train
+            with torch.inference_mode(False):
+                new = new.clone()
         self.undos.append(Undo(path, kind, name, old, new.dtype))
-        held[name] = nn.Parameter(new, requires_grad=old.requires_grad) if kind == "parameter" else new
+        with torch.inference_mode(False):
+            held[name] = nn.Parameter(new, requires_grad=old.requires_grad) if kind == "parameter" else new
 
     def exchange_class(self, path: str, mixin: type) -> None:
         """The module's class becomes a subclass of it and of `mixin`, for this instance alone."""

@@ -28,21 +28,35 @@ def text_section_of(raw: dict[str, Any], config: Any) -> dict[str, Any]:
     """The part of a config.json that `text_config_of(config)` is read from: `raw` itself, or what is nested in it.
 
     A part that the file leaves out, as all of it is the default, is put in.
+
+    Raises:
+        ValueError: the text config is in none of the config's parts.
     """
-    for name in _path_to(text_config_of(config), config) or ():
+    for name, _ in path_to_text(config):
         raw = raw.setdefault(name, {})
     return raw
 
 
-def _path_to(part: Any, config: Any) -> tuple[str, ...] | None:
-    """The names by which the config `part` is reached from `config`; None where it is not in it."""
+def path_to_text(config: Any) -> tuple[tuple[str, Any], ...]:
+    """The configs on the way from `config` to `text_config_of(config)`, that one too, with the names they stand under.
+
+    Raises:
+        ValueError: the text config is in none of the config's parts.
+    """
+    path = _path_to(text_config_of(config), config)
+    if path is None:
+        raise ValueError(f"{type(config).__name__} does not say where its text config stands. Extend that by itself.")
+    return path
+
+
+def _path_to(part: Any, config: Any) -> tuple[tuple[str, Any], ...] | None:
     if part is config:
         return ()
     for name in config.sub_configs:
         inner = getattr(config, name, None)
         rest = None if inner is None else _path_to(part, inner)
         if rest is not None:
-            return name, *rest
+            return (name, inner), *rest
     return None
 
 

@@ -162,6 +162,13 @@ def gather_trained(model: nn.Module, main: bool = True) -> dict[str, Tensor]:
     return _gather(((_plain(name), parameter) for name, parameter in trained_parameters(model).items()), main)
 
 
+def gather_buffers(model: nn.Module, main: bool = True) -> dict[str, Tensor]:
+    """What a model saves beside its parameters, such as the bias that experts are chosen by; as `gather_trained`."""
+    parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    state = model.state_dict()
+    return _gather(((_plain(name), tensor) for name, tensor in state.items() if name not in parameters), main)
+
+
 def _gather(named: Iterable[tuple[str, Tensor]], main: bool) -> dict[str, Tensor]:
     tensors = {}
     for name, tensor in named:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -87,7 +88,13 @@ class Estimate:
 
 
 def estimate(
-    step: Callable[[int], object], *, length: int, micro_batches: int, trained: int, memory: PeakMemory
+    step: Callable[[int], object],
+    *,
+    length: int,
+    micro_batches: int,
+    trained: int,
+    memory: PeakMemory,
+    multiple: int = 1,
 ) -> Estimate:
     """Run forward and backward passes of an eighth and a quarter of `length`, and go on from there to the whole.
 
@@ -99,9 +106,11 @@ def estimate(
         length: tokens of a sequence.
         micro_batches: of the whole run, on this process.
         trained: parameters that are trained, on this process.
+        multiple: what `step` needs a number of tokens to divide by.
     """
     held = memory.now
-    short = max(64, length // 512 * 64)  # about an eighth, and a length that groups and processes can share
+    unit = math.lcm(64, multiple)  # that processes can share
+    short = max(1, length // 8 // unit) * unit
     long = 2 * short
     step(short)  # what the first call allocates and compiles
     figures = []

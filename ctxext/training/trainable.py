@@ -44,6 +44,8 @@ def attach_trainable(model: PreTrainedModel, settings: TrainableSettings) -> nn.
     also += norm_names(model) if settings.norms else []
     also += extended_tables(model)
     tied = settings.embeddings and model.get_output_embeddings().weight is model.get_input_embeddings().weight
+    if tied and embedding_name(model) != "embed_tokens":  # the only name that PEFT ties the head to by itself
+        also.append(_name_in(model, model.get_output_embeddings()))
     config = LoraConfig(
         task_type="CAUSAL_LM",
         r=settings.rank,
@@ -98,8 +100,11 @@ def projection_names(model: PreTrainedModel) -> list[tuple[str, str]]:
 
 def embedding_name(model: PreTrainedModel) -> str:
     """The last part of the input embeddings' path, such as `embed_tokens`."""
-    embeddings = model.get_input_embeddings()
-    return next(path for path, module in model.named_modules() if module is embeddings).rpartition(".")[2]
+    return _name_in(model, model.get_input_embeddings())
+
+
+def _name_in(model: nn.Module, wanted: nn.Module) -> str:
+    return next(path for path, module in model.named_modules() if module is wanted).rpartition(".")[2]
 
 
 def extended_tables(model: PreTrainedModel) -> list[str]:

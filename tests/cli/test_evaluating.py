@@ -504,6 +504,8 @@ REMEDIES = {
     "text too short for a window": ((*PERPLEXITY, *SMALL, "--haystack", "short.txt"), "longer than the text"),
     "no base": (("--tasks", "short", *SMALL), "extend with --method, or give it as --base"),
     "base for nothing": ((*PASSKEY, *SMALL, "--base", MODEL), "Add one of them to --tasks"),
+    "key tokens of other windows": (("--tasks", "perplexity,key_tokens", *SMALL, "--method", "yarn", "--setting",
+                                     "perplexity.bos=false"), "Set bos of both"),
     "key tokens alone": ((*KEY_TOKENS, *SMALL), "Ask for both"),
     "method's option without a method": ((*PASSKEY, *SMALL, "--factor", "4"), "belong to --method"),
     "unknown dtype": ((*PASSKEY, *SMALL, "--dtype", "float33"), "'float33'.*bfloat16"),
@@ -595,3 +597,31 @@ def test_every_task_that_the_help_names_is_known(monkeypatch: pytest.MonkeyPatch
     assert "13 tasks" in " ".join(shown.split())
     grid = measuring.make_grid(",".join(tasks), trained_length=512, lengths=(512,))
     assert len(grid.tasks) == len(tasks) - 1 + 13
+
+
+def test_key_tokens_are_shown_where_the_unextended_model_is_not_read(tmp_path: Path) -> None:
+    tasks = (
+        "--tasks",
+        "perplexity,key_tokens",
+        "--lengths",
+        "1024",
+        "--windows",
+        "1",
+        "--setting",
+        "key_tokens.gain=0.1",
+    )
+    outcome = ctxext("eval", MODEL, "--method", "yarn", "--factor", "2", *tasks, "-o", tmp_path / "results.jsonl")
+    assert outcome.code == 0, outcome.err
+    assert "ppl of" in outcome.out
+    assert "tokens that need long context" in " ".join(outcome.out.split())
+
+
+def test_the_base_of_a_longer_table_is_asked_for_nothing_beyond_its_own(tmp_path: Path) -> None:
+    base = tmp_path / "base"
+    small_model("gpt2", "causal", vocab_size=4096, n_positions=128).save_pretrained(base)
+    for path in MODEL.glob("tokenizer*"):
+        shutil.copy(path, base)
+    assert ctxext("extend", base, "--factor", "2", "-o", tmp_path / "long").code == 0
+    tasks = ("--tasks", "perplexity,short", "--lengths", "128,256", "--windows", "2")
+    outcome = ctxext("eval", tmp_path / "long", "--base", base, *tasks, "-o", tmp_path / "results.jsonl")
+    assert outcome.code == 0, outcome.err

@@ -126,3 +126,21 @@ def test_names_come_from_the_path_and_numbers_are_checked() -> None:
             Source(path="emma.txt", weight=weight)
     with pytest.raises(ValueError, match="at least 2 tokens, got 1"):
         Source(path="emma.txt", max_document=1)
+
+
+def test_what_is_asked_of_files_that_only_a_hub_gives_is_refused(tmp_path: Path) -> None:
+    write(tmp_path, "a.parquet")
+    for asked in ({"split": "train[:1]"}, {"subset": "x"}, {"revision": "y"}):
+        with pytest.raises(ValueError, match=f"{next(iter(asked))} of a.parquet goes with a name on a hub"):
+            read_source(Source(path="a.parquet", **asked), tmp_path)
+    Dataset.from_dict({"text": TEXTS}).save_to_disk(tmp_path / "saved")
+    with pytest.raises(ValueError, match="split of saved goes with"):
+        read_source(Source(path="saved", split="train[:1]"), tmp_path)
+
+
+def test_a_clone_of_a_dataset_is_not_read_with_its_test_split(tmp_path: Path) -> None:
+    for split in ("train", "test"):
+        write(tmp_path, f"clone/data/{split}-00000-of-00001.parquet", [split])
+    with pytest.raises(ValueError, match=r"several splits \(test, train\)"):
+        read_source(Source(path="clone"), tmp_path)
+    assert read_source(Source(path="clone/data/train-*.parquet"), tmp_path)["text"][:] == ["train"]

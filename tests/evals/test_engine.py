@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from typing import Any
 
 import pytest
 import torch
 from families import FAMILIES, LENGTH, tiny_model, token_ids
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ctxext import temporarily_extended
-from ctxext.assets import MODEL
+from ctxext.assets import MODEL, PERSUASION
 from ctxext.cli.measuring import load
 from ctxext.evals.engine import Engine, KeyValues, length_dependent
+from ctxext.evals.haystack import Haystack
+from ctxext.evals.needle import Passkey
+from ctxext.evals.prompts import Prompter
 from ctxext.evals.samples import Place, Sample
 from ctxext.survey.small import small_model
 
@@ -211,3 +216,19 @@ def test_the_short_cuts_are_exact_for_every_position_encoding(model_type: str, e
             logits = model(input_ids=ids, use_cache=False).logits[0, :-1]
         expected = torch.nn.functional.cross_entropy(logits, ids[0, 1:], reduction="none")
         torch.testing.assert_close(engine.losses(ids[0].tolist()).losses, expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("own", [
+    {"no_repeat_ngram_size": 3}, {"num_beams": 4}, {"cache_implementation": "static"}, {"repetition_penalty": 5.0},
+    {"prompt_lookup_num_tokens": 3}, {"return_dict_in_generate": True},
+])  # fmt: skip
+def test_what_a_checkpoint_prefers_for_chats_does_not_change_the_greedy_answer(own: dict[str, Any]) -> None:
+    model = AutoModelForCausalLM.from_pretrained(MODEL).eval()
+    prompter = Prompter(AutoTokenizer.from_pretrained(MODEL), answer_tokens=8)
+    haystack = Haystack.from_text(PERSUASION.read_text(encoding="utf-8"), prompter.tokenizer)
+    sample = Passkey().sample(Place("passkey", 256, 0.5, 0, 0), prompter, haystack)
+    greedy = Engine(model).generate(sample)
+    model.generation_config.update(**own)
+    before = model.generation_config.to_dict()
+    assert Engine(model).generate(sample) == greedy
+    assert model.generation_config.to_dict() == before

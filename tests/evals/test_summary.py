@@ -115,3 +115,11 @@ def test_effective_length_by_both_rules() -> None:
     reached = made.effective_length("none", ["passkey"])
     assert {rule: length.length for rule, length in reached.items()} == {"RULER": 512, "85% of own": 512}
     assert {length.length for length in made.effective_length("a", ["passkey"]).values()} == {1024}
+
+
+def test_a_loss_that_is_no_number_takes_its_own_differences_alone() -> None:
+    found = {"none": 0.5, "a": 1.0, "b": 1.0}
+    made = summary(found, {"none": 0.5, "a": math.nan, "b": 0.25})
+    assert made.loss_difference("a", "none", 1024) is None
+    assert made.loss_difference("b", "none", 1024) is not None
+    assert made.recommendation().variant in found

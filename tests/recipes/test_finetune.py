@@ -143,6 +143,7 @@ def test_a_dry_run_says_what_it_would_take_and_trains_nothing(main, tmp_path: Pa
         (("extension.target_length=512", "extension.factor=null"), "covers 512 tokens"),
         (("model=nobody/nothing",), "is no folder here, and the hub did not give it"),
         (("data.length=4096",), "beyond the 2,048 tokens"),
+        (("data.length=2048", "data.positions=pose", "data.documents=joined"), "leave none to skip"),
         (("evaluation={text: nowhere.txt}",), "nowhere.txt was not found"),
         (("evaluation={text: shipped, lengths: [1m]}",), "windows of 1,048,576 are to be read of it"),
     ],

@@ -46,3 +46,12 @@ def test_the_peak_is_seen_after_it_has_passed() -> None:
 def test_figures_are_written_for_people() -> None:
     assert [duration(s) for s in (8, 200, 3900)] == ["8 s", "3 min 20 s", "1 h 05 min"]
     assert (gib(2**30), gib(None)) == ("1.00 GiB", "unknown")
+
+
+def test_lengths_are_tried_that_a_step_can_cut() -> None:
+    read: list[int] = []
+    for groups, length in ((3, 192), (3, 1200), (5, 160), (7, 4096)):
+        estimate(read.append, length=length, micro_batches=1, trained=1, memory=PeakMemory(torch.device("cpu")),
+                 multiple=2 * groups)  # fmt: skip
+        assert all(tokens % (2 * groups) == tokens % 64 == 0 for tokens in read)
+        read.clear()

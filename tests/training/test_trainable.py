@@ -141,3 +141,14 @@ def test_a_look_at_a_model_in_four_bits_does_not_change_its_gradients() -> None:
         with torch.no_grad():
             model(input_ids=ids)
     assert all(torch.equal(gradients[0][name], gradients[1][name]) for name in gradients[0])
+
+
+@pytest.mark.parametrize("model_type", ["gpt2", "gpt_neox", "falcon"])
+def test_a_head_stays_tied_to_embeddings_of_any_name(model_type: str) -> None:
+    model = small_model(model_type, "causal", tie_word_embeddings=True)
+    attached = attach_trainable(model, TrainableSettings(rank=4, embeddings=True, targets="all-linear"))
+    whole = attached.get_base_model()
+    parts = [whole.get_input_embeddings(), whole.get_output_embeddings()]
+    embeddings, head = (part.modules_to_save["default"].weight for part in parts)
+    assert embeddings is head
+    assert head.requires_grad

@@ -11,9 +11,11 @@ import pytest
 import torch
 from small_training import BINDING, LORA, make, train
 
+from ctxext.survey.small import small_model
 from ctxext.training.checkpoints import (
     Progress,
     checkpoints,
+    gather_buffers,
     latest_checkpoint,
     load_checkpoint,
     save_checkpoint,
@@ -203,3 +205,13 @@ def test_sharded_training_is_that_of_one_process_and_its_checkpoints_are_whole(t
     assert two["losses"] == pytest.approx(one["losses"], rel=1e-5)
     assert two["sums"].keys() == one["sums"].keys()
     assert two["sums"] == pytest.approx(one["sums"], rel=1e-3, abs=1e-3)
+
+
+def test_what_a_model_saves_beside_its_parameters_is_gathered_too() -> None:
+    model = small_model("glm4_moe", "causal")
+    name = next(name for name in model.state_dict() if name.endswith("e_score_correction_bias"))
+    model.get_buffer(name).fill_(0.5)
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    gathered = gather_buffers(model)
+    assert gathered.keys() == model.state_dict().keys() - parameters.keys()
+    assert bool((gathered[name] == 0.5).all())
