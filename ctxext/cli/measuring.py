@@ -390,6 +390,8 @@ def _caption(summary: Summary, gated: bool, key: int) -> str:
         said.append(f"retrieval: up to {max(share.n for share in shares)} samples a cell, 95% intervals")
     if read := summary.read_lengths:
         said.append("ppl: perplexity from one length to the next" if len(read) > 1 else "ppl: perplexity")
+        if summary.overlapping:
+            said.append("windows overlap, so that intervals of losses are too narrow: a longer --haystack helps")
     if key:
         said.append(f"keys: the {key} tokens that need long context, by LongPPL's rule")
     if gated:

@@ -73,10 +73,16 @@ class Sample:
     needles: tuple[str, ...] = ()
     needle_tokens: tuple[int, ...] = ()
 
+    def numbers(self, text: str) -> list[str]:
+        """The numbers that a text answers with: thousands may be grouped, and what only counts (`1.`) is left out."""
+        said = re.findall(r"\d+", re.sub(r"(?<=\d),(?=\d{3}\b)", "", text))
+        counts = all(len(number) > 3 for number in self.references)
+        return [number for number in said if not (counts and len(number) < 3)]
+
     def score(self, text: str) -> float:
         """Between 0 and 1, of a generated answer. "all" and "part" are RULER's, and ignore case."""
         if self.metric == "numbers":
-            found = [said == number for said, number in zip(re.findall(r"\d+", text), self.references)]
+            found = [said == number for said, number in zip(self.numbers(text), self.references)]
         else:
             found = [reference.lower() in text.lower() for reference in self.references]
         return float(any(found)) if self.metric == "part" else sum(found) / len(self.references)

@@ -213,6 +213,13 @@ class Summary:
             return None
         return paired_loss_difference(*sums, [len(a) for a, _ in both])
 
+    @property
+    def overlapping(self) -> bool:
+        """Whether windows are more than the text holds apart, and so say less than their number does."""
+        held, lengths = self.header.about.get("text_tokens"), self.read_lengths
+        most = max((len(self.losses(variant, lengths[-1])) for variant in self.variants), default=0) if lengths else 0
+        return held is not None and most > 1 and most * lengths[-1] > held
+
     # ------------------------------------------------------------------------------------ what it means
 
     def gate(self, variant: str) -> Gate:

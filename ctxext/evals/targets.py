@@ -319,7 +319,7 @@ def digit_accuracy(sample: Sample, said: str) -> float | None:
     """The share of the digits that stand right, at their place; None where the answer is no number."""
     if sample.metric != "numbers":
         return None
-    right, asked = "".join(c for c in said if c.isdigit()), "".join(sample.references)
+    right, asked = "".join(sample.numbers(said)), "".join(sample.references)
     return sum(a == b for a, b in zip(right, asked)) / len(asked)
 
 

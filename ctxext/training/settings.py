@@ -97,6 +97,16 @@ class DataSettings(Section):
     processes: Positive | None = None
 
     @model_validator(mode="after")
+    def _sources_have_names_of_their_own(self) -> DataSettings:
+        names = [source.name for source in self.sources]
+        twice = next((name for name in names if names.count(name) > 1), None)
+        if twice is not None:
+            raise ValueError(
+                f"two sources are called {twice}, and figures are kept by name. Give each a name: of its own."
+            )
+        return self
+
+    @model_validator(mode="after")
     def _skipping_needs_one_document(self) -> DataSettings:
         if self.positions != "plain" and self.documents != "joined":
             raise ValueError(

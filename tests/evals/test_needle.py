@@ -135,8 +135,11 @@ def test_answers_are_scored_by_their_numbers_in_order() -> None:
     assert sample.score(f"{a}, {c}, {b}, {d}") == 0.5
     assert sample.score(f"{a}9, {b}") == 0.25  # a longer number is another number
     assert sample.score("I don't know.") == 0.0
+    assert sample.score(f"1. {a}\n2. {b}\n3. {c}\n4. {d}") == 1.0  # numbered
+    assert sample.score(", ".join(f"{int(number):,}" for number in (a, b, c, d))) == 1.0  # grouped
     passkey = made(Passkey(), 512, 0.5)
     assert passkey.score(f" {passkey.references[0]}.") == 1.0
+    assert passkey.score(f"The pass key, stated 2 times in the text, is {passkey.references[0]}.") == 1.0
     assert passkey.score(f"11111 22222 {passkey.references[0]}") == 0.0  # naming many is no answer
 
 

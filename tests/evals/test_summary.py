@@ -123,3 +123,10 @@ def test_a_loss_that_is_no_number_takes_its_own_differences_alone() -> None:
     assert made.loss_difference("a", "none", 1024) is None
     assert made.loss_difference("b", "none", 1024) is not None
     assert made.recommendation().variant in found
+
+
+def test_windows_that_share_tokens_are_said_to() -> None:
+    made = summary({"none": 0.5}, {"none": 0.5}, windows=12)
+    for tokens, overlap in ((12 * 1024, False), (12 * 1024 - 1, True)):
+        made.header.about["text_tokens"] = tokens
+        assert made.overlapping == overlap

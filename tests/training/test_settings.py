@@ -29,6 +29,7 @@ def test_every_shipped_config_is_valid_and_says_where_it_was_measured(path: Path
         ("training.step=5", "unknown key 'training.step'; did you mean 'steps'?"),
         ("trianing.steps=5", "unknown key 'trianing'; did you mean 'training'?"),
         ("data.sources.0.wieght=2", "unknown key 'data.sources.0.wieght'; did you mean 'weight'?"),
+        ("data.sources=[{path: a.txt}, {path: b/a.txt}]", "two sources are called a.txt"),
         ("engine.process=2", "unknown key 'engine.process'; did you mean 'processes'?"),
         ("training.learning_rate=-1", "training.learning_rate: Input should be greater than 0, got -1"),
         ("trainable.kind=full", "embeddings, norms, rank, targets goes with kind: lora"),
