@@ -79,10 +79,10 @@ def app() -> None:
     atexit.register(gc.freeze)
     try:
         commands()
-    except SafetensorError as error:
-        console.print(f"[bold red]error:[/] a .safetensors file of the model is broken ({error}). Fetch it again.")
-        raise SystemExit(1) from error
-    except (ValueError, RuntimeError, OSError, ImportError, ArithmeticError) as error:
+    except (ValueError, RuntimeError, OSError, ImportError, ArithmeticError, SafetensorError) as error:
+        said = str(error)
+        if isinstance(error, SafetensorError):  # it names no file
+            said = f"a .safetensors file of the model is broken ({said}). Fetch it again."
         console.print(f"[bold red]error:[/] {type(error).__name__}: ", end="")
-        console.print(str(error), markup=False, highlight=False, soft_wrap=True)
+        console.print(said, markup=False, highlight=False, soft_wrap=True)
         raise SystemExit(1) from error
