@@ -19,7 +19,8 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 from families import tiny_model
-from live_server import LiveServer
+from live_server import CHAT_TEMPLATE, LiveServer
+from transformers import AutoTokenizer
 from typer.main import get_command
 
 from ctxext import endpoint
@@ -433,6 +434,19 @@ def test_a_server_gives_what_the_model_gives_here(served: Path, tmp_path: Path) 
     assert ctxext("eval", MODEL, "--generate", *ASKED, "-o", local).code == 0
     assert {r["hit"] for r in lines(local)[1]} == {True, False}
     assert lines(served)[1] == lines(local)[1]
+
+
+@pytest.mark.parametrize(("style", "tokens"), [("chat", 64), ("thinking", 1024)])
+def test_a_server_is_given_the_room_that_its_style_needs(style: str, tokens: int, tmp_path: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(MODEL)
+    tokenizer.chat_template = CHAT_TEMPLATE
+    shutil.copytree(MODEL, tmp_path / "model", ignore=shutil.ignore_patterns("*.safetensors"))
+    tokenizer.save_pretrained(tmp_path / "model")
+    one = ("--lengths", "2k", "--depths", "1", "--trials", "1", "--beyond")
+    with LiveServer(chat_template=CHAT_TEMPLATE) as server:
+        command = ("eval", tmp_path / "model", "--server", server.url, "--style", style, *PASSKEY, *one)
+        ctxext(*command, "-o", tmp_path / "results.jsonl")  # refused there, as it is too long for this model
+    assert {body["max_tokens"] for _, body in server.requests} == {tokens}
 
 
 @pytest.mark.parametrize("end", ["fails", "is gone"])
