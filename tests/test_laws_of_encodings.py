@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, MarianMTModel
+from transformers import AutoConfig, AutoModelForCausalLM, GPTNeoConfig, MarianMTModel
 
 import ctxext
 from ctxext import describe_context, extend_config, extend_context, list_methods, restore_context, temporarily_extended
@@ -396,3 +396,18 @@ def test_a_table_of_another_length_than_the_config_says_is_refused() -> None:
         ValueError, match=r"means a position table of shape \(128, 64\).* holds one of shape \(64, 64\)"
     ):
         extend_context(model)
+
+
+def test_layers_that_see_a_window_alone_keep_it_in_a_longer_mask() -> None:
+    def config(length: int) -> GPTNeoConfig:
+        return GPTNeoConfig(
+            vocab_size=128, hidden_size=32, num_layers=2, attention_types=[[["global", "local"], 1]], num_heads=2,
+            max_position_embeddings=length, window_size=16,
+        )  # fmt: skip
+
+    model, native = (AutoModelForCausalLM.from_config(config(length)).eval() for length in (64, 128))
+    before = model.transformer.h[1].attn.attention.bias
+    extend_context(model, 2)
+    assert torch.equal(model.transformer.h[1].attn.attention.bias, native.transformer.h[1].attn.attention.bias)
+    restore_context(model)
+    assert torch.equal(model.transformer.h[1].attn.attention.bias, before)
