@@ -31,9 +31,11 @@ def report(
     console.print(f"wrote {output}: open it in a browser.", highlight=False, soft_wrap=True)
     if figures is not None:
         figures.mkdir(parents=True, exist_ok=True)
-        for result in read:
+        stems = [result.path.stem for result in read]
+        for index, result in enumerate(read):
             summary = Summary(result)
-            numbers = figures / f"{result.path.stem}.json"
+            stem = stems[index] if stems.count(stems[index]) == 1 else f"{stems[index]}-{index + 1}"
+            numbers = figures / f"{stem}.json"
             numbers.write_text(json.dumps(summary.to_dict(), indent=1) + "\n")
-            for path in [numbers, *save_figures(summary, figures, result.path.stem)]:
+            for path in [numbers, *save_figures(summary, figures, stem)]:
                 console.print(f"wrote {path}", highlight=False, soft_wrap=True)

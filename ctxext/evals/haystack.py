@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-# A full stop behind a title ends no sentence.
-_SENTENCE_END = re.compile(r"(?<!\bMr)(?<!\bMrs)(?<!\bDr)(?<!\bSt)[.!?][\"'”’)_]*(?=\s)")
+# A full stop behind a title ends no sentence; Chinese and Japanese put no space behind theirs.
+_SENTENCE_END = re.compile(r"(?<!\bMr)(?<!\bMrs)(?<!\bDr)(?<!\bSt)[.!?][\"'”’)_]*(?=\s)|[。！？][」』”’）]*")
 # The easy mode: it tests saliency more than retrieval. Mohtashami and Jaggi (2023).
 FILLER = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again. "
 
@@ -59,7 +59,7 @@ class Haystack:
         text = text.strip() + "\n"
         sentence_ends = [match.end() for match in _SENTENCE_END.finditer(text)]
         if not sentence_ends:
-            raise ValueError(f"the text has no sentence to cut at (it has {len(text.strip())} characters). Pass prose.")
+            raise ValueError(f"{name} has no sentence to cut at (it has {len(text.strip())} characters). Pass prose.")
         encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
         starts = [start for start, _ in encoded["offset_mapping"]]
         repeats = max(1, -(-at_least // len(starts)))

@@ -413,6 +413,14 @@ def test_report_takes_several_files(
     assert "based.jsonl" in html
 
 
+def test_figures_of_files_of_one_name_stand_side_by_side(compared: tuple[Path, Outcome], tmp_path: Path) -> None:
+    (tmp_path / "other").mkdir()
+    other = shutil.copy(compared[0], tmp_path / "other")
+    page, figures = tmp_path / "page.html", tmp_path / "figures"
+    assert ctxext("report", compared[0], other, "-o", page, "--figures", figures).code == 0
+    assert {path.name for path in figures.glob("*.json")} == {"comparison-1.json", "comparison-2.json"}
+
+
 # --------------------------------------------------------------------------------------------------- the server
 
 # Keys are found and needles are not, by so small a model.

@@ -203,3 +203,13 @@ def test_a_short_text_is_repeated_for_retrieval() -> None:
 def test_a_depth_is_a_place_however_it_is_written() -> None:
     assert Place("passkey", 512, 0, 1, 0) == Place("passkey", 512, 0.0, 1, 0)
     assert Place("passkey", 512, 1, 1, 0).rng().random() == Place("passkey", 512, 1.0, 1, 0).rng().random()
+
+
+def test_prose_without_spaces_between_its_sentences_hides_a_key_too() -> None:
+    text = "".join(f"第{k}天，她走了很远的路。他问：「你去哪里？」她没有回答！" for k in range(400))
+    prompter = Prompter(tokenizer_of_kind("shipped"))
+    haystack = Haystack.from_text(text, prompter.tokenizer)
+    sample = Passkey().sample(Place("passkey", 1024, 0.5, 0, 0), prompter, haystack)
+    assert len(sample.input_ids) == 1024
+    assert sample.needles[0] in sample.body
+    assert sample.body[sample.body.index(sample.needles[0]) - 2] in "。！」 "
