@@ -214,10 +214,10 @@ def serving(repo_id: str, config: Any, folder: Path) -> tuple[Serving, ...]:
     """By engine, how it serves a checkpoint, that of `folder`, which plain transformers loads extended."""
     from ctxext.engines.rules import NotExportable, export_for, said_by_files
 
-    served = []
+    served, files = [], said_by_files(folder)
     for engine, name in (("vllm", "vLLM"), ("sglang", "SGLang"), ("llama.cpp", "llama.cpp")):
         try:
-            export = export_for(engine, config, model=repo_id, **said_by_files(folder))
+            export = export_for(engine, config, model=repo_id, **files)
         except NotExportable as error:
             served.append(Serving(name, "", (str(error),)))
             continue

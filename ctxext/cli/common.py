@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -59,6 +60,24 @@ def folder_of(model: str) -> str:
 def name_of(model: str) -> str:
     """What a checkpoint is called in files and tables: its folder, or its name on the hub."""
     return Path(model).absolute().name if Path(model).is_dir() else model
+
+
+def say_written(
+    output: Path,
+    model: str,
+    revision: str | None,
+    original_max_position_embeddings: int | None,
+    existing: str = "refuse",
+) -> None:
+    """Say that a method was written, and the command that extends the model it is for."""
+    options = [model, "--method", str(output), "-o", "FOLDER"]
+    if revision is not None:
+        options += ["--revision", revision]
+    if original_max_position_embeddings is not None:
+        options += ["--original-max-position-embeddings", str(original_max_position_embeddings)]
+    if existing != "refuse":
+        options += ["--existing", existing]
+    console.print(f"wrote {output}. To use it: ctxext extend {shlex.join(options)}", markup=False, soft_wrap=True)
 
 
 Model = Annotated[str, typer.Argument(help="A checkpoint: a folder, or a name on the hub (owner/name).")]

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from ctxext.cli import measuring
-from ctxext.cli.common import Factor, Model, Revision, TargetLength, TrainedLength, console, name_of
+from ctxext.cli.common import Factor, Model, Revision, TargetLength, TrainedLength, console, name_of, say_written
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -122,13 +121,7 @@ def fit(
         if saved.about.get("kept_start"):
             start = saved.about["start"]
             console.print(f"What was learned is no better than {start} on text that was not read: {start} is kept.")
-        options = [model, "--method", output, "-o", "FOLDER"]
-        if revision is not None:
-            options += ["--revision", revision]
-        if original_max_position_embeddings is not None:
-            options += ["--original-max-position-embeddings", original_max_position_embeddings]
-        use = shlex.join(map(str, options))
-        console.print(f"wrote {output}. To use it: ctxext extend {use}", markup=False, soft_wrap=True)
+        say_written(output, model, revision, original_max_position_embeddings)
 
 
 def _given(options: dict[str, Any]) -> dict[str, Any]:

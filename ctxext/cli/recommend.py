@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 import tempfile
 import time
 from pathlib import Path
@@ -11,7 +10,17 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ctxext.cli import measuring
-from ctxext.cli.common import Factor, HowExisting, Model, Revision, TargetLength, TrainedLength, console, name_of
+from ctxext.cli.common import (
+    Factor,
+    HowExisting,
+    Model,
+    Revision,
+    TargetLength,
+    TrainedLength,
+    console,
+    name_of,
+    say_written,
+)
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -100,15 +109,7 @@ def recommend(
         )
     print_recommended(found)
     found.saved.save(output)
-    options = [model, "--method", output, "-o", "FOLDER"]
-    if revision is not None:
-        options += ["--revision", revision]
-    if original_max_position_embeddings is not None:
-        options += ["--original-max-position-embeddings", original_max_position_embeddings]
-    if existing != "refuse":
-        options += ["--existing", existing]
-    use = shlex.join(map(str, options))
-    console.print(f"wrote {output}. To use it: ctxext extend {use}", markup=False, soft_wrap=True)
+    say_written(output, model, revision, original_max_position_embeddings, existing)
 
 
 def print_recommended(found: Recommended) -> None:

@@ -106,17 +106,12 @@ def export_for(
     facts = read_context(extended)
     target = facts.reach if plan is None else plan.target_length
     as_it_is = plan is None and "rope_parameters" not in section  # written for version 4, which 5 reads as well
-    if engine.startswith("transformers") and as_it_is:
-        dynamic = any(_rope_type(table.parameters) == "dynamic" for table in facts.tables)
-        warnings = _warn("transformers-dynamic") if dynamic else ()
-        return EngineExport(engine, _LEAST[engine], copy.deepcopy(source), (), {}, warnings)
     if engine.startswith("transformers"):
-        warnings = _as_transformers(engine, text_config, section, facts.tables, target)
-        return EngineExport(engine, _LEAST[engine], written, (), {}, warnings)
+        warnings = _as_transformers(engine, text_config, section, facts.tables, target, as_it_is)
+        return EngineExport(engine, _LEAST[engine], copy.deepcopy(source) if as_it_is else written, (), {}, warnings)
     _refuse_others_static(engine, text_config, facts.tables)
     if engine == "llama.cpp":
-        if not as_it_is:
-            _as_transformers("transformers", text_config, section, facts.tables, target)
+        _as_transformers("transformers", text_config, section, facts.tables, target, as_it_is)
         before = read_context(config).tables[0] if plan is not None else None
         command, warnings = _llama_cpp(text_config, facts.tables, target, before)
         if plan is None and why_not_written(text_config) is None:
@@ -226,13 +221,19 @@ def _warn(*names: str) -> tuple[str, ...]:
 
 
 def _as_transformers(
-    engine: str, text_config: Any, section: dict[str, Any], tables: tuple[RopeTable, ...], target: int
+    engine: str, text_config: Any, section: dict[str, Any], tables: tuple[RopeTable, ...], target: int, as_it_is: bool
 ) -> tuple[str, ...]:
-    """Write `section` as versions 5 and 4 both read it, or for version 4 alone, and say what to know of it."""
+    """Write `section` as versions 5 and 4 both read it, or for version 4 alone, and say what to know of it.
+
+    Args:
+        as_it_is: they do already, so that nothing is to be written.
+    """
     older, kinds = version_4_keys(text_config, text_config.rope_parameters), {_rope_type(t.parameters) for t in tables}
+    warnings = _warn("transformers-dynamic") if "dynamic" in kinds else ()
+    if as_it_is:
+        return warnings
     section.pop("rope_scaling", None)
     section.update(older)
-    warnings = _warn("transformers-dynamic") if "dynamic" in kinds else ()
     three_fields = family_of(text_config).rope_types == _PHI_3_TYPES and "longrope" in kinds
     two_fields = text_config.model_type in _TWO_FIELDS and kinds != {"default"}
     if engine == "transformers":

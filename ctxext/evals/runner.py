@@ -189,9 +189,11 @@ class Runner:
                 f"{self.target.name} cannot run past {most:,} tokens, where its table of positions ends, and "
                 f"{longest:,} were asked for. Extend it (--method, --target-length ...), or ask for less."
             )
-        batches = [batch for variant in variants for batch in self._share(variant) if isinstance(batch.task, TextTask)]
-        for batch in batches:  # too short a text is an error before the work
-            batch.task.window(batch.rows[0][0], self.haystack, self.target.prompter.bos)
+        # Too short a text is an error before the work, and of every process.
+        batches = [batch for variant in variants for batch in self._batches(variant)]
+        windows = {batch.rows[0][0]: batch.task for batch in batches if isinstance(batch.task, TextTask)}
+        for place, task in windows.items():
+            task.window(place, self.haystack, self.target.prompter.bos)
         writer = ResultsWriter(path, self.header(variants), self.rank)
         self.wait()
         with writer:
@@ -215,9 +217,11 @@ class Runner:
         # Read once: a task with data of its own hashes its file for them.
         return self.grid.tasks
 
+    def _batches(self, variant: Variant) -> list[Batch]:
+        return list(self.grid.batches(variant, self.target.whole(variant), self.target.limit(variant)))
+
     def _share(self, variant: Variant) -> list[Batch]:
-        batches = self.grid.batches(variant, self.target.whole(variant), self.target.limit(variant))
-        return list(batches)[self.rank :: self.world]
+        return self._batches(variant)[self.rank :: self.world]
 
     def _measure(self, writer: ResultsWriter, variant: Variant) -> None:
         """What is missing of one variant, all under one extension."""

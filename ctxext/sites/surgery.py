@@ -74,12 +74,10 @@ class Surgery:
         kind = "parameter" if name in module._parameters else "buffer"
         held: dict[str, Any] = module._parameters if kind == "parameter" else module._buffers
         old = held[name]
-        new = value.to(old.device, old.dtype if value.dtype == torch.float64 else value.dtype)
-        if new.is_inference():  # of a call within inference_mode; it would never train
-            with torch.inference_mode(False):
-                new = new.clone()
-        self.undos.append(Undo(path, kind, name, old, new.dtype))
-        with torch.inference_mode(False):
+        with torch.inference_mode(False):  # what is made within it would never train
+            new = value.to(old.device, old.dtype if value.dtype == torch.float64 else value.dtype)
+            new = new.clone() if new.is_inference() else new
+            self.undos.append(Undo(path, kind, name, old, new.dtype))
             held[name] = nn.Parameter(new, requires_grad=old.requires_grad) if kind == "parameter" else new
 
     def exchange_class(self, path: str, mixin: type) -> None:
