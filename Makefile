@@ -28,24 +28,26 @@ lint: $(VENV)/dev.stamp
 smollm2: $(VENV)/dev.stamp  ## the same comparison on a public model, at 16384 tokens
 	$(BIN)/python recipes/smollm2.py
 
+# A benchmark exits with 1 where a figure is short, which the tables are to say: hence the dashes.
 fit: $(VENV)/dev.stamp  ## rescale factors fitted to the shipped model, beside every static method
-	$(BIN)/python benchmarks/fit.py --ablation 0 --factors 4
-	$(BIN)/python benchmarks/fit_by_layer.py
-	$(BIN)/python benchmarks/fit.py
-	$(BIN)/python benchmarks/recommend.py
+	-$(BIN)/python benchmarks/fit.py --ablation 0 --factors 4
+	-$(BIN)/python benchmarks/fit_by_layer.py
+	-$(BIN)/python benchmarks/fit.py
+	-$(BIN)/python benchmarks/fit_smollm2.py
+	-$(BIN)/python benchmarks/recommend.py
 	$(BIN)/python docs/update_readme.py
 
 verify: $(VENV)/dev.stamp  ## live, ignored and without the temperature told apart; `make smollm2` fetches the model
 	$(BIN)/python benchmarks/verify.py
 
 benchmark: $(VENV)/dev.stamp
-	$(BIN)/python benchmarks/patch.py
-	$(BIN)/python benchmarks/evaluators.py
-	$(BIN)/python benchmarks/finetune.py
-	$(BIN)/python benchmarks/attention.py
-	$(BIN)/python benchmarks/llama_cpp.py
-	$(BIN)/python benchmarks/versions.py
-	$(BIN)/python benchmarks/export.py
+	-$(BIN)/python benchmarks/patch.py
+	-$(BIN)/python benchmarks/evaluators.py
+	-$(BIN)/python benchmarks/finetune.py
+	-$(BIN)/python benchmarks/attention.py
+	-$(BIN)/python benchmarks/llama_cpp.py
+	-$(BIN)/python benchmarks/versions.py
+	-$(BIN)/python benchmarks/export.py
 
 late: $(VENV)/dev.stamp  ## late rotation on a public model; `make smollm2` fetches it
 	$(BIN)/python benchmarks/dynamic.py --model runs/SmolLM2-135M-Instruct --trained-length 256 --windows 2 --texts 1
@@ -70,7 +72,7 @@ positions: $(VENV)/dev.stamp  ## five position encodings trained alike at one le
 
 figures: $(VENV)/dev.stamp  ## the README's figure and numbers, anew
 	$(BIN)/ctxext demo --output docs/demo
-	$(BIN)/python benchmarks/shipped_model.py
+	-$(BIN)/python benchmarks/shipped_model.py
 	$(BIN)/ctxext compare ctxext/assets/austen-4m --factor 4 --windows 16 --output runs/austen-4m.jsonl
 	$(BIN)/ctxext report runs/austen-4m.jsonl --output runs/report.html --figures runs/figures
 	cp runs/figures/austen-4m.json runs/figures/austen-4m-overview.png runs/figures/austen-4m-price.png docs/compare/

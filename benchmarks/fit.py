@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -34,7 +35,7 @@ from ctxext.encodings.rope import RopeGeometry
 from ctxext.evals.engine import Engine
 from ctxext.evals.haystack import Haystack
 from ctxext.evals.needle import Passkey
-from ctxext.evals.perplexity import Perplexity
+from ctxext.evals.perplexity import Perplexity, stretches
 from ctxext.evals.prompts import Prompter
 from ctxext.evals.samples import Place, fingerprint
 from ctxext.evals.statistics import Difference, paired_difference, paired_loss_difference
@@ -133,20 +134,20 @@ def ready() -> tuple[Any, Prompter, str, str]:
 
 def part(factor: int, name: str, how: dict[str, Any] | None, to: int) -> dict[str, Any]:
     """One method at one factor, from the file where it stands already."""
-    path = measured_file(factor, name, to, how is not None)
+    path, trials = measured_file(factor, name, to, how is not None), trials_to(to * 512)
     if path.is_file():
         return json.loads(path.read_text())
     model, prompter, seen, text = ready()
     if how is not None:
         saved = fitted(model, prompter, seen, factor, fit_file(factor, name), **how)
         with temporarily_extended(model, method=saved.method):
-            result = measure(model, prompter, text, to)
+            result = measure(model, prompter, text, trials)
         result["seconds"] = saved.about["seconds"]
     elif name == "none":
-        result = measure(model, prompter, text, to)
+        result = measure(model, prompter, text, trials)
     else:
         with temporarily_extended(model, factor, name):
-            result = measure(model, prompter, text, to)
+            result = measure(model, prompter, text, trials)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(result))
     return result
@@ -211,28 +212,50 @@ def learned_as(kind: type[gradient.Ramp]) -> Iterator[None]:
         gradient.Ramp = former  # type: ignore[misc]
 
 
-def measure(model, prompter: Prompter, text: str, to: int) -> dict[str, Any]:
-    """Pass keys by length and trial, and the loss of each window in nats."""
-    haystack, engine, trained = Haystack.from_text(text, prompter.tokenizer), Engine(model), 512
+def trials_to(target: int) -> dict[int, int]:
+    """How many texts of each length, from a quarter of the trained one to the target."""
+    trials = {}
+    length = 512 // 4
+    while length <= target:
+        trials[length] = trials_at(length, target)
+        length *= 2
+    return trials
+
+
+def measure(
+    model: Any,
+    prompter: Prompter,
+    text: str,
+    trials: dict[int, int],
+    trained: int = 512,
+    depths: tuple[float, ...] = DEPTHS,
+    windows: int = WINDOWS,
+    short_windows: int = SHORT_WINDOWS,
+) -> dict[str, Any]:
+    """Pass keys by length and trial, and the loss of each window, of the longest length and of the trained, in nats."""
+    haystack, engine = Haystack.from_text(text, prompter.tokenizer), Engine(model)
     keys = []
-    length = trained // 4
-    while length <= to * trained:
-        for trial in range(trials_at(length, to * trained)):
-            row = [Passkey().sample(Place("passkey", length, d, trial, SEED), prompter, haystack) for d in DEPTHS]
+    for length, count in trials.items():
+        for trial in range(count):
+            row = [Passkey().sample(Place("passkey", length, d, trial, SEED), prompter, haystack) for d in depths]
             for sample, forced in engine.forced([row]):
                 hit = forced.guess.tolist() == list(sample.input_ids[sample.n_prompt :])
                 logprob = float(forced.logprobs.double().sum())
                 keys.append(
                     {"length": length, "trial": trial, "depth": sample.place.depth, "hit": hit, "logprob": logprob}
                 )
-        length *= 2
 
     def losses(length: int, count: int) -> list[float]:
         places = [Place("perplexity", length, None, trial, SEED) for trial in range(count)]
-        windows = [Perplexity().window(place, haystack, prompter.special) for place in places]
-        return [float(engine.losses(window.input_ids).losses.double().mean()) for window in windows]
+        found = [Perplexity().window(place, haystack, prompter.special) for place in places]
+        return [float(engine.losses(window.input_ids).losses.double().mean()) for window in found]
 
-    return {"keys": keys, "long": losses(to * trained, WINDOWS), "short": losses(trained, SHORT_WINDOWS)}
+    return {
+        "keys": keys,
+        "long": losses(max(trials), windows),
+        "stretches": stretches(range(windows), SEED, max(trials), haystack.n_tokens),
+        "short": losses(trained, short_windows),
+    }
 
 
 # -------------------------------------------------------------------------------------- the comparison
@@ -261,7 +284,8 @@ def key_difference(one: dict[str, Any], other: dict[str, Any]) -> Difference:
         [-sum(k["logprob"] for k, at in zip(each["keys"], clusters(each)) if at == label) for label in labels]
         for each in (one, other)
     ]
-    return paired_loss_difference(sums[0], sums[1], [len(DEPTHS)] * len(labels))
+    counts = Counter(clusters(one))
+    return paired_loss_difference(sums[0], sums[1], [counts[label] for label in labels])
 
 
 def hit_difference(one: dict[str, Any], other: dict[str, Any]) -> Difference:
@@ -270,7 +294,9 @@ def hit_difference(one: dict[str, Any], other: dict[str, Any]) -> Difference:
 
 
 def text_difference(one: dict[str, Any], other: dict[str, Any], what: str = "long") -> Difference:
-    return paired_loss_difference(one[what], other[what], [1] * len(one[what]))
+    # Long windows may be more than the text holds apart.
+    clusters = one["stretches"] if what == "long" else None
+    return paired_loss_difference(one[what], other[what], [1] * len(one[what]), clusters)
 
 
 def compare(report: Report, factor: int, measured: dict[Any, Any], seeds: list[int]) -> dict[str, Any]:

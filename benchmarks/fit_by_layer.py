@@ -31,6 +31,7 @@ from fit import (
     ready,
     run,
     text_difference,
+    trials_to,
 )
 from report import Report
 from rich.progress import track
@@ -81,7 +82,7 @@ def by_layer(factor: int, seed: int) -> dict[str, Any]:
     with learned_by_layer(len(model.model.layers)), live, frozen(model):
         fit = fit_by_gradient(model, live, learnt, held_out, GradientSettings(seed=seed))
         live.use(fit.method)
-        result = measure(model, prompter, text, factor)
+        result = measure(model, prompter, text, trials_to(512 * factor))
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({**result, "start": fit.start, "kept_start": fit.kept_start, "tried": fit.tried}))
     return result

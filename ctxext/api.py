@@ -49,17 +49,17 @@ def extend_context(
     Args:
         model: a transformers model, or one wrapped by PEFT, torch.compile or DDP.
         factor: target length / trained length; 4 when neither it nor `target_length` is given.
-        method: a registered name (`ctxext.list_methods()`), an instance such as `YaRN(factor=8, beta_fast=16)`, or the
-            path of a .json file that `ctxext fit` wrote;
-            None for the encoding's default: yarn for RoPE, alibi_scaling, hierarchical (learned tables),
+        method: a registered name (`ctxext.list_methods()`), an instance such as `YaRN(factor=8, beta_fast=16)`, the
+            path of a .json file that `ctxext fit` or `recommend` wrote, or an extension on the hub (owner/name); None
+            for the encoding's default: yarn for RoPE, alibi_scaling, hierarchical (learned tables),
             sinusoidal_interpolation, bucket_scaling (T5), distance_interpolation (relative).
         target_length: tokens to reach, in the place of `factor`.
         original_max_position_embeddings: the length in tokens at which the model was really trained,
             where you know better than its config and the table of checkpoints.
-        existing: what to do with RoPE that is scaled already. "refuse" raises; "keep" leaves the
-            frequencies and only widens the window; "compose" scales on top; "replace" starts again from
-            the original frequencies, which is also how a factor is lowered. `factor` counts from the
-            present length for "keep" and "compose", from the original one for "replace".
+        existing: what to do with a model that is scaled already; other encodings than RoPE know "refuse" and
+            "compose". "refuse" raises; "keep" leaves the frequencies and only widens the window; "compose" scales on
+            top; "replace" starts again from the original frequencies, which is also how a factor is lowered. `factor`
+            counts from the present length for "keep" and "compose", from the original one for "replace".
         length: pins a dynamic method at the scale of this many tokens, which makes it a static one.
         rotated_copy: lets caches keep a copy of the keys as a dynamic method rotates them: decoding is faster, and
             the cache half as large again.

@@ -31,6 +31,8 @@ def test_imports_point_one_way() -> None:
             continue
         for node in ast.walk(ast.parse(path.read_text())):
             names = [node.module] if isinstance(node, ast.ImportFrom) and node.module else []
+            if names == ["ctxext"]:  # a room by its name, or what the package hands on
+                names = [f"ctxext.{alias.name}" for alias in node.names if alias.name in ROOMS]
             names += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             for name in names:
                 if name.startswith("ctxext."):

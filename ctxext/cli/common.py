@@ -81,7 +81,12 @@ def say_written(
 
 
 Model = Annotated[str, typer.Argument(help="A checkpoint: a folder, or a name on the hub (owner/name).")]
-Factor = Annotated[float | None, typer.Option(help="Target length / trained length. Default: 4.")]
+# After it, what happens where none is named.
+METHOD = (
+    "A name of `ctxext methods`, a .json file of `ctxext fit` or `recommend`, or an extension on the hub (owner/name)"
+)
+Method = Annotated[str | None, typer.Option(help=f"{METHOD}; yarn for RoPE where none is named.")]
+Factor = Annotated[float | None, typer.Option(help="Target length / trained length. Default: 4, or the file's.")]
 TargetLength = Annotated[
     int | None, typer.Option(parser=parse_tokens, metavar="TOKENS", help="Tokens to reach, such as 131072 or 128k.")
 ]
@@ -103,6 +108,10 @@ Length = Annotated[
     typer.Option(parser=parse_tokens, metavar="TOKENS", help="Pin a dynamic method at the scale of this length."),
 ]
 HowExisting = Annotated[
-    str, typer.Option(help=f"What to do with RoPE that is scaled already: {', '.join(Existing.__args__)}.")
+    str,
+    typer.Option(
+        help=f"What to do with a model that is scaled already: {', '.join(Existing.__args__)}; other encodings than "
+        "RoPE know refuse and compose."
+    ),
 ]
 Revision = Annotated[str | None, typer.Option(help="A branch, tag or commit of a name on the hub.")]

@@ -16,7 +16,11 @@ def compare(
     factor: Factor = None,
     target_length: TargetLength = None,
     methods: Annotated[
-        str | None, typer.Option(help="Comma-separated names of `ctxext methods`. Default: all of them.")
+        str | None,
+        typer.Option(
+            help="Comma-separated names of `ctxext methods`, or files. Default: all that the model takes, `longrope` "
+            "with an example's λ."
+        ),
     ] = None,
     tasks: measuring.Tasks = "passkey,perplexity,key_tokens,short",
     lengths: measuring.Lengths = None,

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
 
-import typer
 from rich.table import Table
 
 from ctxext.cli.common import (
     Factor,
     HowExisting,
+    Method,
     Model,
     Options,
     Revision,
@@ -26,9 +25,7 @@ def describe(
     model: Model,
     factor: Factor = None,
     target_length: TargetLength = None,
-    method: Annotated[
-        str | None, typer.Option(help="A method of `ctxext methods`; yarn for RoPE where none is named.")
-    ] = None,
+    method: Method = None,
     option: Options = None,
     original_max_position_embeddings: TrainedLength = None,
     existing: HowExisting = "refuse",

@@ -9,6 +9,7 @@ import typer
 
 from ctxext.cli import measuring
 from ctxext.cli.common import (
+    METHOD,
     Factor,
     HowExisting,
     Model,
@@ -32,14 +33,15 @@ def evaluate(
     depths: measuring.Depths = "5",
     trials: measuring.Trials = 10,
     windows: measuring.Windows = 8,
-    method: Annotated[str | None, typer.Option(help="Extend it first, by a method of `ctxext methods`.")] = None,
+    method: Annotated[str | None, typer.Option(help=f"Extend it first. {METHOD}.")] = None,
     factor: Factor = None,
     target_length: TargetLength = None,
     option: Options = None,
     original_max_position_embeddings: TrainedLength = None,
     existing: HowExisting = "refuse",
     base: Annotated[
-        str | None, typer.Option(help="The checkpoint it was made from, for `short`. Not needed with --method.")
+        str | None,
+        typer.Option(help="The checkpoint it was made from, for `short` and `key_tokens`. Not needed with --method."),
     ] = None,
     haystack: measuring.Text = None,
     setting: measuring.Setting = None,
@@ -53,7 +55,7 @@ def evaluate(
     ] = None,
     served_model: Annotated[str | None, typer.Option(help="The server's name of the model, if it has several.")] = None,
     concurrency: Annotated[int, typer.Option(help="Requests at a time to the server.")] = 4,
-    timeout: Annotated[float, typer.Option(help="Seconds for which the server may take for one answer.")] = 600.0,
+    timeout: Annotated[float, typer.Option(help="Seconds that the server may take for one answer.")] = 600.0,
     batch_size: measuring.BatchSize = None,
     dtype: measuring.Dtype = "auto",
     device: measuring.Device = None,

@@ -15,6 +15,7 @@ from rich.padding import Padding
 from rich.text import Text
 
 from ctxext.cli.common import (
+    METHOD,
     Factor,
     HowExisting,
     Length,
@@ -45,9 +46,7 @@ def export(
     ] = "all",
     factor: Factor = None,
     target_length: TargetLength = None,
-    method: Annotated[
-        str | None, typer.Option(help="A method of `ctxext methods`, where the checkpoint is not extended already.")
-    ] = None,
+    method: Annotated[str | None, typer.Option(help=f"{METHOD}; where the checkpoint is not extended already.")] = None,
     option: Options = None,
     length: Length = None,
     original_max_position_embeddings: TrainedLength = None,

@@ -12,6 +12,7 @@ from ctxext.cli.common import (
     Factor,
     HowExisting,
     Length,
+    Method,
     Model,
     Options,
     Revision,
@@ -27,9 +28,7 @@ def extend(
     model: Model,
     factor: Factor = None,
     target_length: TargetLength = None,
-    method: Annotated[
-        str | None, typer.Option(help="A method of `ctxext methods`; yarn for RoPE where none is named.")
-    ] = None,
+    method: Method = None,
     option: Options = None,
     length: Length = None,
     original_max_position_embeddings: TrainedLength = None,
@@ -38,7 +37,10 @@ def extend(
     output: Annotated[Path | None, typer.Option("--output", "-o", help="A new folder for the checkpoint.")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the new config.json and write nothing.")] = False,
 ) -> None:
-    """Write an extended copy of a checkpoint: a new config.json, the same weight files (hard-linked)."""
+    """Write an extended copy of a checkpoint: a new config.json, and the same weight files, hard-linked.
+
+    Where a table of positions grows, they are written anew.
+    """
     from ctxext.extension import RECORD
     from ctxext.folders import checkpoint_folder, extend_folder
     from ctxext.methods import RopeScaling

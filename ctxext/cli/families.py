@@ -15,7 +15,7 @@ from ctxext.cli.common import console
 
 def families(
     model_types: Annotated[
-        list[str] | None, typer.Argument(metavar="[MODEL_TYPE]...", help="These alone. Default: all.")
+        list[str] | None, typer.Argument(metavar="MODEL_TYPE", help="These alone. Default: all.")
     ] = None,
     kind: Annotated[str | None, typer.Option(help="causal, seq2seq, masked, speech or base alone.")] = None,
     json_path: Annotated[Path | None, typer.Option("--json", help="Write the rows here.")] = None,

@@ -12,9 +12,7 @@ import typer
 
 def finetune(
     config: Annotated[str, typer.Option(help="A YAML file, or the name of one in recipes/configs.")],
-    changes: Annotated[
-        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Changes to the config.")
-    ] = None,
+    changes: Annotated[list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Changes to the config.")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what it would take, and stop.")] = False,
 ) -> None:
     """Fine-tune a model at a longer context: `accelerate launch -m ctxext.cli finetune ...` for several processes."""

@@ -46,7 +46,7 @@ Depths = Annotated[
     str, typer.Option(help="How many depths from 0 to 1, or the depths themselves, such as 0.1,0.5,0.9.")
 ]
 Trials = Annotated[int, typer.Option(help="Samples for each length and depth: 10 for a map, 50 and more for a claim.")]
-Windows = Annotated[int, typer.Option(help="Windows of text for perplexity and the short-context gate.")]
+Windows = Annotated[int, typer.Option(help="Windows of text for perplexity and `short`.")]
 Text = Annotated[
     str | None,
     typer.Option("--haystack", help="A text file, or `filler` for repeated filler. Default: *Persuasion*."),
@@ -66,7 +66,7 @@ Generate = Annotated[
 ]
 BatchSize = Annotated[int | None, typer.Option(help="Trials side by side. Default: what fits in 8,192 tokens.")]
 Seed = Annotated[int, typer.Option(help="Of the texts, places and numbers: another seed, other samples.")]
-Dtype = Annotated[str, typer.Option(help="Such as bfloat16.  [auto: float32 on a CPU, otherwise the checkpoint's]")]
+Dtype = Annotated[str, typer.Option(help="Such as bfloat16; auto is float32 on a CPU, otherwise the checkpoint's own.")]
 Device = Annotated[str | None, typer.Option(help="Such as cuda:1 or cpu; `auto` spreads a model over all GPUs.")]
 
 
@@ -390,8 +390,9 @@ def _caption(summary: Summary, gated: bool, key: int) -> str:
         said.append(f"retrieval: up to {max(share.n for share in shares)} samples a cell, 95% intervals")
     if read := summary.read_lengths:
         said.append("ppl: perplexity from one length to the next" if len(read) > 1 else "ppl: perplexity")
-        if summary.overlapping:
-            said.append("windows overlap, so that intervals of losses are too narrow: a longer --haystack helps")
+        windows, apart = summary.windows_apart
+        if windows > apart:
+            said.append(f"the {windows} longest windows overlap and count as {apart}: a longer --haystack tells more")
     if key:
         said.append(f"keys: the {key} tokens that need long context, by LongPPL's rule")
     if gated:

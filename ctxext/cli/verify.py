@@ -35,7 +35,7 @@ def verify(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the answer as JSON.")] = False,
 ) -> None:
-    """Say whether the extension is live in that engine, by one short request. Exit code 0 only if it is."""
+    """Say whether the extension is live in that engine, by one short text. Exit code 0 only if it is."""
     from rich.console import Console
     from transformers.utils import logging
 

@@ -82,8 +82,8 @@ class Perplexity(TextTask):
 
     def window(self, place: Place, haystack: Haystack, bos: Sequence[int]) -> Window:
         bos = bos if self.bos else ()
-        start = (Random(place.seed).random() + place.trial * GOLDEN) % 1
-        return piece(haystack, int(start * haystack.n_tokens), place.length, bos, max(1, len(bos)))
+        start = int(beginning(place.seed, place.trial) * haystack.n_tokens)
+        return piece(haystack, start, place.length, bos, max(1, len(bos)))
 
 
 @dataclass(frozen=True)
@@ -175,6 +175,28 @@ def sliding_losses(engine: Engine, ids: Sequence[int], window: int, stride: int,
         parts.append(losses[max(0, len(bos) + done - start - 1) :])
         done = end
     return torch.cat(parts)
+
+
+def beginning(seed: int, trial: int) -> float:
+    """The share of the text at which a window of `Perplexity` begins."""
+    return (Random(seed).random() + trial * GOLDEN) % 1
+
+
+def stretches(trials: Sequence[int], seed: int, span: int, n_tokens: int) -> list[int]:
+    """For each window of `Perplexity` the stretch of text that it belongs to: what to take for independent.
+
+    Windows of `span` tokens are each their own where a text of `n_tokens` holds that many apart. Where it does not they
+    share tokens, and as many stretches as it holds apart have the windows that begin nearest to each other.
+    """
+    held = max(1, n_tokens // span)
+    if len(trials) <= held:
+        return list(range(len(trials)))
+    order = sorted(range(len(trials)), key=lambda k: beginning(seed, trials[k]))
+    of = [0] * len(trials)
+    for stretch, members in enumerate(np.array_split(order, held)):
+        for k in members:
+            of[k] = stretch
+    return of
 
 
 def piece(haystack: Haystack, start: int, length: int, bos: Sequence[int], scored_from: int) -> Window:

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from ctxext.evals.perplexity import unpacked
+from ctxext.evals.perplexity import stretches, unpacked
 from ctxext.evals.results import Record, Results
 from ctxext.evals.statistics import (
     RULER_THRESHOLD,
@@ -119,16 +119,6 @@ class Summary:
         lengths = sorted({record["length"] for record in self.of(variant, task)})
         return {length: pooled for length in lengths if (pooled := self.pooled(variant, [task], [length]))}
 
-    def by_third(self, variant: str, task: str, lengths: Iterable[int]) -> dict[str, Interval]:
-        """The score by third of the depth: early, middle, late."""
-        clusters: dict[str, Any] = {"early": defaultdict(list), "middle": defaultdict(list), "late": defaultdict(list)}
-        wanted = set(lengths)
-        for record in self.of(variant, task):
-            if record["length"] in wanted and record["depth"] is not None:
-                third = ("early", "middle", "late")[min(2, int(3 * record["depth"]))]
-                clusters[third][record["length"], record["trial"]].append(record["score"])
-        return {third: pooled_share(found) for third, found in clusters.items() if found}
-
     def effective_length(self, variant: str, tasks: Sequence[str]) -> dict[str, EffectiveLength]:
         """By RULER's threshold (85.6%), and by 85% of the model's own score at the shortest length."""
         lengths = sorted({record["length"] for task in tasks for record in self.of(variant, task)})
@@ -200,25 +190,33 @@ class Summary:
     def loss_difference(
         self, one: str, other: str, length: int, after: int = 0, task: str = "perplexity"
     ) -> Difference | None:
-        """How much more a token costs `one` than `other`, in nats, on the windows that both read."""
+        """How much more a token costs `one` than `other`, in nats, on the windows that both read.
+
+        None where fewer than two of them lie apart.
+        """
         ours, theirs = self.losses(one, length, task), self.losses(other, length, task)
-        both = [
-            (ours[trial][max(0, after - 1) :].astype(float), theirs[trial][max(0, after - 1) :].astype(float))
-            for trial in ours
-            if trial in theirs
-        ]
-        sums = [[losses.sum() for losses in side] for side in zip(*both)]
-        # One window does not show how much windows differ; in float16 a loss may be no number.
-        if len(both) < 2 or not all(math.isfinite(value) for side in sums for value in side):
+        trials, first = [trial for trial in ours if trial in theirs], max(0, after - 1)
+        sums = [[losses[trial][first:].astype(float).sum() for trial in trials] for losses in (ours, theirs)]
+        tokens = [len(ours[trial][first:]) for trial in trials]
+        apart = self._apart(trials, length - after, task)
+        # In float16 a loss may be no number.
+        if len({*apart}) < 2 or not all(math.isfinite(value) for side in sums for value in side):
             return None
-        return paired_loss_difference(*sums, [len(a) for a, _ in both])
+        return paired_loss_difference(*sums, tokens, apart)
+
+    def _apart(self, trials: Sequence[int], span: int, task: str = "perplexity") -> list[int]:
+        """For each window the stretch of text that it belongs to."""
+        held = self.header.about.get("text_tokens")
+        if held is None or task == "sliding_perplexity":
+            return list(range(len(trials)))
+        return stretches(trials, self.header.identity["seed"], span, held)
 
     @property
-    def overlapping(self) -> bool:
-        """Whether windows are more than the text holds apart, and so say less than their number does."""
-        held, lengths = self.header.about.get("text_tokens"), self.read_lengths
-        most = max((len(self.losses(variant, lengths[-1])) for variant in self.variants), default=0) if lengths else 0
-        return held is not None and most > 1 and most * lengths[-1] > held
+    def windows_apart(self) -> tuple[int, int]:
+        """How many of the longest windows were read, and how many of them the text holds apart."""
+        lengths = self.read_lengths
+        trials = max((list(self.losses(v, lengths[-1])) for v in self.variants), key=len, default=[]) if lengths else []
+        return len(trials), len({*self._apart(trials, lengths[-1])}) if trials else 0
 
     # ------------------------------------------------------------------------------------ what it means
 

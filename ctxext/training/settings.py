@@ -38,7 +38,8 @@ class ExtensionSettings(Section):
     """Arguments of `ctxext.extend_context`; `factor` counts from the trained length.
 
     Attributes:
-        method: a name, or the path of a file that `ctxext fit` wrote; None for the encoding's default.
+        method: a name, the path of a file that `ctxext fit` or `recommend` wrote, or an extension on the hub
+            (owner/name); None for the encoding's default.
         options: of the method, and `length`, which pins a dynamic one.
     """
 

@@ -13,9 +13,18 @@ from tokenizers_of_all_kinds import KINDS, tokenizer_of_kind
 from ctxext.assets import PERSUASION
 from ctxext.evals.engine import Engine
 from ctxext.evals.haystack import Haystack
-from ctxext.evals.perplexity import KeyTokens, Perplexity, SlidingPerplexity, sliding_losses, unpacked
+from ctxext.evals.perplexity import (
+    KeyTokens,
+    Perplexity,
+    SlidingPerplexity,
+    beginning,
+    sliding_losses,
+    stretches,
+    unpacked,
+)
 from ctxext.evals.prompts import Prompter
 from ctxext.evals.samples import Place
+from ctxext.evals.statistics import paired_loss_difference
 
 TEXT = "It was a fine day. Was it? It was! " * 40
 
@@ -98,6 +107,22 @@ def test_a_shorter_window_of_a_place_is_a_prefix_of_the_longer_one() -> None:
             for length in (100, 1000)
         )
         assert long[:100] == short
+
+
+@pytest.mark.parametrize("held", [2.2, 4.5, 6.5])
+def test_windows_by_stretches_cover_where_windows_that_share_tokens_do_not(held: float) -> None:
+    rng, windows, span, covered, plain = np.random.default_rng(0), 10, 64, 0, 0
+    n = int(held * span)
+    for seed in range(400):
+        ring = np.tile(np.convolve(rng.normal(0, 1, n + 7), np.ones(8), "valid"), 2)
+        starts = [int(beginning(seed, trial) * n) for trial in range(windows)]
+        sums = [ring[start : start + span].sum() for start in starts]
+        for stretch in (stretches(range(windows), seed, span, n), None):
+            found = paired_loss_difference(sums, [0] * windows, [span] * windows, stretch, resamples=400)
+            covered += stretch is not None and found.low <= 0 <= found.high
+            plain += stretch is None and found.low <= 0 <= found.high
+    assert covered / 400 >= 0.86
+    assert plain / 400 <= 0.86
 
 
 def test_key_tokens_follow_longppls_rule() -> None:

@@ -323,10 +323,10 @@ def test_a_drawn_p_is_never_0() -> None:
 
 
 def test_a_loss_difference_weighs_windows_by_their_tokens() -> None:
-    difference = paired_loss_difference([30.0, 100.0], [20.0, 300.0], [10, 90])
+    difference = paired_loss_difference([30.0, 100.0] * 3, [20.0, 300.0] * 3, [10, 90] * 3)
     assert difference.value == pytest.approx(-1.9)
-    assert (difference.low, difference.high) == pytest.approx((-200 / 90, 1))
-    assert difference.n == 2
+    assert -200 / 90 <= difference.low < difference.value < difference.high <= 1
+    assert difference.n == 6
     short_ones_differ = paired_loss_difference(
         [11.0] * 10 + [500.0] * 10, [1.0] * 10 + [500.0] * 10, [10] * 10 + [990] * 10
     )
@@ -367,6 +367,33 @@ def test_a_loss_difference_covers_with_few_windows_where_plain_percentiles_do_no
         plain += covers((0.0, *percentiles), 0.05)
     assert covered / 1000 == pytest.approx(0.95, abs=0.03)
     assert plain / 1000 <= 0.92
+
+
+@pytest.mark.parametrize("windows", [2, 3, 4, 5])
+def test_a_loss_difference_of_a_few_windows_is_students(windows: int) -> None:
+    per_token = np.random.default_rng(windows).normal(0.05, 0.05, windows)
+    difference = paired_loss_difference(500 * per_token, [0] * windows, [500] * windows)
+    student = stats.ttest_1samp(per_token, 0).confidence_interval()
+    half = (student.high - student.low) / 2
+    assert difference[1:3] == pytest.approx(student, abs=0.01 * half)
+
+
+def test_a_loss_difference_of_a_few_windows_of_unlike_lengths_covers() -> None:
+    rng, covered = np.random.default_rng(0), 0
+    for _ in range(2000):
+        tokens = rng.integers(100, 900, 3)
+        covered += covers(paired_loss_difference(tokens * rng.normal(0.05, 0.05, 3), [0] * 3, tokens), 0.05)
+    assert covered / 2000 == pytest.approx(0.95, abs=0.03)
+
+
+def test_windows_of_one_stretch_count_as_one() -> None:
+    rng = np.random.default_rng(0)
+    a, tokens = rng.random(8) * 100, rng.integers(100, 900, 8)
+    twice = paired_loss_difference([*a, *a], [0] * 16, [*tokens, *tokens], [*range(8), *range(8)])
+    assert twice[:4] == pytest.approx(paired_loss_difference(a, [0] * 8, tokens)[:4])
+    assert twice.n == 16
+    with pytest.raises(ValueError, match="in two clusters or more"):
+        paired_loss_difference(a, [0] * 8, tokens, ["one"] * 8)
 
 
 # Effective length
@@ -426,8 +453,8 @@ def test_a_base_that_answers_nothing_has_no_effective_length() -> None:
         (lambda: paired_difference([1], [1, 0]), "got 1, 2 and 1"),
         (lambda: paired_difference([1, 0], [1, 0], ["x"]), "got 2, 2 and 1"),
         (lambda: paired_difference([1, 0], [math.nan, 0]), "from 0 to 1, got nan"),
-        (lambda: paired_loss_difference([1.0], [1.0], [5]), "two or more windows, got 1, 1 and 1"),
-        (lambda: paired_loss_difference([1.0, 2.0], [1.0, 2.0], [5]), "got 2, 2 and 1"),
+        (lambda: paired_loss_difference([1.0], [1.0], [5]), "the same windows, in two clusters or more"),
+        (lambda: paired_loss_difference([1.0, 2.0], [1.0, 2.0], [5]), r"got \(2, 2, 1, 2\) windows"),
         (lambda: paired_loss_difference([1.0, math.nan], [1.0, 2.0], [5, 5]), r"\(nan, 2.0, 5\)"),
         (lambda: paired_loss_difference([1.0, 2.0], [1.0, 2.0], [5, 0]), r"\(2.0, 2.0, 0\)"),
         (lambda: effective_length(curve(1.0), 85.6), "got 85.6. Pass 0.856"),

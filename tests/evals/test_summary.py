@@ -125,8 +125,9 @@ def test_a_loss_that_is_no_number_takes_its_own_differences_alone() -> None:
     assert made.recommendation().variant in found
 
 
-def test_windows_that_share_tokens_are_said_to() -> None:
-    made = summary({"none": 0.5}, {"none": 0.5}, windows=12)
-    for tokens, overlap in ((12 * 1024, False), (12 * 1024 - 1, True)):
-        made.header.about["text_tokens"] = tokens
-        assert made.overlapping == overlap
+@pytest.mark.parametrize(("held", "apart"), [(12 * 1024, 12), (12 * 1024 - 1, 11), (4100, 4), (1024, 1)])
+def test_windows_that_share_tokens_count_as_the_text_holds_apart(held: int, apart: int) -> None:
+    made = summary({"none": 0.5, "a": 0.5}, {"none": 0.5, "a": 0.25}, windows=12)
+    made.header.about["text_tokens"] = held
+    assert made.windows_apart == (12, apart)
+    assert (made.loss_difference("a", "none", 1024) is None) == (apart == 1)

@@ -1,0 +1,150 @@
+"""A fit of a public model, SmolLM2-135M-Instruct at twice its 8,192 tokens, beside static methods: on a CPU.
+
+    python benchmarks/fit_smollm2.py
+
+A forward pass of 16,384 tokens takes a minute and a half on two cores, so everything is less than what a fit does of
+its own accord and than benchmarks/fit.py measures: the start is chosen on one text, an evaluation reads one row, and
+few prompts and windows say how it ended. Over two hours; each part is kept in runs/fit_smollm2, where a run that was
+stopped goes on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from fit import found, key_difference, lost, mean, measure
+from report import Report
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from ctxext import temporarily_extended
+from ctxext.assets import PERSUASION
+from ctxext.evals.prompts import Prompter
+from ctxext.fitting.episodes import split
+from ctxext.fitting.fit import fit
+from ctxext.fitting.gradient import STARTS, GradientSettings, Validation, start_at
+from ctxext.fitting.live import LiveFactors, frozen
+from ctxext.saved import SavedMethod, read_saved
+
+TRAINED, FACTOR = 8192, 2
+TARGET = TRAINED * FACTOR
+STATIC = ("llama3", "yarn")
+# Texts a length; three keys in each.
+TRIALS = {2048: 2, 4096: 2, TRAINED: 2, TARGET: 1}
+DEPTHS, WINDOWS, SHORT_WINDOWS, SEED = (0.0, 0.5, 1.0), 2, 3, 7
+RUNS = Path("runs/fit_smollm2")
+FOLDER = Path("runs/SmolLM2-135M-Instruct")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--output", type=Path, default=Path("docs/fit/smollm2.json"))
+    args = parser.parse_args()
+    if not (FOLDER / "config.json").is_file():
+        sys.path.insert(0, "recipes")
+        import smollm2
+
+        smollm2.fetch(FOLDER)
+    RUNS.mkdir(parents=True, exist_ok=True)
+    text = PERSUASION.read_text(encoding="utf-8")
+    middle = text.index("\n\n", len(text) // 2)
+    prompter = Prompter(AutoTokenizer.from_pretrained(FOLDER))
+    model = AutoModelForCausalLM.from_pretrained(FOLDER).eval()
+    tried = kept("starts", lambda: starts(model, prompter, text[:middle]))
+    saved = fitted(model, prompter, text[:middle], min(tried, key=lambda name: tried[name]["total"]))
+    measured = {}
+    for name in ("fitted", "llama3", "none", "yarn"):
+        extended = (
+            nullcontext()
+            if name == "none"
+            else temporarily_extended(model, method=saved.method)
+            if name == "fitted"
+            else temporarily_extended(model, FACTOR, name)
+        )
+        with extended:
+            measured[name] = kept(name, lambda: measured_now(model, prompter, text[middle:]))
+    report_on(measured, saved, tried, args.output)
+
+
+def kept(name: str, work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """From the file where it stands already."""
+    path = RUNS / f"{name}.json"
+    if not path.is_file():
+        say(name)
+        path.write_text(json.dumps(work()))
+    return json.loads(path.read_text())
+
+
+def say(what: str) -> None:
+    print(time.strftime("%H:%M:%S"), what, flush=True)
+
+
+def starts(model: Any, prompter: Prompter, text: str) -> dict[str, dict[str, float]]:
+    """The losses of each start on one row of held-out text that hides a key at its beginning."""
+    _, held_out = split(text, prompter, TRAINED, TARGET)
+    one = Validation((), (held_out.hidden(TARGET, 0.0, SEED),))
+    live, tried = LiveFactors(model), {}
+    with live, frozen(model):
+        for name in STARTS:
+            tried[name] = one.losses(model, live, start_at(name, live.rope, FACTOR), GradientSettings())
+            say(f"{name} {tried[name]}")
+    return tried
+
+
+def fitted(model: Any, prompter: Prompter, text: str, start: str) -> SavedMethod:
+    path = RUNS / "method.json"
+    if not path.is_file():
+        settings = GradientSettings(start=start, evaluations=4, rows=1)
+        names = ("SmolLM2-135M-Instruct", "first half of Persuasion")
+        saved = fit(
+            model, prompter, text, FACTOR, settings=settings, names=names,
+            advance=lambda share, state: say(f"{share:4.0%} {state}"),
+        )  # fmt: skip
+        saved.save(path)
+    return read_saved(path)
+
+
+def measured_now(model: Any, prompter: Prompter, text: str) -> dict[str, Any]:
+    return measure(model, prompter, text, TRIALS, TRAINED, DEPTHS, WINDOWS, SHORT_WINDOWS)
+
+
+def report_on(
+    measured: dict[str, dict[str, Any]], saved: SavedMethod, tried: dict[str, dict[str, float]], output: Path
+) -> None:
+    report, base, ours = Report("fit, SmolLM2-135M-Instruct", seed=SEED), measured["none"], measured["fitted"]
+    for name, result in measured.items():
+        at_target = [key["hit"] for key in result["keys"] if key["length"] == TARGET]
+        report.add(f"{name}: share of keys found", found(result))
+        report.add(f"{name}: at the target", mean(at_target))
+        report.add(f"{name}: loss of a key in nats", lost(result))
+        report.add(f"{name}: perplexity", math.exp(mean(result["long"])))
+        report.add(f"{name}: loss within {TRAINED}, over", mean(result["short"]) / mean(base["short"]) - 1)
+    keys = {name: key_difference(ours, measured[name])._asdict() for name in STATIC}
+    for name in STATIC:
+        other = measured[name]
+        report.add(f"fitted, loss of a key over {name}'s, in nats", lost(ours) - lost(other), at_most=0)
+        report.add(
+            f"fitted, loss of text over {name}'s, in nats a token", mean(ours["long"]) - mean(other["long"]), at_most=0
+        )
+    report.add(
+        f"fitted, loss within {TRAINED}, over the unextended model's",
+        mean(ours["short"]) / mean(base["short"]) - 1, at_most=0.01,
+    )  # fmt: skip
+    report.add("the fit in seconds", saved.about["seconds"])
+    sizes = {"trials": TRIALS, "depths": DEPTHS, "windows": WINDOWS, "short_windows": SHORT_WINDOWS}
+    report.finish(
+        output, starts=tried, keys_against=keys, settings=sizes, method=asdict(saved.method), about=saved.about,
+        text={name: {"long": result["long"], "short": result["short"]} for name, result in measured.items()},
+    )  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()
