@@ -370,7 +370,7 @@ def read_context(config: Any, original_max_position_embeddings: int | None = Non
     reach = limit if mark is not None or bolted_on else trained
     if mark is None and parameters.get("rope_type") == "yarn" and limit <= original:
         # As Qwen has it switched on: the length that the scaling reaches stands nowhere.
-        reach = max(reach, round(parameters["factor"] * original))
+        reach = max(reach, round((parameters.get("factor") or 1.0) * original))
     if original_max_position_embeddings is not None:
         original = original_max_position_embeddings
         if scaling is None:
@@ -512,13 +512,17 @@ def plan_rope(
             f"{existing!r} would leave nothing of that. Call restore_context(model), or use existing='replace'."
         )
     rope = facts.original_rope if existing == "replace" or not scaled else facts.rope
-    start = rope.original_max_position_embeddings
+    start, source = rope.original_max_position_embeddings, facts.trained_length_source
+    if existing == "keep":  # where a scaling reaches further than the window, the window is what there is to widen
+        start = min(start, length_limit(facts.text_config))
+    if start > facts.trained_length:
+        source = "which its scaling reaches"
     named, method = method is not None, "yarn" if method is None else method
     factor, target_length = factor_and_target(factor, target_length, method, start)
     if target_length <= start:
         raise ValueError(
-            f"this model already covers {target_length} tokens: from {start} ({facts.trained_length_source}) "
-            "that is no extension. Ask for more, or use it as it is."
+            f"this model already covers {target_length} tokens: from {start} ({source}) that is no extension. Ask for "
+            "more, or use it as it is."
         )
     seen_beyond = facts.seen_beyond(start)
     if not seen_beyond:

@@ -22,7 +22,7 @@ from ctxext.attention.rotary import LateRotary, Layer
 from ctxext.configs import RopePlan, rope_tables, slides_over
 from ctxext.families import family_of
 from ctxext.methods import ContextMethod, geometry_in_use, method_from_dict
-from ctxext.planning import SitePlan, plan_extension
+from ctxext.planning import SitePlan, model_on_meta, plan_extension
 from ctxext.plans import ENCODINGS, Plan
 from ctxext.saved import PROBE, RECORD
 from ctxext.sites import rotary
@@ -637,11 +637,8 @@ def check_on_paper(config: Any, plan: RopePlan, model: PreTrainedModel | None = 
     Raises:
         ValueError: it could not.
     """
-    from transformers import AutoModelForCausalLM
-
     if model is None:
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config)
+        model = model_on_meta(config)
     name = f"{type(model).__name__} (model_type {plan.facts.text_config.model_type!r})"
     _refuse_to_rotate_late(model, _sites(model, plan), text_config_of(model.config), name, "")
 

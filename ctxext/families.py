@@ -92,7 +92,7 @@ FAMILIES: dict[str, Family] = {
     **{name: Family(norm_after_rope=True) for name in ("hunyuan_v1_dense", "hunyuan_v1_moe", "nanochat")},
     "llama4": Family(norm_after_rope=True, rope_window="attention_chunk_size"),
     **{name: Family(rope_window="sliding_window") for name in (
-        "afmoe", "cohere2", "exaone4", "exaone4_5", "exaone_moe", "flint",
+        "afmoe", "cohere2", "exaone4", "exaone4_5", "exaone_moe", "flint", "kolibri1", "muse_glimmer", "muse_spark",
     )},
     **{name: Family(no_positions=True) for name in (
         "jamba", "kimi_linear", "zamba", "nemotron_h", "mamba", "mamba2", "falcon_mamba", "rwkv", "xlstm",

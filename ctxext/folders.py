@@ -93,7 +93,8 @@ def check_not_extended(folder: Path, existing: str = "refuse") -> dict[str, Any]
     if record is not None and existing != "replace":
         raise ValueError(
             f"{folder} is extended already, by {record['method'].name} (see its {RECORD}), and extensions of that kind "
-            "do not add up. Use it as it is, or start again from the model as it was with existing='replace'."
+            "do not add up. Use it as it is, or start from the model as it was: from the folder that this one was made "
+            "of, or with existing='replace' where that can be said."
         )
     return record
 
@@ -259,9 +260,15 @@ def _write_tokenizer_config(folder: Path, building: Path, target_length: int) ->
     path = folder / "tokenizer_config.json"
     if path.is_file():
         config = json.loads(path.read_text(encoding="utf-8"))
-        if (config.get("model_max_length") or 0) < target_length:
+        if isinstance(config, dict) and (tokenizer_length(config) or 0) < target_length:
             config["model_max_length"] = target_length
         _write_json(building / path.name, config)
+
+
+def tokenizer_length(config: Any) -> float | None:
+    """`model_max_length` of a tokenizer_config.json in tokens, where it says one."""
+    length = config.get("model_max_length") if isinstance(config, dict) else None
+    return length if isinstance(length, int | float) else None
 
 
 def _write_json(path: Path, value: dict[str, Any]) -> None:

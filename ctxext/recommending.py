@@ -91,9 +91,10 @@ class Choice:
 def choose(summary: Summary, candidates: Collection[str], portable: Collection[str]) -> Choice:
     """The candidate to use.
 
-    What is found beyond the trained length comes first; those not surely behind the best there, nor by more than
-    TIED_FOUND, are held to the least loss over windows of the target length, give or take TIED_LOSS. What is left is
-    tied: those that plain transformers runs go before those that it cannot run, and then the least price counts.
+    What is found beyond the trained length comes first, of those whose loss is a number; those not surely behind the
+    best there, nor by more than TIED_FOUND, are held to the least loss over windows of the target length, give or take
+    TIED_LOSS. What is left is tied: those that plain transformers runs go before those that it cannot run, and then the
+    least price counts.
 
     Args:
         portable: the candidates whose saved config plain transformers runs.
@@ -105,10 +106,10 @@ def choose(summary: Summary, candidates: Collection[str], portable: Collection[s
         {v: found_share(summary, v).value for v in candidates},
         {v: summary_loss(summary, v) for v in candidates},
     )
-    order = sorted(candidates, key=lambda v: (-found[v], loss[v]))
+    order = sorted(candidates, key=lambda v: (loss[v] == math.inf, -found[v], loss[v]))
     level = [v for v in order if not _behind(beyond_difference(summary, v, order[0]))]
     least = min(level, key=loss.__getitem__)
-    tied = [v for v in level if loss[v] - loss[least] <= TIED_LOSS]
+    tied = [v for v in level if loss[v] <= loss[least] + TIED_LOSS]
     chosen, *others = sorted(tied, key=lambda v: (v not in portable, price(summary, v)))
     alike = [(v in portable) == (chosen in portable) for v in others]
     reasons = ["plain transformers runs it"] * (not all(alike)) + ["it costs least within the trained length"] * any(
@@ -126,11 +127,11 @@ def found_share(summary: Summary, variant: str) -> Interval:
 
 
 def summary_loss(summary: Summary, variant: str) -> float:
-    """In nats a token, over the windows of the target length that it read."""
+    """In nats a token, over the windows of the target length that it read; infinite where it is no number."""
     perplexity = summary.perplexity(variant, summary.beyond[-1])
     if perplexity is None:
         raise ValueError(f"{variant} has read no window of {summary.beyond[-1]} tokens. Measure it with the others.")
-    return math.log(perplexity)
+    return math.log(perplexity) if math.isfinite(perplexity) else math.inf
 
 
 def beyond_difference(summary: Summary, one: str, other: str) -> Difference | None:
@@ -558,7 +559,7 @@ def _recommended(
             v: {
                 "texts": race.texts[v],
                 "found": found_share(summary, v)._asdict(),
-                "loss": summary_loss(summary, v),
+                "loss": loss if math.isfinite(loss := summary_loss(summary, v)) else None,
                 "price": price(summary, v),
             }
             for v in race.plans

@@ -188,7 +188,7 @@ def main(arguments: list[str] | None = None) -> None:
             micro_batches=steps * micro_batches,
             trained=sum(on_this_process(parameter) for parameter in trained_parameters(model).values()),
             memory=PeakMemory(accelerator.device),
-            multiple=2 * (training.shifted_sparse_groups or 1),
+            multiple=math.lcm(2 * (training.shifted_sparse_groups or 1), engine_of(accelerator).pieces),
         )
     say(f"[bold]Estimate[/]: {expected or 'none under DeepSpeed'}.")
     if expected and not expected.fits:

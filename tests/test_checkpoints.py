@@ -47,6 +47,17 @@ def test_the_trained_length_is_not_always_what_the_config_says() -> None:
     assert extend_config(QWEN3, 4).rope_parameters["original_max_position_embeddings"] == 32768
 
 
+def test_keep_raises_the_window_of_yarn_as_qwen_has_it_switched_on() -> None:
+    yarn = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 32768}
+    config = LlamaConfig(max_position_embeddings=32768, rope_parameters=yarn)
+    for how in ({}, {"factor": 4}, {"target_length": 131072}):
+        kept = extend_config(config, existing="keep", **how)
+        assert kept.max_position_embeddings == 131072
+        assert kept.rope_parameters["factor"] == 4.0
+    with pytest.raises(ValueError, match=r"from 131072 \(which its scaling reaches\)"):
+        extend_config(config, target_length=65536, existing="compose")
+
+
 def test_what_the_caller_knows_wins() -> None:
     extended = extend_config(QWEN3, target_length=81920, original_max_position_embeddings=40960)
     assert extended.rope_parameters["original_max_position_embeddings"] == 40960

@@ -208,7 +208,8 @@ def test_a_place_where_nothing_can_be_written_is_named(source: Path, tmp_path: P
         extend_folder(source, tmp_path / "file/out", factor=4)
 
 
-def test_a_tokenizer_without_a_length_gets_one(source: Path, tmp_path: Path) -> None:
-    (source / "tokenizer_config.json").write_text('{"model_max_length": null}')
+@pytest.mark.parametrize("length", ["null", '"64"'])
+def test_a_tokenizer_without_a_length_gets_one(source: Path, tmp_path: Path, length: str) -> None:
+    (source / "tokenizer_config.json").write_text(f'{{"model_max_length": {length}}}')
     extend_folder(source, tmp_path / "out", factor=4)
     assert json.loads((tmp_path / "out/tokenizer_config.json").read_text())["model_max_length"] == 256

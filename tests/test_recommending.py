@@ -78,6 +78,12 @@ def test_of_tied_ones_that_run_alike_the_cheapest_within_the_trained_length_is_c
     assert choice.decided == "plain transformers runs it and it costs least within the trained length"
 
 
+@pytest.mark.parametrize("broken", [{"a"}, {"a", "b"}])
+def test_a_loss_that_is_no_number_is_never_ahead(broken: set[str]) -> None:
+    summary = measured({"a": 1.0, "b": 1.0, "c": 0.9}, dict.fromkeys(broken, float("nan")))
+    assert choose(summary, ["a", "b", "c"], {"a"}).variant == ("b" if broken == {"a"} else "c")
+
+
 def test_few_texts_do_not_make_a_tie_of_all_and_nothing() -> None:
     summary = measured({"late": 1.0, "static": 0.0}, {}, texts=FIRST)
     assert choose(summary, ["late", "static"], {"static"}).variant == "late"

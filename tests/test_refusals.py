@@ -14,11 +14,12 @@ from families import LENGTH, logits, tiny_config, tiny_model, token_ids
 from live import LATE, REMAPPING, assert_unchanged, late, plain_rope, rotary_of, snapshot
 from peft import LoraConfig, get_peft_model
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, LlavaConfig, PreTrainedConfig
 
 from ctxext import describe_context, extend_config, extend_context, extension, restore_context, temporarily_extended
 from ctxext.methods import NTKAware, RopeMethod, YaRN, list_methods
 from ctxext.planning import plan_extension
+from ctxext.sites.twin import path_to_text
 from ctxext.survey.small import small_model
 
 SHAPE: dict[str, Any] = dict(
@@ -710,7 +711,9 @@ def test_a_word_is_not_taken_for_true() -> None:
         YaRN(factor=4, truncate="False")
 
 
-@pytest.mark.parametrize("family", ["cohere2", "exaone4", "exaone_moe", "afmoe", "llama4_text"])
+@pytest.mark.parametrize(
+    "family", ["cohere2", "exaone4", "exaone_moe", "afmoe", "llama4_text", "kolibri1", "muse_spark_text"]
+)
 def test_families_that_rotate_within_a_window_alone_are_left_as_they_are(family: str) -> None:
     """Layers that see everything have no positions there, so that no distance is ever new."""
     field = "attention_chunk_size" if family == "llama4_text" else "sliding_window"
@@ -719,6 +722,20 @@ def test_families_that_rotate_within_a_window_alone_are_left_as_they_are(family:
         with pytest.raises(ValueError, match=r"no distance is ever new.*raise max_position_embeddings to 256"):
             plan_extension(config, 4, method)
     assert "no distance is ever new" in describe_context(config, 4).would_do
+
+
+def test_a_text_config_of_remote_code_is_found_without_sub_configs() -> None:
+    class Outer(PreTrainedConfig):
+        def __init__(self, **more: Any) -> None:
+            self.text_config = tiny_config("llama")
+            super().__init__(**more)
+
+    assert [name for name, _ in path_to_text(Outer())] == ["text_config"]
+
+
+def test_a_late_method_on_a_multimodal_config_is_described_by_its_own_class() -> None:
+    config = LlavaConfig(text_config=tiny_config("llama").to_dict())
+    assert describe_context(config, 4, method="dynamic_yarn").would_do.startswith("dynamic_yarn ×4")
 
 
 def test_exaone_4_without_a_window_rotates_everywhere() -> None:

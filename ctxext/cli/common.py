@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import gc
+import inspect
 import json
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
@@ -38,17 +39,28 @@ def parse_tokens(text: str) -> int:
         raise typer.BadParameter(str(error)) from None
 
 
-def parse_options(pairs: list[str] | None) -> dict[str, Any]:
-    """`["beta_fast=16", "truncate=false"]` as keyword arguments; values are JSON, or plain words."""
-    options = {}
+def parse_pairs(pairs: Sequence[str] | None) -> dict[str, Any]:
+    """`["beta_fast=16", "truncate=false"]` by name; values are JSON, or plain words."""
+    found = {}
     for pair in pairs or ():
         name, equals, text = pair.partition("=")
         if not equals:
             raise typer.BadParameter(f"{pair!r} is no option; write NAME=VALUE, such as beta_fast=16.")
         try:
-            options[name] = json.loads(text.lower() if text in ("True", "False") else text)
+            found[name] = json.loads(text.lower() if text in ("True", "False") else text)
         except json.JSONDecodeError:
-            options[name] = text
+            found[name] = text
+    return found
+
+
+def parse_options(pairs: Sequence[str] | None) -> dict[str, Any]:
+    """Options of a method, as keyword arguments of `extend_context`; which names it takes the method says itself."""
+    from ctxext.api import extend_context
+
+    options = parse_pairs(pairs)
+    for name in options:
+        if name in {*inspect.signature(extend_context).parameters, "output", "say"} - {"rotated_copy"}:
+            raise typer.BadParameter(f"{name} is no option of a method. Leave it out: what --help lists stands for it.")
     return options
 
 

@@ -89,10 +89,10 @@ def parse_depths(text: str) -> tuple[float, ...]:
 
 def parse_settings(pairs: Sequence[str] | None) -> dict[str, dict[str, Any]]:
     """`["needle.distractors=3"]` as settings by task."""
-    from ctxext.cli.common import parse_options
+    from ctxext.cli.common import parse_pairs
 
     settings: dict[str, dict[str, Any]] = {}
-    for name, value in parse_options(list(pairs or ())).items():
+    for name, value in parse_pairs(pairs).items():
         task, dot, setting = name.partition(".")
         if not dot:
             raise typer.BadParameter(f"{name!r} is no setting; write TASK.NAME=VALUE, such as needle.distractors=3.")

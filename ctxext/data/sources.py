@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 # What the name of a file says of its kind, in the names of datasets' own builders.
 KINDS = {".txt": "text", ".jsonl": "json", ".json": "json", ".parquet": "parquet"}
 # owner/name, or a name alone: what a hub knows a dataset by.
+# What names a part of a dataset, as a folder or at the beginning of a file's name, before its number.
+_SPLITS = {"train", "validation", "valid", "val", "dev", "test", "eval"}
+_NUMBER = re.compile(r"[-_.]\d+(-of-\d+)?$")
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
@@ -51,7 +54,7 @@ class Source:
 
     def __post_init__(self) -> None:
         if self.name is None:
-            is_file = Path(self.path).suffix in KINDS and not has_magic(self.path)
+            is_file = _kind(Path(self.path)) is not None and not has_magic(self.path)
             object.__setattr__(self, "name", Path(self.path).name if is_file else self.path)
         if not (math.isfinite(self.weight) and self.weight > 0):
             raise ValueError(
@@ -102,19 +105,21 @@ def read_source(source: Source, relative_to: Path) -> Dataset:
 def _refuse_what_files_have_not(source: Source, found: Path) -> None:
     """Files are read whole, all of them: what is asked of a dataset on a hub would be asked for nothing."""
     of_hub = [name for name in ("subset", "revision") if getattr(source, name) is not None]
-    if source.split != "train" and not (found / "dataset_dict.json").is_file():
+    saved = (found / "dataset_dict.json").is_file()
+    if source.split != "train" and not saved:
         of_hub.insert(0, "split")
     if of_hub:
         raise ValueError(
             f"{', '.join(of_hub)} of {source.name} goes with a name on a hub, but {found} is here, and is read whole. "
             "Leave it out, and name the files that are meant, by a glob such as train-*.parquet."
         )
-    names = [path.name for path in found.rglob("*") if path.suffix in KINDS] if found.is_dir() else []
-    splits = {match[1] for name in names if (match := re.match(r"(train|validation|valid|dev|test)[-._]", name))}
+    inside = found.rglob("*") if found.is_dir() and not saved else ()
+    paths = [path.relative_to(found) for path in inside if _kind(path)]
+    splits = {name for path in paths for name in (*path.parts[:-1], _NUMBER.sub("", path.stem)) if name in _SPLITS}
     if len(splits) > 1:
         raise ValueError(
-            f"{found} holds several splits ({', '.join(sorted(splits))}), which would all be read. Name one, by a glob "
-            "such as train-*.parquet."
+            f"{found} holds several splits ({', '.join(sorted(splits))}), which would all be read. Name one, by its "
+            "folder or a glob such as train*.parquet; *.parquet means all."
         )
 
 
@@ -128,6 +133,10 @@ def find_file(path: str, relative_to: Path) -> Path:
     if found is None or not found.is_file():
         raise FileNotFoundError(f"{path} was not found (looked in {relative_to.resolve()} and {Path.cwd()}).")
     return found
+
+
+def _kind(path: Path) -> str | None:
+    return KINDS.get(path.suffix.lower())
 
 
 def _find(path: str, relative_to: Path) -> Path | None:
@@ -146,15 +155,15 @@ def _expand(pattern: Path) -> list[Path]:
 def _files(found: Path) -> tuple[str, list[Path]]:
     """The kind and the files of a file, folder or glob."""
     if found.is_dir():  # may hold a licence or a script beside the data
-        files = sorted(path for path in found.rglob("*") if path.is_file() and path.suffix in KINDS)
+        files = sorted(path for path in found.rglob("*") if path.is_file() and _kind(path))
     else:
         files = [found] if found.exists() else [path for path in _expand(found) if path.is_file()]
     if not files:
         raise FileNotFoundError(f"{found} holds no data file. Known: {', '.join(KINDS)}.")
-    unknown = [path for path in files if path.suffix not in KINDS]
+    unknown = [path for path in files if _kind(path) is None]
     if unknown:
         raise ValueError(f"{unknown[0]} is of an unknown kind{suggest(unknown[0].suffix, list(KINDS))}")
-    kinds = {KINDS[path.suffix]: path for path in files}
+    kinds = {_kind(path): path for path in files}
     if len(kinds) > 1:
         first, second = list(kinds.values())[:2]
         raise ValueError(
@@ -164,11 +173,11 @@ def _files(found: Path) -> tuple[str, list[Path]]:
     for path in files:
         if _is_empty(path):
             raise ValueError(f"{path} is empty. Leave it out or write it anew.")
-    return KINDS[files[0].suffix], files
+    return KINDS[files[0].suffix.lower()], files
 
 
 def _is_empty(path: Path) -> bool:
-    if path.suffix == ".parquet" and path.stat().st_size:
+    if _kind(path) == "parquet" and path.stat().st_size:
         from pyarrow.parquet import read_metadata
 
         return read_metadata(path).num_rows == 0
@@ -180,7 +189,7 @@ def _from_hub(source: Source, relative_to: Path) -> Dataset:
     from datasets import load_dataset
 
     looked = f"looked in {relative_to.resolve()} and {Path.cwd()}"
-    is_file = Path(source.path).suffix in KINDS or has_magic(source.path)
+    is_file = _kind(Path(source.path)) is not None or has_magic(source.path)
     if is_file or not _HUB_NAME.fullmatch(source.path):
         raise FileNotFoundError(f"{source.path} was not found ({looked}). Correct the path of the source.")
     try:

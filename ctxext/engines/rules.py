@@ -17,6 +17,7 @@ from ctxext.engines.gguf_files import why_not_written
 from ctxext.engines.table import READINGS
 from ctxext.extension import version_4_keys
 from ctxext.families import family_of
+from ctxext.folders import tokenizer_length
 from ctxext.methods import RopeScaling, suggest
 from ctxext.plans import ENCODINGS, Plan, live_mark
 from ctxext.sites.twin import text_config_of, text_section_of
@@ -141,12 +142,10 @@ def export_for(
 
 def said_by_files(folder: Path) -> dict[str, Any]:
     """`source` and `tokenizer_length` of `export_for`, as they stand in a checkpoint's folder."""
-    path = folder / "tokenizer_config.json"
-    tokenizer = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
-    length = tokenizer.get("model_max_length") if isinstance(tokenizer, dict) else None
+    tokenizer = folder / "tokenizer_config.json"
     return {
         "source": json.loads((folder / "config.json").read_text(encoding="utf-8")),
-        "tokenizer_length": length if isinstance(length, int | float) else None,
+        "tokenizer_length": tokenizer_length(json.loads(tokenizer.read_text("utf-8"))) if tokenizer.is_file() else None,
     }
 
 
@@ -430,7 +429,12 @@ def _llama_cpp(
     flags = ["llama-server", "-m", "MODEL.gguf", "--ctx-size", str(target)]
     lifted = ["--override-kv", f"{architecture}.context_length=int:{target}"]
     in_flags = kind in ("default", "linear") or (kind == "yarn" and parameters.get("truncate", True))
-    if in_flags and before is not None and _rope_type(before.parameters) != "default":
+    if (
+        in_flags
+        and before is not None
+        and _rope_type(before.parameters) != "default"
+        and before.parameters != parameters
+    ):
         raise NotExportable(
             f"{READINGS['llama.cpp-scaled-file']}. Nearest: extend the file itself: ctxext export MODEL.gguf --engine "
             "llama.cpp --existing replace … -o OUT.gguf."

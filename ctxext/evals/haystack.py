@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 # A full stop behind a title ends no sentence; Chinese and Japanese put no space behind theirs.
-_SENTENCE_END = re.compile(r"(?<!\bMr)(?<!\bMrs)(?<!\bDr)(?<!\bSt)[.!?][\"'”’)_]*(?=\s)|[。！？][」』”’）]*")
+_SENTENCE_END = re.compile(r"(?<!\bMr)(?<!\bMrs)(?<!\bDr)(?<!\bSt)[.!?][\"'”’)_]*(?=\s)|[。！？]+[」』”’）\"')]*")
 # The easy mode: it tests saliency more than retrieval. Mohtashami and Jaggi (2023).
 FILLER = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again. "
 

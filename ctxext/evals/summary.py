@@ -292,7 +292,7 @@ class Summary:
             )
         longest = self.beyond[-1]
         found = {v: share for v in extended if (share := self.pooled(v, self.retrieval_tasks, self.beyond))}
-        loss = {v: ppl for v in extended if (ppl := self.perplexity(v, longest)) is not None}
+        loss = {v: ppl for v in extended if math.isfinite(ppl := self.perplexity(v, longest) or math.nan)}
         if not (found or loss):
             return Recommendation(None, "Neither retrieval nor perplexity was measured: nothing to recommend.")
         said = []

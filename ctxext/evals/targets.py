@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import platform
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -295,7 +296,8 @@ def forced_record(sample: Sample, forced: Forced, prompter: Prompter) -> Record:
     return {
         "hit": guess == answer,
         "score": sample.score(said),
-        "digits": digit_accuracy(sample, said),
+        # One wrong token would cut the number in two.
+        "digits": digit_accuracy(sample, re.findall(r"\d", said)),
         "logprob": forced.logprobs.double().sum().item(),
         "got": said,
         **_readable(sample),
@@ -308,18 +310,22 @@ def generated_record(sample: Sample, text: str) -> Record:
     return {
         "hit": score == 1.0,
         "score": score,
-        "digits": digit_accuracy(sample, text),
+        "digits": digit_accuracy(sample, sample.numbers(text)),
         "logprob": None,
         "got": text,
         **_readable(sample),
     }
 
 
-def digit_accuracy(sample: Sample, said: str) -> float | None:
-    """The share of the digits that stand right, at their place; None where the answer is no number."""
+def digit_accuracy(sample: Sample, said: Sequence[str]) -> float | None:
+    """The share of the digits that stand right, at their place; None where the answer is no number.
+
+    Args:
+        said: the digits of what was said, or its numbers.
+    """
     if sample.metric != "numbers":
         return None
-    right, asked = "".join(sample.numbers(said)), "".join(sample.references)
+    right, asked = "".join(said), "".join(sample.references)
     return sum(a == b for a, b in zip(right, asked)) / len(asked)
 
 

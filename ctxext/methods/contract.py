@@ -311,7 +311,7 @@ def method_class(name: str) -> type[ContextMethod]:
         raise ValueError(f"unknown method {name!r}{suggest(name, _METHODS)}") from None
 
 
-def make_method(name: str, factor: float, **options: Any) -> ContextMethod:
+def make_method(name: str, factor: float, /, **options: Any) -> ContextMethod:
     """Build a method by name; `options` are the fields of its dataclass.
 
     Raises:

@@ -100,7 +100,7 @@ class TableEncoding(Encoding):
             if table is not None:
                 new = self.expected(method, table, _held(model, table).detach(), target_length)
             elif isinstance(found.after, Tensor):
-                new = _regrown(found, getattr(module, found.name))
+                new = _regrown(found, getattr(module, found.name), getattr(self.config, "window_size", None))
             if found.kind == "attribute":
                 if found.name not in module.__dict__:
                     continue  # BigBird exchanges its attention as it runs.
@@ -266,11 +266,14 @@ def _layout(model: nn.Module, tables: list[Table]) -> Layout | None:
     return None
 
 
-def _regrown(found: Difference, here: Tensor) -> Tensor:
+def _regrown(found: Difference, here: Tensor, window: int | None) -> Tensor:
     """A longer buffer of the same make: positions in order, token types, a triangle or a band that mask the future.
 
+    Args:
+        window: in tokens, of a band, where the config says one.
+
     Raises:
-        ValueError: it is none of these.
+        ValueError: it is none of these, or its window shows in the longer one alone.
     """
     shape = found.after.shape
     makes = {
@@ -279,8 +282,13 @@ def _regrown(found: Difference, here: Tensor) -> Tensor:
         "a triangle": lambda shape: torch.ones(shape).tril(),
         "a band": lambda shape: torch.ones(shape).tril() - torch.ones(shape).tril(-int(here[..., -1, :].sum())),
     }
-    for make in makes.values():
+    for name, make in makes.items():
         if here.shape == found.before.shape and torch.equal(make(here.shape).to(here.dtype), here.cpu()):
+            if name == "a triangle" and window is not None and here.shape[-1] <= window < shape[-1]:
+                raise ValueError(
+                    f"{found.path}.{found.name} holds {here.shape[-1]} tokens and the window of {window} would begin "
+                    "beyond them, so that layers with a window look like those without. The model was left as it was."
+                )
             return make(shape).to(here.dtype).contiguous()
     raise ValueError(
         f"{found.path}.{found.name} grows with the model's limit from {tuple(here.shape)} to {tuple(shape)}, but is "

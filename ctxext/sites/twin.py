@@ -52,9 +52,10 @@ def path_to_text(config: Any) -> tuple[tuple[str, Any], ...]:
 def _path_to(part: Any, config: Any) -> tuple[tuple[str, Any], ...] | None:
     if part is config:
         return ()
-    for name in config.sub_configs:
+    # Remote code often declares no sub_configs.
+    for name in dict.fromkeys((*config.sub_configs, *config.__dict__)):
         inner = getattr(config, name, None)
-        rest = None if inner is None else _path_to(part, inner)
+        rest = _path_to(part, inner) if hasattr(inner, "sub_configs") else None
         if rest is not None:
             return (name, inner), *rest
     return None

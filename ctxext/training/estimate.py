@@ -109,7 +109,9 @@ def estimate(
         multiple: what `step` needs a number of tokens to divide by.
     """
     held = memory.now
-    unit = math.lcm(64, multiple)  # that processes can share
+    unit = math.lcm(64, multiple)
+    if 2 * unit > length:
+        unit = multiple
     short = max(1, length // 8 // unit) * unit
     long = 2 * short
     step(short)  # what the first call allocates and compiles

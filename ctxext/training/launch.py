@@ -72,6 +72,11 @@ class EngineSettings(BaseModel):
         """Processes that read the same rows."""
         return self.context_parallel_size * self.sequence_parallel_size
 
+    @property
+    def pieces(self) -> int:
+        """Of a row: one for each process that reads it, in a ring a head and a tail piece."""
+        return self.group_size * (2 if self.kind == "context_parallel" and self.group_size > 1 else 1)
+
 
 @dataclass(frozen=True)
 class Launch:
@@ -286,9 +291,8 @@ def check_batch(engine: EngineSettings, batch: Mapping[str, Int[Tensor, "row tok
         )
     if "attention_mask" in batch and not batch["attention_mask"].all():
         raise ValueError(f"{engine.kind} drops attention masks, got one that hides tokens. Use rows without padding.")
-    pieces = engine.group_size * (2 if ring else 1)  # a head and a tail piece for each rank of a ring
-    if (tokens := batch["input_ids"].shape[1]) % pieces:
-        raise ValueError(f"{engine.kind} needs a length that {pieces} divides, got {tokens} tokens.")
+    if (tokens := batch["input_ids"].shape[1]) % engine.pieces:
+        raise ValueError(f"{engine.kind} needs a length that {engine.pieces} divides, got {tokens} tokens.")
 
 
 @contextmanager

@@ -50,6 +50,12 @@ def test_options_are_json_or_words() -> None:
         parse_options(["beta_fast"])
 
 
+@pytest.mark.parametrize("name", ["model", "existing", "factor", "say"])
+def test_arguments_are_no_options(name: str) -> None:
+    with pytest.raises(typer.BadParameter, match=f"{name} is no option of a method"):
+        parse_options([f"{name}=1"])
+
+
 def test_extend_writes_what_it_says(checkpoint: Path, tmp_path: Path) -> None:
     run = ctxext("extend", checkpoint, "--target-length", "256", "--option", "beta_fast=16", "-o", tmp_path / "out")
     assert run.returncode == 0, run.stderr
@@ -90,6 +96,7 @@ def test_a_method_of_ones_own_works_on_the_command_line(checkpoint: Path, tmp_pa
         (["extend", "CHECKPOINT", "--option", "truncate=no", "--dry-run"], "must be true or false, got 'no'"),
         (["extend", "CHECKPOINT", "--option", "beta_fast=abc", "--dry-run"], "cannot take beta_fast='abc'"),
         (["extend", "CHECKPOINT", "--option", "config=1", "--dry-run"], "no option 'config'"),
+        (["extend", "CHECKPOINT", "--option", "name=1", "--dry-run"], "no option 'name'"),
         (["recommend", "CHECKPOINT", "-o", "best"], "--output must end in .json"),
         (["extend", "CHECKPOINT"], "--dry-run"),
         (["extend", "CHECKPOINT", "--method", "dca", "--length", "128", "--dry-run"], "has no static form"),

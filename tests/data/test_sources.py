@@ -141,6 +141,16 @@ def test_what_is_asked_of_files_that_only_a_hub_gives_is_refused(tmp_path: Path)
 def test_a_clone_of_a_dataset_is_not_read_with_its_test_split(tmp_path: Path) -> None:
     for split in ("train", "test"):
         write(tmp_path, f"clone/data/{split}-00000-of-00001.parquet", [split])
-    with pytest.raises(ValueError, match=r"several splits \(test, train\)"):
-        read_source(Source(path="clone"), tmp_path)
-    assert read_source(Source(path="clone/data/train-*.parquet"), tmp_path)["text"][:] == ["train"]
+        write(tmp_path, f"folders/{split}/0000.parquet", [split])
+        write(tmp_path, f"plain/{split}.parquet", [split])
+    for path in ("clone", "folders", "plain"):
+        with pytest.raises(ValueError, match=r"several splits \(test, train\)"):
+            read_source(Source(path=path), tmp_path)
+    for path in ("clone/data/train-*.parquet", "folders/train", "plain/train*.parquet"):
+        assert read_source(Source(path=path), tmp_path)["text"][:] == ["train"]
+
+
+def test_words_in_names_of_files_are_no_splits(tmp_path: Path) -> None:
+    for name in ("dev-guide.parquet", "test-driven-development.parquet"):
+        write(tmp_path, f"folder/{name}", [name])
+    assert len(read_source(Source(path="folder"), tmp_path)["text"]) == 2

@@ -406,6 +406,13 @@ def test_llama_cpp_s_flags_are_not_put_on_top_of_the_scaling_of_a_file(scaling: 
     assert "OUT.gguf" in export_for("llama.cpp", config, plan_rope(config, 4, "llama3", existing="replace")).flags
 
 
+def test_llama_cpp_is_told_again_what_its_file_holds_where_that_is_kept() -> None:
+    config = tiny_config("llama", rope_parameters={"rope_theta": 1e4, "rope_type": "linear", "factor": 2.0})
+    plan = plan_rope(config, 2, existing="keep")
+    flags = export_for("llama.cpp", config, plan).flags
+    assert flags[flags.index("--rope-scaling") :][:4] == ("--rope-scaling", "linear", "--rope-scale", "2")
+
+
 def test_llama_cpp_is_told_the_base_that_a_file_of_a_raised_one_does_not_have() -> None:
     config = tiny_config("llama")
     raised = loaded(export_for("transformers", config, plan_rope(config, 4, "ntk")).config)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -13,10 +15,11 @@ from tokenizers_of_all_kinds import KINDS, tokenizer_of_kind
 from transformers import AutoTokenizer
 
 from ctxext.assets import MODEL, PERSUASION
-from ctxext.evals.haystack import FILLER, Haystack
+from ctxext.evals.haystack import _SENTENCE_END, FILLER, Haystack
 from ctxext.evals.needle import Needle, NeedleAmongDistractors, Needles, Passkey
 from ctxext.evals.prompts import Prompter
 from ctxext.evals.samples import Place, Sample, fingerprint, make_task
+from ctxext.evals.targets import digit_accuracy
 
 TASKS = (Passkey(), Needle(), Needles(), NeedleAmongDistractors(), Passkey(digits=9))
 CHAT = "{% for m in messages %}<s>{{ m.role }}\n{{ m.content | trim }}</s>{% endfor %}{{ '<s>assistant\n' }}"
@@ -213,3 +216,25 @@ def test_prose_without_spaces_between_its_sentences_hides_a_key_too() -> None:
     assert len(sample.input_ids) == 1024
     assert sample.needles[0] in sample.body
     assert sample.body[sample.body.index(sample.needles[0]) - 2] in "。！」 "
+
+
+def test_sentences_end_behind_all_of_their_marks() -> None:
+    text = '他说：你去哪里？！"她没有回答。」'
+    assert [text[: match.end()] for match in _SENTENCE_END.finditer(text)] == ['他说：你去哪里？！"', text]
+
+
+@pytest.mark.parametrize(
+    ("number", "said", "score", "digits"),
+    [
+        ("12345", " 12x45", 0.0, 0.4),
+        ("12345", "12,345", 1.0, 1.0),
+        ("12345", "1. 12345", 1.0, 0.2),
+        ("123", "123,456", 1.0, 1.0),
+    ],
+)
+def test_numbers_are_read_as_people_write_them(number: str, said: str, score: float, digits: float) -> None:
+    haystack = Haystack.from_text(FILLER, tokenizer_of_kind("shipped"), at_least=300)
+    sample = Passkey().sample(Place("passkey", 256, 0.5, 0, 0), prompter_of("shipped"), haystack)
+    sample = replace(sample, references=(number,))
+    assert sample.score(said) == score
+    assert digit_accuracy(sample, re.findall(r"\d", said)) == digits

@@ -130,6 +130,18 @@ def test_the_buffers_that_count_positions_grow_with_the_table() -> None:
     assert embeddings.token_type_ids.tolist() == [[0] * FACTOR * LENGTH]
 
 
+def test_a_window_that_shows_in_the_longer_mask_alone_is_refused() -> None:
+    from transformers import GPTNeoConfig, GPTNeoForCausalLM
+
+    settings = {"hidden_size": 32, "num_layers": 2, "num_heads": 2, "vocab_size": 64}
+    config = GPTNeoConfig(
+        max_position_embeddings=64, window_size=100, attention_types=[[["global", "local"], 1]], **settings
+    )
+    with pytest.raises(ValueError, match="the window of 100 would begin beyond them"):
+        extend_context(GPTNeoForCausalLM(config), 4)
+    assert extend_context(GPTNeoForCausalLM(config), 1.5).config.max_position_embeddings == 96
+
+
 def test_a_buffer_that_is_not_understood_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     model = small_model("bert", "causal")
     model.bert.embeddings.position_ids[0, 5] = 17
