@@ -50,3 +50,6 @@ class Processes:
         from accelerate.utils import gather_object
 
         return list(gather_object(values))
+
+
+ALONE = Processes()

@@ -62,6 +62,7 @@ from ctxext.evals.summary import Summary
 from ctxext.evals.targets import UNEXTENDED, LiveModel, Variant, known_lengths
 from ctxext.extension import in_eval_mode, transformers_model
 from ctxext.folders import checkpoint_folder, extend_folder, extended_json
+from ctxext.processes import Processes
 from ctxext.sites.twin import text_config_of
 from ctxext.training import checkpoints
 from ctxext.training.estimate import PeakMemory, duration, estimate, gib
@@ -603,9 +604,7 @@ class Measure:
             self.haystack,
             self.grid,
             beyond=True,
-            rank=accelerator.process_index,
-            world=accelerator.num_processes,
-            wait=accelerator.wait_for_everyone,
+            processes=Processes(accelerator.process_index, accelerator.num_processes),
         )
         return measuring.run(runner, self.path, variants, merge=merge)
 

@@ -59,7 +59,7 @@ def parse_options(pairs: Sequence[str] | None) -> dict[str, Any]:
 
     options = parse_pairs(pairs)
     for name in options:
-        if name in {*inspect.signature(extend_context).parameters, "output", "say"} - {"rotated_copy"}:
+        if name in {*inspect.signature(extend_context).parameters, "say"} - {"rotated_copy"}:
             raise typer.BadParameter(f"{name} is no option of a method. Leave it out: what --help lists stands for it.")
     return options
 

@@ -91,9 +91,7 @@ def compare(
         seed=seed,
     )
     text = measuring.load_text(haystack, tokenizer, max(grid.lengths) if grid.retrieval else 0)
-    runner = Runner(
-        target, text, grid, beyond=True, rank=processes.rank, world=processes.world, wait=processes.wait
-    )  # fmt: skip
+    runner = Runner(target, text, grid, beyond=True, processes=processes)
     results = measuring.run(runner, output, variants)
     if results is not None:
         measuring.finish(results, output)

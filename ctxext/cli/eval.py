@@ -144,9 +144,7 @@ def evaluate(
     text = measuring.load_text(haystack, tokenizer, max(grid.lengths) if grid.retrieval else 0)
 
     def measure(target: Target, variants: list[AnyVariant], merge: bool) -> Any:
-        runner = Runner(
-            target, text, grid, beyond, rank=processes.rank, world=processes.world, wait=processes.wait
-        )  # fmt: skip
+        runner = Runner(target, text, grid, beyond, processes=processes)
         return measuring.run(runner, output, variants, merge=merge)
 
     before = [Variant(gate_only=True)] if compared else []

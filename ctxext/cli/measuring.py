@@ -192,7 +192,7 @@ def _progress(runner: Runner, total: int) -> Iterator[None]:
         TimeElapsedColumn(),
         TimeRemainingColumn(),
     )
-    with Progress(*columns, console=console, disable=runner.rank > 0) as progress:
+    with Progress(*columns, console=console, disable=runner.processes.rank > 0) as progress:
         bar = progress.add_task("", total=total)
         runner.advance = lambda name, samples: progress.update(bar, advance=samples, description=name)
         yield

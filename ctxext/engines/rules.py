@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ctxext.configs import RopeTable, has_rope, read_context
-from ctxext.engines.gguf_files import why_not_written
+from ctxext.engines.gguf_files import ARCHITECTURES, why_not_written
 from ctxext.engines.table import READINGS
 from ctxext.extension import version_4_keys
 from ctxext.families import family_of
@@ -126,7 +126,7 @@ def export_for(
         engine == "vllm" and source.get("rope_scaling") and "rope_scaling" not in written
     ):  # an override takes no key away
         changed["rope_scaling"] = written["rope_parameters"]
-    environment, lengths = _lengths(engine, section, text_config, target, tokenizer_length)
+    environment, lengths = _lengths(engine, section, target, tokenizer_length)
     warnings = (*_server_warnings(engine, facts.tables, family_of(text_config).softmax_mscale), *lengths)
     if engine == "vllm":
         flags = ["vllm", "serve", model, "--max-model-len", str(target)]
@@ -381,7 +381,7 @@ def _server_warnings(engine: str, tables: tuple[RopeTable, ...], in_softmax: boo
 
 
 def _lengths(
-    engine: str, section: dict[str, Any], text_config: Any, target: int, tokenizer_length: int | None
+    engine: str, section: dict[str, Any], target: int, tokenizer_length: int | None
 ) -> tuple[dict[str, str], tuple[str, ...]]:
     """The variable that lets `target` tokens through, where the engine would refuse them, and why."""
     parameters = section["rope_parameters"]
@@ -414,8 +414,6 @@ def _llama_cpp(
         NotExportable: another family than those whose graph is known, or one that takes no frequency factors; or the
             file holds a scaling already.
     """
-    from ctxext.engines.gguf_files import ARCHITECTURES
-
     name = _GGUF_NAMES.get(text_config.model_type, text_config.model_type)
     found = {key: each for key, each in ARCHITECTURES.items() if each.model_type == name}
     if not found or len(tables) > 1:

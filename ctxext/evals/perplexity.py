@@ -149,10 +149,13 @@ class KeyTokens(Perplexity):
     sure: float = 2.0
 
     def record(self, window: Window, engine: Engine) -> dict[str, Any]:
-        bos, ids = window.input_ids[: window.n_bos], window.input_ids[window.n_bos :]
-        seen = {length: sliding_losses(engine, ids, length, length // 2, bos) for length in (self.long, self.short)}
-        key = (seen[self.short] - seen[self.long] > self.gain) & (seen[self.long] < self.sure)
+        key = self.mask(engine, window.input_ids[window.n_bos :], window.input_ids[: window.n_bos])
         return {"tokens": len(key), "key_tokens": int(key.sum()), **packed(mask=key)}
+
+    def mask(self, engine: Engine, ids: Sequence[int], bos: Sequence[int]) -> Tensor:
+        """Whether each token of `ids` (but the first, without BOS) is one."""
+        long, short = (sliding_losses(engine, ids, length, length // 2, bos) for length in (self.long, self.short))
+        return (short - long > self.gain) & (long < self.sure)
 
 
 def sliding_losses(engine: Engine, ids: Sequence[int], window: int, stride: int, bos: Sequence[int] = ()) -> Tensor:

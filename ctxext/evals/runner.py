@@ -20,6 +20,7 @@ from ctxext.evals.perplexity import KeyTokens, ShortContext, TextTask
 from ctxext.evals.results import Header, Record, Results, ResultsWriter
 from ctxext.evals.samples import Place, RetrievalTask, fingerprint
 from ctxext.evals.targets import Target, Variant
+from ctxext.processes import ALONE, Processes
 
 AnyTask = RetrievalTask | TextTask
 
@@ -129,7 +130,6 @@ class Runner:
         beyond: measure a variant also at lengths beyond what it covers, as a comparison wants of the
             unextended model; otherwise that is an error. Where it cannot run, cells stay empty.
         advance: called with the variant's name and a number of samples that are done, for a progress bar.
-        rank, world: which of how many processes this is; `wait` waits for all of them.
     """
 
     target: Target
@@ -137,9 +137,7 @@ class Runner:
     grid: Grid
     beyond: bool = False
     advance: Callable[[str, int], None] = lambda variant, samples: None
-    rank: int = 0
-    world: int = 1
-    wait: Callable[[], None] = lambda: None
+    processes: Processes = ALONE
 
     def header(self, variants: Sequence[Variant]) -> Header:
         target = self.target
@@ -194,13 +192,13 @@ class Runner:
         windows = {batch.rows[0][0]: batch.task for batch in batches if isinstance(batch.task, TextTask)}
         for place, task in windows.items():
             task.window(place, self.haystack, self.target.prompter.bos)
-        writer = ResultsWriter(path, self.header(variants), self.rank)
-        self.wait()
+        writer = ResultsWriter(path, self.header(variants), self.processes.rank)
+        self.processes.wait()
         with writer:
             for variant in variants:
                 self._measure(writer, variant)
-        self.wait()
-        return writer.merge() if merge and self.rank == 0 else None
+        self.processes.wait()
+        return writer.merge() if merge and self.processes.rank == 0 else None
 
     def count(self, variants: Sequence[Variant]) -> int:
         """Samples that this process is to measure, those measured before included."""
@@ -221,7 +219,7 @@ class Runner:
         return list(self.grid.batches(variant, self.target.whole(variant), self.target.limit(variant)))
 
     def _share(self, variant: Variant) -> list[Batch]:
-        return self._batches(variant)[self.rank :: self.world]
+        return self._batches(variant)[self.processes.rank :: self.processes.world]
 
     def _measure(self, writer: ResultsWriter, variant: Variant) -> None:
         """What is missing of one variant, all under one extension."""

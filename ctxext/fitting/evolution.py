@@ -191,7 +191,7 @@ class Evolution:
             founders={name: self._known[candidate] for name, candidate in founders.items()},
         )
         parents = list(founders.values())
-        population = self._bred(rng, settings.population - len(founders), partial(self._mutant, rng, parents))
+        population = self._bred(settings.population - len(founders), partial(self._mutant, rng, parents))
         for iteration in range(settings.iterations + 1):
             whole = self._measure(population)
             parents = sorted(self._known, key=self._known.__getitem__)[: settings.parents]
@@ -200,8 +200,8 @@ class Evolution:
             if not whole or iteration == settings.iterations:
                 break
             population = [
-                *self._bred(rng, settings.mutations, partial(self._mutant, rng, parents)),
-                *self._bred(rng, settings.crossovers, partial(self._cross, rng, parents)),
+                *self._bred(settings.mutations, partial(self._mutant, rng, parents)),
+                *self._bred(settings.crossovers, partial(self._cross, rng, parents)),
             ]
         search.evaluations = len(self._known)
         return search
@@ -247,7 +247,7 @@ class Evolution:
             rescale.append(max(rng.choice(pair), rescale[-1] if rescale else 0))
         return Candidate(tuple(rescale), rng.choice((one.attention, other.attention)))
 
-    def _bred(self, rng: Random, count: int, breed: Callable[[], Candidate]) -> list[Candidate]:
+    def _bred(self, count: int, breed: Callable[[], Candidate]) -> list[Candidate]:
         """New candidates; fewer where a hundred attempts each bring only known ones."""
         new: dict[Candidate, None] = {}
         for _ in range(100 * count):

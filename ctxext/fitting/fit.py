@@ -24,14 +24,14 @@ from ctxext.fitting.live import LiveFactors, frozen
 from ctxext.fitting.objectives import Objective, Score, Scorer
 from ctxext.methods import LongRoPE, RopeScaling, make_method
 from ctxext.plans import factor_and_target
-from ctxext.processes import Processes
+from ctxext.processes import ALONE, Processes
 from ctxext.saved import SavedMethod
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-DEFAULT, PERPLEXITY, ALONE = GradientSettings(), Objective(), Processes()
+DEFAULT, PERPLEXITY = GradientSettings(), Objective()
 
 
 @torch.inference_mode(False)
@@ -119,10 +119,7 @@ def _descended(
     advance: Callable[[float, str], None],
     processes: Processes,
 ) -> Found:
-    found = fit_by_gradient(
-        model, live, learnt, held_out, settings,
-        advance=advance, reduce=processes.total, rank=processes.rank, world=processes.world,
-    )  # fmt: skip
+    found = fit_by_gradient(model, live, learnt, held_out, settings, advance=advance, processes=processes)
     about = {
         "by": "gradient",
         "settings": asdict(settings),

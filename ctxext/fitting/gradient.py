@@ -27,6 +27,7 @@ from ctxext.encodings.rope import RopeGeometry
 from ctxext.fitting.episodes import Episode, Material
 from ctxext.fitting.live import LiveFactors, recomputed
 from ctxext.methods import LongRoPE, RopeScaling, make_method, suggest
+from ctxext.processes import ALONE, Processes
 from ctxext.sites.twin import text_config_of
 
 if TYPE_CHECKING:
@@ -334,9 +335,7 @@ def fit_by_gradient(
     settings: GradientSettings = GradientSettings(),
     *,
     advance: Callable[[float, str], None] = lambda share, state: None,
-    reduce: Callable[[Tensor], Tensor] = lambda tensor: tensor,
-    rank: int = 0,
-    world: int = 1,
+    processes: Processes = ALONE,
 ) -> Fit:
     """Learn λ and the attention factor: try the starts, and `descend` from the best.
 
@@ -344,7 +343,6 @@ def fit_by_gradient(
         live: of `model`, entered; `model` is `frozen`.
         training, held_out: text to learn from, and other text to choose by.
         advance: called with the share that is done and what is being done.
-        reduce: the sum of a tensor over all processes; `rank` and `world` say which of them this is.
 
     Raises:
         ValueError: `settings.minutes` are too few for one evaluation.
@@ -354,10 +352,10 @@ def fit_by_gradient(
 
     def clock() -> float:
         # The processes' mean is that of all of them, as they have to end at the same evaluation.
-        return (time.perf_counter() - began) / world
+        return (time.perf_counter() - began) / processes.world
 
     def elapsed() -> float:
-        return float(reduce(torch.tensor([clock()], dtype=torch.float64)))
+        return float(processes.total(torch.tensor([clock()], dtype=torch.float64)))
 
     rope, factor = live.rope, training.target / training.trained
     check = Validation.of(held_out, settings.seed)
@@ -406,7 +404,7 @@ def fit_by_gradient(
             raise _Enough
         ramp.numbers.grad = torch.zeros_like(ramp.numbers)
         said = dict.fromkeys(("total", *KINDS), 0.0)
-        mine = parts[rank::world]
+        mine = parts[processes.rank :: processes.world]
         for index, (part, share) in enumerate(mine):
             advance((len(history) + index / len(mine)) / settings.evaluations, state)
             found = part()
@@ -415,14 +413,14 @@ def fit_by_gradient(
             said["total"] += float(total.detach())
             for kind, loss in found.items():
                 said[kind] += share * float(loss.detach())
-        *losses, seconds = reduce(torch.tensor([*said.values(), clock()], dtype=torch.float64)).tolist()
+        *losses, seconds = processes.total(torch.tensor([*said.values(), clock()], dtype=torch.float64)).tolist()
         said = dict(zip(said, losses))
         if not math.isfinite(sum(losses)):
             raise RuntimeError(
                 f"evaluation {len(history)} has losses that are not finite ({said}). Load the model in float32 or "
                 "bfloat16, and see that the unextended model reads this text."
             )
-        ramp.numbers.grad = reduce(ramp.numbers.grad)
+        ramp.numbers.grad = processes.total(ramp.numbers.grad)
         best = min(best, (said["total"], ramp.numbers.detach().clone()), key=lambda pair: pair[0])
         history.append({"seconds": seconds, **said})
         state = ", ".join(f"{kind} {said[kind]:.3f}" for kind in KINDS)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ctxext.evals.engine import Engine
 from ctxext.evals.needle import Needle, Passkey
-from ctxext.evals.perplexity import sliding_losses
+from ctxext.evals.perplexity import KeyTokens
 from ctxext.evals.samples import Place
 from ctxext.fitting.episodes import Episode, Material
 from ctxext.fitting.live import LiveFactors
@@ -85,11 +85,6 @@ class Scorer:
         if objective.name == "key_tokens" and not sum(int(key.sum()) for key in self._key):
             raise ValueError("no token of these texts needs a long context. Pass another text, or more windows.")
 
-    @property
-    def tokens(self) -> int:
-        """How many have been read so far."""
-        return self.engine.tokens
-
     def __call__(self, method: RopeScaling) -> Score:
         """
         Raises:
@@ -117,14 +112,8 @@ class Scorer:
         return float(torch.cat([self._losses(text)[key] for text, key in zip(self._texts, self._key)]).mean())
 
     def _needs_context(self, text: Episode) -> Bool[Tensor, " token"]:
-        """LongPPL's rule, with the unextended model within its length as the judge. Fang et al. (2024), equation 5."""
-        bos = self.material.prompter.bos
-        ids = text.input_ids[len(bos) :]
-        long, short = (
-            sliding_losses(self.engine, ids, n, n // 2, bos)
-            for n in (self.material.trained, self.material.trained // 8)
-        )
-        return (short - long > 2.0) & (long < 2.0)
+        bos, trained = self.material.prompter.bos, self.material.trained
+        return KeyTokens(long=trained, short=trained // 8).mask(self.engine, text.input_ids[len(bos) :], bos)
 
     def _passkey(self) -> float:
         return self._answers(Passkey())

@@ -161,6 +161,12 @@ def test_lengths_are_multiples_of_the_trained_one_by_default() -> None:
     assert sorted(set(lengths)) == [512, 1024, 2048]
 
 
+def test_lengths_go_as_far_as_the_checkpoint_is_extended(tmp_path: Path) -> None:
+    extend_folder(MODEL, tmp_path / "out", 8)
+    lengths = passkey_documents(pretrained=str(tmp_path / "out"), trials=1, depths=[0.5])["test"]["length"]
+    assert sorted(lengths) == [512, 1024, 2048, 4096]
+
+
 def test_a_small_limit_leaves_prompts_of_every_length_to_every_process() -> None:
     lengths = passkey_documents(tokenizer=str(MODEL), max_seq_lengths=[64, 128], trials=1)["test"]["length"][:4]
     assert set(lengths[0::2]) == set(lengths[1::2]) == {64, 128}

@@ -32,6 +32,7 @@ from ctxext.fitting.gradient import (
 )
 from ctxext.fitting.live import LiveFactors, frozen
 from ctxext.methods import make_method
+from ctxext.processes import Processes
 
 TARGET = 128
 FACTOR = TARGET / LENGTH
@@ -251,12 +252,13 @@ def test_processes_end_at_the_evaluation_at_which_their_clocks_mean_to() -> None
     model = model_that_reads()
 
     def evaluations_at(clock: float) -> int:
-        def told(tensor: torch.Tensor) -> torch.Tensor:
-            return torch.cat([tensor[:-1], tensor.new_tensor([clock])]) if tensor.shape == (5,) else tensor
+        class Told(Processes):
+            def total(self, tensor: torch.Tensor) -> torch.Tensor:
+                return torch.cat([tensor[:-1], tensor.new_tensor([clock])]) if tensor.shape == (5,) else tensor
 
         settings = GradientSettings(**QUICK, minutes=1.0)
         with LiveFactors(model) as live, frozen(model):
-            return len(fit_by_gradient(model, live, *materials(), settings, reduce=told, world=2).history)
+            return len(fit_by_gradient(model, live, *materials(), settings, processes=Told(world=2)).history)
 
     assert (evaluations_at(0.0), evaluations_at(61.0)) == (4, 1)
 

@@ -16,11 +16,11 @@ from lm_eval.api.task import ConfigurableTask
 from transformers import AutoConfig, AutoTokenizer
 
 from ctxext.assets import PERSUASION
-from ctxext.configs import read_context
 from ctxext.evals.haystack import Haystack
 from ctxext.evals.needle import Passkey
 from ctxext.evals.prompts import Prompter
 from ctxext.evals.samples import Place
+from ctxext.evals.targets import known_lengths
 
 
 class PasskeyTask(ConfigurableTask):
@@ -70,7 +70,7 @@ def passkey_documents(
     """Prompts of exactly `max_seq_lengths` tokens, answer and special tokens included, `trials` at every depth.
 
     Args:
-        max_seq_lengths: default: 1, 2 and 4 times the trained length of `pretrained`.
+        max_seq_lengths: default: 1, 2 and 4 times the trained length of `pretrained`, and on as far as it is extended.
         depths: where the number stands in the text, 0 (start) to 1 (just before the question).
         haystack: a file of natural text.
 
@@ -85,8 +85,11 @@ def passkey_documents(
         )
     if max_seq_lengths is None:
         config = AutoConfig.from_pretrained(pretrained, revision=revision, trust_remote_code=trust_remote_code)
-        trained = read_context(config, original_max_position_embeddings).trained_length
+        known, reach = known_lengths(config)
+        trained = original_max_position_embeddings or known
         max_seq_lengths = [trained, 2 * trained, 4 * trained]
+        while 2 * max_seq_lengths[-1] <= reach:
+            max_seq_lengths.append(2 * max_seq_lengths[-1])
     lengths = [max_seq_lengths] if isinstance(max_seq_lengths, int) else list(max_seq_lengths)
     prompter = Prompter(
         AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=trust_remote_code), "base"
