@@ -288,6 +288,34 @@ def parts_table(file: str) -> str:
     return "\n".join(lines)
 
 
+def smollm2_table() -> str:
+    """A fit of SmolLM2 beside static methods, of docs/fit/smollm2.json."""
+    file = json.loads((ROOT / "docs/fit/smollm2.json").read_text())
+    figures = {name: figure["value"] for name, figure in file["figures"].items()}
+    settings = file["settings"]
+    lines = [
+        "| method | keys found | at the target | loss of a key (nats) | perplexity | loss within 8,192, over |",
+        "|---|---|---|---|---|---|",
+    ]
+    for method in ("none", "yarn", "llama3", "fitted"):
+        share, at_target, key, perplexity, short = (
+            figures[f"{method}: {kind}"]
+            for kind in (
+                "share of keys found", "at the target", "loss of a key in nats", "perplexity", "loss within 8192, over",
+            )
+        )  # fmt: skip
+        name = {"none": "not extended", "fitted": "fitted"}.get(method, f"`{method}`")
+        lines.append(f"| {name} | {share:.0%} | {at_target:.0%} | {key:.2f} | {perplexity:.2f} | {short:+.2%} |")
+    texts = ", ".join(f"{count} of {int(length):,}" for length, count in settings["trials"].items())
+    lines += [
+        "",
+        f"Texts, each with {len(settings['depths'])} keys: {texts} tokens; {settings['windows']} windows of 16,384 and "
+        f"{settings['short_windows']} of 8,192; the fit: {figures['the fit in seconds'] / 60:.0f} min "
+        f"({file['machine']}); from [docs/fit/smollm2.json](smollm2.json).",
+    ]
+    return "\n".join(lines)
+
+
 TABLES = {
     "README.md": {
         "fit": partial(fit_table, False, "."),
@@ -299,6 +327,7 @@ TABLES = {
         "fit": partial(fit_table, True, "docs/fit"),
         "ablation": partial(parts_table, "docs/fit/ablation.json"),
         "layers": partial(parts_table, "docs/fit/by_layer.json"),
+        "smollm2": smollm2_table,
     },
     "docs/late_rotation.md": {
         "dynamic-shipped": partial(dynamic_table, "docs/dynamic/austen-4m.json", "docs"),
