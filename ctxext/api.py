@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -15,14 +15,17 @@ from ctxext.description import ContextDescription, describe
 from ctxext.methods import ContextMethod, RopeScaling
 from ctxext.planning import plan_extension
 from ctxext.plans import Existing
-from ctxext.sites.twin import text_config_of
+from ctxext.text_configs import text_config_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
+Model = TypeVar("Model", bound=nn.Module)
+Config = TypeVar("Config", bound="PreTrainedConfig")
+
 
 def extend_context(
-    model: nn.Module,
+    model: Model,
     factor: float | None = None,
     method: str | ContextMethod | None = None,
     *,
@@ -32,7 +35,7 @@ def extend_context(
     length: int | None = None,
     rotated_copy: bool = False,
     **options: Any,
-) -> Any:
+) -> Model:
     """Extend the context window of a live model, in place, and prove that it took effect.
 
     What holds the positions (a rotary embedding, a table, ALiBi's slopes, T5's buckets, relative representations) is
@@ -103,7 +106,7 @@ def extend_context(
     return model
 
 
-def restore_context(model: nn.Module) -> Any:
+def restore_context(model: Model) -> Model:
     """Undo `extend_context`: modules, config and logits are bitwise what they were. Returns the same model.
 
     A position table that was trained in the meantime goes with the extension; all other weights keep their training.
@@ -121,8 +124,8 @@ def restore_context(model: nn.Module) -> Any:
 
 @contextmanager
 def temporarily_extended(
-    model: nn.Module, factor: float | None = None, method: str | ContextMethod | None = None, **options: Any
-) -> Iterator[Any]:
+    model: Model, factor: float | None = None, method: str | ContextMethod | None = None, **options: Any
+) -> Iterator[Model]:
     """`extend_context` for the length of a `with` block; restored on exceptions too."""
     extend_context(model, factor, method, **options)
     try:
@@ -132,8 +135,8 @@ def temporarily_extended(
 
 
 def extend_config(
-    config: PreTrainedConfig, factor: float | None = None, method: str | ContextMethod | None = None, **options: Any
-) -> Any:
+    config: Config, factor: float | None = None, method: str | ContextMethod | None = None, **options: Any
+) -> Config:
     """A copy of `config` for the extended model: for those who hand a config to a trainer or a server.
 
     Arguments and errors are those of `extend_context`. The copy is not checked against a live model.

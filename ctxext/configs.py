@@ -26,7 +26,7 @@ from ctxext.methods import (
     scaled_rope_parameters,
 )
 from ctxext.plans import Existing, Plan, by_own_names, chosen_method, factor_and_target, live_mark
-from ctxext.sites.twin import text_config_of
+from ctxext.text_configs import text_config_of
 
 if sys.version_info >= (3, 11):
     import tomllib

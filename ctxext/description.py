@@ -9,7 +9,7 @@ from typing import Any
 from ctxext.configs import Checkpoint, RopePlan, attention_layers, has_rope, head_dim, no_encoding, read_context
 from ctxext.planning import encoding_of, original_length, plan_extension
 from ctxext.plans import ENCODINGS, live_mark
-from ctxext.sites.twin import text_config_of
+from ctxext.text_configs import text_config_of
 
 BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1}
 

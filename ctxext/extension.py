@@ -28,7 +28,7 @@ from ctxext.saved import PROBE, RECORD
 from ctxext.sites import rotary
 from ctxext.sites.contract import SiteProof
 from ctxext.sites.surgery import Surgery, Undo, undo
-from ctxext.sites.twin import path_to_text, text_config_of
+from ctxext.text_configs import path_to_text, text_config_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -20,7 +20,7 @@ from ctxext.methods import ContextMethod, method_from_dict
 from ctxext.planning import plan_extension
 from ctxext.plans import Plan, live_mark
 from ctxext.saved import PROBE
-from ctxext.sites.twin import text_config_of, text_section_of
+from ctxext.text_configs import text_config_of, text_section_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig

@@ -16,7 +16,7 @@ from ctxext.plans import ENCODINGS, Existing, Plan, by_own_names, chosen_method,
 from ctxext.saved import check_made_for, opened
 from ctxext.sites import alibi, position_table, relative_bias, sinusoidal
 from ctxext.sites.contract import Encoding
-from ctxext.sites.twin import text_config_of
+from ctxext.text_configs import text_config_of
 
 # In the order in which they are looked for; a model with more than one is extended where its limit is.
 FINDERS = (alibi.find, sinusoidal.find, position_table.find, relative_bias.find)

@@ -37,7 +37,7 @@ from ctxext.methods import ContextMethod, list_methods
 from ctxext.planning import encoding_of, plan_extension
 from ctxext.plans import Plan
 from ctxext.saved import SavedMethod
-from ctxext.sites.twin import text_config_of
+from ctxext.text_configs import text_config_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel

@@ -29,7 +29,7 @@ from ctxext.methods import ContextMethod, PositionRemapping, make_method
 from ctxext.planning import plan_extension
 from ctxext.plans import ENCODINGS, Plan, live_mark
 from ctxext.saved import PROBE, SUFFIX, read_saved
-from ctxext.sites.twin import text_config_of
+from ctxext.text_configs import text_config_of
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi

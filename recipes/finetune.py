@@ -63,7 +63,7 @@ from ctxext.evals.targets import UNEXTENDED, LiveModel, Variant, known_lengths
 from ctxext.extension import in_eval_mode, transformers_model
 from ctxext.folders import checkpoint_folder, extend_folder, extended_json
 from ctxext.processes import Processes
-from ctxext.sites.twin import text_config_of
+from ctxext.text_configs import text_config_of
 from ctxext.training import checkpoints
 from ctxext.training.estimate import PeakMemory, duration, estimate, gib
 from ctxext.training.launch import data_parallel, engine_of, make_accelerator, on_my_part

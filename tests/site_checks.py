@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from ctxext.methods import ContextMethod
 from ctxext.sites.contract import Encoding, SiteProof
 from ctxext.sites.surgery import Surgery
-from ctxext.sites.twin import text_config_of
+from ctxext.text_configs import text_config_of
 
 COMMON: dict[str, Any] = dict(vocab_size=64, pad_token_id=0, bos_token_id=1, eos_token_id=2)
 

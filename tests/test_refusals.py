@@ -19,8 +19,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlavaConfig, PreTrain
 from ctxext import describe_context, extend_config, extend_context, extension, restore_context, temporarily_extended
 from ctxext.methods import NTKAware, RopeMethod, YaRN, list_methods
 from ctxext.planning import plan_extension
-from ctxext.sites.twin import path_to_text
 from ctxext.survey.small import small_model
+from ctxext.text_configs import path_to_text
 
 SHAPE: dict[str, Any] = dict(
     vocab_size=128,

@@ -42,7 +42,7 @@ def describe(
     from ctxext.extension import read_record
     from ctxext.folders import checkpoint_folder, read_config
     from ctxext.planning import plan_extension
-    from ctxext.sites.twin import text_config_of
+    from ctxext.text_configs import text_config_of
 
     record, model = None, folder_of(model)
     with without_garbage_collection():

@@ -28,7 +28,7 @@ from ctxext.extension import extension_of, in_eval_mode
 from ctxext.saved import PROBE, write_json
 from ctxext.sites import rotary
 from ctxext.sites.surgery import Surgery
-from ctxext.sites.twin import text_config_of
+from ctxext.text_configs import text_config_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase

@@ -20,7 +20,7 @@ from ctxext.families import family_of
 from ctxext.folders import tokenizer_length
 from ctxext.methods import RopeScaling, suggest
 from ctxext.plans import ENCODINGS, Plan, live_mark
-from ctxext.sites.twin import text_config_of, text_section_of
+from ctxext.text_configs import text_config_of, text_section_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig

@@ -26,7 +26,7 @@ from ctxext.methods import ContextMethod, RopeMethod, list_methods, method_class
 from ctxext.planning import encoding_of, original_length, plan_extension
 from ctxext.plans import Plan, check_encoding
 from ctxext.saved import check_made_for, opened
-from ctxext.sites.twin import text_config_of
+from ctxext.text_configs import text_config_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel

@@ -28,7 +28,7 @@ from ctxext.fitting.episodes import Episode, Material
 from ctxext.fitting.live import LiveFactors, recomputed
 from ctxext.methods import LongRoPE, RopeScaling, make_method, suggest
 from ctxext.processes import ALONE, Processes
-from ctxext.sites.twin import text_config_of
+from ctxext.text_configs import text_config_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -20,7 +20,7 @@ from ctxext.extension import extension_of
 from ctxext.families import family_of
 from ctxext.methods import RopeScaling
 from ctxext.sites.rotary import find_rotary_sites, other_rotary_tables, relative_error
-from ctxext.sites.twin import text_config_of
+from ctxext.text_configs import text_config_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

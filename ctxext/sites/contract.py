@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ctxext.methods import ContextMethod
 from ctxext.sites.surgery import Surgery
-from ctxext.sites.twin import text_config_of
+from ctxext.text_configs import text_config_of
 
 
 @dataclass(frozen=True)

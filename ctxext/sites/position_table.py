@@ -20,7 +20,8 @@ from ctxext.encodings.sinusoidal import Layout, sinusoidal_table
 from ctxext.methods import ContextMethod, PositionScaling, TableResizing
 from ctxext.sites.contract import Encoding, SiteProof, probe_inputs, run, seen_by
 from ctxext.sites.surgery import Surgery
-from ctxext.sites.twin import Difference, differences, text_config_of, twin_of
+from ctxext.sites.twin import Difference, differences, twin_of
+from ctxext.text_configs import text_config_of
 
 # Where configs keep a number of positions. The first that a model uses is its context; all grow by the same factor.
 LIMITS = (

@@ -13,7 +13,7 @@ from ctxext.extension import Proof, table_errors, transformers_model
 from ctxext.planning import find_encoding
 from ctxext.plans import live_mark
 from ctxext.sites.rotary import find_rotary_sites
-from ctxext.sites.twin import text_config_of
+from ctxext.text_configs import text_config_of
 from ctxext.training.settings import TrainableSettings
 
 if TYPE_CHECKING:

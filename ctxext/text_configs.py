@@ -1,0 +1,56 @@
+"""The part of a config that a text model reads, wherever it stands."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def text_config_of(config: Any) -> Any:
+    """The part of a config that its text model (the decoder of two) reads: an object that the config holds, or itself.
+
+    `get_text_config` gives a copy for encoder-decoder models whose config is flat, and what is set there is lost.
+
+    Raises:
+        TypeError: no config.
+    """
+    if not hasattr(config, "get_text_config"):
+        raise TypeError(f"this needs a config of transformers, got {config!r}. Load it: AutoConfig.from_pretrained.")
+    found = config.get_text_config(decoder=True)
+    return config if type(found) is type(config) else found
+
+
+def text_section_of(raw: dict[str, Any], config: Any) -> dict[str, Any]:
+    """The part of a config.json that `text_config_of(config)` is read from: `raw` itself, or what is nested in it.
+
+    A part that the file leaves out, as all of it is the default, is put in.
+
+    Raises:
+        ValueError: the text config is in none of the config's parts.
+    """
+    for name, _ in path_to_text(config):
+        raw = raw.setdefault(name, {})
+    return raw
+
+
+def path_to_text(config: Any) -> tuple[tuple[str, Any], ...]:
+    """The configs on the way from `config` to `text_config_of(config)`, that one too, with the names they stand under.
+
+    Raises:
+        ValueError: the text config is in none of the config's parts.
+    """
+    path = _path_to(text_config_of(config), config)
+    if path is None:
+        raise ValueError(f"{type(config).__name__} does not say where its text config stands. Extend that by itself.")
+    return path
+
+
+def _path_to(part: Any, config: Any) -> tuple[tuple[str, Any], ...] | None:
+    if part is config:
+        return ()
+    # Remote code often declares no sub_configs.
+    for name in dict.fromkeys((*config.sub_configs, *config.__dict__)):
+        inner = getattr(config, name, None)
+        rest = _path_to(part, inner) if hasattr(inner, "sub_configs") else None
+        if rest is not None:
+            return (name, inner), *rest
+    return None
