@@ -55,6 +55,7 @@ from ctxext.evals.haystack import Haystack
 from ctxext.evals.needle import Passkey
 from ctxext.evals.perplexity import Perplexity, sliding_losses
 from ctxext.evals.prompts import Prompter
+from ctxext.evals.results import read_results
 from ctxext.evals.runner import Grid, Runner, versions
 from ctxext.evals.samples import Place
 from ctxext.evals.statistics import paired_loss_difference
@@ -154,6 +155,11 @@ def main(arguments: list[str] | None = None) -> None:
         chosen = settings.evaluation.text
         text = PERSUASION if chosen == "shipped" else find_file(chosen, args.config.parent)
         measure = Measure(settings, accelerator, text, tokenizer, trained_length, target_length)
+        if last is None and measure.path.is_file() and TRAINED in read_results(measure.path).header.variants:
+            raise FileExistsError(
+                f"{measure.path} holds the figures of a model that was trained before, and this run begins anew. Set "
+                "another output, or remove that file."
+            )
 
     # 4. The model: what is trained, how loss and attention are computed, and the proof that all of it is so.
     torch.manual_seed(training.seed)  # LoRA's first values

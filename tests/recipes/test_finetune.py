@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM
 
 import ctxext
 from ctxext.assets import MODEL
+from ctxext.evals.results import Header
 from ctxext.survey.small import small_model
 from ctxext.training.checkpoints import checkpoints
 from ctxext.training.settings import read_settings
@@ -102,6 +103,13 @@ def test_a_checkpoint_of_other_settings_is_refused_and_stays(main, whole: Path) 
     with pytest.raises(ValueError, match="was extended in another way than the settings say"):
         main(whole, "extension.method=pi")
     assert outcome(whole) == before
+
+
+def test_figures_of_an_earlier_model_are_seen_before_the_training(main, tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/results.jsonl").write_text(Header({}, {}, {"trained": {}}, {"trained_length": 512}).line() + "\n")
+    with pytest.raises(FileExistsError, match="figures of a model that was trained before"):
+        main(tmp_path / "run", "evaluation={text: shipped, lengths: [512]}")
 
 
 def test_a_base_of_other_weights_is_not_taken_for_this_one(recipe, tmp_path: Path) -> None:
