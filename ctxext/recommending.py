@@ -20,14 +20,23 @@ import torch
 from ctxext.configs import has_rope
 from ctxext.description import kv_cache_bytes
 from ctxext.engines.rules import ENGINES, NotExportable, export_for
+from ctxext.evals.choice import (
+    TIED_LOSS,
+    Choice,
+    beyond_difference,
+    choose,
+    found_share,
+    price,
+    reasons,
+    summary_loss,
+)
 from ctxext.evals.haystack import Haystack
 from ctxext.evals.needle import Passkey
 from ctxext.evals.perplexity import Perplexity
 from ctxext.evals.prompts import Prompter
 from ctxext.evals.results import read_results
 from ctxext.evals.runner import Grid, Runner, versions
-from ctxext.evals.statistics import Difference, Interval
-from ctxext.evals.summary import LEVEL, Summary, nats, points
+from ctxext.evals.summary import Summary
 from ctxext.evals.targets import UNEXTENDED, LiveModel, Variant, compared_variants
 from ctxext.fitting.episodes import split
 from ctxext.fitting.fit import fit
@@ -43,8 +52,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
 FITTED = "fitted"
-# Differences that nobody would notice decide nothing: shares found, and nats a token.
-TIED_FOUND, TIED_LOSS = 0.05, 0.01
 # A candidate leaves the race at a smaller p than the one by which the last are told apart, as it is looked at often.
 LEAVES = 0.01
 # The least number of texts that say anything: one window does not show how much windows differ.
@@ -63,90 +70,7 @@ MOST_UNEXTENDED = 8
 Advance = Callable[[float, str], None]
 
 
-# ------------------------------------------------------------------------------------- the choice
-
-
-@dataclass(frozen=True)
-class Choice:
-    """What was chosen, and by what.
-
-    Attributes:
-        variant: the one to use.
-        tied: the others that these samples do not tell apart from it in what they find and in their loss.
-        behind: the rest. Both begin with the next best.
-        decided: what decided among the tied ones, for people; "" where there were none.
-    """
-
-    variant: str
-    tied: tuple[str, ...]
-    behind: tuple[str, ...]
-    decided: str
-
-    @property
-    def ranking(self) -> tuple[str, ...]:
-        """All candidates, the best first."""
-        return self.variant, *self.tied, *self.behind
-
-
-def choose(summary: Summary, candidates: Collection[str], portable: Collection[str]) -> Choice:
-    """The candidate to use.
-
-    What is found beyond the trained length comes first, of those whose loss is a number; those not surely behind the
-    best there, nor by more than TIED_FOUND, are held to the least loss over windows of the target length, give or take
-    TIED_LOSS. What is left is tied: those that plain transformers runs go before those that it cannot run, and then the
-    least price counts.
-
-    Args:
-        portable: the candidates whose saved config plain transformers runs.
-
-    Raises:
-        ValueError: a candidate was measured neither in retrieval nor in loss.
-    """
-    found, loss = (
-        {v: found_share(summary, v).value for v in candidates},
-        {v: summary_loss(summary, v) for v in candidates},
-    )
-    order = sorted(candidates, key=lambda v: (loss[v] == math.inf, -found[v], loss[v]))
-    level = [v for v in order if not _behind(beyond_difference(summary, v, order[0]))]
-    least = min(level, key=loss.__getitem__)
-    tied = [v for v in level if loss[v] <= loss[least] + TIED_LOSS]
-    chosen, *others = sorted(tied, key=lambda v: (v not in portable, price(summary, v)))
-    alike = [(v in portable) == (chosen in portable) for v in others]
-    reasons = ["plain transformers runs it"] * (not all(alike)) + ["it costs least within the trained length"] * any(
-        alike
-    )
-    return Choice(chosen, tuple(others), tuple(v for v in order if v not in tied), " and ".join(reasons))
-
-
-def found_share(summary: Summary, variant: str) -> Interval:
-    """The share found beyond the trained length."""
-    share = summary.pooled(variant, summary.retrieval_tasks, summary.beyond)
-    if share is None:
-        raise ValueError(f"{variant} was not measured beyond the trained length. Measure it with the others.")
-    return share
-
-
-def summary_loss(summary: Summary, variant: str) -> float:
-    """In nats a token, over the windows of the target length that it read; infinite where it is no number."""
-    perplexity = summary.perplexity(variant, summary.beyond[-1])
-    if perplexity is None:
-        raise ValueError(f"{variant} has read no window of {summary.beyond[-1]} tokens. Measure it with the others.")
-    return math.log(perplexity) if math.isfinite(perplexity) else math.inf
-
-
-def beyond_difference(summary: Summary, one: str, other: str) -> Difference | None:
-    """How much more `one` finds beyond the trained length, on the samples of both."""
-    return summary.difference(one, other, summary.retrieval_tasks, summary.beyond)
-
-
-def price(summary: Summary, variant: str) -> float:
-    """More loss than the unextended model's within the trained length, in nats a token."""
-    loss = summary.gate(variant).loss
-    return 0.0 if loss is None else loss.value
-
-
-def _behind(difference: Difference | None) -> bool:
-    return difference is not None and difference.value < 0 and (difference.p < LEVEL or -difference.value > TIED_FOUND)
+# ---------------------------------------------------------------------------------- who stays in it
 
 
 def staying(summary: Summary, candidates: Sequence[str]) -> list[str]:
@@ -223,7 +147,6 @@ class Recommended:
         saved: the method, with the figures in `about`: write it with `saved.save(path)`.
         why: for people, a paragraph.
         summary: of all that was measured.
-        portable: the candidates whose saved config plain transformers runs.
         left_out: methods that were not measured, and the reason of each.
         speed: of the unextended model, where it runs at that length, and of the one to use.
         kv_cache_bytes: of one sequence of the target length, in the model's dtype.
@@ -235,7 +158,6 @@ class Recommended:
     saved: SavedMethod
     why: str
     summary: Summary
-    portable: frozenset[str]
     left_out: dict[str, str]
     speed: dict[str, Speed]
     kv_cache_bytes: int
@@ -489,15 +411,10 @@ class _Race:
             # Beyond the trained length it is soon known to fail; the price is that of every text.
             self._measure(Variant(gate_only=texts > MOST_UNEXTENDED), texts)
 
-    @property
-    def portable(self) -> frozenset[str]:
-        """The candidates whose saved config plain transformers runs."""
-        return frozenset(name for name, plan in self.plans.items() if plan.is_portable)
-
     def choice(self) -> Choice:
         """The best of those that are still measured."""
         summary = Summary(read_results(self.path))
-        return choose(summary, [variant.name for variant in self.candidates], self.portable)
+        return choose(summary, [variant.name for variant in self.candidates])
 
     def _keep(self, names: Collection[str]) -> None:
         self.candidates = [variant for variant in self.candidates if variant.name in names]
@@ -547,14 +464,14 @@ def _recommended(
     cache = kv_cache_bytes(text_config_of(config), race.length, target.model.dtype.itemsize)
     plan = race.plans[choice.variant]
     engines = [engine for engine in ENGINES if _runs(engine, config, plan)]
-    why = reasons(summary, choice, plan, engines, race.portable)
+    said = why(summary, choice, plan, engines)
     about = {
         "model": names[0],
         "trained_length": summary.trained_length,
         "target_length": race.length,
         "text": f"{names[1]} {race.text.fingerprint}",
         "by": "recommend",
-        "recommendation": why,
+        "recommendation": said,
         "figures": {
             v: {
                 "texts": race.texts[v],
@@ -576,7 +493,7 @@ def _recommended(
         about["fit"] = fitted.about
     assert plan.method is not None
     return Recommended(
-        choice.variant, SavedMethod(plan.method, about), why, summary, race.portable, left_out, speed, cache,
+        choice.variant, SavedMethod(plan.method, about), said, summary, left_out, speed, cache,
         dict(race.texts), race.text_used_up,
     )  # fmt: skip
 
@@ -589,38 +506,16 @@ def _runs(engine: str, config: PreTrainedConfig, plan: Plan) -> bool:
     return True
 
 
-def reasons(summary: Summary, choice: Choice, plan: Plan, engines: Sequence[str], portable: Collection[str]) -> str:
-    """Why this one, for people: a paragraph."""
-    name, target = choice.variant, summary.beyond[-1]
-    said = [
-        f"Use {name}. Beyond the trained {summary.trained_length:,} tokens, up to {target:,}, it finds "
-        f"{found_share(summary, name).percent()} of the keys."
-    ]
-    gain = beyond_difference(summary, name, UNEXTENDED)
-    if gain is not None:
-        sure = "" if gain.p < LEVEL and gain.value > 0 else ", which is no proof that it helps at all"
-        said.append(f"That is {points(gain)} against the unextended model{sure}.")
-    if choice.tied:
-        said.append(
-            f"Neither what they find nor their loss tells it apart from {', '.join(choice.tied)}: it is taken as "
-            f"{choice.decided}."
-        )
-    if choice.behind:
-        behind = choice.behind[0]
-        found = beyond_difference(summary, behind, name)
-        loss = summary.loss_difference(behind, name, target)
-        by = f"{nats(loss)} over windows of {target:,} tokens" if loss and not _behind(found) else points(found)
-        said.append(f"The next, {behind}, is behind: {by}.")
-    gate = summary.gate(name).loss
-    if gate is not None:
-        said.append(f"Its price within the trained length: {nats(gate)}.")
+def why(summary: Summary, choice: Choice, plan: Plan, engines: Sequence[str]) -> str:
+    """Why this one, and where it runs, for people: a paragraph."""
+    said = reasons(summary, choice)
     if engines:
         said.append(f"Its saved config runs in {', '.join(engines)}.")
     elif plan.is_portable:
         said.append("Plain transformers loads the model as it is saved extended.")
     else:
         said.append(f"No config can say it, as {plan.why_not_portable}: ctxext.load runs it in transformers.")
-        plain = next((v for v in choice.ranking if v in portable), None)
+        plain = next((v for v in choice.ranking if v in summary.portable), None)
         if plain is not None:
             said.append(f"Of those that a config can say, for servers too, {plain} comes first (--portable).")
     return " ".join(said)

@@ -20,8 +20,9 @@ from ctxext import __version__
 from ctxext.adapters import render_card, weights_fingerprint
 from ctxext.configs import RopePlan, has_rope, read_context
 from ctxext.encodings.rope import RopeGeometry
+from ctxext.evals.choice import nats
 from ctxext.evals.results import Results, read_results
-from ctxext.evals.summary import Summary, label, nats
+from ctxext.evals.summary import Summary, label
 from ctxext.evals.targets import UNEXTENDED
 from ctxext.extension import ATTRIBUTE, RECORD, extended_model, read_record, write_record
 from ctxext.folders import check_not_extended, checkpoint_folder, method_of, read_config

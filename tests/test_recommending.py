@@ -12,6 +12,7 @@ from transformers import GPT2Config, LlamaConfig, LlamaForCausalLM
 from ctxext import extend_context, restore_context
 from ctxext.assets import MODEL, PERSUASION
 from ctxext.cli.measuring import load
+from ctxext.evals.choice import choose
 from ctxext.evals.haystack import read_prose
 from ctxext.evals.perplexity import packed
 from ctxext.evals.prompts import Prompter
@@ -20,7 +21,7 @@ from ctxext.evals.summary import Summary
 from ctxext.fitting.episodes import split
 from ctxext.methods import YaRN
 from ctxext.planning import plan_extension
-from ctxext.recommending import FIRST, choose, reasons, recommend, staying
+from ctxext.recommending import FIRST, recommend, staying, why
 from ctxext.saved import read_saved
 
 
@@ -47,7 +48,9 @@ def measured(
     header = Header(
         identity={"seed": 0},
         tasks={"passkey": {}, "perplexity": {}, "short": {}},
-        variants={variant: {"model": "m"} for variant in ("none", *found)},
+        variants={
+            variant: {"model": "m", "portable": variant not in ("late", "dynamic_ntk")} for variant in ("none", *found)
+        },
         about={"trained_length": 512, "lengths": [1024]},
     )
     return Summary(Results(Path("results.jsonl"), header, records))
@@ -55,25 +58,25 @@ def measured(
 
 def test_the_one_that_finds_more_is_chosen_whatever_its_loss_and_wherever_it_runs() -> None:
     summary = measured({"static": 0.5, "late": 1.0}, {"late": 0.5})
-    assert choose(summary, ["static", "late"], {"static"}).variant == "late"
+    assert choose(summary, ["static", "late"]).variant == "late"
 
 
 def test_less_loss_decides_between_those_that_find_as_much() -> None:
     summary = measured({"static": 1.0, "late": 1.0}, {"static": 0.05})
-    choice = choose(summary, ["static", "late"], {"static"})
+    choice = choose(summary, ["static", "late"])
     assert (choice.variant, choice.tied, choice.behind) == ("late", (), ("static",))
 
 
 def test_of_tied_ones_that_is_chosen_which_plain_transformers_runs() -> None:
     summary = measured({"late": 1.0, "static": 31 / 32}, {"static": 0.005}, {"static": 0.1}, texts=32)
-    choice = choose(summary, ["late", "static"], {"static"})
+    choice = choose(summary, ["late", "static"])
     assert (choice.variant, choice.tied) == ("static", ("late",))
     assert choice.decided == "plain transformers runs it"
 
 
 def test_of_tied_ones_that_run_alike_the_cheapest_within_the_trained_length_is_chosen() -> None:
     summary = measured({"a": 1.0, "b": 1.0, "late": 1.0}, {}, {"a": 0.1, "b": 0.05})
-    choice = choose(summary, ["a", "b", "late"], {"a", "b"})
+    choice = choose(summary, ["a", "b", "late"])
     assert choice.variant == "b"
     assert choice.decided == "plain transformers runs it and it costs least within the trained length"
 
@@ -81,12 +84,12 @@ def test_of_tied_ones_that_run_alike_the_cheapest_within_the_trained_length_is_c
 @pytest.mark.parametrize("broken", [{"a"}, {"a", "b"}])
 def test_a_loss_that_is_no_number_is_never_ahead(broken: set[str]) -> None:
     summary = measured({"a": 1.0, "b": 1.0, "c": 0.9}, dict.fromkeys(broken, float("nan")))
-    assert choose(summary, ["a", "b", "c"], {"a"}).variant == ("b" if broken == {"a"} else "c")
+    assert choose(summary, ["a", "b", "c"]).variant == ("b" if broken == {"a"} else "c")
 
 
 def test_few_texts_do_not_make_a_tie_of_all_and_nothing() -> None:
     summary = measured({"late": 1.0, "static": 0.0}, {}, texts=FIRST)
-    assert choose(summary, ["late", "static"], {"static"}).variant == "late"
+    assert choose(summary, ["late", "static"]).variant == "late"
 
 
 def test_who_is_surely_behind_leaves_and_who_may_still_win_stays() -> None:
@@ -176,10 +179,9 @@ def test_portable_leaves_out_what_no_config_can_say(shipped, tmp_path: Path) -> 
 
 def test_who_needs_a_config_learns_which_method_comes_first_there() -> None:
     summary = measured({"dynamic_ntk": 1.0, "ntk": 0.6, "yarn": 0.8}, {})
-    portable = {"ntk", "yarn"}
-    choice = choose(summary, ["dynamic_ntk", "ntk", "yarn"], portable)
+    choice = choose(summary, ["dynamic_ntk", "ntk", "yarn"])
     plan = plan_extension(LlamaConfig(max_position_embeddings=512), factor=2, method="dynamic_ntk")
-    said = reasons(summary, choice, plan, [], portable)
+    said = why(summary, choice, plan, [])
     assert "Of those that a config can say, for servers too, yarn comes first" in said
 
 
@@ -230,9 +232,9 @@ def test_a_model_in_training_is_measured_without_dropout_and_left_in_training(sh
 
 def test_what_transformers_saves_and_no_server_is_known_to_run_is_said_so() -> None:
     summary = measured({"hierarchical": 1.0}, {})
-    choice = choose(summary, ["hierarchical"], {"hierarchical"})
+    choice = choose(summary, ["hierarchical"])
     plan = plan_extension(GPT2Config(n_positions=64), factor=2, method="hierarchical")
-    said = reasons(summary, choice, plan, [], {"hierarchical"})
+    said = why(summary, choice, plan, [])
     assert "No config can say it" not in said
     assert "Plain transformers loads" in said
 

@@ -20,8 +20,9 @@ from transformers import AutoModelForCausalLM
 import ctxext
 from ctxext.assets import MODEL, PERSUASION
 from ctxext.cli import commands
+from ctxext.evals.choice import nats
 from ctxext.evals.results import read_results
-from ctxext.evals.summary import Summary, nats
+from ctxext.evals.summary import Summary
 from ctxext.evals.targets import compared_variants
 from ctxext.extension import RECORD
 from ctxext.folders import checkpoint_folder, extend_folder

@@ -140,7 +140,7 @@ def recommended_table(found: Recommended) -> Table:
     from rich import box
     from rich.table import Table
 
-    from ctxext.recommending import beyond_difference, found_share, price, summary_loss
+    from ctxext.evals.choice import beyond_difference, found_share, price, summary_loss
 
     summary, target = found.summary, found.summary.beyond[-1]
     table = Table(
@@ -170,7 +170,7 @@ def recommended_table(found: Recommended) -> Table:
             "" if points is None else f"{100 * points.value:+.1f}",
             "" if loss is None else f"{loss.value:+.3f}",
             f"{price(summary, variant):+.3f}",
-            "transformers" if variant in found.portable else "ctxext.load",
+            "transformers" if variant in summary.portable else "ctxext.load",
             style="bold" if chosen else None,
         )
     return table

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from ctxext.evals.choice import candidates_of, choose, reasons
 from ctxext.evals.perplexity import stretches, unpacked
 from ctxext.evals.results import Record, Results
 from ctxext.evals.statistics import (
@@ -26,10 +27,6 @@ from ctxext.evals.statistics import (
     wilson,
 )
 from ctxext.evals.targets import UNEXTENDED
-from ctxext.methods import ContextMethod, RopeScaling, list_methods
-
-# Two variants whose difference has a larger p are not told apart.
-LEVEL = 0.05
 
 
 @dataclass(frozen=True)
@@ -279,73 +276,20 @@ class Summary:
         lengths = {*self.read_lengths, *self.lengths(*self.retrieval_tasks)}
         return [length for length in sorted(lengths) if length > self.trained_length]
 
-    def recommendation(self) -> Recommendation:
-        """Which variant to use, and how sure that is: one paragraph.
+    @property
+    def portable(self) -> set[str]:
+        """The variants whose saved config plain transformers runs."""
+        return {name for name, about in self.header.variants.items() if about.get("portable")}
 
-        The one that finds most beyond the trained length, or, of those that these samples do not tell
-        apart from it, one that surely loses less over the longest windows, in which short and long positions count.
-        """
-        extended = [variant for variant in self.variants if variant != UNEXTENDED and self._is_for_use(variant)]
-        if not extended or not self.beyond:
+    def recommendation(self) -> Recommendation:
+        """Which variant to use, and how sure that is: one paragraph."""
+        candidates = candidates_of(self) if self.beyond else []
+        if not candidates:
             return Recommendation(
                 None, "No extended variant was measured beyond the trained length: nothing to recommend."
             )
-        longest = self.beyond[-1]
-        found = {v: share for v in extended if (share := self.pooled(v, self.retrieval_tasks, self.beyond))}
-        loss = {v: ppl for v in extended if math.isfinite(ppl := self.perplexity(v, longest) or math.nan)}
-        if not (found or loss):
-            return Recommendation(None, "Neither retrieval nor perplexity was measured: nothing to recommend.")
-        said = []
-        best = max(found or loss, key=lambda v: (found[v].value if found else 0.0, -loss.get(v, math.inf)))
-        rivals = [v for v in found if v != best and not _worse(self._beyond_difference(v, best))]
-        cheaper = [v for v in rivals if _worse(self.loss_difference(v, best, longest))]  # less loss is better
-        choice = min(cheaper, key=lambda v: loss[v]) if cheaper else best
-        said.append(f"Recommended of {len(extended)}: {choice}." if len(extended) > 1 else f"{choice}:")
-        if found:
-            share = found[choice]
-            said.append(
-                f"Beyond the trained {self.trained_length:,} tokens, up to {longest:,}, it finds {share.percent()} "
-                "in retrieval."
-            )
-            gain = self._beyond_difference(choice, UNEXTENDED)
-            if gain is not None:
-                sure = "" if gain.p < LEVEL and gain.value > 0 else ", which is no proof that it helps at all"
-                said.append(f"That is {points(gain)} against the unextended model{sure}.")
-            elif self.cannot_run:
-                said.append(f"There is nothing to hold against it: {self.cannot_run}.")
-            others = sorted((v for v in found if v != choice), key=lambda v: -found[v].value)
-            alike = [v for v in others if v in rivals or v == best]
-            if alike:
-                tie = any(found[v].value >= share.value for v in alike)
-                by = "lower loss over whole windows" if loss and (cheaper or tie) else "the share found"
-                said.append(f"These samples do not tell it apart in retrieval from {', '.join(alike)}: {by} decided.")
-            elif others:
-                said.append(f"The next, {others[0]}, is behind: {points(self._beyond_difference(others[0], choice))}.")
-        elif len(loss) > 1:
-            second = sorted(loss, key=lambda v: loss[v])[1]
-            behind = self.loss_difference(second, choice, longest)
-            if behind is None:
-                said.append("One window of text does not show how sure that is.")
-            else:
-                said.append(f"The next, {second}, loses {nats(behind)} more over windows of {longest:,} tokens.")
-        price = self.gate(choice)
-        if price.loss is not None and price.agreement is not None:
-            said.append(
-                f"The price of {choice} within the trained length: {nats(price.loss)}, and another most likely "
-                f"token at {1 - price.agreement.value:.1%} of the places."
-            )
-        return Recommendation(choice, " ".join(said))
-
-    def _is_for_use(self, variant: str) -> bool:
-        """Not so a method that can keep no key from one token to the next: it is there to be compared with."""
-        extension = self.header.variants[variant].get("extension") or {}
-        method = extension.get("method")
-        name = method["name"] if isinstance(method, dict) else method
-        known = next((cls for cls in list_methods() if name in (cls.name, *cls.aliases)), ContextMethod)
-        return not (issubclass(known, RopeScaling) and known.of_the_call) or "length" in extension
-
-    def _beyond_difference(self, one: str, other: str) -> Difference | None:
-        return self.difference(one, other, self.retrieval_tasks, self.beyond)
+        choice = choose(self, candidates)
+        return Recommendation(choice.variant, " ".join(reasons(self, choice)))
 
 
 def _plain(gate: Gate) -> dict[str, Any]:
@@ -356,28 +300,9 @@ def _plain(gate: Gate) -> dict[str, Any]:
     }
 
 
-def _worse(difference: Difference | None) -> bool:
-    return difference is not None and difference.value < 0 and difference.p < LEVEL
-
-
 def label(variant: str) -> str:
     """A variant's name for people."""
     return "not extended" if variant == UNEXTENDED else variant
-
-
-def points(difference: Difference | None) -> str:
-    """A difference of shares, for people."""
-    if difference is None:
-        return "not measured"
-    low, high = 100 * difference.low, 100 * difference.high
-    return (
-        f"{100 * difference.value:+.1f} points [{low:+.1f}, {high:+.1f}] (p = {difference.p:.2g}, n = {difference.n})"
-    )
-
-
-def nats(difference: Difference) -> str:
-    """A difference of losses, for people."""
-    return f"{difference.value:+.3f} nats a token [{difference.low:+.3f}, {difference.high:+.3f}]"
 
 
 def _cell_order(item: tuple[tuple[int, float | None], Any]) -> tuple[int, float]:

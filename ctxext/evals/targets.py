@@ -57,6 +57,7 @@ class Variant:
             "extension": extension,
             "fingerprint": fingerprint(target.fingerprint, extension),
             "limit": target.limit(self),
+            "portable": target.portable(self),
         }
 
 
@@ -76,6 +77,9 @@ class Target(Protocol):
 
     def reach(self, variant: Variant) -> int | None:
         """The tokens that `variant` covers by its config; None where nobody says."""
+
+    def portable(self, variant: Variant) -> bool | None:
+        """Whether plain transformers runs what a config says of `variant`; None where nobody says."""
 
     def limit(self, variant: Variant) -> int | None:
         """The tokens past which `variant` cannot run at all, as where a table of positions ends; None for no end."""
@@ -115,6 +119,10 @@ class LiveModel:
     def reach(self, variant: Variant) -> int | None:
         plan = self._plan(variant)
         return self.about["reach"] if plan is None else plan.target_length
+
+    def portable(self, variant: Variant) -> bool | None:
+        plan = self._plan(variant)
+        return None if plan is None else plan.is_portable
 
     def limit(self, variant: Variant) -> int | None:
         plan = self._plan(variant)
@@ -166,6 +174,9 @@ class Served:
 
     def reach(self, variant: Variant) -> int | None:
         return self.about["reach"]
+
+    def portable(self, variant: Variant) -> bool | None:
+        return None
 
     def limit(self, variant: Variant) -> int | None:
         return None

@@ -229,6 +229,9 @@ class FakeTarget:
     @staticmethod
     def limit(variant: Variant) -> None: ...
 
+    @staticmethod
+    def portable(variant: Variant) -> None: ...
+
 
 def test_a_model_shorter_than_asked_is_refused(loaded, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="covers 512 tokens, and 768 were asked for"):
