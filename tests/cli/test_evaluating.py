@@ -347,7 +347,7 @@ def test_compare_recommends_with_its_share_its_price_and_its_n(compared: tuple[P
     _, records = lines(path)
     beyond = [r["hit"] for r in records if (r["variant"], r["task"], r["length"]) == ("yarn", "passkey", 1024)]
     said = " ".join(outcome.out.split())
-    assert "Recommended of 2: yarn." in said
+    assert "Use yarn." in said
     assert re.search(rf"it finds {sum(beyond) / len(beyond):.0%} \[\d+, \d+\] n={len(beyond)} ", said)
     (cost,) = re.findall(r"price [^:]*within the trained length: (\S+) nats a token \[\S+ \S+\]", said)
     assert cost == price(records, "yarn")
@@ -390,7 +390,7 @@ def test_report_writes_the_page_and_the_figures(compared: tuple[Path, Outcome], 
     assert outcome.code == 0, outcome.err
     html, cost = page.read_text(encoding="utf-8"), price(lines(compared[0])[1], "yarn")
     assert html.lstrip().lower().startswith("<!doctype html>")
-    assert "Recommended of 2: yarn." in html
+    assert "Use yarn." in html
     assert cost in html
     names = ["overview", "perplexity", "price", *(f"passkey-{variant}" for variant in ("none", "pi", "yarn"))]
     expected = {f"comparison-{name}.{suffix}" for name in names for suffix in ("png", "svg")}
