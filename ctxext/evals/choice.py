@@ -105,7 +105,7 @@ def reasons(summary: Summary, choice: Choice) -> list[str]:
     gate = summary.gate(name)
     if gate.loss is not None and gate.agreement is not None:
         said.append(
-            f"Its price within the trained length: {nats(gate.loss)}, and another most likely token at "
+            f"The price of {name} within the trained length: {nats(gate.loss)}, and another most likely token at "
             f"{1 - gate.agreement.value:.1%} of the places."
         )
     return said
