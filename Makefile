@@ -41,13 +41,13 @@ verify: $(VENV)/dev.stamp  ## live, ignored and without the temperature told apa
 	$(BIN)/python benchmarks/verify.py
 
 benchmark: $(VENV)/dev.stamp
-	-$(BIN)/python benchmarks/patch.py
-	-$(BIN)/python benchmarks/evaluators.py
-	-$(BIN)/python benchmarks/finetune.py
-	-$(BIN)/python benchmarks/attention.py
-	-$(BIN)/python benchmarks/llama_cpp.py
-	-$(BIN)/python benchmarks/versions.py
-	-$(BIN)/python benchmarks/export.py
+	$(BIN)/python benchmarks/patch.py
+	$(BIN)/python benchmarks/evaluators.py
+	$(BIN)/python benchmarks/finetune.py
+	$(BIN)/python benchmarks/attention.py
+	$(BIN)/python benchmarks/llama_cpp.py
+	$(BIN)/python benchmarks/versions.py
+	$(BIN)/python benchmarks/export.py
 
 late: $(VENV)/dev.stamp  ## late rotation on a public model; `make smollm2` fetches it
 	$(BIN)/python benchmarks/dynamic.py --model runs/SmolLM2-135M-Instruct --trained-length 256 --windows 2 --texts 1

@@ -126,10 +126,13 @@ def measured_file(factor: int, name: str, to: int, fitted: bool) -> Path:
 
 def ready() -> tuple[Any, Prompter, str, str]:
     """The model, its prompts, the half of the book to learn from, and the other."""
+    return AutoModelForCausalLM.from_pretrained(MODEL).eval(), Prompter(AutoTokenizer.from_pretrained(MODEL)), *halves()
+
+
+def halves() -> tuple[str, str]:
     text = PERSUASION.read_text(encoding="utf-8")
     middle = text.index("\n\n", len(text) // 2)
-    prompter = Prompter(AutoTokenizer.from_pretrained(MODEL))
-    return AutoModelForCausalLM.from_pretrained(MODEL).eval(), prompter, text[:middle], text[middle:]
+    return text[:middle], text[middle:]
 
 
 def part(factor: int, name: str, how: dict[str, Any] | None, to: int) -> dict[str, Any]:

@@ -21,12 +21,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from fit import found, key_difference, lost, mean, measure
+from fit import found, halves, key_difference, lost, mean, measure
 from report import Report
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ctxext import temporarily_extended
-from ctxext.assets import PERSUASION
 from ctxext.evals.prompts import Prompter
 from ctxext.fitting.episodes import split
 from ctxext.fitting.fit import fit
@@ -54,12 +53,11 @@ def main() -> None:
 
         smollm2.fetch(FOLDER)
     RUNS.mkdir(parents=True, exist_ok=True)
-    text = PERSUASION.read_text(encoding="utf-8")
-    middle = text.index("\n\n", len(text) // 2)
+    seen, text = halves()
     prompter = Prompter(AutoTokenizer.from_pretrained(FOLDER))
     model = AutoModelForCausalLM.from_pretrained(FOLDER).eval()
-    tried = kept("starts", lambda: starts(model, prompter, text[:middle]))
-    saved = fitted(model, prompter, text[:middle], min(tried, key=lambda name: tried[name]["total"]))
+    tried = kept("starts", lambda: starts(model, prompter, seen))
+    saved = fitted(model, prompter, seen, min(tried, key=lambda name: tried[name]["total"]))
     measured = {}
     for name in ("fitted", "llama3", "none", "yarn"):
         extended = (
@@ -70,7 +68,7 @@ def main() -> None:
             else temporarily_extended(model, FACTOR, name)
         )
         with extended:
-            measured[name] = kept(name, lambda: measured_now(model, prompter, text[middle:]))
+            measured[name] = kept(name, lambda: measured_now(model, prompter, text))
     report_on(measured, saved, tried, args.output)
 
 

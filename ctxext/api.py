@@ -170,7 +170,5 @@ def describe_context(
     """
     if isinstance(model_or_config, nn.Module):
         model = extension.transformers_model(model_or_config)
-        return describe(
-            model.config, factor, target_length, check_late=extension.check_on_paper, model=model, **options
-        )
-    return describe(model_or_config, factor, target_length, check_late=extension.check_on_paper, **options)
+        return describe(model.config, factor, target_length, model=model, **options)
+    return describe(model_or_config, factor, target_length, **options)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ctxext.configs import Checkpoint, RopePlan, attention_layers, has_rope, head_dim, no_encoding, read_context
+from ctxext.configs import Checkpoint, attention_layers, has_rope, head_dim, no_encoding, read_context
+from ctxext.extension import check_on_paper
 from ctxext.planning import encoding_of, original_length, plan_extension
 from ctxext.plans import ENCODINGS, live_mark
 from ctxext.text_configs import text_config_of
@@ -111,15 +111,10 @@ def describe(
     factor: float | None,
     target_length: int | None,
     *,
-    check_late: Callable[[Any, RopePlan, Any], None],
     model: Any = None,
     **options: Any,
 ) -> ContextDescription:
-    """See `ctxext.describe_context`.
-
-    Args:
-        check_late: refuses, by ValueError, a config and a plan of it that could not be rotated late.
-    """
+    """See `ctxext.describe_context`."""
     text_config = text_config_of(config)
     dtype = str(getattr(text_config, "dtype", None) or getattr(config, "dtype", None) or "bfloat16")
     dtype = dtype.removeprefix("torch.")
@@ -129,9 +124,7 @@ def describe(
         facts = read_context(config, options.get("original_max_position_embeddings"))
     except ValueError as error:
         return _unknown(config, dtype, "rope", f"refuse: {error}")
-    target, would_do, notes = _would_do(
-        config, facts.reach, factor, target_length, check_late=check_late, model=model, **options
-    )
+    target, would_do, notes = _would_do(config, facts.reach, factor, target_length, model=model, **options)
     return ContextDescription(
         model_type=text_config.model_type,
         encoding="rope",
@@ -156,14 +149,14 @@ def _would_do(
     reach: int,
     factor: float | None,
     target_length: int | None,
-    check_late: Callable[[Any, RopePlan, Any], None] | None = None,
+    *,
+    model: Any,
     **options: Any,
 ) -> tuple[int, str, tuple[str, ...]]:
     """The target in tokens, what extending would do, and what a person should know of that."""
     try:
-        plan = plan_extension(config, factor, target_length=target_length, **options)
-        if check_late is not None and isinstance(plan, RopePlan) and plan.is_late:
-            check_late(config, plan, options.get("model"))
+        plan = plan_extension(config, factor, target_length=target_length, model=model, **options)
+        check_on_paper(config, plan, model)
     except ValueError as error:
         return target_length or round((factor or 4) * reach), f"refuse: {error}", ()
     why = plan.why_not_portable

@@ -628,8 +628,8 @@ def _refuse_to_rotate_late(
     return implementation
 
 
-def check_on_paper(config: Any, plan: RopePlan, model: PreTrainedModel | None = None) -> None:
-    """See that a model of `config` could be rotated late, as far as its classes say; no weights are needed.
+def check_on_paper(config: Any, plan: Plan, model: PreTrainedModel | None = None) -> None:
+    """See that a model of `config` could be rotated late, if `plan` asks for it; no weights are needed.
 
     Args:
         model: the live one, where there is one.
@@ -637,6 +637,8 @@ def check_on_paper(config: Any, plan: RopePlan, model: PreTrainedModel | None = 
     Raises:
         ValueError: it could not.
     """
+    if not (isinstance(plan, RopePlan) and plan.is_late):
+        return
     if model is None:
         model = model_on_meta(config)
     name = f"{type(model).__name__} (model_type {plan.facts.text_config.model_type!r})"

@@ -140,8 +140,7 @@ def extended_json(folder: Path, /, **arguments: Any) -> tuple[Plan, dict[str, An
         if former["method"].encoding != "rope":
             arguments["existing"] = "refuse"  # its config is that of the model as it was
     plan = plan_extension(config, **arguments)
-    if isinstance(plan, RopePlan) and plan.is_late:
-        check_on_paper(config, plan)
+    check_on_paper(config, plan)
     if not plan.is_portable:
         return plan, raw
     section = text_section_of(raw, config)

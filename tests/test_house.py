@@ -16,7 +16,7 @@ from ctxext.methods import list_methods
 ROOT = Path(__file__).resolve().parent.parent
 # Each room may import from those before it.
 ROOMS = ["encodings", "methods", "hub", "saved", "processes", "endpoint", "pictures", "text_configs", "sites",
-         "attention", "families", "plans", "configs", "planning", "description", "extension", "api", "survey", "tables",
+         "attention", "families", "plans", "configs", "planning", "extension", "description", "api", "survey", "tables",
          "assets", "folders", "adapters", "engines", "data", "training", "evals", "sharing", "fitting", "recommending",
          "cli"]  # fmt: skip
 

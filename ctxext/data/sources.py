@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 
 # What the name of a file says of its kind, in the names of datasets' own builders.
 KINDS = {".txt": "text", ".jsonl": "json", ".json": "json", ".parquet": "parquet"}
-# owner/name, or a name alone: what a hub knows a dataset by.
 # What names a part of a dataset, as a folder or at the beginning of a file's name, before its number.
 _SPLITS = {"train", "validation", "valid", "val", "dev", "test", "eval"}
 _NUMBER = re.compile(r"[-_.]\d+(-of-\d+)?$")
+# owner/name, or a name alone: what a hub knows a dataset by.
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
@@ -163,7 +163,7 @@ def _files(found: Path) -> tuple[str, list[Path]]:
     unknown = [path for path in files if _kind(path) is None]
     if unknown:
         raise ValueError(f"{unknown[0]} is of an unknown kind{suggest(unknown[0].suffix, list(KINDS))}")
-    kinds = {_kind(path): path for path in files}
+    kinds = {kind: path for path in files if (kind := _kind(path))}
     if len(kinds) > 1:
         first, second = list(kinds.values())[:2]
         raise ValueError(
@@ -173,7 +173,7 @@ def _files(found: Path) -> tuple[str, list[Path]]:
     for path in files:
         if _is_empty(path):
             raise ValueError(f"{path} is empty. Leave it out or write it anew.")
-    return KINDS[files[0].suffix.lower()], files
+    return next(iter(kinds)), files
 
 
 def _is_empty(path: Path) -> bool:

@@ -43,12 +43,10 @@ class Choice:
 
 
 def candidates_of(summary: Summary) -> list[str]:
-    """The extended variants that are for use and were measured beyond the trained length, at all that others were."""
+    """The extended variants for use whose retrieval was measured beyond the trained length; without any, whose loss."""
     extended = [v for v in summary.variants if v != UNEXTENDED and _is_for_use(summary, v)]
-    return (
-        [v for v in extended if found_share(summary, v) is not None]
-        or [v for v in extended if summary_loss(summary, v) < math.inf]
-    )  # fmt: skip
+    asked = [v for v in extended if found_share(summary, v) is not None]
+    return asked or [v for v in extended if summary_loss(summary, v) < math.inf]
 
 
 def choose(summary: Summary, candidates: Collection[str]) -> Choice:
