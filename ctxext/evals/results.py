@@ -4,11 +4,15 @@ The first line says what was measured with what; every other line is a sample, i
 While a run goes on, each process keeps a journal beside the file (`results.jsonl.part-0`): one line for
 each batch, behind a header for each run that wrote there. At the end the journals are merged into the file
 and removed. A run that was killed at any moment goes on from its journals, with any number of processes.
+
+Each process holds the operating system's lock on its journal, so a second run on the same file is refused. The lock ends
+with the process, however that ends.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 from collections.abc import Iterable, Iterator
@@ -160,43 +164,85 @@ def _parse(file: Path, number: int, line: bytes) -> Any:
 class ResultsWriter:
     """Adds to a results file; every process of a run has one.
 
-    Use it as a context manager, with `wait` between the processes:
+    The process of rank 0 comes first: it refuses a file that another run is writing. With `wait` between the processes:
 
-        writer = ResultsWriter(path, header, rank=rank)   # reads what was measured
-        wait()                                            # everybody has read
-        with writer: writer.add([record, ...])            # one batch
-        wait()                                            # everybody has written
-        if rank == 0: writer.merge()
+        if rank > 0: wait()
+        with ResultsWriter(path, header, rank=rank) as writer:   # locks, and reads what was measured
+            if rank == 0: wait()
+            wait()                                               # everybody has read
+            writer.add([record, ...])                            # one batch
+            if rank == 0: wait(); writer.merge()                 # everybody else has closed its journal
+        if rank > 0: wait()
+
+    Raises:
+        ValueError: another process writes to this file, or what it holds does not belong with `header`.
+        OSError: the file system cannot lock files.
     """
 
     def __init__(self, path: str | Path, header: Header, rank: int = 0) -> None:
         self.path = Path(path)
-        self._part = self.path.with_name(f"{self.path.name}.part-{rank}")
         self.header = header
-        self._file: BinaryIO | None = None
         self.done: dict[tuple[str, str], Record] = {}
-        before = _read_all(self.path)
-        if before is not None:
-            self.header = before.header.joined(header, self.path)
-            self.done = {(record["variant"], record["key"]): record for record in before.records}
+        self._part = self.path.with_name(f"{self.path.name}.part-{rank}")
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = self._locked(self._part)
+        try:
+            if rank == 0:
+                # A process of another run may outlive its rank 0.
+                for part in {*self._parts()} - {self._part}:
+                    self._locked(part).close()
+            before = _read_all(self.path)
+            if before is not None:
+                self.header = before.header.joined(header, self.path)
+                self.done = {(record["variant"], record["key"]): record for record in before.records}
+            # A line that was being written when an earlier run was killed.
+            whole = self._part.read_bytes()
+            self._size = whole.rfind(b"\n") + 1
+            self._file.truncate(self._size)
+            self._begun = self.header.line().encode() in whole.splitlines()
+        except BaseException:
+            self._close()
+            raise
 
     def __enter__(self) -> ResultsWriter:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._file is not None:
-            self._file.close()
+        self._close()
 
-    def _begin(self) -> None:
-        """Open the journal, once there is something to write."""
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = open(self._part, "ab")  # noqa: SIM115  open until __exit__
-        # A line that was being written when an earlier run was killed.
-        whole = self._part.read_bytes()
-        self._size = whole.rfind(b"\n") + 1
-        self._file.truncate(self._size)
-        if self.header.line().encode() not in whole.splitlines():
-            self._write(self.header.line())
+    def _parts(self) -> list[Path]:
+        return list(self.path.parent.glob(f"{self.path.name}.part-*"))
+
+    def _locked(self, part: Path) -> BinaryIO:
+        """A journal, open and locked until it is closed."""
+        while True:
+            file = open(part, "ab")  # noqa: SIM115  open until _close
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                # Between the two calls its run may have ended and removed it.
+                if part.exists() and os.path.samestat(os.fstat(file.fileno()), part.stat()):
+                    return file
+                file.close()
+            except FileNotFoundError:
+                file.close()
+            except BlockingIOError:
+                file.close()
+                raise ValueError(
+                    f"{self.path} is being written by another run. Wait for it to end, or give another file with "
+                    "--output."
+                ) from None
+            except OSError as error:
+                file.close()
+                raise OSError(
+                    error.errno, f"cannot lock {part}: {error.strerror}. Give a file on another file system with --output"
+                ) from None
+
+    def _close(self) -> None:
+        """Give up the lock, and a journal in which nothing was written."""
+        if not self._file.closed:
+            if not os.fstat(self._file.fileno()).st_size:
+                self._part.unlink(missing_ok=True)
+            self._file.close()
 
     def add(self, records: list[Record]) -> None:
         """Write the samples of one batch, all or none.
@@ -204,8 +250,9 @@ class ResultsWriter:
         Raises:
             OSError: the disk is full, or cannot be written; what was written before is kept.
         """
-        if self._file is None:
-            self._begin()
+        if not self._begun:
+            self._write(self.header.line())
+            self._begun = True
         self._write(json.dumps(records, ensure_ascii=False))
         self.done.update(((record["variant"], record["key"]), record) for record in records)
 
@@ -230,9 +277,9 @@ class ResultsWriter:
     def merge(self) -> Results:
         """Join file and journals into the file, and remove the journals."""
         results = read_results(self.path)
-        parts = list(self.path.parent.glob(f"{self.path.name}.part-*"))
+        parts = self._parts()
         header = results.header.joined(self.header, self.path)
-        if not parts and header == results.header:
+        if not any(part.stat().st_size for part in parts) and header == results.header:
             return results
         results = Results(self.path, header, results.records)
         temporary = self.path.with_name(f"{self.path.name}.tmp")
@@ -252,4 +299,5 @@ class ResultsWriter:
         os.replace(temporary, self.path)
         for part in parts:
             part.unlink()
+        self._file.close()  # and not before: its lock guards the journals
         return results

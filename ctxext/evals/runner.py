@@ -170,8 +170,8 @@ class Runner:
             The results, on the process of rank 0.
 
         Raises:
-            ValueError: the file holds other measurements, or a sample cannot be made.
-            OSError: the file cannot be written. What was measured before is kept in both cases.
+            ValueError: the file holds other measurements, another run is writing it, or a sample cannot be made.
+            OSError: the file cannot be written or locked. What was measured before is kept in both cases.
         """
         for variant in () if self.beyond else variants:
             reach, longest = self.target.reach(variant), max(self.grid.lengths)
@@ -192,13 +192,20 @@ class Runner:
         windows = {batch.rows[0][0]: batch.task for batch in batches if isinstance(batch.task, TextTask)}
         for place, task in windows.items():
             task.window(place, self.haystack, self.target.prompter.bos)
-        writer = ResultsWriter(path, self.header(variants), self.processes.rank)
-        self.processes.wait()
-        with writer:
+        first = self.processes.rank == 0
+        if not first:
+            self.processes.wait()
+        with ResultsWriter(path, self.header(variants), self.processes.rank) as writer:
+            if first:
+                self.processes.wait()
+            self.processes.wait()
             for variant in variants:
                 self._measure(writer, variant)
+            if first:
+                self.processes.wait()
+                return writer.merge() if merge else None
         self.processes.wait()
-        return writer.merge() if merge and self.processes.rank == 0 else None
+        return None
 
     def count(self, variants: Sequence[Variant]) -> int:
         """Samples that this process is to measure, those measured before included."""

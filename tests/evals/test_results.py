@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import os
 import subprocess
@@ -32,8 +33,8 @@ def write(path: Path, batches: list[list[dict]], rank: int = 0, merge: bool = Fa
     with ResultsWriter(path, header(**changes), rank) as writer:
         for batch in batches:
             writer.add(batch)
-    if merge:
-        writer.merge()
+        if merge:
+            writer.merge()
 
 
 def test_a_run_goes_on_where_it_stopped(tmp_path: Path) -> None:
@@ -42,8 +43,9 @@ def test_a_run_goes_on_where_it_stopped(tmp_path: Path) -> None:
     write(whole, batches, merge=True)
     write(path, batches[3:5], rank=1)  # an earlier run of two processes, of which nothing was merged
     write(path, batches[:2])
-    writer = ResultsWriter(path, header())
-    assert {key for _, key in writer.done} == {record(k)["key"] for k in (0, 1, 3, 4)}
+    with ResultsWriter(path, header()) as writer:
+        done = writer.done
+    assert {key for _, key in done} == {record(k)["key"] for k in (0, 1, 3, 4)}
     write(path, [batches[2], batches[5]], rank=2, merge=True)
     assert path.read_bytes() == whole.read_bytes()
     assert [file.name for file in sorted(tmp_path.iterdir())] == ["r.jsonl", "whole.jsonl"]
@@ -167,11 +169,78 @@ def test_a_full_disk_while_merging_keeps_the_journals(tmp_path: Path, monkeypatc
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(OSError, match="All 5 samples are kept in its journals"):
-        ResultsWriter(path, header()).merge()
+    with ResultsWriter(path, header()) as writer, pytest.raises(OSError, match="All 5 samples are kept in its journals"):
+        writer.merge()
     monkeypatch.undo()
     assert [file.name for file in tmp_path.iterdir()] == ["r.jsonl.part-0"]
-    assert len(ResultsWriter(path, header()).merge().records) == 5
+    write(path, [], merge=True)
+    assert len(read_results(path).records) == 5
+
+
+OTHER = """
+import sys, time
+sys.path.insert(0, "tests")
+from pathlib import Path
+from evals.test_results import header, record
+from ctxext.evals.results import ResultsWriter
+with ResultsWriter(Path({path!r}), header(), {rank}) as writer:
+    writer.add([record(7)])
+    print("written", flush=True)
+    time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_two_runs_on_one_file_lose_no_sample(tmp_path: Path, rank: int) -> None:
+    """The second is refused while a process of the first lives; after a kill -9 it resumes from what was written."""
+    path = tmp_path / "r.jsonl"
+    write(path, [[record(0)]])
+    script = [sys.executable, "-c", OTHER.format(path=str(path), rank=rank)]
+    with subprocess.Popen(script, stdout=subprocess.PIPE, text=True) as first:
+        assert first.stdout is not None
+        assert first.stdout.readline() == "written\n"
+        before = {file: file.read_bytes() for file in tmp_path.iterdir()}
+        for _ in range(2):
+            with pytest.raises(ValueError, match=r"r\.jsonl is being written by another run\. Wait for it to end"):
+                ResultsWriter(path, header())
+        assert before == {file: file.read_bytes() for file in tmp_path.iterdir()}
+        first.kill()
+    write(path, [[record(1)]], merge=True)
+    assert [r["trial"] for r in read_results(path).records] == [0, 1, 7]
+    assert [file.name for file in tmp_path.iterdir()] == ["r.jsonl"]
+
+
+def test_the_processes_of_one_run_share_its_file(tmp_path: Path) -> None:
+    path = tmp_path / "r.jsonl"
+    with ResultsWriter(path, header(), 0) as first:
+        with ResultsWriter(path, header(), 1) as second:
+            second.add([record(1)])
+            first.add([record(0)])
+        first.merge()
+    assert [r["trial"] for r in read_results(path).records] == [0, 1]
+
+
+def test_a_lock_is_taken_again_where_the_journal_was_removed_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another run may end, and remove its journals, between the opening and the locking of one."""
+    path, lock, calls = tmp_path / "r.jsonl", fcntl.flock, []
+
+    def late(*arguments: object) -> None:
+        if not calls:
+            path.with_name("r.jsonl.part-0").unlink()
+        calls.append(arguments)
+        lock(*arguments)
+
+    monkeypatch.setattr(fcntl, "flock", late)
+    write(path, [[record(0)]], merge=True)
+    assert len(calls) == 2
+    assert len(read_results(path).records) == 1
+
+
+def test_a_run_that_writes_nothing_leaves_nothing(tmp_path: Path) -> None:
+    write(tmp_path / "r.jsonl", [])
+    assert not [*tmp_path.iterdir()]
 
 
 def test_each_line_is_json_of_its_own(tmp_path: Path) -> None:
