@@ -43,9 +43,14 @@ class Window:
 
 
 class TextTask(ABC):
-    """Reads windows of a text: a frozen dataclass, its fields the settings."""
+    """Reads windows of a text: a frozen dataclass, its fields the settings.
+
+    Attributes:
+        prefixes: whether the reading of a window also gives the figure of every shorter length.
+    """
 
     name: ClassVar[str]
+    prefixes: ClassVar[bool] = True
 
     @abstractmethod
     def window(self, place: Place, haystack: Haystack, bos: Sequence[int]) -> Window:
@@ -98,6 +103,8 @@ class SlidingPerplexity(TextTask):
     """
 
     name: ClassVar[str] = "sliding_perplexity"
+    # A shorter window moves over the text otherwise, so that other tokens stand before each scored one.
+    prefixes: ClassVar[bool] = False
     stride: int = 512
     bos: bool = True
 

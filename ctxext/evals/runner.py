@@ -85,7 +85,7 @@ class Grid:
                 per_trial = len(places) // self.trials
                 rows = [tuple(places[k : k + per_trial]) for k in range(0, len(places), per_trial)]
                 yield from (Batch(task, tuple(rows[k : k + trials])) for k in range(0, len(rows), trials))
-        texts = [(task, wanted if whole else wanted[-1:]) for task in self.texts]
+        texts = [(task, wanted[-1:] if task.prefixes and not whole else wanted) for task in self.texts]
         if self.gate:
             texts.append((ShortContext(), self.gate[-1:]))
         for task, lengths in texts:

@@ -17,7 +17,7 @@ from ctxext.assets import MODEL, PERSUASION
 from ctxext.cli.measuring import load
 from ctxext.evals.haystack import Haystack
 from ctxext.evals.needle import Needle, Passkey
-from ctxext.evals.perplexity import KeyTokens, Perplexity
+from ctxext.evals.perplexity import KeyTokens, Perplexity, SlidingPerplexity
 from ctxext.evals.prompts import Prompter
 from ctxext.evals.results import Results
 from ctxext.evals.runner import Grid, Runner
@@ -181,6 +181,21 @@ def test_one_extension_serves_every_length_and_a_scale_of_the_call_has_a_window_
         assert mine[768]["logprob"] != pytest.approx(plain[768]["logprob"], abs=1e-2)
         if name != "self_extend":  # which groups distances within the trained length as well
             assert mine[256]["logprob"] == pytest.approx(plain[256]["logprob"], abs=1e-4)
+
+
+def test_each_length_of_sliding_perplexity_has_the_figure_of_that_length_alone(loaded, tmp_path: Path) -> None:
+    def measured(name: str, *lengths: int) -> Summary:
+        grid = {"retrieval": (), "texts": (SlidingPerplexity(stride=64),), "gate": (), "windows": 3}
+        return Summary(run(loaded, tmp_path / name, [Variant()], lengths=lengths, **grid))
+
+    lengths = (96, 200, 512)
+    together = measured("together.jsonl", *lengths)
+    assert together.lengths("sliding_perplexity") == list(lengths)
+    figures = [together.perplexity("none", length, task="sliding_perplexity") for length in lengths]
+    for length, figure in zip(lengths, figures):
+        alone = measured(f"{length}.jsonl", length)
+        assert alone.perplexity("none", length, task="sliding_perplexity") == figure
+    assert len(set(figures)) == 3
 
 
 def test_a_method_that_keeps_no_cache_is_compared_and_not_recommended(loaded, tmp_path: Path) -> None:
