@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
@@ -19,7 +20,7 @@ from ctxext.hub import hub_folder
 from ctxext.methods import ContextMethod, method_from_dict
 from ctxext.planning import plan_extension
 from ctxext.plans import Plan, live_mark
-from ctxext.saved import PROBE
+from ctxext.saved import PROBE, read_json
 from ctxext.text_configs import text_config_of, text_section_of
 
 if TYPE_CHECKING:
@@ -45,7 +46,7 @@ def checkpoint_folder(name_or_path: str, revision: str | None = None, *, config_
 
     Raises:
         FileNotFoundError: no such folder, or it holds no config.json.
-        ValueError: a file.
+        ValueError: a file, or an adapter.
     """
     folder = Path(name_or_path)
     if folder.is_file():
@@ -57,11 +58,28 @@ def checkpoint_folder(name_or_path: str, revision: str | None = None, *, config_
     elif revision is not None:
         raise ValueError(f"revision={revision!r} goes with a hub name, but {name_or_path!r} is a folder here. Drop it.")
     if not (folder / "config.json").is_file():
+        refuse_adapter(folder, name_or_path)
         raise FileNotFoundError(
             f"{name_or_path!r} holds no config.json, so it is not a transformers checkpoint."
             + (f" Its {RECORD} is an extension alone: ctxext.load applies it." if (folder / RECORD).is_file() else "")
         )
     return folder
+
+
+def refuse_adapter(folder: Path, name: str) -> None:
+    """Raise ValueError, naming the command that merges it, if `folder` (called `name`) holds a PEFT adapter.
+
+    vLLM's `--enable-lora` would serve none that has `modules_to_save`, as those of `recipes/finetune.py` have.
+    """
+    if not (folder / "adapter_config.json").is_file():
+        return
+    modules = read_json(folder / "adapter_config.json").get("modules_to_save")
+    listed = ", ".join(map(str, modules)) if isinstance(modules, list) else ""
+    raise ValueError(
+        f"{name} is an adapter"
+        + (f" with modules_to_save ({listed}), which vLLM's --enable-lora refuses" if listed else "")
+        + f". Merge it into a checkpoint first: ctxext merge {shlex.quote(name)} -o MERGED, then use MERGED."
+    )
 
 
 def read_config(folder: str | Path) -> PreTrainedConfig:
@@ -116,8 +134,9 @@ def architecture_of(folder: Path) -> Any:
     """The class of the model that was saved in `folder`; a language model's where its config names none."""
     import transformers
 
-    names = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("architectures") or [""]
-    return getattr(transformers, names[0], transformers.AutoModelForCausalLM)
+    names = read_json(folder / "config.json").get("architectures")
+    name = names[0] if isinstance(names, list) and names and isinstance(names[0], str) else ""
+    return getattr(transformers, name, transformers.AutoModelForCausalLM)
 
 
 def extended_as_saved(model: Any, folder: Path) -> Any:
@@ -133,7 +152,7 @@ def extended_json(folder: Path, /, **arguments: Any) -> tuple[Plan, dict[str, An
     """
     former = check_not_extended(folder, arguments.get("existing", "refuse"))
     config = read_config(folder)
-    raw = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    raw = read_json(folder / "config.json")
     if former is not None:
         if arguments.get("original_max_position_embeddings") is None:
             arguments["original_max_position_embeddings"] = former["original_max_position_embeddings"]
@@ -258,16 +277,11 @@ def _link_or_copy(folder: Path, building: Path, say: Callable[[str], None]) -> t
 def _write_tokenizer_config(folder: Path, building: Path, target_length: int) -> None:
     path = folder / "tokenizer_config.json"
     if path.is_file():
-        config = json.loads(path.read_text(encoding="utf-8"))
-        if isinstance(config, dict) and (tokenizer_length(config) or 0) < target_length:
+        config = read_json(path)
+        length = config.get("model_max_length")
+        if not (isinstance(length, int | float) and length >= target_length):
             config["model_max_length"] = target_length
         _write_json(building / path.name, config)
-
-
-def tokenizer_length(config: Any) -> float | None:
-    """`model_max_length` of a tokenizer_config.json in tokens, where it says one."""
-    length = config.get("model_max_length") if isinstance(config, dict) else None
-    return length if isinstance(length, int | float) else None
 
 
 def _write_json(path: Path, value: dict[str, Any]) -> None:

@@ -48,6 +48,21 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
         building.unlink(missing_ok=True)
 
 
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in a file.
+
+    Raises:
+        ValueError: it holds something else; names the file.
+    """
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:  # UnicodeDecodeError and JSONDecodeError are such
+        raise ValueError(f"{path} is not valid JSON ({error}). Correct it, or fetch it again.") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} must hold a JSON object, got {type(content).__name__}. Fetch it again.")
+    return content
+
+
 def check_method_file(path: Path) -> None:
     """Refuse, before the work, a file that `--method` would not read again.
 

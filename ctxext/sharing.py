@@ -29,7 +29,7 @@ from ctxext.folders import check_not_extended, checkpoint_folder, method_of, rea
 from ctxext.methods import ContextMethod, PositionRemapping, make_method
 from ctxext.planning import plan_extension
 from ctxext.plans import ENCODINGS, Plan, live_mark
-from ctxext.saved import PROBE, SUFFIX, read_saved
+from ctxext.saved import PROBE, SUFFIX, read_json, read_saved
 from ctxext.text_configs import text_config_of
 
 if TYPE_CHECKING:
@@ -213,18 +213,19 @@ class Serving:
 
 def serving(repo_id: str, config: Any, folder: Path) -> tuple[Serving, ...]:
     """By engine, how it serves a checkpoint, that of `folder`, which plain transformers loads extended."""
-    from ctxext.engines.rules import NotExportable, export_for, said_by_files
+    from ctxext.engines.rules import NotExportable, export_for
 
-    served, files = [], said_by_files(folder)
+    served, source = [], read_json(folder / "config.json")
     for engine, name in (("vllm", "vLLM"), ("sglang", "SGLang"), ("llama.cpp", "llama.cpp")):
         try:
-            export = export_for(engine, config, model=repo_id, **files)
+            export = export_for(engine, config, model=repo_id, source=source)
         except NotExportable as error:
             served.append(Serving(name, "", (str(error),)))
             continue
         if export.flags:
-            command = shlex.join([*(f"{name}={value}" for name, value in export.environment.items()), *export.flags])
-            served.append(Serving(name, command, (f"{name} {export.least_version} or newer.", *export.warnings)))
+            served.append(
+                Serving(name, shlex.join(export.flags), (f"{name} {export.least_version} or newer.", *export.warnings))
+            )
     return tuple(served)
 
 

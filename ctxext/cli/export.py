@@ -28,7 +28,7 @@ from ctxext.cli.common import (
     parse_options,
     without_garbage_collection,
 )
-from ctxext.saved import PROBE
+from ctxext.saved import PROBE, read_json
 
 if TYPE_CHECKING:
     from ctxext.engines.rules import EngineExport
@@ -70,7 +70,7 @@ def export(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print all of it as JSON.")] = False,
 ) -> None:
-    """Print what an engine needs to serve an extension: config, command line, variables, and what it cannot do.
+    """Print what an engine needs to serve an extension: config, command line, and what it cannot do.
 
     From the config alone, without -o; with it the weights are loaded for the probe, unless --no-probe says not to.
     """
@@ -184,9 +184,9 @@ def _exports(
 ) -> tuple[dict[str, Any], list[EngineExport], dict[str, str]]:
     """The config.json as it is, what each engine needs, and why others cannot; a single engine raises that."""
     with without_garbage_collection():
-        from ctxext.engines.rules import ENGINES, NotExportable, export_for, said_by_files
+        from ctxext.engines.rules import ENGINES, NotExportable, export_for
         from ctxext.extension import read_record
-        from ctxext.folders import checkpoint_folder, extended_json, read_config
+        from ctxext.folders import checkpoint_folder, extended_json, read_config, refuse_adapter
         from ctxext.methods import suggest
         from ctxext.planning import plan_extension
 
@@ -194,6 +194,7 @@ def _exports(
             raise ValueError(f"unknown engine {engine!r}{suggest(engine, ('all', *ENGINES))}")
         path = folder_of(model)
         folder = checkpoint_folder(path, revision, config_only=True)
+        refuse_adapter(folder, path)
         config = read_config(folder)
     record = read_record(folder)
     plan = None
@@ -201,14 +202,13 @@ def _exports(
         plan, _ = extended_json(folder, **how)
     elif record is not None:
         plan = plan_extension(config, **record)
-    about = {"model": path, **said_by_files(folder)}
-    source = about["source"]
+    source = read_json(folder / "config.json")
     if engine != "all":
-        return source, [export_for(engine, config, plan, **about)], {}
+        return source, [export_for(engine, config, plan, model=path, source=source)], {}
     exports, refused = [], {}
     for name in ENGINES:
         try:
-            exports.append(export_for(name, config, plan, **about))
+            exports.append(export_for(name, config, plan, model=path, source=source))
         except NotExportable as error:
             refused[name] = str(error)
     return source, exports, refused
@@ -253,7 +253,7 @@ def _show(export: EngineExport, source: dict[str, Any], output: Path | None) -> 
         flags = flags[: at - 1] + flags[at + 1 :]
         _paragraph(f"with {where} in the place of the checkpoint's:", "dim")
     if flags:
-        _copied(_command([*(f"{name}={value}" for name, value in export.environment.items()), *flags]))
+        _copied(_command(flags))
     elif export.config == source:
         _paragraph("the checkpoint as it is.")
     else:
@@ -268,11 +268,10 @@ def _command(words: list[str]) -> str:
     """A shell command, an option a line."""
     lines: list[str] = []
     for word in words:
-        quoted = word if "=" in word and word.split("=")[0].isupper() else shlex.quote(word)
         if lines and not word.startswith("--"):
-            lines[-1] += f" {quoted}"
+            lines[-1] += f" {shlex.quote(word)}"
         else:
-            lines.append(quoted)
+            lines.append(shlex.quote(word))
     return "  " + " \\\n    ".join(lines)
 
 

@@ -1,4 +1,4 @@
-"""What each engine needs to serve an extension: its config.json, command line and environment. No model, no weights.
+"""What each engine needs to serve an extension: its config.json and command line. No model, no weights.
 
 transformers, vLLM, SGLang and llama.cpp read the same words differently; `table.py` says how, and how that is known.
 """
@@ -9,7 +9,6 @@ import copy
 import json
 import math
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ctxext.configs import RopeTable, has_rope, read_context
@@ -17,7 +16,6 @@ from ctxext.engines.gguf_files import ARCHITECTURES, why_not_written
 from ctxext.engines.table import READINGS
 from ctxext.extension import version_4_keys
 from ctxext.families import family_of
-from ctxext.folders import tokenizer_length
 from ctxext.methods import RopeScaling, suggest
 from ctxext.plans import ENCODINGS, Plan, live_mark
 from ctxext.text_configs import text_config_of, text_section_of
@@ -36,13 +34,10 @@ _TWO_FIELDS = frozenset({"chameleon", "fuyu", "hunyuan_v1_dense", "hunyuan_v1_mo
 _INTERLEAVED = frozenset({
     "cohere", "cohere2", "ernie4_5", "ernie4_5_moe", "glm", "glm4", "helium",
 })  # fmt: skip
-# Where each engine looks for a length, as far as configs with RoPE have it.
-_LENGTHS = {
-    "vllm": ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "max_sequence_length", "seq_len"),
-    "sglang": ("max_sequence_length", "seq_length", "max_seq_len", "model_max_length", "max_position_embeddings"),
-}
-# What they take for the terms of the attention factor of DeepSeek's families where a config leaves them out.
-_MLA_TERMS = {"mscale": 1.0, "mscale_all_dim": 0.0}
+# Where vLLM and SGLang look for a length beside max_position_embeddings, as far as configs with RoPE have it.
+_LENGTHS = (
+    "n_positions", "max_seq_len", "seq_length", "model_max_length", "max_sequence_length", "max_seq_length", "seq_len",
+)  # fmt: skip
 # What transformers converts to llama.cpp's architectures, where that has another name.
 _GGUF_NAMES = {"mistral": "llama", "mixtral": "llama"}
 _AS_IT_WAS = "MODEL.gguf is of the model as it was: a file of the extended one holds the extension already."
@@ -61,7 +56,6 @@ class EngineExport:
         config: the whole config.json that this engine should read.
         flags: the command line; empty for transformers, which needs none. It says what `config` changes, so that the
             checkpoint can stay as it is.
-        environment: variables to set for it.
         warnings: what an engine's versions make of a field that is in use, a sentence each.
     """
 
@@ -69,7 +63,6 @@ class EngineExport:
     least_version: str
     config: dict[str, Any]
     flags: tuple[str, ...]
-    environment: dict[str, str]
     warnings: tuple[str, ...]
 
 
@@ -80,7 +73,6 @@ def export_for(
     *,
     model: str = "DIR",
     source: dict[str, Any] | None = None,
-    tokenizer_length: int | None = None,
 ) -> EngineExport:
     """What `engine` needs to serve the extension `plan` of `config`; without a plan, that which `config` has already.
 
@@ -88,7 +80,6 @@ def export_for(
         engine: one of `ENGINES`.
         model: what the command line calls the checkpoint.
         source: its config.json as it is, whose other keys stay; `config` itself by default.
-        tokenizer_length: model_max_length of its tokenizer in tokens, where it has one.
 
     Raises:
         NotExportable: the engine cannot do it.
@@ -103,14 +94,14 @@ def export_for(
     section = text_section_of(written, extended)
     section.update({} if plan is None else copy.deepcopy(plan.updates))
     if not has_rope(text_config):
-        return EngineExport(engine, _LEAST[engine], written, (), {}, ())
+        return EngineExport(engine, _LEAST[engine], written, (), ())
     facts = read_context(extended)
     target = facts.reach if plan is None else plan.target_length
     as_it_is = plan is None and "rope_parameters" not in section  # written for version 4, which 5 reads as well
     if engine.startswith("transformers"):
         warnings = _as_transformers(engine, text_config, section, facts.tables, target, as_it_is)
-        return EngineExport(engine, _LEAST[engine], copy.deepcopy(source) if as_it_is else written, (), {}, warnings)
-    _refuse_others_static(engine, text_config, facts.tables)
+        return EngineExport(engine, _LEAST[engine], copy.deepcopy(source) if as_it_is else written, (), warnings)
+    _refuse_others_static(engine, text_config, facts.tables, target)
     if engine == "llama.cpp":
         _as_transformers("transformers", text_config, section, facts.tables, target, as_it_is)
         before = read_context(config).tables[0] if plan is not None else None
@@ -119,15 +110,14 @@ def export_for(
             command = ("llama-server", "-m", "OUT.gguf", "--ctx-size", str(target))
             where = f"ctxext export {model} --engine llama.cpp -o OUT.gguf"
             warnings = (f"OUT.gguf, which {where} writes, holds the extension: no flag may say it again.",)
-        return EngineExport(engine, _LEAST[engine], written, command, {}, warnings)
+        return EngineExport(engine, _LEAST[engine], written, command, warnings)
     _as_server(engine, text_config, section, facts.tables, target)
     changed = {name: value for name, value in written.items() if source.get(name) != value and name != "ctxext"}
     if (
         engine == "vllm" and source.get("rope_scaling") and "rope_scaling" not in written
     ):  # an override takes no key away
         changed["rope_scaling"] = written["rope_parameters"]
-    environment, lengths = _lengths(engine, section, target, tokenizer_length)
-    warnings = (*_server_warnings(engine, facts.tables, family_of(text_config).softmax_mscale), *lengths)
+    warnings = _server_warnings(engine, facts.tables, family_of(text_config).softmax_mscale)
     if engine == "vllm":
         flags = ["vllm", "serve", model, "--max-model-len", str(target)]
         flags += ["--hf-overrides", json.dumps(changed)] if changed else []
@@ -137,16 +127,7 @@ def export_for(
             warnings += (f"{READINGS['sglang-overrides']}: put the exported config.json in the checkpoint's place.",)
         elif changed:
             flags += ["--json-model-override-args", json.dumps(changed)]
-    return EngineExport(engine, _LEAST[engine], written, tuple(flags), environment, warnings)
-
-
-def said_by_files(folder: Path) -> dict[str, Any]:
-    """`source` and `tokenizer_length` of `export_for`, as they stand in a checkpoint's folder."""
-    tokenizer = folder / "tokenizer_config.json"
-    return {
-        "source": json.loads((folder / "config.json").read_text(encoding="utf-8")),
-        "tokenizer_length": tokenizer_length(json.loads(tokenizer.read_text("utf-8"))) if tokenizer.is_file() else None,
-    }
+    return EngineExport(engine, _LEAST[engine], written, tuple(flags), warnings)
 
 
 def _extended(engine: str, config: PreTrainedConfig, plan: Plan | None) -> PreTrainedConfig:
@@ -285,7 +266,7 @@ def _in_three_fields(table: RopeTable, target: int) -> dict[str, Any]:
 # ---------------------------------------------------------------------------------- vLLM and SGLang
 
 
-def _refuse_others_static(engine: str, text_config: Any, tables: tuple[RopeTable, ...]) -> None:
+def _refuse_others_static(engine: str, text_config: Any, tables: tuple[RopeTable, ...], target: int) -> None:
     """Refuse what the classes of vLLM and SGLang do not compute, and the dynamic form, which none but transformers has.
 
     Raises:
@@ -302,6 +283,13 @@ def _refuse_others_static(engine: str, text_config: Any, tables: tuple[RopeTable
             )
         if engine == "llama.cpp":
             continue
+        if kind == "yarn" and engine == "vllm":
+            rows = math.ceil(table.parameters["original_max_position_embeddings"] * table.parameters["factor"])
+            if rows < target:
+                raise NotExportable(
+                    f"{READINGS['vllm-yarn-rows']}, here {rows}, and positions up to {target} were asked for. Nearest: "
+                    f"a target of {rows} tokens, or existing='compose'."
+                )
         if kind == "proportional" and table.parameters.get("factor", 1.0) != 1.0:
             raise NotExportable(
                 f"{READINGS[f'{engine}-proportional']} ({name}). Nearest: 'ntk', which is a base alone."
@@ -332,10 +320,12 @@ def _as_server(
         section.update(version_4_keys(text_config, parameters))
         if family_of(text_config).rope_types == _PHI_3_TYPES or text_config.model_type in _TWO_FIELDS:
             section.pop("rope_scaling", None)  # of another form than theirs it is refused
-    section[_limit_name(text_config)] = target
-    factor = parameters.get("factor", 1.0)
-    if parameters.get("rope_type") == "linear" and "original_max_position_embeddings" not in parameters:
-        section[_limit_name(text_config)] = math.ceil(target / factor)  # they multiply it
+    multiplied = parameters.get("rope_type") == "linear" and "original_max_position_embeddings" not in parameters
+    length = math.ceil(target / parameters["factor"]) if multiplied else target
+    # Never a variable that lifts their guard instead: past its table an engine computes NaN and raises nothing.
+    for name in (_limit_name(text_config), *_LENGTHS):
+        if section.get(name) is not None or name == _limit_name(text_config):
+            section[name] = length
     if "original_max_position_embeddings" in section.keys() & parameters.keys():  # beside them it wins (Phi-3)
         section["original_max_position_embeddings"] = parameters["original_max_position_embeddings"]
 
@@ -344,12 +334,17 @@ def _in_server_words(engine: str, table: RopeTable, target: int, in_softmax: boo
     """One table's `rope_parameters`, with the keys that this server reads for the attention factor."""
     parameters, kind = dict(table.parameters), _rope_type(table.parameters)
     if kind == "yarn" and in_softmax:
-        log = math.log(max(1.0, parameters["factor"]))
+        # Their own: (0.1 mscale ln(factor) + 1) / (0.1 mscale_all_dim ln(factor) + 1), of 1 and 0 where left out.
+        grow = 0.1 * math.log(max(1.0, parameters["factor"]))
         parameters = {name: value for name, value in parameters.items() if value is not None}
-        terms = [1 + 0.1 * parameters.get(name, usual) * log for name, usual in _MLA_TERMS.items()]
-        scaling, usual = table.in_use.attention_factor, terms[0] / terms[1]
+        below = 1 + grow * parameters.get("mscale_all_dim", 0.0)
+        scaling, usual = table.in_use.attention_factor, (1 + grow * parameters.get("mscale", 1.0)) / below
         if not math.isclose(scaling, usual):
-            parameters["attn_factor"] = scaling / usual
+            if grow == 0:
+                raise NotExportable(
+                    f"{engine} computes the attention factor of a yarn of factor 1 as 1, not {scaling}."
+                )
+            parameters["mscale"] = (scaling * below - 1) / grow
     elif kind == "yarn":
         scaling, usual = table.in_use.attention_factor, 0.1 * math.log(parameters["factor"]) + 1
         for name in ("mscale", "mscale_all_dim", "attention_factor", "attn_factor"):
@@ -378,25 +373,6 @@ def _server_warnings(engine: str, tables: tuple[RopeTable, ...], in_softmax: boo
             if table.parameters["short_factor"] != table.parameters["long_factor"]:
                 names.append("vllm-longrope-lists" if engine == "vllm" else "sglang-longrope-switch")
     return _warn(*dict.fromkeys(names))
-
-
-def _lengths(
-    engine: str, section: dict[str, Any], target: int, tokenizer_length: int | None
-) -> tuple[dict[str, str], tuple[str, ...]]:
-    """The variable that lets `target` tokens through, where the engine would refuse them, and why."""
-    parameters = section["rope_parameters"]
-    found = [section[name] for name in _LENGTHS[engine] if section.get(name) is not None] or [target]
-    factor = parameters.get("factor", 1.0) if parameters.get("rope_type") == "linear" else 1.0
-    if engine == "sglang":
-        short = found[0] * factor < target
-        return (
-            ({"SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1"}, _warn("sglang-long-override")) if short else ({}, ())
-        )
-    if parameters.get("rope_type") == "yarn":  # its length is read from the scaling itself
-        return {}, ()
-    length = section.get("model_max_length") or min(found)
-    short = min(length, tokenizer_length or length) * factor < target
-    return ({"VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1"}, _warn("vllm-tokenizer-length")) if short else ({}, ())
 
 
 # ----------------------------------------------------------------------------------------- llama.cpp

@@ -31,6 +31,8 @@ class Reading:
 
 _VLLM_ROPE = f"{VLLM}@0cd57848:vllm/model_executor/layers/rotary_embedding"
 _VLLM_LENGTH = f"{VLLM}@18ec6629:vllm/config/model.py"
+_LENGTH_WHEELS = "vllm/config/model.py (_get_and_verify_max_len) in the wheels of 0.12.0, 0.29.0, 0.30.0 and 0.32.0"
+_VLLM_WHEELS = "vllm/model_executor/layers/rotary_embedding/__init__.py in the wheels of"
 _SGLANG_ROPE = f"{SGLANG}@108c36c0:python/sglang/srt/layers/rotary_embedding"
 _SGLANG_LENGTH = f"{SGLANG}@001adf56:python/sglang/srt/configs/model_config.py"
 _LLAMA_CPP_CONTEXT = f"{LLAMA_CPP}@001d906a:src/llama-context.cpp"
@@ -79,7 +81,7 @@ READINGS: dict[str, Reading] = {
         "vLLM", "0.12 to 0.19", "rope_theta",
         "wins over the one in rope_parameters, its default too, and rope_scaling over rope_parameters: these versions "
         "run on transformers 4, so both are written to say the same",
-        f"read: {VLLM}:vllm/transformers_utils/config.py (patch_rope_parameters)",
+        "read: vllm/transformers_utils/config.py (patch_rope_parameters) in the wheels of 0.12.0, 0.19.1 and 0.20.2",
     ),
     "vllm-rope-scaling": Reading(
         "vLLM", ">= 0.12", "--rope-scaling", "is gone; --hf-overrides takes rope_parameters",
@@ -91,27 +93,46 @@ READINGS: dict[str, Reading] = {
     ),
     "vllm-length": Reading(
         "vLLM", ">= 0.12", "max_position_embeddings",
-        "is multiplied by factor for linear scaling; yarn serves original_max_position_embeddings * factor",
-        f"read: {_VLLM_LENGTH} (_get_and_verify_max_len)",
+        "is the longest length served; it is multiplied by factor for linear scaling. A longer --max-model-len is "
+        "refused",
+        f"read: {_LENGTH_WHEELS}",
+    ),
+    "vllm-yarn-length": Reading(
+        "vLLM", "<= 0.29", "max_position_embeddings beside yarn",
+        "is ignored: original_max_position_embeddings * factor is served", f"read: {_LENGTH_WHEELS}",
+    ),
+    "vllm-yarn-rows": Reading(
+        "vLLM", ">= 0.12", "the table of yarn", "has original_max_position_embeddings * factor rows",
+        "read: vllm/model_executor/layers/rotary_embedding/yarn_scaling_rope.py in the wheels of 0.12.0 and 0.32.0",
+    ),
+    "vllm-long-override": Reading(
+        "vLLM", ">= 0.12", "VLLM_ALLOW_LONG_MAX_MODEL_LEN",
+        "lets --max-model-len exceed the table of cos and sin, past which logits are NaN without an error: it is never "
+        "needed here", f"read: {_LENGTH_WHEELS}",
     ),
     "vllm-tokenizer-length": Reading(
         "vLLM", ">= 0.12", "model_max_length of tokenizer_config.json",
-        "caps the length before that, unless VLLM_ALLOW_LONG_MAX_MODEL_LEN=1 is set",
-        f"read: {_VLLM_LENGTH} (_get_and_verify_max_len)",
+        "is read for pooling models with absolute positions alone", f"read: {_LENGTH_WHEELS}",
     ),
     "vllm-attention-factor": Reading(
-        "vLLM", "<= 0.25", "attention_factor of yarn",
+        "vLLM", "<= 0.29", "attention_factor of yarn",
         "is ignored; attn_factor, a multiplier of 0.1 ln(factor) + 1, is written beside it",
-        f"read: vllm-project/vllm#48351, {VLLM}@07b12f1b:vllm/model_executor/layers/rotary_embedding/__init__.py",
+        f"read: vllm-project/vllm#48351, {_VLLM_WHEELS} 0.12.0, 0.19.1, 0.25.1 and 0.29.0",
     ),
     "vllm-attention-factor-new": Reading(
-        "vLLM", "> 0.25", "attention_factor of yarn", "is the multiplier of cos and sin, as in transformers",
-        f"read: {_VLLM_ROPE}/yarn_scaling_rope.py",
+        "vLLM", ">= 0.30", "attention_factor of yarn",
+        "is the multiplier of cos and sin, as in transformers, and attn_factor is ignored",
+        f"read: {_VLLM_WHEELS} 0.30.0 and 0.32.0",
     ),
     "vllm-mla-attention-factor": Reading(
         "vLLM", ">= 0.12", "attention_factor of yarn in the DeepSeek families",
-        "is ignored; attn_factor, a multiplier of what mscale and mscale_all_dim give, is written beside it",
-        f"read: {VLLM}@07b12f1b:vllm/model_executor/layers/rotary_embedding/__init__.py",
+        "is ignored, and from 0.30 attn_factor as well; an mscale that gives it is written beside it",
+        f"read: {_VLLM_WHEELS} 0.29.0, 0.30.0 and 0.32.0",
+    ),
+    "vllm-lora": Reading(
+        "vLLM", ">= 0.12", "modules_to_save of an adapter",
+        "is refused by --enable-lora, classification heads excepted: merge the adapter first",
+        "read: vllm/lora/peft_helper.py in the wheels of 0.12.0, 0.21.0 and 0.32.0",
     ),
     "vllm-mla-truncate": Reading(
         "vLLM", ">= 0.12", "truncate of yarn in the DeepSeek families",
@@ -119,8 +140,8 @@ READINGS: dict[str, Reading] = {
         f"read: {VLLM}@07b12f1b:vllm/model_executor/layers/rotary_embedding/__init__.py",
     ),
     "vllm-mscale": Reading(
-        "vLLM", "<= 0.25", "mscale and mscale_all_dim of yarn", "are ignored outside the DeepSeek families",
-        "read: vllm-project/vllm#48621",
+        "vLLM", "<= 0.29", "mscale and mscale_all_dim of yarn", "are ignored outside the DeepSeek families",
+        f"read: vllm-project/vllm#48621, {_VLLM_WHEELS} 0.29.0 and 0.30.0",
     ),
     "vllm-longrope": Reading(
         "vLLM", ">= 0.12", "attention_factor and factor of longrope",
@@ -139,8 +160,13 @@ READINGS: dict[str, Reading] = {
         "vLLM", ">= 0.12", "mrope_section", "is read for default and yarn alone", f"read: {_VLLM_ROPE}/__init__.py",
     ),
     "vllm-dynamic": Reading(
-        "vLLM", ">= 0.12", 'rope_type "dynamic"', "is a static base, that of max_position_embeddings * factor",
-        "read: vllm-project/vllm#5093",
+        "vLLM", "<= 0.21", 'rope_type "dynamic"', "is a static base, that of max_position_embeddings * factor",
+        f"read: vllm-project/vllm#5093, {_VLLM_WHEELS} 0.12.0 and 0.21.0",
+    ),
+    "vllm-dynamic-new": Reading(
+        "vLLM", ">= 0.22", 'rope_type "dynamic"',
+        "is the original base, in a table of max_position_embeddings rows: NaN beyond",
+        f"read: {_VLLM_WHEELS} 0.22.1 and 0.32.0",
     ),
     "vllm-proportional": Reading(
         "vLLM", ">= 0.12", "factor of proportional RoPE", "is ignored", f"read: {_VLLM_ROPE}/__init__.py",
@@ -156,13 +182,10 @@ READINGS: dict[str, Reading] = {
     ),
     "sglang-length": Reading(
         "SGLang", ">= 0.5.10", "max_position_embeddings",
-        "is multiplied by factor, unless rope_parameters hold original_max_position_embeddings or are of llama3",
-        f"read: {SGLANG}@002fc100:python/sglang/srt/utils/hf_transformers_utils.py (get_context_length)",
-    ),
-    "sglang-long-override": Reading(
-        "SGLang", ">= 0.5.10", "--context-length",
-        "beyond that is refused unless SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN=1 is set",
-        f"read: {_SGLANG_LENGTH} (_derive_context_length)",
+        "is multiplied by factor, unless rope_parameters hold original_max_position_embeddings or are of llama3. A "
+        "longer --context-length is refused",
+        f"read: {SGLANG}@002fc100:python/sglang/srt/utils/hf_transformers_utils.py (get_context_length), "
+        f"{_SGLANG_LENGTH} (_derive_context_length)",
     ),
     "sglang-attention-factor": Reading(
         "SGLang", ">= 0.5.10", "attention_factor of yarn",
@@ -171,8 +194,7 @@ READINGS: dict[str, Reading] = {
     ),
     "sglang-mla-attention-factor": Reading(
         "SGLang", ">= 0.5.10", "attention_factor of yarn in the DeepSeek families",
-        "is ignored; attn_factor, a multiplier of what mscale and mscale_all_dim give, is written beside it",
-        f"read: {_SGLANG_ROPE}/factory.py",
+        "is ignored; an mscale that gives it is written beside it", f"read: {_SGLANG_ROPE}/factory.py",
     ),
     "sglang-mla-truncate": Reading(
         "SGLang", ">= 0.5.10", "truncate of yarn in the DeepSeek families",

@@ -6,6 +6,7 @@ import json
 import shutil
 from pathlib import Path
 
+import peft
 import pytest
 from click.testing import Result
 from families import tiny_model
@@ -85,6 +86,17 @@ def test_an_extended_folder_needs_no_method(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match="saved unextended"):
         late.save_pretrained(tmp_path / "late")
     assert "ctxext.load" in str(export(tmp_path / "late", "--engine", "transformers").exception)
+
+
+@pytest.mark.parametrize("with_config", [False, True])
+def test_an_adapter_is_to_be_merged_first(with_config: bool, tmp_path: Path) -> None:
+    peft.LoraConfig(target_modules=["q_proj"], modules_to_save=["embed_tokens", "norm"]).save_pretrained(tmp_path)
+    if with_config:
+        tiny_model("llama").config.save_pretrained(tmp_path)
+    for engine in ("all", "vllm"):
+        said = str(export(tmp_path, "--engine", engine, "--method", "yarn").exception)
+        assert f"ctxext merge {tmp_path} -o MERGED" in said
+        assert "modules_to_save (embed_tokens, norm), which vLLM's --enable-lora refuses" in said
 
 
 def test_a_gguf_file_comes_from_a_folder_and_from_another_gguf_file(tmp_path: Path) -> None:

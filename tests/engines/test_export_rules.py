@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from ctxext import PI, LongRoPE, RopeScaling, YaRN, list_methods
 from ctxext.configs import RopePlan, plan_rope, read_context
-from ctxext.engines.rules import _INTERLEAVED, ENGINES, NotExportable, export_for, said_by_files
+from ctxext.engines.rules import _INTERLEAVED, ENGINES, NotExportable, export_for
 
 FACTOR = 4
 TARGET = FACTOR * LENGTH
@@ -120,16 +121,29 @@ def with_transformers_4(config: dict[str, Any]) -> PreTrainedConfig:
     return read
 
 
-def vllm_length(config: PreTrainedConfig, tokenizer_length: int | None = None) -> float:
-    """`_get_and_verify_max_len` of vllm-project/vllm@18ec6629, vllm/config/model.py."""
-    length = min(config.max_position_embeddings, tokenizer_length or math.inf)
+VLLM_LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "seq_len")
+
+
+def vllm_length(config: PreTrainedConfig, older: bool = False) -> float:
+    """`_get_and_verify_max_len` of vLLM 0.32 (older: 0.12 to 0.29), vllm/config/model.py; no tokenizer is asked."""
+    length = min(getattr(config, name) for name in VLLM_LENGTHS if getattr(config, name, None) is not None)
+    length = getattr(config, "model_max_length", None) or length
     parameters = config.rope_parameters
     scaling_factor = 1.0
-    if parameters["rope_type"] not in ("su", "longrope", "llama3"):
+    if parameters["rope_type"] not in ("su", "longrope", "llama3", *(() if older else ("yarn",))):
         scaling_factor = parameters.get("factor", scaling_factor)
         if parameters["rope_type"] == "yarn":
             length = parameters["original_max_position_embeddings"]
     return length * scaling_factor
+
+
+def vllm_rows(config: PreTrainedConfig) -> float:
+    """Rows of its table of cos and sin: base.py, linear_scaling_rope.py and yarn_scaling_rope.py of vLLM 0.32."""
+    parameters = config.rope_parameters
+    length = config.max_position_embeddings
+    if parameters["rope_type"] == "yarn":
+        length = parameters["original_max_position_embeddings"]
+    return length * (parameters["factor"] if parameters["rope_type"] in ("yarn", "linear") else 1)
 
 
 # ---------------------------------------------------------------------------- SGLang, by its public code
@@ -216,7 +230,8 @@ def test_every_engine_reads_the_frequencies_and_the_length_that_were_meant(name:
             if engine == "vllm":
                 check(*vllm_reads(seen), plan)
                 check(*vllm_reads(seen, older=True), plan)
-                assert plan.target_length <= vllm_length(seen) < plan.target_length + FACTOR
+                for length in (vllm_length(seen), vllm_length(seen, older=True), vllm_rows(seen)):
+                    assert plan.target_length <= length < plan.target_length + FACTOR
             else:
                 angles, scaling = sglang_reads(seen, position=7)
                 check(angles / 7, scaling, plan)
@@ -298,29 +313,29 @@ def test_llama_cpp_is_not_told_to_extend_a_file_of_an_extended_folder() -> None:
     assert "of the model as it was" in export_for("llama.cpp", config, plan).warnings[0]
 
 
-@pytest.mark.parametrize(("engine", "method", "tokenizer_length", "asked"), [
-    ("vllm", "resonance", LENGTH, True),
-    ("vllm", "resonance", TARGET, False),
-    ("vllm", "resonance", None, False),
-    ("vllm", "pi", LENGTH, False),
-    ("vllm", "yarn", LENGTH, False),
-    ("sglang", "resonance", LENGTH, False),
-])  # fmt: skip
-def test_a_variable_is_asked_for_where_the_engine_would_refuse_the_length(
-    engine: str, method: str, tokenizer_length: int | None, asked: bool
-) -> None:
+@pytest.mark.parametrize("name", ["seq_length", "model_max_length", "max_seq_len"])
+@pytest.mark.parametrize("method", ["yarn", "pi", "resonance"])
+def test_no_guard_of_a_length_is_lifted_as_no_older_key_forbids_the_target(name: str, method: str) -> None:
+    config = tiny_config("llama", **{name: LENGTH})
+    plan = plan_rope(config, 4, method)
+    for engine, reads in (("vllm", vllm_length), ("sglang", sglang_length)):
+        assert reads(config) < TARGET
+        export = export_for(engine, config, plan)
+        overridden = loaded({**json.loads(config.to_json_string()), **json.loads(export.flags[-1])})
+        for seen in (loaded(export.config), overridden):
+            assert TARGET <= reads(seen) < TARGET + FACTOR
+        assert "ALLOW" not in json.dumps(asdict(export))
+
+
+def test_no_engine_is_asked_to_go_past_its_table() -> None:
+    """vLLM's table of yarn has original * factor rows, and behind it are NaN: a window that was only widened is not."""
     config = tiny_config("llama")
-    export = export_for(engine, config, plan_rope(config, 4, method), tokenizer_length=tokenizer_length)
-    assert bool(export.environment) == asked
-    if engine == "vllm":
-        assert (vllm_length(loaded(export.config), tokenizer_length) < TARGET) == asked
-
-
-def test_sglang_is_asked_to_allow_what_an_older_key_forbids() -> None:
-    config = tiny_config("llama", seq_length=LENGTH)
-    export = export_for("sglang", config, plan_rope(config, 4, "yarn"))
-    assert sglang_length(loaded(export.config)) < TARGET
-    assert export.environment == {"SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1"}
+    yarn = loaded(export_for("transformers", config, plan_rope(config, 4, "yarn")).config)
+    kept = plan_rope(yarn, 2, existing="keep")
+    with pytest.raises(NotExportable, match=f"here {TARGET}, and positions up to {2 * TARGET}"):
+        export_for("vllm", yarn, kept)
+    composed = loaded(export_for("vllm", yarn, plan_rope(yarn, 2, "yarn", existing="compose")).config)
+    assert vllm_rows(composed) >= 2 * TARGET
 
 
 @pytest.mark.parametrize(("family", "method", "engines", "nearest"), [
@@ -432,10 +447,14 @@ def test_yarn_that_was_switched_on_beside_the_old_length_reaches_what_it_says() 
 
 
 def mla_reads(parameters: dict[str, Any]) -> float:
-    """DeepseekScalingRotaryEmbedding of vllm-project/vllm@07b12f1b and sgl-project/sglang@108c36c0: of cos and sin."""
+    """DeepseekScalingRotaryEmbedding of vLLM 0.32 and of sgl-project/sglang@108c36c0: the multiplier of cos and sin.
+
+    vLLM reads no attn_factor from 0.30 on, so there must be none to read.
+    """
+    assert "attn_factor" not in parameters
     terms = (parameters.get("mscale", 1), parameters.get("mscale_all_dim", 0))
     above, below = (0.1 * term * math.log(parameters["factor"]) + 1 for term in terms)
-    return above / below * parameters.get("attn_factor", 1)
+    return above / below
 
 
 @pytest.mark.parametrize("options", [{}, {"attention_factor": 1.0}, {"attention_factor": 1.2}])
@@ -446,7 +465,7 @@ def test_latent_attention_gets_the_attention_factor_that_was_meant(engine: str, 
     export = export_for(engine, config, plan)
     written = loaded(export.config).rope_parameters
     assert mla_reads(written) == pytest.approx(plan.extended.attention_factor)
-    assert ("attn_factor" in " ".join(export.warnings)) == bool(options)
+    assert ("an mscale that gives it" in " ".join(export.warnings)) == bool(options)
     with pytest.raises(NotExportable, match="truncate=true"):
         export_for(engine, config, plan_rope(config, 4, "yarn", truncate=False))
 
@@ -468,10 +487,3 @@ def test_a_config_nested_twice_is_written_where_it_stands() -> None:
     config = AutoConfig.for_model("qwen2_5_omni")
     section = export_for("vllm", config, plan_rope(config, 4, "yarn")).config["thinker_config"]["text_config"]
     assert section["rope_parameters"]["rope_type"] == "yarn"
-
-
-@pytest.mark.parametrize("content", ['{"model_max_length": "4096"}', "[]"])
-def test_a_tokenizer_s_config_that_says_no_number_says_nothing(content: str, tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text("{}")
-    (tmp_path / "tokenizer_config.json").write_text(content)
-    assert said_by_files(tmp_path) == {"source": {}, "tokenizer_length": None}
