@@ -12,6 +12,7 @@ from typing import Any, Literal, cast, get_args
 
 import torch
 
+from ctxext.config_fields import check_config
 from ctxext.encodings.rope import RopeGeometry
 from ctxext.families import family_of
 from ctxext.methods import (
@@ -27,6 +28,7 @@ from ctxext.methods import (
 )
 from ctxext.plans import Existing, Plan, by_own_names, chosen_method, factor_and_target, live_mark
 from ctxext.text_configs import text_config_of
+from ctxext.values import MAX_TOKENS, is_count, shown
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -318,6 +320,14 @@ def known_checkpoint(text_config: Any, parameters: dict[str, Any]) -> Checkpoint
     return next((row for row in checkpoints() if all(value(k) == v for k, v in row.match.items())), None)
 
 
+def check_trained_length(length: int | None) -> None:
+    """Raise ValueError unless `length` is None or a trained length in tokens that can be extended."""
+    if length is not None and not is_count(length, 8, MAX_TOKENS):
+        raise ValueError(
+            f"original_max_position_embeddings must be the trained length in tokens (an int >= 8), got {shown(length)}."
+        )
+
+
 def read_context(config: Any, original_max_position_embeddings: int | None = None) -> ContextFacts:
     """Read a config.
 
@@ -328,6 +338,8 @@ def read_context(config: Any, original_max_position_embeddings: int | None = Non
     Raises:
         ValueError: no standard RoPE in this config.
     """
+    check_config(config)
+    check_trained_length(original_max_position_embeddings)
     text_config = text_config_of(config)
     name = f"{type(text_config).__name__} (model_type {text_config.model_type!r})"
     reason = no_encoding(text_config) or family_of(text_config).refuse
@@ -341,13 +353,6 @@ def read_context(config: Any, original_max_position_embeddings: int | None = Non
     tables = rope_tables(text_config, whole)
     if not tables:
         raise ValueError(f"{name} has no layer with RoPE. It was left as it was.")
-    if original_max_position_embeddings is not None and not (
-        isinstance(original_max_position_embeddings, int) and original_max_position_embeddings >= 8
-    ):
-        raise ValueError(
-            "original_max_position_embeddings must be the trained length in tokens (an int >= 8), got "
-            f"{original_max_position_embeddings!r}."
-        )
     mark = live_mark(text_config)
     parameters = tables[0].parameters
     checkpoint = known_checkpoint(text_config, parameters)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
+from ctxext.config_fields import check_config
 from ctxext.configs import Checkpoint, attention_layers, has_rope, head_dim, no_encoding, read_context
 from ctxext.extension import check_on_paper
 from ctxext.planning import encoding_of, original_length, plan_extension
@@ -115,6 +116,7 @@ def describe(
     **options: Any,
 ) -> ContextDescription:
     """See `ctxext.describe_context`."""
+    check_config(config)
     text_config = text_config_of(config)
     dtype = str(getattr(text_config, "dtype", None) or getattr(config, "dtype", None) or "bfloat16")
     dtype = dtype.removeprefix("torch.")

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ctxext.api import extend_context
+from ctxext.config_fields import check_config, check_counts
 from ctxext.configs import RopePlan
 from ctxext.extension import RECORD, check_on_paper, read_record, version_4_keys, write_record
 from ctxext.hub import hub_folder
@@ -22,6 +23,7 @@ from ctxext.planning import plan_extension
 from ctxext.plans import Plan, live_mark
 from ctxext.saved import PROBE, read_json
 from ctxext.text_configs import text_config_of, text_section_of
+from ctxext.values import one_line
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -86,19 +88,23 @@ def read_config(folder: str | Path) -> PreTrainedConfig:
     """The config.json of a checkpoint as transformers reads it.
 
     Raises:
-        ValueError: transformers refuses what it says.
+        ValueError: transformers refuses what it says, or as `check_config`.
     """
     from transformers import AutoConfig
 
+    path = Path(folder) / "config.json"
     try:
-        return AutoConfig.from_pretrained(folder)
-    except (OSError, ValueError):
-        raise
+        check_counts(read_json(path))
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+    try:
+        config = AutoConfig.from_pretrained(folder)
     except Exception as error:  # its checks and its own code raise many kinds
-        why = [type(error).__name__, *(line.strip() for line in str(error).splitlines() if line.strip())]
         raise ValueError(
-            f"transformers refuses {Path(folder) / 'config.json'} ({why[0]}: {why[-1]}). Correct it, or fetch it again."
+            f"transformers refuses {path} ({type(error).__name__}: {one_line(error)}). Correct it, or fetch it again."
         ) from error
+    check_config(config)
+    return config
 
 
 def check_not_extended(folder: Path, existing: str = "refuse") -> dict[str, Any] | None:

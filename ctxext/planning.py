@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from ctxext import __version__
-from ctxext.configs import has_rope, no_encoding, plan_rope
+from ctxext.config_fields import check_config
+from ctxext.configs import check_trained_length, has_rope, no_encoding, plan_rope
 from ctxext.families import family_of
 from ctxext.methods import ContextMethod, method_class
 from ctxext.plans import ENCODINGS, Existing, Plan, by_own_names, chosen_method, factor_and_target, live_mark
@@ -17,6 +18,7 @@ from ctxext.saved import check_made_for, opened
 from ctxext.sites import alibi, position_table, relative_bias, sinusoidal
 from ctxext.sites.contract import Encoding
 from ctxext.text_configs import text_config_of
+from ctxext.values import MAX_ROWS, one_line
 
 # In the order in which they are looked for; a model with more than one is extended where its limit is.
 FINDERS = (alibi.find, sinusoidal.find, position_table.find, relative_bias.find)
@@ -76,9 +78,20 @@ def class_of(config: Any) -> Any:
 
 
 def model_on_meta(config: Any) -> nn.Module:
-    """The model that a config is for, without weights."""
-    with torch.device("meta"):
-        return class_of(config)(config)  # type: ignore[no-any-return]
+    """The model that a config is for, without weights.
+
+    Raises:
+        ValueError: transformers builds none from it.
+    """
+    text_config = text_config_of(config)
+    try:
+        with torch.device("meta"):
+            return class_of(config)(config)  # type: ignore[no-any-return]
+    except Exception as error:  # its code raises many kinds
+        raise ValueError(
+            f"{type(text_config).__name__} (model_type {text_config.model_type!r}): no model could be built from this "
+            f"config ({type(error).__name__}: {one_line(error)}). Correct it, or load the model and pass that."
+        ) from error
 
 
 def plan_extension(
@@ -105,6 +118,8 @@ def plan_extension(
         "original_max_position_embeddings": original_max_position_embeddings,
         "existing": existing,
     }
+    check_config(config)
+    check_trained_length(original_max_position_embeddings)
     text_config = text_config_of(config)
     name, method = method, opened(method)
     if has_rope(text_config):
@@ -126,6 +141,7 @@ def encoding_of(config: Any, model: nn.Module | None = None) -> Encoding:
     Raises:
         ValueError: it has no position encoding that could run out, or none that is known here.
     """
+    check_config(config)
     text_config = text_config_of(config)
     refused = family_of(config).refuse
     named = text_config if refused is None else config
@@ -134,14 +150,7 @@ def encoding_of(config: Any, model: nn.Module | None = None) -> Encoding:
     if reason is None and getattr(config, "position_embedding_type", None) == "rotary":
         reason = "keeps RoPE in a module of its own, whose base no config says. It was left as it was."
     if reason is None:
-        try:
-            model = model_on_meta(config) if model is None else model
-        except Exception as error:
-            raise ValueError(
-                f"{name}: no model could be built from this config to look for its position encoding "
-                f"({type(error).__name__}: {error}). Load the model and pass that."
-            ) from error
-        found = find_encoding(model, text_config)
+        found = find_encoding(model_on_meta(config) if model is None else model, text_config)
         if found is not None:
             return found
         reason = (
@@ -202,6 +211,8 @@ def _plan_site(
             f"this model already covers {target} tokens: from {site.trained_length} ({site.source}) that is no "
             "extension. Ask for more, or use it as it is."
         )
+    if site.limit is not None and target > MAX_ROWS:
+        raise ValueError(f"{target} tokens are more than the {MAX_ROWS} rows that a table may have. Ask for fewer.")
     chosen = chosen_method(method, factor, site.name, options)
     site.check(chosen, target)
     updates = by_own_names(text_config, site.updates(chosen, target))

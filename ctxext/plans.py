@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from ctxext.methods import ContextMethod, check_factor, list_methods, make_method, method_class
+from ctxext.values import MAX_TOKENS, is_count, shown
 
 Existing = Literal["refuse", "keep", "compose", "replace"]
 
@@ -125,8 +126,8 @@ def factor_and_target(
             f"pass factor or target_length, not both; got factor={factor} and target_length={target_length}."
         )
     if target_length is not None:
-        if isinstance(target_length, bool) or not isinstance(target_length, int) or target_length < 1:
-            raise ValueError(f"target_length must be a number of tokens (an int), got {target_length!r}.")
+        if not is_count(target_length, 1, MAX_TOKENS):
+            raise ValueError(f"target_length must be a number of tokens (an int), got {shown(target_length)}.")
         if factor is None:
             factor = max(target_length / start, 1.0)
     else:

@@ -10,6 +10,7 @@ from typing import Any
 
 from ctxext.hub import hub_folder
 from ctxext.methods import ContextMethod, method_from_dict
+from ctxext.values import shown
 
 SUFFIX = ".json"
 # Beside a model's config: an extension that no config can say; on the hub also alone.
@@ -98,15 +99,19 @@ def read_saved(path: str | Path) -> SavedMethod:
     if not path.is_file():
         raise FileNotFoundError(f"{path} is no file here. Pass what `ctxext fit` wrote, or a name of `ctxext methods`.")
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = read_json(path)
+    except ValueError as error:
+        raise ValueError(f"{path} is not a saved method. Pass what `ctxext fit` wrote. {error}") from error
+    if "method" not in content:
+        raise ValueError(f"{path} is not a saved method: it has no field 'method'. Pass what `ctxext fit` wrote.")
+    try:
         method = method_from_dict(content["method"])
-    except (KeyError, TypeError, AttributeError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ValueError(
-            f"{path} is not a saved method ({type(error).__name__}: {error}). Pass what `ctxext fit` wrote."
-        ) from error
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
-    return SavedMethod(method, content.get("about", {}))
+    about = content.get("about", {})
+    if not isinstance(about, dict):
+        raise ValueError(f"{path}: 'about' must be an object, got {shown(about)}. Pass what `ctxext fit` wrote.")
+    return SavedMethod(method, about)
 
 
 def opened(method: str | ContextMethod | None) -> str | ContextMethod | None:
@@ -128,7 +133,7 @@ def opened(method: str | ContextMethod | None) -> str | ContextMethod | None:
             "extension on the hub (owner/name)."
         )
     path = _on_the_hub(method)
-    saved, record = read_saved(path), json.loads(path.read_text(encoding="utf-8"))
+    saved, record = read_saved(path), read_json(path)
     more = {"existing": "refuse", "rotated_copy": False}
     said = [f"{name}={record[name]!r}" for name, usual in more.items() if record.get(name, usual) != usual]
     if said:
@@ -150,7 +155,7 @@ def check_made_for(method: str | ContextMethod | None, trained_length: int) -> N
     """
     if not isinstance(method, str) or "/" not in method or method.endswith(SUFFIX):
         return
-    its = json.loads(_on_the_hub(method).read_text(encoding="utf-8")).get("original_max_position_embeddings")
+    its = read_json(_on_the_hub(method)).get("original_max_position_embeddings")
     if its not in (None, trained_length):
         raise ValueError(
             f"{method} was made for a model trained at {its} tokens, and this one counts as trained at "

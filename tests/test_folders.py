@@ -193,7 +193,7 @@ def test_a_config_that_transformers_refuses_is_named(source: Path, tmp_path: Pat
     with pytest.raises(ValueError, match=r"transformers refuses .*broken/config\.json"):
         extend_folder(folder, None, factor=4)
     (folder / "config.json").write_text(json.dumps(config)[:200])
-    with pytest.raises(OSError, match=r"broken/config\.json"):
+    with pytest.raises(ValueError, match=r"broken/config\.json is not valid JSON"):
         extend_folder(folder, None, factor=4)
 
 

@@ -927,7 +927,11 @@ def test_an_option_out_of_range_is_refused(name, options):
         make_method(name, 4, **options)
 
 
-@pytest.mark.parametrize("bad", [0, -4, 2.5, True, "64", math.nan])
+@pytest.mark.parametrize(
+    ("bad", "words"),
+    [(0, "a number of tokens >= 1"), (-4, "a number of tokens >= 1")]
+    + [(bad, "a whole number") for bad in (2.5, True, "64", math.nan)],
+)
 @pytest.mark.parametrize(
     ("name", "option"),
     [
@@ -938,8 +942,8 @@ def test_an_option_out_of_range_is_refused(name, options):
         ("dca", "local_window"),
     ],
 )
-def test_what_is_no_number_of_tokens_is_refused(name, option, bad):
-    with pytest.raises(ValueError, match=rf"{option} must be a number of tokens .*, got {bad!r}. Leave it out"):
+def test_what_is_no_number_of_tokens_is_refused(name, option, bad, words):
+    with pytest.raises(ValueError, match=rf"{option}.* must be {words}, got {bad!r}"):
         make_method(name, 4, **{option: bad})
 
 

@@ -42,9 +42,12 @@ def test_factors_found_for_another_geometry_are_refused() -> None:
     [
         ("{", "is not a saved method"),
         ("[]", "is not a saved method"),
-        ('{"method": {"name": "yarn"}}', "is not a saved method"),
+        ('{"method": {"name": "yarn"}}', "says no factor"),
         ('{"method": {"name": "yarm", "factor": 4}}', "did you mean 'yarn'"),
-        (json.dumps({"method": {**FITTED.to_dict(), "long_factor": [1.0] * 7 + [float("nan")]}}), "finite numbers > 0"),
+        (
+            json.dumps({"method": {**FITTED.to_dict(), "long_factor": [1.0] * 7 + [float("nan")]}}),
+            "finite numbers, got nan",
+        ),
         (json.dumps({"method": {**FITTED.to_dict(), "long_factor": [1.0] * 7 + [0.0]}}), "finite numbers > 0"),
         (json.dumps({"method": {**FITTED.to_dict(), "long_factor": [1.0] * 7 + [-2.0]}}), "finite numbers > 0"),
         (json.dumps({"method": {**FITTED.to_dict(), "long_factor": [1.0] * 5}}), "5 numbers, but this model has 8"),

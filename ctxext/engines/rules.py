@@ -11,6 +11,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from ctxext.config_fields import check_config
 from ctxext.configs import RopeTable, has_rope, read_context
 from ctxext.engines.gguf_files import ARCHITECTURES, why_not_written
 from ctxext.engines.table import READINGS
@@ -87,6 +88,7 @@ def export_for(
     """
     if engine not in ENGINES:
         raise ValueError(f"unknown engine {engine!r}{suggest(engine, ENGINES)}")
+    check_config(config)
     source = json.loads(config.to_json_string()) if source is None else source
     extended = _extended(engine, config, plan)
     text_config = text_config_of(extended)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import MISSING, dataclass, fields
 from difflib import get_close_matches
-from numbers import Real
+from functools import partial
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import numpy as np
@@ -16,6 +15,7 @@ from jaxtyping import Bool, Float, Float64, Int, Shaped
 from torch import Tensor
 
 from ctxext.encodings.rope import RopeGeometry
+from ctxext.values import MAX_TOKENS, are_numbers, is_count, is_number, shown
 
 
 class Paper(NamedTuple):
@@ -48,11 +48,10 @@ class ContextMethod(ABC):
         object.__setattr__(self, "factor", float(self.factor))
         for field in fields(self):
             value = getattr(self, field.name)
-            if isinstance(value, np.generic):  # JSON has none of NumPy's
-                value = value.item()
+            if isinstance(value, (np.generic, np.ndarray, Tensor)):  # JSON has none of these
+                value = value.tolist()
                 object.__setattr__(self, field.name, value)
-            if field.type == "bool" and not isinstance(value, bool):
-                raise ValueError(f"{field.name} of {self.name!r} must be true or false, got {value!r}.")
+            _check_option(f"{field.name} of {self.name!r}", field.type, value)
 
     def to_dict(self) -> dict[str, Any]:
         """A JSON-ready description: the method's name and its fields."""
@@ -332,38 +331,67 @@ def make_method(name: str, factor: float, /, **options: Any) -> ContextMethod:
         raise ValueError(
             f"method {cls.name!r} needs {', '.join(missing)}. Pass {', '.join(f'{name}=...' for name in missing)}."
         )
-    try:
-        return cls(factor=factor, **options)
-    except TypeError as error:  # a comparison with what is no number
-        given = ", ".join(f"{option}={value!r}" for option, value in options.items())
-        raise ValueError(
-            f"method {cls.name!r} cannot take {given}: {error}. Pass numbers where it has numbers."
-        ) from error
+    return cls(factor=factor, **options)
 
 
 def method_from_dict(description: dict[str, Any]) -> ContextMethod:
-    """The inverse of `ContextMethod.to_dict`."""
+    """The inverse of `ContextMethod.to_dict`.
+
+    Raises:
+        ValueError: it is no such description; or as `make_method`.
+    """
 
     def read(value: Any) -> Any:
         if isinstance(value, dict):
             return method_from_dict(value)
         return tuple(value) if isinstance(value, list) else value
 
+    if not isinstance(description, dict) or not isinstance(description.get("name"), str):
+        raise ValueError(f"a method must be an object with the string 'name', got {shown(description)}.")
+    if "factor" not in description:
+        raise ValueError(f"the method {description['name']!r} says no factor. Add the one that it was made with.")
     options = {key: read(value) for key, value in description.items()}
     return make_method(options.pop("name"), options.pop("factor"), **options)
 
 
+# Annotations of options, and what a value of each has to be.
+_KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "bool": (lambda value: isinstance(value, bool), "true or false"),
+    "int": (partial(is_count, low=-MAX_TOKENS, high=MAX_TOKENS), "a whole number"),
+    "float": (is_number, "a finite number"),
+    "str": (lambda value: isinstance(value, str), "a string"),
+    "tuple[float, ...]": (are_numbers, "a list of finite numbers"),
+    "tuple[float, int]": (lambda value: are_numbers(value) and len(value) == 2, "a list of two numbers"),
+}
+
+
+def _check_option(name: str, annotation: Any, value: Any) -> None:
+    """Raise ValueError unless `value` is of the kind that a method's field is annotated with; others pass."""
+    kind = str(getattr(annotation, "__name__", annotation))
+    holds, words = _KINDS.get(kind.removesuffix(" | None"), (lambda value: True, "given"))
+    if value is None:
+        if not kind.endswith("| None"):
+            raise ValueError(f"{name} must be {words}, got None.")
+    elif not holds(value):
+        bad = value
+        if kind.startswith("tuple[float, ...]") and isinstance(value, (list, tuple)):  # which of many
+            bad = next(each for each in value if not is_number(each))
+        raise ValueError(f"{name} must be {words}, got {shown(bad)}.")
+
+
 def suggest(word: str, known: Sequence[str] | dict[str, Any]) -> str:
     """The end of an error about an unknown `word`: the nearest known one, and all of them."""
-    near = get_close_matches(word.lower(), list(known), n=1)
+    near = get_close_matches(str(word).lower(), list(known), n=1)
     hint = f"; did you mean {near[0]!r}?" if near else "."
     return f"{hint} Known: {', '.join(known)}."
 
 
 def check_factor(factor: float) -> None:
     """Raise ValueError unless `factor` is a finite number >= 1."""
-    if isinstance(factor, bool) or not isinstance(factor, Real) or not math.isfinite(factor):
-        raise ValueError(f"factor must be a finite number >= 1, got {factor!r}. For twice the length, pass factor=2.")
+    if not is_number(factor, high=1e6):
+        raise ValueError(
+            f"factor must be a finite number >= 1, up to 1e6, got {shown(factor)}. For twice the length, pass factor=2."
+        )
     if factor < 1:
         raise ValueError(
             f"factor must be >= 1, got {factor}. It is target length / trained length: "
@@ -373,9 +401,10 @@ def check_factor(factor: float) -> None:
 
 def check_attention_factor(attention_factor: float | None) -> None:
     """Raise ValueError unless `attention_factor` is None or a finite number > 0."""
-    if attention_factor is not None and not (math.isfinite(attention_factor) and attention_factor > 0):
+    if attention_factor is not None and not is_number(attention_factor, 1e-6, 1e6):
         raise ValueError(
-            f"attention_factor must be a finite number > 0, got {attention_factor}. Leave it out for the method's own."
+            f"attention_factor must be a finite number > 0 (1e-6 to 1e6), got {shown(attention_factor)}. Leave it out "
+            "for the method's own."
         )
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, fields
-from numbers import Real
 from typing import ClassVar
 
 import torch
@@ -40,7 +39,7 @@ class _Dynamic(RopeScaling):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if isinstance(self.ratio, bool) or not isinstance(self.ratio, Real) or not 1.01 <= self.ratio < math.inf:
+        if self.ratio < 1.01:
             raise ValueError(
                 f"ratio must be at least 1.01, got {self.ratio!r}. It is the step from rung to rung; try 1.25."
             )
@@ -151,8 +150,8 @@ class LongRoPE(RopeScaling):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_attention_factor(self.attention_factor)
-        if isinstance(self.start_tokens, bool) or not isinstance(self.start_tokens, int) or self.start_tokens < 0:
-            raise ValueError(f"start_tokens must be a number of tokens (an int >= 0), got {self.start_tokens!r}.")
+        if self.start_tokens < 0:
+            raise ValueError(f"start_tokens must be a number of tokens >= 0, got {self.start_tokens!r}.")
         if self.fitted_to is not None:
             theta, length = self.fitted_to
             object.__setattr__(self, "fitted_to", (float(theta), int(length)))

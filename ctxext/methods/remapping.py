@@ -20,9 +20,9 @@ def _as_it_is(positions: Tensor) -> Tensor:
 def _check_window(name: str, value: int | None, below: int | None = None) -> None:
     if value is None:
         return
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1 or (below is not None and value >= below):
+    if value < 1 or (below is not None and value >= below):
         end = "" if below is None else f" and below the trained length of {below}"
-        raise ValueError(f"{name} must be a number of tokens (an int >= 1){end}, got {value!r}. Leave it out for ours.")
+        raise ValueError(f"{name} must be a number of tokens >= 1{end}, got {value!r}. Leave it out for ours.")
 
 
 @register("self_extend")

@@ -91,9 +91,9 @@ class NTKByParts(RopeScaling):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 0 < self.beta_slow < self.beta_fast < math.inf:
+        if not 1e-6 <= self.beta_slow < self.beta_fast <= 1e6:
             raise ValueError(
-                f"beta_fast must exceed beta_slow > 0 (in turns within the trained length), got "
+                f"beta_fast must exceed beta_slow > 0 (in turns within the trained length, 1e-6 to 1e6), got "
                 f"beta_fast={self.beta_fast}, beta_slow={self.beta_slow}. The paper's are 32 and 1."
             )
         for option, allowed in (("ramp", ("index", "rotations")), ("clamp", ("dim", "pairs"))):
@@ -188,7 +188,7 @@ class Llama3(RopeScaling):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 0 < self.low_freq_factor < self.high_freq_factor:
+        if not 1e-6 <= self.low_freq_factor < self.high_freq_factor <= 1e6:
             raise ValueError(
                 f"high_freq_factor must exceed low_freq_factor > 0, got "
                 f"{self.high_freq_factor} and {self.low_freq_factor}. Llama 3.1 has 4 and 1."
@@ -228,7 +228,7 @@ class ABF(RopeScaling):
 
     def new_theta(self, rope: RopeGeometry) -> float:
         if self.rope_theta is not None:
-            if not (math.isfinite(self.rope_theta) and self.rope_theta >= rope.rope_theta):
+            if not rope.rope_theta <= self.rope_theta <= 1e30:
                 raise ValueError(
                     f"rope_theta must be a finite number >= the model's {rope.rope_theta:g}, got "
                     f"{self.rope_theta}. Leave it out to have one computed from the factor."
