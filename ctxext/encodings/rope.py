@@ -66,20 +66,29 @@ def rotations(rope: RopeGeometry) -> Float64[Tensor, " pair"]:
     return rope.original_max_position_embeddings / wavelengths(rope.inv_freq)
 
 
-def correction_dim(n_rotations: float, rope: RopeGeometry) -> float:
-    """The fractional pair index that turns `n_rotations` times within the trained length.
+def unscaled_index(rope: RopeGeometry) -> Float64[Tensor, " pair"]:
+    """The index at which unscaled RoPE of the same base turns as fast as each pair does.
 
-    The inverse of `rotations` for unscaled RoPE: d ln(L / (2 pi r)) / (2 ln theta).
+    i + d ln(theta^(-2i/d) / inv_freq_i) / (2 ln theta): exactly i for unscaled RoPE, fractional where the frequencies
+    in use are scaled.
+    """
+    offset = (inverse_frequencies(rope.dim, rope.rope_theta) / rope.inv_freq).log()
+    return torch.arange(rope.dim // 2, dtype=torch.float64) + rope.dim * offset / (2 * math.log(rope.rope_theta))
+
+
+def correction_dim(n_rotations: float, rope: RopeGeometry) -> float:
+    """The `unscaled_index` of a pair that turns `n_rotations` times within the trained length.
+
+    The inverse of `rotations`: d ln(L / (2 pi r)) / (2 ln theta).
     """
     length = rope.original_max_position_embeddings
     return rope.dim * math.log(length / (n_rotations * 2 * math.pi)) / (2 * math.log(rope.rope_theta))
 
 
-def linear_ramp(low: float, high: float, n_pairs: int) -> Float64[Tensor, " pair"]:
+def linear_ramp(low: float, high: float, index: Float64[Tensor, " pair"]) -> Float64[Tensor, " pair"]:
     """0 up to index `low`, 1 from index `high` on, linear between."""
     if low == high:
         high += 0.001  # As in the YaRN code: a step, without dividing by zero.
-    index = torch.arange(n_pairs, dtype=torch.float64)
     return ((index - low) / (high - low)).clamp(0, 1)
 
 

@@ -18,11 +18,14 @@ one scalar: rescale factors λ (`inv_freq' = inv_freq / λ`) and a multiplier of
             factors[pairs // 2 :] = self.factor
             return over_lengths(factors, length)
 
+λ must be finite and > 0; a pair that does not rotate has `NO_ROTATION`, as JSON has no infinity.
+
 That is all: `extend_context(model, method="half_pi")`, the command line, the saved config (as
 transformers' `longrope`) and the matrix of tests know it by name.
 """
 
 from ctxext.methods.contract import (
+    NO_ROTATION,
     Branch,
     BucketScaling,
     ContextMethod,
@@ -60,6 +63,7 @@ from ctxext.methods.native import geometry_in_use, method_from_rope_parameters, 
 
 __all__ = [
     "ABF",
+    "NO_ROTATION",
     "PI",
     "AlibiScaling",
     "Branch",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import MISSING, dataclass, fields
@@ -16,6 +18,10 @@ from torch import Tensor
 
 from ctxext.encodings.rope import RopeGeometry
 from ctxext.values import MAX_TOKENS, are_numbers, is_count, is_number, shown
+
+
+# λ of a pair that does not rotate: JSON has no infinity, and over a million tokens such a pair turns by 1e-6 radians.
+NO_ROTATION = 1e12
 
 
 class Paper(NamedTuple):
@@ -90,21 +96,39 @@ class RopeMethod(ContextMethod):
 
 @dataclass(frozen=True, kw_only=True)
 class RopeScaling(RopeMethod):
-    """A method that is one vector and one scalar: rescale factors λ, and a multiplier of cos and sin."""
+    """A method that is one vector and one scalar: rescale factors λ, and a multiplier of cos and sin.
+
+    What a subclass computes is checked where it is computed: both must be finite and > 0 in float32.
+    """
 
     # Whether the scale belongs to the length of the whole call and not to each query: then no cache can be right.
     of_the_call: ClassVar[bool] = False
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        for name in {"rescale_factors", "attention_scaling"} & cls.__dict__.keys():
+            setattr(cls, name, _checked(cls.__dict__[name]))
 
     @abstractmethod
     def rescale_factors(
         self, rope: RopeGeometry, length: Int[Tensor, "*batch"] | None = None
     ) -> Float64[Tensor, "*batch pair"]:
-        """λ for each pair, at each `length` in tokens (None: at the full reach of `factor`)."""
+        """λ for each pair, at each `length` in tokens (None: at the full reach of `factor`).
+
+        A pair that does not rotate has NO_ROTATION.
+
+        Raises:
+            ValueError: a value is infinite, NaN, zero or negative, or not of that shape.
+        """
 
     def attention_scaling(
         self, rope: RopeGeometry, length: Int[Tensor, "*batch"] | None = None
     ) -> Float64[Tensor, "*batch"]:
-        """The multiplier of cos and sin at each `length`; attention logits grow by its square."""
+        """The multiplier of cos and sin at each `length`; attention logits grow by its square.
+
+        Raises:
+            ValueError: as `rescale_factors`.
+        """
         return over_lengths(torch.tensor(1.0, dtype=torch.float64), length)
 
     def rope_parameters(self, rope: RopeGeometry) -> dict[str, Any]:
@@ -139,6 +163,32 @@ class RopeScaling(RopeMethod):
     @property
     def is_late(self) -> bool:
         return self.is_dynamic or self.start_tokens > 0
+
+
+_Compute = Callable[..., Tensor]
+
+
+def _checked(compute: _Compute) -> _Compute:
+    """`compute`, a method of a `RopeScaling`, whose values are finite and > 0, in float64 and in float32."""
+
+    @functools.wraps(compute)
+    def checked(self: RopeScaling, rope: RopeGeometry, length: Tensor | None = None) -> Tensor:
+        values = compute(self, rope, length)
+        if torch.compiler.is_compiling():  # a value in a traced graph cannot be looked at
+            return values
+        what = f"{compute.__name__} of {self.name!r}"
+        pairs = (rope.dim // 2,) if compute.__name__ == "rescale_factors" else ()
+        shape = (*(() if length is None else length.shape), *pairs)
+        if not isinstance(values, Tensor) or values.dtype != torch.float64 or values.shape != shape:
+            got = f"{values.dtype} of shape {tuple(values.shape)}" if isinstance(values, Tensor) else repr(values)
+            raise ValueError(f"{what} must return a float64 tensor of shape {shape}, got {got}.")
+        bad = values[~((values.float() > 0) & values.float().isfinite())]
+        if len(bad):
+            remedy = f" For a pair that does not rotate, return {NO_ROTATION:g}." if pairs else ""
+            raise ValueError(f"{what} must be finite and > 0 in float32, got {float(bad[0]):g}.{remedy}")
+        return values
+
+    return checked
 
 
 @dataclass(frozen=True)

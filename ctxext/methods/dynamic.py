@@ -15,7 +15,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from ctxext.encodings.rope import RopeGeometry
-from ctxext.methods.contract import Paper, RopeScaling, check_attention_factor, over_lengths, register
+from ctxext.methods.contract import NO_ROTATION, Paper, RopeScaling, check_attention_factor, over_lengths, register
 from ctxext.methods.scaling import NTKAware, YaRN, ntk_rescale_factors, yarn_attention_factor
 
 EMOZILLA = Paper(
@@ -162,7 +162,7 @@ class LongRoPE(RopeScaling):
             object.__setattr__(self, name, tuple(float(value) for value in values))
             bad = [value for value in getattr(self, name) if not (math.isfinite(value) and value > 0)]
             if bad:
-                raise ValueError(f"{name} must hold finite numbers > 0, got {bad[0]}. To drop a frequency, write 1e12.")
+                raise ValueError(f"{name} must hold finite numbers > 0, got {bad[0]}. For a pair that does not rotate, write {NO_ROTATION:g}.")
 
     @property
     def is_dynamic(self) -> bool:
@@ -189,6 +189,11 @@ class LongRoPE(RopeScaling):
                 f"{name} was found for a model with theta {self.fitted_to[0]:g} trained at {self.fitted_to[1]} tokens, "
                 f"and this one has theta {theta:g} and {length} tokens. Fit this model (ctxext fit), or, where "
                 "its config does not say the trained length, pass original_max_position_embeddings."
+            )
+        if self.fitted_to is not None and not rope.is_plain:
+            raise ValueError(
+                f"{name} was found for unscaled frequencies of theta {theta:g}, and this model's are scaled. "
+                "Use existing='replace', or a named method such as 'yarn'."
             )
         if len(values) != rope.dim // 2:
             raise ValueError(

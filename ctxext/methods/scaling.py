@@ -10,8 +10,9 @@ import torch
 from jaxtyping import Float64
 from torch import Tensor
 
-from ctxext.encodings.rope import RopeGeometry, correction_dim, linear_ramp, rotations, wavelengths
+from ctxext.encodings.rope import RopeGeometry, correction_dim, linear_ramp, rotations, unscaled_index, wavelengths
 from ctxext.methods.contract import (
+    NO_ROTATION,
     ContextMethod,
     Paper,
     RopeScaling,
@@ -72,12 +73,13 @@ class NTKByParts(RopeScaling):
     """1/λ_i = (1 - ramp_i) + ramp_i / factor: keep fast pairs, interpolate slow ones. YaRN paper, section 3.2.
 
     Pairs that turn more than `beta_fast` times within the trained length stay, those that turn less
-    than `beta_slow` times are interpolated, and a ramp joins the two.
+    than `beta_slow` times are interpolated, and a ramp joins the two. Turns are those of the frequencies in
+    use: on top of another scaling, the ramp is over the turns that this scaling leaves.
 
     Attributes:
-        ramp: "index" is linear in the pair's index (the YaRN code, transformers, every engine);
-            "rotations" is linear in the number of turns (the paper, equation 18).
-        truncate: round the ramp's ends outwards to whole indices (the code; "index" only).
+        ramp: "index" is linear in the pair's index, and so in the logarithm of its turns (the YaRN code,
+            transformers, every engine); "rotations" is linear in the number of turns (the paper, equation 18).
+        truncate: move the ramp's ends outwards to the nearest pair (the code; "index" only).
         clamp: the largest end of the ramp: "dim" is d - 1 (the code), "pairs" is d/2 - 1 ("index" only).
     """
 
@@ -104,12 +106,15 @@ class NTKByParts(RopeScaling):
         """How far each pair is interpolated: 0 not at all, 1 by the whole factor."""
         if self.ramp == "rotations":
             return 1 - ((rotations(rope) - self.beta_slow) / (self.beta_fast - self.beta_slow)).clamp(0, 1)
+        index = unscaled_index(rope)
+        first, last = float(index.min()), float(index.max())
         low, high = correction_dim(self.beta_fast, rope), correction_dim(self.beta_slow, rope)
         if self.truncate:
-            low, high = math.floor(low), math.ceil(high)
-        last = rope.dim - 1 if self.clamp == "dim" else rope.dim // 2 - 1
-        low = max(low, 0)
-        return linear_ramp(low, max(min(high, last), low), rope.dim // 2)
+            low = float(index[index <= low].max()) if low > first else first
+            high = float(index[index >= high].min()) if high <= last else last + math.ceil(high - last)
+        end = last + rope.dim // 2 if self.clamp == "dim" else last
+        low = max(low, first)
+        return linear_ramp(low, max(min(high, end), low), index)
 
     def rescale_at(self, rope: RopeGeometry, scale: Float64[Tensor, "*batch"]) -> Float64[Tensor, "*batch pair"]:
         """λ with `scale` in the place of the factor. The form keeps λ = 1 exactly at scale 1."""
@@ -215,6 +220,8 @@ class Llama3(RopeScaling):
 class ABF(RopeScaling):
     """λ_i = (theta' / theta)^(2i/d): a raised base. Xiong et al. (2023), section 4.1.
 
+    On top of another scaling, i is the index at which unscaled RoPE turns as fast as the pair does.
+
     Attributes:
         rope_theta: the new base. None takes the one under which as many pairs turn fully within
             factor * L as did within L: ln(theta') = ln(theta) ln(factor L / 2 pi) / ln(L / 2 pi)
@@ -239,8 +246,7 @@ class ABF(RopeScaling):
 
     def rescale_factors(self, rope: RopeGeometry, length: Tensor | None = None) -> Tensor:
         ratio = self.new_theta(rope) / rope.rope_theta
-        exponent = torch.arange(0, rope.dim, 2, dtype=torch.float64) / rope.dim
-        return over_lengths(ratio**exponent, length)
+        return over_lengths(ratio ** (2 * unscaled_index(rope) / rope.dim), length)
 
     def rope_parameters(self, rope: RopeGeometry) -> dict[str, Any]:
         return {"rope_type": "default", "rope_theta": self.new_theta(rope)}
@@ -251,14 +257,14 @@ class ABF(RopeScaling):
 class DroPE(RopeScaling):
     """λ_i = 1e12: every frequency dropped, so that positions reach attention by the causal mask alone.
 
-    Gelberg et al. (2025). Made to be followed by a short training at the trained length.
+    λ is finite because JSON has no infinity. Gelberg et al. (2025). Made to be followed by a short training at the trained length.
     """
 
     paper: ClassVar[Paper] = Paper("DroPE", 2025, "https://arxiv.org/abs/2512.12167")
     training: ClassVar[str] = "fine-tuned"
 
     def rescale_factors(self, rope: RopeGeometry, length: Tensor | None = None) -> Tensor:
-        return over_lengths(torch.full_like(rope.inv_freq, 1e12), length)
+        return over_lengths(torch.full_like(rope.inv_freq, NO_ROTATION), length)
 
 
 @register("resonance")

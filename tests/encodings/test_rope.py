@@ -177,13 +177,13 @@ def test_correction_dim_is_the_inverse_of_rotations(dim, theta, length):
 
 
 def test_ramp_is_0_below_1_above_and_linear_between():
-    assert linear_ramp(2, 6, 8).tolist() == [0, 0, 0, 0.25, 0.5, 0.75, 1, 1]
-    assert linear_ramp(0.5, 2.5, 4).tolist() == [0, 0.25, 0.75, 1]
+    assert linear_ramp(2, 6, torch.arange(8).double()).tolist() == [0, 0, 0, 0.25, 0.5, 0.75, 1, 1]
+    assert linear_ramp(0.5, 2.5, torch.arange(4).double()).tolist() == [0, 0.25, 0.75, 1]
 
 
 def test_ramp_of_no_width_is_a_step():
-    assert linear_ramp(3, 3, 6).tolist() == [0, 0, 0, 0, 1, 1]
-    assert linear_ramp(2.5, 2.5, 6).tolist() == [0, 0, 0, 1, 1, 1]
+    assert linear_ramp(3, 3, torch.arange(6).double()).tolist() == [0, 0, 0, 0, 1, 1]
+    assert linear_ramp(2.5, 2.5, torch.arange(6).double()).tolist() == [0, 0, 0, 1, 1, 1]
 
 
 def test_geometry_is_plain_only_without_scaling():
