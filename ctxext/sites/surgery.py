@@ -69,10 +69,18 @@ class Surgery:
         """A parameter (trainable if the old one was) or a buffer, on the old one's device.
 
         Float64, as formulas give it, is rounded once to the old one's dtype.
+
+        Raises:
+            ValueError: the module does not hold it: an adapter has taken its place.
         """
         module = self.model.get_submodule(path)
         kind = "parameter" if name in module._parameters else "buffer"
         held: dict[str, Any] = module._parameters if kind == "parameter" else module._buffers
+        if name not in held:
+            raise ValueError(
+                f"{path}.{name} is held by an adapter (PEFT's modules_to_save or target_modules). Extend the model "
+                "first and wrap it afterwards, or merge the adapter."
+            )
         old = held[name]
         with torch.inference_mode(False):  # what is made within it would never train
             new = value.to(old.device, old.dtype if value.dtype == torch.float64 else value.dtype)
