@@ -15,7 +15,7 @@ import os
 import warnings
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
-from hashlib import blake2b
+from functools import partial
 from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,11 +24,24 @@ import torch
 from torch import Tensor, nn
 
 from ctxext import __version__
-from ctxext.configs import read_context
-from ctxext.extension import RECORD as EXTENSION
-from ctxext.extension import Proof, read_record, save_portable, table_errors
-from ctxext.folders import architecture_of, checkpoint_folder, extended_as_saved, read_config, written_whole
+from ctxext.configs import read_context, rope_tables
+from ctxext.extension import Proof, extension_of, save_portable, table_errors
+from ctxext.folders import (
+    architecture_of,
+    check_not_extended,
+    checkpoint_folder,
+    extended_as_saved,
+    planned_as_saved,
+    read_config,
+    saved_extension,
+    written_whole,
+)
 from ctxext.hub import hub_folder
+from ctxext.json_files import OBJECT, TEXT, TOKENS, JsonObject, or_none, read_json, write_json
+from ctxext.peft_hooks import ADAPTER_CONFIG, adapter_record, base_named, plain_name
+from ctxext.plans import check_mark
+from ctxext.records import RECORD as EXTENSION
+from ctxext.records import Record, read_record, weights_fingerprint
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -139,49 +152,27 @@ class AdapterBase:
         return json.dumps(asdict(self), indent=2, ensure_ascii=False) + "\n"
 
     @classmethod
-    def from_json(cls, text: str) -> AdapterBase:
+    def of_json(cls, read: JsonObject) -> AdapterBase:
         """
         Raises:
-            ValueError: not the JSON that this version writes.
+            ValueError: not as this version writes it; says which field.
         """
-        values = json.loads(text)
-        known = {f.name for f in fields(cls)}
-        if not isinstance(values, dict) or values.keys() != known:
-            wrong = sorted(known ^ values.keys()) if isinstance(values, dict) else type(values).__name__
-            version = values.get("version") if isinstance(values, dict) else None
-            raise ValueError(
-                f"{RECORD} is not as ctxext {__version__} writes it (missing or unknown: {wrong}; written by version "
-                f"{version}). Install that version, or save the adapter anew."
-            )
-        return cls(**values)
-
-
-def weights_fingerprint(folder: Path) -> str:
-    """Of a checkpoint's safetensors: each tensor's name, shape, type and up to 32 of its values.
-
-    The same however they are sharded. Only the pages that hold those values are read from the disk.
-
-    Raises:
-        ValueError: there are none; pickled weights are not loaded.
-    """
-    from safetensors import safe_open
-
-    paths = sorted(folder.glob("*.safetensors"))
-    if not paths:
-        raise ValueError(f"{folder} holds no safetensors. Load the model and save_pretrained it, which writes them.")
-    lines = []
-    for path in paths:
-        with safe_open(path, "pt") as tensors:
-            for name in tensors.keys():  # noqa: SIM118, it is no dict
-                tensor = tensors.get_tensor(name)
-                flat = tensor.reshape(-1)
-                values = flat[:: max(1, flat.numel() // 32)][:32].contiguous()
-                about = f"{name} {tuple(tensor.shape)} {tensor.dtype} ".encode()
-                lines.append(about + values.view(torch.uint8).numpy().tobytes())
-    digest = blake2b(digest_size=8)
-    for line in sorted(lines):
-        digest.update(line)
-    return digest.hexdigest()
+        read.check_names({f.name for f in fields(cls)})
+        config, of_config = read.get("config", OBJECT), read.part("config")
+        read.check(config.keys() <= {*EXTENDED_KEYS}, f"config must have no fields but {', '.join(EXTENDED_KEYS)}")
+        of_config.get("max_position_embeddings", TOKENS)
+        for name in config.keys() & {"original_max_position_embeddings", "head_dim"}:
+            of_config.get(name, or_none(TOKENS))
+        if "rope_parameters" in config:
+            of_config.get("rope_parameters", OBJECT)
+        if "ctxext" in config:
+            check_mark(config["ctxext"], read.file, "config.ctxext")
+        return cls(
+            **{name: read.get(name, TEXT) for name in ("base", "extended", "fingerprint", "version")},
+            revision=read.get("revision", or_none(TEXT)),
+            config=config,
+            provenance=read.get("provenance", OBJECT),
+        )
 
 
 # ----------------------------------------------------------------------------------------- saving
@@ -240,10 +231,8 @@ def save_trained(
     with written_whole(folder) as building:
         if isinstance(model, PeftModel):
             model.save_pretrained(building, state_dict=state_dict)
-            path = building / "adapter_config.json"
-            adapter_config = json.loads(path.read_text(encoding="utf-8"))
-            adapter_config["base_model_name_or_path"] = base.extended
-            path.write_text(json.dumps(adapter_config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+            path = building / ADAPTER_CONFIG
+            write_json(path, {**read_json(path).content, "base_model_name_or_path": base.extended})
         else:
             save_portable(model, building, state_dict=state_dict)
         if tokenizer is not None:
@@ -313,14 +302,15 @@ def load(
         RuntimeError: the loaded model's frequencies are not those that `ctxext.json` says.
     """
     folder = _folder(name_or_path, revision)
-    if not _is_adapter(folder):
-        alone = not (folder / "config.json").is_file()
-        base = checkpoint_folder(_base_of(folder)) if alone else folder
-        model = architecture_of(base).from_pretrained(base, use_safetensors=True, **from_pretrained)
-        return extended_as_saved(model, folder)
-    record = _record(folder)
-    base, config = _find_base(folder, record)
-    return _load_adapter(folder, base, config, record, is_trainable, **from_pretrained)
+    if _is_adapter(folder):
+        return _load_adapter(_Found.by(folder), is_trainable, **from_pretrained)
+    if (folder / "config.json").is_file():
+        base, extension = folder, saved_extension(folder)
+    else:
+        extension, base = read_record(folder), checkpoint_folder(_base_of(folder))
+        check_not_extended(base)
+    model = architecture_of(base).from_pretrained(base, use_safetensors=True, **from_pretrained)
+    return extended_as_saved(model, extension)
 
 
 def _folder(name_or_path: Path | str, revision: str | None) -> Path:
@@ -353,30 +343,79 @@ def _base_of(folder: Path) -> str:
 
 
 def _is_adapter(folder: Path) -> bool:
-    return (folder / "adapter_config.json").is_file() and (folder / WEIGHTS).is_file()
+    return (folder / ADAPTER_CONFIG).is_file() and (folder / WEIGHTS).is_file()
 
 
-def _record(folder: Path) -> AdapterBase | None:
-    path = folder / RECORD
-    return AdapterBase.from_json(path.read_text(encoding="utf-8")) if path.is_file() else None
+@dataclass(frozen=True)
+class _Found:
+    """An adapter and the base to put it on.
 
+    Attributes:
+        config: to load the base with.
+        record: where the base's config has the extension.
+        extension: where the base is extended after it is loaded.
+    """
 
-def _find_base(folder: Path, record: AdapterBase | None) -> tuple[Path, PreTrainedConfig]:
-    """The folder of an adapter's base, and the config to load it with."""
-    named = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8")).get("base_model_name_or_path")
-    if record is None and named is None:
-        raise ValueError(
-            f"{folder / 'adapter_config.json'} names no base (base_model_name_or_path), and there is no {RECORD} "
-            "beside it. Write the base's folder or name there."
-        )
-    if record is None:
+    folder: Path
+    base: Path
+    config: PreTrainedConfig
+    record: AdapterBase | None = None
+    extension: Record | None = None
+
+    @classmethod
+    def by(cls, folder: Path) -> _Found:
+        """
+        Raises:
+            FileNotFoundError: no base was found; all places are named.
+            ValueError: a base was found, but is another; or the adapter's files are broken or belong to two.
+        """
+        extension, path = adapter_record(folder), folder / RECORD
+        named = plain_name(base_named(folder / ADAPTER_CONFIG))
+        if extension is not None:
+            return cls(folder, *_base_by_name(folder, extension), extension=extension)
+        if path.is_file():
+            record = AdapterBase.of_json(read_json(path))
+            return cls(folder, *_base_by_record(folder, record, named), record=record)
+        if named is None:
+            raise ValueError(
+                f"{folder / ADAPTER_CONFIG} names no base (base_model_name_or_path), and there is no {RECORD} "
+                "beside it. Write the base's folder or name there."
+            )
         base = checkpoint_folder(named)
         config = read_config(base)
         if read_record(base) is None:
             _warn_if_plain(folder, config)
-        return base, config
+        return cls(folder, base, config)
+
+
+def _places(folder: Path) -> tuple[Path, ...]:
+    """Where a base is looked for besides the place that an adapter names."""
     here = folder.resolve()
-    places = [Path(record.extended), *(place / "base" for place in (here, *here.parents[:2]))]
+    return tuple(place / "base" for place in (here, *here.parents[:2]))
+
+
+def _base_by_name(folder: Path, extension: Record) -> tuple[Path, PreTrainedConfig]:
+    """The base of an adapter of a live extended model."""
+    name = extension.model.name
+    if name is None:
+        raise ValueError(
+            f"{extension.where} names no base: the model was not loaded from a folder or the hub. Save that model, and "
+            "write its folder as model.name there."
+        )
+    for place in (Path(name), *_places(folder)):
+        if (place / "config.json").is_file():
+            break
+    else:
+        place = checkpoint_folder(name, None if Path(name).is_absolute() else extension.model.revision)
+    config = read_config(place)
+    planned_as_saved(config, extension)
+    extension.check_weights(place)
+    return place, config
+
+
+def _base_by_record(folder: Path, record: AdapterBase, named: str | None) -> tuple[Path, PreTrainedConfig]:
+    """The base of an adapter that was trained on an extended folder."""
+    places = [Path(record.extended), *_places(folder)]
     if named is not None:
         places.insert(0, Path(named))
     tried = []
@@ -403,6 +442,7 @@ def _find_base(folder: Path, record: AdapterBase | None) -> tuple[Path, PreTrain
         elif weights_fingerprint(place) == record.fingerprint:
             config = read_config(place)
             record.apply_to(config)
+            _check_rope_parameters(config, record, folder)
             return place, config
         else:
             tried.append(f"{record.base}: other weights")
@@ -427,22 +467,38 @@ def _warn_if_plain(folder: Path, config: PreTrainedConfig) -> None:
         )
 
 
-def _load_adapter(
-    folder: Path,
-    base: Path,
-    config: PreTrainedConfig,
-    record: AdapterBase | None,
-    is_trainable: bool = False,
-    **from_pretrained: Any,
-) -> PeftModel:
+def _check_rope_parameters(config: PreTrainedConfig, record: AdapterBase, folder: Path) -> None:
+    """Raise ValueError unless a rotary embedding can be built from the rope parameters on record."""
+    if record.rope_parameters is not None:
+        try:
+            rope_tables(config.get_text_config(decoder=True), record.rope_parameters)
+        except (KeyError, TypeError, ValueError, ArithmeticError, AttributeError) as error:
+            raise ValueError(
+                f"rope_parameters in {folder / RECORD} are not valid ({type(error).__name__}: {error}). Restore the "
+                "file, or save the adapter anew."
+            ) from error
+
+
+def _load_adapter(found: _Found, is_trainable: bool = False, **from_pretrained: Any) -> PeftModel:
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(base, config=config, use_safetensors=True, **from_pretrained)
-    if record is not None:
-        _check_live(model, record)
-    model = extended_as_saved(model, base)
-    return PeftModel.from_pretrained(model, folder, is_trainable=is_trainable).eval()
+    of_base = saved_extension(found.base)
+    model = AutoModelForCausalLM.from_pretrained(
+        found.base, config=found.config, use_safetensors=True, **from_pretrained
+    )
+    if found.record is not None:
+        _check_live(model, found.record)
+    model = extended_as_saved(model, of_base)
+    extension, done = found.extension, extension_of(model)
+    if extension is not None and done is None:
+        extended_as_saved(model, extension)
+    elif extension is not None and done.plan.summary != extension.summary:
+        raise ValueError(
+            f"{found.folder} was trained under {extension.summary}, and its base {found.base} is extended by "
+            f"{done.plan.summary}. Put the base that it was trained on in a folder 'base' beside the adapter."
+        )
+    return PeftModel.from_pretrained(model, found.folder, is_trainable=is_trainable).eval()
 
 
 def _check_live(model: PreTrainedModel, record: AdapterBase) -> None:
@@ -486,36 +542,36 @@ def merge(folder: Path | str, output: Path | str, dtype: torch.dtype | str | Non
         RuntimeError: the written model's logits are not the adapter's.
         Those of `load`. On any error nothing is left behind.
     """
-    from transformers import AutoModelForCausalLM
-
     output = Path(output)
     if output.exists():
         raise FileExistsError(f"{output} exists already. Choose another folder, or remove it first.")
     adapter = _folder(folder, None)
     if not _is_adapter(adapter):
         raise ValueError(f"{folder} is a model and no adapter, so there is nothing to merge. Use it as it is.")
-    record = _record(adapter)
-    base, config = _find_base(adapter, record)
+    found = _Found.by(adapter)
+    base, config, record = found.base, found.config, found.record
     if getattr(config, "quantization_config", None):
         raise ValueError(
             f"{base} is stored quantised, and merging into rounded weights loses what was trained. Use the adapter "
             "unmerged, or train on the unquantised checkpoint (which may be quantised as it is loaded) and merge that."
         )
     dtype = _dtype(dtype or config.dtype or torch.float32)
-    model = _load_adapter(adapter, base, config, record, dtype=torch.float32)
+    model = _load_adapter(found, dtype=torch.float32)
     _refuse_tied_targets(model)
     expected = _probe(model)
     merged = model.merge_and_unload(safe_merge=True)
     _compare(_probe(merged), expected, torch.float32, "merging")
     with written_whole(output) as building:
-        save_portable(merged.to(dtype), building)
-        reach = config.get_text_config(decoder=True).max_position_embeddings
+        reach = merged.config.get_text_config(decoder=True).max_position_embeddings
+        save = merged.save_pretrained if extension_of(merged) is not None else partial(save_portable, merged)
+        merged.to(dtype)
+        save(building)
         _copy_tokenizer((adapter, base), building, reach)
         if record is not None:
             write_record(building, record)
         del model, merged
         # Computed in float32, so that what differs is the rounding of the weights and not that of the activations.
-        written = AutoModelForCausalLM.from_pretrained(building, dtype=torch.float32).eval()
+        written = load(building, dtype=torch.float32)
         if record is not None:
             _check_live(written, record)
         _compare(_probe(written), expected, dtype, f"writing it in {str(dtype).removeprefix('torch.')}")

@@ -2,41 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
+from ctxext.json_files import FACTOR, FLAG, TEXT, Kind
 from ctxext.text_configs import text_config_of
 from ctxext.values import MAX_COUNT, MAX_SIZE, MAX_TOKENS, are_numbers, are_words, is_count, is_number, shown
 
-
-class Field(NamedTuple):
-    """What a value has to be, as a test and in words."""
-
-    holds: Callable[[Any], bool]
-    words: str
-
-
-_SIZE = Field(partial(is_count, low=0), f"a whole number from 0 to {MAX_SIZE}")
-_COUNT = Field(partial(is_count, low=0, high=MAX_COUNT), f"a whole number from 0 to {MAX_COUNT}")
-_TOKENS = Field(
-    lambda value: is_number(value, 0, MAX_TOKENS) and value == int(value), f"a whole number from 0 to {MAX_TOKENS}"
+_SIZE = Kind(f"a whole number from 0 to {MAX_SIZE}", partial(is_count, low=0))
+_COUNT = Kind(f"a whole number from 0 to {MAX_COUNT}", partial(is_count, low=0, high=MAX_COUNT))
+_TOKENS = Kind(
+    f"a whole number from 0 to {MAX_TOKENS}", lambda value: is_number(value, 0, MAX_TOKENS) and value == int(value)
 )
-_LENGTH = Field(partial(is_number, low=1, high=MAX_TOKENS), f"a number of tokens from 1 to {MAX_TOKENS}")
-_POSITIVE = Field(partial(is_number, low=1e-6, high=1e6), "a number from 1e-6 to 1e6")
-_TERM = Field(partial(is_number, low=-1e6, high=1e6), "a number from -1e6 to 1e6")
-_FACTORS = Field(partial(are_numbers, low=1e-6), "a list of finite numbers >= 1e-6")
-_WORD = Field(lambda value: isinstance(value, str), "a string")
-_WORDS = Field(are_words, "a list of strings")
-_FLAG = Field(lambda value: isinstance(value, bool), "true or false")
+_LENGTH = Kind(f"a number of tokens from 1 to {MAX_TOKENS}", partial(is_number, low=1, high=MAX_TOKENS))
+_POSITIVE = Kind("a number from 1e-6 to 1e6", partial(is_number, low=1e-6, high=1e6))
+_TERM = Kind("a number from -1e6 to 1e6", partial(is_number, low=-1e6, high=1e6))
+_FACTORS = Kind("a list of finite numbers >= 1e-6", partial(are_numbers, low=1e-6))
+_WORDS = Kind("a list of strings", are_words)
 
 # By transformers' common names; null says the same as leaving a field out.
 FIELDS = {
-    "model_type": _WORD,
+    "model_type": TEXT,
     "architectures": _WORDS,
     "layer_types": _WORDS,
-    "use_sliding_window": _FLAG,
+    "use_sliding_window": FLAG,
     **dict.fromkeys(("num_hidden_layers", "num_kv_shared_layers"), _COUNT),
     **dict.fromkeys(
         ("hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim", "rotary_dim", "qk_rope_head_dim",
@@ -45,13 +36,13 @@ FIELDS = {
     **dict.fromkeys(("max_position_embeddings", "sliding_window"), _TOKENS),
     # Phi-3 as transformers 4 reads it has a fraction there.
     "original_max_position_embeddings": _LENGTH,
-    "rope_parameters": Field(lambda value: isinstance(value, Mapping), "an object"),
+    "rope_parameters": Kind("an object", lambda value: isinstance(value, Mapping)),
 }  # fmt: skip
 ROPE_FIELDS = {
-    **dict.fromkeys(("rope_type", "type"), _WORD),
+    **dict.fromkeys(("rope_type", "type"), TEXT),
     # A base of 1 gives every pair the same frequency, and its logarithm divides.
-    "rope_theta": Field(partial(is_number, low=1 + 1e-6, high=1e30), "a number above 1, up to 1e30"),
-    "factor": Field(partial(is_number, low=1, high=1e6), "a number from 1 to 1e6"),
+    "rope_theta": Kind("a number above 1, up to 1e30", partial(is_number, low=1 + 1e-6, high=1e30)),
+    "factor": FACTOR,
     "original_max_position_embeddings": _LENGTH,
     **dict.fromkeys(
         ("attention_factor", "attn_factor", "beta_fast", "beta_slow", "low_freq_factor", "high_freq_factor",
@@ -59,8 +50,8 @@ ROPE_FIELDS = {
     ),
     **dict.fromkeys(("mscale", "mscale_all_dim"), _TERM),
     **dict.fromkeys(("short_factor", "long_factor"), _FACTORS),
-    "truncate": _FLAG,
-    "partial_rotary_factor": Field(partial(is_number, low=1e-6, high=8), "a number above 0, up to 8"),
+    "truncate": FLAG,
+    "partial_rotary_factor": Kind("a number above 0, up to 8", partial(is_number, low=1e-6, high=8)),
 }  # fmt: skip
 # What a scaling cannot be read without.
 NEEDED = {
@@ -112,7 +103,7 @@ def _wrong(config: Any) -> Iterator[tuple[str, str, Any]]:
     for label, table in nested.items() if nested else (("", parameters),):
         yield from _wrong_rope(f"rope_parameters.{label}." if label else "rope_parameters.", table)
     if nested and not isinstance(parameters.get("truncate", True), bool):
-        yield "rope_parameters.truncate", _FLAG.words, parameters["truncate"]
+        yield "rope_parameters.truncate", FLAG.words, parameters["truncate"]
 
 
 def _wrong_rope(path: str, table: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:

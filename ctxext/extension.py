@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import functools
 import itertools
-import json
 import math
 import warnings
 from collections.abc import Callable, Iterator
@@ -17,14 +16,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from ctxext import __version__
 from ctxext.attention.rotary import LateRotary, Layer
 from ctxext.configs import RopePlan, rope_tables, slides_over
 from ctxext.families import family_of
-from ctxext.methods import ContextMethod, geometry_in_use, method_from_dict
+from ctxext.methods import ContextMethod, geometry_in_use
 from ctxext.planning import SitePlan, model_on_meta, plan_extension
 from ctxext.plans import ENCODINGS, Plan
-from ctxext.saved import PROBE, RECORD
+from ctxext.records import BESIDE, RECORD, weights_fingerprint, write_record
+from ctxext.saved import PROBE
 from ctxext.sites import rotary
 from ctxext.sites.contract import SiteProof
 from ctxext.sites.surgery import Surgery, Undo, undo
@@ -239,9 +238,13 @@ def apply(model: PreTrainedModel, plan: Plan) -> Extension:
             that cannot be rotated late.
         RuntimeError: the new rotary embedding is not what the formula says, or nothing reads it.
     """
+    from ctxext.peft_hooks import watch_peft
+
     by_tables = isinstance(plan, RopePlan) and family_of(plan.text_config).sin_cos_tables
     configs = _config_copies(model)
     plan.apply_to(configs[-1].extended)
+    for config in (configs[0].original, configs[0].extended):
+        config.__dict__.pop(BESIDE, None)  # true of the folder that it was loaded from, and of no other
     extension = Extension(plan=plan, proof=None, configs=configs)
     sites = _sites(model, plan) if isinstance(plan, RopePlan) and not by_tables else []
     try:
@@ -261,6 +264,7 @@ def apply(model: PreTrainedModel, plan: Plan) -> Extension:
         # On the instance, as data (a partial), so that it survives deepcopy, pickle and PEFT's merge.
         save = save_portable if plan.is_portable else save_with_record
         model.__dict__["save_pretrained"] = functools.partial(save, model)
+        watch_peft()
         if isinstance(extension.proof, Proof):
             if rotary.on_meta(model):
                 model.register_forward_pre_hook(_prove_at_first_forward)
@@ -778,9 +782,24 @@ def save_portable(model: PreTrainedModel, save_directory: Any, *args: Any, **kwa
         for name in keys:
             del text_config.__dict__[name]
         text_config.__dict__.update(before)
-    for name in (RECORD, PROBE):  # of another model, saved here before
-        (Path(save_directory) / name).unlink(missing_ok=True)
+    if kwargs.get("is_main_process", True):
+        _follow_up(model, Path(save_directory))
     return saved
+
+
+def _follow_up(model: PreTrainedModel, folder: Path) -> None:
+    """Remove what belongs to a model that was saved in `folder` before; an adapter alone carries its extension."""
+    from ctxext.peft_hooks import carry_extension
+
+    for name in (RECORD, PROBE):
+        (folder / name).unlink(missing_ok=True)
+    if _saves_adapter(model):
+        carry_extension(model, [folder])
+
+
+def _saves_adapter(model: PreTrainedModel) -> bool:
+    """Whether transformers' own `save_pretrained` writes no model but its adapter (`model.add_adapter`)."""
+    return bool(getattr(model, "_hf_peft_config_loaded", False))
 
 
 def save_with_record(
@@ -788,8 +807,8 @@ def save_with_record(
 ) -> Any:
     """`model.save_pretrained` for a model whose extension no config can say.
 
-    The config is written as it was before the extension, so that plain transformers loads the unextended model, and
-    `context_extension.json` beside it holds what `ctxext.load` needs to bring the extension back.
+    The config is written as it was before the extension, so that plain transformers loads the unextended model; an
+    entry in it names the extension, and `context_extension.json` beside it is what `ctxext.load` extends by.
 
     Args:
         length: writes a plain checkpoint instead, frozen at the scale of this many tokens; dynamic methods only.
@@ -798,8 +817,9 @@ def save_with_record(
         ValueError: `length` with a method that has no static form.
     """
     extension: Extension = model.__dict__[ATTRIBUTE]
+    folder, main = Path(save_directory), kwargs.get("is_main_process", True)
     push = kwargs.pop("push_to_hub", False)
-    if push and length is None and kwargs.get("is_main_process", True):
+    if push and length is None and main:
         # transformers would upload before the record is written; its other way of pushing saves by this function.
         names = ("commit_message", "commit_description", "private", "token", "revision", "create_pr", "tags")
         hub = {name: kwargs.pop(name) for name in names if name in kwargs}
@@ -811,13 +831,20 @@ def save_with_record(
     text_config, original = extension.configs[-1].extended, extension.configs[-1].original
     extended = {name: text_config.__dict__.pop(name) for name in extension.plan.updates}
     text_config.__dict__.update({name: original.__dict__[name] for name in extended if name in original.__dict__})
+    model.config.__dict__[BESIDE] = extension.plan.summary
     try:
         saved = type(model).save_pretrained(model, save_directory, *args, **kwargs)
     finally:
         for name in extended:
             text_config.__dict__.pop(name, None)
         text_config.__dict__.update(extended)
-    write_record(Path(save_directory), extension.plan)
+        del model.config.__dict__[BESIDE]
+    if not main:
+        return saved
+    _follow_up(model, folder)
+    if _saves_adapter(model):
+        return saved
+    write_record(folder, extension.plan, weights=weights_fingerprint(folder))
     warnings.warn(
         f"{extension.plan.summary} is what no config can say, as {extension.plan.why_not_portable}: the config was "
         f"saved unextended, and the extension in {RECORD}. ctxext.load({str(save_directory)!r}) brings it back; plain "
@@ -825,42 +852,6 @@ def save_with_record(
         stacklevel=2,
     )
     return saved
-
-
-def write_record(folder: Path, plan: Plan) -> None:
-    """Write what it takes to extend the model in `folder` as `plan` does; a probe of what was there goes."""
-    assert plan.method is not None
-    record = {
-        "version": __version__,
-        "summary": plan.summary,
-        "method": plan.method.to_dict(),
-        "existing": plan.existing,
-        "original_max_position_embeddings": plan.original_length,
-        "rotated_copy": isinstance(plan, RopePlan) and plan.rotated_copy,
-    }
-    (folder / PROBE).unlink(missing_ok=True)
-    (folder / RECORD).write_text(json.dumps(record, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-
-
-def read_record(folder: Path) -> dict[str, Any] | None:
-    """The arguments of `extend_context` that `write_record` noted in `folder`; None where nothing is.
-
-    Raises:
-        ValueError: not as this version writes it, or a method that is not registered here.
-    """
-    path = folder / RECORD
-    if not path.is_file():
-        return None
-    record = json.loads(path.read_text(encoding="utf-8"))
-    known = {"version", "summary", "method", "existing", "original_max_position_embeddings", "rotated_copy"}
-    if not isinstance(record, dict) or record.keys() != known:
-        raise ValueError(
-            f"{path} is not as ctxext {__version__} writes it. Load the model with transformers and extend it anew."
-        )
-    return {
-        **{name: record[name] for name in ("existing", "original_max_position_embeddings", "rotated_copy")},
-        "method": method_from_dict(record["method"]),
-    }
 
 
 def _save_frozen(

@@ -16,17 +16,22 @@ from typing import TYPE_CHECKING, Any
 from ctxext.api import extend_context
 from ctxext.config_fields import check_config, check_counts
 from ctxext.configs import RopePlan
-from ctxext.extension import RECORD, check_on_paper, read_record, version_4_keys, write_record
+from ctxext.extension import check_on_paper, version_4_keys
 from ctxext.hub import hub_folder
+from ctxext.json_files import read_json
 from ctxext.methods import ContextMethod, method_from_dict
 from ctxext.planning import plan_extension
 from ctxext.plans import Plan, live_mark
-from ctxext.saved import PROBE, read_json
+from ctxext.records import BESIDE, RECORD, Record, read_record, weights_fingerprint, write_record
+from ctxext.saved import PROBE
 from ctxext.text_configs import text_config_of, text_section_of
 from ctxext.values import one_line
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
+
+# Weights in other formats than safetensors.
+PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack")
 
 # A probe is of one extension: it does not follow into another.
 REWRITTEN = ("config.json", "tokenizer_config.json", RECORD, PROBE)
@@ -75,7 +80,7 @@ def refuse_adapter(folder: Path, name: str) -> None:
     """
     if not (folder / "adapter_config.json").is_file():
         return
-    modules = read_json(folder / "adapter_config.json").get("modules_to_save")
+    modules = read_json(folder / "adapter_config.json").content.get("modules_to_save")
     listed = ", ".join(map(str, modules)) if isinstance(modules, list) else ""
     raise ValueError(
         f"{name} is an adapter"
@@ -94,7 +99,7 @@ def read_config(folder: str | Path) -> PreTrainedConfig:
 
     path = Path(folder) / "config.json"
     try:
-        check_counts(read_json(path))
+        check_counts(read_json(path).content)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
     try:
@@ -107,8 +112,8 @@ def read_config(folder: str | Path) -> PreTrainedConfig:
     return config
 
 
-def check_not_extended(folder: Path, existing: str = "refuse") -> dict[str, Any] | None:
-    """What `context_extension.json` in `folder` says, if it is to be replaced; None where there is none.
+def check_not_extended(folder: Path, existing: str = "refuse") -> Record | None:
+    """The metadata in `folder`, if it is to be replaced; None where there is none.
 
     Raises:
         ValueError: there is one, and `existing` is not "replace".
@@ -116,7 +121,7 @@ def check_not_extended(folder: Path, existing: str = "refuse") -> dict[str, Any]
     record = read_record(folder)
     if record is not None and existing != "replace":
         raise ValueError(
-            f"{folder} is extended already, by {record['method'].name} (see its {RECORD}), and extensions of that kind "
+            f"{folder} is extended already, by {record.summary} (see its {RECORD}), and extensions of that kind "
             "do not add up. Use it as it is, or start from the model as it was: from the folder that this one was made "
             "of, or with existing='replace' where that can be said."
         )
@@ -131,7 +136,7 @@ def method_of(folder: Path) -> ContextMethod | None:
     """
     record = read_record(folder)
     if record is not None:
-        return record["method"]  # type: ignore[no-any-return]
+        return record.method
     mark = live_mark(text_config_of(read_config(folder)))
     return None if mark is None or mark["method"] is None else method_from_dict(mark["method"])
 
@@ -140,34 +145,73 @@ def architecture_of(folder: Path) -> Any:
     """The class of the model that was saved in `folder`; a language model's where its config names none."""
     import transformers
 
-    names = read_json(folder / "config.json").get("architectures")
+    names = read_json(folder / "config.json").content.get("architectures")
     name = names[0] if isinstance(names, list) and names and isinstance(names[0], str) else ""
     return getattr(transformers, name, transformers.AutoModelForCausalLM)
 
 
-def extended_as_saved(model: Any, folder: Path) -> Any:
-    """The model of `folder` in eval mode, extended in place as `context_extension.json` there says, if it does."""
-    extension = read_record(folder)
-    return model.eval() if extension is None else extend_context(model.eval(), **extension)
+def saved_extension(folder: Path) -> Record | None:
+    """What the checkpoint in `folder` is to be extended by after it is loaded; None where its config says it all.
+
+    Raises:
+        ValueError: its metadata is malformed, or belongs to another model.
+    """
+    record = read_record(folder)
+    if record is not None:
+        planned_as_saved(read_config(folder), record)
+        record.check_weights(folder)
+    return record
+
+
+def planned_as_saved(config: PreTrainedConfig, record: Record) -> Plan:
+    """The plan of a saved extension for the model of `config`.
+
+    Raises:
+        ValueError: it belongs to another model, or does not fit; names the file.
+    """
+    arguments = record.arguments_for(config)
+    with _naming(record):
+        return plan_extension(config, **arguments)
+
+
+@contextmanager
+def _naming(record: Record) -> Iterator[None]:
+    """Put the file into an error of what it says."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{record.where}: {error}") from error
+
+
+def extended_as_saved(model: Any, record: Record | None) -> Any:
+    """The model in eval mode, extended in place by its `saved_extension`."""
+    if record is None:
+        return model.eval()
+    # Of the folder, not of the model: what is saved from here has its own.
+    model.config.__dict__.pop(BESIDE, None)
+    arguments = record.arguments_for(model.config)
+    with _naming(record):
+        return extend_context(model.eval(), **arguments)
 
 
 def extended_json(folder: Path, /, **arguments: Any) -> tuple[Plan, dict[str, Any]]:
     """The plan for the checkpoint in `folder` and its new config.json: every other key stays as it was.
 
-    All of them do where no config can say it.
+    Where no config can express the extension, it only says that one is beside it.
     """
     former = check_not_extended(folder, arguments.get("existing", "refuse"))
     config = read_config(folder)
-    raw = read_json(folder / "config.json")
+    raw = read_json(folder / "config.json").content
     if former is not None:
         if arguments.get("original_max_position_embeddings") is None:
-            arguments["original_max_position_embeddings"] = former["original_max_position_embeddings"]
-        if former["method"].encoding != "rope":
+            arguments["original_max_position_embeddings"] = former.original_max_position_embeddings
+        if former.method is not None and former.method.encoding != "rope":
             arguments["existing"] = "refuse"  # its config is that of the model as it was
     plan = plan_extension(config, **arguments)
     check_on_paper(config, plan)
     if not plan.is_portable:
-        return plan, raw
+        return plan, {**raw, BESIDE: plan.summary}
+    raw.pop(BESIDE, None)
     section = text_section_of(raw, config)
     section.update(plan.updates)
     if isinstance(plan, RopePlan):
@@ -210,6 +254,7 @@ def extend_folder(
         return ExtendedFolder(None, plan, config)
     if output.exists():
         raise FileExistsError(f"{output} exists already. Choose another folder, or remove it first.")
+    weights = None if plan.is_portable else _fingerprint(folder, plan)
     with written_whole(output) as building:
         if plan.changes_weights:
             say("this method makes new weights: loading the model")
@@ -218,9 +263,25 @@ def extend_folder(
         if not plan.changes_weights:
             _write_json(building / "config.json", config)
         if not plan.is_portable:
-            write_record(building, plan)
+            write_record(building, plan, weights=weights)
         _write_tokenizer_config(folder, building, plan.target_length)
     return ExtendedFolder(output, plan, config, linked, copied)
+
+
+def _fingerprint(folder: Path, plan: Plan) -> str | None:
+    """Of the weights that the metadata will belong to; None where there are none yet.
+
+    Raises:
+        ValueError: they are pickled, which `ctxext.load`, the only one to read the metadata, does not load.
+    """
+    if any(folder.glob("*.safetensors")):
+        return weights_fingerprint(folder)
+    if any(path.suffix in PICKLED for path in folder.iterdir()):
+        raise ValueError(
+            f"{folder} holds pickled weights, and {plan.summary} needs ctxext.load, which reads only safetensors. Load "
+            "the model with transformers and save_pretrained it, which writes safetensors, or use a static method."
+        )
+    return None
 
 
 def _extend_live(folder: Path, building: Path, factor: Any, method: Any, arguments: dict[str, Any]) -> None:
@@ -283,7 +344,7 @@ def _link_or_copy(folder: Path, building: Path, say: Callable[[str], None]) -> t
 def _write_tokenizer_config(folder: Path, building: Path, target_length: int) -> None:
     path = folder / "tokenizer_config.json"
     if path.is_file():
-        config = read_json(path)
+        config = read_json(path).content
         length = config.get("model_max_length")
         if not (isinstance(length, int | float) and length >= target_length):
             config["model_max_length"] = target_length

@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from ctxext.json_files import FACTOR, NUMBER, OBJECT, TEXT, TOKENS, JsonObject, or_none
 from ctxext.methods import ContextMethod, check_factor, list_methods, make_method, method_class
 from ctxext.values import MAX_TOKENS, is_count, shown
 
@@ -89,17 +90,50 @@ def by_own_names(text_config: Any, updates: dict[str, Any]) -> dict[str, Any]:
 
 
 def live_mark(text_config: Any) -> dict[str, Any] | None:
-    """The note that ctxext left in this config, unless one of the fields that it set was edited since."""
+    """The note that ctxext left in this config, unless one of the fields that it set was edited since.
+
+    Raises:
+        ValueError: it is not as ctxext writes it; says which field.
+    """
     mark = getattr(text_config, "ctxext", None)
-    if not isinstance(mark, dict):
+    if mark is None:
         return None
+    place = getattr(text_config, "_name_or_path", "")
+    check_mark(mark, f"{place or 'the model'}'s config.json")
+    return mark if all(still_says(getattr(text_config, n, None), v) for n, v in mark["fields"].items()) else None
 
-    def holds(now: Any, then: Any) -> bool:
-        if isinstance(then, dict):  # which transformers adds to as it loads
-            return isinstance(now, dict) and all(now.get(key) == value for key, value in then.items())
-        return bool(now == then)
 
-    return mark if all(holds(getattr(text_config, name, None), v) for name, v in mark["fields"].items()) else None
+def check_mark(mark: Any, file: str, entry: str = "ctxext") -> None:
+    """Raise ValueError, naming the field, unless `mark` is as ctxext writes it into a config."""
+    if not OBJECT.holds(mark):
+        raise ValueError(f"{entry} in {file} must be {OBJECT.words}, got {shown(mark)}. Fetch the file again.")
+    read = JsonObject(file, mark, f"{entry}.")
+    read.get("version", TEXT)
+    read.part("fields")
+    if read.get("method", or_none(OBJECT)) is not None:
+        method = read.part("method")
+        method.get("name", TEXT)
+        method.get("factor", FACTOR)
+    original = read.part("original")
+    original.get("length", TOKENS)
+    if "target" in mark:
+        read.get("target", TOKENS)
+    if "rope_theta" not in original.content:  # of another encoding than RoPE
+        read.get("target", TOKENS)
+        read.part("method")
+    elif isinstance(original.content["rope_theta"], dict):  # by type of layer
+        thetas = original.part("rope_theta")
+        for name in thetas.content:
+            thetas.get(name, NUMBER)
+    else:
+        original.get("rope_theta", NUMBER)
+
+
+def still_says(now: Any, then: Any) -> bool:
+    """Whether a value of a config is what it was; transformers adds to dictionaries as it loads them."""
+    if isinstance(then, dict):
+        return isinstance(now, dict) and all(key in now and now[key] == value for key, value in then.items())
+    return bool(now == then)
 
 
 def factor_and_target(

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from ctxext.hub import hub_folder
+from ctxext.json_files import OBJECT, read_json, write_json
 from ctxext.methods import ContextMethod, method_from_dict
-from ctxext.values import shown
+from ctxext.records import RECORD, Record, read_record
 
 SUFFIX = ".json"
-# Beside a model's config: an extension that no config can say; on the hub also alone.
-RECORD = "context_extension.json"
 # Beside an export: what `ctxext verify` compares an engine's answer with.
 PROBE = "verify.json"
 
@@ -35,33 +33,6 @@ class SavedMethod:
         from ctxext import __version__
 
         write_json(Path(path), {"ctxext": __version__, "method": self.method.to_dict(), "about": self.about})
-
-
-def write_json(path: Path, content: dict[str, Any]) -> None:
-    """A file of JSON, whole or not at all, in a folder that is made if it is not there."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    text = json.dumps(content, indent=2, ensure_ascii=False, allow_nan=False)
-    building = path.with_name(f".{path.name}.part")
-    try:
-        building.write_text(text + "\n", encoding="utf-8")
-        building.replace(path)
-    finally:
-        building.unlink(missing_ok=True)
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in a file.
-
-    Raises:
-        ValueError: it holds something else; names the file.
-    """
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:  # UnicodeDecodeError and JSONDecodeError are such
-        raise ValueError(f"{path} is not valid JSON ({error}). Correct it, or fetch it again.") from error
-    if not isinstance(content, dict):
-        raise ValueError(f"{path} must hold a JSON object, got {type(content).__name__}. Fetch it again.")
-    return content
 
 
 def check_method_file(path: Path) -> None:
@@ -98,20 +69,9 @@ def read_saved(path: str | Path) -> SavedMethod:
     path = Path(path)
     if not path.is_file():
         raise FileNotFoundError(f"{path} is no file here. Pass what `ctxext fit` wrote, or a name of `ctxext methods`.")
-    try:
-        content = read_json(path)
-    except ValueError as error:
-        raise ValueError(f"{path} is not a saved method. Pass what `ctxext fit` wrote. {error}") from error
-    if "method" not in content:
-        raise ValueError(f"{path} is not a saved method: it has no field 'method'. Pass what `ctxext fit` wrote.")
-    try:
-        method = method_from_dict(content["method"])
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from error
-    about = content.get("about", {})
-    if not isinstance(about, dict):
-        raise ValueError(f"{path}: 'about' must be an object, got {shown(about)}. Pass what `ctxext fit` wrote.")
-    return SavedMethod(method, about)
+    read = read_json(path)
+    method = method_from_dict(read.get("method", OBJECT), str(path))
+    return SavedMethod(method, read.part("about").content if "about" in read.content else {})
 
 
 def opened(method: str | ContextMethod | None) -> str | ContextMethod | None:
@@ -132,16 +92,15 @@ def opened(method: str | ContextMethod | None) -> str | ContextMethod | None:
             f"{method} is no method: name one of `ctxext methods`, a {SUFFIX} file that `ctxext fit` wrote, or an "
             "extension on the hub (owner/name)."
         )
-    path = _on_the_hub(method)
-    saved, record = read_saved(path), read_json(path)
+    record = _on_the_hub(method)
     more = {"existing": "refuse", "rotated_copy": False}
-    said = [f"{name}={record[name]!r}" for name, usual in more.items() if record.get(name, usual) != usual]
+    said = [f"{name}={getattr(record, name)!r}" for name, usual in more.items() if getattr(record, name) != usual]
     if said:
         raise ValueError(
             f"{method} was made with {', '.join(said)}, which its method alone does not say. Load the model that it "
             f"extends by ctxext.load({method!r}), or give what stands in its {RECORD} as arguments."
         )
-    return saved.method
+    return record.method
 
 
 def check_made_for(method: str | ContextMethod | None, trained_length: int) -> None:
@@ -155,19 +114,19 @@ def check_made_for(method: str | ContextMethod | None, trained_length: int) -> N
     """
     if not isinstance(method, str) or "/" not in method or method.endswith(SUFFIX):
         return
-    its = read_json(_on_the_hub(method)).get("original_max_position_embeddings")
-    if its not in (None, trained_length):
+    its = _on_the_hub(method).original_max_position_embeddings
+    if its != trained_length:
         raise ValueError(
             f"{method} was made for a model trained at {its} tokens, and this one counts as trained at "
             f"{trained_length}. If that is wrong, pass original_max_position_embeddings={its}; else make one for it."
         )
 
 
-def _on_the_hub(name: str) -> Path:
-    path = hub_folder(name, patterns=[RECORD]) / RECORD
-    if not path.is_file():
+def _on_the_hub(name: str) -> Record:
+    record = read_record(hub_folder(name, patterns=[RECORD]))
+    if record is None:
         raise FileNotFoundError(
             f"{name!r} holds no {RECORD} on the hub, so it is no extension: `ctxext push --extension-only` makes one. "
             "Where it is a model, extended in its config, use it as it is."
         )
-    return path
+    return record

@@ -17,19 +17,21 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from ctxext import __version__
-from ctxext.adapters import render_card, weights_fingerprint
+from ctxext.adapters import render_card
 from ctxext.configs import RopePlan, has_rope, read_context
 from ctxext.encodings.rope import RopeGeometry
 from ctxext.evals.choice import nats
 from ctxext.evals.results import Results, read_results
 from ctxext.evals.summary import Summary, label
 from ctxext.evals.targets import UNEXTENDED
-from ctxext.extension import ATTRIBUTE, RECORD, extended_model, read_record, write_record
-from ctxext.folders import check_not_extended, checkpoint_folder, method_of, read_config
+from ctxext.extension import ATTRIBUTE, extended_model
+from ctxext.folders import check_not_extended, checkpoint_folder, method_of, planned_as_saved, read_config
+from ctxext.json_files import read_json
 from ctxext.methods import ContextMethod, PositionRemapping, make_method
 from ctxext.planning import plan_extension
 from ctxext.plans import ENCODINGS, Plan, live_mark
-from ctxext.saved import PROBE, SUFFIX, read_json, read_saved
+from ctxext.records import RECORD, read_record, weights_fingerprint, write_record
+from ctxext.saved import PROBE, SUFFIX, read_saved
 from ctxext.text_configs import text_config_of
 
 if TYPE_CHECKING:
@@ -89,7 +91,7 @@ class Extended:
             )
         config = read_config(folder)
         if record is not None:
-            return cls.of_plan(plan_extension(config, **record))
+            return cls.of_plan(planned_as_saved(config, record))
         mark = live_mark(text_config_of(config))
         assert mark is not None
         if not has_rope(text_config_of(config)):
@@ -215,7 +217,7 @@ def serving(repo_id: str, config: Any, folder: Path) -> tuple[Serving, ...]:
     """By engine, how it serves a checkpoint, that of `folder`, which plain transformers loads extended."""
     from ctxext.engines.rules import NotExportable, export_for
 
-    served, source = [], read_json(folder / "config.json")
+    served, source = [], read_json(folder / "config.json").content
     for engine, name in (("vllm", "vLLM"), ("sglang", "SGLang"), ("llama.cpp", "llama.cpp")):
         try:
             export = export_for(engine, config, model=repo_id, source=source)
@@ -387,7 +389,7 @@ class _Aim:
         extended, record = Extended.of_folder(folder), read_record(folder)
         config = read_config(folder)
         if record is not None:
-            return cls.of_plan(plan_extension(config, **record))
+            return cls.of_plan(planned_as_saved(config, record))
         mark = live_mark(text_config_of(config))
         assert mark is not None
         # The config does not say what was done with scaling that was there before.

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 
 from ctxext.encodings.rope import RopeGeometry
-from ctxext.extension import RECORD
 from ctxext.methods import ContextMethod, RopeMethod, RopeScaling, list_methods
+from ctxext.records import RECORD
 
 _ROPE = RopeGeometry.plain(dim=128, rope_theta=10_000.0, length=4096)
 # Encodings other than RoPE: most families keep them as weights or in the config, some as code alone.

@@ -12,6 +12,7 @@ from numbers import Real
 from typing import Any
 
 MAX_TOKENS = 2**40  # of any length
+MAX_FACTOR = 1e6  # of any extension
 MAX_SIZE = 2**24  # of anything that is allocated: heads, dimensions, experts
 MAX_COUNT = 10_000  # of layers
 MAX_ROWS = 2**24  # of a position table
@@ -50,8 +51,8 @@ def shown(value: Any) -> str:
     """`value` in an error: its start, on one line."""
     try:
         text = repr(value)
-    except ValueError:  # an int of more than 4,300 digits
-        text = "a number of more than 4,300 digits"
+    except (ValueError, RecursionError):  # an int of more digits than Python prints, or lists in lists
+        text = f"a very large {type(value).__name__}"
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 

@@ -45,7 +45,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, BitsAn
 from transformers.utils import logging
 
 import ctxext
-from ctxext.adapters import AdapterBase, check_all_saved, merge, save_trained, weights_fingerprint, write_record
+from ctxext.adapters import AdapterBase, check_all_saved, merge, save_trained, write_record
 from ctxext.assets import MODEL, PERSUASION
 from ctxext.cli import measuring
 from ctxext.data import CREAM, Collator, Mixture, Plain, PoSE, check_positions, pack, read_source
@@ -64,6 +64,7 @@ from ctxext.evals.targets import UNEXTENDED, LiveModel, Variant, known_lengths
 from ctxext.extension import in_eval_mode, transformers_model
 from ctxext.folders import checkpoint_folder, extend_folder, extended_json
 from ctxext.processes import Processes
+from ctxext.records import weights_fingerprint
 from ctxext.text_configs import text_config_of
 from ctxext.training import checkpoints
 from ctxext.training.estimate import PeakMemory, duration, estimate, gib

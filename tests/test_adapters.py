@@ -26,12 +26,13 @@ from ctxext.adapters import (
     check_all_saved,
     merge,
     save_trained,
-    weights_fingerprint,
     write_model_card,
     write_record,
 )
 from ctxext.assets import MODEL
 from ctxext.folders import extend_folder
+from ctxext.json_files import read_json
+from ctxext.records import weights_fingerprint
 
 IDS = torch.randint(2, 4096, (1, 96), generator=torch.Generator().manual_seed(0))
 NORMS = ["input_layernorm", "post_attention_layernorm", "norm"]
@@ -114,7 +115,7 @@ def test_the_adapter_stores_no_base_and_says_what_it_was_trained_on(run: Run) ->
     assert {"3.self_attn.v_proj.lora_B.weight", "3.input_layernorm.weight"} < names
     config = json.loads((run.adapter / "adapter_config.json").read_text())
     assert config["base_model_name_or_path"] == str(run.base)
-    record = AdapterBase.from_json((run.adapter / "ctxext.json").read_text())
+    record = AdapterBase.of_json(read_json(run.adapter / "ctxext.json"))
     assert record == run.record
     assert record.method["name"] == "yarn"
     assert (record.original_max_position_embeddings, record.max_position_embeddings) == (512, 2048)
@@ -171,7 +172,7 @@ def test_a_model_trained_whole_is_a_plain_extended_checkpoint(run: Run, tmp_path
     config = json.loads((tmp_path / "model/config.json").read_text())
     assert config["rope_parameters"] == config["rope_scaling"] == run.record.config["rope_parameters"]
     assert AutoTokenizer.from_pretrained(tmp_path / "model").model_max_length == 2048
-    assert AdapterBase.from_json((tmp_path / "model/ctxext.json").read_text()) == run.record
+    assert AdapterBase.of_json(read_json(tmp_path / "model/ctxext.json")) == run.record
     save_trained(model, tmp_path / "model", run.record, state_dict=gathered(model))
     assert not any(parameter.any() for parameter in ctxext.load(tmp_path / "model").parameters())
 
@@ -182,13 +183,14 @@ import resource, sys
 from pathlib import Path
 import ctxext
 from ctxext.adapters import AdapterBase, save_trained
+from ctxext.json_files import read_json
 adapter = Path(sys.argv[1])
 model = ctxext.load(adapter, is_trainable=True)
 for parameter in model.parameters():
     parameter.data.zero_()
 resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))
 try:
-    save_trained(model, adapter, AdapterBase.from_json((adapter / "ctxext.json").read_text()))
+    save_trained(model, adapter, AdapterBase.of_json(read_json(adapter / "ctxext.json")))
 except Exception as error:
     print("refused:", type(error).__name__)
 """
@@ -320,7 +322,7 @@ def test_a_record_of_another_version_is_refused(run: Run, tmp_path: Path) -> Non
     other = run.copy(tmp_path)
     values = json.loads(other.record.to_json()) | {"news": 1, "version": "9.0"}
     (other.adapter / "ctxext.json").write_text(json.dumps(values))
-    with pytest.raises(ValueError, match=r"unknown: \['news'\]; written by version 9\.0"):
+    with pytest.raises(ValueError, match=r"unknown: 'news'; written by version '9\.0'"):
         ctxext.load(other.adapter)
 
 
@@ -562,7 +564,7 @@ def test_the_card_shows_the_figures_given_and_no_others(run: Run, tmp_path: Path
 def test_figures_stay_with_the_adapter_and_its_merged_model(run: Run, tmp_path: Path) -> None:
     other = run.copy(tmp_path)
     write_record(other.adapter, other.record, {"after": {"perplexity": 73.5}})
-    kept = AdapterBase.from_json((other.adapter / "ctxext.json").read_text())
+    kept = AdapterBase.of_json(read_json(other.adapter / "ctxext.json"))
     assert kept == replace(other.record, provenance={"tokens": 288, "figures": {"after": {"perplexity": 73.5}}})
     for folder in (other.adapter, merge(other.adapter, tmp_path / "merged")):
         assert "| after | 73.5 |" in (folder / "README.md").read_text()

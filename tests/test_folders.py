@@ -12,8 +12,8 @@ from families import FAMILIES, from_config, logits, tiny_config, tiny_model, tok
 from transformers import AutoConfig
 
 import ctxext
-from ctxext.extension import RECORD
 from ctxext.folders import checkpoint_folder, extend_folder
+from ctxext.records import RECORD
 from ctxext.saved import PROBE
 
 
@@ -101,7 +101,8 @@ def test_an_old_scaling_does_not_outlive_a_new_method(tmp_path: Path) -> None:
 @pytest.mark.parametrize("method", ["dynamic_yarn", "self_extend"])
 def test_a_late_method_leaves_the_config_and_comes_back_by_load(method: str, source: Path, tmp_path: Path) -> None:
     result = extend_folder(source, tmp_path / "out", factor=4, method=method)
-    assert result.config == json.loads((source / "config.json").read_text())
+    beside = {"context_extension": result.plan.summary}
+    assert result.config == json.loads((source / "config.json").read_text()) | beside
     assert json.loads((tmp_path / "out/config.json").read_text()) == result.config
     assert json.loads((tmp_path / "out/tokenizer_config.json").read_text())["model_max_length"] == 256
     live, ids = ctxext.extend_context(ctxext.load(source), 4, method), token_ids(150)

@@ -15,8 +15,8 @@ from ctxext.methods import list_methods
 
 ROOT = Path(__file__).resolve().parent.parent
 # Each room may import from those before it.
-ROOMS = ["encodings", "methods", "hub", "saved", "processes", "endpoint", "pictures", "text_configs", "sites",
-         "attention", "families", "plans", "configs", "planning", "extension", "description", "api", "survey", "tables",
+ROOMS = ["encodings", "values", "json_files", "methods", "hub", "processes", "endpoint", "pictures", "text_configs",
+         "config_fields", "sites", "attention", "families", "plans", "records", "saved", "configs", "planning", "extension", "peft_hooks", "description", "api", "survey", "tables",
          "assets", "folders", "adapters", "engines", "data", "training", "evals", "sharing", "fitting", "recommending",
          "cli"]  # fmt: skip
 

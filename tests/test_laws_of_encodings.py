@@ -17,9 +17,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, GPTNeoConfig, MarianM
 
 import ctxext
 from ctxext import describe_context, extend_config, extend_context, list_methods, restore_context, temporarily_extended
-from ctxext.extension import RECORD, read_record
 from ctxext.folders import extend_folder
 from ctxext.planning import plan_extension
+from ctxext.records import RECORD, read_record
 from ctxext.survey.small import LENGTH, small_config, small_model, stock_logits
 
 # One family of each kind of site, with the default method; the last says whether plain transformers loads it saved.
@@ -183,7 +183,7 @@ def test_what_is_extended_is_described_by_its_trained_length_and_its_method(mode
     extend_folder(tmp_path / "stock", tmp_path / "extended", say=lambda line: None)
     config = AutoConfig.from_pretrained(tmp_path / "extended")
     if not portable:
-        plan_extension(config, **read_record(tmp_path / "extended")).apply_to(config)
+        plan_extension(config, **read_record(tmp_path / "extended").arguments_for(config)).apply_to(config)
     description = describe_context(config)
     trained = describe_context(model_of(model_type)).trained_length
     assert (description.trained_length, description.scaling["name"]) == (trained, method)

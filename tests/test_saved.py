@@ -40,9 +40,9 @@ def test_factors_found_for_another_geometry_are_refused() -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("{", "is not a saved method"),
-        ("[]", "is not a saved method"),
-        ('{"method": {"name": "yarn"}}', "says no factor"),
+        ("{", "is not valid JSON"),
+        ("[]", "must hold a JSON object"),
+        ('{"method": {"name": "yarn"}}', r"lacks method\.factor"),
         ('{"method": {"name": "yarm", "factor": 4}}', "did you mean 'yarn'"),
         (
             json.dumps({"method": {**FITTED.to_dict(), "long_factor": [1.0] * 7 + [float("nan")]}}),

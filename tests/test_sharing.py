@@ -24,9 +24,9 @@ from ctxext.evals.choice import nats
 from ctxext.evals.results import read_results
 from ctxext.evals.summary import Summary
 from ctxext.evals.targets import compared_variants
-from ctxext.extension import RECORD
 from ctxext.folders import checkpoint_folder, extend_folder
 from ctxext.methods import LongRoPE, YaRN
+from ctxext.records import RECORD
 from ctxext.saved import SavedMethod, read_saved
 from ctxext.sharing import BEGIN, END, prepared, push_to_hub
 

@@ -39,9 +39,8 @@ def describe(
 
     from ctxext.api import describe_context
     from ctxext.engines.gguf_files import context_of_gguf
-    from ctxext.extension import read_record
-    from ctxext.folders import checkpoint_folder, read_config
-    from ctxext.planning import plan_extension
+    from ctxext.folders import checkpoint_folder, planned_as_saved, read_config
+    from ctxext.records import read_record
     from ctxext.text_configs import text_config_of
 
     record, model = None, folder_of(model)
@@ -52,7 +51,7 @@ def describe(
             folder = checkpoint_folder(model, revision, config_only=True)
             config, record = read_config(folder), read_record(folder)
     if record is not None:  # as ctxext.load has it
-        plan_extension(config, **record).apply_to(text_config_of(config))
+        planned_as_saved(config, record).apply_to(text_config_of(config))
     description = describe_context(
         config,
         factor,

@@ -28,7 +28,7 @@ from ctxext.cli.common import (
     parse_options,
     without_garbage_collection,
 )
-from ctxext.saved import PROBE, read_json
+from ctxext.saved import PROBE
 
 if TYPE_CHECKING:
     from ctxext.engines.rules import EngineExport
@@ -185,10 +185,10 @@ def _exports(
     """The config.json as it is, what each engine needs, and why others cannot; a single engine raises that."""
     with without_garbage_collection():
         from ctxext.engines.rules import ENGINES, NotExportable, export_for
-        from ctxext.extension import read_record
-        from ctxext.folders import checkpoint_folder, extended_json, read_config, refuse_adapter
+        from ctxext.folders import checkpoint_folder, extended_json, planned_as_saved, read_config, refuse_adapter
+        from ctxext.json_files import read_json
         from ctxext.methods import suggest
-        from ctxext.planning import plan_extension
+        from ctxext.records import read_record
 
         if engine not in ("all", *ENGINES):
             raise ValueError(f"unknown engine {engine!r}{suggest(engine, ('all', *ENGINES))}")
@@ -201,8 +201,8 @@ def _exports(
     if how:
         plan, _ = extended_json(folder, **how)
     elif record is not None:
-        plan = plan_extension(config, **record)
-    source = read_json(folder / "config.json")
+        plan = planned_as_saved(config, record)
+    source = read_json(folder / "config.json").content
     if engine != "all":
         return source, [export_for(engine, config, plan, model=path, source=source)], {}
     exports, refused = [], {}

@@ -116,7 +116,7 @@ def load(
     from transformers.utils import logging
 
     from ctxext.evals.targets import check_causal, check_continues_text
-    from ctxext.folders import extended_as_saved, read_config
+    from ctxext.folders import extended_as_saved, read_config, saved_extension
 
     logging.disable_progress_bar()
     if device is None:
@@ -130,16 +130,17 @@ def load(
     if dtype == "auto" and device == "cpu":
         dtype = "float32"
     check_continues_text(read_config(folder))
+    extension = None if bare else saved_extension(folder)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, device_map=device if device != "cpu" else None)
     check_causal(model.eval())
-    return model if bare else extended_as_saved(model, folder), tokenizer
+    return extended_as_saved(model, extension), tokenizer
 
 
 def known_by(folder: Path) -> dict[str, Any]:
     """What a card is matched by that is to show results: the weights of a checkpoint, and how it is extended itself."""
-    from ctxext.adapters import weights_fingerprint
     from ctxext.folders import method_of
+    from ctxext.records import weights_fingerprint
 
     about: dict[str, Any] = {}
     with suppress(ValueError):  # no safetensors

@@ -24,10 +24,10 @@ from torch import Tensor
 
 from ctxext.configs import RopePlan, read_context
 from ctxext.encodings.rope import RopeGeometry, inverse_frequencies
-from ctxext.extension import RECORD, read_record
 from ctxext.folders import read_config
 from ctxext.methods import ContextMethod, geometry_in_use, longrope_parameters
 from ctxext.planning import plan_extension
+from ctxext.records import RECORD, read_record
 
 if TYPE_CHECKING:
     import numpy as np
@@ -439,7 +439,7 @@ def _rope_of_folder(folder: Path, config: Any) -> RopeGeometry:
         raise ValueError(f"{name} {reason}. {CONVERTER}")
     record = read_record(folder)
     facts = read_context(config)
-    scaling = facts.scaling if record is None else record["method"]
+    scaling = facts.scaling if record is None else record.method
     if scaling is not None and scaling.is_late:
         raise ValueError(
             f"{name} is extended by {scaling.name}, whose scale changes with the length ({RECORD} or its config "

@@ -25,7 +25,8 @@ from ctxext import __version__
 from ctxext.configs import ContextFacts, read_context
 from ctxext.encodings.rope import RopeGeometry
 from ctxext.extension import extension_of, in_eval_mode
-from ctxext.saved import PROBE, write_json
+from ctxext.json_files import write_json
+from ctxext.saved import PROBE
 from ctxext.sites import rotary
 from ctxext.sites.surgery import Surgery
 from ctxext.text_configs import text_config_of

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from ctxext.endpoint import Endpoint
 from ctxext.engines.probe import Probe, Verdict, judge, logprobs_of, make_probe, probe_beside, read_probe
-from ctxext.extension import RECORD, read_record
 from ctxext.folders import architecture_of, checkpoint_folder
+from ctxext.records import RECORD, read_record
 from ctxext.saved import PROBE
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import MISSING, dataclass, fields
@@ -17,8 +16,8 @@ from jaxtyping import Bool, Float, Float64, Int, Shaped
 from torch import Tensor
 
 from ctxext.encodings.rope import RopeGeometry
-from ctxext.values import MAX_TOKENS, are_numbers, is_count, is_number, shown
-
+from ctxext.json_files import FACTOR, OBJECT, TEXT, JsonObject
+from ctxext.values import MAX_FACTOR, MAX_TOKENS, are_numbers, is_count, is_number, shown
 
 # λ of a pair that does not rotate: JSON has no infinity, and over a million tokens such a pair turns by 1e-6 radians.
 NO_ROTATION = 1e12
@@ -384,24 +383,30 @@ def make_method(name: str, factor: float, /, **options: Any) -> ContextMethod:
     return cls(factor=factor, **options)
 
 
-def method_from_dict(description: dict[str, Any]) -> ContextMethod:
-    """The inverse of `ContextMethod.to_dict`.
+def method_from_dict(description: Any, file: str = "a saved method", entry: str = "method") -> ContextMethod:
+    """The inverse of `ContextMethod.to_dict`, for what a file holds.
+
+    Args:
+        file, entry: where it is, as errors name it.
 
     Raises:
-        ValueError: it is no such description; or as `make_method`.
+        ValueError: it is no method; says where, and which field.
     """
+    if not OBJECT.holds(description):
+        raise ValueError(f"{entry} in {file} must be {OBJECT.words}, got {shown(description)}. Write it anew.")
+    read = JsonObject(file, description, f"{entry}.")
+    name, factor = read.get("name", TEXT), read.get("factor", FACTOR)
 
-    def read(value: Any) -> Any:
+    def plain(value: Any, option: str) -> Any:
         if isinstance(value, dict):
-            return method_from_dict(value)
+            return method_from_dict(value, file, f"{entry}.{option}")
         return tuple(value) if isinstance(value, list) else value
 
-    if not isinstance(description, dict) or not isinstance(description.get("name"), str):
-        raise ValueError(f"a method must be an object with the string 'name', got {shown(description)}.")
-    if "factor" not in description:
-        raise ValueError(f"the method {description['name']!r} says no factor. Add the one that it was made with.")
-    options = {key: read(value) for key, value in description.items()}
-    return make_method(options.pop("name"), options.pop("factor"), **options)
+    options = {key: plain(value, key) for key, value in description.items() if key not in ("name", "factor")}
+    try:
+        return make_method(name, factor, **options)
+    except (ValueError, TypeError, ArithmeticError) as error:  # of a method's own checks
+        raise ValueError(f"{entry} in {file}: {error}") from error
 
 
 # Annotations of options, and what a value of each has to be.
@@ -438,7 +443,7 @@ def suggest(word: str, known: Sequence[str] | dict[str, Any]) -> str:
 
 def check_factor(factor: float) -> None:
     """Raise ValueError unless `factor` is a finite number >= 1."""
-    if not is_number(factor, high=1e6):
+    if not is_number(factor, high=MAX_FACTOR):
         raise ValueError(
             f"factor must be a finite number >= 1, up to 1e6, got {shown(factor)}. For twice the length, pass factor=2."
         )

@@ -16,9 +16,10 @@ from transformers.utils import cached_file
 from ctxext import __version__
 from ctxext.api import extend_context
 from ctxext.configs import RopePlan
-from ctxext.extension import RECORD, extension_of, read_record
+from ctxext.extension import extension_of
 from ctxext.folders import check_not_extended
 from ctxext.methods import list_methods, method_class, suggest
+from ctxext.records import RECORD, read_record
 
 if TYPE_CHECKING:
     from lm_eval.api.model import CacheHook
@@ -60,9 +61,9 @@ class ExtendedHFLM(HFLM):
         if method == UNEXTENDED and len(extension) > 1:
             others = ", ".join(name for name in extension if name != "method")
             raise ValueError(f"method=none does not extend the model, so {others} would have no effect. Drop one side.")
-        folder = _folder_of_record(os.fspath(pretrained), arguments)
+        folder, record = _folder_of(os.fspath(pretrained), arguments), None
         if folder is not None and not extension:
-            extension = read_record(folder)
+            record = read_record(folder)
         elif folder is not None and method != UNEXTENDED:
             check_not_extended(folder, extension.get("existing", "refuse"))
         try:
@@ -73,6 +74,9 @@ class ExtendedHFLM(HFLM):
                 if f"unexpected keyword argument '{name}'" in str(error):
                     raise ValueError(f"unknown model argument {name!r}{suggest(name, known)}") from error
             raise
+        if record is not None:
+            record.check_weights(folder)
+            extension = record.arguments_for(self.model.config)
         if extension and method != UNEXTENDED:
             extend_context(self.model, **extension)
             self._max_length = self._max_length or extension_of(self.model).plan.target_length
@@ -121,16 +125,19 @@ class ExtendedHFLM(HFLM):
         }
 
 
-def _folder_of_record(pretrained: str, arguments: dict[str, Any]) -> Path | None:
-    """The folder, or that of the hub's cache, in which the model's `context_extension.json` stands; None for none."""
-    path = cached_file(
-        pretrained,
-        RECORD,
-        **{name: arguments[name] for name in ("revision", "subfolder") if arguments.get(name)},
-        _raise_exceptions_for_missing_entries=False,
-        _raise_exceptions_for_connection_errors=False,
-    )
-    return None if path is None else Path(path).parent
+def _folder_of(pretrained: str, arguments: dict[str, Any]) -> Path | None:
+    """The folder, or that of the hub's cache, of the model's config.json and metadata; None where none is found."""
+    paths = [
+        cached_file(
+            pretrained,
+            name,
+            **{name: arguments[name] for name in ("revision", "subfolder") if arguments.get(name)},
+            _raise_exceptions_for_missing_entries=False,
+            _raise_exceptions_for_connection_errors=False,
+        )
+        for name in (RECORD, "config.json")
+    ]
+    return next((Path(path).parent for path in paths if path is not None), None)
 
 
 def extension_arguments(method: str | None) -> list[str]:
