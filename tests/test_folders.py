@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 from families import FAMILIES, from_config, logits, tiny_config, tiny_model, token_ids
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoModelForCausalLM
 
 import ctxext
+from ctxext.cli import measuring
 from ctxext.folders import checkpoint_folder, extend_folder
 from ctxext.records import RECORD
 from ctxext.saved import PROBE
@@ -214,3 +218,80 @@ def test_a_tokenizer_without_a_length_gets_one(source: Path, tmp_path: Path, len
     (source / "tokenizer_config.json").write_text(f'{{"model_max_length": {length}}}')
     extend_folder(source, tmp_path / "out", factor=4)
     assert json.loads((tmp_path / "out/tokenizer_config.json").read_text())["model_max_length"] == 256
+
+
+# Plain transformers in a process that never imports ctxext.
+RESAVE = """
+import sys
+from transformers import AutoModelForCausalLM
+AutoModelForCausalLM.from_pretrained(sys.argv[1]).save_pretrained(sys.argv[2])
+assert "ctxext" not in sys.modules
+"""
+
+
+@pytest.mark.filterwarnings("ignore:.*saved unextended")
+@pytest.mark.parametrize(
+    "how", ["restored", "the same weights", "other weights", "other weights under the same config"]
+)
+def test_metadata_of_a_model_that_was_replaced_is_refused(how: str, source: Path, tmp_path: Path) -> None:
+    """What is in a folder is the model that was saved there last, or nothing."""
+    folder, ids = tmp_path / "extended", token_ids(150)
+    model = ctxext.extend_context(ctxext.load(source), 4, "dynamic_yarn")
+    model.save_pretrained(folder)
+    assert torch.equal(logits(ctxext.load(folder), ids), logits(model, ids))
+    if how == "restored":
+        ctxext.restore_context(model).save_pretrained(folder)
+    elif how == "the same weights":
+        subprocess.run([sys.executable, "-c", RESAVE, source, folder], check=True, capture_output=True)
+    else:
+        plain = folder if "same config" in how else source
+        other = AutoModelForCausalLM.from_pretrained(plain)
+        with torch.no_grad():
+            other.model.layers[1].mlp.up_proj.weight.mul_(1.01)
+        other.save_pretrained(folder)
+    with pytest.raises(ValueError, match=rf"{RECORD}.* another model was saved there since.* [Dd]elete {RECORD}"):
+        ctxext.load(folder)
+    with pytest.raises(ValueError, match="another model was saved there"):
+        measuring.load(folder)
+
+
+@pytest.mark.filterwarnings("ignore:.*saved unextended")
+@pytest.mark.parametrize("change", ["dtype", "shards"])
+def test_metadata_is_good_for_the_model_cast_and_sharded(change: str, source: Path, tmp_path: Path) -> None:
+    model, ids = ctxext.extend_context(ctxext.load(source), 4, "dynamic_yarn"), token_ids(150)
+    if change == "dtype":
+        model.to(torch.bfloat16)
+    model.save_pretrained(tmp_path / "out", **({"max_shard_size": "20KB"} if change == "shards" else {}))
+    assert len(list((tmp_path / "out").glob("*.safetensors"))) > 1 or change == "dtype"
+    assert torch.equal(logits(ctxext.load(tmp_path / "out", dtype=model.dtype), ids), logits(model, ids))
+    assert ctxext.load(tmp_path / "out", dtype=torch.float16).context_extension is not None
+
+
+@pytest.mark.filterwarnings("ignore:.*saved unextended")
+def test_metadata_belongs_to_the_config_beside_it(source: Path, tmp_path: Path) -> None:
+    extend_folder(source, tmp_path / "out", 4, "dynamic_yarn")
+    config = json.loads((tmp_path / "out/config.json").read_text())
+    config["rope_parameters"]["rope_theta"] = 20_000.0
+    config.pop("rope_theta", None)
+    (tmp_path / "out/config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=r"belongs to a model with rope_parameters .*10000.*20000"):
+        ctxext.load(tmp_path / "out")
+
+
+def test_metadata_that_was_left_behind_is_asked_for(source: Path, tmp_path: Path) -> None:
+    extend_folder(source, tmp_path / "out", 4, "dynamic_yarn")
+    (tmp_path / "out" / RECORD).unlink()
+    with pytest.raises(ValueError, match=rf"extended by {RECORD}, which is not there"):
+        ctxext.load(tmp_path / "out")
+
+
+def test_what_ctxext_load_would_refuse_is_not_written(source: Path, tmp_path: Path) -> None:
+    pickled = tmp_path / "pickled"
+    shutil.copytree(source, pickled)
+    (pickled / "model.safetensors").unlink()
+    torch.save(ctxext.load(source).state_dict(), pickled / "pytorch_model.bin")
+    with pytest.raises(ValueError, match=r"pickled weights.* needs ctxext\.load.* save_pretrained it"):
+        extend_folder(pickled, tmp_path / "out", 4, "dynamic_yarn")
+    assert not (tmp_path / "out").exists()
+    extend_folder(pickled, tmp_path / "out", 4, "yarn")  # which plain transformers loads
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").config.max_position_embeddings == 256
