@@ -1,9 +1,9 @@
 """Adapters that carry their rope: saved with the extension they were trained under, loaded with it, merged into it.
 
-PEFT's adapter_config.json has no place for rope parameters, so an adapter put on the base that was not
-extended is silently another model. Here training starts from an extended base folder
-(`ctxext.folders.extend_folder`), which `base_model_name_or_path` names, and `ctxext.json` beside the
-adapter says all that it takes to make that folder's config again.
+PEFT's adapter_config.json has no place for rope parameters, so an adapter put on the base that was not extended is
+silently another model. The fine-tuning recipe trains on an extended base folder (`ctxext.folders.extend_folder`), which
+`base_model_name_or_path` names, and `ctxext.json` beside the adapter says all that it takes to make that folder's config
+again. An adapter of a live extended model, whoever saves it, has `context_extension.json` (`ctxext.peft_hooks`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from ctxext import __version__
-from ctxext.configs import read_context, rope_tables
+from ctxext.configs import read_context
 from ctxext.extension import Proof, extension_of, save_portable, table_errors
 from ctxext.folders import (
     architecture_of,
@@ -39,6 +39,7 @@ from ctxext.folders import (
 from ctxext.hub import hub_folder
 from ctxext.json_files import OBJECT, TEXT, TOKENS, JsonObject, or_none, read_json, write_json
 from ctxext.peft_hooks import ADAPTER_CONFIG, adapter_record, base_named, plain_name
+from ctxext.planning import model_on_meta
 from ctxext.plans import check_mark
 from ctxext.records import RECORD as EXTENSION
 from ctxext.records import Record, read_record, weights_fingerprint
@@ -298,7 +299,8 @@ def load(
 
     Raises:
         FileNotFoundError: no base was found (all places are named), or `name_or_path` holds no model.
-        ValueError: a base was found, but has other weights.
+        ValueError: a base was found, but has other weights; or a file of ctxext's there is malformed, or belongs to
+            another model or adapter.
         RuntimeError: the loaded model's frequencies are not those that `ctxext.json` says.
     """
     folder = _folder(name_or_path, revision)
@@ -442,7 +444,7 @@ def _base_by_record(folder: Path, record: AdapterBase, named: str | None) -> tup
         elif weights_fingerprint(place) == record.fingerprint:
             config = read_config(place)
             record.apply_to(config)
-            _check_rope_parameters(config, record, folder)
+            _check_buildable(config, folder)
             return place, config
         else:
             tried.append(f"{record.base}: other weights")
@@ -467,16 +469,15 @@ def _warn_if_plain(folder: Path, config: PreTrainedConfig) -> None:
         )
 
 
-def _check_rope_parameters(config: PreTrainedConfig, record: AdapterBase, folder: Path) -> None:
-    """Raise ValueError unless a rotary embedding can be built from the rope parameters on record."""
-    if record.rope_parameters is not None:
-        try:
-            rope_tables(config.get_text_config(decoder=True), record.rope_parameters)
-        except (KeyError, TypeError, ValueError, ArithmeticError, AttributeError) as error:
-            raise ValueError(
-                f"rope_parameters in {folder / RECORD} are not valid ({type(error).__name__}: {error}). Restore the "
-                "file, or save the adapter anew."
-            ) from error
+def _check_buildable(config: PreTrainedConfig, folder: Path) -> None:
+    """Raise ValueError unless a model can be built from the config that the record in `folder` makes."""
+    try:
+        model_on_meta(config)
+    except Exception as error:  # transformers' rotary embeddings raise many kinds
+        raise ValueError(
+            f"config in {folder / RECORD} gives no model ({type(error).__name__}: {error}). Restore it, or save the "
+            "adapter anew."
+        ) from error
 
 
 def _load_adapter(found: _Found, is_trainable: bool = False, **from_pretrained: Any) -> PeftModel:
