@@ -119,7 +119,8 @@ def answered(model: Any, sample: Sample, prompter: Prompter, use_cache: bool) ->
         pad_token_id=0, eos_token_id=model.generation_config.eos_token_id,
     )  # fmt: skip
     output = model.generate(prompt, attention_mask=torch.ones_like(prompt), generation_config=settings)
-    said = prompter.answer_text(sample.input_ids[: sample.n_prompt], output[0, prompt.shape[1] :].tolist())
+    written = output[0, prompt.shape[1] :].tolist()
+    said = prompter.answer_text(sample.input_ids[: sample.n_prompt], written, sample.answer_tokens)
     return sample.score(said) == 1.0
 
 

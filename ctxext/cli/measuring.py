@@ -59,7 +59,8 @@ PromptStyle = Annotated[
     str | None, typer.Option("--style", help="base, chat or thinking. Default: chat where there is a chat template.")
 ]
 AnswerTokens = Annotated[
-    int | None, typer.Option(help="Leave this many tokens for an answer in the model's own words, and generate it.")
+    int | None,
+    typer.Option(help="Leave at least this many tokens for an answer in the model's own words, and generate it."),
 ]
 Generate = Annotated[
     bool, typer.Option("--generate", help="Generate every answer, also where teacher forcing would do.")

@@ -104,7 +104,8 @@ class HiddenNumbers(RetrievalTask):
         intro = "" if prompter.style == "base" else self.intro + "\n\n"
         body = f"{intro}{context}\n\n{hidden.question}"
         prompt = prompter.prompt(body, hidden.lead)
-        answer = " " + ", ".join(hidden.numbers) if prompter.answer_tokens is None else ""
+        right = " " + ", ".join(hidden.numbers)
+        answer = right if prompter.answer_tokens is None else ""
         ids, n_prompt = prompter.with_answer(prompt, answer)
         return Sample(
             place=place,
@@ -116,7 +117,8 @@ class HiddenNumbers(RetrievalTask):
             answer=answer,
             input_ids=tuple(ids),
             n_prompt=n_prompt,
-            answer_tokens=prompter.answer_tokens or len(ids) - n_prompt,
+            answer_tokens=len(ids) - n_prompt if answer else prompter.room(hidden.lead, right),
+            begun=prompter.begins,
             needles=hidden.sentences,
         )
 

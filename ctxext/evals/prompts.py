@@ -21,9 +21,10 @@ class Prompter:
         style: "base" continues the text; "chat" asks in the chat template, thinking switched off;
             "thinking" lets the model think first. None: "chat" where the tokenizer has a template.
         answer_tokens: None: the answer is begun for the model (" The pass key is"), and the prompt leaves
-            room for exactly the answer. A number: that many tokens are left for an answer in the
+            room for exactly the answer. A number: at least that many tokens are left for an answer in the
             model's own words, which has to be generated; a base model's answer is begun all the same.
-            A thinking model needs such room, by default 1024 tokens.
+            A task whose right answer takes more tokens leaves more (`room`). A thinking model needs such
+            room, by default 1024 tokens.
 
     Raises:
         ValueError: the style is unknown, or needs a chat template that the tokenizer lacks, or
@@ -46,15 +47,33 @@ class Prompter:
 
     def prompt(self, body: str, lead: str) -> str:
         """The whole prompt: what the user says, and how the answer begins (" The pass key is")."""
+        if not self.begins:
+            lead = ""
+        return self.asked(body) + (lead if self.style == "base" else lead.strip())
+
+    @property
+    def begins(self) -> bool:
+        """Whether prompts begin the answer for the model."""
+        return self.style == "base" or self.answer_tokens is None
+
+    def asked(self, body: str) -> str:
+        """What the user says, in the chat template up to where the answer begins; in style "base", `body` itself."""
         if self.style == "base":
-            return body + lead
-        templated = self.tokenizer.apply_chat_template(
+            return body
+        return self.tokenizer.apply_chat_template(
             [{"role": "user", "content": body}],
             tokenize=False,
             add_generation_prompt=True,
             enable_thinking=self.style == "thinking",
         )
-        return templated + lead.strip() if self.answer_tokens is None else templated
+
+    def room(self, lead: str, answer: str) -> int:
+        """Tokens for a generated answer: `answer_tokens`, or those of the right one if they are more.
+
+        The right answer includes its lead where the prompt does not begin it.
+        """
+        said = answer if self.begins else lead + answer
+        return max(self.answer_tokens or 0, len(self.tokenizer(said, add_special_tokens=False)["input_ids"]))
 
     def encode(self, prompt: str) -> list[int]:
         """The prompt's token ids, with the special tokens that the tokenizer puts before a text."""
@@ -82,13 +101,17 @@ class Prompter:
         starts = [start for start, _ in encoded["offset_mapping"]]
         return tuple(len(self.special) + bisect_right(starts, char) - 1 for char in chars)
 
-    def answer_text(self, prompt_ids: Sequence[int], answer_ids: Sequence[int]) -> str:
-        """What a model answered, without special tokens; of a thinking model, what it said after its thoughts."""
+    def answer_text(self, prompt_ids: Sequence[int], answer_ids: Sequence[int], budget: int) -> str:
+        """What a model answered, without special tokens; of a thinking model, what it said after its thoughts.
+
+        Args:
+            budget: the tokens that it could write; one that wrote as many ran out.
+        """
         text = self.decode(answer_ids)
         if self.style == "thinking":
             _, closed, said = text.rpartition("</think>")
             began = "<think>" in text or self.decode(prompt_ids[-8:]).rstrip().endswith("<think>")
-            ran_out = len(answer_ids) >= (self.answer_tokens or 0)
+            ran_out = len(answer_ids) >= budget
             # Thoughts that did not end within the budget are no answer.
             text = said if closed or not (began or ran_out) else ""
         for special in self.tokenizer.all_special_tokens:

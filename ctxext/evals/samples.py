@@ -57,6 +57,7 @@ class Sample:
         n_prompt: how many of `input_ids` are the prompt.
         answer_tokens: how many tokens a generated answer may take. `n_prompt + answer_tokens` is the
             place's length.
+        begun: whether the prompt ends with `lead`, so that the model only completes the answer.
         needles: what is hidden, in order; `needle_tokens` are the indices into `input_ids` at which it begins.
     """
 
@@ -70,6 +71,7 @@ class Sample:
     input_ids: tuple[int, ...]
     n_prompt: int
     answer_tokens: int
+    begun: bool
     needles: tuple[str, ...] = ()
     needle_tokens: tuple[int, ...] = ()
 

@@ -23,12 +23,12 @@ class ServedModel(Endpoint):
     """A served model that answers samples by greedy decoding.
 
     Samples for style "base" are sent as text to /v1/completions, those for "chat" and "thinking" as one user
-    message to /v1/chat/completions, for which they must be made with `Prompter(answer_tokens=N)`: the
-    beginning of an answer cannot be sent. Two fields go with each request that OpenAI does not have:
-    `repetition_penalty` 1, as vLLM and SGLang otherwise take the one in the model's generation_config.json,
-    which counts the prompt and so punishes the right answer; and, except for "base",
-    `chat_template_kwargs.enable_thinking`, which vLLM, SGLang and llama.cpp pass to the chat template as
-    `Prompter` does. A server that refuses either by name is asked without it from then on; whether its
+    message to /v1/chat/completions. Where the prompt begins the answer behind a chat template, its token ids are
+    sent to /v1/completions: as a final message to be continued, the server's template could strip it. Two fields
+    go with each request that OpenAI does not have: `repetition_penalty` 1, as vLLM and SGLang otherwise take the
+    one in the model's generation_config.json, which counts the prompt and so punishes the right answer; and, with
+    a message, `chat_template_kwargs.enable_thinking`, which vLLM, SGLang and llama.cpp pass to the chat template
+    as `Prompter` does. A server that refuses either by name is asked without it from then on; whether its
     prompts are still the same, their size shows.
 
     What this does not do: score given answers, measure log-probabilities, stream, or see the server's
@@ -98,8 +98,7 @@ class ServedModel(Endpoint):
 
         Raises:
             ValueError: the server refuses the request (a prompt too long for it, an unknown model), answers
-                something else than a completion, or reads another number of tokens than the prompt has; or
-                the sample was made for another style.
+                something else than a completion, or reads another number of tokens than the prompt has.
             ConnectionError: the server cannot be reached, or broke off the connection each time.
             TimeoutError: it was silent for `timeout` seconds. Not retried: it may still be computing.
             PermissionError: it wants another key (401, 403).
@@ -108,11 +107,8 @@ class ServedModel(Endpoint):
         prompt: dict[str, Any]
         if self.style == "base":
             path, prompt = "completions", {"prompt": sample.body + sample.lead}
-        elif sample.answer:
-            raise ValueError(
-                f"a {sample.place.task} sample begins the answer for the model, which style {self.style!r} cannot "
-                "send to a server. Make the samples with Prompter(answer_tokens=N)."
-            )
+        elif sample.begun:
+            path, prompt = "completions", {"prompt": list(sample.input_ids[: sample.n_prompt])}
         else:
             path, prompt = "chat/completions", {"messages": [{"role": "user", "content": sample.body}]}
         about = f"a {sample.place.task} prompt of {sample.n_prompt} tokens with {sample.answer_tokens} for the answer"
@@ -121,7 +117,7 @@ class ServedModel(Endpoint):
         )
         try:
             choice = completion["choices"][0]
-            message = {"content": choice["text"]} if self.style == "base" else choice["message"]
+            message = {"content": choice["text"]} if path == "completions" else choice["message"]
             # Null, or left out, where all of the tokens went into a thought that was delivered apart.
             text = message.get("content") or ""
             n_read = (completion.get("usage") or {}).get("prompt_tokens")
@@ -177,7 +173,7 @@ class ServedModel(Endpoint):
             raise errors[0]
 
     def _post(self, path: str, body: dict[str, Any], about: str) -> dict[str, Any]:
-        extras = self._extras
+        extras = {name: value for name, value in self._extras.items() if "messages" in body or "chat" not in name}
         try:
             return self.call(path, {**body, **extras}, about)
         except ValueError as error:

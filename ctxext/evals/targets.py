@@ -158,7 +158,8 @@ class LiveModel:
                     yield [(sample, generated_record(sample, self._generated(sample)))]
 
     def _generated(self, sample: Sample) -> str:
-        return self.prompter.answer_text(sample.input_ids[: sample.n_prompt], self.engine.generate(sample))
+        prompt, answer = sample.input_ids[: sample.n_prompt], self.engine.generate(sample)
+        return self.prompter.answer_text(prompt, answer, sample.answer_tokens)
 
     def read(self, task: TextTask, window: Window) -> Record:
         return task.record(window, self.engine)

@@ -150,7 +150,7 @@ def test_a_thinking_model_is_scored_by_what_it_says_after_its_thoughts() -> None
     prompter = prompter_of("shipped", "thinking")
 
     def text(answer: str, prompt: str = "<s>assistant\n") -> str:
-        return prompter.answer_text(prompter.encode(prompt), prompter.encode(answer))
+        return prompter.answer_text(prompter.encode(prompt), prompter.encode(answer), budget=1024)
 
     assert text("<think>maybe 1</think> 23456</s>") == " 23456"
     assert text("<think>the key is 23456") == ""  # the budget ran out

@@ -20,11 +20,14 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from ruler_reference import COMMIT, GOLDEN, SAMPLES, TEMPLATES, by_words, example_layout, shape
+from ruler_reference import HOTPOT as HOTPOT_OF_REFERENCE
+from ruler_reference import SQUAD as SQUAD_OF_REFERENCE
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from ctxext.assets import MODEL, PERSUASION
-from ctxext.evals import words
+from ctxext.evals import ruler, words
 from ctxext.evals.haystack import Haystack
 from ctxext.evals.prompts import Prompter
 from ctxext.evals.ruler import RULER, fitting, niah
@@ -64,14 +67,6 @@ def merging() -> PreTrainedTokenizerFast:
     trainer = trainers.BpeTrainer(vocab_size=1500, initial_alphabet=pre_tokenizers.ByteLevel.alphabet())
     tokenizer.train_from_iterator([TEXT[:60_000], f"{NOISE}\n" * 200], trainer)
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
-
-
-def by_words() -> PreTrainedTokenizerFast:
-    """One token for each word, and BOS: what NVIDIA's code counts can be counted by hand."""
-    tokenizer = Tokenizer(models.WordLevel({"<s>": 0, "<unk>": 1}, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", unk_token="<unk>")
 
 
 def shipped() -> PreTrainedTokenizerFast:
@@ -162,6 +157,30 @@ def test_chat_templates_and_larger_budgets_count_too(name: str) -> None:
         prompter = prompter_of("merging", answer_tokens, chat)
         place = Place(name, 1600, None, 0, 0)
         check_exact(make_task(name).sample(place, prompter, haystack_of("merging")), prompter)
+
+
+ROOMS = [("base", None), ("base", 1), ("chat", None), ("chat", 1), ("chat", 64), ("thinking", 1)]
+
+
+@pytest.mark.parametrize(("style", "answer_tokens"), ROOMS)
+@pytest.mark.parametrize("name", list_tasks())
+def test_the_longest_right_answer_fits_its_room(name: str, style: str, answer_tokens: int | None) -> None:
+    tokenizer = shipped()
+    tokenizer.chat_template = CHAT
+    prompter, task = Prompter(tokenizer, style, answer_tokens), make_task(name)
+    depth = 0.5 if task.uses_depth else None
+    for trial in range(3):
+        sample = task.sample(Place(name, 1500, depth, trial, 0), prompter, haystack_of("shipped"))
+        numbered = [f"{k}. {word}" for k, word in enumerate(sample.references, 1)]
+        # A base model continues the examples of cwe and vt.
+        said = " ".join(numbered) if name == "cwe" else ", ".join(sample.references)
+        said = " ".join(sample.references) if name == "vt" and style == "base" else said
+        begun = style == "base" or answer_tokens is None
+        assert sample.begun == begun
+        right = f" {said}" if begun else f"{sample.lead} {said}"
+        assert len(tokenizer(right, add_special_tokens=False)["input_ids"]) <= sample.answer_tokens
+        if name in BUDGET and not sample.answer:
+            assert sample.answer_tokens >= BUDGET[name]
 
 
 def test_a_filling_that_was_measured_wrong_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -753,18 +772,65 @@ def test_nvidias_list_is_the_most_words_that_fit() -> None:
     assert in_words(sample) + 120 <= 6000
 
 
-@pytest.mark.parametrize("length", [1500, 4096])
-def test_nvidias_coded_text_grows_by_steps_and_leaves_no_room_for_the_answer(length: int) -> None:
-    frame = len("".join(FWE).split())
+# ------------------------------------------------------------------------------ NVIDIA's own samples
 
-    def count(n: int) -> int:
-        ranks = np.arange(1, length // 50 + 1)
-        return frame + (n * (ranks**-2.0) / (math.pi**2 / 6)).astype(int).sum()
 
-    n = length // 6
-    while count(n) < length:
-        n += length // 32
-    assert in_words(draw("fwe", length, kind="words", compat="nvidia")) == count(n - length // 32)
+GOLDENS = json.loads(GOLDEN.read_text())["samples"]
+
+
+@pytest.fixture(scope="module")
+def question_files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    folder = tmp_path_factory.mktemp("questions")
+    for name, content in (("qa_1", SQUAD_OF_REFERENCE), ("qa_2", HOTPOT_OF_REFERENCE)):
+        (folder / name).write_text(json.dumps(content))
+    return {name: str(folder / name) for name in ("qa_1", "qa_2")}
+
+
+def as_nvidia(run: str, question_files: dict[str, str]) -> tuple[list[Sample], list[str], Prompter]:
+    """Our samples of a run of NVIDIA's, with their prompts."""
+    template, length, name = run.split("/")
+    prompter = template_prompter(template) if template != "base" else prompter_of("words")
+    data = {"data": question_files[name]} if name in question_files else {}
+    task = make_task(name, compat="nvidia", **data)
+    places = [Place(name, int(length), None, trial, 42) for trial in range(SAMPLES)]
+    samples = [task.sample(place, prompter, haystack_of("words")) for place in places]
+    prompts = [prompter.asked(sample.body) + sample.lead for sample in samples]
+    for sample, prompt in zip(samples, prompts):
+        assert list(sample.input_ids) == prompter.encode(prompt)
+        assert sample.begun
+    return samples, prompts, prompter
+
+
+@cache
+def template_prompter(template: str) -> Prompter:
+    tokenizer = by_words()
+    tokenizer.chat_template = TEMPLATES[template].format(task_template="{{ messages[0].content }}")
+    return Prompter(tokenizer, "chat", answer_tokens=64)
+
+
+@pytest.mark.parametrize("run", GOLDENS)
+def test_samples_are_those_of_nvidias_commit(run: str, question_files: dict[str, str]) -> None:
+    golden, name = GOLDENS[run], run.rpartition("/")[2]
+    samples, prompts, prompter = as_nvidia(run, question_files)
+    shapes = [shape(name, prompt, sample.references) for prompt, sample in zip(prompts, samples)]
+    assert sorted(shapes, key=json.dumps) == golden["shapes"]
+    lengths = {sample.n_prompt - len(prompter.special) + sample.answer_tokens for sample in samples}
+    assert sorted(lengths) == golden["lengths"]
+    if name == "vt":
+        assert len({example_layout(prompt) for prompt in prompts}) == golden["layouts"] == 1
+
+
+def test_goldens_are_of_the_commit_that_the_docs_name() -> None:
+    assert json.loads(GOLDEN.read_text())["commit"] == COMMIT
+    assert COMMIT[:7] in ruler.__doc__
+
+
+@pytest.mark.parametrize("length", [1024, 1500])
+def test_no_sample_of_nvidias_overruns_its_length(length: int) -> None:
+    for name in ("niah_single_1", "niah_multikey_3", "vt", "cwe", "fwe"):
+        sample = draw(name, length, compat="nvidia")
+        # BOS is not counted, and the last token that is generated is not read.
+        assert sample.n_prompt + sample.answer_tokens - 1 <= sample.place.length
 
 
 def test_nvidia_lowers_what_is_too_long_by_a_step(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ from ctxext import endpoint as client
 from ctxext.assets import MODEL, PERSUASION
 from ctxext.evals.haystack import Haystack
 from ctxext.evals.prompts import Prompter
-from ctxext.evals.samples import Sample, make_task
+from ctxext.evals.samples import Place, Sample, make_task
 from ctxext.evals.server import ServedModel
 
 
@@ -175,7 +175,8 @@ def test_a_chat_is_templated_by_the_server_as_by_the_prompter(
     live.thought = "<think>Hm.</think>" if style == "thinking" else ""
     answers = dict(ServedModel(live.url, style=style).answers(samples))
     assert answers == {sample: generated(sample) for sample in samples}
-    assert sum(sample.score(answer) for sample, answer in answers.items()) >= 6
+    # The template begins the answer, and the model goes on behind it.
+    assert sum(sample.references[0] in answer for sample, answer in answers.items()) >= 6
     path, body = live.requests[-1]
     assert path == "/v1/chat/completions"
     assert [message["role"] for message in body["messages"]] == ["user"]
@@ -185,10 +186,19 @@ def test_a_chat_is_templated_by_the_server_as_by_the_prompter(
         ServedModel(live.url, style=other).answer(samples[0])
 
 
-def test_a_begun_answer_cannot_be_sent_as_a_chat(live: LiveServer, make_samples) -> None:
-    (sample, *_) = make_samples("chat")
-    with pytest.raises(ValueError, match=r"Prompter\(answer_tokens=N\)"):
-        ServedModel(live.url, style="chat").answer(sample)
+def test_a_begun_answer_reaches_a_chat_server_as_it_is(live: LiveServer, make_samples, tokenizer, generated) -> None:
+    """The spaces of its lead included, which a chat template could strip."""
+    prompter = Prompter(tokenizer, "chat", answer_tokens=64)
+    task = make_task("niah_single_1", compat="nvidia")
+    sample = task.sample(Place(task.name, 500, None, 0, 0), prompter, Haystack.from_file(PERSUASION, tokenizer))
+    assert sample.lead.startswith(" ")
+    for one, end in ((sample, sample.lead), (make_samples("chat")[0], " The pass key isThe pass key is")):
+        assert tokenizer.decode(one.input_ids[: one.n_prompt]).endswith(end)
+        assert ServedModel(live.url, style="chat").answer(one) == generated(one)
+        path, body = live.requests[-1]
+        assert path == "/v1/completions"
+        assert body["prompt"] == list(one.input_ids[: one.n_prompt])
+        assert "chat_template_kwargs" not in body
 
 
 def test_a_field_that_the_server_refuses_is_left_out_from_then_on(live: LiveServer, make_samples, generated) -> None:

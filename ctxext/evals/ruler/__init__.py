@@ -10,10 +10,13 @@ generated. Every trial has a text, words and places of its own. No distractor ho
 variable comes twice, no common word of `cwe` is a part of another word, and the three words of `fwe` are without
 tie.
 
-`compat="nvidia"`: sized and scored as NVIDIA's scripts of 2025 do it, so that published numbers can be compared:
-BOS is not counted; the number of units is searched for once, on other prompts, and lowered by steps of up to 500
-words where a prompt is too long after all; `fwe` leaves no room for its answer; essays are the beginning of the
-text, their last sentence cut; all answers are generated. What differs still:
+`compat="nvidia"` (on the command line `--setting niah_single_1.compat=nvidia`, for each task): worded, sized and scored
+as NVIDIA's scripts at commit c3f5e3b (July 2026), so that published numbers can be compared. BOS is not counted; the
+number of units is searched for once, on other prompts, and lowered by steps of up to 500 words where a prompt is too
+long after all; essays are the beginning of the text, their last sentence cut; `vt` has one example for each length,
+with other variables in every sample; the room for an answer is NVIDIA's, whatever `answer_tokens` says; the lead
+follows the chat template as it is, spaces included, and is sent to servers too; all answers are generated. What
+differs still:
 
 - the streams of chance. NVIDIA's shuffles some lists with seed 42 in every sample; here each is its own, and
   keys and values are distinct;
@@ -22,7 +25,7 @@ text, their last sentence cut; all answers are generated. What differs still:
   the haystack follow, not NVIDIA's list of English words;
 - the questions of `qa_1` and `qa_2` have to be passed as `data`: SQuAD 2.0 and HotpotQA, dev;
 - the example of `cwe` is not a turn of the chat template of its own;
-- "assigned" in the lead of `vt` was "assgined" in NVIDIA's scripts of 2024;
+- a thinking model gets no lead, and room for its thoughts;
 - where nothing fits, a ValueError in place of an endless loop.
 """
 

@@ -42,6 +42,9 @@ class CommonWords(RulerTask):
     def step(self, length: int) -> int:
         return 10
 
+    def right_answer(self, scene: Scene, draft: Draft) -> str:
+        return " " + _numbered(list(draft.references))
+
     def draft(self, scene: Scene, rng: Random, units: int) -> Draft:
         """Units: different words."""
         if scene.place.length < 4096:
@@ -122,11 +125,11 @@ class FrequentWords(RulerTask):
         return math.ceil(zeta(self.alpha) / (4**-self.alpha - 5**-self.alpha))
 
     def step(self, length: int) -> int:
-        return length // 32
+        return (length - self.tokens_to_generate) // 32
 
     def draft(self, scene: Scene, rng: Random, units: int) -> Draft:
         """Units: the N of the distribution."""
-        size = scene.place.length // 50
+        size = (scene.place.length if self.exact else scene.place.length - self.tokens_to_generate) // 50
         code = distinct(lambda: "".join(rng.choices(ascii_lowercase, k=6)))
         ranked = ["...", *islice(code, max(size, 5) - 1)]
         total = zeta(self.alpha)
@@ -139,15 +142,11 @@ class FrequentWords(RulerTask):
             references=tuple(ranked[1:4]),
         )
 
-    def nvidia_reserve(self, scene: Scene) -> int:
-        """Nothing: here NVIDIA's code leaves no room for the answer."""
-        return 0
-
     def nvidia_units(self, scene: Scene) -> int:
-        """In steps, from a sixth of the length up to the first prompt that is too long."""
-        length, step = scene.place.length, self.step(scene.place.length)
-        units = length // 6
-        while self.nvidia_tokens(scene, self.draft(scene, scene.place.rng("size"), units)) < length:
+        """In steps, from a sixth of the room for the prompt up to the first prompt that fills it."""
+        room, step = scene.place.length - self.tokens_to_generate, self.step(scene.place.length)
+        units = room // 6
+        while self.nvidia_tokens(scene, self.draft(scene, scene.place.rng("size"), units))[0] < room:
             units += step
         return units - step
 

@@ -113,17 +113,31 @@ class RulerTask(RetrievalTask):
         scene = Scene(place, prompter, haystack)
         return self._fitted(scene) if self.exact else self._as_nvidia(scene)
 
-    def budget(self, scene: Scene) -> int:
-        """Tokens for a generated answer."""
-        return scene.prompter.answer_tokens or self.tokens_to_generate
+    def right_answer(self, scene: Scene, draft: Draft) -> str:
+        """The answer as it is to be written behind the lead, by which the room for it is measured."""
+        return " " + ", ".join(draft.references)
+
+    def prompt(self, scene: Scene, draft: Draft, fill: str = "", rest: str = "") -> str:
+        """The whole prompt. NVIDIA's code puts the lead behind any chat template, as it is, spaces included."""
+        prompter, body = scene.prompter, draft.example + draft.filled(fill, rest)
+        return prompter.prompt(body, draft.lead) if self.exact else prompter.asked(body) + self._prefix(scene, draft)
+
+    def _prefix(self, scene: Scene, draft: Draft) -> str:
+        # A lead would stand within the thoughts.
+        return "" if scene.prompter.style == "thinking" else draft.lead
+
+    def budget(self, scene: Scene, draft: Draft) -> int:
+        """Tokens for a generated answer: RULER's number, and more where the style or the right answer needs it."""
+        if self.exact or scene.prompter.style == "thinking":
+            return max(self.tokens_to_generate, scene.prompter.room(draft.lead, self.right_answer(scene, draft)))
+        return self.tokens_to_generate
 
     def answer(self, scene: Scene, draft: Draft) -> str:
         forced = self.exact and self.one_answer and scene.prompter.answer_tokens is None
         return f" {draft.references[0]}" if forced else ""
 
     def _write(self, scene: Scene, draft: Draft, fill: str, rest: str) -> Sample:
-        prompter, length, body = scene.prompter, scene.place.length, draft.example + draft.filled(fill, rest)
-        prompt, answer = prompter.prompt(body, draft.lead), self.answer(scene, draft)
+        prompter, prompt, answer = scene.prompter, self.prompt(scene, draft, fill, rest), self.answer(scene, draft)
         # A long prompt is read once; how its answer is cut into tokens shows at its end.
         end, n_end = prompter.with_answer(prompt[-256:], answer)
         read = prompter.tokenizer(prompt + answer, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
@@ -133,7 +147,7 @@ class RulerTask(RetrievalTask):
         needles = [prompt.index(needle) for needle in draft.needles]
         return Sample(
             place=scene.place,
-            body=body,
+            body=draft.example + draft.filled(fill, rest),
             lead=draft.lead,
             question=draft.question,
             references=draft.references,
@@ -141,7 +155,8 @@ class RulerTask(RetrievalTask):
             answer=answer,
             input_ids=tuple(ids),
             n_prompt=n_prompt,
-            answer_tokens=length - n_prompt if self.exact else self.budget(scene),
+            answer_tokens=scene.place.length - n_prompt if self.exact else self.budget(scene, draft),
+            begun=prompter.begins if self.exact else bool(self._prefix(scene, draft)),
             needles=draft.needles,
             needle_tokens=tuple(len(prompter.special) + bisect_right(starts, char) - 1 for char in needles),
         )
@@ -169,8 +184,8 @@ class RulerTask(RetrievalTask):
             """Tokens left over, if as little as possible goes to the gap."""
             draft = write(units)
             answer = self.answer(scene, draft)
-            prompt = scene.prompter.prompt(draft.example + draft.filled(draft.fills[0][-1]), draft.lead)
-            return length - len(scene.prompter.encode(prompt + answer)) - (0 if answer else self.budget(scene))
+            prompt = self.prompt(scene, draft, draft.fills[0][-1])
+            return length - len(scene.prompter.encode(prompt + answer)) - (0 if answer else self.budget(scene, draft))
 
         fewest = self.fewest(scene)
         if spare(fewest) < 0:
@@ -184,7 +199,7 @@ class RulerTask(RetrievalTask):
             return self._write(scene, draft, "", "")
         for fill, rest in _fillings(draft, scene.prompter, spare(units)):
             sample = self._write(scene, draft, fill, rest)
-            if len(sample.input_ids) + (0 if sample.answer else self.budget(scene)) == length:
+            if len(sample.input_ids) + (0 if sample.answer else self.budget(scene, draft)) == length:
                 return sample
         return None
 
@@ -193,11 +208,12 @@ class RulerTask(RetrievalTask):
     def _as_nvidia(self, scene: Scene) -> Sample:
         length = scene.place.length
         units = _nvidia_units(self, length, scene.place.seed, scene.prompter, scene.haystack)
-        rng, step, reserve = scene.place.rng("draft"), self.step(length), self.nvidia_reserve(scene)
+        rng, step = scene.place.rng("draft"), self.step(length)
         # NVIDIA's loop has no end where nothing fits.
         for _ in range(100):
             draft = self.draft(scene, rng, units)
-            if self.nvidia_tokens(scene, draft) + reserve <= length:
+            prompt_tokens = bare_tokens(scene.prompter, self.prompt(scene, draft))
+            if prompt_tokens + self.budget(scene, draft) <= length:
                 return self._write(scene, draft, "", "")
             units = units - step if units > step else units
         raise ValueError(
@@ -205,23 +221,19 @@ class RulerTask(RetrievalTask):
             f"length={length}. Pass a longer length, or compat='exact'."
         )
 
-    def nvidia_tokens(self, scene: Scene, draft: Draft) -> int:
-        """What NVIDIA's code counts of a prompt: all but BOS."""
-        return bare_tokens(scene.prompter, scene.prompter.prompt(draft.example + draft.text, draft.lead))
-
-    def nvidia_reserve(self, scene: Scene) -> int:
-        """What NVIDIA's code leaves room for beside that."""
-        return self.budget(scene)
-
     def nvidia_units(self, scene: Scene) -> int:
-        """NVIDIA's search, over prompts that are drawn anew each time."""
+        """NVIDIA's search, over prompts that are drawn anew each time; it counts all but BOS."""
         rng, length = scene.place.rng("size"), scene.place.length
 
-        def count(units: int) -> int:
+        def counted(units: int) -> tuple[int, int]:
             return self.nvidia_tokens(scene, self.draft(scene, rng, units))
 
-        most = self.nvidia_most(length, count)
-        return nvidia_search(count, length - self.nvidia_reserve(scene), self.step(length), most)
+        most = self.nvidia_most(length, lambda units: counted(units)[0])
+        return nvidia_search(lambda units: sum(counted(units)), length, self.step(length), most)
+
+    def nvidia_tokens(self, scene: Scene, draft: Draft) -> tuple[int, int]:
+        """What that search takes to grow with the units, and what it leaves room for beside that."""
+        return bare_tokens(scene.prompter, self.prompt(scene, draft)), self.budget(scene, draft)
 
     def nvidia_most(self, length: int, count: Callable[[int], int]) -> int:
         """The upper end of that search: three times what a short prompt lets expect."""

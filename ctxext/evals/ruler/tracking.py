@@ -54,31 +54,43 @@ class VariableTracking(RulerTask):
 
     def draft(self, scene: Scene, rng: Random, units: int) -> Draft:
         """Units: lines of noise."""
-        example = self._example(rng, _example_lines(self, scene.prompter))
+        example = self._example(scene, rng)
         gap = [GAP] if self.exact else []
-        puzzle = self._puzzle(rng, [*gap, *[NOISE] * units], letters=5)
+        puzzle = self._puzzle(rng, [*gap, *[NOISE] * units], 5, self.hops, rng)
         before = f"{NOISE}\n{NOISE}"
         return replace(puzzle, example=f"{example}\n\n", fills=(tails(before), tails(before, r"\S")))
 
-    def _example(self, rng: Random, lines: int) -> str:
-        puzzle = self._puzzle(rng, [NOISE] * lines, letters=3)
+    def right_answer(self, scene: Scene, draft: Draft) -> str:
+        # Behind the lead, as the example has it; models that write a sentence of their own put commas.
+        return " " + (" " if scene.prompter.begins else ", ").join(draft.references)
+
+    def _example(self, scene: Scene, rng: Random) -> str:
+        lines = [NOISE] * _example_lines(self, scene.prompter)
+        # NVIDIA's code writes one example for each length, and renames its variables in every sample.
+        layout = rng if self.exact else replace(scene.place, trial=0).rng("layout")
+        puzzle = self._puzzle(rng, lines, 3, self._example_hops, layout)
         return f"{puzzle.text}{puzzle.lead} {' '.join(puzzle.references)}"
 
-    def _puzzle(self, rng: Random, lines: list[str], letters: int) -> Draft:
+    @property
+    def _example_hops(self) -> int:
+        return self.hops if self.exact else min(self.hops, 10)
+
+    def _puzzle(self, rng: Random, lines: list[str], letters: int, hops: int, layout: Random) -> Draft:
         names = distinct(lambda: "".join(rng.choices(ascii_uppercase, k=letters)))
         # As numpy's randint(10000, 99999).
         values = distinct(lambda: str(rng.randrange(10_000, 99_999)))
         chains = []
         for value in islice(values, self.chains):
-            chain = list(islice((name for name in names if name != "VAR"), self.hops + 1))
+            chain = list(islice((name for name in names if name != "VAR"), hops + 1))
             steps = [f"VAR {name} = VAR {before} " for before, name in pairwise(chain)]
             assignments = [f"VAR {chain[0]} = {value}", *steps]
-            places = sorted(rng.sample(range(len(lines)), len(chain)))
+            places = sorted(layout.sample(range(len(lines)), len(chain)))
             for k, place in enumerate(places):
                 lines.insert(place + k, assignments[k])
             chains.append((value, chain, assignments))
         value, variables, _ = chains[0]
-        facts = {"query": value, "variables": len(variables)}
+        # NVIDIA's example names this number even where it has fewer variables.
+        facts = {"query": value, "variables": self.hops + 1}
         return Draft(
             text=self.template.format(**facts, context="\n".join(lines)),
             question=self.template.rpartition("\n")[2].format(**facts),
@@ -87,14 +99,10 @@ class VariableTracking(RulerTask):
             needles=tuple(step.strip() for *_, assignments in chains for step in assignments),
         )
 
-    # The example is not in what NVIDIA's search counts, but in what it leaves room for.
-
-    def nvidia_tokens(self, scene: Scene, draft: Draft) -> int:
-        return bare_tokens(scene.prompter, scene.prompter.prompt(draft.text, draft.lead))
-
-    def nvidia_reserve(self, scene: Scene) -> int:
-        example = self._example(scene.place.rng("example"), _example_lines(self, scene.prompter))
-        return self.budget(scene) + bare_tokens(scene.prompter, f"{example}\n")
+    def nvidia_tokens(self, scene: Scene, draft: Draft) -> tuple[int, int]:
+        """With the example in the room that is left."""
+        grows, room = super().nvidia_tokens(scene, replace(draft, example=""))
+        return grows, room + bare_tokens(scene.prompter, draft.example.removesuffix("\n"))
 
 
 @lru_cache(maxsize=64)
@@ -103,8 +111,8 @@ def _example_lines(task: VariableTracking, prompter: Prompter) -> int:
     rng = Place(task.name, 500, None, 0, 0).rng("example")
 
     def count(lines: int) -> int:
-        puzzle = task._puzzle(rng, [NOISE] * lines, letters=3)
+        puzzle = task._puzzle(rng, [NOISE] * lines, 3, task._example_hops, rng)
         return bare_tokens(prompter, puzzle.text + puzzle.lead)
 
     # NVIDIA's search begins with five lines; a chain needs as many as it has variables.
-    return nvidia_search(count, 500, max(5, task.hops + 1), 100)
+    return nvidia_search(count, 500, max(5, task._example_hops + 1), 100)
