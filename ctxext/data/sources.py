@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import math
 import re
 from dataclasses import dataclass
@@ -28,8 +29,9 @@ class Source:
     """One ingredient of the training data.
 
     Attributes:
-        path: a .txt file (one document), .jsonl, .json or .parquet file (a document a row), a glob or a folder of
-            such; or a dataset: a folder made by `save_to_disk`, or a name on a hub.
+        path: a .txt file (one document), .jsonl, .json or .parquet file (a document a row), all but the last also
+            gzipped (.jsonl.gz), a glob or a folder of such; or a dataset: a folder made by `save_to_disk`, or a name
+            on a hub.
         name: for people; by default from the path.
         weight: its share of the mixture's tokens, relative to the other sources' weights; > 0.
         max_document: tokens; a longer document is cut into pieces of this many, each then a document of its own.
@@ -115,7 +117,12 @@ def _refuse_what_files_have_not(source: Source, found: Path) -> None:
         )
     inside = found.rglob("*") if found.is_dir() and not saved else ()
     paths = [path.relative_to(found) for path in inside if _kind(path)]
-    splits = {name for path in paths for name in (*path.parts[:-1], _NUMBER.sub("", path.stem)) if name in _SPLITS}
+    splits = {
+        name
+        for path in paths
+        for name in (*path.parts[:-1], _NUMBER.sub("", path.name.partition(".")[0]))
+        if name in _SPLITS
+    }
     if len(splits) > 1:
         raise ValueError(
             f"{found} holds several splits ({', '.join(sorted(splits))}), which would all be read. Name one, by its "
@@ -135,8 +142,19 @@ def find_file(path: str, relative_to: Path) -> Path:
     return found
 
 
+def is_table(path: str | Path) -> bool:
+    """Whether a file is read row by row, and not as it is."""
+    return _kind(Path(path)) not in (None, "text") or _gzipped(Path(path))
+
+
+def _gzipped(path: Path) -> bool:
+    return path.suffix.lower() == ".gz" and _kind(path) is not None
+
+
 def _kind(path: Path) -> str | None:
-    return KINDS.get(path.suffix.lower())
+    kind = KINDS.get(path.suffix.lower())
+    inner = KINDS.get(Path(path.stem).suffix.lower()) if path.suffix.lower() == ".gz" else None
+    return kind or (inner if inner != "parquet" else None)
 
 
 def _find(path: str, relative_to: Path) -> Path | None:
@@ -181,7 +199,7 @@ def _is_empty(path: Path) -> bool:
         from pyarrow.parquet import read_metadata
 
         return read_metadata(path).num_rows == 0
-    with path.open("rb") as file:
+    with gzip.open(path) if _gzipped(path) else path.open("rb") as file:
         return not any(not line.isspace() for line in file)  # stops at the first line that says something
 
 

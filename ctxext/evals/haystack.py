@@ -3,20 +3,30 @@
 from __future__ import annotations
 
 import re
+import unicodedata
 from bisect import bisect_left
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
 from hashlib import blake2b
+from itertools import pairwise
 from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING
+
+from ctxext.data.sources import Source, is_table, read_source
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 # A full stop behind a title ends no sentence; Chinese and Japanese put no space behind theirs.
 _SENTENCE_END = re.compile(r"(?<!\bMr)(?<!\bMrs)(?<!\bDr)(?<!\bSt)[.!?][\"'”’)_]*(?=\s)|[。！？]+[」』”’）\"')]*")
+# Where else a text may be cut, where it has no sentence ends for `_LONG` characters, as Thai or minified code: before
+# a line's end, before a space, behind a clause; then anywhere.
+_FINER = [re.compile(pattern) for pattern in (r"(?=\n)", r"(?=\s)", r"[;,:})\]；，、：]+", r"(?s).{32,64}?(?=\w)")]
+_LONG = 2000
+# A word of more characters is text without spaces.
+_LONG_WORD = 40
 # The easy mode: it tests saliency more than retrieval. Mohtashami and Jaggi (2023).
 FILLER = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again. "
 
@@ -29,7 +39,7 @@ class Haystack:
         token_ids: the tokens of the text, written once.
         token_starts: where each token begins, in characters, ascending.
         sentence_ends: where each sentence ends, in characters, ascending: what is put there stands
-            between two sentences.
+            between two sentences. Where a text has none, ends of lines, words or clauses.
         repeats: how often the text was written one after the other to be long enough.
         name: for people.
     """
@@ -48,7 +58,7 @@ class Haystack:
         """Tokenise `text`, repeated until it has `at_least` tokens (0: as it is).
 
         Raises:
-            ValueError: the text has no sentence, or the tokenizer is not a fast one, whose offsets place
+            ValueError: the text is empty, or the tokenizer is not a fast one, whose offsets place
                 sentence ends on tokens.
         """
         if not tokenizer.is_fast:
@@ -57,21 +67,13 @@ class Haystack:
                 "placed on tokens. Load it with AutoTokenizer.from_pretrained(..., use_fast=True)."
             )
         text = text.strip() + "\n"
-        sentence_ends = [match.end() for match in _SENTENCE_END.finditer(text)]
-        if not sentence_ends:
-            raise ValueError(f"{name} has no sentence to cut at (it has {len(text.strip())} characters). Pass prose.")
+        if text.isspace():
+            raise ValueError(f"{name} is empty. Pass a text.")
+        sentence_ends = _cuts(text)
         encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
         starts = [start for start, _ in encoded["offset_mapping"]]
-        repeats = max(1, -(-at_least // len(starts)))
-        shifts = [k * len(text) for k in range(repeats)]
-        return cls(
-            text=text * repeats,
-            token_ids=list(encoded["input_ids"]),
-            token_starts=[shift + start for shift in shifts for start in starts],
-            sentence_ends=[shift + end for shift in shifts for end in sentence_ends],
-            repeats=repeats,
-            name=name,
-        )
+        once = cls(text, list(encoded["input_ids"]), starts, sentence_ends, name=name)
+        return _repeated(once, once._copies(at_least))
 
     @classmethod
     def from_file(cls, path: str | Path, tokenizer: PreTrainedTokenizerBase, *, at_least: int = 0) -> Haystack:
@@ -80,7 +82,24 @@ class Haystack:
 
     @cached_property
     def fingerprint(self) -> str:
-        return blake2b(self.text.encode(), digest_size=8).hexdigest()
+        """Of the text, written once."""
+        return blake2b(self.once.encode(), digest_size=8).hexdigest()
+
+    @property
+    def once(self) -> str:
+        return self.text[: len(self.text) // self.repeats]
+
+    def for_length(self, length: int) -> Haystack:
+        """As often as prompts of `length` tokens need it, however often it was repeated for longer ones."""
+        return _repeated(self, min(self.repeats, self._copies(length)))
+
+    def _copies(self, length: int) -> int:
+        # One more than cover the length, so that a window may begin anywhere.
+        return 1 if length <= self.n_tokens else 1 - -length // self.n_tokens
+
+    def says(self, phrase: re.Pattern[str], start: int, end: int) -> bool:
+        """Whether a phrase stands between two places, given in characters."""
+        return phrase.search(self.text, start, end) is not None
 
     @property
     def n_tokens(self) -> int:
@@ -90,7 +109,7 @@ class Haystack:
     def n_bytes(self, first: int, end: int) -> int:
         """UTF-8 bytes of the tokens from `first` up to `end`, on the ring that the text, written once, makes."""
         n = self.n_tokens
-        once = self.text[: len(self.text) // self.repeats]
+        once = self.once
         chars = [*self.token_starts[:n], len(once)]
         parts = [(first, end)] if end <= n else [(first, n), (0, end - n)] if first <= n else [(first - n, end - n)]
         return sum(len(once[chars[low] : chars[high]].encode()) for low, high in parts)
@@ -134,12 +153,14 @@ class Haystack:
         return None
 
     def _word_start(self, token: int, step: int) -> int:
-        """The first token with which a word begins, from `token` on forwards (step 1) or backwards (-1)."""
-        while 0 < token < len(self.token_starts):
-            start = self.token_starts[token]
-            if self.text[start].isspace() or self.text[start - 1].isspace():
-                break
-            token += step
+        """The first token with which a word begins, from `token` on forwards (step 1) or backwards (-1).
+
+        `token` itself where no word begins near, as in text without spaces.
+        """
+        for near in range(token, token + 64 * step, step):
+            start = self.token_starts[near] if 0 < near < len(self.token_starts) else 0
+            if start == 0 or self.text[start].isspace() or self.text[start - 1].isspace():
+                return near
         return token
 
     def cuts(self, start: int, end: int, depth: float) -> Iterator[int]:
@@ -151,8 +172,52 @@ class Haystack:
         yield from sorted(inside, key=lambda cut: abs(self.token_at(cut) - target))
 
 
+@lru_cache(maxsize=32)
+def _repeated(haystack: Haystack, repeats: int) -> Haystack:
+    """A text with another number of repeats."""
+    if repeats == haystack.repeats:
+        return haystack
+    once, n_ends = haystack.once, len(haystack.sentence_ends) // haystack.repeats
+    shifts = [k * len(once) for k in range(repeats)]
+    return replace(
+        haystack,
+        text=once * repeats,
+        token_starts=[shift + start for shift in shifts for start in haystack.token_starts[: haystack.n_tokens]],
+        sentence_ends=[shift + end for shift in shifts for end in haystack.sentence_ends[:n_ends]],
+        repeats=repeats,
+    )
+
+
+def _cuts(text: str) -> list[int]:
+    """Where sentences end; in a long stretch without any, the next best places."""
+    cuts = [match.end() for match in _SENTENCE_END.finditer(text)]
+    for finer in _FINER:
+        stretches = [(a, b) for a, b in pairwise([0, *cuts, len(text)]) if b - a > _LONG or not cuts]
+        cuts = sorted({*cuts, *(match.end() for a, b in stretches for match in finer.finditer(text, a, b))} - {0})
+    return cuts
+
+
+def words_in(text: str) -> list[tuple[int, int]]:
+    """Where the words of a text begin and end; where it has no spaces, its characters."""
+    spans: list[tuple[int, int]] = []
+    for match in re.finditer(r"\S+", text):
+        first, end = match.span()
+        inner = range(first + 1, end) if end - first > _LONG_WORD else ()
+        # A vowel sign stays with its letter.
+        bounds = [first, *(k for k in inner if unicodedata.category(text[k])[0] != "M"), end]
+        spans += pairwise(bounds)
+    return spans
+
+
 def read_prose(path: str | Path) -> str:
-    """The text in a file. Raises ValueError if it is no UTF-8 text, OSError if it cannot be read."""
+    """The text in a file; of .jsonl, .json or .parquet, also gzipped, the column `text`, row by row.
+
+    Raises:
+        ValueError: it is no UTF-8 text, or has no such column.
+        OSError: it cannot be read.
+    """
+    if is_table(path):
+        return "\n".join(row for row in read_source(Source(path=str(path)), Path.cwd())["text"] if row)
     try:
         return Path(path).read_text(encoding="utf-8")
     except UnicodeDecodeError as error:

@@ -7,6 +7,7 @@ every trial has a text of its own, and every sample is a function of its place a
 
 from __future__ import annotations
 
+import re
 from abc import abstractmethod
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -17,6 +18,7 @@ from typing import ClassVar
 from ctxext.evals.haystack import Haystack
 from ctxext.evals.prompts import Prompter
 from ctxext.evals.samples import Place, RetrievalTask, Sample, register_task
+from ctxext.evals.words import distinct
 
 OWNERS = (
     "lighthouse", "bakery", "observatory", "harbour", "library", "orchard", "theatre", "railway", "brewery",
@@ -42,6 +44,8 @@ class HiddenNumbers(RetrievalTask):
     """Numbers in sentences, put between the sentences of a text."""
 
     intro: ClassVar[str]
+    # What a text must not say itself.
+    phrase: ClassVar[re.Pattern[str]]
 
     @abstractmethod
     def hide(self, words: Random, numbers: Random) -> Hidden:
@@ -49,11 +53,19 @@ class HiddenNumbers(RetrievalTask):
 
     def sample(self, place: Place, prompter: Prompter, haystack: Haystack) -> Sample:
         # Where no sentence of the trial's window will do, another window does, at the price of a prefix of its own.
-        for attempt in range(4):
+        haystack, said = haystack.for_length(place.length), False
+        for attempt in range(8):
             window = _trial_window(self, place.length, place.trial, place.seed, attempt, prompter, haystack)
+            if said := haystack.says(self.phrase, *window[:2]):
+                continue
             sample = self._fit(place, prompter, haystack, *window)
             if sample is not None:
                 return sample
+        if said:
+            raise ValueError(
+                f"{self.name}: the text {haystack.name} has the words of the needle itself, so the question would have "
+                "more than one answer. Pass another text."
+            )
         raise ValueError(
             f"{self.name}: no prompt of exactly {place.length} tokens at depth {place.depth:g}. Pass another text."
         )
@@ -177,6 +189,8 @@ class Passkey(HiddenNumbers):
         "There is a pass key hidden in the text below. Find it and memorise it: I will ask you about it."
     )
 
+    phrase: ClassVar[re.Pattern[str]] = re.compile(r"\bpass[\s-]*key", re.IGNORECASE)
+
     digits: int = 5
 
     def __post_init__(self) -> None:
@@ -207,6 +221,8 @@ class Needle(HiddenNumbers):
         "Some special numbers are hidden in the text below. Memorise them: I will ask you about them."
     )
 
+    phrase: ClassVar[re.Pattern[str]] = re.compile(r"\bspecial\s+numbers?\b", re.IGNORECASE)
+
     needles: int = 1
     distractors: int = 0
     digits: int = 7
@@ -218,10 +234,15 @@ class Needle(HiddenNumbers):
                 f"got {self.needles} and {self.distractors}."
             )
         _check_digits(self.digits)
+        if self.needles + self.distractors > 9 * 10 ** (self.digits - 1):
+            raise ValueError(
+                f"there are only {9 * 10 ** (self.digits - 1)} different numbers of {self.digits} digits, got "
+                f"{self.needles + self.distractors} needles and distractors. Pass more digits."
+            )
 
     def hide(self, words: Random, numbers: Random) -> Hidden:
         owners = words.sample(OWNERS, self.needles + self.distractors)
-        drawn = [_number(numbers, self.digits) for _ in owners]
+        drawn = list(islice(distinct(lambda: _number(numbers, self.digits)), len(owners)))
         asked = [f"the {owner}" for owner in owners[: self.needles]]
         if len(asked) == 1:
             subject, verb = f"the special number of {asked[0]}", "is"

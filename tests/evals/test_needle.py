@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gzip
+import json
 import re
 import subprocess
 import sys
@@ -15,10 +17,11 @@ from tokenizers_of_all_kinds import KINDS, tokenizer_of_kind
 from transformers import AutoTokenizer
 
 from ctxext.assets import MODEL, PERSUASION
-from ctxext.evals.haystack import _SENTENCE_END, FILLER, Haystack
+from ctxext.evals.haystack import _SENTENCE_END, FILLER, Haystack, read_prose
 from ctxext.evals.needle import Needle, NeedleAmongDistractors, Needles, Passkey
 from ctxext.evals.prompts import Prompter
-from ctxext.evals.samples import Place, Sample, fingerprint, make_task
+from ctxext.evals.ruler import RULER  # noqa: F401  # registers its tasks
+from ctxext.evals.samples import Place, Sample, fingerprint, list_tasks, make_task
 from ctxext.evals.targets import digit_accuracy
 
 TASKS = (Passkey(), Needle(), Needles(), NeedleAmongDistractors(), Passkey(digits=9))
@@ -164,8 +167,8 @@ def test_bad_input_is_refused_with_a_remedy() -> None:
         made(Passkey(), 20, 0.5)
     with pytest.raises(ValueError, match="Pass a longer text"):
         made(Passkey(), 200_000, 0.5)
-    for text in ("", "  \n", "words without any end"):
-        with pytest.raises(ValueError, match="no sentence to cut at"):
+    for text in ("", "  \n"):
+        with pytest.raises(ValueError, match="is empty"):
             Haystack.from_text(text, tokenizer)
     with pytest.raises(ValueError, match="unknown task 'paskey'; did you mean 'passkey'"):
         make_task("paskey")
@@ -194,6 +197,89 @@ def test_a_text_that_is_no_text_is_refused(tmp_path) -> None:
     (tmp_path / "picture.png").write_bytes(b"\x89PNG\xff\xfe")
     with pytest.raises(ValueError, match="not a UTF-8 text"):
         Haystack.from_file(tmp_path / "picture.png", tokenizer_of_kind("shipped"))
+
+
+@pytest.mark.parametrize("name", list_tasks())
+def test_samples_do_not_depend_on_how_often_a_short_text_is_repeated(name: str) -> None:
+    prompter, task = prompter_of("shipped"), make_task(name)
+    text = PERSUASION.read_text(encoding="utf-8")[:5000]
+    samples = []
+    for at_least in (1300, 9000, 40_000):
+        haystack = Haystack.from_text(text, prompter.tokenizer, at_least=at_least)
+        place = Place(name, 1300, 0.5 if task.uses_depth else None, 1, 0)
+        samples.append((task.sample(place, prompter, haystack), haystack.fingerprint))
+    assert samples[0] == samples[1] == samples[2]
+
+
+def test_a_text_that_has_the_needles_words_is_drawn_again_or_refused() -> None:
+    prompter, text = prompter_of("shipped"), PERSUASION.read_text(encoding="utf-8")
+    said = {
+        "passkey": "A passkey is a key. ",
+        "needle": "The special number of the bakery is 7. ",
+        "niah_multikey_1": "One of the special magic numbers for old-oak is: 7654321. ",
+    }
+    for name, sentence in said.items():
+        task = make_task(name)
+        places = [Place(name, 1500, 0.5 if task.uses_depth else None, trial, 0) for trial in range(6)]
+        # Said in one place of many, it is left out; said in every paragraph, no text is left.
+        rare = Haystack.from_text(text[:12_000] + sentence + text[12_000:20_000], prompter.tokenizer)
+        for place in places:
+            sample = task.sample(place, prompter, rare)
+            assert sentence.strip() not in sample.body
+            assert len(sample.input_ids) + (0 if sample.answer else sample.answer_tokens) == 1500
+        dense = Haystack.from_text(f" {sentence}".join(text[:40_000].split("\n\n")), prompter.tokenizer)
+        with pytest.raises(ValueError, match=r"has the words of the needle itself.* Pass another text"):
+            task.sample(places[0], prompter, dense)
+
+
+def test_no_distractor_has_the_number_asked_for() -> None:
+    for trial in range(30):
+        sample = made(Needle(distractors=7, digits=1), 700, 0.5, trial)
+        numbers = [re.search(r"is (\d+)\.", needle)[1] for needle in sample.needles]
+        assert len(set(numbers)) == 8
+    with pytest.raises(ValueError, match="only 9 different numbers of 1 digits, got 10 needles"):
+        Needle(distractors=9, digits=1)
+
+
+UNSPACED = {
+    "chinese": "".join(f"第{k}天，她走了很远的路。他问：「你去哪里？」她没有回答！" for k in range(900)),
+    "japanese": "".join(f"{k}日目に彼女は遠い道を歩いて町に着いたが誰もいなかった" for k in range(900)),
+    "thai": "".join(f"วันที่{k}เธอเดินทางไกลไปยังเมืองเก่าและไม่มีใครอยู่ที่นั่น" for k in range(500)),
+    "code": "".join(f"function f{k}(a,b){{return a*{k}+b[{k}]}};" for k in range(1500)),
+}
+
+
+@pytest.mark.parametrize("script", UNSPACED)
+@pytest.mark.parametrize("name", list_tasks())
+def test_every_task_works_on_text_without_spaces(name: str, script: str) -> None:
+    prompter, task = prompter_of("shipped"), make_task(name)
+    haystack = Haystack.from_text(UNSPACED[script], prompter.tokenizer)
+    for trial, depth in enumerate((0.2, 0.8)):
+        sample = task.sample(Place(name, 1500, depth if task.uses_depth else None, trial, 0), prompter, haystack)
+        assert len(sample.input_ids) + (0 if sample.answer else sample.answer_tokens) == 1500
+        if task.uses_depth:
+            assert sample.needle_tokens[0] / 1500 == pytest.approx(depth, abs=0.12)
+        if name == "niah_single_2":
+            before, after = sample.body.split(sample.needles[0])
+            around = (before[-20:-1], after[1:20])
+            assert all("afterwards" in before[-20:] or "What is" in part or part in UNSPACED[script] for part in around)
+            assert all(sample.body.count(f" {mark}") == 0 for mark in "ัิีึืุู่้")
+
+
+def test_a_table_of_texts_is_read_as_data(tmp_path) -> None:
+    rows = [{"text": 'He said "no".\nShe left.'}, {"text": "Thé end."}]
+    lines = "".join(json.dumps(row) + "\n" for row in rows).encode()
+    (tmp_path / "a.jsonl").write_bytes(lines)
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(lines))
+    (tmp_path / "a.txt.gz").write_bytes(gzip.compress("Thé end.".encode()))
+    (tmp_path / "b.jsonl").write_text('{"body": "no text"}\n')
+    for name in ("a.jsonl", "a.jsonl.gz"):
+        assert read_prose(tmp_path / name) == 'He said "no".\nShe left.\nThé end.'
+    assert read_prose(tmp_path / "a.txt.gz") == "Thé end."
+    with pytest.raises(ValueError, match="has no column 'text'"):
+        read_prose(tmp_path / "b.jsonl")
+    with pytest.raises(OSError, match="was not found"):
+        read_prose(tmp_path / "c.jsonl")
 
 
 def test_a_short_text_is_repeated_for_retrieval() -> None:

@@ -17,7 +17,7 @@ from functools import cache, lru_cache
 from random import Random
 from typing import Any, ClassVar, Literal
 
-from ctxext.evals.haystack import Haystack
+from ctxext.evals.haystack import Haystack, words_in
 from ctxext.evals.prompts import Prompter
 from ctxext.evals.samples import Place, RetrievalTask, Sample
 from ctxext.evals.words import nvidia_words, own_words
@@ -110,7 +110,7 @@ class RulerTask(RetrievalTask):
         return {**super().settings(), "words": (own_words() if self.exact else nvidia_words()).source}
 
     def sample(self, place: Place, prompter: Prompter, haystack: Haystack) -> Sample:
-        scene = Scene(place, prompter, haystack)
+        scene = Scene(place, prompter, haystack.for_length(place.length))
         return self._fitted(scene) if self.exact else self._as_nvidia(scene)
 
     def right_answer(self, scene: Scene, draft: Draft) -> str:
@@ -165,11 +165,25 @@ class RulerTask(RetrievalTask):
 
     def _fitted(self, scene: Scene) -> Sample:
         # A tokenizer may be unable to make this very length of what was drawn.
+        said = False
         for attempt in range(32):
-            if (sample := self._fit(scene, str(attempt))) is not None:
+            sample = self._fit(scene, str(attempt))
+            if sample is not None and not (said := self.said_elsewhere(sample)):
                 return sample
+        if said:
+            raise ValueError(self._ambiguous(scene))
         raise ValueError(
             f"{self.name}: found no prompt of exactly {scene.place.length} tokens. Pass another length or text."
+        )
+
+    def said_elsewhere(self, sample: Sample) -> bool:
+        """Whether the text has words of a needle's, so that the question has more than one answer."""
+        return False
+
+    def _ambiguous(self, scene: Scene) -> str:
+        return (
+            f"{self.name}: the text {scene.haystack.name} has the words of the needle itself, so the question would "
+            "have more than one answer. Pass another text."
         )
 
     def _fit(self, scene: Scene, attempt: str) -> Sample | None:
@@ -214,7 +228,10 @@ class RulerTask(RetrievalTask):
             draft = self.draft(scene, rng, units)
             prompt_tokens = bare_tokens(scene.prompter, self.prompt(scene, draft))
             if prompt_tokens + self.budget(scene, draft) <= length:
-                return self._write(scene, draft, "", "")
+                sample = self._write(scene, draft, "", "")
+                if self.said_elsewhere(sample):  # NVIDIA's essays are always the beginning of the text
+                    raise ValueError(self._ambiguous(scene))
+                return sample
             units = units - step if units > step else units
         raise ValueError(
             f"{self.name}: NVIDIA's code makes no prompt shorter than {units} units, and that is longer than "
@@ -299,18 +316,19 @@ def _fillings(draft: Draft, prompter: Prompter, spare: int) -> Iterator[tuple[st
     """What may go to gap and rest, so that it takes `spare` tokens more than the least that may go there."""
     least = draft.extra(prompter, GAP, draft.fills[0][-1])
     bare = draft.extra(prompter, REST, "")
-    for rest in draft.rests:
-        wanted = least + spare - (draft.extra(prompter, REST, rest) - bare)
 
-        def size(fill: str) -> int:
-            return draft.extra(prompter, GAP, fill)
+    def size(fill: str) -> int:
+        return draft.extra(prompter, GAP, fill)
 
-        for fills in draft.fills:
+    for fills in draft.fills:
+        for rest in draft.rests:
+            wanted = least + spare - (draft.extra(prompter, REST, rest) - bare)
             # A shorter text has hardly ever more tokens.
             near = bisect_left(fills, -wanted, key=lambda fill: -size(fill))
             yield from ((fill, rest) for fill in fills[max(0, near - 4) : near + 5] if size(fill) == wanted)
 
 
-def tails(text: str, start: str = r"\S+") -> tuple[str, ...]:
+def tails(text: str, start: str | None = None) -> tuple[str, ...]:
     """The ends of a text, from the longest to the shortest, that begin where `start` does: by default with a word."""
-    return tuple(text[match.start() :] for match in re.finditer(start, text))
+    begins = [a for a, _ in words_in(text)] if start is None else [match.start() for match in re.finditer(start, text)]
+    return tuple(text[a:] for a in begins)

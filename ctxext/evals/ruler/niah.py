@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -12,8 +11,9 @@ from random import Random
 from typing import ClassVar, Literal
 from uuid import UUID
 
-from ctxext.evals.haystack import FILLER, Haystack
+from ctxext.evals.haystack import FILLER, Haystack, words_in
 from ctxext.evals.ruler.fitting import GAP, REST, Draft, RulerTask, Scene, tails
+from ctxext.evals.samples import Sample
 from ctxext.evals.words import distinct, nvidia_words, own_words
 
 NOISE = FILLER.strip()
@@ -74,7 +74,8 @@ class Niah(RulerTask):
         fills: tuple[tuple[str, ...], ...]
         if self.haystack == "essay":
             context, before, rests = self._among_sentences(scene, rng, units, needles)
-            fills = (tails(before),)
+            # Words of many tokens, as in code, would seldom fit exactly.
+            fills = (tails(before) if before.count(" ") > len(before) / 12 else tails(before, r"\w"),)
         else:
             others = map(self._needle, new_key, new_value)
             lines = list(islice(repeat(NOISE) if self.haystack == "noise" else others, units + 2))
@@ -94,6 +95,12 @@ class Niah(RulerTask):
             fills=fills,
             rests=rests,
         )
+
+    def said_elsewhere(self, sample: Sample) -> bool:
+        text = sample.body
+        for needle in sample.needles:
+            text = text.replace(needle, "", 1)
+        return self.haystack == "essay" and text.lower().count("special magic") > self.template.count("special magic")
 
     def _drawn(self, kind: Kind, rng: Random) -> Iterator[str]:
         lists = own_words() if self.exact else nvidia_words()
@@ -142,22 +149,35 @@ class Niah(RulerTask):
         behind = bisect_left(ends, last)
         bounds = [first, *ends[bisect_right(ends, first) : behind], last]
         places = sorted(bounds[int((len(bounds) - 1) * (depth / 100))] for depth in rng.sample(DEPTHS, len(needles)))
-        texts = [" ".join(words[a:b]) for a, b in pairwise([first, *places, last])]
+        texts = [_joined(words[a:b]) for a, b in pairwise([first, *places, last])]
         if self.exact:
             # Before and behind the text, but between the needles at its very beginning and end.
-            texts[places.count(first)] = f"{GAP} {texts[places.count(first)]}"
+            texts[places.count(first)] = f"{GAP}{_space(words, first)}{texts[places.count(first)]}"
             texts[-1 - places.count(last)] += REST
         parts = [part for pair in zip(texts, [*rng.sample(needles, len(needles)), ""]) for part in pair][:-1]
         if self.exact:
             parts = [part for part in parts if part]
-        rests = ("", *(" " + " ".join(words[last:end]) for end in ends[behind + 1 : behind + 7]))
+        rests = ("", *(_space(words, last) + _joined(words[last:end]) for end in ends[behind + 1 : behind + 7]))
         margin = min(192, 32 + scene.place.length // 32)
-        return " ".join(parts), " ".join(words[max(0, first - margin) : first]), rests
+        return " ".join(parts), _joined(words[max(0, first - margin) : first]), rests
 
 
 @lru_cache(maxsize=4)
 def _words(haystack: Haystack) -> tuple[list[str], list[int], list[int]]:
-    """The words of a text, where each begins in characters, and behind how many of them a sentence ends."""
-    found = list(re.finditer(r"\S+", haystack.text))
-    starts = [match.start() for match in found]
-    return [match.group() for match in found], starts, [bisect_left(starts, end) for end in haystack.sentence_ends]
+    """The words of a text, where each begins in characters, and behind how many of them a sentence ends.
+
+    A word that space follows ends with one.
+    """
+    text, spans = haystack.text, words_in(haystack.text)
+    starts = [start for start, _ in spans]
+    words = [text[start:end] + " " * text[end].isspace() for start, end in spans]
+    return words, starts, [bisect_left(starts, end) for end in haystack.sentence_ends]
+
+
+def _joined(words: list[str]) -> str:
+    return "".join(words).removesuffix(" ")
+
+
+def _space(words: list[str], place: int) -> str:
+    """What stands between the words before and behind a place."""
+    return " " * words[place - 1].endswith(" ")

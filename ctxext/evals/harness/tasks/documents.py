@@ -94,8 +94,7 @@ def passkey_documents(
     prompter = Prompter(
         AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=trust_remote_code), "base"
     )
-    # Twice, so that the trials of the longest prompts differ in their text.
-    text = Haystack.from_file(haystack, prompter.tokenizer, at_least=2 * max(lengths))
+    text = Haystack.from_file(haystack, prompter.tokenizer, at_least=max(lengths))
     rows = []
     for turn, (trial, depth) in enumerate(product(range(trials), depths)):
         # lm-eval deals documents out to the processes like cards, and --limit cuts from the end: rotated, all
