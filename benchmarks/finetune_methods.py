@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from matplotlib.figure import Figure
+from matplotlib.ticker import PercentFormatter
 from report import Report
 
 ROOT = Path(__file__).parents[1]
@@ -31,7 +32,13 @@ RUNS: dict[str, tuple[str, ...]] = {
     "pi": ("tiny_yarn_4x", "extension.method=pi"),
     "yarn, PoSE": ("tiny_pose_4x",),
 }
-COLORS = {"yarn": "#0072b2", "ntk": "#00875f", "pi": "#d55e00", "yarn, PoSE": "#b0468a"}
+# Dashes and markers of their own, and the last line the thinnest, so that equal values show every line.
+STYLES: dict[str, dict[str, Any]] = {
+    "yarn": {"color": "#0072b2", "linewidth": 4, "marker": "o", "markersize": 9},
+    "ntk": {"color": "#00875f", "linewidth": 2, "marker": "s", "markersize": 5},
+    "pi": {"color": "#d55e00", "linewidth": 2, "marker": "^", "markersize": 6},
+    "yarn, PoSE": {"color": "#f2b6da", "linewidth": 1.6, "linestyle": (0, (4, 2)), "marker": "D", "markersize": 4},
+}
 
 
 def finetune(name: str, config: str, *changes: str) -> tuple[Path, float]:
@@ -87,50 +94,42 @@ def add_figures(report: Report, name: str, run: dict[str, Any], bars: bool) -> N
 
 
 def plot(runs: dict[str, dict[str, Any]], path: Path) -> None:
-    """Loss of the last tokens, and pass keys found, by tokens trained."""
-    figure = Figure(figsize=(10, 4.2), layout="constrained", dpi=120)
-    loss, found = figure.subplots(1, 2)
-    at_the_end: dict[float, list[str]] = {}
+    """Loss of the last tokens, and passkey accuracy, by tokens trained; losses far above the base's have a panel."""
+    first = next(iter(runs.values()))
+    tail, (short, *_, long) = first["measured"]["tail"], map(int, first["measured"]["variants"]["none"]["passkey"])
+    evaluation = first["settings"]["evaluation"]
+    losses = [glance["tail_loss"] for run in runs.values() for glance in run["glances"]]
+    base, lowest = tail["base_glance"], min(tail["base_glance"], *losses)
+    top = base + 5 * (base - lowest)
+    figure = Figure(figsize=(10, 4.8), layout="constrained", dpi=120)
+    panels = figure.subplot_mosaic([["far", "found"], ["loss", "found"]], height_ratios=[1, 4])
+    far, loss, found = panels["far"], panels["loss"], panels["found"]
     for name, run in runs.items():
-        tokens = [glance["tokens"] / 1e3 for glance in run["glances"]]
-        losses, shares = ([glance[key] for glance in run["glances"]] for key in ("tail_loss", "passkey"))
-        style = {"color": COLORS[name], "label": name, "linewidth": 2, "marker": "o", "markersize": 4}
-        loss.plot(tokens, losses, **style)
-        beside = len(at_the_end.setdefault(shares[-1], []))
-        found.plot(tokens, [100 * share - 1.2 * beside for share in shares], **style)
-        at_the_end[shares[-1]].append(name)
-    tail = next(iter(runs.values()))["measured"]["tail"]
-    base = tail["base_glance"]
-    lowest = min(glance["tail_loss"] for run in runs.values() for glance in run["glances"])
-    top = base + 4 * (base - lowest)
+        tokens, *values = ([glance[key] for glance in run["glances"]] for key in ("tokens", "tail_loss", "passkey"))
+        for axes, measured in zip((far, loss, found), (values[0], *values)):
+            axes.plot(tokens, measured, label=name, **STYLES[name])
     loss.set_ylim(lowest - 0.3 * (base - lowest), top)
-    above = [
-        f"{name} {run['glances'][0]['tail_loss']:.2f}"
-        for name, run in runs.items()
-        if run["glances"][0]["tail_loss"] > top
-    ]
-    if above:
-        loss.annotate(f"↑ {', '.join(above)}, not trained", (0.02, 0.78), xycoords="axes fraction", fontsize=8)
+    far.set_ylim(top, 1.02 * max(top, *losses))
+    far.tick_params(labelbottom=False)
     loss.axhline(base, color="#555555", linewidth=1, linestyle=(0, (4, 3)))
     loss.annotate(
-        "base within 512 tokens", (0.01, base), xycoords=("axes fraction", "data"),
+        f"base within {short:,} tokens", (0.01, base), xycoords=("axes fraction", "data"),
         xytext=(0, -4), textcoords="offset points", va="top", fontsize=8, color="#555555",
     )  # fmt: skip
-    for share, names in at_the_end.items():
-        found.annotate(
-            " and ".join(names), (0.98, 100 * share), xycoords=("axes fraction", "data"),
-            xytext=(0, -16 if share > 0.5 else 8), textcoords="offset points", ha="right", fontsize=9,
-        )  # fmt: skip
-    loss.set_ylabel(f"loss of the last {tail['tokens']} of 2,048 tokens (nats)")
-    found.set_ylabel("pass keys found at 2,048 tokens (%)")
-    found.set_ylim(-4, 105)
-    for axes in (loss, found):
-        axes.set_xlabel("tokens trained (thousands)")
+    loss.set_ylabel(f"loss of the last {tail['tokens']} of {long:,} tokens (nats)")
+    prompts = evaluation["depths"] * evaluation["glance_trials"]
+    found.set_ylabel(f"passkey accuracy at {long:,} tokens, {prompts} prompts")
+    found.set_ylim(-0.04, 1.05)
+    found.yaxis.set_major_formatter(PercentFormatter(1))
+    for axes in (far, loss, found):
+        axes.xaxis.set_major_formatter(lambda value, _: f"{value / 1e3:,.0f}")
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(axis="y", color="#e5e5e5", linewidth=0.8)
         axes.set_axisbelow(True)
-    loss.legend(frameon=False, fontsize=9, loc="upper right")
-    figure.suptitle("The shipped model, 512 tokens, fine-tuned at 2,048", fontsize=11, x=0.01, ha="left")
+    for axes in (loss, found):
+        axes.set_xlabel("tokens trained (thousands)")
+    found.legend(frameon=False, fontsize=9, loc="center right", handlelength=4)
+    figure.suptitle(f"The bundled model, {short:,} tokens, fine-tuned at {long:,}", fontsize=11, x=0.01, ha="left")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path)
 

@@ -129,8 +129,8 @@ def finetune_table() -> str:
         tail, price = run["measured"]["tail"]["difference"], after["short_loss"]
         cells = [
             f"`{name}`" if ", " not in name else "`{}`, {}".format(*name.split(", ")),
-            f"{before['passkey'][long]['value']:.0%} → {long_share['value']:.0%}",
-            f"{before['passkey'][short]['value']:.0%} → {short_share['value']:.0%}",
+            f"{before['passkey'][long]['value']:.1%} → {long_share['value']:.1%}",
+            f"{before['passkey'][short]['value']:.1%} → {short_share['value']:.1%}",
             *(f"{d['value']:+.3f} [{d['low']:+.3f}, {d['high']:+.3f}]" for d in (tail, price)),
             f"{run['glances'][-1]['tokens'] / 1e6:.2f} million",
             f"{run['seconds'] / 60:.1f} min",

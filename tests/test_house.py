@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import json
 import re
 import subprocess
 import sys
@@ -73,6 +74,15 @@ def update_readme():
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+def test_no_passkey_rate_of_the_fine_tunes_is_rounded() -> None:
+    """A miss in 200 prompts must not read as 100%."""
+    runs = json.loads((ROOT / "docs/finetune/summary.json").read_text())["runs"].values()
+    variants = [[run["measured"]["variants"][name]["passkey"] for name in ("untrained", "trained")] for run in runs]
+    measured = [shares[n]["value"] for both in variants for n in ("2048", "512") for shares in both]
+    printed = re.findall(r"([\d.]+)%", update_readme().finetune_table().partition("\n\n")[0])
+    assert [float(rate) / 100 for rate in printed] == pytest.approx(measured, rel=1e-12)
 
 
 @pytest.mark.parametrize("file", sorted(update_readme().TABLES))
