@@ -5,7 +5,8 @@
     python recipes/finetune.py --config FILE --dry-run      # what it would take; trains nothing
 
 The model is extended on disk first, so that an adapter trained on it names a base that brings its rope along. A run
-is a function of its settings: the rows and the random numbers of a step follow from the seed and the step. So the same
+is a function of its settings: the rows and the random numbers of a micro-batch follow from the seed, the step and its
+number, whichever process reads it. So any number of processes gives the same losses but for rounding, and the same
 command goes on from the last checkpoint, bit for bit, whenever it was stopped. In the output folder stand at the end:
 
     base/            the extended base: the config rewritten, the weights linked
@@ -35,6 +36,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from accelerate import Accelerator, DistributedType
 from rich.console import Console
@@ -72,7 +74,7 @@ from ctxext.training.launch import data_parallel, engine_of, make_accelerator, o
 from ctxext.training.loss import use_chunked_loss
 from ctxext.training.settings import Settings, read_settings
 from ctxext.training.shifted_sparse import use_shifted_sparse_attention
-from ctxext.training.trainable import attach_trainable, check_rotary, trained_parameters
+from ctxext.training.trainable import attach_trainable, check_no_dropout, check_rotary, trained_parameters
 
 console = Console(stderr=True)
 # The variants of results.jsonl: the base as it is, extended, and trained.
@@ -167,6 +169,8 @@ def main(arguments: list[str] | None = None) -> None:
     model = AutoModelForCausalLM.from_pretrained(extended, **loading(settings, accelerator))
     model = attach_trainable(model, settings.trainable).to(accelerator.device)
     check_all_saved(model)
+    if engine_of(accelerator).group_size > 1:
+        check_no_dropout(model)
     with accelerator.autocast():  # as it will train: what is trained is float32, its base may not be
         if training.loss == "chunked":
             use_chunked_loss(model)
@@ -377,19 +381,18 @@ class Run:
         batch = self.mixture.read(number * training.batch_size, training.batch_size)
         # Rows may ask for nothing, as pieces of a long question do: then nothing is learned.
         targets = max(1, sum(int(row["n_targets"]) for row in batch))
-        mine = batch[self.rank :: self.world]
-        # Dropout's random numbers are this step's and this process's own, whatever happened before.
-        torch.manual_seed(
-            (training.seed << 32) + number * self.accelerator.num_processes + self.accelerator.process_index
-        )
+        size = training.micro_batch_size
+        micro_batches = [batch[first : first + size] for first in range(0, len(batch), size)]
         for group in self.optimizer.param_groups:
             group["lr"] = self.learning_rate(number)
         self.model.train()
         loss = torch.zeros((), device=self.accelerator.device)
-        for first in range(0, len(mine), training.micro_batch_size):
-            batch_of_rows = self.batch(mine[first : first + training.micro_batch_size])
-            last = first + training.micro_batch_size == len(mine)
-            loss += self.forward_backward(batch_of_rows, targets, last)
+        for k in range(self.rank, len(micro_batches), self.world):
+            # Dropout belongs to the micro-batch, whichever process reads it and whatever was drawn before. Hashed,
+            # as a CPU generator takes the lowest 32 bits of a seed alone.
+            torch.manual_seed(int(np.random.default_rng([training.seed, number, k]).integers(2**32)))
+            last = k + self.world >= len(micro_batches)
+            loss += self.forward_backward(self.batch(micro_batches[k]), targets, last)
         loss = float(self.accelerator.reduce(loss, "sum"))
         norm = float(self.accelerator.clip_grad_norm_(self.model.parameters(), training.max_grad_norm))
         if not (math.isfinite(loss) and math.isfinite(norm)):

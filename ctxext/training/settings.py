@@ -279,7 +279,8 @@ class Settings(Section):
     def check_engine(self, kind: str) -> None:
         """Raise ValueError for settings that an engine which shares sequences would silently make something else of.
 
-        Context parallel and Ulysses carry attention over processes for SDPA alone, and without masks.
+        Context parallel and Ulysses carry attention over processes for SDPA alone, and without masks. Their processes
+        would draw dropout for their own part of a row, so that what a run computes would depend on how many they are.
         """
         if kind not in ("context_parallel", "ulysses"):
             return
@@ -289,6 +290,7 @@ class Settings(Section):
             "training.loss": (training.loss, "chunked"),
             "training.shifted_sparse_groups": (training.shifted_sparse_groups, None),
             "data.documents": (self.data.documents, "joined"),
+            "trainable.dropout": (self.trainable.dropout, 0.0),
         }
         if kind == "ulysses":  # DeepSpeed reads any jump of positions as a new document
             wanted["data.positions"] = (self.data.positions, "plain")

@@ -131,6 +131,21 @@ def trained_parameters(model: nn.Module) -> dict[str, torch.nn.Parameter]:
     return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
+def check_no_dropout(model: nn.Module) -> None:
+    """Raise ValueError where the model's config has dropout; that of a classifier's head is not used in training."""
+    found = {
+        name: value
+        for name, value in text_config_of(transformers_model(model).config).to_dict().items()
+        if "drop" in name and "classifier" not in name and "summary" not in name
+        if isinstance(value, float) and value > 0
+    }
+    if found:
+        raise ValueError(
+            f"processes that share a row cannot draw the dropout of one process, and the model's config has {found}. "
+            "Set them to 0 there, or train under another engine."
+        )
+
+
 def check_rotary(model: nn.Module) -> None:
     """Raise RuntimeError unless every rotary table of `model` is float32 and what its config says.
 

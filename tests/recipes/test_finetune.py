@@ -70,20 +70,56 @@ def test_a_run_that_is_killed_goes_on_bit_for_bit(whole: Path, tmp_path: Path) -
     assert outcome(output) == outcome(whole)
 
 
-def test_two_processes_give_the_losses_of_one_and_go_on_bit_for_bit(whole: Path, tmp_path: Path) -> None:
-    calm = ("trainable.dropout=0.0", "training.steps=9")
-    one, two, disturbed = tmp_path / "one", tmp_path / "two", tmp_path / "disturbed"
-    finish(one, *calm)
-    finish(two, *calm, processes=2)
-    for alone, together in zip(log(one), log(two), strict=True):
+@pytest.fixture
+def dropping(tmp_path: Path) -> Path:
+    """The bundled model with dropout of its own, in attention."""
+    shutil.copytree(MODEL, tmp_path / "dropping")
+    config = tmp_path / "dropping/config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "attention_dropout": 0.1}))
+    return tmp_path / "dropping"
+
+
+def assert_same_training(one: list[dict], other: list[dict]) -> None:
+    """Of two logs."""
+    for alone, together in zip(one, other, strict=True):
         assert together["loss"] == pytest.approx(alone["loss"], rel=1e-5)
-        assert together["grad_norm"] == pytest.approx(alone["grad_norm"], rel=1e-4)
+        # torch adds up the norm of a large gradient in float32, and in other parts where it is sharded.
+        assert together["grad_norm"] == pytest.approx(alone["grad_norm"], rel=3e-4)
         assert (together["tokens"], together["targets"]) == (alone["tokens"], alone["targets"])
+
+
+def test_two_processes_give_the_losses_of_one_and_resume_bit_for_bit_with_dropout(
+    dropping: Path, tmp_path: Path
+) -> None:
+    # Dropout of LoRA and of attention, recomputed in the backward pass, over accumulated micro-batches of two rows.
+    changes = (
+        f"model={dropping}", "training.steps=9", "training.batch_size=8", "training.micro_batch_size=2",
+        "training.gradient_checkpointing=recompute",
+    )  # fmt: skip
+    one, two, disturbed = tmp_path / "one", tmp_path / "two", tmp_path / "disturbed"
+    finish(one, *changes)
+    finish(two, *changes, processes=2)
+    assert_same_training(log(one), log(two))
     rng = random.Random(1)
-    seen = [killed(disturbed, rng, *calm, processes=2) for _ in range(3)]
+    seen = [killed(disturbed, rng, *changes, processes=2) for _ in range(2)]
     assert seen[0] < 9
-    finish(disturbed, *calm, processes=2)
+    finish(disturbed, *changes, processes=2)
     assert outcome(disturbed) == outcome(two)
+
+
+def test_every_micro_batch_of_every_seed_draws_dropout_of_its_own(
+    recipe, main, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn, forward_backward = [], recipe.Run.forward_backward
+
+    def record(*args, **named):
+        drawn.append(torch.rand(()).item())
+        return forward_backward(*args, **named)
+
+    monkeypatch.setattr(recipe.Run, "forward_backward", record)
+    for seed in 0, 1:
+        main(tmp_path / f"seed-{seed}", "training.steps=3", f"training.seed={seed}")
+    assert len(set(drawn)) == len(drawn) >= 2 * 3 * 4
 
 
 def test_what_saves_memory_changes_no_loss(main, tmp_path: Path) -> None:

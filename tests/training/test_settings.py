@@ -57,6 +57,7 @@ def test_a_mistake_is_named_with_its_remedy(change: str, said: str) -> None:
         ("training.loss=stock", "training.loss: chunked (got stock)"),
         ("training.shifted_sparse_groups=4", "training.shifted_sparse_groups: None (got 4)"),
         ("data.documents=separate", "data.documents: joined (got separate)"),
+        ("trainable.dropout=0.1", "trainable.dropout: 0.0 (got 0.1)"),
     ],
 )
 def test_what_context_parallel_would_silently_change_is_refused(change: str, said: str) -> None:

@@ -15,7 +15,7 @@ from ctxext.data import Plain, check_positions
 from ctxext.survey.small import LENGTH, small_model
 from ctxext.training.loss import use_chunked_loss
 from ctxext.training.settings import TrainableSettings
-from ctxext.training.trainable import attach_trainable, check_rotary, trained_parameters
+from ctxext.training.trainable import attach_trainable, check_no_dropout, check_rotary, trained_parameters
 
 
 def base():
@@ -26,6 +26,14 @@ def test_full_trains_everything_in_float32() -> None:
     model = attach_trainable(base().to(torch.bfloat16), TrainableSettings(kind="full"))
     assert trained_parameters(model).keys() == dict(model.named_parameters()).keys()
     assert {p.dtype for p in model.parameters()} == {torch.float32}
+
+
+def test_dropout_of_the_model_itself_is_found_by_name() -> None:
+    check_no_dropout(attach_trainable(base(), TrainableSettings(rank=4)))
+    # Of gpt2's four, the one of its classifier is not used in training.
+    model = small_model("gpt2", "causal", attn_pdrop=0.1, embd_pdrop=0.0, resid_pdrop=0.2, summary_first_dropout=0.3)
+    with pytest.raises(ValueError, match=r"the model's config has \{'resid_pdrop': 0\.2, 'attn_pdrop': 0\.1\}"):
+        check_no_dropout(attach_trainable(model, TrainableSettings(rank=4)))
 
 
 def test_lora_is_on_attention_alone_unless_asked() -> None:
