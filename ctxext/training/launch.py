@@ -192,6 +192,7 @@ def make_accelerator(
     from accelerate import Accelerator
     from accelerate.utils import InitProcessGroupKwargs, parse_flag_from_env
     from torch.distributed.fsdp import MixedPrecisionPolicy
+    from transformers.integrations import unset_hf_deepspeed_config
 
     launch, environment = requested_launch(), _read_environment()
     processes = environment.processes
@@ -218,6 +219,9 @@ def make_accelerator(
         gradient_accumulation_steps=gradient_accumulation_steps,
         parallelism_config=_parallelism(engine, processes),
     )
+    # Under ZeRO 3 accelerate registers its config with transformers, whatever zero3_init_flag says, and every
+    # from_pretrained after it returns partitioned weights, on which no check of a whole model can run.
+    unset_hf_deepspeed_config()
     _refuse_another(asked, engine_of(accelerator), cpu)
     ranks = accelerator.gather(torch.tensor([accelerator.process_index], device=accelerator.device)).tolist()
     if ranks != list(range(processes)):

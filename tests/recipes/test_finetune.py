@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import random
 import re
 import shutil
@@ -13,8 +14,9 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from accelerate.state import AcceleratorState
-from finetuning import RECIPE, SMALL, STEPS, TINY, finish, killed, log, outcome
+from finetuning import RECIPE, SMALL, STEPS, TINY, command, finish, free_port, killed, log, outcome
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
@@ -120,6 +122,39 @@ def test_every_micro_batch_of_every_seed_draws_dropout_of_its_own(
     for seed in 0, 1:
         main(tmp_path / f"seed-{seed}", "training.steps=3", f"training.seed={seed}")
     assert len(set(drawn)) == len(drawn) >= 2 * 3 * 4
+
+
+@pytest.mark.parametrize("engine", ["fsdp2", "zero3", "ulysses"])
+def test_the_shipped_file_of_a_sharded_engine_gives_the_losses_of_one_process(
+    engine: str, whole: Path, tmp_path: Path
+) -> None:
+    """On two processes instead of eight, over gloo."""
+    if engine != "fsdp2":
+        pytest.importorskip("deepspeed", reason="ZeRO-3 and Ulysses run under DeepSpeed")
+    name = "fsdp2" if engine == "fsdp2" else "zero3_ulysses"
+    shipped = yaml.safe_load((RECIPE.parent / f"accelerate/{name}.yaml").read_text())
+    parallel = shipped.pop("parallelism_config", None)
+    shipped["num_processes"], changes, one = 2, ["training.steps=3"], whole
+    if engine == "ulysses":  # joined documents and no dropout, as it demands
+        shipped["parallelism_config"] = {**parallel, "parallelism_config_sp_size": 2}
+        novels = "[{path: ../data/austen/*.txt, name: novels}]"
+        changes += ["trainable.dropout=0.0", "data.documents=joined", f"data.sources={novels}"]
+        finish(one := tmp_path / "one", *changes)
+    file = tmp_path / "accelerate.yaml"
+    file.write_text(yaml.safe_dump(shipped))
+    launch = [
+        sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(file), "--main_process_port",
+        str(free_port()), str(Path(__file__).with_name("sharded_on_cpu.py")),
+    ]  # fmt: skip
+    changes.append("training.gradient_checkpointing=recompute")
+    run = subprocess.run(
+        [*launch, *command(tmp_path / "two", *changes)[1:]],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"},
+        capture_output=True,
+        text=True,
+    )
+    assert run.returncode == 0, run.stderr[-4000:]
+    assert_same_training(log(one)[:3], log(tmp_path / "two"))
 
 
 def test_what_saves_memory_changes_no_loss(main, tmp_path: Path) -> None:

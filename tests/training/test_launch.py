@@ -11,13 +11,18 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from accelerate import ParallelismConfig
+from accelerate import Accelerator, ParallelismConfig
 from accelerate.commands import launch as accelerate_launch
 from accelerate.commands.config.config_args import load_config_from_file
+from accelerate.state import AcceleratorState
 from accelerate.utils import DeepSpeedPlugin, FullyShardedDataParallelPlugin, patch_environment
 from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu_env
 from pydantic import ValidationError
+from transformers import AutoModelForCausalLM
+from transformers.integrations import unset_hf_deepspeed_config
+from transformers.integrations.deepspeed import set_hf_deepspeed_config
 
+from ctxext.assets import MODEL
 from ctxext.training.launch import EngineSettings, check_batch, contiguous_part, make_accelerator, read_launch
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -134,6 +139,30 @@ def test_a_precision_that_the_settings_would_override_is_refused(monkeypatch: py
     monkeypatch.setattr("ctxext.training.launch.requested_launch", lambda: launch)
     with pytest.raises(RuntimeError, match="mixed_precision=bf16, the settings for no"):
         make_accelerator(EngineSettings(), mixed_precision="no")
+
+
+def test_a_model_loads_whole_after_accelerate_has_registered_zero3(monkeypatch: pytest.MonkeyPatch) -> None:
+    """accelerate registers ZeRO 3 with transformers where DeepSpeed is installed; this does so wherever it runs."""
+
+    class Registered:
+        def is_zero3(self) -> bool:
+            return True
+
+    registered, init = Registered(), Accelerator.__init__
+
+    def init_under_zero3(accelerator: Accelerator, **options: object) -> None:
+        init(accelerator, **options)
+        set_hf_deepspeed_config(registered)
+
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    monkeypatch.setattr(Accelerator, "__init__", init_under_zero3)
+    try:
+        make_accelerator(EngineSettings(), mixed_precision="no")
+        model = AutoModelForCausalLM.from_pretrained(MODEL)
+    finally:
+        unset_hf_deepspeed_config()
+        AcceleratorState._reset_state(reset_partial_state=True)
+    assert all(parameter.numel() for parameter in model.parameters())
 
 
 @pytest.mark.parametrize(
