@@ -529,6 +529,7 @@ def _rotate_late(model: PreTrainedModel, sites: list[rotary.RotarySite], extensi
     new = site.build(config, plan.summary, LateRotary)
     assert isinstance(new, LateRotary)
     new.attention_scaling = 1.0
+    new.phases = torch.promote_types(torch.float32, model.dtype)
     new.attend = call.own_attention(model, implementation)
     new.additive_masks = implementation == "eager"
     new.rotated_copy = plan.rotated_copy

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache, DynamicCache
 
 from ctxext.attention import keys
-from ctxext.attention.masks import BlockMask, Rows, additive, block_mask
+from ctxext.attention.masks import BlockMask, Rows, additive, block_mask, explicit
 from ctxext.attention.rotary import LateRotary, Layer, rotate
 from ctxext.attention.softmax import Part, Softmax
 from ctxext.methods import Branch, PositionRemapping, RopeScaling
@@ -93,6 +93,7 @@ class Call:
     ) -> tuple[Tensor, Tensor | None]:
         """Attention of one layer, in transformers' shapes: (batch, heads, tokens, head_dim) to (batch, tokens, …)."""
         rotary, layer = self.rotary, self.rotary.layers[module.layer_idx]
+        mask = explicit(mask, module, query, key, kwargs.get("is_causal"))
         if layer.convention.pairs == "none":
             return self._own(module, query, key, value, mask, **kwargs)
         places = keys.positions_of(self.cache, module.layer_idx, key.shape[2], self.positions)
@@ -108,18 +109,22 @@ class Call:
     def _own(
         self, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor | None]:
-        """The model's own attention function."""
+        """The model's own attention function; a mask of None lets every query see every key."""
+        batch, heads, n_queries, head_dim = query.shape
+        is_causal = False
         if isinstance(mask, BlockMask):
-            mask = None if mask.is_causal and not self.rotary.additive_masks and _square(query, key) else mask.whole()
+            # sdpa has a flag for the triangle of as many queries as keys, and one query at the end sees every key.
+            is_causal = mask.is_causal and n_queries == key.shape[2] and not self.rotary.additive_masks
+            mask = None if is_causal or (mask.is_causal and n_queries == 1) else mask.whole()
         if mask is not None and self.rotary.additive_masks:
             mask = additive(mask, query.dtype)
-        batch, heads, n_queries, head_dim = query.shape
         groups = heads // key.shape[1]
         shared_mask = mask is None or mask.shape[1] == 1
+        kwargs = {**kwargs, "is_causal": is_causal}
         if torch.compiler.is_compiling() and n_queries == 1 < groups and shared_mask and not self.rotary.additive_masks:
             # Compiled, transformers copies keys and values for every query of a group; eager, it packs the queries.
             packed = query.reshape(batch, key.shape[1], groups, head_dim)
-            output, _ = self.rotary.attend(_Ungrouped(), packed, key, value, mask, **{**kwargs, "is_causal": False})
+            output, _ = self.rotary.attend(_Ungrouped(), packed, key, value, mask, **kwargs)
             return output.transpose(1, 2).reshape(batch, 1, heads, value.shape[3]), None
         return self.rotary.attend(module, query, key, value, mask, **kwargs)
 
@@ -165,7 +170,6 @@ class Call:
             return output, None
         softmax = _softmax(module, kwargs)
         outputs, weights = [], []
-        mask = _explicit(mask, query, key, module, kwargs)
         for start, stop in self.shared("runs", lambda: _runs(rungs)):
             rows = Rows.of(mask, slice(start, stop), n_keys)
             used, end = rotary.of_rung(rungs[:, start]), rows.stop
@@ -246,11 +250,10 @@ class Call:
         for index, branch in enumerate(branches):
             done = [seen[i] for i in range(index) if branches[i].key is branch.key]
             if not done:
-                at = self.shared(("key", index, n_keys), lambda: rotary.plain(branch.key(places)))  # noqa: B023
+                at = self.shared(("key", index, n_keys), lambda: rotary.plain(branch.key(places.double())))  # noqa: B023
                 done = [rotate(key, at, layer.convention)]
             seen.append(done[0])
         softmax = _softmax(module, kwargs)
-        mask = _explicit(mask, query, key, module, kwargs)
         size = softmax.block_size(query, n_keys)
         outputs = []
         for start in range(0, n_queries, size):
@@ -266,7 +269,7 @@ class Call:
                     )
                 if possible[1] <= possible[0]:
                     continue
-                at = self.shared(("at", index, start, size), lambda: rotary.plain(branch.query(here)))  # noqa: B023
+                at = self.shared(("at", index, start, size), lambda: rotary.plain(branch.query(here.double())))  # noqa: B023
                 block = rotate(query[:, :, rows.rows], at, layer.convention)
                 parts.append(Part(block, seen[index], _holds(branch, here, places), possible, certain))
             outputs.append(softmax(parts, value, rows))
@@ -284,10 +287,6 @@ def _room_for(key: Tensor) -> Tensor:
     return torch.empty(key.shape, dtype=torch.float32, device=key.device)
 
 
-def _square(query: Tensor, key: Tensor) -> bool:
-    return query.shape[2] == key.shape[2]
-
-
 def _softmax(module: Any, kwargs: dict[str, Any]) -> Softmax:
     scaling = kwargs.get("scaling")
     return Softmax(
@@ -296,15 +295,6 @@ def _softmax(module: Any, kwargs: dict[str, Any]) -> Softmax:
         sinks=kwargs.get("s_aux"),
         dropout=kwargs.get("dropout", 0.0),
     )
-
-
-def _explicit(mask: Any, query: Tensor, key: Tensor, module: Any, kwargs: dict[str, Any]) -> Any:
-    """None, for a causal layer with several queries, means the triangle that ends at the last key."""
-    is_causal = kwargs.get("is_causal")
-    if mask is not None or not (getattr(module, "is_causal", True) if is_causal is None else is_causal):
-        return mask
-    n_queries, n_keys = query.shape[2], key.shape[2]
-    return block_mask(query.shape[0], n_queries, n_keys, q_offset=n_keys - n_queries, device=query.device)
 
 
 def _runs(rungs: Tensor) -> list[tuple[int, int]]:

@@ -57,37 +57,23 @@ def block_mask(
     kv_offset: int = 0,
     mask_function: Callable[..., Any] = causal_mask_function,
     attention_mask: Tensor | None = None,
-    allow_is_bidirectional_skip: bool = False,
+    local_size: int | None = None,
+    allow_is_causal_skip: bool = True,
     use_vmap: bool = False,
     device: torch.device | str = "cpu",
     **kwargs: Any,
-) -> BlockMask | Tensor | None:
+) -> BlockMask | Tensor:
     """A mask function of transformers' mask interface. Arguments are those of its `sdpa_mask`.
 
-    Single queries and static caches get its matrix, which is one row or has a fixed size.
+    It never returns None, which each attention function reads in its own way: sdpa as causal, eager attention as
+    everything. Single queries, static caches and graphs that are traced get the matrix, which is one row or has a fixed
+    size.
     """
     tracing = torch.compiler.is_compiling()
     fixed = isinstance(q_offset, Tensor) or kv_length > q_offset + q_length - kv_offset
-    if q_length == 1 or fixed or tracing or allow_is_bidirectional_skip:
-        if 1 < q_length < kv_length:
-            # None would stand for the triangle at the first keys, where sdpa has it; ours is at the last ones.
-            kwargs["allow_is_causal_skip"] = False
-        return sdpa_mask(
-            batch_size=batch_size,
-            q_length=q_length,
-            kv_length=kv_length,
-            q_offset=q_offset,
-            kv_offset=kv_offset,
-            mask_function=mask_function,
-            attention_mask=attention_mask,
-            allow_is_bidirectional_skip=allow_is_bidirectional_skip,
-            use_vmap=use_vmap,
-            device=device,
-            **kwargs,
-        )
-    covers = attention_mask is not None and attention_mask.shape[-1] >= kv_offset + kv_length
-    if attention_mask is not None and covers and bool(attention_mask.all()):
-        attention_mask = None
+    # A graph cannot ask what its tensors hold.
+    if attention_mask is not None and not tracing and attention_mask.shape[-1] >= kv_offset + kv_length:
+        attention_mask = None if bool(attention_mask.all()) else attention_mask
     make = {
         "batch_size": batch_size,
         "mask_function": mask_function,
@@ -95,15 +81,34 @@ def block_mask(
         "use_vmap": use_vmap,
         "device": device,
     }
-    is_causal = mask_function is causal_mask_function and attention_mask is None
-    return BlockMask(is_causal, (batch_size, 1, q_length, kv_length), make, q_offset, kv_offset)
+    # transformers allows the skip where a function says no more than causal, and local if there is a local size.
+    is_causal = allow_is_causal_skip and attention_mask is None and (local_size is None or kv_length < local_size)
+    mask = BlockMask(is_causal, (batch_size, 1, q_length, kv_length), make, q_offset, kv_offset)
+    return mask.whole() if fixed or tracing or (q_length == 1 and not is_causal) else mask
+
+
+def explicit(mask: BlockMask | Tensor | None, module: Any, query: Tensor, key: Tensor, is_causal: bool | None) -> Any:
+    """The mask of a layer; None, in a causal one, means the triangle that ends at the last key.
+
+    Args:
+        is_causal: as attention was called with it; None leaves it to `module`.
+
+    Returns:
+        None only where every query sees every key.
+    """
+    if mask is not None or not (getattr(module, "is_causal", True) if is_causal is None else is_causal):
+        return mask
+    n_queries, n_keys = query.shape[2], key.shape[2]
+    return block_mask(query.shape[0], n_queries, n_keys, q_offset=n_keys - n_queries, device=query.device)
 
 
 def additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
     """A bool mask as what eager attention adds to its scores; any other mask is that already."""
     if mask.dtype != torch.bool:
         return mask
-    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill(~mask, torch.finfo(dtype).min)
+    # Families take the softmax in float32, where the lowest float64 is -inf and a row of them NaN.
+    lowest = max(torch.finfo(dtype).min, torch.finfo(torch.float32).min)
+    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill(~mask, lowest)
 
 
 @dataclass(frozen=True)

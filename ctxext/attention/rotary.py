@@ -51,6 +51,7 @@ class LateRotary(ExtendedRotary):
         additive_masks: whether that takes masks to be added, as eager attention does.
         rotated_copy: whether caches keep a rotated copy of their keys for decoding.
         owner: what marks the caches of this extension.
+        phases: the dtype of angles, cos and sin: float32, and float64 in a float64 model.
     """
 
     method: ContextMethod | None
@@ -61,6 +62,7 @@ class LateRotary(ExtendedRotary):
     additive_masks: bool
     rotated_copy: bool
     owner: str
+    phases: torch.dtype
 
     # Float32 and whole numbers, as buffers so that they follow the module; `exact_tables` undoes casts.
     late_inv_freq: Tensor
@@ -94,6 +96,7 @@ class LateRotary(ExtendedRotary):
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         super()._apply(fn, recurse)
+        self.phases = torch.promote_types(torch.float32, fn(torch.empty(0, dtype=self.phases)).dtype)
         for name, table in self.exact_tables.items():
             device = getattr(self, name).device
             if device.type != "meta":
@@ -119,17 +122,17 @@ class LateRotary(ExtendedRotary):
 
     def as_it_was(self, positions: Shaped[Tensor, "batch n"]) -> tuple[Tensor, Tensor]:
         """cos and sin as before the extension, of shape (batch, n, pair)."""
-        return _cos_sin(positions, self.in_use_inv_freq, self.in_use.attention_factor)
+        return self._cos_sin(positions, self.in_use_inv_freq, self.in_use.attention_factor)
 
     def plain(self, positions: Shaped[Tensor, "batch n"]) -> tuple[Tensor, Tensor]:
         """cos and sin with the frequencies that the method starts from, of shape (batch, n, pair)."""
-        return _cos_sin(positions, self.start_inv_freq, self.rope.attention_factor)
+        return self._cos_sin(positions, self.start_inv_freq, self.rope.attention_factor)
 
     def scaled(
         self, positions: Int[Tensor, "batch n"], inv_freq: Float[Tensor, "batch pair"], scaling: Float[Tensor, " batch"]
     ) -> tuple[Tensor, Tensor]:
         """cos and sin with frequencies and a multiplier for each row, of shape (batch, n, pair)."""
-        cos, sin = _cos_sin(positions, inv_freq[:, None], scaling[:, None, None])
+        cos, sin = self._cos_sin(positions, inv_freq[:, None], scaling[:, None, None])
         start = self.method.start_tokens if isinstance(self.method, RopeScaling) else 0
         if start:
             plain_cos, plain_sin = self.plain(positions)
@@ -149,10 +152,9 @@ class LateRotary(ExtendedRotary):
         scaling = self.rope.attention_factor * self.method.attention_scaling(self.rope, length.cpu())
         return (self.rope.inv_freq / factors).float().to(length.device), scaling.float().to(length.device)
 
-
-def _cos_sin(positions: Tensor, inv_freq: Tensor, times: float | Tensor) -> tuple[Tensor, Tensor]:
-    angles = positions[..., None].float() * inv_freq.to(positions.device)
-    return angles.cos() * times, angles.sin() * times
+    def _cos_sin(self, positions: Tensor, inv_freq: Tensor, times: float | Tensor) -> tuple[Tensor, Tensor]:
+        angles = positions[..., None].to(self.phases) * inv_freq.to(positions.device)
+        return angles.cos() * times, angles.sin() * times
 
 
 def rotate(

@@ -97,7 +97,7 @@ class Softmax:
         if found is None:
             return torch.zeros_like(parts[0].query[..., : value.shape[-1]])
         if self.sinks is not None:
-            sinks = self.sinks.float()[None, :, None]
+            sinks = self.sinks.to(total.dtype)[None, :, None]
             found = found * (total - torch.logaddexp(total, sinks)).exp_()[..., None].to(found.dtype)
         return found
 
@@ -110,7 +110,7 @@ class Softmax:
             grouped = part.query.reshape(batch, key_heads, -1, query.shape[-1])
             found = (grouped @ part.key[:, :, :n_keys].transpose(-1, -2)).view(batch, heads, n_rows, n_keys)
             scores = found if scores is None else torch.where(part.holds(0, n_keys), found, scores)  # type: ignore[misc]
-        scores = scores.float() * self.scaling
+        scores = scores.to(torch.promote_types(scores.dtype, torch.float32)) * self.scaling
         if self.softcap is not None:
             scores = (scores / self.softcap).tanh() * self.softcap
         mask = rows.block(0, n_keys)
@@ -118,7 +118,7 @@ class Softmax:
         if mask is not None:
             scores = scores.masked_fill(~mask, lowest) if mask.dtype == torch.bool else scores + mask
         if self.sinks is not None:
-            sinks = self.sinks.float()[None, :, None, None].expand(batch, -1, n_rows, 1)
+            sinks = self.sinks.to(scores.dtype)[None, :, None, None].expand(batch, -1, n_rows, 1)
             weights = torch.cat([scores, sinks], dim=-1).softmax(-1)[..., :-1]
         else:
             weights = scores.softmax(-1)
@@ -153,7 +153,7 @@ def _both(one: Tensor | None, other: Tensor | None) -> Tensor | None:
 def _fused(
     query: Tensor, key: Tensor, value: Tensor, start: int, stop: int, mask: Tensor | None, scaling: float
 ) -> tuple[Tensor, Tensor]:
-    """Output of shape (batch, heads, rows, dim), and the log-sum-exp of each row's scores in float32."""
+    """Output of shape (batch, heads, rows, dim), and the log-sum-exp of each row's scores."""
     if mask is not None and mask.dtype == torch.bool:
         seen = mask
         mask = torch.zeros(mask.shape, dtype=query.dtype).masked_fill_(~mask, float("-inf"))

@@ -1,0 +1,117 @@
+"""Causality under in-attention RoPE: a token moves no logit before it, and a traced pass is the eager one.
+
+In float64, so that no CPU's rounding decides.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from families import LENGTH, tiny_model, token_ids
+from late_reference import SOFT, padded, read
+from live import EXACT_UNDER_A_CACHE, LATE, late
+from transformers import DynamicCache, StaticCache
+
+from ctxext import extend_context
+
+# Below the trained length, at it and beyond it, past two rungs and the sliding window.
+LENGTHS = (40, LENGTH, 150)
+
+
+def _none(config: Any, n_tokens: int) -> None:
+    return None
+
+
+def _dynamic(config: Any, n_tokens: int) -> DynamicCache:
+    return DynamicCache(config=config)
+
+
+def _static(config: Any, n_tokens: int) -> StaticCache:
+    return StaticCache(config=config, max_cache_len=n_tokens)
+
+
+# A family for each kind of cache: the sliding windows lie beyond the trained length; in gemma2, one lies within it.
+CACHES = {
+    "none": ("llama", {}, _none),
+    "dynamic": ("llama", {}, _dynamic),
+    "static": ("llama", {}, _static),
+    "sliding": ("mistral", {"sliding_window": 96}, _dynamic),
+    "static sliding": ("mistral", {"sliding_window": 96}, _static),
+    "within": ("gemma2", {"sliding_window": 32}, _dynamic),
+    "static within": ("gemma2", {"sliding_window": 32}, _static),
+}
+CASES = [
+    (method, implementation, cache)
+    for method in LATE
+    for implementation in ("sdpa", "eager")
+    for cache in CACHES
+    if (method in EXACT_UNDER_A_CACHE or cache == "none")
+    and (implementation == "eager" or "within" not in cache)  # sdpa has no softcap, which gemma2 needs
+]
+
+
+def extended(method: str, implementation: str, family: str, **changes: Any) -> Any:
+    model = tiny_model(family, **SOFT, attn_implementation=implementation, **changes).double()
+    return extend_context(model, method=late(method, model))
+
+
+def batches(n_tokens: int) -> dict[str, dict[str, torch.Tensor]]:
+    """Two rows as they come, and two of which one is padded on the left."""
+    rows = token_ids(n_tokens, batch=2)
+    return {"full": {"input_ids": rows}, "padded": padded([rows[0], rows[1, 7:]], "left")}
+
+
+def changed(inputs: dict[str, torch.Tensor], at: int) -> dict[str, torch.Tensor]:
+    ids = inputs["input_ids"].clone()
+    ids[:, at] = (ids[:, at] + 50) % 128
+    return {**inputs, "input_ids": ids}
+
+
+@pytest.fixture(autouse=True)
+def _float64_softmax(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The families' eager attention takes its softmax in float32, whatever the model's dtype."""
+    softmax = torch.nn.functional.softmax
+    monkeypatch.setattr(torch.nn.functional, "softmax", lambda scores, dim, dtype=None: softmax(scores, dim))
+
+
+@pytest.mark.parametrize(("method", "implementation", "cache"), CASES)
+def test_law_9_no_token_moves_an_earlier_logit_and_a_traced_pass_is_the_eager_one(
+    method: str, implementation: str, cache: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the branches that tracing takes, run without a compiler, which would need minutes for these cases."""
+    family, changes, make = CACHES[cache]
+    model = extended(method, implementation, family, **changes)
+    for n_tokens in LENGTHS:
+        at, whole = n_tokens // 2, [n_tokens]
+        for inputs in batches(n_tokens).values():
+            mask = inputs.get("attention_mask", torch.ones_like(inputs["input_ids"])).bool()
+            monkeypatch.setattr(torch.compiler, "is_compiling", lambda: False)
+            want = read(model, inputs, None, whole)
+            for traced in (False, True):
+                monkeypatch.setattr(torch.compiler, "is_compiling", lambda: traced)  # noqa: B023
+                found = read(model, inputs, make(model.config, n_tokens), whole)
+                torch.testing.assert_close(found[mask], want[mask], rtol=0, atol=1e-9)
+                other = read(model, changed(inputs, at), make(model.config, n_tokens), whole)
+                assert torch.equal(other[:, :at][mask[:, :at]], found[:, :at][mask[:, :at]])
+                assert not torch.equal(other[:, at], found[:, at])
+            if cache != "none" and n_tokens == max(LENGTHS):
+                found = read(model, inputs, make(model.config, n_tokens), [n_tokens - 9, 8, 1])
+                torch.testing.assert_close(found[mask], want[mask], rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+@pytest.mark.parametrize("method", ["dynamic_ntk", "self_extend", "dca"])
+@torch.no_grad()
+def test_law_9_a_compiled_prefill_with_the_default_cache_is_causal(method: str, implementation: str) -> None:
+    """The same, through the compiler itself, for each way through attention."""
+    model, ids = extended(method, implementation, "llama"), token_ids(LENGTH + 6, batch=2)
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="eager")
+    found = compiled(input_ids=ids).logits
+    torch.testing.assert_close(found, model(input_ids=ids).logits, rtol=0, atol=1e-9)
+    other = compiled(**changed({"input_ids": ids}, -1)).logits
+    assert torch.equal(other[:, :-1], found[:, :-1])
+    assert not torch.equal(other[:, -1], found[:, -1])
+    torch._dynamo.reset()
