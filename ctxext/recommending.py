@@ -106,12 +106,19 @@ class Speed:
 
 @torch.inference_mode()
 def speeds(
-    target: LiveModel, variants: Sequence[Variant], ids: Sequence[int], *, repeats: int = 3, written: int = WRITTEN
+    target: LiveModel,
+    variants: Sequence[Variant],
+    ids: Sequence[int],
+    *,
+    repeats: int = 3,
+    written: int = WRITTEN,
+    now: Callable[[], float] = time.perf_counter,
 ) -> dict[str, Speed]:
     """The speed of each variant at len(ids) tokens, medians of `repeats`; the variants take turns.
 
     Args:
         ids: what is read, in chunks of 1,024, but for the last `written` tokens, which are read one by one.
+        now: the clock, in seconds.
     """
     row = torch.tensor([list(ids)], device=target.model.device)
     n_read = row.shape[1] - written
@@ -121,7 +128,7 @@ def speeds(
         for variant in variants:
             with target.applied(variant):
                 cache, clock = None, {}
-                begun = time.perf_counter()
+                begun = now()
                 for low, high in pairwise(edges):
                     output = target.model(
                         input_ids=row[:, low:high], past_key_values=cache, use_cache=True, logits_to_keep=1
@@ -129,7 +136,7 @@ def speeds(
                     cache = output.past_key_values
                     if high >= n_read:
                         output.logits[0, -1, 0].item()  # a GPU has to have ended
-                        clock[high] = time.perf_counter()
+                        clock[high] = now()
                 read = clock[n_read]
                 times[variant.name].append((n_read / (read - begun), 1000 * (clock[row.shape[1]] - read) / written))
     return {name: Speed(*(median(part) for part in zip(*measured))) for name, measured in times.items()}
@@ -183,6 +190,7 @@ def recommend(
     about: Mapping[str, Any] | None = None,
     seed: int = 0,
     began: float | None = None,
+    now: Callable[[], float] = time.perf_counter,
     advance: Advance = lambda share, state: None,
 ) -> Recommended:
     """Find out within `minutes` how `model` is best extended; it is left as it was.
@@ -197,14 +205,15 @@ def recommend(
         portable: leave out what no saved config can say, and so neither plain transformers nor a server would run.
         names: of model and text, for the file.
         about: facts for the header of the results.
-        began: when the time began, by `time.perf_counter()`; None for now.
+        began: when the time began, by `now()`; None for now.
+        now: the clock, in seconds.
         advance: called with the share of the time that is used and what is being done.
 
     Raises:
         ValueError: the text is shorter than the target length, the time is too short to measure each candidate on
             FIRST texts, `results` is there already, or as `extend_context`.
     """
-    clock = _Clock(60 * minutes, time.perf_counter() if began is None else began, advance)
+    clock = _Clock(60 * minutes, now() if began is None else began, now, advance)
     if not 0 < minutes < math.inf:
         raise ValueError(f"minutes must be a finite number > 0, got {minutes}.")
     if results.exists():
@@ -290,11 +299,12 @@ class _Clock:
 
     seconds: float
     began: float
+    now: Callable[[], float]
     advance: Advance
 
     @property
     def left(self) -> float:
-        return self.seconds - (time.perf_counter() - self.began)
+        return self.seconds - (self.now() - self.began)
 
     def tell(self, state: str) -> None:
         self.advance(min(1.0, 1 - self.left / self.seconds), state)
@@ -356,9 +366,9 @@ class _Race:
 
     def _pace(self, work: Callable[[], Any]) -> float:
         """The tokens a second that `work` reads."""
-        read, begun = self.target.engine.tokens, time.perf_counter()
+        read, begun = self.target.engine.tokens, self.clock.now()
         work()
-        return (self.target.engine.tokens - read) / (time.perf_counter() - begun)
+        return (self.target.engine.tokens - read) / (self.clock.now() - begun)
 
     def _refuse_unless_in_time(self, candidates: int) -> None:
         lacking = self.first_round(candidates) - self.clock.left
@@ -429,12 +439,12 @@ class _Race:
         within = tuple(length for length in lengths if limit is None or length <= limit)
         # A table of positions ends before them all: then it is measured where it is at home.
         grid = replace(self._grid, lengths=within or self._grid.gate, trials=texts, windows=texts)
-        before, begun = self.texts.get(variant.name, 0), time.perf_counter()
+        before, begun = self.texts.get(variant.name, 0), self.clock.now()
         Runner(
             self.target, self.text, grid, beyond=True,
             advance=lambda name, _: self.clock.tell(f"{name}: texts {before + 1} to {texts}"),
         ).run(self.path, [variant], merge=False)  # fmt: skip
-        self._seconds[variant.name] = (time.perf_counter() - begun) / (texts - before)
+        self._seconds[variant.name] = (self.clock.now() - begun) / (texts - before)
         self.texts[variant.name] = texts
 
     def finish(self) -> Summary:
@@ -460,7 +470,7 @@ def _recommended(
     limit = target.limit(Variant())
     timed = [Variant()] * (limit is None or limit >= race.length) + [chosen]
     race.clock.tell("speed")
-    speed = speeds(target, timed, race.text.token_ids[: race.length], repeats=race.speed_repeats)
+    speed = speeds(target, timed, race.text.token_ids[: race.length], repeats=race.speed_repeats, now=race.clock.now)
     cache = kv_cache_bytes(text_config_of(config), race.length, target.model.dtype.itemsize)
     plan = race.plans[choice.variant]
     engines = [engine for engine in ENGINES if _runs(engine, config, plan)]

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +23,7 @@ from ctxext.evals.prompts import Prompter
 from ctxext.evals.results import Header, Results, read_results
 from ctxext.evals.summary import Summary
 from ctxext.fitting.episodes import split
+from ctxext.fitting.fit import fit
 from ctxext.methods import YaRN
 from ctxext.planning import plan_extension
 from ctxext.recommending import FIRST, recommend, staying, why
@@ -108,6 +113,11 @@ def test_nobody_leaves_after_the_first_texts() -> None:
     assert staying(summary, ["a", "b", "c"]) == ["a", "b", "c"]
 
 
+def ticking(seconds: float = 0.01) -> Callable[[], float]:
+    """A clock that goes on by so much each time it is read, so that no machine's pace decides."""
+    return itertools.count(step=seconds).__next__
+
+
 @pytest.fixture(scope="module")
 def shipped():
     model, tokenizer = load(MODEL)
@@ -117,7 +127,7 @@ def shipped():
 def test_a_time_too_short_for_one_evaluation_is_refused_with_what_would_do(shipped, tmp_path: Path) -> None:
     model, prompter = shipped
     with pytest.raises(ValueError, match=r"0.01 minutes are too few .* Pass [\d.]+ minutes at least"):
-        recommend(model, prompter, read_prose(PERSUASION), 4, minutes=0.01, results=tmp_path / "results.jsonl")
+        recommend(model, prompter, read_prose(PERSUASION), 4, minutes=0.01, results=tmp_path / "r", now=ticking())
     assert not hasattr(model, "context_extension")
 
 
@@ -147,6 +157,7 @@ def test_a_recommendation_is_a_method_that_extend_context_takes(shipped, tmp_pat
         methods=["yarn", "dynamic_yarn"],
         original_max_position_embeddings=128,
         minutes=0.2,
+        now=ticking(),
         results=tmp_path / "results.jsonl",
         names=("austen-4m", "persuasion.txt"),
         advance=lambda *state: states.append(state),
@@ -170,7 +181,7 @@ def test_a_recommendation_is_a_method_that_extend_context_takes(shipped, tmp_pat
 def test_portable_leaves_out_what_no_config_can_say(shipped, tmp_path: Path) -> None:
     found = recommend(
         *shipped, read_prose(PERSUASION)[:2_400], 2, methods=["llama3", "self_extend"], portable=True,
-        original_max_position_embeddings=128, minutes=0.1, results=tmp_path / "results.jsonl",
+        original_max_position_embeddings=128, minutes=0.1, now=ticking(), results=tmp_path / "results.jsonl",
     )  # fmt: skip
     assert found.variant == "llama3"
     assert found.texts.keys() == {"none", "llama3"}
@@ -196,10 +207,17 @@ def small(prompter: Prompter, **changes: object) -> LlamaForCausalLM:
     return LlamaForCausalLM(config).eval()
 
 
-def test_what_is_fitted_on_is_not_compared_on(shipped, tmp_path: Path) -> None:
+def test_what_is_fitted_on_is_not_compared_on(shipped, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def one_evaluation(*arguments: Any, settings: Any, **options: Any) -> Any:
+        # A fit has a clock of its own, which it follows where it is given minutes.
+        return fit(*arguments, settings=replace(settings, minutes=None, evaluations=1), **options)
+
+    monkeypatch.setattr("ctxext.recommending.fit", one_evaluation)
     model, prompter = small(shipped[1]), shipped[1]
     text = read_prose(PERSUASION)[:60_000]
-    found = recommend(model, prompter, text, 2, methods=["yarn"], minutes=0.3, results=tmp_path / "results.jsonl")
+    found = recommend(
+        model, prompter, text, 2, methods=["yarn"], minutes=0.3, results=tmp_path / "results.jsonl", now=ticking()
+    )
     assert found.texts.keys() == {"none", "yarn", "fitted"}
     _, compared = split(text, prompter, 128, 256, held_out=0.5)
     assert found.summary.header.identity["text"] == f"text {compared.haystack.fingerprint}"
@@ -214,7 +232,9 @@ def test_a_fit_that_fails_is_left_out_and_the_rest_recommended(
     monkeypatch.setattr("ctxext.recommending.fit", no_memory)
     model, prompter = small(shipped[1]), shipped[1]
     text = read_prose(PERSUASION)[:60_000]
-    found = recommend(model, prompter, text, 2, methods=["yarn"], minutes=0.3, results=tmp_path / "results.jsonl")
+    found = recommend(
+        model, prompter, text, 2, methods=["yarn"], minutes=0.3, results=tmp_path / "results.jsonl", now=ticking()
+    )
     assert (found.variant, found.left_out["fitted"]) == ("yarn", "out of memory")
 
 
@@ -223,7 +243,7 @@ def test_a_model_in_training_is_measured_without_dropout_and_left_in_training(sh
     for training in (False, True):
         path = tmp_path / f"{training}.jsonl"
         model.train(training)
-        recommend(model, shipped[1], text, 2, methods=["yarn"], fitted=False, minutes=0.2, results=path)
+        recommend(model, shipped[1], text, 2, methods=["yarn"], fitted=False, minutes=0.2, results=path, now=ticking())
         records = read_results(path).records
         losses.append({r["key"]: r["loss"] for r in records if r["task"] == "perplexity" and r["trial"] == 0})
     assert model.training
