@@ -132,7 +132,10 @@ def test_notebook_runs(path: Path, tmp_path: Path) -> None:
     from nbclient import NotebookClient
 
     notebook = nbformat.read(path, as_version=4)
-    NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(tmp_path)}}).execute()
+    # No limit of time, so that a busy machine does not decide.
+    NotebookClient(
+        notebook, timeout=None, startup_timeout=600, resources={"metadata": {"path": str(tmp_path)}}
+    ).execute()
 
 
 def test_every_trap_that_the_recipes_name_is_pinned_by_the_test_beside_it() -> None:
