@@ -66,7 +66,7 @@ def cases(public: Path) -> Iterator[Case]:
 
 def without_temperature(method: RopeScaling) -> RopeScaling:
     if isinstance(method, Resonance):
-        return replace(method, method=YaRN(factor=method.factor, attention_factor=1.0))
+        return replace(method, rounds=YaRN(factor=method.factor, attention_factor=1.0))
     return replace(method, attention_factor=1.0)  # type: ignore[call-arg]
 
 

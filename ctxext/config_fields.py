@@ -11,7 +11,7 @@ from ctxext.json_files import FACTOR, FLAG, TEXT, Kind
 from ctxext.text_configs import text_config_of
 from ctxext.values import MAX_COUNT, MAX_SIZE, MAX_TOKENS, are_numbers, are_words, is_count, is_number, shown
 
-_SIZE = Kind(f"a whole number from 0 to {MAX_SIZE}", partial(is_count, low=0))
+_SIZE = Kind(f"a whole number from 1 to {MAX_SIZE}", is_count)
 _COUNT = Kind(f"a whole number from 0 to {MAX_COUNT}", partial(is_count, low=0, high=MAX_COUNT))
 _TOKENS = Kind(
     f"a whole number from 0 to {MAX_TOKENS}", lambda value: is_number(value, 0, MAX_TOKENS) and value == int(value)
@@ -30,8 +30,11 @@ FIELDS = {
     "use_sliding_window": FLAG,
     **dict.fromkeys(("num_hidden_layers", "num_kv_shared_layers"), _COUNT),
     **dict.fromkeys(
-        ("hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim", "rotary_dim", "qk_rope_head_dim",
+        ("hidden_size", "num_attention_heads", "num_key_value_heads", "rotary_dim",
          "kv_lora_rank", "vocab_size"), _SIZE,
+    ),
+    **dict.fromkeys(
+        ("head_dim", "qk_rope_head_dim"), Kind(f"a whole number from 0 to {MAX_SIZE}", partial(is_count, low=0))
     ),
     **dict.fromkeys(("max_position_embeddings", "sliding_window"), _TOKENS),
     # Phi-3 as transformers 4 reads it has a fraction there.
@@ -88,14 +91,11 @@ def _wrong(config: Any) -> Iterator[tuple[str, str, Any]]:
     # Not getattr, which raises where layers differ in a field.
     values = {name: config.__dict__.get(config.attribute_map.get(name, name)) for name in FIELDS}
     values |= {"model_type": config.model_type}
-    rotates = bool(values["rope_parameters"])
     for name, field in FIELDS.items():
-        # Families that see, and some that do both, have a size for each stage; none of them has RoPE.
-        stages = not rotates and field in (_SIZE, _COUNT) and isinstance(values[name], (list, tuple, dict))
-        if values[name] is not None and not stages and not field.holds(values[name]):
+        if values[name] is not None and not field.holds(values[name]) and not _in_stages(config, name, values[name]):
             yield config.attribute_map.get(name, name), field.words, values[name]
     parameters = values["rope_parameters"]
-    if not rotates or not isinstance(parameters, Mapping):
+    if not parameters or not isinstance(parameters, Mapping):
         return
     nested = {label: value for label, value in parameters.items() if isinstance(value, Mapping)}
     if nested and not (values["layer_types"] or getattr(config, "_rope_type_labels", None)):
@@ -104,6 +104,12 @@ def _wrong(config: Any) -> Iterator[tuple[str, str, Any]]:
         yield from _wrong_rope(f"rope_parameters.{label}." if label else "rope_parameters.", table)
     if nested and not isinstance(parameters.get("truncate", True), bool):
         yield "rope_parameters.truncate", FLAG.words, parameters["truncate"]
+
+
+def _in_stages(config: Any, name: str, value: Any) -> bool:
+    """Whether a size of several parts is what this class of config has by default: families that see have such."""
+    default = type(config)().__dict__.get(config.attribute_map.get(name, name))
+    return name != "rope_parameters" and all(isinstance(each, (list, tuple, dict)) for each in (value, default))
 
 
 def _wrong_rope(path: str, table: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:

@@ -28,7 +28,7 @@ from ctxext.methods import (
 )
 from ctxext.plans import Existing, Plan, by_own_names, chosen_method, factor_and_target, live_mark
 from ctxext.text_configs import text_config_of
-from ctxext.values import MAX_TOKENS, is_count, shown
+from ctxext.values import MAX_ROTARY, MAX_TOKENS, is_count, shown
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -118,8 +118,9 @@ class RopeTable:
         parameters = {**self.parameters, "rope_theta": float(self.parameters["rope_theta"]) ** self.base_power}
         if parameters.get("rope_type") == "proportional":
             parameters["rope_type"] = "default" if parameters.get("factor", 1.0) == 1.0 else "linear"
-        for name in {"short_factor", "long_factor"} & parameters.keys():
-            parameters[name] = parameters[name][: self.rotary_dim // 2]
+        for name in ("short_factor", "long_factor"):
+            if parameters.get(name) is not None:
+                parameters[name] = parameters[name][: self.rotary_dim // 2]
         return parameters
 
     @property
@@ -176,6 +177,11 @@ def _rope_table(text_config: Any, label: str, parameters: dict[str, Any], slides
     elif parameters.get("rope_type") == "longrope":
         n_zero = sum(factor >= ZERO_FREQUENCY for factor in parameters["short_factor"])
         turning -= 2 * n_zero
+    if not 4 <= turning <= MAX_ROTARY:
+        raise ValueError(
+            f"{type(text_config).__name__} rotates {turning} of {dim} dimensions a head, by its head_dim (or "
+            f"hidden_size and num_attention_heads) and partial_rotary_factor: it must be 4 to {MAX_ROTARY}."
+        )
     return RopeTable(
         label=label,
         parameters=dict(parameters),
@@ -280,7 +286,10 @@ def slides_over(text_config: Any, layer: int) -> int | None:
 
 def head_dim(text_config: Any) -> int:
     """Dimensions of a head, which many configs leave to be worked out."""
-    return int(getattr(text_config, "head_dim", None) or text_config.hidden_size // text_config.num_attention_heads)
+    dim = getattr(text_config, "head_dim", None)
+    if not dim and not (text_config.hidden_size and text_config.num_attention_heads):
+        raise ValueError(f"{type(text_config).__name__} says neither head_dim nor hidden_size and num_attention_heads.")
+    return int(dim or text_config.hidden_size // text_config.num_attention_heads)
 
 
 def has_rope(text_config: Any) -> bool:
@@ -400,7 +409,7 @@ def read_context(config: Any, original_max_position_embeddings: int | None = Non
 def _sin_cos_parameters(text_config: Any) -> dict[str, Any]:
     """What GPT-J and CodeGen have in their code instead of a config."""
     n = text_config.rotary_dim or text_config.hidden_size
-    return {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": n / head_dim(text_config)}
+    return {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": n / (head_dim(text_config) or n)}
 
 
 def _softmax_factor(text_config: Any, parameters: dict[str, Any]) -> float:

@@ -12,10 +12,15 @@ def text_config_of(config: Any) -> Any:
 
     Raises:
         TypeError: no config.
+        ValueError: its text config is none.
     """
     if not hasattr(config, "get_text_config"):
         raise TypeError(f"this needs a config of transformers, got {config!r}. Load it: AutoConfig.from_pretrained.")
     found = config.get_text_config(decoder=True)
+    if not hasattr(found, "get_text_config"):
+        raise ValueError(
+            f"the text config of {type(config).__name__} must be an object of known fields, got {found!r}."
+        )
     return config if type(found) is type(config) else found
 
 

@@ -14,6 +14,7 @@ from typing import Any
 MAX_TOKENS = 2**40  # of any length
 MAX_FACTOR = 1e6  # of any extension
 MAX_SIZE = 2**24  # of anything that is allocated: heads, dimensions, experts
+MAX_ROTARY = 2**16  # of the rotary dimensions of a head
 MAX_COUNT = 10_000  # of layers
 MAX_ROWS = 2**24  # of a position table
 

@@ -171,7 +171,7 @@ def test_description_survives_json(cls):
 
 
 def replace_factor(method: RopeMethod, factor: Any) -> RopeMethod:
-    inner = {"method": replace(method.inner, factor=factor)} if isinstance(method, Resonance) else {}
+    inner = {"rounds": replace(method.inner, factor=factor)} if isinstance(method, Resonance) else {}
     return replace(method, factor=factor, **inner)
 
 
@@ -327,7 +327,7 @@ def test_drope_turns_nothing_at_a_million_tokens():
 
 @pytest.mark.parametrize("inner", ["yarn", "ntk", "pi", "llama3"])
 def test_resonance_wavelengths_are_whole_and_the_nearest(inner):
-    method = Resonance(factor=4.5, method=inner)
+    method = Resonance(factor=4.5, rounds=inner)
     found, wanted = (wavelengths(scaled_frequencies(m, LLAMA)) for m in (method, method.inner))
     torch.testing.assert_close(found, found.round(), rtol=1e-14, atol=0)
     assert ((found - wanted).abs() <= 0.5 + 1e-6).all()
@@ -918,8 +918,8 @@ def test_unknown_and_missing_words_are_named_with_a_remedy(name, options, messag
         ("longrope", {"long_factor": (1.0, 2.0), "short_factor": (1.0, math.nan)}),
         ("longrope", {"long_factor": (1.0, 2.0), "start_tokens": -1}),
         ("longrope", {"long_factor": (1.0, 2.0), "start_tokens": 1.5}),
-        ("resonance", {"method": "dynamic_yarn"}),
-        ("resonance", {"method": YaRN(factor=2)}),
+        ("resonance", {"rounds": "dynamic_yarn"}),
+        ("resonance", {"rounds": YaRN(factor=2)}),
     ],
 )
 def test_an_option_out_of_range_is_refused(name, options):
@@ -989,7 +989,7 @@ def test_what_only_the_geometry_can_tell_is_refused_with_both_numbers():
         SelfExtend(factor=8, group_size=7, window=100),
         ReRoPE(factor=8, window=100, log_n=False),
         DualChunkAttention(factor=8, chunk_size=100, local_window=10),
-        Resonance(factor=3, method=NTKByParts(factor=3, beta_slow=2)),
+        Resonance(factor=3, rounds=NTKByParts(factor=3, beta_slow=2)),
     ],
     ids=lambda method: method.name,
 )

@@ -21,6 +21,7 @@ from ctxext.methods.contract import (
     over_lengths,
     register,
 )
+from ctxext.values import shown
 
 
 @register("pi", aliases=["linear"])
@@ -273,19 +274,19 @@ class Resonance(RopeScaling):
     """Another method, its wavelengths rounded to whole tokens. Wang et al. (2024), section 4.
 
     Attributes:
-        method: the method to round: a name, or an instance with the same factor.
+        rounds: the method to round: a name, or an instance with the same factor.
     """
 
     paper: ClassVar[Paper] = Paper("Resonance RoPE", 2024, "https://arxiv.org/abs/2403.00071")
 
-    method: str | RopeScaling = "yarn"
+    rounds: str | RopeScaling = "yarn"
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if isinstance(self.method, str):
-            object.__setattr__(self, "method", make_method(self.method, self.factor))
-        if not isinstance(self.method, RopeScaling) or self.method.is_late:
-            what = self.method.name if isinstance(self.method, ContextMethod) else repr(self.method)
+        if isinstance(self.rounds, str):
+            object.__setattr__(self, "rounds", make_method(self.rounds, self.factor))
+        if not isinstance(self.rounds, RopeScaling) or self.rounds.is_late:
+            what = self.rounds.name if isinstance(self.rounds, ContextMethod) else shown(self.rounds)
             raise ValueError(f"Resonance rounds static methods only, got {what}. Use 'yarn' or 'ntk'.")
         if self.inner.factor != self.factor:
             raise ValueError(
@@ -296,8 +297,8 @@ class Resonance(RopeScaling):
     @property
     def inner(self) -> RopeScaling:
         """The method that is rounded."""
-        assert isinstance(self.method, RopeScaling)
-        return self.method
+        assert isinstance(self.rounds, RopeScaling)
+        return self.rounds
 
     def rescale_factors(self, rope: RopeGeometry, length: Tensor | None = None) -> Tensor:
         before = wavelengths(rope.inv_freq)
