@@ -4,8 +4,8 @@
 
 Twenty extensions of two models, by factor, method, precision and text. Each is run in its three states by plain
 transformers (float32, bfloat16) and by llama.cpp (F32; Q8_0 of the shipped model, BF16 of the public one), and judged
-by a probe that was made from the extended model in float32. Q8_0 of the public model has no bar: llama.cpp rounds
-activations as well, which moves it as much as a change of state does. `make smollm2` fetches it.
+by a short text alone, whose probe was made from the extended model in float32. Q8_0 of the public model has no bar:
+llama.cpp rounds activations as well, which moves it as much as a change of state does. `make smollm2` fetches it.
 """
 
 from __future__ import annotations
@@ -116,14 +116,14 @@ def main() -> None:
                 ready[case.model] = bases(case.model, root / str(len(ready)))
             model = AutoModelForCausalLM.from_pretrained(case.model, dtype=torch.float32)
             extend_context(model, method=case.method)
-            probe = make_probe(model, AutoTokenizer.from_pretrained(case.model), case.text)
+            probe = make_probe(model, AutoTokenizer.from_pretrained(case.model), case.text, far=0)
             probe.save(root / "verify.json")
             del model
             for engine, precision in case.precisions.items():
                 for state, word in WORDS.items():
                     (root / "run").mkdir()
                     where = in_state(engine, ready[case.model][precision], case.method, state, root / "run")
-                    verdict = verify(where, root / "verify.json").verdict
+                    verdict = verify(where, root / "verify.json", far=0).verdict
                     shutil.rmtree(root / "run")
                     rows.append({
                         "engine": engine, "model": case.model.name, "extension": probe.summary, "precision": precision,

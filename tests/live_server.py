@@ -203,6 +203,9 @@ class LiveServer:
         with self._computing, torch.inference_mode():
             logprobs = self.model(torch.tensor([ids])).logits[0].float().log_softmax(-1)
         likely = logprobs.argmax(-1).tolist()
+        if self.prompt_scores == "vllm" and body.get("logprobs") and body.get("logit_bias"):
+            (token,) = map(int, body["logit_bias"])  # drawn for sure; the score is from before the bias
+            choice["logprobs"] = {"tokens": [f"token_id:{token}"], "token_logprobs": [float(logprobs[-1, token])]}
         if self.prompt_scores == "vllm" and body.get("prompt_logprobs") is not None:
             choice["prompt_logprobs"] = [None] + [
                 {str(i): {"logprob": float(row[i]), "rank": int((row > row[i]).sum()) + 1} for i in {best, token}}

@@ -10,7 +10,12 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from ctxext.cli.common import Revision, console
+from ctxext.cli.common import Revision, console, parse_tokens
+
+
+def parse_tokens_or_none(text: str) -> int:
+    """As `parse_tokens`, and 0."""
+    return 0 if text == "0" else parse_tokens(text)
 
 
 def verify(
@@ -30,12 +35,24 @@ def verify(
         float | None,
         typer.Option(metavar="NATS", help="Its own noise in nats a token, where its weights have fewer than 8 bits."),
     ] = None,
+    far: Annotated[
+        int | None,
+        typer.Option(
+            parser=parse_tokens_or_none,
+            metavar="TOKENS",
+            help="Ask for positions near the target too, up to this many tokens: a prompt of as many; 0 for "
+            "none. Default: the target, or 16k, or what is served.",
+        ),
+    ] = None,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Write the probe there, for other engines.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the answer as JSON.")] = False,
 ) -> None:
-    """Say whether the extension is live in that engine, by one short text. Exit code 0 only if it is."""
+    """Say whether the extension is live in that engine, by a short text and the end of a long one.
+
+    Exit code 0 only if it is.
+    """
     from rich.console import Console
     from transformers.utils import logging
 
@@ -49,7 +66,7 @@ def verify(
         check_writable(output)
     logging.disable_progress_bar()  # it would tear the status line
     with console.status("starting") as status:
-        answer = engines.verify(where, probe, revision=revision, model=model, noise=noise, say=status.update)
+        answer = engines.verify(where, probe, revision=revision, model=model, noise=noise, far=far, say=status.update)
     if output is not None:
         answer.probe.save(output)
     verdict, read = answer.verdict, answer.probe
@@ -65,6 +82,7 @@ def verify(
                     "coarse_floor": read.coarse_floor,
                     "extension": read.summary,
                     "tokens": len(read.input_ids),
+                    "target_length": read.target_length,
                     "notes": answer.notes,
                 },
                 indent=2,
@@ -81,6 +99,8 @@ def verify(
         for state, distance in verdict.distances.items():
             bold = "bold" if WORDS[state] == verdict.name else ""
             table.add_row(f"to {WORDS[state]}", f"{distance:.4f}", style=bold)
+        if verdict.far_distance is not None:
+            table.add_row(f"to live, at {verdict.asked_to} tokens", f"{verdict.far_distance:.4f}")
         table.add_row("noise of 16 bits", f"{read.noise_floor:.4f}", style="dim")
         table.add_row(
             "noise of 8-bit weights" if noise is None else "noise as stated", f"{verdict.limit / 1.5:.4f}", style="dim"

@@ -67,6 +67,11 @@ class GGUFModel:
         """How many tokens the file knows."""
         return int(self._asked("/v1/models")["data"][0]["meta"]["n_vocab"])
 
+    @property
+    def trained_length(self) -> int:
+        """The context length in tokens that the file states."""
+        return int(self._asked("/v1/models")["data"][0]["meta"]["n_ctx_train"])
+
     def tokenize(self, text: str) -> list[int]:
         """The file's own tokens of `text`, with the BOS where it puts one before a text."""
         return list(self._asked("/tokenize", {"content": text, "add_special": True})["tokens"])

@@ -1,6 +1,7 @@
 """A short text with the log-probabilities that a model gives to it, extended and not: what tells whether it is live.
 
-A static extension changes short prompts too, so one short request shows whether an engine applies it.
+A static extension changes short prompts too, so one short request shows whether an engine applies it. The end of a long
+one shows whether it does so up to the target.
 """
 
 from __future__ import annotations
@@ -25,11 +26,12 @@ from ctxext import __version__
 from ctxext.configs import ContextFacts, read_context
 from ctxext.encodings.rope import RopeGeometry
 from ctxext.extension import extension_of, in_eval_mode
-from ctxext.json_files import write_json
+from ctxext.json_files import read_json, write_json
 from ctxext.saved import PROBE
 from ctxext.sites import rotary
 from ctxext.sites.surgery import Surgery
 from ctxext.text_configs import text_config_of
+from ctxext.values import are_numbers, is_count, is_number, one_line
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -46,6 +48,10 @@ TEXT = (
     "brave men, living and dead, who struggled here, have consecrated it, far above our poor power to add or detract."
 )
 MAX_TOKENS = 199
+# Near the target: this many tokens at the end of the same text over and over, at lengths up to this.
+FAR_TOKENS = 8
+FAR_LIMIT = 16384  # where nothing else is asked for
+MAX_FAR = 2**20  # that a file may ask for
 
 State = Literal["extended", "unextended", "without_temperature"]
 # What an engine in that state is said to be.
@@ -58,6 +64,7 @@ MEANING = {
     "`ctxext export` says what it needs",
 }
 NONE = "none of these"
+SHORT = "live in short texts alone"
 
 
 @dataclass(frozen=True)
@@ -69,6 +76,8 @@ class Probe:
         expected: log p(input_ids[k] | input_ids[:k]) for k >= 1, in nats, by state: "extended", "unextended" (RoPE from
             before any scaling) and, where the method multiplies cos and sin, "without_temperature" (the rescaled
             frequencies alone).
+        far: by length in tokens, beyond the trained one, the same of the extended model for the last `FAR_TOKENS`
+            tokens of `far_ids`.
         noise_floor: mean |Δ log-probability|, nats a token, of the same model in bfloat16, read in chunks; the largest
             over the states.
         coarse_floor: the same with its weights rounded to 8 bits besides.
@@ -80,6 +89,7 @@ class Probe:
     text: str
     input_ids: tuple[int, ...]
     expected: dict[State, tuple[float, ...]]
+    far: dict[int, tuple[float, ...]]
     noise_floor: float
     coarse_floor: float
     summary: str
@@ -97,6 +107,14 @@ class Probe:
         """Write it as JSON, whole or not at all."""
         write_json(path, {**asdict(self), "fingerprint": self.fingerprint})
 
+    def far_length(self, at_most: float | None = None) -> int:
+        """The largest length in `far`, of those up to `at_most` tokens; 0 where there is none."""
+        return max((length for length in self.far if at_most is None or length <= at_most), default=0)
+
+    def far_ids(self, length: int) -> list[int]:
+        """The text over and over, one token less than `length`, which leaves room for one to be written."""
+        return (list(self.input_ids) * (length // len(self.input_ids) + 1))[: length - 1]
+
 
 def probe_beside(gguf: Path) -> Path:
     """Where a GGUF file's own probe lies: model.verify.json beside model.gguf."""
@@ -111,18 +129,25 @@ def read_probe(path: Path) -> Probe:
         ValueError: something else, or edited since.
     """
     try:
-        said = json.loads(path.read_text(encoding="utf-8"))
+        said = read_json(path).content
         fingerprint = said.pop("fingerprint")
         expected = {state: tuple(values) for state, values in said.pop("expected").items()}
-        probe = Probe(**{**said, "input_ids": tuple(said["input_ids"])}, expected=expected)
+        far = {int(length): tuple(values) for length, values in said.pop("far").items()}
+        probe = Probe(**{**said, "input_ids": tuple(said["input_ids"])}, expected=expected, far=far)
         whole = all(len(values) == len(probe.input_ids) - 1 for values in expected.values())
-        whole = whole and min(probe.input_ids) >= 0
+        whole = whole and all(len(values) == FAR_TOKENS for values in far.values())
+        whole = whole and all(len(probe.input_ids) < length <= MAX_FAR for length in far)
+        whole = whole and all(are_numbers(values, high=1e-3) for values in (*expected.values(), *far.values()))
+        whole = whole and all(is_count(token, 0) for token in probe.input_ids)
+        whole = whole and is_number(probe.noise_floor, 0) and is_number(probe.coarse_floor, 0)
+        whole = whole and isinstance(probe.text, str) and isinstance(probe.summary, str)
     except FileNotFoundError:
         raise FileNotFoundError(
             f"there is no probe {path}. `ctxext verify DIR -o {path}` writes it, from the extended checkpoint."
         ) from None
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{path} is no probe as ctxext {__version__} writes it ({error}). Make it anew.") from error
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
+        why = one_line(error)
+        raise ValueError(f"{path} is no probe as ctxext {__version__} writes it ({why}). Make it anew.") from error
     if fingerprint != probe.fingerprint or not whole or {"extended", "unextended"} - expected.keys():
         raise ValueError(f"{path} was edited: its tokens are not those that were measured. Make it anew.")
     return probe
@@ -140,12 +165,16 @@ class Verdict:
         distances: mean |Δ log-probability|, nats a token, to each state of the probe.
         limit: the largest distance that noise explains, nats a token.
         reason: in words.
+        asked_to: tokens up to which the engine was asked.
+        far_distance: that to the extended model there, near the target; None where it was not asked.
     """
 
     name: str
     distances: dict[State, float]
     limit: float
     reason: str
+    asked_to: int
+    far_distance: float | None = None
 
     @property
     def is_live(self) -> bool:
@@ -186,12 +215,28 @@ def judge(probe: Probe, logprobs: Float64[Tensor, " token"], noise: float | None
             "another model, tokenizer or factor, or weights of fewer than 8 bits (whose own noise you may state); "
             f"nearest is {WORDS[nearest]!r}"
         )
-        return Verdict(NONE, distances, limit, reason)
+        return Verdict(NONE, distances, limit, reason, len(probe.input_ids))
     for state in apart.keys() - {nearest}:
         if not _clearly_nearer(apart[nearest], apart[state]):
             reason = f"as near to {WORDS[state]!r} as to {WORDS[nearest]!r}: its noise hides which"
-            return Verdict(NONE, distances, limit, reason)
-    return Verdict(WORDS[nearest], distances, limit, MEANING[nearest])
+            return Verdict(NONE, distances, limit, reason, len(probe.input_ids))
+    return Verdict(WORDS[nearest], distances, limit, MEANING[nearest], len(probe.input_ids))
+
+
+def judge_far(probe: Probe, verdict: Verdict, length: int, logprobs: Float64[Tensor, " token"]) -> Verdict:
+    """A verdict of "live", with what the engine gives the last tokens of `probe.far_ids(length)`.
+
+    A table of cos and sin that is too short, clamped or NaN past its end is right in a short text. It is told from
+    noise with room: on the shipped model such tables are 0.4 nats a token off and more, 8-bit weights 0.015.
+    """
+    distance = float((logprobs - torch.tensor(probe.far[length], dtype=torch.float64)).abs().mean())
+    if distance <= 2 * verdict.limit:
+        return replace(verdict, asked_to=length, far_distance=distance)
+    reason = (
+        f"the last positions of {length} tokens are {distance:.2g} nats a token off, though a short text is right: its "
+        "table of cos and sin ends before, or it cuts or shifts long prompts. Serve it as `ctxext export` says"
+    )
+    return replace(verdict, name=SHORT, reason=reason, asked_to=length, far_distance=distance)
 
 
 def _clearly_nearer(near: Float64[Tensor, " token"], far: Float64[Tensor, " token"]) -> bool:
@@ -202,7 +247,9 @@ def _clearly_nearer(near: Float64[Tensor, " token"], far: Float64[Tensor, " toke
 # ------------------------------------------------------------------------------------ making one
 
 
-def make_probe(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, text: str = TEXT) -> Probe:
+def make_probe(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, text: str = TEXT, far: int | None = None
+) -> Probe:
     """A probe of a model whose config says how it is extended: a live extended one, or one loaded from such a folder.
 
     Frequencies and attention factor of every state come from our own formulas, and not from how transformers read the
@@ -210,6 +257,8 @@ def make_probe(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, text:
 
     Args:
         text: cut where it has 200 tokens, or more than the trained length.
+        far: tokens up to which positions near the target are covered, which one forward pass of as many costs; 0 for
+            none; None for `FAR_LIMIT`, or less where the target is.
 
     Raises:
         ValueError: nothing is extended, the extension changes nothing within the trained length, its softmax has a
@@ -234,11 +283,17 @@ def make_probe(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, text:
         return max(float((noisy[state] - expected[state]).abs().mean()) for state in states)
 
     expected, noisy = measured(model, None), measured(fine, 48)
+    del fine
     method = "native scaling" if facts.scaling is None else facts.scaling.name
     reach = max(facts.reach, int(text_config_of(model.config).max_position_embeddings))
+    with in_state(model, "extended"):
+        far_values = _far_values(
+            model, ids, facts.original_length, min(reach, FAR_LIMIT if far is None else far, MAX_FAR)
+        )
     probe = Probe(
         text=text,
         input_ids=tuple(ids),
+        far=far_values,
         expected={state: tuple(round(value, 6) for value in each.tolist()) for state, each in expected.items()},
         noise_floor=distance(noisy),
         coarse_floor=distance(measured(coarse, 48)),
@@ -263,6 +318,19 @@ def make_probe(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, text:
             "long lengths instead: ctxext eval."
         )
     return probe
+
+
+def _far_values(model: PreTrainedModel, ids: Sequence[int], trained: int, length: int) -> dict[int, tuple[float, ...]]:
+    """`Probe.far`: at `length` tokens, and at its halves down to the trained length, for servers of fewer."""
+    lengths = []
+    while length > max(trained, 2 * len(ids)):
+        lengths.append(length)
+        length //= 2
+    if not lengths:
+        return {}
+    text = (list(ids) * (lengths[0] // len(ids) + 1))[: lengths[0] - 1]
+    values = logprobs_of(model, text, 256)
+    return {each: tuple(round(v, 6) for v in values[each - 2 - FAR_TOKENS : each - 2].tolist()) for each in lengths}
 
 
 def _facts(model: PreTrainedModel) -> ContextFacts:
@@ -352,14 +420,10 @@ def logprobs_of(
         chunk: tokens read at a time, on a cache; None reads all at once.
     """
     ids = torch.tensor([list(input_ids)], device=model.device)
+    found, cache = [], None
     with in_eval_mode(model):
-        if chunk is None:
-            logits = model(input_ids=ids, use_cache=False).logits
-        else:
-            parts, cache = [], None
-            for piece in ids.split(chunk, dim=1):
-                output = model(input_ids=piece, past_key_values=cache, use_cache=True)
-                cache = output.past_key_values
-                parts.append(output.logits)
-            logits = torch.cat(parts, dim=1)
-    return logits[0, :-1].double().log_softmax(-1).gather(-1, ids[0, 1:, None])[:, 0].cpu()
+        for piece, following in zip(*(part.split(chunk or ids.shape[1], dim=1) for part in (ids[:, :-1], ids[:, 1:]))):
+            output = model(input_ids=piece, past_key_values=cache, use_cache=chunk is not None)
+            cache = output.past_key_values if chunk is not None else None
+            found.append(output.logits[0].double().log_softmax(-1).gather(-1, following[0, :, None])[:, 0])
+    return torch.cat(found).cpu()

@@ -1,4 +1,4 @@
-"""Is the extension live in that engine? Its log-probabilities of a short text, beside those that it should give."""
+"""Is the extension live in that engine? Its log-probabilities of a text, beside those that it should give."""
 
 from __future__ import annotations
 
@@ -14,10 +14,21 @@ from jaxtyping import Float64
 from torch import Tensor
 
 from ctxext.endpoint import Endpoint
-from ctxext.engines.probe import Probe, Verdict, judge, logprobs_of, make_probe, probe_beside, read_probe
+from ctxext.engines.probe import (
+    FAR_TOKENS,
+    Probe,
+    Verdict,
+    judge,
+    judge_far,
+    logprobs_of,
+    make_probe,
+    probe_beside,
+    read_probe,
+)
 from ctxext.folders import architecture_of, checkpoint_folder
 from ctxext.records import RECORD, read_record
 from ctxext.saved import PROBE
+from ctxext.values import MAX_TOKENS, is_count, is_number, shown
 
 
 @dataclass(frozen=True)
@@ -45,6 +56,7 @@ def verify(
     model: str | None = None,
     api_key: str | None = None,
     noise: float | None = None,
+    far: int | None = None,
     say: Callable[[str], None] = lambda line: None,
 ) -> Verification:
     """Ask plain transformers (a folder or a name on the hub), llama.cpp (a GGUF file) or a server (its address).
@@ -57,6 +69,9 @@ def verify(
         model: of several on a server.
         api_key: of a server; None: the environment's OPENAI_API_KEY.
         noise: as in `judge`.
+        far: where a short text says live, positions near the target are asked as well, up to this many tokens; None for
+            as many as the probe covers and the engine serves, 0 for none. That costs one prompt of that length, read
+            anew for each of 8 tokens where a server keeps no prefixes.
         say: called with a line for the person who waits.
 
     Raises:
@@ -67,24 +82,55 @@ def verify(
     """
     if noise is not None and not noise > 0:
         raise ValueError(f"noise must be > 0 nats a token, got {noise}.")
+    if far is not None and not is_count(far, 0, MAX_TOKENS):
+        raise ValueError(f"far must be a number of tokens >= 0, got {shown(far)}.")
     if revision is not None and (str(where).startswith(("http://", "https://")) or str(where).endswith(".gguf")):
         raise ValueError(f"revision={revision!r} goes with a hub name, but {where} is none. Drop it.")
     if str(where).startswith(("http://", "https://")):
-        engine, read, logprobs, notes = _ask_server(str(where), _needed(probe, str(where)), model, api_key, say)
+        asking = _Asking(_needed(probe, str(where)), noise, far, say)
+        engine, verdict, notes = _ask_server(str(where), asking, model, api_key)
     elif str(where).endswith(".gguf"):
         if not Path(where).is_file():
             raise FileNotFoundError(f"{where} is no file here. Check the path.")
         beside = (probe_beside(Path(where)), Path(where).parent / PROBE)
         read = _needed(probe or next((path for path in beside if path.is_file()), None), str(where))
-        engine, read, logprobs, notes = _ask_llama_cpp(Path(where), read, say)
+        asking = _Asking(read, noise, far, say)
+        engine, verdict, notes = _ask_llama_cpp(Path(where), asking)
     elif re.fullmatch(r"[\w.-]+:\d+(/.*)?", str(where)):
         raise ValueError(f"{where} is the address of a server without its scheme. Write http://{where}.")
     else:
-        engine, read, logprobs, notes = _ask_transformers(checkpoint_folder(str(where), revision), probe, say)
-    return Verification(engine, str(where), read, judge(read, logprobs, noise), tuple(notes))
+        asking, engine, verdict, notes = _ask_transformers(
+            checkpoint_folder(str(where), revision), probe, noise, far, say
+        )
+    if verdict.is_live and verdict.asked_to < asking.probe.target_length:
+        notes.append(f"nothing was asked beyond {verdict.asked_to} of {asking.probe.target_length} tokens")
+    return Verification(engine, str(where), asking.probe, verdict, tuple(notes))
 
 
-_Answer = tuple[str, Probe, Tensor, list[str]]
+@dataclass(frozen=True)
+class _Asking:
+    """What is asked of an engine: `verify`'s probe, noise, far and say."""
+
+    probe: Probe
+    noise: float | None
+    far: int | None
+    say: Callable[[str], None]
+
+    def far_length(self, served: float | None = None) -> int:
+        """At how many tokens to ask for positions near the target; 0 for not at all."""
+        limits = [limit for limit in (self.far, served) if limit is not None]
+        return self.probe.far_length(min(limits) if limits else None)
+
+    def judged(self, logprobs: Tensor, ask_far: Callable[[list[int]], Tensor], served: float | None = None) -> Verdict:
+        """The verdict of a short text, and where that is live, of the last tokens of a long one."""
+        verdict, length = judge(self.probe, logprobs, self.noise), self.far_length(served)
+        if not verdict.is_live or length == 0:
+            return verdict
+        self.say(f"reading a text of {length} tokens, for positions near the target (--far 0 leaves it out)")
+        return judge_far(self.probe, verdict, length, ask_far(self.probe.far_ids(length)))
+
+
+_Answer = tuple[str, Verdict, list[str]]
 
 
 def _needed(probe: Path | None, where: str) -> Probe:
@@ -99,7 +145,9 @@ def _needed(probe: Path | None, where: str) -> Probe:
 # --------------------------------------------------------------------------------- transformers
 
 
-def _ask_transformers(folder: Path, path: Path | None, say: Callable[[str], None]) -> _Answer:
+def _ask_transformers(
+    folder: Path, path: Path | None, noise: float | None, far: int | None, say: Callable[[str], None]
+) -> tuple[_Asking, str, Verdict, list[str]]:
     import transformers
 
     if read_record(folder) is not None:
@@ -121,13 +169,15 @@ def _ask_transformers(folder: Path, path: Path | None, say: Callable[[str], None
         path = folder / PROBE
     if path is None:
         say("making the probe from what the config says")
-        probe = make_probe(model, tokenizer)
+        probe = make_probe(model, tokenizer, far=far)
     else:
         probe = read_probe(path)
     _check_vocabulary(probe, model.config.get_text_config(decoder=True).vocab_size)
     notes = [] if path is not None else ["the probe was made from this folder's config by ctxext's own formulas"]
     notes += _other_tokens(probe, tokenizer(probe.text)["input_ids"])
-    return f"transformers {transformers.__version__}", probe, logprobs_of(model, probe.input_ids), notes
+    asking = _Asking(probe, noise, far, say)
+    verdict = asking.judged(logprobs_of(model, probe.input_ids), lambda ids: logprobs_of(model, ids, 256)[-FAR_TOKENS:])
+    return asking, f"transformers {transformers.__version__}", verdict, notes
 
 
 def _check_vocabulary(probe: Probe, size: int) -> None:
@@ -151,25 +201,43 @@ def _other_tokens(probe: Probe, ids: Sequence[int]) -> list[str]:
 # ------------------------------------------------------------------------------------ llama.cpp
 
 
-def _ask_llama_cpp(path: Path, probe: Probe, say: Callable[[str], None]) -> _Answer:
+def _ask_llama_cpp(path: Path, asking: _Asking) -> _Answer:
     from ctxext.engines.llama_cpp import GGUFModel
 
-    say(f"loading {path} with llama.cpp")
-    with GGUFModel(path, n_ctx=max(512, len(probe.input_ids) + 1)) as model:
-        say("reading the probe")
+    probe = asking.probe
+    asking.say(f"loading {path} with llama.cpp")
+    with GGUFModel(path, n_ctx=max(512, len(probe.input_ids) + 1, asking.far_length())) as model:
+        asking.say("reading the probe")
         _check_vocabulary(probe, model.vocab_size)
         notes = _other_tokens(probe, model.tokenize(probe.text))
-        return "llama.cpp", probe, model.logprobs(probe.input_ids), notes
+        verdict = asking.judged(
+            model.logprobs(probe.input_ids),
+            lambda ids: model.logprobs(ids, len(ids) - FAR_TOKENS),
+            model.trained_length,
+        )
+        return "llama.cpp", verdict, notes
 
 
 # -------------------------------------------------------------------------------------- servers
 
 
-def _ask_server(url: str, probe: Probe, model: str | None, api_key: str | None, say: Callable[[str], None]) -> _Answer:
+def _ask_server(url: str, asking: _Asking, model: str | None, api_key: str | None) -> _Answer:
     endpoint = Endpoint(url, model=model, api_key=api_key)
-    say(f"asking {endpoint.name} at {endpoint.url}")
+    asking.say(f"asking {endpoint.name} at {endpoint.url}")
     engine = f"{endpoint.card.get('owned_by') or 'OpenAI-compatible'} server, model {endpoint.name!r}"
-    return engine, probe, served_logprobs(endpoint, probe.input_ids), []
+    served = endpoint.card.get("max_model_len")  # of vLLM and SGLang
+
+    def ask_far(ids: list[int]) -> Tensor:
+        try:
+            return served_tail(endpoint, ids, FAR_TOKENS)
+        except (ValueError, RuntimeError) as error:
+            raise type(error)(
+                f"live in a short text, but it answers nothing about {len(ids)} tokens: {error} Where fewer are served "
+                "on purpose, verify with --far 0."
+            ) from error
+
+    logprobs = served_logprobs(endpoint, asking.probe.input_ids)
+    return engine, asking.judged(logprobs, ask_far, served if is_number(served) else None), []
 
 
 def served_logprobs(endpoint: Endpoint, input_ids: Sequence[int]) -> Float64[Tensor, " token"]:
@@ -184,6 +252,33 @@ def served_logprobs(endpoint: Endpoint, input_ids: Sequence[int]) -> Float64[Ten
         ConnectionError, TimeoutError, PermissionError, RuntimeError: as in `Endpoint.call`.
     """
     ids = list(input_ids)
+    found = _of_a_prompt(endpoint, ids)
+    if found is not None:
+        return found
+    return _drawn(endpoint, ids, len(ids) - 1)
+
+
+def served_tail(endpoint: Endpoint, input_ids: Sequence[int], n: int) -> Float64[Tensor, " token"]:
+    """The last `n` of `served_logprobs`, asked once a token where that can be.
+
+    A server that gives log-probabilities of prompts would make logits of the whole vocabulary at every position of a
+    long one. Where it keeps prefixes, the prompt is read once.
+
+    Raises:
+        ValueError, ConnectionError, TimeoutError, PermissionError, RuntimeError: as `served_logprobs`.
+    """
+    ids = list(input_ids)
+    try:
+        return _drawn(endpoint, ids, n)
+    except ValueError:
+        found = _of_a_prompt(endpoint, ids)
+        if found is None:
+            raise
+        return found[-n:]
+
+
+def _of_a_prompt(endpoint: Endpoint, ids: list[int]) -> Tensor | None:
+    """Those of a whole prompt, in one request; None where the server gives none."""
     request = {"model": endpoint.name, "prompt": ids, "max_tokens": 1, "temperature": 0}
     for ask, read in (
         ({"prompt_logprobs": 1}, _prompt_logprobs),
@@ -201,9 +296,12 @@ def served_logprobs(endpoint: Endpoint, input_ids: Sequence[int]) -> Float64[Ten
             )
         if found is not None:
             return torch.tensor(found, dtype=torch.float64)
-    values = [
-        _drawn_logprob(endpoint, {**request, "prompt": ids[:k], "logprobs": 1}, ids[k]) for k in range(1, len(ids))
-    ]
+    return None
+
+
+def _drawn(endpoint: Endpoint, ids: list[int], n: int) -> Tensor:
+    """Those of the last `n` tokens, once a token."""
+    values = [_drawn_logprob(endpoint, ids[:k], ids[k]) for k in range(len(ids) - n, len(ids))]
     if min(values) > -1e-3:
         raise ValueError(
             f"{endpoint.url} tells log-probabilities from after its sampling, so that they say nothing of the model. "
@@ -249,11 +347,18 @@ def _echoed_logprobs(choice: dict[str, Any], ids: list[int]) -> list[float] | No
     return []
 
 
-def _drawn_logprob(endpoint: Endpoint, body: dict[str, Any], token: int) -> float:
-    choice = _choice(endpoint, {**body, "logit_bias": {str(token): 100}}, body["prompt"])
+def _drawn_logprob(endpoint: Endpoint, prompt: list[int], token: int) -> float:
+    body = {
+        "model": endpoint.name, "prompt": prompt, "max_tokens": 1, "temperature": 0, "logprobs": 1,
+        "logit_bias": {str(token): 100}, "return_tokens_as_token_ids": True,
+    }  # fmt: skip
+    choice = _choice(endpoint, body, prompt)
     drawn: dict[str, Any] = {}
-    with suppress(KeyError, TypeError, IndexError):
+    with suppress(KeyError, TypeError, IndexError, ValueError):  # llama.cpp
         drawn = dict(choice["logprobs"]["content"][0])
+    with suppress(KeyError, TypeError, IndexError):  # vLLM
+        if choice["logprobs"]["tokens"][0] == f"token_id:{token}":
+            drawn = {"id": token, "logprob": choice["logprobs"]["token_logprobs"][0]}
     if drawn.get("id") != token or not isinstance(drawn.get("logprob"), float):
         raise ValueError(
             f"{endpoint.url} gives no log-probabilities of a prompt, in none of the forms of vLLM, SGLang and "

@@ -99,6 +99,95 @@ def test_a_server_is_in_the_state_of_its_model(
         assert len(server.requests) == {"vllm": 1, "sglang": 2}[form]
 
 
+# ------------------------------------------------------------------------------ near the target
+
+
+@pytest.fixture(scope="module")
+def twice(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The shipped model at twice its length, with its probe."""
+    folder = tmp_path_factory.mktemp("twice") / "model"
+    extend_folder(MODEL, folder, 2, "yarn", say=lambda line: None)
+    make_probe(AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(MODEL)).save(
+        folder / "verify.json"
+    )
+    return folder
+
+
+def nan_from(rows: int) -> Callable:
+    return lambda angles, positions: torch.where((positions >= rows)[..., None], torch.nan, angles)
+
+
+# A table of cos and sin that ends at the trained length or a little before the target, as engines have them.
+WRONG = {
+    "clamped at the trained length": (lambda positions: positions.clamp(max=511), None),
+    "clamped before the target": (lambda positions: positions.clamp(max=999), None),
+    "wrapped": (lambda positions: positions % 512, None),
+    "NaN past its end": (lambda positions: positions, nan_from(512)),
+    "NaN near the target": (lambda positions: positions, nan_from(1000)),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_a_server_that_is_wrong_near_the_target_is_not_live(wrong: str, twice: Path) -> None:
+    moved, spoiled = WRONG[wrong]
+    model = AutoModelForCausalLM.from_pretrained(twice).eval()
+    table = model.model.rotary_emb
+    forward = table.forward
+
+    def broken(x: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        angles = forward(x, position_ids=moved(position_ids))
+        return angles if spoiled is None else tuple(spoiled(each, position_ids) for each in angles)
+
+    table.forward = broken
+    form = "sglang" if wrong == "wrapped" else "vllm"
+    with LiveServer(model=model, max_length=1024, prompt_scores=form) as server:
+        assert verify(server.url, twice / "verify.json", far=0).verdict.is_live  # right in a short text
+        verdict = verify(server.url, twice / "verify.json").verdict
+    assert (verdict.name, verdict.asked_to) == ("live in short texts alone", 1024)
+    assert "ends before" in verdict.reason
+
+
+@pytest.mark.parametrize("form", ["vllm", "sglang"])
+def test_a_server_that_is_right_near_the_target_is_live(form: str, twice: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(twice, dtype=torch.bfloat16).eval()
+    with LiveServer(model=model, max_length=1024, prompt_scores=form) as server:
+        answer = verify(server.url, twice / "verify.json")
+        assert (answer.verdict.name, answer.verdict.asked_to, answer.notes) == ("live", 1024, ())
+        assert answer.verdict.far_distance < 0.02
+        lengths = [len(body["prompt"]) for _, body in server.requests]
+    # Once a token near the target, or all of a prompt where that cannot be.
+    assert lengths == {"vllm": [199, *range(1015, 1023)], "sglang": [199, 199, 1015, 1023, 1023]}[form]
+
+
+def test_llama_cpp_and_transformers_are_asked_near_the_target(twice: Path, tmp_path: Path) -> None:
+    write_gguf(twice, tmp_path / "model.gguf")
+    for where in (twice, tmp_path / "model.gguf"):
+        verdict = verify(where, twice / "verify.json").verdict
+        assert (verdict.name, verdict.asked_to) == ("live", 1024)
+        assert verdict.far_distance < 0.01
+
+
+def test_a_server_of_fewer_tokens_is_asked_as_far_as_it_serves(twice: Path, folders: dict[str, Path]) -> None:
+    model = AutoModelForCausalLM.from_pretrained(twice).eval()
+    with LiveServer(model=model, max_length=900, prompt_scores="vllm") as server:
+        answer = verify(server.url, twice / "verify.json")
+    assert (answer.verdict.name, answer.verdict.asked_to) == ("live", 199)
+    assert answer.notes == ("nothing was asked beyond 199 of 1024 tokens",)
+
+
+def test_a_server_that_refuses_what_it_says_it_serves_is_not_live(twice: Path) -> None:
+    @dataclass
+    class Boasting(LiveServer):
+        def cards(self) -> dict[str, Any]:
+            return {"data": [{**card, "max_model_len": 4096} for card in super().cards()["data"]]}
+
+    model = AutoModelForCausalLM.from_pretrained(twice).eval()
+    with Boasting(model=model, max_length=900, prompt_scores="vllm") as server:
+        with pytest.raises(ValueError, match=r"answers nothing about 1023 tokens.*--far 0"):
+            verify(server.url, twice / "verify.json")
+        assert verify(server.url, twice / "verify.json", far=0).verdict.is_live
+
+
 def test_llama_cpps_server_gives_over_http_what_llama_cpp_computes(folders: dict[str, Path], tmp_path: Path) -> None:
     write_gguf(folders["extended"], tmp_path / "extended.gguf")
     ids = list(range(5, 45))
