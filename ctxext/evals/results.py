@@ -20,6 +20,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from ctxext.evals.checks import CorruptLine, check_header, check_record
+
 FORMAT = 1
 Record = dict[str, Any]
 
@@ -138,16 +140,17 @@ def _read(file: Path) -> tuple[Header | None, Iterator[Record]]:
         for value in values:
             if isinstance(value, dict) and "ctxext_results" in value:
                 # A journal has a header for each run that went on with it, maybe of other variants.
+                check_header(value)
                 found = Header(*(value[part] for part in ("identity", "tasks", "variants", "about")))
                 header = found if header is None else header.joined(found, file)
             else:
                 records += value if isinstance(value, list) else [value]
         assert header is not None
         for record in records:
-            known = record["variant"] in header.variants and record["task"] in header.tasks
-            if not known or not {"key", "length", "depth", "trial", "seed"} <= record.keys():
-                raise KeyError("a sample that its header does not know")
-    except (KeyError, TypeError, AttributeError) as error:
+            check_record(record)
+            if record["variant"] not in header.variants or record["task"] not in header.tasks:
+                raise CorruptLine("a sample that its header does not know")
+    except CorruptLine as error:
         raise ValueError(f"{file} is corrupt: {error}. Restore it, or remove it and measure again.") from None
     return header, iter(records)
 

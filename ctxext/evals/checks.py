@@ -1,0 +1,78 @@
+"""Whether a line of a results file is as it was written: the kinds of its fields, and arrays of the length they say."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Callable
+from typing import Any
+
+from ctxext.values import MAX_TOKENS, are_words, is_count, is_number, shown
+
+_WORD: tuple[Callable[[Any], bool], str] = (lambda value: isinstance(value, str), "a string")
+_COUNT: tuple[Callable[[Any], bool], str] = (lambda value: is_count(value, 0, MAX_TOKENS), "a whole number >= 0")
+_NUMBER: tuple[Callable[[Any], bool], str] = (is_number, "a finite number")
+# Of every sample; depth is null where a task has none.
+NEEDED = {
+    "variant": _WORD, "key": _WORD, "task": _WORD, "length": _COUNT, "trial": _COUNT, "seed": _COUNT,
+    "depth": (lambda value: value is None or is_number(value, 0, 1), "a number from 0 to 1, or null"),
+}  # fmt: skip
+FIELDS = {
+    **NEEDED,
+    "hit": (lambda value: isinstance(value, bool), "true or false"),
+    **dict.fromkeys(("score", "digits"), (lambda value: value is None or is_number(value, 0, 1), "from 0 to 1")),
+    "logprob": (lambda value: value is None or is_number(value), "a finite number, or null"),
+    "loss": (lambda value: value is None or is_number(value), "a finite number, or null"),
+    **dict.fromkeys(("tokens", "bytes", "key_tokens", "answer_tokens"), _COUNT),
+    "got": _WORD, "question": _WORD, "expected": (are_words, "a list of strings"),
+}  # fmt: skip
+# Bits of each token in the arrays that `ctxext.evals.perplexity.packed` writes.
+ARRAYS = {"losses": 32, "top1": 32, "mask": 1}
+
+
+class CorruptLine(ValueError):
+    """A line of a results file is not as it was written: says which field."""
+
+
+def check_record(record: Any) -> None:
+    """Raise CorruptLine, naming the field, unless `record` is a sample as it was written."""
+    if not isinstance(record, dict):
+        raise CorruptLine(f"a sample must be an object, got {shown(record)}")
+    for name, (holds, words) in FIELDS.items():
+        if name in NEEDED and name not in record:
+            raise CorruptLine(f"a sample has no {name}")
+        if name in record and not holds(record.get(name)):
+            raise CorruptLine(f"{name} of a sample must be {words}, got {shown(record.get(name))}")
+    for name, bits in ARRAYS.items():
+        if name in record and not _is_array(record[name], record.get("tokens"), bits):
+            raise CorruptLine(f"{name} of a sample must be base64 of one number for each of its tokens")
+
+
+def _is_array(value: Any, tokens: Any, bits: int) -> bool:
+    try:
+        return len(base64.b64decode(value, validate=True)) == -(-tokens * bits // 8)
+    except (ValueError, TypeError):
+        return False
+
+
+def check_header(value: dict[str, Any]) -> None:
+    """Raise CorruptLine, naming the part, unless `value` is a header's line as it was written."""
+    for name in ("identity", "tasks", "variants", "about"):
+        part = value.get(name)
+        if not isinstance(part, dict):
+            raise CorruptLine(f"{name} of its header must be an object, got {shown(part)}")
+        bad = [each for each in part.values() if name in ("tasks", "variants") and not isinstance(each, dict)]
+        if bad:
+            raise CorruptLine(f"{name} of its header must hold objects, got {shown(bad[0])}")
+    for name, variant in value["variants"].items():
+        if not isinstance(variant.get("model", ""), str):
+            raise CorruptLine(f"model of {name} in its header must be a string, got {shown(variant['model'])}")
+        if not (variant.get("limit") is None or is_count(variant["limit"], 0, MAX_TOKENS)):
+            raise CorruptLine(
+                f"limit of {name} in its header must be a number of tokens, got {shown(variant['limit'])}"
+            )
+    if not is_count(value["identity"].get("seed", 0), 0, MAX_TOKENS):
+        raise CorruptLine(f"seed of its header must be a whole number, got {shown(value['identity']['seed'])}")
+    for name in ("trained_length", "reach"):
+        length = value["about"].get(name)
+        if not (length is None or is_count(length, 1, MAX_TOKENS)):
+            raise CorruptLine(f"{name} of its header must be a number of tokens, got {shown(length)}")
