@@ -26,7 +26,16 @@ from ctxext.methods import (
     method_from_rope_parameters,
     scaled_rope_parameters,
 )
-from ctxext.plans import Existing, Plan, by_own_names, chosen_method, factor_and_target, live_mark
+from ctxext.plans import (
+    Existing,
+    Lengths,
+    Plan,
+    by_own_names,
+    chosen_method,
+    factor_and_target,
+    live_mark,
+    summary_of,
+)
 from ctxext.text_configs import text_config_of
 from ctxext.values import MAX_ROTARY, MAX_TOKENS, is_count, shown
 
@@ -70,6 +79,7 @@ class Checkpoint:
     trained_length: int
     scaling: Literal["none", "trained-in", "bolted-on"]
     source: str
+    original_length: int | None = None
     recipe: dict[str, Any] = field(default_factory=dict)
     note: str = ""
 
@@ -208,10 +218,8 @@ class ContextFacts:
     Attributes:
         whole_parameters: `rope_parameters` as the config has them, nested perhaps.
         tables: what they describe; first those whose layers see the most.
-        trained_length: tokens at which the frequencies in use were trained.
-        trained_length_source: where that number comes from.
-        reach: tokens that the model covers as it is; beyond the trained length where scaling was bolted on.
-        original_length: tokens at which the model was trained before any scaling.
+        lengths: how far the model reaches as it is, and from where.
+        trained_length_source: where `lengths.trained` comes from.
         scaling: the scaling in use; None for plain RoPE.
         original_thetas: the base of each table before any scaling that changed it, by label.
         softmax_factor: the scale of the softmax in use is the square of this times a plain model's.
@@ -220,15 +228,38 @@ class ContextFacts:
     text_config: Any
     whole_parameters: dict[str, Any]
     tables: tuple[RopeTable, ...]
-    trained_length: int
+    lengths: Lengths
     trained_length_source: str
-    reach: int
-    original_length: int
     original_thetas: dict[str, float]
     softmax_factor: float
     scaling: RopeMethod | None
     mark: dict[str, Any] | None
     checkpoint: Checkpoint | None
+
+    @property
+    def trained_length(self) -> int:
+        """As in `Lengths`."""
+        return self.lengths.trained
+
+    @property
+    def reach(self) -> int:
+        """The target of `Lengths`: beyond the trained length where scaling was bolted on."""
+        return self.lengths.target
+
+    @property
+    def original_length(self) -> int | None:
+        """As in `Lengths`."""
+        return self.lengths.original
+
+    @property
+    def summary(self) -> str:
+        """`yarn ×4: 512 → 2048 tokens`, as the plan of the extension had it; of native scaling, only its name."""
+        name = "plain RoPE" if self.scaling is None else self.scaling.name
+        if self.mark is not None:
+            return summary_of(None if self.mark["existing"] == "keep" else name, self.lengths)
+        if self.original_length is None:
+            return f"{name}: {self.reach} tokens"
+        return f"{name}: {self.lengths.words}"
 
     @property
     def rope_parameters(self) -> dict[str, Any]:
@@ -255,7 +286,7 @@ class ContextFacts:
 
     def original_rope_of(self, table: RopeTable) -> RopeGeometry:
         """The plain frequencies from before any scaling."""
-        return table.plain(self.original_thetas[table.label], self.original_length)
+        return table.plain(self.original_thetas[table.label], self.original_length or self.reach)
 
     @property
     def rope(self) -> RopeGeometry:
@@ -363,47 +394,67 @@ def read_context(config: Any, original_max_position_embeddings: int | None = Non
     if not tables:
         raise ValueError(f"{name} has no layer with RoPE. It was left as it was.")
     mark = live_mark(text_config)
+    scaled = next((table for table in tables if table.scaling is not None), tables[0])
     parameters = tables[0].parameters
     checkpoint = known_checkpoint(text_config, parameters)
     limit = length_limit(text_config)
     thetas = {table.label: float(table.parameters["rope_theta"]) for table in tables}
     if mark is not None:
         scaling = _marked_scaling(mark, tables[0].of_turning_pairs, limit)
-        original, theta = mark["original"]["length"], mark["original"]["rope_theta"]
+        theta = mark["original"]["rope_theta"]
         thetas = theta if isinstance(theta, dict) else {"": theta}
-        trained, source = original, "noted in this config when ctxext extended it"
+        lengths, source = Lengths.of_mark(mark), "noted in this config when ctxext extended it"
+        if original_max_position_embeddings is not None:
+            lengths = replace(lengths, original=original_max_position_embeddings)
     else:
-        scaling = next((table.scaling for table in tables if table.scaling is not None), None)
-        trained, source = limit, "max_position_embeddings of the config"
-        if checkpoint is not None:
-            trained, source = checkpoint.trained_length, f"checkpoints.toml: {checkpoint.name}"
-        original = trained
-        if scaling is not None:
-            original = int(parameters.get("original_max_position_embeddings") or trained)
-    bolted_on = scaling is not None and checkpoint is not None and checkpoint.scaling == "bolted-on"
-    reach = limit if mark is not None or bolted_on else trained
-    if mark is None and parameters.get("rope_type") == "yarn" and limit <= original:
-        # As Qwen has it switched on: the length that the scaling reaches stands nowhere.
-        reach = max(reach, round((parameters.get("factor") or 1.0) * original))
-    if original_max_position_embeddings is not None:
-        original = original_max_position_embeddings
-        if scaling is None:
-            trained = reach = original
-            source = "original_max_position_embeddings, as you passed it"
+        scaling = scaled.scaling
+        lengths, source = _native_lengths(scaled, limit, checkpoint, original_max_position_embeddings)
     return ContextFacts(
         text_config=text_config,
         whole_parameters=copy.deepcopy(whole),
         tables=tables,
-        trained_length=trained,
+        lengths=lengths,
         trained_length_source=source,
-        reach=reach,
-        original_length=original,
         original_thetas=thetas,
         softmax_factor=_softmax_factor(text_config, parameters),
         scaling=scaling,
         mark=mark,
         checkpoint=checkpoint,
     )
+
+
+def _native_lengths(
+    table: RopeTable, limit: int, checkpoint: Checkpoint | None, given: int | None
+) -> tuple[Lengths, str]:
+    """How far a model reaches that ctxext did not extend, and where its trained length comes from.
+
+    Args:
+        table: the one that is scaled, if any.
+        given: the trained length before any scaling, as the caller knows it.
+    """
+    trained, source = limit, "max_position_embeddings of the config"
+    if checkpoint is not None:
+        trained, source = checkpoint.trained_length, f"checkpoints.toml: {checkpoint.name}"
+    scaling, own = table.scaling, table.parameters.get("original_max_position_embeddings")
+    if scaling is None:
+        if given is not None:
+            trained, source = given, "original_max_position_embeddings, as you passed it"
+        return Lengths(original=trained, trained=trained, start=trained, target=trained, factor=1.0), source
+    bolted_on = checkpoint is not None and checkpoint.scaling == "bolted-on"
+    original = own
+    if scaling.of_the_call:  # transformers' dynamic scaling counts from max_position_embeddings
+        original = limit
+    if bolted_on:  # its weights know the unscaled frequencies alone
+        original = trained
+    elif checkpoint is not None and checkpoint.original_length is not None:
+        original = checkpoint.original_length
+    original = given or original
+    reach = limit if bolted_on else trained
+    if table.parameters.get("rope_type") == "yarn" and limit <= (own or trained):
+        # As Qwen has it switched on: the length that the scaling reaches stands nowhere.
+        reach = max(reach, round(scaling.factor * (own or trained)))
+    start = original or reach
+    return Lengths(original=original, trained=trained, start=start, target=reach, factor=reach / start), source
 
 
 def _sin_cos_parameters(text_config: Any) -> dict[str, Any]:
@@ -448,16 +499,8 @@ class RopePlan(Plan):
         return "rope"
 
     @property
-    def start(self) -> int:
-        return self.rope.original_max_position_embeddings
-
-    @property
     def start_source(self) -> str:
         return self.facts.trained_length_source
-
-    @property
-    def original_length(self) -> int:
-        return self.facts.original_length
 
     @property
     def why_not_portable(self) -> str | None:
@@ -525,6 +568,11 @@ def plan_rope(
             f"this config belongs to a live model whose tables were changed, and does not say how, so existing="
             f"{existing!r} would leave nothing of that. Call restore_context(model), or use existing='replace'."
         )
+    if existing == "replace" and facts.original_length is None:
+        raise ValueError(
+            f"existing='replace' starts from the trained length before any scaling, and nothing says that of this "
+            f"model ({facts.summary}). Pass original_max_position_embeddings, or use existing='compose'."
+        )
     rope = facts.original_rope if existing == "replace" or not scaled else facts.rope
     start, source = rope.original_max_position_embeddings, facts.trained_length_source
     if existing == "keep":  # where a scaling reaches further than the window, the window is what there is to widen
@@ -533,6 +581,10 @@ def plan_rope(
         source = "which its scaling reaches"
     named, method = method is not None, "yarn" if method is None else method
     factor, target_length = factor_and_target(factor, target_length, method, start)
+    trained = start if existing == "replace" else facts.trained_length
+    lengths = Lengths(
+        original=facts.original_length, trained=trained, start=start, target=target_length, factor=factor
+    )
     if target_length <= start:
         raise ValueError(
             f"this model already covers {target_length} tokens: from {start} ({source}) that is no extension. Ask for "
@@ -593,9 +645,8 @@ def plan_rope(
         tables=tables,
         softmax_factor=softmax_factor,
         live_only=live_only,
-        factor=factor,
-        target_length=target_length,
-        updates=by_own_names(facts.text_config, _updates(facts, chosen, parameters, live_only, start, target_length)),
+        lengths=lengths,
+        updates=by_own_names(facts.text_config, _updates(facts, chosen, existing, parameters, live_only, lengths)),
         rotated_copy=rotated_copy,
         notes=_notes(facts, chosen, tables[facts.tables[0].label], seen_beyond),
     )
@@ -680,14 +731,13 @@ def _refuse_late(facts: ContextFacts, existing: Existing) -> None:
 
 
 def _refuse_existing(facts: ContextFacts) -> str:
-    what = facts.scaling.name if facts.scaling is not None else "native scaling"
     by = "by ctxext " if facts.mark is not None else ""
-    origin = f"{facts.original_length} → {facts.reach}"
+    original = facts.original_length or "original_max_position_embeddings, which you have to pass"
     return (
-        f"this model's RoPE is scaled already {by}({what}, {origin} tokens). Say what to do with that: "
+        f"this model's RoPE is scaled already {by}({facts.summary}). Say what to do with that: "
         f"existing='keep' leaves the frequencies and only widens the window (factor counts from "
         f"{facts.reach}); existing='compose' scales on top of it (from {facts.reach}); "
-        f"existing='replace' starts again from the original frequencies (from {facts.original_length})."
+        f"existing='replace' starts again from the original frequencies (from {original})."
     )
 
 
@@ -751,6 +801,12 @@ def _portable(
         scaling = rope.attention_factor * float(method.attention_scaling(rope))
         factors = factors * method.rescale_factors(rope)
         parameters = longrope_parameters(factors, scaling, method.factor, rope)
+    if parameters["rope_type"] == "longrope" and not rope.is_plain and facts.original_length is not None:
+        # λ is over the frequencies before any scaling, and the format's lengths are to be those from there on, too:
+        # a program that drops our mark would otherwise take the length that was composed with for the first.
+        reach = method.factor * rope.original_max_position_embeddings
+        parameters["original_max_position_embeddings"] = facts.original_length
+        parameters["factor"] = reach / facts.original_length
     if table.n_zero:
         parameters["rope_theta"] **= 1 / table.base_power
         kept["partial_rotary_factor"] = table.base_power
@@ -780,10 +836,10 @@ def _in_the_softmax(parameters: dict[str, Any], softmax_factor: float, rope: Rop
 def _updates(
     facts: ContextFacts,
     method: RopeMethod | None,
+    existing: Existing,
     parameters: dict[str, Any],
     live_only: str | None,
-    start: int,
-    target: int,
+    lengths: Lengths,
 ) -> dict[str, Any]:
     from ctxext import __version__
 
@@ -792,7 +848,7 @@ def _updates(
     if hasattr(config, "rope_parameters"):
         updates["rope_parameters"] = parameters
     if hasattr(config, "max_position_embeddings"):
-        updates["max_position_embeddings"] = target
+        updates["max_position_embeddings"] = lengths.target
     if getattr(config, "is_heterogeneous", False) and any(
         isinstance(value, dict) and value.get("rope_type") == "longrope" for value in parameters.values()
     ):
@@ -800,18 +856,19 @@ def _updates(
         updates["allow_global_per_layer_attribute_access"] = True
     if "original_max_position_embeddings" in facts.text_config.__dict__ and method is not None:
         # Phi-3 and kin keep it beside rope_parameters, where it wins over the one inside.
-        updates["original_max_position_embeddings"] = start
+        updates["original_max_position_embeddings"] = lengths.original or lengths.start
     if config.__dict__.get("head_dim", 0) is None:  # not getattr, which raises where layers differ in it
         # transformers' yarn and longrope multiply with it (Mixtral's configs leave it out).
         updates["head_dim"] = head_dim(facts.text_config)
     described = facts.scaling if method is None else method
+    theta = facts.original_thetas if facts.tables[0].label else facts.original_theta
     updates["ctxext"] = {
         "version": __version__,
         "method": None if described is None else described.to_dict(),
-        "original": {
-            "length": facts.original_length,
-            "rope_theta": facts.original_thetas if facts.tables[0].label else facts.original_theta,
-        },
+        # Where nothing was scaled, this is the same as to replace it.
+        "existing": "replace" if existing == "refuse" else existing,
+        **lengths.to_mark(),
+        "original": {"length": lengths.original, "rope_theta": theta},
         "fields": {name: value for name, value in updates.items() if name == "rope_parameters"},
         **({} if live_only is None else {"live_only": True}),
     }

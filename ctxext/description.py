@@ -9,7 +9,7 @@ from ctxext.config_fields import check_config
 from ctxext.configs import Checkpoint, attention_layers, has_rope, head_dim, no_encoding, read_context
 from ctxext.extension import check_on_paper
 from ctxext.planning import encoding_of, original_length, plan_extension
-from ctxext.plans import ENCODINGS, live_mark
+from ctxext.plans import ENCODINGS, Lengths, live_mark, summary_of
 from ctxext.text_configs import text_config_of
 
 BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1}
@@ -25,7 +25,9 @@ class ContextDescription:
         rope_theta: the base in the config.
         rotary_dim, head_dim: rotary dimensions of a head, and all of them.
         trained_length: tokens, with `trained_length_source` saying where that number comes from.
+        original_length: tokens before any scaling; None where nothing says it.
         scaling: the method in use, None for plain RoPE.
+        summary: what was extended, as the plan of the extension had it; "" for plain RoPE.
         reach: tokens that the model covers as it is; None where nothing ends, but quality may.
         checkpoint: what is known of this published model.
         target_length: tokens that was asked about.
@@ -41,7 +43,9 @@ class ContextDescription:
     head_dim: int | None
     trained_length: int | None
     trained_length_source: str
+    original_length: int | None
     scaling: dict[str, Any] | None
+    summary: str
     reach: int | None
     checkpoint: Checkpoint | None
     target_length: int | None
@@ -60,7 +64,7 @@ class ContextDescription:
             ]
         if self.trained_length is not None:
             rows += [("trained length", f"{self.trained_length:,} tokens ({self.trained_length_source})")]
-            rows += [("scaling in use", _scaling_words(self.scaling, self.checkpoint))]
+            rows += [("scaling in use", self._scaling_words())]
             rows += [("reach as it is", "no limit" if self.reach is None else f"{self.reach:,} tokens")]
         if self.checkpoint is not None:
             recipe = self.checkpoint.recipe
@@ -74,17 +78,18 @@ class ContextDescription:
             rows.append((f"KV cache at {self.target_length:,}", f"{size} a sequence in {self.kv_dtype}"))
         return [*rows, ("extend_context would", self.would_do), *(("", f"note: {note}") for note in self.notes)]
 
+    def _scaling_words(self) -> str:
+        if self.scaling is None:
+            return "none"
+        how = f", {self.checkpoint.scaling}" if self.checkpoint and self.checkpoint.scaling != "none" else ""
+        origin = f"; {self.original_length} before any scaling" if self.original_length != self.trained_length else ""
+        origin = "; nothing says from which length" if self.original_length is None else origin
+        return f"{self.summary}{how}{origin}"
+
     def __str__(self) -> str:
         rows = self.rows()
         width = max(len(label) for label, _ in rows)
         return "\n".join(f"{label:<{width}}  {value}" for label, value in rows)
-
-
-def _scaling_words(scaling: dict[str, Any] | None, checkpoint: Checkpoint | None) -> str:
-    if scaling is None:
-        return "none"
-    how = f", {checkpoint.scaling}" if checkpoint is not None and checkpoint.scaling != "none" else ""
-    return f"{scaling['name']} ×{scaling['factor']:g}{how}"
 
 
 def kv_cache_bytes(text_config: Any, n_tokens: int, bytes_each: int) -> int:
@@ -135,7 +140,9 @@ def describe(
         head_dim=facts.tables[0].head_dim,
         trained_length=facts.trained_length,
         trained_length_source=facts.trained_length_source,
+        original_length=facts.original_length,
         scaling=None if facts.scaling is None else facts.scaling.to_dict(),
+        summary="" if facts.scaling is None else facts.summary,
         reach=facts.reach,
         checkpoint=facts.checkpoint,
         target_length=target,
@@ -180,7 +187,9 @@ def _describe_other(
         _unknown(config, dtype, found.name, would_do),
         trained_length=original_length(config, found),
         trained_length_source=found.source if mark is None else "as ctxext found it",
+        original_length=original_length(config, found),
         scaling=None if mark is None else mark["method"],
+        summary="" if mark is None else summary_of(mark["method"]["name"], Lengths.of_mark(mark)),
         reach=found.limit,
         target_length=target,
         notes=notes,
@@ -196,7 +205,9 @@ def _unknown(config: Any, dtype: str, encoding: str, would_do: str) -> ContextDe
         head_dim=None,
         trained_length=None,
         trained_length_source="",
+        original_length=None,
         scaling=None,
+        summary="",
         reach=None,
         checkpoint=None,
         target_length=None,

@@ -13,7 +13,7 @@ from ctxext.config_fields import check_config
 from ctxext.configs import check_trained_length, has_rope, no_encoding, plan_rope
 from ctxext.families import family_of
 from ctxext.methods import ContextMethod, method_class
-from ctxext.plans import ENCODINGS, Existing, Plan, by_own_names, chosen_method, factor_and_target, live_mark
+from ctxext.plans import ENCODINGS, Existing, Lengths, Plan, by_own_names, chosen_method, factor_and_target, live_mark
 from ctxext.saved import check_made_for, opened
 from ctxext.sites import alibi, position_table, relative_bias, sinusoidal
 from ctxext.sites.contract import Encoding
@@ -30,23 +30,14 @@ class SitePlan(Plan):
 
     method: ContextMethod
     site: Encoding
-    first_length: int
 
     @property
     def encoding(self) -> str:
         return self.site.name
 
     @property
-    def start(self) -> int:
-        return self.site.trained_length
-
-    @property
     def start_source(self) -> str:
         return self.site.source
-
-    @property
-    def original_length(self) -> int:
-        return self.first_length
 
     @property
     def why_not_portable(self) -> str | None:
@@ -124,14 +115,14 @@ def plan_extension(
     name, method = method, opened(method)
     if has_rope(text_config):
         plan = plan_rope(config, factor, method, length=length, rotated_copy=rotated_copy, **how, **options)
-        check_made_for(name, plan.original_length)
+        check_made_for(name, plan.original_length or plan.start)
         return plan
     site = encoding_of(config, model)
     if length is not None or rotated_copy:
         word = "rotated_copy" if rotated_copy else f"length={length}"
         raise ValueError(f"{word} is for rotary position embeddings, but this model has {ENCODINGS[site.name]}.")
     extended = _plan_site(config, site, factor, method, **how, **options)
-    check_made_for(name, extended.original_length)
+    check_made_for(name, extended.original_length or extended.start)
     return extended
 
 
@@ -216,23 +207,23 @@ def _plan_site(
     chosen = chosen_method(method, factor, site.name, options)
     site.check(chosen, target)
     updates = by_own_names(text_config, site.updates(chosen, target))
+    original = original_length(config, site)
+    lengths = Lengths(original=original, trained=original, start=site.trained_length, target=target, factor=factor)
     updates["ctxext"] = {
         "version": __version__,
         "method": chosen.to_dict(),
-        "original": {"length": original_length(config, site)},
-        "target": target,
+        "existing": existing,
+        **lengths.to_mark(),
         "fields": dict(updates),
     }
     return SitePlan(
         text_config=text_config,
         existing=existing,
         method=chosen,
-        factor=factor,
-        target_length=target,
+        lengths=lengths,
         updates=updates,
         notes=site.notes(chosen),
         site=site,
-        first_length=original_length(config, site),
     )
 
 

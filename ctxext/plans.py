@@ -5,13 +5,54 @@ from __future__ import annotations
 import copy
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
-from ctxext.json_files import FACTOR, NUMBER, OBJECT, TEXT, TOKENS, JsonObject, or_none
+from ctxext.json_files import FACTOR, NUMBER, OBJECT, TEXT, TOKENS, JsonObject, Kind, or_none
 from ctxext.methods import ContextMethod, check_factor, list_methods, make_method, method_class
 from ctxext.values import MAX_TOKENS, is_count, shown
 
 Existing = Literal["refuse", "keep", "compose", "replace"]
+EXISTING = Kind(f"one of {', '.join(get_args(Existing))}", lambda value: value in get_args(Existing))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lengths:
+    """How far a model reaches and from where, in tokens: the only definition of these numbers.
+
+    Attributes:
+        original: trained length before any scaling, which existing="replace" starts from; None where nothing says it.
+        trained: trained length with the frequencies that the extension started from.
+        start: what the factor counts from: `original`, or what a scaling that is kept or composed with reaches.
+        target: what is reached.
+        factor: target / start, as it was asked for.
+    """
+
+    original: int | None
+    trained: int
+    start: int
+    target: int
+    factor: float
+
+    @property
+    def words(self) -> str:
+        """`512 → 2048 tokens`"""
+        return f"{self.start} → {self.target} tokens"
+
+    @classmethod
+    def of_mark(cls, mark: dict[str, Any]) -> Lengths:
+        """Those of an extension that a config notes, in the form that `check_mark` asks for."""
+        rest = {name: mark[name] for name in ("trained", "start", "target", "factor")}
+        return cls(original=mark["original"]["length"], **rest)
+
+    def to_mark(self) -> dict[str, Any]:
+        """The inverse of `of_mark`."""
+        rest = {name: getattr(self, name) for name in ("trained", "start", "target", "factor")}
+        return {"original": {"length": self.original}, **rest}
+
+
+def summary_of(name: str | None, lengths: Lengths) -> str:
+    """`yarn ×4: 512 → 2048 tokens`; None is a native scaling that was kept."""
+    return f"{'native scaling kept' if name is None else name} ×{lengths.factor:g}: {lengths.words}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,7 +61,6 @@ class Plan(ABC):
 
     Attributes:
         method: None where existing="keep" leaves the encoding alone.
-        factor: target length / `start`.
         updates: new values of attributes of the text config.
         notes: what a person should know, a sentence each.
     """
@@ -28,8 +68,7 @@ class Plan(ABC):
     text_config: Any
     existing: Existing
     method: ContextMethod | None
-    factor: float
-    target_length: int
+    lengths: Lengths
     updates: dict[str, Any]
     notes: tuple[str, ...]
 
@@ -39,19 +78,29 @@ class Plan(ABC):
         """As in `ContextMethod.encoding`."""
 
     @property
-    @abstractmethod
+    def factor(self) -> float:
+        """As in `Lengths`."""
+        return self.lengths.factor
+
+    @property
+    def target_length(self) -> int:
+        """As in `Lengths`."""
+        return self.lengths.target
+
+    @property
     def start(self) -> int:
-        """The length in tokens that the factor counts from."""
+        """As in `Lengths`."""
+        return self.lengths.start
+
+    @property
+    def original_length(self) -> int | None:
+        """As in `Lengths`."""
+        return self.lengths.original
 
     @property
     @abstractmethod
     def start_source(self) -> str:
-        """Where that number comes from."""
-
-    @property
-    @abstractmethod
-    def original_length(self) -> int:
-        """The length in tokens at which the model was trained before any scaling."""
+        """Where `start` comes from."""
 
     @property
     @abstractmethod
@@ -76,8 +125,7 @@ class Plan(ABC):
     @property
     def summary(self) -> str:
         """`yarn ×4: 512 → 2048 tokens`"""
-        name = "native scaling kept" if self.method is None else self.method.name
-        return f"{name} ×{self.factor:g}: {self.start} → {self.target_length} tokens"
+        return summary_of(None if self.method is None else self.method.name, self.lengths)
 
     def apply_to(self, text_config: Any) -> None:
         for name, value in self.updates.items():
@@ -114,12 +162,13 @@ def check_mark(mark: Any, file: str, entry: str = "ctxext") -> None:
         method = read.part("method")
         method.get("name", TEXT)
         method.get("factor", FACTOR)
+    for name in ("trained", "start", "target"):
+        read.get(name, TOKENS)
+    read.get("factor", FACTOR)
+    read.get("existing", EXISTING)
     original = read.part("original")
-    original.get("length", TOKENS)
-    if "target" in mark:
-        read.get("target", TOKENS)
+    original.get("length", or_none(TOKENS))
     if "rope_theta" not in original.content:  # of another encoding than RoPE
-        read.get("target", TOKENS)
         read.part("method")
     elif isinstance(original.content["rope_theta"], dict):  # by type of layer
         thetas = original.part("rope_theta")

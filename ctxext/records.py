@@ -22,20 +22,18 @@ from ctxext.json_files import (
     TEXT,
     TOKENS,
     JsonObject,
-    Kind,
     or_none,
     read_json,
     write_json,
 )
 from ctxext.methods import ContextMethod, method_from_dict
-from ctxext.plans import Existing, Plan, still_says
+from ctxext.plans import EXISTING, Existing, Plan, still_says
 from ctxext.text_configs import text_config_of
 from ctxext.values import shown
 
 RECORD = "context_extension.json"
 # In a config.json: the summary of the extension beside it. Any other writer of that folder leaves it out.
 BESIDE = "context_extension"
-EXISTING = Kind(f"one of {', '.join(Existing.__args__)}", lambda value: value in Existing.__args__)
 
 
 @dataclass(frozen=True, kw_only=True)

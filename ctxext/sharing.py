@@ -29,7 +29,7 @@ from ctxext.folders import check_not_extended, checkpoint_folder, method_of, pla
 from ctxext.json_files import read_json
 from ctxext.methods import ContextMethod, PositionRemapping, make_method
 from ctxext.planning import plan_extension
-from ctxext.plans import ENCODINGS, Plan, live_mark
+from ctxext.plans import ENCODINGS, Lengths, Plan, live_mark
 from ctxext.records import RECORD, read_record, weights_fingerprint, write_record
 from ctxext.saved import PROBE, SUFFIX, read_saved
 from ctxext.text_configs import text_config_of
@@ -51,15 +51,14 @@ class Extended:
     """What a card says of an extension.
 
     Attributes:
-        trained_length, target_length: tokens before any extension, and with it.
+        lengths: how far it reaches, and from where.
         before, after: the frequencies before any scaling and in effect (a dynamic method's at full reach); None for
             other encodings and where positions are remapped.
         portable: whether plain transformers loads it extended.
     """
 
     method: ContextMethod
-    trained_length: int
-    target_length: int
+    lengths: Lengths
     before: RopeGeometry | None
     after: RopeGeometry | None
     portable: bool
@@ -70,8 +69,7 @@ class Extended:
         shown = isinstance(plan, RopePlan) and not isinstance(plan.method, PositionRemapping)
         return cls(
             method=plan.method,
-            trained_length=plan.original_length,
-            target_length=plan.target_length,
+            lengths=plan.lengths,
             before=plan.facts.original_rope if shown and isinstance(plan, RopePlan) else None,
             after=plan.extended if shown and isinstance(plan, RopePlan) else None,
             portable=plan.is_portable,
@@ -94,10 +92,11 @@ class Extended:
             return cls.of_plan(planned_as_saved(config, record))
         mark = live_mark(text_config_of(config))
         assert mark is not None
+        lengths = Lengths.of_mark(mark)
         if not has_rope(text_config_of(config)):
-            return cls(method, mark["original"]["length"], mark["target"], None, None, portable=True)
+            return cls(method, lengths, None, None, portable=True)
         facts = read_context(config)
-        return cls(method, facts.original_length, facts.reach, facts.original_rope, facts.rope, portable=True)
+        return cls(method, lengths, facts.original_rope, facts.rope, portable=True)
 
     @property
     def rescale_factors(self) -> str | None:
@@ -310,7 +309,7 @@ def prepared(
                 weights = _save(model, Path(scratch, "model"))
         elif str(source).endswith(SUFFIX):
             saved, extension_only = read_saved(source), True
-            aim, about = _Aim({}, None, ({"method": saved.method},)), saved.about
+            aim, about = _Aim({}, None, {"method": saved.method}), saved.about
         else:
             weights = checkpoint_folder(str(source))
             aim = _Aim.of_folder(weights)
@@ -363,11 +362,11 @@ def _files(folder: Path) -> dict[str, Path]:
 
 @dataclass(frozen=True)
 class _Aim:
-    """What an extension alone has to make of its base: the config's new values, and the arguments that may do it."""
+    """What an extension alone has to make of its base: the config's new values, and the arguments that do it."""
 
     updates: dict[str, Any]
     target_length: int | None
-    arguments: tuple[dict[str, Any], ...]
+    arguments: dict[str, Any]
 
     @classmethod
     def of_plan(cls, plan: Plan) -> _Aim:
@@ -378,7 +377,7 @@ class _Aim:
             "rotated_copy": isinstance(plan, RopePlan) and plan.rotated_copy,
         }
         updates = {name: value for name, value in plan.updates.items() if name != "ctxext"}
-        return cls(updates, plan.target_length, (arguments,))
+        return cls(updates, plan.target_length, arguments)
 
     @classmethod
     def of_folder(cls, folder: Path) -> _Aim:
@@ -392,10 +391,12 @@ class _Aim:
             return cls.of_plan(planned_as_saved(config, record))
         mark = live_mark(text_config_of(config))
         assert mark is not None
-        # The config does not say what was done with scaling that was there before.
-        ways = [{"existing": existing} for existing in ("refuse", "replace", "compose")]
-        arguments = {"method": extended.method, "original_max_position_embeddings": extended.trained_length}
-        return cls(mark["fields"], extended.target_length, tuple({**arguments, **way} for way in ways))
+        arguments = {
+            "method": extended.method,
+            "existing": mark["existing"],
+            "original_max_position_embeddings": extended.lengths.original,
+        }
+        return cls(mark["fields"], extended.lengths.target, arguments)
 
 
 def _alone(aim: _Aim, base_model: str | None) -> tuple[Any, Plan]:
@@ -411,20 +412,18 @@ def _alone(aim: _Aim, base_model: str | None) -> tuple[Any, Plan]:
         )
     folder = checkpoint_folder(base_model, config_only=True)
     check_not_extended(folder)
-    config, reasons = read_config(folder), []
-    for arguments in aim.arguments:
-        try:
-            plan = plan_extension(config, **arguments)
-        except ValueError as error:
-            reasons.append(str(error))
-            continue
+    config = read_config(folder)
+    try:
+        plan = plan_extension(config, **aim.arguments)
+    except ValueError as error:
+        reason = str(error)
+    else:
         reached = aim.target_length in (None, plan.target_length)
-        same = reached and _values(plan.updates, aim) == _values(aim.updates, aim)
-        if plan.method is not None and same:
+        if plan.method is not None and reached and _values(plan.updates, aim) == _values(aim.updates, aim):
             return config, plan
-        reasons.append(f"it becomes {plan.summary} with other values in its config")
+        reason = f"it becomes {plan.summary} with other values in its config"
     raise ValueError(
-        f"{base_model} extended by this does not give this model ({reasons[0]}). Name the model that was extended, or "
+        f"{base_model} extended by this does not give this model ({reason}). Name the model that was extended, or "
         "push the whole model."
     )
 
@@ -490,7 +489,7 @@ def _upload(api: HfApi, push: Push, private: bool | None, revision: str | None) 
     ]
     name = push.extended.method.name
     what = "extension" if push.alone else "extended model"
-    message = f"Upload {what} ({name}, {push.extended.trained_length} → {push.extended.target_length} tokens)"
+    message = f"Upload {what} ({name}, {push.extended.lengths.words})"
     commit = api.create_commit(push.repo_id, operations, commit_message=message, revision=revision)
     return str(commit.commit_url)
 

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
 import pytest
 from families import tiny_config, tiny_model
 from transformers import AutoConfig, BertConfig, JambaConfig, LlamaConfig, Qwen3Config
@@ -29,14 +34,43 @@ LLAMA31 = LlamaConfig(
 )
 
 
+DOCS = Path(__file__).resolve().parent.parent / "docs"
+
+
+@pytest.fixture(scope="module")
+def table() -> Any:
+    """docs/checkpoints.py, and what it says today."""
+    spec = importlib.util.spec_from_file_location("checkpoints_table", DOCS / "checkpoints.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module, module.rows()
+
+
+def test_the_table_of_checkpoints_is_what_the_code_says_today(table: Any) -> None:
+    module, rows = table
+    written = json.loads((DOCS / "checkpoints.json").read_text())
+    assert written == {"factor": module.FACTOR, "rows": rows}, "run python docs/checkpoints.py"
+    assert (DOCS / "checkpoints.md").read_text() == module.page(rows), "run python docs/checkpoints.py"
+
+
+def test_no_known_checkpoint_meets_an_untrained_angle_under_compose_or_replace(table: Any) -> None:
+    _, rows = table
+    found = [row[verb] for row in rows for verb in ("compose", "replace") if "ratio" in row.get(verb, {})]
+    assert len(found) > len(rows)
+    assert max(cell["ratio"] for cell in found) <= 1.0
+    kept = [row["keep"]["ratio"] for row in rows if "ratio" in row.get("keep", {})]
+    assert max(kept) == 4.0  # the measure sees what interpolates nothing
+
+
 @pytest.mark.parametrize("row", checkpoints(), ids=lambda row: row.name)
 def test_every_row_has_facts_and_a_source(row) -> None:
     assert row.source.startswith("https://")
     assert row.trained_length >= 1024
     assert row.scaling in ("none", "trained-in", "bolted-on")
     assert "model_type" in row.match
-    if "rope_type" in row.match:
-        assert (row.scaling == "none") == (row.match["rope_type"] == "default")
+    assert (row.scaling == "none") == (row.match["rope_type"] == "default")
+    assert row.original_length is None or row.scaling == "trained-in"
 
 
 def test_the_trained_length_is_not_always_what_the_config_says() -> None:

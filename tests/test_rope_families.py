@@ -217,7 +217,10 @@ def test_scaling_of_one_type_of_layer_is_there_already(existing: Any) -> None:
     model = build("gemma3_text", rope_parameters=parameters)
     with pytest.raises(ValueError, match="scaled already"):
         extend_context(model)
-    extend_context(model, existing=existing)
+    if existing == "replace":
+        with pytest.raises(ValueError, match=r"nothing says that of this model.*original_max_position_embeddings"):
+            extend_context(model, existing="replace")
+    extend_context(model, existing=existing, original_max_position_embeddings=LENGTH)
     table = model.model.rotary_emb.full_attention_inv_freq.double()
     plain = RopeGeometry.plain(16, 1e6, LENGTH)
     in_use = dataclasses.replace(plain, inv_freq=plain.inv_freq / 2)

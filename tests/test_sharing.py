@@ -120,7 +120,7 @@ def test_an_extension_alone_gives_the_same_logits_on_its_base(method: str, base:
 def test_an_extension_alone_of_a_folder_says_what_becomes_of_scaling_that_is_there(
     hub: LocalHub, tmp_path: Path
 ) -> None:
-    scaled = {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}
+    scaled = {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0, "original_max_position_embeddings": 64}
     tiny_model("llama", rope_parameters=scaled, max_position_embeddings=128).save_pretrained(tmp_path / "base")
     hub.create("meta/scaled", {path.name: path.read_bytes() for path in (tmp_path / "base").iterdir()})
     for existing in ("compose", "replace"):

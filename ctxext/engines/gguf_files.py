@@ -183,6 +183,8 @@ def _as_rope_parameters(
         parameters |= {"rope_type": "yarn", "factor": scale, "original_max_position_embeddings": original}
     elif kind == "linear" and scale != 1.0:
         parameters |= {"rope_type": "linear", "factor": scale}
+        if values.get(".rope.scaling.original_context_length"):
+            parameters["original_max_position_embeddings"] = original
     elif kind not in ("linear", "none"):
         raise ValueError(
             f"the file's scaling {kind!r} is in two tables, of which llama.cpp takes one by the size of the context. "
@@ -311,7 +313,7 @@ def _fields(reader: GGUFReader) -> dict[str, Any]:
 
 
 def _rope(
-    architecture: str, rope: RopeGeometry, parameters: dict[str, Any], length: int, original: int
+    architecture: str, rope: RopeGeometry, parameters: dict[str, Any], length: int, original: int | None
 ) -> tuple[dict[str, Any], list[_Stored]]:
     """The metadata and the tensor that make llama.cpp rotate as `rope` has it.
 
@@ -322,8 +324,9 @@ def _rope(
         ".context_length": length,
         ".rope.freq_base": rope.rope_theta,
         ".rope.scaling.type": "none",
-        ".rope.scaling.original_context_length": original,
     }
+    if original is not None:
+        said[".rope.scaling.original_context_length"] = original
     if rope.is_plain:
         return said, []
     if ARCHITECTURES[architecture].takes_factors:

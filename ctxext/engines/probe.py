@@ -30,7 +30,6 @@ from ctxext.json_files import read_json, write_json
 from ctxext.saved import PROBE
 from ctxext.sites import rotary
 from ctxext.sites.surgery import Surgery
-from ctxext.text_configs import text_config_of
 from ctxext.values import are_numbers, is_count, is_number, one_line
 
 if TYPE_CHECKING:
@@ -267,7 +266,7 @@ def make_probe(
     import transformers
 
     facts = _facts(model)
-    ids = tokenizer(text)["input_ids"][: min(MAX_TOKENS, facts.original_length)]
+    ids = tokenizer(text)["input_ids"][: min(MAX_TOKENS, facts.lengths.start)]
     states = _states(facts)
     fine = copy.deepcopy(model).to(torch.bfloat16)
     coarse = _in_8_bits(copy.deepcopy(fine))
@@ -284,11 +283,9 @@ def make_probe(
 
     expected, noisy = measured(model, None), measured(fine, 48)
     del fine
-    method = "native scaling" if facts.scaling is None else facts.scaling.name
-    reach = max(facts.reach, int(text_config_of(model.config).max_position_embeddings))
     with in_state(model, "extended"):
         far_values = _far_values(
-            model, ids, facts.original_length, min(reach, FAR_LIMIT if far is None else far, MAX_FAR)
+            model, ids, facts.lengths.start, min(facts.reach, FAR_LIMIT if far is None else far, MAX_FAR)
         )
     probe = Probe(
         text=text,
@@ -297,9 +294,9 @@ def make_probe(
         expected={state: tuple(round(value, 6) for value in each.tolist()) for state, each in expected.items()},
         noise_floor=distance(noisy),
         coarse_floor=distance(measured(coarse, 48)),
-        summary=f"{method} ×{reach / facts.original_length:g}: {facts.original_length} → {reach} tokens",
-        trained_length=facts.original_length,
-        target_length=reach,
+        summary=facts.summary,
+        trained_length=facts.lengths.start,
+        target_length=facts.reach,
         dtype=str(model.dtype).removeprefix("torch."),
         versions={
             "ctxext": __version__,

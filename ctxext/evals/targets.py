@@ -214,7 +214,7 @@ def compared_variants(
     plan = plan_extension(config, factor, "pi" if has_rope(text_config_of(config)) else None, **how)
     names = [cls.name for cls in list_methods(plan.encoding)] if methods is None else methods
     for name in names:
-        check_made_for(name, plan.original_length)
+        check_made_for(name, plan.original_length or plan.start)
     made = [
         method if isinstance(method, ContextMethod) else _example(method_class(method), plan)
         for method in map(opened, names)

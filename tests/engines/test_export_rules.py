@@ -409,7 +409,7 @@ def test_a_checkpoint_in_the_words_of_version_4_is_exported_as_it_is(family: str
 
 
 @pytest.mark.parametrize("scaling", [
-    {"rope_type": "linear", "factor": 2.0},
+    {"rope_type": "linear", "factor": 2.0, "original_max_position_embeddings": LENGTH},
     {"rope_type": "llama3", "factor": 2.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
      "original_max_position_embeddings": LENGTH},
 ])  # fmt: skip
