@@ -62,7 +62,8 @@ def extend_context(
         existing: what to do with a model that is scaled already; other encodings than RoPE know "refuse" and
             "compose". "refuse" raises; "keep" leaves the frequencies and only widens the window; "compose" scales on
             top; "replace" starts again from the original frequencies, which is also how a factor is lowered. `factor`
-            counts from the present length for "keep" and "compose", from the original one for "replace".
+            counts from the present length for "keep" and "compose", from the original one for "replace", which is
+            refused where nothing says that length.
         length: pins a dynamic method at the scale of this many tokens, which makes it a static one.
         rotated_copy: lets caches keep a copy of the keys as a dynamic method rotates them: decoding is faster, and
             the cache half as large again.

@@ -582,9 +582,7 @@ def plan_rope(
     named, method = method is not None, "yarn" if method is None else method
     factor, target_length = factor_and_target(factor, target_length, method, start)
     trained = start if existing == "replace" else facts.trained_length
-    lengths = Lengths(
-        original=facts.original_length, trained=trained, start=start, target=target_length, factor=factor
-    )
+    lengths = Lengths(original=facts.original_length, trained=trained, start=start, target=target_length, factor=factor)
     if target_length <= start:
         raise ValueError(
             f"this model already covers {target_length} tokens: from {start} ({source}) that is no extension. Ask for "

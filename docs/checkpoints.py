@@ -1,4 +1,4 @@
-"""Write docs/checkpoints.md and docs/checkpoints.json: known checkpoints under existing="keep", "compose" and "replace".
+"""Write docs/checkpoints.md and .json: the known checkpoints under existing="keep", "compose" and "replace".
 
 python docs/checkpoints.py
 """
@@ -93,7 +93,10 @@ def config_of(row: Checkpoint) -> PreTrainedConfig:
     if "full_attention" in usual:
         rope = {**usual, "full_attention": {**usual["full_attention"], **rope}}
     else:
-        rope = {**{k: v for k, v in usual.items() if k in ("rope_theta", "partial_rotary_factor", "mrope_section")}, **rope}
+        rope = {
+            **{k: v for k, v in usual.items() if k in ("rope_theta", "partial_rotary_factor", "mrope_section")},
+            **rope,
+        }
     config: PreTrainedConfig = whole(**shape, rope_parameters=rope)
     found = known_checkpoint(config, rope_tables(config, config.rope_parameters)[0].parameters)
     if found != row:
@@ -149,7 +152,7 @@ def rows() -> list[dict[str, Any]]:
 
 def _words(found: dict[str, Any] | None) -> str:
     if found is None:
-        return "nothing to keep"
+        return "—"
     if "refused" in found:
         return "refused"
     ratio = "every pair turns" if found["ratio"] is None else f"{found['ratio']:.2f}"
@@ -162,24 +165,29 @@ def page(found: list[dict[str, Any]]) -> str:
         "# Known checkpoints under each `existing=`",
         "",
         f"What `extend_context(model, {FACTOR:g}, existing=…)` makes of every row of "
-        "[checkpoints.toml](../ctxext/checkpoints.toml): with its default method, YaRN, and for `keep` with no method.",
+        "[checkpoints.toml](../ctxext/checkpoints.toml) with its default method, YaRN; `keep` takes no method.",
         "",
-        "**The number** is a ratio of angles. A pair of rotary dimensions reaches the angle inv_freq × length (radians).",
-        "Over all pairs that finished no full turn in training, the cell shows the largest quotient of the angle at the",
-        "target length and the largest angle in training. Above 1, attention meets angles that it was never trained on.",
-        "In training, a pair reached its unscaled frequency × the length before any scaling; where a scaling was",
-        "trained in, the larger of that and its scaled frequency × the trained length. In brackets: the length that the",
-        "factor counts from, and the target, in tokens.",
+        "**The number** is a ratio of angles. At position p, a pair of rotary dimensions has turned by inv_freq × p",
+        "radians. Over all pairs that finished no full turn in training, the cell shows the largest quotient of the",
+        "angle at the target length and the largest angle in training. Above 1, attention meets angles that it was",
+        "never trained on. The largest angle in training is the unscaled frequency × the length before any scaling;",
+        "where a scaling was trained in, it is the larger of that and the scaled frequency × the trained length.",
+        "Brackets hold the length that the factor counts from and the target, in tokens.",
         "",
-        "Where nothing is scaled, `replace` is what leaving `existing` out does, and there is nothing to keep or to compose with.",
+        "Where nothing is scaled, `replace` is what leaving `existing` out does, and the other two are refused (—).",
         "",
         "| checkpoint | scaling | trained at | keep | compose | replace |",
         "|---|---|---|---|---|---|",
     ]
     for row in found:
         cells = [row["name"], row["scaling"], f"{row['trained_length']:,}", *(_words(row.get(verb)) for verb in VERBS)]
-        lines.append("| " + " | ".join(cells).replace("nothing to keep | nothing to keep", "— | —") + " |")
-    refused = {f"{row['name']}, {verb}: {row[verb]['refused']}" for row in found for verb in VERBS if "refused" in row.get(verb, {})}
+        lines.append("| " + " | ".join(cells) + " |")
+    refused = {
+        f"{row['name']}, {verb}: {row[verb]['refused']}"
+        for row in found
+        for verb in VERBS
+        if "refused" in row.get(verb, {})
+    }
     lines += ["", *(f"- {words}" for words in sorted(refused))]
     lines += ["", "Written by `python docs/checkpoints.py` from [checkpoints.json](checkpoints.json).", ""]
     return "\n".join(lines)

@@ -41,7 +41,8 @@ DOCS = Path(__file__).resolve().parent.parent / "docs"
 def table() -> Any:
     """docs/checkpoints.py, and what it says today."""
     spec = importlib.util.spec_from_file_location("checkpoints_table", DOCS / "checkpoints.py")
-    assert spec is not None and spec.loader is not None
+    assert spec is not None
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module, module.rows()

@@ -112,7 +112,8 @@ def test_proportional_rope_is_composed_with_by_its_turns() -> None:
     # Exponents are of all 128 pairs, the first 32 turn, and the scaling divides by 8.
     in_use = 1e6 ** (-torch.arange(32, dtype=torch.float64) / 128) / 8
     share = ramp_by_hand(in_use, 32.0, 2.0, False, length=2048)
-    assert float(share[0]) == 0 and float(share[-1]) == 1
+    assert float(share[0]) == 0
+    assert float(share[-1]) == 1
     method = YaRN(factor=FACTOR, beta_slow=2.0, truncate=False)
     plan = plan_rope(config, method=method, existing="compose")
     torch.testing.assert_close(plan.extended.inv_freq, in_use * (1 - share * (1 - 1 / FACTOR)), rtol=1e-9, atol=0)

@@ -162,7 +162,10 @@ class LongRoPE(RopeScaling):
             object.__setattr__(self, name, tuple(float(value) for value in values))
             bad = [value for value in getattr(self, name) if not (math.isfinite(value) and value > 0)]
             if bad:
-                raise ValueError(f"{name} must hold finite numbers > 0, got {bad[0]}. For a pair that does not rotate, write {NO_ROTATION:g}.")
+                raise ValueError(
+                    f"{name} must hold finite numbers > 0, got {bad[0]}. For a pair that does not rotate, write "
+                    f"{NO_ROTATION:g}."
+                )
 
     @property
     def is_dynamic(self) -> bool:

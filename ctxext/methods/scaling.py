@@ -258,7 +258,8 @@ class ABF(RopeScaling):
 class DroPE(RopeScaling):
     """λ_i = 1e12: every frequency dropped, so that positions reach attention by the causal mask alone.
 
-    λ is finite because JSON has no infinity. Gelberg et al. (2025). Made to be followed by a short training at the trained length.
+    Gelberg et al. (2025). Made to be followed by a short training at the trained length. λ is finite because JSON has
+    no infinity.
     """
 
     paper: ClassVar[Paper] = Paper("DroPE", 2025, "https://arxiv.org/abs/2512.12167")
