@@ -133,9 +133,9 @@ class AdapterBase:
 
     @property
     def original_max_position_embeddings(self) -> int:
-        """Tokens at which the base was trained before any scaling."""
+        """Tokens at which the base was trained before any scaling, or where its factor starts if that is unknown."""
         mark = self.config.get("ctxext")
-        return int(mark["original"]["length"]) if mark else self.max_position_embeddings
+        return int(mark["original"]["length"] or mark["start"]) if mark else self.max_position_embeddings
 
     def agrees(self, config: PreTrainedConfig) -> bool:
         """Whether `config` is extended as this record says."""
