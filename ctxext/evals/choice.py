@@ -3,21 +3,108 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import combinations
 from typing import TYPE_CHECKING
 
-from ctxext.evals.statistics import Difference, Interval
+from ctxext.evals.statistics import Difference, Interval, PairedTest, holm
 from ctxext.evals.targets import UNEXTENDED
 from ctxext.methods import ContextMethod, RopeScaling, list_methods
 
 if TYPE_CHECKING:
     from ctxext.evals.summary import Summary
 
-# Two variants whose difference has a larger p are not told apart.
+# A comparison whose adjusted p is larger is a tie.
 LEVEL = 0.05
-# Differences that nobody would notice decide nothing: shares found, and nats a token.
-TIED_FOUND, TIED_LOSS = 0.05, 0.01
+# In nats a token: a difference of losses that nobody would notice decides nothing.
+TIED_LOSS = 0.01
+
+ACCURACY, LOSS, REGRESSION = "retrieval accuracy", "loss", "short-context regression"
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """`one` against `other` on the samples that both have.
+
+    Attributes:
+        value: one - other: a share of passkeys found, or nats a token.
+        p: adjusted for all comparisons of the results file; `alone` is that of this one alone.
+        clusters: the independent texts behind it.
+    """
+
+    measure: str
+    one: str
+    other: str
+    value: float
+    p: float
+    alone: float
+    clusters: int
+
+    def __str__(self) -> str:
+        value = f"{100 * self.value:+.1f} points" if self.measure == ACCURACY else f"{self.value:+.3f} nats a token"
+        return f"{self.measure} {value}, p = {self.p:.2g}"
+
+
+class Comparisons:
+    """Every pair of candidates by every measure, and each candidate's retrieval accuracy against the baseline's.
+
+    The p-values are those of exact paired tests (`statistics.paired_test`), adjusted together by Holm's procedure:
+    where methods are equal, any one of them is called better or worse in at most 5% of runs.
+
+    Args:
+        left: candidates that left a race before these were compared, which count as compared.
+
+    Attributes:
+        family: how many comparisons p is adjusted for.
+    """
+
+    def __init__(self, summary: Summary, candidates: Sequence[str], left: int = 0) -> None:
+        short, longest = max(summary.lengths("short"), default=0), summary.beyond[-1]
+        pairs = list(combinations(candidates, 2))
+        raw = [
+            *((ACCURACY, one, other, _tested(summary, one, other)) for one, other in pairs),
+            *((ACCURACY, one, UNEXTENDED, _tested(summary, one, UNEXTENDED)) for one in candidates),
+            *((LOSS, one, other, summary.loss_test(one, other, longest)) for one, other in pairs),
+            *((REGRESSION, one, other, summary.loss_test(one, other, short, "short")) for one, other in pairs),
+        ]
+        found = [(*names, test) for *names, test in raw if test is not None]
+        started = len(candidates) + left
+        measures = {measure: started * (started - 1) // 2 for measure, _, other, _ in found if other != UNEXTENDED}
+        self.family = sum(measures.values()) + started * any(other == UNEXTENDED for _, _, other, _ in found)
+        adjusted = holm([test.p for *_, test in found], self.family)
+        self._found = {
+            (measure, one, other): Comparison(measure, one, other, test.value, p, test.p, test.clusters)
+            for (measure, one, other, test), p in zip(found, adjusted)
+        }
+
+    def between(self, measure: str, one: str, other: str) -> Comparison | None:
+        """None where the two have no samples in common."""
+        if (measure, one, other) in self._found:
+            return self._found[measure, one, other]
+        turned = self._found.get((measure, other, one))
+        return turned and replace(turned, one=one, other=other, value=-turned.value)
+
+    def behind(self, measure: str, one: str, others: Sequence[str], adjusted: bool = True) -> Comparison | None:
+        """The surest comparison in which `one` is significantly worse; None where it ties with all of the others."""
+        worse = -1 if measure == ACCURACY else 1
+        margin = TIED_LOSS if measure == LOSS else 0.0
+        against = [c for other in others if other != one and (c := self.between(measure, one, other))]
+        lost = [c for c in against if (c.p if adjusted else c.alone) < LEVEL and worse * c.value > margin]
+        return min(lost, key=lambda c: (c.alone, -abs(c.value)), default=None)
+
+    def front(self, measure: str, variants: Sequence[str], adjusted: bool = True) -> list[str]:
+        """Those that none of the others is significantly better than; all, where each has one (on other samples)."""
+        return [v for v in variants if self.behind(measure, v, variants, adjusted) is None] or list(variants)
+
+    def texts(self, measure: str) -> int:
+        """The most independent texts behind a comparison."""
+        return max((c.clusters for c in self._found.values() if c.measure == measure), default=0)
+
+
+def texts_needed(comparisons: int) -> int:
+    """The independent texts n that must all agree for one of so many comparisons to be significant: 2^(1-n) < 5%/m."""
+    return math.floor(1 + math.log2(max(1, comparisons) / LEVEL)) + 1
 
 
 @dataclass(frozen=True)
@@ -26,15 +113,24 @@ class Choice:
 
     Attributes:
         variant: the one to use.
-        tied: the others that these samples do not tell apart from it in what they find and in their loss.
-        behind: the rest. Both begin with the next best.
-        decided: what decided among the tied ones, for people; "" where there were none.
+        tied: the others that are not significantly worse than any candidate.
+        behind: the rest, with what shows it: a comparison, or None where the loss is not finite. Both begin with the
+            best as measured.
+        decided: why `variant` is named and not one of the tied; "" where there were none.
+        gain: its retrieval accuracy against the baseline's.
+        needed: by measure, the independent texts that any difference would need to be significant, where it has fewer.
+        family: how many comparisons the p-values are adjusted for.
+        started: how many candidates there were.
     """
 
     variant: str
     tied: tuple[str, ...]
-    behind: tuple[str, ...]
+    behind: dict[str, Comparison | None]
     decided: str
+    gain: Comparison | None
+    needed: dict[str, int]
+    family: int
+    started: int
 
     @property
     def ranking(self) -> tuple[str, ...]:
@@ -49,79 +145,128 @@ def candidates_of(summary: Summary) -> list[str]:
     return asked or [v for v in extended if summary_loss(summary, v) < math.inf]
 
 
-def choose(summary: Summary, candidates: Collection[str]) -> Choice:
+def choose(summary: Summary, candidates: Sequence[str], left: int = 0) -> Choice:
     """The candidate to use.
 
-    What is found beyond the trained length comes first, of those whose loss is a number; those not surely behind the
-    best there, nor by more than TIED_FOUND, are held to the least loss over windows of the longest length, give or take
-    TIED_LOSS. What is left is tied: those that plain transformers runs go before those that it cannot run, and then the
-    least price counts. What was not measured decides nothing.
+    Behind is who has significantly less retrieval accuracy beyond the trained length than another candidate; then, of
+    the others, whose loss over windows of the longest length is not finite, or significantly larger than another's by
+    more than TIED_LOSS. All that is left is tied. Of the tied, those are set aside that another one is ahead of before
+    the adjustment, and the cheapest of the rest is named: one that plain transformers loads before one that it does
+    not, then one without significantly more short-context regression than another, then the first in the order of the
+    run. With so few texts that not even one comparison could be significant, the best as measured come before the
+    cheapest. What was not measured decides nothing.
+
+    Args:
+        left: candidates that left a race before, which count as compared.
+
+    Raises:
+        ValueError: there are no candidates.
     """
-    loss = {v: summary_loss(summary, v) for v in candidates}
+    if not candidates:
+        raise ValueError("there are no candidates to choose from. Measure at least one extended variant.")
+    tests = Comparisons(summary, candidates, left)
+    order = by_measurement(summary, candidates)
+    missed = {v: -share.value for v in order if (share := found_share(summary, v))}
+    losses = {v: loss for v in order if (loss := summary_loss(summary, v)) < math.inf}
+    measures = {measure: least for measure, least in ((ACCURACY, missed), (LOSS, losses)) if least}
+    level = tests.front(ACCURACY, order)
+    finite = [v for v in level if not _is_broken(summary, v)] or level
+    front = tests.front(LOSS, finite)
+    lost = {v: tests.behind(ACCURACY, v, order) or tests.behind(LOSS, v, finite) for v in order if v not in front}
+
+    named, decided = front, []
+    if measures and tests.texts(first := next(iter(measures))) < texts_needed(1):
+        best = min(measures[first].get(v, math.inf) for v in front)
+        named = [v for v in front if measures[first].get(v, math.inf) == best]
+        if len(named) < len(front):
+            decided.append(f"its measured {first} is the {'highest' if first == ACCURACY else 'lowest'}")
+    likely = tests.front(LOSS, tests.front(ACCURACY, named, adjusted=False), adjusted=False)
+    if len(likely) < len(named):
+        decided.append("none is ahead of it before the adjustment")
+    portable = [v for v in likely if v in summary.portable]
+    if 0 < len(portable) < len(likely):
+        decided.append("plain transformers loads it")
+    cheapest = tests.front(REGRESSION, portable or likely)
+    if len(cheapest) < len(portable or likely):
+        decided.append(f"its {REGRESSION} is lower")
+    if len(cheapest) > 1:
+        decided.append("it comes first in the order of the run")
+    chosen = min(cheapest, key=summary.variants.index)
+    others = tuple(v for v in front if v != chosen)
+    needed = texts_needed(tests.family)
+    return Choice(
+        chosen,
+        others,
+        lost,
+        decided=" and ".join(decided) if others else "",
+        gain=tests.between(ACCURACY, chosen, UNEXTENDED),
+        needed={measure: needed for measure in measures if tests.texts(measure) < needed},
+        family=tests.family,
+        started=len(candidates) + left,
+    )
+
+
+def by_measurement(summary: Summary, candidates: Sequence[str]) -> list[str]:
+    """The candidates, the best as measured first, whatever is significant."""
     found = {v: share.value if (share := found_share(summary, v)) else 0.0 for v in candidates}
-    order = sorted(candidates, key=lambda v: (loss[v] == math.inf, -found[v], loss[v]))
-    level = [v for v in order if not _behind(beyond_difference(summary, v, order[0]))]
-    least = min(loss[v] for v in level)
-    tied = [v for v in level if loss[v] <= least + TIED_LOSS]
-    portable = summary.portable
-    chosen, *others = sorted(tied, key=lambda v: (v not in portable, price(summary, v)))
-    alike = [(v in portable) == (chosen in portable) for v in others]
-    priced = summary.gate(chosen).loss is not None
-    last = "it costs least within the trained length" if priced else "it comes first by what it finds and its loss"
-    decided = ["plain transformers runs it"] * (not all(alike)) + [last] * any(alike)
-    return Choice(chosen, tuple(others), tuple(v for v in order if v not in tied), " and ".join(decided))
+    loss = {v: summary_loss(summary, v) for v in candidates}
+    return sorted(candidates, key=lambda v: (_is_broken(summary, v), -found[v], loss[v]))
 
 
 def reasons(summary: Summary, choice: Choice) -> list[str]:
     """Why this one, for people: sentences."""
     name, longest = choice.variant, summary.beyond[-1]
     said = [f"Use {name}." if len(choice.ranking) > 1 else f"{name}:"]
-    share = found_share(summary, name)
+    share = found_share(summary, name, choice.started)
     if share is not None:
+        together = f", an interval for the best of {choice.started}" if choice.started > 1 else ""
         said.append(
-            f"Beyond the trained {summary.trained_length:,} tokens, up to {longest:,}, it finds {share.percent()} in "
-            "retrieval."
+            f"Beyond the trained {summary.trained_length:,} tokens, up to {longest:,}, its {ACCURACY} is "
+            f"{share.percent()}{together}."
         )
-        gain = beyond_difference(summary, name, UNEXTENDED)
-        if gain is not None:
-            sure = "" if gain.p < LEVEL and gain.value > 0 else ", which is no proof that it helps at all"
-            said.append(f"That is {points(gain)} against the unextended model{sure}.")
+        if choice.gain is not None:
+            value = f"{100 * choice.gain.value:+.1f} points against the baseline (p = {choice.gain.p:.2g})"
+            sure = choice.gain.p < LEVEL and choice.gain.value > 0
+            said.append(f"That is {value}{'' if sure else ', no evidence that it helps'}.")
         elif summary.cannot_run:
-            said.append(f"There is nothing to hold against it: {summary.cannot_run}.")
+            said.append(f"There is no baseline there: {summary.cannot_run}.")
     if choice.tied:
-        what = "Neither what they find nor their loss tells" if share is not None else "Their loss does not tell"
-        said.append(f"{what} it apart from {', '.join(choice.tied)}: it is taken as {choice.decided}.")
+        said.append(f"Tied with {', '.join(choice.tied)}: {name} is named because {choice.decided}.")
+        said += [
+            f"No difference in {measure} can be significant with fewer than {texts} independent "
+            f"{'texts (--trials)' if measure == ACCURACY else 'windows (--windows)'}."
+            for measure, texts in choice.needed.items()
+        ]
     if choice.behind:
-        behind = choice.behind[0]
-        found, loss = beyond_difference(summary, behind, name), summary.loss_difference(behind, name, longest)
-        if _behind(found):
-            said.append(f"The next, {behind}, is behind: {points(found)}.")
-        elif loss is not None:
-            said.append(f"The next, {behind}, is behind: {nats(loss)} over windows of {longest:,} tokens.")
-        else:
-            said.append(f"The next, {behind}, is behind in loss; one window of text does not show how sure that is.")
+        shown = [
+            f"{v} ({f'{found} against {found.other}' if found else 'its loss is not finite'})"
+            for v, found in choice.behind.items()
+        ]
+        said.append(f"Behind: {'; '.join(shown)}.")
+    if choice.family > 1:
+        said.append(f"Each p is of an exact paired test, adjusted by Holm for {choice.family} comparisons.")
     gate = summary.gate(name)
     if gate.loss is not None and gate.agreement is not None:
         said.append(
-            f"The price of {name} within the trained length: {nats(gate.loss)}, and another most likely token at "
-            f"{1 - gate.agreement.value:.1%} of the places."
+            f"The {REGRESSION} of {name} is {gate.loss.value:+.3f} nats a token, and its most likely token differs at "
+            f"{1 - gate.agreement.value:.1%} of the positions."
         )
     return said
 
 
-def found_share(summary: Summary, variant: str) -> Interval | None:
-    """The share found beyond the trained length; None where it was not measured."""
-    return summary.pooled(variant, summary.retrieval_tasks, summary.beyond)
+def found_share(summary: Summary, variant: str, comparisons: int = 1) -> Interval | None:
+    """Retrieval accuracy beyond the trained length, a mean over tasks; None where it was not measured."""
+    return summary.pooled(variant, summary.retrieval_tasks, summary.beyond, comparisons)
 
 
 def summary_loss(summary: Summary, variant: str) -> float:
     """In nats a token, over windows of the longest length; infinite where it was not measured or is no number."""
-    perplexity = summary.perplexity(variant, summary.beyond[-1])
-    return math.log(perplexity) if perplexity is not None and math.isfinite(perplexity) else math.inf
+    loss = summary.loss(variant, summary.beyond[-1])
+    return loss if loss is not None and math.isfinite(loss) else math.inf
 
 
 def beyond_difference(summary: Summary, one: str, other: str) -> Difference | None:
-    """How much more `one` finds beyond the trained length, on the samples of both."""
+    """How much more `one` finds beyond the trained length, on the samples of both; p is of this pair alone."""
     return summary.difference(one, other, summary.retrieval_tasks, summary.beyond)
 
 
@@ -131,8 +276,13 @@ def price(summary: Summary, variant: str) -> float:
     return 0.0 if loss is None else loss.value
 
 
-def _behind(difference: Difference | None) -> bool:
-    return difference is not None and difference.value < 0 and (difference.p < LEVEL or -difference.value > TIED_FOUND)
+def _tested(summary: Summary, one: str, other: str) -> PairedTest | None:
+    return summary.test(one, other, summary.retrieval_tasks, summary.beyond)
+
+
+def _is_broken(summary: Summary, variant: str) -> bool:
+    """Whether its loss was measured and is not finite."""
+    return summary.loss(variant, summary.beyond[-1]) is not None and summary_loss(summary, variant) == math.inf
 
 
 def _is_for_use(summary: Summary, variant: str) -> bool:
@@ -142,16 +292,6 @@ def _is_for_use(summary: Summary, variant: str) -> bool:
     name = method["name"] if isinstance(method, dict) else method
     known = next((cls for cls in list_methods() if name in (cls.name, *cls.aliases)), ContextMethod)
     return not (issubclass(known, RopeScaling) and known.of_the_call) or "length" in extension
-
-
-def points(difference: Difference | None) -> str:
-    """A difference of shares, for people."""
-    if difference is None:
-        return "not measured"
-    low, high = 100 * difference.low, 100 * difference.high
-    return (
-        f"{100 * difference.value:+.1f} points [{low:+.1f}, {high:+.1f}] (p = {difference.p:.2g}, n = {difference.n})"
-    )
 
 
 def nats(difference: Difference) -> str:

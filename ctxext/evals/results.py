@@ -5,8 +5,8 @@ While a run goes on, each process keeps a journal beside the file (`results.json
 each batch, behind a header for each run that wrote there. At the end the journals are merged into the file
 and removed. A run that was killed at any moment goes on from its journals, with any number of processes.
 
-Each process holds the operating system's lock on its journal, so a second run on the same file is refused. The lock ends
-with the process, however that ends.
+Each process holds the operating system's lock on its journal, so a second run on the same file is refused. The lock
+ends with the process, however that ends.
 """
 
 from __future__ import annotations
@@ -237,7 +237,8 @@ class ResultsWriter:
             except OSError as error:
                 file.close()
                 raise OSError(
-                    error.errno, f"cannot lock {part}: {error.strerror}. Give a file on another file system with --output"
+                    error.errno,
+                    f"cannot lock {part}: {error.strerror}. Give a file on another file system with --output",
                 ) from None
 
     def _close(self) -> None:

@@ -1,8 +1,8 @@
 """How sure a measured share, a difference or an effective length is: 95% intervals and p-values.
 
 Samples that share a text are alike, so the text (a trial, a window) is what is counted as independent
-throughout. Two methods are compared on the same samples, pair by pair. Nothing here corrects for how
-many comparisons are made.
+throughout. Two methods are compared on the same samples, pair by pair. Intervals and p-values are those of one
+comparison; `holm` adjusts p-values for how many there are, and `comparisons` widens the interval of a share.
 """
 
 from __future__ import annotations
@@ -21,6 +21,9 @@ Z = NORMAL.inv_cdf(0.975)
 
 # Of fewer clusters of losses no interval is bootstrapped.
 FEW = 6
+
+# Steps of the grid on which the sums of sign flips are counted, where they share no unit.
+GRID = 2**15
 
 # Llama-2-7B-chat's share at 4,096 tokens, the mean of 13 tasks. Hsieh et al. (2024), "RULER".
 RULER_THRESHOLD = 0.856
@@ -42,11 +45,20 @@ class Interval(NamedTuple):
         return f"{self.value:.0%} [{100 * self.low:.0f}, {100 * self.high:.0f}] n={self.n}"
 
 
+class PairedTest(NamedTuple):
+    """A difference of means, the exact p-value of no difference, and the number of independent clusters."""
+
+    value: float
+    p: float
+    clusters: int
+
+
 class Difference(NamedTuple):
     """mean(a − b) with its 95% interval, and the p-value of no difference.
 
     `n` counts the pairs: samples, or windows where losses are compared. Interval and p-value come from
-    different arguments, a bootstrap and a permutation: near p = 0.05 they can disagree.
+    different arguments, a bootstrap and a permutation: near p = 0.05 they can disagree. Both are those of this
+    comparison alone.
     """
 
     value: float
@@ -63,7 +75,7 @@ class EffectiveLength(NamedTuple):
     certain: int
 
 
-def wilson(hits: float, n: float) -> Interval:
+def wilson(hits: float, n: float, comparisons: int = 1) -> Interval:
     """(p + z²/2n ± z √(p(1-p)/n + z²/4n²)) / (1 + z²/n), with p = hits/n. Wilson (1927), JASA 22.
 
     The shares that a score test does not reject: it never leaves [0, 1] and has a width when all are
@@ -72,6 +84,8 @@ def wilson(hits: float, n: float) -> Interval:
     Args:
         hits: a sum of scores from 0 to 1, whole or not.
         n: samples; not whole if it is an effective number.
+        comparisons: so many intervals cover together in 95% of cases (Bonferroni), so that the one of them that is
+            picked for its value does as well.
 
     Raises:
         ValueError: n is not above 0, or hits are not between 0 and n.
@@ -80,14 +94,15 @@ def wilson(hits: float, n: float) -> Interval:
         raise ValueError(f"n must be > 0, got {n:g}. A share needs at least one sample.")
     if not 0 <= hits <= n:
         raise ValueError(f"hits must be from 0 to n={n:g}, got {hits:g}.")
-    p, shrink = hits / n, 1 + Z**2 / n
-    centre = (p + Z**2 / (2 * n)) / shrink
-    half = Z * math.sqrt(p * (1 - p) / n + Z**2 / (4 * n**2)) / shrink
+    z = NORMAL.inv_cdf(1 - 0.025 / comparisons)
+    p, shrink = hits / n, 1 + z**2 / n
+    centre = (p + z**2 / (2 * n)) / shrink
+    half = z * math.sqrt(p * (1 - p) / n + z**2 / (4 * n**2)) / shrink
     # With no or all hits a bound is 0 or 1, but for rounding.
     return Interval(p, max(0.0, min(p, centre - half)), min(1.0, max(p, centre + half)), round(n))
 
 
-def pooled_share(clusters: Mapping[Hashable, Sequence[float]]) -> Interval:
+def pooled_share(clusters: Mapping[Hashable, Sequence[float]], comparisons: int = 1) -> Interval:
     """Wilson's interval with n/d samples: d = (m/(m-1) Σ(yᵢ - nᵢp)² + K) / (n p(1-p) + 1), K = Σnᵢ²/n, 1 <= d <= K.
 
     Cluster i of m has nᵢ of the n samples and the sum of scores yᵢ; p = Σyᵢ/n. Without the K and the 1,
@@ -102,6 +117,7 @@ def pooled_share(clusters: Mapping[Hashable, Sequence[float]]) -> Interval:
 
     Args:
         clusters: for each text, the scores from 0 to 1 of its samples.
+        comparisons: as in `wilson`.
 
     Returns:
         The share of all samples; `n` is their true number.
@@ -121,37 +137,88 @@ def pooled_share(clusters: Mapping[Hashable, Sequence[float]]) -> Interval:
     if m > 1:
         spread = m / (m - 1) * float(((sums - sizes * p) ** 2).sum())
         effect = min(max(1.0, (spread + alike) / (n * p * (1 - p) + 1)), alike)
-    return wilson(p * (n / effect), n / effect)._replace(value=p, n=n)
+    return wilson(p * (n / effect), n / effect, comparisons)._replace(value=p, n=n)
 
 
-def mcnemar(only_a: int, only_b: int) -> float:
-    """min(1, 2 P(X <= min(only_a, only_b))), X ~ Binomial(only_a + only_b, 1/2): exact, two-sided. McNemar (1947).
+def macro_average(parts: Sequence[Interval]) -> Interval:
+    """Σpₜ/T of T tasks, each of the same weight whatever its number of samples, between Σpₜ/T ∓ √Σ(pₜ - boundₜ)²/T.
 
-    Args:
-        only_a: samples that a answered and b did not; `only_b` the other way round.
+    The intervals of independent shares, joined by MOVER: Zou and Donner (2008), Statistics in Medicine 27. Of one task
+    it is that task's own.
 
     Raises:
-        ValueError: a count is negative.
+        ValueError: there are no parts.
     """
-    if min(only_a, only_b) < 0:
-        raise ValueError(f"counts must be >= 0, got only_a={only_a} and only_b={only_b}.")
-    n = only_a + only_b
-    term = tail = 1
-    for k in range(min(only_a, only_b)):
-        term = term * (n - k) // (k + 1)
-        tail += term
-    return min(1.0, 2 * tail / (1 << n))
+    if not parts:
+        raise ValueError("a mean over tasks needs at least one task, got none.")
+    if len(parts) == 1:
+        return parts[0]
+    value = sum(part.value for part in parts) / len(parts)
+    below, above = (
+        math.sqrt(sum((part.value - bound) ** 2 for part, bound in zip(parts, bounds))) / len(parts)
+        for bounds in zip(*((part.low, part.high) for part in parts))
+    )
+    return Interval(value, value - below, value + above, sum(part.n for part in parts))
+
+
+def holm(p_values: Sequence[float], family: int) -> list[float]:
+    """p-values adjusted for `family` comparisons, stepping down from the smallest: max over j <= i of (family - j) pⱼ.
+
+    Whatever the comparisons have to do with each other, one of those that are truly level falls below 5% in at most 5%
+    of cases. Holm (1979), Scandinavian Journal of Statistics 6.
+
+    Args:
+        family: how many comparisons there are; those beyond `p_values` were not looked at, and count as equal.
+
+    Raises:
+        ValueError: family is smaller than the number of p-values, or one of them is not between 0 and 1.
+    """
+    wrong = [p for p in p_values if not 0 <= p <= 1]
+    if wrong or family < len(p_values):
+        raise ValueError(f"need p-values from 0 to 1, at most family={family}; got {len(p_values)}, wrong: {wrong}.")
+    order = sorted(range(len(p_values)), key=p_values.__getitem__)
+    adjusted, least = [1.0] * len(p_values), 0.0
+    for rank, k in enumerate(order):
+        least = adjusted[k] = min(1.0, max(least, (family - rank) * p_values[k]))
+    return adjusted
+
+
+def paired_test(
+    a: Sequence[float],
+    b: Sequence[float],
+    clusters: Sequence[Hashable] | None = None,
+    strata: Sequence[Hashable] | None = None,
+) -> PairedTest:
+    """The mean over strata of mean(a - b), and the share of sign flips of whole clusters that reach it.
+
+    All 2^m flips of the m clusters' sums are counted, none drawn (Fisher 1935). Where all scores are 0 or 1 and there
+    are no clusters this is McNemar's exact test (1947). Two methods whose answers to a text could be exchanged get a
+    p <= x in at most x of cases, however alike the answers to one text are.
+
+    Args:
+        a: scores from 0 to 1; `b` those of the same samples in the same order.
+        clusters: for each sample the text it shares with others; None if each has its own.
+        strata: for each sample its task; each task weighs the same. A cluster lies within one of them.
+
+    Raises:
+        ValueError: there are no samples, the lengths differ, or a score is not between 0 and 1.
+    """
+    differences, of, kind = _paired(a, b, clusters, strata)
+    sizes = np.bincount(kind)
+    sums = _totals(of, differences / (len(sizes) * sizes[kind]))
+    return PairedTest(float(sums.sum()), _sign_flips(sums), len(sums))
 
 
 def paired_difference(
     a: Sequence[float],
     b: Sequence[float],
     clusters: Sequence[Hashable] | None = None,
+    strata: Sequence[Hashable] | None = None,
     *,
     resamples: int = 2000,
     seed: int = 0,
 ) -> Difference:
-    """mean(a - b) over samples that both answered; whole clusters are resampled, and flipped for the p-value.
+    """mean(a - b) over samples that both answered, with the p-value of `paired_test`; whole clusters are resampled.
 
     The interval is that of the percentile bootstrap, widened where samples are few. One difference of
     +1 and one of -1 join the data it draws from, as in the closed form of Bonett and Price (2012):
@@ -159,31 +226,26 @@ def paired_difference(
     (2015) expanded ones, as much farther out as Student's t exceeds z. BCa mends bias and skewness, but
     the fault here is narrowness.
 
-    p is `mcnemar`'s where all scores are 0 or 1 and there are no clusters. Otherwise it is the share of
-    sign flips of the clusters' differences that give at least as large a total (Fisher 1935): of all
-    flips, where there are no more than `resamples`; else of that many and the data themselves (Phipson
-    and Smyth 2010), so never below 1 / (resamples + 1).
-
-    Args:
-        a: scores from 0 to 1; `b` those of the same samples in the same order.
-        clusters: for each sample the text it shares with others; None if each has its own.
-
-    Raises:
-        ValueError: there are no samples, the lengths differ, or a score is not between 0 and 1.
+    The intervals of several strata are joined by `macro_average`. Arguments and errors are those of `paired_test`.
     """
-    labels = range(len(a)) if clusters is None else clusters
-    if not len(a) or not len(a) == len(b) == len(labels):
-        raise ValueError(f"a, b and clusters must be as long as each other, got {len(a)}, {len(b)} and {len(labels)}.")
-    first, second = _scores(a), _scores(b)
-    of = _numbered(labels)
-    sums = _totals(of, first - second)
-    rng = np.random.default_rng(seed)
-    low, high = _bootstrap(np.append(sums, [1, -1]), np.append(_totals(of, np.ones(len(a))), [1, 1]), resamples, rng)
-    if clusters is None and {*a, *b} <= {0, 1}:
-        p = mcnemar(int((first > second).sum()), int((first < second).sum()))
-    else:
-        p = _sign_flips(sums, resamples, rng)
-    return Difference(float(sums.sum()) / len(a), low, high, p, len(a))
+    differences, of, kind = _paired(a, b, clusters, strata)
+    rng, parts = np.random.default_rng(seed), []
+    for stratum in range(kind.max() + 1):
+        mine = kind == stratum
+        inside = _numbered(of[mine].tolist())
+        sums, counts = (np.append(_totals(inside, x), both) for x, both in
+                        ((differences[mine], [1, -1]), (np.ones(mine.sum()), [1, 1])))  # fmt: skip
+        parts.append(Interval(float(differences[mine].mean()), *_bootstrap(sums, counts, resamples, rng), len(inside)))
+    value, low, high, n = macro_average(parts)
+    return Difference(value, low, high, paired_test(a, b, clusters, strata).p, n)
+
+
+def paired_loss_test(
+    a: Sequence[float], b: Sequence[float], tokens: Sequence[int], clusters: Sequence[Hashable] | None = None
+) -> PairedTest:
+    """Σ(aᵢ - bᵢ) / Σtokensᵢ, and the p-value of `paired_test`; arguments are those of `paired_loss_difference`."""
+    sums, counts = _loss_sums(a, b, tokens, clusters)
+    return PairedTest(float(sums.sum() / counts.sum()), _sign_flips(sums), len(sums))
 
 
 def paired_loss_difference(
@@ -215,21 +277,10 @@ def paired_loss_difference(
         ValueError: there are fewer than two clusters, the lengths differ, a window has no tokens, or a
             sum is not finite.
     """
-    labels = range(len(a)) if clusters is None else clusters
-    lengths, of = (len(a), len(b), len(tokens), len(labels)), _numbered(labels)
-    if len({*lengths}) > 1 or max(of, default=0) < 1:
-        raise ValueError(
-            f"a, b, tokens and clusters must have the same windows, in two clusters or more, got {lengths} windows in "
-            f"{len({*of})}. One does not show how much they differ."
-        )
-    wrong = [window for window in zip(a, b, tokens) if not (window[2] > 0 and math.isfinite(window[0] - window[1]))]
-    if wrong:
-        raise ValueError(f"every window must have tokens and finite losses, got (a, b, tokens) = {wrong[0]}.")
-    sums = _totals(of, np.array(a, dtype=np.float64) - np.array(b, dtype=np.float64))
-    counts = _totals(of, np.array(tokens, dtype=np.float64))
+    sums, counts = _loss_sums(a, b, tokens, clusters)
     rng = np.random.default_rng(seed)
     low, high = _bootstrap(sums, counts, resamples, rng) if len(sums) >= FEW else _linearised(sums, counts)
-    return Difference(float(sums.sum() / counts.sum()), low, high, _sign_flips(sums, resamples, rng), len(a))
+    return Difference(float(sums.sum() / counts.sum()), low, high, _sign_flips(sums), len(a))
 
 
 def effective_length(shares: Mapping[int, Interval], threshold: float) -> EffectiveLength:
@@ -276,6 +327,39 @@ def _totals(of: Sequence[int], values: NDArray[np.float64]) -> NDArray[np.float6
     return totals
 
 
+def _paired(
+    a: Sequence[float], b: Sequence[float], clusters: Sequence[Hashable] | None, strata: Sequence[Hashable] | None
+) -> tuple[NDArray[np.float64], NDArray[np.int64], NDArray[np.int64]]:
+    """For each sample a - b, and the numbers of its cluster and its stratum."""
+    labels = range(len(a)) if clusters is None else clusters
+    kinds = [None] * len(a) if strata is None else strata
+    if not len(a) or not len(a) == len(b) == len(labels) == len(kinds):
+        raise ValueError(
+            f"a, b, clusters and strata must be as long as each other, got {len(a)}, {len(b)}, {len(labels)} and "
+            f"{len(kinds)}."
+        )
+    return _scores(a) - _scores(b), np.array(_numbered(labels)), np.array(_numbered(kinds))
+
+
+def _loss_sums(
+    a: Sequence[float], b: Sequence[float], tokens: Sequence[int], clusters: Sequence[Hashable] | None
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """For each cluster the difference in nats, and its tokens."""
+    labels = range(len(a)) if clusters is None else clusters
+    lengths, of = (len(a), len(b), len(tokens), len(labels)), _numbered(labels)
+    if len({*lengths}) > 1 or max(of, default=0) < 1:
+        raise ValueError(
+            f"a, b, tokens and clusters must have the same windows, in two clusters or more, got {lengths} windows in "
+            f"{len({*of})}. One does not show how much they differ."
+        )
+    wrong = [window for window in zip(a, b, tokens) if not (window[2] > 0 and math.isfinite(window[0] - window[1]))]
+    if wrong:
+        raise ValueError(f"every window must have tokens and finite losses, got (a, b, tokens) = {wrong[0]}.")
+    sums = _totals(of, np.array(a, dtype=np.float64) - np.array(b, dtype=np.float64))
+    counts = _totals(of, np.array(tokens, dtype=np.float64))
+    return sums, counts
+
+
 def _linearised(sums: NDArray[np.float64], counts: NDArray[np.float64]) -> tuple[float, float]:
     """The 95% interval of Σsums/Σcounts over clusters: Student's t times the ratio's linearised standard error."""
     m, ratio = len(sums), float(sums.sum() / counts.sum())
@@ -311,14 +395,32 @@ def _student(freedom: int) -> float:
     )
 
 
-def _sign_flips(sums: NDArray[np.float64], resamples: int, rng: np.random.Generator) -> float:
-    """The share of sign patterns s with |Σ sᵢ sumsᵢ| >= |Σ sumsᵢ|."""
+def _sign_flips(sums: NDArray[np.float64]) -> float:
+    """The share of the sign patterns s with |Σ sᵢ sumsᵢ| >= |Σ sumsᵢ|: exact, or too large by what the grid rounds."""
     sizes = np.abs(sums[sums != 0])
+    if not len(sizes):
+        return 1.0
+    unit = _unit(sizes)
+    steps = np.rint(sizes / unit).astype(int)
+    # The chance of each number of steps that are flipped.
+    chances, reached = np.zeros(steps.sum() + 1), 0
+    chances[0] = 1
+    for step in steps:
+        half = chances[: reached + 1] / 2
+        chances[: reached + 1] = half
+        chances[step : step + reached + 1] += half
+        reached += step
     # Ties count, and must not be lost to rounding.
-    observed = abs(sums.sum()) - 1e-9 * sizes.sum()
-    if 2 ** len(sizes) <= resamples:
-        bits = (np.arange(2 ** len(sizes))[:, None] >> np.arange(len(sizes))) & 1
-        return float(np.mean(np.abs((2 * bits - 1) @ sizes) >= observed))
-    kinds, weights = np.unique(sizes, return_counts=True)
-    totals = (2 * rng.binomial(weights, 0.5, size=(resamples, len(kinds))) - weights) @ kinds
-    return (1 + int((np.abs(totals) >= observed).sum())) / (1 + resamples)
+    rounded = np.abs(sizes - steps * unit).sum() + 1e-9 * sizes.sum()
+    reach = np.abs(reached - 2 * np.arange(reached + 1)) * unit >= abs(sums.sum()) - rounded
+    return min(1.0, float(chances[reach].sum()))
+
+
+def _unit(sizes: NDArray[np.float64]) -> float:
+    """What all sizes are whole multiples of, or a step of the grid."""
+    for parts in range(1, 13):
+        unit = sizes.min() / parts
+        steps = sizes / unit
+        if steps.sum() <= GRID and np.abs(steps - np.rint(steps)).max() < 1e-6:
+            return float(unit)
+    return float(sizes.sum() / GRID)

@@ -20,9 +20,13 @@ from ctxext.evals.statistics import (
     Difference,
     EffectiveLength,
     Interval,
+    PairedTest,
     effective_length,
+    macro_average,
     paired_difference,
     paired_loss_difference,
+    paired_loss_test,
+    paired_test,
     pooled_share,
     wilson,
 )
@@ -62,6 +66,7 @@ class Summary:
         self.header = results.header
         self.records = results.records
         self.trained_length: int = results.header.about["trained_length"]
+        self._summed: dict[tuple[str, int, int, str], dict[int, tuple[float, int]]] = {}
 
     @cached_property
     def _by(self) -> dict[tuple[str, str], list[Record]]:
@@ -103,14 +108,22 @@ class Summary:
             scores[record["length"], record["depth"]].append(record["score"])
         return {cell: wilson(sum(values), len(values)) for cell, values in sorted(scores.items(), key=_cell_order)}
 
-    def pooled(self, variant: str, tasks: Sequence[str], lengths: Iterable[int]) -> Interval | None:
-        """The score over all depths of some lengths; samples of one trial share a text and count as a cluster."""
-        clusters, wanted = defaultdict(list), set(lengths)
+    def pooled(
+        self, variant: str, tasks: Sequence[str], lengths: Iterable[int], comparisons: int = 1
+    ) -> Interval | None:
+        """The score over all depths of some lengths, averaged over tasks: each task that was measured weighs the same.
+
+        Samples of one trial share a text and count as a cluster; `comparisons` is as in `wilson`.
+        """
+        parts, wanted = [], set(lengths)
         for task in tasks:
+            clusters = defaultdict(list)
             for record in self.of(variant, task):
                 if record["length"] in wanted:
-                    clusters[task, record["length"], record["trial"]].append(record["score"])
-        return pooled_share(clusters) if clusters else None
+                    clusters[record["length"], record["trial"]].append(record["score"])
+            if clusters:
+                parts.append(pooled_share(clusters, comparisons))
+        return macro_average(parts) if parts else None
 
     def by_length(self, variant: str, task: str) -> dict[int, Interval]:
         lengths = sorted({record["length"] for record in self.of(variant, task)})
@@ -126,16 +139,26 @@ class Summary:
         return {"RULER": effective_length(shares, RULER_THRESHOLD), "85% of own": effective_length(shares, own)}
 
     def difference(self, one: str, other: str, tasks: Sequence[str], lengths: Iterable[int]) -> Difference | None:
-        """How much more `one` finds than `other` on the samples that both have, paired."""
+        """How much more `one` finds than `other` on the samples that both have, paired; each task weighs the same."""
+        pairs = self._pairs(one, other, tasks, lengths)
+        return paired_difference(*pairs) if pairs else None
+
+    def test(self, one: str, other: str, tasks: Sequence[str], lengths: Iterable[int]) -> PairedTest | None:
+        """As `difference`, without the interval."""
+        pairs = self._pairs(one, other, tasks, lengths)
+        return paired_test(*pairs) if pairs else None
+
+    def _pairs(self, one: str, other: str, tasks: Sequence[str], lengths: Iterable[int]) -> list[list[Any]]:
+        """Scores of both, texts and tasks of the samples that both have; nothing where there are none."""
         wanted = set(lengths)
         theirs = {r["key"]: r["score"] for task in tasks for r in self.of(other, task) if r["length"] in wanted}
         pairs = [
-            (r["score"], theirs[r["key"]], (task, r["length"], r["trial"]))
+            (r["score"], theirs[r["key"]], (task, r["length"], r["trial"]), task)
             for task in tasks
             for r in self.of(one, task)
             if r["key"] in theirs
         ]
-        return paired_difference(*map(list, zip(*pairs))) if pairs else None
+        return [list(part) for part in zip(*pairs)]
 
     # ------------------------------------------------------------------------------------- perplexity
 
@@ -149,8 +172,13 @@ class Summary:
 
     def perplexity(self, variant: str, length: int, after: int = 0, task: str = "perplexity") -> float | None:
         """exp of the mean loss over the tokens from position `after` up to `length`."""
-        parts = [losses[max(0, after - 1) :] for losses in self.losses(variant, length, task).values()]
-        return math.exp(np.concatenate(parts).astype(float).mean()) if parts else None
+        loss = self.loss(variant, length, after, task)
+        return None if loss is None else float(np.exp(loss))
+
+    def loss(self, variant: str, length: int, after: int = 0, task: str = "perplexity") -> float | None:
+        """The mean loss over the tokens from position `after` up to `length`, in nats."""
+        windows = self._loss_sums(variant, length, after, task).values()
+        return sum(total for total, _ in windows) / sum(tokens for _, tokens in windows) if windows else None
 
     def curve(self, variant: str, bins: int = 32) -> list[tuple[float, float]]:
         """Perplexity by position: (middle of the bin, perplexity there)."""
@@ -191,15 +219,37 @@ class Summary:
 
         None where fewer than two of them lie apart.
         """
-        ours, theirs = self.losses(one, length, task), self.losses(other, length, task)
-        trials, first = [trial for trial in ours if trial in theirs], max(0, after - 1)
-        sums = [[losses[trial][first:].astype(float).sum() for trial in trials] for losses in (ours, theirs)]
-        tokens = [len(ours[trial][first:]) for trial in trials]
+        windows = self._windows(one, other, length, after, task)
+        return paired_loss_difference(*windows) if windows else None
+
+    def loss_test(self, one: str, other: str, length: int, task: str = "perplexity") -> PairedTest | None:
+        """As `loss_difference`, without the interval."""
+        windows = self._windows(one, other, length, 0, task)
+        return paired_loss_test(*windows) if windows else None
+
+    def _windows(
+        self, one: str, other: str, length: int, after: int, task: str
+    ) -> tuple[list[float], list[float], list[int], list[int]] | None:
+        """Of the windows that both read: the loss of either, the tokens, and the stretch of text."""
+        ours, theirs = self._loss_sums(one, length, after, task), self._loss_sums(other, length, after, task)
+        trials = [trial for trial in ours if trial in theirs]
+        sums = [[losses[trial][0] for trial in trials] for losses in (ours, theirs)]
         apart = self._apart(trials, length - after, task)
         # In float16 a loss may be no number.
         if len({*apart}) < 2 or not all(math.isfinite(value) for side in sums for value in side):
             return None
-        return paired_loss_difference(*sums, tokens, apart)
+        return sums[0], sums[1], [ours[trial][1] for trial in trials], apart
+
+    def _loss_sums(self, variant: str, length: int, after: int, task: str) -> dict[int, tuple[float, int]]:
+        """By window, the loss of the tokens from position `after` up to `length`, and how many they are."""
+        name = variant, length, after, task
+        if name not in self._summed:
+            self._summed[name] = {
+                trial: (float(part.astype(float).sum()), len(part))
+                for trial, losses in self.losses(variant, length, task).items()
+                for part in [losses[max(0, after - 1) :]]
+            }
+        return self._summed[name]
 
     def _apart(self, trials: Sequence[int], span: int, task: str = "perplexity") -> list[int]:
         """For each window the stretch of text that it belongs to."""

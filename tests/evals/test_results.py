@@ -169,7 +169,10 @@ def test_a_full_disk_while_merging_keeps_the_journals(tmp_path: Path, monkeypatc
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(os, "fsync", full)
-    with ResultsWriter(path, header()) as writer, pytest.raises(OSError, match="All 5 samples are kept in its journals"):
+    with (
+        ResultsWriter(path, header()) as writer,
+        pytest.raises(OSError, match="All 5 samples are kept in its journals"),
+    ):
         writer.merge()
     monkeypatch.undo()
     assert [file.name for file in tmp_path.iterdir()] == ["r.jsonl.part-0"]

@@ -17,9 +17,11 @@ from ctxext.evals.statistics import (
     EffectiveLength,
     Interval,
     effective_length,
-    mcnemar,
+    holm,
+    macro_average,
     paired_difference,
     paired_loss_difference,
+    paired_test,
     pooled_share,
     wilson,
 )
@@ -183,10 +185,52 @@ def test_a_pooled_share_covers_where_samples_are_alike_and_wilson_does_not(trial
 # McNemar's test
 
 
-@pytest.mark.parametrize(("only_a", "only_b"), [*product(range(8), repeat=2), (40, 60), (0, 200), (700, 500)])
-def test_mcnemar_is_an_exact_binomial_test(only_a: int, only_b: int) -> None:
-    n = only_a + only_b
-    assert mcnemar(only_a, only_b) == pytest.approx(stats.binomtest(only_a, n).pvalue if n else 1.0)
+# The mean over tasks
+
+
+def test_each_task_weighs_the_same_however_many_samples_it_has() -> None:
+    easy, hard = wilson(500, 500), wilson(0, 10)
+    assert macro_average([easy, hard]).value == 0.5
+    assert macro_average([easy, hard]).n == 510
+    assert macro_average([hard]) == hard
+    many, few = [1.0] * 50, [0.0] * 2
+    assert paired_test(many + few, [0.0] * 52, strata=["many"] * 50 + ["few"] * 2).value == 0.5
+    assert paired_difference(many + few, [0.0] * 52, strata=["many"] * 50 + ["few"] * 2).value == 0.5
+
+
+@pytest.mark.parametrize("shares", [(0.9, 0.5), (0.98, 0.95, 0.9, 0.6)])
+def test_a_mean_over_tasks_covers(shares: tuple[float, ...]) -> None:
+    rng, truth = np.random.default_rng(0), float(np.mean(shares))
+    sizes = [10 * (k + 1) for k in range(len(shares))]
+    runs = [macro_average([wilson(rng.binomial(n, p), n) for n, p in zip(sizes, shares)]) for _ in range(2000)]
+    assert np.mean([covers(run, truth) for run in runs]) >= 0.94
+
+
+# Many comparisons
+
+
+@examples
+@given(st.lists(st.floats(0, 1), min_size=1, max_size=12), st.integers(0, 30))
+def test_holm_adjusts_in_order_and_never_downwards(p: list[float], more: int) -> None:
+    adjusted = holm(p, len(p) + more)
+    assert all(q >= min(1, raw) for raw, q in zip(p, adjusted))
+    assert [q for _, q in sorted(zip(p, adjusted))] == sorted(adjusted)
+    assert min(adjusted) == min(1.0, (len(p) + more) * min(p))
+    if not more:
+        rejected = {k for k, q in enumerate(adjusted) if q <= 0.05}
+        by_steps, left = set(), sorted(range(len(p)), key=p.__getitem__)
+        while left and p[left[0]] * len(left) <= 0.05:
+            by_steps.add(left.pop(0))
+        assert rejected == by_steps
+
+
+def test_the_best_of_many_is_covered_by_intervals_that_cover_together() -> None:
+    rng, hits = np.random.default_rng(0), []
+    for hits_of_best in rng.binomial(50, 0.7, (3000, 8)).max(1):
+        hits.append([covers(wilson(hits_of_best, 50, n), 0.7) for n in (1, 8)])
+    alone, together = np.mean(hits, axis=0)
+    assert alone < 0.9
+    assert together >= 0.95
 
 
 # Paired differences
@@ -292,21 +336,26 @@ def test_p_is_uniform_where_the_methods_do_not_differ(values: str) -> None:
         assert level - slack <= np.mean(np.array(p) <= level) <= level + 0.03
 
 
-@pytest.mark.parametrize(("only_a", "only_b"), [(0, 0), (1, 0), (5, 0), (6, 1), (5, 5), (2, 8)])
-def test_exact_sign_flips_are_mcnemars_test(only_a: int, only_b: int) -> None:
+@pytest.mark.parametrize(("only_a", "only_b"), [*product(range(8), repeat=2), (40, 60), (0, 200), (700, 500)])
+def test_sign_flips_of_hits_are_mcnemars_exact_test(only_a: int, only_b: int) -> None:
+    n = only_a + only_b
     a = [1] * only_a + [0] * only_b + [1] * 20
     b = [0] * only_a + [1] * only_b + [1] * 20
-    assert paired_difference(a, b).p == mcnemar(only_a, only_b)
-    assert paired_difference(a, b, range(len(a))).p == pytest.approx(mcnemar(only_a, only_b))
+    assert paired_test(a, b).p == pytest.approx(stats.binomtest(only_a, n).pvalue if n else 1.0)
 
 
-def test_drawn_sign_flips_agree_with_all_of_them() -> None:
+@pytest.mark.parametrize("scale", [[1], [0.2], [0.1], [1 / 3]])
+def test_sign_flips_are_counted_as_if_each_were_written_down(scale: list[float]) -> None:
+    """Also where sums share no unit, up to the steps of a grid, and then never too small."""
     rng = np.random.default_rng(0)
-    for _ in range(20):
-        a, b = rng.random((2, 12)) / [[1], [1.2]]
-        every, drawn = (paired_difference(a, b, resamples=resamples).p for resamples in (4096, 4095))
-        assert every * 4096 == pytest.approx(round(every * 4096))
-        assert drawn == pytest.approx(every, abs=0.03)
+    signs = 1 - 2 * ((np.arange(2**10)[:, None] >> np.arange(10)) & 1)
+    for whole in (True, False):
+        for _ in range(20):
+            a, b = rng.integers(0, 6, (2, 10)) / 5 * scale[0] if whole else rng.random((2, 10)) * scale[0]
+            totals = np.abs(signs @ (a - b))
+            every = float(np.mean(totals >= abs((a - b).sum()) - 1e-9))
+            p = paired_test(a, b).p
+            assert every - 1e-12 <= p <= every + (1e-12 if whole else 0.01)
 
 
 def test_a_tie_counts_in_spite_of_rounding() -> None:
@@ -314,9 +363,8 @@ def test_a_tie_counts_in_spite_of_rounding() -> None:
     assert paired_difference([0.1, 0.2, 0.0], [0.0, 0.0, 0.1]).p == 0.75
 
 
-def test_a_drawn_p_is_never_0() -> None:
-    assert paired_difference([1.0] * 99, [0.5] * 99, resamples=999).p == 1 / 1000
-    assert paired_difference([1.0] * 99, [0.0] * 99).p == 2 / 2**99
+def test_no_p_is_0_however_many_samples_agree() -> None:
+    assert paired_test([1.0] * 99, [0.5] * 99).p == paired_test([1.0] * 99, [0.0] * 99).p == 2 / 2**99
 
 
 # Paired differences of losses
@@ -448,10 +496,13 @@ def test_a_base_that_answers_nothing_has_no_effective_length() -> None:
         (lambda: pooled_share({}), "got 0 clusters"),
         (lambda: pooled_share({"a": [1], "b": []}), r"without samples: \['b'\]"),
         (lambda: pooled_share({"a": [1, 1.5]}), "from 0 to 1, got 1.5"),
-        (lambda: mcnemar(-1, 2), "only_a=-1"),
-        (lambda: paired_difference([], []), "got 0, 0 and 0"),
-        (lambda: paired_difference([1], [1, 0]), "got 1, 2 and 1"),
-        (lambda: paired_difference([1, 0], [1, 0], ["x"]), "got 2, 2 and 1"),
+        (lambda: macro_average([]), "at least one task, got none"),
+        (lambda: holm([0.1, 0.2], 1), "at most family=1; got 2"),
+        (lambda: holm([0.1, math.nan], 2), r"wrong: \[nan\]"),
+        (lambda: paired_difference([], []), "got 0, 0, 0 and 0"),
+        (lambda: paired_difference([1], [1, 0]), "got 1, 2, 1 and 1"),
+        (lambda: paired_difference([1, 0], [1, 0], ["x"]), "got 2, 2, 1 and 2"),
+        (lambda: paired_test([1, 0], [1, 0], strata=["x"]), "got 2, 2, 2 and 1"),
         (lambda: paired_difference([1, 0], [math.nan, 0]), "from 0 to 1, got nan"),
         (lambda: paired_loss_difference([1.0], [1.0], [5]), "the same windows, in two clusters or more"),
         (lambda: paired_loss_difference([1.0, 2.0], [1.0, 2.0], [5]), r"got \(2, 2, 1, 2\) windows"),
