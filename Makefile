@@ -43,6 +43,7 @@ verify: $(VENV)/dev.stamp  ## live, ignored and without the temperature told apa
 benchmark: $(VENV)/dev.stamp
 	$(BIN)/python benchmarks/patch.py
 	$(BIN)/python benchmarks/evaluators.py
+	$(BIN)/python benchmarks/choice.py
 	$(BIN)/python benchmarks/finetune.py
 	$(BIN)/python benchmarks/attention.py
 	$(BIN)/python benchmarks/llama_cpp.py

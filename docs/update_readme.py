@@ -165,6 +165,25 @@ def finetune_memory_table() -> str:
     return "\n".join(lines)
 
 
+def choice_table() -> str:
+    """What the decision of `compare` says of simulated methods, of docs/benchmarks/choice.json."""
+    record = json.loads((ROOT / "docs/benchmarks/choice.json").read_text())
+    figures = {name: figure["value"] for name, figure in record["figures"].items()}
+    kinds = ("runs with a claim", "the worst setting", "the interval of the best holds the truth")
+    lines = ["| all equal | runs with a claim | in the worst setting | the best's interval holds |", "|---" * 4 + "|"]
+    for name in dict.fromkeys(name.partition(",")[0] for name in figures if "the worst setting" in name):
+        cells = [f"{figures[f'{name}, all equal: {kind}']:.1%}" for kind in kinds]
+        lines.append("| " + " | ".join([name, *cells]) + " |")
+    lines += ["", "| one differs | named | told apart by the adjusted test |", "|---|---|---|"]
+    named = {name: value for name, value in figures.items() if name.endswith(": named")}
+    for name, value in named.items():
+        what = name.removesuffix(": named")
+        apart = figures.get(f"{what}: all others behind", figures.get(f"{what}: behind"))
+        lines.append(f"| {what} | {value:.0%} | {apart:.0%} |")
+    lines += ["", f"{record['runs']} runs of each setting, seed {record['seed']}; from [choice.json](choice.json)."]
+    return "\n".join(lines)
+
+
 def attention_table() -> str:
     """What late rotation costs, of docs/benchmarks/attention.json."""
     record = json.loads((ROOT / "docs/benchmarks/attention.json").read_text())
@@ -337,7 +356,11 @@ TABLES = {
         "smollm2-16k": partial(comparison_table, "docs/compare/smollm2-16k.json", "docs"),
         "cost": attention_table,
     },
-    "docs/benchmarks/README.md": {"evaluators": evaluators_table, "finetune": finetune_memory_table},
+    "docs/benchmarks/README.md": {
+        "choice": choice_table,
+        "evaluators": evaluators_table,
+        "finetune": finetune_memory_table,
+    },
     "docs/engines.md": {"engines": engine_table},
     "docs/positions/README.md": {
         "positions": partial(positions_table, each_seed=False),

@@ -389,7 +389,9 @@ def _caption(summary: Summary, gated: bool, key: int) -> str:
     said = []
     if tasks := summary.retrieval_tasks:
         shares = [share for v in summary.variants for t in tasks for share in summary.by_length(v, t).values()]
-        said.append(f"retrieval: up to {max(share.n for share in shares)} samples a cell, 95% intervals")
+        said.append(
+            f"retrieval: up to {max(share.n for share in shares)} samples a cell, 95% intervals, each on its own"
+        )
     if read := summary.read_lengths:
         said.append("ppl: perplexity from one length to the next" if len(read) > 1 else "ppl: perplexity")
         windows, apart = summary.windows_apart

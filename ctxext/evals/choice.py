@@ -219,7 +219,7 @@ def reasons(summary: Summary, choice: Choice) -> list[str]:
     said = [f"Use {name}." if len(choice.ranking) > 1 else f"{name}:"]
     share = found_share(summary, name, choice.started)
     if share is not None:
-        together = f", an interval for the best of {choice.started}" if choice.started > 1 else ""
+        together = f" (95% interval, simultaneous over {choice.started} methods)" if choice.started > 1 else ""
         said.append(
             f"Beyond the trained {summary.trained_length:,} tokens, up to {longest:,}, its {ACCURACY} is "
             f"{share.percent()}{together}."

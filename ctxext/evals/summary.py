@@ -78,12 +78,12 @@ class Summary:
     def of(self, variant: str, task: str) -> list[Record]:
         return self._by.get((variant, task), [])
 
-    @property
+    @cached_property
     def variants(self) -> list[str]:
         """Those with any sample, in the order of the run."""
         return [name for name in self.header.variants if any(variant == name for variant, _ in self._by)]
 
-    @property
+    @cached_property
     def retrieval_tasks(self) -> list[str]:
         return [
             task for task in self.header.tasks if any("score" in r for v in self.variants for r in self.of(v, task)[:1])
@@ -92,7 +92,7 @@ class Summary:
     def lengths(self, *tasks: str) -> list[int]:
         return sorted({r["length"] for v in self.variants for task in tasks for r in self.of(v, task)})
 
-    @property
+    @cached_property
     def read_lengths(self) -> list[int]:
         """The lengths for which windows of text were read: at that length, or at a longer one."""
         longest = max(self.lengths("perplexity"), default=0)
@@ -233,6 +233,8 @@ class Summary:
         """Of the windows that both read: the loss of either, the tokens, and the stretch of text."""
         ours, theirs = self._loss_sums(one, length, after, task), self._loss_sums(other, length, after, task)
         trials = [trial for trial in ours if trial in theirs]
+        if not trials:
+            return None
         sums = [[losses[trial][0] for trial in trials] for losses in (ours, theirs)]
         apart = self._apart(trials, length - after, task)
         # In float16 a loss may be no number.
@@ -320,7 +322,7 @@ class Summary:
         short = {v: limit for v, limit in limits.items() if limit is not None and limit < longest}
         return ", ".join(f"{label(v)} cannot run past {limit:,} tokens" for v, limit in short.items())
 
-    @property
+    @cached_property
     def beyond(self) -> list[int]:
         """The lengths beyond the trained one."""
         lengths = {*self.read_lengths, *self.lengths(*self.retrieval_tasks)}

@@ -1,0 +1,191 @@
+"""Equal methods tie, methods that differ are told apart, and each task weighs the same."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from choice import Setting, chosen, claims, covered
+
+from ctxext.evals.choice import ACCURACY, LEVEL, LOSS, REGRESSION, choose, reasons, texts_needed
+from ctxext.evals.perplexity import packed
+from ctxext.evals.results import Header, Results
+from ctxext.evals.summary import Summary
+
+RNG = np.random.default_rng
+
+
+def without(summary: Summary, *keep: object) -> Summary:
+    """The summary of the records for which `keep[0]` holds."""
+    records = [record for record in summary.records if keep[0](record)]  # type: ignore[operator]
+    return Summary(Results(Path("results.jsonl"), summary.header, records))
+
+
+@pytest.mark.parametrize(
+    ("setting", "runs"),
+    [
+        (Setting(2, 0.7, trials=50), 120),
+        (Setting(8, 0.7, trials=50), 60),
+        (Setting(4, 0.5, trials=16, depths=5, tasks=2, shared=0.5, alike=0.5), 60),
+        (Setting(4, 0.7, trials=0, windows=16), 60),
+        (Setting(3, 0.95, trials=10, lengths=2, shared=0.9, windows=12, tails="t2"), 60),
+    ],
+)
+def test_equal_methods_are_seldom_told_apart(setting: Setting, runs: int) -> None:
+    """The whole grid of sizes, rates and correlations is in benchmarks/choice.py."""
+    rng = RNG(0)
+    choices = [(summary, chosen(summary, setting)) for summary in (setting.summary(rng) for _ in range(runs))]
+    assert sum(claims(choice) for _, choice in choices) <= LEVEL * runs
+    if setting.trials:
+        assert np.mean([covered(summary, setting, choice) for summary, choice in choices]) >= 0.95
+
+
+def test_one_that_is_better_by_far_is_found_and_one_that_is_worse_never_named() -> None:
+    rng = RNG(0)
+    better, worse = Setting(6, 0.4, 0.95, trials=50), Setting(6, 0.9, 0.3, trials=50)
+    found = [chosen(better.summary(rng), better) for _ in range(20)]
+    assert all(choice.variant == "m0" for choice in found)
+    assert sum(len(choice.behind) == 5 for choice in found) >= 18
+    lost = [chosen(worse.summary(rng), worse) for _ in range(20)]
+    assert all("m0" in choice.behind for choice in lost)
+    for sign in (1, -1):
+        setting = Setting(6, trials=0, windows=24, gain=0.1 * sign)
+        choices = [chosen(setting.summary(rng), setting) for _ in range(5)]
+        assert all((choice.variant == "m0") == (sign > 0) and choice.behind for choice in choices)
+
+
+def test_each_task_weighs_the_same_in_what_is_shown_and_in_what_decides() -> None:
+    """One that finds all of a task with many samples, and nothing of two with few, is not ahead."""
+    records = []
+    for task, depths in (("passkey", 5), ("vt", 1), ("cwe", 1)):
+        for variant, right in (("a", task == "passkey"), ("b", task != "passkey")):
+            for trial in range(20):
+                for depth in range(depths):
+                    place = {"task": task, "length": 1024, "depth": depth / 4, "trial": trial, "seed": 0}
+                    key = f"{task} {trial} {depth}"
+                    records.append({"variant": variant, "key": key, **place, "score": float(right)})
+    header = Header({"seed": 0}, {"passkey": {}, "vt": {}, "cwe": {}}, {"a": {}, "b": {}},
+                    {"trained_length": 512, "lengths": [1024], "text_tokens": 9000})  # fmt: skip
+    summary = Summary(Results(Path("results.jsonl"), header, records))
+    tasks = summary.retrieval_tasks
+    assert summary.pooled("a", tasks, [1024]).value == pytest.approx(1 / 3)
+    assert summary.pooled("b", tasks, [1024]).value == pytest.approx(2 / 3)
+    assert summary.difference("b", "a", tasks, [1024]).value == pytest.approx(1 / 3)
+    assert summary.effective_length("a", tasks)["RULER"].length == 0
+    assert choose(summary, ["a", "b"]).variant == "b"
+
+
+def test_ties_are_reported_with_why_one_is_named() -> None:
+    summary = Setting(4, 0.9, trials=9, windows=10, shared=1.0).summary(RNG(0))
+    for k in range(4):
+        summary.header.variants[f"m{k}"]["portable"] = k in (2, 3)
+    choice = chosen(summary, Setting(4))
+    assert (choice.variant, set(choice.tied), choice.behind) == ("m2", {"m0", "m1", "m3"}, {})
+    said = " ".join(reasons(summary, choice))
+    assert "m2 is named because plain transformers loads it and it comes first in the order of the run." in said
+    assert "(95% interval, simultaneous over 4 methods)" in said
+    assert f"adjusted by Holm for {6 + 4 + 6 + 6} comparisons" in said
+    assert f"fewer than {texts_needed(22)} independent texts (--trials)" in said
+    assert "ehind" not in said
+
+
+def test_a_p_is_that_of_the_family_and_behind_is_said_with_it() -> None:
+    setting = Setting(3, 0.9, 0.1, trials=40)
+    summary = setting.summary(RNG(0))
+    choice = chosen(summary, setting)
+    (lost,) = choice.behind.values()
+    assert lost is not None
+    assert (lost.measure, lost.one, choice.family) == (ACCURACY, "m0", 6)
+    assert lost.alone < lost.p < LEVEL
+    assert f"m0 ({ACCURACY} {100 * lost.value:+.1f} points, p = {lost.p:.2g} against" in " ".join(
+        reasons(summary, choice)
+    )
+
+
+def test_one_method_alone_is_named_without_a_claim_on_others() -> None:
+    setting = Setting(1, 0.5, trials=10, windows=4)
+    choice = chosen(setting.summary(RNG(0)), setting)
+    assert (choice.variant, choice.ranking, choice.decided, choice.started) == ("m0", ("m0",), "", 1)
+    with pytest.raises(ValueError, match="no candidates to choose from"):
+        choose(setting.summary(RNG(0)), [])
+
+
+@pytest.mark.parametrize("rate", [0.0, 1.0])
+def test_methods_that_find_nothing_or_everything_tie(rate: float) -> None:
+    setting = Setting(5, rate, trials=30)
+    summary = setting.summary(RNG(0))
+    choice = chosen(summary, setting)
+    assert len(choice.tied) == 4
+    assert choice.gain is not None
+    assert choice.gain.p == 1
+    assert "no evidence that it helps" in " ".join(reasons(summary, choice))
+
+
+def test_missing_samples_compare_what_both_have_and_decide_nothing_where_nothing_is() -> None:
+    setting = Setting(3, 0.9, 0.2, trials=40, windows=20, gain=0.2)
+    whole = setting.summary(RNG(0))
+    half = without(whole, lambda r: r["variant"] != "m0" or r["trial"] < 20)
+    assert "m0" in chosen(half, setting).behind
+    unread = without(whole, lambda r: r["variant"] != "m1" or r["task"] != "perplexity")
+    unread = without(unread, lambda r: r["task"] == "perplexity" or r["variant"] != "m0")
+    choice = choose(unread, ["m1", "m2"])
+    assert {choice.variant, *choice.tied} == {"m1", "m2"}
+    apart = without(whole, lambda r: (r["trial"] % 2 == 0) == (r["variant"] == "m0"))
+    assert chosen(apart, setting).behind == {}
+
+
+@pytest.mark.parametrize("windows", [2, 20])
+def test_a_loss_that_is_not_finite_is_behind_and_said_so(windows: int) -> None:
+    setting = Setting(3, 0.9, trials=20, shared=1.0, windows=windows)
+    summary = setting.summary(RNG(0))
+    for value in (math.nan, math.inf, 1e4):
+        for record in summary.records:
+            if record["variant"] == "m1" and record["task"] == "perplexity":
+                record.update(packed(losses=_filled(value)))
+        fresh = without(summary, lambda record: True)
+        choice = chosen(fresh, setting)
+        if math.isfinite(value):
+            assert ("m1" in choice.behind) == (windows == 20)
+        else:
+            assert choice.behind == {"m1": None}
+            assert "m1 (its loss is not finite)" in " ".join(reasons(fresh, choice))
+
+
+def _filled(value: float):
+    import torch
+
+    return torch.full((31,), value)
+
+
+def test_so_few_texts_that_nothing_can_be_significant_name_the_best_as_measured() -> None:
+    setting = Setting(3, 1.0, 0.0, trials=2, shared=1.0)
+    choice = chosen(setting.summary(RNG(0)), setting)
+    assert choice.variant == "m1"
+    assert set(choice.tied) == {"m0", "m2"}
+    assert choice.decided.startswith(f"its measured {ACCURACY} is the highest")
+    assert choice.needed == {ACCURACY: texts_needed(choice.family)}
+
+
+def test_the_least_regression_decides_a_tie_by_a_test() -> None:
+    setting = Setting(2, 1.0, trials=20, windows=12)
+    summary = setting.summary(RNG(3))
+    for record in summary.records:
+        record["variant"] = {"m0": "m1", "m1": "m0"}.get(record["variant"], record["variant"])
+        if record["variant"] == "m0" and record["task"] == "short":
+            record.update(packed(losses=_filled(9.0)[:7], top1=_filled(9.0)[:7].int()))
+    for k in range(2):
+        summary.header.variants[f"m{k}"]["portable"] = True
+    choice = chosen(without(summary, lambda r: r["task"] != "perplexity"), setting)
+    assert (choice.variant, choice.tied) == ("m1", ("m0",))
+    assert choice.decided == f"its {REGRESSION} is lower"
+    assert LOSS not in choice.needed
+
+
+def test_a_setting_of_the_simulation_draws_what_it_says() -> None:
+    setting = Setting(2, 0.3, 0.8, trials=4000, depths=2, alike=0.9)
+    summary = replace(setting, trials=4000).summary(RNG(0))
+    shares = {v: summary.pooled(v, summary.retrieval_tasks, summary.beyond).value for v in summary.variants}
+    assert shares == pytest.approx({"none": 0.3, "m0": 0.8, "m1": 0.3}, abs=0.03)
