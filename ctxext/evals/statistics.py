@@ -397,7 +397,9 @@ def _student(freedom: int) -> float:
 
 def _sign_flips(sums: NDArray[np.float64]) -> float:
     """The share of the sign patterns s with |Σ sᵢ sumsᵢ| >= |Σ sumsᵢ|: exact, or too large by what the grid rounds."""
-    sizes = np.abs(sums[sums != 0])
+    sizes = np.abs(sums)
+    # Smaller ones are lost in the rounding below.
+    sizes = sizes[sizes > 1e-12 * sizes.max()]
     if not len(sizes):
         return 1.0
     unit = _unit(sizes)
