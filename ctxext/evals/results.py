@@ -99,7 +99,8 @@ def read_results(path: str | Path) -> Results:
 
 def _read_all(path: Path) -> Results | None:
     files = ([path] if path.exists() else []) + sorted(path.parent.glob(f"{path.name}.part-*"))
-    header, records = None, {}
+    header: Header | None = None
+    records: dict[tuple[str, str], Record] = {}
     for file in files:
         found, batches = _read(file)
         if found is None:

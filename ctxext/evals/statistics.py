@@ -320,7 +320,7 @@ def _numbered(labels: Sequence[Hashable]) -> list[int]:
     return [index.setdefault(label, len(index)) for label in labels]
 
 
-def _totals(of: Sequence[int], values: NDArray[np.float64]) -> NDArray[np.float64]:
+def _totals(of: Sequence[int] | NDArray[np.int64], values: NDArray[np.float64]) -> NDArray[np.float64]:
     """The sum of each cluster's values."""
     totals = np.zeros(max(of) + 1)
     np.add.at(totals, of, values)
