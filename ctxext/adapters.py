@@ -2,8 +2,8 @@
 
 PEFT's adapter_config.json has no place for rope parameters, so an adapter put on the base that was not extended is
 silently another model. The fine-tuning recipe trains on an extended base folder (`ctxext.folders.extend_folder`), which
-`base_model_name_or_path` names, and `ctxext.json` beside the adapter says all that it takes to make that folder's config
-again. An adapter of a live extended model, whoever saves it, has `context_extension.json` (`ctxext.peft_hooks`).
+`base_model_name_or_path` names, and `ctxext.json` beside the adapter says all that it takes to make that config again.
+An adapter of a live extended model, whoever saves it, has `context_extension.json` (`ctxext.peft_hooks`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from ctxext import __version__
-from ctxext.configs import read_context
+from ctxext.configs import read_context, rope_tables
 from ctxext.extension import Proof, extension_of, save_portable, table_errors
 from ctxext.folders import (
     architecture_of,
@@ -444,7 +444,7 @@ def _base_by_record(folder: Path, record: AdapterBase, named: str | None) -> tup
         elif weights_fingerprint(place) == record.fingerprint:
             config = read_config(place)
             record.apply_to(config)
-            _check_buildable(config, folder)
+            _check_buildable(config, record, folder)
             return place, config
         else:
             tried.append(f"{record.base}: other weights")
@@ -469,10 +469,13 @@ def _warn_if_plain(folder: Path, config: PreTrainedConfig) -> None:
         )
 
 
-def _check_buildable(config: PreTrainedConfig, folder: Path) -> None:
-    """Raise ValueError unless a model can be built from the config that the record in `folder` makes."""
+def _check_buildable(config: PreTrainedConfig, record: AdapterBase, folder: Path) -> None:
+    """Raise ValueError unless a model can be built from the config that the `record` in `folder` makes."""
     try:
         model_on_meta(config)
+        if record.rope_parameters is not None:
+            for table in rope_tables(config.get_text_config(decoder=True), record.rope_parameters):
+                table.in_use  # noqa: B018, it is worked out
     except Exception as error:  # transformers' rotary embeddings raise many kinds
         raise ValueError(
             f"config in {folder / RECORD} gives no model ({type(error).__name__}: {error}). Restore it, or save the "

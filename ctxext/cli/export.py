@@ -188,7 +188,7 @@ def _exports(
         from ctxext.folders import checkpoint_folder, extended_json, planned_as_saved, read_config, refuse_adapter
         from ctxext.json_files import read_json
         from ctxext.methods import suggest
-        from ctxext.records import read_record
+        from ctxext.records import BESIDE, read_record
 
         if engine not in ("all", *ENGINES):
             raise ValueError(f"unknown engine {engine!r}{suggest(engine, ('all', *ENGINES))}")
@@ -203,6 +203,7 @@ def _exports(
     elif record is not None:
         plan = planned_as_saved(config, record)
     source = read_json(folder / "config.json").content
+    source.pop(BESIDE, None)  # of this folder, and not of what is made of it
     if engine != "all":
         return source, [export_for(engine, config, plan, model=path, source=source)], {}
     exports, refused = [], {}
