@@ -9,9 +9,9 @@ long ones are read in chunks. Where a model's frequencies depend on the total le
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -37,6 +37,17 @@ class Forced(NamedTuple):
 
     guess: Tensor
     logprobs: Tensor
+
+
+class Answer(NamedTuple):
+    """The tokens that greedy decoding writes, and the log-probability of the right answer in nats."""
+
+    written: list[int]
+    logprob: float
+
+
+# Decodes the rows of one branch.
+Decoded = Callable[[], list[list[int]]]
 
 
 class Losses(NamedTuple):
@@ -95,31 +106,56 @@ class Engine:
 
     @torch.inference_mode()
     def forced(self, rows: Sequence[Sequence[Sample]]) -> Iterator[tuple[Sample, Forced]]:
-        """Score answers by teacher forcing, in one forward pass each: their argmax is what greedy decoding would write.
+        """Read answers by teacher forcing, in one forward pass each.
 
         Args:
             rows: samples of one length; those of a row begin alike (one trial at several depths), the rows
                 have equally many and run side by side as a batch.
         """
-        for column, logits in self._columns(rows):
-            for row, scores in zip(rows, logits):
-                sample = row[column]
-                n_answer = len(sample.input_ids) - sample.n_prompt
-                answer = torch.tensor(sample.input_ids[sample.n_prompt :], device=scores.device)
-                logprobs = scores[-n_answer:].float().log_softmax(-1)
-                yield sample, Forced(logprobs.argmax(-1).cpu(), logprobs.gather(-1, answer[:, None])[:, 0].cpu())
+        for column, logits, _ in self._columns(rows):
+            yield from ((row[column], _forced(row[column], scores)) for row, scores in zip(rows, logits))
 
-    def _columns(self, rows: Sequence[Sequence[Sample]]) -> Iterator[tuple[int, Tensor]]:
-        """For each branch the logits that predict the answers: of shape (row, token, vocabulary)."""
+    @torch.inference_mode()
+    def answers(self, rows: Sequence[Sequence[Sample]]) -> Iterator[tuple[Sample, Answer]]:
+        """What `generate` writes, found by teacher forcing where that is the answer itself.
+
+        If each token of an answer is the most likely one behind those before it, greedy decoding writes that answer.
+        If one is not, the answer is decoded, behind what the forced pass has read of the prompt. Where the length of a
+        call sets the frequencies, decoding has others than the forced pass, and every answer is generated.
+
+        Args:
+            rows: as in `forced`.
+        """
+        for column, logits, decoded in self._columns(rows):
+            samples = [row[column] for row in rows]
+            forced = [_forced(sample, scores) for sample, scores in zip(samples, logits)]
+            right = [list(sample.input_ids[sample.n_prompt :]) for sample in samples]
+            hits = [not self.whole and one.guess.tolist() == answer for one, answer in zip(forced, right)]
+            for sample, one, hit, answer, other in zip(samples, forced, hits, right, right if all(hits) else decoded()):
+                yield sample, Answer(answer if hit else other, one.logprobs.double().sum().item())
+
+    def _columns(self, rows: Sequence[Sequence[Sample]]) -> Iterator[tuple[int, Tensor, Decoded]]:
+        """For each branch the logits that predict the answers, of shape (row, token, vocabulary), and how to decode it.
+
+        A branch is decoded before the next one is asked for, if at all.
+        """
         length = len(rows[0][0].input_ids)
-        keep = length - min(sample.n_prompt for row in rows for sample in row)
+        begin = min(sample.n_prompt for row in rows for sample in row)
+        keep = length - begin
         # The last token predicts nothing that is asked for; where the length sets the frequencies it is read as well.
         ids = torch.tensor([[sample.input_ids for sample in row] for row in rows], device=self.model.device)
         ids = ids[..., : None if self.whole else -1]
         if self.whole:
             for column in range(ids.shape[1]):
-                yield column, self._read(ids[:, column], None, keep + 1)[0][:, :-1]
+                logits = self._read(ids[:, column], None, keep + 1)[0][:, :-1]
+                yield column, logits, partial(self._generated, [row[column] for row in rows])
             return
+
+        def decoded(column: int, cache: Any, done: int) -> list[list[int]]:
+            own = cache if isinstance(cache, KeyValues) else copy.deepcopy(cache)
+            logits, own = self._read(ids[:, column, done:begin], own, 1)
+            return self._decoded([row[column] for row in rows], begin, logits, own)
+
         trunk = ids[:, -1]
         shared = [min(_common(row[column], row[-1]) for row in ids) for column in range(ids.shape[1])]
         # At least the tokens whose logits are kept have to be read again.
@@ -133,14 +169,38 @@ class Engine:
                 if behind > 0:
                     cache.crop(-behind)
                 done = cache.get_seq_length()
-                yield column, self._read(ids[:, column, done:], cache, keep)[0]
+                logits = self._read(ids[:, column, done:], cache, keep)[0]
+                cache.crop(-keep)
+                yield column, logits, partial(decoded, column, cache, begin - 1)
             return
         for column in columns:
             fork = forks[column]
             if fork > done:
                 _, cache = self._read(trunk[:, done:fork], cache, 1)
                 done = fork
-            yield column, self._read(ids[:, column, done:], copy.deepcopy(cache), keep)[0]
+            logits = self._read(ids[:, column, done:], copy.deepcopy(cache), keep)[0]
+            yield column, logits, partial(decoded, column, cache, done)
+
+    def _generated(self, samples: Sequence[Sample]) -> list[list[int]]:
+        return [self.generate(sample) for sample in samples]
+
+    def _decoded(self, samples: Sequence[Sample], begin: int, logits: Tensor, cache: Any) -> list[list[int]]:
+        """Greedy decoding of a batch, each sample from the end of its own prompt.
+
+        Args:
+            begin: how many tokens of each prompt `cache` holds; `logits` are those behind them.
+        """
+        ends = self.model.generation_config.eos_token_id
+        stops = {*(ends if isinstance(ends, list) else [ends])}
+        rows = [list(sample.input_ids[:begin]) for sample in samples]
+        while True:
+            for row, sample, chosen in zip(rows, samples, logits[:, -1].argmax(-1).tolist()):
+                row.append(sample.input_ids[len(row)] if len(row) < sample.n_prompt else chosen)
+            if len(rows[0]) == len(samples[0].input_ids):
+                break
+            logits, cache = self._read(torch.tensor([row[-1:] for row in rows], device=self.model.device), cache, 1)
+        written = [row[sample.n_prompt :] for row, sample in zip(rows, samples)]
+        return [tokens[: next((k + 1 for k, token in enumerate(tokens) if token in stops), None)] for tokens in written]
 
     def _new_cache(self, capacity: int) -> KeyValues | None:
         """An empty cache for `capacity` tokens that can go back; None where the model's own must be used."""
@@ -226,6 +286,14 @@ class Engine:
             loss = torch.nn.functional.cross_entropy(logits, row[0, low + 1 : high + 1], reduction="none")
             parts.append((loss.cpu(), logits.argmax(-1).cpu()))
         return Losses(*(torch.cat(part) for part in zip(*parts)))
+
+
+def _forced(sample: Sample, logits: Tensor) -> Forced:
+    """The answer of one sample, by the logits behind it and behind some tokens of its prompt."""
+    n_answer = len(sample.input_ids) - sample.n_prompt
+    answer = torch.tensor(sample.input_ids[sample.n_prompt :], device=logits.device)
+    logprobs = logits[-n_answer:].float().log_softmax(-1)
+    return Forced(logprobs.argmax(-1).cpu(), logprobs.gather(-1, answer[:, None])[:, 0].cpu())
 
 
 def _common(one: Tensor, other: Tensor) -> int:

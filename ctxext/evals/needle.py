@@ -115,14 +115,14 @@ class HiddenNumbers(RetrievalTask):
         context = "".join((*pieces, haystack.text[done:end]))
         intro = "" if prompter.style == "base" else self.intro + "\n\n"
         body = f"{intro}{context}\n\n{hidden.question}"
-        prompt = prompter.prompt(body, hidden.lead)
         right = " " + ", ".join(hidden.numbers)
-        answer = right if prompter.answer_tokens is None else ""
-        ids, n_prompt = prompter.with_answer(prompt, answer)
+        lead, answer = prompter.divided(hidden.lead, right)
+        answer = answer if prompter.answer_tokens is None else ""
+        ids, n_prompt = prompter.with_answer(prompter.prompt(body, lead), answer)
         return Sample(
             place=place,
             body=body,
-            lead=hidden.lead,
+            lead=lead,
             question=hidden.question,
             references=hidden.numbers,
             metric="numbers",

@@ -46,10 +46,10 @@ class Prompter:
         self.answer_tokens = 1024 if answer_tokens is None and self.style == "thinking" else answer_tokens
 
     def prompt(self, body: str, lead: str) -> str:
-        """The whole prompt: what the user says, and how the answer begins (" The pass key is")."""
+        """The whole prompt: what the user says, and how the answer begins (" The pass key is ")."""
         if not self.begins:
             lead = ""
-        return self.asked(body) + (lead if self.style == "base" else lead.strip())
+        return self.asked(body) + (lead if self.style == "base" else lead.lstrip())
 
     @property
     def begins(self) -> bool:
@@ -74,6 +74,18 @@ class Prompter:
         """
         said = answer if self.begins else lead + answer
         return max(self.answer_tokens or 0, len(self.tokenizer(said, add_special_tokens=False)["input_ids"]))
+
+    def divided(self, lead: str, answer: str) -> tuple[str, str]:
+        """`lead + answer`, divided where the answer's first token begins.
+
+        Most tokenizers make the space before a digit a token of its own. It belongs to the lead: a model that would
+        write something else than a number shows it at the first token behind it.
+        """
+        bare, spaced, whole = (self.encode(text) for text in (lead, lead + " ", lead + answer))
+        is_token = answer.startswith(" ") and len(whole) > len(spaced) and spaced[:-1] == bare
+        if is_token and whole[: len(spaced)] == spaced:
+            return lead + " ", answer[1:]
+        return lead, answer
 
     def encode(self, prompt: str) -> list[int]:
         """The prompt's token ids, with the special tokens that the tokenizer puts before a text."""

@@ -190,10 +190,9 @@ def _tip(
     yield f"{label(variant)}: {task}"
     yield f"{length:,} tokens" + ("" if depth is None else f", depth {percent(depth)}")
     yield f"found {share.percent()}"
-    yield f"exact match {_mean(record['hit'] for record in records):.0%}"
     digits = _mean(record["digits"] for record in records)
     if digits is not None:
-        yield f"digits right {digits:.0%}"
+        yield f"digit accuracy {digits:.0%}"
     logprob = _mean(record["logprob"] for record in records)
     if logprob is not None:
         yield f"mean log-probability {logprob:.2f}"
@@ -216,7 +215,7 @@ def _data(summary: Summary) -> dict[str, Any]:
             prompts[record["key"]] = len(texts)
             names = ("task", "length", "depth", "trial", "expected", "question", "contexts", "needle_tokens", "tokens")
             texts.append({name: record[name] for name in names})
-        measured = [record["score"], record["hit"], record["digits"], record["logprob"], record["got"]]
+        measured = [record["score"], record["digits"], record["logprob"], record["got"]]
         outcomes.append([summary.variants.index(record["variant"]), prompts[record["key"]], *map(_finite, measured)])
     return {
         "variants": [label(variant) for variant in summary.variants],

@@ -146,7 +146,7 @@ class Runner:
                 "prompts": f"{self.target.prompter.style} {self.target.prompter.fingerprint}",
                 "text": f"{self.haystack.name} {self.haystack.fingerprint}",
                 "seed": self.grid.seed,
-                "scoring": "generate" if self.grid.generate else "teacher forcing where one answer is right",
+                "scoring": "generate" if self.grid.generate else "greedy, by teacher forcing where possible",
                 **target.facts,
                 **versions(),
             },

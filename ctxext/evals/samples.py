@@ -46,10 +46,10 @@ class Sample:
     """One prompt with its answer.
 
     Attributes:
-        body: what the user says, the haystack included; `lead` is how the answer begins.
+        body: what the user says, the haystack included; `lead` is how the answer begins, up to its first token.
         question: the part of `body` that asks.
         references: what the answer must hold; `metric` says how they count.
-        metric: "numbers" - the share of the references that are the answer's numbers, in order; "all" -
+        metric: "numbers" - the share of the references that are the answer's `numbers`, in order; "all" -
             the share of the references that the answer contains; "part" - whether it contains any.
         answer: the answer as the model should write it, which teacher forcing scores; empty where there
             are many right ways to write it, so that it has to be generated.
@@ -76,11 +76,14 @@ class Sample:
     needle_tokens: tuple[int, ...] = ()
 
     def numbers(self, text: str) -> list[str]:
-        """The numbers that a text answers with: thousands may be grouped, and what only counts (`1.`) is left out."""
-        if any(len(number) <= 3 for number in self.references):
-            return re.findall(r"\d+", text)
-        said = re.findall(r"\d+", re.sub(r"(?<=\d),(?=\d{3}\b)", "", text))
-        return [number for number in said if len(number) >= 3]
+        """The numbers that a text answers with, in order: those of at least as many digits as the shortest reference.
+
+        So a year, a count or the `1.` of a list is no answer, and of several numbers that could be one the first
+        counts, right or wrong. Thousands may be grouped.
+        """
+        fewest = min(map(len, self.references))
+        ungrouped = re.sub(r"(?<=\d),(?=\d{3}\b)", "", text) if fewest > 3 else text
+        return [number for number in re.findall(r"\d+", ungrouped) if len(number) >= fewest]
 
     def score(self, text: str) -> float:
         """Between 0 and 1, of a generated answer. "all" and "part" are RULER's, and ignore case."""

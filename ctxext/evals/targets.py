@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import platform
-import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ import torch
 
 from ctxext.api import temporarily_extended
 from ctxext.configs import RopePlan, has_rope, read_context
-from ctxext.evals.engine import Engine, Forced, length_dependent
+from ctxext.evals.engine import Engine, length_dependent
 from ctxext.evals.perplexity import TextTask, Window
 from ctxext.evals.prompts import Prompter
 from ctxext.evals.results import Record
@@ -151,15 +150,16 @@ class LiveModel:
     def outcomes(self, batches: Iterable[Rows], generate: bool) -> Iterator[list[tuple[Sample, Record]]]:
         for rows in batches:
             if rows[0][0].answer and not generate:
-                forced = self.engine.forced(rows)
-                yield [(sample, forced_record(sample, answer, self.prompter)) for sample, answer in forced]
+                yield [
+                    (sample, outcome(sample, self._text(sample, answer.written), answer.logprob))
+                    for sample, answer in self.engine.answers(rows)
+                ]
             else:
                 for sample in (sample for row in rows for sample in row):
-                    yield [(sample, generated_record(sample, self._generated(sample)))]
+                    yield [(sample, outcome(sample, self._text(sample, self.engine.generate(sample))))]
 
-    def _generated(self, sample: Sample) -> str:
-        prompt, answer = sample.input_ids[: sample.n_prompt], self.engine.generate(sample)
-        return self.prompter.answer_text(prompt, answer, sample.answer_tokens)
+    def _text(self, sample: Sample, written: Sequence[int]) -> str:
+        return self.prompter.answer_text(sample.input_ids[: sample.n_prompt], written, sample.answer_tokens)
 
     def read(self, task: TextTask, window: Window) -> Record:
         return task.record(window, self.engine)
@@ -193,7 +193,7 @@ class Served:
     def outcomes(self, batches: Iterable[Rows], generate: bool) -> Iterator[list[tuple[Sample, Record]]]:
         # One stream, so that requests overlap from batch to batch.
         for sample, text in self.served.answers(sample for rows in batches for row in rows for sample in row):
-            yield [(sample, generated_record(sample, text))]
+            yield [(sample, outcome(sample, text))]
 
     def read(self, task: TextTask, window: Window) -> Record:
         raise ValueError(f"{task.name} needs the model's losses, which servers do not give. Ask for retrieval tasks.")
@@ -301,44 +301,29 @@ def hard_limit(model: PreTrainedModel) -> int | None:
         return None
 
 
-def forced_record(sample: Sample, forced: Forced, prompter: Prompter) -> Record:
-    """The outcome of an answer under teacher forcing."""
-    guess, answer = forced.guess.tolist(), list(sample.input_ids[sample.n_prompt :])
-    said = prompter.decode(guess)
-    return {
-        "hit": guess == answer,
-        "score": sample.score(said),
-        # One wrong token would cut the number in two.
-        "digits": digit_accuracy(sample, re.findall(r"\d", said)),
-        "logprob": forced.logprobs.double().sum().item(),
-        "got": said,
-        **_readable(sample),
-    }
+def outcome(sample: Sample, text: str, logprob: float | None = None) -> Record:
+    """What is kept of a greedy answer.
 
-
-def generated_record(sample: Sample, text: str) -> Record:
-    """The outcome of a generated answer."""
+    Args:
+        logprob: of the right answer, in nats; None where it was not read.
+    """
     score = sample.score(text)
     return {
         "hit": score == 1.0,
         "score": score,
-        "digits": digit_accuracy(sample, sample.numbers(text)),
-        "logprob": None,
+        "digits": digit_accuracy(sample, text),
+        "logprob": logprob,
         "got": text,
         **_readable(sample),
     }
 
 
-def digit_accuracy(sample: Sample, said: Sequence[str]) -> float | None:
-    """The share of the digits that stand right, at their place; None where the answer is no number.
-
-    Args:
-        said: the digits of what was said, or its numbers.
-    """
+def digit_accuracy(sample: Sample, text: str) -> float | None:
+    """The share of the digits asked for that a text has right, at their place; None where the answer is no number."""
     if sample.metric != "numbers":
         return None
-    right, asked = "".join(said), "".join(sample.references)
-    return sum(a == b for a, b in zip(right, asked)) / len(asked)
+    pairs = zip(sample.numbers(text), sample.references)
+    return sum(a == b for pair in pairs for a, b in zip(*pair)) / sum(map(len, sample.references))
 
 
 def _readable(sample: Sample) -> Record:

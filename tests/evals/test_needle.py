@@ -81,9 +81,9 @@ def test_chat_template_and_answer_budget_count(style: str, answer_tokens: int | 
     prompter = prompter_of("shipped", style, answer_tokens)
     text = prompter.decode(sample.input_ids[: sample.n_prompt])
     begun = answer_tokens is None and style == "chat"
-    assert text.endswith("<s>assistant\nThe pass key is" if begun else "<s>assistant\n")
+    assert text.endswith("<s>assistant\nThe pass key is " if begun else "<s>assistant\n")
     assert text.count("<s>") == 2  # the template's, and none of the tokenizer's before it
-    assert sample.answer_tokens == {"chat": answer_tokens or 6, "thinking": 1024}[style]
+    assert sample.answer_tokens == {"chat": answer_tokens or 5, "thinking": 1024}[style]
     assert bool(sample.answer) == begun
 
 
@@ -312,10 +312,16 @@ def test_sentences_end_behind_all_of_their_marks() -> None:
 @pytest.mark.parametrize(
     ("number", "said", "score", "digits"),
     [
-        ("12345", " 12x45", 0.0, 0.4),
+        ("12345", "12x45", 0.0, 0.0),
+        ("12345", "12355", 0.0, 0.8),
         ("12345", "12,345", 1.0, 1.0),
-        ("12345", "1. 12345", 1.0, 0.2),
+        ("12345", "1. 12345", 1.0, 1.0),
         ("123", "123,456", 1.0, 1.0),
+        ("11063", "The text of 1817 says the pass key is 11063.", 1.0, 1.0),
+        ("11063", "It is mentioned 2 times, in 1817 and 1818: 11063, not 12345.", 1.0, 1.0),
+        ("11063", "It is not 12345 but 11063.", 0.0, 0.2),
+        ("11063", "110634", 0.0, 1.0),
+        ("11063", " a term coined by 1106", 0.0, 0.0),
     ],
 )
 def test_numbers_are_read_as_people_write_them(number: str, said: str, score: float, digits: float) -> None:
@@ -323,4 +329,4 @@ def test_numbers_are_read_as_people_write_them(number: str, said: str, score: fl
     sample = Passkey().sample(Place("passkey", 256, 0.5, 0, 0), prompter_of("shipped"), haystack)
     sample = replace(sample, references=(number,))
     assert sample.score(said) == score
-    assert digit_accuracy(sample, re.findall(r"\d", said)) == digits
+    assert digit_accuracy(sample, said) == digits

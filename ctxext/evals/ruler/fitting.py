@@ -12,7 +12,7 @@ import re
 from abc import abstractmethod
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from random import Random
 from typing import Any, ClassVar, Literal
@@ -132,12 +132,16 @@ class RulerTask(RetrievalTask):
             return max(self.tokens_to_generate, scene.prompter.room(draft.lead, self.right_answer(scene, draft)))
         return self.tokens_to_generate
 
-    def answer(self, scene: Scene, draft: Draft) -> str:
-        forced = self.exact and self.one_answer and scene.prompter.answer_tokens is None
-        return f" {draft.references[0]}" if forced else ""
+    def begun(self, scene: Scene, draft: Draft) -> tuple[str, str]:
+        """The lead, and the answer that teacher forcing scores; "" where the answer is generated."""
+        if not (self.exact and self.one_answer):
+            return draft.lead, ""
+        lead, answer = scene.prompter.divided(draft.lead, f" {draft.references[0]}")
+        return lead, answer if scene.prompter.answer_tokens is None else ""
 
     def _write(self, scene: Scene, draft: Draft, fill: str, rest: str) -> Sample:
-        prompter, prompt, answer = scene.prompter, self.prompt(scene, draft, fill, rest), self.answer(scene, draft)
+        prompter, (lead, answer) = scene.prompter, self.begun(scene, draft)
+        prompt = self.prompt(scene, replace(draft, lead=lead), fill, rest)
         # A long prompt is read once; how its answer is cut into tokens shows at its end.
         end, n_end = prompter.with_answer(prompt[-256:], answer)
         read = prompter.tokenizer(prompt + answer, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
@@ -148,7 +152,7 @@ class RulerTask(RetrievalTask):
         return Sample(
             place=scene.place,
             body=draft.example + draft.filled(fill, rest),
-            lead=draft.lead,
+            lead=lead,
             question=draft.question,
             references=draft.references,
             metric=self.metric,
@@ -197,8 +201,8 @@ class RulerTask(RetrievalTask):
         def spare(units: int) -> int:
             """Tokens left over, if as little as possible goes to the gap."""
             draft = write(units)
-            answer = self.answer(scene, draft)
-            prompt = self.prompt(scene, draft, draft.fills[0][-1])
+            lead, answer = self.begun(scene, draft)
+            prompt = self.prompt(scene, replace(draft, lead=lead), draft.fills[0][-1])
             return length - len(scene.prompter.encode(prompt + answer)) - (0 if answer else self.budget(scene, draft))
 
         fewest = self.fewest(scene)

@@ -115,7 +115,7 @@ def passkey_document(
     return {
         "body": sample.body,
         "lead": sample.lead.strip(),  # lm-eval puts a space before it, or the answer's turn of a chat
-        "answer": sample.answer,
+        "answer": f" {sample.answer.lstrip()}",
         "length": length,
         "depth": depth,
         "trial": trial,
