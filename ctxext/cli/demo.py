@@ -72,6 +72,7 @@ def demo(
         trained_length=trained, lengths=chosen, trials=max(1, trials), windows=windows, seed=seed,
     )  # fmt: skip
     haystack = measuring.load_text(text, tokenizer, 0)
+    target = measuring.asked_as_it_answers(target, grid, haystack, output / "results.jsonl", free=False)
     runner = Runner(target, haystack, grid, beyond=True)
     results = measuring.run(runner, output / "results.jsonl", compared_variants(loaded.config, METHODS, factor))
     assert results is not None

@@ -143,6 +143,11 @@ def evaluate(
     )
     text = measuring.load_text(haystack, tokenizer, max(grid.lengths) if grid.retrieval else 0)
 
+    if isinstance(target, LiveModel):
+        chosen = style is not None or answer_tokens is not None
+        quiet = processes.rank > 0
+        target = measuring.asked_as_it_answers(target, grid, text, output, free=not chosen, quiet=quiet)
+
     def measure(target: Target, variants: list[AnyVariant], merge: bool) -> Any:
         runner = Runner(target, text, grid, beyond, processes=processes)
         return measuring.run(runner, output, variants, merge=merge)
@@ -150,7 +155,9 @@ def evaluate(
     before = [Variant(gate_only=True)] if compared else []
     if base is not None and compared:
         of_base, _ = measuring.load(checkpoint_folder(base), dtype, device)
-        measure(LiveModel(of_base, prompter, Path(base).name, original_max_position_embeddings), before, merge=False)
+        measure(
+            LiveModel(of_base, target.prompter, Path(base).name, original_max_position_embeddings), before, merge=False
+        )
         del of_base
         before = []
     results = measure(target, [*before, variant], merge=True)

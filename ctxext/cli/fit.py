@@ -69,6 +69,7 @@ def fit(
     from ctxext.assets import PERSUASION
     from ctxext.evals.haystack import read_prose
     from ctxext.evals.prompts import Prompter
+    from ctxext.evals.targets import LiveModel
     from ctxext.fitting.evolution import EvolutionSettings
     from ctxext.fitting.fit import fit as run
     from ctxext.fitting.gradient import GradientSettings
@@ -98,12 +99,14 @@ def fit(
     folder = checkpoint_folder(model, revision)
     check_not_extended(folder)
     loaded, tokenizer = measuring.load(folder, dtype, device, bare=True)
+    target = LiveModel(loaded, Prompter(tokenizer, style), name_of(model), original_max_position_embeddings)  # type: ignore[arg-type]
+    target = measuring.asked_for_passkeys(target, prose, seed, free=style is None, quiet=here.rank > 0)
     columns = (TextColumn("fitting"), BarColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
     with Progress(*columns, console=console, disable=here.rank > 0) as progress:
         bar = progress.add_task("", total=1.0)
         saved = run(
             loaded,
-            Prompter(tokenizer, style),  # type: ignore[arg-type]
+            target.prompter,
             prose,
             factor,
             target_length=target_length,
@@ -111,10 +114,11 @@ def fit(
             settings=settings,
             objective=chosen,
             memory=search,
-            names=(name_of(model), path.name),
+            names=(target.name, path.name),
             advance=lambda share, state: progress.update(bar, completed=share, description=state),
             processes=here,
         )
+    saved.about["control"] = target.about["control"]
     if here.rank == 0:
         saved.save(output)
         console.print(fit_table(saved))

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from ctxext.evals.results import Results
     from ctxext.evals.runner import Grid, Runner
     from ctxext.evals.summary import Summary
-    from ctxext.evals.targets import Variant
+    from ctxext.evals.targets import LiveModel, Variant
 
 # The tasks that need the model's losses.
 READING = ("perplexity", "sliding_perplexity", "key_tokens", "short")
@@ -169,6 +169,61 @@ def load_text(choice: str | None, tokenizer: PreTrainedTokenizerBase, at_least: 
             highlight=False,
         )
     return haystack
+
+
+def asked_as_it_answers(
+    target: LiveModel,
+    grid: Grid,
+    text: Haystack,
+    path: Path | None = None,
+    *,
+    free: bool = True,
+    begun: bool = False,
+    quiet: bool = False,
+) -> LiveModel:
+    """The model, asked in the form in which its baseline does the retrieval tasks; says so where that is another.
+
+    Args:
+        path: the results file, with what an interrupted run found.
+        free: whether the form may change; not where the user chose it, nor where the file has results in it.
+        begun: only forms whose answers teacher forcing can score.
+        quiet: on all processes but the first.
+    """
+    from ctxext.evals.control import Control, control, controlled, other_forms
+    from ctxext.evals.results import read_results
+
+    if not controlled(grid.retrieval):
+        return target
+    known = None
+    with suppress(OSError, ValueError):  # no results yet; a file that is none is refused by the run itself
+        known = path and Control.of_header(read_results(path).header.about)
+    if free and known is not None:  # the file holds answers in that form
+        target, free = target.asking(known.form.prompter(target.prompter.tokenizer)), False
+    found = control(
+        target,
+        grid.retrieval,
+        text,
+        longest=max(grid.lengths),
+        others=other_forms(target.prompter, begun=begun) if free else [],
+        seed=grid.seed,
+        known=known,
+    )
+    if not quiet and (said := found.said()):
+        console.print(said, highlight=False, markup=False, soft_wrap=True)
+    target = target.asking(found.form.prompter(target.prompter.tokenizer))
+    target.about |= {"control": found.describe()}
+    return target
+
+
+def asked_for_passkeys(target: LiveModel, prose: str, seed: int, *, free: bool, quiet: bool = False) -> LiveModel:
+    """The model, asked in the form in which its baseline finds passkeys, of those that teacher forcing can score."""
+    from ctxext.evals.haystack import Haystack
+    from ctxext.evals.needle import Passkey
+    from ctxext.evals.runner import Grid
+
+    grid = Grid(retrieval=(Passkey(),), lengths=(target.about["trained_length"],), seed=seed)
+    text = Haystack.from_text(prose, target.prompter.tokenizer)
+    return asked_as_it_answers(target, grid, text, free=free, begun=True, quiet=quiet)
 
 
 def run(runner: Runner, path: Path, variants: Sequence[Variant], *, merge: bool = True) -> Results | None:

@@ -64,6 +64,7 @@ def recommend(
     from ctxext.assets import PERSUASION
     from ctxext.evals.haystack import read_prose
     from ctxext.evals.prompts import Prompter
+    from ctxext.evals.targets import LiveModel
     from ctxext.folders import check_not_extended, checkpoint_folder
     from ctxext.processes import Processes
     from ctxext.recommending import recommend as run
@@ -76,6 +77,14 @@ def recommend(
     check_not_extended(folder, existing)
     loaded, tokenizer = measuring.load(folder, dtype, device, bare=True)
     path = text or PERSUASION
+    prose, name, trained = read_prose(path), name_of(model), original_max_position_embeddings
+    target = measuring.asked_for_passkeys(
+        LiveModel(loaded, Prompter(tokenizer, style), name, trained),
+        prose,
+        seed,
+        free=style is None,  # type: ignore[arg-type]
+    )
+    about = {"control": target.about["control"]}
 
     with (
         tempfile.TemporaryDirectory() as scratch,
@@ -90,8 +99,8 @@ def recommend(
 
         found = run(
             loaded,
-            Prompter(tokenizer, style),  # type: ignore[arg-type]
-            read_prose(path),
+            target.prompter,
+            prose,
             factor,
             minutes=minutes,
             results=results or Path(scratch) / "results.jsonl",
@@ -101,13 +110,14 @@ def recommend(
             portable=portable,
             original_max_position_embeddings=original_max_position_embeddings,
             existing=existing,
-            names=(name_of(model), path.name),
-            about=measuring.known_by(folder),
+            names=(name, path.name),
+            about=measuring.known_by(folder) | about,
             seed=seed,
             began=began,
             advance=advance,
         )
     print_recommended(found)
+    found.saved.about.update(about)
     found.saved.save(output)
     say_written(output, model, revision, original_max_position_embeddings, existing)
 

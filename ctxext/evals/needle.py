@@ -43,6 +43,7 @@ class Hidden:
 class HiddenNumbers(RetrievalTask):
     """Numbers in sentences, put between the sentences of a text."""
 
+    looks_up: ClassVar[bool] = True
     intro: ClassVar[str]
     # What a text must not say itself.
     phrase: ClassVar[re.Pattern[str]]

@@ -95,10 +95,17 @@ class Sample:
 
 
 class RetrievalTask(ABC):
-    """A task that hides something in a text and asks for it: a frozen dataclass, its fields the settings."""
+    """A task that hides something in a text and asks for it: a frozen dataclass, its fields the settings.
+
+    Attributes:
+        uses_depth: whether what is hidden stands at a depth that the grid sets.
+        looks_up: whether it only has to be found, so that a model which does the task does it nearly always where
+            the text is short.
+    """
 
     name: ClassVar[str]
     uses_depth: ClassVar[bool] = True
+    looks_up: ClassVar[bool] = False
 
     @abstractmethod
     def sample(self, place: Place, prompter: Prompter, haystack: Haystack) -> Sample:

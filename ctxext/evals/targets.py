@@ -6,6 +6,7 @@ import json
 import platform
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from copy import copy
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, Protocol
@@ -141,6 +142,12 @@ class LiveModel:
                 return None
         except (ValueError, RuntimeError) as error:
             return str(error)
+
+    def asking(self, prompter: Prompter) -> LiveModel:
+        """The same model, asked by another prompter."""
+        other = copy(self)
+        other.prompter = prompter
+        return other
 
     def _plan(self, variant: Variant) -> Plan | None:
         if variant.extension is None:

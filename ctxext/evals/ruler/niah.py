@@ -37,6 +37,7 @@ class Niah(RulerTask):
         queries: keys that are asked for.
     """
 
+    looks_up: ClassVar[bool] = True
     tokens_to_generate: ClassVar[int] = 128
     template: ClassVar[str] = (
         "Some special magic {kind} are hidden within the following text. Make sure to memorize it. "

@@ -1,0 +1,120 @@
+"""The control: is this model able to do the task in this form, before anything is compared?"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from ctxext.assets import MODEL, PERSUASION
+from ctxext.cli.measuring import asked_as_it_answers
+from ctxext.evals import control as module
+from ctxext.evals.control import ENOUGH, Control, Form, control, other_forms
+from ctxext.evals.haystack import Haystack
+from ctxext.evals.needle import Needle, Passkey
+from ctxext.evals.prompts import Prompter
+from ctxext.evals.results import read_results
+from ctxext.evals.runner import Grid, Runner
+from ctxext.evals.targets import LiveModel, Variant
+
+# A form in which the bundled model fails: the answer is begun with a line that it never saw.
+CHAT = (
+    "{% for m in messages %}<s>{{ m.role }}\n{{ m.content | trim }}</s>{% endfor %}{{ '<s>1 2 3 4 5 6 7 8 9\n' * 9 }}"
+)
+GRID = Grid(retrieval=(Passkey(),), lengths=(384, 700), depths=(0.5,), trials=1)
+
+
+@pytest.fixture(scope="module")
+def models() -> dict[str, Any]:
+    torch.manual_seed(0)
+    bundled = AutoModelForCausalLM.from_pretrained(MODEL).eval()
+    return {"bundled": bundled, "random": AutoModelForCausalLM.from_config(bundled.config).eval()}
+
+
+@pytest.fixture
+def tokenizer() -> Any:
+    tokenizer = AutoTokenizer.from_pretrained(MODEL)
+    tokenizer.chat_template = CHAT
+    return tokenizer
+
+
+@pytest.fixture(scope="module")
+def text() -> Haystack:
+    prose = PERSUASION.read_text(encoding="utf-8")[:40_000]
+    return Haystack.from_text(prose, AutoTokenizer.from_pretrained(MODEL))
+
+
+def test_a_model_that_answers_keeps_its_form_and_nothing_is_said(models, tokenizer, text) -> None:
+    target = LiveModel(models["bundled"], Prompter(tokenizer, "base"), "model")
+    found = control(target, [Passkey()], text, longest=700, others=other_forms(target.prompter))
+    assert found.form == Form("base")
+    assert list(found.found) == [str(Form("base"))]
+    assert found.found[str(found.form)]["passkey"] >= ENOUGH
+    assert found.said() == ""
+    assert found.length <= 512  # its trained length
+    # A handful of samples, whose common beginnings are read once.
+    assert target.engine.tokens < 10 * 512
+
+
+def test_a_model_that_does_not_answer_in_one_form_is_asked_in_another(models, tokenizer, text) -> None:
+    target = LiveModel(models["bundled"], Prompter(tokenizer, "chat"), "model")
+    found = control(target, [Passkey()], text, longest=400, others=other_forms(target.prompter))
+    tried = [share["passkey"] for share in found.found.values()]
+    assert tried[0] < ENOUGH <= tried[-1]
+    assert found.form == Form("base")
+    assert str(Form("base")) in found.said()
+    assert found.describe()["used"] == str(Form("base"))
+
+
+def test_a_model_that_answers_in_no_form_keeps_the_first_and_that_is_said(models, tokenizer, text) -> None:
+    target = LiveModel(models["random"], Prompter(tokenizer, "chat"), "model")
+    found = control(target, [Passkey(), Needle()], text, longest=400, others=other_forms(target.prompter))
+    assert found.form == Form("chat")
+    assert len(found.found) == 3
+    assert found.failing == {"passkey": 0.0, "needle": 0.0}
+    assert "retrieval says little" in found.said()
+
+
+def test_forms_to_fit_in_are_those_that_teacher_forcing_scores(tokenizer) -> None:
+    forms = other_forms(Prompter(tokenizer, "chat"), begun=True)
+    assert forms == [Form("base")]
+    tokenizer.chat_template = None
+    assert other_forms(Prompter(tokenizer)) == []
+
+
+def test_the_form_stands_in_the_results_and_an_interrupted_run_keeps_it(
+    models, tokenizer, text, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
+) -> None:
+    path = tmp_path / "results.jsonl"
+    target = LiveModel(models["bundled"], Prompter(tokenizer), "model")
+    asked = asked_as_it_answers(target, GRID, text, path)
+    assert (target.prompter.style, asked.prompter.style) == ("chat", "base")
+    assert "does not do" in capsys.readouterr().err
+    Runner(asked, text, GRID, beyond=True).run(path, [Variant()])
+    found = Control.of_header(read_results(path).header.about)
+    assert found is not None
+    assert found.form == Form("base")
+    assert len(found.found) == 2
+    # Read from the file, not measured again; and with other tasks the form remains that of the file.
+    again = LiveModel(models["bundled"], Prompter(tokenizer), "model")
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "found_in", lambda *_: pytest.fail("the control was measured again"))
+        assert asked_as_it_answers(again, GRID, text, path).prompter.style == "base"
+    more = Grid(retrieval=(Passkey(), Needle()), lengths=(384, 700), depths=(0.5,), trials=1)
+    assert asked_as_it_answers(again, more, text, path).prompter.style == "base"
+
+
+def test_a_form_that_somebody_chose_is_kept(models, tokenizer, text, capsys) -> None:
+    target = LiveModel(models["bundled"], Prompter(tokenizer, "chat"), "model")
+    assert asked_as_it_answers(target, GRID, text, free=False).prompter.style == "chat"
+    assert "retrieval says little" in capsys.readouterr().err
+
+
+def test_the_control_is_a_function_of_its_seed(models, tokenizer, text) -> None:
+    target = LiveModel(models["bundled"], Prompter(tokenizer, "base"), "model")
+    first, same, other = (control(target, [Passkey()], text, longest=200, others=[], seed=seed) for seed in (0, 0, 1))
+    assert first == same
+    assert first.key != other.key
