@@ -44,6 +44,7 @@ benchmark: $(VENV)/dev.stamp
 	$(BIN)/python benchmarks/patch.py
 	$(BIN)/python benchmarks/evaluators.py
 	$(BIN)/python benchmarks/choice.py
+	$(BIN)/python benchmarks/passkey_scores.py
 	$(BIN)/python benchmarks/finetune.py
 	$(BIN)/python benchmarks/attention.py
 	$(BIN)/python benchmarks/llama_cpp.py
