@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from contextlib import nullcontext
 from functools import cache
 from pathlib import Path
@@ -90,6 +91,20 @@ def test_a_forced_score_is_that_of_the_generated_answer(style: str, extension: s
         )
     assert sorted(forced, key=repr) == sorted(generated, key=repr)
     assert len(forced) == 4 * len(batches)
+
+
+def test_a_model_that_would_begin_a_sentence_instead_of_the_number_is_scored_by_what_it_writes() -> None:
+    """It never writes a space of its own: what it says behind one counts only where the prompt ends with one."""
+    prompter, model = Prompter(tokenizer("base")), copy.deepcopy(model_of("bundled"))
+    head = model.lm_head.weight.detach().clone()
+    head[prompter.encode("is ")[-1]] = 0.0
+    model.lm_head.weight = torch.nn.Parameter(head)
+    target, rows = LiveModel(model, prompter, "model"), rows_of(Passkey(), "novel", "base", 200)
+    forced, generated = (
+        {sample.place: record["score"] for part in target.outcomes([rows], generate) for sample, record in part}
+        for generate in (False, True)
+    )
+    assert forced == generated
 
 
 def test_models_that_answer_well_and_badly_are_told_apart() -> None:
