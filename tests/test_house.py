@@ -16,10 +16,11 @@ from ctxext.methods import list_methods
 
 ROOT = Path(__file__).resolve().parent.parent
 # Each room may import from those before it.
-ROOMS = ["encodings", "values", "json_files", "methods", "hub", "processes", "endpoint", "pictures", "text_configs",
-         "config_fields", "sites", "attention", "families", "plans", "records", "saved", "configs", "planning", "extension", "peft_hooks", "description", "api", "survey", "tables",
-         "assets", "folders", "adapters", "engines", "data", "training", "evals", "sharing", "fitting", "recommending",
-         "cli"]  # fmt: skip
+ROOMS = ["encodings", "values", "json_files", "methods", "hub", "processes", "endpoint", "pictures",
+         "text_configs", "config_fields", "sites", "attention", "families", "plans", "records", "saved",
+         "configs", "planning", "extension", "peft_hooks", "description", "api", "survey", "tables",
+         "assets", "folders", "adapters", "engines", "data", "training", "evals", "sharing", "fitting",
+         "recommending", "cli"]  # fmt: skip
 
 
 def room_of(module: str) -> str:
