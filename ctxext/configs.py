@@ -37,7 +37,7 @@ from ctxext.plans import (
     summary_of,
 )
 from ctxext.text_configs import text_config_of
-from ctxext.values import MAX_ROTARY, MAX_TOKENS, is_count, shown
+from ctxext.values import MAX_ROTARY, MAX_TOKENS, check_rows, is_count, shown
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -588,6 +588,8 @@ def plan_rope(
             f"this model already covers {target_length} tokens: from {start} ({source}) that is no extension. Ask for "
             "more, or use it as it is."
         )
+    if family_of(facts.text_config).sin_cos_tables:
+        check_rows(target_length)
     seen_beyond = facts.seen_beyond(start)
     if not seen_beyond:
         limited = hasattr(facts.text_config, "max_position_embeddings")

@@ -18,7 +18,7 @@ from ctxext.saved import check_made_for, opened
 from ctxext.sites import alibi, position_table, relative_bias, sinusoidal
 from ctxext.sites.contract import Encoding
 from ctxext.text_configs import text_config_of
-from ctxext.values import MAX_ROWS, one_line
+from ctxext.values import check_rows, one_line
 
 # In the order in which they are looked for; a model with more than one is extended where its limit is.
 FINDERS = (alibi.find, sinusoidal.find, position_table.find, relative_bias.find)
@@ -202,8 +202,8 @@ def _plan_site(
             f"this model already covers {target} tokens: from {site.trained_length} ({site.source}) that is no "
             "extension. Ask for more, or use it as it is."
         )
-    if site.limit is not None and target > MAX_ROWS:
-        raise ValueError(f"{target} tokens are more than the {MAX_ROWS} rows that a table may have. Ask for fewer.")
+    if site.limit is not None:
+        check_rows(target)
     chosen = chosen_method(method, factor, site.name, options)
     site.check(chosen, target)
     updates = by_own_names(text_config, site.updates(chosen, target))

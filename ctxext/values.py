@@ -48,6 +48,12 @@ def _is_sequence(value: Any) -> bool:
     return isinstance(value, Sequence) and not isinstance(value, (str, bytes))
 
 
+def check_rows(tokens: int) -> None:
+    """Raise ValueError where a position table of a row a token would have more than MAX_ROWS rows."""
+    if tokens > MAX_ROWS:
+        raise ValueError(f"{tokens} tokens are more than the {MAX_ROWS} rows that a table may have. Ask for fewer.")
+
+
 def shown(value: Any) -> str:
     """`value` in an error: its start, on one line."""
     try:

@@ -405,6 +405,11 @@ def test_a_table_of_sines_that_nothing_reads_is_refused(monkeypatch: pytest.Monk
     assert_unchanged(model, before)
 
 
+def test_no_table_of_sines_is_allocated_by_a_large_number() -> None:
+    with pytest.raises(ValueError, match="more than the 16777216 rows"):
+        extend_context(build("gptj"), target_length=2**39)
+
+
 def test_a_cast_model_gets_tables_in_float32() -> None:
     exact = extend_context(build("gptj")).transformer.h[0].attn.embed_positions
     cast = extend_context(build("gptj").to(torch.bfloat16)).transformer.h[0].attn.embed_positions
