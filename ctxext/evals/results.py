@@ -5,20 +5,21 @@ While a run goes on, each process keeps a journal beside the file (`results.json
 each batch, behind a header for each run that wrote there. At the end the journals are merged into the file
 and removed. A run that was killed at any moment goes on from its journals, with any number of processes.
 
-Each process holds the operating system's lock on its journal, so a second run on the same file is refused. The lock
-ends with the process, however that ends.
+Each process holds a lock of the operating system (`.results.jsonl.part-0.lock`), so a second run on the same file is
+refused. The lock ends with the process, however that ends.
 """
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
+
+from filelock import FileLock, Timeout
 
 from ctxext.evals.checks import CorruptLine, check_header, check_record
 
@@ -165,6 +166,13 @@ def _parse(file: Path, number: int, line: bytes) -> Any:
         raise ValueError(f"{file} is corrupt at line {number}: {error}. Restore it, or remove it.") from None
 
 
+def _give_up(lock: FileLock) -> None:
+    """Release a lock and remove its file, which filelock leaves."""
+    with contextlib.suppress(OSError):  # Windows keeps a file that is open
+        os.unlink(lock.lock_file)
+    lock.release()
+
+
 class ResultsWriter:
     """Adds to a results file; every process of a run has one.
 
@@ -189,12 +197,14 @@ class ResultsWriter:
         self.done: dict[tuple[str, str], Record] = {}
         self._part = self.path.with_name(f"{self.path.name}.part-{rank}")
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = self._locked(self._part)
+        own = self.path.with_name(f".{self._part.name}.lock")
+        self._lock = self._locked(own)
+        self._file = open(self._part, "ab")  # noqa: SIM115  open until _close
         try:
             if rank == 0:
                 # A process of another run may outlive its rank 0.
-                for part in {*self._parts()} - {self._part}:
-                    self._locked(part).close()
+                for path in {*self.path.parent.glob(f".{self.path.name}.part-*.lock")} - {own}:
+                    _give_up(self._locked(path))
             before = _read_all(self.path)
             if before is not None:
                 self.header = before.header.joined(header, self.path)
@@ -217,37 +227,29 @@ class ResultsWriter:
     def _parts(self) -> list[Path]:
         return list(self.path.parent.glob(f"{self.path.name}.part-*"))
 
-    def _locked(self, part: Path) -> BinaryIO:
-        """A journal, open and locked until it is closed."""
-        while True:
-            file = open(part, "ab")  # noqa: SIM115  open until _close
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                # Between the two calls its run may have ended and removed it.
-                if part.exists() and os.path.samestat(os.fstat(file.fileno()), part.stat()):
-                    return file
-                file.close()
-            except FileNotFoundError:
-                file.close()
-            except BlockingIOError:
-                file.close()
-                raise ValueError(
-                    f"{self.path} is being written by another run. Wait for it to end, or give another file with "
-                    "--output."
-                ) from None
-            except OSError as error:
-                file.close()
-                raise OSError(
-                    error.errno,
-                    f"cannot lock {part}: {error.strerror}. Give a file on another file system with --output",
-                ) from None
+    def _locked(self, path: Path) -> FileLock:
+        """A process's lock, held."""
+        lock = FileLock(path, timeout=0, thread_local=False)
+        try:
+            lock.acquire()
+        except Timeout:
+            raise ValueError(
+                f"{self.path} is being written by another run. Wait for it to end, or give another file with --output."
+            ) from None
+        except OSError as error:
+            raise OSError(
+                error.errno, f"cannot lock {path}: {error.strerror}. Give a file on another file system with --output"
+            ) from None
+        return lock
 
     def _close(self) -> None:
         """Give up the lock, and a journal in which nothing was written."""
-        if not self._file.closed:
-            if not os.fstat(self._file.fileno()).st_size:
-                self._part.unlink(missing_ok=True)
-            self._file.close()
+        if not self._lock.is_locked:
+            return
+        self._file.close()
+        if self._part.exists() and not self._part.stat().st_size:
+            self._part.unlink()
+        _give_up(self._lock)
 
     def add(self, records: list[Record]) -> None:
         """Write the samples of one batch, all or none.
@@ -302,7 +304,7 @@ class ResultsWriter:
                 "journals. Make room and run the same command again",
             ) from None
         os.replace(temporary, self.path)
+        self._file.close()
         for part in parts:
             part.unlink()
-        self._file.close()  # and not before: its lock guards the journals
         return results

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import json
 import os
 import subprocess
@@ -221,24 +220,6 @@ def test_the_processes_of_one_run_share_its_file(tmp_path: Path) -> None:
             first.add([record(0)])
         first.merge()
     assert [r["trial"] for r in read_results(path).records] == [0, 1]
-
-
-def test_a_lock_is_taken_again_where_the_journal_was_removed_meanwhile(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Another run may end, and remove its journals, between the opening and the locking of one."""
-    path, lock, calls = tmp_path / "r.jsonl", fcntl.flock, []
-
-    def late(*arguments: object) -> None:
-        if not calls:
-            path.with_name("r.jsonl.part-0").unlink()
-        calls.append(arguments)
-        lock(*arguments)
-
-    monkeypatch.setattr(fcntl, "flock", late)
-    write(path, [[record(0)]], merge=True)
-    assert len(calls) == 2
-    assert len(read_results(path).records) == 1
 
 
 def test_a_run_that_writes_nothing_leaves_nothing(tmp_path: Path) -> None:
