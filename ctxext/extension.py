@@ -529,7 +529,6 @@ def _rotate_late(model: PreTrainedModel, sites: list[rotary.RotarySite], extensi
     new = site.build(config, plan.summary, LateRotary)
     assert isinstance(new, LateRotary)
     new.attention_scaling = 1.0
-    new.phases = torch.promote_types(torch.float32, model.dtype)
     new.attend = call.own_attention(model, implementation)
     new.additive_masks = implementation == "eager"
     new.rotated_copy = plan.rotated_copy
@@ -537,7 +536,12 @@ def _rotate_late(model: PreTrainedModel, sites: list[rotary.RotarySite], extensi
     new.owner = f"{plan.method!r}, trained at {trained} tokens"
     facts = plan.facts
     limit = facts.text_config.max_position_embeddings
-    new.in_use = geometry_in_use(facts.rope_parameters, facts.rotary_dim, limit, within=True)
+    in_use = geometry_in_use(facts.rope_parameters, facts.rotary_dim, limit, within=True)
+    # Until they are compared, phases are those of the stock model: of its table as it is (float32, or cast further down)
+    # and in float32, as at 8,192 tokens and more the last bit of a frequency is more than the bar.
+    own = site.table("").double().cpu()
+    same = own.shape == in_use.inv_freq.shape and torch.allclose(own, in_use.inv_freq, rtol=1e-2, atol=0.0)
+    new.in_use, new.phases = replace(in_use, inv_freq=own) if same else in_use, torch.float32
     new.set_method(None, plan.rope)
     new.layers = {}
     device = next((p.device for p in model.parameters() if p.device.type != "meta"), torch.device("cpu"))
@@ -592,6 +596,7 @@ def _rotate_late(model: PreTrainedModel, sites: list[rotary.RotarySite], extensi
             )
         far = proof.probe(config.vocab_size, plan.target_length, device)
         before = run(proof.output, far)
+        new.in_use, new.phases = in_use, torch.promote_types(torch.float32, model.dtype)
         new.set_method(plan.method, plan.rope)
         effect = proof.difference(run(proof.output, far), before)
     new.train(site.module.training)

@@ -28,7 +28,7 @@ from live import (
     snapshot,
 )
 from torch import nn
-from transformers import AutoModelForCausalLM, DynamicCache
+from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, LlamaForCausalLM
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import ctxext
@@ -435,3 +435,25 @@ def test_law_11_a_cast_costs_no_more_than_it_costs_the_stock_model(method: str, 
         return float((logits(cast, IDS).float() - expected).abs().mean() / expected.abs().mean())
 
     assert off("gpt_neox", True) < 1.5 * off("gpt_neox", False) < 0.1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("head_dim", "length", "theta"),
+    [(128, 8192, 5e5), (128, 32768, 1e6), (256, 8192, 1e4)],
+    ids=["llama3", "qwen", "gemma"],
+)
+def test_published_lengths_are_compared_with_the_phases_of_the_stock_model(
+    head_dim: int, length: int, theta: float, dtype: torch.dtype
+) -> None:
+    """The last bit of a float32 frequency is 1e-3 radians at 32,768 tokens, and a cast of the whole model far more."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=50, hidden_size=2 * head_dim, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=head_dim, max_position_embeddings=length,
+        rope_parameters={"rope_type": "default", "rope_theta": theta},
+    )  # fmt: skip
+    model = extend_context(LlamaForCausalLM(config).to(dtype).eval(), 4, "self_extend")
+    assert model.context_extension.proof.rotation_error < (3e-2 if dtype == torch.bfloat16 else 1e-6)
+    exact = theta ** (-torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
+    assert torch.equal(model.model.rotary_emb.start_inv_freq, exact.float())
