@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from numbers import Real
 from typing import Any
 
-MAX_TOKENS = 2**40  # of any length
+MAX_TOKENS = 2**27  # of any length: far beyond any model's
 MAX_FACTOR = 1e6  # of any extension
 MAX_SIZE = 2**24  # of anything that is allocated: heads, dimensions, experts
 MAX_ROTARY = 2**16  # of the rotary dimensions of a head
