@@ -401,8 +401,13 @@ def read_context(config: Any, original_max_position_embeddings: int | None = Non
     thetas = {table.label: float(table.parameters["rope_theta"]) for table in tables}
     if mark is not None:
         scaling = _marked_scaling(mark, tables[0].of_turning_pairs, limit)
-        theta = mark["original"]["rope_theta"]
+        theta = mark["original"].get("rope_theta", {})
         thetas = theta if isinstance(theta, dict) else {"": theta}
+        if not {table.label for table in tables} <= thetas.keys():
+            raise ValueError(
+                f"{name}: ctxext.original.rope_theta in its config must hold the base of every table, got {theta!r}. "
+                "Restore it, or extend the original model anew."
+            )
         lengths, source = Lengths.of_mark(mark), "noted in this config when ctxext extended it"
         if original_max_position_embeddings is not None:
             lengths = replace(lengths, original=original_max_position_embeddings)

@@ -537,8 +537,8 @@ def _rotate_late(model: PreTrainedModel, sites: list[rotary.RotarySite], extensi
     facts = plan.facts
     limit = facts.text_config.max_position_embeddings
     in_use = geometry_in_use(facts.rope_parameters, facts.rotary_dim, limit, within=True)
-    # Until they are compared, phases are those of the stock model: of its table as it is (float32, or cast further down)
-    # and in float32, as at 8,192 tokens and more the last bit of a frequency is more than the bar.
+    # Until they are compared, phases are those of the stock model: of its table as it is, and in float32. At 8,192
+    # tokens and more the last bit of a frequency is more than the bar, and a table may have been cast further.
     own = site.table("").double().cpu()
     same = own.shape == in_use.inv_freq.shape and torch.allclose(own, in_use.inv_freq, rtol=1e-2, atol=0.0)
     new.in_use, new.phases = replace(in_use, inv_freq=own) if same else in_use, torch.float32

@@ -1,8 +1,9 @@
 """Adapters of a live extended model carry its extension, whoever saves them.
 
 PEFT's own files say nothing of the base's positions, and trainers build and save the `PeftModel` themselves, out of
-reach of the extended instance. So the first extension in a process wraps `PeftModel.save_pretrained` and
-`PeftModel.load_adapter`. For models that ctxext did not extend, both write and load what they did before.
+reach of the extended instance. So the first extension in a process wraps `PeftModel.save_pretrained`,
+`PeftModel.load_adapter` and transformers' `model.load_adapter`. For models that ctxext did not extend, they write and
+load what they did before.
 
 An adapter's `base_model_name_or_path` then says by which extension its base was changed, so that whatever loads the
 base by that name fails instead of loading it unextended: AutoPeftModel, AutoModel.from_pretrained(adapter).
@@ -32,11 +33,13 @@ _PATTERN = re.compile(re.escape(EXTENDED).replace(r"\{summary\}", "(?P<summary>.
 
 @functools.cache
 def watch_peft() -> None:
-    """Wrap PEFT's two methods, once in a process."""
+    """Wrap PEFT's two methods, and transformers' own `load_adapter`, once in a process."""
     from peft import PeftModel
+    from transformers.integrations.peft import PeftAdapterMixin
 
     PeftModel.save_pretrained = _carrying(PeftModel.save_pretrained)
     PeftModel.load_adapter = _checking(PeftModel.load_adapter)
+    PeftAdapterMixin.load_adapter = _checking_first(PeftAdapterMixin.load_adapter)
 
 
 def _carrying(save: Callable[..., Any]) -> Callable[..., Any]:
@@ -74,6 +77,17 @@ def _checking(load: Callable[..., Any]) -> Callable[..., Any]:
         # PEFT looks up the base's vocabulary by this name as it saves.
         config.base_model_name_or_path = plain_name(config.base_model_name_or_path)
         return loaded
+
+    return load_adapter
+
+
+def _checking_first(load: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(load)
+    def load_adapter(self: Any, peft_model_id: Any = None, *args: Any, **kwargs: Any) -> Any:
+        path = Path(peft_model_id or "", ADAPTER_CONFIG)
+        if peft_model_id is not None and path.is_file():
+            _check_trained_under(extension_of(self), base_named(path), path.parent)
+        return load(self, peft_model_id, *args, **kwargs)
 
     return load_adapter
 

@@ -205,7 +205,11 @@ def weights_fingerprint(folder: Path) -> str:
     """
     from safetensors import safe_open
 
-    paths = sorted(folder.glob("*.safetensors"))
+    index, whole = folder / "model.safetensors.index.json", folder / "model.safetensors"
+    if index.is_file():  # other files beside it, such as consolidated.safetensors, are not the model's
+        paths = [folder / str(name) for name in {*read_json(index).part("weight_map").content.values()}]
+    else:
+        paths = [whole] if whole.is_file() else sorted(folder.glob("*.safetensors"))
     if not paths:
         raise ValueError(f"{folder} holds no safetensors. Load the model and save_pretrained it, which writes them.")
     lines = []

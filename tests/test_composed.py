@@ -228,7 +228,16 @@ def test_a_model_has_one_factor_wherever_it_is_read(
 def test_a_mark_with_a_wrong_number_is_named(name: str, bad: Any) -> None:
     config = extend_config(tiny_config("llama"), 4)
     config.ctxext = {**config.ctxext, name: bad}
-    with pytest.raises(ValueError, match=f"ctxext.{name} of this config must be"):
+    with pytest.raises(ValueError, match=rf"ctxext\.{name} in .* must be"):
+        read_context(config)
+
+
+@pytest.mark.parametrize("theta", [None, {}, {"full_attention": 1e4}])
+def test_a_mark_without_the_base_of_a_table_is_named(theta: Any) -> None:
+    config = extend_config(tiny_config("llama"), 4)
+    original = {k: v for k, v in {**config.ctxext["original"], "rope_theta": theta}.items() if v is not None}
+    config.ctxext = {**config.ctxext, "original": original}
+    with pytest.raises(ValueError, match=r"ctxext\.original\.rope_theta in its config must hold the base"):
         read_context(config)
 
 

@@ -265,6 +265,8 @@ def test_metadata_is_good_for_the_model_cast_and_sharded(change: str, source: Pa
     assert len(list((tmp_path / "out").glob("*.safetensors"))) > 1 or change == "dtype"
     assert torch.equal(logits(ctxext.load(tmp_path / "out", dtype=model.dtype), ids), logits(model, ids))
     assert ctxext.load(tmp_path / "out", dtype=torch.float16).context_extension is not None
+    shutil.copy(next((tmp_path / "out").glob("*.safetensors")), tmp_path / "out/consolidated.safetensors")
+    assert torch.equal(logits(ctxext.load(tmp_path / "out", dtype=model.dtype), ids), logits(model, ids))
 
 
 @pytest.mark.filterwarnings("ignore:.*saved unextended")

@@ -122,6 +122,8 @@ def test_an_adapter_of_an_extended_model_comes_back_extended_or_not_at_all(
             load(adapter)
     with pytest.raises(ValueError, match=r"was trained under .* and this model is not extended"):
         PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(MODEL), adapter)
+    with pytest.raises(ValueError, match=r"was trained under .* and this model is not extended"):
+        AutoModelForCausalLM.from_pretrained(MODEL).load_adapter(str(adapter))
     loaded.save_pretrained(tmp_path / "again")
     assert torch.equal(logits(ctxext.load(tmp_path / "again"), IDS), expected)
 

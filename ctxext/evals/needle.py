@@ -28,12 +28,18 @@ OWNERS = (
 
 @dataclass(frozen=True)
 class Hidden:
-    """What one sample hides: sentences, the first of them at the depth asked for; and what it asks."""
+    """What one sample hides: sentences, the first of them at the depth asked for; and what it asks.
+
+    Attributes:
+        breaks: line breaks before the question, besides two, to make up the length where every character of a text
+            is as many tokens.
+    """
 
     sentences: tuple[str, ...]
     numbers: tuple[str, ...]
     question: str
     lead: str
+    breaks: int = 0
 
     def size(self, prompter: Prompter) -> int:
         """How many tokens it takes, but for how it joins with the text around it."""
@@ -80,11 +86,12 @@ class HiddenNumbers(RetrievalTask):
         end: int,
         others: tuple[int, ...],
         size: int,
+        breaks: int,
     ) -> Sample | None:
         """The sample in this window, exact in tokens, with its first sentence as near to the depth as that allows."""
         assert place.depth is not None
         numbers = place.rng("numbers")
-        drawn = (self.hide(_words(place), numbers) for _ in range(400))
+        drawn = (replace(self.hide(_words(place), numbers), breaks=breaks) for _ in range(400))
         for hidden in drawn:
             # A tokenizer may cut one number into more tokens than another: draw until they fit the trial's window.
             if hidden.size(prompter) != size:
@@ -115,7 +122,7 @@ class HiddenNumbers(RetrievalTask):
             done = cut
         context = "".join((*pieces, haystack.text[done:end]))
         intro = "" if prompter.style == "base" else self.intro + "\n\n"
-        body = f"{intro}{context}\n\n{hidden.question}"
+        body = intro + context + "\n" * (2 + hidden.breaks) + hidden.question
         right = " " + ", ".join(hidden.numbers)
         lead, answer = prompter.divided(hidden.lead, right)
         answer = answer if prompter.answer_tokens is None else ""
@@ -139,19 +146,20 @@ class HiddenNumbers(RetrievalTask):
 @lru_cache(maxsize=256)
 def _trial_window(
     task: HiddenNumbers, length: int, trial: int, seed: int, attempt: int, prompter: Prompter, haystack: Haystack
-) -> tuple[int, int, tuple[int, ...], int]:
+) -> tuple[int, int, tuple[int, ...], int, int]:
     """What all depths of a trial share, and with it what stands before their needles.
 
     The piece of text, from and to in characters; where all but the first sentence go; and what is
-    hidden takes so many tokens.
+    hidden takes so many tokens, with so many line breaks more before the question.
     """
     place = Place(task.name, length, None, trial, seed)
     rng = place.rng("window", str(attempt))
-    for _ in range(8):  # numbers that a tokenizer cuts otherwise may fit where the first ones did not
-        hidden = task.hide(_words(place), rng)
+    for breaks in (*[0] * 8, *[1, 2, 3, 4, 5] * 2):
+        # Numbers that a tokenizer cuts otherwise may fit where the first ones did not.
+        hidden = replace(task.hide(_words(place), rng), breaks=breaks)
         window = _window_for(hidden, task, place, rng, prompter, haystack)
         if window is not None:
-            return (*window, hidden.size(prompter))
+            return (*window, hidden.size(prompter), breaks)
     raise ValueError(
         f"found no window of this text that makes a {task.name} prompt of exactly {length} tokens. Pass another text."
     )

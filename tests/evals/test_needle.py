@@ -266,6 +266,15 @@ def test_every_task_works_on_text_without_spaces(name: str, script: str) -> None
             assert all(sample.body.count(f" {mark}") == 0 for mark in "ัิีึืุู่้")
 
 
+@pytest.mark.parametrize("length", [1024, 1025, 1026])
+def test_a_text_of_characters_of_three_tokens_makes_every_length(length: int) -> None:
+    prompter = prompter_of("shipped")
+    haystack = Haystack.from_text("山高水长日落风起云飞" * 400, prompter.tokenizer)
+    assert len(haystack.token_ids) > 3 * 3900
+    sample = make_task("needle_distractors").sample(Place("needle_distractors", length, 0.5, 0, 0), prompter, haystack)
+    assert len(sample.input_ids) == length
+
+
 def test_a_table_of_texts_is_read_as_data(tmp_path) -> None:
     rows = [{"text": 'He said "no".\nShe left.'}, {"text": "Thé end."}]
     lines = "".join(json.dumps(row) + "\n" for row in rows).encode()
