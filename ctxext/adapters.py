@@ -38,11 +38,18 @@ from ctxext.folders import (
 )
 from ctxext.hub import hub_folder
 from ctxext.json_files import OBJECT, TEXT, TOKENS, JsonObject, or_none, read_json, write_json
-from ctxext.peft_hooks import ADAPTER_CONFIG, adapter_record, base_named, plain_name
 from ctxext.planning import model_on_meta
 from ctxext.plans import check_mark
+from ctxext.records import (
+    ADAPTER_CONFIG,
+    Record,
+    adapter_record,
+    base_named,
+    plain_name,
+    read_record,
+    weights_fingerprint,
+)
 from ctxext.records import RECORD as EXTENSION
-from ctxext.records import Record, read_record, weights_fingerprint
 
 if TYPE_CHECKING:
     from peft import PeftModel

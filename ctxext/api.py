@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ctxext import extension
 from ctxext.description import ContextDescription, describe
 from ctxext.methods import ContextMethod, RopeScaling
+from ctxext.peft_hooks import watch_peft
 from ctxext.planning import plan_extension
 from ctxext.plans import Existing
 from ctxext.text_configs import text_config_of
@@ -104,6 +105,7 @@ def extend_context(
             "holds those that it was given. Extend the model before it is wrapped."
         )
     extension.apply(inner, plan)
+    watch_peft()
     return model
 
 

@@ -22,7 +22,7 @@ from ctxext.families import family_of
 from ctxext.methods import ContextMethod, geometry_in_use
 from ctxext.planning import SitePlan, model_on_meta, plan_extension
 from ctxext.plans import ENCODINGS, Plan
-from ctxext.records import BESIDE, RECORD, weights_fingerprint, write_record
+from ctxext.records import BESIDE, RECORD, carry_extension, weights_fingerprint, write_record
 from ctxext.saved import PROBE
 from ctxext.sites import rotary
 from ctxext.sites.contract import SiteProof
@@ -238,8 +238,6 @@ def apply(model: PreTrainedModel, plan: Plan) -> Extension:
             that cannot be rotated late.
         RuntimeError: the new rotary embedding is not what the formula says, or nothing reads it.
     """
-    from ctxext.peft_hooks import watch_peft
-
     by_tables = isinstance(plan, RopePlan) and family_of(plan.text_config).sin_cos_tables
     configs = _config_copies(model)
     plan.apply_to(configs[-1].extended)
@@ -264,7 +262,6 @@ def apply(model: PreTrainedModel, plan: Plan) -> Extension:
         # On the instance, as data (a partial), so that it survives deepcopy, pickle and PEFT's merge.
         save = save_portable if plan.is_portable else save_with_record
         model.__dict__["save_pretrained"] = functools.partial(save, model)
-        watch_peft()
         if isinstance(extension.proof, Proof):
             if rotary.on_meta(model):
                 model.register_forward_pre_hook(_prove_at_first_forward)
@@ -795,8 +792,6 @@ def save_portable(model: PreTrainedModel, save_directory: Any, *args: Any, **kwa
 
 def _follow_up(model: PreTrainedModel, folder: Path) -> None:
     """Remove what belongs to a model that was saved in `folder` before; an adapter alone carries its extension."""
-    from ctxext.peft_hooks import carry_extension
-
     for name in (RECORD, PROBE):
         (folder / name).unlink(missing_ok=True)
     if _saves_adapter(model):

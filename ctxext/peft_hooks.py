@@ -14,21 +14,12 @@ from __future__ import annotations
 
 import functools
 import inspect
-import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ctxext.extension import Extension, extended_model, extension_of
-from ctxext.json_files import TEXT, or_none, read_json, write_json
-from ctxext.records import RECORD, Record, weights_fingerprint, write_record
-
-if TYPE_CHECKING:
-    from torch import nn
-
-ADAPTER_CONFIG = "adapter_config.json"
-EXTENDED = " (extended by ctxext, {summary}; load this adapter with ctxext.load)"
-_PATTERN = re.compile(re.escape(EXTENDED).replace(r"\{summary\}", "(?P<summary>.*)") + "$", re.DOTALL)
+from ctxext.records import ADAPTER_CONFIG, base_named, carry_extension, plain_name, trained_under
 
 
 @functools.cache
@@ -51,7 +42,7 @@ def _carrying(save: Callable[..., Any]) -> Callable[..., Any]:
         model, folder = bound.arguments["self"], Path(bound.arguments["save_directory"])
         if bound.arguments["is_main_process"]:
             names = bound.arguments["selected_adapters"] or list(model.peft_config)
-            carry_extension(model, [folder if name == "default" else folder / name for name in names])
+            carry_extension(extended_model(model), [folder if name == "default" else folder / name for name in names])
         return saved
 
     return save_pretrained
@@ -94,70 +85,12 @@ def _checking_first(load: Callable[..., Any]) -> Callable[..., Any]:
 
 def _check_trained_under(extension: Extension | None, named: str | None, adapter: Any) -> None:
     """Raise ValueError if an adapter whose base is `named` so was trained under another extension than `extension`."""
-    found = _PATTERN.search(named or "")
-    if found is None:
+    trained = trained_under(named)
+    if trained is None:
         return
-    trained, here = found["summary"], "not extended" if extension is None else f"extended by {extension.plan.summary}"
+    here = "not extended" if extension is None else f"extended by {extension.plan.summary}"
     if extension is None or extension.plan.summary != trained:
         raise ValueError(
             f"{adapter} was trained under {trained}, and this model is {here}. Load it with "
             f"ctxext.load({str(adapter)!r}), or extend the model so first."
         )
-
-
-def plain_name(named: str | None) -> str | None:
-    """The base's own name, of what an adapter calls it; None for none."""
-    return _PATTERN.sub("", named or "") or None
-
-
-def base_named(adapter_config: Path) -> str | None:
-    """What an adapter calls its base.
-
-    Raises:
-        ValueError: the file is broken.
-    """
-    read = read_json(adapter_config)
-    return read.get("base_model_name_or_path", or_none(TEXT)) if "base_model_name_or_path" in read.content else None
-
-
-def carry_extension(model: nn.Module, folders: Iterable[Path]) -> None:
-    """Write the extension of `model` beside the adapters that were just saved in `folders`; none if it has none."""
-    owner = extended_model(model)
-    for folder in folders:
-        path = folder / ADAPTER_CONFIG
-        (folder / RECORD).unlink(missing_ok=True)  # of an adapter that was saved here before
-        if owner is None or not path.is_file():
-            continue
-        plan = owner.__dict__["context_extension"].plan
-        name, weights = owner.name_or_path or None, None
-        if name is not None and Path(name).is_dir():
-            name = str(Path(name).resolve())
-            weights = weights_fingerprint(Path(name)) if any(Path(name).glob("*.safetensors")) else None
-        write_record(folder, plan, name=name, revision=getattr(owner.config, "_commit_hash", None), weights=weights)
-        content = read_json(path).content
-        content["base_model_name_or_path"] = (name or "") + EXTENDED.format(summary=plan.summary)
-        write_json(path, content)
-
-
-def adapter_record(folder: Path) -> Record | None:
-    """The extension that an adapter was trained under; None where its files name none.
-
-    Raises:
-        ValueError: they are broken, or of two adapters.
-    """
-    path, found = folder / RECORD, _PATTERN.search(base_named(folder / ADAPTER_CONFIG) or "")
-    summary = None if found is None else found["summary"]
-    if not path.is_file():
-        if summary is None:
-            return None
-        raise ValueError(
-            f"{folder / ADAPTER_CONFIG} says that the adapter was trained under {summary}, and {RECORD} is not beside "
-            "it. Copy that file too, or save the adapter again with ctxext imported."
-        )
-    record = Record.of_json(read_json(path))
-    if record.summary != summary:
-        raise ValueError(
-            f"{path} ({record.summary}) does not belong to the {ADAPTER_CONFIG} beside it: another adapter was saved "
-            f"there since. Delete {RECORD} if the one that is there was trained on the model as its base names it."
-        )
-    return record

@@ -7,6 +7,8 @@ model, and alone on the hub. It is never applied to anything but the model that 
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
@@ -225,3 +227,76 @@ def weights_fingerprint(folder: Path) -> str:
     for line in sorted(lines):
         digest.update(line)
     return digest.hexdigest()
+
+
+# ------------------------------------------------------------------------------------ of adapters
+
+ADAPTER_CONFIG = "adapter_config.json"
+EXTENDED = " (extended by ctxext, {summary}; load this adapter with ctxext.load)"
+_PATTERN = re.compile(re.escape(EXTENDED).replace(r"\{summary\}", "(?P<summary>.*)") + "$", re.DOTALL)
+
+
+def plain_name(named: str | None) -> str | None:
+    """The base's own name, of what an adapter calls it; None for none."""
+    return _PATTERN.sub("", named or "") or None
+
+
+def base_named(adapter_config: Path) -> str | None:
+    """What an adapter calls its base.
+
+    Raises:
+        ValueError: the file is broken.
+    """
+    read = read_json(adapter_config)
+    return read.get("base_model_name_or_path", or_none(TEXT)) if "base_model_name_or_path" in read.content else None
+
+
+def trained_under(named: str | None) -> str | None:
+    """The summary of the extension in what an adapter calls its base; None where there is none."""
+    found = _PATTERN.search(named or "")
+    return None if found is None else found["summary"]
+
+
+def carry_extension(owner: Any, folders: Iterable[Path]) -> None:
+    """Write the extension of the model `owner` beside the adapters that were just saved in `folders`.
+
+    Args:
+        owner: the extended model; None where none is extended, which removes what was beside earlier adapters.
+    """
+    for folder in folders:
+        path = folder / ADAPTER_CONFIG
+        (folder / RECORD).unlink(missing_ok=True)  # of an adapter that was saved here before
+        if owner is None or not path.is_file():
+            continue
+        plan = owner.__dict__["context_extension"].plan
+        name, weights = owner.name_or_path or None, None
+        if name is not None and Path(name).is_dir():
+            name = str(Path(name).resolve())
+            weights = weights_fingerprint(Path(name)) if any(Path(name).glob("*.safetensors")) else None
+        write_record(folder, plan, name=name, revision=getattr(owner.config, "_commit_hash", None), weights=weights)
+        content = read_json(path).content
+        content["base_model_name_or_path"] = (name or "") + EXTENDED.format(summary=plan.summary)
+        write_json(path, content)
+
+
+def adapter_record(folder: Path) -> Record | None:
+    """The extension that an adapter was trained under; None where its files name none.
+
+    Raises:
+        ValueError: they are broken, or of two adapters.
+    """
+    path, summary = folder / RECORD, trained_under(base_named(folder / ADAPTER_CONFIG))
+    if not path.is_file():
+        if summary is None:
+            return None
+        raise ValueError(
+            f"{folder / ADAPTER_CONFIG} says that the adapter was trained under {summary}, and {RECORD} is not beside "
+            "it. Copy that file too, or save the adapter again with ctxext imported."
+        )
+    record = Record.of_json(read_json(path))
+    if record.summary != summary:
+        raise ValueError(
+            f"{path} ({record.summary}) does not belong to the {ADAPTER_CONFIG} beside it: another adapter was saved "
+            f"there since. Delete {RECORD} if the one that is there was trained on the model as its base names it."
+        )
+    return record

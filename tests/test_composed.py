@@ -253,11 +253,11 @@ def test_a_config_without_our_mark_still_says_where_its_frequencies_started() ->
 # ----------------------------------------------------------------------------------------- λ that is none
 
 
-@register("_any_lambda")
 @dataclass(frozen=True, kw_only=True)
 class AnyLambda(RopeScaling):
     """λ = value at the last pair, and an attention factor."""
 
+    name: ClassVar[str] = "_any_lambda"
     paper: ClassVar[Paper] = Paper("A test", 2026, "https://example.org")
 
     value: Any = 2.0
@@ -276,7 +276,7 @@ class AnyLambda(RopeScaling):
 def only_here() -> Any:
     from ctxext.methods.contract import _METHODS
 
-    _METHODS["_any_lambda"] = AnyLambda
+    register("_any_lambda")(AnyLambda)
     yield
     del _METHODS["_any_lambda"]
 

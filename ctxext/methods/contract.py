@@ -56,7 +56,7 @@ class ContextMethod(ABC):
             if isinstance(value, (np.generic, np.ndarray, Tensor)):  # JSON has none of these
                 value = value.tolist()
                 object.__setattr__(self, field.name, value)
-            _check_option(f"{field.name} of {self.name!r}", field.type, value)
+            _check_option(f"{field.name} of {getattr(self, 'name', type(self).__name__)!r}", field.type, value)
 
     def to_dict(self) -> dict[str, Any]:
         """A JSON-ready description: the method's name and its fields."""

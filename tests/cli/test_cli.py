@@ -94,7 +94,10 @@ def test_a_method_of_ones_own_works_on_the_command_line(checkpoint: Path, tmp_pa
         (["extend", "CHECKPOINT", "--method", "yarm", "--dry-run"], "did you mean 'yarn'"),
         (["extend", "CHECKPOINT", "--option", "beta_fats=1", "--dry-run"], "did you mean 'beta_fast'"),
         (["extend", "CHECKPOINT", "--option", "truncate=no", "--dry-run"], "must be true or false, got 'no'"),
-        (["extend", "CHECKPOINT", "--option", "beta_fast=abc", "--dry-run"], "cannot take beta_fast='abc'"),
+        (
+            ["extend", "CHECKPOINT", "--option", "beta_fast=abc", "--dry-run"],
+            "beta_fast of 'yarn' must be a finite number, got 'abc'",
+        ),
         (["extend", "CHECKPOINT", "--option", "config=1", "--dry-run"], "no option 'config'"),
         (["extend", "CHECKPOINT", "--option", "name=1", "--dry-run"], "no option 'name'"),
         (["recommend", "CHECKPOINT", "-o", "best"], "--output must end in .json"),

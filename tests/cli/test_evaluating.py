@@ -513,7 +513,7 @@ REMEDIES = {
     "no depth": ((*PASSKEY, *SMALL, "--depths", "deep"), "'deep' are no depths; write how many"),
     "no length": ((*PASSKEY, "--lengths", "abc"), "'abc' is no number of tokens; write 131072 or 128k"),
     "no trial": ((*PASSKEY, *SMALL, "--trials", "0"), "trials must be >= 1, got 0"),
-    "empty haystack": ((*PASSKEY, *SMALL, "--haystack", "empty.txt"), r"\(it has 0 characters\). Pass prose"),
+    "empty haystack": ((*PASSKEY, *SMALL, "--haystack", "empty.txt"), r"empty\.txt is empty\. Pass a text"),
     "no haystack": ((*PASSKEY, *SMALL, "--haystack", "nowhere.txt"), "nowhere.txt.* Pass "),
     "haystack is a folder": ((*PASSKEY, *SMALL, "--haystack", "."), "Pass "),
     "haystack is a picture": ((*PASSKEY, *SMALL, "--haystack", "figure.png"), "is not a UTF-8 text.*Pass prose"),

@@ -40,7 +40,7 @@ def grid(trials: int, forks: tuple[int, ...], length: int = 150, n_answer: int =
         for k, fork in enumerate(forks):
             ids = base[:fork] + token_ids(length - fork, seed=1000 + 10 * trial + k)[0].tolist()
             place = Place("random", length, k / 10, trial, 0)
-            row.append(Sample(place, "", "", "", ("1",), "numbers", "1", tuple(ids), length - n_answer, n_answer))
+            row.append(Sample(place, "", "", "", ("1",), "numbers", "1", tuple(ids), length - n_answer, n_answer, True))
         rows.append(row)
     return rows
 

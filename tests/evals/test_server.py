@@ -191,7 +191,7 @@ def test_a_begun_answer_reaches_a_chat_server_as_it_is(live: LiveServer, make_sa
     task = make_task("niah_single_1", compat="nvidia")
     sample = task.sample(Place(task.name, 500, None, 0, 0), prompter, Haystack.from_file(PERSUASION, tokenizer))
     assert sample.lead.startswith(" ")
-    for one, end in ((sample, sample.lead), (make_samples("chat")[0], " The pass key isThe pass key is")):
+    for one, end in ((sample, sample.lead), (make_samples("chat")[0], " The pass key isThe pass key is ")):
         assert tokenizer.decode(one.input_ids[: one.n_prompt]).endswith(end)
         assert ServedModel(live.url, style="chat").answer(one) == generated(one)
         path, body = live.requests[-1]

@@ -57,7 +57,7 @@ def test_rows_have_exactly_the_lengths_and_ask_for_what_they_hide(kind: str) -> 
         key = decode(row.input_ids[-row.n_answer :]).strip()
         assert key.isdigit()
         assert f"The pass key is {key}. Remember it." in text
-        assert text.endswith("The pass key is")
+        assert text.rstrip().endswith("The pass key is")
 
 
 def test_many_keys_stand_right_at_the_beginning_or_right_before_the_question() -> None:
