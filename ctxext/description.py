@@ -11,6 +11,7 @@ from ctxext.extension import check_on_paper
 from ctxext.planning import encoding_of, original_length, plan_extension
 from ctxext.plans import ENCODINGS, Lengths, live_mark, summary_of
 from ctxext.text_configs import text_config_of
+from ctxext.values import MAX_FACTOR, MAX_TOKENS, is_count, is_number
 
 BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1}
 
@@ -167,7 +168,9 @@ def _would_do(
         plan = plan_extension(config, factor, target_length=target_length, model=model, **options)
         check_on_paper(config, plan, model)
     except ValueError as error:
-        return target_length or round((factor or 4) * reach), f"refuse: {error}", ()
+        asked = target_length if is_count(target_length, 1, MAX_TOKENS) else None
+        times = factor if is_number(factor, 1, MAX_FACTOR) else 4
+        return asked or round(times * reach), f"refuse: {error}", ()
     why = plan.why_not_portable
     how = "" if why is None else f"; no config can say it, as {why}: ctxext.load brings it back"
     return plan.target_length, plan.summary + how, plan.notes

@@ -23,6 +23,7 @@ from ctxext.configs import read_context
 from ctxext.engines.probe import MAX_FAR, Probe, read_probe
 from ctxext.engines.rules import ENGINES, export_for
 from ctxext.evals.results import Header, read_results
+from ctxext.evals.summary import Summary
 from ctxext.folders import extended_json, read_config
 from ctxext.methods import list_methods
 from ctxext.planning import plan_extension
@@ -164,20 +165,27 @@ def test_no_method_file_raises_a_raw_error(data: st.DataObject) -> None:
 @quick
 @given(st.data())
 def test_no_results_file_raises_a_raw_error(data: st.DataObject) -> None:
-    header = Header({"seed": 0}, {"passkey": {"digits": 5}}, {"none": {"model": "m", "limit": None}}, {"reach": 512})
+    variants = {
+        "none": {"model": "m", "limit": None},
+        "yarn": {"model": "m", "extension": {"method": {"name": "yarn"}}},
+    }
+    about = {"reach": 512, "trained_length": 256, "lengths": [256, 512], "text_tokens": 9000}
+    header = Header({"seed": 0}, {"passkey": {"digits": 5}}, variants, about)
     record = {
         "variant": "none", "key": "a", "task": "passkey", "length": 512, "depth": 0.5, "trial": 0, "seed": 0,
         "hit": True, "score": 1.0, "digits": 1.0, "logprob": -0.1, "got": "1", "expected": ["1"], "tokens": 2,
-        "losses": "AAAAAAAAAAA=",
+        "question": "?", "contexts": [], "needle_tokens": [1],
     }  # fmt: skip
-    lines = [json.loads(header.line()), record, {**record, "key": "b"}]
-    k = data.draw(st.integers(0, 2))
+    text = {**{name: record[name] for name in list(record)[:7]}, "task": "perplexity", "key": "c"}
+    text |= {"tokens": 2, "bytes": 3, "loss": 1.0, "losses": "AAAAAAAAAAA="}
+    lines = [json.loads(header.line()), record, {**record, "key": "b", "variant": "yarn"}, text]
+    k = data.draw(st.integers(0, 3))
     lines[k] = mutated(data.draw, lines[k])
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "results.jsonl"
         text = "".join(json.dumps(line) + "\n" for line in lines)
         path.write_text(text[: data.draw(st.sampled_from([None, None, len(text) // 2]))])
-        holds(lambda: read_results(path), str(path))
+        holds(lambda: Summary(read_results(path)).recommendation(), str(path))
 
 
 @quick

@@ -91,6 +91,7 @@ def compare(
         seed=seed,
     )
     text = measuring.load_text(haystack, tokenizer, max(grid.lengths) if grid.retrieval else 0)
+    Runner(target, text, grid, beyond=True).check(variants)
     chosen = style is not None or answer_tokens is not None
     target = measuring.asked_as_it_answers(target, grid, text, output, free=not chosen, quiet=processes.rank > 0)
     runner = Runner(target, text, grid, beyond=True, processes=processes)

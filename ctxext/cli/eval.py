@@ -144,6 +144,7 @@ def evaluate(
     text = measuring.load_text(haystack, tokenizer, max(grid.lengths) if grid.retrieval else 0)
 
     if isinstance(target, LiveModel):
+        Runner(target, text, grid, beyond).check([variant])
         chosen = style is not None or answer_tokens is not None
         quiet = processes.rank > 0
         target = measuring.asked_as_it_answers(target, grid, text, output, free=not chosen, quiet=quiet)

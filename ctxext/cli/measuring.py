@@ -232,8 +232,9 @@ def run(runner: Runner, path: Path, variants: Sequence[Variant], *, merge: bool 
     try:
         with _progress(runner, runner.count(variants)):
             return runner.run(path, variants, merge=merge)
-    except BaseException:
-        if list(path.parent.glob(f"{path.name}.part-*")):
+    except BaseException as error:
+        # After a refusal the same command would be refused again.
+        if not isinstance(error, ValueError) and list(path.parent.glob(f"{path.name}.part-*")):
             console.print(
                 f"What was measured is kept beside {path}; the same command goes on from there.", soft_wrap=True
             )

@@ -19,12 +19,15 @@ NEEDED = {
 FIELDS = {
     **NEEDED,
     "hit": (lambda value: isinstance(value, bool), "true or false"),
-    **dict.fromkeys(("score", "digits"), (lambda value: value is None or is_number(value, 0, 1), "from 0 to 1")),
+    "score": (lambda value: is_number(value, 0, 1), "a number from 0 to 1"),
+    "digits": (lambda value: value is None or is_number(value, 0, 1), "a number from 0 to 1, or null"),
     "logprob": (lambda value: value is None or is_number(value), "a finite number, or null"),
     "loss": (lambda value: value is None or is_number(value), "a finite number, or null"),
     **dict.fromkeys(("tokens", "bytes", "key_tokens", "answer_tokens"), _COUNT),
     "got": _WORD, "question": _WORD, "expected": (are_words, "a list of strings"),
 }  # fmt: skip
+OF_RETRIEVAL = ("digits", "logprob", "got", "expected", "question", "contexts", "needle_tokens", "tokens")
+OF_TEXT = ("tokens", "bytes", "losses")
 # Bits of each token in the arrays that `ctxext.evals.perplexity.packed` writes.
 ARRAYS = {"losses": 32, "top1": 32, "mask": 1}
 
@@ -42,6 +45,9 @@ def check_record(record: Any) -> None:
             raise CorruptLine(f"a sample has no {name}")
         if name in record and not holds(record.get(name)):
             raise CorruptLine(f"{name} of a sample must be {words}, got {shown(record.get(name))}")
+    for name in OF_RETRIEVAL if "score" in record else OF_TEXT if "loss" in record else ():
+        if name not in record:
+            raise CorruptLine(f"a sample has no {name}")
     for name, bits in ARRAYS.items():
         if name in record and not _is_array(record[name], record.get("tokens"), bits):
             raise CorruptLine(f"{name} of a sample must be base64 of one number for each of its tokens")
@@ -66,13 +72,21 @@ def check_header(value: dict[str, Any]) -> None:
     for name, variant in value["variants"].items():
         if not isinstance(variant.get("model", ""), str):
             raise CorruptLine(f"model of {name} in its header must be a string, got {shown(variant['model'])}")
+        extension = variant.get("extension")
+        method = extension.get("method", "") if isinstance(extension, dict) else ""
+        named = isinstance(method.get("name") if isinstance(method, dict) else method or "", str)
+        if not (extension is None or (isinstance(extension, dict) and named)):
+            raise CorruptLine(f"extension of {name} in its header must be an object that names its method")
         if not (variant.get("limit") is None or is_count(variant["limit"], 0, MAX_TOKENS)):
             raise CorruptLine(
                 f"limit of {name} in its header must be a number of tokens, got {shown(variant['limit'])}"
             )
     if not is_count(value["identity"].get("seed", 0), 0, MAX_TOKENS):
         raise CorruptLine(f"seed of its header must be a whole number, got {shown(value['identity']['seed'])}")
-    for name in ("trained_length", "reach"):
-        length = value["about"].get(name)
-        if not (length is None or is_count(length, 1, MAX_TOKENS)):
+    for name in ("trained_length", "reach", "text_tokens"):
+        length = value["about"].get(name, 1)
+        if not is_count(length, 1, MAX_TOKENS) and not (name == "reach" and length is None):
             raise CorruptLine(f"{name} of its header must be a number of tokens, got {shown(length)}")
+    lengths = value["about"].get("lengths", [])
+    if not (isinstance(lengths, list) and all(is_count(length, 1, MAX_TOKENS) for length in lengths)):
+        raise CorruptLine(f"lengths of its header must be a list of numbers of tokens, got {shown(lengths)}")

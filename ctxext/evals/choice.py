@@ -215,13 +215,14 @@ def by_measurement(summary: Summary, candidates: Sequence[str]) -> list[str]:
 
 def reasons(summary: Summary, choice: Choice) -> list[str]:
     """Why this one, for people: sentences."""
-    name, longest = choice.variant, summary.beyond[-1]
+    name = choice.variant
     said = [f"Use {name}." if len(choice.ranking) > 1 else f"{name}:"]
     share = found_share(summary, name, choice.started)
     if share is not None:
+        asked_to = summary.lengths(*summary.retrieval_tasks)[-1]
         together = f" (95% interval, simultaneous over {choice.started} methods)" if choice.started > 1 else ""
         said.append(
-            f"Beyond the trained {summary.trained_length:,} tokens, up to {longest:,}, its {ACCURACY} is "
+            f"Beyond the trained {summary.trained_length:,} tokens, up to {asked_to:,}, its {ACCURACY} is "
             f"{share.percent()}{together}."
         )
         if choice.gain is not None:

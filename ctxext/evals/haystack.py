@@ -219,7 +219,7 @@ def read_prose(path: str | Path) -> str:
     if is_table(path):
         return "\n".join(row for row in read_source(Source(path=str(path)), Path.cwd())["text"] if row)
     try:
-        return Path(path).read_text(encoding="utf-8")
+        return Path(path).read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not a UTF-8 text ({error.reason} at byte {error.start}). Pass prose.") from None
     except OSError as error:

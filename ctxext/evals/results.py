@@ -33,7 +33,7 @@ class Header:
 
     Attributes:
         identity: facts that must agree for two measurements to stand in one file: model, tokenizer, text,
-            seed, how answers are scored, versions.
+            seed, how answers are scored, versions. The base's weights, in `about`, must agree as well.
         tasks: each task with its settings.
         variants: each way in which the model was run, with its fingerprint and method.
         about: facts for the reader, such as trained length and machine.
@@ -71,7 +71,9 @@ class Header:
     def _facts(self) -> dict[str, Any]:
         tasks = {f"task {name}": settings for name, settings in self.tasks.items()}
         variants = {f"variant {name}": value for name, value in self.variants.items()}
-        return {**self.identity, **tasks, **variants}
+        # Of the base: whatever its name, another model's variants are no variants of this one.
+        weights = {"weights": self.about["weights"]} if "weights" in self.about else {}
+        return {**self.identity, **weights, **tasks, **variants}
 
 
 @dataclass

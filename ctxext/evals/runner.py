@@ -173,25 +173,7 @@ class Runner:
             ValueError: the file holds other measurements, another run is writing it, or a sample cannot be made.
             OSError: the file cannot be written or locked. What was measured before is kept in both cases.
         """
-        for variant in () if self.beyond else variants:
-            reach, longest = self.target.reach(variant), max(self.grid.lengths)
-            if reach is not None and longest > reach and not variant.gate_only:
-                raise ValueError(
-                    f"{self.target.name} covers {reach:,} tokens, and {longest:,} were asked for. Extend it "
-                    "(--method yarn --target-length ...), ask for less, or allow it (--beyond)."
-                )
-        longest = max(self.grid.lengths)
-        limits = [self.target.limit(variant) for variant in variants if not variant.gate_only]
-        if limits and None not in limits and longest > (most := max(limits)):
-            raise ValueError(
-                f"{self.target.name} cannot run past {most:,} tokens, where its table of positions ends, and "
-                f"{longest:,} were asked for. Extend it (--method, --target-length ...), or ask for less."
-            )
-        # Too short a text is an error before the work, and of every process.
-        batches = [batch for variant in variants for batch in self._batches(variant)]
-        windows = {batch.rows[0][0]: batch.task for batch in batches if isinstance(batch.task, TextTask)}
-        for place, task in windows.items():
-            task.window(place, self.haystack, self.target.prompter.bos)
+        self.check(variants)
         first = self.processes.rank == 0
         if not first:
             self.processes.wait()
@@ -206,6 +188,34 @@ class Runner:
                 return writer.merge() if merge else None
         self.processes.wait()
         return None
+
+    def check(self, variants: Sequence[Variant]) -> None:
+        """See, before the work and on every process, that each length can be read and each task fits the shortest.
+
+        Raises:
+            ValueError: one does not.
+        """
+        for variant in () if self.beyond else variants:
+            reach, longest = self.target.reach(variant), max(self.grid.lengths)
+            if reach is not None and longest > reach and not variant.gate_only:
+                raise ValueError(
+                    f"{self.target.name} covers {reach:,} tokens, and {longest:,} were asked for. Extend it "
+                    "(--method yarn --target-length ...), ask for less, or allow it (--beyond)."
+                )
+        longest = max(self.grid.lengths)
+        limits = [self.target.limit(variant) for variant in variants if not variant.gate_only]
+        if limits and None not in limits and longest > (most := max(limits)):
+            raise ValueError(
+                f"{self.target.name} cannot run past {most:,} tokens, where its table of positions ends, and "
+                f"{longest:,} were asked for. Extend it (--method, --target-length ...), or ask for less."
+            )
+        for task in self.grid.retrieval:
+            place = task.places([min(self.grid.lengths)], self.grid.depths, 1, self.grid.seed)[0]
+            task.sample(place, self.target.prompter, self.haystack)
+        batches = [batch for variant in variants for batch in self._batches(variant)]
+        windows = {batch.rows[0][0]: batch.task for batch in batches if isinstance(batch.task, TextTask)}
+        for place, task in windows.items():
+            task.window(place, self.haystack, self.target.prompter.bos)
 
     def count(self, variants: Sequence[Variant]) -> int:
         """Samples that this process is to measure, those measured before included."""

@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
-from ctxext.evals.choice import candidates_of, choose, reasons
+from ctxext.evals.choice import candidates_of, choose, found_share, reasons
 from ctxext.evals.perplexity import stretches, unpacked
 from ctxext.evals.results import Record, Results
 from ctxext.evals.statistics import (
@@ -63,6 +63,10 @@ class Summary:
     """The figures of one results file."""
 
     def __init__(self, results: Results) -> None:
+        for part, name in (("identity", "seed"), ("about", "trained_length"), ("about", "lengths")):
+            if name not in getattr(results.header, part):
+                raise ValueError(f"{results.path} has no {part}.{name} in its header. Restore it, or measure anew.")
+        self._results = results
         self.header = results.header
         self.records = results.records
         self.trained_length: int = results.header.about["trained_length"]
@@ -88,6 +92,13 @@ class Summary:
         return [
             task for task in self.header.tasks if any("score" in r for v in self.variants for r in self.of(v, task)[:1])
         ]
+
+    def shared_by(self, variants: Sequence[str]) -> Summary:
+        """These figures, with retrieval on the samples alone that all of `variants` have."""
+        keys = [{r["key"] for task in self.retrieval_tasks for r in self.of(v, task)} for v in variants]
+        shared = set.intersection(*keys)
+        records = [r for r in self.records if "score" not in r or r["key"] in shared]
+        return self if len(records) == len(self.records) else Summary(replace(self._results, records=records))
 
     def lengths(self, *tasks: str) -> list[int]:
         return sorted({r["length"] for v in self.variants for task in tasks for r in self.of(v, task)})
@@ -340,8 +351,15 @@ class Summary:
             return Recommendation(
                 None, "No extended variant was measured beyond the trained length: nothing to recommend."
             )
-        choice = choose(self, candidates)
-        return Recommendation(choice.variant, " ".join(reasons(self, choice)))
+        shared = self.shared_by(candidates)
+        if found_share(self, candidates[0]) is not None and found_share(shared, candidates[0]) is None:
+            return Recommendation(
+                None,
+                f"{', '.join(candidates)} have no samples in common beyond the trained length: nothing to recommend. "
+                "Measure them with the same tasks, lengths and trials.",
+            )
+        choice = choose(shared, candidates)
+        return Recommendation(choice.variant, " ".join(reasons(shared, choice)))
 
 
 def _plain(gate: Gate) -> dict[str, Any]:

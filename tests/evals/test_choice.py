@@ -57,6 +57,29 @@ def test_one_that_is_better_by_far_is_found_and_one_that_is_worse_never_named() 
         assert all((choice.variant == "m0") == (sign > 0) and choice.behind for choice in choices)
 
 
+def test_only_samples_that_all_methods_have_decide() -> None:
+    """One that was asked easy tasks alone, or short lengths alone, is not ahead by that."""
+    records = []
+    for task, length, variants in (("passkey", 1024, "ab"), ("needles", 1024, "b"), ("passkey", 2048, "b")):
+        for variant in variants:
+            for trial in range(20):
+                place = {"task": task, "length": length, "depth": 0.5, "trial": trial, "seed": 0}
+                right = (variant == "b" and task == "passkey" and length == 1024) or (variant == "a" and trial < 12)
+                key = f"{task} {length} {trial}"
+                records.append({"variant": variant, "key": key, **place, "score": float(right)})
+    header = Header({"seed": 0}, {"passkey": {}, "needles": {}}, {"a": {}, "b": {}},
+                    {"trained_length": 512, "lengths": [1024, 2048], "text_tokens": 9000})  # fmt: skip
+    summary = Summary(Results(Path("results.jsonl"), header, records))
+    assert summary.pooled("a", ["passkey", "needles"], [1024, 2048]).value > 0.5
+    assert summary.pooled("b", ["passkey", "needles"], [1024, 2048]).value < 0.5
+    said = summary.recommendation()
+    assert said.variant == "b"
+    assert "up to 1,024, its retrieval accuracy is 100%" in said.text
+    apart = without(summary, lambda r: r["variant"] == "a" or r["length"] == 2048)
+    assert apart.recommendation().variant is None
+    assert "no samples in common" in apart.recommendation().text
+
+
 def test_each_task_weighs_the_same_in_what_is_shown_and_in_what_decides() -> None:
     """One that finds all of a task with many samples, and nothing of two with few, is not ahead."""
     records = []

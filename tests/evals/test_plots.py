@@ -69,7 +69,9 @@ def made(
                 records.append(record(variant, task, longest, None, window, **size, **packed(**arrays)))
     facts = {name: {"model": "tiny", "extension": None, "fingerprint": name} for name in names}
     about = {"trained_length": trained, "lengths": list(lengths)}
-    return Summary(Results(Path("made.jsonl"), Header({}, {part: {} for part in parts}, facts, about), records))
+    return Summary(
+        Results(Path("made.jsonl"), Header({"seed": 0}, {part: {} for part in parts}, facts, about), records)
+    )
 
 
 def words(path: Path) -> list[str]:

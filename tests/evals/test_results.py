@@ -83,6 +83,14 @@ def test_other_measurements_are_not_mixed_in(tmp_path: Path, changes: dict, word
     assert files == {file: file.read_bytes() for file in tmp_path.iterdir()}
 
 
+def test_variants_of_another_model_are_not_mixed_in(tmp_path: Path) -> None:
+    """By its weights: two models may have one name, one tokenizer and one config."""
+    path = tmp_path / "r.jsonl"
+    write(path, [[record(0, "yarn")]], merge=True, about={"weights": "a"})
+    with pytest.raises(ValueError, match="its weights is 'a', this run's is 'b'"):
+        write(path, [[record(0, "ntk")]], merge=True, about={"weights": "b"})
+
+
 def test_tasks_and_variants_may_be_added(tmp_path: Path) -> None:
     path = tmp_path / "r.jsonl"
     write(path, [[record(0)]], merge=True)
