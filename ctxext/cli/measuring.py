@@ -195,7 +195,7 @@ def asked_as_it_answers(
     if not controlled(grid.retrieval):
         return target
     known = None
-    with suppress(OSError, ValueError):  # no results yet; a file that is none is refused by the run itself
+    with suppress(OSError, ValueError, KeyError, TypeError):  # none yet, or broken: the run says so
         known = path and Control.of_header(read_results(path).header.about)
     if free and known is not None:  # the file holds answers in that form
         target, free = target.asking(known.form.prompter(target.prompter.tokenizer)), False
