@@ -19,7 +19,15 @@ from pathlib import Path
 from typing import Any
 
 from ctxext.extension import Extension, extended_model, extension_of
-from ctxext.records import ADAPTER_CONFIG, base_named, carry_extension, plain_name, trained_under
+from ctxext.records import (
+    ADAPTER_CONFIG,
+    RECORD,
+    adapter_record,
+    base_named,
+    carry_extension,
+    plain_name,
+    trained_under,
+)
 
 
 @functools.cache
@@ -54,7 +62,7 @@ def _checking(load: Callable[..., Any]) -> Callable[..., Any]:
         path = Path(model_id, kwargs.get("subfolder") or "", ADAPTER_CONFIG)
         known = self.peft_config.get(adapter_name)
         if path.is_file():
-            _check_trained_under(extension_of(self), base_named(path), path.parent)
+            _check_files(extension_of(self), path.parent)
         elif known is not None:
             _check_trained_under(extension_of(self), known.base_model_name_or_path, model_id)
         loaded = load(self, model_id, adapter_name, *args, **kwargs)
@@ -77,10 +85,17 @@ def _checking_first(load: Callable[..., Any]) -> Callable[..., Any]:
     def load_adapter(self: Any, peft_model_id: Any = None, *args: Any, **kwargs: Any) -> Any:
         path = Path(peft_model_id or "", ADAPTER_CONFIG)
         if peft_model_id is not None and path.is_file():
-            _check_trained_under(extension_of(self), base_named(path), path.parent)
+            _check_files(extension_of(self), path.parent)
         return load(self, peft_model_id, *args, **kwargs)
 
     return load_adapter
+
+
+def _check_files(extension: Extension | None, folder: Path) -> None:
+    """Raise ValueError if the adapter in `folder` was trained under another extension, or its files disagree."""
+    if (folder / RECORD).is_file():
+        adapter_record(folder)
+    _check_trained_under(extension, base_named(folder / ADAPTER_CONFIG), folder)
 
 
 def _check_trained_under(extension: Extension | None, named: str | None, adapter: Any) -> None:

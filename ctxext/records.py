@@ -295,8 +295,10 @@ def adapter_record(folder: Path) -> Record | None:
         )
     record = Record.of_json(read_json(path))
     if record.summary != summary:
+        named = (base_named(folder / ADAPTER_CONFIG) or "") + EXTENDED.format(summary=record.summary)
         raise ValueError(
-            f"{path} ({record.summary}) does not belong to the {ADAPTER_CONFIG} beside it: another adapter was saved "
-            f"there since. Delete {RECORD} if the one that is there was trained on the model as its base names it."
+            f"{path} ({record.summary}) does not agree with base_model_name_or_path in the {ADAPTER_CONFIG} beside "
+            f"it. If you moved the base, write {named!r} there; if another adapter was saved there since, delete "
+            f"{RECORD}."
         )
     return record

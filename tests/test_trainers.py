@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -163,6 +164,22 @@ def test_an_adapter_and_metadata_of_two_are_refused(lost: str, tmp_path: Path) -
         ValueError, match="is not beside it" if lost == "metadata" else "another adapter was saved there"
     ):
         ctxext.load(tmp_path)
+
+
+def test_an_adapter_whose_base_was_renamed_by_hand_is_not_loaded_unextended(tmp_path: Path) -> None:
+    adapted = by_peft(ctxext.extend_context(AutoModelForCausalLM.from_pretrained(MODEL), 4), tmp_path / "adapter")
+    shutil.copytree(MODEL, tmp_path / "moved")
+    config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    config["base_model_name_or_path"] = str(tmp_path / "moved")
+    (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps(config))
+    plain = AutoModelForCausalLM.from_pretrained(MODEL)
+    with pytest.raises(ValueError, match="If you moved the base, write '"):
+        PeftModel.from_pretrained(plain, tmp_path / "adapter")
+    with pytest.raises(ValueError, match="If you moved the base, write '") as refused:
+        ctxext.load(tmp_path / "adapter")
+    config["base_model_name_or_path"] = re.search("write '(.*)' there", str(refused.value))[1]
+    (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps(config))
+    assert torch.equal(logits(ctxext.load(tmp_path / "adapter"), IDS), logits(adapted.eval(), IDS))
 
 
 def test_an_adapter_is_not_put_on_another_extension(tmp_path: Path) -> None:
