@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from ctxext.evals.perplexity import KeyTokens, Perplexity, SlidingPerplexity
 from ctxext.evals.prompts import Prompter
 from ctxext.evals.results import Results
 from ctxext.evals.runner import Grid, Runner
+from ctxext.evals.samples import Place, Sample
 from ctxext.evals.summary import Summary
 from ctxext.evals.targets import LiveModel, Variant, compared_variants, model_fingerprint
 from ctxext.methods import list_methods
@@ -277,13 +279,27 @@ def test_a_wrong_grid_is_refused(changes: dict, word: str) -> None:
         Grid(**{**GRID, **changes})
 
 
-def test_what_was_measured_before_an_error_is_kept(loaded, tmp_path: Path) -> None:
-    """The length of 40 is too short for a needle; passkey at 96 was measured before that is seen."""
+def test_a_length_too_short_for_a_task_is_refused_before_the_work(loaded, tmp_path: Path) -> None:
     path = tmp_path / "r.jsonl"
     with pytest.raises(ValueError, match="needle prompt needs at least"):
         run(loaded, path, [Variant()], retrieval=(Passkey(), Needle(needles=6)), texts=(), gate=(), lengths=(96,))
+    assert not [*tmp_path.iterdir()]
+
+
+class FailsAtTheSecondTrial(Needle):
+    def sample(self, place: Place, *about: Any) -> Sample:
+        if place.trial:
+            raise ValueError("no such sample")
+        return super().sample(place, *about)
+
+
+def test_what_was_measured_before_an_error_is_kept(loaded, tmp_path: Path) -> None:
+    path = tmp_path / "r.jsonl"
+    with pytest.raises(ValueError, match="no such sample"):
+        run(loaded, path, [Variant()], retrieval=(Passkey(), FailsAtTheSecondTrial()), texts=(), gate=(), lengths=(96,))
     part = path.with_name("r.jsonl.part-0").read_text().splitlines()
-    assert sum(len(json.loads(line)) for line in part[1:]) == 12
+    kept = [record["task"] for line in part[1:] for record in json.loads(line)]
+    assert kept.count("passkey") == 12
 
 
 def test_key_tokens_are_judged_by_the_model_as_it_is(loaded, tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ def model() -> Any:
 def material() -> Material:
     """A text that says one number again and again, further apart than the short window of LongPPL's judge."""
     text = PERSUASION.read_text(encoding="utf-8")[:40_000]
-    sentence = " The pass key is 48210. Remember it. 48210 is the pass key. "
+    sentence = " The secret code is 48210. Remember it. 48210 is the secret code. "
     text = sentence.join(text[k : k + 300] for k in range(0, len(text), 300))
     return split(text, Prompter(AutoTokenizer.from_pretrained(MODEL)), TRAINED, TARGET)[0]
 
