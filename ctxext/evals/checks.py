@@ -3,28 +3,26 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Callable
+from functools import partial
 from typing import Any
 
+from ctxext.json_files import FLAG, TEXT, Kind, or_none
 from ctxext.values import MAX_TOKENS, are_words, is_count, is_number, shown
 
-_WORD: tuple[Callable[[Any], bool], str] = (lambda value: isinstance(value, str), "a string")
-_COUNT: tuple[Callable[[Any], bool], str] = (lambda value: is_count(value, 0, MAX_TOKENS), "a whole number >= 0")
-_NUMBER: tuple[Callable[[Any], bool], str] = (is_number, "a finite number")
+_COUNT = Kind("a whole number >= 0", partial(is_count, low=0, high=MAX_TOKENS))
+_SHARE = Kind("a number from 0 to 1", partial(is_number, low=0, high=1))
+_NUMBER = Kind("a finite number", is_number)
 # Of every sample; depth is null where a task has none.
 NEEDED = {
-    "variant": _WORD, "key": _WORD, "task": _WORD, "length": _COUNT, "trial": _COUNT, "seed": _COUNT,
-    "depth": (lambda value: value is None or is_number(value, 0, 1), "a number from 0 to 1, or null"),
+    "variant": TEXT, "key": TEXT, "task": TEXT, "length": _COUNT, "trial": _COUNT, "seed": _COUNT,
+    "depth": or_none(_SHARE),
 }  # fmt: skip
 FIELDS = {
     **NEEDED,
-    "hit": (lambda value: isinstance(value, bool), "true or false"),
-    "score": (lambda value: is_number(value, 0, 1), "a number from 0 to 1"),
-    "digits": (lambda value: value is None or is_number(value, 0, 1), "a number from 0 to 1, or null"),
-    "logprob": (lambda value: value is None or is_number(value), "a finite number, or null"),
-    "loss": (lambda value: value is None or is_number(value), "a finite number, or null"),
+    "hit": FLAG, "score": _SHARE, "digits": or_none(_SHARE),
+    **dict.fromkeys(("logprob", "loss"), or_none(_NUMBER)),
     **dict.fromkeys(("tokens", "bytes", "key_tokens", "answer_tokens"), _COUNT),
-    "got": _WORD, "question": _WORD, "expected": (are_words, "a list of strings"),
+    "got": TEXT, "question": TEXT, "expected": Kind("a list of strings", are_words),
 }  # fmt: skip
 OF_RETRIEVAL = ("digits", "logprob", "got", "expected", "question", "contexts", "needle_tokens", "tokens")
 OF_TEXT = ("tokens", "bytes", "losses")
@@ -40,7 +38,7 @@ def check_record(record: Any) -> None:
     """Raise CorruptLine, naming the field, unless `record` is a sample as it was written."""
     if not isinstance(record, dict):
         raise CorruptLine(f"a sample must be an object, got {shown(record)}")
-    for name, (holds, words) in FIELDS.items():
+    for name, (words, holds) in FIELDS.items():
         if name in NEEDED and name not in record:
             raise CorruptLine(f"a sample has no {name}")
         if name in record and not holds(record.get(name)):
