@@ -65,8 +65,8 @@ def parse_tokens(text: str) -> int:
         tokens = float(value[:-1] if unit > 1 else value) * unit
     except ValueError:
         tokens = 0.5
-    if tokens < 1 or tokens != int(tokens):
-        raise ValueError(f"{text!r} is no number of tokens; write 131072 or 128k.")
+    if not 1 <= tokens < math.inf or tokens != int(tokens):
+        raise ValueError(f"{shown(text)} is no number of tokens; write 131072 or 128k.")
     return int(tokens)
 
 

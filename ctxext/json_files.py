@@ -91,14 +91,35 @@ def read_json(path: Path) -> JsonObject:
     Raises:
         ValueError: it holds something else: broken JSON, or other bytes than UTF-8.
     """
+    return parsed_json(read_text(path), str(path))
+
+
+def parsed_json(text: str, file: str) -> JsonObject:
+    """The JSON object that `text` is; `file` is where it stands, as errors name it.
+
+    Raises:
+        ValueError: it is something else, or broken.
+    """
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:  # UnicodeDecodeError and JSONDecodeError are ValueErrors
+        content = json.loads(text)
+    except (ValueError, RecursionError) as error:
         reason = "nested too deeply" if isinstance(error, RecursionError) else str(error)
-        raise ValueError(f"{path} is not valid JSON ({reason}). Restore it, or write it anew.") from error
+        raise ValueError(f"{file} is not valid JSON ({reason}). Restore it, or write it anew.") from error
     if not isinstance(content, dict):
-        raise ValueError(f"{path} must hold a JSON object, got {shown(content)}. Restore it, or write it anew.")
-    return JsonObject(str(path), content)
+        raise ValueError(f"{file} must hold a JSON object, got {shown(content)}. Restore it, or write it anew.")
+    return JsonObject(file, content)
+
+
+def read_text(path: Path) -> str:
+    """The text in a file.
+
+    Raises:
+        ValueError: it is not UTF-8.
+    """
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8 ({error}). Save it as that.") from error
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:

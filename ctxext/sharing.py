@@ -26,7 +26,7 @@ from ctxext.evals.summary import Summary, label
 from ctxext.evals.targets import UNEXTENDED
 from ctxext.extension import ATTRIBUTE, extended_model
 from ctxext.folders import check_not_extended, checkpoint_folder, method_of, planned_as_saved, read_config
-from ctxext.json_files import read_json
+from ctxext.json_files import read_json, read_text
 from ctxext.methods import ContextMethod, PositionRemapping, make_method
 from ctxext.planning import plan_extension
 from ctxext.plans import ENCODINGS, Lengths, Plan, live_mark
@@ -313,7 +313,7 @@ def prepared(
         else:
             weights = checkpoint_folder(str(source))
             aim = _Aim.of_folder(weights)
-            readme = _text_of(weights / README) if (weights / README).is_file() else ""
+            readme = read_text(weights / README) if (weights / README).is_file() else ""
             card = _read_card(readme)
             if base_model is None and BEGIN in readme:
                 base_model = _only_base(card)
@@ -513,13 +513,6 @@ def _hub_name(name: object) -> str | None:
 
 class UnreadableCard(ValueError):
     """A README.md whose metadata cannot be read."""
-
-
-def _text_of(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is not UTF-8 ({error}). Save it as that.") from error
 
 
 def _read_card(text: str) -> ModelCard:

@@ -54,6 +54,15 @@ def check_rows(tokens: int) -> None:
         raise ValueError(f"{tokens} tokens are more than the {MAX_ROWS} rows that a table may have. Ask for fewer.")
 
 
+def finite(value: Any) -> Any:
+    """`value` as JSON can hold it: None where a number in it is infinite or NaN."""
+    if isinstance(value, dict):
+        return {key: finite(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [finite(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
 def shown(value: Any) -> str:
     """`value` in an error: its start, on one line."""
     try:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated
 
@@ -23,6 +22,7 @@ def report(
     from ctxext.evals.report import write_report
     from ctxext.evals.results import read_results
     from ctxext.evals.summary import Summary
+    from ctxext.json_files import write_json
     from ctxext.saved import check_writable
 
     check_writable(output)
@@ -36,6 +36,6 @@ def report(
             summary = Summary(result)
             stem = stems[index] if stems.count(stems[index]) == 1 else f"{stems[index]}-{index + 1}"
             numbers = figures / f"{stem}.json"
-            numbers.write_text(json.dumps(summary.to_dict(), indent=1) + "\n")
+            write_json(numbers, summary.to_dict())
             for path in [numbers, *save_figures(summary, figures, stem)]:
                 console.print(f"wrote {path}", highlight=False, soft_wrap=True)

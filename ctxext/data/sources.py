@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ctxext.methods import suggest
+from ctxext.values import MAX_TOKENS, shown
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -41,7 +42,7 @@ class Source:
         split, subset, revision: of a dataset; files here are read whole.
 
     Raises:
-        ValueError: weight <= 0, or max_document < 2.
+        ValueError: weight <= 0, or max_document < 2 or longer than any context.
     """
 
     path: str
@@ -63,9 +64,9 @@ class Source:
                 f"the weight of {self.name} must be a finite number > 0, got {self.weight}. "
                 "To leave a source out, remove it."
             )
-        if self.max_document is not None and self.max_document < 2:
+        if self.max_document is not None and not 2 <= self.max_document <= MAX_TOKENS:
             raise ValueError(
-                f"max_document of {self.name} must be at least 2 tokens, got {self.max_document}: "
+                f"max_document of {self.name} must be 2 to {MAX_TOKENS:,} tokens, got {shown(self.max_document)}: "
                 "the first token of a document has no loss."
             )
 

@@ -22,16 +22,20 @@ import torch
 from jaxtyping import Float64
 from torch import Tensor
 
+from ctxext.config_fields import ROPE_FIELDS, check_config
 from ctxext.configs import RopePlan, read_context
 from ctxext.encodings.rope import RopeGeometry, inverse_frequencies
 from ctxext.folders import read_config
+from ctxext.json_files import FACTOR, TEXT, TOKENS, Kind, parsed_json
 from ctxext.methods import ContextMethod, geometry_in_use, longrope_parameters
 from ctxext.planning import plan_extension
+from ctxext.plans import check_mark
 from ctxext.records import RECORD, read_record
+from ctxext.values import MAX_COUNT, MAX_ROTARY, MAX_SIZE, are_numbers, are_words, is_count, is_number, one_line, shown
 
 if TYPE_CHECKING:
     import numpy as np
-    from gguf import GGMLQuantizationType, GGUFReader
+    from gguf import GGMLQuantizationType, GGUFReader, ReaderField
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 ROPE_FACTORS = "rope_freqs.weight"
@@ -99,9 +103,10 @@ class _File:
 
     def __init__(self, path: Path) -> None:
         self.path, self.reader = path, _reader(path)
-        self.architecture = self.get("general.architecture")
-        if (self.get("split.count") or 1) > 1:
-            raise ValueError(f"{path} is one part of {self.get('split.count')}. Join them: llama-gguf-split --merge.")
+        self.architecture = self.get("general.architecture", TEXT)
+        parts = self.get("split.count", _COUNT)
+        if parts is not None and parts > 1:
+            raise ValueError(f"{path} is one part of {parts}. Join them: llama-gguf-split --merge.")
         if self.architecture not in ARCHITECTURES:
             raise ValueError(
                 f"{path} is of llama.cpp's architecture {self.architecture!r}, whose graph is not known here "
@@ -109,17 +114,45 @@ class _File:
                 "--yarn-orig-ctx apply PI and YaRN as it runs."
             )
 
-    def get(self, key: str, default: Any = None) -> Any:
-        """The value of a key; one that begins with a dot is the architecture's."""
-        field = self.reader.get_field(f"{self.architecture}{key}" if key.startswith(".") else key)
-        return default if field is None else field.contents()
+    def get(self, key: str, kind: Kind) -> Any:
+        """The value of a key, None where there is none; a key that begins with a dot is the architecture's.
+
+        Raises:
+            ValueError: it is of another kind.
+        """
+        name = f"{self.architecture}{key}" if key.startswith(".") else key
+        field = self.reader.get_field(name)
+        value = None if field is None else self._value(field)
+        if field is not None and not kind.holds(value):
+            raise ValueError(f"{name} in {self.path} must be {kind.words}, got {shown(value)}. {_AGAIN}")
+        return value
 
     def number(self, key: str, default: int | None = None) -> int:
-        """As `get`, of a whole number that there must be."""
-        value = self.get(key, default)
-        if not isinstance(value, int):
-            raise ValueError(f"{self.path} has {value!r} for {self.architecture}{key}, where a whole number is needed.")
-        return value
+        """A number of the architecture's, from `_NUMBERS`.
+
+        Raises:
+            ValueError: it is of another kind, or there is none and no default.
+        """
+        kind = _NUMBERS[key]
+        value = self.get(key, kind)
+        value = default if value is None else value
+        if not kind.holds(value):
+            raise ValueError(f"{self.path} lacks {self.architecture}{key}, {kind.words}. {_AGAIN}")
+        return cast("int", value)
+
+    def _value(self, field: ReaderField) -> Any:
+        try:
+            return field.contents()
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{shown(field.name)} in {self.path} is not UTF-8 ({error}). {_AGAIN}") from error
+
+    def fields(self) -> dict[str, Any]:
+        """Every key with its value and types, as `_write` takes them."""
+        return {
+            name: (self._value(field), field.types[0], field.types[-1] if len(field.types) > 1 else None)
+            for name, field in self.reader.fields.items()
+            if not name.startswith("GGUF.") and name != "general.architecture"
+        }
 
     def tensor(self, name: str) -> np.ndarray | None:
         return next((tensor.data for tensor in self.reader.tensors if tensor.name == name), None)
@@ -139,27 +172,66 @@ class _File:
     @property
     def rope_parameters(self) -> dict[str, Any]:
         """What llama.cpp makes of the file, in transformers' words."""
-        factors = self.tensor(ROPE_FACTORS)
-        values = {".context_length": self.number(".context_length"), **{key: self.get(key) for key in _KEYS}}
-        return _as_rope_parameters(
-            values, self.rotary_dim, None if factors is None else torch.from_numpy(factors.copy()).double()
-        )
+        factors, pairs = self.tensor(ROPE_FACTORS), self.rotary_dim // 2
+        if factors is not None and not (factors.shape == (pairs,) and are_numbers(factors.tolist(), 1e-6, 1e6)):
+            raise ValueError(f"{ROPE_FACTORS} in {self.path} must be {pairs} numbers from 1e-6 to 1e6. {_AGAIN}")
+        values = {".context_length": self.number(".context_length")}
+        values |= {key: self.get(key, kind) for key, kind in _ROPE.items()}
+        try:
+            return _as_rope_parameters(
+                values, self.rotary_dim, None if factors is None else torch.from_numpy(factors.copy()).double()
+            )
+        except ValueError as error:
+            raise ValueError(f"{self.path}: {error}") from error
 
 
-_KEYS = (
-    ".rope.freq_base", ".rope.scale_linear", ".rope.scaling.type", ".rope.scaling.factor",
-    ".rope.scaling.original_context_length", ".rope.scaling.attn_factor",
-)  # fmt: skip
+_AGAIN = "Fetch or convert it again."
+_COUNT = Kind(f"a whole number from 0 to {MAX_COUNT}", partial(is_count, low=0, high=MAX_COUNT))
+_SIZE = Kind(f"a whole number from 1 to {MAX_SIZE}", is_count)
+_NUMBERS = {
+    ".block_count": _COUNT,
+    ".context_length": TOKENS,
+    ".rope.dimension_count": Kind(
+        f"an even number from 4 to {MAX_ROTARY}", lambda value: is_count(value, 4, MAX_ROTARY) and value % 2 == 0
+    ),
+    **dict.fromkeys(
+        (".embedding_length", ".attention.head_count", ".attention.head_count_kv", ".attention.key_length"), _SIZE
+    ),
+}
+
+
+def _or_zero(kind: Kind) -> Kind:
+    """As `kind`, or 0, which says to llama.cpp what a missing key does."""
+    return Kind(f"{kind.words}, or 0", lambda value: is_number(value, 0, 0) or kind.holds(value))
+
+
+_ROPE = {
+    ".rope.freq_base": ROPE_FIELDS["rope_theta"],
+    ".rope.scaling.type": TEXT,
+    ".rope.scaling.original_context_length": _or_zero(TOKENS),
+    ".rope.scaling.attn_factor": _or_zero(ROPE_FIELDS["attention_factor"]),
+    **dict.fromkeys((".rope.scale_linear", ".rope.scaling.factor"), _or_zero(FACTOR)),
+}
 
 
 def _reader(path: Path) -> GGUFReader:
     if not path.is_file():
         raise FileNotFoundError(f"{path} is no file. Pass the path of a GGUF file.")
     gguf = _gguf()
+
+    class Reader(gguf.GGUFReader):  # type: ignore[misc]
+        """One whose counts are held against the file: the base class reads nothing, without end, behind its end."""
+
+        def _get(self, offset: int, dtype: Any, count: int = 1, override_order: Any = None) -> Any:
+            found = super()._get(offset, dtype, count, override_order)
+            if len(found) != count:
+                raise ValueError(f"it ends within the {count} values at byte {offset}")
+            return found
+
     try:
-        reader = gguf.GGUFReader(path)
-    except (ValueError, IndexError, KeyError, OverflowError) as error:
-        raise ValueError(f"{path} is no whole GGUF file ({error}). Fetch or convert it again.") from error
+        reader = Reader(path)
+    except (ValueError, IndexError, KeyError, OverflowError, RecursionError) as error:
+        raise ValueError(f"{path} is no whole GGUF file ({one_line(error)}). {_AGAIN}") from error
     if reader.byte_order != "I":
         raise ValueError(f"{path} is of the other byte order. Convert it with the gguf package's gguf-convert-endian.")
     return cast("GGUFReader", reader)
@@ -215,20 +287,26 @@ def _config(file: _File) -> PreTrainedConfig:
     if file.rotary_dim != file.head_dim:
         parameters["partial_rotary_factor"] = file.rotary_dim / file.head_dim
     embedding = file.tensor("token_embd.weight")
-    config = AutoConfig.for_model(
-        ARCHITECTURES[file.architecture].model_type,
-        hidden_size=file.number(".embedding_length"),
-        num_hidden_layers=file.number(".block_count"),
-        num_attention_heads=file.heads,
-        num_key_value_heads=file.number(".attention.head_count_kv", file.heads),
-        head_dim=file.head_dim,
-        vocab_size=len(file.get("tokenizer.ggml.tokens")) if embedding is None else embedding.shape[0],
-        max_position_embeddings=file.number(".context_length"),
-        rope_parameters=parameters,
-    )
-    mark = file.get(MARK)
+    tokens = file.get("tokenizer.ggml.tokens", Kind("a list of strings", are_words)) or ()
+    values = {
+        "hidden_size": file.number(".embedding_length"),
+        "num_hidden_layers": file.number(".block_count"),
+        "num_attention_heads": file.heads,
+        "num_key_value_heads": file.number(".attention.head_count_kv", file.heads),
+        "head_dim": file.head_dim,
+        "vocab_size": len(tokens) if embedding is None else embedding.shape[0],
+        "max_position_embeddings": file.number(".context_length"),
+        "rope_parameters": parameters,
+    }
+    try:
+        config = AutoConfig.for_model(ARCHITECTURES[file.architecture].model_type, **values)
+        check_config(config)
+    except Exception as error:  # transformers' checks and its own code raise many kinds
+        raise ValueError(f"{file.path} says what no model is: {one_line(error)}. {_AGAIN}") from error
+    mark = file.get(MARK, TEXT)
     if mark is not None:
-        config.ctxext = json.loads(mark)
+        config.ctxext = parsed_json(mark, f"{MARK} in {file.path}").content
+        check_mark(config.ctxext, str(file.path), MARK)
     return config
 
 
@@ -271,7 +349,7 @@ def extend_gguf(
         )
     metadata = {
         name.removeprefix(file.architecture) if name.startswith(f"{file.architecture}.") else name: field
-        for name, field in _fields(file.reader).items()
+        for name, field in file.fields().items()
         if not name.startswith((f"{file.architecture}.rope.scal", MARK))
     }
     tensors = [
@@ -290,8 +368,9 @@ def extend_gguf(
 
 def _check_original_known(file: _File, arguments: dict[str, Any]) -> None:
     """Refuse to start again from the length before a scaling that a file holds as factors alone, as Llama 3.1's do."""
+    original = ".rope.scaling.original_context_length"
     known = file.tensor(ROPE_FACTORS) is None or any(
-        file.get(key) is not None for key in (".rope.scaling.original_context_length", MARK)
+        file.get(key, kind) is not None for key, kind in ((original, _ROPE[original]), (MARK, TEXT))
     )
     if known or arguments.get("original_max_position_embeddings") is not None:
         return
@@ -301,15 +380,6 @@ def _check_original_known(file: _File, arguments: dict[str, Any]) -> None:
             "length. existing='replace' starts again from it, once you say it: original_max_position_embeddings=8192 "
             "for Llama 3.1 to 3.3."
         )
-
-
-def _fields(reader: GGUFReader) -> dict[str, Any]:
-    """Every key of the file with its value and types, as `_write` takes them."""
-    return {
-        name: (field.contents(), field.types[0], field.types[-1] if len(field.types) > 1 else None)
-        for name, field in reader.fields.items()
-        if not name.startswith("GGUF.") and name != "general.architecture"
-    }
 
 
 def _rope(

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import base64
+import math
+from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
 from ctxext.json_files import FLAG, TEXT, Kind, or_none
-from ctxext.values import MAX_TOKENS, are_words, is_count, is_number, shown
+from ctxext.values import MAX_TOKENS, are_numbers, are_words, is_count, is_number, shown
 
 _COUNT = Kind("a whole number >= 0", partial(is_count, low=0, high=MAX_TOKENS))
+_WORDS = Kind("a list of strings", are_words)
 _SHARE = Kind("a number from 0 to 1", partial(is_number, low=0, high=1))
-_NUMBER = Kind("a finite number", is_number)
+# Overflow in float16 gives NaN and infinities, which are what was measured.
+_MEASURED = Kind("a number", lambda value: is_number(value) or (isinstance(value, float) and not math.isfinite(value)))
 # Of every sample; depth is null where a task has none.
 NEEDED = {
     "variant": TEXT, "key": TEXT, "task": TEXT, "length": _COUNT, "trial": _COUNT, "seed": _COUNT,
@@ -20,14 +24,21 @@ NEEDED = {
 FIELDS = {
     **NEEDED,
     "hit": FLAG, "score": _SHARE, "digits": or_none(_SHARE),
-    **dict.fromkeys(("logprob", "loss"), or_none(_NUMBER)),
+    **dict.fromkeys(("logprob", "loss"), or_none(_MEASURED)),
     **dict.fromkeys(("tokens", "bytes", "key_tokens", "answer_tokens"), _COUNT),
-    "got": TEXT, "question": TEXT, "expected": Kind("a list of strings", are_words),
+    "got": TEXT, "question": TEXT, "expected": _WORDS,
+    "contexts": Kind("a list of lists of strings", lambda each: isinstance(each, list) and all(map(are_words, each))),
+    "needle_tokens": Kind("a list of whole numbers", partial(are_numbers, low=0, high=MAX_TOKENS)),
 }  # fmt: skip
 OF_RETRIEVAL = ("digits", "logprob", "got", "expected", "question", "contexts", "needle_tokens", "tokens")
 OF_TEXT = ("tokens", "bytes", "losses")
 # Bits of each token in the arrays that `ctxext.evals.perplexity.packed` writes.
 ARRAYS = {"losses": 32, "top1": 32, "mask": 1}
+# What figures are made of, by task; all others are of retrieval.
+NEEDED_OF = {
+    "perplexity": ("losses", "loss", "bytes"), "sliding_perplexity": ("losses", "loss", "bytes"),
+    "short": ("losses", "top1"), "key_tokens": ("mask",),
+}  # fmt: skip
 
 
 class CorruptLine(ValueError):
@@ -49,6 +60,30 @@ def check_record(record: Any) -> None:
     for name, bits in ARRAYS.items():
         if name in record and not _is_array(record[name], record.get("tokens"), bits):
             raise CorruptLine(f"{name} of a sample must be base64 of one number for each of its tokens")
+
+
+def check_alike(records: Iterable[dict[str, Any]]) -> None:
+    """Raise CorruptLine unless samples that figures join are alike: in their fields, and windows in their tokens."""
+    scored: dict[str, bool] = {}
+    sizes: dict[tuple[str, int, int], int] = {}
+    for record in records:
+        task, length, needed = record["task"], record["length"], NEEDED_OF.get(record["task"], ())
+        if scored.setdefault(task, "score" in record) != ("score" in record):
+            raise CorruptLine(f"samples of {task} have a score and have none")
+        for name in needed:
+            if name not in record:
+                raise CorruptLine(f"a sample of {task} has no {name}")
+        if not needed:
+            continue
+        # Of a sliding window, the first has more tokens; masks are held against the losses of the same windows.
+        kind = "perplexity" if task == "key_tokens" else task
+        tokens = sizes.setdefault(
+            (kind, length, record["trial"] if task == "sliding_perplexity" else 0), record["tokens"]
+        )
+        if not 0 < record["tokens"] == tokens <= length or record.get("bytes") == 0:
+            raise CorruptLine(
+                f"a sample of {task} at {length} tokens has {record['tokens']} of them, where others have {tokens}"
+            )
 
 
 def _is_array(value: Any, tokens: Any, bits: int) -> bool:

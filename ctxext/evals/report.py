@@ -20,6 +20,7 @@ from ctxext.evals.results import Record, Results
 from ctxext.evals.statistics import RULER_THRESHOLD, Difference, Interval
 from ctxext.evals.summary import Summary, label
 from ctxext.evals.targets import UNEXTENDED
+from ctxext.values import finite
 
 # So many samples of one cell and variant are in the page, the failed ones first: more are not read by eye.
 SAMPLES = 100
@@ -216,7 +217,7 @@ def _data(summary: Summary) -> dict[str, Any]:
             names = ("task", "length", "depth", "trial", "expected", "question", "contexts", "needle_tokens", "tokens")
             texts.append({name: record[name] for name in names})
         measured = [record["score"], record["digits"], record["logprob"], record["got"]]
-        outcomes.append([summary.variants.index(record["variant"]), prompts[record["key"]], *map(_finite, measured)])
+        outcomes.append([summary.variants.index(record["variant"]), prompts[record["key"]], *finite(measured)])
     return {
         "variants": [label(variant) for variant in summary.variants],
         "unextended": summary.variants.index(UNEXTENDED) if UNEXTENDED in summary.variants else None,
@@ -240,11 +241,6 @@ def _kept(summary: Summary) -> Iterator[Record]:
                 cells[record["length"], record["depth"]].append(record)
             for records in cells.values():
                 yield from sorted(records, key=lambda record: record["score"])[:SAMPLES]
-
-
-def _finite(value: Any) -> Any:
-    # JSON has no NaN and no infinity.
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _filters(summary: Summary, scored: list[Record]) -> list[tuple[str, list[tuple[Any, str]]]]:

@@ -161,8 +161,11 @@ def _read(file: Path) -> tuple[Header | None, Iterator[Record]]:
 
 def _parse(file: Path, number: int, line: bytes) -> Any:
     try:
-        return json.loads(line)
-    except ValueError as error:
+        value = json.loads(line)
+        if b"\\ud" in line.lower():  # half a character, which no file of text can hold
+            json.dumps(value, ensure_ascii=False).encode()
+        return value
+    except (ValueError, RecursionError) as error:
         if number == 1:
             raise ValueError(f"{file} is not a results file of ctxext. Give another file.") from None
         raise ValueError(f"{file} is corrupt at line {number}: {error}. Restore it, or remove it.") from None

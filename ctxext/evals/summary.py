@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from ctxext.evals.checks import CorruptLine, check_alike
 from ctxext.evals.choice import candidates_of, choose, found_share, reasons
 from ctxext.evals.perplexity import stretches, unpacked
 from ctxext.evals.results import Record, Results
@@ -31,6 +32,7 @@ from ctxext.evals.statistics import (
     wilson,
 )
 from ctxext.evals.targets import UNEXTENDED
+from ctxext.values import finite
 
 
 @dataclass(frozen=True)
@@ -66,6 +68,13 @@ class Summary:
         for part, name in (("identity", "seed"), ("about", "trained_length"), ("about", "lengths")):
             if name not in getattr(results.header, part):
                 raise ValueError(f"{results.path} has no {part}.{name} in its header. Restore it, or measure anew.")
+        for name, about in results.header.variants.items():
+            if "model" not in about:
+                raise ValueError(f"{results.path} has no model of {name} in its header. Restore it, or measure anew.")
+        try:
+            check_alike(results.records)
+        except CorruptLine as error:
+            raise ValueError(f"{results.path} is corrupt: {error}. Restore it, or measure anew.") from None
         self._results = results
         self.header = results.header
         self.records = results.records
@@ -184,12 +193,13 @@ class Summary:
     def perplexity(self, variant: str, length: int, after: int = 0, task: str = "perplexity") -> float | None:
         """exp of the mean loss over the tokens from position `after` up to `length`."""
         loss = self.loss(variant, length, after, task)
-        return None if loss is None else float(np.exp(loss))
+        return None if loss is None else _exp(loss)
 
     def loss(self, variant: str, length: int, after: int = 0, task: str = "perplexity") -> float | None:
         """The mean loss over the tokens from position `after` up to `length`, in nats."""
         windows = self._loss_sums(variant, length, after, task).values()
-        return sum(total for total, _ in windows) / sum(tokens for _, tokens in windows) if windows else None
+        tokens = sum(tokens for _, tokens in windows)
+        return sum(total for total, _ in windows) / tokens if tokens else None
 
     def curve(self, variant: str, bins: int = 32) -> list[tuple[float, float]]:
         """Perplexity by position: (middle of the bin, perplexity there)."""
@@ -204,7 +214,7 @@ class Summary:
                     points.append(
                         (after + low + min(width, table.shape[1] - low) / 2, table[:, low : low + width].mean())
                     )
-        return [(position, math.exp(loss)) for position, loss in points]
+        return [(position, _exp(loss)) for position, loss in points]
 
     def bits_per_byte(self, variant: str, length: int, task: str = "perplexity") -> float | None:
         records = [r for r in self.of(variant, task) if r["length"] == length]
@@ -221,7 +231,7 @@ class Summary:
         losses = self.losses(variant, lengths[-1]) if lengths else {}
         parts = [losses[trial][mask[: len(losses[trial])]] for trial, mask in masks.items() if trial in losses]
         picked = np.concatenate(parts).astype(float) if parts else np.empty(0)
-        return (math.exp(picked.mean()), len(picked)) if len(picked) else None
+        return (_exp(picked.mean()), len(picked)) if len(picked) else None
 
     def loss_difference(
         self, one: str, other: str, length: int, after: int = 0, task: str = "perplexity"
@@ -296,34 +306,36 @@ class Summary:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """Every figure with its interval, JSON-ready."""
+        """Every figure with its interval, JSON-ready: what is infinite or no number is None."""
         lengths = self.read_lengths
-        return {
-            **{part: getattr(self.header, part) for part in ("identity", "tasks", "variants", "about")},
-            "figures": {
-                variant: {
-                    "retrieval": {
-                        task: {length: share._asdict() for length, share in self.by_length(variant, task).items()}
-                        for task in self.retrieval_tasks
-                    },
-                    "effective_length": {
-                        rule: reached._asdict()
-                        for rule, reached in self.effective_length(variant, self.retrieval_tasks).items()
-                    },
-                    "perplexity": {
-                        f"{after}-{length}": self.perplexity(variant, length, after)
-                        for after, length in pairwise([0, *lengths])
-                    },
-                    "bits_per_byte": self.bits_per_byte(variant, lengths[-1]) if lengths else None,
-                    "curve": self.curve(variant),
-                    "key_tokens": self.key_tokens(variant),
-                    "gate": _plain(self.gate(variant)),
-                }
-                for variant in self.variants
-            },
-            "windows": len(self.losses(self.variants[0], lengths[-1])) if lengths else 0,
-            "recommendation": self.recommendation().text,
-        }
+        return finite(
+            {
+                **{part: getattr(self.header, part) for part in ("identity", "tasks", "variants", "about")},
+                "figures": {
+                    variant: {
+                        "retrieval": {
+                            task: {length: share._asdict() for length, share in self.by_length(variant, task).items()}
+                            for task in self.retrieval_tasks
+                        },
+                        "effective_length": {
+                            rule: reached._asdict()
+                            for rule, reached in self.effective_length(variant, self.retrieval_tasks).items()
+                        },
+                        "perplexity": {
+                            f"{after}-{length}": self.perplexity(variant, length, after)
+                            for after, length in pairwise([0, *lengths])
+                        },
+                        "bits_per_byte": self.bits_per_byte(variant, lengths[-1]) if lengths else None,
+                        "curve": self.curve(variant),
+                        "key_tokens": self.key_tokens(variant),
+                        "gate": _plain(self.gate(variant)),
+                    }
+                    for variant in self.variants
+                },
+                "windows": len(self.losses(self.variants[0], lengths[-1])) if lengths else 0,
+                "recommendation": self.recommendation().text,
+            }
+        )
 
     @property
     def cannot_run(self) -> str:
@@ -360,6 +372,12 @@ class Summary:
             )
         choice = choose(shared, candidates)
         return Recommendation(choice.variant, " ".join(reasons(shared, choice)))
+
+
+def _exp(loss: float) -> float:
+    """A perplexity: infinite beyond what float64 holds."""
+    with np.errstate(over="ignore"):
+        return float(np.exp(loss))
 
 
 def _plain(gate: Gate) -> dict[str, Any]:

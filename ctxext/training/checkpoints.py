@@ -10,7 +10,9 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +22,16 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from ctxext.json_files import OBJECT, Kind, read_json
 from ctxext.training.trainable import trained_parameters
+from ctxext.values import is_count, is_number, one_line, shown
 
 TENSORS, STATE, ZERO = "trained.safetensors", "state.json", "zero"
+# Of the fields of `Progress`, by their types.
+_KINDS = {
+    "int": Kind("a whole number >= 0", partial(is_count, low=0, high=2**62)),
+    "float": Kind("a finite number >= 0", partial(is_number, low=0)),
+}
 
 
 @dataclass(frozen=True)
@@ -104,14 +113,15 @@ def load_checkpoint(path: Path, model: nn.Module, optimizer: Any, binding: dict[
     """Put the checkpoint at `path` into a model and an optimizer that are set up as those it was made of.
 
     Raises:
-        ValueError: it belongs to a run with other settings, which are named, or to another model. Nothing was changed.
+        ValueError: it is not whole, or belongs to a run with other settings, which are named, or to another model.
+            Nothing was changed.
     """
-    state = check_binding(path, binding)
+    progress = check_binding(path, binding)
     if hasattr(model, "load_checkpoint"):
         model.load_checkpoint(str(path), tag=ZERO, load_module_strict=False)
-        return Progress(**state["progress"])
+        return progress
     trained = trained_parameters(model)
-    with safe_open(path / TENSORS, "pt") as file:
+    with _opened(path / TENSORS) as file:
         keys = {*file.keys()}
         names = {key.partition("/")[2] for key in keys if key.startswith("parameter/")}
         if names != {*map(_plain, trained)}:
@@ -121,30 +131,60 @@ def load_checkpoint(path: Path, model: nn.Module, optimizer: Any, binding: dict[
                 "of them only. Use another output folder."
             )
         kinds = sorted({key.partition("/")[0] for key in keys} - {"parameter"})
+        for name, parameter in trained.items():
+            its = {f"{kind}/{_plain(name)}" for kind in kinds}
+            if its & keys and not its <= keys:  # a parameter without gradients has none of them
+                raise ValueError(f"{path / TENSORS} lacks {min(its - keys)}. Use another output folder.")
+            for key in {f"parameter/{_plain(name)}", *its & keys}:
+                shape, whole = file.get_slice(key).get_shape(), [*parameter.shape]
+                if shape != whole and (shape or key.startswith("parameter/")):  # AdamW counts steps in one number
+                    raise ValueError(
+                        f"{key} in {path / TENSORS} has the shape {shape}, not {whole}. Use another output folder."
+                    )
         with torch.no_grad():
             for name, parameter in trained.items():
                 parameter.copy_(_like(parameter, file.get_tensor(f"parameter/{_plain(name)}")))
                 optimizer.state[parameter] = {
                     kind: _like(parameter, value) if value.shape == parameter.shape else value
                     for kind in kinds
-                    if f"{kind}/{_plain(name)}" in keys  # a parameter without gradients has no state
+                    if f"{kind}/{_plain(name)}" in keys
                     for value in [file.get_tensor(f"{kind}/{_plain(name)}")]
                 }
-    return Progress(**state["progress"])
+    return progress
 
 
-def check_binding(path: Path, binding: dict[str, Any]) -> dict[str, Any]:
-    """The state of a checkpoint, or ValueError with the settings in which its `binding` differs from ours."""
-    state = json.loads((path / STATE).read_text(encoding="utf-8"))
-    theirs, ours = state["binding"], json.loads(json.dumps(binding))
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    """The tensors of a checkpoint, which stay on the disk."""
+    try:
+        file = safe_open(path, "pt")
+    except (OSError, SafetensorError) as error:
+        raise ValueError(
+            f"{path} is not whole ({one_line(error)}). Remove {path.parent}: the run resumes from the checkpoint "
+            "before it."
+        ) from error
+    with file:
+        yield file
+
+
+def check_binding(path: Path, binding: dict[str, Any]) -> Progress:
+    """How far the run at `path` had come.
+
+    Raises:
+        ValueError: the settings in which its `binding` differs from ours, or what is wrong with its state.
+    """
+    state = read_json(path / STATE)
+    theirs, ours = state.get("binding", OBJECT), json.loads(json.dumps(binding))
     differ = [key for key in sorted({*theirs, *ours}) if theirs.get(key) != ours.get(key)]
     if differ:
-        said = "; ".join(f"{key} is {ours.get(key)!r}, there {theirs.get(key)!r}" for key in differ[:5])
+        said = "; ".join(f"{key} is {shown(ours.get(key))}, there {shown(theirs.get(key))}" for key in differ[:5])
         raise ValueError(
             f"{path} is of a run with other settings: {said}. Go on with the settings it was begun with, or choose "
             "another output folder."
         )
-    return state
+    progress = state.part("progress")
+    progress.check_names({each.name for each in fields(Progress)})
+    return Progress(**{each.name: progress.get(each.name, _KINDS[each.type]) for each in fields(Progress)})
 
 
 def checkpoints(folder: Path) -> list[Path]:

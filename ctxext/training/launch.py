@@ -22,19 +22,22 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import psutil
 import torch
 from jaxtyping import Int
-from pydantic import BaseModel, ConfigDict, PositiveInt, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 from torch import Tensor
+
+from ctxext.values import MAX_COUNT
 
 if TYPE_CHECKING:
     from accelerate import Accelerator, ParallelismConfig
 
 # A sequence-parallel engine, and the sharded engine that carries it.
 CARRIER = {"context_parallel": "fsdp2", "ulysses": "zero3"}
+_Processes = Annotated[int, Field(ge=1, le=MAX_COUNT)]
 
 
 class EngineSettings(BaseModel):
@@ -47,9 +50,9 @@ class EngineSettings(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     kind: Literal["any", "single", "ddp", "fsdp2", "context_parallel", "zero3", "ulysses"] = "any"
-    processes: PositiveInt | None = None
-    context_parallel_size: PositiveInt = 1
-    sequence_parallel_size: PositiveInt = 1
+    processes: _Processes | None = None
+    context_parallel_size: _Processes = 1
+    sequence_parallel_size: _Processes = 1
 
     @model_validator(mode="after")
     def sizes_belong_to_the_kind(self) -> EngineSettings:

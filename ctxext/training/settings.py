@@ -18,20 +18,26 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 from ctxext.configs import parse_tokens
 from ctxext.data.sources import Source
+from ctxext.json_files import read_text
 from ctxext.methods import PositionRemapping, RopeMethod, make_method, method_class, suggest
 from ctxext.plans import Existing
 from ctxext.saved import opened
 from ctxext.training.launch import EngineSettings
+from ctxext.values import MAX_COUNT, MAX_FACTOR, MAX_SIZE, MAX_TOKENS, one_line, shown
+
+MAX_BUDGET = 2**50  # tokens of a whole run
+MAX_VALUES = 10_000  # in a file, an alias counted by all that it repeats
 
 # A number of tokens: 2048, or 2k.
-Tokens = Annotated[
-    int, Field(ge=1), BeforeValidator(lambda value: parse_tokens(value) if isinstance(value, str) else value)
-]
-Positive = Annotated[int, Field(ge=1)]
+_Parsed = BeforeValidator(lambda value: parse_tokens(value) if isinstance(value, str) else value)
+Tokens = Annotated[int, Field(ge=1, le=MAX_TOKENS), _Parsed]
+Positive = Annotated[int, Field(ge=1, le=MAX_SIZE)]
+Count = Annotated[int, Field(ge=1, le=MAX_COUNT)]
+_Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
 class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 class ExtensionSettings(Section):
@@ -44,7 +50,7 @@ class ExtensionSettings(Section):
     """
 
     method: str | None = None
-    factor: Annotated[float, Field(ge=1)] | None = None
+    factor: Annotated[float, Field(ge=1, le=MAX_FACTOR)] | None = None
     target_length: Tokens | None = None
     original_max_position_embeddings: Tokens | None = None
     existing: Existing = "refuse"
@@ -94,8 +100,8 @@ class DataSettings(Section):
     length: Tokens | None = None
     documents: Literal["separate", "joined"] = "separate"
     positions: Literal["plain", "pose", "cream"] = "plain"
-    chunks: Annotated[int, Field(ge=2)] = 2
-    processes: Positive | None = None
+    chunks: Annotated[int, Field(ge=2, le=MAX_COUNT)] = 2
+    processes: Count | None = None
 
     @model_validator(mode="after")
     def _sources_have_names_of_their_own(self) -> DataSettings:
@@ -132,7 +138,7 @@ class TrainableSettings(Section):
     rank: Positive = 16
     alpha: Annotated[float, Field(gt=0)] = 32
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    targets: Literal["attention", "all-linear"] | list[str] = "attention"
+    targets: Literal["attention", "all-linear"] | Annotated[list[str], Field(min_length=1)] = "attention"
     embeddings: bool = False
     norms: bool = False
     quantization: Literal["nf4"] | None = None
@@ -163,15 +169,15 @@ class TrainingSettings(Section):
     """
 
     steps: Positive | None = None
-    tokens: Tokens | None = None
+    tokens: Annotated[int, Field(ge=1, le=MAX_BUDGET), _Parsed] | None = None
     batch_size: Positive = 8
     micro_batch_size: Positive = 1
     learning_rate: Annotated[float, Field(gt=0)] = 1e-4
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     final_learning_rate: Annotated[float, Field(ge=0, le=1)] = 0.1
-    warmup_steps: Annotated[int, Field(ge=0)] = 20
+    warmup_steps: Annotated[int, Field(ge=0, le=MAX_SIZE)] = 20
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
-    betas: tuple[float, float] = (0.9, 0.95)
+    betas: tuple[_Beta, _Beta] = (0.9, 0.95)
     max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
     precision: Literal["fp32", "bf16"] = "bf16"
     attention: str = "sdpa"
@@ -223,12 +229,12 @@ class EvaluationSettings(Section):
     """
 
     text: str
-    lengths: tuple[Tokens, ...] | None = None
-    depths: Positive = 5
-    trials: Positive = 10
-    windows: Annotated[int, Field(ge=2)] = 16
+    lengths: Annotated[tuple[Tokens, ...], Field(min_length=1)] | None = None
+    depths: Count = 5
+    trials: Count = 10
+    windows: Annotated[int, Field(ge=2, le=MAX_COUNT)] = 16
     every: Positive | None = None
-    glance_trials: Annotated[int, Field(ge=0)] = 4
+    glance_trials: Annotated[int, Field(ge=0, le=MAX_COUNT)] = 4
     glance_windows: Positive = 4
 
     @model_validator(mode="after")
@@ -315,24 +321,40 @@ def read_settings(path: str | Path, changes: Sequence[str] = ()) -> Settings:
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: it is no YAML, a key is unknown, or a value does not go; every mistake is named.
+        ValueError: it is not valid YAML, a key is unknown, or a value does not go; every mistake is named.
     """
     path = Path(path)
     if not path.is_file():
         raise FileNotFoundError(f"no config file at {path}. recipes/configs has some to start from.")
-    try:
-        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except yaml.YAMLError as error:
-        raise ValueError(f"{path} is no YAML: {error}") from None
+    tree = _yaml(read_text(path), str(path))
     if not isinstance(tree, dict):
         raise ValueError(f"{path} must hold keys and values, such as 'model: shipped', got {type(tree).__name__}.")
     for change in changes:
         _change(tree, change)
+    _check_size(tree, path)
     try:
         return Settings.model_validate(tree)
     except ValidationError as error:
         mistakes = dict.fromkeys(_readable(mistake) for mistake in error.errors())
         raise ValueError("\n  ".join([f"{path}:", *mistakes])) from None
+
+
+def _yaml(text: str, source: str) -> Any:
+    try:
+        return yaml.safe_load(text)
+    # ValueError: a date that is none, an int of more digits than Python reads.
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise ValueError(f"{source} is not valid YAML ({one_line(error)}). Correct it.") from error
+
+
+def _check_size(tree: dict[str, Any], path: Path) -> None:
+    """Refuse aliases that repeat each other: a few lines can stand for more values than memory holds, or for no end."""
+    left, seen = [tree], 0
+    while left:
+        value, seen = left.pop(), seen + 1
+        if seen > MAX_VALUES:
+            raise ValueError(f"{path} holds more than {MAX_VALUES} values. Write them without aliases (*name).")
+        left += value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
 
 
 def _change(tree: dict[str, Any], change: str) -> None:
@@ -345,7 +367,7 @@ def _change(tree: dict[str, Any], change: str) -> None:
         node = node[_index(part, node, key)] if isinstance(node, list) else node.setdefault(part, {})
         if not isinstance(node, (dict, list)):
             raise ValueError(f"{change!r}: {part} is {node!r} and has no keys of its own.")
-    node[_index(last, node, key) if isinstance(node, list) else last] = yaml.safe_load(text)
+    node[_index(last, node, key) if isinstance(node, list) else last] = _yaml(text, shown(change))
 
 
 def _index(part: str, node: list[Any], key: str) -> int:
@@ -364,7 +386,7 @@ def _readable(mistake: Any) -> str:
         return f"{where} is missing."
     message = mistake["msg"].removeprefix("Value error, ")
     own = mistake["type"] == "value_error" or isinstance(mistake["input"], (dict, list))
-    return f"{where}: {message}" + ("" if own else f", got {mistake['input']!r}")
+    return f"{where}: {message}" + ("" if own else f", got {shown(mistake['input'])}")
 
 
 def _keys(section: Any, path: Sequence[str | int]) -> list[str]:

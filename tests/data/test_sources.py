@@ -124,7 +124,7 @@ def test_names_come_from_the_path_and_numbers_are_checked() -> None:
     for weight in (0, -1, float("nan"), float("inf")):
         with pytest.raises(ValueError, match=r"weight of emma\.txt must be a finite number > 0"):
             Source(path="emma.txt", weight=weight)
-    with pytest.raises(ValueError, match="at least 2 tokens, got 1"):
+    with pytest.raises(ValueError, match="must be 2 to 134,217,728 tokens, got 1"):
         Source(path="emma.txt", max_document=1)
 
 

@@ -67,7 +67,7 @@ def test_only_samples_that_all_methods_have_decide() -> None:
                 right = (variant == "b" and task == "passkey" and length == 1024) or (variant == "a" and trial < 12)
                 key = f"{task} {length} {trial}"
                 records.append({"variant": variant, "key": key, **place, "score": float(right)})
-    header = Header({"seed": 0}, {"passkey": {}, "needles": {}}, {"a": {}, "b": {}},
+    header = Header({"seed": 0}, {"passkey": {}, "needles": {}}, {"a": {"model": "m"}, "b": {"model": "m"}},
                     {"trained_length": 512, "lengths": [1024, 2048], "text_tokens": 9000})  # fmt: skip
     summary = Summary(Results(Path("results.jsonl"), header, records))
     assert summary.pooled("a", ["passkey", "needles"], [1024, 2048]).value > 0.5
@@ -90,7 +90,7 @@ def test_each_task_weighs_the_same_in_what_is_shown_and_in_what_decides() -> Non
                     place = {"task": task, "length": 1024, "depth": depth / 4, "trial": trial, "seed": 0}
                     key = f"{task} {trial} {depth}"
                     records.append({"variant": variant, "key": key, **place, "score": float(right)})
-    header = Header({"seed": 0}, {"passkey": {}, "vt": {}, "cwe": {}}, {"a": {}, "b": {}},
+    header = Header({"seed": 0}, {"passkey": {}, "vt": {}, "cwe": {}}, {"a": {"model": "m"}, "b": {"model": "m"}},
                     {"trained_length": 512, "lengths": [1024], "text_tokens": 9000})  # fmt: skip
     summary = Summary(Results(Path("results.jsonl"), header, records))
     tasks = summary.retrieval_tasks

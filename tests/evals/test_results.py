@@ -83,6 +83,16 @@ def test_other_measurements_are_not_mixed_in(tmp_path: Path, changes: dict, word
     assert files == {file: file.read_bytes() for file in tmp_path.iterdir()}
 
 
+def test_losses_that_are_no_number_are_read_as_they_were_measured(tmp_path: Path) -> None:
+    """As float16 gives them: a run that measured them is merged at its end."""
+    path = tmp_path / "r.jsonl"
+    text = {"task": "perplexity", "tokens": 1, "bytes": 4, "losses": "AADAfw=="}
+    found = [record(0, **text, loss=float("nan")), record(1, logprob=-float("inf"))]
+    write(path, [found], merge=True, tasks={"passkey": {}, "perplexity": {}})
+    losses = {r["key"]: r.get("loss", r.get("logprob")) for r in read_results(path).records}
+    assert str(losses) == str({found[1]["key"]: -float("inf"), found[0]["key"]: float("nan")})
+
+
 def test_variants_of_another_model_are_not_mixed_in(tmp_path: Path) -> None:
     """By its weights: two models may have one name, one tokenizer and one config."""
     path = tmp_path / "r.jsonl"
