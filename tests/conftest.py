@@ -1,5 +1,7 @@
 """Shapes and dtypes in the signatures of the pure maths are checked while the tests run; no test has a time limit."""
 
+import pytest
+import torch
 from hypothesis import HealthCheck, settings
 from jaxtyping import install_import_hook
 
@@ -10,3 +12,10 @@ install_import_hook("ctxext.encodings", "shapes.check")
 # Hypothesis fails an example that takes 200 ms, and a test whose examples are slow to draw.
 settings.register_profile("no clock", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("no clock")
+
+
+@pytest.fixture
+def float64_softmax(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The families' eager attention takes its softmax in float32, whatever the model's dtype."""
+    softmax = torch.nn.functional.softmax
+    monkeypatch.setattr(torch.nn.functional, "softmax", lambda scores, dim, dtype=None: softmax(scores, dim))

@@ -16,6 +16,8 @@ from transformers import DynamicCache, StaticCache
 
 from ctxext import extend_context
 
+pytestmark = pytest.mark.usefixtures("float64_softmax")
+
 # Below the trained length, at it and beyond it, past two rungs and the sliding window.
 LENGTHS = (40, LENGTH, 150)
 
@@ -32,7 +34,8 @@ def _static(config: Any, n_tokens: int) -> StaticCache:
     return StaticCache(config=config, max_cache_len=n_tokens)
 
 
-# A family for each kind of cache: the sliding windows lie beyond the trained length; in gemma2, one lies within it.
+# A family for each kind of cache: the sliding windows lie beyond the trained length; in gemma2 and gpt_oss, one lies
+# within it. gpt_oss has attention sinks, and experts that only "eager" multiplies in float64.
 CACHES = {
     "none": ("llama", {}, _none),
     "dynamic": ("llama", {}, _dynamic),
@@ -41,6 +44,8 @@ CACHES = {
     "static sliding": ("mistral", {"sliding_window": 96}, _static),
     "within": ("gemma2", {"sliding_window": 32}, _dynamic),
     "static within": ("gemma2", {"sliding_window": 32}, _static),
+    "sinks within": ("gpt_oss", {"experts_implementation": "eager"}, _dynamic),
+    "static sinks within": ("gpt_oss", {"experts_implementation": "eager"}, _static),
 }
 CASES = [
     (method, implementation, cache)
@@ -48,7 +53,7 @@ CASES = [
     for implementation in ("sdpa", "eager")
     for cache in CACHES
     if (method in EXACT_UNDER_A_CACHE or cache == "none")
-    and (implementation == "eager" or "within" not in cache)  # sdpa has no softcap, which gemma2 needs
+    and (implementation == "eager" or "within" not in cache)  # sdpa has no softcap and no sinks
 ]
 
 
@@ -67,13 +72,6 @@ def changed(inputs: dict[str, torch.Tensor], at: int) -> dict[str, torch.Tensor]
     ids = inputs["input_ids"].clone()
     ids[:, at] = (ids[:, at] + 50) % 128
     return {**inputs, "input_ids": ids}
-
-
-@pytest.fixture(autouse=True)
-def _float64_softmax(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The families' eager attention takes its softmax in float32, whatever the model's dtype."""
-    softmax = torch.nn.functional.softmax
-    monkeypatch.setattr(torch.nn.functional, "softmax", lambda scores, dim, dtype=None: softmax(scores, dim))
 
 
 @pytest.mark.parametrize(("method", "implementation", "cache"), CASES)
@@ -101,12 +99,15 @@ def test_law_9_no_token_moves_an_earlier_logit_and_a_traced_pass_is_the_eager_on
                 torch.testing.assert_close(found[mask], want[mask], rtol=0, atol=1e-9)
 
 
-@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+@pytest.mark.parametrize(("family", "implementation"), [("llama", "sdpa"), ("llama", "eager"), ("mistral", "eager")])
 @pytest.mark.parametrize("method", ["dynamic_ntk", "self_extend", "dca"])
 @torch.no_grad()
-def test_law_9_a_compiled_prefill_with_the_default_cache_is_causal(method: str, implementation: str) -> None:
-    """The same, through the compiler itself, for each way through attention."""
-    model, ids = extended(method, implementation, "llama"), token_ids(LENGTH + 6, batch=2)
+def test_law_9_a_compiled_prefill_with_the_default_cache_is_causal(
+    method: str, implementation: str, family: str
+) -> None:
+    """The same, through the compiler itself, for each way through attention, and past Mistral's sliding window."""
+    window = {"sliding_window": LENGTH + 2} if family == "mistral" else {}
+    model, ids = extended(method, implementation, family, **window), token_ids(LENGTH + 6, batch=2)
     torch._dynamo.reset()
     compiled = torch.compile(model, backend="eager")
     found = compiled(input_ids=ids).logits
