@@ -322,7 +322,7 @@ def _held_copies(model: PreTrainedModel, plan: SitePlan, original: Any) -> list[
 def _run_proof(model: PreTrainedModel, part: Callable[..., Any], *arguments: Any) -> Any:
     try:
         return part(*arguments)
-    except Exception as error:
+    except Exception as error:  # the model's own code raises many kinds
         raise RuntimeError(
             f"{type(model).__name__} could not run the forward pass that proves the patch ({type(error).__name__}: "
             f"{error}). The model was left as it was."
@@ -547,7 +547,7 @@ def _rotate_late(model: PreTrainedModel, sites: list[rotary.RotarySite], extensi
     def run(whole: Callable[..., Any], *arguments: Any) -> Any:
         try:
             return whole(base, *arguments)
-        except Exception as error:
+        except Exception as error:  # the model's own code raises many kinds
             raise ValueError(
                 f"{name} does more in its attention than is known here: it cannot be run under late rotation "
                 f"({type(error).__name__}: {error}). Use a method that changes frequencies, such as 'yarn'. {left}"
@@ -667,7 +667,7 @@ def prove_consumed(model: PreTrainedModel) -> None:
             consumed = consumed and rotary.is_consumed(model, modules, replaced)
         else:
             consumed = rotary.are_read(model, tables)
-    except Exception as error:
+    except Exception as error:  # the model's own code raises many kinds
         raise RuntimeError(
             f"{type(model).__name__} could not run the forward pass of two tokens that proves the patch "
             f"({type(error).__name__}: {error}). The model was left as it was. Extend it before it is sharded or "

@@ -150,7 +150,7 @@ class ServedModel(Endpoint):
         def ask(sample: Sample) -> None:
             try:
                 finished.put((sample, self.answer(sample), None))
-            except BaseException as error:
+            except BaseException as error:  # of a thread: raised again by the one that waits
                 finished.put((sample, "", error))
 
         while True:
@@ -159,7 +159,7 @@ class ServedModel(Endpoint):
                     # Daemons and no pool: Ctrl-C must not wait for answers that may take minutes.
                     Thread(target=ask, args=(sample,), daemon=True).start()
                     running += 1
-            except Exception as error:
+            except Exception as error:  # of any kind: what was asked for is taken in before it is raised
                 errors.append(error)
             if not running:
                 break

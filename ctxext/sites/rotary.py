@@ -131,7 +131,7 @@ class RotarySite:
         try:
             with torch.device("cpu"):
                 new = cls(config)
-        except Exception as error:
+        except Exception as error:  # transformers' rotary embeddings raise many kinds
             parameters = next(
                 (v for v in config.rope_parameters.values() if isinstance(v, dict)), config.rope_parameters
             )
