@@ -56,8 +56,11 @@ class GGUFModel:
         params.fit_params = params.warmup = params.ctx_shift = False
         params.cache_ram_mib = params.n_ctx_checkpoints = 0
         params.verbosity = -1
+        params.endpoint_metrics = True
         try:
             self._server: Any = xllamacpp.Server(params)
+            # Its loop answers this. A server that is closed before its loop begins waits for it for ever.
+            self._server.handle_metrics()
         except RuntimeError as error:
             raise ValueError(f"llama.cpp could not load {path} ({error}). Is it whole, and of this version?") from error
         self.path = path

@@ -76,6 +76,7 @@ def test_transformers_is_in_the_state_of_its_config(state: str, folders: dict[st
     assert answer.notes == ()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["F32", "Q8_0"])
 @pytest.mark.parametrize("state", TOLD)
 def test_llama_cpp_is_in_the_state_of_its_file(
@@ -127,6 +128,7 @@ WRONG = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wrong", WRONG)
 def test_a_server_that_is_wrong_near_the_target_is_not_live(wrong: str, twice: Path) -> None:
     moved, spoiled = WRONG[wrong]
@@ -432,6 +434,12 @@ def test_llama_cpp_in_this_process_is_asked_by_no_proxy(
     monkeypatch.delenv("no_proxy", raising=False)
     with GGUFModel(tmp_path / "model.gguf") as model:
         assert len(model.tokenize("Emma Woodhouse")) > 1
+
+
+def test_llama_cpp_closes_however_early(folders: dict[str, Path], tmp_path: Path) -> None:
+    write_gguf(folders["unextended"], tmp_path / "model.gguf", "Q8_0")
+    for _ in range(20):  # it used to hang in most of these
+        GGUFModel(tmp_path / "model.gguf").close()
 
 
 def test_log_probabilities_that_are_none_are_refused(probe: Probe) -> None:
