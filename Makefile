@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 
-.PHONY: demo test lint smollm2 late verify fit benchmark soak finetune positions figures clean
+.PHONY: demo test test-all lint smollm2 late verify fit benchmark soak finetune positions figures clean
 
 $(VENV)/demo.stamp: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -17,8 +17,13 @@ $(VENV)/dev.stamp: $(VENV)/demo.stamp
 demo: $(VENV)/demo.stamp  ## a trained model breaks past its length, is extended, works, reloads
 	$(BIN)/ctxext demo
 
-test: $(VENV)/dev.stamp  ## every law, README block and notebook
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist worksteal
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist worksteal
+
+test: $(VENV)/dev.stamp  ## every law, and every block of this README
+	$(PYTEST) -m "not slow"
+
+test-all: test  ## and the whole of its products: kills, processes, notebooks, every method on every family
+	$(PYTEST) -m slow
 
 lint: $(VENV)/dev.stamp
 	$(BIN)/ruff check .

@@ -1,5 +1,7 @@
 """Shapes and dtypes in the signatures of the pure maths are checked while the tests run; no test has a time limit."""
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
@@ -19,3 +21,19 @@ def float64_softmax(monkeypatch: pytest.MonkeyPatch) -> None:
     """The families' eager attention takes its softmax in float32, whatever the model's dtype."""
     softmax = torch.nn.functional.softmax
     monkeypatch.setattr(torch.nn.functional, "softmax", lambda scores, dim, dtype=None: softmax(scores, dim))
+
+
+# A vector of frequencies couples no rows, positions or layers, so a law that holds for every method on one family and
+# for one method of each kind on every family (and way through attention) seldom fails on the rest of the product.
+EVERYWHERE = ("yarn", "dynamic_yarn", "self_extend")
+FIRST = {"family": "llama", "cache": "dynamic", "implementation": "sdpa"}
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest reads the marks
+def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
+    for item in items:
+        cell = item.callspec.params if hasattr(item, "callspec") else {}
+        if cell.get("method", "yarn") not in EVERYWHERE and any(
+            cell.get(axis, FIRST[axis]) != FIRST[axis] for axis in FIRST
+        ):
+            item.add_marker(pytest.mark.slow)

@@ -196,6 +196,7 @@ except Exception as error:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform == "win32", reason="no RLIMIT_FSIZE there")
 def test_a_full_disk_leaves_the_former_adapter_whole(run: Run, tmp_path: Path) -> None:
     other = run.copy(tmp_path)

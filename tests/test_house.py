@@ -102,7 +102,11 @@ def python_blocks(path: Path) -> list[str]:
 
 # That of docs/fit/README.md takes minutes.
 PAGES = ("README.md", "CONTRIBUTING.md", "docs/late_rotation.md")
-BLOCKS = [(file, i) for file in PAGES for i in range(len(python_blocks(ROOT / file)))]
+BLOCKS = [
+    pytest.param(file, i, marks=[] if file == "README.md" else pytest.mark.slow)
+    for file in PAGES
+    for i in range(len(python_blocks(ROOT / file)))
+]
 
 
 @pytest.mark.parametrize(("file", "index"), BLOCKS)
@@ -127,6 +131,7 @@ def test_readme_commands_are_known() -> None:
         command.make_context(name, list(arguments))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", sorted((ROOT / "notebooks").glob("*.ipynb")), ids=lambda path: path.name)
 def test_notebook_runs(path: Path, tmp_path: Path) -> None:
     import nbformat

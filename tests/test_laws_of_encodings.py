@@ -145,6 +145,7 @@ def test_saved_and_loaded_it_gives_the_same_logits(model_type: str, tmp_path: Pa
     assert torch.equal(stock_logits(model, 2 * LENGTH), live)  # saving changed nothing
 
 
+@pytest.mark.slow
 def test_a_saved_table_loads_where_ctxext_cannot_be_imported(tmp_path: Path) -> None:
     model = extend_context(model_of("gpt2"))
     model.save_pretrained(tmp_path / "model")
@@ -294,6 +295,7 @@ def test_a_table_that_a_family_does_not_save_is_recorded(tmp_path: Path) -> None
     assert torch.equal(ctxext.load(tmp_path)(ids, decoder_input_ids=ids).logits, live)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model_type", ["bloom", "gpt2", "t5"])
 def test_a_model_that_was_compiled_before_is_extended_and_restored(model_type: str) -> None:
     torch._dynamo.reset()

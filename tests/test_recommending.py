@@ -178,6 +178,7 @@ def test_a_recommendation_is_a_method_that_extend_context_takes(shipped, tmp_pat
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
+@pytest.mark.slow
 def test_portable_leaves_out_what_no_config_can_say(shipped, tmp_path: Path) -> None:
     found = recommend(
         *shipped, read_prose(PERSUASION)[:2_400], 2, methods=["llama3", "self_extend"], portable=True,
@@ -207,6 +208,7 @@ def small(prompter: Prompter, **changes: object) -> LlamaForCausalLM:
     return LlamaForCausalLM(config).eval()
 
 
+@pytest.mark.slow
 def test_what_is_fitted_on_is_not_compared_on(shipped, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def one_evaluation(*arguments: Any, settings: Any, **options: Any) -> Any:
         # A fit has a clock of its own, which it follows where it is given minutes.
@@ -223,6 +225,7 @@ def test_what_is_fitted_on_is_not_compared_on(shipped, tmp_path: Path, monkeypat
     assert found.summary.header.identity["text"] == f"text {compared.haystack.fingerprint}"
 
 
+@pytest.mark.slow
 def test_a_fit_that_fails_is_left_out_and_the_rest_recommended(
     shipped, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -238,6 +241,7 @@ def test_a_fit_that_fails_is_left_out_and_the_rest_recommended(
     assert (found.variant, found.left_out["fitted"]) == ("yarn", "out of memory")
 
 
+@pytest.mark.slow
 def test_a_model_in_training_is_measured_without_dropout_and_left_in_training(shipped, tmp_path: Path) -> None:
     model, text, losses = small(shipped[1], attention_dropout=0.5), read_prose(PERSUASION)[:60_000], []
     for training in (False, True):

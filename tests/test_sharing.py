@@ -77,6 +77,7 @@ def card_of(hub: LocalHub, name: str) -> ModelCard:
 # ------------------------------------------------------------------------------------------- there and back
 
 
+@pytest.mark.slow
 def test_a_pushed_model_is_loaded_by_its_name_without_ctxext(extended: Path, hub: LocalHub, tmp_path: Path) -> None:
     environment = {**os.environ, "HF_ENDPOINT": hub.url, "HF_HUB_DISABLE_XET": "1", "HF_HOME": str(tmp_path / "home")}
     run("push", str(extended), "ada/tiny-256", "--base-model", "meta/tiny", "--private")
@@ -306,6 +307,7 @@ def test_a_card_leaves_the_history_of_a_fit_out(base: Path, hub: LocalHub, tmp_p
     assert "12.5" not in text
 
 
+@pytest.mark.slow
 def test_the_card_shows_the_numbers_of_the_results_file(hub: LocalHub, tmp_path: Path) -> None:
     results, out = tmp_path / "comparison.jsonl", tmp_path / "long"
     command = ["compare", str(MODEL), "--factor", "2", "--methods", "yarn,ntk", "--tasks", "passkey,perplexity,short"]

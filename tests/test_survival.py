@@ -562,6 +562,7 @@ def test_an_extended_model_compiles_in_one_graph(how: str, fresh_dynamo: Any) ->
     torch.testing.assert_close(logits(model, IDS), logits(tiny_model("llama").double(), IDS), rtol=0, atol=1e-9)
 
 
+@pytest.mark.slow
 @ways
 @pytest.mark.parametrize("warm", [False, True])
 def test_a_compiled_model_is_extended(how: str, warm: bool, fresh_dynamo: Any) -> None:

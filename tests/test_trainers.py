@@ -153,6 +153,7 @@ assert "ctxext" not in sys.modules
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lost", ["another", "metadata"])
 def test_an_adapter_and_metadata_of_two_are_refused(lost: str, tmp_path: Path) -> None:
     by_peft(ctxext.extend_context(AutoModelForCausalLM.from_pretrained(MODEL), 4), tmp_path)

@@ -99,6 +99,7 @@ def test_law_9_no_token_moves_an_earlier_logit_and_a_traced_pass_is_the_eager_on
                 torch.testing.assert_close(found[mask], want[mask], rtol=0, atol=1e-9)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("family", "implementation"), [("llama", "sdpa"), ("llama", "eager"), ("mistral", "eager")])
 @pytest.mark.parametrize("method", ["dynamic_ntk", "self_extend", "dca"])
 @torch.no_grad()

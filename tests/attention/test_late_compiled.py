@@ -31,6 +31,7 @@ def test_a_compiled_decoding_step_is_the_slow_truth(method: str) -> None:
     assert counters["stats"]["unique_graphs"] == 1, "a step was compiled again"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["dynamic_ntk", "longrope_start", "self_extend", "dca"])
 @torch.no_grad()
 def test_a_compiled_forward_pass_is_the_slow_truth(method: str) -> None:

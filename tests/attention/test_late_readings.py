@@ -45,6 +45,7 @@ def test_the_effect_is_looked_for_beyond_the_trained_length(target: int) -> None
     assert model.context_extension.proof.effect > 1e-4
 
 
+@pytest.mark.slow
 def test_an_extended_model_comes_out_of_a_pickle_in_a_new_process(tmp_path: Any) -> None:
     model = extend_context(exact(), 4, "self_extend")
     torch.save({"model": model, "ids": IDS, "logits": logits(model, IDS)}, tmp_path / "model.pt")

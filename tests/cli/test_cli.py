@@ -76,6 +76,7 @@ def test_describe_reads_the_config_alone(checkpoint: Path, tmp_path: Path) -> No
     assert "yarn ×16: 64 → 1024 tokens" in run.stdout
 
 
+@pytest.mark.slow
 def test_a_method_of_ones_own_works_on_the_command_line(checkpoint: Path, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(
         "from dataclasses import dataclass\nfrom ctxext import PI, Paper, register\n"
@@ -86,6 +87,7 @@ def test_a_method_of_ones_own_works_on_the_command_line(checkpoint: Path, tmp_pa
     assert "mine ×4" in run.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -113,6 +115,7 @@ def test_a_beginners_mistake_gets_a_remedy_and_no_traceback(checkpoint: Path, ar
     assert "Traceback" not in run.stderr
 
 
+@pytest.mark.slow
 def test_broken_weights_get_a_remedy_and_no_traceback(checkpoint: Path, tmp_path: Path) -> None:
     shutil.copytree(checkpoint, tmp_path / "broken")
     weights = tmp_path / "broken/model.safetensors"

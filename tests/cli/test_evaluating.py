@@ -338,6 +338,7 @@ def compared(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Outcome]:
     return path, outcome
 
 
+@pytest.mark.slow
 def test_compare_recommends_with_its_share_its_price_and_its_n(compared: tuple[Path, Outcome]) -> None:
     path, outcome = compared
     _, records = lines(path)
@@ -433,6 +434,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_a_server_gives_what_the_model_gives_here(served: Path, tmp_path: Path) -> None:
     local = tmp_path / "results.jsonl"
     assert ctxext("eval", MODEL, "--generate", *ASKED, "-o", local).code == 0

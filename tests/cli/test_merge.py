@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 from families import tiny_model
 from peft import LoraConfig, get_peft_model
@@ -20,6 +21,7 @@ def run(*arguments: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True)
 
 
+@pytest.mark.slow
 def test_the_merged_folder_has_the_asked_type_and_a_second_one_is_refused(tmp_path: Path) -> None:
     tiny_model("llama").save_pretrained(tmp_path / "original")
     extend_folder(tmp_path / "original", tmp_path / "extended", 4)

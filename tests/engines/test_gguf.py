@@ -133,6 +133,7 @@ def check_read_as_written(path: Path, plan: RopePlan) -> None:
     assert (facts.original_theta, config.max_position_embeddings) == (1250.0, 2048)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
 def test_llama_cpp_gives_the_log_probabilities_of_transformers_beyond_the_trained_length(
     method: ContextMethod, plain: Path, ids: list[int], theirs: Any, tmp_path: Path
@@ -144,6 +145,7 @@ def test_llama_cpp_gives_the_log_probabilities_of_transformers_beyond_the_traine
     assert (ours - theirs(None)).abs().mean() > 50 * CLOSE
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["yarn", "ntk", "pi", "ntk_by_parts"])
 def test_metadata_alone_say_what_they_can_where_the_graph_takes_no_factors(
     name: str, without_factors: Path, ids: list[int], theirs: Any, tmp_path: Path

@@ -69,6 +69,7 @@ def test_a_model_that_does_not_answer_in_one_form_is_asked_in_another(models, to
     assert found.describe()["used"] == str(Form("base"))
 
 
+@pytest.mark.slow
 def test_a_model_that_answers_in_no_form_keeps_the_first_and_that_is_said(models, tokenizer, text) -> None:
     target = LiveModel(models["random"], Prompter(tokenizer, "chat"), "model")
     found = control(target, [Passkey(), Needle()], text, longest=400, others=other_forms(target.prompter))

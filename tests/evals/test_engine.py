@@ -218,6 +218,7 @@ def test_the_short_cuts_are_exact_for_every_position_encoding(model_type: str, e
         torch.testing.assert_close(engine.losses(ids[0].tolist()).losses, expected, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("own", [
     {"no_repeat_ngram_size": 3}, {"num_beams": 4}, {"cache_implementation": "static"}, {"repetition_penalty": 5.0},
     {"prompt_lookup_num_tokens": 3}, {"return_dict_in_generate": True},

@@ -108,6 +108,7 @@ def test_depths_of_a_trial_share_what_stands_before_the_needle() -> None:
     assert early.references != late.references
 
 
+@pytest.mark.slow
 def test_samples_are_a_function_of_their_place_alone() -> None:
     """Not of what was made before, nor of the process and its hash seed."""
     places = [(512, 0.25, 3), (400, 1.0, 0), (512, 0.25, 1)]
@@ -249,7 +250,9 @@ UNSPACED = {
 }
 
 
-@pytest.mark.parametrize("script", UNSPACED)
+@pytest.mark.parametrize(
+    "script", [pytest.param(script, marks=[] if script == "chinese" else pytest.mark.slow) for script in UNSPACED]
+)
 @pytest.mark.parametrize("name", list_tasks())
 def test_every_task_works_on_text_without_spaces(name: str, script: str) -> None:
     prompter, task = prompter_of("shipped"), make_task(name)
@@ -266,6 +269,7 @@ def test_every_task_works_on_text_without_spaces(name: str, script: str) -> None
             assert all(sample.body.count(f" {mark}") == 0 for mark in "ัิีึืุู่้")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("length", [1024, 1025, 1026])
 def test_a_text_of_characters_of_three_tokens_makes_every_length(length: int) -> None:
     prompter = prompter_of("shipped")

@@ -202,6 +202,7 @@ def test_names_of_all_methods_fit_beside_each_other(tmp_path: Path, drawn: list[
     assert len(styles) == len(names)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lengths", [(256, 512, 1024), EIGHT])
 @pytest.mark.parametrize("variants", [2, 12])
 def test_overview_holds_every_panel_whatever_the_grid(variants: int, lengths: tuple[int, ...], tmp_path: Path) -> None:

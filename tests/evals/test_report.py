@@ -126,6 +126,7 @@ def mean(values: list[float]) -> float:
     return sum(values) / len(values)
 
 
+@pytest.mark.slow
 def test_page_says_model_recommendation_and_settings(measured: Results, open_page: Callable[..., Any]) -> None:
     page = open_page(measured)
     text = page.locator("main").inner_text()

@@ -700,6 +700,7 @@ def digest(place: tuple[str, int, int]) -> str:
     return blake2b(json.dumps([sample.input_ids, sample.references, sample.needle_tokens]).encode()).hexdigest()
 
 
+@pytest.mark.slow
 def test_samples_depend_on_their_place_alone() -> None:
     """Not on the order or the process, nor on Python's hashing."""
     code = (

@@ -70,6 +70,7 @@ def same(one: Results, other: Results, atol: float = 1e-4) -> None:
                 assert a[name] == b[name], name
 
 
+@pytest.mark.slow
 def test_the_grid_is_complete(reference: Results) -> None:
     counts: dict[tuple[str, str, int], int] = {}
     for record in reference.records:
@@ -82,11 +83,13 @@ def test_the_grid_is_complete(reference: Results) -> None:
     assert hits == {True, False}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batch_size", [3, 8])
 def test_the_batch_size_changes_nothing(loaded, reference: Results, tmp_path: Path, batch_size: int) -> None:
     same(reference, run(loaded, tmp_path / "r.jsonl", batch_size=batch_size))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", [2, 3])
 def test_processes_share_the_grid_and_merge_to_the_same_file(world: int, reference: Results, tmp_path: Path) -> None:
     """By `accelerate launch`, through the command line."""
@@ -121,6 +124,7 @@ def test_which_tasks_run_and_in_what_order_changes_no_sample(loaded, reference: 
         assert record["logprob"] == pytest.approx(expected["logprob"], abs=1e-4)
 
 
+@pytest.mark.slow
 def test_a_run_that_was_killed_ends_as_if_it_had_not_been() -> None:
     outcome = soak(kills=5, seed=1)
     assert outcome.kills == 5
@@ -145,6 +149,7 @@ def test_a_larger_grid_measures_only_what_is_new(loaded, tmp_path: Path) -> None
     assert {(r["variant"], r["key"]) for r in small.records} < keys
 
 
+@pytest.mark.slow
 def test_generated_answers_agree_with_teacher_forcing(loaded, reference: Results, tmp_path: Path) -> None:
     generated = run(loaded, tmp_path / "r.jsonl", texts=(), gate=(), generate=True)
     forced = {(r["variant"], r["key"]): r["hit"] for r in reference.records if "hit" in r}

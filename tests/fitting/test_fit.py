@@ -123,6 +123,7 @@ def finetune(model: Path, method: Path, output: Path) -> None:
         AcceleratorState._reset_state(reset_partial_state=True)
 
 
+@pytest.mark.slow
 def test_an_adapter_that_was_trained_on_a_fit_finds_it_again(desk: Path, tmp_path: Path) -> None:
     finetune(desk / "model", desk / "fitted.json", tmp_path / "run")
     found = ctxext.load(tmp_path / "run/adapter")
@@ -165,6 +166,7 @@ def test_a_fit_of_another_model_is_refused_wherever_a_method_is_named(desk: Path
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_two_processes_fit_as_one_does(desk: Path, tmp_path: Path) -> None:
     def commands_for(name: str) -> list[list[str]]:
         common = ("fit", desk / "model", "--text", desk / "prose.txt")

@@ -69,6 +69,7 @@ def test_a_fit_is_a_function_of_its_seed() -> None:
         assert len(fit.history) == QUICK["evaluations"]
 
 
+@pytest.mark.slow
 def test_what_is_worse_than_its_start_on_other_text_is_not_given_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """λ of 10 in every pair spoils the shipped model; of a random one it would spoil nothing."""
     model, prompter = AutoModelForCausalLM.from_pretrained(MODEL).eval(), Prompter(AutoTokenizer.from_pretrained(MODEL))

@@ -89,6 +89,7 @@ def expected(model: Any, material: Material, objective: Objective) -> tuple[floa
         return sum(answers) / len(answers), short
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_an_objective_is_what_it_says(name: str, model: Any, material: Material) -> None:
     objective = Objective(name=name, windows=2, short_limit=0.0)

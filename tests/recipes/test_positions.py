@@ -139,6 +139,7 @@ def test_sinusoids_are_added_to_scaled_embeddings() -> None:
     torch.testing.assert_close(model(ids).logits, expected, atol=1e-4, rtol=0)
 
 
+@pytest.mark.slow
 def test_the_experiment_trains_once_and_says_what_cannot_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import train_short_test_long as experiment
 

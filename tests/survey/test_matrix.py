@@ -178,6 +178,7 @@ def test_rows_survive_json(tmp_path: Path) -> None:
         report.read_json(tmp_path / "other.json")
 
 
+@pytest.mark.slow
 def test_the_command_writes_what_it_found_and_tells_a_regression_by_its_exit_code(tmp_path: Path) -> None:
     before, written, page = (tmp_path / name for name in ("before.json", "rows.json", "page.md"))
     report.write_json([a_row("mamba", "native"), a_row("gpt2", "native")], before)

@@ -48,6 +48,7 @@ def test_figures_are_written_for_people() -> None:
     assert (gib(2**30), gib(None)) == ("1.00 GiB", "unknown")
 
 
+@pytest.mark.slow
 def test_lengths_are_tried_that_a_step_can_cut() -> None:
     read: list[int] = []
     for groups, length in ((3, 192), (3, 1200), (5, 160), (7, 4096)):

@@ -51,11 +51,13 @@ def rows(tokens: int = 8, **more: torch.Tensor) -> dict[str, torch.Tensor]:
     return {"input_ids": positions, "position_ids": positions, "shift_labels": positions + 1, **more}
 
 
+@pytest.mark.slow
 def test_a_plain_run_is_one_process() -> None:
     said, _ = run(PROBE, '{"kind": "single", "processes": 1}')
     assert said == [{"rank": 0, "data": [0, 1], "sum": 1.0}]
 
 
+@pytest.mark.slow
 def test_the_file_for_cpu_processes_gives_two_that_share_their_work() -> None:
     file = str(ROOT / "recipes/accelerate/cpu_processes.yaml")
     said, _ = run(*ACCELERATE, "--config_file", file, PROBE, '{"kind": "ddp", "processes": 2}', "parts")
@@ -77,6 +79,7 @@ def test_the_file_for_cpu_processes_gives_two_that_share_their_work() -> None:
             }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["--cpu", "MULTI_CPU"])
 def test_two_processes_that_would_be_one_are_refused(how: str, tmp_path: Path) -> None:
     file = tmp_path / "accelerate.yaml"
@@ -88,12 +91,14 @@ def test_two_processes_that_would_be_one_are_refused(how: str, tmp_path: Path) -
     assert f"ACCELERATE_USE_CPU=true accelerate launch --multi_gpu --num_processes 2 {PROBE}" in errors
 
 
+@pytest.mark.slow
 def test_two_trainings_that_know_nothing_of_each_other_are_refused() -> None:
     said, errors = run("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", PROBE, "{}", "partial")
     assert not said
     assert "asked for 2 processes, got 1" in errors
 
 
+@pytest.mark.slow
 def test_sharding_that_a_cpu_would_drop_is_refused() -> None:
     options = ["--use_fsdp", "--fsdp_version", "2", "--num_processes", "2", "--main_process_port", "0"]
     said, errors = run(*ACCELERATE, *options, PROBE, "{}")
@@ -102,6 +107,7 @@ def test_sharding_that_a_cpu_would_drop_is_refused() -> None:
     assert "recipes/accelerate/fsdp2.yaml" in errors
 
 
+@pytest.mark.slow
 def test_zero3_that_a_cpu_would_drop_is_refused() -> None:
     file = str(ROOT / "recipes/accelerate/zero3_ulysses.yaml")
     said, errors = run(*ACCELERATE, "--cpu", "--config_file", file, "--num_processes", "8", PROBE, "{}")

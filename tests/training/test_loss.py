@@ -347,6 +347,7 @@ def sharded_gradients(rank: int, folder: str) -> None:
     torch.distributed.destroy_process_group()
 
 
+@pytest.mark.slow
 def test_a_sharded_head_is_gathered_and_its_gradient_averaged(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(os.environ, "OMP_NUM_THREADS", "1")
     torch.multiprocessing.spawn(sharded_gradients, (str(tmp_path),), nprocs=2)
