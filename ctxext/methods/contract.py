@@ -16,7 +16,7 @@ from jaxtyping import Bool, Float, Float64, Int, Shaped
 from torch import Tensor
 
 from ctxext.encodings.rope import RopeGeometry
-from ctxext.json_files import FACTOR, OBJECT, TEXT, JsonObject
+from ctxext.json_files import FACTOR, FLAG, OBJECT, TEXT, JsonObject, Kind
 from ctxext.values import MAX_FACTOR, MAX_TOKENS, are_numbers, is_count, is_number, shown
 
 # λ of a pair that does not rotate: JSON has no infinity, and over a million tokens such a pair turns by 1e-6 radians.
@@ -410,28 +410,28 @@ def method_from_dict(description: Any, file: str = "a saved method", entry: str 
 
 
 # Annotations of options, and what a value of each has to be.
-_KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "bool": (lambda value: isinstance(value, bool), "true or false"),
-    "int": (partial(is_count, low=-MAX_TOKENS, high=MAX_TOKENS), "a whole number"),
-    "float": (is_number, "a finite number"),
-    "str": (lambda value: isinstance(value, str), "a string"),
-    "tuple[float, ...]": (are_numbers, "a list of finite numbers"),
-    "tuple[float, int]": (lambda value: are_numbers(value) and len(value) == 2, "a list of two numbers"),
+_KINDS: dict[str, Kind] = {
+    "bool": FLAG,
+    "int": Kind("a whole number", partial(is_count, low=-MAX_TOKENS, high=MAX_TOKENS)),
+    "float": Kind("a finite number", is_number),
+    "str": TEXT,
+    "tuple[float, ...]": Kind("a list of finite numbers", are_numbers),
+    "tuple[float, int]": Kind("a list of two numbers", lambda value: are_numbers(value) and len(value) == 2),
 }
 
 
 def _check_option(name: str, annotation: Any, value: Any) -> None:
     """Raise ValueError unless `value` is of the kind that a method's field is annotated with; others pass."""
     kind = str(getattr(annotation, "__name__", annotation))
-    holds, words = _KINDS.get(kind.removesuffix(" | None"), (lambda value: True, "given"))
+    expected = _KINDS.get(kind.removesuffix(" | None"), Kind("given", lambda value: True))
     if value is None:
         if not kind.endswith("| None"):
-            raise ValueError(f"{name} must be {words}, got None.")
-    elif not holds(value):
+            raise ValueError(f"{name} must be {expected.words}, got None.")
+    elif not expected.holds(value):
         bad = value
         if kind.startswith("tuple[float, ...]") and isinstance(value, (list, tuple)):  # which of many
             bad = next(each for each in value if not is_number(each))
-        raise ValueError(f"{name} must be {words}, got {shown(bad)}.")
+        raise ValueError(f"{name} must be {expected.words}, got {shown(bad)}.")
 
 
 def suggest(word: str, known: Sequence[str] | dict[str, Any]) -> str:
