@@ -127,6 +127,16 @@ class Plan(ABC):
         """`yarn ×4: 512 → 2048 tokens`"""
         return summary_of(None if self.method is None else self.method.name, self.lengths)
 
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON: arguments of `extend_context`, the same whatever words the extension was asked for in."""
+        return {
+            "method": None if self.method is None else self.method.to_dict(),
+            "factor": self.factor,
+            "existing": self.existing,
+            "original_max_position_embeddings": self.original_length,
+            "rotated_copy": getattr(self, "rotated_copy", False),
+        }
+
     def apply_to(self, text_config: Any) -> None:
         for name, value in self.updates.items():
             setattr(text_config, name, copy.deepcopy(value))
@@ -191,13 +201,15 @@ def factor_and_target(
     if isinstance(method, ContextMethod):
         if factor is not None and factor != method.factor:
             raise ValueError(
-                f"factor={factor} disagrees with {type(method).__name__}(factor={method.factor}). "
-                "Give the factor in one place."
+                f"factor={factor:g} disagrees with the method's own factor: {type(method).__name__}(factor="
+                f"{method.factor:g}). Leave factor= out, or make the method for that factor (a fitted one by "
+                "ctxext fit)."
             )
         if target_length is not None and target_length != round(method.factor * start):
             raise ValueError(
-                f"target_length={target_length} disagrees with {type(method).__name__}(factor={method.factor}), "
-                f"which reaches {round(method.factor * start)} tokens from {start}. Leave one out."
+                f"target_length={target_length} disagrees with the method's own factor: {type(method).__name__}(factor="
+                f"{method.factor:g}) reaches {round(method.factor * start)} tokens from {start}. Leave target_length= "
+                "out, or make the method for that length (a fitted one by ctxext fit)."
             )
         factor = method.factor
     elif not isinstance(method, str):
@@ -206,7 +218,7 @@ def factor_and_target(
         )
     elif factor is not None and target_length is not None:
         raise ValueError(
-            f"pass factor or target_length, not both; got factor={factor} and target_length={target_length}."
+            f"pass factor= or target_length=, not both; got factor={factor} and target_length={target_length}."
         )
     if target_length is not None:
         if not is_count(target_length, 1, MAX_TOKENS):

@@ -162,11 +162,7 @@ def write_record(folder: Path, plan: Plan, **base: str | None) -> None:
     content = {
         "version": __version__,
         "summary": plan.summary,
-        "method": None if plan.method is None else plan.method.to_dict(),
-        "factor": plan.factor,
-        "existing": plan.existing,
-        "original_max_position_embeddings": plan.original_length,
-        "rotated_copy": getattr(plan, "rotated_copy", False),
+        **plan.to_dict(),
         "model": vars(BaseModel.of_plan(plan, **base)),
     }
     write_json(folder / RECORD, content)

@@ -27,7 +27,7 @@ from ctxext.evals.targets import UNEXTENDED
 from ctxext.extension import ATTRIBUTE, extended_model
 from ctxext.folders import check_not_extended, checkpoint_folder, method_of, planned_as_saved, read_config
 from ctxext.json_files import read_json, read_text
-from ctxext.methods import ContextMethod, PositionRemapping, make_method
+from ctxext.methods import ContextMethod, PositionRemapping
 from ctxext.planning import plan_extension
 from ctxext.plans import ENCODINGS, Lengths, Plan, live_mark
 from ctxext.records import RECORD, read_record, weights_fingerprint, write_record
@@ -599,12 +599,6 @@ def _measured(results: Results, method: ContextMethod, folder: Path | None, name
 def _method_measured(results: Results, variant: str) -> dict[str, Any] | None:
     """The method, with all its options, by which a variant was extended as it was measured."""
     extension = results.header.variants[variant]["extension"]
-    about = results.header.about
     if extension is None:
-        return None if variant == UNEXTENDED else about.get("method")
-    if isinstance(extension["method"], dict):
-        return dict(extension["method"])
-    how = {"method", "factor", "target_length", "original_max_position_embeddings", "existing"}
-    factor = extension.get("factor") or extension.get("target_length", 0) / about["trained_length"] or 4.0
-    options = {name: value for name, value in extension.items() if name not in how}
-    return dict(json.loads(json.dumps(make_method(extension["method"], factor, **options).to_dict())))
+        return None if variant == UNEXTENDED else results.header.about.get("method")
+    return dict(extension["method"])

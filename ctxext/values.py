@@ -72,6 +72,11 @@ def shown(value: Any) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
+def counted(n: float, noun: str) -> str:
+    """`1 sample`, `2 samples`"""
+    return f"{n:,} {noun}{'s' * (n != 1)}" if isinstance(n, int) else f"{n:g} {noun}{'s' * (n != 1)}"
+
+
 def one_line(error: BaseException) -> str:
     """What an error of another library says, on one line of at most 300 characters."""
     text = re.sub(r"\s+", " ", str(error)).strip().rstrip(".") or type(error).__name__

@@ -121,13 +121,12 @@ def test_a_method_cannot_be_made_with_such_a_factor(factor: float) -> None:
 
 
 def test_factor_and_target_length_together_are_refused(llama: Any) -> None:
-    refuses(llama, ValueError, "factor or target_length, not both", "factor=4", "=256", factor=4, target_length=256)
+    refuses(llama, ValueError, "factor= or target_length=, not both", "factor=4", "=256", factor=4, target_length=256)
 
 
 def test_an_instance_that_disagrees_is_refused(llama: Any) -> None:
-    refuses(
-        llama, ValueError, "factor=2 disagrees with NTKAware(factor=4", "one place", factor=2, method=NTKAware(factor=4)
-    )
+    own = NTKAware(factor=4)
+    refuses(llama, ValueError, "factor=2 disagrees", "NTKAware(factor=4). Leave factor= out", factor=2, method=own)
     refuses(llama, ValueError, "target_length=128", "reaches 256", target_length=128, method=NTKAware(factor=4))
 
 

@@ -106,10 +106,10 @@ def check_header(value: dict[str, Any]) -> None:
         if not isinstance(variant.get("model", ""), str):
             raise CorruptLine(f"model of {name} in its header must be a string, got {shown(variant['model'])}")
         extension = variant.get("extension")
-        method = extension.get("method", "") if isinstance(extension, dict) else ""
-        named = isinstance(method.get("name") if isinstance(method, dict) else method or "", str)
-        if not (extension is None or (isinstance(extension, dict) and named)):
-            raise CorruptLine(f"extension of {name} in its header must be an object that names its method")
+        method = extension.get("method") if isinstance(extension, dict) else extension
+        named = method is None or (isinstance(method, dict) and isinstance(method.get("name"), str))
+        if not named:
+            raise CorruptLine(f"extension of {name} in its header must be an object that describes its method")
         if not (variant.get("limit") is None or is_count(variant["limit"], 0, MAX_TOKENS)):
             raise CorruptLine(
                 f"limit of {name} in its header must be a number of tokens, got {shown(variant['limit'])}"

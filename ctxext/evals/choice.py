@@ -289,10 +289,9 @@ def _is_broken(summary: Summary, variant: str) -> bool:
 def _is_for_use(summary: Summary, variant: str) -> bool:
     """Not so a method that can keep no key from one token to the next: it is there to be compared with."""
     extension = summary.header.variants[variant].get("extension") or {}
-    method = extension.get("method")
-    name = method["name"] if isinstance(method, dict) else method
+    name = (extension.get("method") or {}).get("name")
     known = next((cls for cls in list_methods() if name in (cls.name, *cls.aliases)), ContextMethod)
-    return not (issubclass(known, RopeScaling) and known.of_the_call) or "length" in extension
+    return not (issubclass(known, RopeScaling) and known.of_the_call)
 
 
 def nats(difference: Difference) -> str:

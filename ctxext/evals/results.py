@@ -22,6 +22,7 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from ctxext.evals.checks import CorruptLine, check_header, check_record
+from ctxext.values import counted, shown
 
 FORMAT = 1
 Record = dict[str, Any]
@@ -58,8 +59,8 @@ class Header:
         for name in ours:
             if name in theirs and ours[name] != theirs[name]:
                 raise ValueError(
-                    f"{path} holds other measurements: its {name} is {ours[name]!r}, this run's is "
-                    f"{theirs[name]!r}. Give another file with --output, or remove this one and its journals."
+                    f"{path} holds other measurements ({name}: {_changed(ours[name], theirs[name])}). Give another "
+                    f"file with --output, or remove {path.name.partition('.part-')[0]} and the .part- files beside it."
                 )
         return Header(
             self.identity,
@@ -74,6 +75,26 @@ class Header:
         # Of the base: whatever its name, another model's variants are no variants of this one.
         weights = {"weights": self.about["weights"]} if "weights" in self.about else {}
         return {**self.identity, **weights, **tasks, **variants}
+
+
+def _changed(old: Any, new: Any) -> str:
+    """The fields that differ, as `method.factor 4.0 → 8.0`; fingerprints only where nothing else says it."""
+    fields = [_fields(value) for value in (old, new)]
+    names = [name for name in {**fields[0], **fields[1]} if fields[0].get(name) != fields[1].get(name)]
+    names = [name for name in names if name != "fingerprint"] or names
+    shown_fields = [f"{name} {' → '.join(shown(of.get(name)) for of in fields)}".strip() for name in names[:3]]
+    return ", ".join([*shown_fields, *([f"and {len(names) - 3} more"] if len(names) > 3 else [])])
+
+
+def _fields(value: Any, at: str = "") -> dict[str, Any]:
+    """The fields of objects within objects, by their path."""
+    if not isinstance(value, dict):
+        return {at: value}
+    return {
+        path: each
+        for name, part in value.items()
+        for path, each in _fields(part, f"{at}.{name}".removeprefix(".")).items()
+    }
 
 
 @dataclass
@@ -280,7 +301,7 @@ class ResultsWriter:
                 self._file.truncate(self._size)
             raise OSError(
                 error.errno,
-                f"cannot write results: {error.strerror}. {len(self.done)} samples are kept in {self._part}. "
+                f"cannot write results: {error.strerror}. {counted(len(self.done), 'sample')} kept in {self._part}. "
                 "Make room and run the same command again: it goes on from there",
                 str(self._part),
             ) from None
@@ -305,8 +326,8 @@ class ResultsWriter:
             temporary.unlink(missing_ok=True)
             raise OSError(
                 error.errno,
-                f"cannot write {self.path}: {error.strerror}. All {len(results.records)} samples are kept in its "
-                "journals. Make room and run the same command again",
+                f"cannot write {self.path}: {error.strerror}. {counted(len(results.records), 'sample')} kept in "
+                f"{self.path.name}.part-*. Make room and run the same command again",
             ) from None
         os.replace(temporary, self.path)
         self._file.close()

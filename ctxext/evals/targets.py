@@ -24,7 +24,7 @@ from ctxext.evals.server import ServedModel
 from ctxext.families import family_of
 from ctxext.methods import ContextMethod, RopeMethod, list_methods, method_class
 from ctxext.planning import encoding_of, original_length, plan_extension
-from ctxext.plans import Plan, check_encoding
+from ctxext.plans import Plan, check_encoding, factor_and_target
 from ctxext.saved import check_made_for, opened
 from ctxext.text_configs import text_config_of
 
@@ -50,14 +50,15 @@ class Variant:
 
     def describe(self, target: Target) -> dict[str, Any]:
         """For the results' header."""
+        plan = target.plan(self)
         # As it will be read back, so that a run may go on: JSON has lists for tuples.
-        extension = self.extension and json.loads(json.dumps(self.extension, default=ContextMethod.to_dict))
+        extension = None if plan is None else json.loads(json.dumps(plan.to_dict()))
         return {
             "model": target.name,
             "extension": extension,
             "fingerprint": fingerprint(target.fingerprint, extension),
             "limit": target.limit(self),
-            "portable": target.portable(self),
+            "portable": None if plan is None else plan.is_portable,
         }
 
 
@@ -78,8 +79,8 @@ class Target(Protocol):
     def reach(self, variant: Variant) -> int | None:
         """The tokens that `variant` covers by its config; None where nobody says."""
 
-    def portable(self, variant: Variant) -> bool | None:
-        """Whether plain transformers runs what a config says of `variant`; None where nobody says."""
+    def plan(self, variant: Variant) -> Plan | None:
+        """How `variant` extends the model; None where it is left as it is."""
 
     def limit(self, variant: Variant) -> int | None:
         """The tokens past which `variant` cannot run at all, as where a table of positions ends; None for no end."""
@@ -117,19 +118,15 @@ class LiveModel:
         }
 
     def reach(self, variant: Variant) -> int | None:
-        plan = self._plan(variant)
+        plan = self.plan(variant)
         return self.about["reach"] if plan is None else plan.target_length
 
-    def portable(self, variant: Variant) -> bool | None:
-        plan = self._plan(variant)
-        return None if plan is None else plan.is_portable
-
     def limit(self, variant: Variant) -> int | None:
-        plan = self._plan(variant)
+        plan = self.plan(variant)
         return self._limit if plan is None or self._limit is None else plan.target_length
 
     def whole(self, variant: Variant) -> bool:
-        plan = self._plan(variant)
+        plan = self.plan(variant)
         return self.engine.whole if plan is None else length_dependent(self.model.config, plan)
 
     def applied(self, variant: Variant) -> AbstractContextManager[Any]:
@@ -149,7 +146,7 @@ class LiveModel:
         other.prompter = prompter
         return other
 
-    def _plan(self, variant: Variant) -> Plan | None:
+    def plan(self, variant: Variant) -> Plan | None:
         if variant.extension is None:
             return None
         return plan_extension(self.model.config, model=self.model, **variant.extension)
@@ -183,7 +180,7 @@ class Served:
     def reach(self, variant: Variant) -> int | None:
         return self.about["reach"]
 
-    def portable(self, variant: Variant) -> bool | None:
+    def plan(self, variant: Variant) -> Plan | None:
         return None
 
     def limit(self, variant: Variant) -> int | None:
@@ -222,10 +219,11 @@ def compared_variants(
     names = [cls.name for cls in list_methods(plan.encoding)] if methods is None else methods
     for name in names:
         check_made_for(name, plan.original_length or plan.start)
-    made = [
-        method if isinstance(method, ContextMethod) else _example(method_class(method), plan)
-        for method in map(opened, names)
-    ]
+    made = []
+    for method in map(opened, names):
+        if isinstance(method, ContextMethod):
+            factor_and_target(factor, how.get("target_length"), method, plan.start)
+        made.append(method if isinstance(method, ContextMethod) else _example(method_class(method), plan))
     kept = {name: value for name, value in how.items() if name != "target_length"}
     # As they were written: two files may hold the same kind of method.
     written = [name if isinstance(name, str) else name.name for name in names]

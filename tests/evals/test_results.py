@@ -67,10 +67,10 @@ def test_what_was_being_written_when_a_run_was_killed_is_measured_again(tmp_path
 @pytest.mark.parametrize(
     ("changes", "word"),
     [
-        ({"identity": {"model": "another", "seed": 0}}, "model"),
-        ({"identity": {"model": "m", "seed": 1}}, "seed"),
-        ({"tasks": {"passkey": {"digits": 7}}}, "task passkey"),
-        ({"variants": {"yarn": {"fingerprint": "c"}}}, "variant yarn"),
+        ({"identity": {"model": "another", "seed": 0}}, "model: 'm' → 'another'"),
+        ({"identity": {"model": "m", "seed": 1}}, "seed: 0 → 1"),
+        ({"tasks": {"passkey": {"digits": 7}}}, "task passkey: digits 5 → 7"),
+        ({"variants": {"yarn": {"fingerprint": "c"}}}, "variant yarn: fingerprint 'b' → 'c'"),
     ],
 )
 @pytest.mark.parametrize("merged", [True, False])
@@ -78,7 +78,7 @@ def test_other_measurements_are_not_mixed_in(tmp_path: Path, changes: dict, word
     path = tmp_path / "r.jsonl"
     write(path, [[record(0)]], merge=merged)
     files = {file: file.read_bytes() for file in tmp_path.iterdir()}
-    with pytest.raises(ValueError, match=f"holds other measurements: its {word} is .* Give another file"):
+    with pytest.raises(ValueError, match=rf"holds other measurements \({word}\)\. Give another file"):
         ResultsWriter(path, header(**changes))
     assert files == {file: file.read_bytes() for file in tmp_path.iterdir()}
 
@@ -93,11 +93,25 @@ def test_losses_that_are_no_number_are_read_as_they_were_measured(tmp_path: Path
     assert str(losses) == str({found[1]["key"]: -float("inf"), found[0]["key"]: float("nan")})
 
 
+def test_of_a_variant_that_differs_only_the_fields_that_do_are_named(tmp_path: Path) -> None:
+    def yarn(factor: float, limit: int, fingerprint: str) -> dict:
+        method = {"name": "yarn", "factor": factor, "beta_fast": 32.0}
+        return {"yarn": {"model": "m", "extension": {"method": method}, "fingerprint": fingerprint, "limit": limit}}
+
+    path = tmp_path / "r.jsonl"
+    write(path, [[record(0, "yarn")]], merge=True, variants=yarn(4.0, 2048, "a"))
+    with pytest.raises(ValueError, match="holds other") as error:
+        ResultsWriter(path, header(variants=yarn(8.0, 4096, "b")))
+    assert "(variant yarn: extension.method.factor 4.0 → 8.0, limit 2048 → 4096). Give another" in str(error.value)
+    assert "beta_fast" not in str(error.value)
+    assert "fingerprint" not in str(error.value)
+
+
 def test_variants_of_another_model_are_not_mixed_in(tmp_path: Path) -> None:
     """By its weights: two models may have one name, one tokenizer and one config."""
     path = tmp_path / "r.jsonl"
     write(path, [[record(0, "yarn")]], merge=True, about={"weights": "a"})
-    with pytest.raises(ValueError, match="its weights is 'a', this run's is 'b'"):
+    with pytest.raises(ValueError, match=r"\(weights: 'a' → 'b'\)"):
         write(path, [[record(0, "ntk")]], merge=True, about={"weights": "b"})
 
 
@@ -168,7 +182,7 @@ def test_a_full_disk_keeps_what_was_measured(tmp_path: Path) -> None:
     ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert ended.returncode == 1
     assert "cannot write results" in ended.stderr
-    assert "samples are kept in" in ended.stderr
+    assert "samples kept in" in ended.stderr
     assert "run the same command again" in ended.stderr
     kept = read_results(path).records
     assert [r["trial"] for r in kept] == list(range(len(kept)))
@@ -178,7 +192,7 @@ def test_a_full_disk_keeps_what_was_measured(tmp_path: Path) -> None:
     assert len(read_results(path).records) == 100
 
 
-def test_a_full_disk_while_merging_keeps_the_journals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_while_merging_keeps_what_was_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "r.jsonl"
     write(path, [[record(k)] for k in range(5)])
 
@@ -188,7 +202,7 @@ def test_a_full_disk_while_merging_keeps_the_journals(tmp_path: Path, monkeypatc
     monkeypatch.setattr(os, "fsync", full)
     with (
         ResultsWriter(path, header()) as writer,
-        pytest.raises(OSError, match="All 5 samples are kept in its journals"),
+        pytest.raises(OSError, match=r"5 samples kept in r\.jsonl\.part-"),
     ):
         writer.merge()
     monkeypatch.undo()

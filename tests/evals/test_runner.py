@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from families import tiny_model
+from families import tiny_config, tiny_model
 from soak import soak
 
 from ctxext import YaRN, extend_context
@@ -26,6 +26,8 @@ from ctxext.evals.samples import Place, Sample
 from ctxext.evals.summary import Summary
 from ctxext.evals.targets import LiveModel, Variant, compared_variants, model_fingerprint
 from ctxext.methods import list_methods
+from ctxext.planning import plan_extension
+from ctxext.plans import Plan
 
 
 @pytest.fixture(scope="module")
@@ -155,7 +157,7 @@ def test_generated_answers_agree_with_teacher_forcing(loaded, reference: Results
     forced = {(r["variant"], r["key"]): r["hit"] for r in reference.records if "hit" in r}
     assert all(forced[r["variant"], r["key"]] == r["hit"] for r in generated.records)
     assert len(generated.records) == 48
-    with pytest.raises(ValueError, match="its scoring is"):
+    with pytest.raises(ValueError, match=r"\(scoring: "):
         run(loaded, reference.path, generate=True)
 
 
@@ -229,6 +231,19 @@ def test_a_model_is_extended_only_while_it_is_measured(loaded, tmp_path: Path) -
     assert model_fingerprint(model) == before
 
 
+def test_the_same_extension_is_the_same_variant_whatever_words_it_was_asked_for_in(loaded) -> None:
+    target = LiveModel(*loaded[:2], "austen")
+    asked = [
+        {"method": "yarn"},
+        {"method": "yarn", "factor": 4},
+        {"target_length": 2048, "method": "yarn", "existing": "refuse"},
+        {"method": YaRN(factor=4), "original_max_position_embeddings": None},
+    ]
+    first, *others = [Variant("yarn", extension).describe(target) for extension in asked]
+    assert first["extension"]["method"] == json.loads(json.dumps(YaRN(factor=4).to_dict()))
+    assert all(other == first for other in others)
+
+
 def test_fingerprints_tell_models_apart() -> None:
     model = tiny_model("llama")
     first = model_fingerprint(model)
@@ -252,7 +267,8 @@ class FakeTarget:
     def limit(variant: Variant) -> None: ...
 
     @staticmethod
-    def portable(variant: Variant) -> None: ...
+    def plan(variant: Variant) -> Plan:
+        return plan_extension(tiny_config("llama"), **variant.extension)
 
 
 def test_a_model_shorter_than_asked_is_refused(loaded, tmp_path: Path) -> None:
