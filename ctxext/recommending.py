@@ -47,6 +47,7 @@ from ctxext.planning import encoding_of, plan_extension
 from ctxext.plans import Plan
 from ctxext.saved import SavedMethod
 from ctxext.text_configs import text_config_of
+from ctxext.values import counted
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -374,9 +375,9 @@ class _Race:
         lacking = self.first_round(candidates) - self.clock.left
         if lacking > 0:
             raise ValueError(
-                f"{self.clock.seconds / 60:g} minutes are too few to measure {candidates} candidates on {FIRST} texts "
-                f"each up to {self.length:,} tokens. Pass {minutes_up(self.clock.seconds + lacking)} minutes at least, "
-                "or fewer methods."
+                f"{counted(self.clock.seconds / 60, 'minute')} is not enough to measure "
+                f"{counted(candidates, 'candidate')} on {FIRST} texts each up to {self.length:,} tokens. Pass "
+                f"{minutes_up(self.clock.seconds + lacking)} minutes at least, or fewer methods."
             )
 
     def first_round(self, candidates: int) -> float:

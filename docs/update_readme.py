@@ -41,7 +41,7 @@ def comparison_table(file: str, page: str = ".") -> str:
         found = [f"{share['value']:.0%} [{100 * share['low']:.0f}, {100 * share['high']:.0f}]" for share in shares]
         loss = (figure["gate"] or {}).get("loss")
         price = f"{loss['value']:+.3f} [{loss['low']:+.3f}, {loss['high']:+.3f}]" if loss and method != "none" else ""
-        name = "not extended" if method == "none" else f"`{method}`"
+        name = "baseline" if method == "none" else f"`{method}`"
         cells = [name, *found, *(f"{value:.1f}" for value in figure["perplexity"].values())]
         cells += [price] if gated else []
         lines.append("| " + " | ".join(cells) + " |")
@@ -79,7 +79,7 @@ def dynamic_table(file: str, page: str) -> str:
     for name, way in ways.items():
         gap = way.get("against static YaRN")
         cells = [
-            name,
+            "baseline" if name == "not extended" else name,
             *(f"{loss:.3f}" for loss in way["loss"].values()),
             "" if gap is None else f"{gap['value']:+.3f} [{gap['low']:+.3f}, {gap['high']:+.3f}]",
             *(f"{share['value']:.0%}" for share in way["passkey"].values()),
@@ -140,9 +140,9 @@ def finetune_table() -> str:
     n = next(iter(first["measured"]["variants"]["trained"]["passkey"].values()))["n"]
     lines += [
         "",
-        f"Passkey: {n} prompts a cell, extended and not trained → trained. Nats: against the base within its own 512 "
-        f"tokens, on the same text; {first['measured']['tail']['windows']} windows, 95% intervals; two CPU cores; from "
-        "[docs/finetune/summary.json](../docs/finetune/summary.json).",
+        f"Passkey: {n} prompts a cell, extended and not trained → trained. Nats: against the baseline within its own "
+        f"512 tokens, on the same text; {first['measured']['tail']['windows']} windows, 95% intervals; two CPU "
+        "cores; from [docs/finetune/summary.json](../docs/finetune/summary.json).",
     ]
     return "\n".join(lines)
 
@@ -205,7 +205,7 @@ def positions_table(each_seed: bool) -> str:
         "extended by",
         f"loss at {trained:,}",
         f"price at {trained:,} of ×{int(longer[-1]) // trained}",
-        *(f"at {int(end):,}, {way}" for end in longer for way in ("not extended", "extended")),
+        *(f"at {int(end):,}, {way}" for end in longer for way in ("baseline", "extended")),
     ]
 
     def cell(at: dict, way: str) -> str:
@@ -227,7 +227,7 @@ def positions_table(each_seed: bool) -> str:
     what = "each seed" if each_seed else f"means over {_count(summary['arguments']['seeds'], 'seed')}, 95% intervals"
     lines += [
         "",
-        f"Nats a token over the last {tail:,} tokens, against the same tokens where the model, not extended, reads "
+        f"Nats a token over the last {tail:,} tokens, against the same tokens where the baseline reads "
         f"only the {trained:,} that end with them; {_count(summary['arguments']['windows'], 'window')}, {what}.",
     ]
     return "\n".join(lines)
@@ -265,7 +265,7 @@ def fit_table(each_seed: bool, page: str) -> str:
                 price += f" [{short['low']:+.4f}, {short['high']:+.4f}]"
             cells = [
                 f"×{factor}",
-                name if name.startswith("fitted") else f"`{name}`" if name != "none" else "not extended",
+                name if name.startswith("fitted") else f"`{name}`" if name != "none" else "baseline",
             ]
             cells += [f"{row['found']:.1%}", f"{row['found_at_target']:.0%}", f"{row['key_loss']:.4f}"]
             lines.append("| " + " | ".join([*cells, f"{row['perplexity']:.2f}", price]) + " |")
@@ -323,7 +323,7 @@ def smollm2_table() -> str:
                 "share of keys found", "at the target", "loss of a key in nats", "perplexity", "loss within 8192, over",
             )
         )  # fmt: skip
-        name = {"none": "not extended", "fitted": "fitted"}.get(method, f"`{method}`")
+        name = {"none": "baseline", "fitted": "fitted"}.get(method, f"`{method}`")
         lines.append(f"| {name} | {share:.0%} | {at_target:.0%} | {key:.2f} | {perplexity:.2f} | {short:+.2%} |")
     texts = ", ".join(f"{count} of {int(length):,}" for length, count in settings["trials"].items())
     lines += [

@@ -126,7 +126,7 @@ def shipped():
 
 def test_a_time_too_short_for_one_evaluation_is_refused_with_what_would_do(shipped, tmp_path: Path) -> None:
     model, prompter = shipped
-    with pytest.raises(ValueError, match=r"0.01 minutes are too few .* Pass [\d.]+ minutes at least"):
+    with pytest.raises(ValueError, match=r"0.01 minutes is not enough .* Pass [\d.]+ minutes at least"):
         recommend(model, prompter, read_prose(PERSUASION), 4, minutes=0.01, results=tmp_path / "r", now=ticking())
     assert not hasattr(model, "context_extension")
 

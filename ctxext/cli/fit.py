@@ -9,6 +9,7 @@ import typer
 
 from ctxext.cli import measuring
 from ctxext.cli.common import Factor, Model, Revision, TargetLength, TrainedLength, console, name_of, say_written
+from ctxext.values import counted
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -146,7 +147,7 @@ def fit_table(saved: SavedMethod) -> Table:
         rows, where = about["losses"], "text that was not learned from"
     else:
         titles = {"value": f"{about['objective']['name']} (nats)", "short": "more loss within the trained length"}
-        rows, where = about["scores"], f"{about['evaluations']} candidates on one text"
+        rows, where = about["scores"], f"{counted(about['evaluations'], 'candidate')} on one text"
     table = Table(
         title=f"{about['trained_length']:,} to {about['target_length']:,} tokens: {where}", title_justify="left"
     )

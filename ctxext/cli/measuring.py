@@ -19,6 +19,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from ctxext.cli.common import console, parse_tokens
+from ctxext.values import counted
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -31,6 +32,9 @@ if TYPE_CHECKING:
 
 # The tasks that need the model's losses.
 READING = ("perplexity", "sliding_perplexity", "key_tokens", "short")
+
+RESULTS = "The results file. A run that was stopped resumes; while one writes to the file, a second is refused."
+DTYPES = ("auto", "bfloat16", "float16", "float32", "float64")
 
 # ------------------------------------------------------------------------------- what people write
 
@@ -67,7 +71,9 @@ Generate = Annotated[
 ]
 BatchSize = Annotated[int | None, typer.Option(help="Trials side by side. Default: what fits in 8,192 tokens.")]
 Seed = Annotated[int, typer.Option(help="Of the texts, places and numbers: another seed, other samples.")]
-Dtype = Annotated[str, typer.Option(help="Such as bfloat16; auto is float32 on a CPU, otherwise the checkpoint's own.")]
+Dtype = Annotated[
+    str, typer.Option(help=f"One of {', '.join(DTYPES)}; auto is float32 on a CPU, otherwise the checkpoint's own.")
+]
 Device = Annotated[str | None, typer.Option(help="Such as cuda:1 or cpu; `auto` spreads a model over all GPUs.")]
 
 
@@ -126,8 +132,8 @@ def load(
         raise ValueError(
             f"device {device!r} is not there: this torch sees no CUDA GPU. Leave --device out, or pass cpu."
         )
-    if dtype != "auto" and not isinstance(getattr(torch, dtype, None), torch.dtype):
-        raise ValueError(f"unknown dtype {dtype!r}. Pass bfloat16, float16, float32, or auto.")
+    if dtype not in DTYPES:
+        raise ValueError(f"unknown dtype {dtype!r}. Pass one of {', '.join(DTYPES)}.")
     if dtype == "auto" and device == "cpu":
         dtype = "float32"
     check_continues_text(read_config(folder))
@@ -334,7 +340,7 @@ def finish(results: Results, path: Path) -> None:
     from ctxext.evals.summary import Summary
 
     print_summary(Summary(results))
-    said = f"{len(results.records)} samples in {path}; ctxext report {path} makes a page of them."
+    said = f"{counted(len(results.records), 'sample')} in {path}; ctxext report {path} makes a page of them."
     console.print(said, soft_wrap=True)
 
 
@@ -445,18 +451,17 @@ def _caption(summary: Summary, gated: bool, key: int) -> str:
     said = []
     if tasks := summary.retrieval_tasks:
         shares = [share for v in summary.variants for t in tasks for share in summary.by_length(v, t).values()]
-        said.append(
-            f"retrieval: up to {max(share.n for share in shares)} samples a cell, 95% intervals, each on its own"
-        )
+        most = counted(max(share.n for share in shares), "sample")
+        said.append(f"retrieval: up to {most} a cell, 95% intervals, each on its own")
     if read := summary.read_lengths:
         said.append("ppl: perplexity from one length to the next" if len(read) > 1 else "ppl: perplexity")
         windows, apart = summary.windows_apart
         if windows > apart:
             said.append(f"the {windows} longest windows overlap and count as {apart}: a longer --haystack tells more")
     if key:
-        said.append(f"keys: the {key} tokens that need long context, by LongPPL's rule")
+        said.append(f"keys: {counted(key, 'token')} in need of long context, by LongPPL's rule")
     if gated:
-        said.append("price: more loss than not extended within the trained length")
+        said.append("price: more loss than the baseline within the trained length")
     if summary.cannot_run:
         said.append(f"blank: {summary.cannot_run}")
     return "; ".join(said)

@@ -18,6 +18,7 @@ from ctxext.cli.common import (
     TargetLength,
     TrainedLength,
     console,
+    in_flags,
     name_of,
     say_written,
 )
@@ -134,7 +135,7 @@ def print_recommended(found: Recommended) -> None:
     dtype = found.summary.header.identity["dtype"]
     screen.print(f"Memory at {target:,} tokens: {size:,.1f} MiB of keys and values a sequence in {dtype}.")
     said = [
-        f"{name if name == found.variant else 'not extended'} reads {speed.prefill:,.0f} tokens a second and writes "
+        f"{name if name == found.variant else 'baseline'} reads {speed.prefill:,.0f} tokens a second and writes "
         f"one in {speed.decode:.1f} ms"
         for name, speed in found.speed.items()
     ]
@@ -142,7 +143,7 @@ def print_recommended(found: Recommended) -> None:
     if found.text_used_up:
         console.print("The text was used up before the time was: a longer --text would tell more.")
     for name, reason in found.left_out.items():
-        console.print(f"{name} was left out: {reason}", highlight=False, markup=False, soft_wrap=True)
+        console.print(f"{name} was left out: {in_flags(reason)}", highlight=False, markup=False, soft_wrap=True)
 
 
 def recommended_table(found: Recommended) -> Table:
@@ -157,7 +158,7 @@ def recommended_table(found: Recommended) -> Table:
         title=f"{found.saved.about['model']}, {target:,} tokens from {summary.trained_length:,}",
         title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0),
         caption="found: of hidden keys beyond the trained length, 95% intervals; points and nats: against the chosen "
-        f"one on its texts, nats a token over windows of {target:,}; price: more loss than not extended within the "
+        f"one on its texts, nats a token over windows of {target:,}; price: more loss than the baseline within the "
         "trained length, nats a token",
         caption_justify="left",
     )  # fmt: skip

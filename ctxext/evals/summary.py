@@ -390,7 +390,7 @@ def _plain(gate: Gate) -> dict[str, Any]:
 
 def label(variant: str) -> str:
     """A variant's name for people."""
-    return "not extended" if variant == UNEXTENDED else variant
+    return "baseline" if variant == UNEXTENDED else variant
 
 
 def _cell_order(item: tuple[tuple[int, float | None], Any]) -> tuple[int, float]:

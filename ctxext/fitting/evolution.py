@@ -20,6 +20,7 @@ from ctxext.encodings.rope import RopeGeometry
 from ctxext.fitting.objectives import Score
 from ctxext.methods import LongRoPE, RopeScaling, make_method
 from ctxext.saved import check_writable
+from ctxext.values import counted
 
 # Named methods of the first population.
 FOUNDERS = ("pi", "ntk", "ntk_by_parts", "yarn", "llama3")
@@ -263,8 +264,9 @@ class Evolution:
         for at in range(0, len(candidates), self._memory.width):
             if self._share() >= 1 and needed:
                 raise ValueError(
-                    f"{self.settings.minutes:g} minutes are too little: {len(self._known)} of the {len(FOUNDERS)} "
-                    f"named methods took {self._elapsed():.2g}. Allow more, or fewer or shorter windows."
+                    f"{counted(self.settings.minutes, 'minute')} is not enough: {len(self._known)} of the "
+                    f"{len(FOUNDERS)} named methods took {self._elapsed():.2g}. Allow more, or fewer or "
+                    "shorter windows."
                 )
             if self._share() >= 1:
                 break

@@ -141,7 +141,7 @@ def _searched(
     advance: Callable[[float, str], None],
     processes: Processes,
 ) -> Found:
-    advance(0.0, "reading the unextended model")
+    advance(0.0, "reading the baseline")
     began = time.perf_counter()
     scorer, other = (Scorer(Engine(model), live, objective, material) for material in (learnt, held_out))
 

@@ -29,6 +29,7 @@ from ctxext.fitting.live import LiveFactors, recomputed
 from ctxext.methods import LongRoPE, RopeScaling, make_method, suggest
 from ctxext.processes import ALONE, Processes
 from ctxext.text_configs import text_config_of
+from ctxext.values import counted
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -370,7 +371,7 @@ def fit_by_gradient(
             needed = replace(settings, evaluations=1).tokens(training.trained, training.target) / pace / 60
             if needed > settings.minutes:
                 raise ValueError(
-                    f"{settings.minutes:g} minutes are too few to try the starts and to evaluate one step at "
+                    f"{counted(settings.minutes, 'minute')} is not enough to try the starts and evaluate one step at "
                     f"{training.target:,} tokens. Pass {math.ceil(10 * needed) / 10:g} minutes at least, or one start."
                 )
     start = min(tried, key=lambda name: tried[name]["total"])
@@ -418,7 +419,7 @@ def fit_by_gradient(
         if not math.isfinite(sum(losses)):
             raise RuntimeError(
                 f"evaluation {len(history)} has losses that are not finite ({said}). Load the model in float32 or "
-                "bfloat16, and see that the unextended model reads this text."
+                "bfloat16, and see that the baseline reads this text."
             )
         ramp.numbers.grad = processes.total(ramp.numbers.grad)
         best = min(best, (said["total"], ramp.numbers.detach().clone()), key=lambda pair: pair[0])

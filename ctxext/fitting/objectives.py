@@ -60,8 +60,10 @@ class Objective:
     def __post_init__(self) -> None:
         if self.name not in OBJECTIVES:
             raise ValueError(f"unknown objective {self.name!r}{suggest(self.name, OBJECTIVES)}")
-        if self.windows < 1 or not 0 <= self.short_limit < math.inf:
-            raise ValueError(f"windows must be >= 1 and short_limit >= 0, got {self.windows} and {self.short_limit}.")
+        if self.windows < 1:
+            raise ValueError(f"windows must be >= 1, got {self.windows}.")
+        if not 0 <= self.short_limit < math.inf:
+            raise ValueError(f"short_limit must be >= 0, got {self.short_limit}.")
 
 
 class Scorer:

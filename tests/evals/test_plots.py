@@ -113,7 +113,7 @@ def test_overview_shows_each_share_of_each_variant(tmp_path: Path) -> None:
 def test_overview_names_its_axes_and_the_trained_length(tmp_path: Path) -> None:
     path = tmp_path / "figure.svg"
     plots.plot_overview(made(), path)
-    for text in ("not extended", "yarn", "pi", "1×", "4×", "depth", "25%", "found, n = 10 a cell", "1,024"):
+    for text in ("baseline", "yarn", "pi", "1×", "4×", "depth", "25%", "found, n = 10 a cell", "1,024"):
         assert text in words(path)
     assert "trained length: 256" in joined(path)
     assert "perplexity of the token there" in words(path)
@@ -133,14 +133,14 @@ def test_heatmap_shows_share_and_interval_of_each_cell(tmp_path: Path) -> None:
 def test_perplexity_has_a_line_a_variant_and_its_lengths(tmp_path: Path) -> None:
     path = tmp_path / "figure.svg"
     plots.plot_perplexity(made(), path)
-    for text in ("not extended", "yarn", "pi", "position in the window (tokens)", "1,024", "512", "256"):
+    for text in ("baseline", "yarn", "pi", "position in the window (tokens)", "1,024", "512", "256"):
         assert text in words(path)
 
 
 def test_gate_names_each_variant_and_both_axes(tmp_path: Path) -> None:
     path = tmp_path / "figure.svg"
     plots.plot_gate(made(), path)
-    for text in ("not extended", "yarn", "pi", "found beyond the trained 256 tokens (%)"):
+    for text in ("baseline", "yarn", "pi", "found beyond the trained 256 tokens (%)"):
         assert text in words(path)
     assert "price within the trained 256 tokens (nats more a token)" in words(path)
 
@@ -208,7 +208,7 @@ def test_names_of_all_methods_fit_beside_each_other(tmp_path: Path, drawn: list[
 def test_overview_holds_every_panel_whatever_the_grid(variants: int, lengths: tuple[int, ...], tmp_path: Path) -> None:
     path = tmp_path / "figure.svg"
     plots.plot_overview(made(variants, lengths, [k / 10 for k in range(11)], trials=2), path)
-    titles = ["not extended", *METHODS[1:variants]]
+    titles = ["baseline", *METHODS[1:variants]]
     # Once in the legend and once above its map.
     assert [words(path).count(title) for title in titles] == [2] * variants
     assert words(path).count("90%") >= 1
@@ -232,7 +232,7 @@ def test_figure_is_drawn_of_what_was_measured_or_refused(
                 draw(summary, tmp_path / "figure.svg")
         else:
             draw(summary, tmp_path / "figure.svg")
-            assert "not extended" in joined(tmp_path / "figure.svg") or name == "heatmap"
+            assert "baseline" in joined(tmp_path / "figure.svg") or name == "heatmap"
 
 
 def test_a_task_that_draws_its_own_depth_has_a_map_of_one_row(tmp_path: Path) -> None:

@@ -140,7 +140,7 @@ def test_page_says_model_recommendation_and_settings(measured: Results, open_pag
 
 def test_comparison_holds_the_figures_of_each_variant(measured: Results, open_page: Callable[..., Any]) -> None:
     page, cells = open_page(measured), cells_of(measured)
-    for variant, name in (("none", "not extended"), ("yarn", "yarn")):
+    for variant, name in (("none", "baseline"), ("yarn", "yarn")):
         row = page.locator(".figures tbody tr", has=page.get_by_role("rowheader", name=name)).inner_text()
         for length in (512, 1024):
             scores = [r["score"] for depth in (0.0, 0.5, 1.0) for r in cells[variant, length, depth]]
@@ -168,7 +168,7 @@ def test_hover_and_focus_show_the_figures_of_a_cell(measured: Results, open_page
     cell.hover()
     assert tip.is_visible()
     assert tip.inner_text().splitlines() == [
-        "not extended: passkey",
+        "baseline: passkey",
         "1,024 tokens, depth 0%",
         f"found {share.value:.0%} [{100 * share.low:.0f}, {100 * share.high:.0f}] n={len(records)}",
         f"digit accuracy {mean([record['digits'] for record in records]):.0%}",
@@ -247,7 +247,7 @@ def test_chart_shows_position_and_values_under_the_pointer(measured: Results, op
     page.mouse.move(box["x"] + box["width"] - 13, box["y"] + 100)
     lines = page.locator("#tip").inner_text().splitlines()
     assert lines[0] == f"position {curves['yarn'][-1][0]:,.0f}"
-    assert set(lines[1:]) == {f"not extended: {curves['none'][-1][1]:.1f}", f"yarn: {curves['yarn'][-1][1]:.1f}"}
+    assert set(lines[1:]) == {f"baseline: {curves['none'][-1][1]:.1f}", f"yarn: {curves['yarn'][-1][1]:.1f}"}
     chart.focus()
     page.keyboard.press("Home")
     assert page.locator("#tip").inner_text().splitlines()[0] == f"position {curves['yarn'][0][0]:,.0f}"

@@ -204,7 +204,7 @@ def in_minutes(score: Scores, minutes: float) -> Search:
 def test_minutes_end_a_search_and_too_few_of_them_are_refused_with_figures() -> None:
     assert in_minutes(Scores(), 8).evaluations == 8
     assert in_minutes(Scores(), len(FOUNDERS)).evaluations == len(FOUNDERS)
-    with pytest.raises(ValueError, match=r"3 minutes are too little: 3 of the 5 named methods took 3.*Allow more"):
+    with pytest.raises(ValueError, match=r"3 minutes is not enough: 3 of the 5 named methods took 3.*Allow more"):
         in_minutes(Scores(), 3)
 
 
