@@ -443,7 +443,7 @@ def _native_lengths(
     scaling, own = table.scaling, table.parameters.get("original_max_position_embeddings")
     if scaling is None:
         if given is not None:
-            trained, source = given, "original_max_position_embeddings, as you passed it"
+            trained, source = given, "as you passed it"
         return Lengths(original=trained, trained=trained, start=trained, target=trained, factor=1.0), source
     bolted_on = checkpoint is not None and checkpoint.scaling == "bolted-on"
     original = own
@@ -576,7 +576,7 @@ def plan_rope(
     if existing == "replace" and facts.original_length is None:
         raise ValueError(
             f"existing='replace' starts from the trained length before any scaling, and nothing says that of this "
-            f"model ({facts.summary}). Pass original_max_position_embeddings, or use existing='compose'."
+            f"model ({facts.summary}). Pass original_max_position_embeddings=, or use existing='compose'."
         )
     rope = facts.original_rope if existing == "replace" or not scaled else facts.rope
     start, source = rope.original_max_position_embeddings, facts.trained_length_source
@@ -737,7 +737,7 @@ def _refuse_late(facts: ContextFacts, existing: Existing) -> None:
 
 def _refuse_existing(facts: ContextFacts) -> str:
     by = "by ctxext " if facts.mark is not None else ""
-    original = facts.original_length or "original_max_position_embeddings, which you have to pass"
+    original = facts.original_length or "original_max_position_embeddings=, which you have to pass"
     return (
         f"this model's RoPE is scaled already {by}({facts.summary}). Say what to do with that: "
         f"existing='keep' leaves the frequencies and only widens the window (factor counts from "

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from ctxext.values import one_line
+
 
 def hub_folder(name: str, revision: str | None = None, patterns: list[str] | None = None) -> Path:
     """A repository of the hub, downloaded to its cache.
@@ -22,7 +24,12 @@ def hub_folder(name: str, revision: str | None = None, patterns: list[str] | Non
 
 
 def _why_not_given(error: Exception, revision: str | None) -> str:
-    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        LocalEntryNotFoundError,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
 
     if isinstance(error, GatedRepoError):
         return "its owner wants terms to be accepted first. Accept them on its page, and log in with `hf auth login`."
@@ -30,4 +37,6 @@ def _why_not_given(error: Exception, revision: str | None) -> str:
         return "there is no such name, or it is private. Check the name; log in with `hf auth login`."
     if isinstance(error, RevisionNotFoundError):
         return f"it has no branch, tag or commit {revision!r}. Leave the revision out for its main branch."
-    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]} Check the name and the connection."
+    if isinstance(error, LocalEntryNotFoundError):  # nor is it in the cache
+        return "it cannot be reached from here. Check the connection (and HF_HUB_OFFLINE), or pass a local folder."
+    return f"{one_line(error)}. Check the name and the connection, or pass a local folder."

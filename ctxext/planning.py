@@ -170,7 +170,7 @@ def _plan_site(
     elif original_max_position_embeddings is not None and site.limit is None:
         site = replace(
             site, trained_length=original_max_position_embeddings,
-            source="original_max_position_embeddings, as you passed it",
+            source="as you passed it",
         )  # fmt: skip
     elif original_max_position_embeddings not in (None, site.trained_length):
         raise ValueError(

@@ -70,6 +70,8 @@ def read_saved(path: str | Path) -> SavedMethod:
     if not path.is_file():
         raise FileNotFoundError(f"{path} is no file here. Pass what `ctxext fit` wrote, or a name of `ctxext methods`.")
     read = read_json(path)
+    if "method" not in read.content:
+        raise ValueError(f"{path} holds no method. Pass what `ctxext fit` or `ctxext recommend` wrote.")
     method = method_from_dict(read.get("method", OBJECT), str(path))
     return SavedMethod(method, read.part("about").content if "about" in read.content else {})
 
@@ -85,7 +87,8 @@ def opened(method: str | ContextMethod | None) -> str | ContextMethod | None:
         return method
     if method.endswith(SUFFIX):
         return read_saved(method).method
-    if "/" not in method:
+    is_file = Path(method).suffix != "" and Path(method).is_file()
+    if "/" not in method and not is_file:
         return method
     if Path(method).exists() or method.startswith((".", "/", "~")):
         raise ValueError(

@@ -42,6 +42,7 @@ def test_factors_found_for_another_geometry_are_refused() -> None:
     [
         ("{", "is not valid JSON"),
         ("[]", "must hold a JSON object"),
+        ('{"fingerprint": "a", "input_ids": []}', r"method\.json holds no method\. Pass what `ctxext fit`"),
         ('{"method": {"name": "yarn"}}', r"lacks method\.factor"),
         ('{"method": {"name": "yarm", "factor": 4}}', "did you mean 'yarn'"),
         (

@@ -216,7 +216,7 @@ def test_folders_of_the_hub_are_found_by_name_and_revision(base: Path, hub: Loca
         ("meta/none", None, "no such name, or it is private"),
         ("bob/hidden", None, "no such name, or it is private"),
         ("meta/tiny", "v9", "no branch, tag or commit 'v9'"),
-        ("meta/-tiny", None, "HFValidationError"),
+        ("meta/-tiny", None, "-tiny.*Check the name and the connection"),
         ("./tiny", None, "[Cc]heck the path"),
         ("meta/empty", None, r"config\.json"),
     ],

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import gc
 import importlib
+import re
 import sys
 from typing import Annotated
 
@@ -12,7 +13,7 @@ import typer
 from safetensors import SafetensorError
 
 from ctxext import __version__
-from ctxext.cli.common import console
+from ctxext.cli.common import console, in_flags
 from ctxext.cli.compare import compare
 from ctxext.cli.demo import demo
 from ctxext.cli.describe import describe
@@ -80,9 +81,11 @@ def app() -> None:
     try:
         commands()
     except (ValueError, RuntimeError, OSError, ImportError, ArithmeticError, SafetensorError) as error:
-        said = str(error)
+        said = re.sub(r"^\[Errno -?\d+\] ", "", str(error)) or type(error).__name__
         if isinstance(error, SafetensorError):  # it names no file
             said = f"a .safetensors file of the model is broken ({said}). Fetch it again."
-        console.print(f"[bold red]error:[/] {type(error).__name__}: ", end="")
+        if not {"finetune", "lm-eval"} & {*sys.argv}:  # these take arguments by the library's names
+            said = in_flags(said)
+        console.print("[bold red]error:[/] ", end="")
         console.print(said, markup=False, highlight=False, soft_wrap=True)
         raise SystemExit(1) from error

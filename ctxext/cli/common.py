@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import inspect
 import json
+import re
 import shlex
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -62,6 +63,28 @@ def parse_options(pairs: Sequence[str] | None) -> dict[str, Any]:
         if name in {*inspect.signature(extend_context).parameters, "say"} - {"rotated_copy"}:
             raise typer.BadParameter(f"{name} is no option of a method. Leave it out: what --help lists stands for it.")
     return options
+
+
+def in_flags(said: str) -> str:
+    """What the library says, its arguments as flags: `existing='keep'` as --existing keep, `length=` as --length.
+
+    Paths, quotes and calls, as `YaRN(factor=4)`, stay as they are. On the command line there is no model to restore.
+    """
+    from typer.main import get_command
+
+    from ctxext.cli import commands
+
+    options = [option for command in get_command(commands).commands.values() for option in command.params]  # type: ignore[attr-defined]
+    flags = {o.name: max(o.opts, key=len) for o in options if o.param_type_name == "option" and not o.is_flag}
+    names = "|".join(flags)
+    said = re.sub(rf"^({names})(?= must be )", lambda found: flags[found[1]], said)
+    said = re.sub(
+        rf"(?<![\w./\\'\"`-])(?<!\w\()({names})=('[^']*'|[\w.+-]*\w)?(?![\w/\\=(\[])",
+        lambda found: f"{flags[found[1]]} {(found[2] or '').strip(chr(39))}".rstrip(),
+        said,
+    )
+    said = re.sub(r"Call restore_context\(model\), or (\w)", lambda found: found[1].upper(), said)
+    return re.sub(r", or call restore_context\(model\)|restore_context\(model\), or ", "", said)
 
 
 def folder_of(model: str) -> str:
@@ -122,8 +145,9 @@ Length = Annotated[
 HowExisting = Annotated[
     str,
     typer.Option(
-        help=f"What to do with a model that is scaled already: {', '.join(Existing.__args__)}; other encodings than "
-        "RoPE know refuse and compose."
+        help=f"What to do with a model that is scaled already: {', '.join(Existing.__args__)}. replace needs "
+        "--original-max-position-embeddings where nothing says the length before; encodings other than RoPE take "
+        "refuse and compose."
     ),
 ]
 Revision = Annotated[str | None, typer.Option(help="A branch, tag or commit of a name on the hub.")]

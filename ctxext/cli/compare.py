@@ -8,7 +8,17 @@ from typing import Annotated
 import typer
 
 from ctxext.cli import measuring
-from ctxext.cli.common import Factor, HowExisting, Model, Revision, TargetLength, TrainedLength, console, name_of
+from ctxext.cli.common import (
+    Factor,
+    HowExisting,
+    Model,
+    Revision,
+    TargetLength,
+    TrainedLength,
+    console,
+    in_flags,
+    name_of,
+)
 
 
 def compare(
@@ -39,11 +49,9 @@ def compare(
     device: measuring.Device = None,
     seed: measuring.Seed = 0,
     revision: Revision = None,
-    output: Annotated[
-        Path, typer.Option("--output", "-o", help="The results file; a run that was stopped goes on.")
-    ] = Path("comparison.jsonl"),
+    output: Annotated[Path, typer.Option("--output", "-o", help=measuring.RESULTS)] = Path("comparison.jsonl"),
 ) -> None:
-    """Measure the unextended model and each method, and say which one to use and how sure that is."""
+    """Measure the baseline (the model not extended) and each method, and say which one to use and how sure that is."""
     from ctxext.evals.prompts import Prompter
     from ctxext.evals.runner import Runner
     from ctxext.evals.targets import LiveModel, compared_variants
@@ -75,7 +83,8 @@ def compare(
         if methods is not None or len(variants) == 1:
             raise ValueError(f"{variant.name} cannot be compared: {refusal}")
         if processes.rank == 0:
-            console.print(f"{variant.name} is left out: {refusal}", highlight=False, markup=False, soft_wrap=True)
+            said = f"{variant.name} is left out: {in_flags(refusal)}"
+            console.print(said, highlight=False, markup=False, soft_wrap=True)
     trained = target.about["trained_length"]
     reach = max(target.reach(variant) or 0 for variant in variants)
     grid = measuring.make_grid(
@@ -91,10 +100,10 @@ def compare(
         seed=seed,
     )
     text = measuring.load_text(haystack, tokenizer, max(grid.lengths) if grid.retrieval else 0)
-    Runner(target, text, grid, beyond=True).check(variants)
-    chosen = style is not None or answer_tokens is not None
-    target = measuring.asked_as_it_answers(target, grid, text, output, free=not chosen, quiet=processes.rank > 0)
     runner = Runner(target, text, grid, beyond=True, processes=processes)
+    runner.check(variants)
+    chosen = style is not None or answer_tokens is not None
+    runner.target = measuring.asked_as_it_answers(target, grid, text, output, free=not chosen, quiet=processes.rank > 0)
     results = measuring.run(runner, output, variants)
     if results is not None:
         measuring.finish(results, output)

@@ -38,7 +38,7 @@ def demo(
     model: Annotated[
         Path | None, typer.Option(help="Another checkpoint, a folder; by default the model that ctxext ships.")
     ] = None,
-    text: measuring.Text = None,
+    haystack: measuring.Text = None,
     lengths: measuring.Lengths = None,
     trials: Annotated[int, typer.Option(help="Passkey prompts for each length and depth; 0 for none.")] = 10,
     windows: measuring.Windows = 48,
@@ -71,9 +71,9 @@ def demo(
         ",".join(["passkey"] * (trials > 0) + ["perplexity"] + ["short"] * (windows > 1)),
         trained_length=trained, lengths=chosen, trials=max(1, trials), windows=windows, seed=seed,
     )  # fmt: skip
-    haystack = measuring.load_text(text, tokenizer, 0)
-    target = measuring.asked_as_it_answers(target, grid, haystack, output / "results.jsonl", free=False)
-    runner = Runner(target, haystack, grid, beyond=True)
+    text = measuring.load_text(haystack, tokenizer, 0)
+    target = measuring.asked_as_it_answers(target, grid, text, output / "results.jsonl", free=False)
+    runner = Runner(target, text, grid, beyond=True)
     results = measuring.run(runner, output / "results.jsonl", compared_variants(loaded.config, METHODS, factor))
     assert results is not None
     summary = Summary(results)

@@ -16,6 +16,7 @@ from ctxext.cli.common import (
     TargetLength,
     TrainedLength,
     folder_of,
+    in_flags,
     parse_options,
     without_garbage_collection,
 )
@@ -65,5 +66,5 @@ def describe(
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
     for label, value in description.rows():
-        table.add_row(label, value)
+        table.add_row(label, in_flags(value))
     Console().print(table, highlight=False)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -20,10 +20,6 @@ from ctxext.cli.common import (
     name_of,
     parse_options,
 )
-
-if TYPE_CHECKING:
-    from ctxext.evals.targets import Target
-    from ctxext.evals.targets import Variant as AnyVariant
 
 
 def evaluate(
@@ -61,9 +57,7 @@ def evaluate(
     device: measuring.Device = None,
     seed: measuring.Seed = 0,
     revision: Revision = None,
-    output: Annotated[
-        Path, typer.Option("--output", "-o", help="The results file; a run that was stopped goes on.")
-    ] = Path("results.jsonl"),
+    output: Annotated[Path, typer.Option("--output", "-o", help=measuring.RESULTS)] = Path("results.jsonl"),
 ) -> None:
     """Measure one model: retrieval, perplexity, and what an extension costs at short length."""
     from transformers import AutoTokenizer
@@ -71,7 +65,7 @@ def evaluate(
     from ctxext.evals.prompts import Prompter
     from ctxext.evals.runner import Runner
     from ctxext.evals.server import ServedModel
-    from ctxext.evals.targets import LiveModel, Served, Variant, known_lengths
+    from ctxext.evals.targets import LiveModel, Served, Target, Variant, known_lengths
     from ctxext.folders import check_not_extended, checkpoint_folder, read_config
     from ctxext.processes import Processes
     from ctxext.saved import check_made_for, check_writable, opened
@@ -85,7 +79,7 @@ def evaluate(
     trained = original_max_position_embeddings or trained
     if method is None and (factor or target_length or option):
         raise typer.BadParameter("--factor, --target-length and --option belong to --method.")
-    variant = Variant("as it is")
+    variant = Variant(name_of(model))
     if method is not None:
         check_made_for(method, trained)
         extension = {
@@ -101,7 +95,7 @@ def evaluate(
     compared = "short" in names or "key_tokens" in names
     if compared and method is None and base is None:
         raise typer.BadParameter(
-            "short and key_tokens need the unextended model: extend with --method, or give it as --base CHECKPOINT."
+            "short and key_tokens need the baseline: extend with --method, or give it as --base CHECKPOINT."
         )
 
     if base is not None and not compared:
@@ -128,6 +122,8 @@ def evaluate(
         prompter = Prompter(tokenizer, style, answer_tokens)  # type: ignore[arg-type]
         target = LiveModel(loaded, prompter, name_of(model), original_max_position_embeddings)
         target.about |= measuring.known_by(folder)
+        if method is None and base is None and "method" not in target.about:  # neither extended nor another's extension
+            variant = Variant()
         reach = target.reach(variant) or reach
     grid = measuring.make_grid(
         tasks,
@@ -143,24 +139,19 @@ def evaluate(
     )
     text = measuring.load_text(haystack, tokenizer, max(grid.lengths) if grid.retrieval else 0)
 
+    before = [Variant(gate_only=True)] if compared else []
+    variants = [*before, variant] if base is None else [variant]
+    runner = Runner(target, text, grid, beyond, processes=processes)
     if isinstance(target, LiveModel):
-        Runner(target, text, grid, beyond).check([variant])
+        runner.check(variants)
         chosen = style is not None or answer_tokens is not None
         quiet = processes.rank > 0
-        target = measuring.asked_as_it_answers(target, grid, text, output, free=not chosen, quiet=quiet)
-
-    def measure(target: Target, variants: list[AnyVariant], merge: bool) -> Any:
-        runner = Runner(target, text, grid, beyond, processes=processes)
-        return measuring.run(runner, output, variants, merge=merge)
-
-    before = [Variant(gate_only=True)] if compared else []
-    if base is not None and compared:
-        of_base, _ = measuring.load(checkpoint_folder(base), dtype, device)
-        measure(
-            LiveModel(of_base, target.prompter, Path(base).name, original_max_position_embeddings), before, merge=False
-        )
-        del of_base
-        before = []
-    results = measure(target, [*before, variant], merge=True)
+        runner.target = measuring.asked_as_it_answers(target, grid, text, output, free=not chosen, quiet=quiet)
+    if base is not None:
+        loaded, _ = measuring.load(checkpoint_folder(base), dtype, device)
+        of_base = LiveModel(loaded, runner.target.prompter, Path(base).name, original_max_position_embeddings)
+        measuring.run(Runner(of_base, text, grid, beyond, processes=processes), output, before, merge=False)
+        del loaded, of_base
+    results = measuring.run(runner, output, variants)
     if results is not None:
         measuring.finish(results, output)

@@ -25,10 +25,12 @@ from ctxext.cli.common import (
     TrainedLength,
     console,
     folder_of,
+    in_flags,
     parse_options,
     without_garbage_collection,
 )
 from ctxext.saved import PROBE
+from ctxext.values import one_line
 
 if TYPE_CHECKING:
     from ctxext.engines.rules import EngineExport
@@ -173,7 +175,7 @@ def _write_probe(folder: Path, how: dict[str, Any], path: Path) -> None:
             extend_context(model, **how)
         make_probe(model, AutoTokenizer.from_pretrained(folder)).save(path)
     except Exception as error:  # whatever it is, memory too: the export stands without it
-        words = f"no {path.name} for ctxext verify: {type(error).__name__}: {error}"
+        words = f"no {path.name} for ctxext verify: {in_flags(one_line(error))}"
         console.print(words, highlight=False, markup=False, soft_wrap=True)
         return
     console.print(f"wrote {path}, for ctxext verify --probe", highlight=False, soft_wrap=True)
@@ -211,7 +213,7 @@ def _exports(
         try:
             exports.append(export_for(name, config, plan, model=path, source=source))
         except NotExportable as error:
-            refused[name] = str(error)
+            refused[name] = in_flags(str(error))
     return source, exports, refused
 
 

@@ -19,6 +19,7 @@ from ctxext.cli.common import (
     TargetLength,
     TrainedLength,
     console,
+    in_flags,
     parse_options,
     without_garbage_collection,
 )
@@ -62,7 +63,7 @@ def extend(
         )
     console.print(f"[bold]{result.plan.summary}[/]", highlight=False)
     for note in result.plan.notes:
-        console.print(f"note: {note}", highlight=False, markup=False)
+        console.print(f"note: {in_flags(note)}", highlight=False, markup=False)
     if not result.plan.is_portable:
         freeze = " To freeze it in the config instead, pass --length." * (
             result.plan.is_late and isinstance(result.plan.method, RopeScaling)

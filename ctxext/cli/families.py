@@ -26,10 +26,14 @@ def families(
     workers: Annotated[int, typer.Option(min=1, help="Processes, of one thread each.")] = 2,
 ) -> None:
     """Build every model type small, extend it, compare it with a native build, restore it, and say what came of it."""
+    from ctxext.saved import check_writable
     from ctxext.survey import report
     from ctxext.survey.matrix import EXTENDED
     from ctxext.survey.workers import examine_all
 
+    outputs = [path for path in (json_path, markdown_path) if path is not None]
+    for path in outputs:
+        check_writable(path)
     earlier = None if against is None else report.read_json(against)  # before the minutes that follow
     types = _chosen(model_types or [], kind)
     columns = TextColumn("{task.description:<24}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
@@ -49,6 +53,8 @@ def families(
     for line in lines:
         table.add_row(*line)
     Console().print(table)
+    for path in outputs:
+        path.parent.mkdir(parents=True, exist_ok=True)
     if json_path is not None:
         report.write_json(rows, json_path)
     if markdown_path is not None:

@@ -129,6 +129,17 @@ def read_probe(path: Path) -> Probe:
     """
     try:
         said = read_json(path).content
+    except FileNotFoundError:
+        raise FileNotFoundError(
+            f"there is no probe {path}. `ctxext verify DIR -o {path}` writes it, from the extended checkpoint."
+        ) from None
+    except ValueError:
+        said = {}
+    if not {"fingerprint", "expected", "far"} <= said.keys():
+        raise ValueError(
+            f"{path} is not a probe. Write one from the extended checkpoint: ctxext verify DIR -o {PROBE}."
+        )
+    try:
         fingerprint = said.pop("fingerprint")
         expected = {state: tuple(values) for state, values in said.pop("expected").items()}
         far = {int(length): tuple(values) for length, values in said.pop("far").items()}
@@ -140,10 +151,6 @@ def read_probe(path: Path) -> Probe:
         whole = whole and all(is_count(token, 0) for token in probe.input_ids)
         whole = whole and is_number(probe.noise_floor, 0) and is_number(probe.coarse_floor, 0)
         whole = whole and isinstance(probe.text, str) and isinstance(probe.summary, str)
-    except FileNotFoundError:
-        raise FileNotFoundError(
-            f"there is no probe {path}. `ctxext verify DIR -o {path}` writes it, from the extended checkpoint."
-        ) from None
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         why = one_line(error)
         raise ValueError(f"{path} is no probe as ctxext {__version__} writes it ({why}). Make it anew.") from error

@@ -179,7 +179,9 @@ def _window_for(
 
     needed = count(haystack.sentence_ends[0], haystack.sentence_ends[0])
     if place.length <= needed:
-        raise ValueError(f"a {task.name} prompt needs at least {needed + 1} tokens, got length={place.length}.")
+        raise ValueError(
+            f"a {task.name} prompt needs at least {needed + 1} tokens, got {place.length}. Leave it out of lengths=."
+        )
     window = haystack.exact_window(place.length, place.length - needed, count, rng)
     return window and (*window, cuts(*window)[1:])
 

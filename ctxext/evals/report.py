@@ -47,7 +47,8 @@ def write_report(results: Sequence[Results], path: Path) -> None:
     environment.policies["json.dumps_kwargs"] = {"ensure_ascii": False, "separators": (",", ":"), "allow_nan": False}
     template = environment.from_string(files("ctxext.evals").joinpath("report.html").read_text(encoding="utf-8"))
     sections = [_section(f"results-{k}", result) for k, result in enumerate(results, start=1)]
-    Path(path).write_text(template.render(sections=sections, ruler=RULER_THRESHOLD, kept=SAMPLES), encoding="utf-8")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(template.render(sections=sections, ruler=RULER_THRESHOLD, kept=SAMPLES), encoding="utf-8")
 
 
 def _section(anchor: str, results: Results) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -65,7 +65,7 @@ class Grid:
         if self.batch_size is not None and self.batch_size < 1:
             raise ValueError(f"batch_size must be >= 1, got {self.batch_size}.")
         if not self.depths:
-            raise ValueError("at least one depth is needed, such as depths=(0.0, 0.5, 1.0).")
+            raise ValueError("at least one depth is needed, from 0 (beginning) to 1 (end).")
         if not (self.retrieval or self.texts or self.gate):
             raise ValueError("no task was given, so there is nothing to measure. Name one, such as passkey.")
 
@@ -138,6 +138,7 @@ class Runner:
     beyond: bool = False
     advance: Callable[[str, int], None] = lambda variant, samples: None
     processes: Processes = ALONE
+    _checked: tuple[Any, ...] = field(default=(), init=False, repr=False)
 
     def header(self, variants: Sequence[Variant]) -> Header:
         target = self.target
@@ -192,9 +193,14 @@ class Runner:
     def check(self, variants: Sequence[Variant]) -> None:
         """See, before the work and on every process, that each length can be read and each task fits the shortest.
 
+        `run` begins with it, unless it was called before for the same variants and the same way of asking.
+
         Raises:
             ValueError: one does not.
         """
+        of = (self.target.prompter.fingerprint, *variants)
+        if of == self._checked:
+            return
         for variant in () if self.beyond else variants:
             reach, longest = self.target.reach(variant), max(self.grid.lengths)
             if reach is not None and longest > reach and not variant.gate_only:
@@ -216,6 +222,7 @@ class Runner:
         windows = {batch.rows[0][0]: batch.task for batch in batches if isinstance(batch.task, TextTask)}
         for place, task in windows.items():
             task.window(place, self.haystack, self.target.prompter.bos)
+        self._checked = of
 
     def count(self, variants: Sequence[Variant]) -> int:
         """Samples that this process is to measure, those measured before included."""

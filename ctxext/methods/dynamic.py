@@ -191,7 +191,7 @@ class LongRoPE(RopeScaling):
             raise ValueError(
                 f"{name} was found for a model with theta {self.fitted_to[0]:g} trained at {self.fitted_to[1]} tokens, "
                 f"and this one has theta {theta:g} and {length} tokens. Fit this model (ctxext fit), or, where "
-                "its config does not say the trained length, pass original_max_position_embeddings."
+                "its config does not say the trained length, pass original_max_position_embeddings=."
             )
         if self.fitted_to is not None and not rope.is_plain:
             raise ValueError(

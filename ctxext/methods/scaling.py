@@ -291,7 +291,7 @@ class Resonance(RopeScaling):
             raise ValueError(f"Resonance rounds static methods only, got {what}. Use 'yarn' or 'ntk'.")
         if self.inner.factor != self.factor:
             raise ValueError(
-                f"Resonance has factor={self.factor}, but the method it rounds has {self.inner.factor}. "
+                f"Resonance has a factor of {self.factor}, but the method it rounds has {self.inner.factor}. "
                 "Give both the same."
             )
 

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import ast
 import json
+import os
+import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import typer
 from families import tiny_model
+from typer.main import get_command
 
-from ctxext.cli.common import parse_options, parse_tokens
+import ctxext as package
+from ctxext.cli import commands
+from ctxext.cli.common import in_flags, parse_options, parse_tokens
 
 
 def ctxext(*arguments: object, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
@@ -92,7 +99,15 @@ def test_a_method_of_ones_own_works_on_the_command_line(checkpoint: Path, tmp_pa
     ("arguments", "words"),
     [
         (["extend", "nowhere", "--dry-run"], "no folder here"),
-        (["extend", "CHECKPOINT", "--factor", "0.5", "--dry-run"], "factor must be >= 1, got 0.5"),
+        (["extend", "CHECKPOINT", "--factor", "0.5", "--dry-run"], "error: --factor must be >= 1, got 0.5"),
+        (
+            ["extend", "CHECKPOINT", "--existing", "keep", "--dry-run"],
+            "error: --existing keep needs a model",
+        ),
+        (
+            ["extend", "CHECKPOINT", "--length", "128", "--dry-run"],
+            "--length 128 has no meaning for it. Drop --length",
+        ),
         (["extend", "CHECKPOINT", "--method", "yarm", "--dry-run"], "did you mean 'yarn'"),
         (["extend", "CHECKPOINT", "--option", "beta_fats=1", "--dry-run"], "did you mean 'beta_fast'"),
         (["extend", "CHECKPOINT", "--option", "truncate=no", "--dry-run"], "must be true or false, got 'no'"),
@@ -112,7 +127,99 @@ def test_a_beginners_mistake_gets_a_remedy_and_no_traceback(checkpoint: Path, ar
     run = ctxext(*(str(checkpoint) if argument == "CHECKPOINT" else argument for argument in arguments))
     assert run.returncode != 0
     assert words in " ".join(run.stderr.split())
-    assert "Traceback" not in run.stderr
+    assert not re.search(r"Traceback|error: \w+(Error|Exception)\b", run.stderr)
+
+
+def test_a_name_on_the_hub_that_cannot_be_reached_gets_one_line() -> None:
+    command = [sys.executable, "-m", "ctxext.cli", "describe", "nobody/nothing"]
+    run = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "HF_HUB_OFFLINE": "1"})
+    assert run.returncode == 1
+    assert run.stderr == (
+        "error: 'nobody/nothing' is no folder here, and the hub did not give it: it cannot be reached from here. Check "
+        "the connection (and HF_HUB_OFFLINE), or pass a local folder.\n"
+    )
+
+
+INTERRUPTED = """
+import os, signal, sys
+class OnTorch:
+    def find_spec(self, name, path=None, target=None):
+        if name == "torch":
+            os.kill(os.getpid(), signal.SIGINT)
+sys.meta_path.insert(0, OnTorch())
+from ctxext_main import main
+main()
+"""
+
+
+def test_an_interrupt_while_torch_is_imported_ends_in_one_line() -> None:
+    run = subprocess.run([sys.executable, "-c", INTERRUPTED], capture_output=True, text=True)
+    assert (run.returncode, run.stderr) == (130, "interrupted\n")
+
+
+# ------------------------------------------------------------------------------------ arguments, and flags
+
+
+def flag_names() -> dict[str, set[str]]:
+    """The names that options of commands have in Python, and their flags."""
+    found: dict[str, set[str]] = {}
+    for command in get_command(commands).commands.values():
+        for option in command.params:
+            if option.param_type_name == "option" and not option.is_flag:
+                found.setdefault(option.name, set()).add(max(option.opts, key=len))
+    return found
+
+
+def messages() -> Iterator[str]:
+    """Every sentence of the package outside docstrings, with something in the place of its values."""
+    for path in Path(package.__file__).parent.rglob("*.py"):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        parts = {id(part) for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for part in node.values}
+        documents = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+        for node in ast.walk(tree):
+            if id(node) in parts | documents:
+                continue
+            if isinstance(node, ast.JoinedStr):
+                yield "".join(
+                    part.value if isinstance(part, ast.Constant) else "'keep'" if part.conversion == ord("r") else "16"
+                    for part in node.values
+                )
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str) and " " in node.value:
+                yield node.value
+
+
+def test_a_name_is_one_flag_in_all_commands() -> None:
+    assert {name: flags for name, flags in flag_names().items() if len(flags) > 1} == {}
+
+
+def test_every_argument_that_a_message_names_is_a_flag_on_the_command_line() -> None:
+    """But not in code, as in `extend_context(model, factor=4)`."""
+    names = "|".join(flag_names())
+    argument = re.compile(rf"(?<![\w./-])({names})=(?![\w\s]*\))|Call restore_context\(model\), or")
+    named = [said for said in messages() if argument.search(said) and "\n" not in said]
+    assert len(named) > 30
+    assert [said for said in map(in_flags, named) if argument.search(said)] == []
+
+
+@pytest.mark.parametrize(
+    ("said", "shown"),
+    [
+        ("Use existing='keep'.", "Use --existing keep."),
+        ("Leave existing= out.", "Leave --existing out."),
+        ("pass factor=2.5.", "pass --factor 2.5."),
+        ("factor must be >= 1", "--factor must be >= 1"),
+        ("Pass original_max_position_embeddings=, or wait", "Pass --original-max-position-embeddings, or wait"),
+        ("Load the original, or call restore_context(model).", "Load the original."),
+        ("Call restore_context(model), or use existing='replace'.", "Use --existing replace."),
+        *((said, said) for said in (
+            "/runs/factor=4/model is no folder", "factor=4/model is no folder", "runs/factor=4 is no folder",
+            "'factor=4' is no folder", "YaRN(factor=4)", "C:\\runs\\factor=4", "beta_fast=16", "rope_factor=4",
+            "original_max_position_embeddings in config.json must be a number",
+        )),
+    ],
+)  # fmt: skip
+def test_paths_quotes_and_calls_stay_as_they_are(said: str, shown: str) -> None:
+    assert in_flags(said) == shown
 
 
 @pytest.mark.slow

@@ -23,13 +23,15 @@ from live_server import CHAT_TEMPLATE, LiveServer
 from transformers import AutoTokenizer
 from typer.main import get_command
 
-from ctxext import endpoint
+from ctxext import YaRN, endpoint
 from ctxext.assets import MODEL
 from ctxext.cli import app, commands, measuring
 from ctxext.evals.engine import Engine
+from ctxext.evals.needle import Passkey
 from ctxext.evals.results import read_results
 from ctxext.evals.summary import Summary
 from ctxext.methods import list_methods
+from ctxext.saved import SavedMethod
 from ctxext.survey.small import small_model
 
 PASSKEY = ("--tasks", "passkey")
@@ -100,7 +102,7 @@ def row(records: list[Record], variant: str) -> list[str]:
 
 def printed(out: str) -> dict[str, list[str]]:
     """The first lines of the table's rows, by the variant."""
-    rows = re.findall(r"^ ?(not extended|as it is|\w+) +(\d+% .*)$", out, re.M)
+    rows = re.findall(r"^ ?([\w-]+) +(\d+% .*)$", out, re.M)
     return {name: cells.split() for name, cells in rows}
 
 
@@ -122,7 +124,7 @@ def evaluated(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Outcome]:
 def test_eval_prints_the_numbers_that_it_wrote(evaluated: tuple[Path, Outcome]) -> None:
     path, outcome = evaluated
     _, records = lines(path)
-    assert printed(outcome.out) == {"not extended": row(records, "none"), "yarn": row(records, "yarn")}
+    assert printed(outcome.out) == {"baseline": row(records, "none"), "yarn": row(records, "yarn")}
     assert "austen-4m, trained at 512 tokens" in outcome.out
     assert f"{len(records)} samples in {path}; ctxext report {path} makes a page" in outcome.err
 
@@ -139,7 +141,7 @@ def test_eval_measures_the_grid_and_the_unextended_model_only_within_its_length(
         ("yarn", "perplexity", 1024): 2,
         ("yarn", "short", 512): 2,
     }
-    assert header["variants"]["yarn"]["extension"]["method"] == "yarn"
+    assert header["variants"]["yarn"]["extension"]["method"]["name"] == "yarn"
     assert [path.name for path in evaluated[0].parent.iterdir()] == ["results.jsonl"]
 
 
@@ -151,6 +153,38 @@ def test_eval_again_measures_nothing(evaluated: tuple[Path, Outcome], monkeypatc
     again = ctxext(*EVAL, "-o", path)
     assert (again.code, again.out) == (0, outcome.out)
     assert (path.stat().st_mtime_ns, path.read_bytes()) == before
+
+
+def test_eval_and_compare_share_a_file(evaluated: tuple[Path, Outcome], tmp_path: Path) -> None:
+    """What one measured of an extension the other does not measure again."""
+    path = tmp_path / "results.jsonl"
+    shutil.copy(evaluated[0], path)
+    _, before = lines(path)
+    arguments = ("compare", MODEL, "--methods", "yarn,pi", *EVAL[4:], "-o", path)
+    outcome = ctxext(*arguments)
+    assert outcome.code == 0, outcome.err
+    header, after = lines(path)
+    assert list(header["variants"]) == ["none", "yarn", "pi"]
+    assert len([r for r in after if r["variant"] == "yarn"]) == len([r for r in before if r["variant"] == "yarn"])
+    other = ctxext(*EVAL, "--factor", 8, "-o", path)
+    assert_remedy(other, r"holds other measurements \(variant yarn: extension.method.factor 4.0 → 8.0, .*\)\. Give")
+    assert len(other.said) < 400
+
+
+def test_an_unextended_checkpoint_is_the_baseline(evaluated: tuple[Path, Outcome], tmp_path: Path) -> None:
+    path = tmp_path / "results.jsonl"
+    shutil.copy(evaluated[0], path)
+    outcome = ctxext("eval", MODEL, *PASSKEY, "--lengths", "512", "--depths", "2", "--trials", "2", "-o", path)
+    assert outcome.code == 0, outcome.err
+    assert path.read_bytes().split(b"\n", 1)[1] == evaluated[0].read_bytes().split(b"\n", 1)[1]
+
+
+def test_a_run_is_checked_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sampled, make = [], Passkey.sample
+    monkeypatch.setattr(Passkey, "sample", lambda *given: sampled.append(given[1]) or make(*given))
+    grid = (*PASSKEY, "--lengths", "96,128", "--depths", "1", "--trials", "1", "-o", tmp_path / "results.jsonl")
+    assert ctxext("eval", MODEL, *grid, "--style", "base").code == 0
+    assert sum(place.length == 96 for place in sampled) == 2  # one to see whether it fits, one that is measured
 
 
 def test_a_task_that_does_not_fit_the_shortest_length_is_refused_before_the_work(tmp_path: Path) -> None:
@@ -195,22 +229,22 @@ def test_a_checkpoint_and_its_base_are_measured_on_the_same_windows(
     header, records = lines(based[0])
     assert {name: variant["model"] for name, variant in header["variants"].items()} == {
         "none": "austen-4m",
-        "as it is": "austen-2k",
+        "austen-2k": "austen-2k",
     }
     assert Counter((r["variant"], r["task"], r["length"]) for r in records) == {
         ("none", "passkey", 512): 2,
         ("none", "short", 512): 2,
-        ("as it is", "passkey", 96): 2,
-        ("as it is", "passkey", 512): 2,
-        ("as it is", "short", 512): 2,
+        ("austen-2k", "passkey", 96): 2,
+        ("austen-2k", "passkey", 512): 2,
+        ("austen-2k", "short", 512): 2,
     }
     _, others = lines(evaluated[0])
     keys = [[r["key"] for r in some if r["task"] == "short"] for some in (records, others)]
     assert keys[0] == keys[1]
-    for here, there in (("none", "none"), ("as it is", "yarn")):
+    for here, there in (("none", "none"), ("austen-2k", "yarn")):
         assert losses(records, here, "short") == pytest.approx(losses(others, there, "short"), abs=1e-4)
-    assert printed(based[1].out)["as it is"][-1] == price(records, "as it is")
-    assert float(price(records, "as it is")) != 0
+    assert printed(based[1].out)["austen-2k"][-1] == price(records, "austen-2k")
+    assert float(price(records, "austen-2k")) != 0
 
 
 # --------------------------------------------------------------------- a checkpoint that is extended late
@@ -231,7 +265,7 @@ def test_a_checkpoint_that_is_extended_late_is_measured_as_the_method_is(late: P
         outcome = ctxext("eval", *arguments, *grid, tmp_path / f"{name}.jsonl")
         assert outcome.code == 0, outcome.err
     (_, here), (_, there) = lines(tmp_path / "here.jsonl"), lines(tmp_path / "there.jsonl")
-    assert np.array_equal(losses(here, "as it is", "perplexity"), losses(there, "self_extend", "perplexity"))
+    assert np.array_equal(losses(here, "austen-late", "perplexity"), losses(there, "self_extend", "perplexity"))
 
 
 def test_a_late_method_says_what_it_writes_and_how_to_freeze_it(late: Path, tmp_path: Path) -> None:
@@ -263,7 +297,7 @@ def test_a_checkpoint_that_is_extended_late_is_not_extended_on_top(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     outcome = ctxext(*(late if word == "LATE" else word for word in command))
-    assert_remedy(outcome, "is extended already, by self_extend .*existing='replace'")
+    assert_remedy(outcome, "is extended already, by self_extend .*--existing replace")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -305,7 +339,7 @@ def test_where_a_table_of_positions_ends_nothing_is_run_and_it_is_said(tmp_path:
     assert {key for key in run if key[0] != "none"} == {
         (name, *cell) for name in names for cell in (("passkey", 96), ("passkey", 256), ("perplexity", 256))
     }
-    assert "not extended cannot run past 128 tokens" in " ".join(outcome.out.split())
+    assert "baseline cannot run past 128 tokens" in " ".join(outcome.out.split())
     assert ctxext("report", path, "--output", tmp_path / "page.html").code == 0
     assert "cannot run past 128 tokens" in (tmp_path / "page.html").read_text()
     path.unlink()
@@ -353,9 +387,7 @@ def test_compare_recommends_with_its_share_its_price_and_its_n(compared: tuple[P
 def test_compare_prints_the_numbers_that_it_wrote(compared: tuple[Path, Outcome]) -> None:
     _, records = lines(compared[0])
     table = printed(compared[1].out)
-    assert table == {
-        name: row(records, name.replace("not extended", "none")) for name in ("not extended", "pi", "yarn")
-    }
+    assert table == {name: row(records, name.replace("baseline", "none")) for name in ("baseline", "pi", "yarn")}
     assert {cells[1] for cells in table.values()} >= {"0%", "100%"}
 
 
@@ -439,7 +471,8 @@ def test_a_server_gives_what_the_model_gives_here(served: Path, tmp_path: Path) 
     local = tmp_path / "results.jsonl"
     assert ctxext("eval", MODEL, "--generate", *ASKED, "-o", local).code == 0
     assert {r["hit"] for r in lines(local)[1]} == {True, False}
-    assert lines(served)[1] == lines(local)[1]
+    here, there = ([{**record, "variant": ""} for record in lines(path)[1]] for path in (local, served))
+    assert here == there
 
 
 @pytest.mark.parametrize(("style", "tokens"), [("chat", 64), ("thinking", 1024)])
@@ -506,11 +539,11 @@ REMEDIES = {
     "unknown method": ((*PASSKEY, *SMALL, "--method", "yarm"), "did you mean 'yarn'?"),
     "too long": ((*PASSKEY, *TRIAL, "--lengths", "512,1k"), "covers 512 tokens, and 1,024 were asked for.*--beyond"),
     "too long, extended": ((*PASSKEY, *TRIAL, "--lengths", "4k", "--method", "pi", "--factor", "2"), "covers 1,024"),
-    "too short": ((*PASSKEY, *TRIAL, "--lengths", "20"), r"a passkey prompt needs at least \d+ tokens, got length=20"),
+    "too short": ((*PASSKEY, *TRIAL, "--lengths", "20"), r"prompt needs at least \d+ tokens, got 20.*--lengths"),
     "wrong depth": ((*PASSKEY, *SMALL, "--depths", "1.5"), r"between 0 \(beginning\) and 1 \(end\), got 1.5"),
     "no depth": ((*PASSKEY, *SMALL, "--depths", "deep"), "'deep' are no depths; write how many"),
     "no length": ((*PASSKEY, "--lengths", "abc"), "'abc' is no number of tokens; write 131072 or 128k"),
-    "no trial": ((*PASSKEY, *SMALL, "--trials", "0"), "trials must be >= 1, got 0"),
+    "no trial": ((*PASSKEY, *SMALL, "--trials", "0"), "error: --trials must be >= 1, got 0"),
     "empty haystack": ((*PASSKEY, *SMALL, "--haystack", "empty.txt"), r"empty\.txt is empty\. Pass a text"),
     "no haystack": ((*PASSKEY, *SMALL, "--haystack", "nowhere.txt"), "nowhere.txt.* Pass "),
     "haystack is a folder": ((*PASSKEY, *SMALL, "--haystack", "."), "Pass "),
@@ -529,10 +562,17 @@ REMEDIES = {
     "key tokens alone": ((*KEY_TOKENS, *SMALL), "Ask for both"),
     "method's option without a method": ((*PASSKEY, *SMALL, "--factor", "4"), "belong to --method"),
     "unknown dtype": ((*PASSKEY, *SMALL, "--dtype", "float33"), "'float33'.*bfloat16"),
+    "a dtype of whole numbers": ((*PASSKEY, *SMALL, "--dtype", "int8"), "'int8'. Pass one of auto, bfloat16,"),
+    "a method of another factor": ((*PASSKEY, *SMALL, "--method", "fitted.json", "--factor", "8"),
+                                   r"--factor 8 disagrees with the method's own factor: YaRN\(factor=4\)\. Leave "
+                                   "--factor out, or make the method for that factor .* ctxext fit"),
+    "a method that is a probe": ((*PASSKEY, *SMALL, "--method", "verify.json"), "verify.json holds no method. Pass "),
+    "a method that is a results file": ((*PASSKEY, *SMALL, "--method", "based.jsonl"), "based.jsonl is no method"),
     "no chat template": ((*PASSKEY, *SMALL, "--style", "chat"), "Use style 'base'"),
     "losses of a server": ((*PERPLEXITY, *SMALL, "--server", "SERVER"), "perplexity needs .*Ask for retrieval tasks"),
     "no server": ((*PASSKEY, *SMALL, "--server", "http://localhost:1"), "Start the server"),
-    "results of another model": ((*PASSKEY, *SMALL, "-o", "based.jsonl"), "other measurements.*another file"),
+    "results of another seed": ((*PASSKEY, *SMALL, "--seed", "1", "-o", "based.jsonl"),
+                                r"other measurements \(seed: 0 → 1\)\. Give another file"),
     "corrupt results": ((*PASSKEY, *SMALL, "-o", "corrupt.jsonl"), "corrupt.jsonl is corrupt at line 3.*Restore it"),
     "no results": ((*PASSKEY, *SMALL, "-o", "figure.png"), "figure.png is not a results file"),
 }  # fmt: skip
@@ -546,6 +586,8 @@ def desk(tmp_path: Path, based: tuple[Path, Outcome], monkeypatch: pytest.Monkey
     (tmp_path / "short.txt").write_text("One two three. Four.")
     (tmp_path / "figure.png").write_bytes(b"\x89PNG\r\n\x1a\n" + bytes(range(256)))
     shutil.copy(based[0], tmp_path)
+    SavedMethod(YaRN(factor=4)).save(tmp_path / "fitted.json")
+    (tmp_path / "verify.json").write_text('{"fingerprint": "a", "expected": {}, "far": {}}')
     whole = based[0].read_text(encoding="utf-8").splitlines()
     (tmp_path / "corrupt.jsonl").write_text("\n".join([*whole[:2], whole[2][:-9], *whole[3:], ""]))
     return tmp_path
@@ -561,6 +603,7 @@ def assert_remedy(outcome: Outcome, words: str) -> None:
     assert outcome.code in (1, 2)
     assert outcome.err.count("error: ") + outcome.err.count("─ Error ─") == 1, outcome.err
     assert "Traceback" not in outcome.err
+    assert not re.search(r"error: \w+(Error|Exception)\b", outcome.err)
     assert re.search(words, outcome.said), outcome.said
     assert outcome.out == ""
 
@@ -583,6 +626,8 @@ def test_a_mistake_gets_a_remedy_and_leaves_no_trace(mistake: str, desk: Path, s
         (("compare", "./nowhere"), "'./nowhere' is no folder here"),
         (("compare", MODEL, "--methods", "yarn,pie"), "unknown method 'pie'; did you mean 'pi'?"),
         (("compare", MODEL, "--methods", "yarn", "--factor", "0.5"), "factor must be >= 1, got 0.5"),
+        (("compare", MODEL, "--methods", "yarn,fitted.json", "--factor", "8"), "--factor 8 disagrees"),
+        (("verify", MODEL, "--probe", "based.jsonl"), "based.jsonl is not a probe. Write one from .*ctxext verify DIR"),
         (("report", "nowhere.jsonl"), "nowhere.jsonl is no file here. Write one with ctxext eval"),
         (("report", "figure.png"), "figure.png is not a results file"),
         (("report", "based.jsonl", "-o", "."), "is a folder"),
@@ -594,6 +639,11 @@ def test_so_does_a_path_or_a_name_that_is_wrong(arguments: tuple[Any, ...], word
     before = sorted(desk.iterdir())
     assert_remedy(ctxext(*arguments), words)
     assert sorted(desk.iterdir()) == before
+
+
+def test_a_page_is_written_into_a_folder_that_is_not_there_yet(desk: Path) -> None:
+    assert ctxext("report", "based.jsonl", "-o", "new/page.html").code == 0
+    assert (desk / "new/page.html").is_file()
 
 
 # --------------------------------------------------------------------------------------------------------- help
@@ -633,7 +683,7 @@ def test_key_tokens_are_shown_where_the_unextended_model_is_not_read(tmp_path: P
     outcome = ctxext("eval", MODEL, "--method", "yarn", "--factor", "2", *tasks, "-o", tmp_path / "results.jsonl")
     assert outcome.code == 0, outcome.err
     assert "ppl of" in outcome.out
-    assert "tokens that need long context" in " ".join(outcome.out.split())
+    assert "in need of long context" in " ".join(outcome.out.split())
 
 
 def test_the_base_of_a_longer_table_is_asked_for_nothing_beyond_its_own(tmp_path: Path) -> None:

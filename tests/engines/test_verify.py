@@ -299,7 +299,11 @@ def test_a_probe_survives_its_file_and_no_edit_does(probe: Probe, tmp_path: Path
         with pytest.raises(ValueError, match="was edited"):
             read_probe(path)
         probe.save(path)
-    path.write_text('{"text": 1}')
+    for other in ('{"text": 1}', '{"ctxext_results": 1}\n{"variant": "none"}', "[]", "\x89PNG"):
+        path.write_text(other)
+        with pytest.raises(ValueError, match=r"verify\.json is not a probe\. Write one .* ctxext verify DIR -o"):
+            read_probe(path)
+    path.write_text(json.dumps({"fingerprint": 1, "expected": {}, "far": {}}))
     with pytest.raises(ValueError, match="is no probe as ctxext"):
         read_probe(path)
     with pytest.raises(FileNotFoundError, match=r"ctxext verify DIR -o"):

@@ -209,7 +209,7 @@ class RulerTask(RetrievalTask):
         if spare(fewest) < 0:
             raise ValueError(
                 f"a {self.name} prompt needs at least {length - spare(fewest)} tokens with this tokenizer, "
-                f"got length={length}. Pass a longer length."
+                f"got {length}. Leave it out of lengths=."
             )
         units = _search(spare, fewest, _gap(write(fewest), scene.prompter), length / 2048)
         draft = write(units)
@@ -239,7 +239,7 @@ class RulerTask(RetrievalTask):
             units = units - step if units > step else units
         raise ValueError(
             f"{self.name}: NVIDIA's code makes no prompt shorter than {units} units, and that is longer than "
-            f"length={length}. Pass a longer length, or compat='exact'."
+            f"{length}. Leave it out of lengths=, or set compat='exact'."
         )
 
     def nvidia_units(self, scene: Scene) -> int:

@@ -134,7 +134,7 @@ class Niah(RulerTask):
         if self.exact:
             if n_tokens < scene.place.length:
                 raise ValueError(
-                    f"a {self.name} prompt of length={scene.place.length} needs a text of that many tokens, "
+                    f"a {self.name} prompt of {scene.place.length} tokens needs a text of that many tokens, "
                     f"got {n_tokens}. Pass a longer text."
                 )
             # Behind its end the text goes on with its beginning, so that a window may lie anywhere.
