@@ -30,7 +30,7 @@ def main() -> None:
     commands = {
         "import torch": ["-c", "import torch"],
         "transformers reads the config": ["-c", reads],
-        "ctxext export": ["-m", "ctxext.cli", "export", str(args.config), "--factor", "4", "--method", "yarn"],
+        "ctxext export": ["-m", "ctxext", "export", str(args.config), "--factor", "4", "--method", "yarn"],
     }
     seconds: dict[str, list[float]] = {name: [] for name in commands}
     # The first run of each fills the machine's file cache.

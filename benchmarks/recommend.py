@@ -50,7 +50,7 @@ def main() -> None:
         began = time.perf_counter()
         subprocess.run(
             [
-                *(sys.executable, "-m", "ctxext.cli", "recommend", str(args.model)),
+                *(sys.executable, "-m", "ctxext", "recommend", str(args.model)),
                 *("--factor", str(args.factor), "--minutes", str(args.minutes)),
                 *("--text", str(folder / "seen.txt"), "--output", str(folder / "extension.json")),
             ],

@@ -8,45 +8,48 @@ print(model.context_extension)
 
 __version__ = "0.1.0"
 
-from ctxext.adapters import load
-from ctxext.api import describe_context, extend_config, extend_context, restore_context, temporarily_extended
-from ctxext.methods import (
-    ABF,
-    PI,
-    AlibiScaling,
-    BucketScaling,
-    ContextMethod,
-    DistanceInterpolation,
-    DistanceScaling,
-    DroPE,
-    DualChunkAttention,
-    DynamicNTK,
-    DynamicYaRN,
-    Hierarchical,
-    Llama3,
-    LongRoPE,
-    MaxDistanceScaling,
-    NTKAware,
-    NTKByParts,
-    Paper,
-    PositionRemapping,
-    PositionScaling,
-    ReRoPE,
-    Resonance,
-    RopeMethod,
-    RopeScaling,
-    RowInterpolation,
-    SelfExtend,
-    SinusoidalExtrapolation,
-    SinusoidalInterpolation,
-    SlopeScaling,
-    TableResizing,
-    Tiling,
-    TransformersDynamic,
-    YaRN,
-    list_methods,
-    register,
-)
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ctxext.adapters import load
+    from ctxext.api import describe_context, extend_config, extend_context, restore_context, temporarily_extended
+    from ctxext.methods import (
+        ABF,
+        PI,
+        AlibiScaling,
+        BucketScaling,
+        ContextMethod,
+        DistanceInterpolation,
+        DistanceScaling,
+        DroPE,
+        DualChunkAttention,
+        DynamicNTK,
+        DynamicYaRN,
+        Hierarchical,
+        Llama3,
+        LongRoPE,
+        MaxDistanceScaling,
+        NTKAware,
+        NTKByParts,
+        Paper,
+        PositionRemapping,
+        PositionScaling,
+        ReRoPE,
+        Resonance,
+        RopeMethod,
+        RopeScaling,
+        RowInterpolation,
+        SelfExtend,
+        SinusoidalExtrapolation,
+        SinusoidalInterpolation,
+        SlopeScaling,
+        TableResizing,
+        Tiling,
+        TransformersDynamic,
+        YaRN,
+        list_methods,
+        register,
+    )
 
 __all__ = [
     "ABF",
@@ -91,3 +94,20 @@ __all__ = [
     "restore_context",
     "temporarily_extended",
 ]
+
+_VERBS = {
+    "load": "adapters",
+    **dict.fromkeys(
+        ("describe_context", "extend_config", "extend_context", "restore_context", "temporarily_extended"), "api"
+    ),
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import a name when it is first asked for: torch takes seconds."""
+    if name not in __all__:
+        raise AttributeError(f"module 'ctxext' has no attribute {name!r}")
+    from importlib import import_module
+
+    found = globals()[name] = getattr(import_module(f"ctxext.{_VERBS.get(name, 'methods')}"), name)
+    return found

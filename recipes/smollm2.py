@@ -51,7 +51,7 @@ def main() -> None:
     if not (args.folder / "config.json").is_file():
         fetch(args.folder)
     options = ["--lengths", "8k,16k", "--windows", "1", "--trials", str(args.trials)]
-    demo = [sys.executable, "-m", "ctxext.cli", "demo", "--model", str(args.folder), *options, "-o", str(args.output)]
+    demo = [sys.executable, "-m", "ctxext", "demo", "--model", str(args.folder), *options, "-o", str(args.output)]
     subprocess.run(demo, check=True)
 
 

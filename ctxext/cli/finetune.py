@@ -15,7 +15,7 @@ def finetune(
     changes: Annotated[list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Changes to the config.")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what it would take, and stop.")] = False,
 ) -> None:
-    """Fine-tune a model at a longer context: `accelerate launch -m ctxext.cli finetune ...` for several processes."""
+    """Fine-tune a model at a longer context: `accelerate launch -m ctxext finetune ...` for several processes."""
     recipes = recipes_folder()
     path = Path(config)
     if not path.is_file():

@@ -23,7 +23,7 @@ from ctxext.cli.common import in_flags, parse_options, parse_tokens
 
 
 def ctxext(*arguments: object, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "ctxext.cli", *map(str, arguments)]
+    command = [sys.executable, "-m", "ctxext", *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, cwd=cwd)
 
 
@@ -131,7 +131,7 @@ def test_a_beginners_mistake_gets_a_remedy_and_no_traceback(checkpoint: Path, ar
 
 
 def test_a_name_on_the_hub_that_cannot_be_reached_gets_one_line() -> None:
-    command = [sys.executable, "-m", "ctxext.cli", "describe", "nobody/nothing"]
+    command = [sys.executable, "-m", "ctxext", "describe", "nobody/nothing"]
     run = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "HF_HUB_OFFLINE": "1"})
     assert run.returncode == 1
     assert run.stderr == (
@@ -147,7 +147,7 @@ class OnTorch:
         if name == "torch":
             os.kill(os.getpid(), signal.SIGINT)
 sys.meta_path.insert(0, OnTorch())
-from ctxext_main import main
+from ctxext.__main__ import main
 main()
 """
 

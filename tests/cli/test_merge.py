@@ -17,7 +17,7 @@ from ctxext.folders import extend_folder
 
 
 def run(*arguments: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "ctxext.cli", "merge", *map(str, arguments)]
+    command = [sys.executable, "-m", "ctxext", "merge", *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True)
 
 

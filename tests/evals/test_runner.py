@@ -98,8 +98,8 @@ def test_processes_share_the_grid_and_merge_to_the_same_file(world: int, referen
     common = ["eval", str(MODEL), "--tasks", "passkey,perplexity", "--lengths", "96,768", "--depths", "0,0.4,1"]
     common += ["--trials", "4", "--windows", "2", "--method", "yarn", "--batch-size", "1", "--dtype", "float32"]
     (tmp_path / "one").mkdir()
-    together = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(world), "-m", "ctxext.cli"]
-    alone = [sys.executable, "-m", "ctxext.cli"]
+    together = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(world), "-m", "ctxext"]
+    alone = [sys.executable, "-m", "ctxext"]
     for start, path in ((together, tmp_path / "r.jsonl"), (alone, tmp_path / "one/r.jsonl")):
         subprocess.run([*start, *common, "-o", str(path)], check=True, capture_output=True, env=quiet())
     assert (tmp_path / "r.jsonl").read_bytes() == (tmp_path / "one/r.jsonl").read_bytes()

@@ -302,7 +302,7 @@ def test_the_estimate_stands_beside_what_was_used(whole: Path) -> None:
 @pytest.mark.slow
 def test_the_command_line_takes_a_config_by_name() -> None:
     run = subprocess.run(
-        [sys.executable, "-m", "ctxext.cli", "finetune", "--config", "tiny_yarn_4x", "training.step=1"],
+        [sys.executable, "-m", "ctxext", "finetune", "--config", "tiny_yarn_4x", "training.step=1"],
         capture_output=True,
         text=True,
     )

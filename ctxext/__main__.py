@@ -1,4 +1,4 @@
-"""The command `ctxext`: beside the package, whose import loads torch for seconds in which Ctrl-C may be pressed."""
+"""The command `ctxext`. What it imports takes seconds, in which Ctrl-C may be pressed."""
 
 import sys
 
@@ -11,3 +11,7 @@ def main() -> None:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         sys.exit(130)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,3 +1,0 @@
-from ctxext.cli import app
-
-app()
