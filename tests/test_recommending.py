@@ -124,6 +124,7 @@ def shipped():
     return model, Prompter(tokenizer)
 
 
+@pytest.mark.slow
 def test_a_time_too_short_for_one_evaluation_is_refused_with_what_would_do(shipped, tmp_path: Path) -> None:
     model, prompter = shipped
     with pytest.raises(ValueError, match=r"0.01 minutes is not enough .* Pass [\d.]+ minutes at least"):

@@ -554,6 +554,7 @@ def compiled(model: Any, how: str) -> Any:
 ways = pytest.mark.parametrize("how", ["torch.compile", "model.compile"])
 
 
+@pytest.mark.slow
 @ways
 def test_an_extended_model_compiles_in_one_graph(how: str, fresh_dynamo: Any) -> None:
     model = compiled(extended().double(), how)
@@ -832,6 +833,7 @@ def test_late_the_proof_takes_no_random_numbers_and_keeps_the_mode(family: str, 
     assert_unchanged(model, before)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("method", "how"), [("dynamic_ntk", "torch.compile"), ("self_extend", "model.compile")])
 def test_late_a_model_compiles_in_one_graph(method: str, how: str, fresh_dynamo: Any) -> None:
     # Each rung of the ladder is traced, so there are few.

@@ -63,6 +63,7 @@ def test_arguments_are_no_options(name: str) -> None:
         parse_options([f"{name}=1"])
 
 
+@pytest.mark.slow
 def test_extend_writes_what_it_says(checkpoint: Path, tmp_path: Path) -> None:
     run = ctxext("extend", checkpoint, "--target-length", "256", "--option", "beta_fast=16", "-o", tmp_path / "out")
     assert run.returncode == 0, run.stderr
@@ -76,6 +77,7 @@ def test_a_dry_run_prints_json_alone(checkpoint: Path) -> None:
     assert json.loads(run.stdout)["max_position_embeddings"] == 128
 
 
+@pytest.mark.slow
 def test_describe_reads_the_config_alone(checkpoint: Path, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text((checkpoint / "config.json").read_text())
     run = ctxext("describe", tmp_path, "--target-length", "1k")
@@ -130,6 +132,7 @@ def test_a_beginners_mistake_gets_a_remedy_and_no_traceback(checkpoint: Path, ar
     assert not re.search(r"Traceback|error: \w+(Error|Exception)\b", run.stderr)
 
 
+@pytest.mark.slow
 def test_a_name_on_the_hub_that_cannot_be_reached_gets_one_line() -> None:
     command = [sys.executable, "-m", "ctxext", "describe", "nobody/nothing"]
     run = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "HF_HUB_OFFLINE": "1"})
@@ -233,6 +236,7 @@ def test_broken_weights_get_a_remedy_and_no_traceback(checkpoint: Path, tmp_path
     assert "Traceback" not in run.stderr
 
 
+@pytest.mark.slow
 def test_extend_promises_no_weights_that_are_not_there(checkpoint: Path, tmp_path: Path) -> None:
     (tmp_path / "bare").mkdir()
     shutil.copy(checkpoint / "config.json", tmp_path / "bare")

@@ -442,6 +442,7 @@ def test_report_takes_several_files(
     assert "based.jsonl" in html
 
 
+@pytest.mark.slow
 def test_figures_of_files_of_one_name_stand_side_by_side(compared: tuple[Path, Outcome], tmp_path: Path) -> None:
     (tmp_path / "other").mkdir()
     other = shutil.copy(compared[0], tmp_path / "other")
@@ -488,6 +489,7 @@ def test_a_server_is_given_the_room_that_its_style_needs(style: str, tokens: int
     assert {body["max_tokens"] for _, body in server.requests} == {tokens}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("end", ["fails", "is gone"])
 def test_what_a_server_answered_before_it_failed_is_kept(
     end: str, served: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -43,12 +43,14 @@ def test_any_stretch_of_a_run_is_what_the_whole_run_has_there(three) -> None:
 weights = st.lists(st.floats(0.01, 100), min_size=1, max_size=6)
 
 
+@pytest.mark.slow
 @given(weights, st.integers(0, 300))
 def test_every_start_is_that_of_the_whole_run(weights, first) -> None:
     sources = [packed(5, weight) for weight in weights]
     assert Mixture(sources, seed=0).rows(first, 5) == Mixture(sources, seed=0).rows(0, first + 5)[first:]
 
 
+@pytest.mark.slow
 @given(weights)
 def test_after_any_number_of_rows_no_other_counts_are_nearer_to_the_weights(weights) -> None:
     """No source can give a row to another: with Σ (n - k w)² / w convex in each n, that is the minimum of all."""

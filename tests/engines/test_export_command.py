@@ -99,6 +99,7 @@ def test_an_adapter_is_to_be_merged_first(with_config: bool, tmp_path: Path) -> 
         assert "modules_to_save (embed_tokens, norm), which vLLM's --enable-lora refuses" in said
 
 
+@pytest.mark.slow
 def test_a_gguf_file_comes_from_a_folder_and_from_another_gguf_file(tmp_path: Path) -> None:
     from ctxext.engines.gguf_files import context_of_gguf
 

@@ -215,6 +215,7 @@ def test_extending_leaves_every_weight_byte_for_byte(tmp_path: Path) -> None:
     assert not before.fields
 
 
+@pytest.mark.slow
 def test_scaling_that_is_there_is_kept_composed_or_replaced_as_asked(plain: Path, tmp_path: Path) -> None:
     once, out = tmp_path / "once.gguf", [tmp_path / f"{n}.gguf" for n in range(4)]
     extend_gguf(plain, once, 4)

@@ -71,7 +71,12 @@ EXTENSIONS = {
 
 @pytest.mark.parametrize(
     ("style", "extension"),
-    [*(("base", extension) for extension in EXTENSIONS), ("chat", "as it is"), ("chat", "badly extended")],
+    [
+        ("base", "as it is"),
+        ("chat", "badly extended"),
+        *(pytest.param("base", extension, marks=pytest.mark.slow) for extension in [*EXTENSIONS][1:]),
+        pytest.param("chat", "as it is", marks=pytest.mark.slow),
+    ],
 )
 def test_a_forced_score_is_that_of_the_generated_answer(style: str, extension: str) -> None:
     model, how = model_of("random" if extension == "random" else "bundled"), EXTENSIONS[extension]

@@ -26,6 +26,7 @@ from ctxext.evals.harness.tasks.documents import mean_of_present, passkey_docume
 from ctxext.folders import extend_folder
 from ctxext.survey.small import LENGTH, small_model
 
+pytestmark = pytest.mark.slow
 harness.register()
 YARN = {"pretrained": str(MODEL), "method": "yarn", "factor": 4}
 
@@ -124,7 +125,6 @@ def test_a_mistake_is_refused_by_name(arguments: dict[str, Any], words: str) -> 
         load(**arguments)
 
 
-@pytest.mark.slow
 def test_a_cache_of_answers_belongs_to_one_extension(yarn, plain, tmp_path: Path) -> None:
     """Its keys are the prompts alone, so another method would be given this one's answers."""
     task = ("ctxext_passkey", {"max_seq_lengths": 128, "depths": [0.5], "trials": 1})
@@ -148,7 +148,6 @@ def test_prompts_reach_the_model_exact_in_tokens(yarn) -> None:
         assert yarn.tokenizer.decode(answer) == request.doc["answer"]
 
 
-@pytest.mark.slow
 def test_the_passkey_is_found_beyond_the_trained_length_by_the_extended_model_alone(yarn, plain) -> None:
     metadata = {"max_seq_lengths": [512, 1024], "depths": [0.0, 0.25], "trials": 4}
     extended, unextended = (evaluate(lm, "ctxext_passkey", metadata) for lm in (yarn, plain))
@@ -253,7 +252,6 @@ def numbers(results: dict[str, Any]) -> dict[str, float]:
     }
 
 
-@pytest.mark.slow
 def test_two_processes_share_the_documents_and_find_what_one_finds(tmp_path: Path) -> None:
     """On CPUs, over gloo. With two documents each process has one of the two lengths."""
     script = tmp_path / "shared.py"
@@ -274,7 +272,6 @@ def test_two_processes_share_the_documents_and_find_what_one_finds(tmp_path: Pat
     assert numbers(first["results"]) == pytest.approx(numbers(alone["results"]), rel=1e-5)
 
 
-@pytest.mark.slow
 def test_the_command_line_records_the_extension_and_knows_tasks_of_ones_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -307,7 +304,6 @@ def test_an_include_path_of_a_config_file_is_kept(tmp_path: Path, monkeypatch: p
     assert seen == [[str(harness.TASKS), "theirs"], [str(harness.TASKS)]]
 
 
-@pytest.mark.slow
 def test_every_task_of_the_short_preset_exists_in_lm_eval() -> None:
     index = TaskManager(include_path=harness.TASKS).task_index
     preset = GroupConfig(**index["ctxext_short"].cfg)

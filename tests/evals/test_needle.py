@@ -212,6 +212,7 @@ def test_samples_do_not_depend_on_how_often_a_short_text_is_repeated(name: str) 
     assert samples[0] == samples[1] == samples[2]
 
 
+@pytest.mark.slow
 def test_a_text_that_has_the_needles_words_is_drawn_again_or_refused() -> None:
     prompter, text = prompter_of("shipped"), PERSUASION.read_text(encoding="utf-8")
     said = {

@@ -159,6 +159,7 @@ def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Figure]:
     return figures
 
 
+@pytest.mark.slow
 def test_drawing_leaves_pyplot_alone(tmp_path: Path) -> None:
     """Importing or using the figures does not switch the backend of a notebook."""
     code = (

@@ -215,6 +215,7 @@ def test_a_text_that_is_too_short_is_refused() -> None:
         draw("niah_single_2", 200_000)
 
 
+@pytest.mark.slow
 def test_a_prompt_is_read_a_few_times_only(monkeypatch: pytest.MonkeyPatch) -> None:
     """Full-length readings of a 16k prompt, estimates and all."""
     read = 0
@@ -365,6 +366,7 @@ def test_needles_begin_at_their_tokens(name: str, kind: str) -> None:
         assert needle not in decode(ids[1:])
 
 
+@pytest.mark.slow
 def test_needles_stand_between_sentences_at_forty_depths() -> None:
     assert np.round(np.linspace(0, 100, num=40)).astype(int).tolist() == DEPTHS
     depths = set()

@@ -172,6 +172,7 @@ def test_every_method_is_compared(loaded) -> None:
     assert "covers" in target.refusal(Variant("pi", {"method": "pi", "factor": 1}))
 
 
+@pytest.mark.slow
 def test_one_extension_serves_every_length_and_a_scale_of_the_call_has_a_window_for_each(
     loaded, tmp_path: Path
 ) -> None:
@@ -207,6 +208,7 @@ def test_each_length_of_sliding_perplexity_has_the_figure_of_that_length_alone(l
     assert len(set(figures)) == 3
 
 
+@pytest.mark.slow
 def test_a_method_that_keeps_no_cache_is_compared_and_not_recommended(loaded, tmp_path: Path) -> None:
     variants = compared_variants(loaded[0].config, ["pi", "transformers_dynamic"], 4)
     grid = {"lengths": (256, 768), "depths": (0.0, 1.0), "trials": 1, "texts": (), "gate": ()}

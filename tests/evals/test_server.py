@@ -185,6 +185,7 @@ def test_a_chat_is_templated_by_the_server_as_by_the_prompter(
         ServedModel(live.url, style=other).answer(samples[0])
 
 
+@pytest.mark.slow
 def test_a_begun_answer_reaches_a_chat_server_as_it_is(live: LiveServer, make_samples, tokenizer, generated) -> None:
     """The spaces of its lead included, which a chat template could strip."""
     prompter = Prompter(tokenizer, "chat", answer_tokens=64)

@@ -137,8 +137,8 @@ def test_a_loss_that_is_no_number_is_refused(live: LiveFactors, model: Any, mate
     [
         ({"name": "perplexty"}, "did you mean 'perplexity'"),
         ({"windows": 0}, "windows must be >= 1"),
-        ({"short_limit": -0.1}, "short_limit >= 0"),
-        ({"short_limit": float("nan")}, "short_limit >= 0"),
+        ({"short_limit": -0.1}, "short_limit must be >= 0"),
+        ({"short_limit": float("nan")}, "short_limit must be >= 0"),
     ],
 )
 def test_objectives_that_cannot_be_are_refused(settings: dict[str, Any], words: str) -> None:

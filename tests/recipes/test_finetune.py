@@ -27,6 +27,8 @@ from ctxext.survey.small import small_model
 from ctxext.training.checkpoints import checkpoints
 from ctxext.training.settings import read_settings
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def recipe():
@@ -59,7 +61,6 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return output
 
 
-@pytest.mark.slow
 def test_a_run_that_is_killed_goes_on_bit_for_bit(whole: Path, tmp_path: Path) -> None:
     rng, output, seen = random.Random(0), tmp_path / "killed", []
     for _ in range(3):
@@ -91,7 +92,6 @@ def assert_same_training(one: list[dict], other: list[dict]) -> None:
         assert (together["tokens"], together["targets"]) == (alone["tokens"], alone["targets"])
 
 
-@pytest.mark.slow
 def test_two_processes_give_the_losses_of_one_and_resume_bit_for_bit_with_dropout(
     dropping: Path, tmp_path: Path
 ) -> None:
@@ -111,7 +111,6 @@ def test_two_processes_give_the_losses_of_one_and_resume_bit_for_bit_with_dropou
     assert outcome(disturbed) == outcome(two)
 
 
-@pytest.mark.slow
 def test_every_micro_batch_of_every_seed_draws_dropout_of_its_own(
     recipe, main, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -127,7 +126,6 @@ def test_every_micro_batch_of_every_seed_draws_dropout_of_its_own(
     assert len(set(drawn)) == len(drawn) >= 2 * 3 * 4
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("engine", ["fsdp2", "zero3", "ulysses"])
 def test_the_shipped_file_of_a_sharded_engine_gives_the_losses_of_one_process(
     engine: str, whole: Path, tmp_path: Path
@@ -161,7 +159,6 @@ def test_the_shipped_file_of_a_sharded_engine_gives_the_losses_of_one_process(
     assert_same_training(log(one)[:3], log(tmp_path / "two"))
 
 
-@pytest.mark.slow
 def test_what_saves_memory_changes_no_loss(main, tmp_path: Path) -> None:
     losses = {}
     for change in ("none", "recompute", "offload", "stock"):
@@ -181,7 +178,6 @@ def test_a_checkpoint_of_other_settings_is_refused_and_stays(main, whole: Path) 
     assert outcome(whole) == before
 
 
-@pytest.mark.slow
 def test_figures_of_an_earlier_model_are_seen_before_the_training(main, tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run/results.jsonl").write_text(Header({}, {}, {"trained": {}}, {"trained_length": 512}).line() + "\n")
@@ -201,7 +197,6 @@ def test_a_base_of_other_weights_is_not_taken_for_this_one(recipe, tmp_path: Pat
         recipe.extended_base(other, folder, settings)
 
 
-@pytest.mark.slow
 def test_a_loss_that_is_no_number_stops_the_run_names_the_batch_and_keeps_the_checkpoint(main, tmp_path: Path) -> None:
     output = tmp_path / "diverges"
     bounds = ("training.learning_rate=1e30", "training.warmup_steps=0", "training.checkpoint_every=1")
@@ -213,7 +208,6 @@ def test_a_loss_that_is_no_number_stops_the_run_names_the_batch_and_keeps_the_ch
     load_file(last / "trained.safetensors")
 
 
-@pytest.mark.slow
 def test_a_dry_run_says_what_it_would_take_and_trains_nothing(main, tmp_path: Path) -> None:
     said = main(tmp_path / "dry", "--dry-run")
     assert "Estimate: about" in said
@@ -221,7 +215,6 @@ def test_a_dry_run_says_what_it_would_take_and_trains_nothing(main, tmp_path: Pa
     assert not (tmp_path / "dry/log.jsonl").exists()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
@@ -257,7 +250,6 @@ def small(tmp_path: Path):
     return save
 
 
-@pytest.mark.slow
 def test_a_longer_table_of_positions_is_trained_and_comes_back_with_its_adapter(main, small, tmp_path: Path) -> None:
     changes = ("extension.method=null", "data.length=256", "trainable.targets=attention", "trainable.embeddings=false")
     main(tmp_path / "run", f"model={small('gpt2', n_positions=128)}", *changes, "evaluation=null", "merge=true")
@@ -283,7 +275,6 @@ def test_what_a_record_alone_carries_is_not_trained_on(main, small, model_type: 
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.slow
 def test_accelerate_that_would_start_one_process_in_silence_is_refused(tmp_path: Path) -> None:
     launch = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2"]
     arguments = [str(RECIPE), "--config", str(TINY), f"output={tmp_path / 'silent'}", *SMALL]
@@ -299,7 +290,6 @@ def test_the_estimate_stands_beside_what_was_used(whole: Path) -> None:
     assert figures["estimated"]["peak_bytes"] == pytest.approx(figures["took"]["peak_bytes"], rel=0.5)
 
 
-@pytest.mark.slow
 def test_the_command_line_takes_a_config_by_name() -> None:
     run = subprocess.run(
         [sys.executable, "-m", "ctxext", "finetune", "--config", "tiny_yarn_4x", "training.step=1"],

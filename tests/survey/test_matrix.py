@@ -131,6 +131,7 @@ def test_every_type_of_the_installed_transformers_has_one_kind() -> None:
     assert KINDS.keys() >= modeling_auto.MODEL_MAPPING_NAMES.keys()
 
 
+@pytest.mark.slow
 def test_a_hang_is_a_row_and_not_the_end() -> None:
     (row,) = examine_all({"llama": "causal"}, workers=1, time_limit=0.0)
     assert (row.verdict, row.reason) == ("unbuildable", "not done in 0 seconds")

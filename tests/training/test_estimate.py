@@ -10,6 +10,7 @@ import torch
 from ctxext.training.estimate import Estimate, PeakMemory, duration, estimate, gib
 
 
+@pytest.mark.slow
 def test_time_and_memory_go_on_as_they_grew(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [0.0]  # a machine that does nothing else
     monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
