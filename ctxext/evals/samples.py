@@ -41,6 +41,29 @@ class Place:
         return Random(json.dumps(parts))
 
 
+# Of several ways to write a thousands separator, a decimal separator or a minus sign, one.
+_PLAIN = str.maketrans("，٬．٫’−\u00a0\u2009\u202f", ",,..'-   ")
+_GROUPED = re.compile(r"(?<!\d)(?<!\d[.,])[1-9]\d{0,2}([,.' ])\d{3}(?:\1\d{3})*(?!\d)")
+_NUMBER = re.compile(r"(?:(?<![\w.-])-?\.?)?\d+(?:[.,]\d+)*(?:[eE][-+]?\d+)?")
+
+
+def numbers_in(text: str, fewest: int) -> list[str]:
+    """The numbers in a text that have `fewest` digits or more in a row, in order.
+
+    An integer comes back as its digits alone, whether it was written in ASCII digits or others (full-width, Arabic),
+    and with or without a thousands separator: a comma, a point, a space or an apostrophe before every three digits from
+    the right. So `11.063` is 11063. Where numbers of three digits could be answers, there are no thousands separators.
+    A number with a fraction (also `.0`), an exponent or a minus sign keeps them, so that it equals no integer. A comma
+    between two numbers of `fewest` digits separates them. A hyphen after a word or a space after one is no minus sign.
+    Years, counts and dates are too short to be there.
+    """
+    text = re.sub(r"\d", lambda digit: str(int(digit[0])), text.translate(_PLAIN))
+    if fewest > 3:
+        text = _GROUPED.sub(lambda grouped: re.sub(r"\D", "", grouped[0]), text)
+    text = re.sub(rf"(?<=\d{{{fewest}}}),(?=\d{{{fewest}}})", ", ", text)
+    return [number for number in _NUMBER.findall(text) if re.search(rf"\d{{{fewest}}}", number)]
+
+
 @dataclass(frozen=True)
 class Sample:
     """One prompt with its answer.
@@ -78,12 +101,9 @@ class Sample:
     def numbers(self, text: str) -> list[str]:
         """The numbers that a text answers with, in order: those of at least as many digits as the shortest reference.
 
-        So a year, a count or the `1.` of a list is no answer, and of several numbers that could be one the first
-        counts, right or wrong. Thousands may be grouped.
+        Of several numbers that could be one the first counts, right or wrong. How they are written: `numbers_in`.
         """
-        fewest = min(map(len, self.references))
-        ungrouped = re.sub(r"(?<=\d),(?=\d{3}\b)", "", text) if fewest > 3 else text
-        return [number for number in re.findall(r"\d+", ungrouped) if len(number) >= fewest]
+        return numbers_in(text, min(map(len, self.references)))
 
     def score(self, text: str) -> float:
         """Between 0 and 1, of a generated answer. "all" and "part" are RULER's, and ignore case."""

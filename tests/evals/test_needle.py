@@ -21,7 +21,7 @@ from ctxext.evals.haystack import _SENTENCE_END, FILLER, Haystack, read_prose
 from ctxext.evals.needle import Needle, NeedleAmongDistractors, Needles, Passkey
 from ctxext.evals.prompts import Prompter
 from ctxext.evals.ruler import RULER  # noqa: F401  # registers its tasks
-from ctxext.evals.samples import Place, Sample, fingerprint, list_tasks, make_task
+from ctxext.evals.samples import Place, Sample, fingerprint, list_tasks, make_task, numbers_in
 from ctxext.evals.targets import digit_accuracy
 
 TASKS = (Passkey(), Needle(), Needles(), NeedleAmongDistractors(), Passkey(digits=9))
@@ -148,6 +148,51 @@ def test_answers_are_scored_by_their_numbers_in_order() -> None:
     assert passkey.score(f" {passkey.references[0]}.") == 1.0
     assert passkey.score(f"The pass key, stated 2 times in the text, is {passkey.references[0]}.") == 1.0
     assert passkey.score(f"11111 22222 {passkey.references[0]}") == 0.0  # naming many is no answer
+
+
+SEPARATORS = [",", ".", " ", "'", "’", "\u00a0", "\u2009", "\u202f", "，", "．", "٬"]
+DIGITS = ["0123456789", "０１２３４５６７８９", "٠١٢٣٤٥٦٧٨٩", "०१२३४५६७८९", "𝟎𝟏𝟐𝟑𝟒𝟓𝟔𝟕𝟖𝟗"]
+SENTENCES = ["{}", "{}.", " {}.\n", "The pass key is {}, said 2 times.", "pass-key-{}", "key--{}!", "- {}", "{}... yes",
+             "1. {}", "2.5 times on 12.05.2024: {}", "**{}**", "page 12, {}; 1 of 3"]  # fmt: skip
+
+
+@given(
+    number=st.integers(10_000, 10**12 - 1),
+    separator=st.sampled_from(["", *SEPARATORS]),
+    digits=st.sampled_from(DIGITS),
+    sentence=st.sampled_from(SENTENCES),
+)
+def test_a_number_is_the_same_however_it_is_written(number: int, separator: str, digits: str, sentence: str) -> None:
+    written = f"{number:,}".replace(",", separator).translate(str.maketrans(DIGITS[0], digits))
+    assert numbers_in(sentence.format(written), len(str(number))) == [str(number)]
+
+
+@given(
+    number=st.integers(10_000, 10**12 - 1),
+    other=st.sampled_from(["{}1", "1{}", "{}.5", "{},5", "{}.0", "2.{}", ".{}", "-{}", "−{}", "{}e5", "{:,}.5", "-{:,}",
+                           "1,{:,}", "1.2.{}", "{}.5.{}", "0{}"]),
+    digits=st.sampled_from(DIGITS),
+    sentence=st.sampled_from(["{}", "{}.", "It is {}, I think."]),
+)  # fmt: skip
+def test_another_number_is_not_the_one_asked_for(number: int, other: str, digits: str, sentence: str) -> None:
+    written = other.format(number, number).translate(str.maketrans(DIGITS[0], digits))
+    assert str(number) not in numbers_in(sentence.format(written), len(str(number)))
+
+
+@given(numbers=st.lists(st.integers(100, 999), min_size=1, max_size=4), zeros=st.integers(0, 5),
+       comma=st.sampled_from([",", ", ", " and ", "，"]))  # fmt: skip
+def test_a_list_of_numbers_is_no_number_of_its_own(numbers: list[int], zeros: int, comma: str) -> None:
+    """Also not where they have three digits, as a group of a longer one has."""
+    said = [str(number) + "0" * zeros for number in numbers]
+    assert numbers_in(comma.join(said), 3 + zeros) == said
+
+
+def test_groups_are_of_three_from_the_right_and_separated_alike() -> None:
+    for said in ("1106 3", "110,63", "11,06,3", "11 063 1", "11.063,512", "11,063.512", "1,11063", "11\n063"):
+        assert "11063" not in numbers_in(said.replace("11 063 1", "11 0631"), 5)
+    for said in ("11,063,", "11.063.", "11 063 times", "11'063' "):
+        assert numbers_in(said, 5) == ["11063"]
+    assert numbers_in("1,234,567 and 1.234.568", 7) == ["1234567", "1234568"]
 
 
 def test_a_thinking_model_is_scored_by_what_it_says_after_its_thoughts() -> None:
