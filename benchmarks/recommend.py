@@ -77,7 +77,7 @@ def main() -> None:
         other = Haystack.from_text(prose[cut:], tokenizer, name="the last third of persuasion.txt")
         results = run(Runner(target, other, grid, beyond=True), folder / "results.jsonl", variants)
     summary = Summary(results)
-    longest, tasks = summary.beyond[-1], summary.retrieval_tasks
+    longest, tasks = summary.beyond[-1], summary.deciding_tasks
     found = {v: summary.pooled(v, tasks, summary.beyond).value for v in summary.variants}
     # One that can keep no key from token to token is measured for comparison alone.
     rivals = [v for v in summary.variants if v not in (UNEXTENDED, RECOMMENDED, "transformers_dynamic")]

@@ -24,6 +24,7 @@ from ctxext.evals.choice import (
     TIED_LOSS,
     Choice,
     beyond_difference,
+    by_measurement,
     choose,
     found_share,
     price,
@@ -80,14 +81,14 @@ def staying(summary: Summary, candidates: Sequence[str]) -> list[str]:
     One leaves that surely finds less than the best, or finds no more and surely loses more by over TIED_LOSS.
     """
     target = summary.beyond[-1]
-    best, *others = sorted(candidates, key=lambda v: (-found_share(summary, v).value, summary_loss(summary, v)))
+    best, *others = by_measurement(summary, candidates)
     stay = [best]
     for variant in others:
         found = beyond_difference(summary, variant, best)
         loss = summary.loss_difference(variant, best, target)
         finds_less = found is not None and found.value < 0 and found.p < LEAVES
         loses_more = loss is not None and loss.low > TIED_LOSS and loss.p < LEAVES
-        if not (finds_less or (loses_more and found is not None and found.value <= 0)):
+        if not (finds_less or (loses_more and (found is None or found.value <= 0))):
             stay.append(variant)
     # Against the second best the first is told apart for sure, or its lead is known more precisely.
     stay += others[: 2 - len(stay)]
@@ -486,7 +487,7 @@ def _recommended(
         "figures": {
             v: {
                 "texts": race.texts[v],
-                "found": found_share(summary, v)._asdict(),
+                "found": (share := found_share(summary, v)) and share._asdict(),
                 "loss": loss if math.isfinite(loss := summary_loss(summary, v)) else None,
                 "price": price(summary, v),
             }

@@ -583,7 +583,7 @@ def _measured(results: Results, method: ContextMethod, folder: Path | None, name
         found = {name: summary.by_length(name, task) for name in columns}
         for length in summary.lengths(task):
             shares = [found[name].get(length) for name in columns]
-            rows.append((f"{task}, {length:,} tokens", [share and share.percent() for share in shares]))
+            rows.append((f"{summary.titled(task)}, {length:,} tokens", [share and share.percent() for share in shares]))
     for after, length in pairwise([0, *summary.read_lengths]):
         perplexities = [summary.perplexity(name, length, after) for name in columns]
         rows.append((f"perplexity, positions {after + 1:,}–{length:,}", perplexities))

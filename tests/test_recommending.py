@@ -16,7 +16,9 @@ from transformers import GPT2Config, LlamaConfig, LlamaForCausalLM
 from ctxext import extend_context, restore_context
 from ctxext.assets import MODEL, PERSUASION
 from ctxext.cli.measuring import load
+from ctxext.cli.recommend import recommended_table
 from ctxext.evals.choice import choose
+from ctxext.evals.control import Control, Form
 from ctxext.evals.haystack import read_prose
 from ctxext.evals.perplexity import packed
 from ctxext.evals.prompts import Prompter
@@ -177,6 +179,21 @@ def test_a_recommendation_is_a_method_that_extend_context_takes(shipped, tmp_pat
     assert model.context_extension.plan.target_length == 256
     restore_context(model)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_a_model_that_finds_nothing_in_a_short_text_is_recommended_a_method_by_its_loss(
+    shipped, tmp_path: Path
+) -> None:
+    control = Control(Form("base"), 128, {str(Form("base")): {"passkey": 0.0}}, "key")
+    found = recommend(
+        small(shipped[1]), shipped[1], read_prose(PERSUASION)[:2_400], 2, methods=["yarn", "pi"], fitted=False,
+        minutes=0.1, now=ticking(), results=tmp_path / "results.jsonl", about={"control": control.describe()},
+    )  # fmt: skip
+    assert "Not counted: passkey (0%)" in found.why
+    assert "retrieval accuracy" not in found.why
+    assert {figures["found"] for figures in found.saved.about["figures"].values()} == {None}
+    assert next(iter(recommended_table(found).columns[0].cells)) == found.variant
+    found.saved.save(tmp_path / "extension.json")
 
 
 @pytest.mark.slow

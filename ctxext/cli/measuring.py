@@ -356,11 +356,11 @@ def summary_table(summary: Summary) -> Table:
         table.add_column("\n".join(lines), justify="right", no_wrap=True)
 
     tasks, read, sliding = summary.retrieval_tasks, summary.read_lengths, summary.lengths("sliding_perplexity")
-    # Many tasks have a table of their own; here is their mean.
-    groups = [[task] for task in tasks] if len(tasks) <= 2 else [tasks]
+    # Many tasks have a table of their own; here is the mean of those that count.
+    groups = [[task] for task in tasks] if len(tasks) <= 2 else [summary.deciding_tasks]
     for group in groups:
         for length in summary.lengths(*group):
-            column(group[0] if len(group) == 1 else f"{len(group)} tasks", f"at {length:,}")
+            column(summary.titled(group[0]) if len(group) == 1 else f"{len(group)} tasks", f"at {length:,}")
     for length in read:
         column("ppl to", f"{length:,}")
     for length in sliding:
@@ -406,7 +406,7 @@ def task_table(summary: Summary, variant: str) -> Table:
         table.add_column(f"{length:,}", justify="right", no_wrap=True)
     for task in summary.retrieval_tasks:
         shares = summary.by_length(variant, task)
-        table.add_row(task, *(_share(shares.get(length), "  ") for length in lengths))
+        table.add_row(summary.titled(task), *(_share(shares.get(length), "  ") for length in lengths))
     return table
 
 

@@ -151,7 +151,7 @@ def recommended_table(found: Recommended) -> Table:
     from rich import box
     from rich.table import Table
 
-    from ctxext.evals.choice import beyond_difference, found_share, price, summary_loss
+    from ctxext.evals.choice import beyond_difference, by_measurement, found_share, price
 
     summary, target = found.summary, found.summary.beyond[-1]
     table = Table(
@@ -166,9 +166,7 @@ def recommended_table(found: Recommended) -> Table:
     for title in ("texts", "found", "points", "nats", "price", "loads in"):
         table.add_column(title, justify="right", no_wrap=True)
     candidates = [variant for variant in found.texts if variant in summary.variants and variant != "none"]
-    order = sorted(
-        candidates, key=lambda v: (v != found.variant, -found_share(summary, v).value, summary_loss(summary, v))
-    )
+    order = sorted(by_measurement(summary, candidates), key=lambda v: v != found.variant)
     for variant in order:
         share = found_share(summary, variant)
         chosen = variant == found.variant
@@ -177,7 +175,7 @@ def recommended_table(found: Recommended) -> Table:
         table.add_row(
             variant,
             str(found.texts[variant]),
-            f"{share.value:.0%} [dim]{100 * share.low:.0f}–{100 * share.high:.0f}[/]",
+            "" if share is None else f"{share.value:.0%} [dim]{100 * share.low:.0f}–{100 * share.high:.0f}[/]",
             "" if points is None else f"{100 * points.value:+.1f}",
             "" if loss is None else f"{loss.value:+.3f}",
             f"{price(summary, variant):+.3f}",

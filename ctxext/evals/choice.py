@@ -219,7 +219,7 @@ def reasons(summary: Summary, choice: Choice) -> list[str]:
     said = [f"Use {name}." if len(choice.ranking) > 1 else f"{name}:"]
     share = found_share(summary, name, choice.started)
     if share is not None:
-        asked_to = summary.lengths(*summary.retrieval_tasks)[-1]
+        asked_to = summary.lengths(*summary.deciding_tasks)[-1]
         together = f" (95% interval, simultaneous over {choice.started} methods)" if choice.started > 1 else ""
         said.append(
             f"Beyond the trained {summary.trained_length:,} tokens, up to {asked_to:,}, its {ACCURACY} is "
@@ -231,6 +231,8 @@ def reasons(summary: Summary, choice: Choice) -> list[str]:
             said.append(f"That is {value}{'' if sure else ', no evidence that it helps'}.")
         elif summary.cannot_run:
             said.append(f"There is no baseline there: {summary.cannot_run}.")
+    if summary.not_counted:
+        said.append(summary.not_counted)
     if choice.tied:
         said.append(f"Tied with {', '.join(choice.tied)}: {name} is named because {choice.decided}.")
         said += [
@@ -256,8 +258,8 @@ def reasons(summary: Summary, choice: Choice) -> list[str]:
 
 
 def found_share(summary: Summary, variant: str, comparisons: int = 1) -> Interval | None:
-    """Retrieval accuracy beyond the trained length, a mean over tasks; None where it was not measured."""
-    return summary.pooled(variant, summary.retrieval_tasks, summary.beyond, comparisons)
+    """Retrieval accuracy beyond the trained length, a mean over the tasks that count; None where there is none."""
+    return summary.pooled(variant, summary.deciding_tasks, summary.beyond, comparisons)
 
 
 def summary_loss(summary: Summary, variant: str) -> float:
@@ -268,7 +270,7 @@ def summary_loss(summary: Summary, variant: str) -> float:
 
 def beyond_difference(summary: Summary, one: str, other: str) -> Difference | None:
     """How much more `one` finds beyond the trained length, on the samples of both; p is of this pair alone."""
-    return summary.difference(one, other, summary.retrieval_tasks, summary.beyond)
+    return summary.difference(one, other, summary.deciding_tasks, summary.beyond)
 
 
 def price(summary: Summary, variant: str) -> float:
@@ -278,7 +280,7 @@ def price(summary: Summary, variant: str) -> float:
 
 
 def _tested(summary: Summary, one: str, other: str) -> PairedTest | None:
-    return summary.test(one, other, summary.retrieval_tasks, summary.beyond)
+    return summary.test(one, other, summary.deciding_tasks, summary.beyond)
 
 
 def _is_broken(summary: Summary, variant: str) -> bool:

@@ -132,7 +132,11 @@ def control(
         target: the model; its prompter has the form that is tried first.
         longest: tokens of a prompt at most; the trained length ends it as well.
         others: the forms to try after that of `target`.
-        known: what an interrupted run found; it holds where it depends on the same.
+        known: what the results file has of an earlier run. It holds where it depends on the same; otherwise what it
+            found of other tasks in the same form is kept.
+
+    A control that is interrupted is repeated in full: it is a function of its arguments, and answers ten prompts of at
+    most `LENGTH` tokens a task and form, of which each five share their beginning.
     """
     tasks, prompter = controlled(tasks), target.prompter
     length = min(LENGTH, target.about["trained_length"], longest)
@@ -141,15 +145,16 @@ def control(
     key = fingerprint(target.fingerprint, haystack.fingerprint, settings, length, seed)
     if known is not None and (known.form, known.key) == (first, key):
         return known
-    found: dict[str, dict[str, float]] = {}
+    found = {str(first): dict(known.found.get(str(first), {}))} if known is not None else {}
     for form in (first, *others):
-        found[str(form)] = {
+        measured = {
             task.name: share
             for task in tasks
             if (share := found_in(target.asking(form.prompter(prompter.tokenizer)), task, haystack, length, seed))
             is not None
         }
-        if all(share >= ENOUGH for share in found[str(form)].values()):
+        found[str(form)] = {**found.get(str(form), {}), **measured}
+        if all(share >= ENOUGH for share in measured.values()):
             return Control(form, length, found, key)
     # No form works: the first is what was asked for.
     return Control(first, length, found, key)

@@ -79,7 +79,9 @@ def plot_overview(summary: Summary, path: Path) -> None:
         if task is not None:
             _add_color_bar(summary, task, figure, image, figure.axes[curves:])
             figure.supxlabel(f"length, as a multiple of the trained {summary.trained_length:,} tokens", fontsize=10)
-        shown = ["perplexity by position"] * curves + [f"{task} by length and depth"] * (task is not None)
+        shown = ["perplexity by position"] * curves + [f"{summary.titled(task)} by length and depth"] * (
+            task is not None
+        )
         _set_title(figure, f"{model_name(summary)}: {', and '.join(shown)}")
 
 
@@ -101,7 +103,7 @@ def plot_heatmap(summary: Summary, variant: str, task: str, path: Path) -> None:
         axes.set_xlabel("length (tokens)")
         axes.set_ylabel("depth" if depths != [None] else "")
         _add_color_bar(summary, task, figure, image, [axes], variant)
-        _set_title(figure, f"{model_name(summary)}, {label(variant)}: {task}")
+        _set_title(figure, f"{model_name(summary)}, {label(variant)}: {summary.titled(task)}")
 
 
 def plot_perplexity(summary: Summary, path: Path) -> None:
@@ -311,7 +313,7 @@ def _prices(summary: Summary) -> dict[str, Interval]:
 
 def _found(summary: Summary) -> dict[str, Interval]:
     """Beyond the trained length, in percent."""
-    shares = {v: summary.pooled(v, summary.retrieval_tasks, summary.beyond) for v in summary.variants}
+    shares = {v: summary.pooled(v, summary.deciding_tasks, summary.beyond) for v in summary.variants}
     return {v: Interval(*(100 * value for value in share[:3]), share.n) for v, share in shares.items() if share}
 
 

@@ -97,7 +97,11 @@ def _columns(summary: Summary) -> Iterator[tuple[str, str, dict[str, Figure | No
     for task in tasks:
         by_length = {v: summary.by_length(v, task) for v in variants}
         for length in summary.lengths(task):
-            yield f"{task}: found at", f"{length:,}", {v: _share(by_length[v].get(length)) for v in variants}
+            yield (
+                f"{summary.titled(task)}: found at",
+                f"{length:,}",
+                {v: _share(by_length[v].get(length)) for v in variants},
+            )
     for after, length in pairwise([0, *summary.read_lengths]):
         cells = {v: _number(summary.perplexity(v, length, after)) for v in variants}
         yield "perplexity of tokens", f"{after + 1:,} to {length:,}", cells
@@ -106,7 +110,7 @@ def _columns(summary: Summary) -> Iterator[tuple[str, str, dict[str, Figure | No
         yield "perplexity, sliding window", f"{length:,}", cells
     key = {v: summary.key_tokens(v) for v in variants}
     yield "perplexity", "key tokens", {v: found and _number(found[0], f"n = {found[1]:,}") for v, found in key.items()}
-    effective = {v: summary.effective_length(v, tasks) for v in variants}
+    effective = {v: summary.effective_length(v, summary.deciding_tasks) for v in variants}
     for rule in ("RULER", "85% of own"):
         reached = {v: found.get(rule) for v, found in effective.items()}
         cells = {v: r and Figure(_tokens(r.length), f"certain: {_tokens(r.certain)}") for v, r in reached.items()}
@@ -117,7 +121,7 @@ def _columns(summary: Summary) -> Iterator[tuple[str, str, dict[str, Figure | No
     yield group, "same top token", {v: _share(gate.agreement, digits=1) for v, gate in gates.items()}
     for task in tasks:
         cells = {v: _difference(gate.retrieval.get(task), 100, 1) for v, gate in gates.items()}
-        yield group, f"{task}, points", cells
+        yield group, f"{summary.titled(task)}, points", cells
 
 
 def _difference(difference: Difference | None, scale: float, digits: int) -> Figure | None:
@@ -151,7 +155,7 @@ def _maps(summary: Summary, task: str) -> dict[str, Any]:
     """The maps of one task: for each variant, rows of cells by depth, None where nothing was measured."""
     lengths, depths = grid_of(summary, task)
     return {
-        "task": task,
+        "title": summary.titled(task),
         "lengths": [(f"{length:,}", times(length, summary.trained_length)) for length in lengths],
         "variants": [
             {

@@ -14,6 +14,7 @@ import numpy as np
 
 from ctxext.evals.checks import CorruptLine, check_alike
 from ctxext.evals.choice import candidates_of, choose, found_share, reasons
+from ctxext.evals.control import ENOUGH, Control
 from ctxext.evals.perplexity import stretches, unpacked
 from ctxext.evals.results import Record, Results
 from ctxext.evals.statistics import (
@@ -75,6 +76,14 @@ class Summary:
             check_alike(results.records)
         except CorruptLine as error:
             raise ValueError(f"{results.path} is corrupt: {error}. Restore it, or measure anew.") from None
+        try:
+            self.control = Control.of_header(results.header.about)
+            failing = {} if self.control is None else self.control.failing
+        except (AttributeError, KeyError, TypeError):
+            raise ValueError(
+                f"{results.path} has a broken about.control in its header. Restore it, or measure anew."
+            ) from None
+        self._failing = failing
         self._results = results
         self.header = results.header
         self.records = results.records
@@ -101,6 +110,29 @@ class Summary:
         return [
             task for task in self.header.tasks if any("score" in r for v in self.variants for r in self.of(v, task)[:1])
         ]
+
+    @property
+    def deciding_tasks(self) -> list[str]:
+        """The retrieval tasks that the baseline does within its trained length, or that have no such control.
+
+        The others are shown, but say nothing about an extension: no mean, comparison or recommendation has them.
+        """
+        return [task for task in self.retrieval_tasks if task not in self._failing]
+
+    def titled(self, task: str) -> str:
+        """A retrieval task's name for people."""
+        return task if task in self.deciding_tasks else f"{task} (not counted)"
+
+    @property
+    def not_counted(self) -> str:
+        """Which retrieval tasks decide nothing, and why: a sentence; "" where all of them do."""
+        failed = [f"{task} ({self._failing[task]:.0%})" for task in self.retrieval_tasks if task in self._failing]
+        if self.control is None or not failed:
+            return ""
+        return (
+            f"Not counted: {', '.join(failed)}, of which the baseline has to find {ENOUGH:.0%} within "
+            f"{self.control.length:,} tokens for a difference between methods to mean anything."
+        )
 
     def shared_by(self, variants: Sequence[str]) -> Summary:
         """These figures, with retrieval on the samples alone that all of `variants` have."""
@@ -319,7 +351,7 @@ class Summary:
                         },
                         "effective_length": {
                             rule: reached._asdict()
-                            for rule, reached in self.effective_length(variant, self.retrieval_tasks).items()
+                            for rule, reached in self.effective_length(variant, self.deciding_tasks).items()
                         },
                         "perplexity": {
                             f"{after}-{length}": self.perplexity(variant, length, after)
@@ -360,9 +392,8 @@ class Summary:
         """Which variant to use, and how sure that is: one paragraph."""
         candidates = candidates_of(self) if self.beyond else []
         if not candidates:
-            return Recommendation(
-                None, "No extended variant was measured beyond the trained length: nothing to recommend."
-            )
+            said = "No extended variant was measured beyond the trained length: nothing to recommend."
+            return Recommendation(None, f"{said} {self.not_counted}".rstrip())
         shared = self.shared_by(candidates)
         if found_share(self, candidates[0]) is not None and found_share(shared, candidates[0]) is None:
             return Recommendation(

@@ -11,9 +11,11 @@ import pytest
 from choice import Setting, chosen, claims, covered
 
 from ctxext.evals.choice import ACCURACY, LEVEL, LOSS, REGRESSION, choose, reasons, texts_needed
+from ctxext.evals.control import Control, Form
 from ctxext.evals.perplexity import packed
 from ctxext.evals.results import Header, Results
 from ctxext.evals.summary import Summary
+from ctxext.recommending import staying
 
 RNG = np.random.default_rng
 
@@ -99,6 +101,49 @@ def test_each_task_weighs_the_same_in_what_is_shown_and_in_what_decides() -> Non
     assert summary.difference("b", "a", tasks, [1024]).value == pytest.approx(1 / 3)
     assert summary.effective_length("a", tasks)["RULER"].length == 0
     assert choose(summary, ["a", "b"]).variant == "b"
+
+
+def controlled(summary: Summary, **shares: float) -> Summary:
+    """With a control in which the baseline found these shares."""
+    control = Control(Form("base"), 8, {str(Form("base")): shares}, "key")
+    about = {**summary.header.about, "control": control.describe()}
+    return Summary(Results(Path("results.jsonl"), replace(summary.header, about=about), summary.records))
+
+
+@pytest.mark.parametrize("windows", [0, 12])
+def test_a_task_whose_control_failed_decides_as_if_it_were_not_measured(windows: int) -> None:
+    rng = RNG(0)
+    for first in (0.95, 0.05, 0.5):
+        setting = Setting(4, 0.5, first, trials=24, depths=2, tasks=2, windows=windows)
+        summary = controlled(setting.summary(rng), task0=0.89, task1=0.9)
+        alone = controlled(without(summary, lambda r: r["task"] != "task0"), task1=0.9)
+        assert chosen(summary, setting) == chosen(alone, setting)
+        assert summary.effective_length("m0", summary.deciding_tasks) == alone.effective_length("m0", ["task1"])
+        said = summary.recommendation().text
+        note = "Not counted: task0 (89%), of which the baseline has to find 90% within 8 tokens"
+        assert note in said
+        assert said.replace(summary.not_counted + " ", "") == alone.recommendation().text
+        assert [summary.titled(task) for task in summary.retrieval_tasks] == ["task0 (not counted)", "task1"]
+        assert summary.by_length("m0", "task0")  # it is shown
+
+
+def test_without_a_task_that_counts_losses_decide_or_nothing() -> None:
+    rng = RNG(0)
+    setting = Setting(4, 0.2, 0.9, trials=24, windows=24, gain=-0.1)
+    summary = controlled(setting.summary(rng), task0=0.2)
+    choice = chosen(summary, setting)
+    assert "m0" in choice.behind
+    assert choice.gain is None
+    said = summary.recommendation()
+    assert said.variant == choice.variant != "m0"
+    assert "Not counted: task0 (20%)" in said.text
+    assert "retrieval accuracy" not in said.text
+    # Asked again in the same way, a task that is done counts.
+    assert ACCURACY in str(controlled(summary, task0=1.0).recommendation())
+    nothing = controlled(Setting(4, 0.2, 0.9, trials=24).summary(rng), task0=0.2).recommendation()
+    assert nothing.variant is None
+    assert "nothing to recommend. Not counted: task0 (20%)" in nothing.text
+    assert set(staying(summary, ["m0", "m1", "m2"])) == {"m1", "m2"}
 
 
 def test_ties_are_reported_with_why_one_is_named() -> None:

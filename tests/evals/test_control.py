@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,14 +11,17 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ctxext.assets import MODEL, PERSUASION
-from ctxext.cli.measuring import asked_as_it_answers
+from ctxext.cli.measuring import asked_as_it_answers, summary_table
 from ctxext.evals import control as module
-from ctxext.evals.control import ENOUGH, Control, Form, control, other_forms
+from ctxext.evals.control import ENOUGH, Control, Form, control, found_in, other_forms
 from ctxext.evals.haystack import Haystack
 from ctxext.evals.needle import Needle, Passkey
+from ctxext.evals.perplexity import Perplexity
 from ctxext.evals.prompts import Prompter
-from ctxext.evals.results import read_results
+from ctxext.evals.report import write_report
+from ctxext.evals.results import Header, Results, read_results
 from ctxext.evals.runner import Grid, Runner
+from ctxext.evals.summary import Summary
 from ctxext.evals.targets import LiveModel, Variant
 
 # A form in which the bundled model fails: the answer is begun with a line that it never saw.
@@ -106,6 +110,67 @@ def test_the_form_stands_in_the_results_and_an_interrupted_run_keeps_it(
         assert asked_as_it_answers(again, GRID, text, path).prompter.style == "base"
     more = Grid(retrieval=(Passkey(), Needle()), lengths=(384, 700), depths=(0.5,), trials=1)
     assert asked_as_it_answers(again, more, text, path).prompter.style == "base"
+
+
+def test_a_task_that_failed_its_control_is_shown_and_does_not_decide(models, tokenizer, text, tmp_path: Path) -> None:
+    path, grid = tmp_path / "results.jsonl", replace(GRID, texts=(Perplexity(),), windows=4)
+    target = LiveModel(models["random"], Prompter(tokenizer, "base"), "model")
+    variants = [
+        Variant(),
+        Variant("yarn", {"method": "yarn", "factor": 2}),
+        Variant("pi", {"method": "pi", "factor": 2}),
+    ]
+    asked = asked_as_it_answers(target, grid, text, path, free=False)
+    Runner(asked, text, grid, beyond=True).run(path, variants)
+    summary = Summary(read_results(path))
+    assert (summary.retrieval_tasks, summary.deciding_tasks) == (["passkey"], [])
+    said = summary.recommendation()
+    assert said.variant in ("yarn", "pi")  # by its loss
+    assert "Not counted: passkey (0%)" in said.text
+    assert "retrieval accuracy" not in said.text
+    assert "passkey (not counted)" in " ".join(str(column.header) for column in summary_table(summary).columns)
+    write_report([read_results(path)], tmp_path / "report.html")
+    assert "<h4>passkey (not counted)</h4>" in (tmp_path / "report.html").read_text(encoding="utf-8")
+    # Another task in the same file does not make this one count.
+    needles = replace(grid, retrieval=(Needle(),))
+    asked = asked_as_it_answers(target, needles, text, path, free=False)
+    Runner(asked, text, needles, beyond=True).run(path, variants)
+    assert Summary(read_results(path)).deciding_tasks == []
+
+
+@pytest.mark.parametrize("about", [3, {"form": 3}, {"form": {"style": "base"}, "length": 8, "found": [], "key": ""}])
+def test_a_broken_control_is_refused_by_file_and_field(about: Any, tmp_path: Path) -> None:
+    header = Header({"seed": 0}, {}, {}, {"trained_length": 8, "lengths": [16], "control": about})
+    with pytest.raises(ValueError, match=r"results\.jsonl has a broken about\.control in its header"):
+        Summary(Results(tmp_path / "results.jsonl", header, []))
+
+
+class Killed(Exception):
+    """The process, by somebody else."""
+
+
+def test_a_control_that_is_killed_is_repeated_with_the_same_result(
+    models, tokenizer, text, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run() -> tuple[Control, int]:
+        target = LiveModel(models["bundled"], Prompter(tokenizer, "chat"), "model")
+        found = control(target, [Passkey()], text, longest=400, others=other_forms(target.prompter))
+        return found, target.engine.tokens
+
+    once, tokens = run()
+    with monkeypatch.context() as patch:
+
+        def killed(target: LiveModel, *how: Any) -> float | None:
+            if target.prompter.style == "base":
+                raise Killed
+            return found_in(target, *how)
+
+        patch.setattr(module, "found_in", killed)
+        with pytest.raises(Killed):
+            run()
+    assert run() == (once, tokens)
+    # Ten prompts a form, of which each five share their beginning.
+    assert tokens < len(once.found) * 10 * 400
 
 
 def test_a_form_that_somebody_chose_is_kept(models, tokenizer, text, capsys) -> None:
