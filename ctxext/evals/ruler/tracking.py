@@ -61,8 +61,8 @@ class VariableTracking(RulerTask):
         return replace(puzzle, example=f"{example}\n\n", fills=(tails(before), tails(before, r"\S")))
 
     def right_answer(self, scene: Scene, draft: Draft) -> str:
-        # Behind the lead, as the example has it; models that write a sentence of their own put commas.
-        return " " + (" " if scene.prompter.begins else ", ").join(draft.references)
+        # With commas, as most models write it; the example has spaces, which take fewer tokens.
+        return " " + ", ".join(draft.references)
 
     def _example(self, scene: Scene, rng: Random) -> str:
         lines = [NOISE] * _example_lines(self, scene.prompter)
