@@ -23,6 +23,10 @@ from ctxext import extend_config
 from ctxext.assets import MODEL, PERSUASION
 from ctxext.evals import harness
 from ctxext.evals.harness.tasks.documents import mean_of_present, passkey_documents
+from ctxext.evals.haystack import Haystack
+from ctxext.evals.needle import Passkey
+from ctxext.evals.prompts import Prompter
+from ctxext.evals.targets import LiveModel
 from ctxext.folders import extend_folder
 from ctxext.survey.small import LENGTH, small_model
 
@@ -155,6 +159,33 @@ def test_the_passkey_is_found_beyond_the_trained_length_by_the_extended_model_al
     assert unextended["acc@512,none"] >= 0.75
     assert extended["acc@1024,none"] >= 0.75
     assert unextended["acc@1024,none"] <= 0.25
+
+
+@pytest.mark.parametrize("how", [{"method": "none", "max_length": 2048}, YARN, {"method": "pi", "factor": 8}])
+def test_the_passkey_has_the_score_of_ctxext_eval_sample_by_sample(how: dict[str, Any]) -> None:
+    """Though lm-eval leaves the space before the number to the model: this one always writes it."""
+    lm, lengths, depths, trials = load(**how, batch_size=4), (256, 512, 1024), (0.0, 0.5, 1.0), 2
+    theirs = simple_evaluate(
+        model=lm, tasks=["ctxext_passkey"], bootstrap_iters=0, log_samples=True,
+        task_manager=offline_tasks(max_seq_lengths=list(lengths), depths=list(depths), trials=trials),
+    )["samples"]["ctxext_passkey"]  # fmt: skip
+    found = {
+        (doc["length"], doc["depth"], doc["trial"]): sample[f"acc@{doc['length']}"]
+        for sample in theirs
+        for doc in [sample["doc"]]
+    }
+    target = LiveModel(lm.model, Prompter(lm.tokenizer, "base"), "model")
+    text = Haystack.from_file(PERSUASION, lm.tokenizer)
+    places = Passkey().places(lengths, depths, trials, 0)
+    batches = [[[Passkey().sample(place, target.prompter, text)]] for place in places]
+    ours = {
+        (sample.place.length, sample.place.depth, sample.place.trial): record["score"]
+        for part in target.outcomes(batches, False)
+        for sample, record in part
+    }
+    assert found == ours
+    assert len(found) == len(places)
+    assert (0.0 in found.values()) == (how != YARN)
 
 
 def test_lengths_are_multiples_of_the_trained_one_by_default() -> None:

@@ -24,7 +24,11 @@ from ctxext.evals.targets import known_lengths
 
 
 class PasskeyTask(ConfigurableTask):
-    """Whether the whole number is the likeliest continuation, which greedy decoding would then write, by length."""
+    """Whether the whole number is the likeliest continuation, which greedy decoding would then write, by length.
+
+    `ctxext eval` ends its prompts behind the space before the number. lm-eval moves a space from the end of a prompt to
+    the answer, so that here the model has to write it: one that begins a sentence instead is scored lower.
+    """
 
     def __init__(self, config: dict[str, Any]) -> None:
         # lm-eval leaves the name of this class in the config, where its own constructor refuses it.
