@@ -22,6 +22,7 @@ from ctxext.configs import RopePlan, has_rope, read_context
 from ctxext.encodings.rope import RopeGeometry
 from ctxext.evals.choice import nats
 from ctxext.evals.results import Results, read_results
+from ctxext.evals.statistics import in_percent
 from ctxext.evals.summary import Summary, label
 from ctxext.evals.targets import UNEXTENDED
 from ctxext.extension import ATTRIBUTE, extended_model
@@ -590,7 +591,9 @@ def _measured(results: Results, method: ContextMethod, folder: Path | None, name
     gate = summary.gate(variant)
     price = None
     if gate.loss is not None and gate.agreement is not None:
-        price = f"{nats(gate.loss)}; another most likely token at {1 - gate.agreement.value:.1%} of the places"
+        price = (
+            f"{nats(gate.loss)}; another most likely token at {in_percent(1 - gate.agreement.value, 1)}% of the places"
+        )
     identity = results.header.identity
     with_what = {name: identity[name] for name in ("text", "dtype", "ctxext", "torch", "transformers")}
     return {"columns": [label(name) for name in columns], "rows": rows, "price": price, "with": with_what}

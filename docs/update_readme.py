@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 
 from ctxext.engines.table import engine_table
+from ctxext.evals.statistics import Interval, in_percent
 from ctxext.tables import method_table
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -38,7 +39,7 @@ def comparison_table(file: str, page: str = ".") -> str:
     lines = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
     for method, figure in figures.items():
         shares = figure["retrieval"]["passkey"].values() if asked else ()
-        found = [f"{share['value']:.0%} [{100 * share['low']:.0f}, {100 * share['high']:.0f}]" for share in shares]
+        found = [Interval(**share).percent().partition(" n=")[0] for share in shares]
         loss = (figure["gate"] or {}).get("loss")
         price = f"{loss['value']:+.3f} [{loss['low']:+.3f}, {loss['high']:+.3f}]" if loss and method != "none" else ""
         name = "baseline" if method == "none" else f"`{method}`"
@@ -82,7 +83,7 @@ def dynamic_table(file: str, page: str) -> str:
             "baseline" if name == "not extended" else name,
             *(f"{loss:.3f}" for loss in way["loss"].values()),
             "" if gap is None else f"{gap['value']:+.3f} [{gap['low']:+.3f}, {gap['high']:+.3f}]",
-            *(f"{share['value']:.0%}" for share in way["passkey"].values()),
+            *(f"{in_percent(share['value'])}%" for share in way["passkey"].values()),
         ]
         lines.append("| " + " | ".join(cells) + " |")
     pretended = f", taken as trained at {record['trained_length']:,} tokens," if "SmolLM2" in record["model"] else ""
@@ -129,8 +130,8 @@ def finetune_table() -> str:
         tail, price = run["measured"]["tail"]["difference"], after["short_loss"]
         cells = [
             f"`{name}`" if ", " not in name else "`{}`, {}".format(*name.split(", ")),
-            f"{before['passkey'][long]['value']:.1%} → {long_share['value']:.1%}",
-            f"{before['passkey'][short]['value']:.1%} → {short_share['value']:.1%}",
+            f"{in_percent(before['passkey'][long]['value'], 1)}% → {in_percent(long_share['value'], 1)}%",
+            f"{in_percent(before['passkey'][short]['value'], 1)}% → {in_percent(short_share['value'], 1)}%",
             *(f"{d['value']:+.3f} [{d['low']:+.3f}, {d['high']:+.3f}]" for d in (tail, price)),
             f"{run['glances'][-1]['tokens'] / 1e6:.2f} million",
             f"{run['seconds'] / 60:.1f} min",
@@ -172,14 +173,14 @@ def choice_table() -> str:
     kinds = ("runs with a claim", "the worst setting", "the interval of the best holds the truth")
     lines = ["| all equal | runs with a claim | in the worst setting | the best's interval holds |", "|---" * 4 + "|"]
     for name in dict.fromkeys(name.partition(",")[0] for name in figures if "the worst setting" in name):
-        cells = [f"{figures[f'{name}, all equal: {kind}']:.1%}" for kind in kinds]
+        cells = [f"{in_percent(figures[f'{name}, all equal: {kind}'], 1)}%" for kind in kinds]
         lines.append("| " + " | ".join([name, *cells]) + " |")
     lines += ["", "| one differs | named | told apart by the adjusted test |", "|---|---|---|"]
     named = {name: value for name, value in figures.items() if name.endswith(": named")}
     for name, value in named.items():
         what = name.removesuffix(": named")
         apart = figures.get(f"{what}: all others behind", figures.get(f"{what}: behind"))
-        lines.append(f"| {what} | {value:.0%} | {apart:.0%} |")
+        lines.append(f"| {what} | {in_percent(value)}% | {in_percent(apart)}% |")
     lines += ["", f"{record['runs']} runs of each setting, seed {record['seed']}; from [choice.json](choice.json)."]
     return "\n".join(lines)
 
@@ -267,7 +268,11 @@ def fit_table(each_seed: bool, page: str) -> str:
                 f"×{factor}",
                 name if name.startswith("fitted") else f"`{name}`" if name != "none" else "baseline",
             ]
-            cells += [f"{row['found']:.1%}", f"{row['found_at_target']:.0%}", f"{row['key_loss']:.4f}"]
+            cells += [
+                f"{in_percent(row['found'], 1)}%",
+                f"{in_percent(row['found_at_target'])}%",
+                f"{row['key_loss']:.4f}",
+            ]
             lines.append("| " + " | ".join([*cells, f"{row['perplexity']:.2f}", price]) + " |")
     how = summary["settings"]
     slowest = {
@@ -303,7 +308,9 @@ def parts_table(file: str) -> str:
     ]
     for (factor, changed), by_kind in found.items():
         share, key, perplexity, short = (sum(by_kind[kind]) / len(by_kind[kind]) for kind in kinds)
-        lines.append(f"| {factor} | {changed} | {share:.1%} | {key:.4f} | {perplexity:.2f} | {short:+.2%} |")
+        lines.append(
+            f"| {factor} | {changed} | {in_percent(share, 1)}% | {key:.4f} | {perplexity:.2f} | {short:+.2%} |"
+        )
     return "\n".join(lines)
 
 
@@ -324,7 +331,8 @@ def smollm2_table() -> str:
             )
         )  # fmt: skip
         name = {"none": "baseline", "fitted": "fitted"}.get(method, f"`{method}`")
-        lines.append(f"| {name} | {share:.0%} | {at_target:.0%} | {key:.2f} | {perplexity:.2f} | {short:+.2%} |")
+        shares = f"{in_percent(share)}% | {in_percent(at_target)}%"
+        lines.append(f"| {name} | {shares} | {key:.2f} | {perplexity:.2f} | {short:+.2%} |")
     texts = ", ".join(f"{count} of {int(length):,}" for length, count in settings["trials"].items())
     lines += [
         "",

@@ -91,6 +91,12 @@ def test_no_passkey_rate_of_the_fine_tunes_is_rounded() -> None:
     assert [float(rate) / 100 for rate in printed] == pytest.approx(measured, rel=1e-12)
 
 
+def test_only_in_percent_prints_a_rate() -> None:
+    """A format alone rounds 199 of 200 to 100%."""
+    for path in [path for folder in ("ctxext", "docs", "benchmarks") for path in (ROOT / folder).rglob("*.py")]:
+        assert not re.search(r":\.(\d|\{\w+\})%\}|\{100 \* \w+\.(value|low|high):\.", path.read_text()), path
+
+
 @pytest.mark.parametrize("file", sorted(update_readme().TABLES))
 def test_tables_are_those_of_the_registry_and_of_the_json(file: str) -> None:
     module, text = update_readme(), (ROOT / file).read_text()

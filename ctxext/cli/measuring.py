@@ -433,10 +433,12 @@ def _table(title: str, first: str) -> Table:
 
 
 def _share(share: Any, between: str = "\n") -> str:
+    from ctxext.evals.statistics import in_percent
+
     if share is None:
         return ""
     color = "green" if share.value >= 0.7 else "yellow" if share.value >= 0.3 else "red"
-    return f"[{color}]{share.value:.0%}[/]{between}[dim]{100 * share.low:.0f}–{100 * share.high:.0f}[/]"
+    return f"[{color}]{in_percent(share.value)}%[/]{between}[dim]{in_percent(share.low)}–{in_percent(share.high)}[/]"
 
 
 def _number(value: float | None) -> str:

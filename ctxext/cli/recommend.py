@@ -152,6 +152,7 @@ def recommended_table(found: Recommended) -> Table:
     from rich.table import Table
 
     from ctxext.evals.choice import beyond_difference, by_measurement, found_share, price
+    from ctxext.evals.statistics import in_percent
 
     summary, target = found.summary, found.summary.beyond[-1]
     table = Table(
@@ -175,7 +176,9 @@ def recommended_table(found: Recommended) -> Table:
         table.add_row(
             variant,
             str(found.texts[variant]),
-            "" if share is None else f"{share.value:.0%} [dim]{100 * share.low:.0f}–{100 * share.high:.0f}[/]",
+            ""
+            if share is None
+            else f"{in_percent(share.value)}% [dim]{in_percent(share.low)}–{in_percent(share.high)}[/]",
             "" if points is None else f"{100 * points.value:+.1f}",
             "" if loss is None else f"{loss.value:+.3f}",
             f"{price(summary, variant):+.3f}",

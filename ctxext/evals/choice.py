@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from itertools import combinations
 from typing import TYPE_CHECKING
 
-from ctxext.evals.statistics import Difference, Interval, PairedTest, holm
+from ctxext.evals.statistics import Difference, Interval, PairedTest, holm, in_percent
 from ctxext.evals.targets import UNEXTENDED
 from ctxext.methods import ContextMethod, RopeScaling, list_methods
 
@@ -252,7 +252,7 @@ def reasons(summary: Summary, choice: Choice) -> list[str]:
     if gate.loss is not None and gate.agreement is not None:
         said.append(
             f"The {REGRESSION} of {name} is {gate.loss.value:+.3f} nats a token, and its most likely token differs at "
-            f"{1 - gate.agreement.value:.1%} of the positions."
+            f"{in_percent(1 - gate.agreement.value, 1)}% of the positions."
         )
     return said
 

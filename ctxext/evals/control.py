@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from ctxext.evals.haystack import Haystack
 from ctxext.evals.prompts import Prompter, Style
 from ctxext.evals.samples import RetrievalTask, fingerprint
+from ctxext.evals.statistics import in_percent
 from ctxext.evals.targets import LiveModel, Variant
 
 if TYPE_CHECKING:
@@ -108,7 +109,7 @@ class Control:
 
 
 def _shares(found: Mapping[str, float]) -> str:
-    return ", ".join(f"{task} {share:.0%}" for task, share in found.items())
+    return ", ".join(f"{task} {in_percent(share)}%" for task, share in found.items())
 
 
 def controlled(tasks: Sequence[RetrievalTask]) -> list[RetrievalTask]:

@@ -21,7 +21,7 @@ from matplotlib.text import Text
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 from matplotlib.transforms import Bbox
 
-from ctxext.evals.statistics import Interval
+from ctxext.evals.statistics import Interval, in_percent
 from ctxext.evals.summary import Summary, label
 from ctxext.evals.targets import UNEXTENDED
 from ctxext.pictures import COLORS, DASHES, HEAT
@@ -275,7 +275,7 @@ def _draw_map(summary: Summary, variant: str, task: str, axes: Axes, *, interval
             continue
         shares[y, x] = cell.value
         style = {"ha": "center", "color": heat_colors(cell.value)[1], "textcoords": "offset points"}
-        number, bounds = f"{100 * cell.value:.0f}", f"[{100 * cell.low:.0f}, {100 * cell.high:.0f}]"
+        number, bounds = in_percent(cell.value), f"[{in_percent(cell.low)}, {in_percent(cell.high)}]"
         if intervals:
             axes.annotate(number, (x, y), (0, -2), va="bottom", fontsize=10, **style)
             axes.annotate(bounds, (x, y), (0, -3.5), va="top", fontsize=7, **style)

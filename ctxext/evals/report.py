@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from ctxext.evals.plots import grid_of, heat_colors, model_name, percent, times
 from ctxext.evals.results import Record, Results
-from ctxext.evals.statistics import RULER_THRESHOLD, Difference, Interval
+from ctxext.evals.statistics import RULER_THRESHOLD, Difference, Interval, in_percent
 from ctxext.evals.summary import Summary, label
 from ctxext.evals.targets import UNEXTENDED
 from ctxext.values import finite
@@ -134,8 +134,8 @@ def _difference(difference: Difference | None, scale: float, digits: int) -> Fig
 def _share(share: Interval | None, digits: int = 0) -> Figure | None:
     if share is None:
         return None
-    bounds = f"[{100 * share.low:.{digits}f}, {100 * share.high:.{digits}f}] n = {share.n:,}"
-    return Figure(f"{share.value:.{digits}%}", bounds)
+    value, low, high = (in_percent(number, digits) for number in share[:3])
+    return Figure(f"{value}%", f"[{low}, {high}] n = {share.n:,}")
 
 
 def _number(value: float | None, note: str = "") -> Figure | None:
@@ -180,7 +180,7 @@ def _cells(summary: Summary, variant: str, task: str) -> list[list[dict[str, Any
             return None
         background, color = heat_colors(share.value)
         return {
-            "number": f"{100 * share.value:.0f}",
+            "number": in_percent(share.value),
             "background": background,
             "color": color,
             "pick": [summary.variants.index(variant), task, length, depth],
@@ -198,7 +198,7 @@ def _tip(
     yield f"found {share.percent()}"
     digits = _mean(record["digits"] for record in records)
     if digits is not None:
-        yield f"digit accuracy {digits:.0%}"
+        yield f"digit accuracy {in_percent(digits)}%"
     logprob = _mean(record["logprob"] for record in records)
     if logprob is not None:
         yield f"mean log-probability {logprob:.2f}"

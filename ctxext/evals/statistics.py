@@ -29,6 +29,13 @@ GRID = 2**15
 RULER_THRESHOLD = 0.856
 
 
+def in_percent(share: float, digits: int = 0) -> str:
+    """Of a rate, without the sign; 100 and 0 stand for all and none alone: 199 of 200 are `99.5`."""
+    while f"{100 * share:.{digits}f}" in {f"{end:.{digits}f}" for end in (0, 100)} and 1e-12 < share < 1 - 1e-12:
+        digits += 1
+    return f"{100 * share:.{digits}f}"
+
+
 class Interval(NamedTuple):
     """A share or a mean with its 95% interval, from `n` samples."""
 
@@ -42,7 +49,7 @@ class Interval(NamedTuple):
 
     def percent(self) -> str:
         """A share as `90% [82, 95] n=110`."""
-        return f"{self.value:.0%} [{100 * self.low:.0f}, {100 * self.high:.0f}] n={self.n}"
+        return f"{in_percent(self.value)}% [{in_percent(self.low)}, {in_percent(self.high)}] n={self.n}"
 
 
 class PairedTest(NamedTuple):

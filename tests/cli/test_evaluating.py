@@ -379,7 +379,9 @@ def test_compare_recommends_with_its_share_its_price_and_its_n(compared: tuple[P
     beyond = [r["hit"] for r in records if (r["variant"], r["task"], r["length"]) == ("yarn", "passkey", 1024)]
     said = " ".join(outcome.out.split())
     assert "Use yarn." in said
-    assert re.search(rf"accuracy is {sum(beyond) / len(beyond):.0%} \[\d+, \d+\] n={len(beyond)} \(95% interval", said)
+    assert re.search(
+        rf"accuracy is {sum(beyond) / len(beyond):.0%} \[[\d.]+, [\d.]+\] n={len(beyond)} \(95% interval", said
+    )
     (cost,) = re.findall(r"short-context regression of yarn is (\S+) nats a token", said)
     assert cost == price(records, "yarn")
 

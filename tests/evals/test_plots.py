@@ -21,6 +21,7 @@ from matplotlib.text import Annotation, Text
 from ctxext.evals import plots
 from ctxext.evals.perplexity import packed
 from ctxext.evals.results import Header, Record, Results
+from ctxext.evals.statistics import in_percent
 from ctxext.evals.summary import Summary
 from ctxext.methods import list_methods
 
@@ -110,6 +111,13 @@ def test_overview_shows_each_share_of_each_variant(tmp_path: Path) -> None:
     assert sorted(shown) == sorted(f"{100 * share:.0f}" for share in shares)
 
 
+def test_only_a_cell_without_a_miss_reads_100(tmp_path: Path) -> None:
+    path, summary = tmp_path / "figure.svg", made(variants=1, depths=(0.0, 0.5), parts=["passkey"], trials=200)
+    summary.of("none", "passkey")[0].update(hit=False, score=0.0)
+    plots.plot_overview(summary, path)
+    assert {"99.5", "100"} <= set(words(path))
+
+
 def test_overview_names_its_axes_and_the_trained_length(tmp_path: Path) -> None:
     path = tmp_path / "figure.svg"
     plots.plot_overview(made(), path)
@@ -124,8 +132,8 @@ def test_heatmap_shows_share_and_interval_of_each_cell(tmp_path: Path) -> None:
     summary, path = made(), tmp_path / "figure.svg"
     plots.plot_heatmap(summary, "pi", "passkey", path)
     for cell in summary.cells("pi", "passkey").values():
-        assert f"{100 * cell.value:.0f}" in words(path)
-        assert f"[{100 * cell.low:.0f}, {100 * cell.high:.0f}]" in words(path)
+        assert in_percent(cell.value) in words(path)
+        assert f"[{in_percent(cell.low)}, {in_percent(cell.high)}]" in words(path)
     for text in ("length (tokens)", "1,024", "75%", "found, n = 10 a cell", "tiny, pi: passkey"):
         assert text in words(path)
 

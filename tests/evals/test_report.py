@@ -170,7 +170,7 @@ def test_hover_and_focus_show_the_figures_of_a_cell(measured: Results, open_page
     assert tip.inner_text().splitlines() == [
         "baseline: passkey",
         "1,024 tokens, depth 0%",
-        f"found {share.value:.0%} [{100 * share.low:.0f}, {100 * share.high:.0f}] n={len(records)}",
+        f"found {share.percent()}",
         f"digit accuracy {mean([record['digits'] for record in records]):.0%}",
         f"mean log-probability {mean([record['logprob'] for record in records]):.2f}",
     ]

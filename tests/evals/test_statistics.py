@@ -18,6 +18,7 @@ from ctxext.evals.statistics import (
     Interval,
     effective_length,
     holm,
+    in_percent,
     macro_average,
     paired_difference,
     paired_loss_difference,
@@ -58,6 +59,21 @@ def clustered_answers(
 @pytest.mark.parametrize(("n", "low"), [(1, 21), (2, 34), (5, 57), (10, 72), (20, 84), (50, 93), (100, 96)])
 def test_all_hits_are_no_proof(n: int, low: int) -> None:
     assert wilson(n, n).percent() == f"100% [{low}, 100] n={n}"
+
+
+@examples
+@given(hits_of, st.integers(0, 1))
+def test_only_all_print_as_100_percent_and_none_as_0(case: tuple[int, int], digits: int) -> None:
+    hits, n = case
+    printed = float(in_percent(hits / n, digits))
+    assert (printed == 100, printed == 0) == (hits == n, hits == 0)
+    assert abs(printed - 100 * hits / n) <= 0.5 / 10**digits + 1e-9
+
+
+def test_199_of_200_print_as_99_5_percent() -> None:
+    assert wilson(199, 200).percent() == "99.5% [97, 99.9] n=200"
+    assert wilson(1, 200).percent() == "0.5% [0.1, 3] n=200"
+    assert wilson(1000, 1000).percent() == "100% [99.6, 100] n=1000"
 
 
 def test_an_interval_prints_its_value_bounds_and_n() -> None:
