@@ -399,6 +399,7 @@ with torch.no_grad():
 """
 
 
+@pytest.mark.slow
 def test_a_merged_model_is_plain_extended_and_the_same(run: Run, tmp_path: Path) -> None:
     """In a process where ctxext and PEFT cannot be imported."""
     assert merge(run.adapter, tmp_path / "merged") == tmp_path / "merged"

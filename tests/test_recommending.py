@@ -181,6 +181,7 @@ def test_a_recommendation_is_a_method_that_extend_context_takes(shipped, tmp_pat
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
+@pytest.mark.slow
 def test_a_model_that_finds_nothing_in_a_short_text_is_recommended_a_method_by_its_loss(
     shipped, tmp_path: Path
 ) -> None:

@@ -576,6 +576,7 @@ def test_a_compiled_model_is_extended(how: str, warm: bool, fresh_dynamo: Any) -
     torch.testing.assert_close(logits(model, IDS), stock, rtol=0, atol=1e-9)
 
 
+@pytest.mark.slow
 def test_a_model_extended_on_meta_compiles(fresh_dynamo: Any) -> None:
     with torch.device("meta"):
         model = tiny_model("llama")

@@ -72,6 +72,7 @@ def test_extend_writes_what_it_says(checkpoint: Path, tmp_path: Path) -> None:
     assert config["rope_parameters"]["beta_fast"] == 16
 
 
+@pytest.mark.slow
 def test_a_dry_run_prints_json_alone(checkpoint: Path) -> None:
     run = ctxext("extend", checkpoint, "--factor", "2", "--dry-run")
     assert json.loads(run.stdout)["max_position_embeddings"] == 128

@@ -259,6 +259,7 @@ def late(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_a_checkpoint_that_is_extended_late_is_measured_as_the_method_is(late: Path, tmp_path: Path) -> None:
     grid = ("--tasks", "perplexity", "--lengths", "768", "--windows", "1", "-o")
     for name, arguments in (("here", (late,)), ("there", (MODEL, "--method", "self_extend", "--factor", 4))):
@@ -326,6 +327,7 @@ def test_compare_leaves_out_what_a_model_refuses_and_says_why(tmp_path: Path) ->
 # ------------------------------------------------------------------------------------------ compare and report
 
 
+@pytest.mark.slow
 def test_where_a_table_of_positions_ends_nothing_is_run_and_it_is_said(tmp_path: Path) -> None:
     path, model = tmp_path / "r.jsonl", small_model("gpt2", "causal", vocab_size=4096, n_positions=128)
     checkpoint = with_tokenizer(model, tmp_path / "gpt2")
@@ -673,6 +675,7 @@ def test_every_task_that_the_help_names_is_known(monkeypatch: pytest.MonkeyPatch
     assert len(grid.tasks) == len(tasks) - 1 + 13
 
 
+@pytest.mark.slow
 def test_key_tokens_are_shown_where_the_unextended_model_is_not_read(tmp_path: Path) -> None:
     tasks = (
         "--tasks",
@@ -690,6 +693,7 @@ def test_key_tokens_are_shown_where_the_unextended_model_is_not_read(tmp_path: P
     assert "in need of long context" in " ".join(outcome.out.split())
 
 
+@pytest.mark.slow
 def test_the_base_of_a_longer_table_is_asked_for_nothing_beyond_its_own(tmp_path: Path) -> None:
     base = tmp_path / "base"
     small_model("gpt2", "causal", vocab_size=4096, n_positions=128).save_pretrained(base)

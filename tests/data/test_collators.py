@@ -249,6 +249,7 @@ def test_the_guard_refuses_a_model_that_does_not_pass_its_arguments_on(model, co
         check_positions(model, collator, 512, VOCABULARY)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("collator", [Plain(), PoSE(target_length=512)])
 def test_a_stock_trainer_takes_them(tokenizer, tmp_path, collator) -> None:
     text = Dataset.from_dict({"text": [PERSUASION.read_text(encoding="utf-8")[:20_000]]})

@@ -117,6 +117,7 @@ def test_scores_of_the_two_layouts_agree_once_the_weights_are_mapped():
 # --------------------------------------------------------------------------- decay with the distance
 
 
+@pytest.mark.slow
 def test_decay_bound_bounds_every_score():
     """RoFormer, equation 37: |score| <= max |h_(i+1) - h_i| * sum |S_j|, h_i = q_i k_i* and h_(d/2) = 0."""
     distances = torch.arange(0, 5000, 7)

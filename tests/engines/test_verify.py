@@ -149,6 +149,7 @@ def test_a_server_that_is_wrong_near_the_target_is_not_live(wrong: str, twice: P
     assert "ends before" in verdict.reason
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["vllm", "sglang"])
 def test_a_server_that_is_right_near_the_target_is_live(form: str, twice: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(twice, dtype=torch.bfloat16).eval()

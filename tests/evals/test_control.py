@@ -90,6 +90,7 @@ def test_forms_to_fit_in_are_those_that_teacher_forcing_scores(tokenizer) -> Non
     assert other_forms(Prompter(tokenizer)) == []
 
 
+@pytest.mark.slow
 def test_the_form_stands_in_the_results_and_an_interrupted_run_keeps_it(
     models, tokenizer, text, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
 ) -> None:
@@ -149,6 +150,7 @@ class Killed(Exception):
     """The process, by somebody else."""
 
 
+@pytest.mark.slow
 def test_a_control_that_is_killed_is_repeated_with_the_same_result(
     models, tokenizer, text, monkeypatch: pytest.MonkeyPatch
 ) -> None:

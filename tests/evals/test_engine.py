@@ -95,6 +95,7 @@ def shipped():
     return load(MODEL)[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["dynamic_ntk", "self_extend"])
 def test_late_rotation_takes_the_same_short_cuts_and_changes_nothing(shipped, method: str) -> None:
     """Across the trained length of 512: answers in chunks behind shared prefixes, back and forth, and losses."""

@@ -50,6 +50,7 @@ def made(task, length: int, depth: float, trial: int = 0, kind: str = "shipped",
     return task.sample(place, prompter_of(kind, **style), haystack_of(kind))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 @settings(
     max_examples=40, deadline=None, suppress_health_check=list(HealthCheck), phases=[Phase.explicit, Phase.generate]

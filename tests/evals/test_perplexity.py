@@ -74,6 +74,7 @@ def test_the_sliding_task_scores_every_token_once_and_equals_the_function() -> N
     assert sum(record["bytes"] for record in records) == n_bytes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_windows_are_exact_and_spread_over_the_text(kind: str) -> None:
     tokenizer = tokenizer_of_kind(kind)

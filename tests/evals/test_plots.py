@@ -269,6 +269,7 @@ def test_text_of_a_cell_stands_out() -> None:
         assert (light + 0.05) / (dark + 0.05) >= 4.5
 
 
+@pytest.mark.slow
 def test_save_figures_writes_what_was_measured(tmp_path: Path) -> None:
     paths = plots.save_figures(made(variants=2), tmp_path, "run")
     names = {"overview", "perplexity", "price", "passkey-none", "passkey-yarn"}

@@ -96,6 +96,7 @@ with torch.no_grad():
 """
 
 
+@pytest.mark.slow
 def test_a_fitted_model_is_reloaded_bitwise_without_ctxext(desk: Path, tmp_path: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(desk / "model").eval()
     plain = logits(model, IDS)

@@ -101,6 +101,7 @@ def test_an_objective_is_what_it_says(name: str, model: Any, material: Material)
     assert score.excess == max(0.0, score.short)
 
 
+@pytest.mark.slow
 def test_what_is_lost_within_the_limit_is_no_excess(live: LiveFactors, model: Any, material: Material) -> None:
     scores = [
         Scorer(Engine(model), live, Objective(windows=1, short_limit=limit), material)(YaRN(factor=16))

@@ -34,6 +34,7 @@ def test_more_than_there_is_does_not_fit() -> None:
     assert Estimate(held=None, state=2**30, growth=None, room=0, seconds=1).fits
 
 
+@pytest.mark.slow
 def test_the_peak_is_seen_after_it_has_passed() -> None:
     memory = PeakMemory(torch.device("cpu"))
     before = memory.now
