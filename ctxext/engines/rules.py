@@ -142,7 +142,7 @@ def _extended(engine: str, config: PreTrainedConfig, plan: Plan | None) -> PreTr
     extended = copy.deepcopy(config)
     if plan is not None:
         if plan.method is not None and not plan.is_portable:
-            raise NotExportable(_why_live_only(engine, plan))
+            raise NotExportable(_why_live_only(plan))
         if plan.changes_weights:
             name = plan.method.name if plan.method else "this"
             raise NotExportable(
@@ -171,10 +171,10 @@ def _extended(engine: str, config: PreTrainedConfig, plan: Plan | None) -> PreTr
     return extended
 
 
-def _why_live_only(engine: str, plan: Plan) -> str:
+def _why_live_only(plan: Plan) -> str:
     assert plan.method is not None
     name = plan.method.name
-    where = f" ctxext.load runs {name} in transformers." * engine.startswith("transformers")
+    where = f" ctxext.load runs {name} in transformers."
     if plan.is_late and isinstance(plan.method, RopeScaling):
         return (
             f"no config can say what {name} does, as {plan.why_not_portable}. Nearest: {name} pinned at one length "

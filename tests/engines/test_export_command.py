@@ -18,6 +18,7 @@ from ctxext.assets import MODEL
 from ctxext.cli import commands
 from ctxext.engines.probe import read_probe
 from ctxext.engines.rules import ENGINES
+from ctxext.folders import extend_folder
 from ctxext.saved import PROBE, SavedMethod
 
 
@@ -40,6 +41,13 @@ def test_a_config_alone_is_exported_for_every_engine(config_alone: Path) -> None
         assert told["vllm"]["config"]["rope_parameters"]["factor"] == 4.0
         assert str(config_alone) in told["vllm"]["flags"]
     assert [path.name for path in config_alone.iterdir()] == ["config.json"]
+
+
+def test_a_reason_that_all_engines_share_is_said_once(tmp_path: Path) -> None:
+    extend_folder(MODEL, tmp_path / "out", factor=4, method="self_extend", say=lambda line: None)
+    said = " ".join(export(tmp_path / "out").stdout.split())
+    assert said.count("self_extend maps positions inside attention, which no config can say.") == 1
+    assert f"{', '.join(ENGINES)} cannot" in said
 
 
 def test_what_is_written_is_what_is_printed_for_programs(config_alone: Path, tmp_path: Path) -> None:
