@@ -6,6 +6,7 @@ import copy
 import functools
 import math
 import sys
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from importlib.resources import files
 from typing import Any, Literal, cast, get_args
@@ -537,47 +538,7 @@ def plan_rope(
     scaled = facts.scaling is not None or facts.mark is not None
     if existing == "refuse" and scaled:
         raise ValueError(_refuse_existing(facts))
-    if existing in ("keep", "compose") and not scaled:
-        raise ValueError(
-            f"existing={existing!r} needs a model whose RoPE is scaled already, but this one has plain RoPE "
-            f"(theta {facts.original_theta:g}). Leave existing= out."
-        )
-    if (
-        existing in ("keep", "compose")
-        and facts.scaling is not None
-        and facts.scaling.is_late
-        and facts.mark is not None
-    ):
-        raise ValueError(
-            f"this config belongs to, or was saved from, a live model that {facts.scaling.name} extends inside "
-            f"attention, so existing={existing!r} would leave nothing of that. Call restore_context(model), or use "
-            "existing='replace'."
-        )
-    if existing in ("keep", "compose") and isinstance(facts.scaling, RopeScaling) and facts.scaling.of_the_call:
-        raise ValueError(
-            "transformers' dynamic scaling is counted from max_position_embeddings and follows the length itself, so "
-            f"existing={existing!r} would start from frequencies that no sequence has. Use existing='replace'."
-        )
-    parameters = facts.rope_parameters
-    if (
-        existing == "compose"
-        and family_of(facts.text_config).mscale_keys
-        and parameters.get("short_factor") != parameters.get("long_factor")
-    ):
-        raise ValueError(
-            f"transformers never uses its long_factor in this family ({facts.text_config.model_type!r}), so that "
-            "nothing composes with it. Use existing='replace'."
-        )
-    if existing in ("keep", "compose") and facts.mark is not None and facts.mark.get("live_only"):
-        raise ValueError(
-            f"this config belongs to a live model whose tables were changed, and does not say how, so existing="
-            f"{existing!r} would leave nothing of that. Call restore_context(model), or use existing='replace'."
-        )
-    if existing == "replace" and facts.original_length is None:
-        raise ValueError(
-            f"existing='replace' starts from the trained length before any scaling, and nothing says that of this "
-            f"model ({facts.summary}). Pass original_max_position_embeddings=, or use existing='compose'."
-        )
+    _check_existing(facts, existing)
     rope = facts.original_rope if existing == "replace" or not scaled else facts.rope
     start, source = rope.original_max_position_embeddings, facts.trained_length_source
     if existing == "keep":  # where a scaling reaches further than the window, the window is what there is to widen
@@ -735,14 +696,67 @@ def _refuse_late(facts: ContextFacts, existing: Existing) -> None:
         )
 
 
+def _check_existing(facts: ContextFacts, existing: Existing) -> None:
+    """Raise ValueError where what a model has already cannot be kept, composed with or replaced."""
+    if existing in ("keep", "compose") and facts.scaling is None and facts.mark is None:
+        raise ValueError(
+            f"existing={existing!r} needs a model whose RoPE is scaled already, but this one has plain RoPE "
+            f"(theta {facts.original_theta:g}). Leave existing= out."
+        )
+    if (
+        existing in ("keep", "compose")
+        and facts.scaling is not None
+        and facts.scaling.is_late
+        and facts.mark is not None
+    ):
+        raise ValueError(
+            f"this config belongs to, or was saved from, a live model that {facts.scaling.name} extends inside "
+            f"attention, so existing={existing!r} would leave nothing of that. Call restore_context(model), or use "
+            "existing='replace'."
+        )
+    if existing in ("keep", "compose") and isinstance(facts.scaling, RopeScaling) and facts.scaling.of_the_call:
+        raise ValueError(
+            "transformers' dynamic scaling is counted from max_position_embeddings and follows the length itself, so "
+            f"existing={existing!r} would start from frequencies that no sequence has. Use existing='replace'."
+        )
+    parameters = facts.rope_parameters
+    if (
+        existing == "compose"
+        and family_of(facts.text_config).mscale_keys
+        and parameters.get("short_factor") != parameters.get("long_factor")
+    ):
+        raise ValueError(
+            f"transformers never uses its long_factor in this family ({facts.text_config.model_type!r}), so that "
+            "nothing composes with it. Use existing='replace'."
+        )
+    if existing in ("keep", "compose") and facts.mark is not None and facts.mark.get("live_only"):
+        raise ValueError(
+            f"this config belongs to a live model whose tables were changed, and does not say how, so existing="
+            f"{existing!r} would leave nothing of that. Call restore_context(model), or use existing='replace'."
+        )
+    if existing == "replace" and facts.original_length is None:
+        raise ValueError(
+            f"existing='replace' starts from the trained length before any scaling, and nothing says that of this "
+            f"model ({facts.summary}). Pass original_max_position_embeddings=, or use existing='compose'."
+        )
+
+
 def _refuse_existing(facts: ContextFacts) -> str:
     by = "by ctxext " if facts.mark is not None else ""
     original = facts.original_length or "original_max_position_embeddings=, which you have to pass"
+    replacing = f"existing='replace' starts again from the original frequencies (from {original})"
+    others: dict[Existing, str] = {
+        "keep": f"leaves the frequencies and only widens the window (factor counts from {facts.reach})",
+        "compose": f"scales on top of it (from {facts.reach})",
+    }
+    offers = []
+    for existing, does in others.items():
+        with suppress(ValueError):
+            _check_existing(facts, existing)
+            offers.append(f"existing={existing!r} {does}")
     return (
         f"this model's RoPE is scaled already {by}({facts.summary}). Say what to do with that: "
-        f"existing='keep' leaves the frequencies and only widens the window (factor counts from "
-        f"{facts.reach}); existing='compose' scales on top of it (from {facts.reach}); "
-        f"existing='replace' starts again from the original frequencies (from {original})."
+        f"{'; '.join([*offers, replacing])}."
     )
 
 

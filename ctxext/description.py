@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -9,7 +10,7 @@ from ctxext.config_fields import check_config
 from ctxext.configs import Checkpoint, attention_layers, has_rope, head_dim, no_encoding, read_context
 from ctxext.extension import check_on_paper
 from ctxext.planning import encoding_of, original_length, plan_extension
-from ctxext.plans import ENCODINGS, Lengths, live_mark, summary_of
+from ctxext.plans import ENCODINGS, Lengths, Plan, live_mark, summary_of
 from ctxext.text_configs import text_config_of
 from ctxext.values import MAX_FACTOR, MAX_TOKENS, is_count, is_number
 
@@ -119,20 +120,32 @@ def describe(
     target_length: int | None,
     *,
     model: Any = None,
+    planned: Callable[..., Plan] | None = None,
     **options: Any,
 ) -> ContextDescription:
-    """See `ctxext.describe_context`."""
+    """See `ctxext.describe_context`.
+
+    Args:
+        planned: works out the extension; by default that of the model of `config`.
+    """
+
+    def planned_here(**how: Any) -> Plan:
+        plan = plan_extension(config, model=model, **how)
+        check_on_paper(config, plan, model)
+        return plan
+
+    planned = planned or planned_here
     check_config(config)
     text_config = text_config_of(config)
     dtype = str(getattr(text_config, "dtype", None) or getattr(config, "dtype", None) or "bfloat16")
     dtype = dtype.removeprefix("torch.")
     if not has_rope(text_config):
-        return _describe_other(config, dtype, factor, target_length, model=model, **options)
+        return _describe_other(config, dtype, factor, target_length, model=model, planned=planned, **options)
     try:
         facts = read_context(config, options.get("original_max_position_embeddings"))
     except ValueError as error:
         return _unknown(config, dtype, "rope", f"refuse: {error}")
-    target, would_do, notes = _would_do(config, facts.reach, factor, target_length, model=model, **options)
+    target, would_do, notes = _would_do(planned, facts.reach, factor, target_length, **options)
     return ContextDescription(
         model_type=text_config.model_type,
         encoding="rope",
@@ -155,18 +168,11 @@ def describe(
 
 
 def _would_do(
-    config: Any,
-    reach: int,
-    factor: float | None,
-    target_length: int | None,
-    *,
-    model: Any,
-    **options: Any,
+    planned: Callable[..., Plan], reach: int, factor: float | None, target_length: int | None, **options: Any
 ) -> tuple[int, str, tuple[str, ...]]:
     """The target in tokens, what extending would do, and what a person should know of that."""
     try:
-        plan = plan_extension(config, factor, target_length=target_length, model=model, **options)
-        check_on_paper(config, plan, model)
+        plan = planned(factor=factor, target_length=target_length, **options)
     except ValueError as error:
         asked = target_length if is_count(target_length, 1, MAX_TOKENS) else None
         times = factor if is_number(factor, 1, MAX_FACTOR) else 4
@@ -177,14 +183,21 @@ def _would_do(
 
 
 def _describe_other(
-    config: Any, dtype: str, factor: float | None, target_length: int | None, *, model: Any, **options: Any
+    config: Any,
+    dtype: str,
+    factor: float | None,
+    target_length: int | None,
+    *,
+    model: Any,
+    planned: Callable[..., Plan],
+    **options: Any,
 ) -> ContextDescription:
     try:
         found = encoding_of(config, model)
     except ValueError as error:
         text_config = text_config_of(config)
         return _unknown(config, dtype, "none" if no_encoding(text_config) else "unknown", f"refuse: {error}")
-    target, would_do, notes = _would_do(config, found.trained_length, factor, target_length, model=model, **options)
+    target, would_do, notes = _would_do(planned, found.trained_length, factor, target_length, **options)
     mark = live_mark(text_config_of(config))
     return replace(
         _unknown(config, dtype, found.name, would_do),

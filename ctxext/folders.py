@@ -258,7 +258,7 @@ def extend_folder(
     with written_whole(output) as building:
         if plan.changes_weights:
             say("this method makes new weights: loading the model")
-            _extend_live(folder, building, factor, method, arguments)
+            _extend_live(folder, building, plan)
         linked, copied = _link_or_copy(folder, building, say)
         if not plan.changes_weights:
             _write_json(building / "config.json", config)
@@ -284,9 +284,11 @@ def _fingerprint(folder: Path, plan: Plan) -> str | None:
     return None
 
 
-def _extend_live(folder: Path, building: Path, factor: Any, method: Any, arguments: dict[str, Any]) -> None:
+def _extend_live(folder: Path, building: Path, plan: Plan) -> None:
     model = architecture_of(folder).from_pretrained(folder, dtype="auto")
-    extend_context(model, factor, method, **arguments).save_pretrained(building)
+    extend_context(
+        model, method=plan.method, existing=plan.existing, original_max_position_embeddings=plan.original_length
+    ).save_pretrained(building)
 
 
 @contextmanager

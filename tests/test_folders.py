@@ -4,21 +4,27 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import torch
 from families import FAMILIES, from_config, logits, tiny_config, tiny_model, token_ids
+from live import LATE, late
 from transformers import AutoConfig, AutoModelForCausalLM
+from typer.testing import CliRunner
 
 import ctxext
-from ctxext.cli import measuring
+from ctxext.cli import commands, measuring
 from ctxext.folders import checkpoint_folder, extend_folder
+from ctxext.plans import Existing
 from ctxext.records import RECORD
 from ctxext.saved import PROBE
+from ctxext.survey.small import small_model
 
 
 @pytest.fixture
@@ -37,6 +43,49 @@ def test_an_extended_folder_is_the_model_extended_live_and_saved(family: str, tm
     reloaded = type(model).from_pretrained(tmp_path / "out").eval()
     assert torch.equal(logits(reloaded, ids), logits(model, ids))
     assert reloaded.config.get_text_config().rope_parameters == model.config.get_text_config().rope_parameters
+
+
+def offers(words: str) -> list[str]:
+    return re.findall(r"existing='(\w+)'", words)
+
+
+@pytest.mark.parametrize("method", LATE)
+def test_describe_offers_for_an_extended_folder_what_extend_takes(method: str, source: Path, tmp_path: Path) -> None:
+    live = late(method, tiny_model("llama"))
+    extend_folder(source, tmp_path / "out", method=live, say=lambda line: None)
+    assert (tmp_path / "out" / RECORD).is_file()
+    run = CliRunner().invoke(commands, ["describe", str(tmp_path / "out")])
+    offered = offers(" ".join(run.stdout.split()))
+    assert offered == ["replace"]
+    for existing in get_args(Existing):
+        again = ["describe", str(tmp_path / "out"), "--existing", existing, "--factor", "8"]
+        would = " ".join(CliRunner().invoke(commands, again).stdout.split("extend_context would")[1].split())
+        if existing in offered:
+            plan = extend_folder(tmp_path / "out", tmp_path / "again", 8, existing=existing).plan
+            assert would.startswith(plan.summary)
+        else:
+            assert would.startswith("refuse: ")
+            with pytest.raises(ValueError, match="is extended already"):
+                extend_folder(tmp_path / "out", tmp_path / "refused", 8, existing=existing)
+
+
+@pytest.mark.parametrize("model_type", ["bloom", "mpt", "xglm", "ctrl"])
+def test_describe_offers_for_a_folder_without_rope_what_extend_takes(model_type: str, tmp_path: Path) -> None:
+    small_model(model_type, "causal").save_pretrained(tmp_path / "source")
+    extend_folder(tmp_path / "source", tmp_path / "out", 2, say=lambda line: None)
+    said = CliRunner().invoke(commands, ["describe", str(tmp_path / "out")]).stdout
+    for existing in offers(" ".join(said.split())):
+        extend_folder(tmp_path / "out", tmp_path / existing, 8, existing=existing, say=lambda line: None)
+
+
+@pytest.mark.parametrize("method", [*LATE, "yarn"])
+def test_describe_offers_for_an_extended_config_what_can_be_planned(method: str) -> None:
+    model = tiny_model("llama")
+    config = ctxext.extend_context(model, method=late(method, model)).config
+    offered = offers(ctxext.describe_context(config, 8).would_do)
+    assert offered == (["keep", "compose", "replace"] if method == "yarn" else ["replace"])
+    for existing in offered:
+        assert not ctxext.describe_context(config, 8, existing=existing).would_do.startswith("refuse: ")
 
 
 def test_weights_are_shared_not_copied(source: Path, tmp_path: Path) -> None:

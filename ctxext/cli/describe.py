@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
@@ -21,6 +22,9 @@ from ctxext.cli.common import (
     without_garbage_collection,
 )
 
+if TYPE_CHECKING:
+    from ctxext.plans import Plan
+
 
 def describe(
     model: Model,
@@ -38,11 +42,14 @@ def describe(
     """
     from rich.console import Console
 
-    from ctxext.api import describe_context
+    from ctxext.description import describe
     from ctxext.engines.gguf_files import context_of_gguf
-    from ctxext.folders import checkpoint_folder, planned_as_saved, read_config
+    from ctxext.folders import checkpoint_folder, extended_json, planned_as_saved, read_config
     from ctxext.records import read_record
     from ctxext.text_configs import text_config_of
+
+    def of_folder(**how: Any) -> Plan:  # whose config does not say how it is extended
+        return extended_json(folder, **how)[0]
 
     record, model = None, folder_of(model)
     with without_garbage_collection():
@@ -53,11 +60,13 @@ def describe(
             config, record = read_config(folder), read_record(folder)
     if record is not None:  # as ctxext.load has it
         planned_as_saved(config, record).apply_to(text_config_of(config))
-    description = describe_context(
+
+    description = describe(
         config,
         factor,
+        target_length,
+        planned=None if record is None else of_folder,
         method=method,
-        target_length=target_length,
         original_max_position_embeddings=original_max_position_embeddings,
         existing=existing,
         **parse_options(option),
