@@ -46,7 +46,7 @@ def test_an_extended_folder_is_the_model_extended_live_and_saved(family: str, tm
 
 
 def offers(words: str) -> list[str]:
-    return re.findall(r"existing='(\w+)'", words)
+    return re.findall(r"(?:existing='|--existing )(\w+)", words)
 
 
 @pytest.mark.parametrize("method", LATE)
