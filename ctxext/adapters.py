@@ -48,6 +48,7 @@ from ctxext.records import (
     plain_name,
     read_record,
     weights_fingerprint,
+    weights_unlike,
 )
 from ctxext.records import RECORD as EXTENSION
 
@@ -427,7 +428,7 @@ def _base_by_record(folder: Path, record: AdapterBase, named: str | None) -> tup
     places = [Path(record.extended), *_places(folder)]
     if named is not None:
         places.insert(0, Path(named))
-    tried = []
+    tried, changed = [], False
     for place in dict.fromkeys(places):
         if not (place / "config.json").is_file():
             tried.append(f"{place}: no model there")
@@ -437,8 +438,9 @@ def _base_by_record(folder: Path, record: AdapterBase, named: str | None) -> tup
             tried.append(f"{place}: not extended as {RECORD} says")
         elif not any(place.glob("*.safetensors")):
             tried.append(f"{place}: no safetensors")
-        elif weights_fingerprint(place) != record.fingerprint:
-            tried.append(f"{place}: other weights")
+        elif unlike := weights_unlike(place, record.fingerprint):
+            tried.append(f"{place}: {unlike}")
+            changed = True
         else:
             return place, config
     try:
@@ -448,18 +450,19 @@ def _base_by_record(folder: Path, record: AdapterBase, named: str | None) -> tup
     else:
         if record.rope_parameters is None:
             tried.append(f"{record.base}: the original, without the rows that its table of positions was extended by")
-        elif weights_fingerprint(place) == record.fingerprint:
+        elif unlike := weights_unlike(place, record.fingerprint):
+            tried.append(f"{record.base}: {unlike}")
+            changed = True
+        else:
             config = read_config(place)
             record.apply_to(config)
             _check_buildable(config, record, folder)
             return place, config
-        else:
-            tried.append(f"{record.base}: other weights")
-    others = any(line.endswith("other weights") for line in tried)
-    raise (ValueError if others else FileNotFoundError)(
-        f"the base that {folder} was trained on was {'changed' if others else 'not found'}. Looked at:\n  "
+    raise (ValueError if changed else FileNotFoundError)(
+        f"the base that {folder} was trained on was {'changed' if changed else 'not found'}. Looked at:\n  "
         + "\n  ".join(tried)
-        + f"\nPut the extended base (fingerprint {record.fingerprint}) in a folder 'base' beside the adapter."
+        + f"\nPut the extended base (fingerprint {record.fingerprint}) in a folder 'base' beside the adapter, and pass "
+        "dtype= to ctxext.load for another dtype."
     )
 
 

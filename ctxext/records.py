@@ -36,6 +36,7 @@ from ctxext.values import shown
 RECORD = "context_extension.json"
 # In a config.json: the summary of the extension beside it. Any other writer of that folder leaves it out.
 BESIDE = "context_extension"
+OTHER_WEIGHTS = "other weights"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,10 +147,16 @@ class Record:
 
     def check_weights(self, folder: Path) -> None:
         """Raise ValueError if the checkpoint in `folder` has other weights than the extension belongs to."""
-        if self.model.weights is not None and weights_fingerprint(folder) != self.model.weights:
+        unlike = None if self.model.weights is None else weights_unlike(folder, self.model.weights)
+        if unlike == OTHER_WEIGHTS:
             raise ValueError(
                 f"{self.where} belongs to other weights than those in {folder}: another model was saved there since. "
                 f"Extend this model anew, or delete {RECORD} to load it unextended."
+            )
+        if unlike is not None:
+            raise ValueError(
+                f"{self.where} belongs to a model of another dtype: {folder} has {unlike}. Restore the model as it was "
+                "stored and pass dtype= to ctxext.load, or extend this one anew."
             )
 
 
@@ -194,7 +201,7 @@ def read_record(folder: Path) -> Record | None:
 
 
 def weights_fingerprint(folder: Path) -> str:
-    """Of a checkpoint's safetensors: each tensor's name, shape, type and up to 32 of its values.
+    """Of a checkpoint's safetensors: each tensor's name, shape, type and up to 32 of its values; then their dtypes.
 
     The same however they are sharded. Only the pages that hold those values are read from the disk.
 
@@ -210,11 +217,12 @@ def weights_fingerprint(folder: Path) -> str:
         paths = [whole] if whole.is_file() else sorted(folder.glob("*.safetensors"))
     if not paths:
         raise ValueError(f"{folder} holds no safetensors. Load the model and save_pretrained it, which writes them.")
-    lines = []
+    lines, dtypes = [], set()
     for path in paths:
         with safe_open(path, "pt") as tensors:
             for name in tensors.keys():  # noqa: SIM118, it is no dict
                 tensor = tensors.get_tensor(name)
+                dtypes.add(str(tensor.dtype).removeprefix("torch."))
                 flat = tensor.reshape(-1)
                 values = flat[:: max(1, flat.numel() // 32)][:32].contiguous()
                 about = f"{name} {tuple(tensor.shape)} {tensor.dtype} ".encode()
@@ -222,7 +230,16 @@ def weights_fingerprint(folder: Path) -> str:
     digest = blake2b(digest_size=8)
     for line in sorted(lines):
         digest.update(line)
-    return digest.hexdigest()
+    return f"{digest.hexdigest()} {'+'.join(sorted(dtypes))}"
+
+
+def weights_unlike(folder: Path, fingerprint: str) -> str | None:
+    """How the weights in `folder` differ from those of `fingerprint`, in words; None where they are the same."""
+    now = weights_fingerprint(folder)
+    dtypes, dtypes_then = now.partition(" ")[2], fingerprint.partition(" ")[2]
+    if now == fingerprint:
+        return None
+    return OTHER_WEIGHTS if dtypes == dtypes_then else f"{dtypes} weights instead of {dtypes_then}"
 
 
 # ------------------------------------------------------------------------------------ of adapters

@@ -271,6 +271,15 @@ def test_a_base_of_other_weights_is_refused(run: Run, tmp_path: Path) -> None:
         ctxext.load(other.adapter)
 
 
+def test_a_base_that_was_saved_in_another_dtype_is_refused_by_its_dtype(run: Run, tmp_path: Path) -> None:
+    other = run.copy(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(other.original, dtype=torch.bfloat16)
+    shutil.rmtree(other.original)
+    model.save_pretrained(other.original)
+    with pytest.raises(ValueError, match=r"original: bfloat16 weights instead of float32\nPut .* pass dtype="):
+        ctxext.load(other.adapter)
+
+
 def test_a_lost_base_is_reported_with_all_places(run: Run, tmp_path: Path) -> None:
     other = run.copy(tmp_path)
     shutil.rmtree(other.original)

@@ -193,6 +193,16 @@ def test_an_adapter_is_not_put_on_another_extension(tmp_path: Path) -> None:
         PeftModel.from_pretrained(other, tmp_path)
 
 
+def test_an_adapter_on_a_base_of_another_dtype_is_refused_by_its_dtype(tmp_path: Path) -> None:
+    shutil.copytree(MODEL, tmp_path / "original")
+    model = ctxext.extend_context(AutoModelForCausalLM.from_pretrained(tmp_path / "original"), 4)
+    by_peft(model, tmp_path / "adapter")
+    other = AutoModelForCausalLM.from_pretrained(tmp_path / "original", dtype=torch.bfloat16)
+    other.save_pretrained(tmp_path / "original")
+    with pytest.raises(ValueError, match=r"of another dtype: .*has bfloat16 weights instead of float32.*pass dtype="):
+        ctxext.load(tmp_path / "adapter")
+
+
 def test_an_adapter_on_a_base_of_other_weights_is_refused(tmp_path: Path) -> None:
     shutil.copytree(MODEL, tmp_path / "original")
     model = ctxext.extend_context(AutoModelForCausalLM.from_pretrained(tmp_path / "original"), 4)
