@@ -92,7 +92,7 @@ def main() -> None:
     table = {factor: compare(report, factor, measured, seeds_at(factor, args.seeds)) for factor in args.factors}
     if args.evolution:
         evolution(report, args.evolution)
-    draw(args.factors, args.seeds, args.output / "lambda.png")
+    draw(table, args.output / "lambda.png")
     report.finish(args.output / "summary.json", table=table, settings=SETTINGS)
 
 
@@ -325,14 +325,14 @@ def compare(report: Report, factor: int, measured: dict[Any, Any], seeds: list[i
                 "key_loss_against_best": key_difference(result, static[best_keys])._asdict(),
                 "text_against_best": text_difference(result, static[best_text])._asdict(),
             }
-    here = f"×{factor}"
-    report.add(f"{here}: best static method, share of keys found ({best_keys})", found(static[best_keys]))
+    here, best = f"×{factor}", "best static method as measured here"
+    report.add(f"{here}: {best}, share of keys found ({best_keys})", found(static[best_keys]))
     report.add(
-        f"{here}: best static method at the target, share of keys found",
+        f"{here}: {best}, share of keys found at the target",
         max(row["found_at_target"] for name, row in rows.items() if name in static),
     )
-    report.add(f"{here}: best static method, loss of a key in nats ({best_keys})", lost(static[best_keys]))
-    report.add(f"{here}: best static method, perplexity ({best_text})", math.exp(mean(static[best_text]["long"])))
+    report.add(f"{here}: {best}, loss of a key in nats ({best_keys})", lost(static[best_keys]))
+    report.add(f"{here}: {best}, perplexity ({best_text})", math.exp(mean(static[best_text]["long"])))
     for seed, result in fits.items():
         report.add(f"{here}, seed {seed}: share of keys found", found(result))
         report.add(f"{here}, seed {seed}: at the target", rows[f"fitted, seed {seed}"]["found_at_target"])
@@ -356,7 +356,19 @@ def compare(report: Report, factor: int, measured: dict[Any, Any], seeds: list[i
         max(mean(r["short"]) / mean(base["short"]) - 1 for r in fits.values()), at_most=0.01,
     )  # fmt: skip
     report.add(f"{here}: longest fit in seconds", max(r["seconds"] for r in fits.values()), at_most=300)
-    return {"best_static": {"keys": best_keys, "text": best_text}, "rows": rows}
+    drawn = ["yarn", "llama3", *(name for name in rows if name.startswith("fitted"))]
+    return {
+        "best_static": {"keys": best_keys, "text": best_text, "as": "measured on these prompts and windows"},
+        "rows": rows,
+        "rescale_factors": {name: rescale_factors(factor, name) for name in drawn},
+    }
+
+
+def rescale_factors(factor: int, name: str) -> list[float]:
+    """λ of each pair of the shipped model, by a formula or as it was fitted."""
+    fitted = name.startswith("fitted")
+    method = read_saved(fit_file(factor, name)).method if fitted else make_method(name, float(factor))
+    return method.rescale_factors(RopeGeometry.plain(64, 1250.0, 512)).tolist()
 
 
 def evolution(report: Report, factor: int) -> None:
@@ -408,19 +420,16 @@ def add_part(report: Report, here: str, result: dict[str, Any], base: dict[str, 
     report.add(f"{here}: loss within 512, over", mean(result["short"]) / mean(base["short"]) - 1)
 
 
-def draw(factors: list[int], seeds: list[int], path: Path) -> None:
-    """λ by pair: each fit, and the two formulas that it may begin at."""
-    figure = Figure(figsize=(3 * len(factors), 3.4), layout="constrained")
-    rope = RopeGeometry.plain(64, 1250.0, 512)
-    for axes, factor in zip(figure.subplots(1, len(factors), squeeze=False)[0], factors):
-        here = seeds_at(factor, seeds)
-        for seed in here:
-            saved = read_saved(fit_file(factor, f"fitted, seed {seed}"))
-            label = "fitted, each seed" if seed == here[0] else None
-            axes.plot(saved.method.rescale_factors(rope), color="#c23b22", alpha=0.6, linewidth=1, label=label)
-        for name, style in (("yarn", "--"), ("llama3", ":")):
-            factors_of = make_method(name, float(factor)).rescale_factors(rope)
-            axes.plot(factors_of, style, color="#333333", linewidth=1.4, label=name)
+def draw(table: dict[Any, dict[str, Any]], path: Path) -> None:
+    """λ by pair: each fit, and the two formulas that it may begin at, from the table of a summary."""
+    figure = Figure(figsize=(3 * len(table), 3.4), layout="constrained")
+    for axes, (factor, part) in zip(figure.subplots(1, len(table), squeeze=False)[0], table.items()):
+        formulas = {"yarn": "--", "llama3": ":"}
+        fits = {name: λ for name, λ in part["rescale_factors"].items() if name not in formulas}
+        for k, λ in enumerate(fits.values()):
+            axes.plot(λ, color="#c23b22", alpha=0.6, linewidth=1, label=None if k else "fitted, each seed")
+        for name, style in formulas.items():
+            axes.plot(part["rescale_factors"][name], style, color="#333333", linewidth=1.4, label=name)
         axes.set_title(f"×{factor}", loc="left")
         axes.set_xlabel("pair, from the fastest to the slowest")
         axes.spines[["top", "right"]].set_visible(False)

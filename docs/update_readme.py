@@ -285,6 +285,7 @@ def fit_table(each_seed: bool, page: str) -> str:
         f"Keys at every length from 128 tokens to the target, {most} prompts a length ({few} where the target is "
         f"{how['long']:,} tokens or more, {fewest} of such a length itself); {how['windows']} windows of the target "
         f"length; the half of *Persuasion* not fitted on; "
+        "the best static method is the best as measured on these prompts and windows, which favours it; "
         f"the longest fit: {', '.join(f'{minutes:.1f} min at ×{factor}' for factor, minutes in slowest.items())} "
         f"({summary['machine']}); "
         f"from [{file}]({os.path.relpath(file, page)}).",

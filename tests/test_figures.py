@@ -108,7 +108,9 @@ def test_rescale_factors_are_those_of_the_fits(
     rope, methods = RopeGeometry.plain(64, 1250.0, 512), [make_method("ntk", 4.0), make_method("pi", 4.0)]
     for seed, method in enumerate(methods):
         SavedMethod(method).save(fit.fit_file(4, f"fitted, seed {seed}"))
-    fit.draw([4], [0, 1], tmp_path / "lambda.png")
+    names = ["fitted, seed 0", "fitted, seed 1", "yarn", "llama3"]
+    summary = json.dumps({4: {"rescale_factors": {name: fit.rescale_factors(4, name) for name in names}}})
+    fit.draw(json.loads(summary), tmp_path / "lambda.png")
     methods += [make_method("yarn", 4.0), make_method("llama3", 4.0)]
     (axes,) = drawn[0].axes
     for line, method in zip(curves(axes), methods, strict=True):
