@@ -24,6 +24,7 @@ from ctxext.evals.statistics import (
     Interval,
     PairedTest,
     effective_length,
+    in_percent,
     macro_average,
     paired_difference,
     paired_loss_difference,
@@ -126,11 +127,13 @@ class Summary:
     @property
     def not_counted(self) -> str:
         """Which retrieval tasks decide nothing, and why: a sentence; "" where all of them do."""
-        failed = [f"{task} ({self._failing[task]:.0%})" for task in self.retrieval_tasks if task in self._failing]
+        failed = [
+            f"{task} ({in_percent(self._failing[task])}%)" for task in self.retrieval_tasks if task in self._failing
+        ]
         if self.control is None or not failed:
             return ""
         return (
-            f"Not counted: {', '.join(failed)}, of which the baseline has to find {ENOUGH:.0%} within "
+            f"Not counted: {', '.join(failed)}, of which the baseline has to find {in_percent(ENOUGH)}% within "
             f"{self.control.length:,} tokens for a difference between methods to mean anything."
         )
 
