@@ -24,7 +24,7 @@ from ctxext.evals.results import Header, Record, Results
 from ctxext.evals.statistics import wilson
 from ctxext.evals.summary import Summary
 from ctxext.evals.targets import UNEXTENDED
-from ctxext.recommending import staying
+from ctxext.fitting.recommend import staying
 
 TRAINED, BEYOND = 8, (16, 32)
 

@@ -39,12 +39,12 @@ from ctxext.evals.perplexity import Perplexity, stretches
 from ctxext.evals.prompts import Prompter
 from ctxext.evals.samples import Place, fingerprint
 from ctxext.evals.statistics import Difference, paired_difference, paired_loss_difference
+from ctxext.extension.method_file import SavedMethod, read_saved
 from ctxext.fitting import gradient
 from ctxext.fitting.evolution import EvolutionSettings
 from ctxext.fitting.fit import fit
 from ctxext.fitting.gradient import GradientSettings
 from ctxext.methods import RopeScaling, make_method
-from ctxext.saved import SavedMethod, read_saved
 
 STATIC = ("pi", "ntk", "ntk_by_parts", "yarn", "llama3", "abf", "resonance", "drope")
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)

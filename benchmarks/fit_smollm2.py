@@ -27,11 +27,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ctxext import temporarily_extended
 from ctxext.evals.prompts import Prompter
+from ctxext.extension.method_file import SavedMethod, read_saved
 from ctxext.fitting.episodes import split
 from ctxext.fitting.fit import fit
 from ctxext.fitting.gradient import STARTS, GradientSettings, Validation, start_at
 from ctxext.fitting.live import LiveFactors, frozen
-from ctxext.saved import SavedMethod, read_saved
 
 TRAINED, FACTOR = 8192, 2
 TARGET = TRAINED * FACTOR

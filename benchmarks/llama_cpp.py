@@ -23,15 +23,15 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ctxext import temporarily_extended
 from ctxext.assets import MODEL, PERSUASION
-from ctxext.engines.gguf_files import extend_gguf, write_gguf
-from ctxext.engines.llama_cpp import GGUFModel
 from ctxext.evals.engine import Engine
 from ctxext.evals.haystack import Haystack
 from ctxext.evals.perplexity import Perplexity
 from ctxext.evals.prompts import Prompter
 from ctxext.evals.samples import Place
+from ctxext.export.gguf import extend_gguf, write_gguf
+from ctxext.export.llama_cpp import GGUFModel
+from ctxext.extension.method_file import read_saved
 from ctxext.methods import ContextMethod, YaRN
-from ctxext.saved import read_saved
 
 
 def perplexity(logprobs: Tensor) -> float:

@@ -27,7 +27,7 @@ from ctxext.evals.prompts import Prompter
 from ctxext.evals.runner import Grid, Runner
 from ctxext.evals.summary import Summary
 from ctxext.evals.targets import UNEXTENDED, LiveModel, Variant, compared_variants
-from ctxext.saved import read_saved
+from ctxext.extension.method_file import read_saved
 
 RECOMMENDED = "recommended"
 

@@ -24,10 +24,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ctxext import extend_context
 from ctxext.assets import MODEL, PERSUASION
-from ctxext.engines.gguf_files import extend_gguf, write_gguf
-from ctxext.engines.probe import TEXT, WORDS, make_probe
-from ctxext.engines.verify import verify
-from ctxext.folders import extend_folder
+from ctxext.export.gguf import extend_gguf, write_gguf
+from ctxext.export.probe import TEXT, WORDS, make_probe
+from ctxext.export.verify import verify
+from ctxext.hub.checkpoint import extend_folder
 from ctxext.methods import LongRoPE, Resonance, RopeScaling, YaRN
 
 # Up, down and up again, as no formula has it.

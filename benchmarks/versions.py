@@ -28,8 +28,8 @@ from report import Report
 
 from ctxext import RopeScaling, extend_context, list_methods, load
 from ctxext.assets import MODEL
-from ctxext.configs import read_context
-from ctxext.engines.rules import NotExportable, export_for
+from ctxext.export.rules import NotExportable, export_for
+from ctxext.models.context import read_context
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.append(str(ROOT / "tests"))

@@ -11,8 +11,8 @@ __version__ = "0.1.0"
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ctxext.adapters import load
     from ctxext.api import describe_context, extend_config, extend_context, restore_context, temporarily_extended
+    from ctxext.hub.adapters import load
     from ctxext.methods import (
         ABF,
         PI,
@@ -96,7 +96,7 @@ __all__ = [
 ]
 
 _VERBS = {
-    "load": "adapters",
+    "load": "hub.adapters",
     **dict.fromkeys(
         ("describe_context", "extend_config", "extend_context", "restore_context", "temporarily_extended"), "api"
     ),

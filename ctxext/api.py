@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ctxext import extension
-from ctxext.description import ContextDescription, describe
+from ctxext.extension import apply as extension
+from ctxext.extension.describe import ContextDescription, describe
+from ctxext.extension.peft_hooks import watch_peft
+from ctxext.extension.request import plan_extension
 from ctxext.methods import ContextMethod, RopeScaling
-from ctxext.peft_hooks import watch_peft
-from ctxext.planning import plan_extension
-from ctxext.plans import Existing
-from ctxext.text_configs import text_config_of
+from ctxext.models.metadata import Existing
+from ctxext.models.text_config import text_config_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig

@@ -13,7 +13,9 @@ from typing import Any
 import torch
 from transformers import CONFIG_MAPPING, PreTrainedConfig
 
-from ctxext.configs import Checkpoint, RopePlan, RopeTable, checkpoints, known_checkpoint, plan_rope, rope_tables
+from ctxext.extension.rope import RopePlan, plan_rope
+from ctxext.models.checkpoints import Checkpoint, checkpoints, known_checkpoint
+from ctxext.models.rope_tables import RopeTable, rope_tables
 
 HERE = Path(__file__).resolve().parent
 FACTOR = 4.0
@@ -165,7 +167,7 @@ def page(found: list[dict[str, Any]]) -> str:
         "# Known checkpoints under each `existing=`",
         "",
         f"What `extend_context(model, {FACTOR:g}, existing=…)` makes of every row of "
-        "[checkpoints.toml](../ctxext/checkpoints.toml) with its default method, YaRN; `keep` takes no method.",
+        "[checkpoints.toml](../ctxext/models/checkpoints.toml) with its default method, YaRN; `keep` takes no method.",
         "",
         "**The number** is a ratio of angles. At position p, a pair of rotary dimensions has turned by inv_freq × p",
         "radians. Over all pairs that finished no full turn in training, the cell shows the largest quotient of the",

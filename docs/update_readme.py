@@ -12,9 +12,9 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from ctxext.engines.table import engine_table
 from ctxext.evals.statistics import Interval, in_percent
-from ctxext.tables import method_table
+from ctxext.export.readings import engine_table
+from ctxext.extension.method_table import method_table
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -47,7 +47,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, BitsAn
 from transformers.utils import logging
 
 import ctxext
-from ctxext.adapters import AdapterBase, check_all_saved, merge, save_trained, write_record
 from ctxext.assets import MODEL, PERSUASION
 from ctxext.cli import measuring
 from ctxext.data import CREAM, Collator, Mixture, Plain, PoSE, check_positions, pack, read_source
@@ -63,11 +62,11 @@ from ctxext.evals.samples import Place
 from ctxext.evals.statistics import paired_loss_difference
 from ctxext.evals.summary import Summary
 from ctxext.evals.targets import UNEXTENDED, LiveModel, Variant, known_lengths
-from ctxext.extension import in_eval_mode, transformers_model
-from ctxext.folders import checkpoint_folder, extend_folder, extended_json
-from ctxext.processes import Processes
-from ctxext.records import weights_fingerprint
-from ctxext.text_configs import text_config_of
+from ctxext.extension.apply import in_eval_mode, transformers_model
+from ctxext.extension.metadata_file import weights_fingerprint
+from ctxext.hub.adapters import AdapterBase, check_all_saved, merge, save_trained, write_record
+from ctxext.hub.checkpoint import checkpoint_folder, extend_folder, extended_json
+from ctxext.models.text_config import text_config_of
 from ctxext.training import checkpoints
 from ctxext.training.estimate import PeakMemory, duration, estimate, gib
 from ctxext.training.launch import data_parallel, engine_of, make_accelerator, on_my_part
@@ -75,6 +74,7 @@ from ctxext.training.loss import use_chunked_loss
 from ctxext.training.settings import Settings, read_settings
 from ctxext.training.shifted_sparse import use_shifted_sparse_attention
 from ctxext.training.trainable import attach_trainable, check_no_dropout, check_rotary, trained_parameters
+from ctxext.utils.processes import Processes
 
 console = Console(stderr=True)
 # The variants of results.jsonl: the base as it is, extended, and trained.

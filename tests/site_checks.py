@@ -10,10 +10,10 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from ctxext.core.edit import Surgery
+from ctxext.core.encoding import Encoding, SiteProof
 from ctxext.methods import ContextMethod
-from ctxext.sites.contract import Encoding, SiteProof
-from ctxext.sites.surgery import Surgery
-from ctxext.text_configs import text_config_of
+from ctxext.models.text_config import text_config_of
 
 COMMON: dict[str, Any] = dict(vocab_size=64, pad_token_id=0, bos_token_id=1, eos_token_id=2)
 

@@ -21,7 +21,9 @@ from safetensors import safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 
 import ctxext
-from ctxext.adapters import (
+from ctxext.assets import MODEL
+from ctxext.extension.metadata_file import weights_fingerprint
+from ctxext.hub.adapters import (
     AdapterBase,
     check_all_saved,
     merge,
@@ -29,10 +31,8 @@ from ctxext.adapters import (
     write_model_card,
     write_record,
 )
-from ctxext.assets import MODEL
-from ctxext.folders import extend_folder
-from ctxext.json_files import read_json
-from ctxext.records import weights_fingerprint
+from ctxext.hub.checkpoint import extend_folder
+from ctxext.utils.json_files import read_json
 
 IDS = torch.randint(2, 4096, (1, 96), generator=torch.Generator().manual_seed(0))
 NORMS = ["input_layernorm", "post_attention_layernorm", "norm"]
@@ -183,7 +183,7 @@ import resource, sys
 from pathlib import Path
 import ctxext
 from ctxext.adapters import AdapterBase, save_trained
-from ctxext.json_files import read_json
+from ctxext.utils.json_files import read_json
 adapter = Path(sys.argv[1])
 model = ctxext.load(adapter, is_trainable=True)
 for parameter in model.parameters():
@@ -479,7 +479,7 @@ def test_a_merged_folder_that_lost_its_weights_is_refused(
         model.model.embed_tokens.weight.data.mul_(1.1)
         model.save_pretrained(folder)
 
-    monkeypatch.setattr("ctxext.adapters.save_portable", lossy)
+    monkeypatch.setattr("ctxext.hub.adapters.save_portable", lossy)
     with pytest.raises(RuntimeError, match="writing it in float32 changed the model"):
         merge(run.adapter, tmp_path / "merged")
     assert list(tmp_path.iterdir()) == []

@@ -12,7 +12,7 @@ from families import tiny_config, tiny_model
 from transformers import AutoConfig, BertConfig, JambaConfig, LlamaConfig, Qwen3Config
 
 from ctxext import describe_context, extend_config
-from ctxext.configs import checkpoints
+from ctxext.models.checkpoints import checkpoints
 
 QWEN3 = Qwen3Config(max_position_embeddings=40960, rope_parameters={"rope_type": "default", "rope_theta": 1_000_000.0})
 LLAMA31 = LlamaConfig(

@@ -13,10 +13,11 @@ from transformers import AutoConfig, LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from ctxext import describe_context, extend_config, extend_context
-from ctxext.configs import plan_rope, read_context
 from ctxext.encodings.rope import RopeGeometry, inverse_frequencies
-from ctxext.engines.probe import _facts
+from ctxext.export.probe import _facts
+from ctxext.extension.rope import plan_rope
 from ctxext.methods import ABF, NO_ROTATION, LongRoPE, Paper, Resonance, RopeScaling, YaRN, make_method, register
+from ctxext.models.context import read_context
 
 LENGTH = 65536  # which the scaling below reaches
 FACTOR = 4.0

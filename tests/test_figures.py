@@ -20,8 +20,8 @@ from matplotlib.lines import Line2D
 from ctxext.encodings.rope import RopeGeometry
 from ctxext.evals import plots
 from ctxext.evals.targets import UNEXTENDED
+from ctxext.extension.method_file import SavedMethod
 from ctxext.methods import make_method
-from ctxext.saved import SavedMethod
 
 ROOT = Path(__file__).parents[1]
 

@@ -20,10 +20,10 @@ from typer.testing import CliRunner
 
 import ctxext
 from ctxext.cli import commands, measuring
-from ctxext.folders import checkpoint_folder, extend_folder
-from ctxext.plans import Existing
-from ctxext.records import RECORD
-from ctxext.saved import PROBE
+from ctxext.extension.metadata_file import RECORD
+from ctxext.extension.method_file import PROBE
+from ctxext.hub.checkpoint import checkpoint_folder, extend_folder
+from ctxext.models.metadata import Existing
 from ctxext.survey.small import small_model
 
 
@@ -216,7 +216,7 @@ def test_errors_leave_no_files(source: Path, tmp_path: Path, arguments: dict, er
 
 
 def test_a_failure_half_way_leaves_no_folder(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ctxext.folders._write_tokenizer_config", lambda *_: 1 / 0)
+    monkeypatch.setattr("ctxext.hub.checkpoint._write_tokenizer_config", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         extend_folder(source, tmp_path / "out", factor=4)
     assert [path.name for path in tmp_path.iterdir()] == ["source"]

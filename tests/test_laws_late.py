@@ -35,9 +35,9 @@ import ctxext
 from ctxext import extend_context, restore_context, temporarily_extended
 from ctxext.attention import call, proof
 from ctxext.attention.rotary import LateRotary
-from ctxext.extension import LateProof, extension_of
+from ctxext.extension.apply import LateProof, extension_of
+from ctxext.extension.metadata_file import BESIDE, RECORD
 from ctxext.methods import DynamicNTK, NTKAware
-from ctxext.records import BESIDE, RECORD
 
 IDS = token_ids(150)  # well beyond the trained 64
 matrix = pytest.mark.parametrize("method", LATE)

@@ -29,8 +29,9 @@ from live import (
 )
 from torch import nn
 
-from ctxext import extend_context, extension, restore_context, temporarily_extended
-from ctxext.sites import rotary
+from ctxext import extend_context, restore_context, temporarily_extended
+from ctxext.extension import apply as extension
+from ctxext.patches import rotary
 
 IDS = token_ids(150)  # well beyond the trained 64
 

@@ -17,9 +17,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, GPTNeoConfig, MarianM
 
 import ctxext
 from ctxext import describe_context, extend_config, extend_context, list_methods, restore_context, temporarily_extended
-from ctxext.folders import extend_folder
-from ctxext.planning import plan_extension
-from ctxext.records import RECORD, read_record
+from ctxext.extension.metadata_file import RECORD, read_record
+from ctxext.extension.request import plan_extension
+from ctxext.hub.checkpoint import extend_folder
 from ctxext.survey.small import LENGTH, small_config, small_model, stock_logits
 
 # One family of each kind of site, with the default method; the last says whether plain transformers loads it saved.
@@ -273,7 +273,7 @@ def test_an_extended_model_can_be_cast_and_restored() -> None:
 
 
 def test_a_dead_patch_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ctxext.sites.alibi.ScaledBias.scaled", lambda self, bias: bias)
+    monkeypatch.setattr("ctxext.patches.alibi.ScaledBias.scaled", lambda self, bias: bias)
     model = model_of("bloom")
     before = state(model)
     with pytest.raises(RuntimeError, match=r"does not do what|changes nothing"):

@@ -19,11 +19,11 @@ from typer.testing import CliRunner
 
 import ctxext
 from ctxext import LongRoPE, SelfExtend, YaRN
-from ctxext.adapters import AdapterBase, save_trained
 from ctxext.cli import commands
-from ctxext.folders import extend_folder, extended_json
-from ctxext.records import RECORD, read_record
-from ctxext.saved import SavedMethod, read_saved
+from ctxext.extension.metadata_file import RECORD, read_record
+from ctxext.extension.method_file import SavedMethod, read_saved
+from ctxext.hub.adapters import AdapterBase, save_trained
+from ctxext.hub.checkpoint import extend_folder, extended_json
 
 DYNAMIC = LongRoPE(
     factor=4, long_factor=(1, 1, 1, 2, 2, 3, 4, 4), short_factor=(1,) * 8, fitted_to=(10_000.0, LENGTH), start_tokens=2

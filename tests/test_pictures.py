@@ -11,11 +11,11 @@ import torch
 from matplotlib.figure import Figure
 from matplotlib.text import Text
 
-from ctxext import pictures
 from ctxext.encodings.alibi import alibi_slopes
 from ctxext.encodings.relative_bias import relative_position_bucket
 from ctxext.encodings.rope import RopeGeometry, decay_bound, wavelengths
 from ctxext.encodings.sinusoidal import sinusoidal_table
+from ctxext.evals import pictures
 from ctxext.methods import PI, NTKAware, NTKByParts, YaRN
 
 ROPE = RopeGeometry.plain(64, 10000, 2048)

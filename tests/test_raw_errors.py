@@ -30,22 +30,22 @@ from small_training import BINDING, LORA, make, train
 
 import ctxext
 from ctxext import describe_context, extend_config, extend_context
-from ctxext.configs import read_context
-from ctxext.engines.gguf_files import context_of_gguf, extend_gguf
-from ctxext.engines.probe import MAX_FAR, Probe, read_probe
-from ctxext.engines.rules import ENGINES, export_for
 from ctxext.evals.perplexity import packed
 from ctxext.evals.plots import save_figures
 from ctxext.evals.report import write_report
 from ctxext.evals.results import Header, read_results
 from ctxext.evals.summary import Summary
-from ctxext.folders import extended_json, read_config
-from ctxext.json_files import write_json
+from ctxext.export.gguf import context_of_gguf, extend_gguf
+from ctxext.export.probe import MAX_FAR, Probe, read_probe
+from ctxext.export.rules import ENGINES, export_for
+from ctxext.extension.method_file import SavedMethod
+from ctxext.extension.request import plan_extension
+from ctxext.hub.checkpoint import extended_json, read_config
 from ctxext.methods import list_methods
-from ctxext.planning import plan_extension
-from ctxext.saved import SavedMethod
+from ctxext.models.context import read_context
 from ctxext.training.checkpoints import Progress, load_checkpoint, save_checkpoint
 from ctxext.training.settings import read_settings
+from ctxext.utils.json_files import write_json
 
 PACKAGE = str(Path(ctxext.__file__).parent)
 ODD = st.sampled_from([

@@ -24,12 +24,12 @@ from ctxext.evals.perplexity import packed
 from ctxext.evals.prompts import Prompter
 from ctxext.evals.results import Header, Results, read_results
 from ctxext.evals.summary import Summary
+from ctxext.extension.method_file import read_saved
+from ctxext.extension.request import plan_extension
 from ctxext.fitting.episodes import split
 from ctxext.fitting.fit import fit
+from ctxext.fitting.recommend import FIRST, recommend, staying, why
 from ctxext.methods import YaRN
-from ctxext.planning import plan_extension
-from ctxext.recommending import FIRST, recommend, staying, why
-from ctxext.saved import read_saved
 
 
 def measured(
@@ -233,7 +233,7 @@ def test_what_is_fitted_on_is_not_compared_on(shipped, tmp_path: Path, monkeypat
         # A fit has a clock of its own, which it follows where it is given minutes.
         return fit(*arguments, settings=replace(settings, minutes=None, evaluations=1), **options)
 
-    monkeypatch.setattr("ctxext.recommending.fit", one_evaluation)
+    monkeypatch.setattr("ctxext.fitting.recommend.fit", one_evaluation)
     model, prompter = small(shipped[1]), shipped[1]
     text = read_prose(PERSUASION)[:60_000]
     found = recommend(
@@ -251,7 +251,7 @@ def test_a_fit_that_fails_is_left_out_and_the_rest_recommended(
     def no_memory(*arguments: object, **options: object) -> None:
         raise torch.OutOfMemoryError("out of memory")
 
-    monkeypatch.setattr("ctxext.recommending.fit", no_memory)
+    monkeypatch.setattr("ctxext.fitting.recommend.fit", no_memory)
     model, prompter = small(shipped[1]), shipped[1]
     text = read_prose(PERSUASION)[:60_000]
     found = recommend(

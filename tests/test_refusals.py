@@ -16,11 +16,12 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, LlavaConfig, PreTrainedConfig
 
-from ctxext import describe_context, extend_config, extend_context, extension, restore_context, temporarily_extended
+from ctxext import describe_context, extend_config, extend_context, restore_context, temporarily_extended
+from ctxext.extension import apply as extension
+from ctxext.extension.request import plan_extension
 from ctxext.methods import NTKAware, RopeMethod, YaRN, list_methods
-from ctxext.planning import plan_extension
+from ctxext.models.text_config import path_to_text
 from ctxext.survey.small import small_model
-from ctxext.text_configs import path_to_text
 
 SHAPE: dict[str, Any] = dict(
     vocab_size=128,

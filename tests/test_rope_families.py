@@ -23,12 +23,12 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 import ctxext
 from ctxext import extend_config, extend_context, restore_context
-from ctxext.configs import read_context
 from ctxext.encodings.rope import RopeGeometry, inverse_frequencies
-from ctxext.extension import apply
-from ctxext.families import FAMILIES
+from ctxext.extension.apply import apply
+from ctxext.extension.request import plan_extension
 from ctxext.methods import ABF, PI, YaRN
-from ctxext.planning import plan_extension
+from ctxext.models.context import read_context
+from ctxext.models.families import FAMILIES
 from ctxext.survey.matrix import examine
 from ctxext.survey.small import small_model
 

@@ -10,7 +10,7 @@ import torch
 from families import LENGTH, logits, tiny_model, token_ids
 
 from ctxext import LongRoPE, YaRN, extend_context
-from ctxext.saved import SavedMethod, opened, read_saved
+from ctxext.extension.method_file import SavedMethod, opened, read_saved
 
 # λ that no named method has, for the eight pairs of the tiny models.
 FITTED = LongRoPE(

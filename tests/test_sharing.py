@@ -24,11 +24,11 @@ from ctxext.evals.choice import nats
 from ctxext.evals.results import read_results
 from ctxext.evals.summary import Summary
 from ctxext.evals.targets import compared_variants
-from ctxext.folders import checkpoint_folder, extend_folder
+from ctxext.extension.metadata_file import RECORD
+from ctxext.extension.method_file import SavedMethod, read_saved
+from ctxext.hub.checkpoint import checkpoint_folder, extend_folder
 from ctxext.methods import LongRoPE, YaRN
-from ctxext.records import RECORD
-from ctxext.saved import SavedMethod, read_saved
-from ctxext.sharing import BEGIN, END, prepared, push_to_hub
+from ctxext.publish.push import BEGIN, END, prepared, push_to_hub
 
 IDS = token_ids(150)
 

@@ -29,10 +29,10 @@ from transformers import (
 from trl import SFTConfig, SFTTrainer
 
 import ctxext
-from ctxext.adapters import merge
 from ctxext.assets import MODEL
-from ctxext.peft_hooks import ADAPTER_CONFIG
-from ctxext.records import RECORD
+from ctxext.extension.metadata_file import RECORD
+from ctxext.extension.peft_hooks import ADAPTER_CONFIG
+from ctxext.hub.adapters import merge
 
 IDS = torch.randint(2, 4096, (1, 700), generator=torch.Generator().manual_seed(0))  # beyond the trained 512
 ROWS = IDS[0].reshape(14, 50)[:4].tolist()

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ctxext.encodings.rope import RopeGeometry
 from ctxext.methods import ContextMethod, RopeScaling
-from ctxext.sites.rotary import ExtendedRotary
+from ctxext.patches.rotary import ExtendedRotary
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from ctxext.plans import Existing
+from ctxext.models.metadata import Existing
 
 console = Console(stderr=True)
 
@@ -32,7 +32,7 @@ def without_garbage_collection() -> Iterator[None]:
 
 def parse_tokens(text: str) -> int:
     """`131072` or `128k` as a number of tokens."""
-    from ctxext import configs
+    from ctxext.models import context as configs
 
     try:
         return configs.parse_tokens(text)

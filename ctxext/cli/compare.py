@@ -55,9 +55,9 @@ def compare(
     from ctxext.evals.prompts import Prompter
     from ctxext.evals.runner import Runner
     from ctxext.evals.targets import LiveModel, compared_variants
-    from ctxext.folders import check_not_extended, checkpoint_folder
-    from ctxext.processes import Processes
-    from ctxext.saved import check_writable
+    from ctxext.extension.method_file import check_writable
+    from ctxext.hub.checkpoint import check_not_extended, checkpoint_folder
+    from ctxext.utils.processes import Processes
 
     check_writable(output)
     processes = Processes.here()

@@ -51,7 +51,7 @@ def demo(
     from ctxext.evals.runner import Runner
     from ctxext.evals.summary import Summary
     from ctxext.evals.targets import LiveModel, compared_variants
-    from ctxext.folders import check_not_extended
+    from ctxext.hub.checkpoint import check_not_extended
 
     folder = MODEL if model is None else model
     check_not_extended(folder)

@@ -23,7 +23,7 @@ from ctxext.cli.common import (
 )
 
 if TYPE_CHECKING:
-    from ctxext.plans import Plan
+    from ctxext.core.plan import Plan
 
 
 def describe(
@@ -42,11 +42,11 @@ def describe(
     """
     from rich.console import Console
 
-    from ctxext.description import describe
-    from ctxext.engines.gguf_files import context_of_gguf
-    from ctxext.folders import checkpoint_folder, extended_json, planned_as_saved, read_config
-    from ctxext.records import read_record
-    from ctxext.text_configs import text_config_of
+    from ctxext.export.gguf import context_of_gguf
+    from ctxext.extension.describe import describe
+    from ctxext.extension.metadata_file import read_record
+    from ctxext.hub.checkpoint import checkpoint_folder, extended_json, planned_as_saved, read_config
+    from ctxext.models.text_config import text_config_of
 
     def of_folder(**how: Any) -> Plan:  # whose config does not say how it is extended
         return extended_json(folder, **how)[0]

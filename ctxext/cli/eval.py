@@ -66,9 +66,9 @@ def evaluate(
     from ctxext.evals.runner import Runner
     from ctxext.evals.server import ServedModel
     from ctxext.evals.targets import LiveModel, Served, Target, Variant, known_lengths
-    from ctxext.folders import check_not_extended, checkpoint_folder, read_config
-    from ctxext.processes import Processes
-    from ctxext.saved import check_made_for, check_writable, opened
+    from ctxext.extension.method_file import check_made_for, check_writable, opened
+    from ctxext.hub.checkpoint import check_not_extended, checkpoint_folder, read_config
+    from ctxext.utils.processes import Processes
 
     check_writable(output)
     folder = checkpoint_folder(model, revision, config_only=server is not None)

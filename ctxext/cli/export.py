@@ -29,11 +29,11 @@ from ctxext.cli.common import (
     parse_options,
     without_garbage_collection,
 )
-from ctxext.saved import PROBE
-from ctxext.values import one_line
+from ctxext.extension.method_file import PROBE
+from ctxext.utils.values import one_line
 
 if TYPE_CHECKING:
-    from ctxext.engines.rules import EngineExport
+    from ctxext.export.rules import EngineExport
 
 # Longer values do not fit a screen: they are for the file or for --json.
 LONG = 400
@@ -124,9 +124,9 @@ def _write_gguf(
     how: dict[str, Any],
     probe: bool,
 ) -> None:
-    from ctxext.engines.gguf_files import extend_gguf, write_gguf
-    from ctxext.engines.probe import probe_beside
-    from ctxext.folders import checkpoint_folder, extend_folder
+    from ctxext.export.gguf import extend_gguf, write_gguf
+    from ctxext.export.probe import probe_beside
+    from ctxext.hub.checkpoint import checkpoint_folder, extend_folder
 
     if engine != "llama.cpp":
         raise ValueError(f"GGUF files are for llama.cpp alone, got --engine {engine}. Say --engine llama.cpp.")
@@ -159,8 +159,8 @@ def _write_probe(folder: Path, how: dict[str, Any], path: Path) -> None:
     from transformers.utils import logging
 
     from ctxext.api import extend_context
-    from ctxext.engines.probe import make_probe
-    from ctxext.folders import architecture_of
+    from ctxext.export.probe import make_probe
+    from ctxext.hub.checkpoint import architecture_of
 
     if not any(folder.glob("*.safetensors")):
         console.print(
@@ -186,11 +186,17 @@ def _exports(
 ) -> tuple[dict[str, Any], list[EngineExport], dict[str, str]]:
     """The config.json as it is, what each engine needs, and why others cannot; a single engine raises that."""
     with without_garbage_collection():
-        from ctxext.engines.rules import ENGINES, NotExportable, export_for
-        from ctxext.folders import checkpoint_folder, extended_json, planned_as_saved, read_config, refuse_adapter
-        from ctxext.json_files import read_json
-        from ctxext.methods import suggest
-        from ctxext.records import BESIDE, read_record
+        from ctxext.export.rules import ENGINES, NotExportable, export_for
+        from ctxext.extension.metadata_file import BESIDE, read_record
+        from ctxext.hub.checkpoint import (
+            checkpoint_folder,
+            extended_json,
+            planned_as_saved,
+            read_config,
+            refuse_adapter,
+        )
+        from ctxext.utils.json_files import read_json
+        from ctxext.utils.values import suggest
 
         if engine not in ("all", *ENGINES):
             raise ValueError(f"unknown engine {engine!r}{suggest(engine, ('all', *ENGINES))}")
@@ -218,7 +224,7 @@ def _exports(
 
 
 def _write_configs(output: Path, exports: list[EngineExport]) -> None:
-    from ctxext.folders import written_whole
+    from ctxext.hub.checkpoint import written_whole
 
     if output.exists():
         raise FileExistsError(f"{output} exists already. Choose another folder, or remove it first.")

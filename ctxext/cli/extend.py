@@ -42,9 +42,9 @@ def extend(
 
     Where a table of positions grows, they are written anew.
     """
-    from ctxext.folders import checkpoint_folder, extend_folder
+    from ctxext.extension.metadata_file import RECORD
+    from ctxext.hub.checkpoint import checkpoint_folder, extend_folder
     from ctxext.methods import RopeScaling
-    from ctxext.records import RECORD
 
     if dry_run == (output is not None):
         raise typer.BadParameter("give either --output FOLDER or --dry-run.")

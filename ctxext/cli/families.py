@@ -26,7 +26,7 @@ def families(
     workers: Annotated[int, typer.Option(min=1, help="Processes, of one thread each.")] = 2,
 ) -> None:
     """Build every model type small, extend it, compare it with a native build, restore it, and say what came of it."""
-    from ctxext.saved import check_writable
+    from ctxext.extension.method_file import check_writable
     from ctxext.survey import report
     from ctxext.survey.matrix import EXTENDED
     from ctxext.survey.workers import examine_all

@@ -9,12 +9,12 @@ import typer
 
 from ctxext.cli import measuring
 from ctxext.cli.common import Factor, Model, Revision, TargetLength, TrainedLength, console, name_of, say_written
-from ctxext.values import counted
+from ctxext.utils.values import counted
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from ctxext.saved import SavedMethod
+    from ctxext.extension.method_file import SavedMethod
 
 
 def fit(
@@ -71,13 +71,13 @@ def fit(
     from ctxext.evals.haystack import read_prose
     from ctxext.evals.prompts import Prompter
     from ctxext.evals.targets import LiveModel
+    from ctxext.extension.method_file import check_method_file
     from ctxext.fitting.evolution import EvolutionSettings
     from ctxext.fitting.fit import fit as run
     from ctxext.fitting.gradient import GradientSettings
     from ctxext.fitting.objectives import Objective
-    from ctxext.folders import check_not_extended, checkpoint_folder
-    from ctxext.processes import Processes
-    from ctxext.saved import check_method_file
+    from ctxext.hub.checkpoint import check_not_extended, checkpoint_folder
+    from ctxext.utils.processes import Processes
 
     if by not in ("gradient", "evolution"):
         raise typer.BadParameter(f"--by takes gradient or evolution, got {by!r}.")

@@ -19,7 +19,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from ctxext.cli.common import console, parse_tokens
-from ctxext.values import counted
+from ctxext.utils.values import counted
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -123,7 +123,7 @@ def load(
     from transformers.utils import logging
 
     from ctxext.evals.targets import check_causal, check_continues_text
-    from ctxext.folders import extended_as_saved, read_config, saved_extension
+    from ctxext.hub.checkpoint import extended_as_saved, read_config, saved_extension
 
     logging.disable_progress_bar()
     if device is None:
@@ -146,8 +146,8 @@ def load(
 
 def known_by(folder: Path) -> dict[str, Any]:
     """What a card is matched by that is to show results: the weights of a checkpoint, and how it is extended itself."""
-    from ctxext.folders import method_of
-    from ctxext.records import weights_fingerprint
+    from ctxext.extension.metadata_file import weights_fingerprint
+    from ctxext.hub.checkpoint import method_of
 
     about: dict[str, Any] = {}
     with suppress(ValueError):  # no safetensors
@@ -274,7 +274,7 @@ def make_grid(
     from ctxext.evals.ruler import RULER
     from ctxext.evals.runner import Grid
     from ctxext.evals.samples import list_tasks, make_task
-    from ctxext.methods import suggest
+    from ctxext.utils.values import suggest
 
     texts = {
         "perplexity": Perplexity,

@@ -19,7 +19,7 @@ def merge(
     ] = None,
 ) -> None:
     """Merge an adapter into its extended base: a plain checkpoint whose logits are the adapter's."""
-    from ctxext.adapters import merge as merge_adapter
+    from ctxext.hub.adapters import merge as merge_adapter
 
     written = merge_adapter(adapter, output, dtype)
     size = sum(path.stat().st_size for path in written.rglob("*") if path.is_file())

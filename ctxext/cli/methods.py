@@ -12,8 +12,8 @@ from ctxext.methods import list_methods
 
 def methods() -> None:
     """Print every method with its formula, its options, its paper and the form in which it is saved."""
-    from ctxext.plans import ENCODINGS
-    from ctxext.tables import saved_as, sentence
+    from ctxext.core.plan import ENCODINGS
+    from ctxext.extension.method_table import saved_as, sentence
 
     console = Console(highlight=False)
     for encoding, words in ENCODINGS.items():

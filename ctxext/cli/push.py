@@ -27,7 +27,7 @@ def push(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the card and the files, and push nothing.")] = False,
 ) -> None:
     """Push an extended model, or its extension alone, to the hub, with a card that says what was done and measured."""
-    from ctxext.sharing import prepared, upload
+    from ctxext.publish.push import prepared, upload
 
     if not model.exists():
         raise FileNotFoundError(f"{model} is not here. Give a folder that holds an extended checkpoint.")

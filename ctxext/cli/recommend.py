@@ -26,7 +26,7 @@ from ctxext.cli.common import (
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from ctxext.recommending import Recommended
+    from ctxext.fitting.recommend import Recommended
 
 
 def recommend(
@@ -66,10 +66,10 @@ def recommend(
     from ctxext.evals.haystack import read_prose
     from ctxext.evals.prompts import Prompter
     from ctxext.evals.targets import LiveModel
-    from ctxext.folders import check_not_extended, checkpoint_folder
-    from ctxext.processes import Processes
-    from ctxext.recommending import recommend as run
-    from ctxext.saved import check_method_file
+    from ctxext.extension.method_file import check_method_file
+    from ctxext.fitting.recommend import recommend as run
+    from ctxext.hub.checkpoint import check_not_extended, checkpoint_folder
+    from ctxext.utils.processes import Processes
 
     check_method_file(output)
     if Processes.here().world > 1:

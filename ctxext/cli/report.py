@@ -22,8 +22,8 @@ def report(
     from ctxext.evals.report import write_report
     from ctxext.evals.results import read_results
     from ctxext.evals.summary import Summary
-    from ctxext.json_files import write_json
-    from ctxext.saved import check_writable
+    from ctxext.extension.method_file import check_writable
+    from ctxext.utils.json_files import write_json
 
     check_writable(output)
     read = [read_results(path) for path in results]

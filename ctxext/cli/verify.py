@@ -56,9 +56,9 @@ def verify(
     from rich.console import Console
     from transformers.utils import logging
 
-    from ctxext.engines import verify as engines
-    from ctxext.engines.probe import WORDS
-    from ctxext.saved import check_writable
+    from ctxext.export import verify as engines
+    from ctxext.export.probe import WORDS
+    from ctxext.extension.method_file import check_writable
 
     if output is not None and output.exists():
         raise FileExistsError(f"{output} exists already. Choose another name, or remove it first.")

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from ctxext.data.sources import Source
-from ctxext.methods import suggest
+from ctxext.utils.values import suggest
 
 if TYPE_CHECKING:
     import pyarrow as pa

@@ -10,8 +10,7 @@ from glob import has_magic
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ctxext.methods import suggest
-from ctxext.values import MAX_TOKENS, shown
+from ctxext.utils.values import MAX_TOKENS, shown, suggest
 
 if TYPE_CHECKING:
     from datasets import Dataset

@@ -8,8 +8,8 @@ from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
-from ctxext.json_files import FLAG, TEXT, Kind, or_none
-from ctxext.values import MAX_TOKENS, are_numbers, are_words, is_count, is_number, shown
+from ctxext.utils.json_files import FLAG, TEXT, Kind, or_none
+from ctxext.utils.values import MAX_TOKENS, are_numbers, are_words, is_count, is_number, shown
 
 _COUNT = Kind("a whole number >= 0", partial(is_count, low=0, high=MAX_TOKENS))
 _WORDS = Kind("a list of strings", are_words)

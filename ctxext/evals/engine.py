@@ -20,10 +20,10 @@ from torch import Tensor
 from transformers.cache_utils import Cache, DynamicLayer
 
 from ctxext.attention.keys import stock_class
+from ctxext.core.plan import Plan
 from ctxext.evals.samples import Sample
-from ctxext.extension import extension_of
+from ctxext.extension.apply import extension_of
 from ctxext.methods import RopeScaling
-from ctxext.plans import Plan
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

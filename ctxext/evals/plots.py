@@ -21,10 +21,10 @@ from matplotlib.text import Text
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 from matplotlib.transforms import Bbox
 
+from ctxext.evals.pictures import COLORS, DASHES, HEAT
 from ctxext.evals.statistics import Interval, in_percent
 from ctxext.evals.summary import Summary, label
 from ctxext.evals.targets import UNEXTENDED
-from ctxext.pictures import COLORS, DASHES, HEAT
 
 
 def save_figures(summary: Summary, folder: Path, name: str) -> list[Path]:

@@ -20,7 +20,7 @@ from ctxext.evals.results import Record, Results
 from ctxext.evals.statistics import RULER_THRESHOLD, Difference, Interval, in_percent
 from ctxext.evals.summary import Summary, label
 from ctxext.evals.targets import UNEXTENDED
-from ctxext.values import finite
+from ctxext.utils.values import finite
 
 # So many samples of one cell and variant are in the page, the failed ones first: more are not read by eye.
 SAMPLES = 100

@@ -22,7 +22,7 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from ctxext.evals.checks import CorruptLine, check_header, check_record
-from ctxext.values import counted, shown
+from ctxext.utils.values import counted, shown
 
 FORMAT = 1
 Record = dict[str, Any]

@@ -20,7 +20,7 @@ from ctxext.evals.perplexity import KeyTokens, ShortContext, TextTask
 from ctxext.evals.results import Header, Record, Results, ResultsWriter
 from ctxext.evals.samples import Place, RetrievalTask, fingerprint
 from ctxext.evals.targets import Target, Variant
-from ctxext.processes import ALONE, Processes
+from ctxext.utils.processes import ALONE, Processes
 
 AnyTask = RetrievalTask | TextTask
 

@@ -17,7 +17,7 @@ from typing import Any, ClassVar, Literal
 
 from ctxext.evals.haystack import Haystack
 from ctxext.evals.prompts import Prompter
-from ctxext.methods import suggest
+from ctxext.utils.values import suggest
 
 
 @dataclass(frozen=True)

@@ -14,9 +14,9 @@ from queue import SimpleQueue
 from threading import Thread
 from typing import Any, get_args
 
-from ctxext.endpoint import Endpoint
 from ctxext.evals.prompts import Style
 from ctxext.evals.samples import Sample, fingerprint
+from ctxext.utils.endpoint import Endpoint
 
 
 class ServedModel(Endpoint):

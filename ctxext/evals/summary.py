@@ -34,7 +34,7 @@ from ctxext.evals.statistics import (
     wilson,
 )
 from ctxext.evals.targets import UNEXTENDED
-from ctxext.values import finite
+from ctxext.utils.values import finite
 
 
 @dataclass(frozen=True)

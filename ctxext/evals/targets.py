@@ -14,19 +14,20 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from ctxext.api import temporarily_extended
-from ctxext.configs import RopePlan, has_rope, read_context
+from ctxext.core.plan import Plan, check_encoding, factor_and_target
 from ctxext.evals.engine import Engine, length_dependent
 from ctxext.evals.perplexity import TextTask, Window
 from ctxext.evals.prompts import Prompter
 from ctxext.evals.results import Record
 from ctxext.evals.samples import Sample, fingerprint
 from ctxext.evals.server import ServedModel
-from ctxext.families import family_of
+from ctxext.extension.method_file import check_made_for, opened
+from ctxext.extension.request import encoding_of, original_length, plan_extension
+from ctxext.extension.rope import RopePlan
 from ctxext.methods import ContextMethod, RopeMethod, list_methods, method_class
-from ctxext.planning import encoding_of, original_length, plan_extension
-from ctxext.plans import Plan, check_encoding, factor_and_target
-from ctxext.saved import check_made_for, opened
-from ctxext.text_configs import text_config_of
+from ctxext.models.context import has_rope, read_context
+from ctxext.models.families import family_of
+from ctxext.models.text_config import text_config_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -231,7 +232,7 @@ def compared_variants(
     if twice is not None:
         raise ValueError(
             f"{twice!r} is there twice, and results are kept by name. Save each of them under a name of its own "
-            "(ctxext.saved.SavedMethod), and give the files."
+            "(ctxext.extension.method_file.SavedMethod), and give the files."
         )
     return [Variant(), *(Variant(name, {"method": method, **kept}) for name, method in zip(written, made))]
 

@@ -17,10 +17,10 @@ from random import Random
 from typing import Any
 
 from ctxext.encodings.rope import RopeGeometry
+from ctxext.extension.method_file import check_writable
 from ctxext.fitting.objectives import Score
 from ctxext.methods import LongRoPE, RopeScaling, make_method
-from ctxext.saved import check_writable
-from ctxext.values import counted
+from ctxext.utils.values import counted
 
 # Named methods of the first population.
 FOUNDERS = ("pi", "ntk", "ntk_by_parts", "yarn", "llama3")

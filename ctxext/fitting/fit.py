@@ -12,20 +12,20 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ctxext.api import temporarily_extended
+from ctxext.core.plan import factor_and_target
 from ctxext.evals.engine import Engine
 from ctxext.evals.prompts import Prompter
 from ctxext.evals.runner import versions
 from ctxext.evals.samples import fingerprint
 from ctxext.evals.targets import model_fingerprint
+from ctxext.extension.method_file import SavedMethod
 from ctxext.fitting.episodes import Material, split
 from ctxext.fitting.evolution import Evolution, EvolutionSettings, Memory
 from ctxext.fitting.gradient import GradientSettings, fit_by_gradient
 from ctxext.fitting.live import LiveFactors, frozen
 from ctxext.fitting.objectives import Objective, Score, Scorer
 from ctxext.methods import LongRoPE, RopeScaling, make_method
-from ctxext.plans import factor_and_target
-from ctxext.processes import ALONE, Processes
-from ctxext.saved import SavedMethod
+from ctxext.utils.processes import ALONE, Processes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -26,10 +26,10 @@ from torch.nn.functional import cross_entropy, kl_div, softplus
 from ctxext.encodings.rope import RopeGeometry
 from ctxext.fitting.episodes import Episode, Material
 from ctxext.fitting.live import LiveFactors, recomputed
-from ctxext.methods import LongRoPE, RopeScaling, make_method, suggest
-from ctxext.processes import ALONE, Processes
-from ctxext.text_configs import text_config_of
-from ctxext.values import counted
+from ctxext.methods import LongRoPE, RopeScaling, make_method
+from ctxext.models.text_config import text_config_of
+from ctxext.utils.processes import ALONE, Processes
+from ctxext.utils.values import counted, suggest
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

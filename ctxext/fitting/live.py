@@ -14,13 +14,13 @@ from jaxtyping import Float64
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from ctxext.configs import has_rope, read_context
 from ctxext.encodings.rope import RopeGeometry
-from ctxext.extension import extension_of
-from ctxext.families import family_of
+from ctxext.extension.apply import extension_of
 from ctxext.methods import RopeScaling
-from ctxext.sites.rotary import find_rotary_sites, other_rotary_tables, relative_error
-from ctxext.text_configs import text_config_of
+from ctxext.models.context import has_rope, read_context
+from ctxext.models.families import family_of
+from ctxext.models.text_config import text_config_of
+from ctxext.patches.rotary import find_rotary_sites, other_rotary_tables, relative_error
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

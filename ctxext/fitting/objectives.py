@@ -17,7 +17,8 @@ from ctxext.evals.perplexity import KeyTokens
 from ctxext.evals.samples import Place
 from ctxext.fitting.episodes import Episode, Material
 from ctxext.fitting.live import LiveFactors
-from ctxext.methods import RopeScaling, suggest
+from ctxext.methods import RopeScaling
+from ctxext.utils.values import suggest
 
 OBJECTIVES = {
     "perplexity": "loss of text at the target length, in nats a token (LongRoPE)",

@@ -45,7 +45,6 @@ from ctxext.methods.contract import (
     method_from_dict,
     over_lengths,
     register,
-    suggest,
 )
 from ctxext.methods.scaling import ABF, PI, DroPE, Llama3, NTKAware, NTKByParts, Resonance, YaRN
 
@@ -108,5 +107,4 @@ __all__ = [
     "over_lengths",
     "register",
     "scaled_rope_parameters",
-    "suggest",
 ]

@@ -6,7 +6,6 @@ import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import MISSING, dataclass, fields
-from difflib import get_close_matches
 from functools import partial
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
@@ -16,8 +15,8 @@ from jaxtyping import Bool, Float, Float64, Int, Shaped
 from torch import Tensor
 
 from ctxext.encodings.rope import RopeGeometry
-from ctxext.json_files import FACTOR, FLAG, OBJECT, TEXT, JsonObject, Kind
-from ctxext.values import MAX_FACTOR, MAX_TOKENS, are_numbers, is_count, is_number, shown
+from ctxext.utils.json_files import FACTOR, FLAG, OBJECT, TEXT, JsonObject, Kind
+from ctxext.utils.values import MAX_FACTOR, MAX_TOKENS, are_numbers, is_count, is_number, shown, suggest
 
 # λ of a pair that does not rotate: JSON has no infinity, and over a million tokens such a pair turns by 1e-6 radians.
 NO_ROTATION = 1e12
@@ -432,13 +431,6 @@ def _check_option(name: str, annotation: Any, value: Any) -> None:
         if kind.startswith("tuple[float, ...]") and isinstance(value, (list, tuple)):  # which of many
             bad = next(each for each in value if not is_number(each))
         raise ValueError(f"{name} must be {expected.words}, got {shown(bad)}.")
-
-
-def suggest(word: str, known: Sequence[str] | dict[str, Any]) -> str:
-    """The end of an error about an unknown `word`: the nearest known one, and all of them."""
-    near = get_close_matches(str(word).lower(), list(known), n=1)
-    hint = f"; did you mean {near[0]!r}?" if near else "."
-    return f"{hint} Known: {', '.join(known)}."
 
 
 def check_factor(factor: float) -> None:

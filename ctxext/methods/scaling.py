@@ -21,7 +21,7 @@ from ctxext.methods.contract import (
     over_lengths,
     register,
 )
-from ctxext.values import shown
+from ctxext.utils.values import shown
 
 
 @register("pi", aliases=["linear"])

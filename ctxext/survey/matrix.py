@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ctxext.api import describe_context, extend_context, restore_context
-from ctxext.records import RECORD
+from ctxext.extension.metadata_file import RECORD
 from ctxext.survey.small import LENGTH, small_model, stock_logits, without_tokens
 
 if TYPE_CHECKING:

@@ -22,9 +22,9 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from ctxext.json_files import OBJECT, Kind, read_json
 from ctxext.training.trainable import trained_parameters
-from ctxext.values import is_count, is_number, one_line, shown
+from ctxext.utils.json_files import OBJECT, Kind, read_json
+from ctxext.utils.values import is_count, is_number, one_line, shown
 
 TENSORS, STATE, ZERO = "trained.safetensors", "state.json", "zero"
 # Of the fields of `Progress`, by their types.

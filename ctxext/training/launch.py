@@ -30,7 +30,7 @@ from jaxtyping import Int
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from torch import Tensor
 
-from ctxext.values import MAX_COUNT
+from ctxext.utils.values import MAX_COUNT
 
 if TYPE_CHECKING:
     from accelerate import Accelerator, ParallelismConfig

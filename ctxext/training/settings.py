@@ -16,14 +16,14 @@ from typing import Annotated, Any, ClassVar, Literal
 import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
-from ctxext.configs import parse_tokens
 from ctxext.data.sources import Source
-from ctxext.json_files import read_text
-from ctxext.methods import PositionRemapping, RopeMethod, make_method, method_class, suggest
-from ctxext.plans import Existing
-from ctxext.saved import opened
+from ctxext.extension.method_file import opened
+from ctxext.methods import PositionRemapping, RopeMethod, make_method, method_class
+from ctxext.models.context import parse_tokens
+from ctxext.models.metadata import Existing
 from ctxext.training.launch import EngineSettings
-from ctxext.values import MAX_COUNT, MAX_FACTOR, MAX_SIZE, MAX_TOKENS, one_line, shown
+from ctxext.utils.json_files import read_text
+from ctxext.utils.values import MAX_COUNT, MAX_FACTOR, MAX_SIZE, MAX_TOKENS, one_line, shown, suggest
 
 MAX_BUDGET = 2**50  # tokens of a whole run
 MAX_VALUES = 10_000  # in a file, an alias counted by all that it repeats

@@ -8,12 +8,12 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from ctxext.configs import has_rope
-from ctxext.extension import Proof, table_errors, transformers_model
-from ctxext.planning import find_encoding
-from ctxext.plans import live_mark
-from ctxext.sites.rotary import find_rotary_sites
-from ctxext.text_configs import text_config_of
+from ctxext.extension.apply import Proof, table_errors, transformers_model
+from ctxext.extension.request import find_encoding
+from ctxext.models.context import has_rope
+from ctxext.models.metadata import live_mark
+from ctxext.models.text_config import text_config_of
+from ctxext.patches.rotary import find_rotary_sites
 from ctxext.training.settings import TrainableSettings
 
 if TYPE_CHECKING:

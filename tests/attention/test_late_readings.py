@@ -12,9 +12,10 @@ from families import LENGTH, logits, tiny_config, tiny_model, token_ids
 from transformers import AutoModelForSequenceClassification, DynamicCache, StaticCache
 
 import ctxext
-from ctxext import extend_context, extension, restore_context
+from ctxext import extend_context, restore_context
 from ctxext.attention import masks, rotary
-from ctxext.folders import extend_folder
+from ctxext.extension import apply as extension
+from ctxext.hub.checkpoint import extend_folder
 from ctxext.methods import LongRoPE
 
 IDS = token_ids(150)

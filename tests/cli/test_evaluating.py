@@ -23,16 +23,17 @@ from live_server import CHAT_TEMPLATE, LiveServer
 from transformers import AutoTokenizer
 from typer.main import get_command
 
-from ctxext import YaRN, endpoint
+from ctxext import YaRN
 from ctxext.assets import MODEL
 from ctxext.cli import app, commands, measuring
 from ctxext.evals.engine import Engine
 from ctxext.evals.needle import Passkey
 from ctxext.evals.results import read_results
 from ctxext.evals.summary import Summary
+from ctxext.extension.method_file import SavedMethod
 from ctxext.methods import list_methods
-from ctxext.saved import SavedMethod
 from ctxext.survey.small import small_model
+from ctxext.utils import endpoint
 
 PASSKEY = ("--tasks", "passkey")
 SMALL = ("--lengths", "96", "--depths", "1", "--trials", "1", "--windows", "1")

@@ -12,8 +12,8 @@ from families import tiny_model
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
-from ctxext.adapters import AdapterBase, save_trained
-from ctxext.folders import extend_folder
+from ctxext.hub.adapters import AdapterBase, save_trained
+from ctxext.hub.checkpoint import extend_folder
 
 
 def run(*arguments: object) -> subprocess.CompletedProcess[str]:

@@ -16,10 +16,10 @@ from typer.testing import CliRunner
 from ctxext import LongRoPE, extend_context
 from ctxext.assets import MODEL
 from ctxext.cli import commands
-from ctxext.engines.probe import read_probe
-from ctxext.engines.rules import ENGINES
-from ctxext.folders import extend_folder
-from ctxext.saved import PROBE, SavedMethod
+from ctxext.export.probe import read_probe
+from ctxext.export.rules import ENGINES
+from ctxext.extension.method_file import PROBE, SavedMethod
+from ctxext.hub.checkpoint import extend_folder
 
 
 def export(*arguments: object) -> Result:
@@ -109,7 +109,7 @@ def test_an_adapter_is_to_be_merged_first(with_config: bool, tmp_path: Path) -> 
 
 @pytest.mark.slow
 def test_a_gguf_file_comes_from_a_folder_and_from_another_gguf_file(tmp_path: Path) -> None:
-    from ctxext.engines.gguf_files import context_of_gguf
+    from ctxext.export.gguf import context_of_gguf
 
     tmp_path = tmp_path / "new"
     how = ("--engine", "llama.cpp", "--factor", 4, "--method", "yarn", "-o")

@@ -20,8 +20,9 @@ from transformers import AutoConfig, PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from ctxext import PI, LongRoPE, RopeScaling, YaRN, list_methods
-from ctxext.configs import RopePlan, plan_rope, read_context
-from ctxext.engines.rules import _INTERLEAVED, ENGINES, NotExportable, export_for
+from ctxext.export.rules import _INTERLEAVED, ENGINES, NotExportable, export_for
+from ctxext.extension.rope import RopePlan, plan_rope
+from ctxext.models.context import read_context
 
 FACTOR = 4
 TARGET = FACTOR * LENGTH

@@ -21,11 +21,12 @@ from typer.testing import CliRunner
 from ctxext import describe_context, extend_context
 from ctxext.assets import MODEL, PERSUASION
 from ctxext.cli import commands
-from ctxext.configs import RopePlan, read_context
-from ctxext.engines.gguf_files import ARCHITECTURES, context_of_gguf, extend_gguf, write_gguf
-from ctxext.engines.llama_cpp import GGUFModel
+from ctxext.export.gguf import ARCHITECTURES, context_of_gguf, extend_gguf, write_gguf
+from ctxext.export.llama_cpp import GGUFModel
+from ctxext.extension.method_file import SavedMethod
+from ctxext.extension.rope import RopePlan
 from ctxext.methods import PI, ContextMethod, LongRoPE, NTKAware, NTKByParts, YaRN
-from ctxext.saved import SavedMethod
+from ctxext.models.context import read_context
 
 FACTOR = 4.0
 # Twice the trained length, and what is scored behind it.

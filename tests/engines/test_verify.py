@@ -20,12 +20,12 @@ from typer.testing import CliRunner
 from ctxext import extend_context, restore_context
 from ctxext.assets import MODEL
 from ctxext.cli import commands
-from ctxext.endpoint import Endpoint
-from ctxext.engines.gguf_files import write_gguf
-from ctxext.engines.llama_cpp import GGUFModel
-from ctxext.engines.probe import MAX_TOKENS, Probe, in_state, judge, logprobs_of, make_probe, read_probe
-from ctxext.engines.verify import served_logprobs, verify
-from ctxext.folders import extend_folder
+from ctxext.export.gguf import write_gguf
+from ctxext.export.llama_cpp import GGUFModel
+from ctxext.export.probe import MAX_TOKENS, Probe, in_state, judge, logprobs_of, make_probe, read_probe
+from ctxext.export.verify import served_logprobs, verify
+from ctxext.hub.checkpoint import extend_folder
+from ctxext.utils.endpoint import Endpoint
 
 TOLD = {
     "extended": "live",

@@ -15,7 +15,7 @@ from ctxext.evals.control import Control, Form
 from ctxext.evals.perplexity import packed
 from ctxext.evals.results import Header, Results
 from ctxext.evals.summary import Summary
-from ctxext.recommending import staying
+from ctxext.fitting.recommend import staying
 
 RNG = np.random.default_rng
 

@@ -27,7 +27,7 @@ from ctxext.evals.haystack import Haystack
 from ctxext.evals.needle import Passkey
 from ctxext.evals.prompts import Prompter
 from ctxext.evals.targets import LiveModel
-from ctxext.folders import extend_folder
+from ctxext.hub.checkpoint import extend_folder
 from ctxext.survey.small import LENGTH, small_model
 
 pytestmark = pytest.mark.slow

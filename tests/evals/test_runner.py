@@ -16,6 +16,7 @@ from soak import soak
 from ctxext import YaRN, extend_context
 from ctxext.assets import MODEL, PERSUASION
 from ctxext.cli.measuring import load
+from ctxext.core.plan import Plan
 from ctxext.evals.haystack import Haystack
 from ctxext.evals.needle import Needle, Passkey
 from ctxext.evals.perplexity import KeyTokens, Perplexity, SlidingPerplexity
@@ -25,9 +26,8 @@ from ctxext.evals.runner import Grid, Runner
 from ctxext.evals.samples import Place, Sample
 from ctxext.evals.summary import Summary
 from ctxext.evals.targets import LiveModel, Variant, compared_variants, model_fingerprint
+from ctxext.extension.request import plan_extension
 from ctxext.methods import list_methods
-from ctxext.planning import plan_extension
-from ctxext.plans import Plan
 
 
 @pytest.fixture(scope="module")

@@ -12,12 +12,12 @@ import torch
 from live_server import CHAT_TEMPLATE, Fault, LiveServer
 from transformers import AutoTokenizer
 
-from ctxext import endpoint as client
 from ctxext.assets import MODEL, PERSUASION
 from ctxext.evals.haystack import Haystack
 from ctxext.evals.prompts import Prompter
 from ctxext.evals.samples import Place, Sample, make_task
 from ctxext.evals.server import ServedModel
+from ctxext.utils import endpoint as client
 
 
 @pytest.fixture(scope="module")

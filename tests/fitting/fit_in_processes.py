@@ -7,7 +7,7 @@ from pathlib import Path
 from test_episodes import texts
 
 from ctxext.cli import commands
-from ctxext.processes import Processes
+from ctxext.utils.processes import Processes
 
 for arguments in json.loads(sys.argv[1]):
     commands(arguments, standalone_mode=False)

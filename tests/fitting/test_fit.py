@@ -29,12 +29,12 @@ from ctxext import extend_context
 from ctxext.assets import MODEL, PERSUASION
 from ctxext.cli import commands
 from ctxext.evals.prompts import Prompter
+from ctxext.extension.method_file import SavedMethod, read_saved
 from ctxext.fitting.evolution import EvolutionSettings
 from ctxext.fitting.fit import fit
 from ctxext.fitting.gradient import GradientSettings
 from ctxext.fitting.objectives import Objective
 from ctxext.methods import LongRoPE
-from ctxext.saved import SavedMethod, read_saved
 
 IDS = token_ids(2 * LENGTH)
 TEXT = PERSUASION.read_text(encoding="utf-8")[:20_000]

@@ -32,7 +32,7 @@ from ctxext.fitting.gradient import (
 )
 from ctxext.fitting.live import LiveFactors, frozen
 from ctxext.methods import make_method
-from ctxext.processes import Processes
+from ctxext.utils.processes import Processes
 
 TARGET = 128
 FACTOR = TARGET / LENGTH

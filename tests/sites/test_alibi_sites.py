@@ -13,10 +13,10 @@ from site_checks import Patched, assert_same_state, state, through_pickle, tiny,
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from ctxext.core.edit import undo
+from ctxext.core.encoding import SiteProof, seen_by
 from ctxext.methods import AlibiScaling, SlopeScaling
-from ctxext.sites import alibi
-from ctxext.sites.contract import SiteProof, seen_by
-from ctxext.sites.surgery import undo
+from ctxext.patches import alibi
 
 HEADS, LENGTH = 6, 64  # six heads, so that slopes come from two powers of two
 FAMILIES: dict[str, dict[str, Any]] = {

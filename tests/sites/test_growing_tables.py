@@ -12,10 +12,10 @@ from site_checks import Patched, assert_same_state, state, through_pickle, tiny,
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, MusicgenForCausalLM, PreTrainedModel
 
+from ctxext.core.edit import undo
+from ctxext.core.encoding import SiteProof, seen_by
 from ctxext.methods import SinusoidalExtrapolation, SinusoidalInterpolation
-from ctxext.sites import sinusoidal
-from ctxext.sites.contract import SiteProof, seen_by
-from ctxext.sites.surgery import undo
+from ctxext.patches import sinusoidal
 
 LENGTH, WIDTH, PAD = 64, 32, 1
 _SEQ2SEQ: dict[str, Any] = dict(

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig
 
 from ctxext import extend_context, restore_context
-from ctxext.sites import position_table
+from ctxext.patches import position_table
 from ctxext.survey.small import LENGTH, small_model, stock_logits
 
 FACTOR = 3
@@ -177,7 +177,7 @@ def test_a_half_grown_model_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(position_table, "differences", lambda before, after: iter(()))
     model = small_model("gpt2", "causal")
     found = position_table.LearnedTable
-    monkeypatch.setattr("ctxext.planning.find_encoding", lambda *_: found(**KEPT, config=model.config))
+    monkeypatch.setattr("ctxext.extension.request.find_encoding", lambda *_: found(**KEPT, config=model.config))
     with pytest.raises(RuntimeError):
         extend_context(model, FACTOR)
     assert model.config.n_positions == LENGTH

@@ -12,10 +12,10 @@ from site_checks import Patched, assert_same_state, state, through_pickle, tiny,
 from torch import Tensor, nn
 from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedModel, UdopModel
 
+from ctxext.core.edit import undo
+from ctxext.core.encoding import SiteProof, seen_by
 from ctxext.methods import ContextMethod, DistanceInterpolation, MaxDistanceScaling
-from ctxext.sites import relative_bias
-from ctxext.sites.contract import SiteProof, seen_by
-from ctxext.sites.surgery import undo
+from ctxext.patches import relative_bias
 
 _T5: dict[str, Any] = dict(
     d_model=32, d_kv=8, d_ff=32, num_layers=2, num_heads=4, decoder_start_token_id=0, initializer_factor=3.0,

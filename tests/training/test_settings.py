@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from ctxext.assets import MODEL
-from ctxext.folders import extended_json
+from ctxext.hub.checkpoint import extended_json
 from ctxext.training.settings import Settings, read_settings
 
 CONFIGS = sorted((Path(__file__).parents[2] / "recipes/configs").glob("*.yaml"))

@@ -9,9 +9,9 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from ctxext import extend_context
-from ctxext.adapters import check_all_saved
 from ctxext.assets import MODEL
 from ctxext.data import Plain, check_positions
+from ctxext.hub.adapters import check_all_saved
 from ctxext.survey.small import LENGTH, small_model
 from ctxext.training.loss import use_chunked_loss
 from ctxext.training.settings import TrainableSettings

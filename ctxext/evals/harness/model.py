@@ -15,11 +15,12 @@ from transformers.utils import cached_file
 
 from ctxext import __version__
 from ctxext.api import extend_context
-from ctxext.configs import RopePlan
-from ctxext.extension import extension_of
-from ctxext.folders import check_not_extended
-from ctxext.methods import list_methods, method_class, suggest
-from ctxext.records import RECORD, read_record
+from ctxext.extension.apply import extension_of
+from ctxext.extension.metadata_file import RECORD, read_record
+from ctxext.extension.rope import RopePlan
+from ctxext.hub.checkpoint import check_not_extended
+from ctxext.methods import list_methods, method_class
+from ctxext.utils.values import suggest
 
 if TYPE_CHECKING:
     from lm_eval.api.model import CacheHook

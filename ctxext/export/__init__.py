@@ -1,0 +1,1 @@
+"""What other engines read, and whether they answer as the model does."""

@@ -1,0 +1,433 @@
+"""A short text with the log-probabilities that a model gives to it, extended and not: what tells whether it is live.
+
+A static extension changes short prompts too, so one short request shows whether an engine applies it. The end of a long
+one shows whether it does so up to the target.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import itertools
+import json
+import math
+import platform
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+import torch
+from jaxtyping import Float64
+from torch import Tensor
+
+from ctxext import __version__
+from ctxext.core.edit import Surgery
+from ctxext.encodings.rope import RopeGeometry
+from ctxext.extension.apply import extension_of, in_eval_mode
+from ctxext.extension.method_file import PROBE
+from ctxext.models.context import ContextFacts, read_context
+from ctxext.patches import rotary
+from ctxext.utils.json_files import read_json, write_json
+from ctxext.utils.values import are_numbers, is_count, is_number, one_line
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+# Lincoln at Gettysburg, 1863. Of some texts tried it told the states apart with the largest statistic in 16 bits: it
+# repeats itself at a distance, and is not so well known that nothing moves it.
+TEXT = (
+    "Four score and seven years ago our fathers brought forth on this continent, a new nation, conceived in Liberty, "
+    "and dedicated to the proposition that all men are created equal. Now we are engaged in a great civil war, testing "
+    "whether that nation, or any nation so conceived and so dedicated, can long endure. We are met on a great "
+    "battle-field of that war. We have come to dedicate a portion of that field, as a final resting place for those "
+    "who here gave their lives that that nation might live. It is altogether fitting and proper that we should do "
+    "this. But, in a larger sense, we can not dedicate, we can not consecrate, we can not hallow this ground. The "
+    "brave men, living and dead, who struggled here, have consecrated it, far above our poor power to add or detract."
+)
+MAX_TOKENS = 199
+# Near the target: this many tokens at the end of the same text over and over, at lengths up to this.
+FAR_TOKENS = 8
+FAR_LIMIT = 16384  # where nothing else is asked for
+MAX_FAR = 2**20  # that a file may ask for
+
+State = Literal["extended", "unextended", "without_temperature"]
+# What an engine in that state is said to be.
+WORDS = {"extended": "live", "unextended": "ignored", "without_temperature": "live without the temperature"}
+MEANING = {
+    "extended": "it computes what the extended model does, to within what 8-bit weights explain",
+    "unextended": "it runs the model as it was before: something between its config, its flags and its version drops "
+    "the extension; `ctxext export` says what it needs",
+    "without_temperature": "it rescales the frequencies, but does not multiply cos and sin by the attention factor; "
+    "`ctxext export` says what it needs",
+}
+NONE = "none of these"
+SHORT = "live in short texts alone"
+
+
+@dataclass(frozen=True)
+class Probe:
+    """A text, and the log-probabilities of its tokens in each state that an engine may run the model in.
+
+    Attributes:
+        input_ids: the text in the model's tokenizer, fewer than 200 tokens, with the BOS that the tokenizer puts first.
+        expected: log p(input_ids[k] | input_ids[:k]) for k >= 1, in nats, by state: "extended", "unextended" (RoPE from
+            before any scaling) and, where the method multiplies cos and sin, "without_temperature" (the rescaled
+            frequencies alone).
+        far: by length in tokens, beyond the trained one, the same of the extended model for the last `FAR_TOKENS`
+            tokens of `far_ids`.
+        noise_floor: mean |Δ log-probability|, nats a token, of the same model in bfloat16, read in chunks; the largest
+            over the states.
+        coarse_floor: the same with its weights rounded to 8 bits besides.
+        summary: the extension in words.
+        dtype: of the model that the log-probabilities are of.
+        versions: of ctxext, torch, transformers and python.
+    """
+
+    text: str
+    input_ids: tuple[int, ...]
+    expected: dict[State, tuple[float, ...]]
+    far: dict[int, tuple[float, ...]]
+    noise_floor: float
+    coarse_floor: float
+    summary: str
+    trained_length: int
+    target_length: int
+    dtype: str
+    versions: dict[str, str]
+
+    @property
+    def fingerprint(self) -> str:
+        """Of the text and its token ids."""
+        return hashlib.sha256(json.dumps([self.text, list(self.input_ids)]).encode()).hexdigest()[:16]
+
+    def save(self, path: Path) -> None:
+        """Write it as JSON, whole or not at all."""
+        write_json(path, {**asdict(self), "fingerprint": self.fingerprint})
+
+    def far_length(self, at_most: float | None = None) -> int:
+        """The largest length in `far`, of those up to `at_most` tokens; 0 where there is none."""
+        return max((length for length in self.far if at_most is None or length <= at_most), default=0)
+
+    def far_ids(self, length: int) -> list[int]:
+        """The text over and over, one token less than `length`, which leaves room for one to be written."""
+        return (list(self.input_ids) * (length // len(self.input_ids) + 1))[: length - 1]
+
+
+def probe_beside(gguf: Path) -> Path:
+    """Where a GGUF file's own probe lies: model.verify.json beside model.gguf."""
+    return gguf.with_suffix(f".{PROBE}")
+
+
+def read_probe(path: Path) -> Probe:
+    """The probe that `Probe.save` wrote.
+
+    Raises:
+        FileNotFoundError: there is none.
+        ValueError: something else, or edited since.
+    """
+    try:
+        said = read_json(path).content
+    except FileNotFoundError:
+        raise FileNotFoundError(
+            f"there is no probe {path}. `ctxext verify DIR -o {path}` writes it, from the extended checkpoint."
+        ) from None
+    except ValueError:
+        said = {}
+    if not {"fingerprint", "expected", "far"} <= said.keys():
+        raise ValueError(
+            f"{path} is not a probe. Write one from the extended checkpoint: ctxext verify DIR -o {PROBE}."
+        )
+    try:
+        fingerprint = said.pop("fingerprint")
+        expected = {state: tuple(values) for state, values in said.pop("expected").items()}
+        far = {int(length): tuple(values) for length, values in said.pop("far").items()}
+        probe = Probe(**{**said, "input_ids": tuple(said["input_ids"])}, expected=expected, far=far)
+        whole = all(len(values) == len(probe.input_ids) - 1 for values in expected.values())
+        whole = whole and all(len(values) == FAR_TOKENS for values in far.values())
+        whole = whole and all(len(probe.input_ids) < length <= MAX_FAR for length in far)
+        whole = whole and all(are_numbers(values, high=1e-3) for values in (*expected.values(), *far.values()))
+        whole = whole and all(is_count(token, 0) for token in probe.input_ids)
+        whole = whole and is_number(probe.noise_floor, 0) and is_number(probe.coarse_floor, 0)
+        whole = whole and isinstance(probe.text, str) and isinstance(probe.summary, str)
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
+        why = one_line(error)
+        raise ValueError(f"{path} is no probe as ctxext {__version__} writes it ({why}). Make it anew.") from error
+    if fingerprint != probe.fingerprint or not whole or {"extended", "unextended"} - expected.keys():
+        raise ValueError(f"{path} was edited: its tokens are not those that were measured. Make it anew.")
+    return probe
+
+
+# ------------------------------------------------------------------------------------ the verdict
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Which state an engine is in.
+
+    Attributes:
+        name: "live", "ignored", "live without the temperature" or "none of these".
+        distances: mean |Δ log-probability|, nats a token, to each state of the probe.
+        limit: the largest distance that noise explains, nats a token.
+        reason: in words.
+        asked_to: tokens up to which the engine was asked.
+        far_distance: that to the extended model there, near the target; None where it was not asked.
+    """
+
+    name: str
+    distances: dict[State, float]
+    limit: float
+    reason: str
+    asked_to: int
+    far_distance: float | None = None
+
+    @property
+    def is_live(self) -> bool:
+        return self.name == WORDS["extended"]
+
+
+def judge(probe: Probe, logprobs: Float64[Tensor, " token"], noise: float | None = None) -> Verdict:
+    """The state whose log-probabilities are nearest to an engine's: near enough, and clearly nearer than any other.
+
+    Near enough is what 8-bit weights explain, and half as much again. Clearly nearer is what a paired comparison over
+    the tokens says: the mean of |Δ| to the other state minus |Δ| to this one, at least three times its standard error.
+    So states are told apart that differ by less than the noise of a single token.
+
+    Weights rounded to 8 bits move a small model as much as a near factor does, which so passes for live: ×3.5 and ×4.5
+    for yarn ×4 on the shipped model, ×3 and ×5 on SmolLM2-135M; ×2 and ×8 do not.
+
+    Args:
+        logprobs: the engine's, of `probe.input_ids[1:]`, in nats.
+        noise: mean |Δ log-probability|, nats a token, that the engine's own precision explains, where its weights have
+            fewer than 8 bits.
+
+    Raises:
+        ValueError: not one number a token, or numbers that are no log-probabilities.
+    """
+    if logprobs.shape != (len(probe.input_ids) - 1,):
+        raise ValueError(
+            f"the engine gave {tuple(logprobs.shape)} log-probabilities for {len(probe.input_ids)} tokens, expected "
+            f"{len(probe.input_ids) - 1}: it reads other tokens. Check that it serves this model."
+        )
+    if not bool((logprobs <= 1e-3).all()):  # NaN too
+        raise ValueError("the engine gave NaN or positive numbers as log-probabilities. Look into its log.")
+    apart = {s: (logprobs - torch.tensor(v, dtype=torch.float64)).abs() for s, v in probe.expected.items()}
+    distances = {state: float(each.mean()) for state, each in apart.items()}
+    nearest = min(distances, key=distances.__getitem__)
+    limit = 1.5 * (probe.coarse_floor if noise is None else noise)
+    if not distances[nearest] <= limit:
+        reason = (
+            "another model, tokenizer or factor, or weights of fewer than 8 bits (whose own noise you may state); "
+            f"nearest is {WORDS[nearest]!r}"
+        )
+        return Verdict(NONE, distances, limit, reason, len(probe.input_ids))
+    for state in apart.keys() - {nearest}:
+        if not _clearly_nearer(apart[nearest], apart[state]):
+            reason = f"as near to {WORDS[state]!r} as to {WORDS[nearest]!r}: its noise hides which"
+            return Verdict(NONE, distances, limit, reason, len(probe.input_ids))
+    return Verdict(WORDS[nearest], distances, limit, MEANING[nearest], len(probe.input_ids))
+
+
+def judge_far(probe: Probe, verdict: Verdict, length: int, logprobs: Float64[Tensor, " token"]) -> Verdict:
+    """A verdict of "live", with what the engine gives the last tokens of `probe.far_ids(length)`.
+
+    A table of cos and sin that is too short, clamped or NaN past its end is right in a short text. It is told from
+    noise with room: on the shipped model such tables are 0.4 nats a token off and more, 8-bit weights 0.015.
+    """
+    distance = float((logprobs - torch.tensor(probe.far[length], dtype=torch.float64)).abs().mean())
+    if distance <= 2 * verdict.limit:
+        return replace(verdict, asked_to=length, far_distance=distance)
+    reason = (
+        f"the last positions of {length} tokens are {distance:.2g} nats a token off, though a short text is right: its "
+        "table of cos and sin ends before, or it cuts or shifts long prompts. Serve it as `ctxext export` says"
+    )
+    return replace(verdict, name=SHORT, reason=reason, asked_to=length, far_distance=distance)
+
+
+def _clearly_nearer(near: Float64[Tensor, " token"], far: Float64[Tensor, " token"]) -> bool:
+    margin = far - near
+    return float(margin.mean()) >= 3 * float(margin.std()) / math.sqrt(len(margin)) > 0
+
+
+# ------------------------------------------------------------------------------------ making one
+
+
+def make_probe(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, text: str = TEXT, far: int | None = None
+) -> Probe:
+    """A probe of a model whose config says how it is extended: a live extended one, or one loaded from such a folder.
+
+    Frequencies and attention factor of every state come from our own formulas, and not from how transformers read the
+    config; the model is left as it was. Meanwhile there are two copies of it in bfloat16, which give the noise.
+
+    Args:
+        text: cut where it has 200 tokens, or more than the trained length.
+        far: tokens up to which positions near the target are covered, which one forward pass of as many costs; 0 for
+            none; None for `FAR_LIMIT`, or less where the target is.
+
+    Raises:
+        ValueError: nothing is extended, the extension changes nothing within the trained length, its softmax has a
+            scale of its own, or it moves this text by less than the noise of 16 bits.
+    """
+    import transformers
+
+    facts = _facts(model)
+    ids = tokenizer(text)["input_ids"][: min(MAX_TOKENS, facts.lengths.start)]
+    states = _states(facts)
+    fine = copy.deepcopy(model).to(torch.bfloat16)
+    coarse = _in_8_bits(copy.deepcopy(fine))
+
+    def measured(model: PreTrainedModel, chunk: int | None) -> dict[State, Tensor]:
+        found: dict[State, Tensor] = {}
+        for state in states:
+            with in_state(model, state):
+                found[state] = logprobs_of(model, ids, chunk)
+        return found
+
+    def distance(noisy: dict[State, Tensor]) -> float:
+        return max(float((noisy[state] - expected[state]).abs().mean()) for state in states)
+
+    expected, noisy = measured(model, None), measured(fine, 48)
+    del fine
+    with in_state(model, "extended"):
+        far_values = _far_values(
+            model, ids, facts.lengths.start, min(facts.reach, FAR_LIMIT if far is None else far, MAX_FAR)
+        )
+    probe = Probe(
+        text=text,
+        input_ids=tuple(ids),
+        far=far_values,
+        expected={state: tuple(round(value, 6) for value in each.tolist()) for state, each in expected.items()},
+        noise_floor=distance(noisy),
+        coarse_floor=distance(measured(coarse, 48)),
+        summary=facts.summary,
+        trained_length=facts.lengths.start,
+        target_length=facts.reach,
+        dtype=str(model.dtype).removeprefix("torch."),
+        versions={
+            "ctxext": __version__,
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+            "python": platform.python_version(),
+        },
+    )
+    # In 16 bits the two must be told apart; whether it is ignored or lacks its temperature, an engine may leave open.
+    live, ignored = (torch.tensor(probe.expected[state], dtype=torch.float64) for state in ("extended", "unextended"))
+    off = noisy["unextended"]
+    if not (judge(probe, noisy["extended"]).is_live and _clearly_nearer((off - ignored).abs(), (off - live).abs())):
+        raise ValueError(
+            f"{probe.summary} moves these {len(ids)} tokens by {float((live - ignored).abs().mean()):.2g} nats each, "
+            f"and 16 bits alone by {probe.noise_floor:.2g}: a short text cannot tell whether it is live. Measure at "
+            "long lengths instead: ctxext eval."
+        )
+    return probe
+
+
+def _far_values(model: PreTrainedModel, ids: Sequence[int], trained: int, length: int) -> dict[int, tuple[float, ...]]:
+    """`Probe.far`: at `length` tokens, and at its halves down to the trained length, for servers of fewer."""
+    lengths = []
+    while length > max(trained, 2 * len(ids)):
+        lengths.append(length)
+        length //= 2
+    if not lengths:
+        return {}
+    text = (list(ids) * (lengths[0] // len(ids) + 1))[: lengths[0] - 1]
+    values = logprobs_of(model, text, 256)
+    return {each: tuple(round(v, 6) for v in values[each - 2 - FAR_TOKENS : each - 2].tolist()) for each in lengths}
+
+
+def _facts(model: PreTrainedModel) -> ContextFacts:
+    extension = extension_of(model)
+    if extension is not None and not extension.plan.is_portable:
+        raise ValueError(_cannot_tell(extension.plan.summary, f"{extension.plan.why_not_portable}"))
+    facts = read_context(model.config)
+    if any(table.scaling is not None and table.scaling.is_late for table in facts.tables):
+        raise ValueError(_cannot_tell(f"rope_type {facts.rope_parameters['rope_type']!r}", "it follows the length"))
+    if facts.softmax_factor != 1.0:
+        raise ValueError(
+            f"{type(model).__name__} scales its softmax by mscale_all_dim beside RoPE, which a probe does not cover. "
+            "Measure at long lengths instead: ctxext eval."
+        )
+    return facts
+
+
+def _cannot_tell(what: str, why: str) -> str:
+    return (
+        f"{what} cannot be seen in a short text, as {why}: within the trained length it may be the model as it was. "
+        "Pin it with length=, or use a static method such as 'yarn'."
+    )
+
+
+def _states(facts: ContextFacts) -> dict[State, dict[str, RopeGeometry]]:
+    """The frequencies of each table, by its label, in each state that differs."""
+    extended = {table.label: table.in_use for table in facts.tables}
+    unextended = {table.label: facts.original_rope_of(table) for table in facts.tables}
+    rescaled = any(not torch.equal(rope.inv_freq, unextended[k].inv_freq) for k, rope in extended.items())
+    tempered = any(rope.attention_factor != 1.0 for rope in extended.values())
+    if not rescaled and not tempered:
+        raise ValueError(
+            f"{type(facts.text_config).__name__} says plain RoPE of {facts.trained_length} tokens: nothing is "
+            "extended, so there is nothing to verify. Extend it first: ctxext extend."
+        )
+    states: dict[State, dict[str, RopeGeometry]] = {"extended": extended, "unextended": unextended}
+    if rescaled and tempered:
+        states["without_temperature"] = {k: replace(rope, attention_factor=1.0) for k, rope in extended.items()}
+    return states
+
+
+@contextmanager
+def in_state(model: PreTrainedModel, state: State) -> Iterator[None]:
+    """The model in another state than its config says, for the length of a `with` block.
+
+    Raises:
+        ValueError: as `make_probe`.
+        KeyError: its extension has no such state.
+    """
+    facts = _facts(model)
+    tables = _states(facts)[state]
+    sites = rotary.find_rotary_sites(model, facts.text_config)
+    if not sites:
+        raise ValueError(f"found no standard rotary embedding in {type(model).__name__}, so no probe can be made.")
+    in_use = {table.label: table.in_use.inv_freq for table in facts.tables}
+    surgery = Surgery(model, [])
+    try:
+        for site, (label, rope) in itertools.product(sites, tables.items()):
+            inv_freq = site.laid_out(label, rope.inv_freq, in_use[label]).float()  # whatever the model was cast to
+            # Both: longrope's forward takes the second one back.
+            for name in ("inv_freq", "original_inv_freq"):
+                surgery.set_tensor(site.paths[0], rotary.of_label(label, name), inv_freq)
+            surgery.set_attribute(site.paths[0], rotary.of_label(label, "attention_scaling"), rope.attention_factor)
+        yield
+    finally:
+        surgery.undo()
+
+
+@torch.no_grad()
+def _in_8_bits(model: PreTrainedModel) -> PreTrainedModel:
+    """Matrices rounded in place as GGUF's Q8_0 does: whole numbers up to 127, one scale for 32 of them."""
+    for weight in model.parameters():
+        if weight.dim() == 2 and weight.shape[1] % 32 == 0:
+            blocks = weight.float().unflatten(1, (-1, 32))
+            scale = (blocks.abs().amax(-1, keepdim=True) / 127).clamp(min=1e-30)
+            weight.copy_(((blocks / scale).round() * scale).flatten(1))
+    return model
+
+
+@torch.inference_mode()
+def logprobs_of(
+    model: PreTrainedModel, input_ids: Sequence[int], chunk: int | None = None
+) -> Float64[Tensor, " token"]:
+    """log p(input_ids[k] | input_ids[:k]) for k >= 1 under a transformers model, in nats.
+
+    Args:
+        chunk: tokens read at a time, on a cache; None reads all at once.
+    """
+    ids = torch.tensor([list(input_ids)], device=model.device)
+    found, cache = [], None
+    with in_eval_mode(model):
+        for piece, following in zip(*(part.split(chunk or ids.shape[1], dim=1) for part in (ids[:, :-1], ids[:, 1:]))):
+            output = model(input_ids=piece, past_key_values=cache, use_cache=chunk is not None)
+            cache = output.past_key_values if chunk is not None else None
+            found.append(output.logits[0].double().log_softmax(-1).gather(-1, following[0, :, None])[:, 0])
+    return torch.cat(found).cpu()

@@ -1,0 +1,237 @@
+"""What a person wants to know of a model before choosing how to extend it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ctxext.core.plan import ENCODINGS, Plan
+from ctxext.extension.apply import check_on_paper
+from ctxext.extension.request import encoding_of, original_length, plan_extension
+from ctxext.models.checkpoints import Checkpoint
+from ctxext.models.config_fields import check_config
+from ctxext.models.context import has_rope, no_encoding, read_context
+from ctxext.models.metadata import Lengths, live_mark, summary_of
+from ctxext.models.rope_tables import attention_layers, head_dim
+from ctxext.models.text_config import text_config_of
+from ctxext.utils.values import MAX_FACTOR, MAX_TOKENS, is_count, is_number
+
+BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1}
+
+
+@dataclass(frozen=True)
+class ContextDescription:
+    """The answer of `describe_context`. `print` it, or read its fields.
+
+    Attributes:
+        encoding: "rope", "alibi", "learned", "sinusoidal", "t5", "relative", "none" or "unknown"; the fields that only
+            RoPE has are None for the others.
+        rope_theta: the base in the config.
+        rotary_dim, head_dim: rotary dimensions of a head, and all of them.
+        trained_length: tokens, with `trained_length_source` saying where that number comes from.
+        original_length: tokens before any scaling; None where nothing says it.
+        scaling: the method in use, None for plain RoPE.
+        summary: what was extended, as the plan of the extension had it; "" for plain RoPE.
+        reach: tokens that the model covers as it is; None where nothing ends, but quality may.
+        checkpoint: what is known of this published model.
+        target_length: tokens that was asked about.
+        kv_cache_bytes: of one sequence of `target_length` tokens, in `kv_dtype`.
+        would_do: what `extend_context` would do for that target, or why it refuses.
+        notes: what a person should know of that, a sentence each.
+    """
+
+    model_type: str
+    encoding: str
+    rope_theta: float | None
+    rotary_dim: int | None
+    head_dim: int | None
+    trained_length: int | None
+    trained_length_source: str
+    original_length: int | None
+    scaling: dict[str, Any] | None
+    summary: str
+    reach: int | None
+    checkpoint: Checkpoint | None
+    target_length: int | None
+    kv_cache_bytes: int | None
+    kv_dtype: str
+    would_do: str
+    notes: tuple[str, ...]
+
+    def rows(self) -> list[tuple[str, str]]:
+        """The description as (label, value) pairs, in the order in which a person reads them."""
+        rows = [("model type", self.model_type), ("position encoding", ENCODINGS.get(self.encoding, self.encoding))]
+        if self.rope_theta is not None:
+            rows += [
+                ("rope theta", f"{self.rope_theta:g}"),
+                ("rotary dimensions", f"{self.rotary_dim} of {self.head_dim} a head"),
+            ]
+        if self.trained_length is not None:
+            rows += [("trained length", f"{self.trained_length:,} tokens ({self.trained_length_source})")]
+            rows += [("scaling in use", self._scaling_words())]
+            rows += [("reach as it is", "no limit" if self.reach is None else f"{self.reach:,} tokens")]
+        if self.checkpoint is not None:
+            recipe = self.checkpoint.recipe
+            words = ", ".join(f"{key} {value}" for key, value in recipe.items()) if recipe else "none published"
+            rows += [("known as", self.checkpoint.name), ("vendor's recipe", words), ("source", self.checkpoint.source)]
+            if self.checkpoint.note:
+                rows.append(("note", self.checkpoint.note))
+        if self.kv_cache_bytes is not None:
+            large = self.kv_cache_bytes >= 2**30
+            size = f"{self.kv_cache_bytes / 2**30:.2f} GiB" if large else f"{self.kv_cache_bytes / 2**20:.1f} MiB"
+            rows.append((f"KV cache at {self.target_length:,}", f"{size} a sequence in {self.kv_dtype}"))
+        return [*rows, ("extend_context would", self.would_do), *(("", f"note: {note}") for note in self.notes)]
+
+    def _scaling_words(self) -> str:
+        if self.scaling is None:
+            return "none"
+        how = f", {self.checkpoint.scaling}" if self.checkpoint and self.checkpoint.scaling != "none" else ""
+        origin = f"; {self.original_length} before any scaling" if self.original_length != self.trained_length else ""
+        origin = "; nothing says from which length" if self.original_length is None else origin
+        return f"{self.summary}{how}{origin}"
+
+    def __str__(self) -> str:
+        rows = self.rows()
+        width = max(len(label) for label, _ in rows)
+        return "\n".join(f"{label:<{width}}  {value}" for label, value in rows)
+
+
+def kv_cache_bytes(text_config: Any, n_tokens: int, bytes_each: int) -> int:
+    """Bytes of the KV cache of one sequence; sliding layers count their window.
+
+    Linear attention counts nothing, and neither do layers that use the keys of others.
+    """
+    total, layers = 0, attention_layers(text_config)
+    for layer in layers[: len(layers) - (getattr(text_config, "num_kv_shared_layers", None) or 0)]:
+        several = getattr(text_config, "is_heterogeneous", False)  # layers of one type differ from those of another
+        config = text_config.per_layer_config[layer] if several else text_config
+        window = getattr(config, "sliding_window", None)
+        if getattr(config, "kv_lora_rank", None):  # multi-head latent attention: one latent and one rotary key
+            numbers = config.kv_lora_rank + config.qk_rope_head_dim
+        else:
+            heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+            numbers = 2 * heads * head_dim(config)
+        n_cached = min(n_tokens, window or n_tokens) if layer == "sliding_attention" else n_tokens
+        total += n_cached * numbers
+    return total * bytes_each
+
+
+def describe(
+    config: Any,
+    factor: float | None,
+    target_length: int | None,
+    *,
+    model: Any = None,
+    planned: Callable[..., Plan] | None = None,
+    **options: Any,
+) -> ContextDescription:
+    """See `ctxext.describe_context`.
+
+    Args:
+        planned: works out the extension; by default that of the model of `config`.
+    """
+
+    def planned_here(**how: Any) -> Plan:
+        plan = plan_extension(config, model=model, **how)
+        check_on_paper(config, plan, model)
+        return plan
+
+    planned = planned or planned_here
+    check_config(config)
+    text_config = text_config_of(config)
+    dtype = str(getattr(text_config, "dtype", None) or getattr(config, "dtype", None) or "bfloat16")
+    dtype = dtype.removeprefix("torch.")
+    if not has_rope(text_config):
+        return _describe_other(config, dtype, factor, target_length, model=model, planned=planned, **options)
+    try:
+        facts = read_context(config, options.get("original_max_position_embeddings"))
+    except ValueError as error:
+        return _unknown(config, dtype, "rope", f"refuse: {error}")
+    target, would_do, notes = _would_do(planned, facts.reach, factor, target_length, **options)
+    return ContextDescription(
+        model_type=text_config.model_type,
+        encoding="rope",
+        rope_theta=facts.rope_parameters["rope_theta"],
+        rotary_dim=facts.rotary_dim,
+        head_dim=facts.tables[0].head_dim,
+        trained_length=facts.trained_length,
+        trained_length_source=facts.trained_length_source,
+        original_length=facts.original_length,
+        scaling=None if facts.scaling is None else facts.scaling.to_dict(),
+        summary="" if facts.scaling is None else facts.summary,
+        reach=facts.reach,
+        checkpoint=facts.checkpoint,
+        target_length=target,
+        kv_cache_bytes=kv_cache_bytes(text_config, target, BYTES.get(dtype, 2)),
+        kv_dtype=dtype,
+        would_do=would_do,
+        notes=notes,
+    )
+
+
+def _would_do(
+    planned: Callable[..., Plan], reach: int, factor: float | None, target_length: int | None, **options: Any
+) -> tuple[int, str, tuple[str, ...]]:
+    """The target in tokens, what extending would do, and what a person should know of that."""
+    try:
+        plan = planned(factor=factor, target_length=target_length, **options)
+    except ValueError as error:
+        asked = target_length if is_count(target_length, 1, MAX_TOKENS) else None
+        times = factor if is_number(factor, 1, MAX_FACTOR) else 4
+        return asked or round(times * reach), f"refuse: {error}", ()
+    why = plan.why_not_portable
+    how = "" if why is None else f"; no config can say it, as {why}: ctxext.load brings it back"
+    return plan.target_length, plan.summary + how, plan.notes
+
+
+def _describe_other(
+    config: Any,
+    dtype: str,
+    factor: float | None,
+    target_length: int | None,
+    *,
+    model: Any,
+    planned: Callable[..., Plan],
+    **options: Any,
+) -> ContextDescription:
+    try:
+        found = encoding_of(config, model)
+    except ValueError as error:
+        text_config = text_config_of(config)
+        return _unknown(config, dtype, "none" if no_encoding(text_config) else "unknown", f"refuse: {error}")
+    target, would_do, notes = _would_do(planned, found.trained_length, factor, target_length, **options)
+    mark = live_mark(text_config_of(config))
+    return replace(
+        _unknown(config, dtype, found.name, would_do),
+        trained_length=original_length(config, found),
+        trained_length_source=found.source if mark is None else "as ctxext found it",
+        original_length=original_length(config, found),
+        scaling=None if mark is None else mark["method"],
+        summary="" if mark is None else summary_of(mark["method"]["name"], Lengths.of_mark(mark)),
+        reach=found.limit,
+        target_length=target,
+        notes=notes,
+    )
+
+
+def _unknown(config: Any, dtype: str, encoding: str, would_do: str) -> ContextDescription:
+    return ContextDescription(
+        model_type=text_config_of(config).model_type,
+        encoding=encoding,
+        rope_theta=None,
+        rotary_dim=None,
+        head_dim=None,
+        trained_length=None,
+        trained_length_source="",
+        original_length=None,
+        scaling=None,
+        summary="",
+        reach=None,
+        checkpoint=None,
+        target_length=None,
+        kv_cache_bytes=None,
+        kv_dtype=dtype,
+        would_do=would_do,
+        notes=(),
+    )

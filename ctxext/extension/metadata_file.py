@@ -1,0 +1,318 @@
+"""`context_extension.json`: an extension's metadata, and what it belongs to.
+
+It stands beside a model whose config cannot express its extension, beside an adapter that was trained on an extended
+model, and alone on the hub. It is never applied to anything but the model that it names.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ctxext import __version__
+from ctxext.core.plan import Plan
+from ctxext.methods import ContextMethod, method_from_dict
+from ctxext.models.metadata import EXISTING, Existing, still_says
+from ctxext.models.text_config import text_config_of
+from ctxext.utils.json_files import (
+    FACTOR,
+    FLAG,
+    OBJECT,
+    TEXT,
+    TOKENS,
+    JsonObject,
+    or_none,
+    read_json,
+    write_json,
+)
+from ctxext.utils.values import shown
+
+RECORD = "context_extension.json"
+# In a config.json: the summary of the extension beside it. Any other writer of that folder leaves it out.
+BESIDE = "context_extension"
+OTHER_WEIGHTS = "other weights"
+
+
+@dataclass(frozen=True, kw_only=True)
+class BaseModel:
+    """The model that an extension belongs to.
+
+    Attributes:
+        name: an absolute folder or a name on the hub; None for the folder that the metadata is in, or that a card
+            names.
+        revision: the commit, of a name on the hub.
+        model_type: of its text config.
+        config: the fields of its text config that the extension changes, as they were before.
+        weights: their fingerprint (`weights_fingerprint`); None where they are named alone.
+    """
+
+    name: str | None
+    revision: str | None
+    model_type: str
+    config: dict[str, Any]
+    weights: str | None
+
+    @classmethod
+    def of_plan(cls, plan: Plan, **known: str | None) -> BaseModel:
+        config = plan.text_config
+        held = {name: getattr(config, name, None) for name in plan.updates if name != "ctxext"}
+        whole = {"name": None, "revision": None, "weights": None, **known}
+        return cls(model_type=config.model_type, config=json.loads(json.dumps(held)), **whole)
+
+    @classmethod
+    def of_json(cls, read: JsonObject) -> BaseModel:
+        read.check_names({"name", "revision", "model_type", "config", "weights"})
+        return cls(
+            **{name: read.get(name, or_none(TEXT)) for name in ("name", "revision", "weights")},
+            model_type=read.get("model_type", TEXT),
+            config=read.get("config", OBJECT),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Record:
+    """What `context_extension.json` holds.
+
+    Attributes:
+        where: the file, as errors name it.
+        summary: of the plan, for people.
+        method: None where the native scaling was kept.
+        factor: target length / the length before.
+        original_max_position_embeddings: the trained length before any scaling, in tokens.
+    """
+
+    where: str
+    version: str
+    summary: str
+    method: ContextMethod | None
+    factor: float
+    existing: Existing
+    original_max_position_embeddings: int
+    rotated_copy: bool
+    model: BaseModel
+
+    @classmethod
+    def of_json(cls, read: JsonObject) -> Record:
+        """
+        Raises:
+            ValueError: not as this version writes it; says which field.
+        """
+        known = {"version", "summary", "method", "factor", "existing", "original_max_position_embeddings"}
+        read.check_names({*known, "rotated_copy", "model"})
+        existing = read.get("existing", EXISTING)
+        kept = existing == "keep" and read.content["method"] is None
+        method = None if kept else method_from_dict(read.content["method"], read.file)
+        factor, length = read.get("factor", FACTOR), read.get("original_max_position_embeddings", TOKENS)
+        reach = f"factor × original_max_position_embeddings must be {TOKENS.words}"
+        read.check(TOKENS.holds(round(factor * length)), reach)
+        return cls(
+            where=read.file,
+            version=read.get("version", TEXT),
+            summary=read.get("summary", TEXT),
+            method=method,
+            factor=factor,
+            existing=existing,
+            original_max_position_embeddings=length,
+            rotated_copy=read.get("rotated_copy", FLAG),
+            model=BaseModel.of_json(read.part("model")),
+        )
+
+    def arguments_for(self, config: Any) -> dict[str, Any]:
+        """The arguments by which `extend_context` extends the model of `config` so.
+
+        Raises:
+            ValueError: it belongs to a model of another config.
+        """
+        text_config = text_config_of(config)
+        now = {"model_type": text_config.model_type}
+        now |= {name: json.loads(json.dumps(getattr(text_config, name, None))) for name in self.model.config}
+        for name, then in {"model_type": self.model.model_type, **self.model.config}.items():
+            if not still_says(now[name], then):
+                raise ValueError(
+                    f"{self.where} belongs to a model with {name} {shown(then)}, and this one has "
+                    f"{shown(now[name])}. Extend this model anew, or delete {RECORD} to load it unextended."
+                )
+        arguments: dict[str, Any] = {
+            "existing": self.existing,
+            "original_max_position_embeddings": self.original_max_position_embeddings,
+            "rotated_copy": self.rotated_copy,
+        }
+        return {**arguments, **({"factor": self.factor} if self.method is None else {"method": self.method})}
+
+    def check_weights(self, folder: Path) -> None:
+        """Raise ValueError if the checkpoint in `folder` has other weights than the extension belongs to."""
+        unlike = None if self.model.weights is None else weights_unlike(folder, self.model.weights)
+        if unlike == OTHER_WEIGHTS:
+            raise ValueError(
+                f"{self.where} belongs to other weights than those in {folder}: another model was saved there since. "
+                f"Extend this model anew, or delete {RECORD} to load it unextended."
+            )
+        if unlike is not None:
+            raise ValueError(
+                f"{self.where} belongs to a model of another dtype: {folder} has {unlike}. Restore the model as it was "
+                "stored and pass dtype= to ctxext.load, or extend this one anew."
+            )
+
+
+def write_record(folder: Path, plan: Plan, **base: str | None) -> None:
+    """Write what it takes to extend a model as `plan` does.
+
+    Args:
+        base: what is known of it: name, revision and weights of `BaseModel`.
+    """
+    content = {
+        "version": __version__,
+        "summary": plan.summary,
+        **plan.to_dict(),
+        "model": vars(BaseModel.of_plan(plan, **base)),
+    }
+    write_json(folder / RECORD, content)
+
+
+def read_record(folder: Path) -> Record | None:
+    """The metadata in `folder`; None where there is none.
+
+    Raises:
+        ValueError: it is not as this version writes it, names a method that is not registered here, or does not
+            belong to the config.json beside it: another model was saved there since.
+    """
+    path, config = folder / RECORD, folder / "config.json"
+    beside = read_json(config).content.get(BESIDE) if config.is_file() else None
+    if not path.is_file():
+        if beside is not None:
+            raise ValueError(
+                f"{config} says that the model is extended by {RECORD}, which is not there. Copy that file too, or "
+                f"delete the entry {BESIDE!r} to load the model unextended."
+            )
+        return None
+    record = Record.of_json(read_json(path))
+    if config.is_file() and beside != record.summary:
+        raise ValueError(
+            f"{path} ({record.summary}) does not belong to the config.json beside it: another model was saved there "
+            f"since. Delete {RECORD} to load the model that was saved last, or extend it anew."
+        )
+    return record
+
+
+def weights_fingerprint(folder: Path) -> str:
+    """Of a checkpoint's safetensors: each tensor's name, shape, type and up to 32 of its values; then their dtypes.
+
+    The same however they are sharded. Only the pages that hold those values are read from the disk.
+
+    Raises:
+        ValueError: there are none; pickled weights are not loaded.
+    """
+    from safetensors import safe_open
+
+    index, whole = folder / "model.safetensors.index.json", folder / "model.safetensors"
+    if index.is_file():  # other files beside it, such as consolidated.safetensors, are not the model's
+        paths = [folder / str(name) for name in {*read_json(index).part("weight_map").content.values()}]
+    else:
+        paths = [whole] if whole.is_file() else sorted(folder.glob("*.safetensors"))
+    if not paths:
+        raise ValueError(f"{folder} holds no safetensors. Load the model and save_pretrained it, which writes them.")
+    lines, dtypes = [], set()
+    for path in paths:
+        with safe_open(path, "pt") as tensors:
+            for name in tensors.keys():  # noqa: SIM118, it is no dict
+                tensor = tensors.get_tensor(name)
+                dtypes.add(str(tensor.dtype).removeprefix("torch."))
+                flat = tensor.reshape(-1)
+                values = flat[:: max(1, flat.numel() // 32)][:32].contiguous()
+                about = f"{name} {tuple(tensor.shape)} {tensor.dtype} ".encode()
+                lines.append(about + values.view(torch.uint8).numpy().tobytes())
+    digest = blake2b(digest_size=8)
+    for line in sorted(lines):
+        digest.update(line)
+    return f"{digest.hexdigest()} {'+'.join(sorted(dtypes))}"
+
+
+def weights_unlike(folder: Path, fingerprint: str) -> str | None:
+    """How the weights in `folder` differ from those of `fingerprint`, in words; None where they are the same."""
+    now = weights_fingerprint(folder)
+    dtypes, dtypes_then = now.partition(" ")[2], fingerprint.partition(" ")[2]
+    if now == fingerprint:
+        return None
+    return OTHER_WEIGHTS if dtypes == dtypes_then else f"{dtypes} weights instead of {dtypes_then}"
+
+
+# ------------------------------------------------------------------------------------ of adapters
+
+ADAPTER_CONFIG = "adapter_config.json"
+EXTENDED = " (extended by ctxext, {summary}; load this adapter with ctxext.load)"
+_PATTERN = re.compile(re.escape(EXTENDED).replace(r"\{summary\}", "(?P<summary>.*)") + "$", re.DOTALL)
+
+
+def plain_name(named: str | None) -> str | None:
+    """The base's own name, of what an adapter calls it; None for none."""
+    return _PATTERN.sub("", named or "") or None
+
+
+def base_named(adapter_config: Path) -> str | None:
+    """What an adapter calls its base.
+
+    Raises:
+        ValueError: the file is broken.
+    """
+    read = read_json(adapter_config)
+    return read.get("base_model_name_or_path", or_none(TEXT)) if "base_model_name_or_path" in read.content else None
+
+
+def trained_under(named: str | None) -> str | None:
+    """The summary of the extension in what an adapter calls its base; None where there is none."""
+    found = _PATTERN.search(named or "")
+    return None if found is None else found["summary"]
+
+
+def carry_extension(owner: Any, folders: Iterable[Path]) -> None:
+    """Write the extension of the model `owner` beside the adapters that were just saved in `folders`.
+
+    Args:
+        owner: the extended model; None where none is extended, which removes what was beside earlier adapters.
+    """
+    for folder in folders:
+        path = folder / ADAPTER_CONFIG
+        (folder / RECORD).unlink(missing_ok=True)  # of an adapter that was saved here before
+        if owner is None or not path.is_file():
+            continue
+        plan = owner.__dict__["context_extension"].plan
+        name, weights = owner.name_or_path or None, None
+        if name is not None and Path(name).is_dir():
+            name = str(Path(name).resolve())
+            weights = weights_fingerprint(Path(name)) if any(Path(name).glob("*.safetensors")) else None
+        write_record(folder, plan, name=name, revision=getattr(owner.config, "_commit_hash", None), weights=weights)
+        content = read_json(path).content
+        content["base_model_name_or_path"] = (name or "") + EXTENDED.format(summary=plan.summary)
+        write_json(path, content)
+
+
+def adapter_record(folder: Path) -> Record | None:
+    """The extension that an adapter was trained under; None where its files name none.
+
+    Raises:
+        ValueError: they are broken, or of two adapters.
+    """
+    path, summary = folder / RECORD, trained_under(base_named(folder / ADAPTER_CONFIG))
+    if not path.is_file():
+        if summary is None:
+            return None
+        raise ValueError(
+            f"{folder / ADAPTER_CONFIG} says that the adapter was trained under {summary}, and {RECORD} is not beside "
+            "it. Copy that file too, or save the adapter again with ctxext imported."
+        )
+    record = Record.of_json(read_json(path))
+    if record.summary != summary:
+        named = (base_named(folder / ADAPTER_CONFIG) or "") + EXTENDED.format(summary=record.summary)
+        raise ValueError(
+            f"{path} ({record.summary}) does not agree with base_model_name_or_path in the {ADAPTER_CONFIG} beside "
+            f"it. If you moved the base, write {named!r} there; if another adapter was saved there since, delete "
+            f"{RECORD}."
+        )
+    return record

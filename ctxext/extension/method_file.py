@@ -1,0 +1,135 @@
+"""A method in a file: what `ctxext fit` writes, and every call that takes a method's name reads."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ctxext.extension.metadata_file import RECORD, Record, read_record
+from ctxext.methods import ContextMethod, method_from_dict
+from ctxext.utils.download import hub_folder
+from ctxext.utils.json_files import OBJECT, read_json, write_json
+
+SUFFIX = ".json"
+# Beside an export: what `ctxext verify` compares an engine's answer with.
+PROBE = "verify.json"
+
+
+@dataclass(frozen=True)
+class SavedMethod:
+    """A method, and where it comes from.
+
+    Attributes:
+        about: for the reader and for a model card: the model that it was found for, how, and what was measured.
+    """
+
+    method: ContextMethod
+    about: dict[str, Any] = field(default_factory=dict)
+
+    def save(self, path: str | Path) -> None:
+        """Write it as JSON, whole or not at all."""
+        from ctxext import __version__
+
+        write_json(Path(path), {"ctxext": __version__, "method": self.method.to_dict(), "about": self.about})
+
+
+def check_method_file(path: Path) -> None:
+    """Refuse, before the work, a file that `--method` would not read again.
+
+    Raises:
+        ValueError: its name does not end in `SUFFIX`.
+        OSError: as `check_writable`.
+    """
+    if path.suffix != SUFFIX:
+        raise ValueError(f"--output must end in {SUFFIX}, as --method takes {str(path)!r} for a name.")
+    check_writable(path)
+
+
+def check_writable(path: Path) -> None:
+    """Refuse a file that could not be written, before the work that is to end in it.
+
+    Raises:
+        OSError: it is a folder, or stands in none that can be written to.
+    """
+    parent = next(folder for folder in path.absolute().parents if folder.exists())
+    if path.is_dir() or not parent.is_dir() or not os.access(parent, os.W_OK):
+        why = "is a folder" if path.is_dir() else f"cannot be written in {parent}"
+        raise OSError(f"{path} {why}. Choose another name for the file.")
+
+
+def read_saved(path: str | Path) -> SavedMethod:
+    """The method that `SavedMethod.save` wrote.
+
+    Raises:
+        FileNotFoundError: no such file.
+        ValueError: it holds no method, or one with bad numbers in it.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise FileNotFoundError(f"{path} is no file here. Pass what `ctxext fit` wrote, or a name of `ctxext methods`.")
+    read = read_json(path)
+    if "method" not in read.content:
+        raise ValueError(f"{path} holds no method. Pass what `ctxext fit` or `ctxext recommend` wrote.")
+    method = method_from_dict(read.get("method", OBJECT), str(path))
+    return SavedMethod(method, read.part("about").content if "about" in read.content else {})
+
+
+def opened(method: str | ContextMethod | None) -> str | ContextMethod | None:
+    """A method as people write it: a .json file's, or that of an extension on the hub (owner/name), or as it is.
+
+    Raises:
+        FileNotFoundError: no such file, or no extension by that name.
+        ValueError: as `read_saved`, that extension does more than a method says, or a path of something else.
+    """
+    if not isinstance(method, str):
+        return method
+    if method.endswith(SUFFIX):
+        return read_saved(method).method
+    is_file = Path(method).suffix != "" and Path(method).is_file()
+    if "/" not in method and not is_file:
+        return method
+    if Path(method).exists() or method.startswith((".", "/", "~")):
+        raise ValueError(
+            f"{method} is no method: name one of `ctxext methods`, a {SUFFIX} file that `ctxext fit` wrote, or an "
+            "extension on the hub (owner/name)."
+        )
+    record = _on_the_hub(method)
+    more = {"existing": "refuse", "rotated_copy": False}
+    said = [f"{name}={getattr(record, name)!r}" for name, usual in more.items() if getattr(record, name) != usual]
+    if said:
+        raise ValueError(
+            f"{method} was made with {', '.join(said)}, which its method alone does not say. Load the model that it "
+            f"extends by ctxext.load({method!r}), or give what stands in its {RECORD} as arguments."
+        )
+    return record.method
+
+
+def check_made_for(method: str | ContextMethod | None, trained_length: int) -> None:
+    """Refuse an extension on the hub that was made for another trained length: methods' equations have it in them.
+
+    Args:
+        trained_length: of the model that is to be extended, before any scaling, in tokens.
+
+    Raises:
+        ValueError: that.
+    """
+    if not isinstance(method, str) or "/" not in method or method.endswith(SUFFIX):
+        return
+    its = _on_the_hub(method).original_max_position_embeddings
+    if its != trained_length:
+        raise ValueError(
+            f"{method} was made for a model trained at {its} tokens, and this one counts as trained at "
+            f"{trained_length}. If that is wrong, pass original_max_position_embeddings={its}; else make one for it."
+        )
+
+
+def _on_the_hub(name: str) -> Record:
+    record = read_record(hub_folder(name, patterns=[RECORD]))
+    if record is None:
+        raise FileNotFoundError(
+            f"{name!r} holds no {RECORD} on the hub, so it is no extension: `ctxext push --extension-only` makes one. "
+            "Where it is a model, extended in its config, use it as it is."
+        )
+    return record

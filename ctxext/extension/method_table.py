@@ -1,0 +1,55 @@
+"""Tables that documents take from the registry."""
+
+from __future__ import annotations
+
+import math
+
+from ctxext.encodings.rope import RopeGeometry
+from ctxext.extension.metadata_file import RECORD
+from ctxext.methods import ContextMethod, RopeMethod, RopeScaling, list_methods
+
+_ROPE = RopeGeometry.plain(dim=128, rope_theta=10_000.0, length=4096)
+# Encodings other than RoPE: most families keep them as weights or in the config, some as code alone.
+_SAVED = {
+    "learned": "weights",
+    "sinusoidal": f"weights, or `{RECORD}` where the model computes its table",
+    "alibi": f"`{RECORD}`",
+    "t5": "`relative_attention_max_distance`",
+    "relative": f"weights, or `{RECORD}` where the model computes its distances",
+}
+
+
+def saved_as(method: type[ContextMethod]) -> str:
+    """Where a model extended by `method` keeps that: the `rope_type` for plain transformers, or our own file."""
+    if not issubclass(method, RopeMethod):
+        return _SAVED[method.encoding]
+    example = method.example(_ROPE, factor=4.0)
+    if not isinstance(example, RopeScaling):
+        return f"`{RECORD}`"
+    if not example.is_late:
+        return _rope_type(example)
+    return f"`{RECORD}`, or pinned: {_rope_type(example.at_length(_ROPE, 4 * _ROPE.original_max_position_embeddings))}"
+
+
+def _rope_type(method: RopeScaling) -> str:
+    parameters = method.rope_parameters(_ROPE)
+    raised = parameters["rope_type"] == "default" and not math.isclose(parameters["rope_theta"], _ROPE.rope_theta)
+    return "`rope_theta`" if raised else f"`{parameters['rope_type']}`"
+
+
+def sentence(method: type[ContextMethod]) -> str:
+    """What the method does: the first sentence of its docstring."""
+    return (method.__doc__ or "").strip().splitlines()[0].split(". ")[0].rstrip(".")
+
+
+def method_table() -> str:
+    """The README's table of methods, in Markdown."""
+    lines = ["| method | for | what it does | paper | saved as | use |", "|---|---|---|---|---|---|"]
+    for method in list_methods():
+        alias = f" ({', '.join(f'`{a}`' for a in method.aliases)})" if method.aliases else ""
+        paper = f"[{method.paper.title}]({method.paper.url}), {method.paper.year}"
+        lines.append(
+            f"| `{method.name}`{alias} | {method.encoding} | {sentence(method)} | {paper} | {saved_as(method)} | "
+            f"{method.training} |"
+        )
+    return "\n".join(lines)

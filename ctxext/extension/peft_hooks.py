@@ -1,0 +1,111 @@
+"""Adapters of a live extended model carry its extension, whoever saves them.
+
+PEFT's own files say nothing of the base's positions, and trainers build and save the `PeftModel` themselves, out of
+reach of the extended instance. So the first extension in a process wraps `PeftModel.save_pretrained`,
+`PeftModel.load_adapter` and transformers' `model.load_adapter`. For models that ctxext did not extend, they write and
+load what they did before.
+
+An adapter's `base_model_name_or_path` then says by which extension its base was changed, so that whatever loads the
+base by that name fails instead of loading it unextended: AutoPeftModel, AutoModel.from_pretrained(adapter).
+`PeftModel.from_pretrained(base, adapter)` does not read it; it is refused where this module is at work.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from ctxext.extension.apply import Extension, extended_model, extension_of
+from ctxext.extension.metadata_file import (
+    ADAPTER_CONFIG,
+    RECORD,
+    adapter_record,
+    base_named,
+    carry_extension,
+    plain_name,
+    trained_under,
+)
+
+
+@functools.cache
+def watch_peft() -> None:
+    """Wrap PEFT's two methods, and transformers' own `load_adapter`, once in a process."""
+    from peft import PeftModel
+    from transformers.integrations.peft import PeftAdapterMixin
+
+    PeftModel.save_pretrained = _carrying(PeftModel.save_pretrained)
+    PeftModel.load_adapter = _checking(PeftModel.load_adapter)
+    PeftAdapterMixin.load_adapter = _checking_first(PeftAdapterMixin.load_adapter)
+
+
+def _carrying(save: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(save)
+    def save_pretrained(*args: Any, **kwargs: Any) -> Any:
+        saved = save(*args, **kwargs)
+        bound = inspect.signature(save).bind(*args, **kwargs)
+        bound.apply_defaults()
+        model, folder = bound.arguments["self"], Path(bound.arguments["save_directory"])
+        if bound.arguments["is_main_process"]:
+            names = bound.arguments["selected_adapters"] or list(model.peft_config)
+            carry_extension(extended_model(model), [folder if name == "default" else folder / name for name in names])
+        return saved
+
+    return save_pretrained
+
+
+def _checking(load: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(load)
+    def load_adapter(self: Any, model_id: Any, adapter_name: str, *args: Any, **kwargs: Any) -> Any:
+        path = Path(model_id, kwargs.get("subfolder") or "", ADAPTER_CONFIG)
+        known = self.peft_config.get(adapter_name)
+        if path.is_file():
+            _check_files(extension_of(self), path.parent)
+        elif known is not None:
+            _check_trained_under(extension_of(self), known.base_model_name_or_path, model_id)
+        loaded = load(self, model_id, adapter_name, *args, **kwargs)
+        config = self.peft_config[adapter_name]
+        if known is None and not path.is_file():
+            try:
+                _check_trained_under(extension_of(self), config.base_model_name_or_path, model_id)
+            except ValueError:
+                self.delete_adapter(adapter_name)
+                raise
+        # PEFT looks up the base's vocabulary by this name as it saves.
+        config.base_model_name_or_path = plain_name(config.base_model_name_or_path)
+        return loaded
+
+    return load_adapter
+
+
+def _checking_first(load: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(load)
+    def load_adapter(self: Any, peft_model_id: Any = None, *args: Any, **kwargs: Any) -> Any:
+        path = Path(peft_model_id or "", ADAPTER_CONFIG)
+        if peft_model_id is not None and path.is_file():
+            _check_files(extension_of(self), path.parent)
+        return load(self, peft_model_id, *args, **kwargs)
+
+    return load_adapter
+
+
+def _check_files(extension: Extension | None, folder: Path) -> None:
+    """Raise ValueError if the adapter in `folder` was trained under another extension, or its files disagree."""
+    if (folder / RECORD).is_file():
+        adapter_record(folder)
+    _check_trained_under(extension, base_named(folder / ADAPTER_CONFIG), folder)
+
+
+def _check_trained_under(extension: Extension | None, named: str | None, adapter: Any) -> None:
+    """Raise ValueError if an adapter whose base is `named` so was trained under another extension than `extension`."""
+    trained = trained_under(named)
+    if trained is None:
+        return
+    here = "not extended" if extension is None else f"extended by {extension.plan.summary}"
+    if extension is None or extension.plan.summary != trained:
+        raise ValueError(
+            f"{adapter} was trained under {trained}, and this model is {here}. Load it with "
+            f"ctxext.load({str(adapter)!r}), or extend the model so first."
+        )

@@ -1,0 +1,491 @@
+"""The plan of an extension of rotary position embeddings: from a config, the config that it becomes."""
+
+from __future__ import annotations
+
+import copy
+import math
+import sys
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Any, get_args
+
+import torch
+
+from ctxext.core.plan import Plan, chosen_method, factor_and_target
+from ctxext.encodings.rope import RopeGeometry
+from ctxext.methods import (
+    ContextMethod,
+    PositionRemapping,
+    RopeMethod,
+    RopeScaling,
+    longrope_parameters,
+    scaled_rope_parameters,
+)
+from ctxext.models.families import family_of
+from ctxext.models.metadata import Existing, Lengths, by_own_names
+from ctxext.utils.values import check_rows
+
+if sys.version_info >= (3, 11):
+    pass
+else:
+    pass
+from ctxext.models.context import ContextFacts, read_context
+from ctxext.models.rope_tables import ZERO_FREQUENCY, RopeTable, head_dim, length_limit
+
+# Keys of `rope_parameters` that belong to a scaling. All others (partial_rotary_factor,
+# mrope_section, ...) belong to the family and stay.
+SCALING_KEYS = frozenset({
+    "rope_type", "type", "factor", "original_max_position_embeddings", "attention_factor", "attn_factor",
+    "beta_fast", "beta_slow", "truncate", "mscale", "mscale_all_dim", "short_factor", "long_factor",
+    "short_mscale", "long_mscale", "low_freq_factor", "high_freq_factor",
+})  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class RopePlan(Plan):
+    """The plan of an extension of rotary position embeddings.
+
+    Attributes:
+        rope: what the method starts from.
+        extended: the frequencies and the attention factor that the model will have; of a dynamic method at its full
+            reach; of the first table where there are several.
+        tables: the same for every table, by label.
+        softmax_factor: the scale of the softmax will be the square of this times a plain model's.
+        live_only: why no config can say what the live model will do; None where one can.
+        rotated_copy: whether caches keep a copy of the keys as a dynamic method rotates them for decoding.
+    """
+
+    method: RopeMethod | None
+    facts: ContextFacts
+    rope: RopeGeometry
+    extended: RopeGeometry
+    tables: dict[str, RopeGeometry]
+    softmax_factor: float
+    live_only: str | None
+    rotated_copy: bool
+
+    @property
+    def encoding(self) -> str:
+        return "rope"
+
+    @property
+    def start_source(self) -> str:
+        return self.facts.trained_length_source
+
+    @property
+    def why_not_portable(self) -> str | None:
+        return "it rotates inside attention" if self.is_late else self.live_only
+
+    @property
+    def is_late(self) -> bool:
+        """Whether it rotates inside attention, so that the saved config stays what it was."""
+        return self.method is not None and self.method.is_late
+
+
+def plan_rope(
+    config: Any,
+    /,
+    factor: float | None = None,
+    method: str | ContextMethod | None = None,
+    *,
+    target_length: int | None = None,
+    original_max_position_embeddings: int | None = None,
+    existing: Existing = "refuse",
+    length: int | None = None,
+    rotated_copy: bool = False,
+    **options: Any,
+) -> RopePlan:
+    """Work out an extension of a config with RoPE. Arguments and errors are those of `ctxext.extend_context`."""
+    if existing not in get_args(Existing):
+        raise ValueError(f"existing must be one of {', '.join(get_args(Existing))}; got {existing!r}.")
+    facts = read_context(config, original_max_position_embeddings)
+    scaled = facts.scaling is not None or facts.mark is not None
+    if existing == "refuse" and scaled:
+        raise ValueError(_refuse_existing(facts))
+    _check_existing(facts, existing)
+    rope = facts.original_rope if existing == "replace" or not scaled else facts.rope
+    start, source = rope.original_max_position_embeddings, facts.trained_length_source
+    if existing == "keep":  # where a scaling reaches further than the window, the window is what there is to widen
+        start = min(start, length_limit(facts.text_config))
+    if start > facts.trained_length:
+        source = "which its scaling reaches"
+    named, method = method is not None, "yarn" if method is None else method
+    factor, target_length = factor_and_target(factor, target_length, method, start)
+    trained = start if existing == "replace" else facts.trained_length
+    lengths = Lengths(original=facts.original_length, trained=trained, start=start, target=target_length, factor=factor)
+    if target_length <= start:
+        raise ValueError(
+            f"this model already covers {target_length} tokens: from {start} ({source}) that is no extension. Ask for "
+            "more, or use it as it is."
+        )
+    if family_of(facts.text_config).sin_cos_tables:
+        check_rows(target_length)
+    seen_beyond = facts.seen_beyond(start)
+    if not seen_beyond:
+        limited = hasattr(facts.text_config, "max_position_embeddings")
+        raise ValueError(
+            f"every layer with RoPE slides over a window of {facts.tables[0].window} tokens, within the trained "
+            f"{start}, so no distance is ever new and RoPE needs no change: just "
+            + (f"raise max_position_embeddings to {target_length}." if limited else "use the model as it is.")
+        )
+
+    if existing == "keep":
+        if named or options or length is not None:
+            raise ValueError(
+                "existing='keep' leaves the frequencies as they are, so a method has no effect. Drop method= and its "
+                "options, or use existing='compose'."
+            )
+        chosen: RopeMethod | None = None
+        parameters = _with_factors(facts)
+        tables = {table.label: facts.rope_of(table) for table in facts.tables}
+        softmax_factor, live_only = facts.softmax_factor, None
+    else:
+        chosen = _chosen_method(method, factor, rope, length, options)
+        if chosen.is_late:
+            _refuse_late(facts, existing)
+        raised = getattr(chosen, "rope_theta", None)
+        if facts.tables[0].n_zero and raised is not None:
+            raise ValueError(
+                f"rope_theta={raised:g} is not what a base means in this family, where only "
+                f"{facts.rotary_dim} of {facts.tables[0].head_dim} dimensions turn (proportional RoPE). Leave it out: "
+                "one is computed from the factor."
+            )
+        from_plain = existing == "replace" or not scaled
+        ropes = {t.label: facts.original_rope_of(t) if from_plain else facts.rope_of(t) for t in facts.tables}
+        softmax_factor = _softmax_factor_under(chosen, rope, facts, from_plain)
+        tables = _extended(chosen, ropes, seen_beyond, facts, target_length)
+        parameters, live_only = facts.whole_parameters, None
+        if not chosen.is_late:
+            live_only = _live_only(chosen, rope, facts)
+        if not chosen.is_late and live_only is None:
+            parameters = _portable_tables(chosen, ropes, seen_beyond, facts, softmax_factor)
+    dynamic = isinstance(chosen, RopeScaling) and chosen.is_late and not chosen.of_the_call
+    if rotated_copy and not dynamic:
+        raise ValueError(
+            "rotated_copy keeps a copy of the keys for methods whose scale follows each query, such as dynamic_ntk; "
+            f"{'native scaling' if chosen is None else chosen.name} has no use for one. Leave it out."
+        )
+    return RopePlan(
+        text_config=facts.text_config,
+        facts=facts,
+        existing=existing,
+        method=chosen,
+        rope=rope,
+        extended=tables[facts.tables[0].label],
+        tables=tables,
+        softmax_factor=softmax_factor,
+        live_only=live_only,
+        lengths=lengths,
+        updates=by_own_names(facts.text_config, _updates(facts, chosen, existing, parameters, live_only, lengths)),
+        rotated_copy=rotated_copy,
+        notes=_notes(facts, chosen, tables[facts.tables[0].label], seen_beyond),
+    )
+
+
+def _with_factors(facts: ContextFacts) -> dict[str, Any]:
+    """The config's parameters; with the factor that transformers takes from the lengths where none stands there."""
+    whole = copy.deepcopy(facts.whole_parameters)
+    for table in facts.tables:
+        its = whole[table.label] if table.label else whole
+        if its.get("rope_type") in ("longrope", "yarn") and its.get("factor") is None and table.scaling is not None:
+            its["factor"] = table.scaling.factor
+    return whole
+
+
+def _extended(
+    method: RopeMethod,
+    ropes: dict[str, RopeGeometry],
+    seen_beyond: tuple[RopeTable, ...],
+    facts: ContextFacts,
+    target_length: int,
+) -> dict[str, RopeGeometry]:
+    """Every table under `method`; those of short windows, and all if it remaps positions, stay as they are."""
+    extended = {table.label: facts.rope_of(table) for table in facts.tables}
+    if isinstance(method, PositionRemapping):
+        (rope,) = ropes.values()
+        method.branches(rope)
+        method.check_reach(rope, target_length)
+        return {label: rope for label in ropes}
+    assert isinstance(method, RopeScaling)
+    in_softmax = family_of(facts.text_config).softmax_mscale
+    unchanged = True
+    for label in (table.label for table in seen_beyond):
+        rope, scaling = ropes[label], float(method.attention_scaling(ropes[label]))
+        extended[label] = replace(
+            rope,
+            inv_freq=rope.inv_freq / method.rescale_factors(rope),
+            attention_factor=rope.attention_factor * (1.0 if in_softmax else scaling),
+        )
+        unchanged &= scaling == 1.0 and torch.equal(extended[label].inv_freq, rope.inv_freq)
+    if unchanged:
+        raise ValueError(
+            f"{method!r} changes nothing: every frequency and the attention factor stay as they are. "
+            "Pass a larger factor or length, or other options."
+        )
+    return extended
+
+
+def _softmax_factor_under(method: ContextMethod, rope: RopeGeometry, facts: ContextFacts, from_plain: bool) -> float:
+    """What `method` makes of the factor in the softmax; 1 for families that have none there."""
+    before = 1.0 if from_plain else facts.softmax_factor
+    if not isinstance(method, RopeScaling) or method.is_late or not family_of(facts.text_config).softmax_mscale:
+        return before
+    return before * float(method.attention_scaling(rope))
+
+
+def _refuse_late(facts: ContextFacts, existing: Existing) -> None:
+    name = f"{type(facts.text_config).__name__} (model_type {facts.text_config.model_type!r})"
+    instead = "Use a method that changes frequencies, such as 'yarn'. The model was left as it was."
+    if getattr(facts.text_config, "is_encoder_decoder", False):
+        raise ValueError(f"{name} is an encoder-decoder model, whose positions cannot be rotated late. {instead}")
+    if facts.rope_parameters.get("mrope_section"):
+        raise ValueError(f"{name} has positions of several kinds (mrope), which cannot be rotated late. {instead}")
+    if family_of(facts.text_config).sin_cos_tables:
+        raise ValueError(
+            f"{name} rotates by a table of sines and cosines in each layer, which cannot be done late. {instead}"
+        )
+    if facts.tables[0].label or facts.tables[0].n_zero:
+        raise ValueError(f"{name} has a rotary table of its own kind for each type of layer. {instead}")
+    reason = family_of(facts.text_config).refuse_late
+    if reason is not None:
+        raise ValueError(f"{name} {reason}, so that nothing can be rotated late in it. {instead}")
+    if existing == "replace" and facts.softmax_factor != 1.0:
+        raise ValueError(
+            f"{name} scales its softmax by mscale_all_dim, which late rotation would leave as it is. {instead}"
+        )
+    if existing == "compose" and facts.scaling is not None and facts.scaling.is_late:
+        raise ValueError(
+            f"{name} has native scaling ({facts.scaling.name}) that follows the length itself, which nothing composes "
+            "with. Use existing='replace'. The model was left as it was."
+        )
+
+
+def _check_existing(facts: ContextFacts, existing: Existing) -> None:
+    """Raise ValueError where what a model has already cannot be kept, composed with or replaced."""
+    if existing in ("keep", "compose") and facts.scaling is None and facts.mark is None:
+        raise ValueError(
+            f"existing={existing!r} needs a model whose RoPE is scaled already, but this one has plain RoPE "
+            f"(theta {facts.original_theta:g}). Leave existing= out."
+        )
+    if (
+        existing in ("keep", "compose")
+        and facts.scaling is not None
+        and facts.scaling.is_late
+        and facts.mark is not None
+    ):
+        raise ValueError(
+            f"this config belongs to, or was saved from, a live model that {facts.scaling.name} extends inside "
+            f"attention, so existing={existing!r} would leave nothing of that. Call restore_context(model), or use "
+            "existing='replace'."
+        )
+    if existing in ("keep", "compose") and isinstance(facts.scaling, RopeScaling) and facts.scaling.of_the_call:
+        raise ValueError(
+            "transformers' dynamic scaling is counted from max_position_embeddings and follows the length itself, so "
+            f"existing={existing!r} would start from frequencies that no sequence has. Use existing='replace'."
+        )
+    parameters = facts.rope_parameters
+    if (
+        existing == "compose"
+        and family_of(facts.text_config).mscale_keys
+        and parameters.get("short_factor") != parameters.get("long_factor")
+    ):
+        raise ValueError(
+            f"transformers never uses its long_factor in this family ({facts.text_config.model_type!r}), so that "
+            "nothing composes with it. Use existing='replace'."
+        )
+    if existing in ("keep", "compose") and facts.mark is not None and facts.mark.get("live_only"):
+        raise ValueError(
+            f"this config belongs to a live model whose tables were changed, and does not say how, so existing="
+            f"{existing!r} would leave nothing of that. Call restore_context(model), or use existing='replace'."
+        )
+    if existing == "replace" and facts.original_length is None:
+        raise ValueError(
+            f"existing='replace' starts from the trained length before any scaling, and nothing says that of this "
+            f"model ({facts.summary}). Pass original_max_position_embeddings=, or use existing='compose'."
+        )
+
+
+def _refuse_existing(facts: ContextFacts) -> str:
+    by = "by ctxext " if facts.mark is not None else ""
+    original = facts.original_length or "original_max_position_embeddings=, which you have to pass"
+    replacing = f"existing='replace' starts again from the original frequencies (from {original})"
+    others: dict[Existing, str] = {
+        "keep": f"leaves the frequencies and only widens the window (factor counts from {facts.reach})",
+        "compose": f"scales on top of it (from {facts.reach})",
+    }
+    offers = []
+    for existing, does in others.items():
+        with suppress(ValueError):
+            _check_existing(facts, existing)
+            offers.append(f"existing={existing!r} {does}")
+    return (
+        f"this model's RoPE is scaled already {by}({facts.summary}). Say what to do with that: "
+        f"{'; '.join([*offers, replacing])}."
+    )
+
+
+def _chosen_method(
+    method: str | ContextMethod, factor: float, rope: RopeGeometry, length: int | None, options: dict[str, Any]
+) -> RopeMethod:
+    chosen = chosen_method(method, factor, "rope", options)
+    assert isinstance(chosen, RopeMethod)
+    if length is None:
+        return chosen
+    reach = round(factor * rope.original_max_position_embeddings)
+    if isinstance(length, bool) or not isinstance(length, int) or not 1 <= length <= reach:
+        raise ValueError(f"length must be a number of tokens (an int) up to {reach}, got {length!r}.")
+    return chosen.at_length(rope, length)
+
+
+def _live_only(method: RopeMethod, rope: RopeGeometry, facts: ContextFacts) -> str | None:
+    """Why no config of this family can say `method`; None where one can."""
+    assert isinstance(method, RopeScaling)
+    family, config = family_of(facts.text_config), type(facts.text_config).__name__
+    if family.sin_cos_tables:
+        return f"{config} has no parameters for RoPE"
+    form = scaled_rope_parameters(method, rope)["rope_type"]
+    if family.rope_types is not None and not {form, "longrope"} & family.rope_types:
+        return f"{config} takes no rope_type but {', '.join(sorted(family.rope_types))}"
+    return None
+
+
+def _portable_tables(
+    method: ContextMethod,
+    ropes: dict[str, RopeGeometry],
+    seen_beyond: tuple[RopeTable, ...],
+    facts: ContextFacts,
+    softmax_factor: float,
+) -> dict[str, Any]:
+    """The config's new `rope_parameters`, nested if they were."""
+    new = {table.label: _portable(method, ropes[table.label], facts, table, softmax_factor) for table in seen_beyond}
+    return new.get("", {**facts.whole_parameters, **new})
+
+
+def _portable(
+    method: ContextMethod, rope: RopeGeometry, facts: ContextFacts, table: RopeTable, softmax_factor: float
+) -> dict[str, Any]:
+    """One table's new `rope_parameters`: the scaling in transformers' words, the family's keys kept."""
+    assert isinstance(method, RopeScaling)
+    family = family_of(facts.text_config)
+    parameters = scaled_rope_parameters(method, rope)
+    kept = {k: v for k, v in table.parameters.items() if k not in SCALING_KEYS}
+    # The length that Ministral's scale of queries is counted from stays what it was, whatever the method's is.
+    counted = table.parameters.get("original_max_position_embeddings") if "llama_4_scaling_beta" in kept else None
+    allowed = family.rope_types is None or parameters["rope_type"] in family.rope_types
+    if table.n_zero and parameters["rope_type"] in ("default", "linear"):
+        parameters["rope_type"] = "proportional"
+    elif (
+        not allowed
+        or table.n_zero
+        or (table.label and not parameters.get("truncate", True))
+        or (counted and parameters.get("original_max_position_embeddings", counted) != counted)
+    ):
+        factors = RopeGeometry.plain(rope.dim, rope.rope_theta, 1).inv_freq / rope.inv_freq
+        scaling = rope.attention_factor * float(method.attention_scaling(rope))
+        factors = factors * method.rescale_factors(rope)
+        parameters = longrope_parameters(factors, scaling, method.factor, rope)
+    if parameters["rope_type"] == "longrope" and not rope.is_plain and facts.original_length is not None:
+        # λ is over the frequencies before any scaling, and the format's lengths are to be those from there on, too:
+        # a program that drops our mark would otherwise take the length that was composed with for the first.
+        reach = method.factor * rope.original_max_position_embeddings
+        parameters["original_max_position_embeddings"] = facts.original_length
+        parameters["factor"] = reach / facts.original_length
+    if table.n_zero:
+        parameters["rope_theta"] **= 1 / table.base_power
+        kept["partial_rotary_factor"] = table.base_power
+        if parameters["rope_type"] == "longrope":
+            del kept["partial_rotary_factor"]
+            for name in ("short_factor", "long_factor"):
+                parameters[name] = parameters[name] + [ZERO_FREQUENCY] * table.n_zero
+    if softmax_factor != 1.0:
+        parameters |= _in_the_softmax(parameters, softmax_factor, rope)
+    if counted is not None:
+        parameters["original_max_position_embeddings"] = counted
+    if family.mscale_keys and parameters["rope_type"] != "default":
+        parameters.setdefault("original_max_position_embeddings", rope.original_max_position_embeddings)
+        parameters |= dict.fromkeys(family.mscale_keys, rope.attention_factor * float(method.attention_scaling(rope)))
+    return {**kept, **parameters}
+
+
+def _in_the_softmax(parameters: dict[str, Any], softmax_factor: float, rope: RopeGeometry) -> dict[str, Any]:
+    """The keys that put an attention factor into the softmax of latent attention, and not on cos and sin as well."""
+    mscale = (softmax_factor - 1) / (0.1 * math.log(parameters["factor"]))
+    if parameters["rope_type"] == "yarn" and "attention_factor" not in parameters:
+        # As DeepSeek's own checkpoints have it: the quotient of the two is on cos and sin.
+        return {"mscale": 1.0, "mscale_all_dim": 1.0}
+    return {"attention_factor": rope.attention_factor, "mscale_all_dim": mscale}
+
+
+def _updates(
+    facts: ContextFacts,
+    method: RopeMethod | None,
+    existing: Existing,
+    parameters: dict[str, Any],
+    live_only: str | None,
+    lengths: Lengths,
+) -> dict[str, Any]:
+    from ctxext import __version__
+
+    config = facts.text_config
+    updates: dict[str, Any] = {}
+    if hasattr(config, "rope_parameters"):
+        updates["rope_parameters"] = parameters
+    if hasattr(config, "max_position_embeddings"):
+        updates["max_position_embeddings"] = lengths.target
+    if getattr(config, "is_heterogeneous", False) and any(
+        isinstance(value, dict) and value.get("rope_type") == "longrope" for value in parameters.values()
+    ):
+        # transformers validates longrope by config.head_dim, and without this raises where layers differ in it.
+        updates["allow_global_per_layer_attribute_access"] = True
+    if "original_max_position_embeddings" in facts.text_config.__dict__ and method is not None:
+        # Phi-3 and kin keep it beside rope_parameters, where it wins over the one inside.
+        updates["original_max_position_embeddings"] = lengths.original or lengths.start
+    if config.__dict__.get("head_dim", 0) is None:  # not getattr, which raises where layers differ in it
+        # transformers' yarn and longrope multiply with it (Mixtral's configs leave it out).
+        updates["head_dim"] = head_dim(facts.text_config)
+    described = facts.scaling if method is None else method
+    theta = facts.original_thetas if facts.tables[0].label else facts.original_theta
+    updates["ctxext"] = {
+        "version": __version__,
+        "method": None if described is None else described.to_dict(),
+        # Where nothing was scaled, this is the same as to replace it.
+        "existing": "replace" if existing == "refuse" else existing,
+        **lengths.to_mark(),
+        "original": {"length": lengths.original, "rope_theta": theta},
+        "fields": {name: value for name, value in updates.items() if name == "rope_parameters"},
+        **({} if live_only is None else {"live_only": True}),
+    }
+    return updates
+
+
+def _notes(
+    facts: ContextFacts,
+    method: RopeMethod | None,
+    extended: RopeGeometry,
+    seen_beyond: tuple[RopeTable, ...],
+) -> tuple[str, ...]:
+    notes = []
+    config, table = facts.text_config, facts.tables[0]
+    late = method is not None and method.is_late
+    if method is not None and extended.attention_factor != 1.0:
+        if family_of(config).norm_after_rope and getattr(config, "use_qk_norm", True):
+            notes.append(
+                f"the attention factor {extended.attention_factor:.4g} does nothing here: this family normalises "
+                "queries and keys after the rotation."
+            )
+        elif facts.rotary_dim < table.head_dim:
+            notes.append(
+                f"the attention factor {extended.attention_factor:.4g} reaches the {facts.rotary_dim} rotary of "
+                f"{table.head_dim} dimensions, as transformers applies it; the paper's temperature would reach all."
+            )
+    left = [table.label for table in facts.tables if table not in seen_beyond]
+    if left:
+        notes.append(f"{', '.join(left)}: left as they are, as their window is within the trained length.")
+    layers = getattr(config, "layer_types", None) or []
+    both = table.window is None and "sliding_attention" in layers and "full_attention" in layers
+    if not table.label and both and not late:
+        notes.append("sliding and full layers share one rotary embedding in this family, so both are extended.")
+    if facts.checkpoint is not None and facts.checkpoint.recipe:
+        recipe = facts.checkpoint.recipe
+        notes.append(f"the vendor's own recipe for {facts.checkpoint.name}: {recipe} ({facts.checkpoint.source}).")
+    return tuple(notes)

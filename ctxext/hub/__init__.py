@@ -1,0 +1,1 @@
+"""Checkpoints, adapters and extensions, on disk and on the hub."""

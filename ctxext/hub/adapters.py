@@ -1,0 +1,693 @@
+"""Adapters that carry their rope: saved with the extension they were trained under, loaded with it, merged into it.
+
+PEFT's adapter_config.json has no place for rope parameters, so an adapter put on the base that was not extended is
+silently another model. The fine-tuning recipe trains on an extended base folder
+(`ctxext.hub.checkpoint.extend_folder`), which `base_model_name_or_path` names, and `ctxext.json` beside the adapter
+says all that it takes to make that config again.
+An adapter of a live extended model, whoever saves it, has `context_extension.json` (`ctxext.extension.peft_hooks`).
+"""
+
+from __future__ import annotations
+
+import copy
+import html
+import json
+import os
+import warnings
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
+from functools import partial
+from importlib.resources import files
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from ctxext import __version__
+from ctxext.extension.apply import Proof, extension_of, save_portable, table_errors
+from ctxext.extension.metadata_file import (
+    ADAPTER_CONFIG,
+    Record,
+    adapter_record,
+    base_named,
+    plain_name,
+    read_record,
+    weights_fingerprint,
+    weights_unlike,
+)
+from ctxext.extension.metadata_file import RECORD as EXTENSION
+from ctxext.extension.request import model_on_meta
+from ctxext.hub.checkpoint import (
+    architecture_of,
+    check_not_extended,
+    checkpoint_folder,
+    extended_as_saved,
+    planned_as_saved,
+    read_config,
+    saved_extension,
+    written_whole,
+)
+from ctxext.models.context import read_context
+from ctxext.models.metadata import check_mark
+from ctxext.models.rope_tables import rope_tables
+from ctxext.utils.download import hub_folder
+from ctxext.utils.json_files import OBJECT, TEXT, TOKENS, JsonObject, or_none, read_json, write_json
+
+if TYPE_CHECKING:
+    from peft import PeftModel
+    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+RECORD = "ctxext.json"
+WEIGHTS = "adapter_model.safetensors"
+
+# What an extension sets in a text config (`Plan.updates`), by transformers' common names: GPT-2's n_positions too.
+EXTENDED_KEYS = (
+    "rope_parameters", "max_position_embeddings", "original_max_position_embeddings", "head_dim", "ctxext",
+)  # fmt: skip
+
+# How far a merged model's logits may be from its adapter's, root mean square over the logits' own spread. Merging
+# reorders float32 sums (4e-7 on the shipped model, 2e-6 on random ones) and rounds weights once to the type written
+# (3e-4 and 2e-3 there, up to 3e-3 and 2e-2). LoRA merged into both uses of a tied embedding is off by 1e-2 and more.
+LOGIT_BARS = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
+
+
+# ------------------------------------------------------------------------------------- the record
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdapterBase:
+    """What an adapter was trained on: the content of `ctxext.json` beside it.
+
+    Attributes:
+        base: the original model, a name on the hub or an absolute folder; `revision` belongs to the hub.
+        extended: the absolute folder of the extended base that was trained on.
+        fingerprint: of the base's weights, as `weights_fingerprint` makes it; the extension does not change it.
+        config: what the extension set in the text config: rope_parameters, max_position_embeddings and kin.
+        provenance: JSON of the recipe's own (settings, data, tokens, figures), free of form.
+        version: of the ctxext that wrote it.
+    """
+
+    base: str
+    revision: str | None = None
+    extended: str
+    fingerprint: str
+    config: dict[str, Any]
+    provenance: dict[str, Any] = field(default_factory=dict)
+    version: str = __version__
+
+    @classmethod
+    def of(
+        cls,
+        extended: Path | str,
+        base: Path | str,
+        revision: str | None = None,
+        provenance: dict[str, Any] | None = None,
+    ) -> AdapterBase:
+        """Read off the extended folder.
+
+        Raises:
+            ValueError: its weights are not safetensors, or no config says its extension.
+        """
+        folder = Path(extended).resolve()
+        if read_record(folder) is not None:
+            raise ValueError(
+                f"{folder} is extended as no config can say, so an adapter's record cannot either. Train on a folder "
+                "that is extended by a static method."
+            )
+        text_config = read_config(folder).get_text_config(decoder=True)
+        own_names = {key: text_config.attribute_map.get(key, key) for key in EXTENDED_KEYS}
+        return cls(
+            base=str(Path(base).resolve()) if Path(base).is_dir() else str(base),
+            revision=revision,
+            extended=str(folder),
+            fingerprint=weights_fingerprint(folder),
+            config={key: getattr(text_config, own) for key, own in own_names.items() if own in text_config.__dict__},
+            provenance=provenance or {},
+        )
+
+    @property
+    def method(self) -> dict[str, Any] | None:
+        """The method's name and options (`RopeScaling.to_dict`); None where none was applied."""
+        return self.config.get("ctxext", {}).get("method")
+
+    @property
+    def rope_parameters(self) -> dict[str, Any] | None:
+        """As in the extended base's config; None for a model without RoPE, whose extension is in its weights."""
+        return self.config.get("rope_parameters")
+
+    @property
+    def max_position_embeddings(self) -> int:
+        """Tokens that the extended model covers."""
+        return int(self.config["max_position_embeddings"])
+
+    @property
+    def original_max_position_embeddings(self) -> int:
+        """Tokens at which the base was trained before any scaling, or where its factor starts if that is unknown."""
+        mark = self.config.get("ctxext")
+        return int(mark["original"]["length"] or mark["start"]) if mark else self.max_position_embeddings
+
+    def agrees(self, config: PreTrainedConfig) -> bool:
+        """Whether `config` is extended as this record says."""
+        text_config = config.get_text_config(decoder=True)
+        names = self.config.keys() & {"rope_parameters", "max_position_embeddings"}
+        return all(getattr(text_config, name, None) == self.config[name] for name in names)
+
+    def apply_to(self, config: PreTrainedConfig) -> None:
+        """Extend the original base's config, in place. It counts only before the weights are loaded."""
+        text_config = config.get_text_config(decoder=True)
+        for name, value in self.config.items():
+            setattr(text_config, name, copy.deepcopy(value))
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), indent=2, ensure_ascii=False) + "\n"
+
+    @classmethod
+    def of_json(cls, read: JsonObject) -> AdapterBase:
+        """
+        Raises:
+            ValueError: not as this version writes it; says which field.
+        """
+        read.check_names({f.name for f in fields(cls)})
+        config, of_config = read.get("config", OBJECT), read.part("config")
+        read.check(config.keys() <= {*EXTENDED_KEYS}, f"config must have no fields but {', '.join(EXTENDED_KEYS)}")
+        of_config.get("max_position_embeddings", TOKENS)
+        for name in config.keys() & {"original_max_position_embeddings", "head_dim"}:
+            of_config.get(name, or_none(TOKENS))
+        if "rope_parameters" in config:
+            of_config.get("rope_parameters", OBJECT)
+        if "ctxext" in config:
+            check_mark(config["ctxext"], read.file, "config.ctxext")
+        return cls(
+            **{name: read.get(name, TEXT) for name in ("base", "extended", "fingerprint", "version")},
+            revision=read.get("revision", or_none(TEXT)),
+            config=config,
+            provenance=read.get("provenance", OBJECT),
+        )
+
+
+# ----------------------------------------------------------------------------------------- saving
+
+
+def check_all_saved(model: nn.Module) -> None:
+    """See that everything trained is in what would be saved. A whole model saves everything; an adapter may not.
+
+    PEFT saves its own tensors and `modules_to_save`, and leaves out without a word what was unfrozen by
+    `requires_grad_`, such as norms.
+
+    Raises:
+        ValueError: naming the parameters that would be lost.
+    """
+    from peft import PeftModel, get_peft_model_state_dict
+
+    if not isinstance(model, PeftModel):
+        return
+    # Under all its names, as a tied parameter may be saved under any; and whole or sharded, as only identity counts.
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    saved = {id(value) for value in get_peft_model_state_dict(model, state_dict=parameters).values()}
+    lost = [name for name, value in model.named_parameters() if value.requires_grad and id(value) not in saved]
+    if lost:
+        modules = sorted({name.rpartition(".")[0].rpartition(".")[2] for name in lost})
+        raise ValueError(
+            f"{len(lost)} trained parameters would not be saved with the adapter: {', '.join(lost[:3])}"
+            f"{' …' if lost[3:] else ''}. Name their modules in modules_to_save={modules!r} of the PEFT config instead "
+            "of unfreezing them. Nothing was written."
+        )
+
+
+def save_trained(
+    model: PreTrainedModel | PeftModel,
+    folder: Path,
+    base: AdapterBase,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    state_dict: dict[str, Tensor] | None = None,
+) -> None:
+    """Write an adapter, or a model that was trained whole, with `ctxext.json`, a model card and the tokenizer.
+
+    An adapter's `base_model_name_or_path` becomes the extended folder, so that PEFT and servers have the
+    rope unaided. A former `folder` is replaced once the new one is whole.
+
+    Args:
+        state_dict: the gathered tensors of what was trained, by name, where an engine shards it.
+
+    Raises:
+        ValueError: something was trained that would not be saved (`check_all_saved`).
+        On any error a former `folder` is left as it was.
+    """
+    from peft import PeftModel
+
+    check_all_saved(model)
+    if state_dict is not None:
+        state_dict = _under_all_names(model, state_dict)
+    with written_whole(folder) as building:
+        if isinstance(model, PeftModel):
+            model.save_pretrained(building, state_dict=state_dict)
+            path = building / ADAPTER_CONFIG
+            write_json(path, {**read_json(path).content, "base_model_name_or_path": base.extended})
+        else:
+            save_portable(model, building, state_dict=state_dict)
+        if tokenizer is not None:
+            _save_tokenizer(tokenizer, building, base.max_position_embeddings)
+        write_record(building, base)
+
+
+def _under_all_names(model: nn.Module, state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
+    """PEFT asks for a tied parameter under each of its names; a gathered state has it under one."""
+    names = dict(model.named_parameters(remove_duplicate=False))
+    tensors = {id(names[name]): tensor for name, tensor in state_dict.items() if name in names}
+    return {**state_dict, **{name: tensors[id(value)] for name, value in names.items() if id(value) in tensors}}
+
+
+def write_record(
+    folder: Path, base: AdapterBase, figures: Mapping[str, Mapping[str, float | str | None]] | None = None
+) -> None:
+    """Write `ctxext.json` and the model card into the folder of an adapter or a model.
+
+    Args:
+        figures: numbers measured, as for `write_model_card`. They are kept as `provenance["figures"]`, which a merged
+            model's card shows too.
+    """
+    if figures is not None:
+        base = replace(base, provenance={**base.provenance, "figures": figures})
+    _write(folder / RECORD, base.to_json())
+    write_model_card(folder, base, base.provenance.get("figures"))
+
+
+def _write(path: Path, text: str) -> None:
+    building = path.with_name(f".{path.name}")
+    building.write_text(text, encoding="utf-8")
+    os.replace(building, path)
+
+
+def _save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path, length: int) -> None:
+    """A tokenizer that still knows the old length would cut texts there, silently."""
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.model_max_length = max(tokenizer.model_max_length, length)
+    tokenizer.save_pretrained(folder)
+
+
+# ---------------------------------------------------------------------------------------- loading
+
+
+def load(
+    name_or_path: Path | str, *, is_trainable: bool = False, revision: str | None = None, **from_pretrained: Any
+) -> PreTrainedModel | PeftModel:
+    """A model of a folder or of the hub, extended as it was saved; of an adapter its base, with the adapter on it.
+
+    Of an extension alone (`ctxext.publish.push`), the model that its card names, extended so.
+
+    The base is looked for where the adapter says that it was, in a folder `base` in, beside or above the adapter, and
+    at last as the original one, whose config is extended before its weights are loaded. Whichever it
+    is, its weights must be those that were trained on, and its rotary embedding what `ctxext.json` says.
+
+    Args:
+        is_trainable: leaves the adapter's parameters unfrozen, to train on.
+        **from_pretrained: for transformers, to load the base or the plain model: dtype, device_map, …
+
+    Returns:
+        The model, in eval mode.
+
+    Raises:
+        FileNotFoundError: no base was found (all places are named), or `name_or_path` holds no model.
+        ValueError: a base was found, but has other weights; or a file of ctxext's there is malformed, or belongs to
+            another model or adapter.
+        RuntimeError: the loaded model's frequencies are not those that `ctxext.json` says.
+    """
+    folder = _folder(name_or_path, revision)
+    if _is_adapter(folder):
+        return _load_adapter(_Found.by(folder), is_trainable, **from_pretrained)
+    if (folder / "config.json").is_file():
+        base, extension = folder, saved_extension(folder)
+    else:
+        extension, base = read_record(folder), checkpoint_folder(_base_of(folder))
+        check_not_extended(base)
+    model = architecture_of(base).from_pretrained(base, use_safetensors=True, **from_pretrained)
+    return extended_as_saved(model, extension)
+
+
+def _folder(name_or_path: Path | str, revision: str | None) -> Path:
+    """The folder of an adapter or a model, downloaded where it is a name on the hub."""
+    folder, name = Path(name_or_path), str(name_or_path)
+    if not folder.is_dir() and not folder.is_absolute() and name.count("/") == 1 and not name.startswith("."):
+        folder = hub_folder(name, revision)
+    elif revision is not None and folder.is_dir():
+        raise ValueError(f"revision={revision!r} goes with a hub name, but {name!r} is a folder here. Drop it.")
+    if not _is_adapter(folder) and not any((folder / file).is_file() for file in ("config.json", EXTENSION)):
+        raise FileNotFoundError(
+            f"{name!r} is neither an adapter (adapter_config.json and {WEIGHTS}) nor a model (config.json) nor an "
+            f"extension ({EXTENSION}). Check the path."
+        )
+    return folder
+
+
+def _base_of(folder: Path) -> str:
+    """The model that an extension alone was made for, as its card says."""
+    from huggingface_hub.repocard import metadata_load
+
+    card = folder / "README.md"
+    base = (metadata_load(card) or {}).get("base_model") if card.is_file() else None
+    if not isinstance(base, str):
+        raise ValueError(
+            f"{folder} holds an extension alone ({EXTENSION}), and no README.md there says for which model "
+            "(base_model). Load that model, and put the file beside its config.json to extend it so."
+        )
+    return base
+
+
+def _is_adapter(folder: Path) -> bool:
+    return (folder / ADAPTER_CONFIG).is_file() and (folder / WEIGHTS).is_file()
+
+
+@dataclass(frozen=True)
+class _Found:
+    """An adapter and the base to put it on.
+
+    Attributes:
+        config: to load the base with.
+        record: where the base's config has the extension.
+        extension: where the base is extended after it is loaded.
+    """
+
+    folder: Path
+    base: Path
+    config: PreTrainedConfig
+    record: AdapterBase | None = None
+    extension: Record | None = None
+
+    @classmethod
+    def by(cls, folder: Path) -> _Found:
+        """
+        Raises:
+            FileNotFoundError: no base was found; all places are named.
+            ValueError: a base was found, but is another; or the adapter's files are broken or belong to two.
+        """
+        extension, path = adapter_record(folder), folder / RECORD
+        named = plain_name(base_named(folder / ADAPTER_CONFIG))
+        if extension is not None:
+            return cls(folder, *_base_by_name(folder, extension), extension=extension)
+        if path.is_file():
+            record = AdapterBase.of_json(read_json(path))
+            return cls(folder, *_base_by_record(folder, record, named), record=record)
+        if named is None:
+            raise ValueError(
+                f"{folder / ADAPTER_CONFIG} names no base (base_model_name_or_path), and there is no {RECORD} "
+                "beside it. Write the base's folder or name there."
+            )
+        base = checkpoint_folder(named)
+        config = read_config(base)
+        if read_record(base) is None:
+            _warn_if_plain(folder, config)
+        return cls(folder, base, config)
+
+
+def _places(folder: Path) -> tuple[Path, ...]:
+    """Where a base is looked for besides the place that an adapter names."""
+    here = folder.resolve()
+    return tuple(place / "base" for place in (here, *here.parents[:2]))
+
+
+def _base_by_name(folder: Path, extension: Record) -> tuple[Path, PreTrainedConfig]:
+    """The base of an adapter of a live extended model."""
+    name = extension.model.name
+    if name is None:
+        raise ValueError(
+            f"{extension.where} names no base: the model was not loaded from a folder or the hub. Save that model, and "
+            "write its folder as model.name there."
+        )
+    for place in (Path(name), *_places(folder)):
+        if (place / "config.json").is_file():
+            break
+    else:
+        place = checkpoint_folder(name, None if Path(name).is_absolute() else extension.model.revision)
+    config = read_config(place)
+    planned_as_saved(config, extension)
+    extension.check_weights(place)
+    return place, config
+
+
+def _base_by_record(folder: Path, record: AdapterBase, named: str | None) -> tuple[Path, PreTrainedConfig]:
+    """The base of an adapter that was trained on an extended folder."""
+    places = [Path(record.extended), *_places(folder)]
+    if named is not None:
+        places.insert(0, Path(named))
+    tried, changed = [], False
+    for place in dict.fromkeys(places):
+        if not (place / "config.json").is_file():
+            tried.append(f"{place}: no model there")
+            continue
+        config = read_config(place)
+        if not record.agrees(config):
+            tried.append(f"{place}: not extended as {RECORD} says")
+        elif not any(place.glob("*.safetensors")):
+            tried.append(f"{place}: no safetensors")
+        elif unlike := weights_unlike(place, record.fingerprint):
+            tried.append(f"{place}: {unlike}")
+            changed = True
+        else:
+            return place, config
+    try:
+        place = checkpoint_folder(record.base, record.revision)
+    except FileNotFoundError as error:
+        tried.append(f"{record.base}: {error}")
+    else:
+        if record.rope_parameters is None:
+            tried.append(f"{record.base}: the original, without the rows that its table of positions was extended by")
+        elif unlike := weights_unlike(place, record.fingerprint):
+            tried.append(f"{record.base}: {unlike}")
+            changed = True
+        else:
+            config = read_config(place)
+            record.apply_to(config)
+            _check_buildable(config, record, folder)
+            return place, config
+    raise (ValueError if changed else FileNotFoundError)(
+        f"the base that {folder} was trained on was {'changed' if changed else 'not found'}. Looked at:\n  "
+        + "\n  ".join(tried)
+        + f"\nPut the extended base (fingerprint {record.fingerprint}) in a folder 'base' beside the adapter, and pass "
+        "dtype= to ctxext.load for another dtype."
+    )
+
+
+def _warn_if_plain(folder: Path, config: PreTrainedConfig) -> None:
+    try:
+        facts = read_context(config)
+    except ValueError:
+        return
+    if facts.scaling is None and facts.mark is None:
+        warnings.warn(
+            f"{folder} has no {RECORD}, and its base has plain RoPE of {facts.trained_length} tokens: nothing is "
+            "extended. If it was trained on an extended base, extend that first and load the adapter on it with PEFT.",
+            stacklevel=4,
+        )
+
+
+def _check_buildable(config: PreTrainedConfig, record: AdapterBase, folder: Path) -> None:
+    """Raise ValueError unless a model can be built from the config that the `record` in `folder` makes."""
+    try:
+        model_on_meta(config)
+        if record.rope_parameters is not None:
+            for table in rope_tables(config.get_text_config(decoder=True), record.rope_parameters):
+                table.in_use  # noqa: B018, it is worked out
+    except Exception as error:  # transformers' rotary embeddings raise many kinds
+        raise ValueError(
+            f"config in {folder / RECORD} gives no model ({type(error).__name__}: {error}). Restore it, or save the "
+            "adapter anew."
+        ) from error
+
+
+def _load_adapter(found: _Found, is_trainable: bool = False, **from_pretrained: Any) -> PeftModel:
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    of_base = saved_extension(found.base)
+    model = AutoModelForCausalLM.from_pretrained(
+        found.base, config=found.config, use_safetensors=True, **from_pretrained
+    )
+    if found.record is not None:
+        _check_live(model, found.record)
+    model = extended_as_saved(model, of_base)
+    extension, done = found.extension, extension_of(model)
+    if extension is not None and done is None:
+        extended_as_saved(model, extension)
+    elif extension is not None and done.plan.summary != extension.summary:
+        raise ValueError(
+            f"{found.folder} was trained under {extension.summary}, and its base {found.base} is extended by "
+            f"{done.plan.summary}. Put the base that it was trained on in a folder 'base' beside the adapter."
+        )
+    return PeftModel.from_pretrained(model, found.folder, is_trainable=is_trainable).eval()
+
+
+def _check_live(model: PreTrainedModel, record: AdapterBase) -> None:
+    """The loaded model's rotary embedding against the formula of the rope parameters on record.
+
+    Raises:
+        RuntimeError: they differ.
+    """
+    if record.rope_parameters is None:
+        return  # a table of positions is among the weights, which the fingerprint is of
+    text_config = model.config.get_text_config(decoder=True)
+    for path, error in table_errors(model, text_config, record.rope_parameters):
+        if error > Proof.FREQUENCY_BAR:
+            raise RuntimeError(
+                f"the frequencies of {path!r} differ from what {RECORD} says by {error:.1e}, relative: "
+                "this version of transformers reads the config in another way. Use the one that it was trained with."
+            )
+
+
+# ---------------------------------------------------------------------------------------- merging
+
+
+def merge(folder: Path | str, output: Path | str, dtype: torch.dtype | str | None = None) -> Path:
+    """Write an adapter and its base as one plain checkpoint, which transformers loads extended without PEFT or ctxext.
+
+    Merged in float32 (4 bytes a parameter in memory) and rounded once to `dtype`. Before the folder
+    gets its name it is loaded by plain transformers, and its logits are compared with the adapter's.
+
+    Args:
+        folder: an adapter, here or on the hub.
+        output: a folder that does not exist yet.
+        dtype: of the weights written; None for the base's own.
+
+    Returns:
+        `output`.
+
+    Raises:
+        FileExistsError: `output` exists.
+        ValueError: no adapter; its base is stored quantised; or what was trained cannot be merged, as LoRA on an
+            embedding that is tied to the head.
+        RuntimeError: the written model's logits are not the adapter's.
+        Those of `load`. On any error nothing is left behind.
+    """
+    output = Path(output)
+    if output.exists():
+        raise FileExistsError(f"{output} exists already. Choose another folder, or remove it first.")
+    adapter = _folder(folder, None)
+    if not _is_adapter(adapter):
+        raise ValueError(f"{folder} is a model and no adapter, so there is nothing to merge. Use it as it is.")
+    found = _Found.by(adapter)
+    base, config, record = found.base, found.config, found.record
+    if getattr(config, "quantization_config", None):
+        raise ValueError(
+            f"{base} is stored quantised, and merging into rounded weights loses what was trained. Use the adapter "
+            "unmerged, or train on the unquantised checkpoint (which may be quantised as it is loaded) and merge that."
+        )
+    dtype = _dtype(dtype or config.dtype or torch.float32)
+    model = _load_adapter(found, dtype=torch.float32)
+    _refuse_tied_targets(model)
+    expected = _probe(model)
+    merged = model.merge_and_unload(safe_merge=True)
+    _compare(_probe(merged), expected, torch.float32, "merging")
+    with written_whole(output) as building:
+        reach = merged.config.get_text_config(decoder=True).max_position_embeddings
+        save = merged.save_pretrained if extension_of(merged) is not None else partial(save_portable, merged)
+        merged.to(dtype)
+        save(building)
+        _copy_tokenizer((adapter, base), building, reach)
+        if record is not None:
+            write_record(building, record)
+        del model, merged
+        # Computed in float32, so that what differs is the rounding of the weights and not that of the activations.
+        written = load(building, dtype=torch.float32)
+        if record is not None:
+            _check_live(written, record)
+        _compare(_probe(written), expected, dtype, f"writing it in {str(dtype).removeprefix('torch.')}")
+    return output
+
+
+def _dtype(dtype: torch.dtype | str) -> torch.dtype:
+    dtype = getattr(torch, dtype, dtype) if isinstance(dtype, str) else dtype
+    if dtype not in LOGIT_BARS:
+        names = ", ".join(str(known).removeprefix("torch.") for known in LOGIT_BARS)
+        raise ValueError(f"dtype must be one of {names}, got {dtype!r}.")
+    return dtype
+
+
+def _refuse_tied_targets(model: PeftModel) -> None:
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    base = model.get_base_model()
+    if not base.config.get_text_config(decoder=True).tie_word_embeddings:
+        return
+    ends = (base.get_input_embeddings(), base.get_output_embeddings())
+    names = [name for name, module in base.named_modules() if module in ends and isinstance(module, BaseTunerLayer)]
+    if names:
+        raise ValueError(
+            f"{', '.join(names)} is tied, input embedding and head sharing one matrix, and has LoRA in target_modules "
+            "on one side of it: merged, that would change the other side too. Train it in modules_to_save with "
+            "ensure_weight_tying=True, or use this adapter unmerged."
+        )
+
+
+def _copy_tokenizer(sources: tuple[Path, ...], building: Path, length: int) -> None:
+    from transformers import AutoTokenizer
+
+    source = next((folder for folder in sources if (folder / "tokenizer_config.json").is_file()), None)
+    if source is not None:
+        _save_tokenizer(AutoTokenizer.from_pretrained(source), building, length)
+
+
+@torch.no_grad()
+def _probe(model: nn.Module) -> Tensor:
+    """Logits of 64 tokens from all over the vocabulary, float32 of shape (token, vocabulary)."""
+    vocabulary = model.config.get_text_config(decoder=True).vocab_size
+    ids = torch.arange(64, device=model.device)[None] * 7919 % vocabulary
+    return model(input_ids=ids).logits[0].float()
+
+
+def _compare(logits: Tensor, expected: Tensor, dtype: torch.dtype, step: str) -> None:
+    error = float((logits - expected).square().mean().sqrt() / expected.std())
+    if not error <= LOGIT_BARS[dtype]:  # NaN too
+        raise RuntimeError(
+            f"{step} changed the model: its logits are off by {error:.1e} of their spread, more than the "
+            f"{LOGIT_BARS[dtype]:g} that rounding explains. Nothing was written; use the adapter unmerged."
+        )
+
+
+# ----------------------------------------------------------------------------------- the model card
+
+
+def write_model_card(
+    folder: Path, base: AdapterBase, figures: Mapping[str, Mapping[str, float | str | None]] | None = None
+) -> Path:
+    """Write README.md into the folder of an adapter or a merged model.
+
+    Args:
+        figures: numbers measured, a row each ({"base": {"perplexity at 512–1,024": 74.3}, "before": …}); the columns
+            are all that any row names, and what a row lacks stays empty.
+    """
+    local = Path(base.base).is_absolute()  # a folder of the writer's own: nothing to load from, and nobody's business
+    figures = figures or {}
+    text = render_card(
+        "model_card.md",
+        adapter=_is_adapter(folder),
+        base=base,
+        local=local,
+        name=Path(base.base).name if local else base.base,
+        config={key: value for key, value in base.config.items() if key != "ctxext"},
+        provenance={key: value for key, value in base.provenance.items() if key != "figures"},
+        figures=figures,
+        columns=list(dict.fromkeys(column for row in figures.values() for column in row)),
+    )
+    _write(folder / "README.md", text)
+    return folder / "README.md"
+
+
+def render_card(template: str, **values: Any) -> str:
+    """One of the package's templates of model cards, filled in."""
+    from jinja2 import Environment, StrictUndefined
+
+    environment = Environment(
+        undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True
+    )
+    environment.filters.update(cell=_cell, json=lambda value: json.dumps(value, indent=2, ensure_ascii=False))
+    text = files("ctxext.hub").joinpath("cards", template).read_text(encoding="utf-8")
+    return environment.from_string(text).render(values)
+
+
+def _cell(value: Any) -> str:
+    """A value as text that cannot break a table, a line or the page."""
+    if value is None:
+        return ""
+    if isinstance(value, float):
+        value = f"{value:.4g}" if abs(value) < 10_000 else f"{value:,.0f}"
+    return html.escape(" ".join(str(value).split()), quote=False).replace("\\", "\\\\").replace("|", "\\|")

@@ -1,0 +1,365 @@
+"""Extend a checkpoint on disk without loading its weights."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ctxext.api import extend_context
+from ctxext.core.plan import Plan
+from ctxext.extension.apply import check_on_paper, version_4_keys
+from ctxext.extension.metadata_file import (
+    BESIDE,
+    RECORD,
+    Record,
+    read_record,
+    weights_fingerprint,
+    write_record,
+)
+from ctxext.extension.method_file import PROBE
+from ctxext.extension.request import plan_extension
+from ctxext.extension.rope import RopePlan
+from ctxext.methods import ContextMethod, method_from_dict
+from ctxext.models.config_fields import check_config, check_counts
+from ctxext.models.metadata import live_mark
+from ctxext.models.text_config import text_config_of, text_section_of
+from ctxext.utils.download import hub_folder
+from ctxext.utils.json_files import read_json
+from ctxext.utils.values import one_line
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+# Weights in other formats than safetensors.
+PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack")
+
+# A probe is of one extension: it does not follow into another.
+REWRITTEN = ("config.json", "tokenizer_config.json", RECORD, PROBE)
+
+
+@dataclass(frozen=True)
+class ExtendedFolder:
+    """What `extend_folder` wrote: the folder (None for a dry run), its plan, its config, and bytes by kind."""
+
+    output: Path | None
+    plan: Plan
+    config: dict[str, Any]
+    linked_bytes: int = 0
+    copied_bytes: int = 0
+
+
+def checkpoint_folder(name_or_path: str, revision: str | None = None, *, config_only: bool = False) -> Path:
+    """The folder of a checkpoint: a local one, or one of the hub's, downloaded to its cache.
+
+    Raises:
+        FileNotFoundError: no such folder, or it holds no config.json.
+        ValueError: a file, or an adapter.
+    """
+    folder = Path(name_or_path)
+    if folder.is_file():
+        raise ValueError(f"{name_or_path} is a file: a checkpoint is the folder that its config.json is in. Name that.")
+    if not folder.is_dir():
+        if folder.is_absolute() or name_or_path.startswith(".") or name_or_path.count("/") != 1:
+            raise FileNotFoundError(f"{name_or_path!r} is no folder here and no hub name (owner/name). Check the path.")
+        folder = hub_folder(name_or_path, revision, ["*.json"] if config_only else None)
+    elif revision is not None:
+        raise ValueError(f"revision={revision!r} goes with a hub name, but {name_or_path!r} is a folder here. Drop it.")
+    if not (folder / "config.json").is_file():
+        refuse_adapter(folder, name_or_path)
+        raise FileNotFoundError(
+            f"{name_or_path!r} holds no config.json, so it is not a transformers checkpoint."
+            + (f" Its {RECORD} is an extension alone: ctxext.load applies it." if (folder / RECORD).is_file() else "")
+        )
+    return folder
+
+
+def refuse_adapter(folder: Path, name: str) -> None:
+    """Raise ValueError, naming the command that merges it, if `folder` (called `name`) holds a PEFT adapter.
+
+    vLLM's `--enable-lora` would serve none that has `modules_to_save`, as those of `recipes/finetune.py` have.
+    """
+    if not (folder / "adapter_config.json").is_file():
+        return
+    modules = read_json(folder / "adapter_config.json").content.get("modules_to_save")
+    listed = ", ".join(map(str, modules)) if isinstance(modules, list) else ""
+    raise ValueError(
+        f"{name} is an adapter"
+        + (f" with modules_to_save ({listed}), which vLLM's --enable-lora refuses" if listed else "")
+        + f". Merge it into a checkpoint first: ctxext merge {shlex.quote(name)} -o MERGED, then use MERGED."
+    )
+
+
+def read_config(folder: str | Path) -> PreTrainedConfig:
+    """The config.json of a checkpoint as transformers reads it.
+
+    Raises:
+        ValueError: transformers refuses what it says, or as `check_config`.
+    """
+    from transformers import AutoConfig
+
+    path = Path(folder) / "config.json"
+    try:
+        check_counts(read_json(path).content)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+    try:
+        config = AutoConfig.from_pretrained(folder)
+    except Exception as error:  # its checks and its own code raise many kinds
+        raise ValueError(
+            f"transformers refuses {path} ({type(error).__name__}: {one_line(error)}). Correct it, or fetch it again."
+        ) from error
+    check_config(config)
+    return config
+
+
+def check_not_extended(folder: Path, existing: str = "refuse") -> Record | None:
+    """The metadata in `folder`, if it is to be replaced; None where there is none.
+
+    Raises:
+        ValueError: there is one, and `existing` is not "replace".
+    """
+    record = read_record(folder)
+    if record is not None and existing != "replace":
+        raise ValueError(
+            f"{folder} is extended already, by {record.summary} (see its {RECORD}), and extensions of that kind "
+            "do not add up. Use it as it is, or start from the model as it was: from the folder that this one was made "
+            "of, or with existing='replace' where that can be said."
+        )
+    return record
+
+
+def method_of(folder: Path) -> ContextMethod | None:
+    """The method by which the checkpoint in `folder` was extended by ctxext; None where it was not.
+
+    Raises:
+        ValueError: a method that is not registered here.
+    """
+    record = read_record(folder)
+    if record is not None:
+        return record.method
+    mark = live_mark(text_config_of(read_config(folder)))
+    return None if mark is None or mark["method"] is None else method_from_dict(mark["method"])
+
+
+def architecture_of(folder: Path) -> Any:
+    """The class of the model that was saved in `folder`; a language model's where its config names none."""
+    import transformers
+
+    names = read_json(folder / "config.json").content.get("architectures")
+    name = names[0] if isinstance(names, list) and names and isinstance(names[0], str) else ""
+    return getattr(transformers, name, transformers.AutoModelForCausalLM)
+
+
+def saved_extension(folder: Path) -> Record | None:
+    """What the checkpoint in `folder` is to be extended by after it is loaded; None where its config says it all.
+
+    Raises:
+        ValueError: its metadata is malformed, or belongs to another model.
+    """
+    record = read_record(folder)
+    if record is not None:
+        planned_as_saved(read_config(folder), record)
+        record.check_weights(folder)
+    return record
+
+
+def planned_as_saved(config: PreTrainedConfig, record: Record) -> Plan:
+    """The plan of a saved extension for the model of `config`.
+
+    Raises:
+        ValueError: it belongs to another model, or does not fit; names the file.
+    """
+    arguments = record.arguments_for(config)
+    with _naming(record):
+        return plan_extension(config, **arguments)
+
+
+@contextmanager
+def _naming(record: Record) -> Iterator[None]:
+    """Put the file into an error of what it says."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{record.where}: {error}") from error
+
+
+def extended_as_saved(model: Any, record: Record | None) -> Any:
+    """The model in eval mode, extended in place by its `saved_extension`."""
+    if record is None:
+        return model.eval()
+    # Of the folder, not of the model: what is saved from here has its own.
+    model.config.__dict__.pop(BESIDE, None)
+    arguments = record.arguments_for(model.config)
+    with _naming(record):
+        return extend_context(model.eval(), **arguments)
+
+
+def extended_json(folder: Path, /, **arguments: Any) -> tuple[Plan, dict[str, Any]]:
+    """The plan for the checkpoint in `folder` and its new config.json: every other key stays as it was.
+
+    Where no config can express the extension, it only says that one is beside it.
+    """
+    former = check_not_extended(folder, arguments.get("existing", "refuse"))
+    config = read_config(folder)
+    raw = read_json(folder / "config.json").content
+    if former is not None:
+        if arguments.get("original_max_position_embeddings") is None:
+            arguments["original_max_position_embeddings"] = former.original_max_position_embeddings
+        if former.method is not None and former.method.encoding != "rope":
+            arguments["existing"] = "refuse"  # its config is that of the model as it was
+    plan = plan_extension(config, **arguments)
+    check_on_paper(config, plan)
+    if not plan.is_portable:
+        return plan, {**raw, BESIDE: plan.summary}
+    raw.pop(BESIDE, None)
+    section = text_section_of(raw, config)
+    section.update(plan.updates)
+    if isinstance(plan, RopePlan):
+        section.pop("rope_scaling", None)
+        section.update(version_4_keys(plan.text_config, plan.updates["rope_parameters"]))
+    return plan, raw
+
+
+def extend_folder(
+    folder: Path,
+    output: Path | None,
+    /,
+    factor: float | None = None,
+    method: str | ContextMethod | None = None,
+    *,
+    say: Callable[[str], None] = print,
+    **arguments: Any,
+) -> ExtendedFolder:
+    """Write the checkpoint in `folder` to `output`, extended: a new config, the same weight files.
+
+    Where no config can say it, the config stays what it was, and `context_extension.json` beside it is what
+    `ctxext.load(output)` extends by. Where the method makes new weights (a longer position table), the model is loaded,
+    extended and saved.
+
+    Files are hard-linked, so that a checkpoint of any size takes no room and no time; where that
+    cannot be (another disk), they are copied, after saying how much. Never edit a linked weight file in
+    place: both folders share it.
+
+    Args:
+        output: a folder that does not exist yet; None only works out the config.
+        say: called with a line for the person who waits.
+        **arguments: those of `ctxext.extend_context`.
+
+    Raises:
+        FileExistsError: `output` exists.
+        ValueError: as for `ctxext.extend_context`. Nothing is written on errors.
+    """
+    plan, config = extended_json(folder, factor=factor, method=method, **arguments)
+    if output is None:
+        return ExtendedFolder(None, plan, config)
+    if output.exists():
+        raise FileExistsError(f"{output} exists already. Choose another folder, or remove it first.")
+    weights = None if plan.is_portable else _fingerprint(folder, plan)
+    with written_whole(output) as building:
+        if plan.changes_weights:
+            say("this method makes new weights: loading the model")
+            _extend_live(folder, building, plan)
+        linked, copied = _link_or_copy(folder, building, say)
+        if not plan.changes_weights:
+            _write_json(building / "config.json", config)
+        if not plan.is_portable:
+            write_record(building, plan, weights=weights)
+        _write_tokenizer_config(folder, building, plan.target_length)
+    return ExtendedFolder(output, plan, config, linked, copied)
+
+
+def _fingerprint(folder: Path, plan: Plan) -> str | None:
+    """Of the weights that the metadata will belong to; None where there are none yet.
+
+    Raises:
+        ValueError: they are pickled, which `ctxext.load`, the only one to read the metadata, does not load.
+    """
+    if any(folder.glob("*.safetensors")):
+        return weights_fingerprint(folder)
+    if any(path.suffix in PICKLED for path in folder.iterdir()):
+        raise ValueError(
+            f"{folder} holds pickled weights, and {plan.summary} needs ctxext.load, which reads only safetensors. Load "
+            "the model with transformers and save_pretrained it, which writes safetensors, or use a static method."
+        )
+    return None
+
+
+def _extend_live(folder: Path, building: Path, plan: Plan) -> None:
+    model = architecture_of(folder).from_pretrained(folder, dtype="auto")
+    extend_context(
+        model, method=plan.method, existing=plan.existing, original_max_position_embeddings=plan.original_length
+    ).save_pretrained(building)
+
+
+@contextmanager
+def written_whole(folder: Path) -> Iterator[Path]:
+    """A new folder beside `folder`, which takes its place at the end of the block; on errors nothing has changed.
+
+    Folders cannot be exchanged in one step: a former one is moved aside, to a hidden name beside it, for the instant
+    between two renames.
+    """
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        building = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
+    except OSError as error:
+        raise OSError(f"{folder} cannot be written there ({error.strerror}). Choose another folder.") from error
+    former = building.with_name(f"{building.name}.former")
+    try:
+        yield building
+        building.chmod(0o755)
+        if folder.exists():
+            folder.rename(former)
+        building.rename(folder)
+    except BaseException:
+        if former.exists():
+            former.rename(folder)
+        shutil.rmtree(building, ignore_errors=True)
+        raise
+    shutil.rmtree(former, ignore_errors=True)
+
+
+def _link_or_copy(folder: Path, building: Path, say: Callable[[str], None]) -> tuple[int, int]:
+    # The hub's cache holds links to its blobs: what they point to is linked.
+    found = [path for path in sorted(folder.rglob("*")) if path.is_file()]
+    found = [path for path in found if not any(part.startswith(".") for part in path.relative_to(folder).parts)]
+    written = {path.name for path in building.iterdir()}
+    weights = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json") if written else ()
+    wanted = [path for path in found if str(path.relative_to(folder)) not in {*REWRITTEN, *written}]
+    wanted = [path for path in wanted if not path.name.endswith(weights)]
+    linked, to_copy = 0, []
+    for path in wanted:
+        target = building / path.relative_to(folder)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            os.link(path.resolve(), target)
+            linked += path.stat().st_size
+        except OSError:
+            to_copy.append((path, target))
+    size = sum(path.stat().st_size for path, _ in to_copy)
+    if to_copy:
+        say(f"cannot hard-link here, copying {len(to_copy)} files, {size / 2**30:.2f} GiB")
+    for path, target in to_copy:
+        shutil.copy2(path, target)
+    return linked, size
+
+
+def _write_tokenizer_config(folder: Path, building: Path, target_length: int) -> None:
+    path = folder / "tokenizer_config.json"
+    if path.is_file():
+        config = read_json(path).content
+        length = config.get("model_max_length")
+        if not (isinstance(length, int | float) and length >= target_length):
+            config["model_max_length"] = target_length
+        _write_json(building / path.name, config)
+
+
+def _write_json(path: Path, value: dict[str, Any]) -> None:
+    path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

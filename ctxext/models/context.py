@@ -1,0 +1,273 @@
+"""What a config says of a model's context. No model, no weights."""
+
+from __future__ import annotations
+
+import copy
+import math
+import sys
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+from ctxext.encodings.rope import RopeGeometry
+from ctxext.methods import (
+    RopeMethod,
+    method_from_dict,
+    method_from_rope_parameters,
+)
+from ctxext.models.config_fields import check_config
+from ctxext.models.families import family_of
+from ctxext.models.metadata import Lengths, live_mark, summary_of
+from ctxext.models.text_config import text_config_of
+from ctxext.utils.values import MAX_TOKENS, is_count, shown
+
+if sys.version_info >= (3, 11):
+    pass
+else:
+    pass
+from ctxext.models.checkpoints import Checkpoint, known_checkpoint
+from ctxext.models.rope_tables import RopeTable, head_dim, length_limit, rope_tables
+
+
+def parse_tokens(text: str) -> int:
+    """`131072`, `128k` (times 1024) or `1m` (times 1024²) as a number of tokens.
+
+    Raises:
+        ValueError: it is none.
+    """
+    value = text.strip().lower().replace("_", "").replace(",", "")
+    unit = {"k": 1024, "m": 1024**2}.get(value[-1:], 1)
+    try:
+        tokens = float(value[:-1] if unit > 1 else value) * unit
+    except ValueError:
+        tokens = 0.5
+    if not 1 <= tokens < math.inf or tokens != int(tokens):
+        raise ValueError(f"{shown(text)} is no number of tokens; write 131072 or 128k.")
+    return int(tokens)
+
+
+@dataclass(frozen=True)
+class ContextFacts:
+    """What a (text) config says of its context.
+
+    Attributes:
+        whole_parameters: `rope_parameters` as the config has them, nested perhaps.
+        tables: what they describe; first those whose layers see the most.
+        lengths: how far the model reaches as it is, and from where.
+        trained_length_source: where `lengths.trained` comes from.
+        scaling: the scaling in use; None for plain RoPE.
+        original_thetas: the base of each table before any scaling that changed it, by label.
+        softmax_factor: the scale of the softmax in use is the square of this times a plain model's.
+    """
+
+    text_config: Any
+    whole_parameters: dict[str, Any]
+    tables: tuple[RopeTable, ...]
+    lengths: Lengths
+    trained_length_source: str
+    original_thetas: dict[str, float]
+    softmax_factor: float
+    scaling: RopeMethod | None
+    mark: dict[str, Any] | None
+    checkpoint: Checkpoint | None
+
+    @property
+    def trained_length(self) -> int:
+        """As in `Lengths`."""
+        return self.lengths.trained
+
+    @property
+    def reach(self) -> int:
+        """The target of `Lengths`: beyond the trained length where scaling was bolted on."""
+        return self.lengths.target
+
+    @property
+    def original_length(self) -> int | None:
+        """As in `Lengths`."""
+        return self.lengths.original
+
+    @property
+    def summary(self) -> str:
+        """`yarn ×4: 512 → 2048 tokens`, as the plan of the extension had it; of native scaling, only its name."""
+        name = "plain RoPE" if self.scaling is None else self.scaling.name
+        if self.mark is not None:
+            return summary_of(None if self.mark["existing"] == "keep" else name, self.lengths)
+        if self.original_length is None:
+            return f"{name}: {self.reach} tokens"
+        return f"{name}: {self.lengths.words}"
+
+    @property
+    def rope_parameters(self) -> dict[str, Any]:
+        """Those of the first table."""
+        return self.tables[0].parameters
+
+    @property
+    def rotary_dim(self) -> int:
+        """That of the first table."""
+        return self.tables[0].rotary_dim
+
+    @property
+    def original_theta(self) -> float:
+        """That of the first table."""
+        return self.original_thetas[self.tables[0].label]
+
+    def seen_beyond(self, length: int) -> tuple[RopeTable, ...]:
+        """The tables of layers that see further than `length` tokens: those that an extension changes."""
+        return tuple(table for table in self.tables if table.window is None or table.window > length)
+
+    def rope_of(self, table: RopeTable) -> RopeGeometry:
+        """The frequencies in use, with the length that they reach."""
+        return replace(table.in_use, original_max_position_embeddings=self.reach)
+
+    def original_rope_of(self, table: RopeTable) -> RopeGeometry:
+        """The plain frequencies from before any scaling."""
+        return table.plain(self.original_thetas[table.label], self.original_length or self.reach)
+
+    @property
+    def rope(self) -> RopeGeometry:
+        """The frequencies in use of the first table, with the length that they reach."""
+        return self.rope_of(self.tables[0])
+
+    @property
+    def original_rope(self) -> RopeGeometry:
+        """The plain frequencies of the first table from before any scaling."""
+        return self.original_rope_of(self.tables[0])
+
+
+def has_rope(text_config: Any) -> bool:
+    """Whether a config says that its model rotates queries and keys; ALiBi, where a family has both, wins."""
+    parameters = getattr(text_config, "rope_parameters", None) or family_of(text_config).sin_cos_tables
+    return bool(parameters) and not getattr(text_config, "alibi", False)
+
+
+def no_encoding(text_config: Any) -> str | None:
+    """Why there is nothing to extend in a family without positions; None for all others."""
+    if not family_of(text_config).no_positions:
+        return None
+    return (
+        "has no position encoding that could run out, so there is nothing to extend: just raise the limit (the "
+        "tokenizer's model_max_length, or your server's maximum length)."
+    )
+
+
+def _marked_scaling(mark: dict[str, Any], parameters: dict[str, Any], limit: int) -> RopeMethod | None:
+    """The method that a mark names; where it is registered in another program only, the form it was saved in."""
+    try:
+        return None if mark["method"] is None else cast(RopeMethod, method_from_dict(mark["method"]))
+    except ValueError:
+        return method_from_rope_parameters(parameters, limit)
+
+
+def check_trained_length(length: int | None) -> None:
+    """Raise ValueError unless `length` is None or a trained length in tokens that can be extended."""
+    if length is not None and not is_count(length, 8, MAX_TOKENS):
+        raise ValueError(
+            f"original_max_position_embeddings must be the trained length in tokens (an int >= 8), got {shown(length)}."
+        )
+
+
+def read_context(config: Any, original_max_position_embeddings: int | None = None) -> ContextFacts:
+    """Read a config.
+
+    Args:
+        original_max_position_embeddings: the trained length before any scaling, where you know better
+            than the config and the table of checkpoints.
+
+    Raises:
+        ValueError: no standard RoPE in this config.
+    """
+    check_config(config)
+    check_trained_length(original_max_position_embeddings)
+    text_config = text_config_of(config)
+    name = f"{type(text_config).__name__} (model_type {text_config.model_type!r})"
+    reason = no_encoding(text_config) or family_of(text_config).refuse
+    if reason is not None:
+        raise ValueError(f"{name} {reason}")
+    whole = getattr(text_config, "rope_parameters", None)
+    if family_of(text_config).sin_cos_tables:
+        whole = _sin_cos_parameters(text_config)
+    if not whole:
+        raise ValueError(f"{name} has no rotary position embedding: its config holds no rope_parameters.")
+    tables = rope_tables(text_config, whole)
+    if not tables:
+        raise ValueError(f"{name} has no layer with RoPE. It was left as it was.")
+    mark = live_mark(text_config)
+    scaled = next((table for table in tables if table.scaling is not None), tables[0])
+    parameters = tables[0].parameters
+    checkpoint = known_checkpoint(text_config, parameters)
+    limit = length_limit(text_config)
+    thetas = {table.label: float(table.parameters["rope_theta"]) for table in tables}
+    if mark is not None:
+        scaling = _marked_scaling(mark, tables[0].of_turning_pairs, limit)
+        theta = mark["original"].get("rope_theta", {})
+        thetas = theta if isinstance(theta, dict) else {"": theta}
+        if not {table.label for table in tables} <= thetas.keys():
+            raise ValueError(
+                f"{name}: ctxext.original.rope_theta in its config must hold the base of every table, got {theta!r}. "
+                "Restore it, or extend the original model anew."
+            )
+        lengths, source = Lengths.of_mark(mark), "noted in this config when ctxext extended it"
+        if original_max_position_embeddings is not None:
+            lengths = replace(lengths, original=original_max_position_embeddings)
+    else:
+        scaling = scaled.scaling
+        lengths, source = _native_lengths(scaled, limit, checkpoint, original_max_position_embeddings)
+    return ContextFacts(
+        text_config=text_config,
+        whole_parameters=copy.deepcopy(whole),
+        tables=tables,
+        lengths=lengths,
+        trained_length_source=source,
+        original_thetas=thetas,
+        softmax_factor=softmax_factor_of(text_config, parameters),
+        scaling=scaling,
+        mark=mark,
+        checkpoint=checkpoint,
+    )
+
+
+def _native_lengths(
+    table: RopeTable, limit: int, checkpoint: Checkpoint | None, given: int | None
+) -> tuple[Lengths, str]:
+    """How far a model reaches that ctxext did not extend, and where its trained length comes from.
+
+    Args:
+        table: the one that is scaled, if any.
+        given: the trained length before any scaling, as the caller knows it.
+    """
+    trained, source = limit, "max_position_embeddings of the config"
+    if checkpoint is not None:
+        trained, source = checkpoint.trained_length, f"checkpoints.toml: {checkpoint.name}"
+    scaling, own = table.scaling, table.parameters.get("original_max_position_embeddings")
+    if scaling is None:
+        if given is not None:
+            trained, source = given, "as you passed it"
+        return Lengths(original=trained, trained=trained, start=trained, target=trained, factor=1.0), source
+    bolted_on = checkpoint is not None and checkpoint.scaling == "bolted-on"
+    original = own
+    if scaling.of_the_call:  # transformers' dynamic scaling counts from max_position_embeddings
+        original = limit
+    if bolted_on:  # its weights know the unscaled frequencies alone
+        original = trained
+    elif checkpoint is not None and checkpoint.original_length is not None:
+        original = checkpoint.original_length
+    original = given or original
+    reach = limit if bolted_on else trained
+    if table.parameters.get("rope_type") == "yarn" and limit <= (own or trained):
+        # As Qwen has it switched on: the length that the scaling reaches stands nowhere.
+        reach = max(reach, round(scaling.factor * (own or trained)))
+    start = original or reach
+    return Lengths(original=original, trained=trained, start=start, target=reach, factor=reach / start), source
+
+
+def _sin_cos_parameters(text_config: Any) -> dict[str, Any]:
+    """What GPT-J and CodeGen have in their code instead of a config."""
+    n = text_config.rotary_dim or text_config.hidden_size
+    return {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": n / (head_dim(text_config) or n)}
+
+
+def softmax_factor_of(text_config: Any, parameters: dict[str, Any]) -> float:
+    """The square root of what `mscale_all_dim` multiplies the scale of the softmax by."""
+    if not family_of(text_config).softmax_mscale or parameters.get("rope_type", "default") == "default":
+        return 1.0
+    factor = parameters.get("factor") or 1.0
+    return 1.0 if factor <= 1 else 0.1 * (parameters.get("mscale_all_dim") or 0.0) * math.log(factor) + 1

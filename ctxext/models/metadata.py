@@ -1,0 +1,105 @@
+"""What a config notes of an extension: its lengths, and whether they still hold."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+from ctxext.utils.json_files import FACTOR, NUMBER, OBJECT, TEXT, TOKENS, JsonObject, Kind, or_none
+from ctxext.utils.values import shown
+
+Existing = Literal["refuse", "keep", "compose", "replace"]
+EXISTING = Kind(f"one of {', '.join(get_args(Existing))}", lambda value: value in get_args(Existing))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lengths:
+    """How far a model reaches and from where, in tokens: the only definition of these numbers.
+
+    Attributes:
+        original: trained length before any scaling, which existing="replace" starts from; None where nothing says it.
+        trained: trained length with the frequencies that the extension started from.
+        start: what the factor counts from: `original`, or what a scaling that is kept or composed with reaches.
+        target: what is reached.
+        factor: target / start, as it was asked for.
+    """
+
+    original: int | None
+    trained: int
+    start: int
+    target: int
+    factor: float
+
+    @property
+    def words(self) -> str:
+        """`512 → 2048 tokens`"""
+        return f"{self.start} → {self.target} tokens"
+
+    @classmethod
+    def of_mark(cls, mark: dict[str, Any]) -> Lengths:
+        """Those of an extension that a config notes, in the form that `check_mark` asks for."""
+        rest = {name: mark[name] for name in ("trained", "start", "target", "factor")}
+        return cls(original=mark["original"]["length"], **rest)
+
+    def to_mark(self) -> dict[str, Any]:
+        """The inverse of `of_mark`."""
+        rest = {name: getattr(self, name) for name in ("trained", "start", "target", "factor")}
+        return {"original": {"length": self.original}, **rest}
+
+
+def summary_of(name: str | None, lengths: Lengths) -> str:
+    """`yarn ×4: 512 → 2048 tokens`; None is a native scaling that was kept."""
+    return f"{'native scaling kept' if name is None else name} ×{lengths.factor:g}: {lengths.words}"
+
+
+def by_own_names(text_config: Any, updates: dict[str, Any]) -> dict[str, Any]:
+    """The fields under the names that the config itself keeps them by: n_positions, not max_position_embeddings."""
+    return {text_config.attribute_map.get(name, name): value for name, value in updates.items()}
+
+
+def live_mark(text_config: Any) -> dict[str, Any] | None:
+    """The note that ctxext left in this config, unless one of the fields that it set was edited since.
+
+    Raises:
+        ValueError: it is not as ctxext writes it; says which field.
+    """
+    mark = getattr(text_config, "ctxext", None)
+    if mark is None:
+        return None
+    place = getattr(text_config, "_name_or_path", "")
+    check_mark(mark, f"{place or 'the model'}'s config.json")
+    return mark if all(still_says(getattr(text_config, n, None), v) for n, v in mark["fields"].items()) else None
+
+
+def check_mark(mark: Any, file: str, entry: str = "ctxext") -> None:
+    """Raise ValueError, naming the field, unless `mark` is as ctxext writes it into a config."""
+    if not OBJECT.holds(mark):
+        raise ValueError(f"{entry} in {file} must be {OBJECT.words}, got {shown(mark)}. Fetch the file again.")
+    read = JsonObject(file, mark, f"{entry}.")
+    read.get("version", TEXT)
+    read.part("fields")
+    if read.get("method", or_none(OBJECT)) is not None:
+        method = read.part("method")
+        method.get("name", TEXT)
+        method.get("factor", FACTOR)
+    for name in ("trained", "start", "target"):
+        read.get(name, TOKENS)
+    read.get("factor", FACTOR)
+    read.get("existing", EXISTING)
+    original = read.part("original")
+    original.get("length", or_none(TOKENS))
+    if "rope_theta" not in original.content:  # of another encoding than RoPE
+        read.part("method")
+    elif isinstance(original.content["rope_theta"], dict):  # by type of layer
+        thetas = original.part("rope_theta")
+        for name in thetas.content:
+            thetas.get(name, NUMBER)
+    else:
+        original.get("rope_theta", NUMBER)
+
+
+def still_says(now: Any, then: Any) -> bool:
+    """Whether a value of a config is what it was; transformers adds to dictionaries as it loads them."""
+    if isinstance(then, dict):
+        return isinstance(now, dict) and all(key in now and now[key] == value for key, value in then.items())
+    return bool(now == then)

@@ -1,0 +1,166 @@
+"""The tables of rotary frequencies that a config describes."""
+
+from __future__ import annotations
+
+import math
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+from ctxext.encodings.rope import RopeGeometry
+from ctxext.methods import (
+    RopeScaling,
+    geometry_in_use,
+    method_from_rope_parameters,
+)
+from ctxext.models.families import family_of
+from ctxext.utils.values import MAX_ROTARY
+
+if sys.version_info >= (3, 11):
+    pass
+else:
+    pass
+
+
+# λ of a frequency that is zero: finite, as JSON has no infinity; the largest that float32 holds.
+ZERO_FREQUENCY = 1e38
+
+
+@dataclass(frozen=True)
+class RopeTable:
+    """One table of rotary frequencies, as a config describes it: the only one, or that of one type of layer.
+
+    Attributes:
+        label: the key of nested `rope_parameters` that it stands under; "" where they are flat.
+        parameters: its own `rope_parameters`.
+        head_dim: dimensions of a head in its layers.
+        rotary_dim: dimensions of a head that turn, two for each pair.
+        n_zero: pairs after those whose frequency is zero (proportional RoPE).
+        limit: max_position_embeddings of the config.
+        window: sliding window in tokens of the layers that use it; None where one of them sees everything.
+    """
+
+    label: str
+    parameters: dict[str, Any]
+    head_dim: int
+    rotary_dim: int
+    n_zero: int
+    limit: int
+    window: int | None
+
+    @property
+    def base_power(self) -> float:
+        """The pairs that turn are plain RoPE of base theta to this power: exponents are of all pairs."""
+        return self.rotary_dim / (self.rotary_dim + 2 * self.n_zero)
+
+    @property
+    def of_turning_pairs(self) -> dict[str, Any]:
+        """`parameters` as if the pairs that turn were all there are."""
+        parameters = {**self.parameters, "rope_theta": float(self.parameters["rope_theta"]) ** self.base_power}
+        if parameters.get("rope_type") == "proportional":
+            parameters["rope_type"] = "default" if parameters.get("factor", 1.0) == 1.0 else "linear"
+        for name in ("short_factor", "long_factor"):
+            if parameters.get(name) is not None:
+                parameters[name] = parameters[name][: self.rotary_dim // 2]
+        return parameters
+
+    @property
+    def scaling(self) -> RopeScaling | None:
+        """The scaling in use; None for plain RoPE."""
+        return method_from_rope_parameters(self.of_turning_pairs, self.limit)
+
+    @property
+    def in_use(self) -> RopeGeometry:
+        """The frequencies in use of the pairs that turn."""
+        return geometry_in_use(self.of_turning_pairs, self.rotary_dim, self.limit)
+
+    def plain(self, rope_theta: float, length: int) -> RopeGeometry:
+        """The frequencies of the pairs that turn before any scaling, of the config's base `rope_theta`."""
+        return RopeGeometry.plain(self.rotary_dim, rope_theta**self.base_power, length)
+
+
+def rope_tables(text_config: Any, parameters: dict[str, Any]) -> tuple[RopeTable, ...]:
+    """The tables that `rope_parameters` describe; first those whose layers see the most."""
+    nested = {label: value for label, value in parameters.items() if isinstance(value, dict)}
+    if not nested:
+        slides = set(attention_layers(text_config)) <= {"sliding_attention"}
+        return (_rope_table(text_config, "", parameters, slides or family_of(text_config).rope_window is not None),)
+    # `_rope_type_labels` name the tables where they are not named by the types of layers.
+    used = set(getattr(text_config, "_rope_type_labels", None) or text_config.layer_types)
+    # transformers reads this one at the top level alone, whatever a nested one says.
+    truncate = {"truncate": parameters["truncate"]} if "truncate" in parameters else {}
+    windows = family_of(text_config).window_labels
+    tables = [
+        _rope_table(
+            text_config,
+            label,
+            {**{k: v for k, v in value.items() if k != "truncate"}, **truncate},
+            "sliding" in label or label in windows,
+        )
+        for label, value in nested.items()
+        if label in used
+    ]
+    return tuple(sorted(tables, key=lambda table: -(table.window or math.inf)))
+
+
+def _rope_table(text_config: Any, label: str, parameters: dict[str, Any], slides: bool) -> RopeTable:
+    config = text_config
+    if label and getattr(text_config, "is_heterogeneous", False):
+        config = text_config.per_layer_config[label]
+    window = getattr(config, family_of(text_config).rope_window or "sliding_window", None)
+    if getattr(config, "use_sliding_window", True) is False:
+        window = None
+    dim, share = head_dim(config), parameters.get("partial_rotary_factor") or 1.0
+    turning, n_zero = int(dim * share), 0
+    if parameters.get("rope_type") == "proportional":
+        pairs = int(share * dim // 2)
+        turning, n_zero = 2 * pairs, dim // 2 - pairs
+    elif parameters.get("rope_type") == "longrope":
+        n_zero = sum(factor >= ZERO_FREQUENCY for factor in parameters["short_factor"])
+        turning -= 2 * n_zero
+    if not 4 <= turning <= MAX_ROTARY:
+        raise ValueError(
+            f"{type(text_config).__name__} rotates {turning} of {dim} dimensions a head, by its head_dim (or "
+            f"hidden_size and num_attention_heads) and partial_rotary_factor: it must be 4 to {MAX_ROTARY}."
+        )
+    return RopeTable(
+        label=label,
+        parameters=dict(parameters),
+        head_dim=dim,
+        rotary_dim=turning,
+        n_zero=n_zero,
+        limit=length_limit(text_config),
+        window=int(window) if slides and window is not None else None,
+    )
+
+
+def length_limit(text_config: Any) -> int:
+    """max_position_embeddings; the sliding window where a config has none, as nothing beyond it is ever seen."""
+    limit = getattr(text_config, "max_position_embeddings", None) or getattr(text_config, "sliding_window", None)
+    if limit is None:
+        raise ValueError(f"{type(text_config).__name__} says no length: it is no config of a text model.")
+    return int(limit)
+
+
+def attention_layers(text_config: Any) -> list[str]:
+    """The type of every layer that has softmax attention, and so keys and values; linear attention has none."""
+    layers = getattr(text_config, "layer_types", None)
+    if layers is None:
+        window = getattr(text_config, "sliding_window", None)
+        slides = window is not None and getattr(text_config, "use_sliding_window", True) is not False
+        return ["sliding_attention" if slides else "full_attention"] * int(text_config.num_hidden_layers)
+    return [layer for layer in layers if "attention" in layer and layer != "linear_attention"]
+
+
+def slides_over(text_config: Any, layer: int) -> int | None:
+    """The sliding window of a layer in tokens; None where it sees everything."""
+    types = getattr(text_config, "layer_types", None) or attention_layers(text_config)
+    return int(text_config.sliding_window) if types[layer] == "sliding_attention" else None
+
+
+def head_dim(text_config: Any) -> int:
+    """Dimensions of a head, which many configs leave to be worked out."""
+    dim = getattr(text_config, "head_dim", None)
+    if not dim and not (text_config.hidden_size and text_config.num_attention_heads):
+        raise ValueError(f"{type(text_config).__name__} says neither head_dim nor hidden_size and num_attention_heads.")
+    return int(dim or text_config.hidden_size // text_config.num_attention_heads)

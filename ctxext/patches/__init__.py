@@ -1,0 +1,1 @@
+"""Changes to live models, one mechanism a file."""

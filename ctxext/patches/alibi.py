@@ -1,0 +1,257 @@
+"""ALiBi in a live model: BLOOM, MPT and Falcon, and a user's own module that holds its slopes in a buffer.
+
+The three families keep no slopes. Each makes its bias anew in every forward pass, BLOOM on two paths, in functions
+that no instance owns. So the bias is scaled where the blocks receive it, whichever path it came by.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from jaxtyping import Float, Float64
+from torch import Tensor, nn
+
+from ctxext.core.edit import Surgery
+from ctxext.core.encoding import Encoding, SiteProof, probe_inputs, run, seen_by, stated_length
+from ctxext.encodings.alibi import alibi_bias, alibi_slopes
+from ctxext.methods import ContextMethod, SlopeScaling
+
+PROBE = 64  # tokens
+LONGEST_PROBE = 4096  # tokens, to run past a limit
+
+
+class Family(NamedTuple):
+    """How a model type hands its bias on.
+
+    Attributes:
+        keywords: the keyword arguments of its blocks, and of the attention in them, that carry the bias.
+        length: the config field with the trained length, and what was published where that is absent.
+        limit: whether that length is also a limit.
+        dtype: the coarsest dtype that the family itself computes the bias in.
+    """
+
+    keywords: tuple[str, ...]
+    length: str
+    published: str
+    limit: bool = False
+    dtype: torch.dtype = torch.float32
+
+
+FAMILIES = {
+    "bloom": Family(("alibi",), "seq_length", "bigscience/bloom, sequence length 2048"),
+    # Under sdpa its attention reads the mask alone; eager attention adds both, so that its bias counts twice.
+    "falcon": Family(
+        ("alibi", "attention_mask"), "max_position_embeddings", "tiiuae/falcon-rw, 2048", dtype=torch.bfloat16
+    ),
+    "mpt": Family(("position_bias",), "max_seq_len", "mosaicml/mpt-7b, 2048", limit=True),
+}
+
+
+class ScaledBias:
+    """Mixed into a block's own class: each head's bias is multiplied by the head's ratio of new to trained slope.
+
+    A class, not a hook: a model that was compiled before would never call a new hook, but does see its class change.
+    """
+
+    bias_keywords: tuple[str, ...]
+    bias_ratios: Float[Tensor, " head"]
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        scaled = {name: self.scaled(kwargs[name]) for name in self.bias_keywords}
+        return super().forward(*args, **{**kwargs, **scaled})  # type: ignore[misc]
+
+    def scaled(self, bias: Float[Tensor, "*batch heads query key"]) -> Float[Tensor, "*batch heads query key"]:
+        """The batch may be merged into the heads, batch first. Half precision is multiplied in float32."""
+        if self.bias_ratios.device != bias.device:
+            self.bias_ratios = self.bias_ratios.to(bias.device)  # no buffer, so that no cast reaches it
+        by_head = bias.reshape(-1, len(self.bias_ratios), *bias.shape[-2:])
+        scaled = (by_head * self.bias_ratios[:, None, None]).to(bias.dtype).view_as(bias)
+        # Falcon's bias comes with the mask in it: what is masked has to stay the least number.
+        return torch.where(bias == torch.finfo(bias.dtype).min, bias, scaled)
+
+
+@dataclass(frozen=True)
+class AlibiEncoding(Encoding):
+    """A family's bias, scaled on its way into each block.
+
+    Attributes:
+        readers: the attention modules, which are handed the bias by the blocks.
+        n_heads: number of heads; the trained slopes follow from it, in these families.
+        length_field: the config field with the trained length; None where the config has none.
+    """
+
+    name: ClassVar[str] = "alibi"
+    default_method: ClassVar[str] = "alibi_scaling"
+    live_only: ClassVar[str | None] = "its slopes follow from the number of heads alone"
+
+    readers: tuple[str, ...]
+    n_heads: int
+    model_type: str
+    length_field: str | None
+
+    @property
+    def family(self) -> Family:
+        return FAMILIES[self.model_type]
+
+    def updates(self, method: ContextMethod, target_length: int) -> dict[str, Any]:
+        return {} if self.length_field is None else {self.length_field: target_length}
+
+    def notes(self, method: ContextMethod) -> tuple[str, ...]:
+        if self.family.dtype == torch.float32:
+            return ()
+        return ("This family computes its bias in bfloat16 before it is scaled, whatever the model's dtype.",)
+
+    def write(self, surgery: Surgery, method: ContextMethod, target_length: int) -> None:
+        assert isinstance(method, SlopeScaling)
+        trained = alibi_slopes(self.n_heads)
+        ratios = (method.slopes(trained) / trained).float()
+        for path in self.paths:
+            surgery.exchange_class(path, ScaledBias)
+            surgery.set_attribute(path, "bias_keywords", self.family.keywords)
+            surgery.set_attribute(path, "bias_ratios", ratios.clone())
+        if self.family.limit:
+            for path in self.readers:
+                surgery.set_attribute(path, "max_seq_length", target_length)
+
+    def observe(self, model: nn.Module) -> Tensor:
+        return run(model, probe_inputs(model, self._n_probe))
+
+    def prove(self, model: nn.Module, method: ContextMethod, before: Tensor) -> SiteProof:
+        assert isinstance(method, SlopeScaling)
+        slopes = method.slopes(alibi_slopes(self.n_heads))
+        short = probe_inputs(model, self._n_probe)
+        masked = {**short, "attention_mask": torch.ones_like(short["input_ids"])}
+        errors, effects = [], []
+        for inputs in (short, masked):  # The two paths on which BLOOM makes its bias.
+            with self._seen(model) as seen:
+                effects.append(float((run(model, inputs) - before).abs().max()))
+            errors.append(self._error(model, seen, slopes, self._n_probe))
+        n_tokens = self._n_probe
+        if self.limit is not None and self.limit < LONGEST_PROBE and method.factor > 1:
+            n_tokens = self.limit + 1
+            with self._seen(model) as seen:
+                run(model, probe_inputs(model, n_tokens))
+            errors.append(self._error(model, seen, slopes, n_tokens))
+        return SiteProof(max(errors), min(effects), n_tokens)
+
+    @property
+    def _n_probe(self) -> int:
+        return min(PROBE, self.limit or PROBE)
+
+    @contextmanager
+    def _seen(self, model: nn.Module) -> Iterator[dict[tuple[str, str], list[Any]]]:
+        with ExitStack() as stack:
+            yield {
+                (path, keyword): stack.enter_context(seen_by(model, path, keyword))
+                for path in self.readers
+                for keyword in self.family.keywords
+            }
+
+    def _error(
+        self, model: nn.Module, seen: dict[tuple[str, str], list[Any]], slopes: Float64[Tensor, " head"], n_tokens: int
+    ) -> float:
+        """Largest difference of what any attention received for the last query, beyond the dtype's own rounding."""
+        positions = torch.arange(n_tokens)
+        want = alibi_bias(slopes, positions[-1:], positions)[:, 0]
+        worst = 0.0
+        for (path, keyword), calls in seen.items():
+            (received,) = calls
+            # Added after the logits were divided by sqrt(head_dim), and divided by it as well.
+            scale: Any = model.get_submodule(path).inv_norm_factor if keyword == "attention_mask" else 1.0
+            got = received.flatten(0, -3)[:, -1, -n_tokens:].double().cpu()
+            got = got - got[:, -1:]  # Softmax does not see a constant, which each family chooses in its own way.
+            eps = max(torch.finfo(self.family.dtype).eps, torch.finfo(received.dtype).eps)
+            beyond = (got - scale * want).abs() - eps * (scale * want).abs().max()
+            worst = max(worst, float(beyond.max()))
+        return worst
+
+
+@dataclass(frozen=True)
+class SlopeEncoding(Encoding):
+    """Modules that hold one slope a head in a persistent buffer, `buffers` naming it for each of `paths`."""
+
+    name: ClassVar[str] = "alibi"
+    default_method: ClassVar[str] = "alibi_scaling"
+    changes_weights: ClassVar[bool] = True
+
+    buffers: tuple[str, ...]
+    length_field: str
+
+    def updates(self, method: ContextMethod, target_length: int) -> dict[str, Any]:
+        return {self.length_field: target_length}
+
+    def write(self, surgery: Surgery, method: ContextMethod, target_length: int) -> None:
+        assert isinstance(method, SlopeScaling)
+        for path, name in zip(self.paths, self.buffers):
+            surgery.set_tensor(path, name, method.slopes(self._slopes(surgery.model, path, name)))
+
+    def observe(self, model: nn.Module) -> Any:
+        slopes = [self._slopes(model, path, name) for path, name in zip(self.paths, self.buffers)]
+        return slopes, run(model, probe_inputs(model, PROBE))
+
+    def prove(self, model: nn.Module, method: ContextMethod, before: Any) -> SiteProof:
+        assert isinstance(method, SlopeScaling)
+        trained, output = before
+        error = max(
+            float((self._slopes(model, path, name) - method.slopes(old)).abs().max())
+            for path, name, old in zip(self.paths, self.buffers, trained)
+        )
+        return SiteProof(error, float((run(model, probe_inputs(model, PROBE)) - output).abs().max()), PROBE)
+
+    @staticmethod
+    def _slopes(model: nn.Module, path: str, name: str) -> Float64[Tensor, " head"]:
+        return model.get_submodule(path).get_buffer(name).double().clone()
+
+
+def find(model: nn.Module, text_config: Any) -> Encoding | None:
+    """A BLOOM, an MPT or a Falcon with ALiBi; or any model with a buffer `slopes` or `alibi_slopes`, one a head."""
+    family = FAMILIES.get(text_config.model_type)
+    if family is None:
+        return _find_buffers(model, text_config)
+    if text_config.model_type == "falcon" and not text_config.alibi:
+        return None
+    takers = [path for path, module in model.named_modules() if _takes(module, family.keywords)]
+    blocks = tuple(path for path in takers if not any(path.startswith(f"{other}.") for other in takers))
+    stated = stated_length(text_config, family.length)
+    length = 2048 if stated is None else stated[1]
+    return AlibiEncoding(
+        paths=blocks,
+        trained_length=length,
+        source=f"as published: {family.published}" if stated is None else f"{family.length} of the config",
+        limit=length if family.limit else None,
+        readers=tuple(path for path in takers if path not in blocks),
+        n_heads=text_config.num_attention_heads,
+        model_type=text_config.model_type,
+        length_field=None if stated is None else family.length,
+    )
+
+
+def _takes(module: nn.Module, keywords: tuple[str, ...]) -> bool:
+    forwards = [cls.forward for cls in type(module).__mro__ if "forward" in vars(cls)]
+    return any(set(keywords) <= set(inspect.signature(forward).parameters) for forward in forwards)
+
+
+def _find_buffers(model: nn.Module, text_config: Any) -> SlopeEncoding | None:
+    found = [
+        (path, name)
+        for path, module in model.named_modules()
+        for name in ("slopes", "alibi_slopes")
+        if name in module._buffers and name not in module._non_persistent_buffers_set
+        if module.get_buffer(name).shape == (text_config.num_attention_heads,)
+    ]
+    stated = stated_length(text_config, "max_position_embeddings")
+    if not found or stated is None:
+        return None
+    return SlopeEncoding(
+        paths=tuple(path for path, _ in found),
+        trained_length=stated[1],
+        source=f"{stated[0]} of the config",
+        limit=None,
+        buffers=tuple(name for _, name in found),
+        length_field=stated[0],
+    )

@@ -1,0 +1,297 @@
+"""Tables of positions that are added to the embeddings, one row a position: learned ones, and sines kept as weights.
+
+They are found by building the model's config with larger limits: what has more rows then is the table, whatever it is
+called. Causal masks, position ids and token types that are kept as buffers grow with it.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from abc import abstractmethod
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, get_args
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_iter
+
+from ctxext.core.edit import Surgery
+from ctxext.core.encoding import Encoding, SiteProof, probe_inputs, run, seen_by
+from ctxext.core.twin import Difference, differences, twin_of
+from ctxext.encodings.sinusoidal import Layout, sinusoidal_table
+from ctxext.methods import ContextMethod, PositionScaling, TableResizing
+from ctxext.models.text_config import text_config_of
+
+# Where configs keep a number of positions. The first that a model uses is its context; all grow by the same factor.
+LIMITS = (
+    "max_encoder_position_embeddings", "max_position_embeddings", "n_positions", "max_target_positions",
+    "max_decoder_position_embeddings",
+)  # fmt: skip
+LONGEST_PROBE = 4096  # tokens; beyond such a limit a forward pass is not worth its time and memory
+
+
+@dataclass(frozen=True)
+class Limit:
+    """A field of the config: what it holds, and how many positions it means; fewer where it counts padding's rows."""
+
+    field: str
+    held: int
+    positions: int
+
+
+@dataclass(frozen=True)
+class Table:
+    """Where a model holds a table; `first` is the row of position 0, before which padding has its rows."""
+
+    path: str
+    name: str
+    first: int
+    limit: Limit
+
+
+@dataclass(frozen=True)
+class TableEncoding(Encoding):
+    """The tables of a model; the first one's limit is its context.
+
+    Attributes:
+        saved: whether they are among the weights that a model is saved with.
+        config: of the model, as it was found.
+    """
+
+    changes_weights: ClassVar[bool] = True
+
+    tables: tuple[Table, ...]
+    saved: bool
+    config: Any = field(compare=False, repr=False)
+
+    @property
+    def live_only(self) -> str | None:  # type: ignore[override]
+        return None if self.saved else "its table of positions is not saved with the weights"
+
+    @abstractmethod
+    def rows(self, method: Any, table: Tensor, n_rows: int) -> Tensor:
+        """The rows of positions 0 .. n_rows - 1 from the present ones, float64 in and out."""
+
+    def n_positions(self, limit: Limit, target_length: int) -> int:
+        """Positions under the new limit; a second table of the same field grows by as many as the first."""
+        first = next(table.limit for table in self.tables if table.limit.field == limit.field)
+        grown = round(first.positions * target_length / self.trained_length)
+        return limit.positions + grown - first.positions
+
+    def check(self, method: ContextMethod, target_length: int) -> None:
+        for table in self.tables:
+            n_positions = self.n_positions(table.limit, target_length)
+            self.rows(method, torch.zeros(table.limit.positions, 4, dtype=torch.float64), n_positions)
+
+    def updates(self, method: ContextMethod, target_length: int) -> dict[str, Any]:
+        limits = {table.limit for table in self.tables}
+        return {limit.field: limit.held - limit.positions + self.n_positions(limit, target_length) for limit in limits}
+
+    def expected(self, method: ContextMethod, table: Table, old: Tensor, target_length: int) -> Tensor:
+        """The whole new table, in float64: the rows for padding as they were, then those of the positions."""
+        rows = self.rows(method, old[table.first :].double(), self.n_positions(table.limit, target_length))
+        return torch.cat([old[: table.first].double(), rows])
+
+    def write(self, surgery: Surgery, method: ContextMethod, target_length: int) -> None:
+        model, tables = surgery.model, {(table.path, table.name): table for table in self.tables}
+        for found in list(differences(twin_of(model, self.config), twin_of(model, model.config))):
+            table, module = tables.get((found.path, found.name)), model.get_submodule(found.path)
+            new = found.after
+            if table is not None:
+                new = self.expected(method, table, _held(model, table).detach(), target_length)
+            elif isinstance(found.after, Tensor):
+                new = _regrown(found, getattr(module, found.name), getattr(self.config, "window_size", None))
+            if found.kind == "attribute":
+                if found.name not in module.__dict__:
+                    continue  # BigBird exchanges its attention as it runs.
+                held = getattr(module, found.name)
+                new = new.to(held.device, held.dtype) if isinstance(new, Tensor) else new
+                surgery.set_attribute(found.path, found.name, new)
+            else:
+                surgery.set_tensor(found.path, found.name, new)
+
+    def notes(self, method: ContextMethod) -> tuple[str, ...]:
+        return (
+            "the longer table is a new parameter: build optimisers after this, and train it, or its new rows stay what "
+            "the method made of the old.",
+        )
+
+    def observe(self, model: nn.Module) -> list[Tensor]:
+        """The tables as they are."""
+        return [_held(model, table).detach().clone() for table in self.tables]
+
+    def prove(self, model: nn.Module, method: ContextMethod, before: list[Tensor]) -> SiteProof:
+        n_tokens = self.trained_length + 1 if self.trained_length <= LONGEST_PROBE else 16
+        inputs = probe_inputs(model, n_tokens)
+        target_length = round(method.factor * self.trained_length)
+        error, effects = 0.0, []
+        for table, old in zip(self.tables, before, strict=True):
+            live = _held(model, table)
+            expected = self.expected(method, table, old, target_length).to(live.dtype)
+            same = live.shape == expected.shape
+            error = max(error, float((live - expected).abs().max()) if same else float("inf"))
+            with seen_by(model, table.path) as seen:
+                output = run(model, inputs)
+            if isinstance(model.get_submodule(table.path), nn.Embedding):
+                if not seen:
+                    continue  # for other inputs than tokens, such as LUKE's entities
+                rows = next(tensor for tensor in tree_iter(seen[0]) if isinstance(tensor, Tensor))
+                read = rows.reshape(-1, rows.shape[-1])[:n_tokens]
+                error = max(error, float((read - expected[table.first :][: len(read)]).abs().max()))
+            # Another number in the last row that is read has to reach the output.
+            row = live.data[table.first + n_tokens - 1]
+            kept = row.clone()
+            # Not by a constant, which norms take away.
+            row += torch.linspace(-1, 1, len(row), device=row.device, dtype=row.dtype)
+            effects.append(float((run(model, inputs) - output).abs().max()))
+            row.copy_(kept)
+        return SiteProof(error, min(effects, default=0.0), n_tokens)
+
+
+@dataclass(frozen=True)
+class LearnedTable(TableEncoding):
+    """Rows that were trained."""
+
+    name: ClassVar[str] = "learned"
+    default_method: ClassVar[str] = "hierarchical"
+
+    def rows(self, method: TableResizing, table: Tensor, n_rows: int) -> Tensor:
+        return method.rows(table, n_rows)
+
+
+@dataclass(frozen=True)
+class SinusoidalTable(TableEncoding):
+    """Sines and cosines that are kept as weights or buffers."""
+
+    name: ClassVar[str] = "sinusoidal"
+    default_method: ClassVar[str] = "sinusoidal_interpolation"
+
+    layout: Layout
+
+    def rows(self, method: PositionScaling, table: Tensor, n_rows: int) -> Tensor:
+        positions = method.positions(torch.arange(n_rows, dtype=torch.float64))
+        return sinusoidal_table(positions, table.shape[-1], layout=self.layout).to(table.device)
+
+
+def find(model: nn.Module, text_config: Any) -> TableEncoding | None:
+    """The position tables of a model, if it has any and its config says how long they are.
+
+    Raises:
+        ValueError: something of the model grows with its limit that is not understood.
+    """
+    tables, frozen, stock = [], [], None
+    for limit in LIMITS:
+        held = text_config.__dict__.get(limit)
+        if not isinstance(held, int) or held < 2:
+            continue
+        longer = copy.deepcopy(model.config)
+        setattr(text_config_of(longer), limit, 2 * held)
+        try:
+            stock = twin_of(model, model.config) if stock is None else stock
+            twin = twin_of(model, longer)
+        except Exception:  # a limit that other fields have to fit, such as Reformer's axes
+            continue
+        for found in differences(stock, twin):
+            before, after = found.before, found.after
+            if not isinstance(before, Tensor) or before.ndim != 2 or not before.is_floating_point():
+                continue
+            if any(table.path == found.path for table in tables):
+                continue  # a module's second tensor is worked out from the first (I-BERT's integers)
+            if after.shape[0] != before.shape[0] + held or after.shape[1] != before.shape[1]:
+                continue
+            padding = getattr(model.get_submodule(found.path), "padding_idx", None)
+            # RoBERTa and kin count the rows for padding in their limit; OPT and BART have theirs on top of it.
+            first = before.shape[0] - held or (0 if padding is None else padding + 1)
+            table = Table(found.path, found.name, first, Limit(limit, held, before.shape[0] - first))
+            _check_held(model, table, before)
+            tables.append(table)
+            frozen.append(not after.requires_grad)
+    if not tables:
+        return None
+    first = tables[0].limit
+    common: dict[str, Any] = {
+        "paths": tuple(table.path for table in tables),
+        "trained_length": first.positions,
+        "source": f"{first.field} of the config",
+        "limit": first.positions,
+        "tables": tuple(tables),
+        "saved": all(_is_saved(model, f"{table.path}.{table.name}") for table in tables),
+        "config": model.config,
+    }
+    if all(frozen):
+        layout = _layout(model, tables)
+        if layout is not None:
+            return SinusoidalTable(**common, layout=layout)
+    return LearnedTable(**common)
+
+
+def _check_held(model: nn.Module, table: Table, expected: Tensor) -> None:
+    """Raise ValueError unless the model holds a table as long as its config says, under its own name."""
+    held = getattr(model.get_submodule(table.path), table.name, None)
+    if not isinstance(held, Tensor) or held.shape != expected.shape:
+        got = "something else (an adapter?)" if held is None else f"one of shape {tuple(held.shape)}"
+        raise ValueError(
+            f"{table.limit.field}={table.limit.held} of the config means a position table of shape "
+            f"{tuple(expected.shape)} at {table.path}.{table.name}, but the model holds {got}. Merge adapters, or set "
+            "the config to what the model has. The model was left as it was."
+        )
+
+
+def _is_saved(model: Any, name: str) -> bool:
+    """Whether `save_pretrained` writes a tensor: Marian leaves its tables out."""
+    ignored = getattr(model, "_keys_to_ignore_on_save", None) or ()
+    return name in model.state_dict() and not any(re.search(pattern, name) for pattern in ignored)
+
+
+def _held(model: nn.Module, table: Table) -> Tensor:
+    held: Tensor = getattr(model.get_submodule(table.path), table.name)
+    return held
+
+
+def _layout(model: nn.Module, tables: list[Table]) -> Layout | None:
+    """How the tables' sines are laid out; None where they are no sines. Without weights, as most families have it."""
+    held = [_held(model, table).detach()[table.first :] for table in tables]
+    if any(rows.device.type == "meta" for rows in held):
+        return "halves"
+    for layout in get_args(Layout):
+        if all(
+            torch.allclose(
+                rows.double().cpu(),
+                sinusoidal_table(torch.arange(len(rows)), rows.shape[1], layout=layout),
+                atol=1e-2 if rows.dtype in (torch.float16, torch.bfloat16) else 1e-3,
+            )
+            for rows in held
+        ):
+            return layout
+    return None
+
+
+def _regrown(found: Difference, here: Tensor, window: int | None) -> Tensor:
+    """A longer buffer of the same make: positions in order, token types, a triangle or a band that mask the future.
+
+    Args:
+        window: in tokens, of a band, where the config says one.
+
+    Raises:
+        ValueError: it is none of these, or its window shows in the longer one alone.
+    """
+    shape = found.after.shape
+    makes = {
+        "positions in order": lambda shape: (torch.arange(shape[-1]) + int(here.flatten()[0])).expand(shape),
+        "one value": lambda shape: here.flatten()[:1].cpu().expand(shape),
+        "a triangle": lambda shape: torch.ones(shape).tril(),
+        "a band": lambda shape: torch.ones(shape).tril() - torch.ones(shape).tril(-int(here[..., -1, :].sum())),
+    }
+    for name, make in makes.items():
+        if here.shape == found.before.shape and torch.equal(make(here.shape).to(here.dtype), here.cpu()):
+            if name == "a triangle" and window is not None and here.shape[-1] <= window < shape[-1]:
+                raise ValueError(
+                    f"{found.path}.{found.name} holds {here.shape[-1]} tokens and the window of {window} would begin "
+                    "beyond them, so that layers with a window look like those without. The model was left as it was."
+                )
+            return make(shape).to(here.dtype).contiguous()
+    raise ValueError(
+        f"{found.path}.{found.name} grows with the model's limit from {tuple(here.shape)} to {tuple(shape)}, but is "
+        f"none of {', '.join(makes)}. This family is not supported. The model was left as it was."
+    )

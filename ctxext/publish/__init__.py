@@ -1,0 +1,1 @@
+"""Extended models and extensions pushed to the hub, with cards that say what was measured."""

@@ -1,0 +1,615 @@
+"""Extended models and extensions on the hub, each with a card that says what was done and what was measured."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import tempfile
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from ctxext import __version__
+from ctxext.core.plan import ENCODINGS, Plan
+from ctxext.encodings.rope import RopeGeometry
+from ctxext.evals.choice import nats
+from ctxext.evals.results import Results, read_results
+from ctxext.evals.statistics import in_percent
+from ctxext.evals.summary import Summary, label
+from ctxext.evals.targets import UNEXTENDED
+from ctxext.extension.apply import ATTRIBUTE, extended_model
+from ctxext.extension.metadata_file import RECORD, read_record, weights_fingerprint, write_record
+from ctxext.extension.method_file import PROBE, SUFFIX, read_saved
+from ctxext.extension.request import plan_extension
+from ctxext.extension.rope import RopePlan
+from ctxext.hub.adapters import render_card
+from ctxext.hub.checkpoint import (
+    check_not_extended,
+    checkpoint_folder,
+    method_of,
+    planned_as_saved,
+    read_config,
+)
+from ctxext.methods import ContextMethod, PositionRemapping
+from ctxext.models.context import has_rope, read_context
+from ctxext.models.metadata import Lengths, live_mark
+from ctxext.models.text_config import text_config_of
+from ctxext.utils.json_files import read_json, read_text
+
+if TYPE_CHECKING:
+    from huggingface_hub import HfApi
+    from huggingface_hub.repocard import ModelCard
+    from transformers import PreTrainedModel
+
+README = "README.md"
+BEGIN, END = "<!-- ctxext: begin -->", "<!-- ctxext: end -->"
+
+# What plain transformers would load in the place of what is pushed, if an earlier push left it there.
+LOADED = re.compile(rf"{re.escape(RECORD)}|(model|pytorch_model)(-\d+-of-\d+)?\.(safetensors|bin)(\.index\.json)?")
+
+
+@dataclass(frozen=True)
+class Extended:
+    """What a card says of an extension.
+
+    Attributes:
+        lengths: how far it reaches, and from where.
+        before, after: the frequencies before any scaling and in effect (a dynamic method's at full reach); None for
+            other encodings and where positions are remapped.
+        portable: whether plain transformers loads it extended.
+    """
+
+    method: ContextMethod
+    lengths: Lengths
+    before: RopeGeometry | None
+    after: RopeGeometry | None
+    portable: bool
+
+    @classmethod
+    def of_plan(cls, plan: Plan) -> Extended:
+        assert plan.method is not None
+        shown = isinstance(plan, RopePlan) and not isinstance(plan.method, PositionRemapping)
+        return cls(
+            method=plan.method,
+            lengths=plan.lengths,
+            before=plan.facts.original_rope if shown and isinstance(plan, RopePlan) else None,
+            after=plan.extended if shown and isinstance(plan, RopePlan) else None,
+            portable=plan.is_portable,
+        )
+
+    @classmethod
+    def of_folder(cls, folder: Path) -> Extended:
+        """
+        Raises:
+            ValueError: the checkpoint there is not extended by ctxext.
+        """
+        method, record = method_of(folder), read_record(folder)
+        if method is None:
+            raise ValueError(
+                f"{folder} is not extended by ctxext, so there is no extension to push. Extend it first: ctxext extend "
+                f"{folder} --factor 4 --output EXTENDED."
+            )
+        config = read_config(folder)
+        if record is not None:
+            return cls.of_plan(planned_as_saved(config, record))
+        mark = live_mark(text_config_of(config))
+        assert mark is not None
+        lengths = Lengths.of_mark(mark)
+        if not has_rope(text_config_of(config)):
+            return cls(method, lengths, None, None, portable=True)
+        facts = read_context(config)
+        return cls(method, lengths, facts.original_rope, facts.rope, portable=True)
+
+    @property
+    def rescale_factors(self) -> str | None:
+        """λ for people."""
+        if self.before is None or self.after is None:
+            return None
+        factors = (self.before.inv_freq / self.after.inv_freq).tolist()
+        least, most = min(factors), max(factors)
+        words = f"{factors[0]:.4g} at the highest frequency, {factors[-1]:.4g} at the lowest"
+        if {least, most} != {factors[0], factors[-1]}:
+            words += f", between {least:.4g} and {most:.4g}"
+        kept = sum(abs(factor - 1) < 1e-9 for factor in factors)
+        return f"{words}; {kept} of {len(factors)} pairs are unchanged" if kept else words
+
+
+@dataclass(frozen=True)
+class Push:
+    """What a push would upload.
+
+    Attributes:
+        files: by their path in the repository; README.md is made by `card`.
+        readme: the folder's own README.md, "" where it has none.
+        alone: an extension without weights.
+        about: what a saved method says of where it comes from.
+        license: what the card of the base says of it; empty where there is no card to be had, or it says nothing.
+    """
+
+    repo_id: str
+    files: dict[str, Path]
+    readme: str
+    extended: Extended
+    alone: bool
+    base_model: str | None
+    measured: dict[str, Any] | None
+    config: Any
+    about: dict[str, Any]
+    license: dict[str, Any]
+
+    def card(self, readme: str | None = None) -> str:
+        """README.md: ours where there is none, else a section between markers in what is there, and its metadata.
+
+        Args:
+            readme: that of the repository, for a folder without one.
+
+        Raises:
+            ValueError: the metadata of the README.md that is there cannot be read.
+        """
+        card = _read_card(self.readme or readme or "")
+        section = f"{BEGIN}\n{self._section()}{END}"
+        text = card.text.strip("\n")
+        if BEGIN in text and END in text:
+            before, _, rest = text.partition(BEGIN)
+            text = before + section + rest.partition(END)[2]
+        else:
+            text = "\n\n".join([section, text] if text else [f"# {self.repo_id.partition('/')[2]}", section])
+        card.data.__dict__.update(self._metadata(card.data.to_dict()))
+        card.text = f"\n{text}\n"
+        return str(card.content)
+
+    def _metadata(self, there: dict[str, Any]) -> dict[str, Any]:
+        plain = self.extended.portable and not self.alone
+        tags = [there["tags"]] if isinstance(there.get("tags"), str) else there.get("tags") or []
+        data: dict[str, Any] = {
+            "library_name": "transformers" if plain else "ctxext",
+            "tags": list(dict.fromkeys([*tags, "ctxext", "long-context", self.extended.method.name])),
+        }
+        if self.base_model is not None:
+            # The hub knows adapter, merge, quantized and finetune.
+            data |= {"base_model": self.base_model, "base_model_relation": "adapter" if self.alone else "finetune"}
+        data |= {name: value for name, value in self.license.items() if name not in there}
+        if "pipeline_tag" not in there and str((self.config.architectures or [""])[0]).endswith("ForCausalLM"):
+            data["pipeline_tag"] = "text-generation"
+        return data
+
+    def _section(self) -> str:
+        extended = self.extended
+        options = {name: value for name, value in extended.method.to_dict().items() if name != "name"}
+        return render_card(
+            "extension_card.md",
+            repo_id=self.repo_id,
+            base_model=self.base_model,
+            alone=self.alone,
+            extended=extended,
+            encoding=ENCODINGS[extended.method.encoding],
+            options={name: value for name, value in options.items() if value is not None},
+            measured=self.measured,
+            about={name: value for name, value in self.about.items() if name != "history"},
+            servers=serving(self.repo_id, self.config, self.files["config.json"].parent)
+            if extended.portable and not self.alone
+            else (),
+            probe=PROBE in self.files,
+            architecture=(self.config.architectures or ["AutoModelForCausalLM"])[0],
+            version=__version__,
+        )
+
+    def notes(self) -> tuple[str, ...]:
+        """What to know before it is pushed, a sentence each."""
+        if self.base_model is None or self.license:
+            return ()
+        return (f"licence not found: {self.base_model} has no card to be had that names one; the card here says none",)
+
+    def sizes(self) -> dict[str, int]:
+        """Bytes of each file that would be uploaded."""
+        return {README: len(self.card().encode())} | {name: path.stat().st_size for name, path in self.files.items()}
+
+
+@dataclass(frozen=True)
+class Serving:
+    """How an engine serves a checkpoint: a command line, "" where it cannot, and what to know of that."""
+
+    engine: str
+    command: str
+    notes: tuple[str, ...] = ()
+
+
+def serving(repo_id: str, config: Any, folder: Path) -> tuple[Serving, ...]:
+    """By engine, how it serves a checkpoint, that of `folder`, which plain transformers loads extended."""
+    from ctxext.export.rules import NotExportable, export_for
+
+    served, source = [], read_json(folder / "config.json").content
+    for engine, name in (("vllm", "vLLM"), ("sglang", "SGLang"), ("llama.cpp", "llama.cpp")):
+        try:
+            export = export_for(engine, config, model=repo_id, source=source)
+        except NotExportable as error:
+            served.append(Serving(name, "", (str(error),)))
+            continue
+        if export.flags:
+            served.append(
+                Serving(name, shlex.join(export.flags), (f"{name} {export.least_version} or newer.", *export.warnings))
+            )
+    return tuple(served)
+
+
+# ------------------------------------------------------------------------------------------- pushing
+
+
+def push_to_hub(
+    source: nn.Module | str | Path,
+    repo_id: str,
+    *,
+    base_model: str | None = None,
+    results: str | Path | None = None,
+    extension_only: bool = False,
+    private: bool | None = None,
+    token: str | None = None,
+    revision: str | None = None,
+) -> str:
+    """Upload an extended model, or its extension alone, with a model card.
+
+    A whole model is loaded from there by transformers where its config says the extension, and by `ctxext.load`
+    always; a live model's tokenizer is its own to push. An extension alone is a few kB: `ctxext.load` loads the model
+    that its card names and extends it so. Before it is pushed, it is seen to give this very config from that model's.
+
+    All is in one commit: what fails leaves the repository as it was. Weights and records of an earlier push that would
+    be loaded in the place of these are removed in it.
+
+    Args:
+        source: a live extended model, a folder that holds one, or the .json file of a saved method: an extension alone.
+        repo_id: a name on the hub, owner/name; made if it is not there.
+        base_model: the hub's name of the model that was extended; needed for an extension alone, except of a live model
+            that was loaded by that name.
+        results: a file of `ctxext eval` or `ctxext compare` that measured this extension on these weights. Without
+            one the card says that nothing was measured.
+        extension_only: leave the weights out.
+        private: make the repository a private one.
+        token: of the hub; None for that of `hf auth login` or HF_TOKEN.
+        revision: the branch to push to, made if it is not there.
+
+    Returns:
+        The URL of the commit.
+
+    Raises:
+        ValueError: a wrong name; nothing is extended; results of something else; no base model, or another one; a
+            README.md whose metadata cannot be read.
+        FileNotFoundError: no such folder, or the hub has no such base.
+        PermissionError: not logged in, or no right to write there; or `private` and the repository is public.
+        FileExistsError: an extension alone, and the repository holds a whole model.
+        RuntimeError: the upload failed.
+        Nothing that is on the hub changes on errors; the last may leave a new repository empty.
+    """
+    with prepared(source, repo_id, base_model=base_model, results=results, extension_only=extension_only) as push:
+        return upload(push, private=private, token=token, revision=revision)
+
+
+@contextmanager
+def prepared(
+    source: nn.Module | str | Path,
+    repo_id: str,
+    *,
+    base_model: str | None = None,
+    results: str | Path | None = None,
+    extension_only: bool = False,
+) -> Iterator[Push]:
+    """What `push_to_hub` would upload, checked, for the length of a `with` block. Arguments and errors are its own."""
+    if _hub_name(repo_id) is None:
+        raise ValueError(
+            f"{repo_id!r} is no name on the hub. Write owner/name, such as ada/my-model-32k: letters, digits, '-', '_' "
+            "and '.'."
+        )
+    with tempfile.TemporaryDirectory() as scratch:
+        weights, about, readme = None, {}, ""
+        if isinstance(source, nn.Module):
+            model = extended_model(source)
+            if model is None:
+                raise ValueError("this model is not extended by ctxext. Call extend_context on it first.")
+            aim = _Aim.of_plan(model.__dict__[ATTRIBUTE].plan)
+            if base_model is None and not Path(model.name_or_path).is_dir():
+                base_model = _hub_name(model.name_or_path)
+            if results is not None or not extension_only:
+                weights = _save(model, Path(scratch, "model"))
+        elif str(source).endswith(SUFFIX):
+            saved, extension_only = read_saved(source), True
+            aim, about = _Aim({}, None, {"method": saved.method}), saved.about
+        else:
+            weights = checkpoint_folder(str(source))
+            aim = _Aim.of_folder(weights)
+            readme = read_text(weights / README) if (weights / README).is_file() else ""
+            card = _read_card(readme)
+            if base_model is None and BEGIN in readme:
+                base_model = _only_base(card)
+        if base_model is not None and _hub_name(base_model) is None:
+            raise ValueError(
+                f"base_model={base_model!r} is no name on the hub (owner/name), from where others could load it. Give "
+                "that name, or leave it out for a whole model."
+            )
+        if extension_only:
+            config, plan = _alone(aim, base_model)
+            write_record(Path(scratch), plan)
+            extended, files, readme = Extended.of_plan(plan), {RECORD: Path(scratch, RECORD)}, ""
+            if weights is None and results is not None:
+                weights = checkpoint_folder(str(base_model))
+        else:
+            assert weights is not None
+            extended, config = Extended.of_folder(weights), read_config(weights)
+            files = _files(weights)
+        measured = (
+            None
+            if results is None
+            else _measured(
+                read_results(results),
+                extended.method,
+                weights,
+                "FOLDER" if isinstance(source, nn.Module) else str(weights),
+            )
+        )
+        terms = {} if base_model is None else _license(base_model)
+        yield Push(repo_id, files, readme, extended, extension_only, base_model, measured, config, about, terms)
+
+
+def _save(model: PreTrainedModel, folder: Path) -> Path:
+    with warnings.catch_warnings():  # that no config can say it: the card says so
+        warnings.simplefilter("ignore", UserWarning)
+        model.save_pretrained(folder)
+    return folder
+
+
+def _files(folder: Path) -> dict[str, Path]:
+    """All but hidden ones and the README.md, which the card becomes."""
+    found = [path.relative_to(folder) for path in sorted(folder.rglob("*")) if path.is_file()]
+    visible = [path.as_posix() for path in found if not any(part.startswith(".") for part in path.parts)]
+    return {path: folder / path for path in visible if path != README}
+
+
+@dataclass(frozen=True)
+class _Aim:
+    """What an extension alone has to make of its base: the config's new values, and the arguments that do it."""
+
+    updates: dict[str, Any]
+    target_length: int | None
+    arguments: dict[str, Any]
+
+    @classmethod
+    def of_plan(cls, plan: Plan) -> _Aim:
+        arguments = {
+            "method": plan.method,
+            "existing": plan.existing,
+            "original_max_position_embeddings": plan.original_length,
+            "rotated_copy": isinstance(plan, RopePlan) and plan.rotated_copy,
+        }
+        updates = {name: value for name, value in plan.updates.items() if name != "ctxext"}
+        return cls(updates, plan.target_length, arguments)
+
+    @classmethod
+    def of_folder(cls, folder: Path) -> _Aim:
+        """
+        Raises:
+            ValueError: the checkpoint there is not extended by ctxext.
+        """
+        extended, record = Extended.of_folder(folder), read_record(folder)
+        config = read_config(folder)
+        if record is not None:
+            return cls.of_plan(planned_as_saved(config, record))
+        mark = live_mark(text_config_of(config))
+        assert mark is not None
+        arguments = {
+            "method": extended.method,
+            "existing": mark["existing"],
+            "original_max_position_embeddings": extended.lengths.original,
+        }
+        return cls(mark["fields"], extended.lengths.target, arguments)
+
+
+def _alone(aim: _Aim, base_model: str | None) -> tuple[Any, Plan]:
+    """The config of the base, and the plan that makes of it what is to be pushed.
+
+    Raises:
+        ValueError: no base is named, or what is made of it is something else.
+    """
+    if base_model is None:
+        raise ValueError(
+            "an extension alone needs base_model=, the hub's name of the model that it extends. Give it, or push the "
+            "whole model."
+        )
+    folder = checkpoint_folder(base_model, config_only=True)
+    check_not_extended(folder)
+    config = read_config(folder)
+    try:
+        plan = plan_extension(config, **aim.arguments)
+    except ValueError as error:
+        reason = str(error)
+    else:
+        reached = aim.target_length in (None, plan.target_length)
+        if plan.method is not None and reached and _values(plan.updates, aim) == _values(aim.updates, aim):
+            return config, plan
+        reason = f"it becomes {plan.summary} with other values in its config"
+    raise ValueError(
+        f"{base_model} extended by this does not give this model ({reason}). Name the model that was extended, or "
+        "push the whole model."
+    )
+
+
+def _values(updates: dict[str, Any], aim: _Aim) -> str:
+    """Those that count, as JSON, which has lists for tuples."""
+    return json.dumps({name: updates.get(name) for name in sorted(aim.updates)}, sort_keys=True)
+
+
+def upload(push: Push, *, private: bool | None = None, token: str | None = None, revision: str | None = None) -> str:
+    """Upload what was prepared, in one commit. Arguments, errors and what is returned are those of `push_to_hub`."""
+    from huggingface_hub import HfApi, get_token
+
+    if (token or get_token()) is None:
+        raise PermissionError(
+            "not logged in to the hub. Run `hf auth login` with a token that may write, or set HF_TOKEN."
+        )
+    api = HfApi(token=token, library_name="ctxext", library_version=__version__)
+    try:
+        return _upload(api, push, private, revision)
+    except (PermissionError, FileExistsError, UnreadableCard):
+        raise
+    except Exception as error:  # the errors of its HTTP library have other classes in each version
+        causes = [error, *([error.__cause__] if error.__cause__ else [])]
+        status = next((r.status_code for cause in causes if (r := getattr(cause, "response", None)) is not None), None)
+        words = "; ".join(" ".join(f"{type(cause).__name__}: {cause}".split()) for cause in causes)
+        if status in (401, 403):
+            raise PermissionError(
+                f"the hub did not let you write to {push.repo_id} ({words}). Check the owner's name, and log in with a "
+                "token that may write there: `hf auth login`."
+            ) from error
+        raise RuntimeError(
+            f"the upload to {push.repo_id} failed ({words}). It is one commit at the end: unless the repository shows "
+            "that, nothing changed there. Run the same again; large files that have arrived are not sent twice."
+        ) from error
+
+
+def _upload(api: HfApi, push: Push, private: bool | None, revision: str | None) -> str:
+    from huggingface_hub import CommitOperationAdd, CommitOperationDelete
+
+    api.create_repo(push.repo_id, private=private, exist_ok=True)
+    if private and not api.repo_info(push.repo_id).private:
+        raise PermissionError(
+            f"{push.repo_id} is there already, and public, so a push would not be private. Give another name, or make "
+            "it private in its settings first."
+        )
+    if revision is not None:
+        api.create_branch(push.repo_id, branch=revision, exist_ok=True)
+    there = api.list_repo_files(push.repo_id, revision=revision)
+    if push.alone and "config.json" in there:
+        raise FileExistsError(
+            f"{push.repo_id} holds a whole model, which {RECORD} beside it would extend. Push the extension under "
+            "another name."
+        )
+    readme = None
+    if not push.readme and README in there:
+        readme = Path(api.hf_hub_download(push.repo_id, README, revision=revision)).read_text(encoding="utf-8")
+    replaced = [path for path in there if LOADED.fullmatch(path) and path not in push.files]
+    operations = [
+        CommitOperationAdd(README, push.card(readme).encode()),
+        *(CommitOperationAdd(path, str(file)) for path, file in push.files.items()),
+        *(CommitOperationDelete(path) for path in ([] if push.alone else replaced)),
+    ]
+    name = push.extended.method.name
+    what = "extension" if push.alone else "extended model"
+    message = f"Upload {what} ({name}, {push.extended.lengths.words})"
+    commit = api.create_commit(push.repo_id, operations, commit_message=message, revision=revision)
+    return str(commit.commit_url)
+
+
+def _hub_name(name: object) -> str | None:
+    """`name` if it may be a repository's: owner/name."""
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import validate_repo_id
+
+    if not isinstance(name, str) or "/" not in name:
+        return None
+    try:
+        validate_repo_id(name)
+    except HFValidationError:
+        return None
+    return name
+
+
+# --------------------------------------------------------------------------------------------- the card
+
+
+class UnreadableCard(ValueError):
+    """A README.md whose metadata cannot be read."""
+
+
+def _read_card(text: str) -> ModelCard:
+    from huggingface_hub.repocard import ModelCard
+
+    try:
+        return ModelCard(text if text.startswith("---") else f"---\n{{}}\n---\n{text}", ignore_metadata_errors=True)
+    except Exception as error:  # PyYAML's own, and ValueError
+        raise UnreadableCard(
+            f"the metadata of the {README} that is there cannot be read ({error}). Mend it."
+        ) from error
+
+
+def _only_base(card: ModelCard) -> str | None:
+    """The model that a card says it was made from, one name or a list of one.
+
+    Raises:
+        ValueError: it names several.
+    """
+    named = card.data.get("base_model")
+    if isinstance(named, list) and len(named) > 1:
+        raise ValueError(f"the {README} names several models as base_model ({', '.join(named)}). Pass the one to name.")
+    return named[0] if isinstance(named, list) and named else named or None
+
+
+def _license(base_model: str) -> dict[str, Any]:
+    """What the card of the base says of its licence; nothing where there is no card to be had."""
+    from huggingface_hub import ModelCard as AnyCard
+
+    try:
+        data = AnyCard.load(base_model).data
+    except Exception:  # no such model, no card, no connection
+        return {}
+    return {name: data.get(name) for name in ("license", "license_name", "license_link") if data.get(name)}
+
+
+def _measured(results: Results, method: ContextMethod, folder: Path | None, name: str) -> dict[str, Any]:
+    """What a card shows of a results file.
+
+    Args:
+        name: of the folder, for people; a live model is in one that is gone afterwards.
+
+    Raises:
+        ValueError: it was measured on other weights, or holds nothing of this extension.
+    """
+    summary, about = Summary(results), results.header.about
+    again = f"Measure this one: ctxext eval {name} --tasks passkey,perplexity."
+    assert folder is not None
+    if "weights" not in about:
+        raise ValueError(f"{results.path} does not say which weights it was measured on. {again}")
+    weights = weights_fingerprint(folder)
+    if about["weights"] != weights:
+        raise ValueError(
+            f"{results.path} was measured on another model: its weights have the fingerprint {about['weights']}, those "
+            f"to be pushed {weights}. {again}"
+        )
+    wanted = json.loads(json.dumps(method.to_dict()))
+    methods = {name: _method_measured(results, name) for name in summary.variants}
+    variant = next((name for name, measured in methods.items() if measured == wanted), None)
+    if variant is None:
+        raise ValueError(
+            f"{results.path} holds nothing measured of this extension ({method!r}), only of {', '.join(methods)}. "
+            f"{again}"
+        )
+    columns = [name for name in (UNEXTENDED, variant) if name in summary.variants]
+    rows = []
+    for task in summary.retrieval_tasks:
+        found = {name: summary.by_length(name, task) for name in columns}
+        for length in summary.lengths(task):
+            shares = [found[name].get(length) for name in columns]
+            rows.append((f"{summary.titled(task)}, {length:,} tokens", [share and share.percent() for share in shares]))
+    for after, length in pairwise([0, *summary.read_lengths]):
+        perplexities = [summary.perplexity(name, length, after) for name in columns]
+        rows.append((f"perplexity, positions {after + 1:,}–{length:,}", perplexities))
+    gate = summary.gate(variant)
+    price = None
+    if gate.loss is not None and gate.agreement is not None:
+        price = (
+            f"{nats(gate.loss)}; another most likely token at {in_percent(1 - gate.agreement.value, 1)}% of the places"
+        )
+    identity = results.header.identity
+    with_what = {name: identity[name] for name in ("text", "dtype", "ctxext", "torch", "transformers")}
+    return {"columns": [label(name) for name in columns], "rows": rows, "price": price, "with": with_what}
+
+
+def _method_measured(results: Results, variant: str) -> dict[str, Any] | None:
+    """The method, with all its options, by which a variant was extended as it was measured."""
+    extension = results.header.variants[variant]["extension"]
+    if extension is None:
+        return None if variant == UNEXTENDED else results.header.about.get("method")
+    return dict(extension["method"])

@@ -1,1 +1,0 @@
-"""Module surgery on live models, one file for each kind of position encoding."""

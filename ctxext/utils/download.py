@@ -1,0 +1,42 @@
+"""What is fetched from the hub, and why it did not come."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ctxext.utils.values import one_line
+
+
+def hub_folder(name: str, revision: str | None = None, patterns: list[str] | None = None) -> Path:
+    """A repository of the hub, downloaded to its cache.
+
+    Raises:
+        FileNotFoundError: the hub did not give it; says why.
+    """
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(name, revision=revision, allow_patterns=patterns))
+    except Exception as error:  # the errors of its HTTP library have other classes in each version
+        raise FileNotFoundError(
+            f"{name!r} is no folder here, and the hub did not give it: {_why_not_given(error, revision)}"
+        ) from error
+
+
+def _why_not_given(error: Exception, revision: str | None) -> str:
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        LocalEntryNotFoundError,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
+
+    if isinstance(error, GatedRepoError):
+        return "its owner wants terms to be accepted first. Accept them on its page, and log in with `hf auth login`."
+    if isinstance(error, RepositoryNotFoundError):
+        return "there is no such name, or it is private. Check the name; log in with `hf auth login`."
+    if isinstance(error, RevisionNotFoundError):
+        return f"it has no branch, tag or commit {revision!r}. Leave the revision out for its main branch."
+    if isinstance(error, LocalEntryNotFoundError):  # nor is it in the cache
+        return "it cannot be reached from here. Check the connection (and HF_HUB_OFFLINE), or pass a local folder."
+    return f"{one_line(error)}. Check the name and the connection, or pass a local folder."

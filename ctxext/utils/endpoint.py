@@ -1,0 +1,190 @@
+"""A model behind an OpenAI-compatible endpoint (vLLM, SGLang, llama.cpp's server): who it is, and requests to it."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from email.message import Message
+from email.utils import mktime_tz, parsedate_tz
+from http.client import HTTPException, IncompleteRead
+from typing import Any
+from urllib.error import URLError
+from urllib.parse import urlsplit
+
+# The standard library's client: huggingface-hub 1.x brings httpx and 2.x httpx2, so neither can be relied on.
+from urllib.request import HTTPErrorProcessor, Request, build_opener
+
+from ctxext.utils.values import suggest
+
+FIRST_WAIT = 1.0  # Seconds before the first retry; each further one waits twice as long.
+
+
+class Endpoint:
+    """One model of a server, and JSON requests to it.
+
+    Args:
+        url: with or without /v1, such as "http://localhost:8000".
+        model: None: the one that the server has.
+        api_key: None: the environment's OPENAI_API_KEY. An empty one is not sent.
+        timeout: seconds for which the server may be silent; without streaming, that is a whole answer.
+        retries: how often a request is sent again after a status of 429 or 5xx or a broken connection,
+            after 1, 2, 4... seconds, or as many as Retry-After asks for if they are more.
+
+    Attributes:
+        name: the model, as requests call it.
+        card: what /v1/models tells of it.
+
+    Raises:
+        ValueError: an argument makes no sense, the address is no such server's, or it has not this model.
+        ConnectionError, TimeoutError, PermissionError, RuntimeError: as in `call`.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        model: str | None = None,
+        api_key: str | None = None,
+        timeout: float = 600.0,
+        retries: int = 3,
+    ) -> None:
+        if urlsplit(url).scheme not in ("http", "https") or not urlsplit(url).hostname:
+            raise ValueError(f"the url must begin with http:// or https://, got {url!r}. Pass http://localhost:8000.")
+        if retries < 0 or not timeout > 0:
+            raise ValueError(f"retries must be >= 0 and timeout > 0 seconds, got {retries} and {timeout}.")
+        self.url = url.rstrip("/").removesuffix("/v1").rstrip("/")
+        self.timeout = timeout
+        self.retries = retries
+        key = (os.environ.get("OPENAI_API_KEY", "") if api_key is None else api_key).strip()
+        self._headers = {"Content-Type": "application/json", **({"Authorization": f"Bearer {key}"} if key else {})}
+        self._opener = build_opener(_EveryStatus)
+        self.card = self._card(model)
+        self.name: str = self.card["id"]
+
+    def call(self, path: str, body: dict[str, Any] | None = None, about: str = "the request") -> dict[str, Any]:
+        """The JSON object that the server answers, after as many retries as it takes and are allowed.
+
+        Args:
+            path: behind /v1/.
+            body: sent by POST; None asks by GET.
+            about: the request in words, for errors.
+
+        Raises:
+            ValueError: the server refuses the request, or answers something else than JSON.
+            ConnectionError: the server cannot be reached, or broke off the connection each time.
+            TimeoutError: it was silent for `timeout` seconds. Not retried: it may still be computing.
+            PermissionError: it wants another key (401, 403).
+            RuntimeError: it still answers 429 or 5xx after the retries.
+        """
+        url = f"{self.url}/v1/{path}"
+        request = Request(url, None if body is None else json.dumps(body).encode(), self._headers)
+        failure: Exception
+        attempt = 0
+        while True:
+            wait = FIRST_WAIT * 2**attempt
+            try:
+                with self._opener.open(request, timeout=self.timeout) as response:
+                    raw = response.read()
+            except (OSError, HTTPException) as error:
+                failure = self._unreachable(url, error.reason if isinstance(error, URLError) else error)
+            else:
+                if response.status == 200:
+                    return _json_object(url, raw)
+                failure = self._refusal(url, response.status, response.headers, _message(raw), about)
+                wait = max(wait, _retry_after(response.headers))
+            passing = isinstance(failure, (RuntimeError, ConnectionResetError))
+            if not passing or attempt == self.retries or wait > self.timeout:
+                raise failure
+            time.sleep(wait)
+            attempt += 1
+
+    def _unreachable(self, url: str, reason: Any) -> OSError:
+        if isinstance(reason, TimeoutError):
+            return TimeoutError(
+                f"{url} was silent for {self.timeout:g} s. Allow it a longer timeout, or send fewer requests at a time."
+            )
+        if isinstance(reason, (ConnectionResetError, ConnectionAbortedError, BrokenPipeError, IncompleteRead)):
+            return ConnectionResetError(f"{url} broke off the connection ({reason}). Look into the server's log.")
+        return ConnectionError(
+            f"{url} cannot be reached ({reason}). Start the server, or correct the address, such as "
+            "http://localhost:8000/v1."
+        )
+
+    def _refusal(self, url: str, status: int, headers: Message, message: str, about: str) -> Exception:
+        """What a status other than 200 means; RuntimeError for what may pass."""
+        if status == 429 or status >= 500:
+            pause = f", and asks for {_retry_after(headers):.0f} s of rest" if "Retry-After" in headers else ""
+            return RuntimeError(
+                f"{url} answers {status} ({message}){pause}. Send fewer requests at a time, allow "
+                f"more than {self.retries} retries, or look into the server's log."
+            )
+        if status in (401, 403):
+            sent = "a" if "Authorization" in self._headers else "no"
+            return PermissionError(
+                f"{url} answers {status} ({message}); {sent} key was sent. Set OPENAI_API_KEY, or in Python "
+                "pass api_key=."
+            )
+        if 300 <= status < 400:
+            return ValueError(f"{url} has moved to {headers.get('Location')}. Pass the new address.")
+        if status == 404:
+            return ValueError(
+                f"{url} answers 404 ({message}). Pass the server's address up to /v1, and see that it has that."
+            )
+        return ValueError(
+            f"{url} refused {about} with {status}: {message}. If that is too long, serve a longer context "
+            "(vLLM: --max-model-len, SGLang: --context-length, llama.cpp: -c), or measure at shorter lengths."
+        )
+
+    def _card(self, model: str | None) -> dict[str, Any]:
+        """What /v1/models says of `model`, or of the only one."""
+        listed = self.call("models").get("data")
+        cards = {card["id"]: card for card in listed or () if isinstance(card, dict) and "id" in card}
+        if not cards:
+            raise ValueError(f"{self.url}/v1/models lists no model. Is it an OpenAI-compatible server, and ready?")
+        if model is None and len(cards) > 1:
+            raise ValueError(f"{self.url} serves {len(cards)} models. Name one of them: {', '.join(cards)}.")
+        if model is not None and model not in cards:
+            raise ValueError(f"{self.url} serves no model {model!r}{suggest(model, cards)}")
+        return cards[model or next(iter(cards))]
+
+
+class _EveryStatus(HTTPErrorProcessor):
+    """Every status is a response, a redirect too: followed, a POST loses its prompt, and the key may go elsewhere."""
+
+    def http_response(self, request: Any, response: Any) -> Any:
+        return response
+
+    https_response = http_response
+
+
+def _json_object(url: str, raw: bytes) -> dict[str, Any]:
+    try:
+        value = json.loads(raw)
+    except ValueError:
+        value = None
+    if not isinstance(value, dict):
+        raise ValueError(f"{url} answered no JSON object but {raw[:200]!r}. Is it an OpenAI-compatible server?")
+    return value
+
+
+def _message(raw: bytes) -> str:
+    """The server's own words: OpenAI's error.message, vLLM's and SGLang's message, FastAPI's detail, or all of it."""
+    try:
+        said = json.loads(raw)
+    except ValueError:
+        said = raw.decode(errors="replace")
+    for key in ("error", "message", "detail"):
+        said = said.get(key, said) if isinstance(said, dict) else said
+    # A server may quote the whole prompt.
+    return str(said)[:400].rstrip(". \n")
+
+
+def _retry_after(headers: Message) -> float:
+    """Seconds that a Retry-After header asks for, in seconds or as a date (RFC 9110, 10.2.3); 0 without one."""
+    asked = headers.get("Retry-After", "0")
+    try:
+        return float(asked)
+    except ValueError:
+        date = parsedate_tz(asked)
+        return mktime_tz(date) - time.time() if date else 0.0

@@ -1,0 +1,91 @@
+"""Whether a value that a person or a file gives is what it has to be, as Python, JSON and YAML have no types for it.
+
+Numbers from files have bounds, so that nothing is allocated or counted by a wrong one.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from difflib import get_close_matches
+from numbers import Real
+from typing import Any
+
+MAX_TOKENS = 2**27  # of any length: far beyond any model's
+MAX_FACTOR = 1e6  # of any extension
+MAX_SIZE = 2**24  # of anything that is allocated: heads, dimensions, experts
+MAX_ROTARY = 2**16  # of the rotary dimensions of a head
+MAX_COUNT = 10_000  # of layers
+MAX_ROWS = 2**24  # of a position table
+
+
+def is_number(value: Any, low: float = -math.inf, high: float = math.inf) -> bool:
+    """Whether `value` is a finite number in [low, high] that float64 holds; True and False are not."""
+    if isinstance(value, bool) or not isinstance(value, Real):
+        return False
+    try:
+        return math.isfinite(value) and low <= value <= high
+    except OverflowError:  # an int of more than 308 digits
+        return False
+
+
+def is_count(value: Any, low: int = 1, high: int = MAX_SIZE) -> bool:
+    """Whether `value` is an int in [low, high]."""
+    return is_number(value, low, high) and isinstance(value, int)
+
+
+def are_numbers(value: Any, low: float = -math.inf, high: float = math.inf) -> bool:
+    """Whether `value` is a sequence of such numbers."""
+    return _is_sequence(value) and all(is_number(each, low, high) for each in value)
+
+
+def are_words(value: Any) -> bool:
+    """Whether `value` is a sequence of strings."""
+    return _is_sequence(value) and all(isinstance(each, str) for each in value)
+
+
+def _is_sequence(value: Any) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, (str, bytes))
+
+
+def check_rows(tokens: int) -> None:
+    """Raise ValueError where a position table of a row a token would have more than MAX_ROWS rows."""
+    if tokens > MAX_ROWS:
+        raise ValueError(f"{tokens} tokens are more than the {MAX_ROWS} rows that a table may have. Ask for fewer.")
+
+
+def finite(value: Any) -> Any:
+    """`value` as JSON can hold it: None where a number in it is infinite or NaN."""
+    if isinstance(value, dict):
+        return {key: finite(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [finite(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def shown(value: Any) -> str:
+    """`value` in an error: its start, on one line."""
+    try:
+        text = repr(value)
+    except (ValueError, RecursionError):  # an int of more digits than Python prints, or lists in lists
+        text = f"a very large {type(value).__name__}"
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def counted(n: float, noun: str) -> str:
+    """`1 sample`, `2 samples`"""
+    return f"{n:,} {noun}{'s' * (n != 1)}" if isinstance(n, int) else f"{n:g} {noun}{'s' * (n != 1)}"
+
+
+def one_line(error: BaseException) -> str:
+    """What an error of another library says, on one line of at most 300 characters."""
+    text = re.sub(r"\s+", " ", str(error)).strip().rstrip(".") or type(error).__name__
+    return text if len(text) <= 300 else f"{text[:297]}..."
+
+
+def suggest(word: str, known: Sequence[str] | dict[str, Any]) -> str:
+    """The end of an error about an unknown `word`: the nearest known one, and all of them."""
+    near = get_close_matches(str(word).lower(), list(known), n=1)
+    hint = f"; did you mean {near[0]!r}?" if near else "."
+    return f"{hint} Known: {', '.join(known)}."
