@@ -146,6 +146,7 @@ def test_a_name_on_the_hub_that_cannot_be_reached_gets_one_line() -> None:
 
 INTERRUPTED = """
 import os, signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # shells start background jobs with it ignored
 class OnTorch:
     def find_spec(self, name, path=None, target=None):
         if name == "torch":
