@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ctxext.extension import apply as extension
+from ctxext.core.apply import ATTRIBUTE, extended_model, extension_of, restore, transformers_model
 from ctxext.extension.describe import ContextDescription, describe
 from ctxext.extension.peft_hooks import watch_peft
 from ctxext.extension.request import plan_extension
+from ctxext.extension.saving import extend
 from ctxext.methods import ContextMethod, RopeScaling
 from ctxext.models.metadata import Existing
 from ctxext.models.text_config import text_config_of
@@ -80,8 +81,8 @@ def extend_context(
         TypeError: `model` is not a transformers model, or `method` neither a name nor an instance.
         In each case the model is left as it was.
     """
-    inner = extension.transformers_model(model)
-    done = extension.extension_of(inner)
+    inner = transformers_model(model)
+    done = extension_of(inner)
     if done is not None:
         raise RuntimeError(
             f"this model is extended already ({done.plan.summary}). Call restore_context(model) first, "
@@ -104,7 +105,7 @@ def extend_context(
             f"{plan.method and plan.method.name} makes new weights, which DistributedDataParallel would not reduce: it "
             "holds those that it was given. Extend the model before it is wrapped."
         )
-    extension.apply(inner, plan)
+    extend(inner, plan)
     watch_peft()
     return model
 
@@ -117,11 +118,11 @@ def restore_context(model: Model) -> Model:
     Raises:
         RuntimeError: the model is not extended.
     """
-    extension.transformers_model(model)  # or say that it is none
-    owner = extension.extended_model(model)
+    transformers_model(model)  # or say that it is none
+    owner = extended_model(model)
     if owner is None:
         raise RuntimeError("this model is not extended by ctxext, so there is nothing to restore.")
-    extension.restore(owner, owner.__dict__[extension.ATTRIBUTE])
+    restore(owner, owner.__dict__[ATTRIBUTE])
     return model
 
 
@@ -172,6 +173,6 @@ def describe_context(
     Takes a model or a config; loads and changes nothing. Other arguments are those of `extend_context`.
     """
     if isinstance(model_or_config, nn.Module):
-        model = extension.transformers_model(model_or_config)
+        model = transformers_model(model_or_config)
         return describe(model.config, factor, target_length, model=model, **options)
     return describe(model_or_config, factor, target_length, **options)

@@ -49,6 +49,8 @@ from transformers.utils import logging
 import ctxext
 from ctxext.assets import MODEL, PERSUASION
 from ctxext.cli import measuring
+from ctxext.core.apply import transformers_model
+from ctxext.core.probing import in_eval_mode
 from ctxext.data import CREAM, Collator, Mixture, Plain, PoSE, check_positions, pack, read_source
 from ctxext.data.sources import find_file
 from ctxext.evals.engine import Engine
@@ -62,7 +64,6 @@ from ctxext.evals.samples import Place
 from ctxext.evals.statistics import paired_loss_difference
 from ctxext.evals.summary import Summary
 from ctxext.evals.targets import UNEXTENDED, LiveModel, Variant, known_lengths
-from ctxext.extension.apply import in_eval_mode, transformers_model
 from ctxext.extension.metadata_file import weights_fingerprint
 from ctxext.hub.adapters import AdapterBase, check_all_saved, merge, save_trained, write_record
 from ctxext.hub.checkpoint import checkpoint_folder, extend_folder, extended_json

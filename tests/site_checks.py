@@ -10,8 +10,10 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from ctxext.core.edit import Surgery
-from ctxext.core.encoding import Encoding, SiteProof
+from ctxext.core.edit import Edit
+from ctxext.core.encoding import ModuleEncoding
+from ctxext.core.patch import FormulaProof
+from ctxext.core.probing import probing
 from ctxext.methods import ContextMethod
 from ctxext.models.text_config import text_config_of
 
@@ -33,26 +35,29 @@ def tokens(n_tokens: int, n_rows: int = 1, seed: int = 0) -> torch.Tensor:
 class Patched:
     """A model patched by hand, as `extend_context` would."""
 
-    def __init__(self, model: PreTrainedModel, encoding: Encoding, method: ContextMethod, target_length: int) -> None:
-        self.model, self.encoding, self.method = model, encoding, method
-        with torch.no_grad():
-            self.before = encoding.observe(model)
+    def __init__(
+        self, model: PreTrainedModel, encoding: ModuleEncoding, method: ContextMethod, target_length: int
+    ) -> None:
+        self.model = model
+        self.patch = encoding.patch(method, target_length)
+        with probing(model):
+            self.before = self.patch.observe(model)
         config = text_config_of(model.config)
         updates = encoding.updates(method, target_length)
         self.fields = {name: getattr(config, name) for name in updates}
         for name, value in updates.items():
             setattr(config, name, value)
-        self.surgery = Surgery(model)
-        encoding.write(self.surgery, method, target_length)
+        self.edit = Edit(model)
+        self.patch.write(self.edit, self.before)
 
-    def prove(self) -> SiteProof:
-        with torch.no_grad():
-            return self.encoding.prove(self.model, self.method, self.before)
+    def prove(self) -> FormulaProof:
+        with probing(self.model):
+            return self.patch.prove(self.model, self.before)
 
     def undo(self) -> None:
         for name, value in self.fields.items():
             setattr(text_config_of(self.model.config), name, value)
-        self.surgery.undo()
+        self.edit.undo()
 
 
 def state(model: nn.Module) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from ctxext.methods import list_methods
 
 ROOT = Path(__file__).resolve().parent.parent
 # Each room may import from those before it.
-ROOMS = ["utils", "encodings", "methods", "models", "core", "patches", "attention", "extension", "api", "survey",
+ROOMS = ["utils", "encodings", "methods", "models", "core", "attention", "patches", "extension", "api", "survey",
          "assets", "hub", "export", "data", "training", "evals", "publish", "fitting", "cli"]  # fmt: skip
 
 

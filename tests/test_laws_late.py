@@ -35,9 +35,10 @@ import ctxext
 from ctxext import extend_context, restore_context, temporarily_extended
 from ctxext.attention import call, proof
 from ctxext.attention.rotary import LateRotary
-from ctxext.extension.apply import LateProof, extension_of
+from ctxext.core.apply import extension_of
 from ctxext.extension.metadata_file import BESIDE, RECORD
 from ctxext.methods import DynamicNTK, NTKAware
+from ctxext.patches.in_attention import InAttentionProof
 
 IDS = token_ids(150)  # well beyond the trained 64
 matrix = pytest.mark.parametrize("method", LATE)
@@ -115,7 +116,7 @@ def test_a_wrong_attention_is_seen(method: str, monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(call.Call, "_own", louder)
     model = tiny_model("llama")
-    refused(model, RuntimeError, "rotated late with its own frequencies, gives an output", late(method, model))
+    refused(model, RuntimeError, "rotated in attention with its own frequencies, gives an output", late(method, model))
 
 
 @matrix
@@ -136,7 +137,7 @@ def test_law_6_restore_is_bitwise(family: str, method: str) -> None:
     before = snapshot(model)
     extend_context(model, method=late(method, model))
     seen = model.context_extension.proof
-    assert isinstance(seen, LateProof)
+    assert isinstance(seen, InAttentionProof)
     assert max(seen.rotation_error, seen.output_error) < 1e-5
     assert seen.effect > 0.01
     assert (logits(model, token_ids(100)) - before["logits"]).abs().max() > 0.1

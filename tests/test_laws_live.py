@@ -30,7 +30,7 @@ from live import (
 from torch import nn
 
 from ctxext import extend_context, restore_context, temporarily_extended
-from ctxext.extension import apply as extension
+from ctxext.core.edit import Edit
 from ctxext.patches import rotary
 
 IDS = token_ids(150)  # well beyond the trained 64
@@ -162,8 +162,8 @@ def test_law_5_patched_logits_equal_a_slow_formula(family: str, method: str) -> 
 @every_family
 @matrix
 def test_law_5_the_check_fails_on_a_dead_patch(family: str, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rotary, "put", lambda model, paths, new: model.get_submodule(paths[0]))
-    monkeypatch.setattr(extension, "prove_consumed", lambda model: None)
+    monkeypatch.setattr(Edit, "replace_module", lambda edit, paths, new: None)
+    monkeypatch.setattr(rotary.RotaryProof, "fault", lambda proof, name, summary: None)
     dead = patched(family, method)
     with pytest.raises(AssertionError):
         assert_live(dead, slow_reference(family, method), tolerance=2e-3)
@@ -173,8 +173,8 @@ def test_law_5_a_module_that_is_not_put_in_place_is_refused(monkeypatch: pytest.
     model = tiny_model("llama")
     before = snapshot(model)
     with monkeypatch.context() as patch:
-        patch.setattr(rotary, "put", lambda model, paths, new: model.get_submodule(paths[0]))
-        with pytest.raises(RuntimeError, match="rotary_emb"):
+        patch.setattr(Edit, "replace_module", lambda edit, paths, new: None)
+        with pytest.raises(RuntimeError, match="does not do what"):
             extend_context(model)
     assert_unchanged(model, before)
 
@@ -183,7 +183,7 @@ def test_law_5_a_rotary_embedding_that_nothing_reads_is_refused() -> None:
     model = tiny_model("llama")
     starve(model)
     before = snapshot(model)
-    with pytest.raises(RuntimeError, match=r"nothing in LlamaForCausalLM reads the output of 'model.rotary_emb'"):
+    with pytest.raises(RuntimeError, match=r"nothing in LlamaForCausalLM reads its rotary embedding"):
         extend_context(model)
     assert_unchanged(model, before)
 
@@ -199,7 +199,7 @@ def test_law_5_a_rotary_embedding_held_outside_the_module_tree_is_refused() -> N
 
         layer.forward = forward
     before = snapshot(model)
-    with pytest.raises(RuntimeError, match="reads the output"):
+    with pytest.raises(RuntimeError, match="reads its rotary embedding"):
         extend_context(model)
     assert_unchanged(model, before)
 
@@ -252,12 +252,12 @@ def test_law_6_nesting_and_exceptions_leave_nothing_behind() -> None:
 
 
 def test_law_6_an_interrupted_proof_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupt(model: nn.Module) -> None:
+    def interrupt(*args: Any) -> None:
         raise KeyboardInterrupt
 
     model = tiny_model("qwen3_5")
     before = snapshot(model)
-    monkeypatch.setattr(extension, "prove_consumed", interrupt)
+    monkeypatch.setattr(rotary, "is_consumed", interrupt)
     with pytest.raises(KeyboardInterrupt):
         extend_context(model)
     assert_unchanged(model, before)

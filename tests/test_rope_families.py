@@ -23,12 +23,13 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 import ctxext
 from ctxext import extend_config, extend_context, restore_context
+from ctxext.core.apply import apply
 from ctxext.encodings.rope import RopeGeometry, inverse_frequencies
-from ctxext.extension.apply import apply
 from ctxext.extension.request import plan_extension
 from ctxext.methods import ABF, PI, YaRN
 from ctxext.models.context import read_context
 from ctxext.models.families import FAMILIES
+from ctxext.patches.softmax_scale import ScaleSoftmax
 from ctxext.survey.matrix import examine
 from ctxext.survey.small import small_model
 
@@ -485,7 +486,7 @@ def test_text_is_extended_with_its_sections_and_vision_left(model_type: str) -> 
     for method in ("yarn", "ntk"):
         extend_context(model, method=method)
         extension = model.context_extension
-        assert all("language_model" in path for site in extension.sites for path in site.paths)
+        assert all("language_model" in path for path in extension.changed)
         assert model.config.text_config.rope_parameters["mrope_section"] == sections
         assert vision.keys()
         assert all(torch.equal(model.get_buffer(n), b) for n, b in vision.items())
@@ -586,7 +587,7 @@ def test_nothing_is_half_done_where_the_softmax_cannot_be_set(monkeypatch: pytes
     plan = plan_extension(model.config, 4.0)
     before = snapshot(model)
     with pytest.raises(RuntimeError, match="softmax scale"):
-        apply(model, dataclasses.replace(plan, softmax_factor=1.5))
+        apply(model, dataclasses.replace(plan, patches=(plan.patches[0], ScaleSoftmax(1.5))))
     assert_unchanged(model, before)
 
 

@@ -26,7 +26,7 @@ from transformers import (
 )
 
 from ctxext import extend_context, load, restore_context
-from ctxext.extension.apply import extension_of
+from ctxext.core.apply import extension_of
 from ctxext.methods import Paper, RopeScaling, over_lengths, register
 
 IDS = token_ids(150)

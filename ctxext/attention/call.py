@@ -65,7 +65,7 @@ def own_attention(model: nn.Module, implementation: str) -> Callable[..., Any]:
             return own
     raise ValueError(
         f"{type(model).__name__} has attention code of its own that does not go through transformers' attention "
-        "interface, so nothing can be rotated late in it. The model was left as it was."
+        "interface, so nothing can be rotated late in it."
     )
 
 

@@ -10,9 +10,9 @@ import torch
 from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
+from ctxext.core.rotary_module import ExtendedRotary
 from ctxext.encodings.rope import RopeGeometry
 from ctxext.methods import ContextMethod, RopeScaling
-from ctxext.patches.rotary import ExtendedRotary
 
 
 @dataclass(frozen=True)

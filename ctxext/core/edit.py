@@ -1,8 +1,10 @@
-"""Changes to a live model, each with its undo, which is data: it survives deepcopy, pickle and `.to(...)`."""
+"""Changes to a live model, each with its inverse, which is data: it survives deepcopy, pickle and `.to(...)`."""
 
 from __future__ import annotations
 
+import copy
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,36 +15,55 @@ _ABSENT = "absent"  # A string, not an object(): compared after deepcopy and pic
 
 
 @dataclass(frozen=True)
+class ConfigPair:
+    """A config that a model held, and the copy that takes its place."""
+
+    original: Any
+    extended: Any
+
+
+@dataclass(frozen=True, eq=False)
 class Undo:
-    """What stood at `name` of the module at `path` before it was changed."""
+    """The inverse of one change: what was at `name` of the module at `path` before."""
 
     path: str
     kind: str
     name: str
     old: Any
     dtype: torch.dtype | None = None  # of the tensor that took its place
+    aliases: tuple[str, ...] = ()  # other paths of a module
 
     def is_there(self, model: nn.Module) -> bool:
         """Whether the module still holds the tensor that is to be taken away."""
+        if self.kind not in ("parameter", "buffer"):
+            return True
         module = model.get_submodule(self.path)
         return self.name in (module._parameters if self.kind == "parameter" else module._buffers)
 
     def __call__(self, model: nn.Module) -> None:
+        if self.kind == "module":
+            _put(model, (self.path, *self.aliases), self.old)
+            return
         module = model.get_submodule(self.path)
         match self.kind:
             case "attribute" if isinstance(self.old, str) and self.old == _ABSENT:
                 module.__dict__.pop(self.name, None)
             case "attribute":
                 module.__dict__[self.name] = self.old
-            case "parameter":
-                now = module._parameters[self.name]
-                _follow(self.old, now, self.dtype)
-                module._parameters[self.name] = self.old
-            case "buffer":
-                _follow(self.old, module._buffers[self.name], self.dtype)
-                module._buffers[self.name] = self.old
+            case "parameter" | "buffer":
+                held: dict[str, Any] = module._parameters if self.kind == "parameter" else module._buffers
+                _follow(self.old, held[self.name], self.dtype)
+                held[self.name] = self.old
             case "class":
                 module.__class__ = self.old
+            case "field":
+                config, written, old = self.old
+                if config.__dict__.get(self.name) == written:
+                    config.__dict__[self.name] = old
+            case "configs":
+                _restore_configs(model, *self.old)
+            case "hook":
+                _remove_hook(module, self.old)
 
 
 def _follow(old: Tensor, now: Tensor, written: torch.dtype | None) -> None:
@@ -53,14 +74,20 @@ def _follow(old: Tensor, now: Tensor, written: torch.dtype | None) -> None:
 
 
 @dataclass
-class Surgery:
-    """Changes a model in place and notes how to take each change back. Instances only, never a class."""
+class Edit:
+    """Changes to a model in place, and how to take each back. Instances only, never a class."""
 
     model: nn.Module
     undos: list[Undo] = field(default_factory=list)
 
+    @property
+    def paths(self) -> list[str]:
+        """The modules that were changed, the model itself left out."""
+        paths = [path for each in self.undos if each.kind != "hook" for path in (each.path, *each.aliases)]
+        return [path for path in dict.fromkeys(paths) if path]
+
     def set_attribute(self, path: str, name: str, value: Any) -> None:
-        """A plain attribute of a module: a number, or a callable in the place of a method."""
+        """A plain attribute of a module: a number, or a callable that replaces a method."""
         module = self.model.get_submodule(path)
         self.undos.append(Undo(path, "attribute", name, module.__dict__.get(name, _ABSENT)))
         module.__dict__[name] = value
@@ -94,16 +121,81 @@ class Surgery:
         self.undos.append(Undo(path, "class", "", type(module)))
         module.__class__ = mixed_class(mixin, type(module))
 
+    def replace_module(self, paths: Sequence[str], new: nn.Module) -> None:
+        """`new` at every one of `paths`, which lead to one module, with its device, mode and accelerate hook."""
+        path, *aliases = paths
+        old = self.model.get_submodule(path)
+        self.undos.append(Undo(path, "module", "", old, aliases=tuple(aliases)))
+        _put(self.model, paths, new)
+
+    def swap_configs(self, pairs: Sequence[ConfigPair], fields: Sequence[str]) -> None:
+        """Every module that holds the original of a pair now holds the copy, whose `fields` were changed."""
+        self.undos.append(Undo("", "configs", "", (tuple(pairs), tuple(fields))))
+        _swap(self.model, {id(pair.original): pair.extended for pair in pairs})
+
+    def set_config_field(self, config: Any, name: str, value: Any) -> None:
+        """A field of a config's copy that only this process reads; it stays where a person sets it anew."""
+        self.undos.append(Undo("", "field", name, (config, value, config.__dict__.get(name, _ABSENT))))
+        config.__dict__[name] = value
+
+    def add_forward_pre_hook(self, path: str, hook: Any, *, with_kwargs: bool = False) -> None:
+        """`hook` runs before each forward pass of a module."""
+        module = self.model.get_submodule(path)
+        module.register_forward_pre_hook(hook, with_kwargs=with_kwargs)
+        self.undos.append(Undo(path, "hook", "", hook))
+
+    def remove_hook(self, hook: Any) -> None:
+        """Take one hook back."""
+        (added,) = (each for each in self.undos if each.old is hook)
+        added(self.model)
+        self.undos.remove(added)
+
     def undo(self) -> None:
-        """Take everything back, newest first."""
-        undo(self.model, self.undos)
-        self.undos.clear()
+        """Take everything back, newest first.
+
+        Raises:
+            RuntimeError: a tensor is not there any more, as an adapter took its place; nothing was undone then.
+        """
+        for each in self.undos:
+            if not each.is_there(self.model):
+                raise RuntimeError(
+                    f"{each.path}.{each.name} is not where the extension put it: an adapter has taken its place. Merge "
+                    "or unload that first. The model was left as it is."
+                )
+        while self.undos:
+            self.undos.pop()(self.model)
 
 
-def undo(model: nn.Module, undos: list[Undo]) -> None:
-    """Take the noted changes back, newest first."""
-    for each in reversed(undos):
-        each(model)
+# ------------------------------------------------------------------------------------------- modules
+
+
+def _put(model: nn.Module, paths: Sequence[str], new: nn.Module) -> None:
+    old = model.get_submodule(paths[0])
+    device = _device(old)
+    if _device(new).type == "meta" and device.type != "meta":
+        # The module was made on meta and its model has been materialised since: build it again.
+        new._buffers.update(type(new)(new.config)._buffers)
+    new.to(device)
+    new.train(old.training)
+    hook = getattr(old, "_hf_hook", None)
+    if hook is not None:
+        from accelerate.hooks import add_hook_to_module, remove_hook_from_module
+
+        remove_hook_from_module(new)
+        add_hook_to_module(new, copy.copy(hook))
+    for path in paths:
+        parent, _, name = path.rpartition(".")
+        setattr(model.get_submodule(parent), name, new)
+
+
+def _device(module: nn.Module) -> torch.device:
+    return next(iter(module.buffers()), torch.empty(0)).device
+
+
+def _remove_hook(module: nn.Module, hook: Any) -> None:
+    for key in [key for key, each in module._forward_pre_hooks.items() if each is hook]:
+        del module._forward_pre_hooks[key]
+        module._forward_pre_hooks_with_kwargs.pop(key, None)
 
 
 @functools.cache
@@ -121,3 +213,20 @@ class _Rebuilt:
 def _blank(mixin: type, base: type) -> Any:
     cls = mixed_class(mixin, base)
     return cls.__new__(cls)
+
+
+# ------------------------------------------------------------------------------------------- configs
+
+
+def _swap(model: nn.Module, new: dict[int, Any]) -> None:
+    for module in model.modules():
+        module.__dict__.update({k: new[id(v)] for k, v in module.__dict__.items() if id(v) in new})
+
+
+def _restore_configs(model: nn.Module, pairs: Sequence[ConfigPair], fields: Sequence[str]) -> None:
+    """What was edited in the meantime, such as use_cache, stays edited."""
+    extended = {id(pair.extended) for pair in pairs}
+    for pair in pairs:
+        edited = {k: v for k, v in pair.extended.__dict__.items() if k not in fields and id(v) not in extended}
+        pair.original.__dict__.update(edited)
+    _swap(model, {id(pair.extended): pair.original for pair in pairs})

@@ -1,49 +1,34 @@
-"""What a file of this room gives for a position encoding other than RoPE: `find`, and a subclass of `Encoding`."""
+"""What a model keeps its positions in, and how that is extended on paper."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-import torch
-from torch import Tensor, nn
-
-from ctxext.core.edit import Surgery
-from ctxext.methods import ContextMethod
+from ctxext import __version__
+from ctxext.core.patch import Patch
+from ctxext.core.plan import ENCODINGS, Plan, Request, chosen_method, factor_and_target
+from ctxext.methods import ContextMethod, method_class
+from ctxext.models.metadata import Lengths, by_own_names, live_mark
 from ctxext.models.text_config import text_config_of
+from ctxext.utils.values import check_rows
 
 
-@dataclass(frozen=True)
-class SiteProof:
-    """What was seen of a patch, each part of which could have failed.
-
-    Attributes:
-        formula_error: largest difference between what the live model's own code reads and the method's formula.
-        effect: how far the model's output moved, so that what was changed is seen to be used.
-        n_tokens: the length of the forward pass that was run; past the stock model's limit, where it has one that is
-            not too long to run.
-    """
-
-    formula_error: float
-    effect: float
-    n_tokens: int
-
-    def __str__(self) -> str:
-        return (
-            f"off by {self.formula_error:.1e} from the formula; moves the output by {self.effect:.1e} in a forward "
-            f"pass of {self.n_tokens} tokens"
-        )
-
-    # Tables are held in float32 at best, and positions of some thousand tokens are good to 1e-4 radians there.
-    FORMULA_BAR: ClassVar[float] = 1e-3
-
-
-@dataclass(frozen=True)
 class Encoding(ABC):
-    """What a live model (one on meta too) keeps its positions in.
+    """A position encoding of one model."""
+
+    name: ClassVar[str]  # as in `ContextMethod.encoding`
+    default_method: ClassVar[str]
+
+    @abstractmethod
+    def plan(self, config: Any, request: Request) -> Plan:
+        """Work the request out for the model of `config`. Errors are those of `ctxext.extend_context`."""
+
+
+@dataclass(frozen=True)
+class ModuleEncoding(Encoding):
+    """An encoding that is found in a model's modules, not in its config (RoPE is the one that is).
 
     Attributes:
         paths: the modules that hold it.
@@ -51,10 +36,8 @@ class Encoding(ABC):
         limit: tokens past which the stock model fails; None where no limit exists.
     """
 
-    name: ClassVar[str]  # as in `ContextMethod.encoding`
-    default_method: ClassVar[str]
-    # Why a saved model's weights and config cannot say it all, after "as"; None where they do.
-    live_only: ClassVar[str | None] = None
+    # As in `Plan`.
+    why_not_portable: ClassVar[str | None] = None
     changes_weights: ClassVar[bool] = False
 
     paths: tuple[str, ...]
@@ -62,83 +45,108 @@ class Encoding(ABC):
     source: str
     limit: int | None
 
-    def check(self, method: ContextMethod, target_length: int) -> None:
-        """Raise ValueError unless this model can be extended so; before anything is changed."""
-        return
+    @abstractmethod
+    def patch(self, method: ContextMethod, target_length: int) -> Patch:
+        """What changes in a live model."""
 
     @abstractmethod
     def updates(self, method: ContextMethod, target_length: int) -> dict[str, Any]:
-        """The config fields to set, by name."""
+        """The config fields to set, by name.
+
+        Raises:
+            ValueError: this model cannot be extended so.
+        """
 
     def notes(self, method: ContextMethod) -> tuple[str, ...]:
         """What a person should know, a sentence each."""
         return ()
 
-    @abstractmethod
-    def write(self, surgery: Surgery, method: ContextMethod, target_length: int) -> None:
-        """Change the model; its config has been exchanged already."""
+    def original_length(self, config: Any) -> int:
+        """The trained length in tokens, before ctxext extended the model."""
+        mark = live_mark(text_config_of(config))
+        return int(mark["original"]["length"]) if mark else self.trained_length
 
-    @abstractmethod
-    def prove(self, model: nn.Module, method: ContextMethod, before: Any) -> SiteProof:
-        """Look at the changed model. It is in eval mode and without gradients."""
+    def plan(self, config: Any, request: Request) -> Plan:
+        if request.length is not None or request.rotated_copy:
+            word = "rotated_copy" if request.rotated_copy else f"length={request.length}"
+            raise ValueError(f"{word} is for rotary position embeddings, but this model has {ENCODINGS[self.name]}.")
+        text_config = text_config_of(config)
+        mark = live_mark(text_config)
+        self._check_existing(request.existing, mark)
+        now = self._as_it_is(mark, request.original_max_position_embeddings)
+        method = self.default_method if request.method is None else request.method
+        factor, target = factor_and_target(request.factor, request.target_length, method, now.trained_length)
+        if target <= now.trained_length:
+            raise ValueError(
+                f"this model already covers {target} tokens: from {now.trained_length} ({now.source}) that is no "
+                "extension. Ask for more, or use it as it is."
+            )
+        if now.limit is not None:
+            check_rows(target)
+        chosen = chosen_method(method, factor, self.name, request.options)
+        original = now.original_length(config)
+        lengths = Lengths(original=original, trained=original, start=now.trained_length, target=target, factor=factor)
+        updates = by_own_names(text_config, now.updates(chosen, target))
+        updates["ctxext"] = {
+            "version": __version__,
+            "method": chosen.to_dict(),
+            "existing": request.existing,
+            **lengths.to_mark(),
+            "fields": dict(updates),
+        }
+        return Plan(
+            encoding=self.name,
+            text_config=text_config,
+            existing=request.existing,
+            method=chosen,
+            lengths=lengths,
+            start_source=now.source,
+            updates=updates,
+            patches=(now.patch(chosen, target),),
+            why_not_portable=now.why_not_portable,
+            changes_weights=now.changes_weights,
+            notes=now.notes(chosen),
+        )
 
-    def observe(self, model: nn.Module) -> Any:
-        """What `prove` needs of the model before it is changed."""
-        return None
+    def _as_it_is(self, mark: dict[str, Any] | None, given: int | None) -> ModuleEncoding:
+        """With the length that the factor counts from.
+
+        Args:
+            given: the trained length in tokens, as the caller knows it.
+        """
+        if mark is not None:  # Where nothing ends, the config may not say how far it was extended.
+            return replace(self, trained_length=mark["target"], source="reached when ctxext extended it")
+        if given in (None, self.trained_length):
+            return self
+        if self.limit is not None:
+            raise ValueError(
+                f"original_max_position_embeddings={given} has no meaning here: {ENCODINGS[self.name]} is as long as "
+                f"it was trained, {self.trained_length} tokens ({self.source}). Leave it out."
+            )
+        return replace(self, trained_length=given, source="as you passed it")
+
+    def _check_existing(self, existing: str, mark: dict[str, Any] | None) -> None:
+        if existing not in ("refuse", "compose") or (existing == "compose" and mark is None):
+            raise ValueError(
+                f"existing={existing!r} has no meaning here: this model has {ENCODINGS[self.name]}, "
+                + ("which only existing='compose' can extend once more." if mark else "not extended yet. Leave it out.")
+            )
+        if mark is None:
+            return
+        done = f"{mark['method']['name']}, {mark['original']['length']} → {mark['target']} tokens"
+        if "sinusoidal" in (self.name, method_class(mark["method"]["name"]).encoding):
+            raise ValueError(
+                f"the table of this model was extended already by ctxext ({done}), and sines are not extended twice. "
+                "Load the original, or call restore_context(model)."
+            )
+        if existing == "refuse":
+            raise ValueError(
+                f"this model was extended already by ctxext ({done}). Say existing='compose' to extend it once more "
+                f"(factor counts from {mark['target']}), or load the original."
+            )
 
 
 def stated_length(config: Any, *names: str) -> tuple[str, int] | None:
     """The first of the fields `names` that says a length in tokens, and that length."""
     found = ((name, getattr(config, name, None)) for name in names)
     return next(((name, value) for name, value in found if isinstance(value, int) and value > 0), None)
-
-
-def probe_inputs(model: nn.Module, n_tokens: int) -> dict[str, Any]:
-    """Inputs for a forward pass of `n_tokens` random tokens of any kind of text model, seeded.
-
-    An encoder-decoder model gets as many tokens in its decoder; one whose encoder reads no tokens (speech, images)
-    gets invented encoder outputs.
-    """
-    config: Any = model.config
-    text = text_config_of(config)
-    device = next((p.device for p in model.parameters() if p.device.type != "meta"), torch.device("cpu"))
-    generator = torch.Generator().manual_seed(0)
-    pad = getattr(text, "pad_token_id", None)
-    n_rows = getattr(text, "num_codebooks", 1)  # MusicGen takes a row of the batch for each.
-    ids = torch.randint(0, text.vocab_size - 1, (n_rows, n_tokens), generator=generator)
-    ids = (ids if pad is None else ids + (ids >= pad)).to(device)  # pads have no positions
-    eos = getattr(text, "eos_token_id", None)
-    if isinstance(eos, int) and eos < text.vocab_size and eos != pad:
-        ids[:, -1] = eos  # BART reads a class off it
-    if not getattr(config, "is_encoder_decoder", False):
-        return {"input_ids": ids}
-    if model.main_input_name == "input_ids":
-        return {"input_ids": ids, "decoder_input_ids": ids}
-    from transformers.modeling_outputs import BaseModelOutput
-
-    width = getattr(text, "d_model", None) or text.hidden_size
-    heard = BaseModelOutput(torch.randn(1, 8, width, generator=generator).to(device, model.dtype))
-    heard.attention_mask = torch.ones(1, 8, dtype=torch.long, device=device)  # which Moonshine's encoder hands on
-    return {"encoder_outputs": heard, "decoder_input_ids": ids}
-
-
-def run(model: nn.Module, inputs: dict[str, Any]) -> Tensor:
-    """The model's first output, logits or hidden states, in float32."""
-    output = model(**inputs)
-    tensor = getattr(output, "logits", None)
-    return (output[0] if tensor is None else tensor).float()
-
-
-@contextmanager
-def seen_by(model: nn.Module, path: str, keyword: str | None = None) -> Iterator[list[Any]]:
-    """Collects, for each call of the module at `path`, what it returned, or the keyword argument that it was given."""
-    module, seen = model.get_submodule(path), []
-
-    def after(_: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        seen.append(output if keyword is None else kwargs[keyword])
-
-    handle = module.register_forward_hook(after, with_kwargs=True)
-    try:
-        yield seen
-    finally:
-        handle.remove()

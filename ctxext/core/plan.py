@@ -3,36 +3,67 @@
 from __future__ import annotations
 
 import copy
-from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from typing import Any
 
+from ctxext.core.patch import Patch
 from ctxext.methods import ContextMethod, check_factor, list_methods, make_method, method_class
-from ctxext.models.metadata import Existing, Lengths, summary_of
+from ctxext.models.metadata import RECORD, Existing, Lengths, summary_of
 from ctxext.utils.values import MAX_TOKENS, is_count, shown
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan(ABC):
-    """An extension worked out on paper: the method, its numbers and the config's new values.
+class Request:
+    """What a person asks for. Fields are the arguments of `ctxext.extend_context`, which says what they mean.
 
     Attributes:
+        options: fields of the method.
+    """
+
+    factor: float | None = None
+    method: str | ContextMethod | None = None
+    target_length: int | None = None
+    original_max_position_embeddings: int | None = None
+    existing: Existing = "refuse"
+    length: int | None = None
+    rotated_copy: bool = False
+    options: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, factor: float | None, method: str | ContextMethod | None, **arguments: Any) -> Request:
+        """From the arguments of a verb; those that are no field of a request are options of the method."""
+        names = {each.name for each in fields(cls)} - {"options"}
+        known = {name: arguments.pop(name) for name in names & arguments.keys()}
+        return cls(factor=factor, method=method, **known, options=arguments)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """An extension worked out on paper: the method, its numbers, the config's new values, the changes to the model.
+
+    Attributes:
+        encoding: as in `ContextMethod.encoding`.
         method: None where existing="keep" leaves the encoding alone.
+        start_source: where `lengths.start` comes from.
         updates: new values of attributes of the text config.
+        patches: what changes in a live model; none where only the window widens.
+        why_not_portable: why a saved model's weights and config cannot express it, after "as"; None where they do.
+        changes_weights: whether a saved model has other weights than before.
         notes: what a person should know, a sentence each.
     """
 
+    encoding: str
     text_config: Any
     existing: Existing
     method: ContextMethod | None
     lengths: Lengths
+    start_source: str
     updates: dict[str, Any]
-    notes: tuple[str, ...]
-
-    @property
-    @abstractmethod
-    def encoding(self) -> str:
-        """As in `ContextMethod.encoding`."""
+    patches: tuple[Patch, ...] = ()
+    why_not_portable: str | None = None
+    changes_weights: bool = False
+    rotated_copy: bool = False
+    notes: tuple[str, ...] = ()
 
     @property
     def factor(self) -> float:
@@ -55,34 +86,31 @@ class Plan(ABC):
         return self.lengths.original
 
     @property
-    @abstractmethod
-    def start_source(self) -> str:
-        """Where `start` comes from."""
-
-    @property
-    @abstractmethod
-    def why_not_portable(self) -> str | None:
-        """Why a saved model's weights and config cannot say it all, after "as"; None where they do."""
-
-    @property
     def is_portable(self) -> bool:
-        """Whether a saved model's weights and config say it all; otherwise our own file has to."""
+        """Whether a saved model's weights and config express it; otherwise our own file has to."""
         return self.why_not_portable is None
-
-    @property
-    def changes_weights(self) -> bool:
-        """Whether a saved model has other weights than before."""
-        return False
 
     @property
     def is_late(self) -> bool:
         """Whether it rotates inside attention."""
-        return False
+        return self.method is not None and self.method.is_late
 
     @property
     def summary(self) -> str:
         """`yarn ×4: 512 → 2048 tokens`"""
         return summary_of(None if self.method is None else self.method.name, self.lengths)
+
+    @property
+    def figures(self) -> list[tuple[str, str]]:
+        """What `print(model.context_extension)` shows of the encoding, by label."""
+        return []
+
+    @property
+    def saved_as(self) -> str:
+        """Where a saved model has the extension."""
+        if not self.is_portable:
+            return f"{RECORD} beside an unextended config: config.json cannot express it, as {self.why_not_portable}"
+        return f"weights and config ({', '.join(name for name in self.updates if name != 'ctxext')})"
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON: arguments of `extend_context`, the same whatever words the extension was asked for in."""
@@ -91,7 +119,7 @@ class Plan(ABC):
             "factor": self.factor,
             "existing": self.existing,
             "original_max_position_embeddings": self.original_length,
-            "rotated_copy": getattr(self, "rotated_copy", False),
+            "rotated_copy": self.rotated_copy,
         }
 
     def apply_to(self, text_config: Any) -> None:

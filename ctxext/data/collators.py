@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ctxext.extension.apply import in_eval_mode
+from ctxext.core.probing import in_eval_mode
 
 Row = dict[str, Any]
 Batch = dict[str, Tensor]

@@ -20,9 +20,9 @@ from torch import Tensor
 from transformers.cache_utils import Cache, DynamicLayer
 
 from ctxext.attention.keys import stock_class
+from ctxext.core.apply import extension_of
 from ctxext.core.plan import Plan
 from ctxext.evals.samples import Sample
-from ctxext.extension.apply import extension_of
 from ctxext.methods import RopeScaling
 
 if TYPE_CHECKING:

@@ -22,7 +22,7 @@ from ctxext.evals.results import Record
 from ctxext.evals.samples import Sample, fingerprint
 from ctxext.evals.server import ServedModel
 from ctxext.extension.method_file import check_made_for, opened
-from ctxext.extension.request import encoding_of, original_length, plan_extension
+from ctxext.extension.request import encoding_of, plan_extension
 from ctxext.extension.rope import RopePlan
 from ctxext.methods import ContextMethod, RopeMethod, list_methods, method_class
 from ctxext.models.context import has_rope, read_context
@@ -254,7 +254,7 @@ def known_lengths(config: Any) -> tuple[int, int]:
     try:
         if not has_rope(text_config_of(config)):
             site = encoding_of(config)
-            return original_length(config, site), site.trained_length
+            return site.original_length(config), site.trained_length
         facts = read_context(config)
         return facts.trained_length, facts.reach
     except ValueError as error:

@@ -23,9 +23,11 @@ from jaxtyping import Float64
 from torch import Tensor
 
 from ctxext import __version__
-from ctxext.core.edit import Surgery
+from ctxext.core.apply import extension_of
+from ctxext.core.edit import Edit
+from ctxext.core.probing import in_eval_mode
+from ctxext.core.rotary_module import of_label
 from ctxext.encodings.rope import RopeGeometry
-from ctxext.extension.apply import extension_of, in_eval_mode
 from ctxext.extension.method_file import PROBE
 from ctxext.models.context import ContextFacts, read_context
 from ctxext.patches import rotary
@@ -390,17 +392,17 @@ def in_state(model: PreTrainedModel, state: State) -> Iterator[None]:
     if not sites:
         raise ValueError(f"found no standard rotary embedding in {type(model).__name__}, so no probe can be made.")
     in_use = {table.label: table.in_use.inv_freq for table in facts.tables}
-    surgery = Surgery(model, [])
+    edit = Edit(model)
     try:
         for site, (label, rope) in itertools.product(sites, tables.items()):
             inv_freq = site.laid_out(label, rope.inv_freq, in_use[label]).float()  # whatever the model was cast to
             # Both: longrope's forward takes the second one back.
             for name in ("inv_freq", "original_inv_freq"):
-                surgery.set_tensor(site.paths[0], rotary.of_label(label, name), inv_freq)
-            surgery.set_attribute(site.paths[0], rotary.of_label(label, "attention_scaling"), rope.attention_factor)
+                edit.set_tensor(site.paths[0], of_label(label, name), inv_freq)
+            edit.set_attribute(site.paths[0], of_label(label, "attention_scaling"), rope.attention_factor)
         yield
     finally:
-        surgery.undo()
+        edit.undo()
 
 
 @torch.no_grad()

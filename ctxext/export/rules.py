@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from ctxext.core.plan import ENCODINGS, Plan
 from ctxext.export.gguf import ARCHITECTURES, why_not_written
 from ctxext.export.readings import READINGS
-from ctxext.extension.apply import version_4_keys
+from ctxext.extension.saving import version_4_keys
 from ctxext.methods import RopeScaling
 from ctxext.models.config_fields import check_config
 from ctxext.models.context import has_rope, read_context

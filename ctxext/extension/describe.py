@@ -7,8 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ctxext.core.plan import ENCODINGS, Plan
-from ctxext.extension.apply import check_on_paper
-from ctxext.extension.request import encoding_of, original_length, plan_extension
+from ctxext.extension.request import check_on_paper, encoding_of, plan_extension
 from ctxext.models.checkpoints import Checkpoint
 from ctxext.models.config_fields import check_config
 from ctxext.models.context import has_rope, no_encoding, read_context
@@ -204,9 +203,9 @@ def _describe_other(
     mark = live_mark(text_config_of(config))
     return replace(
         _unknown(config, dtype, found.name, would_do),
-        trained_length=original_length(config, found),
+        trained_length=found.original_length(config),
         trained_length_source=found.source if mark is None else "as ctxext found it",
-        original_length=original_length(config, found),
+        original_length=found.original_length(config),
         scaling=None if mark is None else mark["method"],
         summary="" if mark is None else summary_of(mark["method"]["name"], Lengths.of_mark(mark)),
         reach=found.limit,

@@ -19,7 +19,7 @@ import torch
 from ctxext import __version__
 from ctxext.core.plan import Plan
 from ctxext.methods import ContextMethod, method_from_dict
-from ctxext.models.metadata import EXISTING, Existing, still_says
+from ctxext.models.metadata import BESIDE, EXISTING, RECORD, Existing, still_says
 from ctxext.models.text_config import text_config_of
 from ctxext.utils.json_files import (
     FACTOR,
@@ -34,9 +34,6 @@ from ctxext.utils.json_files import (
 )
 from ctxext.utils.values import shown
 
-RECORD = "context_extension.json"
-# In a config.json: the summary of the extension beside it. Any other writer of that folder leaves it out.
-BESIDE = "context_extension"
 OTHER_WEIGHTS = "other weights"
 
 

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ctxext.extension.apply import Extension, extended_model, extension_of
+from ctxext.core.apply import Extension, extended_model, extension_of
 from ctxext.extension.metadata_file import (
     ADAPTER_CONFIG,
     RECORD,

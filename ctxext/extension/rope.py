@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import copy
 import math
-import sys
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any, get_args
+from typing import Any, ClassVar, get_args
 
 import torch
 
-from ctxext.core.plan import Plan, chosen_method, factor_and_target
+from ctxext.core.encoding import Encoding
+from ctxext.core.patch import Patch
+from ctxext.core.plan import Plan, Request, chosen_method, factor_and_target
 from ctxext.encodings.rope import RopeGeometry
 from ctxext.methods import (
     ContextMethod,
@@ -21,16 +22,15 @@ from ctxext.methods import (
     longrope_parameters,
     scaled_rope_parameters,
 )
-from ctxext.models.families import family_of
-from ctxext.models.metadata import Existing, Lengths, by_own_names
-from ctxext.utils.values import check_rows
-
-if sys.version_info >= (3, 11):
-    pass
-else:
-    pass
 from ctxext.models.context import ContextFacts, read_context
+from ctxext.models.families import family_of
+from ctxext.models.metadata import Existing, Lengths, by_own_names, summary_of
 from ctxext.models.rope_tables import ZERO_FREQUENCY, RopeTable, head_dim, length_limit
+from ctxext.patches.in_attention import RotateInAttention
+from ctxext.patches.rotary import ReplaceRotary
+from ctxext.patches.sin_cos import GrowSinCos
+from ctxext.patches.softmax_scale import ScaleSoftmax
+from ctxext.utils.values import check_rows
 
 # Keys of `rope_parameters` that belong to a scaling. All others (partial_rotary_factor,
 # mrope_section, ...) belong to the family and stay.
@@ -47,139 +47,188 @@ class RopePlan(Plan):
 
     Attributes:
         rope: what the method starts from.
-        extended: the frequencies and the attention factor that the model will have; of a dynamic method at its full
-            reach; of the first table where there are several.
-        tables: the same for every table, by label.
-        softmax_factor: the scale of the softmax will be the square of this times a plain model's.
-        live_only: why no config can say what the live model will do; None where one can.
-        rotated_copy: whether caches keep a copy of the keys as a dynamic method rotates them for decoding.
+        tables: the frequencies and the attention factor that the model will have, by label; of a dynamic method at its
+            full reach.
     """
 
     method: RopeMethod | None
     facts: ContextFacts
     rope: RopeGeometry
-    extended: RopeGeometry
     tables: dict[str, RopeGeometry]
+
+    @property
+    def extended(self) -> RopeGeometry:
+        """Those of the first table."""
+        return self.tables[self.facts.tables[0].label]
+
+    @property
+    def figures(self) -> list[tuple[str, str]]:
+        now, before = self.extended, self.rope
+        return [
+            (
+                "inverse freq.",
+                f"{now.inv_freq[0]:.4g} … {now.inv_freq[-1]:.4g} rad/token "
+                f"(before {before.inv_freq[0]:.4g} … {before.inv_freq[-1]:.4g})",
+            ),
+            ("attention factor", f"{now.attention_factor:.6g}"),
+        ]
+
+    @property
+    def saved_as(self) -> str:
+        if not self.is_portable:
+            return super().saved_as
+        parameters = self.updates["rope_parameters"]
+        return f"rope_type {parameters.get(self.facts.tables[0].label, parameters).get('rope_type')!r}"
+
+
+class RopeEncoding(Encoding):
+    """Rotary position embeddings, which the config describes."""
+
+    name: ClassVar[str] = "rope"
+    default_method: ClassVar[str] = "yarn"
+
+    def plan(self, config: Any, request: Request) -> RopePlan:
+        existing = request.existing
+        if existing not in get_args(Existing):
+            raise ValueError(f"existing must be one of {', '.join(get_args(Existing))}; got {existing!r}.")
+        facts = read_context(config, request.original_max_position_embeddings)
+        if existing == "refuse" and facts.is_scaled:
+            raise ValueError(_refuse_existing(facts))
+        _check_existing(facts, existing)
+        method = self.default_method if request.method is None else request.method
+        lengths = _lengths(facts, request, method)
+        seen_beyond = facts.seen_beyond(lengths.start)
+        if not seen_beyond:
+            limited = hasattr(facts.text_config, "max_position_embeddings")
+            raise ValueError(
+                f"every layer with RoPE slides over a window of {facts.tables[0].window} tokens, within the trained "
+                f"{lengths.start}, so no distance is ever new and RoPE needs no change: just "
+                + (f"raise max_position_embeddings to {lengths.target}." if limited else "use the model as it is.")
+            )
+        result = _kept(facts, request) if existing == "keep" else _scaled(facts, request, method, lengths, seen_beyond)
+        chosen = result.method
+        dynamic = isinstance(chosen, RopeScaling) and chosen.is_late and not chosen.of_the_call
+        if request.rotated_copy and not dynamic:
+            raise ValueError(
+                "rotated_copy keeps a copy of the keys for methods whose scale follows each query, such as "
+                f"dynamic_ntk; {'native scaling' if chosen is None else chosen.name} has no use for one. Leave it out."
+            )
+        return RopePlan(
+            encoding=self.name,
+            text_config=facts.text_config,
+            facts=facts,
+            existing=existing,
+            method=chosen,
+            lengths=lengths,
+            start_source=facts.trained_length_source,
+            rope=_start(facts, existing),
+            tables=result.tables,
+            updates=by_own_names(facts.text_config, _updates(facts, existing, result, lengths)),
+            patches=_patches(facts, existing, result, lengths, request.rotated_copy),
+            why_not_portable="it rotates inside attention" if chosen and chosen.is_late else result.live_only,
+            rotated_copy=request.rotated_copy,
+            notes=_notes(facts, chosen, result.tables[facts.tables[0].label], seen_beyond),
+        )
+
+
+@dataclass(frozen=True)
+class _Result:
+    """What becomes of the frequencies.
+
+    Attributes:
+        method: None where they are kept.
+        tables: as in `RopePlan`.
+        parameters: the config's new `rope_parameters`.
+        softmax_factor: the scale of the softmax will be the square of this times a plain model's.
+        live_only: why no config can say what the live model will do; None where one can.
+    """
+
+    method: RopeMethod | None
+    tables: dict[str, RopeGeometry]
+    parameters: dict[str, Any]
     softmax_factor: float
-    live_only: str | None
-    rotated_copy: bool
-
-    @property
-    def encoding(self) -> str:
-        return "rope"
-
-    @property
-    def start_source(self) -> str:
-        return self.facts.trained_length_source
-
-    @property
-    def why_not_portable(self) -> str | None:
-        return "it rotates inside attention" if self.is_late else self.live_only
-
-    @property
-    def is_late(self) -> bool:
-        """Whether it rotates inside attention, so that the saved config stays what it was."""
-        return self.method is not None and self.method.is_late
+    live_only: str | None = None
 
 
-def plan_rope(
-    config: Any,
-    /,
-    factor: float | None = None,
-    method: str | ContextMethod | None = None,
-    *,
-    target_length: int | None = None,
-    original_max_position_embeddings: int | None = None,
-    existing: Existing = "refuse",
-    length: int | None = None,
-    rotated_copy: bool = False,
-    **options: Any,
-) -> RopePlan:
-    """Work out an extension of a config with RoPE. Arguments and errors are those of `ctxext.extend_context`."""
-    if existing not in get_args(Existing):
-        raise ValueError(f"existing must be one of {', '.join(get_args(Existing))}; got {existing!r}.")
-    facts = read_context(config, original_max_position_embeddings)
-    scaled = facts.scaling is not None or facts.mark is not None
-    if existing == "refuse" and scaled:
-        raise ValueError(_refuse_existing(facts))
-    _check_existing(facts, existing)
-    rope = facts.original_rope if existing == "replace" or not scaled else facts.rope
-    start, source = rope.original_max_position_embeddings, facts.trained_length_source
-    if existing == "keep":  # where a scaling reaches further than the window, the window is what there is to widen
+def _start(facts: ContextFacts, existing: Existing) -> RopeGeometry:
+    """The first table's frequencies that the method starts from, with the length that they reach."""
+    return facts.original_rope if existing == "replace" or not facts.is_scaled else facts.rope
+
+
+def _lengths(facts: ContextFacts, request: Request, method: str | ContextMethod) -> Lengths:
+    start, source = _start(facts, request.existing).original_max_position_embeddings, facts.trained_length_source
+    if request.existing == "keep":  # where a scaling reaches further than the window, the window is what can be widened
         start = min(start, length_limit(facts.text_config))
     if start > facts.trained_length:
         source = "which its scaling reaches"
-    named, method = method is not None, "yarn" if method is None else method
-    factor, target_length = factor_and_target(factor, target_length, method, start)
-    trained = start if existing == "replace" else facts.trained_length
-    lengths = Lengths(original=facts.original_length, trained=trained, start=start, target=target_length, factor=factor)
-    if target_length <= start:
+    factor, target = factor_and_target(request.factor, request.target_length, method, start)
+    if target <= start:
         raise ValueError(
-            f"this model already covers {target_length} tokens: from {start} ({source}) that is no extension. Ask for "
-            "more, or use it as it is."
+            f"this model already covers {target} tokens: from {start} ({source}) that is no extension. Ask for more, "
+            "or use it as it is."
         )
     if family_of(facts.text_config).sin_cos_tables:
-        check_rows(target_length)
-    seen_beyond = facts.seen_beyond(start)
-    if not seen_beyond:
-        limited = hasattr(facts.text_config, "max_position_embeddings")
-        raise ValueError(
-            f"every layer with RoPE slides over a window of {facts.tables[0].window} tokens, within the trained "
-            f"{start}, so no distance is ever new and RoPE needs no change: just "
-            + (f"raise max_position_embeddings to {target_length}." if limited else "use the model as it is.")
-        )
+        check_rows(target)
+    trained = start if request.existing == "replace" else facts.trained_length
+    return Lengths(original=facts.original_length, trained=trained, start=start, target=target, factor=factor)
 
-    if existing == "keep":
-        if named or options or length is not None:
-            raise ValueError(
-                "existing='keep' leaves the frequencies as they are, so a method has no effect. Drop method= and its "
-                "options, or use existing='compose'."
-            )
-        chosen: RopeMethod | None = None
-        parameters = _with_factors(facts)
-        tables = {table.label: facts.rope_of(table) for table in facts.tables}
-        softmax_factor, live_only = facts.softmax_factor, None
-    else:
-        chosen = _chosen_method(method, factor, rope, length, options)
-        if chosen.is_late:
-            _refuse_late(facts, existing)
-        raised = getattr(chosen, "rope_theta", None)
-        if facts.tables[0].n_zero and raised is not None:
-            raise ValueError(
-                f"rope_theta={raised:g} is not what a base means in this family, where only "
-                f"{facts.rotary_dim} of {facts.tables[0].head_dim} dimensions turn (proportional RoPE). Leave it out: "
-                "one is computed from the factor."
-            )
-        from_plain = existing == "replace" or not scaled
-        ropes = {t.label: facts.original_rope_of(t) if from_plain else facts.rope_of(t) for t in facts.tables}
-        softmax_factor = _softmax_factor_under(chosen, rope, facts, from_plain)
-        tables = _extended(chosen, ropes, seen_beyond, facts, target_length)
-        parameters, live_only = facts.whole_parameters, None
-        if not chosen.is_late:
-            live_only = _live_only(chosen, rope, facts)
-        if not chosen.is_late and live_only is None:
-            parameters = _portable_tables(chosen, ropes, seen_beyond, facts, softmax_factor)
-    dynamic = isinstance(chosen, RopeScaling) and chosen.is_late and not chosen.of_the_call
-    if rotated_copy and not dynamic:
+
+def _kept(facts: ContextFacts, request: Request) -> _Result:
+    if request.method is not None or request.options or request.length is not None:
         raise ValueError(
-            "rotated_copy keeps a copy of the keys for methods whose scale follows each query, such as dynamic_ntk; "
-            f"{'native scaling' if chosen is None else chosen.name} has no use for one. Leave it out."
+            "existing='keep' leaves the frequencies as they are, so a method has no effect. Drop method= and its "
+            "options, or use existing='compose'."
         )
-    return RopePlan(
-        text_config=facts.text_config,
-        facts=facts,
-        existing=existing,
-        method=chosen,
-        rope=rope,
-        extended=tables[facts.tables[0].label],
-        tables=tables,
-        softmax_factor=softmax_factor,
-        live_only=live_only,
-        lengths=lengths,
-        updates=by_own_names(facts.text_config, _updates(facts, chosen, existing, parameters, live_only, lengths)),
-        rotated_copy=rotated_copy,
-        notes=_notes(facts, chosen, tables[facts.tables[0].label], seen_beyond),
-    )
+    tables = {table.label: facts.rope_of(table) for table in facts.tables}
+    return _Result(None, tables, _with_factors(facts), facts.softmax_factor)
+
+
+def _scaled(
+    facts: ContextFacts,
+    request: Request,
+    named: str | ContextMethod,
+    lengths: Lengths,
+    seen_beyond: tuple[RopeTable, ...],
+) -> _Result:
+    existing, rope = request.existing, _start(facts, request.existing)
+    method = _chosen_method(named, lengths.factor, rope, request.length, request.options)
+    if method.is_late:
+        _refuse_late(facts, existing)
+    raised = getattr(method, "rope_theta", None)
+    if facts.tables[0].n_zero and raised is not None:
+        raise ValueError(
+            f"rope_theta={raised:g} is not what a base means in this family, where only {facts.rotary_dim} of "
+            f"{facts.tables[0].head_dim} dimensions turn (proportional RoPE). Leave it out: one is computed from the "
+            "factor."
+        )
+    from_plain = existing == "replace" or not facts.is_scaled
+    ropes = {t.label: facts.original_rope_of(t) if from_plain else facts.rope_of(t) for t in facts.tables}
+    softmax_factor = _softmax_factor_under(method, rope, facts, from_plain)
+    tables = _extended(method, ropes, seen_beyond, facts, lengths.target)
+    live_only = None if method.is_late else _live_only(method, rope, facts)
+    parameters = facts.whole_parameters
+    if not method.is_late and live_only is None:
+        parameters = _portable_tables(method, ropes, seen_beyond, facts, softmax_factor)
+    return _Result(method, tables, parameters, softmax_factor, live_only)
+
+
+def _patches(
+    facts: ContextFacts, existing: Existing, result: _Result, lengths: Lengths, rotated_copy: bool
+) -> tuple[Patch, ...]:
+    """What the plan changes in a live model."""
+    method, tables = result.method, result.tables
+    if method is None:
+        return ()
+    summary = summary_of(method.name, lengths)
+    if method.is_late:
+        rope = _start(facts, existing)
+        return (RotateInAttention(facts, method, rope, lengths.target, summary, rotated_copy),)
+    if family_of(facts.text_config).sin_cos_tables:
+        return (GrowSinCos(facts.rope, tables[""], lengths.target),)
+    replaced = ReplaceRotary(facts, tables, summary, writes_tables=result.live_only is not None)
+    if result.softmax_factor == facts.softmax_factor:
+        return (replaced,)
+    return replaced, ScaleSoftmax((result.softmax_factor / facts.softmax_factor) ** 2)
 
 
 def _with_factors(facts: ContextFacts) -> dict[str, Any]:
@@ -235,7 +284,7 @@ def _softmax_factor_under(method: ContextMethod, rope: RopeGeometry, facts: Cont
 
 def _refuse_late(facts: ContextFacts, existing: Existing) -> None:
     name = f"{type(facts.text_config).__name__} (model_type {facts.text_config.model_type!r})"
-    instead = "Use a method that changes frequencies, such as 'yarn'. The model was left as it was."
+    instead = "Use a method that changes frequencies, such as 'yarn'."
     if getattr(facts.text_config, "is_encoder_decoder", False):
         raise ValueError(f"{name} is an encoder-decoder model, whose positions cannot be rotated late. {instead}")
     if facts.rope_parameters.get("mrope_section"):
@@ -256,7 +305,7 @@ def _refuse_late(facts: ContextFacts, existing: Existing) -> None:
     if existing == "compose" and facts.scaling is not None and facts.scaling.is_late:
         raise ValueError(
             f"{name} has native scaling ({facts.scaling.name}) that follows the length itself, which nothing composes "
-            "with. Use existing='replace'. The model was left as it was."
+            "with. Use existing='replace'."
         )
 
 
@@ -416,17 +465,10 @@ def _in_the_softmax(parameters: dict[str, Any], softmax_factor: float, rope: Rop
     return {"attention_factor": rope.attention_factor, "mscale_all_dim": mscale}
 
 
-def _updates(
-    facts: ContextFacts,
-    method: RopeMethod | None,
-    existing: Existing,
-    parameters: dict[str, Any],
-    live_only: str | None,
-    lengths: Lengths,
-) -> dict[str, Any]:
+def _updates(facts: ContextFacts, existing: Existing, result: _Result, lengths: Lengths) -> dict[str, Any]:
     from ctxext import __version__
 
-    config = facts.text_config
+    config, method, parameters = facts.text_config, result.method, result.parameters
     updates: dict[str, Any] = {}
     if hasattr(config, "rope_parameters"):
         updates["rope_parameters"] = parameters
@@ -453,7 +495,7 @@ def _updates(
         **lengths.to_mark(),
         "original": {"length": lengths.original, "rope_theta": theta},
         "fields": {name: value for name, value in updates.items() if name == "rope_parameters"},
-        **({} if live_only is None else {"live_only": True}),
+        **({} if result.live_only is None else {"live_only": True}),
     }
     return updates
 

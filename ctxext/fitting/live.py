@@ -14,8 +14,8 @@ from jaxtyping import Float64
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from ctxext.core.apply import extension_of
 from ctxext.encodings.rope import RopeGeometry
-from ctxext.extension.apply import extension_of
 from ctxext.methods import RopeScaling
 from ctxext.models.context import has_rope, read_context
 from ctxext.models.families import family_of

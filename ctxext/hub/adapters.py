@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from ctxext import __version__
-from ctxext.extension.apply import Proof, extension_of, save_portable, table_errors
+from ctxext.core.apply import extension_of
 from ctxext.extension.metadata_file import (
     ADAPTER_CONFIG,
     Record,
@@ -38,6 +38,7 @@ from ctxext.extension.metadata_file import (
 )
 from ctxext.extension.metadata_file import RECORD as EXTENSION
 from ctxext.extension.request import model_on_meta
+from ctxext.extension.saving import save_portable
 from ctxext.hub.checkpoint import (
     architecture_of,
     check_not_extended,
@@ -51,6 +52,7 @@ from ctxext.hub.checkpoint import (
 from ctxext.models.context import read_context
 from ctxext.models.metadata import check_mark
 from ctxext.models.rope_tables import rope_tables
+from ctxext.patches.rotary import RotaryProof, table_errors
 from ctxext.utils.download import hub_folder
 from ctxext.utils.json_files import OBJECT, TEXT, TOKENS, JsonObject, or_none, read_json, write_json
 
@@ -527,7 +529,7 @@ def _check_live(model: PreTrainedModel, record: AdapterBase) -> None:
         return  # a table of positions is among the weights, which the fingerprint is of
     text_config = model.config.get_text_config(decoder=True)
     for path, error in table_errors(model, text_config, record.rope_parameters):
-        if error > Proof.FREQUENCY_BAR:
+        if error > RotaryProof.FREQUENCY_BAR:
             raise RuntimeError(
                 f"the frequencies of {path!r} differ from what {RECORD} says by {error:.1e}, relative: "
                 "this version of transformers reads the config in another way. Use the one that it was trained with."

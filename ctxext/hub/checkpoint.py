@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 
 from ctxext.api import extend_context
 from ctxext.core.plan import Plan
-from ctxext.extension.apply import check_on_paper, version_4_keys
 from ctxext.extension.metadata_file import (
     BESIDE,
     RECORD,
@@ -25,8 +24,9 @@ from ctxext.extension.metadata_file import (
     write_record,
 )
 from ctxext.extension.method_file import PROBE
-from ctxext.extension.request import plan_extension
+from ctxext.extension.request import check_on_paper, plan_extension
 from ctxext.extension.rope import RopePlan
+from ctxext.extension.saving import version_4_keys
 from ctxext.methods import ContextMethod, method_from_dict
 from ctxext.models.config_fields import check_config, check_counts
 from ctxext.models.metadata import live_mark

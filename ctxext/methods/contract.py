@@ -57,6 +57,11 @@ class ContextMethod(ABC):
                 object.__setattr__(self, field.name, value)
             _check_option(f"{field.name} of {getattr(self, 'name', type(self).__name__)!r}", field.type, value)
 
+    @property
+    def is_late(self) -> bool:
+        """Whether it rotates inside attention (`ctxext.attention`), which no config can say."""
+        return False
+
     def to_dict(self) -> dict[str, Any]:
         """A JSON-ready description: the method's name and its fields."""
 
@@ -73,11 +78,6 @@ class RopeMethod(ContextMethod):
     """A method for rotary position embeddings."""
 
     encoding: ClassVar[str] = "rope"
-
-    @property
-    @abstractmethod
-    def is_late(self) -> bool:
-        """Whether it rotates inside attention (`ctxext.attention`), which no config can say."""
 
     def at_length(self, rope: RopeGeometry, length: int) -> RopeScaling:
         """The static method to use when every sequence is to be treated as `length` tokens long."""

@@ -60,7 +60,6 @@ def method_from_rope_parameters(parameters: dict[str, Any], max_position_embeddi
             )
     raise ValueError(
         f"rope_type {rope_type!r} is not one ctxext can read (default, linear, dynamic, yarn, longrope, llama3). "
-        "The model was left as it was."
     )
 
 

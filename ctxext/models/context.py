@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-import sys
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -14,18 +13,13 @@ from ctxext.methods import (
     method_from_dict,
     method_from_rope_parameters,
 )
+from ctxext.models.checkpoints import Checkpoint, known_checkpoint
 from ctxext.models.config_fields import check_config
 from ctxext.models.families import family_of
 from ctxext.models.metadata import Lengths, live_mark, summary_of
+from ctxext.models.rope_tables import RopeTable, head_dim, length_limit, rope_tables
 from ctxext.models.text_config import text_config_of
 from ctxext.utils.values import MAX_TOKENS, is_count, shown
-
-if sys.version_info >= (3, 11):
-    pass
-else:
-    pass
-from ctxext.models.checkpoints import Checkpoint, known_checkpoint
-from ctxext.models.rope_tables import RopeTable, head_dim, length_limit, rope_tables
 
 
 def parse_tokens(text: str) -> int:
@@ -69,6 +63,11 @@ class ContextFacts:
     scaling: RopeMethod | None
     mark: dict[str, Any] | None
     checkpoint: Checkpoint | None
+
+    @property
+    def is_scaled(self) -> bool:
+        """Whether its RoPE is scaled already, natively or by ctxext."""
+        return self.scaling is not None or self.mark is not None
 
     @property
     def trained_length(self) -> int:
@@ -189,7 +188,7 @@ def read_context(config: Any, original_max_position_embeddings: int | None = Non
         raise ValueError(f"{name} has no rotary position embedding: its config holds no rope_parameters.")
     tables = rope_tables(text_config, whole)
     if not tables:
-        raise ValueError(f"{name} has no layer with RoPE. It was left as it was.")
+        raise ValueError(f"{name} has no layer with RoPE.")
     mark = live_mark(text_config)
     scaled = next((table for table in tables if table.scaling is not None), tables[0])
     parameters = tables[0].parameters

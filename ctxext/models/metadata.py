@@ -8,6 +8,10 @@ from typing import Any, Literal, get_args
 from ctxext.utils.json_files import FACTOR, NUMBER, OBJECT, TEXT, TOKENS, JsonObject, Kind, or_none
 from ctxext.utils.values import shown
 
+RECORD = "context_extension.json"
+# In a config.json: the summary of the extension beside it. Any other writer of that folder leaves it out.
+BESIDE = "context_extension"
+
 Existing = Literal["refuse", "keep", "compose", "replace"]
 EXISTING = Kind(f"one of {', '.join(get_args(Existing))}", lambda value: value in get_args(Existing))
 

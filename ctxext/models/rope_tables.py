@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,12 +14,6 @@ from ctxext.methods import (
 )
 from ctxext.models.families import family_of
 from ctxext.utils.values import MAX_ROTARY
-
-if sys.version_info >= (3, 11):
-    pass
-else:
-    pass
-
 
 # λ of a frequency that is zero: finite, as JSON has no infinity; the largest that float32 holds.
 ZERO_FREQUENCY = 1e38

@@ -16,8 +16,10 @@ import torch
 from jaxtyping import Float, Float64
 from torch import Tensor, nn
 
-from ctxext.core.edit import Surgery
-from ctxext.core.encoding import Encoding, SiteProof, probe_inputs, run, seen_by, stated_length
+from ctxext.core.edit import Edit
+from ctxext.core.encoding import ModuleEncoding, stated_length
+from ctxext.core.patch import FormulaProof, Patch
+from ctxext.core.probing import probe_inputs, run, seen_by
 from ctxext.encodings.alibi import alibi_bias, alibi_slopes
 from ctxext.methods import ContextMethod, SlopeScaling
 
@@ -76,7 +78,7 @@ class ScaledBias:
 
 
 @dataclass(frozen=True)
-class AlibiEncoding(Encoding):
+class AlibiEncoding(ModuleEncoding):
     """A family's bias, scaled on its way into each block.
 
     Attributes:
@@ -87,7 +89,7 @@ class AlibiEncoding(Encoding):
 
     name: ClassVar[str] = "alibi"
     default_method: ClassVar[str] = "alibi_scaling"
-    live_only: ClassVar[str | None] = "its slopes follow from the number of heads alone"
+    why_not_portable: ClassVar[str | None] = "its slopes follow from the number of heads alone"
 
     readers: tuple[str, ...]
     n_heads: int
@@ -106,24 +108,35 @@ class AlibiEncoding(Encoding):
             return ()
         return ("This family computes its bias in bfloat16 before it is scaled, whatever the model's dtype.",)
 
-    def write(self, surgery: Surgery, method: ContextMethod, target_length: int) -> None:
+    def patch(self, method: ContextMethod, target_length: int) -> Patch:
         assert isinstance(method, SlopeScaling)
-        trained = alibi_slopes(self.n_heads)
-        ratios = (method.slopes(trained) / trained).float()
-        for path in self.paths:
-            surgery.exchange_class(path, ScaledBias)
-            surgery.set_attribute(path, "bias_keywords", self.family.keywords)
-            surgery.set_attribute(path, "bias_ratios", ratios.clone())
-        if self.family.limit:
-            for path in self.readers:
-                surgery.set_attribute(path, "max_seq_length", target_length)
+        return ScaleBias(self, method, target_length)
+
+
+@dataclass(frozen=True)
+class ScaleBias(Patch):
+    """Each block scales the bias that it is handed."""
+
+    encoding: AlibiEncoding
+    method: SlopeScaling
+    target_length: int
+
+    def write(self, edit: Edit, before: Any) -> None:
+        trained, family = alibi_slopes(self.encoding.n_heads), self.encoding.family
+        ratios = (self.method.slopes(trained) / trained).float()
+        for path in self.encoding.paths:
+            edit.exchange_class(path, ScaledBias)
+            edit.set_attribute(path, "bias_keywords", family.keywords)
+            edit.set_attribute(path, "bias_ratios", ratios.clone())
+        if family.limit:
+            for path in self.encoding.readers:
+                edit.set_attribute(path, "max_seq_length", self.target_length)
 
     def observe(self, model: nn.Module) -> Tensor:
         return run(model, probe_inputs(model, self._n_probe))
 
-    def prove(self, model: nn.Module, method: ContextMethod, before: Tensor) -> SiteProof:
-        assert isinstance(method, SlopeScaling)
-        slopes = method.slopes(alibi_slopes(self.n_heads))
+    def prove(self, model: nn.Module, before: Tensor) -> FormulaProof:
+        slopes = self.method.slopes(alibi_slopes(self.encoding.n_heads))
         short = probe_inputs(model, self._n_probe)
         masked = {**short, "attention_mask": torch.ones_like(short["input_ids"])}
         errors, effects = [], []
@@ -132,24 +145,25 @@ class AlibiEncoding(Encoding):
                 effects.append(float((run(model, inputs) - before).abs().max()))
             errors.append(self._error(model, seen, slopes, self._n_probe))
         n_tokens = self._n_probe
-        if self.limit is not None and self.limit < LONGEST_PROBE and method.factor > 1:
-            n_tokens = self.limit + 1
+        limit = self.encoding.limit
+        if limit is not None and limit < LONGEST_PROBE and self.method.factor > 1:
+            n_tokens = limit + 1
             with self._seen(model) as seen:
                 run(model, probe_inputs(model, n_tokens))
             errors.append(self._error(model, seen, slopes, n_tokens))
-        return SiteProof(max(errors), min(effects), n_tokens)
+        return FormulaProof(max(errors), min(effects), n_tokens)
 
     @property
     def _n_probe(self) -> int:
-        return min(PROBE, self.limit or PROBE)
+        return min(PROBE, self.encoding.limit or PROBE)
 
     @contextmanager
     def _seen(self, model: nn.Module) -> Iterator[dict[tuple[str, str], list[Any]]]:
         with ExitStack() as stack:
             yield {
                 (path, keyword): stack.enter_context(seen_by(model, path, keyword))
-                for path in self.readers
-                for keyword in self.family.keywords
+                for path in self.encoding.readers
+                for keyword in self.encoding.family.keywords
             }
 
     def _error(
@@ -165,14 +179,14 @@ class AlibiEncoding(Encoding):
             scale: Any = model.get_submodule(path).inv_norm_factor if keyword == "attention_mask" else 1.0
             got = received.flatten(0, -3)[:, -1, -n_tokens:].double().cpu()
             got = got - got[:, -1:]  # Softmax does not see a constant, which each family chooses in its own way.
-            eps = max(torch.finfo(self.family.dtype).eps, torch.finfo(received.dtype).eps)
+            eps = max(torch.finfo(self.encoding.family.dtype).eps, torch.finfo(received.dtype).eps)
             beyond = (got - scale * want).abs() - eps * (scale * want).abs().max()
             worst = max(worst, float(beyond.max()))
         return worst
 
 
 @dataclass(frozen=True)
-class SlopeEncoding(Encoding):
+class SlopeEncoding(ModuleEncoding):
     """Modules that hold one slope a head in a persistent buffer, `buffers` naming it for each of `paths`."""
 
     name: ClassVar[str] = "alibi"
@@ -185,30 +199,44 @@ class SlopeEncoding(Encoding):
     def updates(self, method: ContextMethod, target_length: int) -> dict[str, Any]:
         return {self.length_field: target_length}
 
-    def write(self, surgery: Surgery, method: ContextMethod, target_length: int) -> None:
+    def patch(self, method: ContextMethod, target_length: int) -> Patch:
         assert isinstance(method, SlopeScaling)
-        for path, name in zip(self.paths, self.buffers):
-            surgery.set_tensor(path, name, method.slopes(self._slopes(surgery.model, path, name)))
+        return WriteSlopes(self, method)
+
+
+@dataclass(frozen=True)
+class WriteSlopes(Patch):
+    """The buffers hold the scaled slopes."""
+
+    encoding: SlopeEncoding
+    method: SlopeScaling
+
+    def write(self, edit: Edit, before: Any) -> None:
+        for path, name in self._where:
+            edit.set_tensor(path, name, self.method.slopes(self._slopes(edit.model, path, name)))
 
     def observe(self, model: nn.Module) -> Any:
-        slopes = [self._slopes(model, path, name) for path, name in zip(self.paths, self.buffers)]
+        slopes = [self._slopes(model, path, name) for path, name in self._where]
         return slopes, run(model, probe_inputs(model, PROBE))
 
-    def prove(self, model: nn.Module, method: ContextMethod, before: Any) -> SiteProof:
-        assert isinstance(method, SlopeScaling)
+    def prove(self, model: nn.Module, before: Any) -> FormulaProof:
         trained, output = before
         error = max(
-            float((self._slopes(model, path, name) - method.slopes(old)).abs().max())
-            for path, name, old in zip(self.paths, self.buffers, trained)
+            float((self._slopes(model, path, name) - self.method.slopes(old)).abs().max())
+            for (path, name), old in zip(self._where, trained)
         )
-        return SiteProof(error, float((run(model, probe_inputs(model, PROBE)) - output).abs().max()), PROBE)
+        return FormulaProof(error, float((run(model, probe_inputs(model, PROBE)) - output).abs().max()), PROBE)
+
+    @property
+    def _where(self) -> list[tuple[str, str]]:
+        return list(zip(self.encoding.paths, self.encoding.buffers))
 
     @staticmethod
     def _slopes(model: nn.Module, path: str, name: str) -> Float64[Tensor, " head"]:
         return model.get_submodule(path).get_buffer(name).double().clone()
 
 
-def find(model: nn.Module, text_config: Any) -> Encoding | None:
+def find(model: nn.Module, text_config: Any) -> ModuleEncoding | None:
     """A BLOOM, an MPT or a Falcon with ALiBi; or any model with a buffer `slopes` or `alibi_slopes`, one a head."""
     family = FAMILIES.get(text_config.model_type)
     if family is None:

@@ -16,8 +16,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_iter
 
-from ctxext.core.edit import Surgery
-from ctxext.core.encoding import Encoding, SiteProof, probe_inputs, run, seen_by
+from ctxext.core.edit import Edit
+from ctxext.core.encoding import ModuleEncoding
+from ctxext.core.patch import FormulaProof, Patch
+from ctxext.core.probing import probe_inputs, run, seen_by
 from ctxext.core.twin import Difference, differences, twin_of
 from ctxext.encodings.sinusoidal import Layout, sinusoidal_table
 from ctxext.methods import ContextMethod, PositionScaling, TableResizing
@@ -51,7 +53,7 @@ class Table:
 
 
 @dataclass(frozen=True)
-class TableEncoding(Encoding):
+class TableEncoding(ModuleEncoding):
     """The tables of a model; the first one's limit is its context.
 
     Attributes:
@@ -66,7 +68,7 @@ class TableEncoding(Encoding):
     config: Any = field(compare=False, repr=False)
 
     @property
-    def live_only(self) -> str | None:  # type: ignore[override]
+    def why_not_portable(self) -> str | None:  # type: ignore[override]
         return None if self.saved else "its table of positions is not saved with the weights"
 
     @abstractmethod
@@ -79,12 +81,10 @@ class TableEncoding(Encoding):
         grown = round(first.positions * target_length / self.trained_length)
         return limit.positions + grown - first.positions
 
-    def check(self, method: ContextMethod, target_length: int) -> None:
-        for table in self.tables:
+    def updates(self, method: ContextMethod, target_length: int) -> dict[str, Any]:
+        for table in self.tables:  # or the method says why not
             n_positions = self.n_positions(table.limit, target_length)
             self.rows(method, torch.zeros(table.limit.positions, 4, dtype=torch.float64), n_positions)
-
-    def updates(self, method: ContextMethod, target_length: int) -> dict[str, Any]:
         limits = {table.limit for table in self.tables}
         return {limit.field: limit.held - limit.positions + self.n_positions(limit, target_length) for limit in limits}
 
@@ -93,42 +93,55 @@ class TableEncoding(Encoding):
         rows = self.rows(method, old[table.first :].double(), self.n_positions(table.limit, target_length))
         return torch.cat([old[: table.first].double(), rows])
 
-    def write(self, surgery: Surgery, method: ContextMethod, target_length: int) -> None:
-        model, tables = surgery.model, {(table.path, table.name): table for table in self.tables}
-        for found in list(differences(twin_of(model, self.config), twin_of(model, model.config))):
-            table, module = tables.get((found.path, found.name)), model.get_submodule(found.path)
-            new = found.after
-            if table is not None:
-                new = self.expected(method, table, _held(model, table).detach(), target_length)
-            elif isinstance(found.after, Tensor):
-                new = _regrown(found, getattr(module, found.name), getattr(self.config, "window_size", None))
-            if found.kind == "attribute":
-                if found.name not in module.__dict__:
-                    continue  # BigBird exchanges its attention as it runs.
-                held = getattr(module, found.name)
-                new = new.to(held.device, held.dtype) if isinstance(new, Tensor) else new
-                surgery.set_attribute(found.path, found.name, new)
-            else:
-                surgery.set_tensor(found.path, found.name, new)
-
     def notes(self, method: ContextMethod) -> tuple[str, ...]:
         return (
             "the longer table is a new parameter: build optimisers after this, and train it, or its new rows stay what "
             "the method made of the old.",
         )
 
+    def patch(self, method: ContextMethod, target_length: int) -> Patch:
+        return GrowTables(self, method, target_length)
+
+
+@dataclass(frozen=True)
+class GrowTables(Patch):
+    """The tables, and every buffer that grows with them, are as long as the extended config says."""
+
+    encoding: TableEncoding
+    method: ContextMethod
+    target_length: int
+
+    def write(self, edit: Edit, before: Any) -> None:
+        model, encoding = edit.model, self.encoding
+        tables = {(table.path, table.name): table for table in encoding.tables}
+        for found in list(differences(twin_of(model, encoding.config), twin_of(model, model.config))):
+            table, module = tables.get((found.path, found.name)), model.get_submodule(found.path)
+            new = found.after
+            if table is not None:
+                new = encoding.expected(self.method, table, _held(model, table).detach(), self.target_length)
+            elif isinstance(found.after, Tensor):
+                new = _regrown(found, getattr(module, found.name), getattr(encoding.config, "window_size", None))
+            if found.kind == "attribute":
+                if found.name not in module.__dict__:
+                    continue  # BigBird exchanges its attention as it runs.
+                held = getattr(module, found.name)
+                new = new.to(held.device, held.dtype) if isinstance(new, Tensor) else new
+                edit.set_attribute(found.path, found.name, new)
+            else:
+                edit.set_tensor(found.path, found.name, new)
+
     def observe(self, model: nn.Module) -> list[Tensor]:
         """The tables as they are."""
-        return [_held(model, table).detach().clone() for table in self.tables]
+        return [_held(model, table).detach().clone() for table in self.encoding.tables]
 
-    def prove(self, model: nn.Module, method: ContextMethod, before: list[Tensor]) -> SiteProof:
-        n_tokens = self.trained_length + 1 if self.trained_length <= LONGEST_PROBE else 16
+    def prove(self, model: nn.Module, before: list[Tensor]) -> FormulaProof:
+        encoding, trained = self.encoding, self.encoding.trained_length
+        n_tokens = trained + 1 if trained <= LONGEST_PROBE else 16
         inputs = probe_inputs(model, n_tokens)
-        target_length = round(method.factor * self.trained_length)
         error, effects = 0.0, []
-        for table, old in zip(self.tables, before, strict=True):
+        for table, old in zip(encoding.tables, before, strict=True):
             live = _held(model, table)
-            expected = self.expected(method, table, old, target_length).to(live.dtype)
+            expected = encoding.expected(self.method, table, old, self.target_length).to(live.dtype)
             same = live.shape == expected.shape
             error = max(error, float((live - expected).abs().max()) if same else float("inf"))
             with seen_by(model, table.path) as seen:
@@ -146,7 +159,7 @@ class TableEncoding(Encoding):
             row += torch.linspace(-1, 1, len(row), device=row.device, dtype=row.dtype)
             effects.append(float((run(model, inputs) - output).abs().max()))
             row.copy_(kept)
-        return SiteProof(error, min(effects, default=0.0), n_tokens)
+        return FormulaProof(error, min(effects, default=0.0), n_tokens)
 
 
 @dataclass(frozen=True)
@@ -234,7 +247,7 @@ def _check_held(model: nn.Module, table: Table, expected: Tensor) -> None:
         raise ValueError(
             f"{table.limit.field}={table.limit.held} of the config means a position table of shape "
             f"{tuple(expected.shape)} at {table.path}.{table.name}, but the model holds {got}. Merge adapters, or set "
-            "the config to what the model has. The model was left as it was."
+            "the config to what the model has."
         )
 
 
@@ -288,10 +301,10 @@ def _regrown(found: Difference, here: Tensor, window: int | None) -> Tensor:
             if name == "a triangle" and window is not None and here.shape[-1] <= window < shape[-1]:
                 raise ValueError(
                     f"{found.path}.{found.name} holds {here.shape[-1]} tokens and the window of {window} would begin "
-                    "beyond them, so that layers with a window look like those without. The model was left as it was."
+                    "beyond them, so that layers with a window look like those without."
                 )
             return make(shape).to(here.dtype).contiguous()
     raise ValueError(
         f"{found.path}.{found.name} grows with the model's limit from {tuple(here.shape)} to {tuple(shape)}, but is "
-        f"none of {', '.join(makes)}. This family is not supported. The model was left as it was."
+        f"none of {', '.join(makes)}. This family is not supported."
     )

@@ -11,8 +11,10 @@ import torch
 from jaxtyping import Float64, Int, Shaped
 from torch import Tensor, nn
 
-from ctxext.core.edit import Surgery
-from ctxext.core.encoding import Encoding, SiteProof, probe_inputs, run, seen_by, stated_length
+from ctxext.core.edit import Edit
+from ctxext.core.encoding import ModuleEncoding, stated_length
+from ctxext.core.patch import FormulaProof, Patch
+from ctxext.core.probing import probe_inputs, run, seen_by
 from ctxext.encodings.learned import rows_at
 from ctxext.encodings.relative_bias import clipped_distance, relative_position_bucket
 from ctxext.encodings.sinusoidal import sinusoidal_table
@@ -33,7 +35,7 @@ PUBLISHED = {
 
 
 @dataclass(frozen=True)
-class BucketEncoding(Encoding):
+class BucketEncoding(ModuleEncoding):
     """Attention modules that look a bias up by the bucket of the distance.
 
     Attributes:
@@ -53,18 +55,28 @@ class BucketEncoding(Encoding):
         length = {} if self.length_field is None else {self.length_field: target_length}
         return {MAX_DISTANCE: method.max_distance(self.max_distance), **length}
 
-    def write(self, surgery: Surgery, method: ContextMethod, target_length: int) -> None:
+    def patch(self, method: ContextMethod, target_length: int) -> Patch:
         assert isinstance(method, BucketScaling)
-        for path in self.paths:
-            surgery.set_attribute(path, MAX_DISTANCE, method.max_distance(self.max_distance))
+        return WidenBuckets(self, method)
+
+
+@dataclass(frozen=True)
+class WidenBuckets(Patch):
+    """The buckets spread over a larger distance."""
+
+    encoding: BucketEncoding
+    method: BucketScaling
+
+    def write(self, edit: Edit, before: Any) -> None:
+        for path in self.encoding.paths:
+            edit.set_attribute(path, MAX_DISTANCE, self._max_distance)
 
     def observe(self, model: nn.Module) -> Tensor:
         return run(model, probe_inputs(model, self._n_probe))
 
-    def prove(self, model: nn.Module, method: ContextMethod, before: Tensor) -> SiteProof:
-        assert isinstance(method, BucketScaling)
-        max_distance = method.max_distance(self.max_distance)
-        tables = [(path, name) for path in self.paths for name in BIASES if hasattr(model.get_submodule(path), name)]
+    def prove(self, model: nn.Module, before: Tensor) -> FormulaProof:
+        paths = self.encoding.paths
+        tables = [(path, name) for path in paths for name in BIASES if hasattr(model.get_submodule(path), name)]
         with ExitStack() as stack:
             seen = [stack.enter_context(seen_by(model, f"{path}.{name}")) for path, name in tables]
             effect = float((run(model, probe_inputs(model, self._n_probe)) - before).abs().max())
@@ -72,7 +84,7 @@ class BucketEncoding(Encoding):
         for (path, name), calls in zip(tables, seen):
             module: Any = model.get_submodule(path)
             if not calls:
-                return SiteProof(float("inf"), effect, self._n_probe)  # A bias that nothing reads.
+                return FormulaProof(float("inf"), effect, self._n_probe)  # A bias that nothing reads.
             looked_up = calls[0].reshape(-1, *calls[0].shape[-3:])[0]
             relative = _relative_position(module, name, *looked_up.shape[:2])
             # The family takes its logarithms in float32, so that a bucket may begin a token early or late.
@@ -80,19 +92,23 @@ class BucketEncoding(Encoding):
             near = [
                 getattr(module, name).weight[
                     relative_position_bucket(
-                        relative + off, both_sides, module.relative_attention_num_buckets, max_distance
+                        relative + off, both_sides, module.relative_attention_num_buckets, self._max_distance
                     ).to(looked_up.device)
                 ]
                 for off in (-1, 0, 1)
             ]
             off = torch.stack([(looked_up - bias).abs().amax(-1) for bias in near]).amin(0)
             error = max(error, float(off.max()))
-        return SiteProof(error, effect, self._n_probe)
+        return FormulaProof(error, effect, self._n_probe)
+
+    @property
+    def _max_distance(self) -> int:
+        return self.method.max_distance(self.encoding.max_distance)
 
     @property
     def _n_probe(self) -> int:
         """Long enough that distances fall into other buckets than before."""
-        return min(2 * self.max_distance, LONGEST_PROBE)
+        return min(2 * self.encoding.max_distance, LONGEST_PROBE)
 
 
 def _relative_position(module: Any, name: str, n_queries: int, n_keys: int) -> Int[Tensor, "query key"]:
@@ -113,7 +129,7 @@ def _find_buckets(model: nn.Module, text_config: Any) -> BucketEncoding | None:
     if getattr(text_config, "relative_bias_args", None):
         raise ValueError(
             f"{type(model).__name__} adds up biases of the distance in the text and on the page in its encoder "
-            "(relative_bias_args), which this patch does not know. The model was left as it was."
+            "(relative_bias_args), which this patch does not know."
         )
     stated = stated_length(text_config, "n_positions", "max_position_embeddings")
     published, paper = PUBLISHED.get(text_config.model_type, (512, "T5; none is known for this family"))
@@ -130,9 +146,8 @@ def _find_buckets(model: nn.Module, text_config: Any) -> BucketEncoding | None:
 # ------------------------------------------------------------------------------------- relative representations
 
 
-def _seen_at(method: ContextMethod, distances: Shaped[Tensor, "*batch"]) -> Float64[Tensor, "*batch"]:
+def _seen_at(method: DistanceScaling, distances: Shaped[Tensor, "*batch"]) -> Float64[Tensor, "*batch"]:
     """The method on distances of either sign, which it is spared."""
-    assert isinstance(method, DistanceScaling)
     return distances.sign().double() * method.distances(distances.abs().double())
 
 
@@ -148,7 +163,7 @@ class ScaledSines:
 
 
 @dataclass(frozen=True)
-class RelativeSines(Encoding):
+class RelativeSines(ModuleEncoding):
     """XLNet, which makes the sines of all distances anew in every forward pass.
 
     Attributes:
@@ -158,7 +173,7 @@ class RelativeSines(Encoding):
 
     name: ClassVar[str] = "relative"
     default_method: ClassVar[str] = "distance_interpolation"
-    live_only: ClassVar[str | None] = "its sines are made anew in every forward pass, from no parameter"
+    why_not_portable: ClassVar[str | None] = "its sines are made anew in every forward pass, from no parameter"
 
     readers: tuple[str, ...]
     clamp_len: int
@@ -166,46 +181,58 @@ class RelativeSines(Encoding):
     def updates(self, method: ContextMethod, target_length: int) -> dict[str, Any]:
         return {}
 
-    def write(self, surgery: Surgery, method: ContextMethod, target_length: int) -> None:
+    def patch(self, method: ContextMethod, target_length: int) -> Patch:
         assert isinstance(method, DistanceScaling)
-        (path,) = self.paths
-        module: Any = surgery.model.get_submodule(path)
-        surgery.set_attribute(path, "positional_embedding", ScaledSines(method, type(module).positional_embedding))
-        if self.clamp_len > 0:
-            surgery.set_attribute(path, "clamp_len", self._clamp_len(target_length))
+        return ScaleDistances(self, method, target_length)
+
+
+@dataclass(frozen=True)
+class ScaleDistances(Patch):
+    """The sines are those of the distances that the method says."""
+
+    encoding: RelativeSines
+    method: DistanceScaling
+    target_length: int
+
+    def write(self, edit: Edit, before: Any) -> None:
+        (path,) = self.encoding.paths
+        module: Any = edit.model.get_submodule(path)
+        edit.set_attribute(path, "positional_embedding", ScaledSines(self.method, type(module).positional_embedding))
+        if self.encoding.clamp_len > 0:
+            edit.set_attribute(path, "clamp_len", self._clamp_len)
 
     def observe(self, model: nn.Module) -> Tensor:
         return run(model, probe_inputs(model, self._n_probe))
 
-    def prove(self, model: nn.Module, method: ContextMethod, before: Tensor) -> SiteProof:
+    def prove(self, model: nn.Module, before: Tensor) -> FormulaProof:
         n_tokens = self._n_probe
         with ExitStack() as stack:
-            seen = [stack.enter_context(seen_by(model, path, "r")) for path in self.readers]
+            seen = [stack.enter_context(seen_by(model, path, "r")) for path in self.encoding.readers]
             effect = float((run(model, probe_inputs(model, n_tokens)) - before).abs().max())
         error = 0.0
         for (received,) in seen:
             # From the number of keys down to 1 - queries, or to 0 where attention looks back alone.
             distances = n_tokens - torch.arange(len(received))
-            if self.clamp_len > 0:
-                reach = self._clamp_len(round(method.factor * self.trained_length))
-                distances = distances.clamp(-reach, reach)
-            want = sinusoidal_table(_seen_at(method, distances), received.shape[-1], layout="halves")
+            if self.encoding.clamp_len > 0:
+                distances = distances.clamp(-self._clamp_len, self._clamp_len)
+            want = sinusoidal_table(_seen_at(self.method, distances), received.shape[-1], layout="halves")
             error = max(error, float((received[:, 0].double().cpu() - want.to(received.dtype)).abs().max()))
-        return SiteProof(error, effect, n_tokens)
+        return FormulaProof(error, effect, n_tokens)
 
-    def _clamp_len(self, target_length: int) -> int:
-        return round(self.clamp_len * target_length / self.trained_length)
+    @property
+    def _clamp_len(self) -> int:
+        return round(self.encoding.clamp_len * self.target_length / self.encoding.trained_length)
 
     @property
     def _n_probe(self) -> int:
-        return 64 if self.clamp_len < 1 else min(2 * self.clamp_len, LONGEST_PROBE)
+        return 64 if self.encoding.clamp_len < 1 else min(2 * self.encoding.clamp_len, LONGEST_PROBE)
 
 
 SIDES = ("left_max_position_embeddings", "right_max_position_embeddings")
 
 
 @dataclass(frozen=True)
-class DistanceTable(Encoding):
+class DistanceTable(ModuleEncoding):
     """Shaw's vectors, one for each distance up to a number of frames to the left and to the right: speech encoders.
 
     Its length is the distance to the left from which on all are alike.
@@ -218,45 +245,64 @@ class DistanceTable(Encoding):
     n_right: int
 
     def updates(self, method: ContextMethod, target_length: int) -> dict[str, Any]:
+        return dict(self.reach(target_length))
+
+    def reach(self, target_length: int) -> dict[str, int]:
+        """The farthest distances with a vector of their own."""
         return dict(zip(SIDES, (target_length, round(self.n_right * target_length / self.trained_length))))
 
-    def write(self, surgery: Surgery, method: ContextMethod, target_length: int) -> None:
-        reach = self.updates(method, target_length)
-        for path in self.paths:
-            table = f"{path}.distance_embedding"
-            rows = self._rows(method, surgery.model.get_submodule(table).get_parameter("weight").detach(), reach)
-            surgery.set_tensor(table, "weight", rows)
-            surgery.set_attribute(table, "num_embeddings", len(rows))
-            for side in SIDES:
-                surgery.set_attribute(path, side, reach[side])
+    def patch(self, method: ContextMethod, target_length: int) -> Patch:
+        assert isinstance(method, DistanceScaling)
+        return GrowDistances(self, method, target_length)
 
-    def _rows(
-        self, method: ContextMethod, trained: Shaped[Tensor, "distance dim"], reach: dict[str, int]
-    ) -> Float64[Tensor, "longer dim"]:
-        left, right = (reach[side] for side in SIDES)
-        return rows_at(trained, _seen_at(method, torch.arange(-left, right + 1)) + self.trained_length)
+
+@dataclass(frozen=True)
+class GrowDistances(Patch):
+    """A vector for each distance up to the target."""
+
+    encoding: DistanceTable
+    method: DistanceScaling
+    target_length: int
+
+    def write(self, edit: Edit, before: Any) -> None:
+        for path in self.encoding.paths:
+            table = f"{path}.distance_embedding"
+            rows = self._rows(edit.model.get_submodule(table).get_parameter("weight").detach())
+            edit.set_tensor(table, "weight", rows)
+            edit.set_attribute(table, "num_embeddings", len(rows))
+            for side in SIDES:
+                edit.set_attribute(path, side, self._reach[side])
+
+    @property
+    def _reach(self) -> dict[str, int]:
+        return self.encoding.reach(self.target_length)
+
+    def _rows(self, trained: Shaped[Tensor, "distance dim"]) -> Float64[Tensor, "longer dim"]:
+        left, right = (self._reach[side] for side in SIDES)
+        return rows_at(trained, _seen_at(self.method, torch.arange(-left, right + 1)) + self.encoding.trained_length)
 
     def observe(self, model: nn.Module) -> Any:
-        tables = [model.get_parameter(f"{path}.distance_embedding.weight").detach().clone() for path in self.paths]
+        tables = [
+            model.get_parameter(f"{path}.distance_embedding.weight").detach().clone() for path in self.encoding.paths
+        ]
         return tables, run(model, _frames(model, self._n_probe))
 
-    def prove(self, model: nn.Module, method: ContextMethod, before: Any) -> SiteProof:
+    def prove(self, model: nn.Module, before: Any) -> FormulaProof:
         trained, output = before
-        reach = self.updates(method, round(method.factor * self.trained_length))
         with ExitStack() as stack:
-            seen = [stack.enter_context(seen_by(model, f"{path}.distance_embedding")) for path in self.paths]
+            seen = [stack.enter_context(seen_by(model, f"{path}.distance_embedding")) for path in self.encoding.paths]
             effect = float((run(model, _frames(model, self._n_probe)) - output).abs().max())
         error = 0.0
         for old, calls in zip(trained, seen):
             frames = torch.arange(len(calls[0]))
-            index = clipped_distance(frames, frames, *(reach[side] for side in SIDES))
-            want = self._rows(method, old, reach).to(old.dtype)[index.to(old.device)]
+            index = clipped_distance(frames, frames, *(self._reach[side] for side in SIDES))
+            want = self._rows(old).to(old.dtype)[index.to(old.device)]
             error = max(error, float((calls[0] - want).abs().max()))
-        return SiteProof(error, effect, self._n_probe)
+        return FormulaProof(error, effect, self._n_probe)
 
     @property
     def _n_probe(self) -> int:
-        return min(2 * self.trained_length, LONGEST_PROBE)
+        return min(2 * self.encoding.trained_length, LONGEST_PROBE)
 
 
 def _frames(model: nn.Module, n_frames: int) -> dict[str, Tensor]:
@@ -307,7 +353,7 @@ def _join(path: str, name: str) -> str:
     return f"{path}.{name}" if path else name
 
 
-def find(model: nn.Module, text_config: Any) -> Encoding | None:
+def find(model: nn.Module, text_config: Any) -> ModuleEncoding | None:
     """T5's buckets, XLNet's sines, or the distance vectors of a model that is a speech encoder and nothing else.
 
     Ask for sinusoidal tables first: SeamlessM4T-v2 has both, and its context is that of its text decoder.

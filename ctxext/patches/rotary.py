@@ -1,86 +1,33 @@
-"""The rotary embedding of a live model: find it, build its replacement, swap it, see it used.
+"""The rotary embedding of a live model: find it, build its replacement, replace it, see it used.
 
-Families are found by structure. A module that holds `inv_freq`, `original_inv_freq` and
-`attention_scaling`, or these for each type of layer (`full_attention_inv_freq` and so on), is
-transformers' standard rotary embedding, whatever the model is called. Its
-replacement is built by its own class from the extended config, so shapes and partial rotary stay
+Families are found by structure. A module that holds `inv_freq`, `original_inv_freq` and `attention_scaling`, or these
+for each type of layer (`full_attention_inv_freq` and so on), is transformers' standard rotary embedding, whatever the
+model is called. Its replacement is built by its own class from the extended config, so shapes and partial rotary stay
 the family's, and a plain reload of the saved config gives bitwise the same module.
 """
 
 from __future__ import annotations
 
-import copy
-import functools
-import inspect
-from collections.abc import Iterable
+import itertools
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from jaxtyping import Float, Float64
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter
 
-from ctxext.core.encoding import probe_inputs
+from ctxext.core.consumed import is_consumed
+from ctxext.core.edit import Edit
+from ctxext.core.patch import Patch, Proof
+from ctxext.core.probing import on_meta
+from ctxext.core.rotary_module import ExtendedRotary, extended_class, of_label, table_names
 from ctxext.encodings.rope import RopeGeometry, cos_sin
+from ctxext.models.context import ContextFacts
+from ctxext.models.rope_tables import rope_tables
+from ctxext.models.text_config import text_config_of
 
-
-def table_names(module: nn.Module) -> list[str]:
-    """The buffers in which a rotary embedding keeps frequencies."""
-    return [name for name in module._buffers if name.endswith("inv_freq")]
-
-
-def of_label(label: str, name: str) -> str:
-    """`inv_freq` as the table of `label` calls it; "" is the only table of a module."""
-    return f"{label}_{name}" if label else name
-
-
-class ExtendedRotary:
-    """Mixed into a family's own rotary class: says what it is, and keeps its frequencies exact.
-
-    Casting a model to bfloat16 would cast the frequencies too (58 radians off at position 32768),
-    and `to_empty` would leave garbage; here both end with the float32 table that was built.
-    """
-
-    summary: str
-    exact: dict[str, Tensor]  # The built tables: float32, on the CPU, not registered, so that no cast reaches them.
-
-    def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        super()._apply(fn, recurse)  # type: ignore[misc]
-        for name, table in self.exact.items():
-            device = getattr(self, name).device
-            if device.type != "meta":
-                self._buffers[name] = table.to(device, copy=True)  # type: ignore[attr-defined]
-        return self
-
-    def extra_repr(self) -> str:
-        return self.summary
-
-    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        # The class is made at run time: pickle and deepcopy rebuild it from what it was made of.
-        return _blank, type(self).__bases__, self.__dict__
-
-    @staticmethod
-    def adjust_forward(plain: Any) -> Any:
-        """The forward of the mixed class, from the family's own without transformers' decorator.
-
-        That looks at the positions on every call to choose between longrope's two lists; ours are equal, and
-        looking costs some percent of a decode step.
-        """
-        return torch.no_grad()(plain)
-
-
-@functools.cache
-def extended_class(mixin: type[ExtendedRotary], base: type[nn.Module]) -> type[nn.Module]:
-    """A subclass of a family's rotary class. Its name keeps `RotaryEmbedding`, as transformers looks for it."""
-    members = {"__module__": __name__, "forward": mixin.adjust_forward(inspect.unwrap(base.forward))}
-    return type(f"Extended{base.__name__}", (mixin, base), members)
-
-
-def _blank(mixin: type[ExtendedRotary], base: type[nn.Module]) -> nn.Module:
-    cls = extended_class(mixin, base)
-    return cls.__new__(cls)
+SIN_COS = "embed_positions"  # the buffer of GPT-J's attention
 
 
 @dataclass
@@ -178,20 +125,6 @@ def _labels(module: nn.Module) -> list[str]:
     ]
 
 
-SIN_COS = "embed_positions"
-
-
-def find_sin_cos_tables(model: nn.Module) -> list[str]:
-    """The attention modules of GPT-J and kin, which keep a table of sines and cosines each."""
-    return [path for path, module in model.named_modules() if isinstance(module._buffers.get(SIN_COS), Tensor)]
-
-
-def sin_cos_table(n_rows: int, rope: RopeGeometry) -> Float[Tensor, "row two_pairs"]:
-    """Sines and then cosines of positions 0 to `n_rows` - 1, in float32 as GPT-J computes them."""
-    cos, sin = cos_sin(torch.arange(n_rows), rope.inv_freq.float(), rope.attention_factor)
-    return torch.cat([sin, cos], dim=-1)
-
-
 # In the path or the class of tables that turn no text; MusicFlamingo's turns the time of a sound.
 NOT_TEXT = ("visual", "vision", "audio", "protein", "MusicFlamingoRotary")
 
@@ -209,29 +142,192 @@ def other_rotary_tables(model: nn.Module, sites: list[RotarySite]) -> list[str]:
     return others
 
 
-def put(model: nn.Module, site_paths: tuple[str, ...], new: nn.Module) -> nn.Module:
-    """Set `new` at every path, with the device, mode and accelerate hook of what stood there; return that."""
-    old = model.get_submodule(site_paths[0])
-    device = getattr(old, table_names(old)[0]).device
-    if getattr(new, table_names(new)[0]).device.type == "meta" and device.type != "meta":
-        # The module was made on meta and its model has been materialised since: build it again.
-        fresh = type(new)(new.config)
-        new._buffers.update({name: fresh._buffers[name] for name in table_names(new)})
-    new.to(device)
-    new.train(old.training)
-    hook = getattr(old, "_hf_hook", None)
-    if hook is not None:
-        from accelerate.hooks import add_hook_to_module, remove_hook_from_module
+def standard_sites(model: nn.Module, facts: ContextFacts) -> list[RotarySite]:
+    """The rotary embeddings of a model whose positions are kept there alone, and as its config says.
 
-        remove_hook_from_module(new)
-        add_hook_to_module(new, copy.copy(hook))
-    for path in site_paths:
-        parent, _, name = path.rpartition(".")
-        setattr(model.get_submodule(parent), name, new)
-    return old
+    Raises:
+        ValueError: there are none, others beside them, or one that was changed by hand.
+    """
+    text_config = facts.text_config
+    name = f"{type(model).__name__} (model_type {text_config.model_type!r})"
+    sites = find_rotary_sites(model, text_config)
+    others = other_rotary_tables(model, sites)
+    if not sites:
+        seen = f" It keeps other rotary tables: {'; '.join(others[:3])}." if others else ""
+        raise ValueError(
+            f"found no standard rotary embedding in {name}: no module holds inv_freq, original_inv_freq and "
+            f"attention_scaling.{seen}"
+        )
+    if others:
+        raise ValueError(
+            f"{name} has rotary tables beside the standard one, so a patch would be half done: {'; '.join(others[:3])}."
+        )
+    for site in sites:
+        _check_present_table(site, facts)
+    return sites
 
 
-# ------------------------------------------------------------------------------------------ proof
+def _check_present_table(site: RotarySite, facts: ContextFacts) -> None:
+    """The model must do what its config says before it is changed; float16 and bfloat16 casts are allowed."""
+    tables = {table.label: table for table in facts.tables}
+    if set(site.labels) != tables.keys():
+        raise ValueError(
+            f"{site.paths[0]!r} has tables for {', '.join(site.labels)}, but the config for {', '.join(tables)}. This "
+            "family keeps them in its own way and is not supported."
+        )
+    for label, described in tables.items():
+        table = site.table(label)
+        if len(table) != described.rotary_dim // 2 + described.n_zero:
+            raise ValueError(
+                f"{site.paths[0]!r} rotates {2 * len(table)} dimensions, but the config says {described.rotary_dim}. "
+                "This family computes them in its own way and is not supported."
+            )
+        scaling = described.scaling
+        if table.device.type == "meta" or (scaling is not None and scaling.is_late):
+            continue  # Those two change the table as they run.
+        in_use = facts.rope_of(described).inv_freq
+        expected = site.laid_out(label, in_use, in_use).float().to(table.dtype).double()
+        exact = table.dtype == torch.float32
+        # Float32 keeps a frequency of 1e-38 as that, and some families one of exactly zero.
+        if not torch.allclose(
+            table.cpu().double(), expected, rtol=1e-5 if exact else 1e-2, atol=1e-30 if exact else 1e-7
+        ):
+            raise ValueError(
+                f"the frequencies of {site.paths[0]!r} differ from what its config says (by up to "
+                f"{relative_error(table, expected):.1e}, relative): they were changed by hand, or this family "
+                "computes them in its own way. Load the model afresh, or see ctxext.describe_context."
+            )
+
+
+def table_errors(model: nn.Module, text_config: Any, rope_parameters: dict[str, Any]) -> Iterator[tuple[str, float]]:
+    """How far each rotary table of a live model is from what `rope_parameters` say: (path, relative error).
+
+    Tables that follow the length of the call and tables that are offloaded are left out.
+    """
+    tables = rope_tables(text_config, rope_parameters)
+    for site, facts in itertools.product(find_rotary_sites(model, text_config), tables):
+        parameters, rope = facts.parameters, facts.in_use
+        if parameters["rope_type"] == "dynamic" or parameters.get("short_factor") != parameters.get("long_factor"):
+            continue
+        inv_freq = site.table(facts.label)
+        if inv_freq.device.type != "meta":
+            scaling = getattr(site.module, of_label(facts.label, "attention_scaling"))
+            expected = site.laid_out(facts.label, rope.inv_freq, rope.inv_freq)
+            yield (
+                site.paths[0],
+                max(relative_error(inv_freq, expected), abs(scaling / rope.attention_factor - 1)),
+            )
+
+
+# ------------------------------------------------------------------------------------------ the patch
+
+
+@dataclass(frozen=True)
+class RotaryProof(Proof):
+    """What was seen of new frequencies.
+
+    Attributes:
+        frequency_error: largest relative difference between the new module's frequencies (built by the
+            family's own class from the saved config) and the method's formula.
+        output_error: largest difference between the cos and sin that the module returns and the
+            formula; None where its output has a layout that is not compared.
+        consumed: whether a forward pass was seen to read what the module returns; None until the
+            first forward pass of a model whose weights were not there yet.
+    """
+
+    frequency_error: float
+    output_error: float | None
+    consumed: bool | None
+
+    # Float32 tables against float64 formulas: powers of theta are good to about 1e-6 there.
+    FREQUENCY_BAR: ClassVar[float] = 1e-5
+    OUTPUT_BAR: ClassVar[float] = 1e-3
+
+    def __str__(self) -> str:
+        consumed = {True: "seen", False: "NOT seen", None: "due at the first forward pass"}[self.consumed]
+        output = "layout not compared" if self.output_error is None else f"off by {self.output_error:.1e}"
+        return f"frequencies off by {self.frequency_error:.1e}, cos and sin {output}, use by attention {consumed}"
+
+    @property
+    def is_pending(self) -> bool:
+        return self.consumed is None
+
+    def fault(self, name: str, summary: str) -> str | None:
+        output_error = self.output_error or 0.0
+        if not (self.frequency_error <= self.FREQUENCY_BAR and output_error <= self.OUTPUT_BAR):
+            return (
+                f"{name} does not do what {summary!r} says: frequencies differ by {self.frequency_error:.1e}, cos and "
+                f"sin by {output_error:.1e}. This family reads its config in its own way."
+            )
+        if self.consumed is False:
+            return (
+                f"nothing in {name} reads its rotary embedding, so replacing it changes nothing: its attention gets "
+                "positions from elsewhere."
+            )
+        return None
+
+
+@dataclass(frozen=True)
+class ReplaceRotary(Patch):
+    """The family's own rotary embedding, built from the extended config.
+
+    Attributes:
+        facts: of the config before the extension.
+        tables: the new frequencies by label, as the method's formula has them.
+        summary: of the plan, which the module's repr shows.
+        writes_tables: whether they are written into the module, as no config of the family can express them.
+    """
+
+    needs_weights: ClassVar[bool] = False
+
+    facts: ContextFacts
+    tables: dict[str, RopeGeometry]
+    summary: str
+    writes_tables: bool
+
+    def check(self, model: nn.Module) -> None:
+        standard_sites(model, self.facts)
+
+    def observe(self, model: nn.Module) -> list[tuple[RotarySite, dict[str, Tensor]]]:
+        """The sites, each with the frequencies that it is to have, by label."""
+        sites = find_rotary_sites(model, self.facts.text_config)
+        return [(site, {table.label: self._laid_out(site, table) for table in self.facts.tables}) for site in sites]
+
+    def write(self, edit: Edit, before: list[tuple[RotarySite, dict[str, Tensor]]]) -> None:
+        config = text_config_of(edit.model.config)
+        for site, expected in before:
+            new = site.build(config, self.summary)
+            for label, inv_freq in expected.items() if self.writes_tables else ():
+                write_table(new, label, inv_freq, self.tables[label].attention_factor)
+            edit.replace_module(site.paths, new)
+
+    def prove(self, model: nn.Module, before: list[tuple[RotarySite, dict[str, Tensor]]]) -> RotaryProof:
+        frequency_error, output_errors, modules = 0.0, [], []
+        for site, expected in before:
+            module: Any = model.get_submodule(site.paths[0])
+            modules.append(module)
+            for label, inv_freq in expected.items():
+                rope, name = self.tables[label], of_label(label, "inv_freq")
+                held = getattr(module, name)
+                if held.device.type == "meta":
+                    held = module.exact[name] if isinstance(module, ExtendedRotary) else inv_freq * torch.inf
+                frequency_error = max(frequency_error, relative_error(held, inv_freq))
+                in_order = torch.equal(inv_freq[: len(rope.inv_freq)], rope.inv_freq)  # not in the family's own order
+                if in_order and getattr(module, name).device.type != "meta":
+                    output_errors.append(output_error(module, label, inv_freq, rope.attention_factor))
+        found = [error for error in output_errors if error is not None]
+        consumed = None
+        if not on_meta(model):
+            replaced = [site.module for site, _ in before]
+            live = all(isinstance(module, ExtendedRotary) for module in modules)
+            consumed = live and is_consumed(model, modules, replaced)
+        return RotaryProof(frequency_error, max(found, default=None), consumed)
+
+    def _laid_out(self, site: RotarySite, table: Any) -> Tensor:
+        return site.laid_out(table.label, self.tables[table.label].inv_freq, self.facts.rope_of(table).inv_freq)
+
+
+# ------------------------------------------------------------------------------------------ comparing
 
 
 def relative_error(table: Tensor, expected: Tensor) -> float:
@@ -247,11 +343,12 @@ def output_error(
 ) -> float | None:
     """Largest difference between the cos and sin that `module` gives for a table and the written-out formula.
 
-    None where the module's output has none of the layouts known here. It must run on the CPU.
+    None where the module's output has none of the layouts known here.
     """
     positions = torch.tensor([[0, 1, 7, 100]])
+    device = getattr(module, of_label(label, "inv_freq")).device
     with torch.no_grad():
-        output = module(torch.zeros(1, 1, 1), positions, *([label] if label else []))
+        output = module(torch.zeros(1, 1, 1, device=device), positions.to(device), *([label] if label else []))
     cos, sin = cos_sin(positions, inv_freq, attention_factor)
     if isinstance(output, Tensor):
         if not output.is_complex():
@@ -260,7 +357,7 @@ def output_error(
     pairs = cos.shape[-1]
     worst = None
     for got, want in zip(output, (cos, sin), strict=True):
-        got = got.reshape(-1, positions.shape[-1], got.shape[-1])[:1].double()
+        got = got.reshape(-1, positions.shape[-1], got.shape[-1])[:1].double().cpu()
         if got.shape[-1] == pairs:
             candidates = [got]
         elif got.shape[-1] == 2 * pairs:
@@ -270,117 +367,3 @@ def output_error(
         error = min(float((candidate - want).abs().max()) for candidate in candidates)
         worst = error if worst is None else max(worst, error)
     return worst
-
-
-class _Consumed(Exception):
-    """The rotary output was used; nothing more of the forward pass is needed."""
-
-
-class _SeeConsumed(TorchDispatchMode):
-    """Watches for operations that read some tensors: those given, and what watched modules return."""
-
-    def __init__(self, stop: bool, tensors: Iterable[Tensor] = ()) -> None:
-        super().__init__()
-        self.stop = stop
-        self.outputs: dict[int, Tensor] = {}  # keyed by storage; held, so that no address is reused
-        self.read: set[int] = set()
-        self.add(tensors)
-
-    def add(self, tensors: Iterable[Any]) -> None:
-        self.outputs.update({t.untyped_storage()._cdata: t for t in tensors if isinstance(t, Tensor)})
-
-    def watch(self, module: nn.Module, args: Any, output: Any) -> None:
-        self.add(tree_iter(output))
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if self.outputs:
-            tensors = (t for t in tree_iter((args, kwargs or {})) if isinstance(t, Tensor))
-            self.read |= self.outputs.keys() & {tensor.untyped_storage()._cdata for tensor in tensors}
-            if self.read and self.stop:
-                raise _Consumed
-        return func(*args, **(kwargs or {}))
-
-
-def is_consumed(model: nn.Module, modules: list[nn.Module], replaced: list[nn.Module]) -> bool:
-    """Whether a forward pass of two tokens reads what `modules` return.
-
-    A module that the pass does not call needs no reader if another is called (some families keep one that they never
-    use), but none of those that were `replaced` may be called.
-    """
-    called: set[int] = set()
-    handles = [m.register_forward_hook(lambda module, args, output: called.add(id(module))) for m in replaced]
-    some = False
-    try:
-        for module in modules:
-            see = _SeeConsumed(stop=not _hooked(model))
-            handles += [module.register_forward_hook(see.watch)]
-            _run_two_tokens(model, see)
-            if called or (see.outputs and not see.read):
-                return False
-            some |= bool(see.read)
-    finally:
-        for handle in handles:
-            handle.remove()
-    return some
-
-
-def are_read(model: nn.Module, tensors: list[Tensor]) -> bool:
-    """Whether a forward pass of two tokens reads every one of `tensors`."""
-    see = _SeeConsumed(stop=False, tensors=tensors)
-    _run_two_tokens(model, see)
-    return see.read == see.outputs.keys()
-
-
-def _run_two_tokens(model: nn.Module, see: _SeeConsumed) -> None:
-    """The pass stops where `see` has seen enough, in the first attention layer.
-
-    Models with accelerate hooks run through, as their hooks move weights back afterwards.
-    """
-    inputs = probe_inputs(model, 2)
-    device = next(tensor.device for tensor in tree_iter(inputs) if isinstance(tensor, Tensor))
-    try:
-        with (
-            torch.random.fork_rng(devices=[device] if device.type == "cuda" else []),
-            torch.compiler.set_stance("force_eager"),
-            torch.no_grad(),
-            see,
-        ):
-            model(**inputs, use_cache=False)
-    except _Consumed:
-        pass
-
-
-def _hooked(model: nn.Module) -> bool:
-    return any(hasattr(module, "_hf_hook") for module in model.modules())
-
-
-def on_meta(model: nn.Module) -> bool:
-    """Whether weights are missing, so that no forward pass can run yet."""
-    return not _hooked(model) and any(p.device.type == "meta" for p in model.parameters())
-
-
-# ---------------------------------------------------------------------- the scale of the softmax
-
-
-def softmax_scales(model: nn.Module, before: Any, after: Any) -> dict[str, float]:
-    """The `scaling` of each attention module of latent attention, by path, as its own class sets it from `after`.
-
-    Args:
-        before: the text config that the modules hold now.
-
-    Raises:
-        ValueError: a module's present scale is not what its config says.
-    """
-    scales = {}
-    for path, module in model.named_modules():
-        if module.__dict__.get("config") is not before or not isinstance(module.__dict__.get("scaling"), float):
-            continue
-        with torch.device("meta"):
-            old, new = (type(module)(config, module.layer_idx) for config in (before, after))
-        if module.scaling != old.scaling:
-            raise ValueError(
-                f"the softmax scale of {path!r} is {module.scaling:.6g}, but its config says {old.scaling:.6g}: it was "
-                "changed by hand. Load the model afresh."
-            )
-        scales[path] = new.scaling
-    return scales

@@ -15,8 +15,10 @@ import torch
 from jaxtyping import Float, Float64, Shaped
 from torch import Tensor, nn
 
-from ctxext.core.edit import Surgery
-from ctxext.core.encoding import Encoding, SiteProof, probe_inputs, run, seen_by, stated_length
+from ctxext.core.edit import Edit
+from ctxext.core.encoding import ModuleEncoding, stated_length
+from ctxext.core.patch import FormulaProof, Patch
+from ctxext.core.probing import probe_inputs, run, seen_by
 from ctxext.encodings.sinusoidal import Layout, sinusoidal_table
 from ctxext.methods import ContextMethod, PositionScaling
 
@@ -62,7 +64,7 @@ class ScaledRows:
 
 
 @dataclass(frozen=True)
-class GrowingTable(Encoding):
+class GrowingTable(ModuleEncoding):
     """Modules that regrow their own table.
 
     Attributes:
@@ -73,7 +75,7 @@ class GrowingTable(Encoding):
 
     name: ClassVar[str] = "sinusoidal"
     default_method: ClassVar[str] = "sinusoidal_interpolation"
-    live_only: ClassVar[str | None] = "its table of sines is computed anew, from no parameter"
+    why_not_portable: ClassVar[str | None] = "its table of sines is computed anew, from no parameter"
 
     names: tuple[str, ...]
     sines: tuple[Sines, ...]
@@ -82,42 +84,16 @@ class GrowingTable(Encoding):
     def updates(self, method: ContextMethod, target_length: int) -> dict[str, Any]:
         return {self.length_field: target_length}
 
-    def write(self, surgery: Surgery, method: ContextMethod, target_length: int) -> None:
-        for path, name, sines in zip(self.paths, self.names, self.sines):
-            surgery.exchange_class(path, ScaledRows)
-            surgery.set_attribute(path, "scaling", method)
-            surgery.set_attribute(path, "sines", sines)
-            module: Any = surgery.model.get_submodule(path)
-            # As many as a model of the extended config has, however far it grew before: FSMT saves them.
-            n_rows = sines.origin + target_length
-            padding_idx = getattr(module, "padding_idx", None)
-            rows = module.get_embedding(n_rows, module.embedding_dim, padding_idx)
-            surgery.set_tensor(path, name, rows.to(getattr(module, name).dtype))
-
-    def observe(self, model: nn.Module) -> Tensor:
-        return run(model, probe_inputs(model, PROBE))
-
-    def prove(self, model: nn.Module, method: ContextMethod, before: Tensor) -> SiteProof:
+    def patch(self, method: ContextMethod, target_length: int) -> Patch:
         assert isinstance(method, PositionScaling)
-        with ExitStack() as stack:
-            seen = [stack.enter_context(seen_by(model, path)) for path in self.paths]
-            effect = float((run(model, probe_inputs(model, PROBE)) - before).abs().max())
-        error = 0.0 if any(seen) else float("inf")
-        for path, name, sines, calls in zip(self.paths, self.names, self.sines, seen):
-            table: Tensor = getattr(model.get_submodule(path), name)
-            positions = sines.origin + method.positions(torch.arange(PROBE, dtype=torch.float64))
-            want = sines.rows(positions, table.shape[-1]).to(table.device, table.dtype)
-            # What the module returned, and where the probe does not reach it (a speech encoder), what it holds.
-            for rows in (*calls, table[sines.origin :]):
-                error = max(error, float((rows.reshape(-1, rows.shape[-1])[:PROBE] - want).abs().max()))
-        return SiteProof(error, effect, PROBE)
+        return ScaleRows(self, method, target_length)
 
 
 @dataclass(frozen=True)
 class SavedGrowingTable(GrowingTable):
     """FSMT's, which are parameters and saved with the weights."""
 
-    live_only: ClassVar[str | None] = None
+    why_not_portable: ClassVar[str | None] = None
     changes_weights: ClassVar[bool] = True
 
     def notes(self, method: ContextMethod) -> tuple[str, ...]:
@@ -125,6 +101,48 @@ class SavedGrowingTable(GrowingTable):
             "Reloaded without ctxext, its tables hold the extended rows, and grow beyond the target length without "
             "the method. Save before a sequence is longer than that: transformers cannot load a table that has grown.",
         )
+
+
+@dataclass(frozen=True)
+class ScaleRows(Patch):
+    """The tables, and whatever they grow to, hold the sines of the positions that the method says."""
+
+    encoding: GrowingTable
+    method: PositionScaling
+    target_length: int
+
+    def write(self, edit: Edit, before: Any) -> None:
+        for path, name, sines in self._tables:
+            edit.exchange_class(path, ScaledRows)
+            edit.set_attribute(path, "scaling", self.method)
+            edit.set_attribute(path, "sines", sines)
+            module: Any = edit.model.get_submodule(path)
+            # As many as a model of the extended config has, however far it grew before: FSMT saves them.
+            n_rows = sines.origin + self.target_length
+            padding_idx = getattr(module, "padding_idx", None)
+            rows = module.get_embedding(n_rows, module.embedding_dim, padding_idx)
+            edit.set_tensor(path, name, rows.to(getattr(module, name).dtype))
+
+    def observe(self, model: nn.Module) -> Tensor:
+        return run(model, probe_inputs(model, PROBE))
+
+    def prove(self, model: nn.Module, before: Tensor) -> FormulaProof:
+        with ExitStack() as stack:
+            seen = [stack.enter_context(seen_by(model, path)) for path in self.encoding.paths]
+            effect = float((run(model, probe_inputs(model, PROBE)) - before).abs().max())
+        error = 0.0 if any(seen) else float("inf")
+        for (path, name, sines), calls in zip(self._tables, seen):
+            table: Tensor = getattr(model.get_submodule(path), name)
+            positions = sines.origin + self.method.positions(torch.arange(PROBE, dtype=torch.float64))
+            want = sines.rows(positions, table.shape[-1]).to(table.device, table.dtype)
+            # What the module returned, and where the probe does not reach it (a speech encoder), what it holds.
+            for rows in (*calls, table[sines.origin :]):
+                error = max(error, float((rows.reshape(-1, rows.shape[-1])[:PROBE] - want).abs().max()))
+        return FormulaProof(error, effect, PROBE)
+
+    @property
+    def _tables(self) -> list[tuple[str, str, Sines]]:
+        return list(zip(self.encoding.paths, self.encoding.names, self.encoding.sines))
 
 
 def find(model: nn.Module, text_config: Any) -> GrowingTable | None:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from ctxext import __version__
+from ctxext.core.apply import ATTRIBUTE, extended_model
 from ctxext.core.plan import ENCODINGS, Plan
 from ctxext.encodings.rope import RopeGeometry
 from ctxext.evals.choice import nats
@@ -24,7 +25,6 @@ from ctxext.evals.results import Results, read_results
 from ctxext.evals.statistics import in_percent
 from ctxext.evals.summary import Summary, label
 from ctxext.evals.targets import UNEXTENDED
-from ctxext.extension.apply import ATTRIBUTE, extended_model
 from ctxext.extension.metadata_file import RECORD, read_record, weights_fingerprint, write_record
 from ctxext.extension.method_file import PROBE, SUFFIX, read_saved
 from ctxext.extension.request import plan_extension
@@ -383,7 +383,7 @@ class _Aim:
             "method": plan.method,
             "existing": plan.existing,
             "original_max_position_embeddings": plan.original_length,
-            "rotated_copy": isinstance(plan, RopePlan) and plan.rotated_copy,
+            "rotated_copy": plan.rotated_copy,
         }
         updates = {name: value for name, value in plan.updates.items() if name != "ctxext"}
         return cls(updates, plan.target_length, arguments)

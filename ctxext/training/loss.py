@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils.generic import can_return_tuple
 
-from ctxext.extension.apply import transformers_model
+from ctxext.core.apply import transformers_model
 
 IGNORED = -100
 # Bytes of logits that are held at once, by device. Measured on a CPU with 49,152 entries: from 24 MiB on the matrix

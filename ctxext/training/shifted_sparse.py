@@ -18,7 +18,7 @@ from transformers import AttentionInterface, PreTrainedConfig
 from transformers.integrations.sdpa_attention import repeat_kv
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from ctxext.extension.apply import transformers_model
+from ctxext.core.apply import transformers_model
 
 ATTRIBUTE = "shifted_sparse"
 

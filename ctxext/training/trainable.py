@@ -8,12 +8,12 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from ctxext.extension.apply import Proof, table_errors, transformers_model
+from ctxext.core.apply import transformers_model
 from ctxext.extension.request import find_encoding
 from ctxext.models.context import has_rope
 from ctxext.models.metadata import live_mark
 from ctxext.models.text_config import text_config_of
-from ctxext.patches.rotary import find_rotary_sites
+from ctxext.patches.rotary import RotaryProof, find_rotary_sites, table_errors
 from ctxext.training.settings import TrainableSettings
 
 if TYPE_CHECKING:
@@ -163,7 +163,7 @@ def check_rotary(model: nn.Module) -> None:
                     "positions: load the model with dtype= instead of casting it."
                 )
     for path, error in table_errors(model, text_config, parameters):
-        if error > Proof.FREQUENCY_BAR:
+        if error > RotaryProof.FREQUENCY_BAR:
             raise RuntimeError(
                 f"the rotary frequencies at {path!r} are not what the model's config says. Something changed them "
                 "after loading; extend the checkpoint before it is loaded."

@@ -14,7 +14,7 @@ from transformers import AutoModelForSequenceClassification, DynamicCache, Stati
 import ctxext
 from ctxext import extend_context, restore_context
 from ctxext.attention import masks, rotary
-from ctxext.extension import apply as extension
+from ctxext.core.apply import extension_of
 from ctxext.hub.checkpoint import extend_folder
 from ctxext.methods import LongRoPE
 
@@ -102,7 +102,7 @@ def test_unscaled_first_tokens_have_no_frozen_form(tmp_path: Any) -> None:
     model = extend_context(tiny_model("llama"), method=LongRoPE(factor=4, long_factor=(4.0,) * 8, start_tokens=4))
     with pytest.raises(ValueError, match="start_tokens=4 has no static form"):
         model.save_pretrained(tmp_path, length=4 * LENGTH)
-    assert model.context_extension is extension.extension_of(model)
+    assert model.context_extension is extension_of(model)
 
 
 def test_a_folder_that_could_not_be_loaded_is_not_written(tmp_path: Any) -> None:

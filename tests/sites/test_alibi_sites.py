@@ -13,8 +13,9 @@ from site_checks import Patched, assert_same_state, state, through_pickle, tiny,
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from ctxext.core.edit import undo
-from ctxext.core.encoding import SiteProof, seen_by
+from ctxext.core.edit import Edit
+from ctxext.core.patch import FormulaProof
+from ctxext.core.probing import seen_by
 from ctxext.methods import AlibiScaling, SlopeScaling
 from ctxext.patches import alibi
 
@@ -135,7 +136,7 @@ def test_proof_tells_a_hook_that_does_nothing(family: str, monkeypatch: pytest.M
     patch = patched(family)
     monkeypatch.setattr(alibi.ScaledBias, "scaled", lambda self, bias: bias)
     proof = patch.prove()
-    assert proof.formula_error > SiteProof.FORMULA_BAR
+    assert proof.formula_error > FormulaProof.FORMULA_BAR
     assert proof.effect == 0
 
 
@@ -195,7 +196,7 @@ def test_undo_is_bitwise_also_on_a_copy_and_others_are_untouched(family: str) ->
     extended = logits(model, tokens(2 * LENGTH))
     for copied in (copy.deepcopy(model), through_pickle(model)):
         assert torch.equal(logits(copied, tokens(2 * LENGTH)), extended)
-        undo(copied, copy.deepcopy(patch.surgery.undos))
+        Edit(copied, copy.deepcopy(patch.edit.undos)).undo()
         assert torch.equal(logits(copied, ids), output)
     assert torch.equal(logits(model, tokens(2 * LENGTH)), extended)
     assert not torch.equal(logits(model, ids), output)

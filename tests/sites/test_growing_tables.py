@@ -12,8 +12,9 @@ from site_checks import Patched, assert_same_state, state, through_pickle, tiny,
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, MusicgenForCausalLM, PreTrainedModel
 
-from ctxext.core.edit import undo
-from ctxext.core.encoding import SiteProof, seen_by
+from ctxext.core.edit import Edit
+from ctxext.core.patch import FormulaProof
+from ctxext.core.probing import seen_by
 from ctxext.methods import SinusoidalExtrapolation, SinusoidalInterpolation
 from ctxext.patches import sinusoidal
 
@@ -84,8 +85,8 @@ def test_each_token_gets_the_sines_of_a_quarter_of_its_position(family: str) -> 
     patched = patch(model)
     assert (output(model) - stock).abs().max() > 0.1
     first = FIRST_ROW.get(family, PAD + 1)
-    assert tables_of(model) == list(patched.encoding.paths)
-    for path in patched.encoding.paths:
+    assert tables_of(model) == list(patched.patch.encoding.paths)
+    for path in patched.patch.encoding.paths:
         with seen_by(model, path) as seen:
             output(model, 5 * LENGTH)
         rows = seen[0].reshape(-1, WIDTH)
@@ -101,9 +102,9 @@ def test_proof_sees_the_patch_and_tells_a_table_that_stayed(family: str) -> None
     proof = patched.prove()
     assert proof.formula_error < 1e-5
     assert proof.effect > 0.1
-    patched.surgery.undo()
+    patched.edit.undo()
     proof = patched.prove()
-    assert proof.formula_error > SiteProof.FORMULA_BAR
+    assert proof.formula_error > FormulaProof.FORMULA_BAR
     assert proof.effect == 0
 
 
@@ -111,7 +112,7 @@ def test_proof_tells_a_model_that_asks_no_table() -> None:
     patched = patch(model_of("xglm"))
     patched.model.model.embed_positions.forward = lambda ids, *_: torch.zeros(*ids.shape, WIDTH)
     proof = patched.prove()
-    assert proof.formula_error > SiteProof.FORMULA_BAR
+    assert proof.formula_error > FormulaProof.FORMULA_BAR
 
 
 @pytest.mark.parametrize("family", ["m2m_100", "fsmt"])
@@ -155,7 +156,7 @@ def test_decoding_with_a_cache_is_the_full_forward_pass(family: str) -> None:
 def test_fsmt_saves_its_tables_and_is_reloaded_exactly(tmp_path: Any) -> None:
     model = model_of("fsmt")
     patched = patch(model)
-    assert patched.encoding.live_only is None
+    assert patched.patch.encoding.why_not_portable is None
     model.save_pretrained(tmp_path)
     again = type(model).from_pretrained(tmp_path).eval()
     assert torch.equal(output(again, 4 * LENGTH), output(model, 4 * LENGTH))
@@ -166,7 +167,7 @@ def test_what_is_not_saved_is_there_again_once_a_reload_is_extended(family: str,
     model = model_of(family)
     config = copy.deepcopy(model.config)
     stock, patched = output(model), patch(model)
-    assert patched.encoding.live_only is not None
+    assert patched.patch.encoding.why_not_portable is not None
     extended = output(model, 5 * LENGTH)
     model.save_pretrained(tmp_path)
     config.save_pretrained(tmp_path)
@@ -185,7 +186,7 @@ def test_undo_is_bitwise_also_on_a_copy_and_others_are_untouched(family: str) ->
     extended = output(model, 5 * LENGTH)  # the tables have grown by now
     for copied in (copy.deepcopy(model), through_pickle(model)):
         assert torch.equal(output(copied, 6 * LENGTH), output(model, 6 * LENGTH))
-        undo(copied, copy.deepcopy(patched.surgery.undos))
+        Edit(copied, copy.deepcopy(patched.edit.undos)).undo()
         assert torch.equal(output(copied), stock)
     assert torch.equal(output(model, 5 * LENGTH), extended)
     patched.undo()

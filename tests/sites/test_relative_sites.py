@@ -12,8 +12,9 @@ from site_checks import Patched, assert_same_state, state, through_pickle, tiny,
 from torch import Tensor, nn
 from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedModel, UdopModel
 
-from ctxext.core.edit import undo
-from ctxext.core.encoding import SiteProof, seen_by
+from ctxext.core.edit import Edit
+from ctxext.core.patch import FormulaProof
+from ctxext.core.probing import seen_by
 from ctxext.methods import ContextMethod, DistanceInterpolation, MaxDistanceScaling
 from ctxext.patches import relative_bias
 
@@ -86,9 +87,9 @@ def test_scaled_buckets_are_those_of_a_model_configured_so_and_of_a_plain_reload
 @every_t5
 def test_proof_tells_buckets_that_stayed(family: str) -> None:
     patched = patch(model_of(family))
-    patched.surgery.undo()
+    patched.edit.undo()
     proof = patched.prove()
-    assert proof.formula_error > SiteProof.FORMULA_BAR
+    assert proof.formula_error > FormulaProof.FORMULA_BAR
     assert proof.effect == 0
 
 
@@ -173,9 +174,9 @@ def test_xlnet_sees_the_sines_of_a_quarter_of_the_distance(fields: dict[str, Any
 
 def test_proof_tells_xlnet_s_sines_that_stayed() -> None:
     patched = patch(model_of("xlnet"))
-    patched.surgery.undo()
+    patched.edit.undo()
     proof = patched.prove()
-    assert proof.formula_error > SiteProof.FORMULA_BAR
+    assert proof.formula_error > FormulaProof.FORMULA_BAR
     assert proof.effect == 0
 
 
@@ -211,9 +212,9 @@ def test_distance_vectors_are_saved_and_reloaded_exactly(tmp_path: Any) -> None:
 
 def test_proof_tells_distance_vectors_that_stayed() -> None:
     patched = patch(model_of("wav2vec2-bert"))
-    patched.surgery.undo()
+    patched.edit.undo()
     proof = patched.prove()
-    assert proof.formula_error > SiteProof.FORMULA_BAR
+    assert proof.formula_error > FormulaProof.FORMULA_BAR
     assert proof.effect == 0
 
 
@@ -229,7 +230,7 @@ def test_undo_is_bitwise_also_on_a_copy_and_others_are_untouched(kind: str) -> N
     assert not torch.equal(extended, stock)
     for copied in (copy.deepcopy(model), through_pickle(model)):
         assert torch.equal(output(copied), extended)
-        undo(copied, copy.deepcopy(patched.surgery.undos))
+        Edit(copied, copy.deepcopy(patched.edit.undos)).undo()
         assert torch.equal(output(copied), stock)
     assert torch.equal(output(model), extended)
     patched.undo()

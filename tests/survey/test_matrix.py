@@ -59,9 +59,9 @@ def test_published_scaling_is_replaced_and_said_to_be() -> None:
 
 def test_a_dead_patch_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     def extend_and_put_back(model: Any, *args: Any, **kwargs: Any) -> None:
+        stock = model.model.rotary_emb
         api.extend_context(model, *args, **kwargs)
-        (site,) = model.context_extension.sites
-        model.model.rotary_emb = site.original
+        model.model.rotary_emb = stock
 
     monkeypatch.setattr(matrix, "extend_context", extend_and_put_back)
     row = examine("llama", "causal")

@@ -135,7 +135,7 @@ from small_training import BINDING, LORA, make
 from safetensors.torch import load_file
 from ctxext.adapters import AdapterBase, save_trained
 from ctxext.assets import MODEL
-from ctxext.extension.apply import transformers_model
+from ctxext.core.apply import transformers_model
 from ctxext.training.checkpoints import Progress, gather_trained, load_checkpoint, save_checkpoint
 from ctxext.training.loss import use_chunked_loss
 from ctxext.training.trainable import trained_parameters

@@ -15,7 +15,7 @@ from transformers.utils import cached_file
 
 from ctxext import __version__
 from ctxext.api import extend_context
-from ctxext.extension.apply import extension_of
+from ctxext.core.apply import extension_of
 from ctxext.extension.metadata_file import RECORD, read_record
 from ctxext.extension.rope import RopePlan
 from ctxext.hub.checkpoint import check_not_extended

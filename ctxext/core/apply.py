@@ -1,0 +1,239 @@
+"""Put a plan into effect on a live model, prove it, and take it back."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from ctxext.core.edit import ConfigPair, Edit, Undo
+from ctxext.core.patch import Proof
+from ctxext.core.plan import ENCODINGS, Plan
+from ctxext.core.probing import on_meta, probing
+from ctxext.methods import ContextMethod
+from ctxext.models.metadata import BESIDE
+from ctxext.models.text_config import path_to_text, text_config_of
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+ATTRIBUTE = "context_extension"
+
+
+@dataclass(repr=False)
+class Extension:
+    """What `extend_context` did to a model. It stays on the model as `model.context_extension`.
+
+    Attributes:
+        proofs: one for each patch of the plan; none where the frequencies were kept.
+        undos: how each change is taken back.
+    """
+
+    plan: Plan
+    proofs: tuple[Proof, ...] = ()
+    undos: list[Undo] = field(default_factory=list)
+
+    @property
+    def method(self) -> ContextMethod | None:
+        """The method; None where the native scaling was kept and only the window widened."""
+        return self.plan.method
+
+    @property
+    def proof(self) -> Proof | None:
+        """Of the first patch."""
+        return self.proofs[0] if self.proofs else None
+
+    @property
+    def changed(self) -> list[str]:
+        """Paths of the modules that were changed."""
+        return Edit(nn.Module(), self.undos).paths
+
+    @property
+    def original_config(self) -> Any:
+        """The model's config from before the extension."""
+        return self._configs[0].original
+
+    def text_configs(self, model: PreTrainedModel) -> ConfigPair:
+        """The model's text config from before the extension, and the one that it has."""
+        now = text_config_of(model.config)
+        return next(pair for pair in self._configs if pair.extended is now)
+
+    @property
+    def _configs(self) -> list[ConfigPair]:
+        return next(each.old[0] for each in self.undos if each.kind == "configs")
+
+    @property
+    def inv_freq(self) -> torch.Tensor:
+        """The frequencies in effect (a dynamic method's at full reach), radians a token, float64 of shape (pair,)."""
+        return self._of_rope("extended").inv_freq
+
+    @property
+    def attention_factor(self) -> float:
+        """The multiplier of cos and sin in effect."""
+        return self._of_rope("extended").attention_factor
+
+    def rope_parameters(self) -> dict[str, Any]:
+        """The portable form, as the saved config has it."""
+        self._of_rope("extended")
+        return copy.deepcopy(self.plan.updates["rope_parameters"])
+
+    def _of_rope(self, name: str) -> Any:
+        if not hasattr(self.plan, name):
+            raise ValueError(f"this model has {ENCODINGS[self.plan.encoding]}, not RoPE: it has no frequencies.")
+        return getattr(self.plan, name)
+
+    def __repr__(self) -> str:
+        rows = [
+            ("encoding", ENCODINGS[self.plan.encoding]),
+            ("changed", _shortened(self.changed) or "the config alone"),
+            *self.plan.figures,
+            ("trained length", f"{self.plan.start} ({self.plan.start_source})"),
+            ("target length", self.plan.target_length),
+            ("saved as", self.plan.saved_as),
+            *(("proof", proof) for proof in self.proofs or ("none needed: no frequency changed",)),
+            *(("note", note) for note in self.plan.notes),
+        ]
+        return "\n".join([self.plan.summary, *(f"  {label:<16}  {value}" for label, value in rows)])
+
+
+def _shortened(paths: list[str]) -> str:
+    if len(paths) <= 4:
+        return ", ".join(paths)
+    return f"{paths[0]}, {paths[1]}, … {paths[-1]} ({len(paths)} modules)"
+
+
+def apply(model: PreTrainedModel, plan: Plan) -> Extension:
+    """Put `plan` into effect on a live model, in place. On any error the model is left as it was.
+
+    Raises:
+        ValueError: a patch cannot be made on this model.
+        RuntimeError: one was made, and does not do what the method says, or nothing reads it.
+    """
+    late = [patch for patch in plan.patches if patch.needs_weights]
+    if late and on_meta(model):
+        raise ValueError(
+            f"{type(model).__name__} has no weights yet, and {plan.method and plan.method.name} is compared with the "
+            "model as it runs. Load them first."
+        )
+    edit = Edit(model)
+    try:
+        with probing(model):
+            for patch in plan.patches:
+                patch.check(model)
+            before = [patch.observe(model) for patch in plan.patches]
+            model.config.__dict__.pop(BESIDE, None)  # true of the folder that it was loaded from, and of no other
+            edit.swap_configs(_config_copies(model, plan), tuple(plan.updates))
+            for patch, seen in zip(plan.patches, before):
+                patch.write(edit, seen)
+            proofs = prove(model, plan, before)
+        extension = Extension(plan, proofs, edit.undos)
+        edit.set_attribute("", ATTRIBUTE, extension)
+        if any(proof.is_pending for proof in proofs):
+            edit.add_forward_pre_hook("", ProveAtFirstForward(before))
+    except BaseException:
+        edit.undo()
+        raise
+    return extension
+
+
+def prove(model: PreTrainedModel, plan: Plan, before: list[Any]) -> tuple[Proof, ...]:
+    """What is seen of each patch.
+
+    Raises:
+        RuntimeError: one of them does not hold.
+    """
+    proofs = []
+    for patch, seen in zip(plan.patches, before):
+        proof = patch.prove(model, seen)
+        fault = proof.fault(type(model).__name__, plan.summary)
+        if fault is not None:
+            raise RuntimeError(fault)
+        proofs.append(proof)
+    return tuple(proofs)
+
+
+def restore(model: PreTrainedModel, extension: Extension) -> None:
+    """Undo everything that `apply` did.
+
+    Raises:
+        RuntimeError: as `Edit.undo`.
+    """
+    Edit(model, extension.undos).undo()
+
+
+@dataclass
+class ProveAtFirstForward:
+    """A forward pre-hook of a model that had no weights when it was extended. It proves the patches once."""
+
+    before: list[Any]
+
+    def __call__(self, model: PreTrainedModel, args: Any) -> None:
+        extension: Extension = model.__dict__[ATTRIBUTE]
+        # Inside a compiled graph nothing can be watched, so there the proof stays due.
+        if torch.compiler.is_compiling() or on_meta(model) or not any(proof.is_pending for proof in extension.proofs):
+            return
+        pending, extension.proofs = extension.proofs, ()  # the proof is a forward pass itself
+        try:
+            with probing(model):
+                extension.proofs = prove(model, extension.plan, self.before)
+        except BaseException:
+            extension.proofs = pending
+            restore(model, extension)
+            raise
+        Edit(model, extension.undos).remove_hook(self)
+
+
+def _config_copies(model: PreTrainedModel, plan: Plan) -> list[ConfigPair]:
+    """The model's configs that the plan changes, each with an extended copy.
+
+    These are the model's config, those in it on the way to its text config and that itself; and the copies of the text
+    config that its parts hold (T5's encoder and decoder). Two models may share one config object, so it is never edited
+    in place.
+    """
+    way = (model.config, *(inner for _, inner in path_to_text(model.config)))
+    *outer, text_config = way
+    # Modules hold the parts that are none of the text model's.
+    parts = {id(part): part for name in text_config.sub_configs if (part := getattr(text_config, name, None))}
+    pairs = [ConfigPair(text_config, copy.deepcopy(text_config, parts))]
+    for config in reversed(outer):
+        held, extended = pairs[0].original, copy.copy(config)
+        extended.__dict__.update({k: pairs[0].extended for k, v in config.__dict__.items() if v is held})
+        pairs.insert(0, ConfigPair(config, extended))
+    names = [name for name in plan.updates if name != "ctxext"]
+    held_by_parts = {id(c): c for m in model.modules() if type(c := m.__dict__.get("config")) is type(text_config)}
+    for config in held_by_parts.values():
+        same = all(getattr(config, name, None) == getattr(text_config, name, None) for name in names)
+        if same and all(config is not pair.original for pair in pairs):
+            pairs.append(ConfigPair(config, copy.deepcopy(config)))
+    for pair in pairs:
+        if type(pair.extended) is type(text_config):
+            plan.apply_to(pair.extended)
+    return pairs
+
+
+def extension_of(model: nn.Module) -> Extension | None:
+    """The extension of `model` or of a model inside it (PEFT, compile, DDP, the base of a head)."""
+    owner = extended_model(model)
+    return None if owner is None else owner.__dict__[ATTRIBUTE]
+
+
+def extended_model(model: nn.Module) -> PreTrainedModel | None:
+    """The transformers model in `model` that was extended, if any."""
+    return next((m for m in model.modules() if ATTRIBUTE in m.__dict__), None)
+
+
+def transformers_model(model: nn.Module) -> PreTrainedModel:
+    """The outermost transformers model in `model`, whatever wraps it."""
+    from transformers import PreTrainedModel
+
+    modules = model.modules() if isinstance(model, nn.Module) else ()
+    found = next((m for m in modules if isinstance(m, PreTrainedModel)), None)
+    if found is None:
+        raise TypeError(
+            f"expected a transformers model (or one wrapped by PEFT, torch.compile or DDP), got "
+            f"{type(model).__name__}. For a config alone, use extend_config."
+        )
+    return found

@@ -1,0 +1,115 @@
+"""Forward passes that look at a live model and leave no trace in it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ctxext.models.text_config import text_config_of
+
+
+@contextmanager
+def probing(model: nn.Module) -> Iterator[None]:
+    """Eval mode, no gradients, no compiled graph, and random numbers of its own, for the length of a `with` block."""
+    device = next((p.device for p in model.parameters() if p.device.type == "cuda"), None)
+    with (
+        torch.random.fork_rng(devices=[] if device is None else [device]),
+        torch.compiler.set_stance("force_eager"),
+        in_eval_mode(model),
+        torch.no_grad(),
+    ):
+        yield
+
+
+@contextmanager
+def in_eval_mode(model: nn.Module) -> Iterator[None]:
+    """Every module in eval mode for the length of a `with` block, and then in the mode that it had."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
+
+
+@contextmanager
+def running(model: nn.Module) -> Iterator[None]:
+    """Turns whatever the model's own code raises into one kind.
+
+    Raises:
+        RuntimeError: the forward pass failed.
+    """
+    try:
+        yield
+    except Exception as error:
+        raise RuntimeError(
+            f"{type(model).__name__} could not run the forward pass that proves the patch ({type(error).__name__}: "
+            f"{error}). Extend it before it is sharded or wrapped, on one device."
+        ) from error
+
+
+def has_hooks(model: nn.Module) -> bool:
+    """Whether accelerate moves weights as the model runs."""
+    return any(hasattr(module, "_hf_hook") for module in model.modules())
+
+
+def on_meta(model: nn.Module) -> bool:
+    """Whether weights are missing, so that no forward pass can run yet."""
+    return not has_hooks(model) and any(p.device.type == "meta" for p in model.parameters())
+
+
+def probe_inputs(model: nn.Module, n_tokens: int) -> dict[str, Any]:
+    """Inputs for a forward pass of `n_tokens` random tokens of any kind of text model, seeded.
+
+    An encoder-decoder model gets as many tokens in its decoder; one whose encoder reads no tokens (speech, images)
+    gets invented encoder outputs.
+    """
+    config: Any = model.config
+    text = text_config_of(config)
+    device = next((p.device for p in model.parameters() if p.device.type != "meta"), torch.device("cpu"))
+    generator = torch.Generator().manual_seed(0)
+    pad = getattr(text, "pad_token_id", None)
+    n_rows = getattr(text, "num_codebooks", 1)  # MusicGen takes a row of the batch for each.
+    ids = torch.randint(0, text.vocab_size - 1, (n_rows, n_tokens), generator=generator)
+    ids = (ids if pad is None else ids + (ids >= pad)).to(device)  # pads have no positions
+    eos = getattr(text, "eos_token_id", None)
+    if isinstance(eos, int) and eos < text.vocab_size and eos != pad:
+        ids[:, -1] = eos  # BART reads a class off it
+    if not getattr(config, "is_encoder_decoder", False):
+        return {"input_ids": ids}
+    if model.main_input_name == "input_ids":
+        return {"input_ids": ids, "decoder_input_ids": ids}
+    from transformers.modeling_outputs import BaseModelOutput
+
+    width = getattr(text, "d_model", None) or text.hidden_size
+    heard = BaseModelOutput(torch.randn(1, 8, width, generator=generator).to(device, model.dtype))
+    heard.attention_mask = torch.ones(1, 8, dtype=torch.long, device=device)  # which Moonshine's encoder hands on
+    return {"encoder_outputs": heard, "decoder_input_ids": ids}
+
+
+def run(model: nn.Module, inputs: dict[str, Any]) -> Tensor:
+    """The model's first output, logits or hidden states, in float32."""
+    with running(model):
+        output = model(**inputs)
+    tensor = getattr(output, "logits", None)
+    return (output[0] if tensor is None else tensor).float()
+
+
+@contextmanager
+def seen_by(model: nn.Module, path: str, keyword: str | None = None) -> Iterator[list[Any]]:
+    """Collects, for each call of the module at `path`, what it returned, or the keyword argument that it was given."""
+    module, seen = model.get_submodule(path), []
+
+    def after(_: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        seen.append(output if keyword is None else kwargs[keyword])
+
+    handle = module.register_forward_hook(after, with_kwargs=True)
+    try:
+        yield seen
+    finally:
+        handle.remove()

@@ -1,0 +1,169 @@
+"""Saving an extended model: a config.json that every reader takes, or the extension's metadata beside it."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import warnings
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ctxext.core.apply import ATTRIBUTE, Extension, apply, restore
+from ctxext.core.edit import Edit
+from ctxext.core.plan import Plan
+from ctxext.extension.metadata_file import carry_extension, weights_fingerprint, write_record
+from ctxext.extension.method_file import PROBE
+from ctxext.extension.request import plan_extension
+from ctxext.models.families import family_of
+from ctxext.models.metadata import BESIDE, RECORD
+from ctxext.models.text_config import text_config_of
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+def extend(model: PreTrainedModel, plan: Plan) -> Extension:
+    """Put `plan` into effect on a live model, and let its `save_pretrained` save the extension too.
+
+    Raises:
+        ValueError, RuntimeError: as `core.apply`.
+    """
+    extension = apply(model, plan)
+    save = save_portable if plan.is_portable else save_with_record
+    # On the instance, as data (a partial), so that it survives deepcopy, pickle and PEFT's merge.
+    Edit(model, extension.undos).set_attribute("", "save_pretrained", functools.partial(save, model))
+    return extension
+
+
+def version_4_keys(text_config: Any, rope_parameters: dict[str, Any]) -> dict[str, Any]:
+    """`rope_theta`, `partial_rotary_factor` and `rope_scaling` as transformers 4 and older engines read them.
+
+    Without them transformers 4.57 loads a version 5 config as plain RoPE of theta 10000, silently. Where each type of
+    layer has its own parameters, version 4 has no common words for them.
+    """
+    if "rope_type" not in rope_parameters:
+        return {}
+    keys = {name: rope_parameters[name] for name in ("rope_theta", "partial_rotary_factor") if name in rope_parameters}
+    for name, older in family_of(text_config).version_4_names.items():
+        keys[older] = rope_parameters[name]
+    scaled_by_default = (type(text_config)().rope_parameters or {}).get("rope_type", "default") != "default"
+    more = rope_parameters.keys() - {"rope_type", *keys}  # mrope_section, say
+    if rope_parameters["rope_type"] != "default" or scaled_by_default or more:
+        # Version 5 reads `rope_scaling` in the place of `rope_parameters`, so it must say all that those do.
+        keys["rope_scaling"] = copy.deepcopy(rope_parameters)
+    return keys
+
+
+def save_portable(model: PreTrainedModel, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
+    """`model.save_pretrained`, with a config.json that transformers 5 and 4 both read.
+
+    The keys of version 4 stand in the config only while it is written: kept there, they would go
+    stale and win over later edits of `rope_parameters`.
+    """
+    if "length" in kwargs:
+        raise ValueError(
+            f"length={kwargs['length']} freezes a dynamic method as it is saved, and this model is static already. "
+            "Leave it out."
+        )
+    text_config = text_config_of(model.config)
+    rope_parameters = getattr(text_config, "rope_parameters", None)
+    keys = version_4_keys(text_config, rope_parameters) if rope_parameters else {}
+    before = {name: value for name, value in text_config.__dict__.items() if name in keys}
+    text_config.__dict__.update(keys)
+    try:
+        saved = type(model).save_pretrained(model, save_directory, *args, **kwargs)
+    finally:
+        for name in keys:
+            del text_config.__dict__[name]
+        text_config.__dict__.update(before)
+    if kwargs.get("is_main_process", True):
+        _follow_up(model, Path(save_directory))
+    return saved
+
+
+def _follow_up(model: PreTrainedModel, folder: Path) -> None:
+    """Remove what belongs to a model that was saved in `folder` before; an adapter alone carries its extension."""
+    for name in (RECORD, PROBE):
+        (folder / name).unlink(missing_ok=True)
+    if _saves_adapter(model):
+        carry_extension(model, [folder])
+
+
+def _saves_adapter(model: PreTrainedModel) -> bool:
+    """Whether transformers' own `save_pretrained` writes no model but its adapter (`model.add_adapter`)."""
+    return bool(getattr(model, "_hf_peft_config_loaded", False))
+
+
+def save_with_record(
+    model: PreTrainedModel, save_directory: Any, *args: Any, length: int | None = None, **kwargs: Any
+) -> Any:
+    """`model.save_pretrained` for a model whose extension no config can say.
+
+    The config is written as it was before the extension, so that plain transformers loads the unextended model; an
+    entry in it names the extension, and `context_extension.json` beside it is what `ctxext.load` extends by.
+
+    Args:
+        length: writes a plain checkpoint instead, frozen at the scale of this many tokens; dynamic methods only.
+
+    Raises:
+        ValueError: `length` with a method that has no static form.
+    """
+    extension: Extension = model.__dict__[ATTRIBUTE]
+    folder, main = Path(save_directory), kwargs.get("is_main_process", True)
+    push = kwargs.pop("push_to_hub", False)
+    if push and length is None and main:
+        # transformers would upload before the record is written; its other way of pushing saves by this function.
+        names = ("commit_message", "commit_description", "private", "token", "revision", "create_pr", "tags")
+        hub = {name: kwargs.pop(name) for name in names if name in kwargs}
+        repo_id = kwargs.pop("repo_id", Path(save_directory).name)
+        save_with_record(model, save_directory, *args, **kwargs)
+        return model.push_to_hub(repo_id, **hub, **{k: v for k, v in kwargs.items() if k == "max_shard_size"})
+    if length is not None:
+        return _save_frozen(model, extension, length, save_directory, *args, push_to_hub=push, **kwargs)
+    pair = extension.text_configs(model)
+    text_config, original = pair.extended, pair.original
+    extended = {name: text_config.__dict__.pop(name) for name in extension.plan.updates}
+    text_config.__dict__.update({name: original.__dict__[name] for name in extended if name in original.__dict__})
+    model.config.__dict__[BESIDE] = extension.plan.summary
+    try:
+        saved = type(model).save_pretrained(model, save_directory, *args, **kwargs)
+    finally:
+        for name in extended:
+            text_config.__dict__.pop(name, None)
+        text_config.__dict__.update(extended)
+        del model.config.__dict__[BESIDE]
+    if not main:
+        return saved
+    _follow_up(model, folder)
+    if _saves_adapter(model):
+        return saved
+    write_record(folder, extension.plan, weights=weights_fingerprint(folder))
+    warnings.warn(
+        f"{extension.plan.summary} is what no config can say, as {extension.plan.why_not_portable}: the config was "
+        f"saved unextended, and the extension in {RECORD}. ctxext.load({str(save_directory)!r}) brings it back; plain "
+        "transformers and other engines load the unextended model.",
+        stacklevel=2,
+    )
+    return saved
+
+
+def _save_frozen(
+    model: PreTrainedModel, extension: Extension, length: int, save_directory: Any, *args: Any, **kwargs: Any
+) -> Any:
+    plan = extension.plan
+    frozen = plan_extension(
+        extension.original_config,
+        method=plan.method,
+        original_max_position_embeddings=plan.original_length,
+        existing=plan.existing,
+        length=length,
+    )
+    restore(model, extension)
+    try:
+        frozen_extension = extend(model, frozen)
+        try:
+            return save_portable(model, save_directory, *args, **kwargs)
+        finally:
+            restore(model, frozen_extension)
+    finally:
+        extend(model, plan)

@@ -1,0 +1,217 @@
+"""In-attention RoPE: the rotary embedding gives the identity, and attention rotates queries and keys itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from ctxext.attention import call, proof
+from ctxext.attention.rotary import LateRotary, Layer
+from ctxext.core.edit import Edit
+from ctxext.core.patch import Patch, Proof
+from ctxext.encodings.rope import RopeGeometry
+from ctxext.methods import RopeMethod, geometry_in_use
+from ctxext.models.context import ContextFacts
+from ctxext.models.rope_tables import slides_over
+from ctxext.models.text_config import text_config_of
+from ctxext.patches.rotary import RotarySite, standard_sites
+
+
+@dataclass(frozen=True)
+class InAttentionProof(Proof):
+    """What was seen of in-attention RoPE.
+
+    Attributes:
+        rotation_error: largest difference between the queries and keys of the stock model and the same rotated in
+            attention, relative to the largest of them, over all layers.
+        output_error: difference to the stock model's last hidden states at random positions within the trained length,
+            with the frequencies from before the extension, with and without a cache; root mean square, relative.
+        effect: the same difference, that the method makes at random positions up to the target.
+        output_bar: what `output_error` may be.
+        effect_bar: what `effect` has to exceed.
+    """
+
+    rotation_error: float
+    output_error: float
+    effect: float
+    output_bar: float
+    effect_bar: float
+
+    def __str__(self) -> str:
+        return (
+            f"with nothing scaled, queries and keys are {self.rotation_error:.1e} and the output "
+            f"{self.output_error:.1e} off the stock model's; beyond its trained length the method changes the output "
+            f"by {self.effect:.1e}"
+        )
+
+    def fault(self, name: str, summary: str) -> str | None:
+        if not self.output_error <= self.output_bar:
+            return (
+                f"{name}, rotated in attention with its own frequencies, gives an output {self.output_error:.1e} off "
+                f"its own, relative; up to {self.output_bar:.0e} can be rounding (in 16 bits it may be more: load it "
+                "in float32 to tell). Its attention does more than is known here."
+            )
+        if not self.effect > self.effect_bar:
+            return f"{summary} changes nothing in {name} beyond its trained length."
+        return None
+
+
+@dataclass
+class Seen:
+    """What is known of the model before its positions move into attention.
+
+    Attributes:
+        inputs: tokens at random positions within the trained length.
+        stock: the model's own output for them.
+        output_bar: how far its output may be off that.
+        rotation_error: as in the proof; filled in as the patch is written.
+    """
+
+    site: RotarySite
+    inputs: dict[str, Tensor]
+    stock: Tensor
+    output_bar: float
+    rotation_error: float = float("nan")
+
+
+@dataclass(frozen=True)
+class RotateInAttention(Patch):
+    """Attention rotates.
+
+    Attributes:
+        facts: of the config.
+        rope: what the method starts from.
+        summary: of the plan.
+    """
+
+    facts: ContextFacts
+    method: RopeMethod
+    rope: RopeGeometry
+    target_length: int
+    summary: str
+    rotated_copy: bool
+
+    # Another order of sums alone makes some difference (1.3e-6 on a CPU without AVX, where one token of scaling makes
+    # 1e-4).
+    EFFECT_BAR: ClassVar[float] = 1e-5
+
+    def check(self, model: nn.Module) -> None:
+        sites, name = standard_sites(model, self.facts), self._name(model)
+        devices = {str(device) for device in getattr(model, "hf_device_map", {}).values()} - {"cpu", "disk"}
+        if len(devices) > 1:
+            raise ValueError(
+                f"{name} is spread over {', '.join(sorted(devices))}; in-attention RoPE runs on one device. Load it on "
+                "one, or use a method that changes frequencies, such as 'yarn'."
+            )
+        if len(sites) != 1:
+            raise ValueError(f"{name} has {len(sites)} rotary embeddings; in-attention RoPE needs exactly one.")
+        if not model._can_set_attn_implementation():  # type: ignore[operator]
+            raise ValueError(
+                f"{name} has attention code of its own that does not go through transformers' attention interface, so "
+                "in-attention RoPE cannot reach it. Use a method that changes frequencies, such as 'yarn'."
+            )
+        implementation = self._implementation(model)
+        if implementation not in call.IMPLEMENTATIONS:
+            raise ValueError(
+                f"{name} attends by {implementation!r}, but in-attention RoPE runs over "
+                f"{' or '.join(call.IMPLEMENTATIONS)}. Call model.set_attn_implementation('sdpa') first."
+            )
+
+    def observe(self, model: Any) -> Seen:
+        (site,) = standard_sites(model, self.facts)
+        inputs = self._probe(model, self._trained)
+        base = model.get_submodule(site.paths[0].rpartition(".")[0])
+        stock, bar = self._run(model, proof.output, base, inputs), proof.OUTPUT_BAR
+        if _is_half(model):
+            # In 16 bits the stock model is a tenth and more off itself as soon as sums are taken in another order.
+            again = self._run(model, proof.cached_output, base, inputs)
+            bar = max(proof.HALF_OUTPUT_BAR, 4 * proof.difference(again, stock))
+        return Seen(site, inputs, stock, bar)
+
+    def write(self, edit: Edit, before: Seen) -> None:
+        model: Any = edit.model
+        config, implementation = text_config_of(model.config), self._implementation(model)
+        parent, _, leaf = before.site.paths[0].rpartition(".")
+        base = model.get_submodule(parent)
+        new = before.site.build(config, self.summary, LateRotary)
+        assert isinstance(new, LateRotary)
+        new.attention_scaling = 1.0
+        new.attend = call.own_attention(model, implementation)
+        new.additive_masks = implementation == "eager"
+        new.rotated_copy = self.rotated_copy
+        new.owner = f"{self.method!r}, trained at {self._trained} tokens"
+        # Until they are compared, phases are those of the stock model: of its table as it is, and in float32. At 8,192
+        # tokens and more the last bit of a frequency is more than the bar, and a table may have been cast further.
+        own, in_use = before.site.table("").double().cpu(), self._in_use
+        same = own.shape == in_use.inv_freq.shape and torch.allclose(own, in_use.inv_freq, rtol=1e-2, atol=0.0)
+        new.in_use, new.phases = replace(in_use, inv_freq=own) if same else in_use, torch.float32
+        new.set_method(None, self.rope)
+        new.layers = {}
+
+        edit.set_config_field(config, "_attn_implementation_internal", call.IMPLEMENTATIONS[implementation])
+        rotated = self._run(model, proof.look, base, before.inputs, proof.Looker(new))
+        edit.replace_module(before.site.paths, new)
+        unrotated = self._run(model, proof.look, base, before.inputs, proof.Looker(new, instead=rotated))
+        try:
+            found, before.rotation_error = proof.conventions(rotated, unrotated, new, before.inputs["position_ids"])
+        except ValueError as error:
+            raise ValueError(f"{self._name(model)}: {error}") from None
+        for index, convention in found.items():
+            window = slides_over(config, index)
+            new.layers[index] = Layer(convention, within=window is not None and window <= self._trained)
+        if all(layer.within or layer.convention.pairs == "none" for layer in new.layers.values()):
+            raise ValueError(f"{self._name(model)} has no layer with RoPE that sees beyond its trained length.")
+        hook = call.BeforeForward(leaf, call.parameter_names(base), int(config.num_hidden_layers))
+        edit.add_forward_pre_hook(parent, hook, with_kwargs=True)
+
+    def prove(self, model: Any, before: Seen) -> InAttentionProof:
+        parent, _, leaf = before.site.paths[0].rpartition(".")
+        base = model.get_submodule(parent)
+        new: LateRotary = getattr(base, leaf)
+        outputs = [self._run(model, run, base, before.inputs) for run in (proof.output, proof.cached_output)]
+        output_error = max(proof.difference(output, before.stock) for output in outputs)
+        far = self._probe(model, self.target_length)
+        unscaled = self._run(model, proof.output, base, far)
+        new.in_use, new.phases = self._in_use, torch.promote_types(torch.float32, model.dtype)
+        new.set_method(self.method, self.rope)
+        effect = proof.difference(self._run(model, proof.output, base, far), unscaled)
+        # In 16 bits another order of sums makes more of a difference than a small factor does.
+        effect_bar = 0.0 if _is_half(model) else max(self.EFFECT_BAR, 3 * output_error)
+        return InAttentionProof(before.rotation_error, output_error, effect, before.output_bar, effect_bar)
+
+    @property
+    def _trained(self) -> int:
+        return self.rope.original_max_position_embeddings
+
+    @property
+    def _in_use(self) -> RopeGeometry:
+        limit = self.facts.text_config.max_position_embeddings
+        return geometry_in_use(self.facts.rope_parameters, self.facts.rotary_dim, limit, within=True)
+
+    def _name(self, model: nn.Module) -> str:
+        return f"{type(model).__name__} (model_type {self.facts.text_config.model_type!r})"
+
+    def _implementation(self, model: Any) -> str:
+        return str(text_config_of(model.config)._attn_implementation)
+
+    def _probe(self, model: nn.Module, length: int) -> dict[str, Tensor]:
+        device = next((p.device for p in model.parameters() if p.device.type != "meta"), torch.device("cpu"))
+        return proof.probe(self.facts.text_config.vocab_size, length, device)
+
+    def _run(self, model: nn.Module, whole: Callable[..., Any], *arguments: Any) -> Any:
+        try:
+            return whole(*arguments)
+        except Exception as error:  # the model's own code raises many kinds
+            raise ValueError(
+                f"{self._name(model)} does more in its attention than is known here: it cannot be run with "
+                f"in-attention RoPE ({type(error).__name__}: {error}). Use a method that changes frequencies, such as "
+                "'yarn'."
+            ) from error
+
+
+def _is_half(model: Any) -> bool:
+    return model.dtype in (torch.float16, torch.bfloat16)
