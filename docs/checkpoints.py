@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from transformers import CONFIG_MAPPING, PreTrainedConfig
 
-from ctxext.extension.rope import RopePlan, plan_rope
+from ctxext.extension.request import plan_extension
+from ctxext.extension.rope import RopePlan
 from ctxext.models.checkpoints import Checkpoint, checkpoints, known_checkpoint
 from ctxext.models.rope_tables import RopeTable, rope_tables
 
@@ -131,7 +132,7 @@ def phase_ratio(row: Checkpoint, plan: RopePlan) -> float | None:
 
 def cell(row: Checkpoint, config: PreTrainedConfig, existing: Any) -> dict[str, Any]:
     try:
-        plan = plan_rope(config, FACTOR, existing=existing)
+        plan = plan_extension(config, FACTOR, existing=existing)
     except ValueError as error:
         return {"refused": str(error)}
     ratio = phase_ratio(row, plan)

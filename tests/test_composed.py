@@ -15,7 +15,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from ctxext import describe_context, extend_config, extend_context
 from ctxext.encodings.rope import RopeGeometry, inverse_frequencies
 from ctxext.export.probe import _facts
-from ctxext.extension.rope import plan_rope
+from ctxext.extension.request import plan_extension
 from ctxext.methods import ABF, NO_ROTATION, LongRoPE, Paper, Resonance, RopeScaling, YaRN, make_method, register
 from ctxext.models.context import read_context
 
@@ -75,7 +75,7 @@ def test_the_ramp_goes_by_the_turns_of_the_frequencies_in_use(
     if method == "dynamic_yarn" and rope_type == "longrope":
         config.rope_parameters["short_factor"] = config.rope_parameters["long_factor"]
     in_use = frequencies(config)
-    plan = plan_rope(config, FACTOR, method, existing="compose", truncate=truncate)
+    plan = plan_extension(config, FACTOR, method, existing="compose", truncate=truncate)
     share = ramp_by_hand(in_use, 32.0, 1.0, truncate)
     expected = in_use * (1 - share * (1 - 1 / FACTOR))
     torch.testing.assert_close(plan.extended.inv_freq, expected, rtol=2e-6, atol=0)
@@ -91,7 +91,7 @@ def test_a_pair_that_finishes_no_turn_is_interpolated_by_the_whole_factor(rope_t
     config = scaled_config(rope_type, 128, 5e5)
     if rope_type == "longrope":
         config.rope_parameters["short_factor"] = config.rope_parameters["long_factor"]
-    plan = plan_rope(config, FACTOR, name, existing="compose")
+    plan = plan_extension(config, FACTOR, name, existing="compose")
     turns = plan.rope.inv_freq * LENGTH / (2 * math.pi)
     rescaled = plan.rope.inv_freq / plan.extended.inv_freq
     assert 0 < int((turns < 1).sum()) < len(turns)
@@ -116,7 +116,7 @@ def test_proportional_rope_is_composed_with_by_its_turns() -> None:
     assert float(share[0]) == 0
     assert float(share[-1]) == 1
     method = YaRN(factor=FACTOR, beta_slow=2.0, truncate=False)
-    plan = plan_rope(config, method=method, existing="compose")
+    plan = plan_extension(config, method=method, existing="compose")
     torch.testing.assert_close(plan.extended.inv_freq, in_use * (1 - share * (1 - 1 / FACTOR)), rtol=1e-9, atol=0)
 
 
@@ -124,7 +124,7 @@ def test_proportional_rope_is_composed_with_by_its_turns() -> None:
 def test_a_pinned_dynamic_method_is_composed_with_by_its_turns(name: str) -> None:
     config = LlamaConfig(head_dim=64, max_position_embeddings=4096, hidden_size=256, num_attention_heads=4)
     pinned = extend_config(config, 16, "dynamic_yarn", length=LENGTH)
-    plan = plan_rope(pinned, FACTOR, name, existing="compose")
+    plan = plan_extension(pinned, FACTOR, name, existing="compose")
     turns = plan.rope.inv_freq * LENGTH / (2 * math.pi)
     rescaled = plan.rope.inv_freq / plan.extended.inv_freq
     assert plan.start == LENGTH
@@ -133,7 +133,7 @@ def test_a_pinned_dynamic_method_is_composed_with_by_its_turns(name: str) -> Non
 
 
 def test_resonance_rounds_the_wavelengths_in_use() -> None:
-    plan = plan_rope(scaled_config("llama3", 128, 5e5), FACTOR, Resonance(factor=FACTOR), existing="compose")
+    plan = plan_extension(scaled_config("llama3", 128, 5e5), FACTOR, Resonance(factor=FACTOR), existing="compose")
     wavelengths = 2 * math.pi / plan.extended.inv_freq
     torch.testing.assert_close(wavelengths, wavelengths.round(), rtol=1e-12, atol=0)
 
@@ -143,12 +143,12 @@ def test_what_was_fitted_to_unscaled_frequencies_is_not_put_on_scaled_ones() -> 
     method = LongRoPE(factor=FACTOR, long_factor=(2.0,) * 32, fitted_to=(1e4, LENGTH))
     assert method.rescale_factors(rope).shape == (32,)
     with pytest.raises(ValueError, match=r"found for unscaled frequencies.*existing='replace'"):
-        plan_rope(scaled_config("linear", 64, 1e4), method=method, existing="compose")
+        plan_extension(scaled_config("linear", 64, 1e4), method=method, existing="compose")
 
 
 def test_abf_on_scaled_frequencies_raises_the_base_that_they_have() -> None:
     # As many pairs turn fully within the target as did within the length in use.
-    rope = plan_rope(scaled_config("llama3", 128, 5e5), existing="compose").rope
+    rope = plan_extension(scaled_config("llama3", 128, 5e5), existing="compose").rope
     after = rope.inv_freq / ABF(factor=FACTOR).rescale_factors(rope)
     assert int((after * FACTOR * LENGTH > 2 * math.pi).sum()) == int((rope.inv_freq * LENGTH > 2 * math.pi).sum())
 
@@ -164,11 +164,11 @@ def test_gemma_3_is_replaced_from_the_length_that_it_was_pre_trained_at() -> Non
         "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
     }
     config = AutoConfig.for_model("gemma3_text", max_position_embeddings=131072, rope_parameters=rope)
-    assert plan_rope(config, existing="replace").summary == "yarn ×4: 32768 → 131072 tokens"
-    assert plan_rope(config, existing="compose").summary == "yarn ×4: 131072 → 524288 tokens"
+    assert plan_extension(config, existing="replace").summary == "yarn ×4: 32768 → 131072 tokens"
+    assert plan_extension(config, existing="compose").summary == "yarn ×4: 131072 → 524288 tokens"
     with pytest.raises(ValueError, match=r"32768 → 131072 tokens.*original frequencies \(from 32768\)"):
-        plan_rope(config)
-    known = plan_rope(config, existing="replace", original_max_position_embeddings=8192)
+        plan_extension(config)
+    known = plan_extension(config, existing="replace", original_max_position_embeddings=8192)
     assert known.lengths.start == known.lengths.original == 8192
 
 
@@ -177,15 +177,15 @@ def test_replace_asks_for_a_length_that_nothing_says() -> None:
     composed = extend_config(config, 2, existing="compose")
     for unknown in (config, composed, extend_config(config, 2, existing="keep")):
         with pytest.raises(ValueError, match=r"nothing says that.*Pass original_max_position_embeddings"):
-            plan_rope(unknown, 8, existing="replace")
-        plan = plan_rope(unknown, 8, existing="replace", original_max_position_embeddings=32)
+            plan_extension(unknown, 8, existing="replace")
+        plan = plan_extension(unknown, 8, existing="replace", original_max_position_embeddings=32)
         assert (plan.start, plan.target_length) == (32, 256)
     assert read_context(config).original_length is None
     assert "nothing says from which length" in str(describe_context(config))
     said = tiny_config("llama", rope_parameters={**LINEAR, "original_max_position_embeddings": 32})
-    assert plan_rope(said, existing="replace").start == 32
+    assert plan_extension(said, existing="replace").start == 32
     counted = tiny_config("llama", rope_parameters={**LINEAR, "rope_type": "dynamic"})
-    assert plan_rope(counted, existing="replace").start == 64
+    assert plan_extension(counted, existing="replace").start == 64
 
 
 # ------------------------------------------------------------------------------- one model, one factor
@@ -221,7 +221,7 @@ def test_a_model_has_one_factor_wherever_it_is_read(
     assert plan.summary in str(description)
     assert _facts(model).summary == plan.summary  # what verify says
     with pytest.raises(ValueError, match=plan.summary):
-        plan_rope(config)
+        plan_extension(config)
 
 
 @pytest.mark.parametrize("name", ["start", "trained", "target", "factor"])
@@ -248,7 +248,7 @@ def test_a_config_without_our_mark_still_says_where_its_frequencies_started() ->
     del composed.ctxext
     parameters = composed.rope_parameters
     assert (parameters["factor"], parameters["original_max_position_embeddings"]) == (FACTOR * LENGTH / 8192, 8192)
-    assert plan_rope(composed, existing="replace").start == 8192
+    assert plan_extension(composed, existing="replace").start == 8192
 
 
 # ----------------------------------------------------------------------------------------- λ that is none

@@ -147,7 +147,7 @@ def test_a_dead_patch_made_on_meta_raises_at_the_first_forward_and_is_undone() -
     extend_context(model)
     source = tiny_model("llama")
     materialise(model, source)
-    with pytest.raises(RuntimeError, match="nothing in LlamaForCausalLM reads the output"):
+    with pytest.raises(RuntimeError, match="nothing in LlamaForCausalLM reads its rotary embedding"):
         logits(model, IDS)
     assert extension_of(model) is None
     assert "rope_type" not in model.config.rope_parameters or model.config.rope_parameters["rope_type"] == "default"

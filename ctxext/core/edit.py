@@ -127,6 +127,9 @@ class Edit:
         old = self.model.get_submodule(path)
         self.undos.append(Undo(path, "module", "", old, aliases=tuple(aliases)))
         _put(self.model, paths, new)
+        for each in self.undos:
+            if each.kind == "configs":  # it comes back before they do, and may have to be built from its own
+                _swap(old, {id(pair.extended): pair.original for pair in each.old[0]})
 
     def swap_configs(self, pairs: Sequence[ConfigPair], fields: Sequence[str]) -> None:
         """Every module that holds the original of a pair now holds the copy, whose `fields` were changed."""

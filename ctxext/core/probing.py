@@ -27,14 +27,14 @@ def probing(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def in_eval_mode(model: nn.Module) -> Iterator[None]:
-    """Every module in eval mode for the length of a `with` block, and then in the mode that it had."""
-    modes = [(module, module.training) for module in model.modules()]
+    """Every module in eval mode for the length of a `with` block; then it, or its replacement, is in the mode before."""
+    modes = {path: module.training for path, module in model.named_modules()}
     model.eval()
     try:
         yield
     finally:
-        for module, mode in modes:
-            module.training = mode
+        for path, module in model.named_modules():
+            module.training = modes.get(path, module.training)
 
 
 @contextmanager

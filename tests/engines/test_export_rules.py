@@ -21,7 +21,8 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from ctxext import PI, LongRoPE, RopeScaling, YaRN, list_methods
 from ctxext.export.rules import _INTERLEAVED, ENGINES, NotExportable, export_for
-from ctxext.extension.rope import RopePlan, plan_rope
+from ctxext.extension.request import plan_extension
+from ctxext.extension.rope import RopePlan
 from ctxext.models.context import read_context
 
 FACTOR = 4
@@ -211,7 +212,7 @@ def check(inv_freq: torch.Tensor, scaling: float, plan: RopePlan) -> None:
 @pytest.mark.parametrize("name", STATIC)
 def test_every_engine_reads_the_frequencies_and_the_length_that_were_meant(name: str, family: str) -> None:
     config = tiny_config(family)
-    plan = plan_rope(config, method=method_for(config, name))
+    plan = plan_extension(config, method=method_for(config, name))
     for engine in ("transformers", "vllm", "sglang"):
         export = export_for(engine, config, plan)
         read = loaded(export.config)
@@ -243,7 +244,7 @@ def test_every_engine_reads_the_frequencies_and_the_length_that_were_meant(name:
 def test_a_scaling_in_the_words_of_version_4_does_not_outlive_the_export(family: str) -> None:
     """With transformers 4 vLLM takes rope_scaling before rope_parameters, and an override removes no key."""
     config = tiny_config(family)
-    plan = plan_rope(config, 4, "ntk")
+    plan = plan_extension(config, 4, "ntk")
     source = json.loads(config.to_json_string()) | {
         "rope_theta": 10000.0,
         "rope_scaling": {"type": "su", "factor": 2.0},
@@ -259,7 +260,7 @@ def test_a_scaling_in_the_words_of_version_4_does_not_outlive_the_export(family:
 def test_no_position_within_reach_is_taken_for_another_in_sglang(name: str, family: str) -> None:
     """Its longrope gives the position original_max_position_embeddings the angles of 0 where no other is longer."""
     config = tiny_config(family)
-    plan = plan_rope(config, method=method_for(config, name))
+    plan = plan_extension(config, method=method_for(config, name))
     read = loaded(export_for("sglang", config, plan).config)
     for position in range(plan.target_length):
         angles, _ = sglang_reads(read, position)
@@ -269,7 +270,7 @@ def test_no_position_within_reach_is_taken_for_another_in_sglang(name: str, fami
 @pytest.mark.parametrize("name", ["pi", "ntk", "abf", "yarn", "ntk_by_parts", "yarn with options", "pi by 2.5"])
 def test_llama_cpp_is_told_the_frequencies_by_its_command_line(name: str) -> None:
     config = tiny_config("llama")
-    plan = plan_rope(config, method=STATIC[name])
+    plan = plan_extension(config, method=STATIC[name])
     export = export_for("llama.cpp", config, plan)
     check(*llama_cpp_reads(config, export.flags), plan)
     assert export.flags[export.flags.index("--ctx-size") + 1] == str(plan.target_length)
@@ -279,7 +280,7 @@ def test_llama_cpp_is_told_the_frequencies_by_its_command_line(name: str) -> Non
 @pytest.mark.parametrize("name", STATIC)
 def test_the_two_lengths_of_phi_3_give_version_4_the_attention_factor(name: str) -> None:
     config = tiny_config("phi3")
-    plan = plan_rope(config, method=method_for(config, name))
+    plan = plan_extension(config, method=method_for(config, name))
     written = export_for("transformers-v4", config, plan).config
     if plan.updates["rope_parameters"]["rope_type"] == "default":
         assert written["rope_theta"] == plan.updates["rope_parameters"]["rope_theta"]
@@ -293,7 +294,7 @@ def test_the_two_lengths_of_phi_3_give_version_4_the_attention_factor(name: str)
 
 def test_an_extended_checkpoint_is_served_as_it_is_where_its_config_says_enough() -> None:
     config = tiny_config("llama")
-    plan = plan_rope(config, 4, "yarn")
+    plan = plan_extension(config, 4, "yarn")
     source = export_for("transformers", config, plan).config
     extended = loaded(source)
     for engine in ENGINES:
@@ -306,7 +307,7 @@ def test_an_extended_checkpoint_is_served_as_it_is_where_its_config_says_enough(
 
 def test_llama_cpp_is_not_told_to_extend_a_file_of_an_extended_folder() -> None:
     config = tiny_config("llama")
-    plan = plan_rope(config, 4, "yarn")
+    plan = plan_extension(config, 4, "yarn")
     source = export_for("transformers", config, plan).config
     export = export_for("llama.cpp", loaded(source), source=source, model="mine")
     assert export.flags == ("llama-server", "-m", "OUT.gguf", "--ctx-size", str(TARGET))
@@ -318,7 +319,7 @@ def test_llama_cpp_is_not_told_to_extend_a_file_of_an_extended_folder() -> None:
 @pytest.mark.parametrize("method", ["yarn", "pi", "resonance"])
 def test_no_guard_of_a_length_is_lifted_as_no_older_key_forbids_the_target(name: str, method: str) -> None:
     config = tiny_config("llama", **{name: LENGTH})
-    plan = plan_rope(config, 4, method)
+    plan = plan_extension(config, 4, method)
     for engine, reads in (("vllm", vllm_length), ("sglang", sglang_length)):
         assert reads(config) < TARGET
         export = export_for(engine, config, plan)
@@ -331,11 +332,11 @@ def test_no_guard_of_a_length_is_lifted_as_no_older_key_forbids_the_target(name:
 def test_no_engine_is_asked_to_go_past_its_table() -> None:
     """vLLM's table of yarn has original * factor rows, and behind it are NaN: a window that was only widened is not."""
     config = tiny_config("llama")
-    yarn = loaded(export_for("transformers", config, plan_rope(config, 4, "yarn")).config)
-    kept = plan_rope(yarn, 2, existing="keep")
+    yarn = loaded(export_for("transformers", config, plan_extension(config, 4, "yarn")).config)
+    kept = plan_extension(yarn, 2, existing="keep")
     with pytest.raises(NotExportable, match=f"here {TARGET}, and positions up to {2 * TARGET}"):
         export_for("vllm", yarn, kept)
-    composed = loaded(export_for("vllm", yarn, plan_rope(yarn, 2, "yarn", existing="compose")).config)
+    composed = loaded(export_for("vllm", yarn, plan_extension(yarn, 2, "yarn", existing="compose")).config)
     assert vllm_rows(composed) >= 2 * TARGET
 
 
@@ -358,7 +359,7 @@ def test_what_an_engine_cannot_do_is_refused_with_the_nearest_that_works(
     before = config.to_dict()
     for engine in engines:
         with pytest.raises(NotExportable, match=re.escape(nearest)):
-            export_for(engine, config, plan_rope(config, 4, **method))
+            export_for(engine, config, plan_extension(config, 4, **method))
         assert config.to_dict() == before
 
 
@@ -379,7 +380,7 @@ def test_what_is_not_extended_is_named() -> None:
 
 def test_a_nested_config_is_overridden_where_the_engine_merges_and_replaced_where_it_does_not() -> None:
     config = tiny_config("qwen3_5")
-    plan = plan_rope(config, 4, "yarn")
+    plan = plan_extension(config, 4, "yarn")
     vllm, sglang = export_for("vllm", config, plan), export_for("sglang", config, plan)
     assert json.loads(vllm.flags[-1]).keys() == {"text_config"}
     assert "--json-model-override-args" not in sglang.flags
@@ -418,21 +419,21 @@ def test_llama_cpp_s_flags_are_not_put_on_top_of_the_scaling_of_a_file(scaling: 
     config = tiny_config("llama", rope_parameters={"rope_theta": 1e4, **scaling})
     for method in ("ntk", "yarn", "pi"):
         with pytest.raises(NotExportable, match=r"MODEL\.gguf --engine llama\.cpp --existing replace"):
-            export_for("llama.cpp", config, plan_rope(config, 4, method, existing="replace"))
-    assert "OUT.gguf" in export_for("llama.cpp", config, plan_rope(config, 4, "llama3", existing="replace")).flags
+            export_for("llama.cpp", config, plan_extension(config, 4, method, existing="replace"))
+    assert "OUT.gguf" in export_for("llama.cpp", config, plan_extension(config, 4, "llama3", existing="replace")).flags
 
 
 def test_llama_cpp_is_told_again_what_its_file_holds_where_that_is_kept() -> None:
     config = tiny_config("llama", rope_parameters={"rope_theta": 1e4, "rope_type": "linear", "factor": 2.0})
-    plan = plan_rope(config, 2, existing="keep")
+    plan = plan_extension(config, 2, existing="keep")
     flags = export_for("llama.cpp", config, plan).flags
     assert flags[flags.index("--rope-scaling") :][:4] == ("--rope-scaling", "linear", "--rope-scale", "2")
 
 
 def test_llama_cpp_is_told_the_base_that_a_file_of_a_raised_one_does_not_have() -> None:
     config = tiny_config("llama")
-    raised = loaded(export_for("transformers", config, plan_rope(config, 4, "ntk")).config)
-    plan = plan_rope(raised, 4, "yarn", existing="replace")
+    raised = loaded(export_for("transformers", config, plan_extension(config, 4, "ntk")).config)
+    plan = plan_extension(raised, 4, "yarn", existing="replace")
     check(*llama_cpp_reads(raised, export_for("llama.cpp", raised, plan).flags), plan)
 
 
@@ -462,29 +463,29 @@ def mla_reads(parameters: dict[str, Any]) -> float:
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
 def test_latent_attention_gets_the_attention_factor_that_was_meant(engine: str, options: dict[str, float]) -> None:
     config = AutoConfig.for_model("deepseek_v3", max_position_embeddings=LENGTH)
-    plan = plan_rope(config, 4, "yarn", **options)
+    plan = plan_extension(config, 4, "yarn", **options)
     export = export_for(engine, config, plan)
     written = loaded(export.config).rope_parameters
     assert mla_reads(written) == pytest.approx(plan.extended.attention_factor)
     assert ("an mscale that gives it" in " ".join(export.warnings)) == bool(options)
     with pytest.raises(NotExportable, match="truncate=true"):
-        export_for(engine, config, plan_rope(config, 4, "yarn", truncate=False))
+        export_for(engine, config, plan_extension(config, 4, "yarn", truncate=False))
 
 
 @pytest.mark.parametrize("family", ["mixtral", "granite"])
 def test_a_file_that_is_not_written_here_is_to_be_converted_first(family: str) -> None:
     config = AutoConfig.for_model(family, max_position_embeddings=LENGTH)
-    export = export_for("llama.cpp", config, plan_rope(config, 4, "llama3"))
+    export = export_for("llama.cpp", config, plan_extension(config, 4, "llama3"))
     assert "convert_hf_to_gguf.py" in export.warnings[0]
 
 
 def test_flags_are_for_the_file_that_cannot_be_written() -> None:
     config = AutoConfig.for_model("mistral", max_position_embeddings=LENGTH, sliding_window=2 * LENGTH)
-    source = export_for("transformers", config, plan_rope(config, 4, "yarn")).config
+    source = export_for("transformers", config, plan_extension(config, 4, "yarn")).config
     assert "--yarn-orig-ctx" in export_for("llama.cpp", loaded(source), source=source).flags
 
 
 def test_a_config_nested_twice_is_written_where_it_stands() -> None:
     config = AutoConfig.for_model("qwen2_5_omni")
-    section = export_for("vllm", config, plan_rope(config, 4, "yarn")).config["thinker_config"]["text_config"]
+    section = export_for("vllm", config, plan_extension(config, 4, "yarn")).config["thinker_config"]["text_config"]
     assert section["rope_parameters"]["rope_type"] == "yarn"
