@@ -75,14 +75,12 @@ class LateRotary(ExtendedRotary):
     def set_method(self, method: ContextMethod | None, rope: RopeGeometry) -> None:
         """Work out the tables, in float64, and round them once."""
         self.method, self.rope = method, rope
-        scaling = rope.attention_factor
         if isinstance(method, RopeScaling):
             lengths = method.ladder(rope)
-            inv_freq = rope.inv_freq / method.rescale_factors(rope, lengths)
-            scalings = scaling * method.attention_scaling(rope, lengths)
+            inv_freq, scalings = method.scaled(rope, lengths)
         else:
             lengths = torch.tensor([rope.original_max_position_embeddings])
-            inv_freq, scalings = rope.inv_freq[None], torch.tensor([scaling], dtype=torch.float64)
+            inv_freq, scalings = rope.inv_freq[None], torch.tensor([rope.attention_factor], dtype=torch.float64)
         self.exact_tables = {
             "late_inv_freq": inv_freq.float(),
             "late_scaling": scalings.float(),
@@ -148,9 +146,8 @@ class LateRotary(ExtendedRotary):
     def of_length(self, length: Int[Tensor, " batch"]) -> tuple[Tensor, Tensor]:
         """Frequencies (batch, pair) and multiplier (batch) of a method whose scale belongs to the whole call."""
         assert isinstance(self.method, RopeScaling)
-        factors = self.method.rescale_factors(self.rope, length.cpu())
-        scaling = self.rope.attention_factor * self.method.attention_scaling(self.rope, length.cpu())
-        return (self.rope.inv_freq / factors).float().to(length.device), scaling.float().to(length.device)
+        inv_freq, scaling = self.method.scaled(self.rope, length.cpu())
+        return inv_freq.float().to(length.device), scaling.float().to(length.device)
 
     def _cos_sin(self, positions: Tensor, inv_freq: Tensor, times: float | Tensor) -> tuple[Tensor, Tensor]:
         angles = positions[..., None].to(self.phases) * inv_freq.to(positions.device)

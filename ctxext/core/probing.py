@@ -27,7 +27,7 @@ def probing(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def in_eval_mode(model: nn.Module) -> Iterator[None]:
-    """Every module in eval mode for the length of a `with` block; then it, or its replacement, is in the mode before."""
+    """Every module in eval mode for the length of a `with` block; then it, or its replacement, as it was before."""
     modes = {path: module.training for path, module in model.named_modules()}
     model.eval()
     try:

@@ -19,7 +19,7 @@ from ctxext.methods import (
     PositionRemapping,
     RopeMethod,
     RopeScaling,
-    longrope_parameters,
+    as_longrope,
     scaled_rope_parameters,
 )
 from ctxext.models.context import ContextFacts, read_context
@@ -259,13 +259,12 @@ def _extended(
     in_softmax = family_of(facts.text_config).softmax_mscale
     unchanged = True
     for label in (table.label for table in seen_beyond):
-        rope, scaling = ropes[label], float(method.attention_scaling(ropes[label]))
+        rope = ropes[label]
+        inv_freq, attention_factor = method.scaled(rope)
+        unchanged &= float(attention_factor) == rope.attention_factor and torch.equal(inv_freq, rope.inv_freq)
         extended[label] = replace(
-            rope,
-            inv_freq=rope.inv_freq / method.rescale_factors(rope),
-            attention_factor=rope.attention_factor * (1.0 if in_softmax else scaling),
+            rope, inv_freq=inv_freq, attention_factor=rope.attention_factor if in_softmax else float(attention_factor)
         )
-        unchanged &= scaling == 1.0 and torch.equal(extended[label].inv_freq, rope.inv_freq)
     if unchanged:
         raise ValueError(
             f"{method!r} changes nothing: every frequency and the attention factor stay as they are. "
@@ -429,10 +428,7 @@ def _portable(
         or (table.label and not parameters.get("truncate", True))
         or (counted and parameters.get("original_max_position_embeddings", counted) != counted)
     ):
-        factors = RopeGeometry.plain(rope.dim, rope.rope_theta, 1).inv_freq / rope.inv_freq
-        scaling = rope.attention_factor * float(method.attention_scaling(rope))
-        factors = factors * method.rescale_factors(rope)
-        parameters = longrope_parameters(factors, scaling, method.factor, rope)
+        parameters = as_longrope(method, rope)
     if parameters["rope_type"] == "longrope" and not rope.is_plain and facts.original_length is not None:
         # λ is over the frequencies before any scaling, and the format's lengths are to be those from there on, too:
         # a program that drops our mark would otherwise take the length that was composed with for the first.

@@ -58,7 +58,12 @@ from ctxext.methods.tables import (  # isort: skip
     Tiling,
 )
 from ctxext.methods.biases import AlibiScaling, DistanceInterpolation, MaxDistanceScaling  # isort: skip
-from ctxext.methods.native import geometry_in_use, method_from_rope_parameters, scaled_rope_parameters  # isort: skip
+from ctxext.methods.native import (  # isort: skip
+    as_longrope,
+    geometry_in_use,
+    method_from_rope_parameters,
+    scaled_rope_parameters,
+)
 
 __all__ = [
     "ABF",
@@ -96,6 +101,7 @@ __all__ = [
     "Tiling",
     "TransformersDynamic",
     "YaRN",
+    "as_longrope",
     "check_factor",
     "geometry_in_use",
     "list_methods",

@@ -129,6 +129,13 @@ class RopeScaling(RopeMethod):
         """
         return over_lengths(torch.tensor(1.0, dtype=torch.float64), length)
 
+    def scaled(
+        self, rope: RopeGeometry, length: Int[Tensor, "*batch"] | None = None
+    ) -> tuple[Float64[Tensor, "*batch pair"], Float64[Tensor, "*batch"]]:
+        """The frequencies (radians a token) and the multiplier of cos and sin that this method makes of `rope`."""
+        scaling = rope.attention_factor * self.attention_scaling(rope, length)
+        return rope.inv_freq / self.rescale_factors(rope, length), scaling
+
     def rope_parameters(self, rope: RopeGeometry) -> dict[str, Any]:
         """This method on unscaled RoPE in transformers' own words, where it has them.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -59,7 +60,7 @@ def method_from_rope_parameters(parameters: dict[str, Any], max_position_embeddi
                 attention_factor=attention_factor,
             )
     raise ValueError(
-        f"rope_type {rope_type!r} is not one ctxext can read (default, linear, dynamic, yarn, longrope, llama3). "
+        f"rope_type {rope_type!r} is not one ctxext can read (default, linear, dynamic, yarn, longrope, llama3)."
     )
 
 
@@ -77,12 +78,8 @@ def geometry_in_use(
     if scaling is None:
         return plain
     at = torch.tensor(length) if within else None
-    return RopeGeometry(
-        inv_freq=plain.inv_freq / scaling.rescale_factors(plain, at),
-        rope_theta=plain.rope_theta,
-        original_max_position_embeddings=length,
-        attention_factor=float(scaling.attention_scaling(plain, at)),
-    )
+    inv_freq, attention_factor = scaling.scaled(plain, at)
+    return replace(plain, inv_freq=inv_freq, attention_factor=float(attention_factor))
 
 
 def scaled_rope_parameters(method: RopeScaling, rope: RopeGeometry) -> dict[str, Any]:
@@ -92,10 +89,10 @@ def scaled_rope_parameters(method: RopeScaling, rope: RopeGeometry) -> dict[str,
     """
     if rope.is_plain:
         return method.rope_parameters(rope)
-    plain = inverse_frequencies(rope.dim, rope.rope_theta)
-    return longrope_parameters(
-        plain / rope.inv_freq * method.rescale_factors(rope),
-        rope.attention_factor * float(method.attention_scaling(rope)),
-        method.factor,
-        rope,
-    )
+    return as_longrope(method, rope)
+
+
+def as_longrope(method: RopeScaling, rope: RopeGeometry) -> dict[str, Any]:
+    """`method` on top of `rope` as `longrope` over plain RoPE, which every static λ fits."""
+    factors = inverse_frequencies(rope.dim, rope.rope_theta) / rope.inv_freq * method.rescale_factors(rope)
+    return longrope_parameters(factors, float(method.scaled(rope)[1]), method.factor, rope)
