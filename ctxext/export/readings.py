@@ -66,12 +66,12 @@ READINGS: dict[str, Reading] = {
     "transformers-dynamic": Reading(
         "transformers", "4 and 5", 'rope_type "dynamic"',
         "takes its base from the longest call so far, so a cached decode differs from a full forward",
-        "run: tests/attention/test_late_defects.py",
+        "run: tests/attention/test_stock_defects.py",
     ),
     "transformers-longrope": Reading(
         "transformers", "4 and 5", 'rope_type "longrope"',
         "switches lists at original_max_position_embeddings, within one sequence too; ctxext writes both lists equal",
-        "run: tests/attention/test_late_defects.py",
+        "run: tests/attention/test_stock_defects.py",
     ),
     # -------------------------------------------------------------------------------------------- vLLM
     "vllm-config": Reading(
@@ -252,7 +252,7 @@ READINGS: dict[str, Reading] = {
     "llama.cpp-factors": Reading(
         "llama.cpp", "all", "the tensor rope_freqs.weight",
         "divides the frequencies in graphs that pass it (llama), and is not looked for in others (qwen2, qwen3)",
-        f"run: tests/engines/test_gguf.py; read: {LLAMA_CPP}@069be0ae:src/models/",
+        f"run: tests/export/test_gguf.py; read: {LLAMA_CPP}@069be0ae:src/models/",
     ),
     "llama.cpp-scaled-file": Reading(
         "llama.cpp", "all", "a file that holds a scaling",

@@ -114,7 +114,7 @@ def test_samples_are_a_function_of_their_place_alone() -> None:
     """Not of what was made before, nor of the process and its hash seed."""
     places = [(512, 0.25, 3), (400, 1.0, 0), (512, 0.25, 1)]
     code = (
-        "import sys; sys.path.insert(0, 'tests')\n"
+        "import sys; sys.path[:0] = ['tests', 'tests/support']\n"
         "from evals.test_needle import *\n"
         f"print([fingerprint(made(task, *p).input_ids) for task in TASKS for p in {places}])"
     )

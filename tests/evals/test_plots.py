@@ -171,7 +171,7 @@ def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Figure]:
 def test_drawing_leaves_pyplot_alone(tmp_path: Path) -> None:
     """Importing or using the figures does not switch the backend of a notebook."""
     code = (
-        "import sys; from pathlib import Path; sys.path.insert(0, 'tests')\n"
+        "import sys; from pathlib import Path; sys.path[:0] = ['tests', 'tests/support']\n"
         "from evals.test_plots import made, plots\n"
         f"plots.plot_overview(made(), Path({str(tmp_path)!r}) / 'figure.png')\n"
         "assert 'matplotlib.pyplot' not in sys.modules\n"

@@ -163,7 +163,7 @@ def test_nothing_there_is_said(tmp_path: Path) -> None:
 
 FULL = """
 import resource, signal, sys
-sys.path.insert(0, "tests")
+sys.path[:0] = ["tests", "tests/support"]
 from pathlib import Path
 from evals.test_results import header, record
 from ctxext.evals.results import ResultsWriter
@@ -213,7 +213,7 @@ def test_a_full_disk_while_merging_keeps_what_was_measured(tmp_path: Path, monke
 
 OTHER = """
 import sys
-sys.path.insert(0, "tests")
+sys.path[:0] = ["tests", "tests/support"]
 from pathlib import Path
 from evals.test_results import header, record
 from ctxext.evals.results import ResultsWriter

@@ -708,11 +708,14 @@ def test_samples_depend_on_their_place_alone() -> None:
     """Not on the order or the process, nor on Python's hashing."""
     code = (
         "import sys, json; sys.path[:0] = sys.argv[1:]\n"
-        "from test_ruler import PLACES, digest\n"
+        "from evals.test_ruler import PLACES, digest\n"
         "print(json.dumps([digest(place) for place in reversed(PLACES)]))"
     )
     ran = subprocess.run(
-        [sys.executable, "-c", code, *map(str, Path(__file__).parents[:2])], check=True, capture_output=True, text=True
+        [sys.executable, "-c", code, str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / "support")],
+        check=True,
+        capture_output=True,
+        text=True,
     )
     here = [digest(place) for place in PLACES]
     assert json.loads(ran.stdout)[::-1] == here

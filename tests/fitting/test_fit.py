@@ -19,8 +19,8 @@ from accelerate.state import AcceleratorState
 from click.testing import Result
 from families import LENGTH, logits, tiny_model, token_ids
 from finetuning import RECIPE, SMALL, TINY
+from fitting.test_episodes import texts
 from live import assert_unchanged, plain_rope, snapshot
-from test_episodes import texts
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 

@@ -1,4 +1,4 @@
-"""Golden samples of NVIDIA's RULER at one commit: `python tests/ruler_reference.py CHECKOUT`.
+"""Golden samples of NVIDIA's RULER at one commit: `python tests/support/ruler_reference.py CHECKOUT`.
 
 It runs the scripts of a checkout of github.com/NVIDIA/RULER at `COMMIT`, unmodified and with their seed, 42, and
 writes what is not left to chance in their prompts to `GOLDEN`: sizes, counts, and digests of the text without its
@@ -25,7 +25,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 COMMIT = "c3f5e3b4f87f97e048793bb510a3a6b19a46bf3a"
-GOLDEN = Path(__file__).parent / "evals" / "ruler_golden.json"
+GOLDEN = Path(__file__).with_name("ruler_golden.json")
 LENGTHS = (1024, 2048, 4096)
 SAMPLES = 3
 # Two of NVIDIA's.

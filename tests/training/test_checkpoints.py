@@ -113,7 +113,7 @@ except OSError as error:
 
 @pytest.mark.slow
 def test_a_full_disk_leaves_the_checkpoint_before_it_and_says_so(tmp_path: Path) -> None:
-    tests = str(Path(__file__).parents[1])
+    tests = str(Path(__file__).parents[1] / "support")
     run = subprocess.run(
         [sys.executable, "-c", FULL_DISK, str(tmp_path), tests], capture_output=True, text=True, check=True
     )
@@ -193,7 +193,7 @@ if sharded:
 
 @pytest.mark.slow
 def test_sharded_training_is_that_of_one_process_and_its_checkpoints_are_whole(tmp_path: Path) -> None:
-    script, tests, outcomes = tmp_path / "sharded.py", str(Path(__file__).parents[1]), []
+    script, tests, outcomes = tmp_path / "sharded.py", str(Path(__file__).parents[1] / "support"), []
     script.write_text(SHARDED)
     for world in (1, 2):
         launcher = (

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
-from families import LENGTH, tiny_model, token_ids
+from families import LENGTH, from_config, tiny_config, tiny_model, token_ids
 from live import rotary_of
 from torch import Tensor, nn
 from transformers import AttentionInterface, Cache
@@ -334,3 +334,14 @@ def assert_rows(found: Tensor, want: list[Tensor], mask: Tensor | None = None, a
     for index, row in enumerate(want):
         got = found[index] if mask is None else found[index][mask[index].bool()]
         torch.testing.assert_close(got, row, atol=atol, rtol=0)
+
+
+def stock(rope_type: str):
+    """A small Llama that is configured with transformers' own scaling."""
+    parameters = {"rope_type": rope_type, "rope_theta": 10000.0, "factor": FACTOR}
+    changes = {}
+    if rope_type == "longrope":
+        short, long = (factors.tolist() for factors in longrope_factors(8))
+        parameters |= {"short_factor": short, "long_factor": long, "original_max_position_embeddings": LENGTH}
+        changes["max_position_embeddings"] = round(FACTOR * LENGTH)
+    return from_config(tiny_config("llama", rope_parameters=parameters, **SOFT, **changes))

@@ -7,23 +7,12 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from families import LENGTH, from_config, logits, tiny_config
-from late_reference import CHUNKS, FACTOR, N_TOKENS, SOFT, extended, longrope_factors, padded, read, rows
+from families import LENGTH, logits
+from late_reference import CHUNKS, N_TOKENS, extended, padded, read, rows, stock
 from transformers import DynamicCache
 
 # Logits have a standard deviation of 1.2; nothing smaller than SEEN is called a defect.
 SEEN, GONE = 0.5, 1e-4
-
-
-def stock(rope_type: str):
-    """A small Llama that is configured with transformers' own scaling."""
-    parameters = {"rope_type": rope_type, "rope_theta": 10000.0, "factor": FACTOR}
-    changes = {}
-    if rope_type == "longrope":
-        short, long = (factors.tolist() for factors in longrope_factors(8))
-        parameters |= {"short_factor": short, "long_factor": long, "original_max_position_embeddings": LENGTH}
-        changes["max_position_embeddings"] = round(FACTOR * LENGTH)
-    return from_config(tiny_config("llama", rope_parameters=parameters, **SOFT, **changes))
 
 
 def ours(rope_type: str):

@@ -14,7 +14,7 @@ import pytest
 
 from ctxext.methods import list_methods
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 # Each room may import from those before it.
 ROOMS = ["utils", "encodings", "methods", "models", "core", "attention", "patches", "extension", "api", "survey",
          "assets", "hub", "export", "data", "training", "evals", "publish", "fitting", "cli"]  # fmt: skip

@@ -3,8 +3,7 @@
 import pytest
 import torch
 from families import LENGTH
-from late_reference import N_TOKENS, assert_rows, extended, rows, truth
-from test_late_defects import stock
+from late_reference import N_TOKENS, assert_rows, extended, rows, stock, truth
 from torch._dynamo.utils import counters
 from transformers import StaticCache
 

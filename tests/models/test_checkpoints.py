@@ -34,7 +34,7 @@ LLAMA31 = LlamaConfig(
 )
 
 
-DOCS = Path(__file__).resolve().parent.parent / "docs"
+DOCS = Path(__file__).resolve().parents[2] / "docs"
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""A real OpenAI-compatible server around the shipped model: `python tests/live_server.py --port 8000`.
+"""A real OpenAI-compatible server around the shipped model: `python tests/support/live_server.py --port 8000`.
 
 It decodes greedily with transformers' own `generate`, one request at a time. Its switches make it the servers
 that a client meets: one with another tokenizer, one that is overloaded, one that wants a key.

@@ -23,7 +23,7 @@ from ctxext.evals.targets import UNEXTENDED
 from ctxext.extension.method_file import SavedMethod
 from ctxext.methods import make_method
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
