@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 
-.PHONY: demo test test-all lint smollm2 late verify fit benchmark soak finetune positions figures clean
+.PHONY: demo test test-all lint smollm2 late verify fit benchmark soak finetune positions families figures clean
 
 $(VENV)/demo.stamp: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -76,6 +76,9 @@ finetune: $(VENV)/dev.stamp  ## the shipped model fine-tuned at four times its l
 positions: $(VENV)/dev.stamp  ## five position encodings trained alike at one length, read at four times it
 	$(BIN)/python benchmarks/train_short_test_long.py
 	$(BIN)/python docs/update_readme.py
+
+families: $(VENV)/dev.stamp  ## every model type of transformers built small, extended and compared
+	PYTHONPATH=tools $(BIN)/python -m survey --json docs/families.json --markdown docs/families.md
 
 figures: $(VENV)/dev.stamp  ## the README's figure and numbers, anew
 	$(BIN)/ctxext demo --output docs/demo

@@ -20,7 +20,6 @@ from ctxext.cli.describe import describe
 from ctxext.cli.eval import evaluate
 from ctxext.cli.export import export
 from ctxext.cli.extend import extend
-from ctxext.cli.families import families
 from ctxext.cli.finetune import finetune
 from ctxext.cli.fit import fit
 from ctxext.cli.lm_eval import lm_eval
@@ -53,7 +52,6 @@ commands.command(
     "lm-eval", add_help_option=False, context_settings={"allow_extra_args": True, "ignore_unknown_options": True}
 )(lm_eval)
 commands.command()(demo)
-commands.command()(families)
 commands.command()(verify)
 
 

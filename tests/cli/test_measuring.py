@@ -20,6 +20,7 @@ import numpy as np
 import pytest
 from families import tiny_model
 from live_server import CHAT_TEMPLATE, LiveServer
+from survey.small import small_model
 from transformers import AutoTokenizer
 from typer.main import get_command
 
@@ -32,7 +33,6 @@ from ctxext.evals.results import read_results
 from ctxext.evals.summary import Summary
 from ctxext.extension.method_file import SavedMethod
 from ctxext.methods import list_methods
-from ctxext.survey.small import small_model
 from ctxext.utils import endpoint
 
 PASSKEY = ("--tasks", "passkey")

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from families import FAMILIES, LENGTH, tiny_model, token_ids
+from survey.small import small_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ctxext import temporarily_extended
@@ -18,7 +19,6 @@ from ctxext.evals.haystack import Haystack
 from ctxext.evals.needle import Passkey
 from ctxext.evals.prompts import Prompter
 from ctxext.evals.samples import Place, Sample
-from ctxext.survey.small import small_model
 
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
 LONGROPE = {

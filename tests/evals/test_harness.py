@@ -17,6 +17,7 @@ from lm_eval import simple_evaluate
 from lm_eval.api.registry import get_model
 from lm_eval.config.group import GroupConfig
 from lm_eval.tasks import TaskManager
+from survey.small import LENGTH, small_model
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from ctxext import extend_config
@@ -28,7 +29,6 @@ from ctxext.evals.needle import Passkey
 from ctxext.evals.prompts import Prompter
 from ctxext.evals.targets import LiveModel
 from ctxext.hub.checkpoint import extend_folder
-from ctxext.survey.small import LENGTH, small_model
 
 pytestmark = pytest.mark.slow
 harness.register()

@@ -9,6 +9,7 @@ import pytest
 import torch
 from families import LENGTH, from_config, logits, tiny_config, tiny_model, token_ids
 from live import assert_unchanged, plain_rope, rotary_of, snapshot
+from survey.small import small_model
 
 from ctxext import LongRoPE, YaRN, extend_context, temporarily_extended
 from ctxext.encodings.rope import RopeGeometry
@@ -16,7 +17,6 @@ from ctxext.fitting import gradient
 from ctxext.fitting.episodes import Episode
 from ctxext.fitting.gradient import row_losses, short_loss
 from ctxext.fitting.live import LiveFactors, frozen, recomputed
-from ctxext.survey.small import small_model
 
 FAMILIES = ["llama", "mistral", "qwen2", "qwen3", "gpt_neox", "gemma2", "falcon"]
 IDS = token_ids(2 * LENGTH)

@@ -15,6 +15,7 @@ import pytest
 import torch
 from families import FAMILIES, from_config, logits, tiny_config, tiny_model, token_ids
 from live import LATE, late
+from survey.small import small_model
 from transformers import AutoConfig, AutoModelForCausalLM
 from typer.testing import CliRunner
 
@@ -24,7 +25,6 @@ from ctxext.extension.metadata_file import RECORD
 from ctxext.extension.method_file import PROBE
 from ctxext.hub.checkpoint import checkpoint_folder, extend_folder
 from ctxext.models.metadata import Existing
-from ctxext.survey.small import small_model
 
 
 @pytest.fixture

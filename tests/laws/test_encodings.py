@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from survey.small import LENGTH, small_config, small_model, stock_logits
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, GPTNeoConfig, MarianMTModel
 
@@ -20,7 +21,6 @@ from ctxext import describe_context, extend_config, extend_context, list_methods
 from ctxext.extension.metadata_file import RECORD, read_record
 from ctxext.extension.request import plan_extension
 from ctxext.hub.checkpoint import extend_folder
-from ctxext.survey.small import LENGTH, small_config, small_model, stock_logits
 
 # One family of each kind of site, with the default method; the last says whether plain transformers loads it saved.
 FAMILIES = {

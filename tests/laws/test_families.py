@@ -18,6 +18,8 @@ import torch
 from families import COMMON as SHAPE
 from families import LENGTH, logits, token_ids
 from live import assert_unchanged, snapshot
+from survey.matrix import examine
+from survey.small import small_model
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
@@ -30,8 +32,6 @@ from ctxext.methods import ABF, PI, YaRN
 from ctxext.models.context import read_context
 from ctxext.models.families import FAMILIES
 from ctxext.patches.softmax_scale import ScaleSoftmax
-from ctxext.survey.matrix import examine
-from ctxext.survey.small import small_model
 
 TWO_TYPES: dict[str, Any] = dict(layer_types=["sliding_attention", "full_attention"], sliding_window=32)
 EXPERTS: dict[str, Any] = dict(n_routed_experts=4, num_experts_per_tok=2, n_group=1, topk_group=1, n_shared_experts=1)

@@ -13,6 +13,7 @@ import torch
 from families import LENGTH, logits, tiny_config, tiny_model, token_ids
 from live import LATE, REMAPPING, assert_unchanged, late, plain_rope, rotary_of, snapshot
 from peft import LoraConfig, get_peft_model
+from survey.small import small_model
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, LlavaConfig, PreTrainedConfig
 
@@ -21,7 +22,6 @@ from ctxext.core.edit import Edit
 from ctxext.extension.request import plan_extension
 from ctxext.methods import NTKAware, RopeMethod, YaRN, list_methods
 from ctxext.models.text_config import path_to_text
-from ctxext.survey.small import small_model
 
 SHAPE: dict[str, Any] = dict(
     vocab_size=128,

@@ -6,6 +6,7 @@ import math
 from functools import partial
 from io import BytesIO
 
+import pictures
 import pytest
 import torch
 from matplotlib.figure import Figure
@@ -15,7 +16,6 @@ from ctxext.encodings.alibi import alibi_slopes
 from ctxext.encodings.relative_bias import relative_position_bucket
 from ctxext.encodings.rope import RopeGeometry, decay_bound, wavelengths
 from ctxext.encodings.sinusoidal import sinusoidal_table
-from ctxext.evals import pictures
 from ctxext.methods import PI, NTKAware, NTKByParts, YaRN
 
 ROPE = RopeGeometry.plain(64, 10000, 2048)

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from survey.small import LENGTH, small_model, stock_logits
 from torch import Tensor, nn
 from transformers import AutoConfig
 
 from ctxext import extend_context, restore_context
 from ctxext.patches import position_table
-from ctxext.survey.small import LENGTH, small_model, stock_logits
 
 FACTOR = 3
 LEARNED = {"gpt2": "causal", "opt": "causal", "gpt_neo": "causal", "bert": "causal", "roberta": "causal",

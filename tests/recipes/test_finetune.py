@@ -18,12 +18,12 @@ import yaml
 from accelerate.state import AcceleratorState
 from finetuning import RECIPE, SMALL, STEPS, TINY, command, finish, free_port, killed, log, outcome
 from safetensors.torch import load_file, save_file
+from survey.small import small_model
 from transformers import AutoModelForCausalLM
 
 import ctxext
 from ctxext.assets import MODEL
 from ctxext.evals.results import Header
-from ctxext.survey.small import small_model
 from ctxext.training.checkpoints import checkpoints
 from ctxext.training.settings import read_settings
 

@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+from survey import matrix, report
+from survey.__main__ import app
+from survey.matrix import EXTENDED, VERDICTS, Row, examine
+from survey.small import LENGTH, model_types, small_config, small_model, stock_logits
+from survey.workers import examine_all
 from typer.testing import CliRunner
 
 from ctxext import api
-from ctxext.cli import commands
-from ctxext.survey import matrix, report
-from ctxext.survey.matrix import EXTENDED, VERDICTS, Row, examine
-from ctxext.survey.small import LENGTH, model_types, small_config, small_model, stock_logits
-from ctxext.survey.workers import examine_all
 
 KINDS = model_types()
 PINNED = {
@@ -175,7 +175,7 @@ def test_rows_survive_json(tmp_path: Path) -> None:
     report.write_json(rows, tmp_path / "rows.json")
     assert report.read_json(tmp_path / "rows.json") == rows
     (tmp_path / "other.json").write_text("[]")
-    with pytest.raises(ValueError, match="ctxext families --json"):
+    with pytest.raises(ValueError, match="python -m survey --json"):
         report.read_json(tmp_path / "other.json")
 
 
@@ -183,8 +183,8 @@ def test_rows_survive_json(tmp_path: Path) -> None:
 def test_the_command_writes_what_it_found_and_tells_a_regression_by_its_exit_code(tmp_path: Path) -> None:
     before, written, page = (tmp_path / name for name in ("before.json", "rows.json", "page.md"))
     report.write_json([a_row("mamba", "native"), a_row("gpt2", "native")], before)
-    command = ["families", "llama", "mamba", "--workers", "1", "--against", before, "--json", written]
-    run = CliRunner().invoke(commands, [*map(str, command), "--markdown", str(page)])
+    command = ["llama", "mamba", "--workers", "1", "--against", before, "--json", written]
+    run = CliRunner().invoke(app, [*map(str, command), "--markdown", str(page)])
     assert run.exit_code == 1
     assert "changed: mamba: native → refused" in run.output
     assert "gone" not in run.output, "gpt2 was not asked about"

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 from small_training import BINDING, LORA, make, train
+from survey.small import small_model
 
-from ctxext.survey.small import small_model
 from ctxext.training.checkpoints import (
     Progress,
     checkpoints,

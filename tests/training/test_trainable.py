@@ -6,13 +6,13 @@ import pytest
 import torch
 from families import FAMILIES, tiny_model
 from peft import PeftModel
+from survey.small import LENGTH, small_model
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from ctxext import extend_context
 from ctxext.assets import MODEL
 from ctxext.data import Plain, check_positions
 from ctxext.hub.adapters import check_all_saved
-from ctxext.survey.small import LENGTH, small_model
 from ctxext.training.loss import use_chunked_loss
 from ctxext.training.settings import TrainableSettings
 from ctxext.training.trainable import attach_trainable, check_no_dropout, check_rotary, trained_parameters

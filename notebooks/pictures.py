@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from jaxtyping import Float, Float64
-from matplotlib import colormaps
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from torch import Tensor
@@ -20,13 +19,8 @@ from torch import Tensor
 from ctxext.encodings.alibi import alibi_slopes
 from ctxext.encodings.relative_bias import bucket_starts
 from ctxext.encodings.rope import RopeGeometry, decay_bound, wavelengths
+from ctxext.evals.plots import COLORS, DASHES, HEAT
 from ctxext.methods import RopeScaling
-
-# Okabe and Ito (2008), darkened for thin lines on white; with the dashes, enough for 18 lines.
-COLORS = ("#0072b2", "#d55e00", "#00875f", "#b0468a", "#b37400", "#2f8fc4")
-DASHES = ("-", (0, (5, 1.5)), (0, (1.2, 1.2)))
-# ColorBrewer's red-yellow-blue: its ends and its middle are told apart by the colour-blind.
-HEAT = colormaps["RdYlBu"]
 
 
 def rope_score(

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
 
-from ctxext.survey.matrix import Row, examine
+from survey.matrix import Row, examine
 
 TIME_LIMIT = 60.0  # seconds for one model type
 

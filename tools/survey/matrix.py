@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ctxext.api import describe_context, extend_context, restore_context
 from ctxext.extension.metadata_file import RECORD
-from ctxext.survey.small import LENGTH, small_model, stock_logits, without_tokens
+from survey.small import LENGTH, small_model, stock_logits, without_tokens
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

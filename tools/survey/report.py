@@ -10,8 +10,8 @@ from dataclasses import asdict
 from pathlib import Path
 
 from ctxext import __version__
-from ctxext.survey.matrix import COMPARED, EXTENDED, FACTOR, VERDICTS, Row
-from ctxext.survey.small import KINDS, LENGTH
+from survey.matrix import COMPARED, EXTENDED, FACTOR, VERDICTS, Row
+from survey.small import KINDS, LENGTH
 
 _NOT_SEEN = "not seen"  # the encoding of what was never built
 
@@ -50,7 +50,7 @@ def read_json(path: Path) -> list[Row]:
         return [Row(**row) for row in json.loads(path.read_text(encoding="utf-8"))["rows"]]
     except (KeyError, TypeError, json.JSONDecodeError) as error:
         raise ValueError(
-            f"{path} is no matrix of families ({error}); write one with ctxext families --json."
+            f"{path} is no matrix of families ({error}); write one with `python -m survey --json`."
         ) from error
 
 
@@ -86,7 +86,7 @@ def markdown(rows: Sequence[Row]) -> str:
         f"{__version__}), {extended} of them extended and proven; of the {len(causal)} causal language models "
         f"{causal_extended}. Each is built small with random weights and a trained length of {LENGTH} tokens, extended "
         f"by `extend_context(model, factor={FACTOR:g})`, and compared at {COMPARED} tokens.",
-        "Written by `ctxext families --json docs/families.json --markdown docs/families.md`.",
+        "Written by `make families`.",
         "\n".join(f"- *{verdict}*: {meaning}" for verdict, meaning in VERDICTS.items()),
         _table(counts(rows)),
     ]

@@ -1,4 +1,4 @@
-"""`ctxext families`: what comes of extending every model type of the installed transformers."""
+"""What comes of extending every model type of the installed transformers: `PYTHONPATH=tools python -m survey`."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ def families(
 ) -> None:
     """Build every model type small, extend it, compare it with a native build, restore it, and say what came of it."""
     from ctxext.extension.method_file import check_writable
-    from ctxext.survey import report
-    from ctxext.survey.matrix import EXTENDED
-    from ctxext.survey.workers import examine_all
+    from survey import report
+    from survey.matrix import EXTENDED
+    from survey.workers import examine_all
 
     outputs = [path for path in (json_path, markdown_path) if path is not None]
     for path in outputs:
@@ -69,7 +69,7 @@ def families(
 
 
 def _chosen(names: list[str], kind: str | None) -> dict[str, str]:
-    from ctxext.survey.small import KINDS, model_types
+    from survey.small import KINDS, model_types
 
     if kind is not None and kind not in KINDS:
         raise ValueError(f"kind must be one of {', '.join(KINDS)}; got {kind!r}.")
@@ -77,3 +77,10 @@ def _chosen(names: list[str], kind: str | None) -> dict[str, str]:
     if unknown := [name for name in names if name not in known]:
         raise ValueError(f"the installed transformers has no model type {', '.join(unknown)}; it has {len(known)}.")
     return {name: its for name, its in known.items() if (not names or name in names) and (kind is None or its == kind)}
+
+
+app = typer.Typer(add_completion=False)
+app.command()(families)
+
+if __name__ == "__main__":
+    app()
