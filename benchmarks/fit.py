@@ -1,7 +1,7 @@
 """Fitted rescale factors beside every named static method, on the shipped model: no weight changes.
 
-    python benchmarks/fit.py                   # ×2 to ×32, five seeds (×16: two, ×32: one), and a search by evolution
-    python benchmarks/fit.py --factors 8 --seeds 0 --evolution 0
+    python benchmarks/fit.py                   # ×2 to ×32, five seeds (×16: two, ×32: one)
+    python benchmarks/fit.py --factors 8 --seeds 0
     python benchmarks/fit.py --ablation 0 --factors 4  # what each part of the fit does
 
 Fitted on the first half of *Persuasion*, measured on the second: pass keys at every length from a quarter of the
@@ -41,7 +41,6 @@ from ctxext.evals.samples import Place, fingerprint
 from ctxext.evals.statistics import Difference, paired_difference, paired_loss_difference
 from ctxext.extension.method_file import SavedMethod, read_saved
 from ctxext.fitting import gradient
-from ctxext.fitting.evolution import EvolutionSettings
 from ctxext.fitting.fit import fit
 from ctxext.fitting.gradient import GradientSettings
 from ctxext.methods import RopeScaling, make_method
@@ -69,7 +68,6 @@ MAIN = ("its start, no descent", "λ alone", "attention factor alone", "a number
 # What the parts that are kept depend on beside their names.
 MEASURED = fingerprint(SETTINGS, SEED)
 FITTED = fingerprint(asdict(GradientSettings()), gradient.TOKENS, gradient.KEY_NATS, gradient.STARTS)
-SEARCHED = fingerprint(asdict(EvolutionSettings()))
 RUNS = Path("runs/fit")
 
 
@@ -77,7 +75,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--factors", type=int, nargs="*", default=[2, 4, 8, 16, 32])
     parser.add_argument("--seeds", type=int, nargs="*", default=[0, 1, 2, 3, 4])
-    parser.add_argument("--evolution", type=int, default=4, help="the factor of the search; 0 for none")
     parser.add_argument("--ablation", type=int, nargs="*", help="seeds; measure parts of the fit instead")
     parser.add_argument("--output", type=Path, default=Path("docs/fit"))
     args = parser.parse_args()
@@ -90,8 +87,6 @@ def main() -> None:
     measured = run(parts)
     report = Report("fit", seed=SEED)
     table = {factor: compare(report, factor, measured, seeds_at(factor, args.seeds)) for factor in args.factors}
-    if args.evolution:
-        evolution(report, args.evolution)
     draw(table, args.output / "lambda.png")
     report.finish(args.output / "summary.json", table=table, settings=SETTINGS)
 
@@ -369,23 +364,6 @@ def rescale_factors(factor: int, name: str) -> list[float]:
     fitted = name.startswith("fitted")
     method = read_saved(fit_file(factor, name)).method if fitted else make_method(name, float(factor))
     return method.rescale_factors(RopeGeometry.plain(64, 1250.0, 512)).tolist()
-
-
-def evolution(report: Report, factor: int) -> None:
-    path = RUNS / SEARCHED / f"x{factor} evolution.json"
-    if not path.is_file():
-        model, prompter, seen, _ = ready()
-        saved = fit(model, prompter, seen, factor, settings=EvolutionSettings(evaluations=200), names=NAMES)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        saved.save(path)
-    about = read_saved(path).about
-    start, end, other = about["scores"][about["start"]], about["scores"]["fitted"], about["held_out"]
-    here = f"evolution ×{factor}"
-    report.add(f"{here}: candidates", about["evaluations"])
-    report.add(f"{here}: its best start ({about['start']}), in nats a token", start["value"])
-    report.add(f"{here}: what it found, over that start", end["value"] - start["value"], at_most=-1e-4)
-    report.add(f"{here}: the same on text it did not read", other["fitted"]["value"] - other["start"]["value"])
-    report.add(f"{here}: loss within the trained length, over the unextended model's", end["short"], at_most=0.01)
 
 
 # --------------------------------------------------------------------------------- ablation and figure

@@ -6,32 +6,27 @@ import platform
 import time
 from collections.abc import Callable
 from dataclasses import asdict
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from ctxext.api import temporarily_extended
 from ctxext.core.plan import factor_and_target
-from ctxext.evals.engine import Engine
 from ctxext.evals.prompts import Prompter
 from ctxext.evals.runner import versions
-from ctxext.evals.samples import fingerprint
 from ctxext.evals.targets import model_fingerprint
 from ctxext.extension.method_file import SavedMethod
-from ctxext.fitting.episodes import Material, split
-from ctxext.fitting.evolution import Evolution, EvolutionSettings, Memory
+from ctxext.fitting.episodes import split
 from ctxext.fitting.gradient import GradientSettings, fit_by_gradient
 from ctxext.fitting.live import LiveFactors, frozen
-from ctxext.fitting.objectives import Objective, Score, Scorer
-from ctxext.methods import LongRoPE, RopeScaling, make_method
+from ctxext.methods import LongRoPE
 from ctxext.utils.processes import ALONE, Processes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-DEFAULT, PERPLEXITY = GradientSettings(), Objective()
+DEFAULT = GradientSettings()
 
 
 @torch.inference_mode(False)
@@ -44,9 +39,7 @@ def fit(
     *,
     target_length: int | None = None,
     original_max_position_embeddings: int | None = None,
-    settings: GradientSettings | EvolutionSettings = DEFAULT,
-    objective: Objective = PERPLEXITY,
-    memory: Path | None = None,
+    settings: GradientSettings = DEFAULT,
     names: tuple[str, str] = ("model", "text"),
     advance: Callable[[float, str], None] = lambda share, state: None,
     processes: Processes = ALONE,
@@ -57,8 +50,6 @@ def fit(
         prompter: of the model's tokenizer, `Prompter(tokenizer)`.
         text: prose; three quarters are learned from, and the rest chosen by.
         factor, target_length, original_max_position_embeddings: as in `ctxext.extend_context`.
-        settings: of the fit by gradient, or of the search, which `objective` and `memory` belong to.
-        memory: where a search keeps its scores, to go on from.
         names: of model and text, for the file.
         advance: called with the share that is done and a line for the person who waits.
 
@@ -66,8 +57,8 @@ def fit(
         A method for `extend_context(model, method=...)`, with an account of how it was found in `about`.
 
     Raises:
-        ValueError: the text is too short, RoPE is scaled already or none, a budget that holds no evaluation, a
-            `prompter` whose answers are generated, or `memory` belongs to another search.
+        ValueError: the text is too short, RoPE is scaled already or none, a budget that holds no evaluation, or a
+            `prompter` whose answers are generated.
         RuntimeError: a loss is not finite. The model is left as it was in every case.
     """
     began = time.perf_counter()
@@ -88,96 +79,21 @@ def fit(
         pass
     learnt, held_out = split(text, prompter, trained, target, name=names[1])
     with live, frozen(model):
-        if isinstance(settings, GradientSettings):
-            found = _descended(model, live, learnt, held_out, settings, advance, processes)
-        else:
-            found = _searched(model, live, learnt, held_out, settings, objective, memory, advance, processes)
-    method, by = found
+        found = fit_by_gradient(model, live, learnt, held_out, settings, advance=advance, processes=processes)
     about = {
         "model": names[0],
         "model_fingerprint": model_fingerprint(model),
         "trained_length": trained,
         "target_length": target,
         "text": f"{names[1]} {learnt.haystack.fingerprint}",
-        **by,
-        "seconds": time.perf_counter() - began,
-        "machine": f"{platform.machine()}, {torch.get_num_threads()} threads, {model.device.type}",
-        "versions": versions(),
-    }
-    return SavedMethod(method, about)
-
-
-Found = tuple[RopeScaling, dict[str, Any]]
-
-
-def _descended(
-    model: PreTrainedModel,
-    live: LiveFactors,
-    learnt: Material,
-    held_out: Material,
-    settings: GradientSettings,
-    advance: Callable[[float, str], None],
-    processes: Processes,
-) -> Found:
-    found = fit_by_gradient(model, live, learnt, held_out, settings, advance=advance, processes=processes)
-    about = {
         "by": "gradient",
         "settings": asdict(settings),
         "start": found.start,
         "kept_start": found.kept_start,
         "losses": found.tried,
+        "history": found.history,
+        "seconds": time.perf_counter() - began,
+        "machine": f"{platform.machine()}, {torch.get_num_threads()} threads, {model.device.type}",
+        "versions": versions(),
     }
-    return found.method, {**about, "history": found.history}
-
-
-def _searched(
-    model: PreTrainedModel,
-    live: LiveFactors,
-    learnt: Material,
-    held_out: Material,
-    settings: EvolutionSettings,
-    objective: Objective,
-    memory: Path | None,
-    advance: Callable[[float, str], None],
-    processes: Processes,
-) -> Found:
-    advance(0.0, "reading the baseline")
-    began = time.perf_counter()
-    scorer, other = (Scorer(Engine(model), live, objective, material) for material in (learnt, held_out))
-
-    def score(methods: list[RopeScaling]) -> list[Score]:
-        mine = [(k, scorer(methods[k])) for k in range(processes.rank, len(methods), processes.world)]
-        return [Score(*found) for _, found in sorted(processes.gathered(mine))]
-
-    def elapsed() -> float:
-        # The first process has the clock, as all have to end at the same candidate.
-        return float(processes.total(torch.tensor([time.perf_counter() - began if processes.rank == 0 else 0.0]))) / 60
-
-    identity = {
-        "model": fingerprint(model_fingerprint(model)),
-        "text": learnt.haystack.fingerprint,
-        "prompts": learnt.prompter.fingerprint,
-        "lengths": [learnt.trained, learnt.target],
-        "objective": asdict(objective),
-        "settings": {k: v for k, v in asdict(settings).items() if k not in ("minutes", "evaluations", "iterations")},
-    }
-    known = Memory(memory, identity, writes=processes.rank == 0, width=processes.world)
-    search = Evolution(
-        live.rope, learnt.target / learnt.trained, score, settings, memory=known, advance=advance, elapsed=elapsed
-    ).run()
-    best = min(search.founders, key=search.founders.__getitem__)
-    named = make_method(best, learnt.target / learnt.trained)
-    about = {
-        "by": "evolution",
-        "settings": asdict(settings),
-        "objective": asdict(objective),
-        "start": best,
-        "scores": {
-            **{name: found._asdict() for name, found in search.founders.items()},
-            "fitted": search.best._asdict(),
-        },
-        "held_out": {"start": other(named)._asdict(), "fitted": other(search.method)._asdict()},
-        "evaluations": search.evaluations,
-        "history": [found._asdict() for found in search.history],
-    }
-    return search.method, about
+    return SavedMethod(found.method, about)

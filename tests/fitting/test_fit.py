@@ -30,16 +30,13 @@ from ctxext.assets import MODEL, PERSUASION
 from ctxext.cli import commands
 from ctxext.evals.prompts import Prompter
 from ctxext.extension.method_file import SavedMethod, read_saved
-from ctxext.fitting.evolution import EvolutionSettings
 from ctxext.fitting.fit import fit
 from ctxext.fitting.gradient import GradientSettings
-from ctxext.fitting.objectives import Objective
 from ctxext.methods import LongRoPE
 
 IDS = token_ids(2 * LENGTH)
 TEXT = PERSUASION.read_text(encoding="utf-8")[:20_000]
 QUICK = ("--factor", 2, "--evaluations", 3, "--start", "yarn")
-SEARCH = ("--factor", 2, "--by", "evolution", "--evaluations", 9, "--objective", "passkey", "--windows", 1)
 
 
 def run(*arguments: object) -> Result:
@@ -68,7 +65,7 @@ def desk(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (desk / "prose.txt").write_text(TEXT, encoding="utf-8")
     result = run("fit", desk / "model", "-o", desk / "fitted.json", "--text", desk / "prose.txt", *QUICK)
     assert result.exit_code == 0, result.stderr
-    assert "loss of a hidden key" in " ".join(result.stderr.replace("┃", " ").split())
+    assert "loss of a passkey" in " ".join(result.stderr.replace("┃", " ").split())
     return desk
 
 
@@ -172,14 +169,9 @@ def test_two_processes_fit_as_one_does(desk: Path, tmp_path: Path) -> None:
     def commands_for(name: str) -> list[list[str]]:
         common = ("fit", desk / "model", "--text", desk / "prose.txt")
         out = tmp_path / name
-        both = (
-            (*common, *QUICK, "--minutes", 60, "-o", out / "gradient.json"),
-            (*common, *SEARCH, "--search", out / "search.jsonl", "-o", out / "evolution.json"),
-        )
-        return [[str(argument) for argument in arguments] for arguments in both]
+        return [[str(argument) for argument in (*common, *QUICK, "--minutes", 60, "-o", out / "fitted.json")]]
 
-    for arguments in commands_for("one"):
-        assert run(*arguments).exit_code == 0
+    assert run(*commands_for("one")[0]).exit_code == 0
     launch = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2"]
     script = Path(__file__).with_name("fit_in_processes.py")
     done = subprocess.run(
@@ -189,47 +181,17 @@ def test_two_processes_fit_as_one_does(desk: Path, tmp_path: Path) -> None:
         text=True,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    for name, rel in (("gradient", 1e-5), ("evolution", 1e-12)):
-        one, two = (read_saved(tmp_path / who / f"{name}.json") for who in ("one", "two"))
-        assert two.method.long_factor == pytest.approx(one.method.long_factor, rel=rel)
-        assert two.method.attention_factor == pytest.approx(one.method.attention_factor, rel=rel)
-        if name == "gradient":
-            for alone, together in zip(one.about["history"], two.about["history"], strict=True):
-                assert all(together[kind] == pytest.approx(alone[kind], rel=1e-4) for kind in ("short", "text"))
-    assert two.about["evaluations"] == one.about["evaluations"] == 9
-    rows = [(tmp_path / who / "search.jsonl").read_text().splitlines() for who in ("one", "two")]
-    assert len(rows[0]) == len(rows[1]) == 10
+    one, two = (read_saved(tmp_path / who / "fitted.json") for who in ("one", "two"))
+    assert two.method.long_factor == pytest.approx(one.method.long_factor, rel=1e-5)
+    assert two.method.attention_factor == pytest.approx(one.method.attention_factor, rel=1e-5)
+    for alone, together in zip(one.about["history"], two.about["history"], strict=True):
+        assert all(together[kind] == pytest.approx(alone[kind], rel=1e-4) for kind in ("short", "text"))
     assert (tmp_path / "texts-0").read_text() == (tmp_path / "texts-1").read_text() == texts()
 
 
-# ------------------------------------------------------------------------------------------------- the search
-
-
-def searched(model: Any, memory: Path | None = None, text: str = TEXT, style: str = "base", **aim: Any) -> SavedMethod:
-    seed, objective = aim.pop("search_seed", 0), Objective(**{"name": "passkey", "windows": 1, **aim})
-    return fit(
-        model, Prompter(AutoTokenizer.from_pretrained(MODEL), style), text, 2.0,
-        settings=EvolutionSettings(evaluations=5, seed=seed), objective=objective, memory=memory,
-    )  # fmt: skip
-
-
-def test_a_search_goes_on_from_its_own_scores_alone(tmp_path: Path) -> None:
-    model, memory = tiny_model("llama", vocab_size=4096), tmp_path / "search.jsonl"
-    before = snapshot(model, run=False)
-    found = searched(model, memory)
-    kept = memory.read_bytes()
-    assert searched(model, memory).method == found.method
-    others = {
-        "model": lambda: searched(tiny_model("llama", seed=1, vocab_size=4096), memory),
-        "text": lambda: searched(model, memory, text=TEXT[5_000:]),
-        "settings": lambda: searched(model, memory, search_seed=1),
-        "objective": lambda: searched(model, memory, name="needle_perplexity"),
-    }
-    for what, other in others.items():
-        with pytest.raises(ValueError, match=f"holds another search: {what} differ"):
-            other()
-    assert memory.read_bytes() == kept
-    assert_unchanged(model, before)
+def quick_fit(model: Any) -> SavedMethod:
+    settings = GradientSettings(evaluations=1, start="yarn")
+    return fit(model, Prompter(AutoTokenizer.from_pretrained(MODEL)), TEXT, 2.0, settings=settings)
 
 
 def test_what_cannot_be_extended_is_refused_before_the_work_and_a_model_in_training_left_so() -> None:
@@ -237,15 +199,13 @@ def test_what_cannot_be_extended_is_refused_before_the_work_and_a_model_in_train
     model = tiny_model("mistral", vocab_size=4096, sliding_window=32).train()
     before = snapshot(model, run=False)
     with pytest.raises(ValueError, match="every layer with RoPE slides over a window of 32 tokens"):
-        searched(model)
+        quick_fit(model)
     assert_unchanged(model, before)
     model = tiny_model("falcon", vocab_size=4096, hidden_dropout=0.5)
-    quiet = searched(model)
+    quiet = quick_fit(model)
     model.train()
     before = snapshot(model, run=False)
-    assert searched(model).about["scores"] == quiet.about["scores"]
-    settings = GradientSettings(evaluations=1, start="yarn")
-    fit(model, Prompter(AutoTokenizer.from_pretrained(MODEL)), TEXT, 2.0, settings=settings)
+    assert quick_fit(model).about["losses"] == quiet.about["losses"]
     assert_unchanged(model, before)
 
 
@@ -259,14 +219,6 @@ def test_what_cannot_be_extended_is_refused_before_the_work_and_a_model_in_train
         (("--factor", 1), "covers 64 tokens"),
         (("--factor", 0.5), "factor must be >= 1, got 0.5"),
         (("--factor", 2, "--target-length", 128), "factor= or target_length=, not both"),
-        (("--by", "annealing"), "--by takes gradient or evolution"),
-        (("--objective", "passkey"), "--objective does not go with --by gradient"),
-        (("--search", "s.jsonl", "--windows", 3), "--windows, --search does not go with --by gradient"),
-        (("--by", "evolution", "--rows", 3, "--start", "yarn"), "--rows, --start does not go with --by evolution"),
-        (("--by", "evolution", "--objective", "perplexty"), "did you mean 'perplexity'"),
-        (("--by", "evolution", "--evaluations", 3), "at least 5"),
-        (("--by", "evolution", "--search", "prose.txt"), "is not the file of a search"),
-        (("--by", "evolution", "--search", "model"), "is a folder"),
         (("--evaluations", 0), "evaluations and rows must be >= 1, got 0"),
         (("--minutes", 0), "minutes must be a finite number > 0"),
         (("--factor", 2, "--minutes", 1e-5), "not enough to try the starts.*Pass [0-9.]+ minutes at least"),
@@ -303,9 +255,8 @@ def test_a_checkpoint_with_an_extension_beside_its_config_is_refused(desk: Path,
 def test_answers_in_the_model_s_own_words_are_refused() -> None:
     model = tiny_model("llama", vocab_size=4096)
     prompter = Prompter(AutoTokenizer.from_pretrained(MODEL), answer_tokens=64)
-    for settings in (GradientSettings(), EvolutionSettings(evaluations=5)):
-        with pytest.raises(ValueError, match="scores answers token by token"):
-            fit(model, prompter, TEXT, 2.0, settings=settings)
+    with pytest.raises(ValueError, match="scores answers token by token"):
+        fit(model, prompter, TEXT, 2.0)
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
