@@ -24,7 +24,7 @@ from torch import Tensor
 
 from ctxext import extend_context, restore_context
 from ctxext.assets import MODEL
-from ctxext.cli.measuring import load, load_text
+from ctxext.evals.loading import load, load_text
 from ctxext.evals.needle import Passkey
 from ctxext.evals.prompts import Prompter
 from ctxext.evals.samples import Sample

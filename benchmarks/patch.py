@@ -116,7 +116,7 @@ def main() -> None:
             whole.append(
                 seconds(
                     lambda arguments=arguments: run(
-                        f"import sys; sys.argv[1:] = {arguments!r}; from ctxext.cli import app; app()"
+                        f"import sys; sys.argv[1:] = {arguments!r}; from ctxext.__main__ import main; main()"
                     )
                 )
             )

@@ -18,13 +18,14 @@ from pathlib import Path
 from report import Report
 
 from ctxext.assets import MODEL, PERSUASION
-from ctxext.cli.measuring import default_lengths, load, run
 from ctxext.evals.choice import ACCURACY, Comparisons
 from ctxext.evals.haystack import Haystack, read_prose
+from ctxext.evals.loading import default_lengths, load
 from ctxext.evals.needle import Passkey
 from ctxext.evals.perplexity import Perplexity
 from ctxext.evals.prompts import Prompter
 from ctxext.evals.runner import Grid, Runner
+from ctxext.evals.screen import run_with_bar
 from ctxext.evals.summary import Summary
 from ctxext.evals.targets import UNEXTENDED, LiveModel, Variant, compared_variants
 from ctxext.extension.method_file import read_saved
@@ -75,7 +76,7 @@ def main() -> None:
             Variant(RECOMMENDED, {"method": saved.method}),
         ]
         other = Haystack.from_text(prose[cut:], tokenizer, name="the last third of persuasion.txt")
-        results = run(Runner(target, other, grid, beyond=True), folder / "results.jsonl", variants)
+        results = run_with_bar(Runner(target, other, grid, beyond=True), folder / "results.jsonl", variants)
     summary = Summary(results)
     longest, tasks = summary.beyond[-1], summary.deciding_tasks
     found = {v: summary.pooled(v, tasks, summary.beyond).value for v in summary.variants}

@@ -15,11 +15,12 @@ from pathlib import Path
 from report import Report
 
 from ctxext.assets import MODEL
-from ctxext.cli.measuring import load, load_text, run
+from ctxext.evals.loading import load, load_text
 from ctxext.evals.needle import Passkey
 from ctxext.evals.perplexity import Perplexity
 from ctxext.evals.prompts import Prompter
 from ctxext.evals.runner import Grid, Runner
+from ctxext.evals.screen import run_with_bar
 from ctxext.evals.summary import Summary
 from ctxext.evals.targets import UNEXTENDED, LiveModel, compared_variants
 
@@ -45,7 +46,7 @@ def main() -> None:
     haystack = load_text(None, tokenizer, 0)
     with tempfile.TemporaryDirectory() as folder:
         runner = Runner(target, haystack, grid, beyond=True)
-        results = run(runner, Path(folder) / "results.jsonl", compared_variants(model.config, METHODS, 4))
+        results = run_with_bar(runner, Path(folder) / "results.jsonl", compared_variants(model.config, METHODS, 4))
     summary = Summary(results)
 
     def passkey(variant: str, length: int) -> float:

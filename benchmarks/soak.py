@@ -32,8 +32,8 @@ def measure(path: Path) -> None:
     import torch
 
     from ctxext.assets import MODEL, PERSUASION
-    from ctxext.cli.measuring import load
     from ctxext.evals.haystack import Haystack
+    from ctxext.evals.loading import load
     from ctxext.evals.needle import Needle, Passkey
     from ctxext.evals.perplexity import Perplexity
     from ctxext.evals.prompts import Prompter

@@ -13,11 +13,10 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 
 from ctxext.models.metadata import Existing
-
-console = Console(stderr=True)
+from ctxext.utils import values
+from ctxext.utils.screen import console
 
 
 @contextmanager
@@ -32,10 +31,8 @@ def without_garbage_collection() -> Iterator[None]:
 
 def parse_tokens(text: str) -> int:
     """`131072` or `128k` as a number of tokens."""
-    from ctxext.models import context as configs
-
     try:
-        return configs.parse_tokens(text)
+        return values.parse_tokens(text)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
 

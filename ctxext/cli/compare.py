@@ -52,8 +52,10 @@ def compare(
     output: Annotated[Path, typer.Option("--output", "-o", help=measuring.RESULTS)] = Path("comparison.jsonl"),
 ) -> None:
     """Measure the baseline (the model not extended) and each method, and say which one to use and how sure that is."""
+    from ctxext.evals.loading import default_lengths, known_by, load, load_text
     from ctxext.evals.prompts import Prompter
     from ctxext.evals.runner import Runner
+    from ctxext.evals.screen import asked_as_it_answers, finish, run_with_bar
     from ctxext.evals.targets import LiveModel, compared_variants
     from ctxext.extension.method_file import check_writable
     from ctxext.hub.checkpoint import check_not_extended, checkpoint_folder
@@ -63,7 +65,7 @@ def compare(
     processes = Processes.here()
     folder = checkpoint_folder(model, revision)
     check_not_extended(folder, existing)
-    loaded, tokenizer = measuring.load(folder, dtype, device, bare=True)
+    loaded, tokenizer = load(folder, dtype, device, bare=True)
     variants = compared_variants(
         loaded.config,
         [name.strip() for name in methods.split(",")] if methods else None,
@@ -74,7 +76,7 @@ def compare(
     )
     prompter = Prompter(tokenizer, style, answer_tokens)  # type: ignore[arg-type]
     target = LiveModel(loaded, prompter, name_of(model), original_max_position_embeddings)
-    target.about |= measuring.known_by(folder)
+    target.about |= known_by(folder)
     for variant in variants[1:]:
         refusal = target.refusal(variant)
         if refusal is None:
@@ -91,7 +93,7 @@ def compare(
         tasks,
         settings=setting,
         trained_length=trained,
-        lengths=measuring.parse_lengths(lengths) if lengths else measuring.default_lengths(trained, reach),
+        lengths=measuring.parse_lengths(lengths) if lengths else default_lengths(trained, reach),
         depths=measuring.parse_depths(depths),
         trials=trials,
         windows=windows,
@@ -99,11 +101,11 @@ def compare(
         batch_size=batch_size,
         seed=seed,
     )
-    text = measuring.load_text(haystack, tokenizer, max(grid.lengths) if grid.retrieval else 0)
+    text = load_text(haystack, tokenizer, max(grid.lengths) if grid.retrieval else 0)
     runner = Runner(target, text, grid, beyond=True, processes=processes)
     runner.check(variants)
     chosen = style is not None or answer_tokens is not None
-    runner.target = measuring.asked_as_it_answers(target, grid, text, output, free=not chosen, quiet=processes.rank > 0)
-    results = measuring.run(runner, output, variants)
+    runner.target = asked_as_it_answers(target, grid, text, output, free=not chosen, quiet=processes.rank > 0)
+    results = run_with_bar(runner, output, variants)
     if results is not None:
-        measuring.finish(results, output)
+        finish(results, output)

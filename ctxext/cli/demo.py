@@ -46,9 +46,11 @@ def demo(
 ) -> None:
     """Compare PI, NTK-aware, NTK-by-parts and YaRN with no extension at all, on real text."""
     from ctxext.assets import MODEL
+    from ctxext.evals.loading import load, load_text
     from ctxext.evals.plots import plot_overview
     from ctxext.evals.prompts import Prompter
     from ctxext.evals.runner import Runner
+    from ctxext.evals.screen import asked_as_it_answers, print_summary, run_with_bar
     from ctxext.evals.summary import Summary
     from ctxext.evals.targets import LiveModel, compared_variants
     from ctxext.hub.checkpoint import check_not_extended
@@ -56,7 +58,7 @@ def demo(
     folder = MODEL if model is None else model
     check_not_extended(folder)
     # As the fresh process at the end loads it, so that the two can be compared to the last bit.
-    loaded, tokenizer = measuring.load(folder, "float32", "cpu")
+    loaded, tokenizer = load(folder, "float32", "cpu")
     prompter = Prompter(tokenizer, "base")
     target = LiveModel(loaded, prompter, folder.name)
     trained = target.about["trained_length"]
@@ -71,15 +73,15 @@ def demo(
         ",".join(["passkey"] * (trials > 0) + ["perplexity"] + ["short"] * (windows > 1)),
         trained_length=trained, lengths=chosen, trials=max(1, trials), windows=windows, seed=seed,
     )  # fmt: skip
-    text = measuring.load_text(haystack, tokenizer, 0)
-    target = measuring.asked_as_it_answers(target, grid, text, output / "results.jsonl", free=False)
+    text = load_text(haystack, tokenizer, 0)
+    target = asked_as_it_answers(target, grid, text, output / "results.jsonl", free=False)
     runner = Runner(target, text, grid, beyond=True)
-    results = measuring.run(runner, output / "results.jsonl", compared_variants(loaded.config, METHODS, factor))
+    results = run_with_bar(runner, output / "results.jsonl", compared_variants(loaded.config, METHODS, factor))
     assert results is not None
     summary = Summary(results)
     (output / "summary.json").write_text(json.dumps(summary.to_dict(), indent=1) + "\n")
     plot_overview(summary, output / "comparison.png")
-    measuring.print_summary(summary)
+    print_summary(summary)
     difference = save_and_reload(loaded, tokenizer, factor, max(chosen), output)
     console.print(
         f"YaRN ×{factor:g} saved to {output / 'yarn'} and loaded by plain transformers in a fresh process: "

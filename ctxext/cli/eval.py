@@ -62,8 +62,10 @@ def evaluate(
     """Measure one model: retrieval, perplexity, and what an extension costs at short length."""
     from transformers import AutoTokenizer
 
+    from ctxext.evals.loading import default_lengths, known_by, load, load_text
     from ctxext.evals.prompts import Prompter
     from ctxext.evals.runner import Runner
+    from ctxext.evals.screen import asked_as_it_answers, finish, run_with_bar
     from ctxext.evals.server import ServedModel
     from ctxext.evals.targets import LiveModel, Served, Target, Variant, known_lengths
     from ctxext.extension.method_file import check_made_for, check_writable, opened
@@ -118,10 +120,10 @@ def evaluate(
             trained,
         )
     else:
-        loaded, tokenizer = measuring.load(folder, dtype, device, bare=method is not None)
+        loaded, tokenizer = load(folder, dtype, device, bare=method is not None)
         prompter = Prompter(tokenizer, style, answer_tokens)  # type: ignore[arg-type]
         target = LiveModel(loaded, prompter, name_of(model), original_max_position_embeddings)
-        target.about |= measuring.known_by(folder)
+        target.about |= known_by(folder)
         if method is None and base is None and "method" not in target.about:  # neither extended nor another's extension
             variant = Variant()
         reach = target.reach(variant) or reach
@@ -129,7 +131,7 @@ def evaluate(
         tasks,
         settings=setting,
         trained_length=trained,
-        lengths=measuring.parse_lengths(lengths) if lengths else measuring.default_lengths(trained, reach),
+        lengths=measuring.parse_lengths(lengths) if lengths else default_lengths(trained, reach),
         depths=measuring.parse_depths(depths),
         trials=trials,
         windows=windows,
@@ -137,7 +139,7 @@ def evaluate(
         batch_size=batch_size,
         seed=seed,
     )
-    text = measuring.load_text(haystack, tokenizer, max(grid.lengths) if grid.retrieval else 0)
+    text = load_text(haystack, tokenizer, max(grid.lengths) if grid.retrieval else 0)
 
     before = [Variant(gate_only=True)] if compared else []
     variants = [*before, variant] if base is None else [variant]
@@ -146,12 +148,12 @@ def evaluate(
         runner.check(variants)
         chosen = style is not None or answer_tokens is not None
         quiet = processes.rank > 0
-        runner.target = measuring.asked_as_it_answers(target, grid, text, output, free=not chosen, quiet=quiet)
+        runner.target = asked_as_it_answers(target, grid, text, output, free=not chosen, quiet=quiet)
     if base is not None:
-        loaded, _ = measuring.load(checkpoint_folder(base), dtype, device)
+        loaded, _ = load(checkpoint_folder(base), dtype, device)
         of_base = LiveModel(loaded, runner.target.prompter, Path(base).name, original_max_position_embeddings)
-        measuring.run(Runner(of_base, text, grid, beyond, processes=processes), output, before, merge=False)
+        run_with_bar(Runner(of_base, text, grid, beyond, processes=processes), output, before, merge=False)
         del loaded, of_base
-    results = measuring.run(runner, output, variants)
+    results = run_with_bar(runner, output, variants)
     if results is not None:
-        measuring.finish(results, output)
+        finish(results, output)

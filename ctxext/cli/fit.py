@@ -49,7 +49,9 @@ def fit(
 
     from ctxext.assets import PERSUASION
     from ctxext.evals.haystack import read_prose
+    from ctxext.evals.loading import load
     from ctxext.evals.prompts import Prompter
+    from ctxext.evals.screen import asked_for_passkeys
     from ctxext.evals.targets import LiveModel
     from ctxext.extension.method_file import check_method_file
     from ctxext.fitting.fit import fit as run
@@ -65,9 +67,9 @@ def fit(
     prose = read_prose(path)
     folder = checkpoint_folder(model, revision)
     check_not_extended(folder)
-    loaded, tokenizer = measuring.load(folder, dtype, device, bare=True)
+    loaded, tokenizer = load(folder, dtype, device, bare=True)
     target = LiveModel(loaded, Prompter(tokenizer, style), name_of(model), original_max_position_embeddings)  # type: ignore[arg-type]
-    target = measuring.asked_for_passkeys(target, prose, seed, free=style is None, quiet=here.rank > 0)
+    target = asked_for_passkeys(target, prose, seed, free=style is None, quiet=here.rank > 0)
     columns = (TextColumn("fitting"), BarColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
     with Progress(*columns, console=console, disable=here.rank > 0) as progress:
         bar = progress.add_task("", total=1.0)

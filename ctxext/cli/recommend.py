@@ -64,7 +64,9 @@ def recommend(
 
     from ctxext.assets import PERSUASION
     from ctxext.evals.haystack import read_prose
+    from ctxext.evals.loading import known_by, load
     from ctxext.evals.prompts import Prompter
+    from ctxext.evals.screen import asked_for_passkeys
     from ctxext.evals.targets import LiveModel
     from ctxext.extension.method_file import check_method_file
     from ctxext.fitting.recommend import recommend as run
@@ -76,10 +78,10 @@ def recommend(
         raise ValueError("recommend runs in one process. Start it without accelerate; --device auto spreads a model.")
     folder = checkpoint_folder(model, revision)
     check_not_extended(folder, existing)
-    loaded, tokenizer = measuring.load(folder, dtype, device, bare=True)
+    loaded, tokenizer = load(folder, dtype, device, bare=True)
     path = text or PERSUASION
     prose, name, trained = read_prose(path), name_of(model), original_max_position_embeddings
-    target = measuring.asked_for_passkeys(
+    target = asked_for_passkeys(
         LiveModel(loaded, Prompter(tokenizer, style), name, trained),
         prose,
         seed,
@@ -112,7 +114,7 @@ def recommend(
             original_max_position_embeddings=original_max_position_embeddings,
             existing=existing,
             names=(name, path.name),
-            about=measuring.known_by(folder) | about,
+            about=known_by(folder) | about,
             seed=seed,
             began=began,
             advance=advance,

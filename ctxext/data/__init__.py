@@ -1,6 +1,6 @@
 """Training data: sources, packing, mixtures and collators."""
 
-from ctxext.data.collators import CREAM, Collator, Plain, PoSE, Skipping, check_positions
+from ctxext.data.collators import CREAM, Collator, Plain, PoSE, Skipping, check_positions, make_collator
 from ctxext.data.mixture import Mixture
 from ctxext.data.packing import Accounting, Packed, pack
 from ctxext.data.sources import Source, read_source
@@ -16,6 +16,7 @@ __all__ = [
     "Skipping",
     "Source",
     "check_positions",
+    "make_collator",
     "pack",
     "read_source",
 ]

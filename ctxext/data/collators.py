@@ -228,3 +228,12 @@ def _influence(
 
 def _tensor(values: Any) -> Tensor:
     return torch.as_tensor(values, dtype=torch.int64)
+
+
+def make_collator(positions: str, *, target_length: int, chunks: int, seed: int) -> Collator:
+    """The collator that `data.positions` names: "plain", "pose" or "cream"."""
+    if positions == "pose":
+        return PoSE(target_length=target_length, chunks=chunks, seed=seed)
+    if positions == "cream":
+        return CREAM(target_length=target_length, seed=seed)
+    return Plain()

@@ -47,6 +47,10 @@ class Accounting:
     dropped: int
     targets: int
 
+    def __str__(self) -> str:
+        rows = f"{self.tokens_in_rows:,} in rows ({self.padding:,} of padding, {self.dropped:,} dropped)"
+        return f"{self.documents:,} documents, {self.tokens_read:,} tokens, {rows}"
+
 
 @dataclass(frozen=True, kw_only=True)
 class Packed:

@@ -13,13 +13,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from ctxext.evals.haystack import Haystack
 from ctxext.evals.perplexity import KeyTokens, ShortContext, TextTask
 from ctxext.evals.results import Header, Record, Results, ResultsWriter
 from ctxext.evals.samples import Place, RetrievalTask, fingerprint
 from ctxext.evals.targets import Target, Variant
+from ctxext.utils.machine import versions
 from ctxext.utils.processes import ALONE, Processes
 
 AnyTask = RetrievalTask | TextTask
@@ -283,11 +282,3 @@ class Runner:
                 (place,) = batch.rows[0]
                 window = batch.task.window(place, self.haystack, self.target.prompter.bos)
                 yield [(batch.task, place, self.target.read(batch.task, window))]
-
-
-def versions() -> dict[str, str]:
-    import transformers
-
-    from ctxext import __version__
-
-    return {"ctxext": __version__, "torch": torch.__version__, "transformers": transformers.__version__}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import platform
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from copy import copy
@@ -28,6 +27,7 @@ from ctxext.methods import ContextMethod, RopeMethod, list_methods, method_class
 from ctxext.models.context import has_rope, read_context
 from ctxext.models.families import family_of
 from ctxext.models.text_config import text_config_of
+from ctxext.utils.machine import machine
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -115,7 +115,7 @@ class LiveModel:
         self.about: dict[str, Any] = {
             "trained_length": trained,
             "reach": reach,
-            "machine": f"{platform.machine()}, {torch.get_num_threads()} threads, {model.device.type}",
+            "machine": machine(model.device.type),
         }
 
     def reach(self, variant: Variant) -> int | None:

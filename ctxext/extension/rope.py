@@ -26,7 +26,6 @@ from ctxext.models.context import ContextFacts, read_context
 from ctxext.models.families import family_of
 from ctxext.models.metadata import Existing, Lengths, by_own_names, summary_of
 from ctxext.models.rope_tables import ZERO_FREQUENCY, RopeTable, head_dim, length_limit
-from ctxext.patches.in_attention import RotateInAttention
 from ctxext.patches.rotary import ReplaceRotary
 from ctxext.patches.sin_cos import GrowSinCos
 from ctxext.patches.softmax_scale import ScaleSoftmax
@@ -221,6 +220,8 @@ def _patches(
         return ()
     summary = summary_of(method.name, lengths)
     if method.is_late:
+        from ctxext.patches.in_attention import RotateInAttention  # it imports transformers
+
         rope = _start(facts, existing)
         return (RotateInAttention(facts, method, rope, lengths.target, summary, rotated_copy),)
     if family_of(facts.text_config).sin_cos_tables:

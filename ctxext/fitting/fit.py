@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import platform
 import time
 from collections.abc import Callable
 from dataclasses import asdict
@@ -13,13 +12,13 @@ import torch
 from ctxext.api import temporarily_extended
 from ctxext.core.plan import factor_and_target
 from ctxext.evals.prompts import Prompter
-from ctxext.evals.runner import versions
 from ctxext.evals.targets import model_fingerprint
 from ctxext.extension.method_file import SavedMethod
 from ctxext.fitting.episodes import split
 from ctxext.fitting.gradient import GradientSettings, fit_by_gradient
 from ctxext.fitting.live import LiveFactors, frozen
 from ctxext.methods import LongRoPE
+from ctxext.utils.machine import machine, versions
 from ctxext.utils.processes import ALONE, Processes
 
 if TYPE_CHECKING:
@@ -93,7 +92,7 @@ def fit(
         "losses": found.tried,
         "history": found.history,
         "seconds": time.perf_counter() - began,
-        "machine": f"{platform.machine()}, {torch.get_num_threads()} threads, {model.device.type}",
+        "machine": machine(model.device.type),
         "versions": versions(),
     }
     return SavedMethod(found.method, about)

@@ -34,7 +34,7 @@ from ctxext.evals.needle import Passkey
 from ctxext.evals.perplexity import Perplexity
 from ctxext.evals.prompts import Prompter
 from ctxext.evals.results import read_results
-from ctxext.evals.runner import Grid, Runner, versions
+from ctxext.evals.runner import Grid, Runner
 from ctxext.evals.summary import Summary
 from ctxext.evals.targets import UNEXTENDED, LiveModel, Variant, compared_variants
 from ctxext.export.rules import ENGINES, NotExportable, export_for
@@ -48,6 +48,7 @@ from ctxext.fitting.live import LiveFactors, frozen
 from ctxext.methods import ContextMethod, list_methods
 from ctxext.models.context import has_rope
 from ctxext.models.text_config import text_config_of
+from ctxext.utils.machine import versions
 from ctxext.utils.values import counted
 
 if TYPE_CHECKING:

@@ -33,6 +33,7 @@ from ctxext.models.metadata import live_mark
 from ctxext.models.text_config import text_config_of, text_section_of
 from ctxext.utils.download import hub_folder
 from ctxext.utils.json_files import read_json
+from ctxext.utils.screen import console
 from ctxext.utils.values import one_line
 
 if TYPE_CHECKING:
@@ -363,3 +364,34 @@ def _write_tokenizer_config(folder: Path, building: Path, target_length: int) ->
 
 def _write_json(path: Path, value: dict[str, Any]) -> None:
     path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def extended_base(base: Path, folder: Path, **arguments: Any) -> Path:
+    """The extended base of a training run in `folder`, written if it is not there.
+
+    Args:
+        arguments: of `ctxext.extend_context`.
+
+    Raises:
+        ValueError: no config can say the extension, or what is there is extended in another way.
+    """
+    plan, _ = extended_json(base, **arguments)
+    if not plan.is_portable:
+        raise ValueError(
+            f"{plan.method.name} is what no config can say of {base.name}, as {plan.why_not_portable}: what is trained "
+            "would not find its base again. Extend it untrained, by ctxext.extend_context or `ctxext extend`, or take "
+            "another method, if `ctxext methods` has one for it."
+        )
+    if not folder.exists():
+        extend_folder(base, folder, say=console.print, **arguments)
+        return folder
+    there = text_config_of(read_config(folder))
+    if any(getattr(there, name, None) != value for name, value in plan.updates.items()):
+        raise ValueError(
+            f"{folder} was extended in another way than the settings say ({plan.summary}). Choose another output, or "
+            "remove that folder."
+        )
+    # A longer table of positions is loaded, extended and saved anew, maybe by other names.
+    if not plan.changes_weights and weights_fingerprint(folder) != weights_fingerprint(base):
+        raise ValueError(f"{folder} holds other weights than {base}. Choose another output, or remove that folder.")
+    return folder

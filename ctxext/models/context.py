@@ -22,23 +22,6 @@ from ctxext.models.text_config import text_config_of
 from ctxext.utils.values import MAX_TOKENS, is_count, shown
 
 
-def parse_tokens(text: str) -> int:
-    """`131072`, `128k` (times 1024) or `1m` (times 1024²) as a number of tokens.
-
-    Raises:
-        ValueError: it is none.
-    """
-    value = text.strip().lower().replace("_", "").replace(",", "")
-    unit = {"k": 1024, "m": 1024**2}.get(value[-1:], 1)
-    try:
-        tokens = float(value[:-1] if unit > 1 else value) * unit
-    except ValueError:
-        tokens = 0.5
-    if not 1 <= tokens < math.inf or tokens != int(tokens):
-        raise ValueError(f"{shown(text)} is no number of tokens; write 131072 or 128k.")
-    return int(tokens)
-
-
 @dataclass(frozen=True)
 class ContextFacts:
     """What a (text) config says of its context.

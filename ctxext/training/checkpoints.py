@@ -17,11 +17,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import Accelerator, DistributedType
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from ctxext.hub.adapters import AdapterBase, save_trained
 from ctxext.training.trainable import trained_parameters
 from ctxext.utils.json_files import OBJECT, Kind, read_json
 from ctxext.utils.values import is_count, is_number, one_line, shown
@@ -49,6 +51,16 @@ class Progress:
     targets: int = 0
     seconds: float = 0.0
     peak: int = 0
+
+    def after(self, tokens: int, targets: int, seconds: float, peak: int) -> Progress:
+        """One step further, which read `tokens`, took `seconds` and needed up to `peak` bytes."""
+        return Progress(
+            step=self.step + 1,
+            tokens=self.tokens + tokens,
+            targets=self.targets + targets,
+            seconds=self.seconds + seconds,
+            peak=max(self.peak, peak),
+        )
 
 
 def save_checkpoint(
@@ -245,3 +257,21 @@ def _flush(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def save_result(
+    accelerator: Accelerator, model: nn.Module, output: Path, record: AdapterBase, tokenizer: Any, *, kind: str
+) -> Path:
+    """The adapter, or the whole model where every parameter was trained; gathered from all processes."""
+    lora = kind == "lora"
+    folder = output / ("adapter" if lora else "model")
+    if accelerator.distributed_type == DistributedType.DEEPSPEED:  # only it can gather its shards, in its own type
+        tensors = accelerator.get_state_dict(model)
+    else:
+        tensors = gather_trained(model, accelerator.is_main_process)
+        if not lora:
+            tensors |= gather_buffers(model, accelerator.is_main_process)
+    if accelerator.is_main_process:
+        save_trained(accelerator.unwrap_model(model), folder, record, tokenizer, tensors)
+    accelerator.wait_for_everyone()
+    return folder

@@ -80,10 +80,18 @@ class Estimate:
 
     def __str__(self) -> str:
         if self.peak is None:
-            return f"about {duration(self.seconds)} of training; this system does not tell its memory"
-        return (
+            return f"about {duration(self.seconds)} of training; this system does not tell its memory."
+        said = (
             f"about {duration(self.seconds)} of training and {gib(self.peak)} a process ({gib(self.held)} held now, "
-            f"{gib(self.state)} for the optimizer, {gib(self.growth)} for a micro-batch)"
+            f"{gib(self.state)} for the optimizer, {gib(self.growth)} for a micro-batch)."
+        )
+        return (
+            said
+            if self.fits
+            else (
+                f"{said} [bold red]More than the {gib(self.room)} that are free.[/] Lower data.length or "
+                "training.micro_batch_size, or set training.gradient_checkpointing to recompute or offload."
+            )
         )
 
 

@@ -7,6 +7,7 @@ Unknown keys and values that do not go are errors, with the nearest known key.
 
 from __future__ import annotations
 
+import math
 import types
 import typing
 from collections.abc import Iterator, Sequence
@@ -19,11 +20,10 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from ctxext.data.sources import Source
 from ctxext.extension.method_file import opened
 from ctxext.methods import PositionRemapping, RopeMethod, make_method, method_class
-from ctxext.models.context import parse_tokens
 from ctxext.models.metadata import Existing
 from ctxext.training.launch import EngineSettings
 from ctxext.utils.json_files import read_text
-from ctxext.utils.values import MAX_COUNT, MAX_FACTOR, MAX_SIZE, MAX_TOKENS, one_line, shown, suggest
+from ctxext.utils.values import MAX_COUNT, MAX_FACTOR, MAX_SIZE, MAX_TOKENS, one_line, parse_tokens, shown, suggest
 
 MAX_BUDGET = 2**50  # tokens of a whole run
 MAX_VALUES = 10_000  # in a file, an alias counted by all that it repeats
@@ -198,6 +198,14 @@ class TrainingSettings(Section):
             )
         return self
 
+    def learning_rate_at(self, step: int, steps: int) -> float:
+        """That of one step of `steps`, after the warmup by the schedule."""
+        if step < self.warmup_steps:
+            return self.learning_rate * (step + 1) / self.warmup_steps
+        gone = (step - self.warmup_steps) / max(1, steps - self.warmup_steps)
+        left = {"constant": 1.0, "linear": 1 - gone, "cosine": (1 + math.cos(math.pi * gone)) / 2}[self.schedule]
+        return self.learning_rate * (self.final_learning_rate * (1 - left) + left)
+
     def steps_of(self, length: int) -> int:
         """Steps of the whole run at sequences of `length` tokens; a budget of tokens is not exceeded.
 
@@ -281,6 +289,25 @@ class Settings(Section):
             raise ValueError("training.shifted_sparse_groups cuts one long document. Set data.documents: joined.")
         self.check_engine(self.engine.kind)
         return self
+
+    def row_length(self, target_length: int) -> int:
+        """Tokens of a row of data, where the extended model covers `target_length`.
+
+        Raises:
+            ValueError: rows beyond that, or rows as long where positions are to be skipped.
+        """
+        length = self.data.length or target_length
+        if length > target_length:
+            raise ValueError(
+                f"data.length is {length:,}, beyond the {target_length:,} tokens that the extended model covers. Lower "
+                "it, or raise extension.target_length."
+            )
+        if self.data.positions != "plain" and length == target_length:
+            raise ValueError(
+                f"data.positions={self.data.positions} skips positions up to the target, and rows of all its "
+                f"{length:,} tokens leave none to skip. Set data.length below that, such as a quarter of it."
+            )
+        return length
 
     def check_engine(self, kind: str) -> None:
         """Raise ValueError for settings that an engine which shares sequences would silently make something else of.

@@ -12,6 +12,7 @@ from difflib import get_close_matches
 from numbers import Real
 from typing import Any
 
+DTYPES = ("auto", "bfloat16", "float16", "float32", "float64")
 MAX_TOKENS = 2**27  # of any length: far beyond any model's
 MAX_FACTOR = 1e6  # of any extension
 MAX_SIZE = 2**24  # of anything that is allocated: heads, dimensions, experts
@@ -89,3 +90,20 @@ def suggest(word: str, known: Sequence[str] | dict[str, Any]) -> str:
     near = get_close_matches(str(word).lower(), list(known), n=1)
     hint = f"; did you mean {near[0]!r}?" if near else "."
     return f"{hint} Known: {', '.join(known)}."
+
+
+def parse_tokens(text: str) -> int:
+    """`131072`, `128k` (times 1024) or `1m` (times 1024²) as a number of tokens.
+
+    Raises:
+        ValueError: it is none.
+    """
+    value = text.strip().lower().replace("_", "").replace(",", "")
+    unit = {"k": 1024, "m": 1024**2}.get(value[-1:], 1)
+    try:
+        tokens = float(value[:-1] if unit > 1 else value) * unit
+    except ValueError:
+        tokens = 0.5
+    if not 1 <= tokens < math.inf or tokens != int(tokens):
+        raise ValueError(f"{shown(text)} is no number of tokens; write 131072 or 128k.")
+    return int(tokens)

@@ -30,6 +30,7 @@ from ctxext.cli import app, commands, measuring
 from ctxext.evals.engine import Engine
 from ctxext.evals.needle import Passkey
 from ctxext.evals.results import read_results
+from ctxext.evals.screen import print_summary
 from ctxext.evals.summary import Summary
 from ctxext.extension.method_file import SavedMethod
 from ctxext.methods import list_methods
@@ -408,7 +409,7 @@ def test_no_number_is_cut_off_however_narrow_the_terminal(
     summary, out = Summary(results), StringIO()
     monkeypatch.setenv("COLUMNS", str(columns))
     with redirect_stdout(out):
-        measuring.print_summary(summary)
+        print_summary(summary)
     assert "…" not in out.getvalue()
     numbers = re.findall(r"[+-]?\d+\.\d+|\d+%", out.getvalue())
     _, records = lines(compared[0])

@@ -11,7 +11,6 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ctxext.assets import MODEL, PERSUASION
-from ctxext.cli.measuring import asked_as_it_answers, summary_table
 from ctxext.evals import control as module
 from ctxext.evals.control import ENOUGH, Control, Form, control, found_in, other_forms
 from ctxext.evals.haystack import Haystack
@@ -21,6 +20,7 @@ from ctxext.evals.prompts import Prompter
 from ctxext.evals.report import write_report
 from ctxext.evals.results import Header, Results, read_results
 from ctxext.evals.runner import Grid, Runner
+from ctxext.evals.screen import asked_as_it_answers, summary_table
 from ctxext.evals.summary import Summary
 from ctxext.evals.targets import LiveModel, Variant
 

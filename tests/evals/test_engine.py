@@ -13,9 +13,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ctxext import temporarily_extended
 from ctxext.assets import MODEL, PERSUASION
-from ctxext.cli.measuring import load
 from ctxext.evals.engine import Engine, KeyValues, length_dependent
 from ctxext.evals.haystack import Haystack
+from ctxext.evals.loading import load
 from ctxext.evals.needle import Passkey
 from ctxext.evals.prompts import Prompter
 from ctxext.evals.samples import Place, Sample

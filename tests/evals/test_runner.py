@@ -15,9 +15,9 @@ from soak import soak
 
 from ctxext import YaRN, extend_context
 from ctxext.assets import MODEL, PERSUASION
-from ctxext.cli.measuring import load
 from ctxext.core.plan import Plan
 from ctxext.evals.haystack import Haystack
+from ctxext.evals.loading import load
 from ctxext.evals.needle import Needle, Passkey
 from ctxext.evals.perplexity import KeyTokens, Perplexity, SlidingPerplexity
 from ctxext.evals.prompts import Prompter

@@ -15,11 +15,11 @@ from transformers import GPT2Config, LlamaConfig, LlamaForCausalLM
 
 from ctxext import extend_context, restore_context
 from ctxext.assets import MODEL, PERSUASION
-from ctxext.cli.measuring import load
 from ctxext.cli.recommend import recommended_table
 from ctxext.evals.choice import choose
 from ctxext.evals.control import Control, Form
 from ctxext.evals.haystack import read_prose
+from ctxext.evals.loading import load
 from ctxext.evals.perplexity import packed
 from ctxext.evals.prompts import Prompter
 from ctxext.evals.results import Header, Results, read_results

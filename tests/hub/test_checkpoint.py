@@ -20,7 +20,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from typer.testing import CliRunner
 
 import ctxext
-from ctxext.cli import commands, measuring
+from ctxext.cli import commands
+from ctxext.evals.loading import load
 from ctxext.extension.metadata_file import RECORD
 from ctxext.extension.method_file import PROBE
 from ctxext.hub.checkpoint import checkpoint_folder, extend_folder
@@ -301,7 +302,7 @@ def test_metadata_of_a_model_that_was_replaced_is_refused(how: str, source: Path
     with pytest.raises(ValueError, match=rf"{RECORD}.* another model was saved there since.* [Dd]elete {RECORD}"):
         ctxext.load(folder)
     with pytest.raises(ValueError, match="another model was saved there"):
-        measuring.load(folder)
+        load(folder)
 
 
 @pytest.mark.filterwarnings("ignore:.*saved unextended")

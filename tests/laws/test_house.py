@@ -41,6 +41,12 @@ def test_imports_point_one_way() -> None:
                     assert ROOMS.index(there) <= ROOMS.index(here), f"{path} imports {name}"
 
 
+def test_recipes_and_benchmarks_are_written_against_the_library() -> None:
+    for path in [path for folder in ("recipes", "benchmarks", "docs") for path in (ROOT / folder).glob("*.py")]:
+        assert not re.search(r"^\s*(import|from) ctxext\.cli|from ctxext import cli", path.read_text(), re.M), path
+    assert len((ROOT / "recipes/finetune.py").read_text().splitlines()) <= 300
+
+
 def test_pure_maths_knows_no_transformers() -> None:
     for path in [path for room in ("encodings", "methods") for path in (ROOT / "ctxext" / room).glob("*.py")]:
         assert not re.search(r"^\s*(import|from) transformers", path.read_text(), re.M), path

@@ -70,7 +70,7 @@ def test_a_run_that_is_killed_goes_on_bit_for_bit(whole: Path, tmp_path: Path) -
             json.loads((path / "state.json").read_text())
     assert seen[0] < STEPS  # it was training
     said = finish(output)
-    assert "Going on from" in said
+    assert "Resuming from" in said
     assert outcome(output) == outcome(whole)
 
 

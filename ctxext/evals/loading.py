@@ -1,0 +1,88 @@
+"""Models and texts by what people write for them."""
+
+from __future__ import annotations
+
+import math
+import os
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ctxext.evals.haystack import FILLER, Haystack
+from ctxext.utils.screen import console
+from ctxext.utils.values import DTYPES
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+
+def load(
+    folder: Path, dtype: str = "auto", device: str | None = None, *, bare: bool = False
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Model and tokenizer of a checkpoint, ready to be read with.
+
+    Args:
+        bare: leave out the extension that `context_extension.json` in the folder says.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils import logging
+
+    from ctxext.evals.targets import check_causal, check_continues_text
+    from ctxext.hub.checkpoint import extended_as_saved, read_config, saved_extension
+
+    logging.disable_progress_bar()
+    if device is None:
+        device = f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if torch.cuda.is_available() else "cpu"
+    if device.startswith("cuda") and not torch.cuda.is_available():
+        raise ValueError(
+            f"device {device!r} is not there: this torch sees no CUDA GPU. Leave --device out, or pass cpu."
+        )
+    if dtype not in DTYPES:
+        raise ValueError(f"unknown dtype {dtype!r}. Pass one of {', '.join(DTYPES)}.")
+    if dtype == "auto" and device == "cpu":
+        dtype = "float32"
+    check_continues_text(read_config(folder))
+    extension = None if bare else saved_extension(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, device_map=device if device != "cpu" else None)
+    check_causal(model.eval())
+    return extended_as_saved(model, extension), tokenizer
+
+
+def known_by(folder: Path) -> dict[str, Any]:
+    """What a card is matched by that is to show results: the weights of a checkpoint, and how it is extended itself."""
+    from ctxext.extension.metadata_file import weights_fingerprint
+    from ctxext.hub.checkpoint import method_of
+
+    about: dict[str, Any] = {}
+    with suppress(ValueError):  # no safetensors
+        about["weights"] = weights_fingerprint(folder)
+    with suppress(ValueError):  # a method of another program
+        method = method_of(folder)
+        if method is not None:
+            about["method"] = method.to_dict()
+    return about
+
+
+def load_text(choice: str | None, tokenizer: PreTrainedTokenizerBase, at_least: int) -> Haystack:
+    """The text by what people write for it, repeated until it has `at_least` tokens."""
+    from ctxext.assets import PERSUASION
+
+    if choice == "filler":
+        return Haystack.from_text(FILLER * 200, tokenizer, at_least=at_least, name="filler")
+    path = PERSUASION if choice is None else Path(choice)
+    haystack = Haystack.from_file(path, tokenizer, at_least=at_least)
+    if haystack.repeats > 1:
+        console.print(
+            f"note: {haystack.name} has {haystack.n_tokens:,} tokens; prompts of {at_least:,} repeat it. "
+            "Give a longer text with --haystack.",
+            highlight=False,
+        )
+    return haystack
+
+
+def default_lengths(trained: int, reach: int) -> tuple[int, ...]:
+    """The trained length and its doublings up to `reach`."""
+    steps = max(1, math.ceil(math.log2(reach / trained)))
+    return tuple(sorted({*(trained * 2**k for k in range(steps)), reach}))

@@ -1,0 +1,251 @@
+"""A measurement in a terminal: the progress bar, what the control says, and the tables at the end."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from copy import copy
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.measure import Measurement
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+
+from ctxext.evals.control import Control, control, controlled, other_forms
+from ctxext.evals.haystack import Haystack
+from ctxext.evals.needle import Passkey
+from ctxext.evals.results import Results, read_results
+from ctxext.evals.runner import Grid, Runner
+from ctxext.evals.statistics import in_percent
+from ctxext.evals.summary import Summary, label
+from ctxext.evals.targets import UNEXTENDED, LiveModel, Variant
+from ctxext.utils.screen import console
+from ctxext.utils.values import counted
+
+
+def asked_as_it_answers(
+    target: LiveModel,
+    grid: Grid,
+    text: Haystack,
+    path: Path | None = None,
+    *,
+    free: bool = True,
+    begun: bool = False,
+    quiet: bool = False,
+) -> LiveModel:
+    """The model, asked in the form in which its baseline does the retrieval tasks; says so where that is another.
+
+    Args:
+        path: the results file, with what an interrupted run found.
+        free: whether the form may change; not where the user chose it, nor where the file has results in it.
+        begun: only forms whose answers teacher forcing can score.
+        quiet: on all processes but the first.
+    """
+
+    if not controlled(grid.retrieval):
+        return target
+    known = None
+    with suppress(OSError, ValueError, KeyError, TypeError):  # none yet, or broken: the run says so
+        known = path and Control.of_header(read_results(path).header.about)
+    if free and known is not None:  # the file holds answers in that form
+        target, free = target.asking(known.form.prompter(target.prompter.tokenizer)), False
+    found = control(
+        target,
+        grid.retrieval,
+        text,
+        longest=max(grid.lengths),
+        others=other_forms(target.prompter, begun=begun) if free else [],
+        seed=grid.seed,
+        known=known,
+    )
+    if not quiet and (said := found.said()):
+        console.print(said, highlight=False, markup=False, soft_wrap=True)
+    target = target.asking(found.form.prompter(target.prompter.tokenizer))
+    target.about |= {"control": found.describe()}
+    return target
+
+
+def asked_for_passkeys(target: LiveModel, prose: str, seed: int, *, free: bool, quiet: bool = False) -> LiveModel:
+    """The model, asked in the form in which its baseline finds passkeys, of those that teacher forcing can score."""
+
+    grid = Grid(retrieval=(Passkey(),), lengths=(target.about["trained_length"],), seed=seed)
+    text = Haystack.from_text(prose, target.prompter.tokenizer)
+    return asked_as_it_answers(target, grid, text, free=free, begun=True, quiet=quiet)
+
+
+def run_with_bar(runner: Runner, path: Path, variants: Sequence[Variant], *, merge: bool = True) -> Results | None:
+    """Measure, with a progress bar on the first process."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        with _progress(runner, runner.count(variants)):
+            return runner.run(path, variants, merge=merge)
+    except BaseException as error:
+        # After a refusal the same command would be refused again.
+        if not isinstance(error, ValueError) and list(path.parent.glob(f"{path.name}.part-*")):
+            console.print(
+                f"What was measured is kept beside {path}; the same command goes on from there.", soft_wrap=True
+            )
+        raise
+
+
+@contextmanager
+def _progress(runner: Runner, total: int) -> Iterator[None]:
+    columns = (
+        TextColumn("{task.description:<14}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=console, disable=runner.processes.rank > 0) as progress:
+        bar = progress.add_task("", total=total)
+        runner.advance = lambda name, samples: progress.update(bar, advance=samples, description=name)
+        yield
+
+
+# -------------------------------------------------------------------------------------- the table
+
+
+def print_summary(summary: Summary) -> None:
+    """The tables on standard output, and the recommendation if there was something to choose."""
+    screen = Console()
+    tables = [summary_table(summary)]
+    if len(summary.retrieval_tasks) > 2:
+        tables += [task_table(summary, variant) for variant in summary.variants]
+    for table in tables:
+        screen.print(*_fitting(table, screen), sep="")
+    if len(summary.variants) > 1:
+        screen.print(summary.recommendation().text, highlight=False, markup=False)
+
+
+def summary_table(summary: Summary) -> Table:
+    """A row a variant: retrieval with its interval, perplexity, the price at short length."""
+
+    model = next(iter(summary.header.variants.values()))["model"]
+    table = _table(f"{model}, trained at {summary.trained_length:,} tokens", "variant")
+
+    def column(*lines: str) -> None:
+        table.add_column("\n".join(lines), justify="right", no_wrap=True)
+
+    tasks, read, sliding = summary.retrieval_tasks, summary.read_lengths, summary.lengths("sliding_perplexity")
+    # Many tasks have a table of their own; here is the mean of those that count.
+    groups = [[task] for task in tasks] if len(tasks) <= 2 else [summary.deciding_tasks]
+    for group in groups:
+        for length in summary.lengths(*group):
+            column(summary.titled(group[0]) if len(group) == 1 else f"{len(group)} tasks", f"at {length:,}")
+    for length in read:
+        column("ppl to", f"{length:,}")
+    for length in sliding:
+        column("ppl of", f"{length:,}")
+    of_bytes = read if len(summary.variants) <= 2 else []
+    if of_bytes:
+        column("bits per", "byte")
+    key = next((found[1] for variant in summary.variants if (found := summary.key_tokens(variant))), 0)
+    if key:
+        column("ppl of", "keys")
+    gates = {variant: summary.gate(variant) for variant in summary.variants}
+    gated = any(gate.loss for name, gate in gates.items() if name != UNEXTENDED)
+    if gated:
+        column("price", "(nats)")
+    for variant in summary.variants:
+        row = [label(variant)]
+        for group in groups:
+            row += [_share(summary.pooled(variant, group, [length])) for length in summary.lengths(*group)]
+        row += [_number(summary.perplexity(variant, length, after)) for after, length in zip([0, *read], read)]
+        row += [_number(summary.perplexity(variant, length, task="sliding_perplexity")) for length in sliding]
+        for length in of_bytes[-1:]:
+            bits = summary.bits_per_byte(variant, length)
+            row.append("" if bits is None else f"{bits:.3f}")
+        if key:
+            row.append(_number((summary.key_tokens(variant) or (None, 0))[0]))
+        if gated:
+            loss = gates[variant].loss
+            row.append(
+                "" if variant == UNEXTENDED or loss is None else f"{loss.value:+.3f}\n[dim]±{_half(loss):.3f}[/]"
+            )
+        table.add_row(*row)
+    table.caption, table.caption_justify = _caption(summary, gated, key), "left"
+    return table
+
+
+def task_table(summary: Summary, variant: str) -> Table:
+    """A row a retrieval task, a column a length."""
+
+    lengths = summary.lengths(*summary.retrieval_tasks)
+    table = _table(label(variant), "task")
+    for length in lengths:
+        table.add_column(f"{length:,}", justify="right", no_wrap=True)
+    for task in summary.retrieval_tasks:
+        shares = summary.by_length(variant, task)
+        table.add_row(summary.titled(task), *(_share(shares.get(length), "  ") for length in lengths))
+    return table
+
+
+def _fitting(table: Table, screen: Console) -> Iterator[Table]:
+    """The table, as several below each other where it is wider than the screen: no number is cut off."""
+    unbounded = screen.options.update(max_width=10_000)
+    first, *columns = table.columns
+    while columns:
+        for n in range(len(columns), 0, -1):
+            part = copy(table)
+            part.columns = [replace(column, _index=k) for k, column in enumerate([first, *columns[:n]])]
+            if Measurement.get(screen, unbounded, part).maximum <= screen.width:
+                break
+        columns = columns[n:]
+        part.caption = None if columns else table.caption
+        yield part
+        table.title = None
+
+
+def _table(title: str, first: str) -> Table:
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, padding=0)
+    table.add_column(first, no_wrap=True)
+    return table
+
+
+def _share(share: Any, between: str = "\n") -> str:
+
+    if share is None:
+        return ""
+    color = "green" if share.value >= 0.7 else "yellow" if share.value >= 0.3 else "red"
+    return f"[{color}]{in_percent(share.value)}%[/]{between}[dim]{in_percent(share.low)}–{in_percent(share.high)}[/]"
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.1f}" if value < 1e4 else f"{value:.0e}"
+
+
+def _half(difference: Any) -> float:
+    return (difference.high - difference.low) / 2
+
+
+def _caption(summary: Summary, gated: bool, key: int) -> str:
+    said = []
+    if tasks := summary.retrieval_tasks:
+        shares = [share for v in summary.variants for t in tasks for share in summary.by_length(v, t).values()]
+        most = counted(max(share.n for share in shares), "sample")
+        said.append(f"retrieval: up to {most} a cell, 95% intervals, each on its own")
+    if read := summary.read_lengths:
+        said.append("ppl: perplexity from one length to the next" if len(read) > 1 else "ppl: perplexity")
+        windows, apart = summary.windows_apart
+        if windows > apart:
+            said.append(f"the {windows} longest windows overlap and count as {apart}: a longer --haystack tells more")
+    if key:
+        said.append(f"keys: {counted(key, 'token')} in need of long context, by LongPPL's rule")
+    if gated:
+        said.append("price: more loss than the baseline within the trained length")
+    if summary.cannot_run:
+        said.append(f"blank: {summary.cannot_run}")
+    return "; ".join(said)
+
+
+def finish(results: Results, path: Path) -> None:
+    """What stands at the end of a measurement: the tables, and where its samples are."""
+
+    print_summary(Summary(results))
+    said = f"{counted(len(results.records), 'sample')} in {path}; ctxext report {path} makes a page of them."
+    console.print(said, soft_wrap=True)

@@ -1,0 +1,199 @@
+"""Measuring a fine-tune: before, now and then during it, and after."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+import ctxext
+from ctxext.assets import PERSUASION
+from ctxext.core.apply import transformers_model
+from ctxext.core.probing import in_eval_mode
+from ctxext.data.sources import find_file
+from ctxext.evals.engine import Engine
+from ctxext.evals.haystack import Haystack
+from ctxext.evals.loading import default_lengths
+from ctxext.evals.needle import Passkey
+from ctxext.evals.perplexity import Perplexity, sliding_losses
+from ctxext.evals.prompts import Prompter
+from ctxext.evals.results import read_results
+from ctxext.evals.runner import Grid, Runner
+from ctxext.evals.samples import Place
+from ctxext.evals.screen import print_summary, run_with_bar
+from ctxext.evals.statistics import in_percent, paired_loss_difference
+from ctxext.evals.summary import Summary
+from ctxext.evals.targets import UNEXTENDED, LiveModel, Variant
+from ctxext.training.checkpoints import Progress
+from ctxext.training.launch import engine_of
+from ctxext.training.settings import Settings
+from ctxext.utils.processes import Processes
+
+# The variants of results.jsonl: the base as it is, extended, and trained.
+BASE, UNTRAINED, TRAINED = UNEXTENDED, "untrained", "trained"
+GLANCE_SEED = 1_000  # other passkeys than those that are measured before and after
+
+
+class Measure:
+    """Pass keys and perplexity before, during and after. It reads a text that was not trained on.
+
+    Two figures stand beside those of `ctxext eval`: the loss of the last `trained_length` tokens of windows of the
+    target length, and what the base loses on the same tokens when it sees as much as it was trained with.
+
+    Args:
+        folder: where the settings' file is, which its paths are relative to.
+    """
+
+    def __init__(
+        self, settings: Settings, accelerator: Accelerator, folder: Path, tokenizer: Any, trained: int, target: int
+    ) -> None:
+        assert settings.evaluation is not None
+        self.settings, self.accelerator, self.trained, self.target = settings, accelerator, trained, target
+        self.every = settings.evaluation.every
+        if self.every and engine_of(accelerator).kind not in ("single", "ddp"):
+            raise ValueError(
+                "evaluation.every looks at the model as it is trained, which must then be whole on each process. Set "
+                "it to null: before and after are measured on copies."
+            )
+        chosen = settings.evaluation
+        text = PERSUASION if chosen.text == "shipped" else find_file(chosen.text, folder)
+        self.prompter = Prompter(tokenizer)
+        self.haystack = Haystack.from_file(text, tokenizer, at_least=target)
+        depths = tuple(k / max(1, chosen.depths - 1) for k in range(chosen.depths))
+        self.grid = Grid(
+            retrieval=(Passkey(),),
+            texts=(Perplexity(),),
+            lengths=chosen.lengths or default_lengths(trained, target),
+            depths=depths,
+            trials=chosen.trials,
+            windows=chosen.windows,
+            gate=(trained,),
+            seed=settings.training.seed,
+        )
+        self.path = Path(settings.output) / "results.jsonl"
+        if (longest := max(*self.grid.lengths, target)) > self.haystack.n_tokens:
+            raise ValueError(
+                f"{text} has {self.haystack.n_tokens:,} tokens, and windows of {longest:,} are to be read of it. Give "
+                "a longer evaluation.text, or set evaluation to null."
+            )
+
+    def check_new(self) -> None:
+        """Raise FileExistsError where a run begins anew and its results file has the figures of another."""
+        if self.path.is_file() and TRAINED in read_results(self.path).header.variants:
+            raise FileExistsError(
+                f"{self.path} holds the figures of a model that was trained before, and this run begins anew. Set "
+                "another output, or remove that file."
+            )
+
+    def before(self, base: Path) -> None:
+        """The base as it is, and extended."""
+        model = self._load(AutoModelForCausalLM.from_pretrained, base)
+        self._run(model, base.name, [Variant(), Variant(UNTRAINED, self.settings.extension.arguments())], merge=False)
+        self.base_tail = self._tail(model, self.grid.windows, sees=self.trained)
+
+    def after(self, saved: Path) -> dict[str, Any]:
+        """What was saved, loaded anew; every figure of the three."""
+        model = self._load(ctxext.load, saved)
+        results = self._run(model, saved.parent.name, [Variant(TRAINED)], merge=True)
+        tail = self._tail(model, self.grid.windows, sees=self.target)
+        if results is None:
+            return {}
+        summary = Summary(results)
+        print_summary(summary)
+        n, windows, glanced = self.trained, self.grid.windows, self.settings.evaluation.glance_windows
+        difference = paired_loss_difference(tail, self.base_tail, [n] * windows)
+        return {
+            "variants": {name: figures_of(summary, name) for name in summary.variants},
+            "tail": {
+                "tokens": n,
+                "windows": windows,
+                "loss": sum(tail) / (n * windows),
+                "base_loss_within_its_length": sum(self.base_tail) / (n * windows),
+                "base_glance": sum(self.base_tail[:glanced]) / (n * glanced),
+                "difference": difference._asdict(),
+            },
+        }
+
+    def glance(self, model: nn.Module, done: Progress) -> dict[str, Any]:
+        """The loss of the last tokens and the share of pass keys found, at the target length, as it stands."""
+        inner, chosen = transformers_model(model), self.settings.evaluation
+        with in_eval_mode(model), self.accelerator.autocast():
+            tail, found = self._tail(inner, chosen.glance_windows, sees=self.target), self._found(inner)
+        figures = {"tail_loss": sum(tail) / (self.trained * chosen.glance_windows)}
+        if found is not None:
+            figures["passkey"] = found
+        return {"step": done.step, "tokens": done.tokens, **figures}
+
+    def _found(self, model: Any) -> float | None:
+        """The share of pass keys that a glance finds at the target length."""
+        trials = self.settings.evaluation.glance_trials
+        places = Passkey().places([self.target], self.grid.depths, trials, GLANCE_SEED)
+        samples = [Passkey().sample(place, self.prompter, self.haystack) for place in places]
+        n = len(self.grid.depths)
+        answers = Engine(model).forced([samples[k : k + n] for k in range(0, len(samples), n)]) if samples else ()
+        found = [answer.guess.tolist() == list(sample.input_ids[sample.n_prompt :]) for sample, answer in answers]
+        return sum(found) / len(found) if found else None
+
+    def _load(self, load: Callable[..., Any], folder: Path) -> Any:
+        device = self.accelerator.device
+        return load(folder, dtype=torch.float32 if device.type == "cpu" else "auto").to(device).eval()
+
+    def _run(self, model: Any, name: str, variants: list[Variant], merge: bool) -> Any:
+        accelerator = self.accelerator
+        runner = Runner(
+            LiveModel(model, self.prompter, name, self.trained),
+            self.haystack,
+            self.grid,
+            beyond=True,
+            processes=Processes(accelerator.process_index, accelerator.num_processes),
+        )
+        return run_with_bar(runner, self.path, variants, merge=merge)
+
+    def _tail(self, model: Any, windows: int, sees: int) -> list[float]:
+        """For each window of the target length, what its last tokens cost together, in nats.
+
+        Args:
+            sees: tokens that the model may see; with fewer than the target, windows of so many slide over the text.
+        """
+        engine, n, bos = Engine(model), self.trained, self.prompter.special
+        sums = []
+        for window in range(windows):
+            place = Place("perplexity", self.target, None, window, self.settings.training.seed)
+            ids = Perplexity().window(place, self.haystack, bos).input_ids
+            if sees >= self.target:
+                losses = engine.losses(ids).losses
+            else:
+                losses = sliding_losses(engine, ids[-(n + sees) :], sees, sees // 8, bos)
+            sums.append(losses[-n:].double().sum().item())
+        return sums
+
+
+def figures_of(summary: Summary, variant: str) -> dict[str, Any]:
+    """Shares of pass keys by length, perplexity by band, and the price within the trained length, with intervals."""
+    lengths, gate = summary.read_lengths, summary.gate(variant)
+    return {
+        "passkey": {n: share._asdict() for n, share in summary.by_length(variant, "passkey").items()},
+        "perplexity": {f"{a}-{b}": summary.perplexity(variant, b, a) for a, b in pairwise([0, *lengths])},
+        "short_loss": None if variant == BASE or gate.loss is None else gate.loss._asdict(),
+        "short_passkey": None if variant == BASE else gate.retrieval["passkey"]._asdict(),
+    }
+
+
+def card_table(measured: dict[str, Any]) -> dict[str, dict[str, str]]:
+    """The same for a model card: a row a variant."""
+    names = {BASE: "base", UNTRAINED: "extended, not trained", TRAINED: "trained"}
+    table = {}
+    for variant, figures in measured.items():
+        row = {f"passkey at {int(n):,}": f"{in_percent(share['value'])}%" for n, share in figures["passkey"].items()}
+        read = {band: value for band, value in figures["perplexity"].items() if value is not None}
+        row |= {f"perplexity at {band}": f"{value:.2f}" for band, value in read.items()}
+        if price := figures["short_loss"]:
+            row["price at short length (nats)"] = f"{price['value']:+.4f} [{price['low']:+.4f}, {price['high']:+.4f}]"
+        table[names[variant]] = row
+    return table

@@ -1,0 +1,117 @@
+"""What each engine (one process, DDP, FSDP, DeepSpeed) wants of a model, a batch and an optimiser."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator, DistributedType
+from torch import nn
+from torch.distributed.tensor import DTensor
+from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig
+
+from ctxext.core.apply import transformers_model
+from ctxext.data.collators import Collator, check_positions
+from ctxext.data.packing import Packed, pack
+from ctxext.data.sources import read_source
+from ctxext.hub.adapters import check_all_saved
+from ctxext.models.text_config import text_config_of
+from ctxext.training.launch import data_parallel, engine_of
+from ctxext.training.loss import use_chunked_loss
+from ctxext.training.settings import Settings
+from ctxext.training.shifted_sparse import use_shifted_sparse_attention
+from ctxext.training.trainable import attach_trainable, check_no_dropout
+
+
+def micro_batches_of(settings: Settings, accelerator: Accelerator) -> int:
+    """Micro-batches that this process reads in a step.
+
+    Raises:
+        ValueError: the batch cannot be shared evenly.
+    """
+    training, (_, world) = settings.training, data_parallel(accelerator)
+    share = training.micro_batch_size * world
+    if training.batch_size % share:
+        raise ValueError(
+            f"training.batch_size is {training.batch_size}, which {world} processes cannot share in micro-batches of "
+            f"{training.micro_batch_size}. Make it a multiple of {share}, or lower training.micro_batch_size."
+        )
+    return training.batch_size // share
+
+
+def loading_arguments(settings: Settings, accelerator: Accelerator) -> dict[str, Any]:
+    """How the base is loaded: in float32 where that is wanted, in its own type or four bits otherwise."""
+    arguments: dict[str, Any] = {"attn_implementation": settings.training.attention}
+    if settings.trainable.quantization:
+        arguments["quantization_config"] = BitsAndBytesConfig(
+            load_in_4bit=True,
+            bnb_4bit_quant_type=settings.trainable.quantization,
+            bnb_4bit_compute_dtype=torch.bfloat16,
+        )
+        arguments["device_map"] = {"": accelerator.device}
+    whole = settings.trainable.kind == "full" or settings.training.precision == "fp32"
+    return {**arguments, "dtype": torch.float32 if whole or accelerator.device.type == "cpu" else "auto"}
+
+
+def packed_sources(settings: Settings, folder: Path, tokenizer: Any, length: int, model: Path) -> list[Packed]:
+    """The sources of the settings as rows of `length` tokens.
+
+    Args:
+        folder: where the settings' file is, which its paths are relative to.
+        model: the checkpoint, whose vocabulary no token may exceed.
+    """
+    vocab_size = text_config_of(AutoConfig.from_pretrained(model)).vocab_size
+    options: dict[str, Any] = {"vocab_size": vocab_size, "num_proc": settings.data.processes}
+    return [
+        pack(source, read_source(source, folder), tokenizer, length, settings.data.documents, **options)
+        for source in settings.data.sources
+    ]
+
+
+def model_to_train(folder: Path, settings: Settings, accelerator: Accelerator, collator: Collator, length: int) -> Any:
+    """The model of an extended checkpoint with what is trained in it, its loss and its attention, all of it checked.
+
+    Args:
+        length: tokens of a row.
+
+    Raises:
+        ValueError, RuntimeError: a part of the settings does not hold for this model.
+    """
+    training = settings.training
+    torch.manual_seed(training.seed)  # LoRA's first values
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, **loading_arguments(settings, accelerator))
+    vocab_size = text_config_of(model.config).vocab_size
+    model = attach_trainable(model, settings.trainable).to(accelerator.device)
+    check_all_saved(model)
+    if engine_of(accelerator).group_size > 1:
+        check_no_dropout(model)
+    with accelerator.autocast():  # as it will train: what is trained is float32, its base may not be
+        if training.loss == "chunked":
+            use_chunked_loss(model)
+        if training.shifted_sparse_groups:
+            use_shifted_sparse_attention(model, training.shifted_sparse_groups)
+        check_positions(model, collator, length, vocab_size, batch_size=training.micro_batch_size)
+    if training.gradient_checkpointing != "none":
+        transformers_model(model).gradient_checkpointing_enable({"use_reentrant": False})
+    return model
+
+
+def prepare(accelerator: Accelerator, model: nn.Module, optimizer: Any, settings: Settings) -> tuple[nn.Module, Any]:
+    """`accelerator.prepare`, with what DeepSpeed wants beside."""
+    if accelerator.distributed_type != DistributedType.DEEPSPEED:
+        return accelerator.prepare(model, optimizer)
+    accelerator.state.deepspeed_plugin.deepspeed_config |= {
+        "gradient_clipping": settings.training.max_grad_norm,
+        "train_micro_batch_size_per_gpu": settings.training.micro_batch_size,
+    }
+    rotary = {module: module.inv_freq.clone() for module in model.modules() if hasattr(module, "inv_freq")}
+    prepared = accelerator.prepare(model, optimizer)
+    for module, table in rotary.items():
+        module.inv_freq = table.to(accelerator.device)  # which some of its versions cast
+    return prepared
+
+
+def on_this_process(parameter: torch.Tensor) -> int:
+    """Numbers of a parameter that this process holds."""
+    return parameter.to_local().numel() if isinstance(parameter, DTensor) else parameter.numel()

@@ -1,0 +1,20 @@
+"""What a measurement says of where it was made."""
+
+from __future__ import annotations
+
+import platform
+
+import torch
+
+
+def versions() -> dict[str, str]:
+    import transformers
+
+    from ctxext import __version__
+
+    return {"ctxext": __version__, "torch": torch.__version__, "transformers": transformers.__version__}
+
+
+def machine(device: str) -> str:
+    """The processor, its threads, and the type of the device that was used."""
+    return f"{platform.machine()}, {torch.get_num_threads()} threads, {device}"
