@@ -48,6 +48,7 @@ from ctxext.methods.contract import (
 )
 from ctxext.methods.scaling import ABF, PI, DroPE, Llama3, NTKAware, NTKByParts, Resonance, YaRN
 
+import ctxext.methods.clipped  # noqa: F401, it registers cope  # isort: skip
 from ctxext.methods.dynamic import DynamicNTK, DynamicYaRN, LongRoPE, TransformersDynamic  # isort: skip
 from ctxext.methods.remapping import DualChunkAttention, ReRoPE, SelfExtend  # isort: skip
 from ctxext.methods.tables import (  # isort: skip

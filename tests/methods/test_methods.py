@@ -22,6 +22,7 @@ from transformers.models.llama import modeling_llama
 from ctxext.encodings.rope import RopeGeometry, correction_dim, cos_sin, inverse_frequencies, wavelengths
 from ctxext.methods import (
     ABF,
+    NO_ROTATION,
     PI,
     Branch,
     DroPE,
@@ -92,17 +93,18 @@ def scaled_frequencies(method: RopeScaling, rope: RopeGeometry, length: Tensor |
 
 # ----------------------------------------------------------- law 1: factor 1 changes nothing at all
 
-# DroPE drops every frequency and Resonance rounds every wavelength, whatever the factor.
-NO_FUNCTION_OF_THE_FACTOR = ("drope", "resonance")
+# DroPE drops every frequency, CoPE the slowest ones and Resonance rounds every wavelength, whatever the factor.
+NO_FUNCTION_OF_THE_FACTOR = ("cope", "drope", "resonance")
 
 
 @every_scaling
 def test_factor_one_changes_nothing_bitwise(cls):
+    unchanged = []
     for rope, _ in FEW:
         method = cls.example(rope, 1.0)
-        unchanged = torch.equal(scaled_frequencies(method, rope), rope.inv_freq)
-        assert unchanged == (cls.name not in NO_FUNCTION_OF_THE_FACTOR)
+        unchanged.append(torch.equal(scaled_frequencies(method, rope), rope.inv_freq))
         assert float(method.attention_scaling(rope)) == 1.0
+    assert all(unchanged) == (cls.name not in NO_FUNCTION_OF_THE_FACTOR)
 
 
 @every_scaling
@@ -317,6 +319,19 @@ def test_abf_keeps_as_many_pairs_turning_fully_within_the_longer_length():
             rope.dim, ABF(factor=factor).new_theta(rope), factor * rope.original_max_position_embeddings
         )
         assert correction_dim(1, longer) == pytest.approx(correction_dim(1, rope), rel=1e-12)
+
+
+def test_cope_slows_the_pairs_that_finish_no_turn_down_to_a_standstill():
+    factors = make_method("cope", 4.0, clipped=5).rescale_factors(LLAMA)
+    share = 2**-0.5  # cos(π/4)
+    assert factors[:-5].tolist() == [1.0] * (LLAMA.dim // 2 - 5)
+    assert factors[-5:].tolist() == pytest.approx([1, 2 / (1 + share), 2, 2 / (1 - share), NO_ROTATION], rel=1e-12)
+    unfinished = LLAMA.inv_freq * LLAMA.original_max_position_embeddings < 2 * math.pi
+    changed = make_method("cope", 4.0).rescale_factors(LLAMA) != 1
+    assert not changed[~unfinished].any()
+    assert changed.sum() == unfinished.sum() - 1  # the first of them keeps its own
+    with pytest.raises(ValueError, match="from 2 to 64, got 65"):
+        make_method("cope", 4.0, clipped=65).rescale_factors(LLAMA)
 
 
 def test_drope_turns_nothing_at_a_million_tokens():

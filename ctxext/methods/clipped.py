@@ -1,0 +1,43 @@
+"""Methods that take the slowest frequencies away."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from ctxext.encodings.rope import RopeGeometry, rotations
+from ctxext.methods.contract import NO_ROTATION, Paper, RopeScaling, over_lengths, register
+
+
+@register("cope")
+@dataclass(frozen=True, kw_only=True)
+class CoPE(RopeScaling):
+    """λ_j = 2 / (1 + cos(πj / (n − 1))) for the n slowest pairs, j = 0 .. n − 1 from fast to slow. CoPE (2026).
+
+    The pairs that finish no turn within the trained length are slowed down smoothly, the slowest to a standstill, so
+    that no phase at the target is one that was never trained. Others stay as they are, whatever the factor. Made to be
+    followed by training.
+
+    Attributes:
+        clipped: n; None for the pairs that finish no turn within the trained length. The authors take 20 of 64.
+    """
+
+    paper: ClassVar[Paper] = Paper("CoPE: clipped RoPE", 2026, "https://arxiv.org/abs/2602.05258")
+    training: ClassVar[str] = "fine-tuned"
+
+    clipped: int | None = None
+
+    def rescale_factors(self, rope: RopeGeometry, length: Tensor | None = None) -> Tensor:
+        n = int((rotations(rope) < 1).sum()) if self.clipped is None else self.clipped
+        n_pairs = rope.dim // 2
+        if self.clipped is not None and not 2 <= n <= n_pairs:
+            raise ValueError(f"clipped must be a number of pairs from 2 to {n_pairs}, got {self.clipped}.")
+        factors = torch.ones(n_pairs, dtype=torch.float64)
+        if n:
+            share = torch.linspace(0, 1, n, dtype=torch.float64) if n > 1 else torch.ones(1, dtype=torch.float64)
+            factors[n_pairs - n :] = (2 / (1 + (math.pi * share).cos())).clamp(max=NO_ROTATION)
+        return over_lengths(factors, length)
