@@ -7,7 +7,7 @@ BIN    := $(VENV)/bin
 
 $(VENV)/demo.stamp: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable .
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[train]'
 	@touch $@
 
 $(VENV)/dev.stamp: $(VENV)/demo.stamp

@@ -9,6 +9,8 @@ from typing import Annotated
 
 import typer
 
+from ctxext.utils.extras import require
+
 
 def finetune(
     config: Annotated[str, typer.Option(help="A YAML file, or the name of one in recipes/configs.")],
@@ -16,6 +18,7 @@ def finetune(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what it would take, and stop.")] = False,
 ) -> None:
     """Fine-tune a model at a longer context: `accelerate launch -m ctxext finetune ...` for several processes."""
+    require("train")
     recipes = recipes_folder()
     path = Path(config)
     if not path.is_file():

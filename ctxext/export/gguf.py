@@ -101,7 +101,7 @@ def _gguf() -> Any:
         import gguf
     except ImportError as error:
         raise ImportError(
-            "GGUF files are read and written by the package gguf. Install it: pip install 'ctxext[llama-cpp]'"
+            "GGUF files are read and written by the package gguf. Install it: pip install 'ctxext[export]'"
         ) from error
     return gguf
 

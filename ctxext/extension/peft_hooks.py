@@ -13,6 +13,7 @@ base by that name fails instead of loading it unextended: AutoPeftModel, AutoMod
 from __future__ import annotations
 
 import functools
+import importlib.util
 import inspect
 from collections.abc import Callable
 from pathlib import Path
@@ -33,6 +34,8 @@ from ctxext.extension.metadata_file import (
 @functools.cache
 def watch_peft() -> None:
     """Wrap PEFT's two methods, and transformers' own `load_adapter`, once in a process."""
+    if importlib.util.find_spec("peft") is None:
+        return
     from peft import PeftModel
     from transformers.integrations.peft import PeftAdapterMixin
 

@@ -54,9 +54,11 @@ from ctxext.models.metadata import check_mark
 from ctxext.models.rope_tables import rope_tables
 from ctxext.patches.rotary import RotaryProof, table_errors
 from ctxext.utils.download import hub_folder
+from ctxext.utils.extras import require
 from ctxext.utils.json_files import OBJECT, TEXT, TOKENS, JsonObject, or_none, read_json, write_json
 
 if TYPE_CHECKING:
+    require("train")
     from peft import PeftModel
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
@@ -200,6 +202,7 @@ def check_all_saved(model: nn.Module) -> None:
     Raises:
         ValueError: naming the parameters that would be lost.
     """
+    require("train")
     from peft import PeftModel, get_peft_model_state_dict
 
     if not isinstance(model, PeftModel):
@@ -236,6 +239,7 @@ def save_trained(
         ValueError: something was trained that would not be saved (`check_all_saved`).
         On any error a former `folder` is left as it was.
     """
+    require("train")
     from peft import PeftModel
 
     check_all_saved(model)
@@ -498,6 +502,7 @@ def _check_buildable(config: PreTrainedConfig, record: AdapterBase, folder: Path
 
 
 def _load_adapter(found: _Found, is_trainable: bool = False, **from_pretrained: Any) -> PeftModel:
+    require("train")
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 

@@ -1,1 +1,5 @@
 """Fine-tuning: loss, trainable parameters, checkpoints, engines."""
+
+from ctxext.utils.extras import require
+
+require("train")

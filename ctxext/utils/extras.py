@@ -1,0 +1,19 @@
+"""What `pip install ctxext` leaves out, by extra."""
+
+from __future__ import annotations
+
+import importlib.util
+
+# What torch, transformers and typer do not bring along themselves.
+EXTRAS = {
+    "eval": ("datasets", "matplotlib"),
+    "train": ("accelerate", "datasets", "matplotlib", "peft", "psutil"),
+    "export": ("gguf",),
+}
+
+
+def require(extra: str) -> None:
+    """Raise ImportError, naming the extra, unless everything in it is installed."""
+    missing = [name for name in EXTRAS[extra] if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ImportError(f"this needs {', '.join(missing)}: pip install 'ctxext[{extra}]'")
