@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ctxext.core.apply import ATTRIBUTE, extended_model, extension_of, restore, transformers_model
+from ctxext.core.apply import ATTRIBUTE, apply, extended_model, extension_of, restore, transformers_model
 from ctxext.extension.describe import ContextDescription, describe
 from ctxext.extension.peft_hooks import watch_peft
 from ctxext.extension.request import plan_extension
-from ctxext.extension.saving import extend
+from ctxext.extension.saving import saver
 from ctxext.methods import ContextMethod, RopeScaling
 from ctxext.models.metadata import Existing
 from ctxext.models.text_config import text_config_of
@@ -105,7 +105,7 @@ def extend_context(
             f"{plan.method and plan.method.name} makes new weights, which DistributedDataParallel would not reduce: it "
             "holds those that it was given. Extend the model before it is wrapped."
         )
-    extend(inner, plan)
+    apply(inner, plan, saver(plan))
     watch_peft()
     return model
 

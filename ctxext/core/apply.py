@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -105,8 +107,11 @@ def _shortened(paths: list[str]) -> str:
     return f"{paths[0]}, {paths[1]}, … {paths[-1]} ({len(paths)} modules)"
 
 
-def apply(model: PreTrainedModel, plan: Plan) -> Extension:
+def apply(model: PreTrainedModel, plan: Plan, save: Callable[..., Any] | None = None) -> Extension:
     """Put `plan` into effect on a live model, in place. On any error the model is left as it was.
+
+    Args:
+        save: becomes the model's `save_pretrained`, with the model as its first argument.
 
     Raises:
         ValueError: a patch cannot be made on this model.
@@ -131,6 +136,8 @@ def apply(model: PreTrainedModel, plan: Plan) -> Extension:
             proofs = prove(model, plan, before)
         extension = Extension(plan, proofs, edit.undos)
         edit.set_attribute("", ATTRIBUTE, extension)
+        if save is not None:  # as data (a partial), so that it survives deepcopy, pickle and PEFT's merge
+            edit.set_attribute("", "save_pretrained", functools.partial(save, model))
         if any(proof.is_pending for proof in proofs):
             edit.add_forward_pre_hook("", ProveAtFirstForward(before))
     except BaseException:

@@ -29,7 +29,7 @@ from ctxext.models.rope_tables import ZERO_FREQUENCY, RopeTable, head_dim, lengt
 from ctxext.patches.rotary import ReplaceRotary
 from ctxext.patches.sin_cos import GrowSinCos
 from ctxext.patches.softmax_scale import ScaleSoftmax
-from ctxext.utils.values import check_rows
+from ctxext.utils.values import check_rows, is_count
 
 # Keys of `rope_parameters` that belong to a scaling. All others (partial_rotary_factor,
 # mrope_section, ...) belong to the family and stay.
@@ -104,7 +104,11 @@ class RopeEncoding(Encoding):
                 f"{lengths.start}, so no distance is ever new and RoPE needs no change: just "
                 + (f"raise max_position_embeddings to {lengths.target}." if limited else "use the model as it is.")
             )
-        result = _kept(facts, request) if existing == "keep" else _scaled(facts, request, method, lengths, seen_beyond)
+        if existing == "keep":
+            result = _kept(facts, request)
+        else:
+            asked = chosen_method(method, lengths.factor, self.name, request.options)
+            result = _scaled(facts, request, asked, lengths, seen_beyond)
         chosen = result.method
         dynamic = isinstance(chosen, RopeScaling) and chosen.is_late and not chosen.of_the_call
         if request.rotated_copy and not dynamic:
@@ -185,12 +189,18 @@ def _kept(facts: ContextFacts, request: Request) -> _Result:
 def _scaled(
     facts: ContextFacts,
     request: Request,
-    named: str | ContextMethod,
+    method: ContextMethod,
     lengths: Lengths,
     seen_beyond: tuple[RopeTable, ...],
 ) -> _Result:
     existing, rope = request.existing, _start(facts, request.existing)
-    method = _chosen_method(named, lengths.factor, rope, request.length, request.options)
+    assert isinstance(method, RopeMethod)
+    if request.length is not None:
+        if not is_count(request.length, 1, lengths.target):
+            raise ValueError(
+                f"length must be a number of tokens (an int) up to {lengths.target}, got {request.length!r}."
+            )
+        method = method.at_length(rope, request.length)
     if method.is_late:
         _refuse_late(facts, existing)
     raised = getattr(method, "rope_theta", None)
@@ -371,19 +381,6 @@ def _refuse_existing(facts: ContextFacts) -> str:
         f"this model's RoPE is scaled already {by}({facts.summary}). Say what to do with that: "
         f"{'; '.join([*offers, replacing])}."
     )
-
-
-def _chosen_method(
-    method: str | ContextMethod, factor: float, rope: RopeGeometry, length: int | None, options: dict[str, Any]
-) -> RopeMethod:
-    chosen = chosen_method(method, factor, "rope", options)
-    assert isinstance(chosen, RopeMethod)
-    if length is None:
-        return chosen
-    reach = round(factor * rope.original_max_position_embeddings)
-    if isinstance(length, bool) or not isinstance(length, int) or not 1 <= length <= reach:
-        raise ValueError(f"length must be a number of tokens (an int) up to {reach}, got {length!r}.")
-    return chosen.at_length(rope, length)
 
 
 def _live_only(method: RopeMethod, rope: RopeGeometry, facts: ContextFacts) -> str | None:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import copy
-import functools
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ctxext.core.apply import ATTRIBUTE, Extension, apply, restore
-from ctxext.core.edit import Edit
 from ctxext.core.plan import Plan
 from ctxext.extension.metadata_file import carry_extension, weights_fingerprint, write_record
 from ctxext.extension.method_file import PROBE
@@ -22,17 +21,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-def extend(model: PreTrainedModel, plan: Plan) -> Extension:
-    """Put `plan` into effect on a live model, and let its `save_pretrained` save the extension too.
-
-    Raises:
-        ValueError, RuntimeError: as `core.apply`.
-    """
-    extension = apply(model, plan)
-    save = save_portable if plan.is_portable else save_with_record
-    # On the instance, as data (a partial), so that it survives deepcopy, pickle and PEFT's merge.
-    Edit(model, extension.undos).set_attribute("", "save_pretrained", functools.partial(save, model))
-    return extension
+def saver(plan: Plan) -> Callable[..., Any]:
+    """How a model that is extended by `plan` is saved."""
+    return save_portable if plan.is_portable else save_with_record
 
 
 def version_4_keys(text_config: Any, rope_parameters: dict[str, Any]) -> dict[str, Any]:
@@ -160,10 +151,10 @@ def _save_frozen(
     )
     restore(model, extension)
     try:
-        frozen_extension = extend(model, frozen)
+        frozen_extension = apply(model, frozen, saver(frozen))
         try:
             return save_portable(model, save_directory, *args, **kwargs)
         finally:
             restore(model, frozen_extension)
     finally:
-        extend(model, plan)
+        apply(model, plan, saver(plan))
