@@ -30,7 +30,7 @@ class Request:
     options: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, factor: float | None, method: str | ContextMethod | None, **arguments: Any) -> Request:
+    def of(cls, factor: float | None, method: str | ContextMethod | None, /, **arguments: Any) -> Request:
         """From the arguments of a verb; those that are no field of a request are options of the method."""
         names = {each.name for each in fields(cls)} - {"options"}
         known = {name: arguments.pop(name) for name in names & arguments.keys()}

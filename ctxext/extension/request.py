@@ -62,6 +62,7 @@ def model_on_meta(config: Any) -> nn.Module:
 
 def plan_extension(
     config: Any,
+    /,
     factor: float | None = None,
     method: str | ContextMethod | None = None,
     *,

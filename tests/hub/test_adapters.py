@@ -182,7 +182,7 @@ FULL_DISK = """
 import resource, sys
 from pathlib import Path
 import ctxext
-from ctxext.adapters import AdapterBase, save_trained
+from ctxext.hub.adapters import AdapterBase, save_trained
 from ctxext.utils.json_files import read_json
 adapter = Path(sys.argv[1])
 model = ctxext.load(adapter, is_trainable=True)

@@ -187,14 +187,14 @@ def test_figures_of_an_earlier_model_are_seen_before_the_training(main, tmp_path
 
 def test_a_base_of_other_weights_is_not_taken_for_this_one(recipe, tmp_path: Path) -> None:
     settings, folder = read_settings(TINY), tmp_path / "base"
-    assert recipe.extended_base(MODEL, folder, settings) == folder
-    recipe.extended_base(MODEL, folder, settings)  # it may stand there already
+    assert recipe.extended_base(MODEL, folder, **settings.extension.arguments()) == folder
+    recipe.extended_base(MODEL, folder, **settings.extension.arguments())  # it may stand there already
     other = tmp_path / "other"
     shutil.copytree(MODEL, other)
     tensors = load_file(other / "model.safetensors")
     save_file({name: tensor * 1.01 for name, tensor in tensors.items()}, other / "model.safetensors", {"format": "pt"})
     with pytest.raises(ValueError, match="holds other weights than"):
-        recipe.extended_base(other, folder, settings)
+        recipe.extended_base(other, folder, **settings.extension.arguments())
 
 
 def test_a_loss_that_is_no_number_stops_the_run_names_the_batch_and_keeps_the_checkpoint(main, tmp_path: Path) -> None:

@@ -133,7 +133,7 @@ from torch.distributed.fsdp import fully_shard
 sys.path.insert(0, sys.argv[2])
 from small_training import BINDING, LORA, make
 from safetensors.torch import load_file
-from ctxext.adapters import AdapterBase, save_trained
+from ctxext.hub.adapters import AdapterBase, save_trained
 from ctxext.assets import MODEL
 from ctxext.core.apply import transformers_model
 from ctxext.training.checkpoints import Progress, gather_trained, load_checkpoint, save_checkpoint
