@@ -85,7 +85,7 @@ figures: $(VENV)/dev.stamp  ## the README's figure and numbers, anew
 	-$(BIN)/python benchmarks/shipped_model.py
 	$(BIN)/ctxext compare ctxext/assets/austen-4m --factor 4 --windows 16 --output runs/austen-4m.jsonl
 	$(BIN)/ctxext report runs/austen-4m.jsonl --output runs/report.html --figures runs/figures
-	cp runs/figures/austen-4m.json runs/figures/austen-4m-overview.png runs/figures/austen-4m-price.png docs/compare/
+	cp runs/figures/austen-4m.json runs/figures/austen-4m-overview.png docs/compare/
 	$(BIN)/ctxext compare ctxext/assets/austen-4m --factor 8 --windows 8 --trials 4 --output runs/austen-4m-8x.jsonl
 	$(BIN)/ctxext report runs/austen-4m-8x.jsonl --output runs/report-8x.html --figures runs/figures
 	cp runs/figures/austen-4m-8x.json docs/compare/

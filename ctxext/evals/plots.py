@@ -17,11 +17,9 @@ from matplotlib.axes import Axes
 from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 from matplotlib.image import AxesImage
-from matplotlib.text import Text
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
-from matplotlib.transforms import Bbox
 
-from ctxext.evals.statistics import Interval, in_percent
+from ctxext.evals.statistics import in_percent
 from ctxext.evals.summary import Summary, label
 from ctxext.evals.targets import UNEXTENDED
 
@@ -40,10 +38,6 @@ def save_figures(summary: Summary, folder: Path, name: str) -> list[Path]:
     drawn: dict[str, Callable[[Path], None]] = {}
     if summary.lengths("perplexity", *summary.retrieval_tasks):
         drawn["overview"] = partial(plot_overview, summary)
-    if summary.lengths("perplexity"):
-        drawn["perplexity"] = partial(plot_perplexity, summary)
-    if _prices(summary) or _found(summary):
-        drawn["price"] = partial(plot_gate, summary)
     for task, variant in product(summary.retrieval_tasks, summary.variants):
         if any(depth is not None for _, depth in summary.cells(variant, task)):
             drawn[re.sub(r"[^\w.-]+", "_", f"{task}-{variant}")] = partial(plot_heatmap, summary, variant, task)
@@ -109,59 +103,6 @@ def plot_heatmap(summary: Summary, variant: str, task: str, path: Path) -> None:
         axes.set_ylabel("depth" if depths != [None] else "")
         _add_color_bar(summary, task, figure, image, [axes], variant)
         _set_title(figure, f"{model_name(summary)}, {label(variant)}: {summary.titled(task)}")
-
-
-def plot_perplexity(summary: Summary, path: Path) -> None:
-    """Perplexity by position, a line a variant.
-
-    Raises:
-        ValueError: perplexity was not measured.
-    """
-    if not summary.lengths("perplexity"):
-        raise ValueError("perplexity was not measured, so there is nothing to draw. Add it to the tasks.")
-    with _saved(path, 9.0, 4.8) as figure:
-        _draw_curves(summary, figure.add_subplot())
-        _set_title(figure, f"{model_name(summary)}: perplexity by position")
-
-
-def plot_gate(summary: Summary, path: Path) -> None:
-    """The price of each variant within the trained length against what it finds beyond, with 95% intervals.
-
-    Where only one of the two was measured, it is drawn alone, a row a variant.
-
-    Raises:
-        ValueError: neither was measured.
-    """
-    prices, found = _prices(summary), _found(summary)
-    if not prices and not found:
-        raise ValueError("neither the short-context gate nor retrieval beyond the trained length was measured.")
-    price_label = f"price within the trained {summary.trained_length:,} tokens (nats more a token)"
-    found_label = f"found beyond the trained {summary.trained_length:,} tokens (%)"
-    both = [variant for variant in summary.variants if variant in prices and variant in found]
-    alone = prices or found
-    with _saved(path, 8.0 + 0.1 * len(both), 5.6 if both else 1.3 + 0.32 * len(alone)) as figure:
-        axes = figure.add_subplot()
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.grid(color="0.93")
-        axes.set_axisbelow(True)
-        axes.set_xlabel(price_label if prices else found_label)
-        _set_title(figure, f"{model_name(summary)}: " + ("price and gain" if both else "price" if prices else "gain"))
-        if not both:
-            for y, (variant, share) in enumerate(alone.items()):
-                _draw_point(axes, share, Interval(y, y, y, 1), _style(summary, variant)["color"])
-            axes.set_yticks(range(len(alone)), map(label, alone))
-            axes.set_ylim(len(alone) - 0.5, -0.5)
-            return
-        for variant in both:
-            _draw_point(axes, prices[variant], found[variant], _style(summary, variant)["color"])
-        axes.set_ylabel(found_label)
-        axes.set_ylim(-5, 105)
-        axes.margins(x=0.1)
-        _spread_prices(axes, [prices[variant].value for variant in both])
-        left_out = [label(variant) for variant in summary.variants if variant not in both]
-        if left_out:
-            figure.supxlabel(f"not measured on both: {', '.join(left_out)}", fontsize=8, color="0.4")
-        _place_labels(axes, [(label(v), prices[v], found[v], _style(summary, v)["color"]) for v in both])
 
 
 # ----------------------------------------------------------------------------- what the report needs too
@@ -308,76 +249,3 @@ def _add_color_bar(
     bar.ax.set_yticklabels(["0%", "50%", "100%"])
     bar.outline.set_visible(False)
     bar.set_label(f"found, n = {n} a cell")
-
-
-def _prices(summary: Summary) -> dict[str, Interval]:
-    """In nats a token, for each variant that was measured against the unextended model."""
-    losses = {variant: summary.gate(variant).loss for variant in summary.variants}
-    return {variant: Interval(*loss[:3], loss.n) for variant, loss in losses.items() if loss is not None}
-
-
-def _found(summary: Summary) -> dict[str, Interval]:
-    """Beyond the trained length, in percent."""
-    shares = {v: summary.pooled(v, summary.deciding_tasks, summary.beyond) for v in summary.variants}
-    return {v: Interval(*(100 * value for value in share[:3]), share.n) for v, share in shares.items() if share}
-
-
-def _draw_point(axes: Axes, x: Interval, y: Interval, color: str) -> None:
-    bars = {"xerr": [[x.value - x.low], [x.high - x.value]], "yerr": [[y.value - y.low], [y.high - y.value]]}
-    axes.errorbar(x.value, y.value, **bars, fmt="o", ms=6, color=color, elinewidth=1)
-
-
-def _spread_prices(axes: Axes, prices: Sequence[float]) -> None:
-    """Logarithmic from the middling price on, where one method is so dear that the others would stand in a heap."""
-    middling = float(np.median(np.abs([price for price in prices if price] or [0])))
-    if max(map(abs, prices)) <= 5 * middling or not middling:
-        return
-    axes.set_xscale("symlog", linthresh=middling, linscale=1.5)
-    low, high = axes.get_xlim()
-    ticks = [0.0, *(sign * step * 10.0**power for sign in (-1, 1) for power in range(-4, 2) for step in (1, 2, 5))]
-    axes.set_xticks(
-        sorted(tick for tick in ticks if low <= tick <= high and (not tick or abs(tick) >= 0.25 * middling))
-    )
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    axes.xaxis.set_minor_locator(NullLocator())
-
-
-def _place_labels(axes: Axes, points: Sequence[tuple[str, Interval, Interval, str]]) -> None:
-    """Write each name near its point, where it covers no other name or point, and as few intervals as possible."""
-    figure = axes.figure
-    figure.draw_without_rendering()
-    inside, pixel = axes.get_window_extent(), 72 / figure.dpi
-    marks = [axes.transData.transform((x.value, y.value)) for _, x, y, _ in points]
-    taken = [Bbox.from_bounds(x - 6, y - 6, 12, 12) for x, y in marks]
-    bars = [
-        Bbox(axes.transData.transform(ends))
-        for _, x, y, _ in points
-        for ends in (((x.low, y.value), (x.high, y.value)), ((x.value, y.low), (x.value, y.high)))
-    ]
-    for (name, x, y, color), (mark_x, mark_y) in zip(points, marks):
-        text = axes.annotate(
-            name, (x.value, y.value), (0, 0), textcoords="offset points", color=color, fontsize=9, va="center",
-            arrowprops={"arrowstyle": "-", "color": color, "lw": 0.6, "shrinkB": 4},
-            bbox={"boxstyle": "square,pad=0.1", "fc": "white", "ec": "none", "alpha": 0.75},
-        )  # fmt: skip
-        text.set_in_layout(False)
-        size = Text.get_window_extent(text).padded(2)
-        best, cost, distance = size, math.inf, 0
-        for radius, angle in product(range(10, 400, 10), range(0, 360, 15)):
-            if radius >= cost:
-                break
-            right, up = math.cos(math.radians(angle)), math.sin(math.radians(angle))
-            # The side of the label that faces the point is at this radius.
-            left = mark_x + radius * right + size.width * (right - 1) / 2
-            box = Bbox.from_bounds(left, mark_y + radius * up - size.height / 2, size.width, size.height)
-            within = inside.x0 + 4 < box.x0 and box.x1 < inside.x1 and inside.y0 + 4 < box.y0 and box.y1 < inside.y1
-            if not within or box.count_overlaps(taken):
-                continue
-            line = [(mark_x + step * right, mark_y + step * up) for step in range(12, radius, 6)]
-            crossed = sum(mark.contains(*step) for step in line for mark in taken)
-            here = radius + 15 * (crossed + box.count_overlaps(bars))
-            if here < cost:
-                best, cost, distance = box, here, radius
-        taken.append(best)
-        text.set_position(((best.x0 - mark_x) * pixel, ((best.y0 + best.y1) / 2 - mark_y) * pixel))
-        text.arrow_patch.set_visible(distance > 20)

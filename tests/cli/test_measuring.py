@@ -427,7 +427,7 @@ def test_report_writes_the_page_and_the_figures(compared: tuple[Path, Outcome], 
     assert html.lstrip().lower().startswith("<!doctype html>")
     assert "Use yarn." in html
     assert cost in html
-    names = ["overview", "perplexity", "price", *(f"passkey-{variant}" for variant in ("none", "pi", "yarn"))]
+    names = ["overview", *(f"passkey-{variant}" for variant in ("none", "pi", "yarn"))]
     expected = {f"comparison-{name}.{suffix}" for name in names for suffix in ("png", "svg")}
     assert {path.name for path in figures.iterdir()} == {*expected, "comparison.json"}
     beginnings = {".png": b"\x89PNG", ".svg": b"<?xml", ".json": b"{"}

@@ -16,7 +16,6 @@ import pytest
 import torch
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from matplotlib.text import Annotation, Text
 
 from ctxext.evals import plots
 from ctxext.evals.perplexity import packed
@@ -40,11 +39,9 @@ def made(
     parts: Sequence[str] = PARTS,
     trials: int = 10,
     trained: int = 256,
-    gain: float = 0.3,
-    dear: float = 0.0,
 ) -> Summary:
     """Results as the runner writes them, without a model: the k-th variant costs more and finds less than
-    the one before it, the last one `dear` nats more."""
+    the one before it."""
     rng, names, records = Random(0), METHODS[:variants], []
 
     def record(variant: str, task: str, length: int, depth: float | None, trial: int, **values: Any) -> Record:
@@ -52,7 +49,7 @@ def made(
         return {**place, "key": f"{task} {length} {depth} {trial}", **values}
 
     for k, variant in enumerate(names):
-        chance = 0.2 if k == 0 else max(0.0, 1 - gain * (k - 1))
+        chance = 0.2 if k == 0 else max(0.0, 1 - 0.3 * (k - 1))
         for length in lengths if "passkey" in parts else ():
             for trial in range(trials):
                 for depth in depths:
@@ -64,7 +61,6 @@ def made(
             for window in range(4 if task in parts else 0):
                 losses = 3 + 0.02 * k + torch.rand(longest - 1, generator=torch.Generator().manual_seed(window)) / 10
                 losses[trained:] += 0.5 * (k == 0)
-                losses += dear * (k == variants - 1)
                 arrays = {"losses": losses} | ({"top1": torch.arange(longest - 1)} if task == "short" else {})
                 size = {"tokens": longest - 1, "bytes": 4 * longest, "loss": losses.mean().item()}
                 records.append(record(variant, task, longest, None, window, **size, **packed(**arrays)))
@@ -87,8 +83,6 @@ def joined(path: Path) -> str:
 FIGURES: dict[str, Callable[[Summary, Path], None]] = {
     "overview": plots.plot_overview,
     "heatmap": lambda summary, path: plots.plot_heatmap(summary, summary.variants[-1], "passkey", path),
-    "perplexity": plots.plot_perplexity,
-    "gate": plots.plot_gate,
 }
 
 
@@ -138,19 +132,11 @@ def test_heatmap_shows_share_and_interval_of_each_cell(tmp_path: Path) -> None:
         assert text in words(path)
 
 
-def test_perplexity_has_a_line_a_variant_and_its_lengths(tmp_path: Path) -> None:
+def test_overview_of_perplexity_has_a_line_a_variant_and_its_lengths(tmp_path: Path) -> None:
     path = tmp_path / "figure.svg"
-    plots.plot_perplexity(made(), path)
+    plots.plot_overview(made(parts=["perplexity"]), path)
     for text in ("baseline", "yarn", "pi", "position in the window (tokens)", "1,024", "512", "256"):
         assert text in words(path)
-
-
-def test_gate_names_each_variant_and_both_axes(tmp_path: Path) -> None:
-    path = tmp_path / "figure.svg"
-    plots.plot_gate(made(), path)
-    for text in ("baseline", "yarn", "pi", "found beyond the trained 256 tokens (%)"):
-        assert text in words(path)
-    assert "price within the trained 256 tokens (nats more a token)" in words(path)
 
 
 @pytest.fixture
@@ -179,30 +165,10 @@ def test_drawing_leaves_pyplot_alone(tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-@pytest.mark.parametrize(("gain", "dear"), [(0.0, 0.0), (0.1, 0.0), (0.0, 4.0)])
-def test_no_label_of_the_gate_covers_another(gain: float, dear: float, tmp_path: Path, drawn: list[Figure]) -> None:
-    plots.plot_gate(made(variants=12, gain=gain, dear=dear), tmp_path / "figure.png")
-    (axes,) = drawn[0].axes
-    renderer = FigureCanvasAgg(drawn[0]).get_renderer()
-    boxes = [Text.get_window_extent(text, renderer) for text in axes.texts if isinstance(text, Annotation)]
-    assert len(boxes) == 12
-    for k, box in enumerate(boxes):
-        assert box.count_overlaps(boxes[:k]) == 0
-        assert axes.get_window_extent().contains(*box.min)
-        assert axes.get_window_extent().contains(*box.max)
-
-
-def test_a_dear_method_does_not_heap_up_the_others(tmp_path: Path, drawn: list[Figure]) -> None:
-    plots.plot_gate(made(variants=6, dear=4.0), tmp_path / "figure.png")
-    (axes,) = drawn[0].axes
-    left, right = axes.transData.transform([(0.0, 50.0), (0.08, 50.0)])
-    assert right[0] - left[0] > axes.get_window_extent().width / 4
-
-
 def test_names_of_all_methods_fit_beside_each_other(tmp_path: Path, drawn: list[Figure], monkeypatch) -> None:
     names = ("none", *(cls.name for cls in list_methods("rope")))
     monkeypatch.setattr(sys.modules[__name__], "METHODS", names)
-    plots.plot_perplexity(made(variants=len(names), parts=["perplexity"]), tmp_path / "figure.png")
+    plots.plot_overview(made(variants=len(names), parts=["perplexity"]), tmp_path / "figure.png")
     (figure,) = drawn
     frame = figure.axes[0].get_legend().get_window_extent(FigureCanvasAgg(figure).get_renderer())
     assert figure.bbox.x0 < frame.x0
@@ -226,9 +192,9 @@ def test_overview_holds_every_panel_whatever_the_grid(variants: int, lengths: tu
 @pytest.mark.parametrize(
     ("parts", "refusing"),
     [
-        (("passkey",), {"perplexity"}),
-        (("perplexity",), {"heatmap", "gate"}),
-        (("short",), {"overview", "heatmap", "perplexity"}),
+        (("passkey",), set()),
+        (("perplexity",), {"heatmap"}),
+        (("short",), {"overview", "heatmap"}),
     ],
 )
 def test_figure_is_drawn_of_what_was_measured_or_refused(
@@ -272,9 +238,8 @@ def test_text_of_a_cell_stands_out() -> None:
 @pytest.mark.slow
 def test_save_figures_writes_what_was_measured(tmp_path: Path) -> None:
     paths = plots.save_figures(made(variants=2), tmp_path, "run")
-    names = {"overview", "perplexity", "price", "passkey-none", "passkey-yarn"}
+    names = {"overview", "passkey-none", "passkey-yarn"}
     assert {path.name for path in paths} == {f"run-{name}.{suffix}" for name in names for suffix in ("png", "svg")}
     assert all(path.stat().st_size > 1000 for path in paths)
-    assert [path.name for path in plots.save_figures(made(parts=["perplexity"]), tmp_path, "less")] == [
-        "less-overview.png", "less-overview.svg", "less-perplexity.png", "less-perplexity.svg",
-    ]  # fmt: skip
+    paths = plots.save_figures(made(parts=["perplexity"]), tmp_path, "less")
+    assert [path.name for path in paths] == ["less-overview.png", "less-overview.svg"]

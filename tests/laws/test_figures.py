@@ -19,7 +19,6 @@ from matplotlib.lines import Line2D
 
 from ctxext.encodings.rope import RopeGeometry
 from ctxext.evals import plots
-from ctxext.evals.targets import UNEXTENDED
 from ctxext.extension.method_file import SavedMethod
 from ctxext.methods import make_method
 
@@ -120,24 +119,16 @@ def test_rescale_factors_are_those_of_the_fits(
 
 
 def test_figures_of_a_results_file_are_its_summary(drawn: list[Figure], tmp_path: Path) -> None:
-    summary = made(variants=5, dear=5.0)  # so dear that prices are drawn on a logarithmic scale
+    summary = made(variants=5)
     plots.plot_overview(summary, tmp_path / "overview.png")
-    plots.plot_perplexity(summary, tmp_path / "perplexity.png")
     plots.plot_heatmap(summary, "pi", "passkey", tmp_path / "heatmap.png")
-    plots.plot_gate(summary, tmp_path / "gate.png")
-    overview, perplexity, heatmap, gate = drawn
-    for figure in overview, perplexity:
-        for line, variant in zip(curves(figure.axes[0]), summary.variants, strict=True):
-            assert_draws(line, summary.curve(variant))
-            assert_seen([figure.axes[0]], summary.curve(variant))
+    overview, heatmap = drawn
+    for line, variant in zip(curves(overview.axes[0]), summary.variants, strict=True):
+        assert_draws(line, summary.curve(variant))
+        assert_seen([overview.axes[0]], summary.curve(variant))
     maps = [*zip(overview.axes[1:], summary.variants), (heatmap.axes[0], "pi")]
     lengths, depths = plots.grid_of(summary, "passkey")
     for axes, variant in maps:
         cells = summary.cells(variant, "passkey")
         expected = [[cells[length, depth].value for length in lengths] for depth in depths]
         np.testing.assert_array_equal(axes.images[0].get_array(), expected)
-    points = [line for line in gate.axes[0].lines if line.get_marker() == "o"]
-    for line, variant in zip(points, summary.variants, strict=True):
-        price = 0.0 if variant == UNEXTENDED else summary.gate(variant).loss.value
-        share = summary.pooled(variant, summary.retrieval_tasks, summary.beyond).value
-        np.testing.assert_allclose(where_drawn(line), [(price, 100 * share)], rtol=1e-9, atol=1e-9)
