@@ -42,6 +42,8 @@ TEXT = PERSUASION.read_text()
 # NVIDIA's tokens_to_generate.
 BUDGET = {**dict.fromkeys(RULER, 128), "vt": 30, "cwe": 120, "fwe": 50, "qa_1": 32, "qa_2": 32}
 
+KINDS = ["shipped", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("unigram", "merging"))]
+
 
 def unigram() -> PreTrainedTokenizerFast:
     """As sentencepiece's: words with a mark before them, BOS."""
@@ -142,7 +144,7 @@ def check_exact(sample: Sample, prompter: Prompter) -> None:
         assert budget <= sample.answer_tokens <= budget + rest
 
 
-@pytest.mark.parametrize("kind", ["shipped", "unigram", "merging"])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", RULER)
 def test_prompts_are_exact_in_tokens(name: str, kind: str) -> None:
     @settings(max_examples=4, derandomize=True, deadline=None)
@@ -163,7 +165,10 @@ def test_chat_templates_and_larger_budgets_count_too(name: str) -> None:
         check_exact(make_task(name).sample(place, prompter, haystack_of("merging")), prompter)
 
 
-ROOMS = [*product(get_args(Style), (None, 1, 64))]
+ROOMS = [
+    pytest.param(style, room, marks=() if (style, room) == ("chat", None) else pytest.mark.slow)
+    for style, room in product(get_args(Style), (None, 1, 64))
+]
 
 
 @pytest.mark.parametrize(("style", "answer_tokens"), ROOMS)
@@ -306,7 +311,7 @@ NEEDLE = re.compile(r"One of the special magic (\w+) for (\S+) is: (\S+)\.")
 SHAPES = {"numbers": r"[1-9]\d{6}", "uuids": r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}", "words": r"[a-z]+-[a-z]+"}
 
 
-@pytest.mark.parametrize("kind", ["shipped", "merging"])
+@pytest.mark.parametrize("kind", [KINDS[0], KINDS[2]])
 @pytest.mark.parametrize(
     ("name", "haystack", "key", "value", "keys", "values", "queries"),
     [
@@ -353,7 +358,7 @@ def test_keys_have_their_values_once(
             assert plain in " ".join((TEXT + TEXT).split())
 
 
-@pytest.mark.parametrize("kind", ["shipped", "unigram", "merging"])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", [name for name in RULER if name not in ("cwe", "fwe")])
 def test_needles_begin_at_their_tokens(name: str, kind: str) -> None:
     sample = draw(name, 2000, 3, kind)
@@ -817,7 +822,9 @@ def template_prompter(template: str) -> Prompter:
     return Prompter(tokenizer, "chat", answer_tokens=64)
 
 
-@pytest.mark.parametrize("run", GOLDENS)
+@pytest.mark.parametrize(
+    "run", [pytest.param(run, marks=() if k % 3 == 0 else pytest.mark.slow) for k, run in enumerate(GOLDENS)]
+)
 def test_samples_are_those_of_nvidias_commit(run: str, question_files: dict[str, str]) -> None:
     golden, name = GOLDENS[run], run.rpartition("/")[2]
     samples, prompts, prompter = as_nvidia(run, question_files)

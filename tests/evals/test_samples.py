@@ -73,7 +73,7 @@ EXTENSIONS = {
     ("style", "extension"),
     [
         ("base", "as it is"),
-        ("chat", "badly extended"),
+        pytest.param("chat", "badly extended", marks=pytest.mark.slow),
         *(pytest.param("base", extension, marks=pytest.mark.slow) for extension in [*EXTENSIONS][1:]),
         pytest.param("chat", "as it is", marks=pytest.mark.slow),
     ],

@@ -148,6 +148,7 @@ def test_other_samples_are_not_touched(shipped, tmp_path: Path) -> None:
     assert (tmp_path / "results.jsonl").read_text() == "mine"
 
 
+@pytest.mark.slow
 def test_a_recommendation_is_a_method_that_extend_context_takes(shipped, tmp_path: Path) -> None:
     model, prompter = shipped
     before = {name: value.clone() for name, value in model.state_dict().items()}

@@ -50,7 +50,7 @@ def offers(words: str) -> list[str]:
     return re.findall(r"(?:existing='|--existing )(\w+)", words)
 
 
-@pytest.mark.parametrize("method", LATE)
+@pytest.mark.parametrize("method", [LATE[0], *(pytest.param(name, marks=pytest.mark.slow) for name in LATE[1:])])
 def test_describe_offers_for_an_extended_folder_what_extend_takes(method: str, source: Path, tmp_path: Path) -> None:
     live = late(method, tiny_model("llama"))
     extend_folder(source, tmp_path / "out", method=live, say=lambda line: None)

@@ -49,7 +49,11 @@ main()
 
 @pytest.mark.parametrize(
     ("command", "extra"),
-    [("eval MODEL", "eval"), ("finetune --config tiny_yarn_4x", "train"), ("report RESULTS", "eval")],
+    [
+        ("report RESULTS", "eval"),
+        pytest.param("eval MODEL", "eval", marks=pytest.mark.slow),
+        pytest.param("finetune --config tiny_yarn_4x", "train", marks=pytest.mark.slow),
+    ],
 )
 def test_a_missing_extra_is_named_in_one_line(command: str, extra: str, tmp_path: Path) -> None:
     tiny_model("llama").save_pretrained(tmp_path)
