@@ -156,7 +156,7 @@ def test_law_5_patched_logits_equal_a_natively_configured_model(family: str, met
 def test_law_5_patched_logits_equal_a_slow_formula(family: str, method: str) -> None:
     reference = slow_reference(family, method)
     assert_live(patched(family, method), reference, tolerance=2e-3)
-    assert gap(tiny_model(family), reference) > 0.2
+    assert gap(tiny_model(family), reference) > 0.05  # CoPE moves two pairs of a family that rotates few
 
 
 @every_family
