@@ -152,7 +152,7 @@ def extend_config(
     if plan.method is not None and not plan.is_portable:
         pin = ", or pin it with length=" if plan.is_late and isinstance(plan.method, RopeScaling) else ""
         raise ValueError(
-            f"no config can say what {plan.method.name} does, as {plan.why_not_portable}. Extend a live model with "
+            f"config.json cannot express {plan.method.name}, as {plan.why_not_portable}. Extend a live model with "
             f"extend_context{pin}."
         )
     if plan.method is not None and plan.changes_weights:

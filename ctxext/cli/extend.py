@@ -69,7 +69,8 @@ def extend(
             result.plan.is_late and isinstance(result.plan.method, RopeScaling)
         )
         console.print(
-            f"note: no config can say this, as {result.plan.why_not_portable}: config.json stays unextended, and "
+            f"note: config.json cannot express this, as {result.plan.why_not_portable}: "
+            "config.json stays unextended, and "
             f"{RECORD} beside it is for ctxext.load.{freeze}",
             highlight=False,
             soft_wrap=True,

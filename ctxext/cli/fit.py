@@ -24,7 +24,7 @@ def fit(
     text: Annotated[Path | None, typer.Option(help="Prose to fit on; Persuasion if not given.")] = None,
     evaluations: Annotated[int | None, typer.Option(help="Of the loss; 8 if not given.")] = None,
     rows: Annotated[
-        int | None, typer.Option(help="Texts with a hidden key that an evaluation reads; by the length if not given.")
+        int | None, typer.Option(help="Texts with a passkey that an evaluation reads. Default: by the length.")
     ] = None,
     minutes: Annotated[float | None, typer.Option(help="End after that time at the latest.")] = None,
     start: Annotated[
@@ -34,9 +34,7 @@ def fit(
             "ramp_0.25_1, ramp_0.5_1, ramp_0.5_2 or ramp_1_2; the best of all if not given."
         ),
     ] = None,
-    retrieval: Annotated[
-        float | None, typer.Option(help="Weight of hidden keys against text; 2.0 if not given.")
-    ] = None,
+    retrieval: Annotated[float | None, typer.Option(help="Weight of passkeys against text. Default: 2.")] = None,
     original_max_position_embeddings: TrainedLength = None,
     style: measuring.PromptStyle = None,
     dtype: measuring.Dtype = "auto",

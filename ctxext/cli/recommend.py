@@ -160,7 +160,7 @@ def recommended_table(found: Recommended) -> Table:
     table = Table(
         title=f"{found.saved.about['model']}, {target:,} tokens from {summary.trained_length:,}",
         title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0),
-        caption="found: of hidden keys beyond the trained length, 95% intervals; points and nats: against the chosen "
+        caption="found: of passkeys beyond the trained length, 95% intervals; points and nats: against the chosen "
         f"one on its texts, nats a token over windows of {target:,}; price: more loss than the baseline within the "
         "trained length, nats a token",
         caption_justify="left",

@@ -139,7 +139,7 @@ def _extended(engine: str, config: PreTrainedConfig, plan: Plan | None) -> PreTr
     """The config of the extended model.
 
     Raises:
-        NotExportable: no config can say it to this engine.
+        NotExportable: config.json cannot express it to this engine.
     """
     text_config = text_config_of(config)
     extended = copy.deepcopy(config)
@@ -180,13 +180,15 @@ def _why_live_only(plan: Plan) -> str:
     where = f" ctxext.load runs {name} in transformers."
     if plan.is_late and isinstance(plan.method, RopeScaling):
         return (
-            f"no config can say what {name} does, as {plan.why_not_portable}. Nearest: {name} pinned at one length "
+            f"config.json cannot express {name}, as {plan.why_not_portable}. Nearest: {name} pinned at one length "
             f"(--length {plan.target_length}), which is static, or 'yarn'.{where}"
         )
     if plan.is_late:
-        return f"{name} maps positions inside attention, which no config can say. Nearest: 'yarn', as far.{where}"
+        return (
+            f"{name} maps positions inside attention, which config.json cannot express. Nearest: 'yarn', as far.{where}"
+        )
     nearest = "" if plan.encoding != "rope" else " Nearest: a method that its config takes, such as 'pi'."
-    return f"no config can say what {name} does here, as {plan.why_not_portable}.{nearest}{where}"
+    return f"config.json cannot express {name} here, as {plan.why_not_portable}.{nearest}{where}"
 
 
 def _rope_type(parameters: dict[str, Any]) -> str:

@@ -152,8 +152,9 @@ def _ask_transformers(
 
     if read_record(folder) is not None:
         raise ValueError(
-            f"{folder} keeps its extension in {RECORD}, as no config can say it: plain transformers runs it as it was, "
-            "and so does every other engine. Load it with ctxext.load, or extend with a static method such as 'yarn'."
+            f"{folder} keeps its extension in {RECORD}, as config.json cannot express it: plain transformers runs it "
+            "as it was, and so does every other engine. Load it with ctxext.load, or extend with a static method such "
+            "as 'yarn'."
         )
     say(f"loading {folder} with plain transformers")
     # Not by ctxext.load: what counts is what anyone gets.

@@ -180,7 +180,7 @@ def _would_do(
         times = factor if is_number(factor, 1, MAX_FACTOR) else 4
         return asked or round(times * reach), f"refuse: {error}", ()
     why = plan.why_not_portable
-    how = "" if why is None else f"; no config can say it, as {why}: ctxext.load brings it back"
+    how = "" if why is None else f"; config.json cannot express it, as {why}: reload with ctxext.load"
     return plan.target_length, plan.summary + how, plan.notes
 
 

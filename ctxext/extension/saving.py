@@ -88,7 +88,7 @@ def _saves_adapter(model: PreTrainedModel) -> bool:
 def save_with_record(
     model: PreTrainedModel, save_directory: Any, *args: Any, length: int | None = None, **kwargs: Any
 ) -> Any:
-    """`model.save_pretrained` for a model whose extension no config can say.
+    """`model.save_pretrained` for a model whose extension config.json cannot express.
 
     The config is written as it was before the extension, so that plain transformers loads the unextended model; an
     entry in it names the extension, and `context_extension.json` beside it is what `ctxext.load` extends by.
@@ -130,8 +130,8 @@ def save_with_record(
         return saved
     write_record(folder, extension.plan, weights=weights_fingerprint(folder))
     warnings.warn(
-        f"{extension.plan.summary} is what no config can say, as {extension.plan.why_not_portable}: the config was "
-        f"saved unextended, and the extension in {RECORD}. ctxext.load({str(save_directory)!r}) brings it back; plain "
+        f"{extension.plan.summary} cannot be expressed in config.json, as {extension.plan.why_not_portable}: that "
+        f"was saved unextended, and the extension in {RECORD}. Reload with ctxext.load({str(save_directory)!r}); plain "
         "transformers and other engines load the unextended model.",
         stacklevel=2,
     )

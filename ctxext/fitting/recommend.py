@@ -293,7 +293,7 @@ def _usual(model: PreTrainedModel) -> list[str]:
 def _no_config_says(model: PreTrainedModel, variant: Variant) -> str | None:
     """Why a saved config cannot say what a variant does; None where it can."""
     why = plan_extension(model.config, model=model, **(variant.extension or {})).why_not_portable
-    return why and f"no config can say it, as {why}."
+    return why and f"config.json cannot express it, as {why}."
 
 
 @dataclass
@@ -530,8 +530,8 @@ def why(summary: Summary, choice: Choice, plan: Plan, engines: Sequence[str]) ->
     elif plan.is_portable:
         said.append("Plain transformers loads the model as it is saved extended.")
     else:
-        said.append(f"No config can say it, as {plan.why_not_portable}: ctxext.load runs it in transformers.")
+        said.append(f"config.json cannot express it, as {plan.why_not_portable}: ctxext.load runs it in transformers.")
         plain = next((v for v in choice.ranking if v in summary.portable), None)
         if plain is not None:
-            said.append(f"Of those that a config can say, for servers too, {plain} comes first (--portable).")
+            said.append(f"Of those that config.json can express, for servers too, {plain} comes first (--portable).")
     return " ".join(said)

@@ -116,7 +116,7 @@ class AdapterBase:
         folder = Path(extended).resolve()
         if read_record(folder) is not None:
             raise ValueError(
-                f"{folder} is extended as no config can say, so an adapter's record cannot either. Train on a folder "
+                f"{folder} is extended in a way that config.json cannot express, nor can an adapter. Train on a folder "
                 "that is extended by a static method."
             )
         text_config = read_config(folder).get_text_config(decoder=True)

@@ -241,7 +241,7 @@ def extend_folder(
 ) -> ExtendedFolder:
     """Write the checkpoint in `folder` to `output`, extended: a new config, the same weight files.
 
-    Where no config can say it, the config stays what it was, and `context_extension.json` beside it is what
+    Where config.json cannot express it, the config stays what it was, and `context_extension.json` beside it is what
     `ctxext.load(output)` extends by. Where the method makes new weights (a longer position table), the model is loaded,
     extended and saved.
 
@@ -373,14 +373,14 @@ def extended_base(base: Path, folder: Path, **arguments: Any) -> Path:
         arguments: of `ctxext.extend_context`.
 
     Raises:
-        ValueError: no config can say the extension, or what is there is extended in another way.
+        ValueError: config.json cannot express the extension, or what is there is extended in another way.
     """
     plan, _ = extended_json(base, **arguments)
     if not plan.is_portable:
         raise ValueError(
-            f"{plan.method.name} is what no config can say of {base.name}, as {plan.why_not_portable}: what is trained "
-            "would not find its base again. Extend it untrained, by ctxext.extend_context or `ctxext extend`, or take "
-            "another method, if `ctxext methods` has one for it."
+            f"{plan.method.name} cannot be expressed in the config.json of {base.name}, as {plan.why_not_portable}: "
+            "what is trained would not find its base again. Extend it untrained, by ctxext.extend_context or `ctxext "
+            "extend`, or take another method, if `ctxext methods` has one for it."
         )
     if not folder.exists():
         extend_folder(base, folder, say=console.print, **arguments)

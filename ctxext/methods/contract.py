@@ -59,7 +59,7 @@ class ContextMethod(ABC):
 
     @property
     def is_late(self) -> bool:
-        """Whether it rotates inside attention (`ctxext.attention`), which no config can say."""
+        """Whether it rotates inside attention (`ctxext.attention`), which config.json cannot express."""
         return False
 
     def to_dict(self) -> dict[str, Any]:

@@ -214,8 +214,8 @@ class LongRoPE(RopeScaling):
     def at_length(self, rope: RopeGeometry, length: int) -> RopeScaling:
         if self.start_tokens:
             raise ValueError(
-                f"longrope with start_tokens={self.start_tokens} has no static form, as no config can say that the "
-                "first tokens are unscaled. Leave length out, or start_tokens."
+                f"longrope with start_tokens={self.start_tokens} has no static form: config.json cannot express that "
+                "the first tokens are unscaled. Leave length out, or start_tokens."
             )
         if not self.is_dynamic:
             return super().at_length(rope, length)

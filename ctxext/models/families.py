@@ -15,7 +15,7 @@ class Family:
 
     Attributes:
         rope_types: the only `rope_type`s that the family's config accepts; None for all. Other methods are written as
-            `longrope`; where that is none of them either, live tables are changed, which no config can say.
+            `longrope`; where that is none of them either, live tables are changed, which config.json cannot express.
         refuse: why a model of this family is not extended.
         rope_window: the field with the window of the only layers that rotate, as all others have no positions; a config
             that leaves it out has no such layers.

@@ -356,7 +356,7 @@ def prepared(
 
 
 def _save(model: PreTrainedModel, folder: Path) -> Path:
-    with warnings.catch_warnings():  # that no config can say it: the card says so
+    with warnings.catch_warnings():  # that config.json cannot express it: the card says so
         warnings.simplefilter("ignore", UserWarning)
         model.save_pretrained(folder)
     return folder

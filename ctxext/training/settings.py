@@ -67,8 +67,8 @@ class ExtensionSettings(Section):
             return self  # whether the config says it depends on the model
         if issubclass(named, PositionRemapping):
             raise ValueError(
-                f"{self.method} remaps positions inside attention: it needs no training, and no config can say it. "
-                "Train with a method that changes frequencies, such as yarn, or only extend the model, by "
+                f"{self.method} remaps positions inside attention: it needs no training, and config.json cannot "
+                "express it. Train with a method that changes frequencies, such as yarn, or only extend the model, by "
                 "ctxext.extend_context or `ctxext extend`."
             )
         options = {name: value for name, value in self.options.items() if name not in ("length", "rotated_copy")}
@@ -76,9 +76,9 @@ class ExtensionSettings(Section):
             method = make_method(method, self.factor or 4.0, **options)
         if isinstance(method, RopeMethod) and method.is_late:
             raise ValueError(
-                f"{self.method} follows the length inside attention, which no config can say, so an adapter would not "
-                "find its base again. Pin it at the length that you train for (options.length, in tokens), or take a "
-                "static method, such as yarn."
+                f"{self.method} follows the length inside attention, which config.json cannot express, so an adapter "
+                "would not find its base again. Pin it at the length that you train for (options.length, in tokens), "
+                "or take a static method, such as yarn."
             )
         return self
 

@@ -46,7 +46,7 @@ def test_a_config_alone_is_exported_for_every_engine(config_alone: Path) -> None
 def test_a_reason_that_all_engines_share_is_said_once(tmp_path: Path) -> None:
     extend_folder(MODEL, tmp_path / "out", factor=4, method="self_extend", say=lambda line: None)
     said = " ".join(export(tmp_path / "out").stdout.split())
-    assert said.count("self_extend maps positions inside attention, which no config can say.") == 1
+    assert said.count("self_extend maps positions inside attention, which config.json cannot express.") == 1
     assert f"{', '.join(ENGINES)} cannot" in said
 
 

@@ -279,7 +279,7 @@ def test_a_late_method_says_what_it_writes_and_how_to_freeze_it(late: Path, tmp_
     assert (tmp_path / "late/context_extension.json").is_file()
     assert re.search("scaling in use +dynamic_ntk ×4", ctxext("describe", tmp_path / "late").out)
     said = " ".join(ctxext("describe", MODEL, "--method", "self_extend", "--factor", 2).out.split())
-    assert "self_extend ×2: 512 → 1024 tokens; no config can say it, as it rotates inside attention" in said
+    assert "self_extend ×2: 512 → 1024 tokens; config.json cannot express it, as it rotates inside attention" in said
 
 
 def test_a_checkpoint_that_is_extended_late_can_start_again(late: Path, tmp_path: Path) -> None:

@@ -206,7 +206,7 @@ def test_portable_leaves_out_what_no_config_can_say(shipped, tmp_path: Path) -> 
     )  # fmt: skip
     assert found.variant == "llama3"
     assert found.texts.keys() == {"none", "llama3"}
-    assert found.left_out["self_extend"] == "no config can say it, as it rotates inside attention."
+    assert found.left_out["self_extend"] == "config.json cannot express it, as it rotates inside attention."
 
 
 def test_who_needs_a_config_learns_which_method_comes_first_there() -> None:
@@ -214,7 +214,7 @@ def test_who_needs_a_config_learns_which_method_comes_first_there() -> None:
     choice = choose(summary, ["dynamic_ntk", "ntk", "yarn"])
     plan = plan_extension(LlamaConfig(max_position_embeddings=512), factor=2, method="dynamic_ntk")
     said = why(summary, choice, plan, [])
-    assert "Of those that a config can say, for servers too, yarn comes first" in said
+    assert "Of those that config.json can express, for servers too, yarn comes first" in said
 
 
 def small(prompter: Prompter, **changes: object) -> LlamaForCausalLM:
@@ -279,7 +279,7 @@ def test_what_transformers_saves_and_no_server_is_known_to_run_is_said_so() -> N
     choice = choose(summary, ["hierarchical"])
     plan = plan_extension(GPT2Config(n_positions=64), factor=2, method="hierarchical")
     said = why(summary, choice, plan, [])
-    assert "No config can say it" not in said
+    assert "config.json cannot express it" not in said
     assert "Plain transformers loads" in said
 
 

@@ -279,7 +279,7 @@ def test_law_8_a_frozen_checkpoint_is_the_static_model_of_its_length(family: str
     stock = tiny_model(family)
     chosen = late(method, stock)
     if method == "longrope":
-        chosen = replace(chosen, start_tokens=0)  # which no config can say
+        chosen = replace(chosen, start_tokens=0)  # which config.json cannot express
     model = extend_context(tiny_model(family), method=chosen)
     expected, plan = logits(model, IDS), model.context_extension.plan
     with pytest.warns(UserWarning, match="saved unextended"):

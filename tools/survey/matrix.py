@@ -27,7 +27,7 @@ EFFECT = 1e-4  # a change of logits below this counts as none
 # What can come of an extension, the best first.
 VERDICTS = {
     "native": "extended, and bitwise equal to what plain transformers builds from the saved config and weights",
-    "formula": "extended as no config can say: the receipt's proof against the formula stands, and the logits moved",
+    "formula": "extended as config.json cannot express it: the proof against the formula holds, and the logits moved",
     "wrong": "extended, but a native build differs, nothing moved, or restoring left something behind",
     "refused": "refused by ctxext, with its reason",
     "unbuildable": "no small model of it runs the tokens that it was trained at, with the exception",
@@ -44,7 +44,7 @@ class Row:
         verdict: one of VERDICTS.
         reason: the first sentence of an error, or what is wrong.
         replaced: whether its published config scales positions already, which was replaced.
-        native_difference: largest |difference| of logits to the native build; None where no config can say it.
+        native_difference: largest |difference| of logits to the native build; None where config.json cannot express it.
         effect: largest |difference| of logits to the stock model at twice the trained length; None where that does
             not run.
         restored: whether weights, buffers, config and logits after `restore_context` were bitwise those before.
