@@ -130,7 +130,7 @@ def save_with_record(
         return saved
     write_record(folder, extension.plan, weights=weights_fingerprint(folder))
     warnings.warn(
-        f"{extension.plan.summary} cannot be expressed in config.json, as {extension.plan.why_not_portable}: that "
+        f"{extension.plan.summary} cannot be expressed in config.json, as {extension.plan.why_not_portable}: config.json "
         f"was saved unextended, and the extension in {RECORD}. Reload with ctxext.load({str(save_directory)!r}); plain "
         "transformers and other engines load the unextended model.",
         stacklevel=2,
