@@ -141,7 +141,8 @@ def expect(cache: Cache, positions: Tensor, owner: str, n_layers: int) -> None:
             cache.layers.append(cache.layer_class_to_replicate())
     for index, layer in enumerate(cache.layers):
         if isinstance(layer, PositionedLayer):
-            if layer.owner != owner and int(layer.get_seq_length()):
+            held: Any = layer
+            if held.owner != owner and int(held.get_seq_length()):
                 raise ValueError(
                     f"this cache was filled under {layer.owner}, but the model is extended by {owner} now. "
                     "Start from an empty cache."
@@ -180,7 +181,8 @@ def positions_of(cache: Cache | None, layer_idx: int, n_keys: int, queries: Tens
 def cache_bytes(cache: Cache) -> int:
     """Bytes that a cache holds: keys, values, positions and rotated copies."""
     total = 0
-    for layer in cache.layers:
+    layers: list[Any] = cache.layers
+    for layer in layers:
         tensors = [layer.keys, layer.values]
         if isinstance(layer, PositionedLayer):
             tensors += [layer.rotated, layer._places.keys]

@@ -32,7 +32,7 @@ class BlockMask:
 
     def block(self, rows: slice, columns: slice) -> Tensor:
         """Whether each query of `rows` sees each key of `columns`: bool of shape (batch, 1, rows, columns)."""
-        return sdpa_mask(
+        mask: Any = sdpa_mask(
             **self.make,
             q_length=rows.stop - rows.start,
             kv_length=columns.stop - columns.start,
@@ -40,6 +40,7 @@ class BlockMask:
             kv_offset=self.kv_offset + columns.start,
             allow_is_causal_skip=False,
         )
+        return mask
 
     def whole(self) -> Tensor:
         return self.block(slice(0, self.shape[2]), slice(0, self.shape[3]))

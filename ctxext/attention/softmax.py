@@ -82,7 +82,8 @@ class Softmax:
         return run(parts, value, rows).transpose(1, 2)
 
     def _merged(self, parts: list[Part], value: Tensor, rows: Rows) -> Tensor:
-        found, total = None, None
+        found: Any = None
+        total: Any = None
         for part in parts:
             for start, stop, masked in _pieces(part, rows):
                 mask = _both(rows.block(start, stop), part.holds and part.holds(start, stop)) if masked else None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -110,7 +110,7 @@ def evaluate(
 
     processes = Processes.here()
     if server is not None:
-        tokenizer = AutoTokenizer.from_pretrained(folder)
+        tokenizer: Any = AutoTokenizer.from_pretrained(folder)
         if answer_tokens is None and (style or ("chat" if tokenizer.chat_template else "base")) == "chat":
             answer_tokens = 64
         prompter = Prompter(tokenizer, style, answer_tokens)  # type: ignore[arg-type]

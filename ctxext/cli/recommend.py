@@ -82,10 +82,10 @@ def recommend(
     path = text or PERSUASION
     prose, name, trained = read_prose(path), name_of(model), original_max_position_embeddings
     target = asked_for_passkeys(
-        LiveModel(loaded, Prompter(tokenizer, style), name, trained),
+        LiveModel(loaded, Prompter(tokenizer, style), name, trained),  # type: ignore[arg-type]
         prose,
         seed,
-        free=style is None,  # type: ignore[arg-type]
+        free=style is None,
     )
     about = {"control": target.about["control"]}
 

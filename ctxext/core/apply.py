@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -229,7 +229,8 @@ def extension_of(model: nn.Module) -> Extension | None:
 
 def extended_model(model: nn.Module) -> PreTrainedModel | None:
     """The transformers model in `model` that was extended, if any."""
-    return next((m for m in model.modules() if ATTRIBUTE in m.__dict__), None)
+    owners: Iterator[Any] = (m for m in model.modules() if ATTRIBUTE in m.__dict__)
+    return next(owners, None)
 
 
 def transformers_model(model: nn.Module) -> PreTrainedModel:

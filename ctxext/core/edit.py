@@ -119,7 +119,7 @@ class Edit:
         """The module's class becomes a subclass of it and of `mixin`, for this instance alone."""
         module = self.model.get_submodule(path)
         self.undos.append(Undo(path, "class", "", type(module)))
-        module.__class__ = mixed_class(mixin, type(module))
+        module.__class__ = mixed_class(mixin, type(module))  # type: ignore[arg-type]
 
     def replace_module(self, paths: Sequence[str], new: nn.Module) -> None:
         """`new` at every one of `paths`, which lead to one module, with its device, mode and accelerate hook."""
@@ -214,7 +214,7 @@ class _Rebuilt:
 
 
 def _blank(mixin: type, base: type) -> Any:
-    cls = mixed_class(mixin, base)
+    cls: Any = mixed_class(mixin, base)
     return cls.__new__(cls)
 
 

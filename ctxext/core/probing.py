@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -87,7 +87,7 @@ def probe_inputs(model: nn.Module, n_tokens: int) -> dict[str, Any]:
     from transformers.modeling_outputs import BaseModelOutput
 
     width = getattr(text, "d_model", None) or text.hidden_size
-    heard = BaseModelOutput(torch.randn(1, 8, width, generator=generator).to(device, model.dtype))
+    heard = BaseModelOutput(torch.randn(1, 8, width, generator=generator).to(device, cast(torch.dtype, model.dtype)))
     heard.attention_mask = torch.ones(1, 8, dtype=torch.long, device=device)  # which Moonshine's encoder hands on
     return {"encoder_outputs": heard, "decoder_input_ids": ids}
 

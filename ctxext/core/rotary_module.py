@@ -63,5 +63,5 @@ def extended_class(mixin: type[ExtendedRotary], base: type[nn.Module]) -> type[n
 
 
 def _blank(mixin: type[ExtendedRotary], base: type[nn.Module]) -> nn.Module:
-    cls = extended_class(mixin, base)
+    cls = extended_class(mixin, base)  # type: ignore[arg-type]
     return cls.__new__(cls)

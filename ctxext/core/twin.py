@@ -13,7 +13,7 @@ from torch import Tensor, nn
 def twin_of(model: nn.Module, config: Any) -> nn.Module:
     """A model of the same class built from `config`, on meta."""
     with torch.device("meta"):
-        return type(model)(config)  # type: ignore[operator]
+        return type(model)(config)
 
 
 @dataclass(frozen=True)

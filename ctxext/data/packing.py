@@ -77,7 +77,7 @@ class Packed:
         digest = xxhash.xxh64()
         for name in ("input_ids", "labels", "documents"):
             for chunk in self.rows.data.column(name).chunks:
-                digest.update(np.ascontiguousarray(_flat(chunk)))
+                digest.update(np.ascontiguousarray(_flat(chunk)).data)
         return f"{self.source.name} {digest.hexdigest()}"
 
 
@@ -202,6 +202,7 @@ def _tokenise(
     limit: int | None,
     version: int,  # for the cache alone
 ) -> dict[str, list[np.ndarray]]:
+    documents: list[tuple[list[int], Any]]
     if "messages" in batch:
         documents = [_read_chat(messages, tokenizer) for messages in batch["messages"] if messages]
         documents = [(ids, marked) for ids, marked in documents if ids]
@@ -257,16 +258,16 @@ def _read_chat(
     messages = [{key: value for key, value in message.items() if value is not None} for message in messages]
     try:
         if _GENERATION.search(tokenizer.get_chat_template()):
-            encoded = tokenizer.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
+            encoded: Any = tokenizer.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
             return encoded["input_ids"], encoded["assistant_masks"]
-        whole = tokenizer.apply_chat_template(messages, tokenize=False)
+        whole: Any = tokenizer.apply_chat_template(messages, tokenize=False)
         spans = []
         for k, message in enumerate(messages):
             if message["role"] == "assistant":
                 if not k:
                     raise ValueError(f"a conversation begins with the assistant: {messages[:1]}. Give it a question.")
                 asked = tokenizer.apply_chat_template(messages[:k], tokenize=False, add_generation_prompt=True)
-                answered = tokenizer.apply_chat_template(messages[: k + 1], tokenize=False)
+                answered: Any = tokenizer.apply_chat_template(messages[: k + 1], tokenize=False)
                 if not (answered.startswith(asked) and whole.startswith(answered)):
                     raise ValueError(
                         "the chat template does not say which words are the assistant's: it has no {% generation %}, "

@@ -62,17 +62,17 @@ class Comparisons:
     def __init__(self, summary: Summary, candidates: Sequence[str], left: int = 0) -> None:
         short, longest = max(summary.lengths("short"), default=0), summary.beyond[-1]
         pairs = list(combinations(candidates, 2))
-        raw = [
+        raw: list[tuple[str, str, str, PairedTest | None]] = [
             *((ACCURACY, one, other, _tested(summary, one, other)) for one, other in pairs),
             *((ACCURACY, one, UNEXTENDED, _tested(summary, one, UNEXTENDED)) for one in candidates),
             *((LOSS, one, other, summary.loss_test(one, other, longest)) for one, other in pairs),
             *((REGRESSION, one, other, summary.loss_test(one, other, short, "short")) for one, other in pairs),
         ]
-        found = [(*names, test) for *names, test in raw if test is not None]
+        found = [(measure, one, other, test) for measure, one, other, test in raw if test is not None]
         started = len(candidates) + left
         measures = {measure: started * (started - 1) // 2 for measure, _, other, _ in found if other != UNEXTENDED}
         self.family = sum(measures.values()) + started * any(other == UNEXTENDED for _, _, other, _ in found)
-        adjusted = holm([test.p for *_, test in found], self.family)
+        adjusted = holm([test.p for _, _, _, test in found], self.family)
         self._found = {
             (measure, one, other): Comparison(measure, one, other, test.value, p, test.p, test.clusters)
             for (measure, one, other, test), p in zip(found, adjusted)

@@ -256,7 +256,8 @@ class Engine:
         # answer in it.
         self.model.generation_config = GenerationConfig()
         try:
-            output = self.model.generate(
+            generate: Any = self.model.generate
+            output = generate(
                 prompt, attention_mask=torch.ones_like(prompt), generation_config=settings, past_key_values=cache
             )
         finally:
@@ -353,7 +354,8 @@ class _InPlace(DynamicLayer):
                 for states in (key_states, value_states)
             ]
             if begin:
-                room[0][..., :begin, :], room[1][..., :begin, :] = self.keys, self.values
+                held: tuple[Any, Any] = (self.keys, self.values)
+                room[0][..., :begin, :], room[1][..., :begin, :] = held
             self._room = (room[0], room[1])
             self.dtype, self.device, self.is_initialized = key_states.dtype, key_states.device, True
         for whole, states in zip(self._room, (key_states, value_states)):

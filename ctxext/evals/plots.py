@@ -69,7 +69,7 @@ def plot_overview(summary: Summary, path: Path) -> None:
             _draw_curves(summary, figure.add_subplot(grid[0, :]))
         for k, variant in enumerate(variants):
             axes = figure.add_subplot(grid[curves + k // columns, k % columns])
-            image = _draw_map(summary, variant, task, axes)
+            image = _draw_map(summary, variant, str(task), axes)
             axes.set_title(label(variant), fontsize=10)
             axes.set_xticks(range(len(lengths)), [times(length, summary.trained_length) for length in lengths])
             axes.tick_params(labelleft=k % columns == 0, labelsize=_small(lengths))
@@ -78,8 +78,8 @@ def plot_overview(summary: Summary, path: Path) -> None:
         if task is not None:
             _add_color_bar(summary, task, figure, image, figure.axes[curves:])
             figure.supxlabel(f"length, as a multiple of the trained {summary.trained_length:,} tokens", fontsize=10)
-        shown = ["perplexity by position"] * curves + [f"{summary.titled(task)} by length and depth"] * (
-            task is not None
+        shown = ["perplexity by position"] * curves + (
+            [] if task is None else [f"{summary.titled(task)} by length and depth"]
         )
         _set_title(figure, f"{model_name(summary)}: {', and '.join(shown)}")
 
@@ -187,8 +187,9 @@ def _draw_curves(summary: Summary, axes: Axes) -> None:
     if trained <= last:
         axes.axvline(trained, color="0.6", lw=1)
         side = "right" if trained > 0.75 * last else "left"
-        note = {"transform": axes.get_xaxis_transform(), "va": "top", "ha": side, "color": "0.4", "fontsize": 9}
-        axes.text(trained, 0.99, f" trained length: {trained:,} ", **note)
+        words: dict[str, Any] = {"va": "top", "ha": side, "color": "0.4", "fontsize": 9}
+        where = axes.get_xaxis_transform()
+        axes.text(trained, 0.99, f" trained length: {trained:,} ", transform=where, **words)
     axes.grid(axis="y", color="0.92")
     axes.spines[["top", "right"]].set_visible(False)
     for columns in range(6, 0, -1):
@@ -220,7 +221,7 @@ def _draw_map(summary: Summary, variant: str, task: str, axes: Axes, *, interval
             axes.text(x, y, "–", ha="center", va="center", color="0.5")
             continue
         shares[y, x] = cell.value
-        style = {"ha": "center", "color": heat_colors(cell.value)[1], "textcoords": "offset points"}
+        style: dict[str, Any] = {"ha": "center", "color": heat_colors(cell.value)[1], "textcoords": "offset points"}
         number, bounds = in_percent(cell.value), f"[{in_percent(cell.low)}, {in_percent(cell.high)}]"
         if intervals:
             axes.annotate(number, (x, y), (0, -2), va="bottom", fontsize=10, **style)

@@ -6,7 +6,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from functools import cached_property
 from hashlib import blake2b
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -60,12 +60,13 @@ class Prompter:
         """What the user says, in the chat template up to where the answer begins; in style "base", `body` itself."""
         if self.style == "base":
             return body
-        return self.tokenizer.apply_chat_template(
+        prompt: Any = self.tokenizer.apply_chat_template(
             [{"role": "user", "content": body}],
             tokenize=False,
             add_generation_prompt=True,
             enable_thinking=self.style == "thinking",
         )
+        return str(prompt)
 
     def room(self, lead: str, answer: str) -> int:
         """Tokens for a generated answer: `answer_tokens`, or those of the right one if they are more.
@@ -131,7 +132,8 @@ class Prompter:
         return text
 
     def decode(self, ids: Sequence[int]) -> str:
-        return self.tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        text = self.tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        return str(text)
 
     @property
     def special(self) -> list[int]:

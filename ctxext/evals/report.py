@@ -215,7 +215,8 @@ def _mean(values: Iterable[float | None]) -> float | None:
 def _data(summary: Summary) -> dict[str, Any]:
     """For the script: the prompts, each once, the outcomes of the variants on them, and the curves."""
     prompts: dict[str, int] = {}
-    texts, outcomes = [], []
+    texts: list[Any] = []
+    outcomes: list[Any] = []
     for record in _kept(summary):
         if record["key"] not in prompts:
             prompts[record["key"]] = len(texts)
@@ -252,7 +253,7 @@ def _filters(summary: Summary, scored: list[Record]) -> list[tuple[str, list[tup
     """The choices among failed samples: name, and values with their text; only where there is a choice."""
     failed = [record for record in scored if record["score"] < 1]
     depths = {record["depth"] for record in failed} - {None}
-    choices = [
+    choices: list[tuple[str, list[tuple[Any, str]]]] = [
         ("variant", [(k, label(v)) for k, v in enumerate(summary.variants) if any(r["variant"] == v for r in failed)]),
         ("task", [(task, task) for task in summary.retrieval_tasks if any(r["task"] == task for r in failed)]),
         ("length", [(length, f"{length:,}") for length in sorted({record["length"] for record in failed})]),

@@ -84,20 +84,21 @@ class Grid:
                 per_trial = len(places) // self.trials
                 rows = [tuple(places[k : k + per_trial]) for k in range(0, len(places), per_trial)]
                 yield from (Batch(task, tuple(rows[k : k + trials])) for k in range(0, len(rows), trials))
+        texts: list[tuple[TextTask, Sequence[int]]]
         texts = [(task, wanted[-1:] if task.prefixes and not whole else wanted) for task in self.texts]
         if self.gate:
             texts.append((ShortContext(), self.gate[-1:]))
-        for task, lengths in texts:
+        for text_task, lengths in texts:
             # The judge of the key tokens is the model as it is.
-            if isinstance(task, KeyTokens):
+            if isinstance(text_task, KeyTokens):
                 lengths = self.lengths[-1:] if variant.extension is None else ()
             for length in lengths:
                 for window in range(self.windows):
-                    yield Batch(task, ((Place(task.name, length, None, window, self.seed),),))
+                    yield Batch(text_task, ((Place(text_task.name, length, None, window, self.seed),),))
 
     @property
     def tasks(self) -> dict[str, Any]:
-        tasks = [*self.retrieval, *self.texts, *([ShortContext()] if self.gate else [])]
+        tasks: list[AnyTask] = [*self.retrieval, *self.texts, *([ShortContext()] if self.gate else [])]
         return {task.name: task.settings() for task in tasks}
 
 
@@ -111,11 +112,11 @@ class Batch:
     def __len__(self) -> int:
         return sum(len(row) for row in self.rows)
 
-    def without(self, done: Callable[[Place], bool]) -> list[Batch]:
+    def without(self, done: Callable[[AnyTask, Place], bool]) -> list[Batch]:
         """What is left of it; rows that lack the same depths stay together."""
         left: dict[tuple[float | None, ...], list[tuple[Place, ...]]] = {}
         for row in self.rows:
-            places = tuple(place for place in row if not done(place))
+            places = tuple(place for place in row if not done(self.task, place))
             if places:
                 left.setdefault(tuple(place.depth for place in places), []).append(places)
         return [Batch(self.task, tuple(rows)) for rows in left.values()]
@@ -209,7 +210,8 @@ class Runner:
                 )
         longest = max(self.grid.lengths)
         limits = [self.target.limit(variant) for variant in variants if not variant.gate_only]
-        if limits and None not in limits and longest > (most := max(limits)):
+        ends = [limit for limit in limits if limit is not None]
+        if limits and len(ends) == len(limits) and longest > (most := max(ends)):
             raise ValueError(
                 f"{self.target.name} cannot run past {most:,} tokens, where its table of positions ends, and "
                 f"{longest:,} were asked for. Extend it (--method, --target-length ...), or ask for less."
@@ -219,8 +221,8 @@ class Runner:
             task.sample(place, self.target.prompter, self.haystack)
         batches = [batch for variant in variants for batch in self._batches(variant)]
         windows = {batch.rows[0][0]: batch.task for batch in batches if isinstance(batch.task, TextTask)}
-        for place, task in windows.items():
-            task.window(place, self.haystack, self.target.prompter.bos)
+        for place, reads in windows.items():
+            reads.window(place, self.haystack, self.target.prompter.bos)
         self._checked = of
 
     def count(self, variants: Sequence[Variant]) -> int:
@@ -250,9 +252,7 @@ class Runner:
         missing = [
             part
             for batch in batches
-            for part in batch.without(
-                lambda place, task=batch.task: (variant.name, self.key(task, place)) in writer.done
-            )
+            for part in batch.without(lambda task, place: (variant.name, self.key(task, place)) in writer.done)
         ]
         self.advance(variant.name, sum(map(len, batches)) - sum(map(len, missing)))
         if not missing:

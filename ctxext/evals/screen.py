@@ -48,9 +48,9 @@ def asked_as_it_answers(
 
     if not controlled(grid.retrieval):
         return target
-    known = None
+    known: Control | None = None
     with suppress(OSError, ValueError, KeyError, TypeError):  # none yet, or broken: the run says so
-        known = path and Control.of_header(read_results(path).header.about)
+        known = Control.of_header(read_results(path).header.about) if path else None
     if free and known is not None:  # the file holds answers in that form
         target, free = target.asking(known.form.prompter(target.prompter.tokenizer)), False
     found = control(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
@@ -172,7 +172,7 @@ class Summary:
         """
         parts, wanted = [], set(lengths)
         for task in tasks:
-            clusters = defaultdict(list)
+            clusters: dict[Hashable, list[float]] = defaultdict(list)
             for record in self.of(variant, task):
                 if record["length"] in wanted:
                     clusters[record["length"], record["trial"]].append(record["score"])

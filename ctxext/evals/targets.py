@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from ctxext.api import temporarily_extended
+from ctxext.core.encoding import ModuleEncoding
 from ctxext.core.plan import Plan, check_encoding, factor_and_target
 from ctxext.evals.engine import Engine, length_dependent
 from ctxext.evals.perplexity import TextTask, Window
@@ -179,7 +180,7 @@ class Served:
         self.about = {"trained_length": trained_length, "reach": served.max_length, "machine": "served"}
 
     def reach(self, variant: Variant) -> int | None:
-        return self.about["reach"]
+        return self.served.max_length
 
     def plan(self, variant: Variant) -> Plan | None:
         return None
@@ -224,7 +225,7 @@ def compared_variants(
     for method in map(opened, names):
         if isinstance(method, ContextMethod):
             factor_and_target(factor, how.get("target_length"), method, plan.start)
-        made.append(method if isinstance(method, ContextMethod) else _example(method_class(method), plan))
+        made.append(method if isinstance(method, ContextMethod) else _example(method_class(str(method)), plan))
     kept = {name: value for name, value in how.items() if name != "target_length"}
     # As they were written: two files may hold the same kind of method.
     written = [name if isinstance(name, str) else name.name for name in names]
@@ -254,6 +255,7 @@ def known_lengths(config: Any) -> tuple[int, int]:
     try:
         if not has_rope(text_config_of(config)):
             site = encoding_of(config)
+            assert isinstance(site, ModuleEncoding)
             return site.original_length(config), site.trained_length
         facts = read_context(config)
         return facts.trained_length, facts.reach
@@ -300,7 +302,9 @@ def hard_limit(model: PreTrainedModel) -> int | None:
     """
     try:
         if not has_rope(text_config_of(model.config)):
-            return encoding_of(model.config, model).limit
+            found = encoding_of(model.config, model)
+            assert isinstance(found, ModuleEncoding)
+            return found.limit
         has_end = family_of(model.config).sin_cos_tables
         return read_context(model.config).reach if has_end else None
     except ValueError:  # no position encoding that could end, or none that is known
@@ -354,7 +358,8 @@ def model_fingerprint(model: torch.nn.Module) -> str:
     """Of config, and of parameters and buffers, each by up to 256 of its values."""
 
     digest = blake2b(digest_size=8)
-    config = model.config.to_dict()
+    of: Any = model.config
+    config = of.to_dict()
     for key in ("transformers_version", "_name_or_path", "_attn_implementation"):
         config.pop(key, None)
     digest.update(repr(sorted(config.items(), key=lambda item: item[0])).encode())

@@ -54,14 +54,15 @@ class Measure:
         self, settings: Settings, accelerator: Accelerator, folder: Path, tokenizer: Any, trained: int, target: int
     ) -> None:
         assert settings.evaluation is not None
+        self.chosen = settings.evaluation
         self.settings, self.accelerator, self.trained, self.target = settings, accelerator, trained, target
-        self.every = settings.evaluation.every
+        self.every = self.chosen.every
         if self.every and engine_of(accelerator).kind not in ("single", "ddp"):
             raise ValueError(
                 "evaluation.every looks at the model as it is trained, which must then be whole on each process. Set "
                 "it to null: before and after are measured on copies."
             )
-        chosen = settings.evaluation
+        chosen = self.chosen
         text = PERSUASION if chosen.text == "shipped" else find_file(chosen.text, folder)
         self.prompter = Prompter(tokenizer)
         self.haystack = Haystack.from_file(text, tokenizer, at_least=target)
@@ -106,7 +107,7 @@ class Measure:
             return {}
         summary = Summary(results)
         print_summary(summary)
-        n, windows, glanced = self.trained, self.grid.windows, self.settings.evaluation.glance_windows
+        n, windows, glanced = self.trained, self.grid.windows, self.chosen.glance_windows
         difference = paired_loss_difference(tail, self.base_tail, [n] * windows)
         return {
             "variants": {name: figures_of(summary, name) for name in summary.variants},
@@ -122,7 +123,7 @@ class Measure:
 
     def glance(self, model: nn.Module, done: Progress) -> dict[str, Any]:
         """The loss of the last tokens and the share of pass keys found, at the target length, as it stands."""
-        inner, chosen = transformers_model(model), self.settings.evaluation
+        inner, chosen = transformers_model(model), self.chosen
         with in_eval_mode(model), self.accelerator.autocast():
             tail, found = self._tail(inner, chosen.glance_windows, sees=self.target), self._found(inner)
         figures = {"tail_loss": sum(tail) / (self.trained * chosen.glance_windows)}
@@ -132,7 +133,7 @@ class Measure:
 
     def _found(self, model: Any) -> float | None:
         """The share of pass keys that a glance finds at the target length."""
-        trials = self.settings.evaluation.glance_trials
+        trials = self.chosen.glance_trials
         places = Passkey().places([self.target], self.grid.depths, trials, GLANCE_SEED)
         samples = [Passkey().sample(place, self.prompter, self.haystack) for place in places]
         n = len(self.grid.depths)

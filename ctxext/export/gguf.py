@@ -228,9 +228,9 @@ _ROPE = {
 def _reader(path: Path) -> GGUFReader:
     if not path.is_file():
         raise FileNotFoundError(f"{path} is no file. Pass the path of a GGUF file.")
-    gguf = _gguf()
+    base: Any = _gguf().GGUFReader
 
-    class Reader(gguf.GGUFReader):  # type: ignore[misc]
+    class Reader(base):
         """One whose counts are held against the file: the base class reads nothing, without end, behind its end."""
 
         def _get(self, offset: int, dtype: Any, count: int = 1, override_order: Any = None) -> Any:

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from jaxtyping import Float64
@@ -277,7 +277,8 @@ def make_probe(
     facts = _facts(model)
     ids = tokenizer(text)["input_ids"][: min(MAX_TOKENS, facts.lengths.start)]
     states = _states(facts)
-    fine = copy.deepcopy(model).to(torch.bfloat16)
+    fine: Any = copy.deepcopy(model)
+    fine = fine.to(torch.bfloat16)
     coarse = _in_8_bits(copy.deepcopy(fine))
 
     def measured(model: PreTrainedModel, chunk: int | None) -> dict[State, Tensor]:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+from ctxext.core.encoding import ModuleEncoding
 from ctxext.core.plan import ENCODINGS, Plan
 from ctxext.extension.request import check_on_paper, encoding_of, plan_extension
 from ctxext.models.checkpoints import Checkpoint
@@ -177,7 +178,7 @@ def _would_do(
         plan = planned(factor=factor, target_length=target_length, **options)
     except ValueError as error:
         asked = target_length if is_count(target_length, 1, MAX_TOKENS) else None
-        times = factor if is_number(factor, 1, MAX_FACTOR) else 4
+        times = factor if factor is not None and is_number(factor, 1, MAX_FACTOR) else 4
         return asked or round(times * reach), f"refuse: {error}", ()
     why = plan.why_not_portable
     how = "" if why is None else f"; config.json cannot express it, as {why}: reload with ctxext.load"
@@ -196,6 +197,7 @@ def _describe_other(
 ) -> ContextDescription:
     try:
         found = encoding_of(config, model)
+        assert isinstance(found, ModuleEncoding)
     except ValueError as error:
         text_config = text_config_of(config)
         return _unknown(config, dtype, "none" if no_encoding(text_config) else "unknown", f"refuse: {error}")

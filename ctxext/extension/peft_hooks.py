@@ -39,9 +39,9 @@ def watch_peft() -> None:
     from peft import PeftModel
     from transformers.integrations.peft import PeftAdapterMixin
 
-    PeftModel.save_pretrained = _carrying(PeftModel.save_pretrained)
-    PeftModel.load_adapter = _checking(PeftModel.load_adapter)
-    PeftAdapterMixin.load_adapter = _checking_first(PeftAdapterMixin.load_adapter)
+    PeftModel.save_pretrained = _carrying(PeftModel.save_pretrained)  # type: ignore[method-assign]
+    PeftModel.load_adapter = _checking(PeftModel.load_adapter)  # type: ignore[method-assign]
+    PeftAdapterMixin.load_adapter = _checking_first(PeftAdapterMixin.load_adapter)  # type: ignore[method-assign]
 
 
 def _carrying(save: Callable[..., Any]) -> Callable[..., Any]:

@@ -34,7 +34,8 @@ def version_4_keys(text_config: Any, rope_parameters: dict[str, Any]) -> dict[st
     """
     if "rope_type" not in rope_parameters:
         return {}
-    keys = {name: rope_parameters[name] for name in ("rope_theta", "partial_rotary_factor") if name in rope_parameters}
+    names = ("rope_theta", "partial_rotary_factor")
+    keys: dict[str, Any] = {name: rope_parameters[name] for name in names if name in rope_parameters}
     for name, older in family_of(text_config).version_4_names.items():
         keys[older] = rope_parameters[name]
     scaled_by_default = (type(text_config)().rope_parameters or {}).get("rope_type", "default") != "default"
@@ -130,9 +131,9 @@ def save_with_record(
         return saved
     write_record(folder, extension.plan, weights=weights_fingerprint(folder))
     warnings.warn(
-        f"{extension.plan.summary} cannot be expressed in config.json, as {extension.plan.why_not_portable}: config.json "
-        f"was saved unextended, and the extension in {RECORD}. Reload with ctxext.load({str(save_directory)!r}); plain "
-        "transformers and other engines load the unextended model.",
+        f"{extension.plan.summary} cannot be expressed in config.json, as {extension.plan.why_not_portable}: "
+        f"config.json was saved unextended, and the extension in {RECORD}. Reload with "
+        f"ctxext.load({str(save_directory)!r}); plain transformers and other engines load the unextended model.",
         stacklevel=2,
     )
     return saved

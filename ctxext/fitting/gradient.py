@@ -84,7 +84,7 @@ class GradientSettings:
         if not self.short + self.text + self.retrieval > 0:
             raise ValueError("short, text and retrieval are all 0, so there is nothing to learn. Leave one above 0.")
         if self.start not in (None, *STARTS):
-            raise ValueError(f"a fit cannot start from {self.start!r}{suggest(self.start, STARTS)}")
+            raise ValueError(f"a fit cannot start from {self.start!r}{suggest(str(self.start), STARTS)}")
 
     def rows_at(self, target: int) -> int:
         """How many rows of `target` tokens an evaluation reads."""
@@ -215,7 +215,9 @@ class Validation:
 def start_at(name: str, rope: RopeGeometry, factor: float) -> RopeScaling:
     """One of STARTS; a ramp has half of YaRN's logarithm in its attention factor."""
     if name in NAMED:
-        return make_method(name, factor)
+        named = make_method(name, factor)
+        assert isinstance(named, RopeScaling)
+        return named
     low, high = RAMPS[name]
     log_factors = math.log(factor) * _ramp(_octaves(rope), torch.tensor(low), torch.tensor(high - low))
     attention_factor = torch.tensor(1 + 0.05 * math.log(factor), dtype=torch.float64)

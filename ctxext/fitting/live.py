@@ -64,7 +64,7 @@ class LiveFactors:
                 f"{name} does not keep its frequencies as its config has them{': ' * bool(others)}{', '.join(others)}. "
                 "λ is fitted where one standard rotary embedding does it all. Use a named method, such as yarn."
             )
-        self._sites = [site.module for site in sites]
+        self._sites: list[Any] = [site.module for site in sites]
         self._former: list[tuple[Tensor, float, Any]] = []
 
     def __enter__(self) -> LiveFactors:
@@ -77,7 +77,7 @@ class LiveFactors:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         for module, (table, scaling, forward) in zip(self._sites, self._former):
-            module._buffers["inv_freq"], module.attention_scaling = table, scaling  # type: ignore[assignment]
+            module._buffers["inv_freq"], module.attention_scaling = table, scaling
             _set_forward(module, forward)
         self._former.clear()
 
@@ -87,7 +87,7 @@ class LiveFactors:
             # In float32 whatever the model is cast to, as `extend_context` keeps them.
             inv_freq = (self.rope.inv_freq / rescale_factors).to(table.device, torch.float32)
             scale = attention_factor.to(inv_freq) if isinstance(attention_factor, Tensor) else attention_factor
-            module._buffers["inv_freq"], module.attention_scaling = inv_freq, scale  # type: ignore[assignment]
+            module._buffers["inv_freq"], module.attention_scaling = inv_freq, scale
 
     def use(self, method: RopeScaling | None) -> None:
         """Use a static method from here on; None for the model as it was trained."""
@@ -135,7 +135,7 @@ def _set_forward(module: nn.Module, forward: Any) -> Any:
     """Give one module a forward of its own, or with None its class's; returns the one of its own that it had."""
     former = module.__dict__.pop("forward", None)
     if forward is not None:
-        module.forward = forward  # type: ignore[method-assign]
+        module.forward = forward
     return former
 
 

@@ -247,7 +247,7 @@ def save_trained(
         state_dict = _under_all_names(model, state_dict)
     with written_whole(folder) as building:
         if isinstance(model, PeftModel):
-            model.save_pretrained(building, state_dict=state_dict)
+            model.save_pretrained(str(building), state_dict=state_dict)
             path = building / ADAPTER_CONFIG
             write_json(path, {**read_json(path).content, "base_model_name_or_path": base.extended})
         else:
@@ -514,9 +514,11 @@ def _load_adapter(found: _Found, is_trainable: bool = False, **from_pretrained: 
         _check_live(model, found.record)
     model = extended_as_saved(model, of_base)
     extension, done = found.extension, extension_of(model)
-    if extension is not None and done is None:
+    if extension is None:
+        pass
+    elif done is None:
         extended_as_saved(model, extension)
-    elif extension is not None and done.plan.summary != extension.summary:
+    elif done.plan.summary != extension.summary:
         raise ValueError(
             f"{found.folder} was trained under {extension.summary}, and its base {found.base} is extended by "
             f"{done.plan.summary}. Put the base that it was trained on in a folder 'base' beside the adapter."
@@ -594,7 +596,7 @@ def merge(folder: Path | str, output: Path | str, dtype: torch.dtype | str | Non
             write_record(building, record)
         del model, merged
         # Computed in float32, so that what differs is the rounding of the weights and not that of the activations.
-        written = load(building, dtype=torch.float32)
+        written: Any = load(building, dtype=torch.float32)
         if record is not None:
             _check_live(written, record)
         _compare(_probe(written), expected, dtype, f"writing it in {str(dtype).removeprefix('torch.')}")
@@ -612,7 +614,7 @@ def _dtype(dtype: torch.dtype | str) -> torch.dtype:
 def _refuse_tied_targets(model: PeftModel) -> None:
     from peft.tuners.tuners_utils import BaseTunerLayer
 
-    base = model.get_base_model()
+    base: Any = model.get_base_model()
     if not base.config.get_text_config(decoder=True).tie_word_embeddings:
         return
     ends = (base.get_input_embeddings(), base.get_output_embeddings())
@@ -634,7 +636,7 @@ def _copy_tokenizer(sources: tuple[Path, ...], building: Path, length: int) -> N
 
 
 @torch.no_grad()
-def _probe(model: nn.Module) -> Tensor:
+def _probe(model: Any) -> Tensor:
     """Logits of 64 tokens from all over the vocabulary, float32 of shape (token, vocabulary)."""
     vocabulary = model.config.get_text_config(decoder=True).vocab_size
     ids = torch.arange(64, device=model.device)[None] * 7919 % vocabulary

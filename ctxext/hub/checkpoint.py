@@ -378,7 +378,7 @@ def extended_base(base: Path, folder: Path, **arguments: Any) -> Path:
     plan, _ = extended_json(base, **arguments)
     if not plan.is_portable:
         raise ValueError(
-            f"{plan.method.name} cannot be expressed in the config.json of {base.name}, as {plan.why_not_portable}: "
+            f"{plan.summary} cannot be expressed in the config.json of {base.name}, as {plan.why_not_portable}: "
             "what is trained would not find its base again. Extend it untrained, by ctxext.extend_context or `ctxext "
             "extend`, or take another method, if `ctxext methods` has one for it."
         )

@@ -260,7 +260,7 @@ def find(model: nn.Module, text_config: Any) -> ModuleEncoding | None:
 
 
 def _takes(module: nn.Module, keywords: tuple[str, ...]) -> bool:
-    forwards = [cls.forward for cls in type(module).__mro__ if "forward" in vars(cls)]
+    forwards = [vars(cls)["forward"] for cls in type(module).__mro__ if "forward" in vars(cls)]
     return any(set(keywords) <= set(inspect.signature(forward).parameters) for forward in forwards)
 
 

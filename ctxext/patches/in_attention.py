@@ -139,7 +139,7 @@ class RotateInAttention(Patch):
         base = model.get_submodule(parent)
         new = before.site.build(config, self.summary, LateRotary)
         assert isinstance(new, LateRotary)
-        new.attention_scaling = 1.0
+        new.attention_scaling = 1.0  # type: ignore[assignment]
         new.attend = call.own_attention(model, implementation)
         new.additive_masks = implementation == "eager"
         new.rotated_copy = self.rotated_copy

@@ -193,7 +193,8 @@ def find(model: nn.Module, text_config: Any) -> TableEncoding | None:
     Raises:
         ValueError: something of the model grows with its limit that is not understood.
     """
-    tables, frozen, stock = [], [], None
+    tables: list[Any] = []
+    frozen, stock = [], None
     for limit in LIMITS:
         held = text_config.__dict__.get(limit)
         if not isinstance(held, int) or held < 2:

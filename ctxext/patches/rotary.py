@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 from jaxtyping import Float, Float64
@@ -74,10 +74,10 @@ class RotarySite:
         Raises:
             ValueError: the class does not build from such a config.
         """
-        cls = extended_class(mixin, type(self.module))
+        cls = extended_class(mixin, type(self.module))  # type: ignore[arg-type]
         try:
             with torch.device("cpu"):
-                new = cls(config)
+                new: Any = cls(config)
         except Exception as error:  # transformers' rotary embeddings raise many kinds
             parameters = next(
                 (v for v in config.rope_parameters.values() if isinstance(v, dict)), config.rope_parameters
@@ -89,7 +89,7 @@ class RotarySite:
             ) from error
         new.summary = summary
         new.exact = {name: getattr(new, name).detach().clone() for name in table_names(new)}
-        return new.train(self.module.training)
+        return cast(nn.Module, new.train(self.module.training))
 
 
 def _agree(table: Tensor, expected: Tensor) -> bool:

@@ -312,7 +312,7 @@ def prepared(
             if model is None:
                 raise ValueError("this model is not extended by ctxext. Call extend_context on it first.")
             aim = _Aim.of_plan(model.__dict__[ATTRIBUTE].plan)
-            if base_model is None and not Path(model.name_or_path).is_dir():
+            if base_model is None and not Path(model.name_or_path or "").is_dir():
                 base_model = _hub_name(model.name_or_path)
             if results is not None or not extension_only:
                 weights = _save(model, Path(scratch, "model"))
@@ -491,7 +491,7 @@ def _upload(api: HfApi, push: Push, private: bool | None, revision: str | None) 
     if not push.readme and README in there:
         readme = Path(api.hf_hub_download(push.repo_id, README, revision=revision)).read_text(encoding="utf-8")
     replaced = [path for path in there if LOADED.fullmatch(path) and path not in push.files]
-    operations = [
+    operations: list[Any] = [
         CommitOperationAdd(README, push.card(readme).encode()),
         *(CommitOperationAdd(path, str(file)) for path, file in push.files.items()),
         *(CommitOperationDelete(path) for path in ([] if push.alone else replaced)),
@@ -587,7 +587,7 @@ def _measured(results: Results, method: ContextMethod, folder: Path | None, name
             f"{again}"
         )
     columns = [name for name in (UNEXTENDED, variant) if name in summary.variants]
-    rows = []
+    rows: list[tuple[str, list[Any]]] = []
     for task in summary.retrieval_tasks:
         found = {name: summary.by_length(name, task) for name in columns}
         for length in summary.lengths(task):

@@ -93,7 +93,8 @@ def save_checkpoint(
             partial.mkdir(parents=True)
         wait()
         if hasattr(model, "save_checkpoint"):  # DeepSpeed's engine: only it can gather its shards
-            model.save_checkpoint(str(partial), tag=ZERO, exclude_frozen_parameters=True)
+            save: Any = model.save_checkpoint
+            save(str(partial), tag=ZERO, exclude_frozen_parameters=True)
             tensors = {}
         else:
             tensors = _gather(_named_state(model, optimizer), main)
@@ -130,7 +131,8 @@ def load_checkpoint(path: Path, model: nn.Module, optimizer: Any, binding: dict[
     """
     progress = check_binding(path, binding)
     if hasattr(model, "load_checkpoint"):
-        model.load_checkpoint(str(path), tag=ZERO, load_module_strict=False)
+        load: Any = model.load_checkpoint
+        load(str(path), tag=ZERO, load_module_strict=False)
         return progress
     trained = trained_parameters(model)
     with _opened(path / TENSORS) as file:
@@ -196,7 +198,7 @@ def check_binding(path: Path, binding: dict[str, Any]) -> Progress:
         )
     progress = state.part("progress")
     progress.check_names({each.name for each in fields(Progress)})
-    return Progress(**{each.name: progress.get(each.name, _KINDS[each.type]) for each in fields(Progress)})
+    return Progress(**{each.name: progress.get(each.name, _KINDS[str(each.type)]) for each in fields(Progress)})
 
 
 def checkpoints(folder: Path) -> list[Path]:

@@ -39,6 +39,8 @@ if TYPE_CHECKING:
 CARRIER = {"context_parallel": "fsdp2", "ulysses": "zero3"}
 _Processes = Annotated[int, Field(ge=1, le=MAX_COUNT)]
 
+EngineKind = Literal["any", "single", "ddp", "fsdp2", "context_parallel", "zero3", "ulysses"]
+
 
 class EngineSettings(BaseModel):
     """An engine: asked for, or (all fields filled in, never "any") the one that runs, see `engine_of`.
@@ -49,7 +51,7 @@ class EngineSettings(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    kind: Literal["any", "single", "ddp", "fsdp2", "context_parallel", "zero3", "ulysses"] = "any"
+    kind: EngineKind = "any"
     processes: _Processes | None = None
     context_parallel_size: _Processes = 1
     sequence_parallel_size: _Processes = 1
@@ -164,6 +166,7 @@ def _read_environment() -> EngineSettings:
 def _engine(
     fsdp: bool = False, deepspeed: bool = False, processes: int = 1, context: int = 1, sequence: int = 1
 ) -> EngineSettings:
+    kind: EngineKind
     if context > 1 or sequence > 1:
         kind = "context_parallel" if context > 1 else "ulysses"
     elif fsdp or deepspeed:
@@ -198,7 +201,7 @@ def make_accelerator(
     from transformers.integrations import unset_hf_deepspeed_config
 
     launch, environment = requested_launch(), _read_environment()
-    processes = environment.processes
+    processes = environment.processes or 1
     cpu = not torch.accelerator.is_available() or parse_flag_from_env("ACCELERATE_USE_CPU")
     cpu = bool(cpu or (launch and launch.cpu))
     asked = {"the settings": engine, "the environment": environment}
@@ -369,11 +372,11 @@ def _refuse_another(asked: Mapping[str, EngineSettings], got: EngineSettings, cp
         for size in "context_parallel_size", "sequence_parallel_size":
             if got.kind == wanted.kind and getattr(wanted, size) != getattr(got, size):
                 wrong.append(f"{who} asked for {size}={getattr(wanted, size)}, got {getattr(got, size)}")
-    if got.processes % settings.group_size:
-        wrong.append(f"the settings asked for groups of {settings.group_size}, got {_count(got.processes)}")
+    if (count := got.processes or 1) % settings.group_size:
+        wrong.append(f"the settings asked for groups of {settings.group_size}, got {_count(count)}")
     if wrong:
         engine = settings if settings.kind != "any" or not launcher else launcher[0]
-        processes = settings.processes or (launcher and launcher[0].processes) or environment.processes
+        processes = settings.processes or (launcher and launcher[0].processes) or environment.processes or 1
         raise RuntimeError(
             f"another engine than was asked for: {'; '.join(wrong)}. {_remedy(engine.kind, processes, cpu)}"
         )

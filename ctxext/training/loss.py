@@ -67,7 +67,7 @@ def linear_cross_entropy(
             f"expected hidden (..., hidden), targets (...) and weight (vocabulary, hidden), got {tuple(hidden.shape)}, "
             f"{tuple(targets.shape)} and {tuple(weight.shape)}. Pass one target for each token, labels already shifted."
         )
-    weight, bias = _whole(weight), _whole(bias)
+    weight, bias = _whole(weight), None if bias is None else _whole(bias)
     device = hidden.device.type
     autocast = torch.is_autocast_enabled(device)
     how = _How(
@@ -89,7 +89,7 @@ class _How(NamedTuple):
     chunk: int
 
 
-def _whole(parameter: Tensor | None) -> Tensor | None:
+def _whole(parameter: Tensor) -> Tensor:
     if not isinstance(parameter, DTensor):
         return parameter
     # Each process has the gradient of its own tokens; FSDP averages them, and full_tensor alone would not.
@@ -125,7 +125,7 @@ def _compute(
     losses = torch.empty(len(rows), 1, dtype=exact, device=hidden.device)
     by_hidden = torch.zeros_like(hidden) if wanted[0] else None
     by_weight = torch.zeros_like(weight, dtype=exact) if wanted[1] else None
-    by_bias = torch.zeros_like(bias, dtype=exact) if wanted[2] else None
+    by_bias = torch.zeros_like(bias, dtype=exact) if bias is not None and wanted[2] else None
     weight = weight.to(dtype)
     room = torch.empty(min(chunk, len(rows)), len(weight), dtype=dtype, device=hidden.device)
     with torch.autocast(hidden.device.type, enabled=False):
@@ -137,6 +137,7 @@ def _compute(
             logits = product.to(exact)  # from here on in place
             if scale != 1:
                 logits *= scale
+            slope = None
             if softcap is not None:
                 logits.div_(softcap).tanh_()
                 slope = 1 - logits.square() if any(wanted) else None
@@ -149,7 +150,7 @@ def _compute(
                 continue
             # softmax - one_hot
             logits.div_(total).scatter_add_(-1, target, torch.full_like(total, -1))
-            if softcap is not None:
+            if slope is not None:
                 logits *= slope
             if scale != 1:
                 logits *= scale
@@ -189,7 +190,7 @@ def use_chunked_loss(model: nn.Module) -> None:
             f"Set it to False. {REMEDY}"
         )
     # Data, and no closure, so that the model can still be copied and pickled.
-    patch = functools.partial(_forward, inner, inner.forward)
+    patch: Any = functools.partial(_forward, inner, inner.forward)
     patch.__wrapped__ = inner.forward  # Trainer reads the signature
     patch.former = inner.__dict__.get("forward")
     inner.forward = patch
@@ -270,6 +271,7 @@ def _forward(
     if decoder is model:
         raise RuntimeError(f"{type(model).__name__} has no decoder under its head. {REMEDY}")
     if shift_labels is None:
+        assert labels is not None
         shift_labels = pad(labels, (0, 1), value=IGNORED)[..., 1:]
     output = decoder(*args, **{**kwargs, "use_cache": False})
     config = _text_config(model)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -105,7 +106,8 @@ def prepare(accelerator: Accelerator, model: nn.Module, optimizer: Any, settings
         "gradient_clipping": settings.training.max_grad_norm,
         "train_micro_batch_size_per_gpu": settings.training.micro_batch_size,
     }
-    rotary = {module: module.inv_freq.clone() for module in model.modules() if hasattr(module, "inv_freq")}
+    modules: Iterable[Any] = model.modules()
+    rotary = {module: module.inv_freq.clone() for module in modules if hasattr(module, "inv_freq")}
     prepared = accelerator.prepare(model, optimizer)
     for module, table in rotary.items():
         module.inv_freq = table.to(accelerator.device)  # which some of its versions cast

@@ -9,6 +9,7 @@ to the first; here the first and the last half-group of the shifted heads stand 
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -49,7 +50,7 @@ def use_shifted_sparse_attention(model: nn.Module, groups: int = 4) -> None:
     inner = transformers_model(model)
     if any(ATTRIBUTE in module.__dict__ for module in inner.modules()):
         raise RuntimeError("this model has shifted sparse attention already. Call restore_attention(model) first.")
-    modules = [
+    modules: list[Any] = [
         module
         for module in inner.modules()
         if getattr(module, "is_causal", False) and isinstance(getattr(module, "config", None), PreTrainedConfig)
@@ -94,7 +95,7 @@ def _restore(modules: list[nn.Module]) -> None:
 
 
 @torch.no_grad()
-def _prove(model: nn.Module, modules: list[nn.Module], groups: int) -> None:
+def _prove(model: Any, modules: list[Any], groups: int) -> None:
     """See every attention module of the model come by in a short training pass."""
     seen: list[nn.Module] = []
     names = {module.config._attn_implementation for module in modules}
@@ -137,7 +138,7 @@ def _attention(
     """transformers' attention interface: (batch, head, token, head_dim) to (batch, token, head, head_dim)."""
     groups, config = getattr(module, ATTRIBUTE)
     if not module.training or groups == 1:
-        former = ALL_ATTENTION_FUNCTIONS.get_interface(config._attn_implementation, None)
+        former = ALL_ATTENTION_FUNCTIONS[config._attn_implementation]
         return former(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs)
     _refuse(attention_mask, query, key, kwargs)
     heads, tokens = query.shape[1:3]
@@ -152,10 +153,10 @@ def _attention(
     straight, shifted = zip(*(_halves(states) for states in (query, key, value)))
     edges = [0, size // 2, tokens - size // 2, tokens]
     parts = [
-        _grouped(*(states[:, :, low:high] for states in shifted), length, dropout, scaling)
+        _grouped([states[:, :, low:high] for states in shifted], length, dropout, scaling)
         for low, high, length in zip(edges, edges[1:], (size // 2, size, size // 2))
     ]
-    return torch.cat([_grouped(*straight, size, dropout, scaling), torch.cat(parts, dim=1)], dim=2), None
+    return torch.cat([_grouped(straight, size, dropout, scaling), torch.cat(parts, dim=1)], dim=2), None
 
 
 def _halves(states: Tensor) -> tuple[Tensor, Tensor]:
@@ -164,13 +165,14 @@ def _halves(states: Tensor) -> tuple[Tensor, Tensor]:
     return states[:, :half], states[:, half:]
 
 
-def _grouped(query: Tensor, key: Tensor, value: Tensor, size: int, dropout: float, scaling: float | None) -> Tensor:
+def _grouped(states: Sequence[Tensor], size: int, dropout: float, scaling: float | None) -> Tensor:
     """Causal attention within each `size` tokens; (batch, head, token, head_dim) to (batch, token, head, head_dim)."""
 
     def fold(states: Tensor) -> Tensor:
         # Attention's inputs lie in memory as (batch, token, head, head_dim), so that this copies nothing.
         return states.transpose(1, 2).unflatten(1, (-1, size)).flatten(0, 1).transpose(1, 2)
 
+    query, key, value = states
     output = scaled_dot_product_attention(
         fold(query), fold(key), fold(value), dropout_p=dropout, is_causal=True, scale=scaling,
         enable_gqa=query.shape[1] != key.shape[1],

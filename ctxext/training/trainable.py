@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -35,7 +36,8 @@ def attach_trainable(model: PreTrainedModel, settings: TrainableSettings) -> nn.
         return model.float()
     from peft import LoraConfig, get_peft_model
 
-    for module in model.modules():
+    modules: Iterable[Any] = model.modules()
+    for module in modules:
         if hasattr(module, "support_avx512bf16_for_cpu"):
             # At its first pass without gradients bitsandbytes packs four-bit weights for inference on a CPU, and never
             # back: whatever is trained afterwards gets wrong gradients, with a warning.
@@ -49,7 +51,7 @@ def attach_trainable(model: PreTrainedModel, settings: TrainableSettings) -> nn.
     config = LoraConfig(
         task_type="CAUSAL_LM",
         r=settings.rank,
-        lora_alpha=settings.alpha,
+        lora_alpha=settings.alpha,  # type: ignore[arg-type]  # PEFT divides it alone
         lora_dropout=settings.dropout,
         target_modules=_targets(model, settings),
         modules_to_save=also or None,

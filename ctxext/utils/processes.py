@@ -41,7 +41,7 @@ class Processes:
         from accelerate.utils import reduce
 
         # nccl adds up what is on its GPUs alone.
-        return reduce(tensor.to(PartialState().device), "sum").to(tensor.device)  # type: ignore[no-any-return]
+        return reduce(tensor.to(PartialState().device), "sum").to(tensor.device)
 
     def gathered(self, values: list[Any]) -> list[Any]:
         """The lists of all processes, one after the other."""

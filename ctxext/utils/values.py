@@ -26,7 +26,7 @@ def is_number(value: Any, low: float = -math.inf, high: float = math.inf) -> boo
     if isinstance(value, bool) or not isinstance(value, Real):
         return False
     try:
-        return math.isfinite(value) and low <= value <= high
+        return math.isfinite(value) and low <= float(value) <= high
     except OverflowError:  # an int of more than 308 digits
         return False
 

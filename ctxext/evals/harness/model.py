@@ -75,12 +75,12 @@ class ExtendedHFLM(HFLM):
                 if f"unexpected keyword argument '{name}'" in str(error):
                     raise ValueError(f"unknown model argument {name!r}{suggest(name, known)}") from error
             raise
-        if record is not None:
+        if folder is not None and record is not None:
             record.check_weights(folder)
             extension = record.arguments_for(self.model.config)
         if extension and method != UNEXTENDED:
-            extend_context(self.model, **extension)
-            self._max_length = self._max_length or extension_of(self.model).plan.target_length
+            extended = extend_context(self.model, **extension)
+            self._max_length: int = self._max_length or extended.plan.target_length
             # With truncation=True the tokenizer would cut at the length that it was saved with.
             self.tokenizer.model_max_length = self._max_length
         if hasattr(self, "accelerator"):

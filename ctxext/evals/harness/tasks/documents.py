@@ -9,6 +9,7 @@ import os
 import re
 from collections.abc import Callable, Sequence
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 from datasets import Dataset
@@ -88,6 +89,7 @@ def passkey_documents(
             '{"pretrained": PATH}, or {"tokenizer": PATH, "max_seq_lengths": [4096, 8192]}.'
         )
     if max_seq_lengths is None:
+        assert pretrained is not None
         config = AutoConfig.from_pretrained(pretrained, revision=revision, trust_remote_code=trust_remote_code)
         known, reach = known_lengths(config)
         trained = original_max_position_embeddings or known
@@ -98,7 +100,7 @@ def passkey_documents(
     prompter = Prompter(
         AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=trust_remote_code), "base"
     )
-    text = Haystack.from_file(haystack, prompter.tokenizer, at_least=max(lengths))
+    text = Haystack.from_file(Path(haystack), prompter.tokenizer, at_least=max(lengths))
     rows = []
     for turn, (trial, depth) in enumerate(product(range(trials), depths)):
         # lm-eval deals documents out to the processes like cards, and --limit cuts from the end: rotated, all
@@ -128,7 +130,7 @@ def passkey_document(
 
 def novel_documents(*, chapters_per_document: int = 1, **_: Any) -> dict[str, Dataset]:
     """Jane Austen's "Persuasion": its 24 chapters, or `chapters_per_document` of them together."""
-    _, *chapters = re.split(r"^(?=Chapter \d+$)", PERSUASION.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    chapters = re.split(r"^(?=Chapter \d+$)", PERSUASION.read_text(encoding="utf-8"), flags=re.MULTILINE)[1:]
     starts = range(0, len(chapters), chapters_per_document)
     texts = ["".join(chapters[start : start + chapters_per_document]).strip() for start in starts]
     return {"test": Dataset.from_list([{"text": text} for text in texts])}
