@@ -15,6 +15,7 @@ from pathlib import Path
 from report import Report
 
 from ctxext.assets import MODEL
+from ctxext.evals.choice import all_figures
 from ctxext.evals.loading import load, load_text
 from ctxext.evals.needle import Passkey
 from ctxext.evals.perplexity import Perplexity
@@ -66,7 +67,7 @@ def main() -> None:
     for many, bar in ((2, 0.85), (4, 0.70)):
         best = max(passkey(method, many * trained) for method in METHODS)
         report.add(f"passkey at {many}x, best method", best, at_least=bar)
-    report.finish(args.output, summary=summary.to_dict())
+    report.finish(args.output, summary=all_figures(summary))
 
 
 if __name__ == "__main__":

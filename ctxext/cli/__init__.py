@@ -13,7 +13,7 @@ import typer
 from safetensors import SafetensorError
 
 from ctxext import __version__
-from ctxext.cli.common import console, in_flags
+from ctxext.cli.common import commands, console, in_flags
 from ctxext.cli.compare import compare
 from ctxext.cli.demo import demo
 from ctxext.cli.describe import describe
@@ -30,12 +30,6 @@ from ctxext.cli.recommend import recommend
 from ctxext.cli.report import report
 from ctxext.cli.verify import verify
 
-commands = typer.Typer(
-    help="Extend the context window of Hugging Face language models, with proof.",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_show_locals=False,
-)
 commands.command()(describe)
 commands.command()(extend)
 commands.command()(recommend)

@@ -18,6 +18,14 @@ from ctxext.models.metadata import Existing
 from ctxext.utils import values
 from ctxext.utils.screen import console
 
+# Each command is added in ctxext/cli/__init__.py.
+commands = typer.Typer(
+    help="Extend the context window of Hugging Face language models, with proof.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_show_locals=False,
+)
+
 
 @contextmanager
 def without_garbage_collection() -> Iterator[None]:
@@ -68,8 +76,6 @@ def in_flags(said: str) -> str:
     Paths, quotes and calls, as `YaRN(factor=4)`, stay as they are. On the command line there is no model to restore.
     """
     from typer.main import get_command
-
-    from ctxext.cli import commands
 
     options = [option for command in get_command(commands).commands.values() for option in command.params]  # type: ignore[attr-defined]
     flags = {o.name: max(o.opts, key=len) for o in options if o.param_type_name == "option" and not o.is_flag}

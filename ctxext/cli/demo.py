@@ -46,6 +46,7 @@ def demo(
 ) -> None:
     """Compare PI, NTK-aware, NTK-by-parts and YaRN with no extension at all, on real text."""
     from ctxext.assets import MODEL
+    from ctxext.evals.choice import all_figures
     from ctxext.evals.loading import load, load_text
     from ctxext.evals.plots import plot_overview
     from ctxext.evals.prompts import Prompter
@@ -79,7 +80,7 @@ def demo(
     results = run_with_bar(runner, output / "results.jsonl", compared_variants(loaded.config, METHODS, factor))
     assert results is not None
     summary = Summary(results)
-    (output / "summary.json").write_text(json.dumps(summary.to_dict(), indent=1) + "\n")
+    (output / "summary.json").write_text(json.dumps(all_figures(summary), indent=1) + "\n")
     plot_overview(summary, output / "comparison.png")
     print_summary(summary)
     difference = save_and_reload(loaded, tokenizer, factor, max(chosen), output)

@@ -18,6 +18,7 @@ def report(
     ] = None,
 ) -> None:
     """Write one self-contained page of results: figures, tables, settings, and every failed sample."""
+    from ctxext.evals.choice import all_figures
     from ctxext.evals.plots import save_figures
     from ctxext.evals.report import write_report
     from ctxext.evals.results import read_results
@@ -36,6 +37,6 @@ def report(
             summary = Summary(result)
             stem = stems[index] if stems.count(stems[index]) == 1 else f"{stems[index]}-{index + 1}"
             numbers = figures / f"{stem}.json"
-            write_json(numbers, summary.to_dict())
+            write_json(numbers, all_figures(summary))
             for path in [numbers, *save_figures(summary, figures, stem)]:
                 console.print(f"wrote {path}", highlight=False, soft_wrap=True)

@@ -6,14 +6,12 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
-from typing import TYPE_CHECKING
+from typing import Any
 
 from ctxext.evals.statistics import Difference, Interval, PairedTest, holm, in_percent
+from ctxext.evals.summary import Summary
 from ctxext.evals.targets import UNEXTENDED
 from ctxext.methods import ContextMethod, RopeScaling, list_methods
-
-if TYPE_CHECKING:
-    from ctxext.evals.summary import Summary
 
 # A comparison whose adjusted p is larger is a tie.
 LEVEL = 0.05
@@ -211,6 +209,39 @@ def by_measurement(summary: Summary, candidates: Sequence[str]) -> list[str]:
     found = {v: share.value if (share := found_share(summary, v)) else 0.0 for v in candidates}
     loss = {v: summary_loss(summary, v) for v in candidates}
     return sorted(candidates, key=lambda v: (_is_broken(summary, v), -found[v], loss[v]))
+
+
+@dataclass(frozen=True)
+class Recommendation:
+    """The variant to use, None where there was nothing to choose from, and why, for people."""
+
+    variant: str | None
+    text: str
+
+    def __str__(self) -> str:
+        return self.text
+
+
+def recommended(summary: Summary) -> Recommendation:
+    """Which variant to use, and how sure that is: one paragraph."""
+    candidates = candidates_of(summary) if summary.beyond else []
+    if not candidates:
+        said = "No extended variant was measured beyond the trained length: nothing to recommend."
+        return Recommendation(None, f"{said} {summary.not_counted}".rstrip())
+    shared = summary.shared_by(candidates)
+    if found_share(summary, candidates[0]) is not None and found_share(shared, candidates[0]) is None:
+        return Recommendation(
+            None,
+            f"{', '.join(candidates)} have no samples in common beyond the trained length: nothing to recommend. "
+            "Measure them with the same tasks, lengths and trials.",
+        )
+    choice = choose(shared, candidates)
+    return Recommendation(choice.variant, " ".join(reasons(shared, choice)))
+
+
+def all_figures(summary: Summary) -> dict[str, Any]:
+    """Every figure with its interval and the recommendation, JSON-ready."""
+    return {**summary.to_dict(), "recommendation": recommended(summary).text}
 
 
 def reasons(summary: Summary, choice: Choice) -> list[str]:

@@ -15,6 +15,7 @@ from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ctxext.evals.choice import recommended
 from ctxext.evals.plots import grid_of, heat_colors, model_name, percent, times
 from ctxext.evals.results import Record, Results
 from ctxext.evals.statistics import RULER_THRESHOLD, Difference, Interval, in_percent
@@ -62,7 +63,7 @@ def _section(anchor: str, results: Results) -> dict[str, Any]:
         "trained": summary.trained_length,
         "samples": len(summary.records),
         "recommendation": [
-            summary.recommendation().text,
+            recommended(summary).text,
             *([f"Where cells are blank: {summary.cannot_run}."] if summary.cannot_run else []),
         ],
         "comparison": _comparison(summary),

@@ -15,6 +15,7 @@ from rich.measure import Measurement
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
+from ctxext.evals.choice import recommended
 from ctxext.evals.control import Control, control, controlled, other_forms
 from ctxext.evals.haystack import Haystack
 from ctxext.evals.needle import Passkey
@@ -119,7 +120,7 @@ def print_summary(summary: Summary) -> None:
     for table in tables:
         screen.print(*_fitting(table, screen), sep="")
     if len(summary.variants) > 1:
-        screen.print(summary.recommendation().text, highlight=False, markup=False)
+        screen.print(recommended(summary).text, highlight=False, markup=False)
 
 
 def summary_table(summary: Summary) -> Table:

@@ -1,4 +1,4 @@
-"""What a results file says: shares and losses with their intervals, the price at short length, a recommendation."""
+"""The figures of a results file: rates and losses with their intervals, and the short-context regression."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 
 from ctxext.evals.checks import CorruptLine, check_alike
-from ctxext.evals.choice import candidates_of, choose, found_share, reasons
 from ctxext.evals.control import ENOUGH, Control
 from ctxext.evals.perplexity import stretches, unpacked
 from ctxext.evals.results import Record, Results
@@ -50,17 +49,6 @@ class Gate:
     loss: Difference | None
     agreement: Interval | None
     retrieval: dict[str, Difference]
-
-
-@dataclass(frozen=True)
-class Recommendation:
-    """The variant to use, None where there was nothing to choose from, and why, for people."""
-
-    variant: str | None
-    text: str
-
-    def __str__(self) -> str:
-        return self.text
 
 
 class Summary:
@@ -368,7 +356,6 @@ class Summary:
                     for variant in self.variants
                 },
                 "windows": len(self.losses(self.variants[0], lengths[-1])) if lengths else 0,
-                "recommendation": self.recommendation().text,
             }
         )
 
@@ -390,22 +377,6 @@ class Summary:
     def portable(self) -> set[str]:
         """The variants whose saved config plain transformers runs."""
         return {name for name, about in self.header.variants.items() if about.get("portable")}
-
-    def recommendation(self) -> Recommendation:
-        """Which variant to use, and how sure that is: one paragraph."""
-        candidates = candidates_of(self) if self.beyond else []
-        if not candidates:
-            said = "No extended variant was measured beyond the trained length: nothing to recommend."
-            return Recommendation(None, f"{said} {self.not_counted}".rstrip())
-        shared = self.shared_by(candidates)
-        if found_share(self, candidates[0]) is not None and found_share(shared, candidates[0]) is None:
-            return Recommendation(
-                None,
-                f"{', '.join(candidates)} have no samples in common beyond the trained length: nothing to recommend. "
-                "Measure them with the same tasks, lengths and trials.",
-            )
-        choice = choose(shared, candidates)
-        return Recommendation(choice.variant, " ".join(reasons(shared, choice)))
 
 
 def _exp(loss: float) -> float:

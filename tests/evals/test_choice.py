@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from choice import Setting, chosen, claims, covered
 
-from ctxext.evals.choice import ACCURACY, LEVEL, LOSS, REGRESSION, choose, reasons, texts_needed
+from ctxext.evals.choice import ACCURACY, LEVEL, LOSS, REGRESSION, choose, reasons, recommended, texts_needed
 from ctxext.evals.control import Control, Form
 from ctxext.evals.perplexity import packed
 from ctxext.evals.results import Header, Results
@@ -74,12 +74,12 @@ def test_only_samples_that_all_methods_have_decide() -> None:
     summary = Summary(Results(Path("results.jsonl"), header, records))
     assert summary.pooled("a", ["passkey", "needles"], [1024, 2048]).value > 0.5
     assert summary.pooled("b", ["passkey", "needles"], [1024, 2048]).value < 0.5
-    said = summary.recommendation()
+    said = recommended(summary)
     assert said.variant == "b"
     assert "up to 1,024, its retrieval accuracy is 100%" in said.text
     apart = without(summary, lambda r: r["variant"] == "a" or r["length"] == 2048)
-    assert apart.recommendation().variant is None
-    assert "no samples in common" in apart.recommendation().text
+    assert recommended(apart).variant is None
+    assert "no samples in common" in recommended(apart).text
 
 
 def test_each_task_weighs_the_same_in_what_is_shown_and_in_what_decides() -> None:
@@ -119,10 +119,10 @@ def test_a_task_whose_control_failed_decides_as_if_it_were_not_measured(windows:
         alone = controlled(without(summary, lambda r: r["task"] != "task0"), task1=0.9)
         assert chosen(summary, setting) == chosen(alone, setting)
         assert summary.effective_length("m0", summary.deciding_tasks) == alone.effective_length("m0", ["task1"])
-        said = summary.recommendation().text
+        said = recommended(summary).text
         note = "Not counted: task0 (89%), of which the baseline has to find 90% within 8 tokens"
         assert note in said
-        assert said.replace(summary.not_counted + " ", "") == alone.recommendation().text
+        assert said.replace(summary.not_counted + " ", "") == recommended(alone).text
         assert [summary.titled(task) for task in summary.retrieval_tasks] == ["task0 (not counted)", "task1"]
         assert summary.by_length("m0", "task0")  # it is shown
 
@@ -134,13 +134,13 @@ def test_without_a_task_that_counts_losses_decide_or_nothing() -> None:
     choice = chosen(summary, setting)
     assert "m0" in choice.behind
     assert choice.gain is None
-    said = summary.recommendation()
+    said = recommended(summary)
     assert said.variant == choice.variant != "m0"
     assert "Not counted: task0 (20%)" in said.text
     assert "retrieval accuracy" not in said.text
     # Asked again in the same way, a task that is done counts.
-    assert ACCURACY in str(controlled(summary, task0=1.0).recommendation())
-    nothing = controlled(Setting(4, 0.2, 0.9, trials=24).summary(rng), task0=0.2).recommendation()
+    assert ACCURACY in str(recommended(controlled(summary, task0=1.0)))
+    nothing = recommended(controlled(Setting(4, 0.2, 0.9, trials=24).summary(rng), task0=0.2))
     assert nothing.variant is None
     assert "nothing to recommend. Not counted: task0 (20%)" in nothing.text
     assert set(staying(summary, ["m0", "m1", "m2"])) == {"m1", "m2"}

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ctxext.assets import MODEL, PERSUASION
 from ctxext.evals import control as module
+from ctxext.evals.choice import recommended
 from ctxext.evals.control import ENOUGH, Control, Form, control, found_in, other_forms
 from ctxext.evals.haystack import Haystack
 from ctxext.evals.needle import Needle, Passkey
@@ -125,7 +126,7 @@ def test_a_task_that_failed_its_control_is_shown_and_does_not_decide(models, tok
     Runner(asked, text, grid, beyond=True).run(path, variants)
     summary = Summary(read_results(path))
     assert (summary.retrieval_tasks, summary.deciding_tasks) == (["passkey"], [])
-    said = summary.recommendation()
+    said = recommended(summary)
     assert said.variant in ("yarn", "pi")  # by its loss
     assert "Not counted: passkey (0%)" in said.text
     assert "retrieval accuracy" not in said.text

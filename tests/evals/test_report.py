@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ctxext.assets import MODEL, PERSUASION
 from ctxext.evals import report
+from ctxext.evals.choice import recommended
 from ctxext.evals.haystack import Haystack
 from ctxext.evals.perplexity import Perplexity
 from ctxext.evals.prompts import Prompter
@@ -131,7 +132,7 @@ def test_page_says_model_recommendation_and_settings(measured: Results, open_pag
     page = open_page(measured)
     text = page.locator("main").inner_text()
     assert "austen-4m, trained at 512 tokens" in text
-    assert Summary(measured).recommendation().text in text
+    assert recommended(Summary(measured)).text in text
     for fact in (*measured.header.identity.values(), *(v["fingerprint"] for v in measured.header.variants.values())):
         assert str(fact) in text
     for heading in ("Comparison", "Retrieval by length and depth", "Failed samples", "Perplexity by position"):

@@ -16,6 +16,7 @@ from soak import soak
 from ctxext import YaRN, extend_context
 from ctxext.assets import MODEL, PERSUASION
 from ctxext.core.plan import Plan
+from ctxext.evals.choice import recommended
 from ctxext.evals.haystack import Haystack
 from ctxext.evals.loading import load
 from ctxext.evals.needle import Needle, Passkey
@@ -215,7 +216,7 @@ def test_a_method_that_keeps_no_cache_is_compared_and_not_recommended(loaded, tm
     summary = Summary(run(loaded, tmp_path / "r.jsonl", variants, **grid))
     assert summary.pooled("transformers_dynamic", ["passkey"], [768]).value > 0
     assert summary.pooled("pi", ["passkey"], [768]).value == 0
-    assert summary.recommendation().variant == "pi"
+    assert recommended(summary).variant == "pi"
 
 
 def test_a_run_of_a_method_with_lists_goes_on(loaded, tmp_path: Path) -> None:

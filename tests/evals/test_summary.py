@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from ctxext.evals.choice import choose
+from ctxext.evals.choice import choose, recommended
 from ctxext.evals.perplexity import packed
 from ctxext.evals.results import Header, Results
 from ctxext.evals.summary import Summary
@@ -47,13 +47,13 @@ def summary(found: dict[str, float], loss: dict[str, float], trials: int = 12, w
 
 def test_the_one_that_finds_more_is_recommended_whatever_its_loss() -> None:
     made = summary({"none": 0.0, "a": 1.0, "b": 0.25}, {"none": 1.0, "a": 0.5, "b": 0.0})
-    chosen = made.recommendation()
+    chosen = recommended(made)
     assert chosen.variant == "a"
     assert "Behind: b (retrieval accuracy -75.0 points, p = 0.0078 against a)." in chosen.text
 
 
 def test_loss_decides_between_those_that_retrieval_does_not_tell_apart() -> None:
-    chosen = summary({"none": 0.0, "a": 1.0, "b": 1.0}, {"none": 1.0, "a": 0.5, "b": 0.0}).recommendation()
+    chosen = recommended(summary({"none": 0.0, "a": 1.0, "b": 1.0}, {"none": 1.0, "a": 0.5, "b": 0.0}))
     assert chosen.variant == "b"
     assert "Behind: a (loss +0.250 nats a token, p = 0.002 against b)." in chosen.text
 
@@ -62,42 +62,42 @@ def test_a_loss_that_is_not_surely_lower_does_not_decide() -> None:
     found = {"none": 0.0, "a": 1.0, "bb": 1.0}
     made = summary(found, {"none": 1.0, "a": 0.001, "bb": 0.0}, noise=0.5)
     made.header.variants["a"]["portable"] = True
-    chosen = made.recommendation()
+    chosen = recommended(made)
     assert chosen.variant == "a"
     assert "Tied with bb: a is named because plain transformers loads it." in chosen.text
 
 
 def test_few_trials_do_not_let_a_method_that_finds_nothing_win() -> None:
     made = summary({"none": 0.0, "a": 1.0, "bb": 0.0}, {"none": 1.0, "a": 0.001, "bb": 0.0}, trials=1, noise=0.5)
-    assert made.recommendation().variant == "a"
+    assert recommended(made).variant == "a"
 
 
 def test_no_better_than_unextended_is_said() -> None:
-    chosen = summary({"none": 1.0, "a": 1.0}, {}).recommendation()
+    chosen = recommended(summary({"none": 1.0, "a": 1.0}, {}))
     assert "no evidence that it helps" in chosen.text
 
 
 def test_without_retrieval_loss_recommends_and_one_window_makes_no_claim() -> None:
     loss = {"none": 1.0, "a": 0.5, "b": 0.0}
-    assert summary({}, loss).recommendation().variant == "b"
-    chosen = summary({}, loss, windows=1).recommendation()
+    assert recommended(summary({}, loss)).variant == "b"
+    chosen = recommended(summary({}, loss, windows=1))
     assert chosen.variant == "b"
     assert "Tied with a: b is named because its measured loss is the lowest." in chosen.text
-    chosen = summary({}, loss, windows=4).recommendation()
+    chosen = recommended(summary({}, loss, windows=4))
     assert "No difference in loss can be significant with fewer than 6 independent windows" in chosen.text
 
 
 def test_nothing_beyond_the_trained_length_recommends_nothing() -> None:
     made = summary({"none": 1.0}, {})
-    assert made.recommendation().variant is None
+    assert recommended(made).variant is None
 
 
 def test_the_page_names_the_variant_that_the_command_chose() -> None:
     """A method that a config can say goes before one that surely loses as little and finds as much."""
     made = summary({"none": 0.0, "late": 1.0, "static": 1.0}, {"none": 1.0, "late": 0.5, "static": 0.505})
-    assert made.recommendation().variant == "late"  # the first
+    assert recommended(made).variant == "late"  # the first
     made.header.variants["static"]["portable"] = True
-    assert made.recommendation().variant == choose(made, ["late", "static"]).variant == "static"
+    assert recommended(made).variant == choose(made, ["late", "static"]).variant == "static"
 
 
 def test_perplexity_of_prefix_and_band_and_bits_per_byte() -> None:
@@ -134,8 +134,8 @@ def test_a_loss_that_is_no_number_takes_its_own_differences_alone() -> None:
     made = summary(found, {"none": 0.5, "a": math.nan, "b": 0.25})
     assert made.loss_difference("a", "none", 1024) is None
     assert made.loss_difference("b", "none", 1024) is not None
-    assert made.recommendation().variant == "b"
-    assert summary({}, {"none": 0.5, "a": math.nan, "b": 0.25}).recommendation().variant == "b"
+    assert recommended(made).variant == "b"
+    assert recommended(summary({}, {"none": 0.5, "a": math.nan, "b": 0.25})).variant == "b"
 
 
 @pytest.mark.parametrize(("held", "apart"), [(12 * 1024, 12), (12 * 1024 - 1, 11), (4100, 4), (1024, 1)])

@@ -9,6 +9,8 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Collection
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -39,6 +41,29 @@ def test_imports_point_one_way() -> None:
                 if name.startswith("ctxext."):
                     there = room_of(name)
                     assert ROOMS.index(there) <= ROOMS.index(here), f"{path} imports {name}"
+
+
+def test_no_module_leads_back_to_itself() -> None:
+    """Imports within functions and for types alone count too."""
+    modules = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in (ROOT / "ctxext").rglob("*.py")}
+    modules = {name.removesuffix(".__init__"): path for name, path in modules.items() if name != "ctxext.__init__"}
+    graph = {name: imported(path, modules) - {name} for name, path in modules.items()}
+    try:
+        order = [*TopologicalSorter(graph).static_order()]
+    except CycleError as error:
+        pytest.fail(" -> ".join(error.args[1]))
+    assert len(order) == len(modules) > 100
+
+
+def imported(path: Path, modules: Collection[str]) -> set[str]:
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+            found |= {node.module for alias in node.names if f"{node.module}.{alias.name}" not in modules}
+        elif isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+    return {name for name in found if name in modules}
 
 
 def test_recipes_and_benchmarks_are_written_against_the_library() -> None:

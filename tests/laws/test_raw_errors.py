@@ -30,6 +30,7 @@ from small_training import BINDING, LORA, make, train
 
 import ctxext
 from ctxext import describe_context, extend_config, extend_context
+from ctxext.evals.choice import recommended
 from ctxext.evals.perplexity import packed
 from ctxext.evals.plots import save_figures
 from ctxext.evals.report import write_report
@@ -240,7 +241,7 @@ def test_no_results_file_raises_a_raw_error_in_any_figure_or_table(data: st.Data
             return
         finally:
             assert path.read_bytes() == before
-        holds(lambda: summary.recommendation(), str(path))
+        holds(lambda: recommended(summary), str(path))
         write_report([read_results(path)], Path(folder) / "page.html")
         write_json(Path(folder) / "numbers.json", summary.to_dict())
         if data.draw(st.integers(0, 9)) == 0:  # a second each
