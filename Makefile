@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 
-.PHONY: demo test test-all lint smollm2 late verify fit benchmark soak finetune positions families figures clean
+.PHONY: demo test test-all lint smollm2 in-attention verify fit benchmark soak finetune positions families figures clean
 
 $(VENV)/demo.stamp: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -34,7 +34,7 @@ smollm2: $(VENV)/dev.stamp  ## the same comparison on a public model, at 16384 t
 	$(BIN)/python recipes/smollm2.py
 
 # A benchmark exits with 1 where a figure is short, which the tables are to say: hence the dashes.
-fit: $(VENV)/dev.stamp  ## rescale factors fitted to the shipped model, beside every static method
+fit: $(VENV)/dev.stamp  ## rescale factors fitted to the bundled model, beside every static method
 	-$(BIN)/python benchmarks/fit.py --ablation 0 --factors 4
 	-$(BIN)/python benchmarks/fit_by_layer.py
 	-$(BIN)/python benchmarks/fit.py
@@ -56,7 +56,7 @@ benchmark: $(VENV)/dev.stamp
 	$(BIN)/python benchmarks/versions.py
 	$(BIN)/python benchmarks/export.py
 
-late: $(VENV)/dev.stamp  ## late rotation on a public model; `make smollm2` fetches it
+in-attention: $(VENV)/dev.stamp  ## in-attention RoPE on a public model; `make smollm2` fetches it
 	$(BIN)/python benchmarks/dynamic.py --model runs/SmolLM2-135M-Instruct --trained-length 256 --windows 2 --texts 1
 	$(BIN)/ctxext compare runs/SmolLM2-135M-Instruct --target-length 16k --lengths 8k,16k --dtype bfloat16 \
 		--methods yarn,dynamic_yarn,self_extend,dca --tasks perplexity \
@@ -69,7 +69,7 @@ soak: $(VENV)/dev.stamp  ## measurements and fine-tunes killed at random moments
 	$(BIN)/python benchmarks/soak.py --kills 50
 	$(BIN)/python benchmarks/finetune_soak.py --kills 20
 
-finetune: $(VENV)/dev.stamp  ## the shipped model fine-tuned at four times its length, by four ways
+finetune: $(VENV)/dev.stamp  ## the bundled model fine-tuned at four times its length, by four ways
 	$(BIN)/python benchmarks/finetune_methods.py
 	$(BIN)/python docs/update_readme.py
 
@@ -82,7 +82,7 @@ families: $(VENV)/dev.stamp  ## every model type of transformers built small, ex
 
 figures: $(VENV)/dev.stamp  ## the README's figure and numbers, anew
 	$(BIN)/ctxext demo --output docs/demo
-	-$(BIN)/python benchmarks/shipped_model.py
+	-$(BIN)/python benchmarks/bundled_model.py
 	$(BIN)/ctxext compare ctxext/assets/austen-4m --factor 4 --windows 16 --output runs/austen-4m.jsonl
 	$(BIN)/ctxext report runs/austen-4m.jsonl --output runs/report.html --figures runs/figures
 	cp runs/figures/austen-4m.json runs/figures/austen-4m-overview.png docs/compare/

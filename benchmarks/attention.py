@@ -1,4 +1,4 @@
-"""What late rotation costs: decoding, prefill, memory and compilation, beside stock transformers.
+"""What in-attention RoPE costs: decoding, prefill, memory and compilation, beside stock transformers.
 
     python benchmarks/attention.py                          # about six minutes on two cores
     python benchmarks/attention.py --device cuda

@@ -1,11 +1,11 @@
-"""Dynamic scaling side by side: by late rotation, a static scale, and transformers' own with and without its cache.
+"""Dynamic scaling side by side: by in-attention RoPE, a static scale, and transformers' own with and without its cache.
 
-    python benchmarks/dynamic.py                                                      # the shipped model
+    python benchmarks/dynamic.py                                                      # the bundled model
     python benchmarks/dynamic.py --model runs/SmolLM2-135M-Instruct --trained-length 256 --windows 4 --texts 4
 
 Loss by position on *Persuasion*, the same windows for every way, and passkey prompts answered by `generate`. Every way
 but one is read in one forward pass; transformers' `dynamic` under its cache is read as a decoder reads: the trained
-length at once, then token by token. What late rotation gives token by token is compared with its own forward pass.
+length at once, then token by token. What in-attention RoPE gives token by token is compared with its own forward pass.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ WAYS = (
     Way("not extended"),
     Way("static YaRN", {"method": "yarn"}),
     Way("static NTK-aware", {"method": "ntk"}),
-    Way("dynamic_ntk, late", {"method": "dynamic_ntk"}),
-    Way("dynamic_yarn, late", {"method": "dynamic_yarn"}),
+    Way("dynamic_ntk, in attention", {"method": "dynamic_ntk"}),
+    Way("dynamic_yarn, in attention", {"method": "dynamic_yarn"}),
     Way("transformers' dynamic, no cache", native=True, use_cache=False),
     Way("transformers' dynamic, its cache", native=True, steps=True),
 )
@@ -110,7 +110,7 @@ def _loss(logits: Tensor, targets: Tensor) -> Tensor:
 
 @torch.inference_mode()
 def answered(model: Any, sample: Sample, prompter: Prompter, use_cache: bool) -> bool:
-    """Whether the greedy answer holds the pass key."""
+    """Whether the greedy answer holds the passkey."""
     from transformers import GenerationConfig
 
     prompt = torch.tensor([sample.input_ids[: sample.n_prompt]])
@@ -167,7 +167,7 @@ def main() -> None:
                         found += answered(extended, sample, prompter, way.use_cache)
                         progress.advance(bar)
                     hits[length] = (found, len(prompts))
-                if way.arguments is not None and "late" in way.name:
+                if way.arguments is not None and "in attention" in way.name:
                     short = windows[0][: 2 * trained]
                     with torch.inference_mode():
                         whole = extended(input_ids=short[None], use_cache=False).logits[0]

@@ -1,6 +1,6 @@
 """What the evaluators save against the plain way, with the same answers.
 
-    python benchmarks/evaluators.py                 # the shipped model
+    python benchmarks/evaluators.py                 # the bundled model
     python benchmarks/evaluators.py --model runs/SmolLM2-135M-Instruct --length 1024 --trials 2
 
 - A passkey grid against a loop that calls `generate` for every prompt, which writes transformers' default of 20
@@ -121,7 +121,7 @@ def measure_memory(folder: Path, way: str) -> None:
     config = AutoConfig.from_pretrained(folder)
     if config.vocab_size == VOCABULARY:
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    else:  # the shape of the shipped model with a vocabulary of the usual size
+    else:  # the shape of the bundled model with a vocabulary of the usual size
         config.vocab_size = VOCABULARY
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     model.eval()

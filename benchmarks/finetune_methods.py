@@ -1,10 +1,10 @@
-"""The fine-tune recipe on the shipped model at four times its length: by YaRN, NTK-aware, PI, and YaRN with PoSE.
+"""The fine-tune recipe on the bundled model at four times its length: by YaRN, NTK-aware, PI, and YaRN with PoSE.
 
     python benchmarks/finetune_methods.py            # some twenty minutes on two cores
     python benchmarks/finetune_methods.py --only yarn
 
 Each is the command that a user runs, timed from its start to its end with nothing cached. The bars are YaRN's; the
-others stand beside it. Writes docs/finetune/summary.json and the curves docs/finetune/curves.png.
+others appear beside it. Writes docs/finetune/summary.json and the curves docs/finetune/curves.png.
 """
 
 from __future__ import annotations
@@ -56,15 +56,15 @@ def finetune(name: str, config: str, *changes: str) -> tuple[Path, float]:
 
 def read_run(output: Path, seconds: float) -> dict[str, Any]:
     figures = json.loads((output / "figures.json").read_text())
-    glances = [json.loads(line) for line in (output / "glances.jsonl").read_text().splitlines()]
+    mid_training = [json.loads(line) for line in (output / "mid_training.jsonl").read_text().splitlines()]
     kept = ("settings", "machine", "processes", "parameters_trained", "estimated", "took", "measured")
-    return {"seconds": seconds, "glances": glances, **{name: figures[name] for name in kept}}
+    return {"seconds": seconds, "mid_training": mid_training, **{name: figures[name] for name in kept}}
 
 
 def tokens_to(run: dict[str, Any], better: float = 0.0) -> float:
     """Tokens until the last tokens of a window cost no more than the base's within its own length; inf if never."""
-    bar = run["measured"]["tail"]["base_glance"] + better
-    return next((glance["tokens"] for glance in run["glances"] if glance["tail_loss"] <= bar), math.inf)
+    bar = run["measured"]["tail"]["base_mid_training"] + better
+    return next((point["tokens"] for point in run["mid_training"] if point["tail_loss"] <= bar), math.inf)
 
 
 def add_figures(report: Report, name: str, run: dict[str, Any], bars: bool) -> None:
@@ -98,14 +98,15 @@ def plot(runs: dict[str, dict[str, Any]], path: Path) -> None:
     first = next(iter(runs.values()))
     tail, (short, *_, long) = first["measured"]["tail"], map(int, first["measured"]["variants"]["none"]["passkey"])
     evaluation = first["settings"]["evaluation"]
-    losses = [glance["tail_loss"] for run in runs.values() for glance in run["glances"]]
-    base, lowest = tail["base_glance"], min(tail["base_glance"], *losses)
+    losses = [point["tail_loss"] for run in runs.values() for point in run["mid_training"]]
+    base, lowest = tail["base_mid_training"], min(tail["base_mid_training"], *losses)
     top = base + 5 * (base - lowest)
     figure = Figure(figsize=(10, 4.8), layout="constrained", dpi=120)
     panels = figure.subplot_mosaic([["far", "found"], ["loss", "found"]], height_ratios=[1, 4])
     far, loss, found = panels["far"], panels["loss"], panels["found"]
     for name, run in runs.items():
-        tokens, *values = ([glance[key] for glance in run["glances"]] for key in ("tokens", "tail_loss", "passkey"))
+        points, keys = run["mid_training"], ("tokens", "tail_loss", "passkey")
+        tokens, *values = ([point[key] for point in points] for key in keys)
         for axes, measured in zip((far, loss, found), (values[0], *values)):
             axes.plot(tokens, measured, label=name, **STYLES[name])
     loss.set_ylim(lowest - 0.3 * (base - lowest), top)
@@ -117,7 +118,7 @@ def plot(runs: dict[str, dict[str, Any]], path: Path) -> None:
         xytext=(0, -4), textcoords="offset points", va="top", fontsize=8, color="#555555",
     )  # fmt: skip
     loss.set_ylabel(f"loss of the last {tail['tokens']} of {long:,} tokens (nats)")
-    prompts = evaluation["depths"] * evaluation["glance_trials"]
+    prompts = evaluation["depths"] * evaluation["mid_training_trials"]
     found.set_ylabel(f"passkey accuracy at {long:,} tokens, {prompts} prompts")
     found.set_ylim(-0.04, 1.05)
     found.yaxis.set_major_formatter(PercentFormatter(1))
@@ -138,13 +139,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", choices=RUNS, nargs="*", default=list(RUNS))
     parser.add_argument("--output", type=Path, default=ROOT / "docs/finetune")
-    parser.add_argument("--replot", action="store_true", help="draw the curves of summary.json anew, and run nothing")
+    parser.add_argument("--replot", action="store_true", help="draw the curves of summary.json again, and run nothing")
     args = parser.parse_args()
     if args.replot:
         plot(json.loads((args.output / "summary.json").read_text())["runs"], args.output / "curves.png")
         return
     runs = {name: read_run(*finetune(name, *RUNS[name])) for name in args.only}
-    report = Report("fine-tunes of the shipped model at 4x", seed=0)
+    report = Report("fine-tunes of the bundled model at 4x", seed=0)
     print(flush=True)
     for name, run in runs.items():
         add_figures(report, name, run, bars=name == "yarn")

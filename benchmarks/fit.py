@@ -1,10 +1,10 @@
-"""Fitted rescale factors beside every named static method, on the shipped model: no weight changes.
+"""Fitted rescale factors beside every named static method, on the bundled model: no weight changes.
 
     python benchmarks/fit.py                   # ×2 to ×32, five seeds (×16: two, ×32: one)
     python benchmarks/fit.py --factors 8 --seeds 0
     python benchmarks/fit.py --ablation 0 --factors 4  # what each part of the fit does
 
-Fitted on the first half of *Persuasion*, measured on the second: pass keys at every length from a quarter of the
+Fitted on the first half of *Persuasion*, measured on the second: passkeys at every length from a quarter of the
 trained one to the target, text at the target length and within the trained one, the same samples for every method.
 One after another, so that the seconds are those of a fit that has the machine. Each part is kept in runs/fit, where a
 run that was stopped goes on.
@@ -131,7 +131,7 @@ def halves() -> tuple[str, str]:
 
 
 def part(factor: int, name: str, how: dict[str, Any] | None, to: int) -> dict[str, Any]:
-    """One method at one factor, from the file where it stands already."""
+    """One method at one factor, from the file where it is already."""
     path, trials = measured_file(factor, name, to, how is not None), trials_to(to * 512)
     if path.is_file():
         return json.loads(path.read_text())
@@ -230,7 +230,7 @@ def measure(
     windows: int = WINDOWS,
     short_windows: int = SHORT_WINDOWS,
 ) -> dict[str, Any]:
-    """Pass keys by length and trial, and the loss of each window, of the longest length and of the trained, in nats."""
+    """Passkeys by length and trial, and the loss of each window, of the longest length and of the trained, in nats."""
     haystack, engine = Haystack.from_text(text, prompter.tokenizer), Engine(model)
     keys = []
     for length, count in trials.items():
@@ -360,7 +360,7 @@ def compare(report: Report, factor: int, measured: dict[Any, Any], seeds: list[i
 
 
 def rescale_factors(factor: int, name: str) -> list[float]:
-    """λ of each pair of the shipped model, by a formula or as it was fitted."""
+    """λ of each pair of the bundled model, by a formula or as it was fitted."""
     fitted = name.startswith("fitted")
     method = read_saved(fit_file(factor, name)).method if fitted else make_method(name, float(factor))
     return method.rescale_factors(RopeGeometry.plain(64, 1250.0, 512)).tolist()

@@ -72,7 +72,7 @@ def main() -> None:
 
 
 def by_layer(factor: int, seed: int) -> dict[str, Any]:
-    """One fit and what it measures, from the file where it stands already."""
+    """One fit and what it measures, from the file where it is already."""
     path = measured_file(factor, f"by layer, seed {seed}", factor, True)
     if path.is_file():
         return json.loads(path.read_text())

@@ -73,7 +73,7 @@ def main() -> None:
 
 
 def kept(name: str, work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """From the file where it stands already."""
+    """From the file where it is already."""
     path = RUNS / f"{name}.json"
     if not path.is_file():
         say(name)

@@ -1,6 +1,6 @@
 """Perplexity beyond the trained length by llama.cpp, beside ours: the same weights, extended in a GGUF file.
 
-    python benchmarks/llama_cpp.py                            # the shipped model at 2, 4 and 8 times its length
+    python benchmarks/llama_cpp.py                            # the bundled model at 2, 4 and 8 times its length
     python benchmarks/llama_cpp.py --method fitted.json       # and at a saved method's factor
     python benchmarks/llama_cpp.py --model runs/SmolLM2-135M-Instruct --factors 2 --scored 256
 

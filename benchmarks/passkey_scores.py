@@ -2,7 +2,7 @@
 
     python benchmarks/passkey_scores.py
 
-Each prompt is answered twice: scored as `ctxext eval` does it, and by `generate`, which reads the prompt anew. Both
+Each prompt is answered twice: scored as `ctxext eval` does it, and by `generate`, which reads the prompt again. Both
 have to agree sample by sample. Beside them stands what the model answers where the prompt ends before the space that
 belongs to it, as the prompts of ctxext did at first: there the digits are right under teacher forcing, and the model
 begins a sentence instead.

@@ -2,7 +2,7 @@
 
     python benchmarks/recommend.py
 
-The command gets two thirds of *Persuasion*. On the last third, which it never saw, the shipped model is then measured
+The command gets two thirds of *Persuasion*. On the last third, which it never saw, the bundled model is then measured
 under every registered method and under the recommended one.
 """
 
@@ -97,7 +97,7 @@ def main() -> None:
     report.add("methods significantly ahead of the recommended", len(ahead), at_most=0)
     loss = summary.loss_difference(RECOMMENDED, best, longest)
     report.add(f"nats a token, recommended against {best}, lower end of 95%", loss.low)
-    report.add(f"nats a token at {trained}, price of the recommended", summary.gate(RECOMMENDED).loss.value)
+    report.add(f"nats a token at {trained}, regression of the recommended", summary.gate(RECOMMENDED).loss.value)
     report.finish(args.output, recommended=saved.method.to_dict(), why=saved.about["recommendation"])
 
 

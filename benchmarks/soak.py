@@ -28,7 +28,7 @@ class Soak:
 
 
 def measure(path: Path) -> None:
-    """A small grid on the shipped model, in many batches."""
+    """A small grid on the bundled model, in many batches."""
     import torch
 
     from ctxext.assets import MODEL, PERSUASION
@@ -53,7 +53,7 @@ def measure(path: Path) -> None:
 
 
 def recorded(path: Path) -> list[str]:
-    """The samples in the file and its journals, each as often as it stands there."""
+    """The samples in the file and its journals, each as often as it is there."""
     names = []
     for file in [path, *path.parent.glob(f"{path.name}.part-*")]:
         lines = file.read_bytes().split(b"\n")[:-1] if file.exists() else []

@@ -76,7 +76,7 @@ class Measured:
     Attributes:
         alone: of the longest windows, where the model reads at most one trained length that ends with each token or
             behind it, and at least half of one: what a user does without any extension.
-        stock: where it reads all that stands before; or why it cannot.
+        stock: where it reads all that comes before; or why it cannot.
         extended: the same, extended to that length; or why it cannot be.
         method: what it was extended by.
     """
@@ -216,7 +216,7 @@ def main() -> None:
     parser.add_argument("--windows", type=int, default=64)
     parser.add_argument("--runs", type=Path, default=ROOT / "runs/positions", help="where the models are kept")
     parser.add_argument("--output", type=Path, default=ROOT / "docs/positions")
-    parser.add_argument("--replot", action="store_true", help="draw the figure of summary.json anew, and run nothing")
+    parser.add_argument("--replot", action="store_true", help="draw the figure of summary.json again, and run nothing")
     args = parser.parse_args()
     if args.replot:
         plot(json.loads((args.output / "summary.json").read_text()), args.output / "positions.png")

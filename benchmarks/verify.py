@@ -3,7 +3,7 @@
     python benchmarks/verify.py --public runs/SmolLM2-135M-Instruct
 
 Twenty extensions of two models, by factor, method, precision and text. Each is run in its three states by plain
-transformers (float32, bfloat16) and by llama.cpp (F32; Q8_0 of the shipped model, BF16 of the public one), and judged
+transformers (float32, bfloat16) and by llama.cpp (F32; Q8_0 of the bundled model, BF16 of the public one), and judged
 by a short text alone, whose probe was made from the extended model in float32. Q8_0 of the public model has no bar:
 llama.cpp rounds activations as well, which moves it as much as a change of state does. `make smollm2` fetches it.
 """

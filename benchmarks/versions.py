@@ -2,7 +2,7 @@
 
     python benchmarks/versions.py
 
-Every static method on the shipped model, and on tiny models of the tests' families as far as 4.57 knows them, is saved
+Every static method on the bundled model, and on tiny models of the tests' families as far as 4.57 knows them, is saved
 by ctxext and loaded by each version without it. A figure is the largest difference of logits over a family's methods.
 That the extension is there at all is a figure too, and that 4.57 loses it, silently, without the keys of version 4.
 Of Phi-3 and OLMo-2 the two versions take no config in common (docs/engines.md): there 4.57 reads the one exported for
@@ -78,7 +78,7 @@ def static_methods(config: transformers.PreTrainedConfig) -> list[RopeScaling]:
     """An example of every method for RoPE that a config can say."""
     rope = read_context(config).rope
     examples = [method.example(rope, FACTOR) for method in list_methods("rope")]
-    return [each for each in examples if isinstance(each, RopeScaling) and not each.is_late]
+    return [each for each in examples if isinstance(each, RopeScaling) and not each.in_attention]
 
 
 def for_version_4(folder: Path) -> Path | None:
@@ -113,7 +113,7 @@ def run(python: Path, version: str, folders: dict[tuple[str, str], Path]) -> dic
 
 
 def model_of(family: str) -> transformers.PreTrainedModel:
-    return load(MODEL).float() if family == "shipped model" else tiny_model(family)
+    return load(MODEL).float() if family == "bundled model" else tiny_model(family)
 
 
 @torch.no_grad()
@@ -147,12 +147,12 @@ def main() -> None:
     families = [family for family in FAMILIES if family in json.loads(known.stdout)]
     transformers.logging.disable_progress_bar()
     with tempfile.TemporaryDirectory() as temporary:
-        folders, plain = save_all(["shipped model", *families], Path(temporary))
+        folders, plain = save_all(["bundled model", *families], Path(temporary))
         older = {key: for_version_4(path) if key[0] in EXPORTED else path for key, path in folders.items()}
         told = {key: path for key, path in older.items() if path is not None}
         newer = {key: folders[key] for key in told}
         bare = Path(temporary) / "bare"
-        told["bare", "yarn"] = without_version_4(folders["shipped model", "yarn"], bare)
+        told["bare", "yarn"] = without_version_4(folders["bundled model", "yarn"], bare)
         logits = {
             version: run(python, version, told if version == OLDER else newer) for version, python in pythons.items()
         }
@@ -166,7 +166,7 @@ def main() -> None:
         report.add(name, max(of_family.values()), at_most=1e-5)
     effects = [float(np.abs(running[key] - plain[key[0]]).max()) for key in newer]
     report.add("smallest effect of an extension on logits", min(effects), at_least=0.01)
-    lost = float(np.abs(found["bare", "yarn"] - running["shipped model", "yarn"]).max())
+    lost = float(np.abs(found["bare", "yarn"] - running["bundled model", "yarn"]).max())
     report.add(f"what {OLDER} loses without the keys of version 4", lost, at_least=0.01)
     report.add("models compared", len(newer))
     untold = sorted(set(folders) - set(newer))

@@ -58,7 +58,7 @@ def extend_context(
             path of a .json file that `ctxext fit` or `recommend` wrote, or an extension on the hub (owner/name); None
             for the encoding's default: yarn for RoPE, alibi_scaling, hierarchical (learned tables),
             sinusoidal_interpolation, bucket_scaling (T5), distance_interpolation (relative).
-        target_length: tokens to reach, in the place of `factor`.
+        target_length: tokens to reach, instead of `factor`.
         original_max_position_embeddings: the length in tokens at which the model was really trained,
             where you know better than its config and the table of checkpoints.
         existing: what to do with a model that is scaled already; other encodings than RoPE know "refuse" and
@@ -66,7 +66,7 @@ def extend_context(
             top; "replace" starts again from the original frequencies, which is also how a factor is lowered. `factor`
             counts from the present length for "keep" and "compose", from the original one for "replace", which is
             refused where nothing says that length.
-        length: pins a dynamic method at the scale of this many tokens, which makes it a static one.
+        length: freezes a dynamic method at the scale of this many tokens, which makes it a static one.
         rotated_copy: lets caches keep a copy of the keys as a dynamic method rotates them: decoding is faster, and
             the cache half as large again.
         **options: fields of the method, such as `beta_fast=16`.
@@ -86,7 +86,7 @@ def extend_context(
     if done is not None:
         raise RuntimeError(
             f"this model is extended already ({done.plan.summary}). Call restore_context(model) first, "
-            "then extend it anew."
+            "then extend it again."
         )
     plan = plan_extension(
         inner.config,
@@ -150,7 +150,7 @@ def extend_config(
     """
     plan = plan_extension(config, factor, method, **options)
     if plan.method is not None and not plan.is_portable:
-        pin = ", or pin it with length=" if plan.is_late and isinstance(plan.method, RopeScaling) else ""
+        pin = ", or freeze it with length=" if plan.in_attention and isinstance(plan.method, RopeScaling) else ""
         raise ValueError(
             f"config.json cannot express {plan.method.name}, as {plan.why_not_portable}. Extend a live model with "
             f"extend_context{pin}."

@@ -1,4 +1,4 @@
-"""Write the tables of the documents anew: methods from the registry, numbers from the JSON of `make figures`.
+"""Write the tables of the documents again: methods from the registry, numbers from the JSON of `make figures`.
 
 python docs/update_readme.py
 """
@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def comparison_table(file: str, page: str = ".") -> str:
-    """Passkey, perplexity and the price at short length of a summary, in Markdown.
+    """Passkey, perplexity and the short-context regression of a summary, in Markdown.
 
     Args:
         file: the summary, from the root; `page` is the folder of the page that links it.
@@ -34,17 +34,19 @@ def comparison_table(file: str, page: str = ".") -> str:
         "method",
         *(f"passkey at {int(length):,}" for length in asked),
         *(f"perplexity at {'–'.join(f'{int(end):,}' for end in band.split('-'))}" for band in bands),
-        *([f"price within {trained:,} (nats)"] if gated else []),
+        *([f"regression within {trained:,} (nats)"] if gated else []),
     ]
     lines = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
     for method, figure in figures.items():
         shares = figure["retrieval"]["passkey"].values() if asked else ()
         found = [Interval(**share).percent().partition(" n=")[0] for share in shares]
         loss = (figure["gate"] or {}).get("loss")
-        price = f"{loss['value']:+.3f} [{loss['low']:+.3f}, {loss['high']:+.3f}]" if loss and method != "none" else ""
+        regression = (
+            f"{loss['value']:+.3f} [{loss['low']:+.3f}, {loss['high']:+.3f}]" if loss and method != "none" else ""
+        )
         name = "baseline" if method == "none" else f"`{method}`"
         cells = [name, *found, *(f"{value:.1f}" for value in figure["perplexity"].values())]
-        cells += [price] if gated else []
+        cells += [regression] if gated else []
         lines.append("| " + " | ".join(cells) + " |")
     prompts = (
         f"{next(iter(asked.values()))['n']} prompts a cell, with 95% intervals over the texts that they share; "
@@ -105,7 +107,7 @@ def evaluators_table() -> str:
         "a perplexity curve of 32 points: time": "perplexity curve: time over plain",
         "scoring 16,384 tokens: growth of memory": "scoring: growth over stock",
     }
-    models = {"shipped model": "evaluators", "SmolLM2-135M-Instruct": "evaluators_SmolLM2-135M-Instruct"}
+    models = {"bundled model": "evaluators", "SmolLM2-135M-Instruct": "evaluators_SmolLM2-135M-Instruct"}
     lines = [f"| over the plain way, same answers | {' | '.join(models)} |", "|---" * (1 + len(models)) + "|"]
     files = {name: json.loads((ROOT / f"docs/benchmarks/{file}.json").read_text()) for name, file in models.items()}
     for label, figure in rows.items():
@@ -117,23 +119,23 @@ def evaluators_table() -> str:
 
 
 def finetune_table() -> str:
-    """What a fine-tune of the shipped model bought, of docs/finetune/summary.json."""
+    """What a fine-tune of the bundled model bought, of docs/finetune/summary.json."""
     summary = json.loads((ROOT / "docs/finetune/summary.json").read_text())
     head = [
         "fine-tuned by", "passkey at 2,048", "passkey at 512", "last 512 of 2,048 tokens (nats)",
-        "price within 512 (nats)", "tokens", "the whole command",
+        "regression within 512 (nats)", "tokens", "the whole command",
     ]  # fmt: skip
     lines = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
     for name, run in summary["runs"].items():
         before, after = (run["measured"]["variants"][variant] for variant in ("untrained", "trained"))
         (short, short_share), *_, (long, long_share) = after["passkey"].items()
-        tail, price = run["measured"]["tail"]["difference"], after["short_loss"]
+        tail, regression = run["measured"]["tail"]["difference"], after["short_loss"]
         cells = [
             f"`{name}`" if ", " not in name else "`{}`, {}".format(*name.split(", ")),
             f"{in_percent(before['passkey'][long]['value'], 1)}% → {in_percent(long_share['value'], 1)}%",
             f"{in_percent(before['passkey'][short]['value'], 1)}% → {in_percent(short_share['value'], 1)}%",
-            *(f"{d['value']:+.3f} [{d['low']:+.3f}, {d['high']:+.3f}]" for d in (tail, price)),
-            f"{run['glances'][-1]['tokens'] / 1e6:.2f} million",
+            *(f"{d['value']:+.3f} [{d['low']:+.3f}, {d['high']:+.3f}]" for d in (tail, regression)),
+            f"{run['mid_training'][-1]['tokens'] / 1e6:.2f} million",
             f"{run['seconds'] / 60:.1f} min",
         ]
         lines.append("| " + " | ".join(cells) + " |")
@@ -186,7 +188,7 @@ def choice_table() -> str:
 
 
 def attention_table() -> str:
-    """What late rotation costs, of docs/benchmarks/attention.json."""
+    """What in-attention RoPE costs, of docs/benchmarks/attention.json."""
     record = json.loads((ROOT / "docs/benchmarks/attention.json").read_text())
     lines = ["| over stock | | bar |", "|---|---|---|"]
     for name, figure in record["figures"].items():
@@ -205,7 +207,7 @@ def positions_table(each_seed: bool) -> str:
         "encoding",
         "extended by",
         f"loss at {trained:,}",
-        f"price at {trained:,} of ×{int(longer[-1]) // trained}",
+        f"regression at {trained:,} of ×{int(longer[-1]) // trained}",
         *(f"at {int(end):,}, {way}" for end in longer for way in ("baseline", "extended")),
     ]
 
@@ -241,11 +243,11 @@ def fit_table(each_seed: bool, page: str) -> str:
     head = [
         "",
         "method",
-        "keys found",
+        "passkeys found",
         "at the target",
-        "loss of a key (nats)",
+        "loss of a passkey (nats)",
         "perplexity",
-        "price within 512 (nats)",
+        "regression within 512 (nats)",
     ]
     lines = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
     for factor, part in summary["table"].items():
@@ -256,14 +258,14 @@ def fit_table(each_seed: bool, page: str) -> str:
             shown = {name: rows[name] for name in dict.fromkeys([best["keys"], best["text"]])}
             numbers = ("found", "found_at_target", "key_loss", "perplexity")
             mean = {key: sum(row[key] for row in fitted) / len(fitted) for key in numbers}
-            price = sum(row["short"]["value"] for row in fitted) / len(fitted)
+            regression = sum(row["short"]["value"] for row in fitted) / len(fitted)
             name = f"fitted, mean of {len(fitted)} seeds" if len(fitted) > 1 else "fitted, one seed"
-            shown[name] = {**mean, "short": {"value": price}}
+            shown[name] = {**mean, "short": {"value": regression}}
         for name, row in shown.items():
             short = row["short"]
-            price = "" if short is None else f"{short['value']:+.4f}"
+            regression = "" if short is None else f"{short['value']:+.4f}"
             if short and each_seed:
-                price += f" [{short['low']:+.4f}, {short['high']:+.4f}]"
+                regression += f" [{short['low']:+.4f}, {short['high']:+.4f}]"
             cells = [
                 f"×{factor}",
                 name if name.startswith("fitted") else f"`{name}`" if name != "none" else "baseline",
@@ -273,7 +275,7 @@ def fit_table(each_seed: bool, page: str) -> str:
                 f"{in_percent(row['found_at_target'])}%",
                 f"{row['key_loss']:.4f}",
             ]
-            lines.append("| " + " | ".join([*cells, f"{row['perplexity']:.2f}", price]) + " |")
+            lines.append("| " + " | ".join([*cells, f"{row['perplexity']:.2f}", regression]) + " |")
     how = summary["settings"]
     slowest = {
         factor: max(row["seconds"] or 0 for row in part["rows"].values()) / 60
@@ -304,7 +306,7 @@ def parts_table(file: str) -> str:
         changed = re.sub(r", seed \d+", "", changed)
         found.setdefault((factor, changed), {}).setdefault(kind, []).append(value)
     lines = [
-        "| | | keys found | loss of a key (nats) | perplexity | loss within 512, over |",
+        "| | | passkeys found | loss of a passkey (nats) | perplexity | loss within 512, over |",
         "|---|---|---|---|---|---|",
     ]
     for (factor, changed), by_kind in found.items():
@@ -321,7 +323,7 @@ def smollm2_table() -> str:
     figures = {name: figure["value"] for name, figure in file["figures"].items()}
     settings = file["settings"]
     lines = [
-        "| method | keys found | at the target | loss of a key (nats) | perplexity | loss within 8,192, over |",
+        "| method | passkeys found | at the target | loss of a passkey (nats) | perplexity | loss within 8,192, over |",
         "|---|---|---|---|---|---|",
     ]
     for method in ("none", "yarn", "llama3", "fitted"):
@@ -357,11 +359,11 @@ TABLES = {
         "layers": partial(parts_table, "docs/fit/by_layer.json"),
         "smollm2": smollm2_table,
     },
-    "docs/late_rotation.md": {
-        "dynamic-shipped": partial(dynamic_table, "docs/dynamic/austen-4m.json", "docs"),
+    "docs/in_attention.md": {
+        "dynamic-bundled": partial(dynamic_table, "docs/dynamic/austen-4m.json", "docs"),
         "dynamic-smollm2": partial(dynamic_table, "docs/dynamic/SmolLM2-135M-Instruct.json", "docs"),
-        "shipped-4x": partial(comparison_table, "docs/compare/austen-4m.json", "docs"),
-        "shipped-8x": partial(comparison_table, "docs/compare/austen-4m-8x.json", "docs"),
+        "bundled-4x": partial(comparison_table, "docs/compare/austen-4m.json", "docs"),
+        "bundled-8x": partial(comparison_table, "docs/compare/austen-4m-8x.json", "docs"),
         "smollm2-16k": partial(comparison_table, "docs/compare/smollm2-16k.json", "docs"),
         "cost": attention_table,
     },
@@ -379,7 +381,7 @@ TABLES = {
 
 
 def updated(text: str, tables: dict[str, Callable[[], str]]) -> str:
-    """`text` with what stands between its markers written anew."""
+    """`text` with what comes between its markers written again."""
     for name, table in tables.items():
         begin, end = f"<!-- begin {name} -->", f"<!-- end {name} -->"
         block = f"{begin}\n{table()}\n{end}"

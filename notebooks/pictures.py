@@ -127,7 +127,7 @@ def plot_score_maps(
     Each of the 100 × 100 cells is the mean over the distances that it covers, so no fast pair is aliased.
 
     Raises:
-        ValueError: a length is no multiple of 100.
+        ValueError: a length is not a multiple of 100.
     """
     if any(length % 100 for length in lengths):
         raise ValueError(f"each length must be a multiple of 100, the cells of a map's side, got {tuple(lengths)}.")

@@ -12,7 +12,7 @@ same losses but for rounding, and the same command resumes from the last checkpo
     adapter/         what was trained, with ctxext.json and a model card (model/ where every parameter is trained)
     merged/          if `merge: true`: one plain checkpoint
     log.jsonl        a line a step
-    glances.jsonl    mid-training evaluations
+    mid_training.jsonl    mid-training evaluations
     results.jsonl    the samples of the evaluation before and after (`ctxext report` makes a page of them)
     figures.json     every figure of the run, with settings, machine and versions
     checkpoints/     the last ones, to resume from
@@ -64,10 +64,10 @@ def train(run: Run, binding: dict[str, Any], measure: Measure | None) -> checkpo
     if last := checkpoints.latest_checkpoint(folder):
         done = checkpoints.load_checkpoint(last, run.model, run.optimizer, binding)
         accelerator.print(f"Resuming from {last}.")
-    log, glances = (Log(output / name, done.step, main) for name in ("log.jsonl", "glances.jsonl"))
+    log, mid_training = (Log(output / name, done.step, main) for name in ("log.jsonl", "mid_training.jsonl"))
     every = measure.every if measure else None
     if every and done.step == 0:
-        glances.add(measure.glance(run.model, done))
+        mid_training.add(measure.during(run.model, done))
     memory, read = PeakMemory(accelerator.device), training.batch_size * run.mixture.length
     with bar(run.steps, done.step, main) as advance:
         while done.step < run.steps:
@@ -80,8 +80,8 @@ def train(run: Run, binding: dict[str, Any], measure: Measure | None) -> checkpo
             accelerator.log({**outcome, **speed, "tokens": done.tokens}, step=done.step)
             advance(loss=outcome["loss"], left=(run.steps - done.step) * read, **speed)
             if every and (done.step % every == 0 or done.step == run.steps):
-                glances.add(measure.glance(run.model, done))
-                memory.restart()  # what a glance takes is not the training's
+                mid_training.add(measure.during(run.model, done))
+                memory.restart()  # what an evaluation takes is not the training's
             if done.step % training.checkpoint_every == 0 or done.step == run.steps:
                 wait, keep = accelerator.wait_for_everyone, training.keep_checkpoints
                 checkpoints.save_checkpoint(
@@ -112,7 +112,7 @@ class Run:
         """Train one step. Its loss is the mean over all targets of the batch, in nats, whoever read them.
 
         Raises:
-            FloatingPointError: the loss or the gradient is no number; names the rows. This step changed nothing (but
+            FloatingPointError: the loss or the gradient is not a number; names the rows. This step changed nothing (but
                 under DeepSpeed, whose engine has stepped by then).
         """
         training = self.settings.training
@@ -180,14 +180,13 @@ class Run:
         """Time and memory of so many micro-batches; None under DeepSpeed, whose engine takes no step without trace."""
         if self.accelerator.distributed_type == DistributedType.DEEPSPEED:
             return None
-        training = self.settings.training
         return estimate(
             self.probe,
             length=self.mixture.length,
             micro_batches=micro_batches,
             trained=sum(on_this_process(parameter) for parameter in trained_parameters(self.model).values()),
             memory=PeakMemory(self.accelerator.device),
-            multiple=math.lcm(2 * (training.shifted_sparse_groups or 1), engine_of(self.accelerator).pieces),
+            multiple=engine_of(self.accelerator).pieces,
         )
 
 
@@ -215,7 +214,7 @@ def main(arguments: list[str] | None = None) -> None:
 
     # 2. The base, extended on disk: an adapter that names it brings its RoPE scaling along.
     with accelerator.main_process_first():
-        base = MODEL if settings.model == "shipped" else checkpoint_folder(settings.model, settings.revision)
+        base = MODEL if settings.model == "bundled" else checkpoint_folder(settings.model, settings.revision)
         extended = extended_base(base, output / "base", **settings.extension.arguments())
     tokenizer = AutoTokenizer.from_pretrained(extended)
     (trained_length, _), (_, target_length) = (known_lengths(AutoConfig.from_pretrained(f)) for f in (base, extended))
@@ -267,7 +266,7 @@ def main(arguments: list[str] | None = None) -> None:
         measure.before(base)
     accelerator.init_trackers("ctxext", {key: str(value) for key, value in settings.binding().items()})
     done = train(run, binding, measure)
-    record = AdapterBase.of(extended, base if settings.model == "shipped" else settings.model, settings.revision)
+    record = AdapterBase.of(extended, base if settings.model == "bundled" else settings.model, settings.revision)
     saved = checkpoints.save_result(accelerator, run.model, output, record, tokenizer, kind=settings.trainable.kind)
     del run, model, optimizer, trained
     accelerator.free_memory()

@@ -40,7 +40,7 @@ class PositionedConfig(LlamaConfig):
 
 
 class NoRotation(nn.Module):
-    """In the place of a rotary embedding: a cosine of 1 and a sine of 0, which broadcast to every position."""
+    """Instead of a rotary embedding: a cosine of 1 and a sine of 0, which broadcast to every position."""
 
     def forward(self, hidden_states: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
         return hidden_states.new_ones(1, 1, 1), hidden_states.new_zeros(1, 1, 1)

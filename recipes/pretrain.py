@@ -1,7 +1,7 @@
 """Train the small model that ctxext ships, from nothing, on a CPU.
 
 A LLaMA of 4.2 million parameters reads five novels of Jane Austen, 512 tokens at a time, and learns
-on the way to find a pass key anywhere in those 512 tokens. *Persuasion* is held out.
+on the way to find a passkey anywhere in those 512 tokens. *Persuasion* is held out.
 
     apt-get download r-cran-janeaustenr && dpkg -x r-cran-janeaustenr_*.deb books
     python recipes/pretrain.py --books books/usr/lib/R/site-library/janeaustenr/data/Rdata.rdb \
@@ -146,7 +146,7 @@ def weighted_loss(model, ids: torch.Tensor, weights: torch.Tensor, dropout: floa
 
 
 def found(model, prompter, haystack, length: int) -> float:
-    """The share of 40 pass keys that the model finds in prompts of `length` tokens."""
+    """The share of 40 passkeys that the model finds in prompts of `length` tokens."""
     task = Passkey()
     depths = (0.0, 0.25, 0.5, 0.75, 1.0)
     places = task.places([length], depths, trials=8, seed=0)

@@ -1,4 +1,4 @@
-"""One forward pass under late rotation, and the attention function that transformers calls in each layer."""
+"""One forward pass under in-attention RoPE, and the attention function that transformers calls in each layer."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from transformers.cache_utils import Cache, DynamicCache
 
 from ctxext.attention import keys
 from ctxext.attention.masks import BlockMask, Rows, additive, block_mask, explicit
-from ctxext.attention.rotary import LateRotary, Layer, rotate
+from ctxext.attention.rotary import InAttentionRotary, Layer, rotate
 from ctxext.attention.softmax import Part, Softmax
 from ctxext.methods import Branch, PositionRemapping, RopeScaling
 
 # The keyword argument by which a pass reaches the attention function of each layer.
-KEYWORD = "late_rotation"
-IMPLEMENTATIONS = {"sdpa": "late_sdpa", "eager": "late_eager"}
+KEYWORD = "in_attention_rope"
+IMPLEMENTATIONS = {"sdpa": "in_attention_sdpa", "eager": "in_attention_eager"}
 
 
-def late_attention(
+def in_attention_rope(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **kwargs: Any
 ) -> tuple[Tensor, Tensor | None]:
     """An attention function of transformers' attention interface: rotates, then calls the model's own."""
     call = kwargs.pop(KEYWORD, None)
     if call is None:
         raise RuntimeError(
-            f"{type(module).__name__} was called without the positions of its tokens. A model rotated late runs as a "
-            "whole: call restore_context(model) before you use its layers alone, or build another model from its "
-            "config."
+            f"{type(module).__name__} was called without the positions of its tokens. A model with "
+            "in-attention RoPE runs as a whole. Call restore_context(model) before you use its layers alone, or build "
+            "another model from its config."
         )
     return call.attend(module, query, key, value, attention_mask, **kwargs)
 
@@ -45,7 +45,7 @@ def _register() -> None:
     from transformers import AttentionInterface, AttentionMaskInterface
 
     for name in IMPLEMENTATIONS.values():
-        AttentionInterface.register(name, late_attention)
+        AttentionInterface.register(name, in_attention_rope)
         AttentionMaskInterface.register(name, block_mask)
 
 
@@ -65,7 +65,7 @@ def own_attention(model: nn.Module, implementation: str) -> Callable[..., Any]:
             return own
     raise ValueError(
         f"{type(model).__name__} has attention code of its own that does not go through transformers' attention "
-        "interface, so nothing can be rotated late in it."
+        "interface, so nothing can be rotated in attention in it."
     )
 
 
@@ -76,7 +76,7 @@ class Call:
         positions: of the queries, in tokens, of shape (batch, query).
     """
 
-    def __init__(self, rotary: LateRotary, positions: Tensor, cache: Cache | None) -> None:
+    def __init__(self, rotary: InAttentionRotary, positions: Tensor, cache: Cache | None) -> None:
         self.rotary = rotary
         self.positions = positions
         self.cache = cache
@@ -159,9 +159,9 @@ class Call:
             key = self._rotated_keys(module, layer, places, key, rungs[:, 0], used, turned)
             return self._own(module, query, key, value, mask, **kwargs)
         if torch.compiler.is_compiling():
-            # Which queries stand on which rung is not known: each rung is worked out for all.
+            # Which queries are on which rung is not known: each rung is worked out for all.
             output: Any = None
-            for rung in range(rotary.late_lengths.shape[0]):
+            for rung in range(rotary.rung_lengths.shape[0]):
                 used = rotary.of_rung(torch.full_like(rungs[:, 0], rung))
                 turned_query = rotate(query, rotary.scaled(positions, *used), layer.convention)
                 turned_key = rotate(key, rotary.scaled(places, *used), layer.convention)
@@ -245,7 +245,7 @@ class Call:
             key = rotate(key, self.shared(("behind", n_keys), behind), layer.convention)
             return self._own(module, query, key, value, mask, **kwargs)
         branches = self.shared("branches", lambda: method.branches(rotary.rope))
-        # By index, as a function is no key of a dictionary in a compiled graph; branches may share one.
+        # By index, as a function is not a key of a dictionary in a compiled graph; branches may share one.
         seen: list[Tensor] = []
         for index, branch in enumerate(branches):
             done = [seen[i] for i in range(index) if branches[i].key is branch.key]
@@ -362,11 +362,11 @@ class BeforeForward:
         self, base: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         given = {**dict(zip(self.parameters, args)), **kwargs}
-        rotary: LateRotary = getattr(base, self.rotary_name)
+        rotary: InAttentionRotary = getattr(base, self.rotary_name)
         if base.config._attn_implementation not in IMPLEMENTATIONS.values():
             raise RuntimeError(
                 f"the attention implementation was set to {base.config._attn_implementation!r} after the model was "
-                "extended, so nothing would be rotated. Call restore_context(model), set it, and extend the model anew."
+                "extended, so nothing would be rotated. Call restore_context(model), set it, and extend again."
             )
         tokens = given.get("input_ids")
         if tokens is None:
@@ -378,8 +378,8 @@ class BeforeForward:
             positions = torch.arange(tokens.shape[1], device=tokens.device)[None] + seen
         if positions.ndim != 2:
             raise ValueError(
-                f"late rotation takes positions of shape (batch, tokens), got {tuple(positions.shape)}: positions of "
-                "several kinds, as multimodal models have them, cannot be rotated late."
+                f"in-attention RoPE takes positions of shape (batch, tokens), got {tuple(positions.shape)}: "
+                "positions of several kinds, as multimodal models have them, cannot be rotated in attention."
             )
         attentions = given.get("output_attentions") or getattr(base.config, "output_attentions", False)
         if attentions and isinstance(rotary.method, PositionRemapping):
@@ -396,7 +396,7 @@ class BeforeForward:
         given[KEYWORD] = Call(rotary, positions, cache)
         return (), given
 
-    def _cache(self, base: Any, rotary: LateRotary, given: dict[str, Any]) -> Cache | None:
+    def _cache(self, base: Any, rotary: InAttentionRotary, given: dict[str, Any]) -> Cache | None:
         cache, use_cache = given.get("past_key_values"), given.get("use_cache")
         if isinstance(rotary.method, RopeScaling) and rotary.method.of_the_call:
             if cache is not None or use_cache:

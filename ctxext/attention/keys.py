@@ -89,7 +89,7 @@ _FOLLOWED = (
 def positioned(base: type[CacheLayerMixin]) -> type[CacheLayerMixin]:
     """The subclass of a cache layer's class that knows positions."""
     members = {name: _followed(name) for name in _FOLLOWED if hasattr(base, name)}
-    # A layer type would register the class with transformers, in the place of the base's own.
+    # A layer type would register the class with transformers, instead of the base's own.
     members |= {
         "__module__": __name__,
         "_layer_type": None,
@@ -123,7 +123,7 @@ def _places_for(layer: Any) -> CacheLayerMixin:
     if isinstance(layer, DynamicLayer):
         return DynamicLayer()
     raise TypeError(
-        f"a cache layer of type {type(layer).__name__} is none that ctxext knows how to keep positions for. "
+        f"unsupported cache layer: {type(layer).__name__}. "
         "Use transformers' DynamicCache, StaticCache or QuantizedCache."
     )
 
@@ -173,7 +173,7 @@ def positions_of(cache: Cache | None, layer_idx: int, n_keys: int, queries: Tens
     if n_keys != queries.shape[1]:
         raise RuntimeError(
             f"layer {layer_idx} attends to {n_keys} keys whose positions are unknown. Its model keeps keys in a way "
-            "of its own; use another method than those that rotate late."
+            "of its own; use another method than those that rotate in attention."
         )
     return queries
 

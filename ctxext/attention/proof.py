@@ -1,4 +1,4 @@
-"""Finding out how a family rotates, by looking, and comparing late rotation with the stock model.
+"""Finding out how a family rotates, by looking, and comparing in-attention RoPE with the stock model.
 
 Nothing is assumed of a family: the queries and keys that reach attention in the stock model are compared with those
 that reach it when the rotary embedding gives the identity, under every way of rotating that is known here.
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ctxext.attention.call import KEYWORD
 from ctxext.attention.masks import additive
-from ctxext.attention.rotary import Convention, LateRotary, rotate
+from ctxext.attention.rotary import Convention, InAttentionRotary, rotate
 
 CONVENTIONS = (
     Convention("half_split"),
@@ -30,14 +30,14 @@ OUTPUT_BAR, HALF_OUTPUT_BAR = 1e-4, 1e-1
 
 
 class Looker:
-    """Stands in the place of a `Call`: sees queries and keys of every layer, and lets attention run.
+    """Stands instead of a `Call`: sees queries and keys of every layer, and lets attention run.
 
     Attributes:
         seen: by layer, the queries and keys that attention was given.
         instead: by layer, those that it is to be given, so that every layer sees the same tokens in both passes.
     """
 
-    def __init__(self, rotary: LateRotary, instead: dict[int, tuple[Tensor, Tensor]] | None = None) -> None:
+    def __init__(self, rotary: InAttentionRotary, instead: dict[int, tuple[Tensor, Tensor]] | None = None) -> None:
         self.rotary = rotary
         self.seen: dict[int, tuple[Tensor, Tensor]] = {}
         self.instead = instead
@@ -107,7 +107,7 @@ def look(model: Any, inputs: dict[str, Tensor], looker: Looker) -> dict[int, tup
 def conventions(
     stock: dict[int, tuple[Tensor, Tensor]],
     unrotated: dict[int, tuple[Tensor, Tensor]],
-    rotary: LateRotary,
+    rotary: InAttentionRotary,
     positions: Tensor,
 ) -> tuple[dict[int, Convention], float]:
     """For each layer the convention that turns unrotated queries and keys into the stock model's, and the worst error.
@@ -131,8 +131,8 @@ def conventions(
         if errors[best] > (HALF_BAR if half else EXACT_BAR):
             raise ValueError(
                 f"layer {index} does something to its queries and keys beside rotating them (no known rotation gives "
-                f"the stock model's: the nearest is {errors[best]:.1e} off), so they cannot be rotated late. Use a "
-                "method that changes frequencies, such as 'yarn'."
+                f"the stock model's: the nearest is {errors[best]:.1e} off), so they cannot be rotated in attention. "
+                "Use a method that changes frequencies, such as 'yarn'."
             )
         found[index] = best
         worst = max(worst, errors[best])

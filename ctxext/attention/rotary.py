@@ -1,4 +1,4 @@
-"""What stands in the place of a rotary embedding under late rotation: the identity, and the numbers to rotate by."""
+"""The rotary embedding under in-attention RoPE: it returns the identity, and holds the numbers to rotate by."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Convention:
 
 @dataclass(frozen=True)
 class Layer:
-    """What late rotation does in one layer.
+    """What in-attention RoPE does in one layer.
 
     Attributes:
         convention: how its queries and keys are rotated.
@@ -39,7 +39,7 @@ class Layer:
     within: bool
 
 
-class LateRotary(ExtendedRotary):
+class InAttentionRotary(ExtendedRotary):
     """Mixed into a family's rotary class: gives cos = 1 and sin = 0, and keeps what attention needs.
 
     Attributes:
@@ -65,9 +65,9 @@ class LateRotary(ExtendedRotary):
     phases: torch.dtype
 
     # Float32 and whole numbers, as buffers so that they follow the module; `exact_tables` undoes casts.
-    late_inv_freq: Tensor
-    late_scaling: Tensor
-    late_lengths: Tensor
+    rung_inv_freq: Tensor
+    rung_scaling: Tensor
+    rung_lengths: Tensor
     start_inv_freq: Tensor
     in_use_inv_freq: Tensor
     exact_tables: dict[str, Tensor]
@@ -82,9 +82,9 @@ class LateRotary(ExtendedRotary):
             lengths = torch.tensor([rope.original_max_position_embeddings])
             inv_freq, scalings = rope.inv_freq[None], torch.tensor([rope.attention_factor], dtype=torch.float64)
         self.exact_tables = {
-            "late_inv_freq": inv_freq.float(),
-            "late_scaling": scalings.float(),
-            "late_lengths": lengths,
+            "rung_inv_freq": inv_freq.float(),
+            "rung_scaling": scalings.float(),
+            "rung_lengths": lengths,
             "start_inv_freq": rope.inv_freq.float(),
             "in_use_inv_freq": self.in_use.inv_freq.float(),
         }
@@ -114,9 +114,9 @@ class LateRotary(ExtendedRotary):
     # ---------------------------------------------------------------------------------- cos and sin
 
     def rungs(self, positions: Int[Tensor, "*batch"]) -> Int[Tensor, "*batch"]:
-        """The rung of the ladder on which each position stands."""
-        last = self.late_lengths.shape[0] - 1
-        return torch.searchsorted(self.late_lengths.to(positions.device), positions + 1).clamp(max=last)
+        """The rung of the ladder on which each position is."""
+        last = self.rung_lengths.shape[0] - 1
+        return torch.searchsorted(self.rung_lengths.to(positions.device), positions + 1).clamp(max=last)
 
     def as_it_was(self, positions: Shaped[Tensor, "batch n"]) -> tuple[Tensor, Tensor]:
         """cos and sin as before the extension, of shape (batch, n, pair)."""
@@ -141,7 +141,7 @@ class LateRotary(ExtendedRotary):
     def of_rung(self, rung: Int[Tensor, " batch"]) -> tuple[Tensor, Tensor]:
         """Frequencies (batch, pair) and multiplier (batch) of a rung for each row."""
         device = rung.device
-        return self.late_inv_freq.to(device)[rung], self.late_scaling.to(device)[rung]
+        return self.rung_inv_freq.to(device)[rung], self.rung_scaling.to(device)[rung]
 
     def of_length(self, length: Int[Tensor, " batch"]) -> tuple[Tensor, Tensor]:
         """Frequencies (batch, pair) and multiplier (batch) of a method whose scale belongs to the whole call."""

@@ -51,7 +51,7 @@ def parse_pairs(pairs: Sequence[str] | None) -> dict[str, Any]:
     for pair in pairs or ():
         name, equals, text = pair.partition("=")
         if not equals:
-            raise typer.BadParameter(f"{pair!r} is no option; write NAME=VALUE, such as beta_fast=16.")
+            raise typer.BadParameter(f"{pair!r} is not an option; write NAME=VALUE, such as beta_fast=16.")
         try:
             found[name] = json.loads(text.lower() if text in ("True", "False") else text)
         except json.JSONDecodeError:
@@ -66,7 +66,7 @@ def parse_options(pairs: Sequence[str] | None) -> dict[str, Any]:
     options = parse_pairs(pairs)
     for name in options:
         if name in {*inspect.signature(extend_context).parameters, "say"} - {"rotated_copy"}:
-            raise typer.BadParameter(f"{name} is no option of a method. Leave it out: what --help lists stands for it.")
+            raise typer.BadParameter(f"{name} is not an option of a method. Use the flag that --help lists.")
     return options
 
 

@@ -174,7 +174,7 @@ def _write_probe(folder: Path, how: dict[str, Any], path: Path) -> None:
         if how:
             extend_context(model, **how)
         make_probe(model, AutoTokenizer.from_pretrained(folder)).save(path)
-    except Exception as error:  # whatever it is, memory too: the export stands without it
+    except Exception as error:  # whatever it is, memory too: the export is valid without it
         words = f"no {path.name} for ctxext verify: {in_flags(one_line(error))}"
         console.print(words, highlight=False, markup=False, soft_wrap=True)
         return
@@ -260,13 +260,13 @@ def _show(export: EngineExport, source: dict[str, Any], output: Path | None) -> 
     if any(len(flag) > LONG for flag in flags):
         at = next(i for i, flag in enumerate(flags) if len(flag) > LONG)
         flags = flags[: at - 1] + flags[at + 1 :]
-        _paragraph(f"with {where} in the place of the checkpoint's:", "dim")
+        _paragraph(f"with {where} instead of the checkpoint's:", "dim")
     if flags:
         _copied(_command(flags))
     elif export.config == source:
         _paragraph("the checkpoint as it is.")
     else:
-        _paragraph(f"{where} in the place of the checkpoint's, with", "dim")
+        _paragraph(f"{where} instead of the checkpoint's, with", "dim")
         _copied("\n".join(_lines(export)))
     for warning in export.warnings:
         _paragraph(f"note: {warning}")

@@ -40,7 +40,7 @@ def extend(
 ) -> None:
     """Write an extended copy of a checkpoint: a new config.json, and the same weight files, hard-linked.
 
-    Where a table of positions grows, they are written anew.
+    Where a table of positions grows, they are written again.
     """
     from ctxext.extension.metadata_file import RECORD
     from ctxext.hub.checkpoint import checkpoint_folder, extend_folder
@@ -66,7 +66,7 @@ def extend(
         console.print(f"note: {in_flags(note)}", highlight=False, markup=False)
     if not result.plan.is_portable:
         freeze = " To freeze it in the config instead, pass --length." * (
-            result.plan.is_late and isinstance(result.plan.method, RopeScaling)
+            result.plan.in_attention and isinstance(result.plan.method, RopeScaling)
         )
         console.print(
             f"note: config.json cannot express this, as {result.plan.why_not_portable}: "

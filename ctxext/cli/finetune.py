@@ -25,7 +25,7 @@ def finetune(
         path = recipes / "configs" / f"{config}.yaml"
     if not path.is_file():
         known = ", ".join(sorted(file.stem for file in (recipes / "configs").glob("*.yaml")))
-        raise FileNotFoundError(f"{config!r} is no file, and no config of that name is among the recipes: {known}.")
+        raise FileNotFoundError(f"{config!r} is not a file, and no config of that name is among the recipes: {known}.")
     spec = importlib.util.spec_from_file_location("ctxext_recipe_finetune", recipes / "finetune.py")
     assert spec is not None
     assert spec.loader is not None
@@ -36,6 +36,6 @@ def finetune(
 
 
 def recipes_folder() -> Path:
-    """Where the recipes stand: in the package when it is installed, beside it in a clone."""
+    """Where the recipes are: in the package when it is installed, beside it in a clone."""
     package = Path(sys.modules["ctxext"].__file__ or "").parent
     return next(folder for folder in (package / "recipes", package.parent / "recipes") if folder.is_dir())

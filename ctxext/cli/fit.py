@@ -89,7 +89,7 @@ def fit(
         console.print(fit_table(saved))
         if saved.about.get("kept_start"):
             start = saved.about["start"]
-            console.print(f"What was learned is no better than {start} on text that was not read: {start} is kept.")
+            console.print(f"The fitted factors are no better than {start} on held-out text: {start} is kept.")
         say_written(output, model, revision, original_max_position_embeddings)
 
 

@@ -74,7 +74,7 @@ def parse_depths(text: str) -> tuple[float, ...]:
             return tuple(k / (n - 1) for k in range(n)) if n > 1 else (0.5,)
         return tuple(dict.fromkeys(float(part) for part in text.split(",")))
     except ValueError:
-        raise typer.BadParameter(f"{text!r} are no depths; write how many (11), or 0.1,0.5,0.9.") from None
+        raise typer.BadParameter(f"{text!r} is not a list of depths; write how many (11), or 0.1,0.5,0.9.") from None
 
 
 def parse_settings(pairs: Sequence[str] | None) -> dict[str, dict[str, Any]]:
@@ -85,7 +85,7 @@ def parse_settings(pairs: Sequence[str] | None) -> dict[str, dict[str, Any]]:
     for name, value in parse_pairs(pairs).items():
         task, dot, setting = name.partition(".")
         if not dot:
-            raise typer.BadParameter(f"{name!r} is no setting; write TASK.NAME=VALUE, such as needle.distractors=3.")
+            raise typer.BadParameter(f"{name!r} is not a setting; write TASK.NAME=VALUE, such as needle.distractors=3.")
         settings.setdefault(task, {})[setting] = value
     return settings
 

@@ -153,7 +153,7 @@ def recommended_table(found: Recommended) -> Table:
     from rich import box
     from rich.table import Table
 
-    from ctxext.evals.choice import beyond_difference, by_measurement, found_share, price
+    from ctxext.evals.choice import beyond_difference, by_measurement, found_share, short_regression
     from ctxext.evals.statistics import in_percent
 
     summary, target = found.summary, found.summary.beyond[-1]
@@ -161,12 +161,12 @@ def recommended_table(found: Recommended) -> Table:
         title=f"{found.saved.about['model']}, {target:,} tokens from {summary.trained_length:,}",
         title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0),
         caption="found: of passkeys beyond the trained length, 95% intervals; points and nats: against the chosen "
-        f"one on its texts, nats a token over windows of {target:,}; price: more loss than the baseline within the "
-        "trained length, nats a token",
+        f"one on its texts, nats a token over windows of {target:,}; regression: more loss than the baseline within "
+        "the trained length, nats a token",
         caption_justify="left",
     )  # fmt: skip
     table.add_column("method", no_wrap=True)
-    for title in ("texts", "found", "points", "nats", "price", "loads in"):
+    for title in ("texts", "found", "points", "nats", "regression", "loads in"):
         table.add_column(title, justify="right", no_wrap=True)
     candidates = [variant for variant in found.texts if variant in summary.variants and variant != "none"]
     order = sorted(by_measurement(summary, candidates), key=lambda v: v != found.variant)
@@ -183,7 +183,7 @@ def recommended_table(found: Recommended) -> Table:
             else f"{in_percent(share.value)}% [dim]{in_percent(share.low)}–{in_percent(share.high)}[/]",
             "" if points is None else f"{100 * points.value:+.1f}",
             "" if loss is None else f"{loss.value:+.3f}",
-            f"{price(summary, variant):+.3f}",
+            f"{short_regression(summary, variant):+.3f}",
             "transformers" if variant in summary.portable else "ctxext.load",
             style="bold" if chosen else None,
         )

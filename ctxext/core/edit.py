@@ -137,7 +137,7 @@ class Edit:
         _swap(self.model, {id(pair.original): pair.extended for pair in pairs})
 
     def set_config_field(self, config: Any, name: str, value: Any) -> None:
-        """A field of a config's copy that only this process reads; it stays where a person sets it anew."""
+        """A field of a config's copy that only this process reads; it stays where a person sets it again."""
         self.undos.append(Undo("", "field", name, (config, value, config.__dict__.get(name, _ABSENT))))
         config.__dict__[name] = value
 

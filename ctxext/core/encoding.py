@@ -78,8 +78,8 @@ class ModuleEncoding(Encoding):
         factor, target = factor_and_target(request.factor, request.target_length, method, now.trained_length)
         if target <= now.trained_length:
             raise ValueError(
-                f"this model already covers {target} tokens: from {now.trained_length} ({now.source}) that is no "
-                "extension. Ask for more, or use it as it is."
+                f"this model already covers {target} tokens: its context is {now.trained_length} "
+                f"({now.source}). Ask for a longer target, or use it unextended."
             )
         if now.limit is not None:
             check_rows(target)

@@ -91,9 +91,9 @@ class Plan:
         return self.why_not_portable is None
 
     @property
-    def is_late(self) -> bool:
+    def in_attention(self) -> bool:
         """Whether it rotates inside attention."""
-        return self.method is not None and self.method.is_late
+        return self.method is not None and self.method.in_attention
 
     @property
     def summary(self) -> str:

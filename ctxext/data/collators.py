@@ -1,4 +1,4 @@
-"""Rows into a batch: which position each token stands at, and what keeps transformers from misreading that.
+"""Rows into a batch: which position each token is at, and what keeps transformers from misreading that.
 
 Without an attention mask and without a cache, transformers takes every step of positions other than +1 for the
 beginning of another document, and lets no token attend across it. That is wanted where rows hold several documents,
@@ -101,7 +101,7 @@ class Skipping(Collator):
 class PoSE(Skipping):
     """Chunks of random lengths, each moved on by a random number of positions, no less than the one before it.
 
-    u_0 = 0, u_i ~ U{u_(i-1), ..., target_length - n}: chunk i stands at its own positions plus u_i. The text itself
+    u_0 = 0, u_i ~ U{u_(i-1), ..., target_length - n}: chunk i is at its own positions plus u_i. The text itself
     is contiguous. Zhu et al. (2024), "PoSE: Efficient Context Window Extension of LLMs via Positional Skip-wise
     Training", arXiv 2309.10400, section 3.
 
@@ -164,7 +164,7 @@ class CREAM(Skipping):
 def check_positions(model: nn.Module, collator: Collator, length: int, vocab_size: int, *, batch_size: int = 1) -> None:
     """Prove on the live model that it reads the collator's positions as they are meant.
 
-    Skipping: the last token sees what stands before the last gap. Plain: a document does not see another one, but
+    Skipping: the last token sees what comes before the last gap. Plain: a document does not see another one, but
     its own beginning. Runs a handful of short forward passes in eval mode, and leaves the model as it was.
 
     Args:
@@ -183,7 +183,7 @@ def check_positions(model: nn.Module, collator: Collator, length: int, vocab_siz
         before = int(gaps[-1]) + 1 if len(gaps) else n // 2
         if not _influence(model, collator, row, slice(0, before), batch_size, vocab_size):
             raise RuntimeError(
-                f"positions that skip are read as packed documents: the last token does not see what stands before "
+                f"positions that skip are read as packed documents: the last token does not see what comes before "
                 f"a gap, so {type(collator).__name__} would train no long distance. Let the model get the collator's "
                 "attention_mask of ones as it is, and use another attention implementation if it does."
             )

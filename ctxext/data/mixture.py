@@ -1,4 +1,4 @@
-"""Which row comes when: a function of the seed and the row's number alone, so that a run goes on from any step."""
+"""Which row comes when: a function of the seed and the row's number alone, so that a run resumes from any step."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Mixture:
     def __init__(self, packed: Sequence[Packed], seed: int) -> None:
         lengths = {one.length for one in packed}
         if len(lengths) != 1:
-            raise ValueError(f"a mixture takes sources whose rows have one length, got lengths {sorted(lengths)}.")
+            raise ValueError(f"a mixture takes sources with rows of one length, got lengths {sorted(lengths)}.")
         self.packed, self.seed, self.length = tuple(packed), seed, lengths.pop()
         total = sum(one.source.weight for one in packed)
         self._shares = [one.source.weight / total for one in packed]

@@ -187,7 +187,7 @@ def pack(
 
 
 def _special_tokens(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
-    """What stands before and after a document: the tokenizer's own special tokens, or else EOS at the end."""
+    """What comes before and after a document: the tokenizer's own special tokens, or else EOS at the end."""
     full, bare = (tokenizer("a", add_special_tokens=special)["input_ids"] for special in (True, False))
     start = next(i for i in range(len(full)) if full[i : i + len(bare)] == bare)
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]

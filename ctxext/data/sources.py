@@ -190,7 +190,7 @@ def _files(found: Path) -> tuple[str, list[Path]]:
         )
     for path in files:
         if _is_empty(path):
-            raise ValueError(f"{path} is empty. Leave it out or write it anew.")
+            raise ValueError(f"{path} is empty. Leave it out or write it again.")
     return next(iter(kinds)), files
 
 
@@ -225,7 +225,7 @@ def _column(source: Source, dataset: Dataset) -> Dataset:
     if wanted not in dataset.column_names:
         raise ValueError(f"{source.name} has no column {wanted!r}{suggest(wanted, dataset.column_names)}")
     if not len(dataset):
-        raise ValueError(f"{source.name} has no rows. Leave it out or write it anew.")
+        raise ValueError(f"{source.name} has no rows. Leave it out or write it again.")
     dataset = dataset.select_columns([wanted])
     example = next((row[wanted] for row in dataset if row[wanted]), None)
     if name == "text" and not isinstance(example, str):

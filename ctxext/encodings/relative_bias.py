@@ -87,7 +87,7 @@ def relative_shift(scores: Float[Tensor, "*batch query distance"], n_keys: int) 
     """From one column a distance to one column a key.
 
     The columns of `scores` are the distances query - key from n_keys down to 1 - n_query, as XLNet lays them out.
-    The queries are the last of the keys: query i stands at position n_keys - n_query + i. Dai et al. (2019),
+    The queries are the last of the keys: query i is at position n_keys - n_query + i. Dai et al. (2019),
     "Transformer-XL", arXiv:1901.02860, appendix B.
 
     Raises:

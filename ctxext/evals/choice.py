@@ -294,7 +294,7 @@ def found_share(summary: Summary, variant: str, comparisons: int = 1) -> Interva
 
 
 def summary_loss(summary: Summary, variant: str) -> float:
-    """In nats a token, over windows of the longest length; infinite where it was not measured or is no number."""
+    """In nats a token, over windows of the longest length; infinite where it was not measured or is not a number."""
     loss = summary.loss(variant, summary.beyond[-1])
     return loss if loss is not None and math.isfinite(loss) else math.inf
 
@@ -304,8 +304,8 @@ def beyond_difference(summary: Summary, one: str, other: str) -> Difference | No
     return summary.difference(one, other, summary.deciding_tasks, summary.beyond)
 
 
-def price(summary: Summary, variant: str) -> float:
-    """More loss than the unextended model's within the trained length, in nats a token."""
+def short_regression(summary: Summary, variant: str) -> float:
+    """Loss beyond the baseline's within the trained length, in nats a token."""
     loss = summary.gate(variant).loss
     return 0.0 if loss is None else loss.value
 

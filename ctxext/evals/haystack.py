@@ -38,7 +38,7 @@ class Haystack:
     Attributes:
         token_ids: the tokens of the text, written once.
         token_starts: where each token begins, in characters, ascending.
-        sentence_ends: where each sentence ends, in characters, ascending: what is put there stands
+        sentence_ends: where each sentence ends, in characters, ascending: what is put there is
             between two sentences. Where a text has none, ends of lines, words or clauses.
         repeats: how often the text was written one after the other to be long enough.
         name: for people.
@@ -98,7 +98,7 @@ class Haystack:
         return 1 if length <= self.n_tokens else 1 - -length // self.n_tokens
 
     def says(self, phrase: re.Pattern[str], start: int, end: int) -> bool:
-        """Whether a phrase stands between two places, given in characters."""
+        """Whether a phrase is between two places, given in characters."""
         return phrase.search(self.text, start, end) is not None
 
     @property
@@ -213,7 +213,7 @@ def read_prose(path: str | Path) -> str:
     """The text in a file; of .jsonl, .json or .parquet, also gzipped, the column `text`, row by row.
 
     Raises:
-        ValueError: it is no UTF-8 text, or has no such column.
+        ValueError: it is not a UTF-8 text, or has no such column.
         OSError: it cannot be read.
     """
     if is_table(path):

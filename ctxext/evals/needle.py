@@ -1,7 +1,7 @@
 """Numbers hidden in natural text, asked for at the end: passkey, one needle, several, and among distractors.
 
 The passkey is that of Mohtashami and Jaggi (2023), "Landmark Attention", with the defects of its copies
-mended: the prompt is exact in tokens whatever the tokenizer, the number stands between two sentences,
+mended: the prompt is exact in tokens whatever the tokenizer, the number is between two sentences,
 every trial has a text of its own, and every sample is a function of its place and seed alone.
 """
 
@@ -147,7 +147,7 @@ class HiddenNumbers(RetrievalTask):
 def _trial_window(
     task: HiddenNumbers, length: int, trial: int, seed: int, attempt: int, prompter: Prompter, haystack: Haystack
 ) -> tuple[int, int, tuple[int, ...], int, int]:
-    """What all depths of a trial share, and with it what stands before their needles.
+    """What all depths of a trial share, and with it what comes before their needles.
 
     The piece of text, from and to in characters; where all but the first sentence go; and what is
     hidden takes so many tokens, with so many line breaks more before the question.
@@ -223,7 +223,7 @@ class Needle(HiddenNumbers):
     """Sentences that give somebody a number, asked for by whose it is. After Kamradt (2023) and RULER.
 
     Attributes:
-        needles: sentences asked for, in one question; the first stands at the depth, the others anywhere.
+        needles: sentences asked for, in one question; the first is at the depth, the others anywhere.
         distractors: further sentences of the same form, not asked for.
     """
 

@@ -31,7 +31,7 @@ class Window:
     """A piece of text to read.
 
     Attributes:
-        input_ids: its tokens, of which the first `n_bos` are no text.
+        input_ids: its tokens, of which the first `n_bos` are not text.
         scored_from: index of the first token whose loss counts; at least 1, as nothing predicts the first.
         n_bytes: UTF-8 bytes of the tokens whose loss counts.
     """
@@ -125,7 +125,7 @@ class SlidingPerplexity(TextTask):
 
 @dataclass(frozen=True)
 class ShortContext(Perplexity):
-    """The windows of `Perplexity`, with the most likely token at each place: the price at short length."""
+    """The windows of `Perplexity`, with the most likely token at each position: for the short-context regression."""
 
     name: ClassVar[str] = "short"
 

@@ -125,7 +125,7 @@ class Prompter:
             _, closed, said = text.rpartition("</think>")
             began = "<think>" in text or self.decode(prompt_ids[-8:]).rstrip().endswith("<think>")
             ran_out = len(answer_ids) >= budget
-            # Thoughts that did not end within the budget are no answer.
+            # Thoughts that did not end within the budget are not answer.
             text = said if closed or not (began or ran_out) else ""
         for special in self.tokenizer.all_special_tokens:
             text = text.replace(special, "")

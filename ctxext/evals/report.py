@@ -93,7 +93,7 @@ def _comparison(summary: Summary) -> dict[str, Any]:
 
 
 def _columns(summary: Summary) -> Iterator[tuple[str, str, dict[str, Figure | None]]]:
-    """Of each column the group, the heading, and what stands in the row of each variant."""
+    """Of each column the group, the heading, and what is in the row of each variant."""
     variants, tasks = summary.variants, summary.retrieval_tasks
     for task in tasks:
         by_length = {v: summary.by_length(v, task) for v in variants}
@@ -117,7 +117,7 @@ def _columns(summary: Summary) -> Iterator[tuple[str, str, dict[str, Figure | No
         cells = {v: r and Figure(_tokens(r.length), f"certain: {_tokens(r.certain)}") for v, r in reached.items()}
         yield "effective length (tokens)", rule, cells
     gates = {v: summary.gate(v) for v in variants if v != UNEXTENDED}
-    group = f"price within the trained {summary.trained_length:,} tokens"
+    group = f"short-context regression (within {summary.trained_length:,} tokens)"
     yield group, "nats a token", {v: _difference(gate.loss, 1, 3) for v, gate in gates.items()}
     yield group, "same top token", {v: _share(gate.agreement, digits=1) for v, gate in gates.items()}
     for task in tasks:

@@ -1,9 +1,9 @@
 """The results file: one JSON line a sample, written so that nothing measured is lost and nothing is measured twice.
 
 The first line says what was measured with what; every other line is a sample, in the order of the grid.
-While a run goes on, each process keeps a journal beside the file (`results.jsonl.part-0`): one line for
+During a run each process keeps a journal beside the file (`results.jsonl.part-0`): one line for
 each batch, behind a header for each run that wrote there. At the end the journals are merged into the file
-and removed. A run that was killed at any moment goes on from its journals, with any number of processes.
+and removed. A run that was killed at any moment resumes from its journals, with any number of processes.
 
 Each process holds a lock of the operating system (`.results.jsonl.part-0.lock`), so a second run on the same file is
 refused. The lock ends with the process, however that ends.
@@ -33,7 +33,7 @@ class Header:
     """What was measured, and with what.
 
     Attributes:
-        identity: facts that must agree for two measurements to stand in one file: model, tokenizer, text,
+        identity: facts that must agree for two measurements to are in one file: model, tokenizer, text,
             seed, how answers are scored, versions. The base's weights, in `about`, must agree as well.
         tasks: each task with its settings.
         variants: each way in which the model was run, with its fingerprint and method.
@@ -72,7 +72,7 @@ class Header:
     def _facts(self) -> dict[str, Any]:
         tasks = {f"task {name}": settings for name, settings in self.tasks.items()}
         variants = {f"variant {name}": value for name, value in self.variants.items()}
-        # Of the base: whatever its name, another model's variants are no variants of this one.
+        # Of the base: whatever its name, another model's variants are not variants of this one.
         weights = {"weights": self.about["weights"]} if "weights" in self.about else {}
         return {**self.identity, **weights, **tasks, **variants}
 
@@ -115,7 +115,7 @@ def read_results(path: str | Path) -> Results:
     """
     results = _read_all(Path(path))
     if results is None and not Path(path).exists():
-        raise FileNotFoundError(f"{path} is no file here. Write one with ctxext eval or ctxext compare.")
+        raise FileNotFoundError(f"{path} does not exist. Write one with ctxext eval or ctxext compare.")
     if results is None:
         raise ValueError(f"{path} holds no results. Write some with ctxext eval or ctxext compare.")
     return results
@@ -133,7 +133,7 @@ def _read_all(path: Path) -> Results | None:
         for record in batches:
             name = (record["variant"], record["key"])
             if records.setdefault(name, record) != record:
-                raise ValueError(f"{file} is corrupt: sample {name[1]} of {name[0]} stands there with two outcomes.")
+                raise ValueError(f"{file} is corrupt: sample {name[1]} of {name[0]} has two outcomes.")
     return None if header is None else Results(path, header, _in_order(header, records.values()))
 
 
@@ -302,7 +302,7 @@ class ResultsWriter:
             raise OSError(
                 error.errno,
                 f"cannot write results: {error.strerror}. {counted(len(self.done), 'sample')} kept in {self._part}. "
-                "Make room and run the same command again: it goes on from there",
+                "Make room and run the same command again: it resumes",
                 str(self._part),
             ) from None
         self._size += len(data)

@@ -1,6 +1,6 @@
 """Run a grid of samples on a model: what is missing in the results file is measured, batch by batch, and written.
 
-The grid is cut into batches by its settings alone, so that a run that was killed and goes on measures the
+The grid is cut into batches by its settings alone, so that a run that was killed and resumed measures the
 same batches. Processes share them in turn.
 """
 

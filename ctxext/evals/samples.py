@@ -22,7 +22,7 @@ from ctxext.utils.values import suggest
 
 @dataclass(frozen=True)
 class Place:
-    """Where a sample stands: `length` in tokens, `depth` from 0 to 1 (None: the task draws its own)."""
+    """Where a sample is: `length` in tokens, `depth` from 0 to 1 (None: the task draws its own)."""
 
     task: str
     length: int
@@ -54,7 +54,7 @@ def numbers_in(text: str, fewest: int) -> list[str]:
     and with or without a thousands separator: a comma, a point, a space or an apostrophe before every three digits from
     the right. So `11.063` is 11063. Where numbers of three digits could be answers, there are no thousands separators.
     A number with a fraction (also `.0`), an exponent or a minus sign keeps them, so that it equals no integer. A comma
-    between two numbers of `fewest` digits separates them. A hyphen after a word or a space after one is no minus sign.
+    between two numbers of `fewest` digits separates them. A hyphen after a word or a space after one is no minus.
     Years, counts and dates are too short to be there.
     """
     text = re.sub(r"\d", lambda digit: str(int(digit[0])), text.translate(_PLAIN))
@@ -118,7 +118,7 @@ class RetrievalTask(ABC):
     """A task that hides something in a text and asks for it: a frozen dataclass, its fields the settings.
 
     Attributes:
-        uses_depth: whether what is hidden stands at a depth that the grid sets.
+        uses_depth: whether what is hidden is at a depth that the grid sets.
         looks_up: whether it only has to be found, so that a model which does the task does it nearly always where
             the text is short.
     """

@@ -87,9 +87,7 @@ def run_with_bar(runner: Runner, path: Path, variants: Sequence[Variant], *, mer
     except BaseException as error:
         # After a refusal the same command would be refused again.
         if not isinstance(error, ValueError) and list(path.parent.glob(f"{path.name}.part-*")):
-            console.print(
-                f"What was measured is kept beside {path}; the same command goes on from there.", soft_wrap=True
-            )
+            console.print(f"What was measured is kept beside {path}; the same command resumes.", soft_wrap=True)
         raise
 
 
@@ -124,7 +122,7 @@ def print_summary(summary: Summary) -> None:
 
 
 def summary_table(summary: Summary) -> Table:
-    """A row a variant: retrieval with its interval, perplexity, the price at short length."""
+    """A row a variant: retrieval with its interval, perplexity, short-context regression."""
 
     model = next(iter(summary.header.variants.values()))["model"]
     table = _table(f"{model}, trained at {summary.trained_length:,} tokens", "variant")
@@ -151,7 +149,7 @@ def summary_table(summary: Summary) -> Table:
     gates = {variant: summary.gate(variant) for variant in summary.variants}
     gated = any(gate.loss for name, gate in gates.items() if name != UNEXTENDED)
     if gated:
-        column("price", "(nats)")
+        column("regression", "(nats)")
     for variant in summary.variants:
         row = [label(variant)]
         for group in groups:
@@ -238,14 +236,14 @@ def _caption(summary: Summary, gated: bool, key: int) -> str:
     if key:
         said.append(f"keys: {counted(key, 'token')} in need of long context, by LongPPL's rule")
     if gated:
-        said.append("price: more loss than the baseline within the trained length")
+        said.append("regression: more loss than the baseline within the trained length")
     if summary.cannot_run:
         said.append(f"blank: {summary.cannot_run}")
     return "; ".join(said)
 
 
 def finish(results: Results, path: Path) -> None:
-    """What stands at the end of a measurement: the tables, and where its samples are."""
+    """What is shown at the end of a measurement: the tables, and where its samples are."""
 
     print_summary(Summary(results))
     said = f"{counted(len(results.records), 'sample')} in {path}; ctxext report {path} makes a page of them."

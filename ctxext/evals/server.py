@@ -54,7 +54,7 @@ class ServedModel(Endpoint):
             tells the number of parameters and bytes. Give each served variant a name of its own
             (vLLM and SGLang: --served-model-name, llama.cpp: --alias).
         max_length: tokens of prompt and answer together, if the server tells. llama.cpp's older servers tell the
-            trained length (n_ctx_train) instead of the served one, so it is no ground for leaving samples out.
+            trained length (n_ctx_train) instead of the served one, so it is not a ground for leaving samples out.
 
     Raises:
         ValueError: an argument makes no sense, the address is no such server's, or it has not this model.
@@ -87,7 +87,7 @@ class ServedModel(Endpoint):
 
         meta = self.card.get("meta") or {}
         self.max_length: int | None = self.card.get("max_model_len") or meta.get("n_ctx") or meta.get("n_ctx_train")
-        # Not the whole card: vLLM draws "created" and the permission's id anew for every request.
+        # Not the whole card: vLLM draws "created" and the permission's id again for every request.
         told = ("id", "root", "parent", "max_model_len", "meta")
         self.fingerprint = fingerprint(*(self.card.get(key) for key in told))
 

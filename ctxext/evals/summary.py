@@ -57,20 +57,20 @@ class Summary:
     def __init__(self, results: Results) -> None:
         for part, name in (("identity", "seed"), ("about", "trained_length"), ("about", "lengths")):
             if name not in getattr(results.header, part):
-                raise ValueError(f"{results.path} has no {part}.{name} in its header. Restore it, or measure anew.")
+                raise ValueError(f"{results.path} has no {part}.{name} in its header. Restore it, or measure again.")
         for name, about in results.header.variants.items():
             if "model" not in about:
-                raise ValueError(f"{results.path} has no model of {name} in its header. Restore it, or measure anew.")
+                raise ValueError(f"{results.path} has no model of {name} in its header. Restore it, or measure again.")
         try:
             check_alike(results.records)
         except CorruptLine as error:
-            raise ValueError(f"{results.path} is corrupt: {error}. Restore it, or measure anew.") from None
+            raise ValueError(f"{results.path} is corrupt: {error}. Restore it, or measure again.") from None
         try:
             self.control = Control.of_header(results.header.about)
             failing = {} if self.control is None else self.control.failing
         except (AttributeError, KeyError, TypeError):
             raise ValueError(
-                f"{results.path} has a broken about.control in its header. Restore it, or measure anew."
+                f"{results.path} has a broken about.control in its header. Restore it, or measure again."
             ) from None
         self._failing = failing
         self._results = results
@@ -121,7 +121,7 @@ class Summary:
         if self.control is None or not failed:
             return ""
         return (
-            f"Not counted: {', '.join(failed)}, of which the baseline has to find {in_percent(ENOUGH)}% within "
+            f"Not counted: {', '.join(failed)}. The baseline must find {in_percent(ENOUGH)}% within "
             f"{self.control.length:,} tokens for a difference between methods to mean anything."
         )
 
@@ -314,7 +314,7 @@ class Summary:
     # ------------------------------------------------------------------------------------ what it means
 
     def gate(self, variant: str) -> Gate:
-        """The price of `variant` within the trained length."""
+        """The short-context regression of `variant`."""
         lengths = self.lengths("short")
         top1 = {r["trial"]: unpacked(r, "top1") for r in self.of(UNEXTENDED, "short")}
         same = {

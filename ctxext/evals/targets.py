@@ -53,7 +53,7 @@ class Variant:
     def describe(self, target: Target) -> dict[str, Any]:
         """For the results' header."""
         plan = target.plan(self)
-        # As it will be read back, so that a run may go on: JSON has lists for tuples.
+        # As it will be read back, so that a run may resume: JSON has lists for tuples.
         extension = None if plan is None else json.loads(json.dumps(plan.to_dict()))
         return {
             "model": target.name,
@@ -274,12 +274,12 @@ def check_continues_text(config: PreTrainedConfig) -> None:
     if config.is_encoder_decoder:
         raise ValueError(_unmeasured(config, "is an encoder-decoder: it answers a text instead of continuing it"))
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and not getattr(config, "auto_map", None):
-        raise ValueError(_unmeasured(config, "is no language model: it does not predict the next token"))
+        raise ValueError(_unmeasured(config, "is not a language model: it does not predict the next token"))
 
 
 @torch.no_grad()
 def check_causal(model: PreTrainedModel) -> None:
-    """Raise ValueError if what `model` makes of a token depends on the token after it, as in BERT and kin."""
+    """Raise ValueError if what `model` makes of a token depends on the token after it, as in encoders such as BERT."""
     ids = torch.tensor([[0, 0], [0, 1]], device=model.device)
     here, after = (
         float(difference) for difference in model(input_ids=ids).logits.float().diff(dim=0)[0].abs().amax(-1)
@@ -329,7 +329,7 @@ def outcome(sample: Sample, text: str, logprob: float | None = None) -> Record:
 
 
 def digit_accuracy(sample: Sample, text: str) -> float | None:
-    """The share of the digits asked for that a text has right, at their place; None where the answer is no number."""
+    """The share of the answer's digits that a text has right, in place; None where the answer is not a number."""
     if sample.metric != "numbers":
         return None
     pairs = zip(sample.numbers(text), sample.references)

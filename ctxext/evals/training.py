@@ -37,13 +37,13 @@ from ctxext.utils.processes import Processes
 
 # The variants of results.jsonl: the base as it is, extended, and trained.
 BASE, UNTRAINED, TRAINED = UNEXTENDED, "untrained", "trained"
-GLANCE_SEED = 1_000  # other passkeys than those that are measured before and after
+MID_TRAINING_SEED = 1_000  # other passkeys than those that are measured before and after
 
 
 class Measure:
-    """Pass keys and perplexity before, during and after. It reads a text that was not trained on.
+    """Passkeys and perplexity before, during and after. It reads a text that was not trained on.
 
-    Two figures stand beside those of `ctxext eval`: the loss of the last `trained_length` tokens of windows of the
+    Two figures appear beside those of `ctxext eval`: the loss of the last `trained_length` tokens of windows of the
     target length, and what the base loses on the same tokens when it sees as much as it was trained with.
 
     Args:
@@ -63,7 +63,7 @@ class Measure:
                 "it to null: before and after are measured on copies."
             )
         chosen = self.chosen
-        text = PERSUASION if chosen.text == "shipped" else find_file(chosen.text, folder)
+        text = PERSUASION if chosen.text == "bundled" else find_file(chosen.text, folder)
         self.prompter = Prompter(tokenizer)
         self.haystack = Haystack.from_file(text, tokenizer, at_least=target)
         depths = tuple(k / max(1, chosen.depths - 1) for k in range(chosen.depths))
@@ -85,10 +85,10 @@ class Measure:
             )
 
     def check_new(self) -> None:
-        """Raise FileExistsError where a run begins anew and its results file has the figures of another."""
+        """Raise FileExistsError where a run begins again and its results file has the figures of another."""
         if self.path.is_file() and TRAINED in read_results(self.path).header.variants:
             raise FileExistsError(
-                f"{self.path} holds the figures of a model that was trained before, and this run begins anew. Set "
+                f"{self.path} holds the figures of a model that was trained before, and this run begins again. Set "
                 "another output, or remove that file."
             )
 
@@ -99,7 +99,7 @@ class Measure:
         self.base_tail = self._tail(model, self.grid.windows, sees=self.trained)
 
     def after(self, saved: Path) -> dict[str, Any]:
-        """What was saved, loaded anew; every figure of the three."""
+        """What was saved, loaded again; every figure of the three."""
         model = self._load(ctxext.load, saved)
         results = self._run(model, saved.parent.name, [Variant(TRAINED)], merge=True)
         tail = self._tail(model, self.grid.windows, sees=self.target)
@@ -107,7 +107,7 @@ class Measure:
             return {}
         summary = Summary(results)
         print_summary(summary)
-        n, windows, glanced = self.trained, self.grid.windows, self.chosen.glance_windows
+        n, windows, looked = self.trained, self.grid.windows, self.chosen.mid_training_windows
         difference = paired_loss_difference(tail, self.base_tail, [n] * windows)
         return {
             "variants": {name: figures_of(summary, name) for name in summary.variants},
@@ -116,25 +116,25 @@ class Measure:
                 "windows": windows,
                 "loss": sum(tail) / (n * windows),
                 "base_loss_within_its_length": sum(self.base_tail) / (n * windows),
-                "base_glance": sum(self.base_tail[:glanced]) / (n * glanced),
+                "base_mid_training": sum(self.base_tail[:looked]) / (n * looked),
                 "difference": difference._asdict(),
             },
         }
 
-    def glance(self, model: nn.Module, done: Progress) -> dict[str, Any]:
-        """The loss of the last tokens and the share of pass keys found, at the target length, as it stands."""
+    def during(self, model: nn.Module, done: Progress) -> dict[str, Any]:
+        """The loss of the last tokens and the share of passkeys found, at the target length, as it is."""
         inner, chosen = transformers_model(model), self.chosen
         with in_eval_mode(model), self.accelerator.autocast():
-            tail, found = self._tail(inner, chosen.glance_windows, sees=self.target), self._found(inner)
-        figures = {"tail_loss": sum(tail) / (self.trained * chosen.glance_windows)}
+            tail, found = self._tail(inner, chosen.mid_training_windows, sees=self.target), self._found(inner)
+        figures = {"tail_loss": sum(tail) / (self.trained * chosen.mid_training_windows)}
         if found is not None:
             figures["passkey"] = found
         return {"step": done.step, "tokens": done.tokens, **figures}
 
     def _found(self, model: Any) -> float | None:
-        """The share of pass keys that a glance finds at the target length."""
-        trials = self.chosen.glance_trials
-        places = Passkey().places([self.target], self.grid.depths, trials, GLANCE_SEED)
+        """The share of passkeys that a mid-training evaluation finds at the target length."""
+        trials = self.chosen.mid_training_trials
+        places = Passkey().places([self.target], self.grid.depths, trials, MID_TRAINING_SEED)
         samples = [Passkey().sample(place, self.prompter, self.haystack) for place in places]
         n = len(self.grid.depths)
         answers = Engine(model).forced([samples[k : k + n] for k in range(0, len(samples), n)]) if samples else ()
@@ -176,7 +176,7 @@ class Measure:
 
 
 def figures_of(summary: Summary, variant: str) -> dict[str, Any]:
-    """Shares of pass keys by length, perplexity by band, and the price within the trained length, with intervals."""
+    """Shares of passkeys by length, perplexity by band, and the short-context regression, with intervals."""
     lengths, gate = summary.read_lengths, summary.gate(variant)
     return {
         "passkey": {n: share._asdict() for n, share in summary.by_length(variant, "passkey").items()},
@@ -194,7 +194,9 @@ def card_table(measured: dict[str, Any]) -> dict[str, dict[str, str]]:
         row = {f"passkey at {int(n):,}": f"{in_percent(share['value'])}%" for n, share in figures["passkey"].items()}
         read = {band: value for band, value in figures["perplexity"].items() if value is not None}
         row |= {f"perplexity at {band}": f"{value:.2f}" for band, value in read.items()}
-        if price := figures["short_loss"]:
-            row["price at short length (nats)"] = f"{price['value']:+.4f} [{price['low']:+.4f}, {price['high']:+.4f}]"
+        if regression := figures["short_loss"]:
+            row["short-context regression (nats)"] = (
+                f"{regression['value']:+.4f} [{regression['low']:+.4f}, {regression['high']:+.4f}]"
+            )
         table[names[variant]] = row
     return table

@@ -27,7 +27,7 @@ from ctxext.extension.metadata_file import RECORD, read_record
 from ctxext.extension.request import plan_extension
 from ctxext.extension.rope import RopePlan
 from ctxext.hub.checkpoint import read_config
-from ctxext.methods import ContextMethod, geometry_in_use, longrope_parameters
+from ctxext.methods import ContextMethod, RopeScaling, geometry_in_use, longrope_parameters
 from ctxext.models.config_fields import ROPE_FIELDS, check_config
 from ctxext.models.context import read_context
 from ctxext.models.metadata import check_mark
@@ -120,8 +120,8 @@ class _File:
             raise ValueError(f"{path} is one part of {parts}. Join them: llama-gguf-split --merge.")
         if self.architecture not in ARCHITECTURES:
             raise ValueError(
-                f"{path} is of llama.cpp's architecture {self.architecture!r}, whose graph is not known here "
-                f"(known: {', '.join(ARCHITECTURES)}). llama.cpp's own options --rope-scaling, --rope-scale and "
+                f"{path} has llama.cpp's architecture {self.architecture!r}, which is not supported "
+                f"(supported: {', '.join(ARCHITECTURES)}). llama.cpp's own options --rope-scaling, --rope-scale and "
                 "--yarn-orig-ctx apply PI and YaRN as it runs."
             )
 
@@ -227,7 +227,7 @@ _ROPE = {
 
 def _reader(path: Path) -> GGUFReader:
     if not path.is_file():
-        raise FileNotFoundError(f"{path} is no file. Pass the path of a GGUF file.")
+        raise FileNotFoundError(f"{path} is not a file. Pass the path of a GGUF file.")
     base: Any = _gguf().GGUFReader
 
     class Reader(base):
@@ -242,7 +242,7 @@ def _reader(path: Path) -> GGUFReader:
     try:
         reader = Reader(path)
     except (ValueError, IndexError, KeyError, OverflowError, RecursionError) as error:
-        raise ValueError(f"{path} is no whole GGUF file ({one_line(error)}). {_AGAIN}") from error
+        raise ValueError(f"{path} is not a complete GGUF file ({one_line(error)}). {_AGAIN}") from error
     if reader.byte_order != "I":
         raise ValueError(f"{path} is of the other byte order. Convert it with the gguf package's gguf-convert-endian.")
     return cast("GGUFReader", reader)
@@ -270,7 +270,7 @@ def _as_rope_parameters(
             parameters["original_max_position_embeddings"] = original
     elif kind not in ("linear", "none"):
         raise ValueError(
-            f"the file's scaling {kind!r} is in two tables, of which llama.cpp takes one by the size of the context. "
+            f"the file's scaling {kind!r} has two tables, and llama.cpp picks one by the size of the context. "
             "Extend the folder that it was converted from."
         )
     if factors is None and attention_factor == 1.0:
@@ -286,7 +286,7 @@ def context_of_gguf(path: str | Path) -> PreTrainedConfig:
 
     Raises:
         FileNotFoundError: no such file.
-        ValueError: it is no GGUF file, or of an architecture that is not known here.
+        ValueError: it is not a GGUF file, or of an architecture that is not known here.
     """
     return _config(_File(Path(path)))
 
@@ -343,7 +343,7 @@ def extend_gguf(
     Raises:
         FileExistsError: `output` exists.
         FileNotFoundError: no such `source`.
-        ValueError: `source` is no GGUF file of an architecture that is known here; its graph takes no frequency factors
+        ValueError: `source` is not a GGUF file of a supported architecture; its graph takes no frequency factors
             and its metadata cannot say the method; or as for `ctxext.extend_context`. No file is left then.
     """
     source, output = Path(source), Path(output)
@@ -352,11 +352,12 @@ def extend_gguf(
     _check_original_known(file, arguments)
     plan = plan_extension(_config(file), factor, method, **arguments)
     assert isinstance(plan, RopePlan)
-    if plan.is_late:
+    if plan.in_attention:
         assert plan.method is not None
+        frozen = "Freeze it with length=, or use" if isinstance(plan.method, RopeScaling) else "Use"
         raise ValueError(
-            f"{plan.method.name} rotates inside attention, which no GGUF file can say. Pin it with length=, or use a "
-            "static method such as 'yarn'."
+            f"{plan.method.name} rotates inside attention, which a GGUF file cannot express. {frozen} a static method "
+            "such as 'yarn'."
         )
     metadata = {
         name.removeprefix(file.architecture) if name.startswith(f"{file.architecture}.") else name: field
@@ -457,7 +458,7 @@ def write_gguf(folder: str | Path, output: str | Path, dtype: str = "F32") -> No
 
     Args:
         output: a file that does not exist yet.
-        dtype: of the matrices: "F32", "F16", "BF16" or "Q8_0" (F16 where a row is no multiple of 32 numbers).
+        dtype: of the matrices: "F32", "F16", "BF16" or "Q8_0" (F16 where a row is not a multiple of 32 numbers).
 
     Raises:
         FileExistsError: `output` exists.
@@ -524,10 +525,10 @@ def _rope_of_folder(folder: Path, config: Any) -> RopeGeometry:
     record = read_record(folder)
     facts = read_context(config)
     scaling = facts.scaling if record is None else record.method
-    if scaling is not None and scaling.is_late:
+    if scaling is not None and scaling.in_attention:
         raise ValueError(
-            f"{name} is extended by {scaling.name}, whose scale changes with the length ({RECORD} or its config "
-            "says so), which no GGUF file can say. Extend the original by a static method such as 'yarn'."
+            f"{name} is extended by {scaling.name} ({RECORD} or its config says so). Its scale changes with "
+            "the length, which a GGUF file cannot express. Extend the original by a static method such as 'yarn'."
         )
     return facts.tables[0].in_use
 
@@ -624,8 +625,7 @@ def _tokenizer(tokenizer: PreTrainedTokenizerBase, vocab_size: int, folder: Path
     steps = _pre_tokenizer(spec["pre_tokenizer"])
     if spec["model"]["type"] != "BPE" or spec["normalizer"] is not None or steps not in _PRE_TOKENIZERS:
         raise ValueError(
-            f"{folder} has a tokenizer of the kind {spec['model']['type']} after {', '.join(steps)}, whose name in "
-            f"llama.cpp is not known here. {CONVERTER}"
+            f"{folder} has an unsupported tokenizer: {spec['model']['type']} after {', '.join(steps)}. {CONVERTER}"
         )
     if bool(spec["model"].get("ignore_merges")) != (_PRE_TOKENIZERS[steps] in _WHOLE_WORDS):
         raise ValueError(

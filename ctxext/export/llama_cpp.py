@@ -44,7 +44,7 @@ class GGUFModel:
             ) from error
         path = Path(path)
         if not path.is_file():
-            raise FileNotFoundError(f"{path} is no file. Pass the path of a GGUF file.")
+            raise FileNotFoundError(f"{path} is not a file. Pass the path of a GGUF file.")
         params = xllamacpp.CommonParams()
         params.model.path = str(path)
         params.n_ctx = n_ctx or 0

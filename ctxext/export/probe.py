@@ -133,7 +133,7 @@ def read_probe(path: Path) -> Probe:
         said = read_json(path).content
     except FileNotFoundError:
         raise FileNotFoundError(
-            f"there is no probe {path}. `ctxext verify DIR -o {path}` writes it, from the extended checkpoint."
+            f"{path} does not exist. `ctxext verify DIR -o {path}` writes it, from the extended checkpoint."
         ) from None
     except ValueError:
         said = {}
@@ -155,9 +155,9 @@ def read_probe(path: Path) -> Probe:
         whole = whole and isinstance(probe.text, str) and isinstance(probe.summary, str)
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         why = one_line(error)
-        raise ValueError(f"{path} is no probe as ctxext {__version__} writes it ({why}). Make it anew.") from error
+        raise ValueError(f"{path} is not a probe of ctxext {__version__} ({why}). Make it again.") from error
     if fingerprint != probe.fingerprint or not whole or {"extended", "unextended"} - expected.keys():
-        raise ValueError(f"{path} was edited: its tokens are not those that were measured. Make it anew.")
+        raise ValueError(f"{path} was edited: its tokens are not those that were measured. Make it again.")
     return probe
 
 
@@ -197,7 +197,7 @@ def judge(probe: Probe, logprobs: Float64[Tensor, " token"], noise: float | None
     So states are told apart that differ by less than the noise of a single token.
 
     Weights rounded to 8 bits move a small model as much as a near factor does, which so passes for live: ×3.5 and ×4.5
-    for yarn ×4 on the shipped model, ×3 and ×5 on SmolLM2-135M; ×2 and ×8 do not.
+    for yarn ×4 on the bundled model, ×3 and ×5 on SmolLM2-135M; ×2 and ×8 do not.
 
     Args:
         logprobs: the engine's, of `probe.input_ids[1:]`, in nats.
@@ -205,7 +205,7 @@ def judge(probe: Probe, logprobs: Float64[Tensor, " token"], noise: float | None
             fewer than 8 bits.
 
     Raises:
-        ValueError: not one number a token, or numbers that are no log-probabilities.
+        ValueError: not one number a token, or numbers that are not log-probabilities.
     """
     if logprobs.shape != (len(probe.input_ids) - 1,):
         raise ValueError(
@@ -235,7 +235,7 @@ def judge_far(probe: Probe, verdict: Verdict, length: int, logprobs: Float64[Ten
     """A verdict of "live", with what the engine gives the last tokens of `probe.far_ids(length)`.
 
     A table of cos and sin that is too short, clamped or NaN past its end is right in a short text. It is told from
-    noise with room: on the shipped model such tables are 0.4 nats a token off and more, 8-bit weights 0.015.
+    noise with room: on the bundled model such tables are 0.4 nats a token off and more, 8-bit weights 0.015.
     """
     distance = float((logprobs - torch.tensor(probe.far[length], dtype=torch.float64)).abs().mean())
     if distance <= 2 * verdict.limit:
@@ -345,7 +345,7 @@ def _facts(model: PreTrainedModel) -> ContextFacts:
     if extension is not None and not extension.plan.is_portable:
         raise ValueError(_cannot_tell(extension.plan.summary, f"{extension.plan.why_not_portable}"))
     facts = read_context(model.config)
-    if any(table.scaling is not None and table.scaling.is_late for table in facts.tables):
+    if any(table.scaling is not None and table.scaling.in_attention for table in facts.tables):
         raise ValueError(_cannot_tell(f"rope_type {facts.rope_parameters['rope_type']!r}", "it follows the length"))
     if facts.softmax_factor != 1.0:
         raise ValueError(
@@ -358,7 +358,7 @@ def _facts(model: PreTrainedModel) -> ContextFacts:
 def _cannot_tell(what: str, why: str) -> str:
     return (
         f"{what} cannot be seen in a short text, as {why}: within the trained length it may be the model as it was. "
-        "Pin it with length=, or use a static method such as 'yarn'."
+        "Freeze it with length=, or use a static method such as 'yarn'."
     )
 
 

@@ -75,7 +75,7 @@ READINGS: dict[str, Reading] = {
     ),
     # -------------------------------------------------------------------------------------------- vLLM
     "vllm-config": Reading(
-        "vLLM", ">= 0.12", "rope_parameters", "is read, in the place of rope_scaling", "read: vllm-project/vllm#28542",
+        "vLLM", ">= 0.12", "rope_parameters", "is read, instead of rope_scaling", "read: vllm-project/vllm#28542",
     ),
     "vllm-transformers-4": Reading(
         "vLLM", "0.12 to 0.19", "rope_theta",

@@ -178,12 +178,12 @@ def _why_live_only(plan: Plan) -> str:
     assert plan.method is not None
     name = plan.method.name
     where = f" ctxext.load runs {name} in transformers."
-    if plan.is_late and isinstance(plan.method, RopeScaling):
+    if plan.in_attention and isinstance(plan.method, RopeScaling):
         return (
-            f"config.json cannot express {name}, as {plan.why_not_portable}. Nearest: {name} pinned at one length "
+            f"config.json cannot express {name}, as {plan.why_not_portable}. Nearest: {name} frozen at one length "
             f"(--length {plan.target_length}), which is static, or 'yarn'.{where}"
         )
-    if plan.is_late:
+    if plan.in_attention:
         return (
             f"{name} maps positions inside attention, which config.json cannot express. Nearest: 'yarn', as far.{where}"
         )
@@ -227,15 +227,10 @@ def _as_transformers(
         strict = ("transformers-4-phi3",) * three_fields + ("transformers-4-olmo",) * two_fields
         return warnings + _warn(*strict)
     if not older:
-        raise NotExportable(
-            f"{READINGS['transformers-4-nested']} ({text_config.model_type}). Nearest: transformers 5, whose "
-            "rope_parameters say it."
-        )
+        raise NotExportable(f"{READINGS['transformers-4-nested']} ({text_config.model_type}). Nearest: transformers 5.")
     unknown = kinds - _VERSION_4_TYPES
     if unknown:
-        raise NotExportable(
-            f"transformers 4 has no rope_type {min(unknown)!r}. Nearest: transformers 5, whose rope_parameters say it."
-        )
+        raise NotExportable(f"transformers 4 has no rope_type {min(unknown)!r}. Nearest: transformers 5.")
     if two_fields and not kinds <= {"linear", "dynamic"}:
         raise NotExportable(f"{READINGS['transformers-4-olmo']}. Nearest: 'ntk' or 'pi', or transformers 5.")
     if two_fields or three_fields:
@@ -443,10 +438,10 @@ def _llama_cpp(
     if not graph.takes_factors:
         why = READINGS["llama.cpp-truncate"] if kind == "yarn" else READINGS["llama.cpp-factors"]
         raise NotExportable(f"{why}. For {text_config.model_type} nearest: 'yarn' as in the paper, 'ntk' or 'pi'.")
-    warning = "the frequencies stand in the file itself: write it with ctxext export, --engine llama.cpp -o OUT.gguf."
+    warning = "the frequencies are stored in the file: write it with ctxext export, --engine llama.cpp -o OUT.gguf."
     if why_not_written(text_config) is not None:
         warning = (
-            "the frequencies stand in the file itself: convert the original with llama.cpp's convert_hf_to_gguf.py, "
+            "the frequencies are stored in the file: convert the original with llama.cpp's convert_hf_to_gguf.py, "
             "and extend that file, ctxext export MODEL.gguf --engine llama.cpp … -o OUT.gguf."
         )
     return ("llama-server", "-m", "OUT.gguf", "--ctx-size", str(target)), (warning,)

@@ -71,7 +71,7 @@ def verify(
         noise: as in `judge`.
         far: where a short text says live, positions near the target are asked as well, up to this many tokens; None for
             as many as the probe covers and the engine serves, 0 for none. That costs one prompt of that length, read
-            anew for each of 8 tokens where a server keeps no prefixes.
+            again for each of 8 tokens where a server keeps no prefixes.
         say: called with a line for the person who waits.
 
     Raises:
@@ -85,13 +85,13 @@ def verify(
     if far is not None and not is_count(far, 0, MAX_TOKENS):
         raise ValueError(f"far must be a number of tokens >= 0, got {shown(far)}.")
     if revision is not None and (str(where).startswith(("http://", "https://")) or str(where).endswith(".gguf")):
-        raise ValueError(f"revision={revision!r} goes with a hub name, but {where} is none. Drop it.")
+        raise ValueError(f"revision={revision!r} is for hub names, but {where} is not one. Drop it.")
     if str(where).startswith(("http://", "https://")):
         asking = _Asking(_needed(probe, str(where)), noise, far, say)
         engine, verdict, notes = _ask_server(str(where), asking, model, api_key)
     elif str(where).endswith(".gguf"):
         if not Path(where).is_file():
-            raise FileNotFoundError(f"{where} is no file here. Check the path.")
+            raise FileNotFoundError(f"{where} does not exist. Check the path.")
         beside = (probe_beside(Path(where)), Path(where).parent / PROBE)
         read = _needed(probe or next((path for path in beside if path.is_file()), None), str(where))
         asking = _Asking(read, noise, far, say)

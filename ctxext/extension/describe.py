@@ -70,7 +70,7 @@ class ContextDescription:
         if self.trained_length is not None:
             rows += [("trained length", f"{self.trained_length:,} tokens ({self.trained_length_source})")]
             rows += [("scaling in use", self._scaling_words())]
-            rows += [("reach as it is", "no limit" if self.reach is None else f"{self.reach:,} tokens")]
+            rows += [("maximum context length", "no limit" if self.reach is None else f"{self.reach:,} tokens")]
         if self.checkpoint is not None:
             recipe = self.checkpoint.recipe
             words = ", ".join(f"{key} {value}" for key, value in recipe.items()) if recipe else "none published"

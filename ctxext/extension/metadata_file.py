@@ -1,6 +1,6 @@
 """`context_extension.json`: an extension's metadata, and what it belongs to.
 
-It stands beside a model whose config cannot express its extension, beside an adapter that was trained on an extended
+It is stored beside a model whose config cannot express its extension, beside an adapter that was trained on an extended
 model, and alone on the hub. It is never applied to anything but the model that it names.
 """
 
@@ -134,7 +134,7 @@ class Record:
             if not still_says(now[name], then):
                 raise ValueError(
                     f"{self.where} belongs to a model with {name} {shown(then)}, and this one has "
-                    f"{shown(now[name])}. Extend this model anew, or delete {RECORD} to load it unextended."
+                    f"{shown(now[name])}. Extend this model again, or delete {RECORD} to load it unextended."
                 )
         arguments: dict[str, Any] = {
             "existing": self.existing,
@@ -149,12 +149,12 @@ class Record:
         if unlike == OTHER_WEIGHTS:
             raise ValueError(
                 f"{self.where} belongs to other weights than those in {folder}: another model was saved there since. "
-                f"Extend this model anew, or delete {RECORD} to load it unextended."
+                f"Extend this model again, or delete {RECORD} to load it unextended."
             )
         if unlike is not None:
             raise ValueError(
                 f"{self.where} belongs to a model of another dtype: {folder} has {unlike}. Restore the model as it was "
-                "stored and pass dtype= to ctxext.load, or extend this one anew."
+                "stored and pass dtype= to ctxext.load, or extend this one again."
             )
 
 
@@ -193,7 +193,7 @@ def read_record(folder: Path) -> Record | None:
     if config.is_file() and beside != record.summary:
         raise ValueError(
             f"{path} ({record.summary}) does not belong to the config.json beside it: another model was saved there "
-            f"since. Delete {RECORD} to load the model that was saved last, or extend it anew."
+            f"since. Delete {RECORD} to load the model that was saved last, or extend it again."
         )
     return record
 
@@ -218,7 +218,7 @@ def weights_fingerprint(folder: Path) -> str:
     lines, dtypes = [], set()
     for path in paths:
         with safe_open(path, "pt") as tensors:
-            for name in tensors.keys():  # noqa: SIM118, it is no dict
+            for name in tensors.keys():  # noqa: SIM118, it is not a dict
                 tensor = tensors.get_tensor(name)
                 dtypes.add(str(tensor.dtype).removeprefix("torch."))
                 flat = tensor.reshape(-1)

@@ -51,7 +51,7 @@ def check_writable(path: Path) -> None:
     """Refuse a file that could not be written, before the work that is to end in it.
 
     Raises:
-        OSError: it is a folder, or stands in none that can be written to.
+        OSError: it is a folder, or is in none that can be written to.
     """
     parent = next(folder for folder in path.absolute().parents if folder.exists())
     if path.is_dir() or not parent.is_dir() or not os.access(parent, os.W_OK):
@@ -68,7 +68,7 @@ def read_saved(path: str | Path) -> SavedMethod:
     """
     path = Path(path)
     if not path.is_file():
-        raise FileNotFoundError(f"{path} is no file here. Pass what `ctxext fit` wrote, or a name of `ctxext methods`.")
+        raise FileNotFoundError(f"{path} does not exist. Pass what `ctxext fit` wrote, or a name of `ctxext methods`.")
     read = read_json(path)
     if "method" not in read.content:
         raise ValueError(f"{path} holds no method. Pass what `ctxext fit` or `ctxext recommend` wrote.")
@@ -92,7 +92,7 @@ def opened(method: str | ContextMethod | None) -> str | ContextMethod | None:
         return method
     if Path(method).exists() or method.startswith((".", "/", "~")):
         raise ValueError(
-            f"{method} is no method: name one of `ctxext methods`, a {SUFFIX} file that `ctxext fit` wrote, or an "
+            f"{method} is not a method: name one of `ctxext methods`, a {SUFFIX} file that `ctxext fit` wrote, or an "
             "extension on the hub (owner/name)."
         )
     record = _on_the_hub(method)
@@ -100,8 +100,8 @@ def opened(method: str | ContextMethod | None) -> str | ContextMethod | None:
     said = [f"{name}={getattr(record, name)!r}" for name, usual in more.items() if getattr(record, name) != usual]
     if said:
         raise ValueError(
-            f"{method} was made with {', '.join(said)}, which its method alone does not say. Load the model that it "
-            f"extends by ctxext.load({method!r}), or give what stands in its {RECORD} as arguments."
+            f"{method} was made with {', '.join(said)}, which its method does not include. Load the extended model "
+            f"with ctxext.load({method!r}), or pass the values in its {RECORD} as arguments."
         )
     return record.method
 
@@ -129,7 +129,7 @@ def _on_the_hub(name: str) -> Record:
     record = read_record(hub_folder(name, patterns=[RECORD]))
     if record is None:
         raise FileNotFoundError(
-            f"{name!r} holds no {RECORD} on the hub, so it is no extension: `ctxext push --extension-only` makes one. "
-            "Where it is a model, extended in its config, use it as it is."
+            f"{name!r} holds no {RECORD} on the hub, so it is not an extension: `ctxext push --extension-only` "
+            "makes one. If it is a model that is extended in its config, use it as it is."
         )
     return record

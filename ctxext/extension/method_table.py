@@ -26,9 +26,9 @@ def saved_as(method: type[ContextMethod]) -> str:
     example = method.example(_ROPE, factor=4.0)
     if not isinstance(example, RopeScaling):
         return f"`{RECORD}`"
-    if not example.is_late:
+    if not example.in_attention:
         return _rope_type(example)
-    return f"`{RECORD}`, or pinned: {_rope_type(example.at_length(_ROPE, 4 * _ROPE.original_max_position_embeddings))}"
+    return f"`{RECORD}`, or frozen: {_rope_type(example.at_length(_ROPE, 4 * _ROPE.original_max_position_embeddings))}"
 
 
 def _rope_type(method: RopeScaling) -> str:

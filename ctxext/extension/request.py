@@ -97,7 +97,7 @@ def encoding_of(config: Any, model: nn.Module | None = None) -> Encoding:
     name = f"{type(named).__name__} (model_type {named.model_type!r})"
     reason = no_encoding(text_config) or refused
     if reason is None and getattr(config, "position_embedding_type", None) == "rotary":
-        reason = "keeps RoPE in a module of its own, whose base no config says."
+        reason = "keeps RoPE in a module of its own, and no config has its base."
     if reason is None:
         found = find_encoding(model_on_meta(config) if model is None else model, text_config)
         if found is not None:
@@ -118,6 +118,6 @@ def check_on_paper(config: Any, plan: Plan, model: nn.Module | None = None) -> N
     Raises:
         ValueError: they could not.
     """
-    if plan.is_late:
+    if plan.in_attention:
         for patch in plan.patches:
             patch.check(model_on_meta(config) if model is None else model)

@@ -110,7 +110,7 @@ class RopeEncoding(Encoding):
             asked = chosen_method(method, lengths.factor, self.name, request.options)
             result = _scaled(facts, request, asked, lengths, seen_beyond)
         chosen = result.method
-        dynamic = isinstance(chosen, RopeScaling) and chosen.is_late and not chosen.of_the_call
+        dynamic = isinstance(chosen, RopeScaling) and chosen.in_attention and not chosen.of_the_call
         if request.rotated_copy and not dynamic:
             raise ValueError(
                 "rotated_copy keeps a copy of the keys for methods whose scale follows each query, such as "
@@ -128,7 +128,7 @@ class RopeEncoding(Encoding):
             tables=result.tables,
             updates=by_own_names(facts.text_config, _updates(facts, existing, result, lengths)),
             patches=_patches(facts, existing, result, lengths, request.rotated_copy),
-            why_not_portable="it rotates inside attention" if chosen and chosen.is_late else result.live_only,
+            why_not_portable="it rotates inside attention" if chosen and chosen.in_attention else result.live_only,
             rotated_copy=request.rotated_copy,
             notes=_notes(facts, chosen, result.tables[facts.tables[0].label], seen_beyond),
         )
@@ -167,8 +167,8 @@ def _lengths(facts: ContextFacts, request: Request, method: str | ContextMethod)
     factor, target = factor_and_target(request.factor, request.target_length, method, start)
     if target <= start:
         raise ValueError(
-            f"this model already covers {target} tokens: from {start} ({source}) that is no extension. Ask for more, "
-            "or use it as it is."
+            f"this model already covers {target} tokens: its context is {start} ({source}). Ask for a longer "
+            "target, or use it unextended."
         )
     if family_of(facts.text_config).sin_cos_tables:
         check_rows(target)
@@ -201,8 +201,8 @@ def _scaled(
                 f"length must be a number of tokens (an int) up to {lengths.target}, got {request.length!r}."
             )
         method = method.at_length(rope, request.length)
-    if method.is_late:
-        _refuse_late(facts, existing)
+    if method.in_attention:
+        _refuse_in_attention(facts, existing)
     raised = getattr(method, "rope_theta", None)
     if facts.tables[0].n_zero and raised is not None:
         raise ValueError(
@@ -214,9 +214,9 @@ def _scaled(
     ropes = {t.label: facts.original_rope_of(t) if from_plain else facts.rope_of(t) for t in facts.tables}
     softmax_factor = _softmax_factor_under(method, rope, facts, from_plain)
     tables = _extended(method, ropes, seen_beyond, facts, lengths.target)
-    live_only = None if method.is_late else _live_only(method, rope, facts)
+    live_only = None if method.in_attention else _live_only(method, rope, facts)
     parameters = facts.whole_parameters
-    if not method.is_late and live_only is None:
+    if not method.in_attention and live_only is None:
         parameters = _portable_tables(method, ropes, seen_beyond, facts, softmax_factor)
     return _Result(method, tables, parameters, softmax_factor, live_only)
 
@@ -229,7 +229,7 @@ def _patches(
     if method is None:
         return ()
     summary = summary_of(method.name, lengths)
-    if method.is_late:
+    if method.in_attention:
         from ctxext.patches.in_attention import RotateInAttention  # it imports transformers
 
         rope = _start(facts, existing)
@@ -243,7 +243,7 @@ def _patches(
 
 
 def _with_factors(facts: ContextFacts) -> dict[str, Any]:
-    """The config's parameters; with the factor that transformers takes from the lengths where none stands there."""
+    """The config's parameters; with the factor that transformers takes from the lengths where it has none."""
     whole = copy.deepcopy(facts.whole_parameters)
     for table in facts.tables:
         its = whole[table.label] if table.label else whole
@@ -287,32 +287,36 @@ def _extended(
 def _softmax_factor_under(method: ContextMethod, rope: RopeGeometry, facts: ContextFacts, from_plain: bool) -> float:
     """What `method` makes of the factor in the softmax; 1 for families that have none there."""
     before = 1.0 if from_plain else facts.softmax_factor
-    if not isinstance(method, RopeScaling) or method.is_late or not family_of(facts.text_config).softmax_mscale:
+    if not isinstance(method, RopeScaling) or method.in_attention or not family_of(facts.text_config).softmax_mscale:
         return before
     return before * float(method.attention_scaling(rope))
 
 
-def _refuse_late(facts: ContextFacts, existing: Existing) -> None:
+def _refuse_in_attention(facts: ContextFacts, existing: Existing) -> None:
     name = f"{type(facts.text_config).__name__} (model_type {facts.text_config.model_type!r})"
     instead = "Use a method that changes frequencies, such as 'yarn'."
     if getattr(facts.text_config, "is_encoder_decoder", False):
-        raise ValueError(f"{name} is an encoder-decoder model, whose positions cannot be rotated late. {instead}")
+        raise ValueError(
+            f"{name} is an encoder-decoder model, whose positions cannot be rotated in attention. {instead}"
+        )
     if facts.rope_parameters.get("mrope_section"):
-        raise ValueError(f"{name} has positions of several kinds (mrope), which cannot be rotated late. {instead}")
+        raise ValueError(
+            f"{name} has positions of several kinds (mrope), which cannot be rotated in attention. {instead}"
+        )
     if family_of(facts.text_config).sin_cos_tables:
         raise ValueError(
-            f"{name} rotates by a table of sines and cosines in each layer, which cannot be done late. {instead}"
+            f"{name} has a table of sines and cosines in each layer, and cannot be rotated in attention. {instead}"
         )
     if facts.tables[0].label or facts.tables[0].n_zero:
         raise ValueError(f"{name} has a rotary table of its own kind for each type of layer. {instead}")
-    reason = family_of(facts.text_config).refuse_late
+    reason = family_of(facts.text_config).refuse_in_attention
     if reason is not None:
-        raise ValueError(f"{name} {reason}, so that nothing can be rotated late in it. {instead}")
+        raise ValueError(f"{name} {reason}, so that nothing can be rotated in attention in it. {instead}")
     if existing == "replace" and facts.softmax_factor != 1.0:
         raise ValueError(
-            f"{name} scales its softmax by mscale_all_dim, which late rotation would leave as it is. {instead}"
+            f"{name} scales its softmax by mscale_all_dim, which in-attention RoPE would leave as it is. {instead}"
         )
-    if existing == "compose" and facts.scaling is not None and facts.scaling.is_late:
+    if existing == "compose" and facts.scaling is not None and facts.scaling.in_attention:
         raise ValueError(
             f"{name} has native scaling ({facts.scaling.name}) that follows the length itself, which nothing composes "
             "with. Use existing='replace'."
@@ -329,7 +333,7 @@ def _check_existing(facts: ContextFacts, existing: Existing) -> None:
     if (
         existing in ("keep", "compose")
         and facts.scaling is not None
-        and facts.scaling.is_late
+        and facts.scaling.in_attention
         and facts.mark is not None
     ):
         raise ValueError(
@@ -474,7 +478,7 @@ def _updates(facts: ContextFacts, existing: Existing, result: _Result, lengths: 
         # transformers validates longrope by config.head_dim, and without this raises where layers differ in it.
         updates["allow_global_per_layer_attribute_access"] = True
     if "original_max_position_embeddings" in facts.text_config.__dict__ and method is not None:
-        # Phi-3 and kin keep it beside rope_parameters, where it wins over the one inside.
+        # Phi-3 and Phi-4 keep it beside rope_parameters, where it wins over the one inside.
         updates["original_max_position_embeddings"] = lengths.original or lengths.start
     if config.__dict__.get("head_dim", 0) is None:  # not getattr, which raises where layers differ in it
         # transformers' yarn and longrope multiply with it (Mixtral's configs leave it out).
@@ -502,7 +506,7 @@ def _notes(
 ) -> tuple[str, ...]:
     notes = []
     config, table = facts.text_config, facts.tables[0]
-    late = method is not None and method.is_late
+    late = method is not None and method.in_attention
     if method is not None and extended.attention_factor != 1.0:
         if family_of(config).norm_after_rope and getattr(config, "use_qk_norm", True):
             notes.append(
@@ -512,7 +516,7 @@ def _notes(
         elif facts.rotary_dim < table.head_dim:
             notes.append(
                 f"the attention factor {extended.attention_factor:.4g} reaches the {facts.rotary_dim} rotary of "
-                f"{table.head_dim} dimensions, as transformers applies it; the paper's temperature would reach all."
+                f"{table.head_dim} dimensions, as transformers applies it; the paper's temperature would apply to all."
             )
     left = [table.label for table in facts.tables if table not in seen_beyond]
     if left:

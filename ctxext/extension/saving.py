@@ -41,7 +41,7 @@ def version_4_keys(text_config: Any, rope_parameters: dict[str, Any]) -> dict[st
     scaled_by_default = (type(text_config)().rope_parameters or {}).get("rope_type", "default") != "default"
     more = rope_parameters.keys() - {"rope_type", *keys}  # mrope_section, say
     if rope_parameters["rope_type"] != "default" or scaled_by_default or more:
-        # Version 5 reads `rope_scaling` in the place of `rope_parameters`, so it must say all that those do.
+        # Version 5 reads `rope_scaling` instead of `rope_parameters`, so it must say all that those do.
         keys["rope_scaling"] = copy.deepcopy(rope_parameters)
     return keys
 
@@ -49,7 +49,7 @@ def version_4_keys(text_config: Any, rope_parameters: dict[str, Any]) -> dict[st
 def save_portable(model: PreTrainedModel, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
     """`model.save_pretrained`, with a config.json that transformers 5 and 4 both read.
 
-    The keys of version 4 stand in the config only while it is written: kept there, they would go
+    The keys of version 4 are in the config only while it is written: kept there, they would go
     stale and win over later edits of `rope_parameters`.
     """
     if "length" in kwargs:

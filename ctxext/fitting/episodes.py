@@ -50,7 +50,7 @@ class Material:
         return Episode(ids, max(1, len(bos)))
 
     def hidden(self, length: int, depth: float, seed: int, trial: int = 0) -> Episode:
-        """Text that hides a pass key and asks for it."""
+        """Text that hides a passkey and asks for it."""
         sample = Passkey().sample(Place("passkey", length, depth, trial, seed), self.prompter, self.haystack)
         return Episode(sample.input_ids, 1, len(sample.input_ids) - sample.n_prompt)
 

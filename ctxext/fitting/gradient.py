@@ -1,7 +1,7 @@
 """λ and the attention factor by gradient, every weight frozen: the numbers that belong to one model.
 
 λ of every pair comes from one ramp, whose corners and height are learned: a number of its own for each pair learns the
-texts that it was given by heart. The loss of a long text is rough in where the corners stand, as fast pairs turn often
+texts that it was given by heart. The loss of a long text is rough in where the corners are, as fast pairs turn often
 within it; so methods and ramps that lie far apart are tried first, and the gradient goes on from the best. The same
 texts are read at every evaluation, so that two evaluations differ by what λ changes alone, which is less than texts
 differ by. Nothing but these numbers gets a gradient, so memory is that of one row, whose layers are recomputed in the
@@ -54,10 +54,10 @@ class GradientSettings:
 
     Attributes:
         evaluations: of the loss and its gradient, at most; it ends before where nothing changes any more.
-        rows: of the target length that hide a pass key in text; None for as many as hold TOKENS.
+        rows: of the target length that hide a passkey in text; None for as many as hold TOKENS.
         short: weight of the divergence, in nats a token, from what the unextended model says within its length.
         text: weight of the loss of the rows' text, in nats a token.
-        retrieval: weight of the loss of the rows' pass keys, in nats a key; of what is beyond KEY_NATS the logarithm.
+        retrieval: weight of the loss of the rows' passkeys, in nats a key; of what is beyond KEY_NATS the logarithm.
         start: one of STARTS; None for that with the least sum of these losses on held-out text.
         recompute: keep one hidden state a layer for the backward pass and compute the rest again; None for only where
             a row would take more than ACTIVATIONS.

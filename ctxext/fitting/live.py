@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 class LiveFactors:
     """The rotary embedding of a model, under λ and an attention factor of your choosing, for a `with` block.
 
-    Its own class's forward computes cos and sin, as it will once λ stands in the config, only without `no_grad`.
+    Its own class's forward computes cos and sin, as it will once λ is in the config, only without `no_grad`.
 
     Attributes:
         rope: what the model was trained with.

@@ -1,7 +1,7 @@
-"""Which method to use for one model at one length, found out within a time that was set beforehand.
+"""Find the best method for one model at one length within a given time.
 
-All candidates answer the same samples; those that are surely behind leave, and the rest share the time that is left, in
-rounds of twice as many texts each. What a fitted candidate learns from is no part of the text that is compared on.
+All candidates answer the same samples. Those significantly behind leave; the rest share the time that is left, in
+rounds of twice as many texts each. A candidate is never fitted on the text that it is compared on.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from ctxext.evals.choice import (
     by_measurement,
     choose,
     found_share,
-    price,
     reasons,
+    short_regression,
     summary_loss,
 )
 from ctxext.evals.haystack import Haystack
@@ -79,7 +79,8 @@ Advance = Callable[[float, str], None]
 def staying(summary: Summary, candidates: Sequence[str]) -> list[str]:
     """The candidates that more samples may still make the best, in their order; at least two of them.
 
-    One leaves that surely finds less than the best, or finds no more and surely loses more by over TIED_LOSS.
+    A candidate leaves if it finds significantly less than the best, or if it finds no more and its loss is larger by
+    significantly more than TIED_LOSS.
     """
     target = summary.beyond[-1]
     best, *others = by_measurement(summary, candidates)
@@ -91,7 +92,7 @@ def staying(summary: Summary, candidates: Sequence[str]) -> list[str]:
         loses_more = loss is not None and loss.low > TIED_LOSS and loss.p < LEAVES
         if not (finds_less or (loses_more and (found is None or found.value <= 0))):
             stay.append(variant)
-    # Against the second best the first is told apart for sure, or its lead is known more precisely.
+    # Against the second best the first is told apart significantly, or its lead is known more precisely.
     stay += others[: 2 - len(stay)]
     return [variant for variant in candidates if variant in stay]
 
@@ -274,7 +275,7 @@ def recommend(
                     race.candidates.append(Variant(FITTED, {"method": saved.method, **how}))
             else:
                 enough = max(least / FIT_SHARE, clock.seconds - room + least)
-                left_out[FITTED] = f"there is no time to fit; {minutes_up(enough)} minutes in all would do."
+                left_out[FITTED] = f"there is no time to fit; {minutes_up(enough)} minutes in all are needed."
         race.run()
         return _recommended(race, saved, left_out, names)
 
@@ -421,7 +422,7 @@ class _Race:
                 return
             self._keep(front)
             texts = min(2 * texts, texts + room, most)
-            # Beyond the trained length it is soon known to fail; the price is that of every text.
+            # Beyond the trained length it is soon known to fail; the short-context regression needs every text.
             self._measure(Variant(gate_only=texts > MOST_UNEXTENDED), texts)
 
     def choice(self) -> Choice:
@@ -490,7 +491,7 @@ def _recommended(
                 "texts": race.texts[v],
                 "found": (share := found_share(summary, v)) and share._asdict(),
                 "loss": loss if math.isfinite(loss := summary_loss(summary, v)) else None,
-                "price": price(summary, v),
+                "short_regression": short_regression(summary, v),
             }
             for v in race.plans
         },

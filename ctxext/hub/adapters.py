@@ -71,7 +71,7 @@ EXTENDED_KEYS = (
 )  # fmt: skip
 
 # How far a merged model's logits may be from its adapter's, root mean square over the logits' own spread. Merging
-# reorders float32 sums (4e-7 on the shipped model, 2e-6 on random ones) and rounds weights once to the type written
+# reorders float32 sums (4e-7 on the bundled model, 2e-6 on random ones) and rounds weights once to the type written
 # (3e-4 and 2e-3 there, up to 3e-3 and 2e-2). LoRA merged into both uses of a tied embedding is off by 1e-2 and more.
 LOGIT_BARS = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 
@@ -87,7 +87,7 @@ class AdapterBase:
         base: the original model, a name on the hub or an absolute folder; `revision` belongs to the hub.
         extended: the absolute folder of the extended base that was trained on.
         fingerprint: of the base's weights, as `weights_fingerprint` makes it; the extension does not change it.
-        config: what the extension set in the text config: rope_parameters, max_position_embeddings and kin.
+        config: what the extension set in the text config: rope_parameters, max_position_embeddings and related fields.
         provenance: JSON of the recipe's own (settings, data, tokens, figures), free of form.
         version: of the ctxext that wrote it.
     """
@@ -337,7 +337,7 @@ def _folder(name_or_path: Path | str, revision: str | None) -> Path:
     if not folder.is_dir() and not folder.is_absolute() and name.count("/") == 1 and not name.startswith("."):
         folder = hub_folder(name, revision)
     elif revision is not None and folder.is_dir():
-        raise ValueError(f"revision={revision!r} goes with a hub name, but {name!r} is a folder here. Drop it.")
+        raise ValueError(f"revision={revision!r} is for hub names, but {name!r} is a folder here. Drop it.")
     if not _is_adapter(folder) and not any((folder / file).is_file() for file in ("config.json", EXTENSION)):
         raise FileNotFoundError(
             f"{name!r} is neither an adapter (adapter_config.json and {WEIGHTS}) nor a model (config.json) nor an "
@@ -497,7 +497,7 @@ def _check_buildable(config: PreTrainedConfig, record: AdapterBase, folder: Path
     except Exception as error:  # transformers' rotary embeddings raise many kinds
         raise ValueError(
             f"config in {folder / RECORD} gives no model ({type(error).__name__}: {error}). Restore it, or save the "
-            "adapter anew."
+            "adapter again."
         ) from error
 
 

@@ -69,10 +69,12 @@ def checkpoint_folder(name_or_path: str, revision: str | None = None, *, config_
         raise ValueError(f"{name_or_path} is a file: a checkpoint is the folder that its config.json is in. Name that.")
     if not folder.is_dir():
         if folder.is_absolute() or name_or_path.startswith(".") or name_or_path.count("/") != 1:
-            raise FileNotFoundError(f"{name_or_path!r} is no folder here and no hub name (owner/name). Check the path.")
+            raise FileNotFoundError(
+                f"{name_or_path!r} is neither a folder nor a hub name (owner/name). Check the path."
+            )
         folder = hub_folder(name_or_path, revision, ["*.json"] if config_only else None)
     elif revision is not None:
-        raise ValueError(f"revision={revision!r} goes with a hub name, but {name_or_path!r} is a folder here. Drop it.")
+        raise ValueError(f"revision={revision!r} is for hub names, but {name_or_path!r} is a folder here. Drop it.")
     if not (folder / "config.json").is_file():
         refuse_adapter(folder, name_or_path)
         raise FileNotFoundError(
@@ -391,7 +393,7 @@ def extended_base(base: Path, folder: Path, **arguments: Any) -> Path:
             f"{folder} was extended in another way than the settings say ({plan.summary}). Choose another output, or "
             "remove that folder."
         )
-    # A longer table of positions is loaded, extended and saved anew, maybe by other names.
+    # A longer table of positions is loaded, extended and saved again, maybe by other names.
     if not plan.changes_weights and weights_fingerprint(folder) != weights_fingerprint(base):
         raise ValueError(f"{folder} holds other weights than {base}. Choose another output, or remove that folder.")
     return folder

@@ -58,7 +58,7 @@ class ContextMethod(ABC):
             _check_option(f"{field.name} of {getattr(self, 'name', type(self).__name__)!r}", field.type, value)
 
     @property
-    def is_late(self) -> bool:
+    def in_attention(self) -> bool:
         """Whether it rotates inside attention (`ctxext.attention`), which config.json cannot express."""
         return False
 
@@ -166,7 +166,7 @@ class RopeScaling(RopeMethod):
         return type(self).at_length is not RopeMethod.at_length
 
     @property
-    def is_late(self) -> bool:
+    def in_attention(self) -> bool:
         return self.is_dynamic or self.start_tokens > 0
 
 
@@ -260,7 +260,7 @@ class PositionRemapping(RopeMethod):
         )
 
     @property
-    def is_late(self) -> bool:
+    def in_attention(self) -> bool:
         return True
 
 
@@ -399,7 +399,7 @@ def method_from_dict(description: Any, file: str = "a saved method", entry: str 
         ValueError: it is no method; says where, and which field.
     """
     if not OBJECT.holds(description):
-        raise ValueError(f"{entry} in {file} must be {OBJECT.words}, got {shown(description)}. Write it anew.")
+        raise ValueError(f"{entry} in {file} must be {OBJECT.words}, got {shown(description)}. Write it again.")
     read = JsonObject(file, description, f"{entry}.")
     name, factor = read.get("name", TEXT), read.get("factor", FACTOR)
 

@@ -55,7 +55,7 @@ class SelfExtend(PositionRemapping):
         _check_window("window", window, trained)
         if self.group_size is not None:
             return self.group_size, window
-        # In thirds of a token, as 2/3 is no float: the least whole group may be one less.
+        # In thirds of a token, as 2/3 is not a float: the least whole group may be one less.
         beyond = round(self.factor * trained) - window
         return max(1, -(-3 * beyond // max(3, 2 * trained - 3 * window))), window
 

@@ -118,7 +118,7 @@ class NTKByParts(RopeScaling):
         return linear_ramp(low, max(min(high, end), low), index)
 
     def rescale_at(self, rope: RopeGeometry, scale: Float64[Tensor, "*batch"]) -> Float64[Tensor, "*batch pair"]:
-        """λ with `scale` in the place of the factor. The form keeps λ = 1 exactly at scale 1."""
+        """λ with `scale` instead of the factor. The form keeps λ = 1 exactly at scale 1."""
         share = self.interpolated_share(rope).to(scale.device)
         return 1 / (1 - share * (1 - 1 / scale[..., None]))
 
@@ -286,7 +286,7 @@ class Resonance(RopeScaling):
         super().__post_init__()
         if isinstance(self.rounds, str):
             object.__setattr__(self, "rounds", make_method(self.rounds, self.factor))
-        if not isinstance(self.rounds, RopeScaling) or self.rounds.is_late:
+        if not isinstance(self.rounds, RopeScaling) or self.rounds.in_attention:
             what = self.rounds.name if isinstance(self.rounds, ContextMethod) else shown(self.rounds)
             raise ValueError(f"Resonance rounds static methods only, got {what}. Use 'yarn' or 'ntk'.")
         if self.inner.factor != self.factor:

@@ -185,7 +185,7 @@ def read_context(config: Any, original_max_position_embeddings: int | None = Non
         if not {table.label for table in tables} <= thetas.keys():
             raise ValueError(
                 f"{name}: ctxext.original.rope_theta in its config must hold the base of every table, got {theta!r}. "
-                "Restore it, or extend the original model anew."
+                "Restore it, or extend the original model again."
             )
         lengths, source = Lengths.of_mark(mark), "noted in this config when ctxext extended it"
         if original_max_position_embeddings is not None:
@@ -235,7 +235,7 @@ def _native_lengths(
     original = given or original
     reach = limit if bolted_on else trained
     if table.parameters.get("rope_type") == "yarn" and limit <= (own or trained):
-        # As Qwen has it switched on: the length that the scaling reaches stands nowhere.
+        # As Qwen has it switched on: the length that the scaling reaches is nowhere.
         reach = max(reach, round(scaling.factor * (own or trained)))
     start = original or reach
     return Lengths(original=original, trained=trained, start=start, target=reach, factor=reach / start), source

@@ -23,10 +23,10 @@ class Family:
         window_labels: keys of nested `rope_parameters`, beside those that say "sliding", whose layers see a window.
         softmax_mscale: the softmax scale takes `mscale_all_dim` (multi-head latent attention), and so does an
             attention factor.
-        mscale_keys: parameters that multiply cos and sin in the place of `attention_factor`.
+        mscale_keys: parameters that multiply cos and sin instead of `attention_factor`.
         norm_after_rope: queries and keys are normalised after the rotation, so that an attention factor does nothing;
             unless the config has a use_qk_norm and says no.
-        refuse_late: why nothing can be rotated late in this family.
+        refuse_in_attention: why nothing can be rotated in attention in this family.
         no_positions: the family has no position encoding that could run out.
         version_4_names: keys of `rope_parameters` that transformers 4 knows by another name at the top level.
     """
@@ -39,7 +39,7 @@ class Family:
     softmax_mscale: bool = False
     mscale_keys: tuple[str, ...] = ()
     norm_after_rope: bool = False
-    refuse_late: str | None = None
+    refuse_in_attention: str | None = None
     no_positions: bool = False
     version_4_names: dict[str, str] = field(default_factory=dict)
 
@@ -58,9 +58,10 @@ FAMILIES: dict[str, Family] = {
     "gpt_neox_japanese": Family(version_4_names=_NEOX_NAMES),
     # Its forward recomputes the table from the config, never from the long factors, and multiplies by these.
     "phimoe": Family(
-        mscale_keys=("short_mscale", "long_mscale"), refuse_late="recomputes its frequencies in every forward pass"
+        mscale_keys=("short_mscale", "long_mscale"),
+        refuse_in_attention="recomputes its frequencies in every forward pass",
     ),
-    # Its theta stands in layer_rope_theta as well, so a raised one would not be read.
+    # Its theta is in layer_rope_theta as well, so a raised one would not be read.
     **{name: Family(rope_types=frozenset({"linear", "yarn", "llama3", "longrope"})) for name in (
         "granite_swa", "granitemoe_swa",
     )},
@@ -80,10 +81,12 @@ FAMILIES: dict[str, Family] = {
     "encoder-decoder": Family(refuse="is two models: extend its encoder and its decoder, each by itself"),
     "speech-encoder-decoder": Family(refuse="is two models: extend its decoder by itself"),
     # Queries are scaled by a function of position and original_max_position_embeddings as well.
-    "ministral3": Family(refuse_late=_QUERIES),
+    "ministral3": Family(refuse_in_attention=_QUERIES),
     # Its default table is as wide as the whole head, whatever partial_rotary_factor says.
     "mistral4": Family(
-        rope_types=frozenset({"linear", "yarn", "llama3", "longrope"}), softmax_mscale=True, refuse_late=_QUERIES
+        rope_types=frozenset({"linear", "yarn", "llama3", "longrope"}),
+        softmax_mscale=True,
+        refuse_in_attention=_QUERIES,
     ),
     **{name: Family(softmax_mscale=True) for name in (
         "axk1", "axk2", "bailing_hybrid", "deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite", "glm_moe_dsa",

@@ -24,7 +24,7 @@ class RopeTable:
     """One table of rotary frequencies, as a config describes it: the only one, or that of one type of layer.
 
     Attributes:
-        label: the key of nested `rope_parameters` that it stands under; "" where they are flat.
+        label: the key of nested `rope_parameters` that it is under; "" where they are flat.
         parameters: its own `rope_parameters`.
         head_dim: dimensions of a head in its layers.
         rotary_dim: dimensions of a head that turn, two for each pair.
@@ -131,7 +131,7 @@ def length_limit(text_config: Any) -> int:
     """max_position_embeddings; the sliding window where a config has none, as nothing beyond it is ever seen."""
     limit = getattr(text_config, "max_position_embeddings", None) or getattr(text_config, "sliding_window", None)
     if limit is None:
-        raise ValueError(f"{type(text_config).__name__} says no length: it is no config of a text model.")
+        raise ValueError(f"{type(text_config).__name__} has no length: it is not the config of a text model.")
     return int(limit)
 
 

@@ -1,4 +1,4 @@
-"""The part of a config that a text model reads, wherever it stands."""
+"""The part of a config that a text model reads, wherever it is."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ def text_section_of(raw: dict[str, Any], config: Any) -> dict[str, Any]:
 
 
 def path_to_text(config: Any) -> tuple[tuple[str, Any], ...]:
-    """The configs on the way from `config` to `text_config_of(config)`, that one too, with the names they stand under.
+    """The configs on the way from `config` to `text_config_of(config)`, that one too, with their names.
 
     Raises:
         ValueError: the text config is in none of the config's parts.
     """
     path = _path_to(text_config_of(config), config)
     if path is None:
-        raise ValueError(f"{type(config).__name__} does not say where its text config stands. Extend that by itself.")
+        raise ValueError(f"{type(config).__name__} does not say where its text config is. Extend the text model alone.")
     return path
 
 

@@ -1,6 +1,6 @@
 """ALiBi in a live model: BLOOM, MPT and Falcon, and a user's own module that holds its slopes in a buffer.
 
-The three families keep no slopes. Each makes its bias anew in every forward pass, BLOOM on two paths, in functions
+The three families keep no slopes. Each makes its bias again in every forward pass, BLOOM on two paths, in functions
 that no instance owns. So the bias is scaled where the blocks receive it, whichever path it came by.
 """
 

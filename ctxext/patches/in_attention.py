@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ctxext.attention import call, proof
-from ctxext.attention.rotary import LateRotary, Layer
+from ctxext.attention.rotary import InAttentionRotary, Layer
 from ctxext.core.edit import Edit
 from ctxext.core.patch import Patch, Proof
 from ctxext.encodings.rope import RopeGeometry
@@ -137,8 +137,8 @@ class RotateInAttention(Patch):
         config, implementation = text_config_of(model.config), self._implementation(model)
         parent, _, leaf = before.site.paths[0].rpartition(".")
         base = model.get_submodule(parent)
-        new = before.site.build(config, self.summary, LateRotary)
-        assert isinstance(new, LateRotary)
+        new = before.site.build(config, self.summary, InAttentionRotary)
+        assert isinstance(new, InAttentionRotary)
         new.attention_scaling = 1.0  # type: ignore[assignment]
         new.attend = call.own_attention(model, implementation)
         new.additive_masks = implementation == "eager"
@@ -171,7 +171,7 @@ class RotateInAttention(Patch):
     def prove(self, model: Any, before: Seen) -> InAttentionProof:
         parent, _, leaf = before.site.paths[0].rpartition(".")
         base = model.get_submodule(parent)
-        new: LateRotary = getattr(base, leaf)
+        new: InAttentionRotary = getattr(base, leaf)
         outputs = [self._run(model, run, base, before.inputs) for run in (proof.output, proof.cached_output)]
         output_error = max(proof.difference(output, before.stock) for output in outputs)
         far = self._probe(model, self.target_length)

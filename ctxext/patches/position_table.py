@@ -215,7 +215,7 @@ def find(model: nn.Module, text_config: Any) -> TableEncoding | None:
             if after.shape[0] != before.shape[0] + held or after.shape[1] != before.shape[1]:
                 continue
             padding = getattr(model.get_submodule(found.path), "padding_idx", None)
-            # RoBERTa and kin count the rows for padding in their limit; OPT and BART have theirs on top of it.
+            # RoBERTa and models built on it count the padding rows in their limit; OPT and BART have them on top.
             first = before.shape[0] - held or (0 if padding is None else padding + 1)
             table = Table(found.path, found.name, first, Limit(limit, held, before.shape[0] - first))
             _check_held(model, table, before)
@@ -307,5 +307,5 @@ def _regrown(found: Difference, here: Tensor, window: int | None) -> Tensor:
             return make(shape).to(here.dtype).contiguous()
     raise ValueError(
         f"{found.path}.{found.name} grows with the model's limit from {tuple(here.shape)} to {tuple(shape)}, but is "
-        f"none of {', '.join(makes)}. This family is not supported."
+        f"not one of {', '.join(makes)}. This family is not supported."
     )

@@ -153,7 +153,7 @@ def _seen_at(method: DistanceScaling, distances: Shaped[Tensor, "*batch"]) -> Fl
 
 @dataclass
 class ScaledSines:
-    """In the place of XLNet's `positional_embedding`: the sines of the distances that the method says."""
+    """Instead of XLNet's `positional_embedding`: the sines of the distances that the method says."""
 
     method: DistanceScaling
     original: Callable[..., Tensor]
@@ -164,7 +164,7 @@ class ScaledSines:
 
 @dataclass(frozen=True)
 class RelativeSines(ModuleEncoding):
-    """XLNet, which makes the sines of all distances anew in every forward pass.
+    """XLNet, which makes the sines of all distances again in every forward pass.
 
     Attributes:
         readers: the layers, which are handed the sines.
@@ -173,7 +173,7 @@ class RelativeSines(ModuleEncoding):
 
     name: ClassVar[str] = "relative"
     default_method: ClassVar[str] = "distance_interpolation"
-    why_not_portable: ClassVar[str | None] = "its sines are made anew in every forward pass, from no parameter"
+    why_not_portable: ClassVar[str | None] = "its sines are made again in every forward pass, from no parameter"
 
     readers: tuple[str, ...]
     clamp_len: int

@@ -183,7 +183,7 @@ def _check_present_table(site: RotarySite, facts: ContextFacts) -> None:
                 "This family computes them in its own way and is not supported."
             )
         scaling = described.scaling
-        if table.device.type == "meta" or (scaling is not None and scaling.is_late):
+        if table.device.type == "meta" or (scaling is not None and scaling.in_attention):
             continue  # Those two change the table as they run.
         in_use = facts.rope_of(described).inv_freq
         expected = site.laid_out(label, in_use, in_use).float().to(table.dtype).double()

@@ -1,4 +1,4 @@
-"""Sinusoidal tables that grow by themselves: M2M-100, NLLB-MoE, XGLM, speech-to-text, FSMT and kin.
+"""Sinusoidal tables that grow by themselves: M2M-100, NLLB-MoE, XGLM, speech-to-text and FSMT.
 
 Such a module holds a table and makes a longer one when it meets a position beyond it. Sines kept as weights are in
 `position_table.py`.
@@ -30,7 +30,7 @@ class Sines(NamedTuple):
 
     Attributes:
         origin: the row of the first token.
-        layout: where sines and cosines stand.
+        layout: where sines and cosines are.
         cosines_first: whether the two halves are the other way round, as in MusicGen.
     """
 
@@ -75,7 +75,7 @@ class GrowingTable(ModuleEncoding):
 
     name: ClassVar[str] = "sinusoidal"
     default_method: ClassVar[str] = "sinusoidal_interpolation"
-    why_not_portable: ClassVar[str | None] = "its table of sines is computed anew, from no parameter"
+    why_not_portable: ClassVar[str | None] = "its table of sines is computed again, from no parameter"
 
     names: tuple[str, ...]
     sines: tuple[Sines, ...]

@@ -32,7 +32,7 @@ class SoftmaxProof(Proof):
 
     def fault(self, name: str, summary: str) -> str | None:
         if not self.n_modules:
-            return f"found no attention in {name} whose softmax scale could be set."
+            return f"found no attention in {name} with a softmax scale that can be set."
         if not self.error <= self.BAR:
             return (
                 f"the softmax scale that {name} takes from its config is {self.error:.1e} off what {summary!r} says, "

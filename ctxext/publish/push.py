@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 README = "README.md"
 BEGIN, END = "<!-- ctxext: begin -->", "<!-- ctxext: end -->"
 
-# What plain transformers would load in the place of what is pushed, if an earlier push left it there.
+# What plain transformers would load instead of what is pushed, if an earlier push left it there.
 LOADED = re.compile(rf"{re.escape(RECORD)}|(model|pytorch_model)(-\d+-of-\d+)?\.(safetensors|bin)(\.index\.json)?")
 
 
@@ -260,7 +260,7 @@ def push_to_hub(
     that its card names and extends it so. Before it is pushed, it is seen to give this very config from that model's.
 
     All is in one commit: what fails leaves the repository as it was. Weights and records of an earlier push that would
-    be loaded in the place of these are removed in it.
+    be loaded instead of these are removed in it.
 
     Args:
         source: a live extended model, a folder that holds one, or the .json file of a saved method: an extension alone.
@@ -302,7 +302,7 @@ def prepared(
     """What `push_to_hub` would upload, checked, for the length of a `with` block. Arguments and errors are its own."""
     if _hub_name(repo_id) is None:
         raise ValueError(
-            f"{repo_id!r} is no name on the hub. Write owner/name, such as ada/my-model-32k: letters, digits, '-', '_' "
+            f"{repo_id!r} is not a hub name. Write owner/name, such as ada/my-model-32k: letters, digits, '-', '_' "
             "and '.'."
         )
     with tempfile.TemporaryDirectory() as scratch:
@@ -328,7 +328,7 @@ def prepared(
                 base_model = _only_base(card)
         if base_model is not None and _hub_name(base_model) is None:
             raise ValueError(
-                f"base_model={base_model!r} is no name on the hub (owner/name), from where others could load it. Give "
+                f"base_model={base_model!r} is not a hub name (owner/name) that others could load. Give "
                 "that name, or leave it out for a whole model."
             )
         if extension_only:
@@ -597,14 +597,14 @@ def _measured(results: Results, method: ContextMethod, folder: Path | None, name
         perplexities = [summary.perplexity(name, length, after) for name in columns]
         rows.append((f"perplexity, positions {after + 1:,}–{length:,}", perplexities))
     gate = summary.gate(variant)
-    price = None
+    regression = None
     if gate.loss is not None and gate.agreement is not None:
-        price = (
+        regression = (
             f"{nats(gate.loss)}; another most likely token at {in_percent(1 - gate.agreement.value, 1)}% of the places"
         )
     identity = results.header.identity
     with_what = {name: identity[name] for name in ("text", "dtype", "ctxext", "torch", "transformers")}
-    return {"columns": [label(name) for name in columns], "rows": rows, "price": price, "with": with_what}
+    return {"columns": [label(name) for name in columns], "rows": rows, "regression": regression, "with": with_what}
 
 
 def _method_measured(results: Results, variant: str) -> dict[str, Any] | None:

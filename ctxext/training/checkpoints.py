@@ -78,12 +78,12 @@ def save_checkpoint(
 
     Args:
         model: as it is trained, wrapped or not. Sharded tensors are gathered one by one, for the main process.
-        binding: what a run must have in common with the checkpoint to go on from it.
+        binding: what a run must have in common with the checkpoint to resume from it.
         main: whether this process writes.
         wait: waits for all processes.
 
     Raises:
-        OSError: it could not be written, as on a full disk. The checkpoints before it stand.
+        OSError: it could not be written, as on a full disk. Earlier checkpoints are kept.
     """
     path = folder / f"step-{progress.step:08d}"
     partial = folder / f".{path.name}.partial"

@@ -135,7 +135,7 @@ def _read_accelerate(arguments: list[str]) -> Launch:
         launch.logger.disabled = False
     # With no GPU and no --num_processes accelerate counts 0 and starts 1.
     processes = max(args.num_processes, 1)
-    # The sizes stand in args even where `--use_fsdp` beside a config file makes accelerate drop them.
+    # The sizes are in args even where `--use_fsdp` beside a config file makes accelerate drop them.
     context, sequence = args.parallelism_config_cp_size, args.parallelism_config_sp_size
     engine = _engine(bool(args.use_fsdp), bool(args.use_deepspeed), processes, context, sequence)
     return Launch("accelerate launch", engine, bool(args.cpu or args.use_cpu), args.mixed_precision)

@@ -23,7 +23,7 @@ from ctxext.core.apply import transformers_model
 
 IGNORED = -100
 # Bytes of logits that are held at once, by device. Measured on a CPU with 49,152 entries: from 24 MiB on the matrix
-# products run at full speed; glibc maps what is larger than 32 MiB anew each time.
+# products run at full speed; glibc maps what is larger than 32 MiB again each time.
 ROOM = {"cpu": 2**25}
 ROOM_ELSEWHERE = 2**29
 # Fewer rows than this leave the products waiting for the weight, whatever the vocabulary.

@@ -46,7 +46,7 @@ class ExtensionSettings(Section):
     Attributes:
         method: a name, the path of a file that `ctxext fit` or `recommend` wrote, or an extension on the hub
             (owner/name); None for the encoding's default.
-        options: of the method, and `length`, which pins a dynamic one.
+        options: of the method, and `length`, which freezes a dynamic one.
     """
 
     method: str | None = None
@@ -74,10 +74,10 @@ class ExtensionSettings(Section):
         options = {name: value for name, value in self.options.items() if name not in ("length", "rotated_copy")}
         if isinstance(method, str) and "length" not in self.options:
             method = make_method(method, self.factor or 4.0, **options)
-        if isinstance(method, RopeMethod) and method.is_late:
+        if isinstance(method, RopeMethod) and method.in_attention:
             raise ValueError(
                 f"{self.method} follows the length inside attention, which config.json cannot express, so an adapter "
-                "would not find its base again. Pin it at the length that you train for (options.length, in tokens), "
+                "would not find its base again. Freeze it at the length you train for (options.length, in tokens), "
                 "or take a static method, such as yarn."
             )
         return self
@@ -164,7 +164,6 @@ class TrainingSettings(Section):
         attention: of transformers, such as "sdpa" or "flash_attention_2".
         gradient_checkpointing: "recompute" keeps one hidden state a layer, "offload" keeps it in the CPU's memory.
         loss: "chunked" never holds all logits; "stock" is the model's own.
-        shifted_sparse_groups: LongLoRA's S² attention in training, in so many groups; None for full attention.
         checkpoint_every: steps. `keep_checkpoints` of them stay.
     """
 
@@ -183,7 +182,6 @@ class TrainingSettings(Section):
     attention: str = "sdpa"
     gradient_checkpointing: Literal["none", "recompute", "offload"] = "recompute"
     loss: Literal["chunked", "stock"] = "chunked"
-    shifted_sparse_groups: Positive | None = None
     checkpoint_every: Positive = 50
     keep_checkpoints: Positive = 2
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
@@ -228,12 +226,12 @@ class EvaluationSettings(Section):
     """What is measured before and after, with `ctxext.evals`, and now and then in between.
 
     Attributes:
-        text: a file that was not trained on; "shipped" for the novel of the package.
-        lengths: of pass keys and perplexity; None: the trained length and its doublings up to the target.
-        depths, trials: pass keys: places in the text, and prompts for each length and place.
+        text: a file that was not trained on; "bundled" for the novel of the package.
+        lengths: of passkeys and perplexity; None: the trained length and its doublings up to the target.
+        depths, trials: passkeys: places in the text, and prompts for each length and place.
         windows: of text.
-        every: steps between glances at the target length during training; None for none.
-        glance_trials, glance_windows: how much such a glance reads.
+        every: steps between mid-training evaluations at the target length; None disables them.
+        mid_training_trials, mid_training_windows: what such an evaluation reads.
     """
 
     text: str
@@ -242,13 +240,14 @@ class EvaluationSettings(Section):
     trials: Count = 10
     windows: Annotated[int, Field(ge=2, le=MAX_COUNT)] = 16
     every: Positive | None = None
-    glance_trials: Annotated[int, Field(ge=0, le=MAX_COUNT)] = 4
-    glance_windows: Positive = 4
+    mid_training_trials: Annotated[int, Field(ge=0, le=MAX_COUNT)] = 4
+    mid_training_windows: Positive = 4
 
     @model_validator(mode="after")
-    def _glances_are_shorter(self) -> EvaluationSettings:
-        if self.glance_windows > self.windows:
-            raise ValueError(f"glance_windows must be at most windows ({self.windows}), got {self.glance_windows}.")
+    def _mid_training_is_shorter(self) -> EvaluationSettings:
+        if self.mid_training_windows > self.windows:
+            got = self.mid_training_windows
+            raise ValueError(f"mid_training_windows must be at most windows ({self.windows}), got {got}.")
         return self
 
 
@@ -257,8 +256,8 @@ class Settings(Section):
 
     Attributes:
         measured_on: what this file was run on, for its readers; "not measured" says that it was not.
-        model: a checkpoint: a folder, a name on the hub, or "shipped" for the small model of the package.
-        output: a new folder, or that of a run to go on with.
+        model: a checkpoint: a folder, a name on the hub, or "bundled" for the small model of the package.
+        output: a new folder, or that of a run to resume.
         evaluation: null for none, where the model does not fit on one device.
         tracker: of accelerate; null for none.
         merge: also write a merged, plain checkpoint.
@@ -285,8 +284,6 @@ class Settings(Section):
 
     @model_validator(mode="after")
     def _parts_go_together(self) -> Settings:
-        if self.training.shifted_sparse_groups and self.data.documents != "joined":
-            raise ValueError("training.shifted_sparse_groups cuts one long document. Set data.documents: joined.")
         self.check_engine(self.engine.kind)
         return self
 
@@ -321,7 +318,6 @@ class Settings(Section):
         wanted = {
             "training.attention": (training.attention, "sdpa"),
             "training.loss": (training.loss, "chunked"),
-            "training.shifted_sparse_groups": (training.shifted_sparse_groups, None),
             "data.documents": (self.data.documents, "joined"),
             "trainable.dropout": (self.trainable.dropout, 0.0),
         }
@@ -355,7 +351,7 @@ def read_settings(path: str | Path, changes: Sequence[str] = ()) -> Settings:
         raise FileNotFoundError(f"no config file at {path}. recipes/configs has some to start from.")
     tree = _yaml(read_text(path), str(path))
     if not isinstance(tree, dict):
-        raise ValueError(f"{path} must hold keys and values, such as 'model: shipped', got {type(tree).__name__}.")
+        raise ValueError(f"{path} must hold keys and values, such as 'model: bundled', got {type(tree).__name__}.")
     for change in changes:
         _change(tree, change)
     _check_size(tree, path)
@@ -387,7 +383,7 @@ def _check_size(tree: dict[str, Any], path: Path) -> None:
 def _change(tree: dict[str, Any], change: str) -> None:
     key, equals, text = change.partition("=")
     if not equals or not key:
-        raise ValueError(f"{change!r} is no change; write KEY=VALUE, such as training.steps=100.")
+        raise ValueError(f"{change!r} is not a change; write KEY=VALUE, such as training.steps=100.")
     *path, last = key.split(".")
     node: Any = tree
     for part in path:
@@ -399,7 +395,7 @@ def _change(tree: dict[str, Any], change: str) -> None:
 
 def _index(part: str, node: list[Any], key: str) -> int:
     if not part.isdigit() or int(part) >= len(node):
-        raise ValueError(f"{key}: {part!r} is no place in a list of {len(node)}; write 0 to {len(node) - 1}.")
+        raise ValueError(f"{key}: {part!r} is not a position in a list of {len(node)}; write 0 to {len(node) - 1}.")
     return int(part)
 
 

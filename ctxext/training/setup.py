@@ -21,7 +21,6 @@ from ctxext.models.text_config import text_config_of
 from ctxext.training.launch import data_parallel, engine_of
 from ctxext.training.loss import use_chunked_loss
 from ctxext.training.settings import Settings
-from ctxext.training.shifted_sparse import use_shifted_sparse_attention
 from ctxext.training.trainable import attach_trainable, check_no_dropout
 
 
@@ -90,8 +89,6 @@ def model_to_train(folder: Path, settings: Settings, accelerator: Accelerator, c
     with accelerator.autocast():  # as it will train: what is trained is float32, its base may not be
         if training.loss == "chunked":
             use_chunked_loss(model)
-        if training.shifted_sparse_groups:
-            use_shifted_sparse_attention(model, training.shifted_sparse_groups)
         check_positions(model, collator, length, vocab_size, batch_size=training.micro_batch_size)
     if training.gradient_checkpointing != "none":
         transformers_model(model).gradient_checkpointing_enable({"use_reentrant": False})

@@ -19,7 +19,7 @@ def hub_folder(name: str, revision: str | None = None, patterns: list[str] | Non
         return Path(snapshot_download(name, revision=revision, allow_patterns=patterns))
     except Exception as error:  # the errors of its HTTP library have other classes in each version
         raise FileNotFoundError(
-            f"{name!r} is no folder here, and the hub did not give it: {_why_not_given(error, revision)}"
+            f"{name!r} is not a folder here, and could not be downloaded: {_why_not_given(error, revision)}"
         ) from error
 
 

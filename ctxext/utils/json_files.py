@@ -51,12 +51,12 @@ class JsonObject:
             ValueError: it is missing, or of another kind.
         """
         if name not in self.content:
-            raise ValueError(f"{self.file} lacks {self.entry}{name}, {kind.words}. Restore it, or write it anew.")
+            raise ValueError(f"{self.file} lacks {self.entry}{name}, {kind.words}. Restore it, or write it again.")
         value = self.content[name]
         if not kind.holds(value):
             raise ValueError(
                 f"{self.entry}{name} in {self.file} must be {kind.words}, got {shown(value)}. Restore it, or write "
-                "it anew."
+                "it again."
             )
         return value
 
@@ -71,7 +71,7 @@ class JsonObject:
     def check(self, holds: bool, words: str) -> None:
         """Raise ValueError, with what must hold in `words`, unless it `holds`."""
         if not holds:
-            raise ValueError(f"{self.entry}{words} in {self.file}. Restore it, or write it anew.")
+            raise ValueError(f"{self.entry}{words} in {self.file}. Restore it, or write it again.")
 
     def check_names(self, known: set[str]) -> None:
         """Raise ValueError unless the fields are exactly `known`."""
@@ -81,7 +81,7 @@ class JsonObject:
             version = f"; written by version {shown(self.content['version'])}" if "version" in self.content else ""
             raise ValueError(
                 f"{entry} is not as this version of ctxext writes it (missing or unknown: {wrong[:200]}{version}). "
-                "Restore it, or write it anew."
+                "Restore it, or write it again."
             )
 
 
@@ -95,7 +95,7 @@ def read_json(path: Path) -> JsonObject:
 
 
 def parsed_json(text: str, file: str) -> JsonObject:
-    """The JSON object that `text` is; `file` is where it stands, as errors name it.
+    """The JSON object that `text` is; `file` is where it is, as errors name it.
 
     Raises:
         ValueError: it is something else, or broken.
@@ -104,9 +104,9 @@ def parsed_json(text: str, file: str) -> JsonObject:
         content = json.loads(text)
     except (ValueError, RecursionError) as error:
         reason = "nested too deeply" if isinstance(error, RecursionError) else str(error)
-        raise ValueError(f"{file} is not valid JSON ({reason}). Restore it, or write it anew.") from error
+        raise ValueError(f"{file} is not valid JSON ({reason}). Restore it, or write it again.") from error
     if not isinstance(content, dict):
-        raise ValueError(f"{file} must hold a JSON object, got {shown(content)}. Restore it, or write it anew.")
+        raise ValueError(f"{file} must hold a JSON object, got {shown(content)}. Restore it, or write it again.")
     return JsonObject(file, content)
 
 

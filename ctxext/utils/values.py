@@ -105,5 +105,5 @@ def parse_tokens(text: str) -> int:
     except ValueError:
         tokens = 0.5
     if not 1 <= tokens < math.inf or tokens != int(tokens):
-        raise ValueError(f"{shown(text)} is no number of tokens; write 131072 or 128k.")
+        raise ValueError(f"{shown(text)} is not a number of tokens; write 131072 or 128k.")
     return int(tokens)

@@ -1,9 +1,9 @@
-"""Laws of late rotation: trained lengths left alone, rows strangers to each other, true gradients, separate caches."""
+"""Laws of in-attention RoPE: trained lengths left alone, rows independent, true gradients, separate caches."""
 
 import pytest
 import torch
 from families import LENGTH, logits, tiny_model, token_ids
-from late_reference import LATE, METHODS, SOFT, assert_rows, extended, padded, read, rows, slow_model, truth
+from in_attention_reference import LATE, METHODS, SOFT, assert_rows, extended, padded, read, rows, slow_model, truth
 from live import rotary_of
 from transformers import Cache, DynamicCache, EncoderDecoderCache
 from transformers.cache_utils import CacheLayerMixin
@@ -153,7 +153,7 @@ class RingLayer(CacheLayerMixin):
     ("cache", "reason"),
     [
         (EncoderDecoderCache(DynamicCache(), DynamicCache()), "encoder-decoder cache"),
-        (Cache(layers=[RingLayer(), RingLayer()]), "type RingLayer is none that ctxext knows"),
+        (Cache(layers=[RingLayer(), RingLayer()]), "unsupported cache layer: RingLayer"),
     ],
 )
 def test_a_cache_of_an_unknown_kind_is_refused(cache: Cache, reason: str) -> None:

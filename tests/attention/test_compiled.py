@@ -1,9 +1,9 @@
-"""Late rotation under torch.compile: one graph for a whole pass, and the same numbers."""
+"""In-attention RoPE under torch.compile: one graph for a whole pass, and the same numbers."""
 
 import pytest
 import torch
 from families import LENGTH
-from late_reference import N_TOKENS, assert_rows, extended, rows, stock, truth
+from in_attention_reference import N_TOKENS, assert_rows, extended, rows, stock, truth
 from torch._dynamo.utils import counters
 from transformers import StaticCache
 

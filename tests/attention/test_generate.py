@@ -1,11 +1,11 @@
-"""`generate` under late rotation: the same tokens with every cache and with none."""
+"""`generate` under in-attention RoPE: the same tokens with every cache and with none."""
 
 import functools
 
 import pytest
 import torch
 from families import tiny_model
-from late_reference import FACTOR, METHODS, SOFT, extended, padded, rows
+from in_attention_reference import FACTOR, METHODS, SOFT, extended, padded, rows
 
 import ctxext
 

@@ -1,4 +1,4 @@
-"""Late rotation under every kind of cache, and through all that is done to one: against the same slow truth."""
+"""In-attention RoPE under every kind of cache, and through all that is done to one: against the same slow truth."""
 
 import copy
 import pickle
@@ -6,7 +6,7 @@ import pickle
 import pytest
 import torch
 from families import token_ids
-from late_reference import (
+from in_attention_reference import (
     CHUNKS,
     METHODS,
     N_TOKENS,

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from families import LENGTH, tiny_model, token_ids
-from late_reference import SOFT, padded, read
+from in_attention_reference import SOFT, padded, read
 from live import EXACT_UNDER_A_CACHE, LATE, late
 from transformers import DynamicCache, StaticCache
 

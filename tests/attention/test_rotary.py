@@ -1,4 +1,4 @@
-"""What a second reading of late rotation found: each was wrong once."""
+"""What a second reading of in-attention RoPE found: each was wrong once."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ STOCK = 1e-4
 def test_a_method_that_scales_nothing_is_found_out(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_model("llama")
     stock = logits(model, IDS)
-    monkeypatch.setattr(rotary.LateRotary, "scaled", lambda self, positions, *used: self.as_it_was(positions))
+    monkeypatch.setattr(rotary.InAttentionRotary, "scaled", lambda self, positions, *used: self.as_it_was(positions))
     with pytest.raises(RuntimeError, match="changes nothing"):
         extend_context(model, 4, method)
     assert torch.equal(logits(model, IDS), stock)

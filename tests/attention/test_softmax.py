@@ -1,9 +1,9 @@
-"""Late rotation against a slow truth that builds every pair of tokens by itself: methods, families, ways of reading."""
+"""In-attention RoPE against a slow formula that builds every pair of tokens by itself."""
 
 import pytest
 import torch
 from families import token_ids
-from late_reference import (
+from in_attention_reference import (
     CHUNKS,
     LATE,
     METHODS,
@@ -94,7 +94,7 @@ def test_packed_documents_do_not_see_each_other(method: str) -> None:
 def test_eager_attention_is_the_same(method: str) -> None:
     model = extended(method, attn_implementation="eager")
     batch = padded(rows(), "left")
-    assert model.config._attn_implementation == "late_eager"
+    assert model.config._attn_implementation == "in_attention_eager"
     assert_rows(read(model, batch, None, [N_TOKENS]), truth(method), batch["attention_mask"])
     cache = DynamicCache(config=model.config)
     assert_rows(read(model, batch, cache, CHUNKS), truth(method), batch["attention_mask"])

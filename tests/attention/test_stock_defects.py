@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from families import LENGTH, logits
-from late_reference import CHUNKS, N_TOKENS, extended, padded, read, rows, stock
+from in_attention_reference import CHUNKS, N_TOKENS, extended, padded, read, rows, stock
 from transformers import DynamicCache
 
 # Logits have a standard deviation of 1.2; nothing smaller than SEEN is called a defect.

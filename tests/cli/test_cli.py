@@ -59,7 +59,7 @@ def test_options_are_json_or_words() -> None:
 
 @pytest.mark.parametrize("name", ["model", "existing", "factor", "say"])
 def test_arguments_are_no_options(name: str) -> None:
-    with pytest.raises(typer.BadParameter, match=f"{name} is no option of a method"):
+    with pytest.raises(typer.BadParameter, match=f"{name} is not an option of a method"):
         parse_options([f"{name}=1"])
 
 
@@ -101,7 +101,7 @@ def test_a_method_of_ones_own_works_on_the_command_line(checkpoint: Path, tmp_pa
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["extend", "nowhere", "--dry-run"], "no folder here"),
+        (["extend", "nowhere", "--dry-run"], "neither a folder"),
         (["extend", "CHECKPOINT", "--factor", "0.5", "--dry-run"], "error: --factor must be >= 1, got 0.5"),
         (
             ["extend", "CHECKPOINT", "--existing", "keep", "--dry-run"],
@@ -139,8 +139,8 @@ def test_a_name_on_the_hub_that_cannot_be_reached_gets_one_line() -> None:
     run = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "HF_HUB_OFFLINE": "1"})
     assert run.returncode == 1
     assert run.stderr == (
-        "error: 'nobody/nothing' is no folder here, and the hub did not give it: it cannot be reached from here. Check "
-        "the connection (and HF_HUB_OFFLINE), or pass a local folder.\n"
+        "error: 'nobody/nothing' is not a folder here, and could not be downloaded: it cannot be reached from here. "
+        "Check the connection (and HF_HUB_OFFLINE), or pass a local folder.\n"
     )
 
 
@@ -176,7 +176,7 @@ def flag_names() -> dict[str, set[str]]:
 
 
 def messages() -> Iterator[str]:
-    """Every sentence of the package outside docstrings, with something in the place of its values."""
+    """Every sentence of the package outside docstrings, with something instead of its values."""
     for path in Path(package.__file__).parent.rglob("*.py"):
         tree = ast.parse(path.read_text(encoding="utf-8"))
         parts = {id(part) for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for part in node.values}

@@ -70,8 +70,8 @@ def test_the_command_line_can_be_copied_whatever_the_width(config_alone: Path, m
 def test_one_engine_s_refusal_is_an_error_and_among_all_a_line(config_alone: Path) -> None:
     told = json.loads(export(config_alone, "--method", "dynamic_ntk", "--json").stdout)
     assert {frozenset(each) for each in told.values()} == {frozenset({"refused"})}
-    assert "pinned at one length" in told["sglang"]["refused"]
-    assert "pinned at one length" in str(export(config_alone, "--method", "dynamic_ntk", "--engine", "vllm").exception)
+    assert "frozen at one length" in told["sglang"]["refused"]
+    assert "frozen at one length" in str(export(config_alone, "--method", "dynamic_ntk", "--engine", "vllm").exception)
     pinned = export(config_alone, "--method", "dynamic_ntk", "--length", 128, "--engine", "vllm")
     assert pinned.exit_code == 0, pinned.exception
 
@@ -128,7 +128,7 @@ def test_a_gguf_file_comes_from_a_folder_and_from_another_gguf_file(tmp_path: Pa
         (["CONFIG", "--method", "yarn", "--engine", "vlm"], "did you mean 'vllm'"),
         (["CONFIG", "--method", "yarm"], "did you mean 'yarn'"),
         (["CONFIG", "--method", "yarn", "-o", "CONFIG"], "exists already"),
-        (["nowhere", "--method", "yarn"], "no folder here"),
+        (["nowhere", "--method", "yarn"], "neither a folder"),
         (["model.gguf", "--method", "yarn"], "Say --engine llama.cpp"),
         (["model.gguf", "--method", "yarn", "--engine", "llama.cpp"], "Say -o OUT.gguf"),
         (["CONFIG", "--method", "yarn", "-o", "out.gguf"], "Say --engine llama.cpp"),

@@ -81,7 +81,7 @@ def losses(records: list[Record], variant: str, task: str) -> np.ndarray:
     return np.array([np.frombuffer(b64decode(packed), "<f4") for packed in found]).astype(float)
 
 
-def price(records: list[Record], variant: str) -> str:
+def regression(records: list[Record], variant: str) -> str:
     return f"{(losses(records, variant, 'short') - losses(records, 'none', 'short')).mean():+.3f}"
 
 
@@ -99,7 +99,7 @@ def row(records: list[Record], variant: str) -> list[str]:
     if len(read) and len({r["variant"] for r in records}) <= 2:
         n_bytes = sum(r["bytes"] for r in records if (r["variant"], r["task"]) == (variant, "perplexity"))
         cells += [f"{read.sum() / math.log(2) / n_bytes:.3f}"]
-    return cells if variant == "none" else [*cells, price(records, variant)]
+    return cells if variant == "none" else [*cells, regression(records, variant)]
 
 
 def printed(out: str) -> dict[str, list[str]]:
@@ -245,8 +245,8 @@ def test_a_checkpoint_and_its_base_are_measured_on_the_same_windows(
     assert keys[0] == keys[1]
     for here, there in (("none", "none"), ("austen-2k", "yarn")):
         assert losses(records, here, "short") == pytest.approx(losses(others, there, "short"), abs=1e-4)
-    assert printed(based[1].out)["austen-2k"][-1] == price(records, "austen-2k")
-    assert float(price(records, "austen-2k")) != 0
+    assert printed(based[1].out)["austen-2k"][-1] == regression(records, "austen-2k")
+    assert float(regression(records, "austen-2k")) != 0
 
 
 # --------------------------------------------------------------------- a checkpoint that is extended late
@@ -305,7 +305,7 @@ def test_a_checkpoint_that_is_extended_late_is_not_extended_on_top(
 
 
 def with_tokenizer(model: Any, folder: Path) -> Path:
-    """Saved beside the shipped tokenizer, of 4,096 tokens."""
+    """Saved beside the bundled tokenizer, of 4,096 tokens."""
     model.save_pretrained(folder)
     for path in MODEL.glob("tokenizer*"):
         shutil.copy(path, folder)
@@ -313,7 +313,7 @@ def with_tokenizer(model: Any, folder: Path) -> Path:
 
 
 def test_compare_leaves_out_what_a_model_refuses_and_says_why(tmp_path: Path) -> None:
-    """Falcon has attention code of its own, in which nothing can be rotated late."""
+    """Falcon has attention code of its own, in which nothing can be rotated in attention."""
     with_tokenizer(tiny_model("falcon", vocab_size=4096), tmp_path / "falcon")
     grid = ("--factor", 2, "--tasks", "passkey", "--lengths", "96", "--depths", "1", "--trials", "1", "-o")
     outcome = ctxext("compare", tmp_path / "falcon", *grid, tmp_path / "results.jsonl")
@@ -387,7 +387,7 @@ def test_compare_recommends_with_its_share_its_price_and_its_n(compared: tuple[P
         rf"accuracy is {sum(beyond) / len(beyond):.0%} \[[\d.]+, [\d.]+\] n={len(beyond)} \(95% interval", said
     )
     (cost,) = re.findall(r"short-context regression of yarn is (\S+) nats a token", said)
-    assert cost == price(records, "yarn")
+    assert cost == regression(records, "yarn")
 
 
 def test_compare_prints_the_numbers_that_it_wrote(compared: tuple[Path, Outcome]) -> None:
@@ -423,7 +423,7 @@ def test_report_writes_the_page_and_the_figures(compared: tuple[Path, Outcome], 
     page, figures = tmp_path / "page.html", tmp_path / "new/figures"
     outcome = ctxext("report", compared[0], "-o", page, "--figures", figures)
     assert outcome.code == 0, outcome.err
-    html, cost = page.read_text(encoding="utf-8"), price(lines(compared[0])[1], "yarn")
+    html, cost = page.read_text(encoding="utf-8"), regression(lines(compared[0])[1], "yarn")
     assert html.lstrip().lower().startswith("<!doctype html>")
     assert "Use yarn." in html
     assert cost in html
@@ -549,8 +549,8 @@ REMEDIES = {
     "too long, extended": ((*PASSKEY, *TRIAL, "--lengths", "4k", "--method", "pi", "--factor", "2"), "covers 1,024"),
     "too short": ((*PASSKEY, *TRIAL, "--lengths", "20"), r"prompt needs at least \d+ tokens, got 20.*--lengths"),
     "wrong depth": ((*PASSKEY, *SMALL, "--depths", "1.5"), r"between 0 \(beginning\) and 1 \(end\), got 1.5"),
-    "no depth": ((*PASSKEY, *SMALL, "--depths", "deep"), "'deep' are no depths; write how many"),
-    "no length": ((*PASSKEY, "--lengths", "abc"), "'abc' is no number of tokens; write 131072 or 128k"),
+    "no depth": ((*PASSKEY, *SMALL, "--depths", "deep"), "'deep' is not a list of depths; write how many"),
+    "no length": ((*PASSKEY, "--lengths", "abc"), "'abc' is not a number of tokens; write 131072 or 128k"),
     "no trial": ((*PASSKEY, *SMALL, "--trials", "0"), "error: --trials must be >= 1, got 0"),
     "empty haystack": ((*PASSKEY, *SMALL, "--haystack", "empty.txt"), r"empty\.txt is empty\. Pass a text"),
     "no haystack": ((*PASSKEY, *SMALL, "--haystack", "nowhere.txt"), "nowhere.txt.* Pass "),
@@ -575,7 +575,7 @@ REMEDIES = {
                                    r"--factor 8 disagrees with the method's own factor: YaRN\(factor=4\)\. Leave "
                                    "--factor out, or make the method for that factor .* ctxext fit"),
     "a method that is a probe": ((*PASSKEY, *SMALL, "--method", "verify.json"), "verify.json holds no method. Pass "),
-    "a method that is a results file": ((*PASSKEY, *SMALL, "--method", "based.jsonl"), "based.jsonl is no method"),
+    "a method that is a results file": ((*PASSKEY, *SMALL, "--method", "based.jsonl"), "based.jsonl is not a method"),
     "no chat template": ((*PASSKEY, *SMALL, "--style", "chat"), "Use style 'base'"),
     "losses of a server": ((*PERPLEXITY, *SMALL, "--server", "SERVER"), "perplexity needs .*Ask for retrieval tasks"),
     "no server": ((*PASSKEY, *SMALL, "--server", "http://localhost:1"), "Start the server"),
@@ -629,14 +629,14 @@ def test_a_mistake_gets_a_remedy_and_leaves_no_trace(mistake: str, desk: Path, s
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("eval", "./nowhere"), "'./nowhere' is no folder here"),
+        (("eval", "./nowhere"), "'./nowhere' is neither a folder"),
         (("eval", "."), "holds no config.json"),
-        (("compare", "./nowhere"), "'./nowhere' is no folder here"),
+        (("compare", "./nowhere"), "'./nowhere' is neither a folder"),
         (("compare", MODEL, "--methods", "yarn,pie"), "unknown method 'pie'; did you mean 'pi'?"),
         (("compare", MODEL, "--methods", "yarn", "--factor", "0.5"), "factor must be >= 1, got 0.5"),
         (("compare", MODEL, "--methods", "yarn,fitted.json", "--factor", "8"), "--factor 8 disagrees"),
         (("verify", MODEL, "--probe", "based.jsonl"), "based.jsonl is not a probe. Write one from .*ctxext verify DIR"),
-        (("report", "nowhere.jsonl"), "nowhere.jsonl is no file here. Write one with ctxext eval"),
+        (("report", "nowhere.jsonl"), "nowhere.jsonl does not exist. Write one with ctxext eval"),
         (("report", "figure.png"), "figure.png is not a results file"),
         (("report", "based.jsonl", "-o", "."), "is a folder"),
         (("eval", MODEL, "-o", "."), "is a folder"),

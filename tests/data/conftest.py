@@ -1,4 +1,4 @@
-"""What the tests of data share: a cache of their own, the shipped tokenizer, and the shipped model."""
+"""What the tests of data share: a cache of their own, the bundled tokenizer, and the bundled model."""
 
 from __future__ import annotations
 

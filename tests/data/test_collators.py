@@ -225,7 +225,7 @@ def test_the_guard_passes_what_is_right_and_leaves_the_model_as_it_was(model, co
 @pytest.mark.parametrize(
     ("collator", "said"),
     [
-        (Unmasked(target_length=2048), "the last token does not see what stands before a gap"),
+        (Unmasked(target_length=2048), "the last token does not see what comes before a gap"),
         (Masked(), "packed documents see each other"),
         (Restarting(), "does not see its beginning"),
     ],

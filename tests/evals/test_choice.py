@@ -120,7 +120,7 @@ def test_a_task_whose_control_failed_decides_as_if_it_were_not_measured(windows:
         assert chosen(summary, setting) == chosen(alone, setting)
         assert summary.effective_length("m0", summary.deciding_tasks) == alone.effective_length("m0", ["task1"])
         said = recommended(summary).text
-        note = "Not counted: task0 (89%), of which the baseline has to find 90% within 8 tokens"
+        note = "Not counted: task0 (89%). The baseline must find 90% within 8 tokens"
         assert note in said
         assert said.replace(summary.not_counted + " ", "") == recommended(alone).text
         assert [summary.titled(task) for task in summary.retrieval_tasks] == ["task0 (not counted)", "task1"]

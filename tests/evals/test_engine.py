@@ -91,25 +91,25 @@ def test_frequencies_that_follow_the_length_take_the_exact_path(parameters, monk
 
 
 @pytest.fixture(scope="module")
-def shipped():
+def bundled():
     return load(MODEL)[0]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["dynamic_ntk", "self_extend"])
-def test_late_rotation_takes_the_same_short_cuts_and_changes_nothing(shipped, method: str) -> None:
+def test_late_rotation_takes_the_same_short_cuts_and_changes_nothing(bundled, method: str) -> None:
     """Across the trained length of 512: answers in chunks behind shared prefixes, back and forth, and losses."""
     rows = grid(2, (0, 300, 600), length=700)
-    with temporarily_extended(shipped, 4, method):
-        engine = Engine(shipped, chunk=300)
+    with temporarily_extended(bundled, 4, method):
+        engine = Engine(bundled, chunk=300)
         for sample, forced in engine.forced(rows):
-            torch.testing.assert_close(forced.logprobs.double(), plain(shipped, sample)[1], atol=1e-4, rtol=1e-4)
+            torch.testing.assert_close(forced.logprobs.double(), plain(bundled, sample)[1], atol=1e-4, rtol=1e-4)
         # One trunk of 600 tokens in place, and what is left of the other branches.
         assert engine.tokens == 2 * (600 + 699 + 399 + 99)
         assert isinstance(engine._new_cache(1), KeyValues)
         ids = torch.tensor([rows[0][0].input_ids])
         with torch.no_grad():
-            logits = shipped(input_ids=ids, use_cache=False).logits[0, :-1]
+            logits = bundled(input_ids=ids, use_cache=False).logits[0, :-1]
         expected = torch.nn.functional.cross_entropy(logits, ids[0, 1:], reduction="none")
         torch.testing.assert_close(engine.losses(ids[0].tolist()).losses, expected, atol=1e-4, rtol=1e-4)
 

@@ -45,7 +45,7 @@ def haystack_of(kind: str, text: str = "novel") -> Haystack:
     )
 
 
-def made(task, length: int, depth: float, trial: int = 0, kind: str = "shipped", seed: int = 0, **style) -> Sample:
+def made(task, length: int, depth: float, trial: int = 0, kind: str = "bundled", seed: int = 0, **style) -> Sample:
     place = Place(task.name, length, depth, trial, seed)
     return task.sample(place, prompter_of(kind, **style), haystack_of(kind))
 
@@ -79,7 +79,7 @@ def test_prompts_hit_every_length_exactly(kind: str, task, length: int, depth: f
 def test_chat_template_and_answer_budget_count(style: str, answer_tokens: int | None) -> None:
     sample = made(Passkey(), 2000, 0.3, style=style, answer_tokens=answer_tokens)
     assert sample.n_prompt + sample.answer_tokens == 2000
-    prompter = prompter_of("shipped", style, answer_tokens)
+    prompter = prompter_of("bundled", style, answer_tokens)
     text = prompter.decode(sample.input_ids[: sample.n_prompt])
     begun = answer_tokens is None and style == "chat"
     assert text.endswith("<s>assistant\nThe pass key is " if begun else "<s>assistant\n")
@@ -197,7 +197,7 @@ def test_groups_are_of_three_from_the_right_and_separated_alike() -> None:
 
 
 def test_a_thinking_model_is_scored_by_what_it_says_after_its_thoughts() -> None:
-    prompter = prompter_of("shipped", "thinking")
+    prompter = prompter_of("bundled", "thinking")
 
     def text(answer: str, prompt: str = "<s>assistant\n") -> str:
         return prompter.answer_text(prompter.encode(prompt), prompter.encode(answer), budget=1024)
@@ -209,7 +209,7 @@ def test_a_thinking_model_is_scored_by_what_it_says_after_its_thoughts() -> None
 
 
 def test_bad_input_is_refused_with_a_remedy() -> None:
-    tokenizer = tokenizer_of_kind("shipped")
+    tokenizer = tokenizer_of_kind("bundled")
     with pytest.raises(ValueError, match=r"at least 5. tokens, got 20"):
         made(Passkey(), 20, 0.5)
     with pytest.raises(ValueError, match="Pass a longer text"):
@@ -243,12 +243,12 @@ def test_a_tokenizer_that_cannot_write_the_key_is_refused() -> None:
 def test_a_text_that_is_no_text_is_refused(tmp_path) -> None:
     (tmp_path / "picture.png").write_bytes(b"\x89PNG\xff\xfe")
     with pytest.raises(ValueError, match="not a UTF-8 text"):
-        Haystack.from_file(tmp_path / "picture.png", tokenizer_of_kind("shipped"))
+        Haystack.from_file(tmp_path / "picture.png", tokenizer_of_kind("bundled"))
 
 
 @pytest.mark.parametrize("name", list_tasks())
 def test_samples_do_not_depend_on_how_often_a_short_text_is_repeated(name: str) -> None:
-    prompter, task = prompter_of("shipped"), make_task(name)
+    prompter, task = prompter_of("bundled"), make_task(name)
     text = PERSUASION.read_text(encoding="utf-8")[:5000]
     samples = []
     for at_least in (1300, 9000, 40_000):
@@ -260,7 +260,7 @@ def test_samples_do_not_depend_on_how_often_a_short_text_is_repeated(name: str) 
 
 @pytest.mark.slow
 def test_a_text_that_has_the_needles_words_is_drawn_again_or_refused() -> None:
-    prompter, text = prompter_of("shipped"), PERSUASION.read_text(encoding="utf-8")
+    prompter, text = prompter_of("bundled"), PERSUASION.read_text(encoding="utf-8")
     said = {
         "passkey": "A passkey is a key. ",
         "needle": "The special number of the bakery is 7. ",
@@ -302,7 +302,7 @@ UNSPACED = {
 )
 @pytest.mark.parametrize("name", list_tasks())
 def test_every_task_works_on_text_without_spaces(name: str, script: str) -> None:
-    prompter, task = prompter_of("shipped"), make_task(name)
+    prompter, task = prompter_of("bundled"), make_task(name)
     haystack = Haystack.from_text(UNSPACED[script], prompter.tokenizer)
     for trial, depth in enumerate((0.2, 0.8)):
         sample = task.sample(Place(name, 1500, depth if task.uses_depth else None, trial, 0), prompter, haystack)
@@ -319,7 +319,7 @@ def test_every_task_works_on_text_without_spaces(name: str, script: str) -> None
 @pytest.mark.slow
 @pytest.mark.parametrize("length", [1024, 1025, 1026])
 def test_a_text_of_characters_of_three_tokens_makes_every_length(length: int) -> None:
-    prompter = prompter_of("shipped")
+    prompter = prompter_of("bundled")
     haystack = Haystack.from_text("山高水长日落风起云飞" * 400, prompter.tokenizer)
     assert len(haystack.token_ids) > 3 * 3900
     sample = make_task("needle_distractors").sample(Place("needle_distractors", length, 0.5, 0, 0), prompter, haystack)
@@ -343,8 +343,8 @@ def test_a_table_of_texts_is_read_as_data(tmp_path) -> None:
 
 
 def test_a_short_text_is_repeated_for_retrieval() -> None:
-    haystack = Haystack.from_text(FILLER * 3, tokenizer_of_kind("shipped"), at_least=2000)
-    sample = Passkey().sample(Place("passkey", 1500, 0.5, 0, 0), prompter_of("shipped"), haystack)
+    haystack = Haystack.from_text(FILLER * 3, tokenizer_of_kind("bundled"), at_least=2000)
+    sample = Passkey().sample(Place("passkey", 1500, 0.5, 0, 0), prompter_of("bundled"), haystack)
     assert len(sample.input_ids) == 1500
     assert haystack.repeats > 10
 
@@ -356,7 +356,7 @@ def test_a_depth_is_a_place_however_it_is_written() -> None:
 
 def test_prose_without_spaces_between_its_sentences_hides_a_key_too() -> None:
     text = "".join(f"第{k}天，她走了很远的路。他问：「你去哪里？」她没有回答！" for k in range(400))
-    prompter = Prompter(tokenizer_of_kind("shipped"))
+    prompter = Prompter(tokenizer_of_kind("bundled"))
     haystack = Haystack.from_text(text, prompter.tokenizer)
     sample = Passkey().sample(Place("passkey", 1024, 0.5, 0, 0), prompter, haystack)
     assert len(sample.input_ids) == 1024
@@ -385,8 +385,8 @@ def test_sentences_end_behind_all_of_their_marks() -> None:
     ],
 )
 def test_numbers_are_read_as_people_write_them(number: str, said: str, score: float, digits: float) -> None:
-    haystack = Haystack.from_text(FILLER, tokenizer_of_kind("shipped"), at_least=300)
-    sample = Passkey().sample(Place("passkey", 256, 0.5, 0, 0), prompter_of("shipped"), haystack)
+    haystack = Haystack.from_text(FILLER, tokenizer_of_kind("bundled"), at_least=300)
+    sample = Passkey().sample(Place("passkey", 256, 0.5, 0, 0), prompter_of("bundled"), haystack)
     sample = replace(sample, references=(number,))
     assert sample.score(said) == score
     assert digit_accuracy(sample, said) == digits

@@ -58,7 +58,7 @@ def test_sliding_losses_are_those_of_a_plain_loop(bos: tuple[int, ...], window: 
 
 def test_the_sliding_task_scores_every_token_once_and_equals_the_function() -> None:
     """Windows are samples of their own; together they are the sliding pass over the text."""
-    tokenizer = tokenizer_of_kind("shipped")
+    tokenizer = tokenizer_of_kind("bundled")
     haystack = Haystack.from_text(TEXT, tokenizer)
     model = tiny_model("llama", vocab_size=len(tokenizer)).double()
     engine, bos = Engine(model), Prompter(tokenizer).special
@@ -100,7 +100,7 @@ def _find(ids: list[int], part: list[int]) -> int:
 
 def test_a_shorter_window_of_a_place_is_a_prefix_of_the_longer_one() -> None:
     """So methods that are measured at every length read the text that the others read once."""
-    tokenizer = tokenizer_of_kind("shipped")
+    tokenizer = tokenizer_of_kind("bundled")
     haystack, bos = Haystack.from_file(PERSUASION, tokenizer), Prompter(tokenizer).special
     for window in (0, 5, 11):
         short, long = (
@@ -127,7 +127,7 @@ def test_windows_by_stretches_cover_where_windows_that_share_tokens_do_not(held:
 
 
 def test_key_tokens_follow_longppls_rule() -> None:
-    tokenizer = tokenizer_of_kind("shipped")
+    tokenizer = tokenizer_of_kind("bundled")
     haystack, bos = Haystack.from_text(TEXT, tokenizer), Prompter(tokenizer).special
     model = tiny_model("llama", vocab_size=len(tokenizer))
     engine = Engine(model)
@@ -142,7 +142,7 @@ def test_key_tokens_follow_longppls_rule() -> None:
 
 
 def test_a_text_that_is_too_short_is_refused() -> None:
-    tokenizer = tokenizer_of_kind("shipped")
+    tokenizer = tokenizer_of_kind("bundled")
     haystack = Haystack.from_text(TEXT, tokenizer, at_least=10_000)
     with pytest.raises(ValueError, match="longer than the text"):  # repeating would let the model copy
         Perplexity().window(Place("perplexity", 5000, None, 0, 0), haystack, ())

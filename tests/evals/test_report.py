@@ -35,7 +35,7 @@ EVIL = "</script><script>window.ran = true</script><img src=x onerror='window.ra
 
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory: pytest.TempPathFactory) -> Results:
-    """The shipped model, as it is and extended, on a small grid."""
+    """The bundled model, as it is and extended, on a small grid."""
     tokenizer = AutoTokenizer.from_pretrained(MODEL)
     model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32).eval()
     prompter, haystack = Prompter(tokenizer), Haystack.from_file(PERSUASION, tokenizer)

@@ -154,7 +154,7 @@ def test_a_file_whose_end_is_missing_is_an_error(tmp_path: Path) -> None:
 
 
 def test_nothing_there_is_said(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match=r"none\.jsonl is no file here"):
+    with pytest.raises(FileNotFoundError, match=r"none\.jsonl does not exist"):
         read_results(tmp_path / "none.jsonl")
     (tmp_path / "none.jsonl").write_text("")
     with pytest.raises(ValueError, match="holds no results"):

@@ -42,7 +42,7 @@ TEXT = PERSUASION.read_text()
 # NVIDIA's tokens_to_generate.
 BUDGET = {**dict.fromkeys(RULER, 128), "vt": 30, "cwe": 120, "fwe": 50, "qa_1": 32, "qa_2": 32}
 
-KINDS = ["shipped", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("unigram", "merging"))]
+KINDS = ["bundled", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("unigram", "merging"))]
 
 
 def unigram() -> PreTrainedTokenizerFast:
@@ -72,12 +72,12 @@ def merging() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
 
 
-def shipped() -> PreTrainedTokenizerFast:
+def bundled() -> PreTrainedTokenizerFast:
     """Byte-level, BOS."""
     return AutoTokenizer.from_pretrained(MODEL)
 
 
-MAKERS = {"shipped": shipped, "unigram": unigram, "merging": merging, "words": by_words}
+MAKERS = {"bundled": bundled, "unigram": unigram, "merging": merging, "words": by_words}
 CHAT = (
     "{% for m in messages %}[{{ m.role }}]\n{{ m.content }}\n{% endfor %}"
     "{% if add_generation_prompt %}[assistant]\n{% endif %}"
@@ -106,13 +106,13 @@ def haystack_of(kind: str) -> Haystack:
     return Haystack.from_text(TEXT, prompter_of(kind).tokenizer)
 
 
-def draw(name: str, length: int, trial: int = 0, kind: str = "shipped", seed: int = 0, **settings) -> Sample:
+def draw(name: str, length: int, trial: int = 0, kind: str = "bundled", seed: int = 0, **settings) -> Sample:
     place = Place(name, length, None, trial, seed)
     return make_task(name, **settings).sample(place, prompter_of(kind), haystack_of(kind))
 
 
 def context(sample: Sample, begin: str, end: str) -> str:
-    """What stands between the last `begin` and the last `end`."""
+    """What is between the last `begin` and the last `end`."""
     return sample.body.rpartition(begin)[2].rpartition(end)[0]
 
 
@@ -174,12 +174,12 @@ ROOMS = [
 @pytest.mark.parametrize(("style", "answer_tokens"), ROOMS)
 @pytest.mark.parametrize("name", list_tasks())
 def test_the_longest_right_answer_fits_its_room(name: str, style: str, answer_tokens: int | None) -> None:
-    tokenizer = shipped()
+    tokenizer = bundled()
     tokenizer.chat_template = CHAT
     prompter, task = Prompter(tokenizer, style, answer_tokens), make_task(name)
     depth = 0.5 if task.uses_depth else None
     for trial in range(3):
-        sample = task.sample(Place(name, 2000, depth, trial, 0), prompter, haystack_of("shipped"))
+        sample = task.sample(Place(name, 2000, depth, trial, 0), prompter, haystack_of("bundled"))
         numbered = [f"{k}. {word}" for k, word in enumerate(sample.references, 1)]
         # The example of cwe numbers its words; that of vt has spaces, where most models write commas.
         said = " ".join(numbered) if name == "cwe" else ", ".join(sample.references)
@@ -200,7 +200,7 @@ def test_a_filling_that_was_measured_wrong_is_not_taken(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(fitting, "_fillings", wrong_first)
     for name in ("niah_single_2", "niah_multikey_3", "vt", "qa_1"):
-        check_exact(draw(name, 1500), prompter_of("shipped"))
+        check_exact(draw(name, 1500), prompter_of("bundled"))
 
 
 def shortest(name: str, **settings) -> int:
@@ -213,7 +213,7 @@ def shortest(name: str, **settings) -> int:
 
 @pytest.mark.parametrize("name", RULER)
 def test_a_length_below_the_minimum_is_refused(name: str) -> None:
-    check_exact(draw(name, shortest(name) + 60), prompter_of("shipped"))
+    check_exact(draw(name, shortest(name) + 60), prompter_of("bundled"))
 
 
 def test_a_text_that_is_too_short_is_refused() -> None:
@@ -225,7 +225,7 @@ def test_a_text_that_is_too_short_is_refused() -> None:
 def test_a_prompt_is_read_a_few_times_only(monkeypatch: pytest.MonkeyPatch) -> None:
     """Full-length readings of a 16k prompt, estimates and all."""
     read = 0
-    tokenizer = prompter_of("shipped").tokenizer
+    tokenizer = prompter_of("bundled").tokenizer
     original = type(tokenizer).__call__
 
     def counting(self, text, **options):
@@ -233,7 +233,7 @@ def test_a_prompt_is_read_a_few_times_only(monkeypatch: pytest.MonkeyPatch) -> N
         read += len(text)
         return original(self, text, **options)
 
-    haystack_of("shipped")
+    haystack_of("bundled")
     monkeypatch.setattr(type(tokenizer), "__call__", counting)
     readings = []
     for name in RULER:
@@ -430,7 +430,7 @@ def test_chains_lead_to_the_variables_asked_for(compat: str, chains: int, hops: 
         assert solve(example, shown) == answered.split()
         assert {len(name) for name in answered.split()} == {3}
         assert f"{hops + 1} variables are assigned" in example
-        tokens = len(prompter_of("shipped").tokenizer.tokenize(example))
+        tokens = len(prompter_of("bundled").tokenizer.tokenize(example))
         assert 440 < tokens < 530
 
 
@@ -610,7 +610,7 @@ def test_questions_of_a_file_are_asked_with_their_documents(data: tuple[str, str
     asked = set()
     for trial in range(4):
         sample = draw(name, 900, trial, data=path)
-        check_exact(sample, prompter_of("shipped"))
+        check_exact(sample, prompter_of("bundled"))
         check_words(sample)
         assert not {"no", "What is not said?"} & {*sample.references, sample.question.removeprefix("Question: ")}
         whole = documents(sample)
@@ -740,7 +740,7 @@ def test_the_tasks_are_rulers_thirteen() -> None:
 
 
 # ----------------------------------------------------------------------------------- NVIDIA's sizes
-# With one token for each word they can be worked out by hand. BOS stands before that, and is not counted.
+# With one token for each word they can be worked out by hand. BOS comes before that, and is not counted.
 
 
 def in_words(sample: Sample) -> int:

@@ -59,7 +59,7 @@ def ids(tokenizer: Any) -> list[int]:
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The shipped model as a GGUF file."""
+    """The bundled model as a GGUF file."""
     path = tmp_path_factory.mktemp("gguf") / "plain.gguf"
     write_gguf(MODEL, path)
     return path
@@ -166,12 +166,12 @@ def test_a_file_without_the_attention_factor_is_told_apart(
 
 
 def test_an_unextended_file_is_the_unextended_model(plain: Path, ids: list[int], theirs: Any, tmp_path: Path) -> None:
-    folder = shipped_copy(tmp_path, max_position_embeddings=2048)  # llama.cpp reads no more than the file says
+    folder = bundled_copy(tmp_path, max_position_embeddings=2048)  # llama.cpp reads no more than the file says
     write_gguf(folder, tmp_path / "out.gguf")
     torch.testing.assert_close(llama_cpp(tmp_path / "out.gguf", ids), theirs(None), atol=CLOSE, rtol=0)
 
 
-def shipped_copy(tmp_path: Path, **changes: Any) -> Path:
+def bundled_copy(tmp_path: Path, **changes: Any) -> Path:
     folder = tmp_path / "folder"
     folder.mkdir()
     for file in MODEL.iterdir():
@@ -259,7 +259,7 @@ TEXT = PERSUASION.read_text()[:4000] + "\n\n\n  I'll've 12345 ÜBER naïve — �
 
 @pytest.mark.parametrize("name", SPLITTERS)
 def test_llama_cpp_makes_the_tokenizer_s_tokens(name: str, tokenizer: Any, tmp_path: Path) -> None:
-    folder = shipped_copy(tmp_path)
+    folder = bundled_copy(tmp_path)
     (folder / "tokenizer.json").unlink()
     backend = AutoTokenizer.from_pretrained(MODEL).backend_tokenizer
     backend.pre_tokenizer = pre_tokenizers.Sequence(SPLITTERS[name])
@@ -286,12 +286,13 @@ def one_too_many(spec: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("edit", "said"), [(prefixed, "not known here"), (by_whole_words, "ignore_merges"), (one_too_many, "<|beyond|>")]
+    ("edit", "said"),
+    [(prefixed, "unsupported tokenizer"), (by_whole_words, "ignore_merges"), (one_too_many, "<|beyond|>")],
 )
 def test_a_tokenizer_that_llama_cpp_would_not_have_is_refused(
     edit: Callable[[dict[str, Any]], None], said: str, tmp_path: Path
 ) -> None:
-    folder = shipped_copy(tmp_path)
+    folder = bundled_copy(tmp_path)
     spec = json.loads((MODEL / "tokenizer.json").read_text())
     edit(spec)
     (folder / "tokenizer.json").unlink()
@@ -303,7 +304,7 @@ def test_a_tokenizer_that_llama_cpp_would_not_have_is_refused(
 
 def test_the_weights_are_those_that_transformers_loads(plain: Path, tmp_path: Path) -> None:
     """Beside them there may be the same ones once more, under the names of another library."""
-    folder = shipped_copy(tmp_path)
+    folder = bundled_copy(tmp_path)
     (folder / "consolidated.safetensors").symlink_to(MODEL / "model.safetensors")
     write_gguf(folder, tmp_path / "out.gguf")
     assert Read(tmp_path / "out.gguf").tensors == Read(plain).tensors
@@ -325,8 +326,8 @@ def test_an_end_of_text_within_a_text_is_scored_like_any_token(plain: Path, ids:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ({"method": "dynamic_ntk"}, "no GGUF file can say.*length="),
-        ({"method": "self_extend"}, "no GGUF file can say"),
+        ({"method": "dynamic_ntk"}, "a GGUF file cannot express.*length="),
+        ({"method": "self_extend"}, "a GGUF file cannot express"),
         ({"factor": 1}, "already covers 512"),
         ({"method": replace(WAVY, long_factor=(1.0, 2.0))}, "2 numbers, but this model has 32"),
         ({"method": "fitted.json"}, "theta 10000 trained at 4096"),
@@ -356,11 +357,11 @@ def test_what_is_no_gguf_file_of_a_known_architecture_is_refused(plain: Path, tm
     cut, out = tmp_path / "cut.gguf", tmp_path / "out.gguf"
     for content in (b"", b"nothing", plain.read_bytes()[:5000], plain.read_bytes()[:-5000]):
         cut.write_bytes(content)
-        with pytest.raises(ValueError, match="no whole GGUF"):
+        with pytest.raises(ValueError, match="not a complete GGUF"):
             extend_gguf(cut, out)
-    with pytest.raises(FileNotFoundError, match="is no file"):
+    with pytest.raises(FileNotFoundError, match="is not a file"):
         extend_gguf(tmp_path / "nowhere.gguf", out)
-    known = f"known: {', '.join(ARCHITECTURES)}"
+    known = f"supported: {', '.join(ARCHITECTURES)}"
     for architecture, said in (("mamba", known), ("llama", r"lacks llama\.embedding_length")):
         writer = gguf.GGUFWriter(tmp_path / f"{architecture}.gguf", architecture)
         writer.write_header_to_file()
@@ -391,7 +392,7 @@ def test_a_folder_that_llama_cpp_s_llama_cannot_be_is_refused(
 ) -> None:
     dtype = changes.pop("dtype", "F32")
     with pytest.raises(ValueError, match=said):
-        write_gguf(shipped_copy(tmp_path, **changes), tmp_path / "out" / "model.gguf", dtype)
+        write_gguf(bundled_copy(tmp_path, **changes), tmp_path / "out" / "model.gguf", dtype)
     assert not (tmp_path / "out").exists()
 
 
@@ -435,5 +436,5 @@ def test_factors_without_the_length_before_them_are_not_replaced_from_a_guess(pl
 
 def test_a_file_of_yarn_that_was_switched_on_has_the_length_that_it_reaches(tmp_path: Path) -> None:
     scaling = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1250.0, "original_max_position_embeddings": 512}
-    write_gguf(shipped_copy(tmp_path, rope_parameters=scaling), tmp_path / "model.gguf")
+    write_gguf(bundled_copy(tmp_path, rope_parameters=scaling), tmp_path / "model.gguf")
     assert Read(tmp_path / "model.gguf").fields["llama.context_length"] == 2048

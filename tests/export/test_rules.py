@@ -31,7 +31,7 @@ STATIC = {
     method.name: example
     for method in list_methods("rope")
     if isinstance(example := method.example(read_context(tiny_config("llama")).rope, FACTOR), RopeScaling)
-    and not example.is_late
+    and not example.in_attention
 }
 STATIC |= {
     "yarn with options": YaRN(factor=FACTOR, beta_fast=4, beta_slow=0.25, attention_factor=1.3),

@@ -39,13 +39,13 @@ def tokenizer():
     return AutoTokenizer.from_pretrained(MODEL)
 
 
-def shipped(dtype: torch.dtype = torch.float32):
+def bundled(dtype: torch.dtype = torch.float32):
     return AutoModelForCausalLM.from_pretrained(MODEL, dtype=dtype).eval()
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """The shipped model in each state, as a checkpoint."""
+    """The bundled model in each state, as a checkpoint."""
     root = tmp_path_factory.mktemp("verify")
     extend_folder(MODEL, root / "extended", 4, "yarn", say=lambda line: None)
     extend_folder(MODEL, root / "without", 4, "yarn", attention_factor=1.0, say=lambda line: None)
@@ -105,7 +105,7 @@ def test_a_server_is_in_the_state_of_its_model(
 
 @pytest.fixture(scope="module")
 def twice(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The shipped model at twice its length, with its probe."""
+    """The bundled model at twice its length, with its probe."""
     folder = tmp_path_factory.mktemp("twice") / "model"
     extend_folder(MODEL, folder, 2, "yarn", say=lambda line: None)
     make_probe(AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(MODEL)).save(
@@ -200,7 +200,7 @@ def test_llama_cpps_server_gives_over_http_what_llama_cpp_computes(folders: dict
 
 
 def test_what_no_state_explains_is_none_of_these(probe: Probe, tokenizer) -> None:
-    model = shipped()
+    model = bundled()
     for factor in (2, 8):
         extend_context(model, factor, "yarn")
         assert judge(probe, logprobs_of(model, probe.input_ids)).name == "none of these"
@@ -219,7 +219,7 @@ def test_half_way_between_two_states_is_neither(probe: Probe) -> None:
 
 def test_the_verdict_stands_clear_of_the_noise(probe: Probe) -> None:
     """In bfloat16, read in uneven chunks: another sum in another order, and the same verdict in each state."""
-    model = extend_context(shipped(torch.bfloat16), 4, "yarn")
+    model = extend_context(bundled(torch.bfloat16), 4, "yarn")
     for state, name in TOLD.items():
         with in_state(model, state):
             assert judge(probe, logprobs_of(model, probe.input_ids, chunk=23)).name == name
@@ -236,7 +236,7 @@ def test_the_verdict_stands_clear_of_the_noise(probe: Probe) -> None:
 
 
 def test_the_probe_is_the_formulas_and_not_what_the_model_makes_of_its_config(probe: Probe, tokenizer) -> None:
-    model = extend_context(shipped(), 4, "yarn")
+    model = extend_context(bundled(), 4, "yarn")
     model.model.rotary_emb.attention_scaling = 1.0  # a dead temperature
     dead = make_probe(model, tokenizer)
     assert dead.expected == probe.expected
@@ -272,7 +272,7 @@ def test_states_reach_every_family(family: str) -> None:
 
 
 def test_making_a_probe_leaves_the_model_as_it_was(tokenizer) -> None:
-    model = extend_context(shipped(), 4, "yarn").train()
+    model = extend_context(bundled(), 4, "yarn").train()
     tables = dict(model.model.rotary_emb._buffers)
     make_probe(model, tokenizer)
     assert all(model.model.rotary_emb._buffers[name] is table for name, table in tables.items())
@@ -280,10 +280,10 @@ def test_making_a_probe_leaves_the_model_as_it_was(tokenizer) -> None:
 
 
 def test_a_probe_has_fewer_than_200_tokens_and_no_more_than_were_trained(probe: Probe, tokenizer) -> None:
-    model = extend_context(shipped(), 4, "yarn")
+    model = extend_context(bundled(), 4, "yarn")
     assert len(probe.input_ids) < 200
     assert len(make_probe(model, tokenizer, text=3 * probe.text).input_ids) == MAX_TOKENS
-    short = shipped()
+    short = bundled()
     short.config.max_position_embeddings = 100
     assert len(make_probe(extend_context(short, 4, "yarn"), tokenizer).input_ids) == 100
 
@@ -305,7 +305,7 @@ def test_a_probe_survives_its_file_and_no_edit_does(probe: Probe, tmp_path: Path
         with pytest.raises(ValueError, match=r"verify\.json is not a probe\. Write one .* ctxext verify DIR -o"):
             read_probe(path)
     path.write_text(json.dumps({"fingerprint": 1, "expected": {}, "far": {}}))
-    with pytest.raises(ValueError, match="is no probe as ctxext"):
+    with pytest.raises(ValueError, match="is not a probe of ctxext"):
         read_probe(path)
     with pytest.raises(FileNotFoundError, match=r"ctxext verify DIR -o"):
         read_probe(tmp_path / "none.json")
@@ -347,7 +347,7 @@ def hardly(model):
 )
 def test_what_a_short_text_cannot_show_gets_no_probe(made: Callable, says: str, tokenizer) -> None:
     with pytest.raises(ValueError, match=says):
-        make_probe(made(shipped()), tokenizer)
+        make_probe(made(bundled()), tokenizer)
 
 
 def test_a_folder_that_only_ctxext_loads_extended_is_refused(tmp_path: Path) -> None:
@@ -376,7 +376,7 @@ def test_a_server_without_log_probabilities_is_refused(probe_file: Path) -> None
 
 @pytest.mark.parametrize("form", ["vllm", "sglang"])
 def test_a_bos_that_a_server_adds_moves_no_token(form: str) -> None:
-    model, ids = shipped(), list(range(5, 45))
+    model, ids = bundled(), list(range(5, 45))
     with LiveServer(model=model, prompt_scores=form, extra_token=True) as server:
         served = served_logprobs(Endpoint(server.url), ids)
         bos = server.tokenizer.bos_token_id
@@ -427,7 +427,7 @@ def test_a_file_has_its_own_probe_beside_it(probe_file: Path, folders: dict[str,
 
 def test_a_revision_is_of_the_hub_alone(probe_file: Path, tmp_path: Path) -> None:
     for where in (MODEL, tmp_path / "model.gguf", "http://127.0.0.1:1"):
-        with pytest.raises(ValueError, match=r"revision='main' goes with a hub name.*Drop it"):
+        with pytest.raises(ValueError, match=r"revision='main' is for hub names.*Drop it"):
             verify(where, probe_file, revision="main")
 
 
@@ -489,7 +489,7 @@ def test_another_model_s_probe_is_refused_by_llama_cpp_too(
 
 
 def test_what_is_not_there_or_no_address_is_named(tmp_path: Path, probe_file: Path) -> None:
-    with pytest.raises(FileNotFoundError, match=r"nowhere\.gguf is no file here"):
+    with pytest.raises(FileNotFoundError, match=r"nowhere\.gguf does not exist"):
         verify(tmp_path / "nowhere.gguf")
     with pytest.raises(ValueError, match="Write http://localhost:8000"):
         verify("localhost:8000", probe_file)

@@ -63,7 +63,7 @@ def test_a_bad_file_is_refused_by_name(content: str, message: str, tmp_path: Pat
     with pytest.raises(ValueError, match=message):
         extend_context(model, method=str(path))
     assert torch.equal(logits(model, token_ids(LENGTH)), before)
-    with pytest.raises(FileNotFoundError, match="is no file here"):
+    with pytest.raises(FileNotFoundError, match="does not exist"):
         extend_context(model, method=str(tmp_path / "absent.json"))
 
 
@@ -76,5 +76,5 @@ def test_what_was_begun_does_not_stay_where_it_cannot_be_written(tmp_path: Path)
 
 def test_a_folder_is_no_method_and_the_hub_is_not_asked(tmp_path: Path) -> None:
     for path in (tmp_path, "./nowhere"):
-        with pytest.raises(ValueError, match="is no method: name one"):
+        with pytest.raises(ValueError, match="is not a method: name one"):
             opened(str(path))

@@ -19,7 +19,7 @@ TEXT = PERSUASION.read_text(encoding="utf-8")[:60_000]
 
 
 @cache
-def parts(kind: str = "shipped") -> tuple[Material, Material]:
+def parts(kind: str = "bundled") -> tuple[Material, Material]:
     return split(TEXT, Prompter(tokenizer_of_kind(kind)), TRAINED, TARGET)
 
 
@@ -89,7 +89,7 @@ def test_text_to_choose_by_is_never_learned_from(kind: str) -> None:
 
 
 def test_each_part_holds_the_target_even_where_a_quarter_does_not() -> None:
-    prompter = Prompter(tokenizer_of_kind("shipped"))
+    prompter = Prompter(tokenizer_of_kind("bundled"))
     text = TEXT[:10_000]
     n = Haystack.from_text(text, prompter.tokenizer).n_tokens
     target = round(n / 2.25)
@@ -101,7 +101,7 @@ def test_each_part_holds_the_target_even_where_a_quarter_does_not() -> None:
 
 
 def test_text_begins_with_bos_whatever_the_style_of_the_questions() -> None:
-    tokenizer = copy.deepcopy(tokenizer_of_kind("shipped"))
+    tokenizer = copy.deepcopy(tokenizer_of_kind("bundled"))
     tokenizer.chat_template = "{% for message in messages %}{{ message.content }}{% endfor %}"
     rows = [split(TEXT, Prompter(tokenizer, style), TRAINED, TARGET)[0].text(TRAINED, 0) for style in ("base", "chat")]
     assert rows[0] == rows[1]

@@ -49,7 +49,7 @@ def said(result: Result) -> str:
 
 
 def model_on_disk(folder: Path, **changes: Any) -> Path:
-    """A small random model beside the shipped tokenizer."""
+    """A small random model beside the bundled tokenizer."""
     tiny_model("llama", vocab_size=4096, initializer_range=0.1, **changes).save_pretrained(folder)
     for path in MODEL.glob("tokenizer*"):
         shutil.copy(path, folder)

@@ -46,7 +46,7 @@ def materials() -> tuple[Material, Material]:
 
 
 def model_that_reads() -> Any:
-    """Of the shipped tokenizer's size."""
+    """Of the bundled tokenizer's size."""
     return tiny_model("llama", vocab_size=4096, initializer_range=0.1)
 
 
@@ -71,7 +71,7 @@ def test_a_fit_is_a_function_of_its_seed() -> None:
 
 @pytest.mark.slow
 def test_what_is_worse_than_its_start_on_other_text_is_not_given_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """λ of 10 in every pair spoils the shipped model; of a random one it would spoil nothing."""
+    """λ of 10 in every pair spoils the bundled model; of a random one it would spoil nothing."""
     model, prompter = AutoModelForCausalLM.from_pretrained(MODEL).eval(), Prompter(AutoTokenizer.from_pretrained(MODEL))
     parts = split(PERSUASION.read_text(encoding="utf-8")[:50_000], prompter, 512, 768)
     monkeypatch.setattr(Ramp, "rescale_factors", lambda ramp, numbers: torch.full_like(ramp.octaves, 10.0) + numbers[0])

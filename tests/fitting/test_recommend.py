@@ -33,9 +33,9 @@ from ctxext.methods import YaRN
 
 
 def measured(
-    found: dict[str, float], loss: dict[str, float], price: dict[str, float] | None = None, texts: int = 16
+    found: dict[str, float], loss: dict[str, float], regression: dict[str, float] | None = None, texts: int = 16
 ) -> Summary:
-    """Of variants that find a share of the keys beyond 512 tokens, with a mean loss at 1,024 and a price at 512."""
+    """Of variants with a passkey accuracy beyond 512 tokens, a mean loss at 1,024 and a regression at 512."""
     records = []
     for variant in ("none", *found):
         for text in range(texts):
@@ -46,7 +46,7 @@ def measured(
             )
             # Texts differ from each other, and a little in what a method makes of them.
             noise = 0.1 * text + 0.001 * (text % 3)
-            for task, length, mean in (("perplexity", 1024, loss), ("short", 512, price or {})):
+            for task, length, mean in (("perplexity", 1024, loss), ("short", 512, regression or {})):
                 losses = torch.full((length - 1,), 3 + noise + mean.get(variant, 0.0))
                 tensors = {"losses": losses, **({"top1": losses.int()} if task == "short" else {})}
                 where = {"task": task, "length": length, "depth": None, "trial": text, "seed": 0}
@@ -121,27 +121,27 @@ def ticking(seconds: float = 0.01) -> Callable[[], float]:
 
 
 @pytest.fixture(scope="module")
-def shipped():
+def bundled():
     model, tokenizer = load(MODEL)
     return model, Prompter(tokenizer)
 
 
 @pytest.mark.slow
-def test_a_time_too_short_for_one_evaluation_is_refused_with_what_would_do(shipped, tmp_path: Path) -> None:
-    model, prompter = shipped
+def test_a_time_too_short_for_one_evaluation_is_refused_with_what_would_do(bundled, tmp_path: Path) -> None:
+    model, prompter = bundled
     with pytest.raises(ValueError, match=r"0.01 minutes is not enough .* Pass [\d.]+ minutes at least"):
         recommend(model, prompter, read_prose(PERSUASION), 4, minutes=0.01, results=tmp_path / "r", now=ticking())
     assert not hasattr(model, "context_extension")
 
 
-def test_a_text_shorter_than_the_target_is_refused(shipped, tmp_path: Path) -> None:
-    model, prompter = shipped
+def test_a_text_shorter_than_the_target_is_refused(bundled, tmp_path: Path) -> None:
+    model, prompter = bundled
     with pytest.raises(ValueError, match="fewer than the target length of 2,048"):
         recommend(model, prompter, read_prose(PERSUASION)[:4000], 4, minutes=1, results=tmp_path / "results.jsonl")
 
 
-def test_other_samples_are_not_touched(shipped, tmp_path: Path) -> None:
-    model, prompter = shipped
+def test_other_samples_are_not_touched(bundled, tmp_path: Path) -> None:
+    model, prompter = bundled
     (tmp_path / "results.jsonl").write_text("mine")
     with pytest.raises(ValueError, match="is there already"):
         recommend(model, prompter, read_prose(PERSUASION), 4, minutes=1, results=tmp_path / "results.jsonl")
@@ -149,8 +149,8 @@ def test_other_samples_are_not_touched(shipped, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_recommendation_is_a_method_that_extend_context_takes(shipped, tmp_path: Path) -> None:
-    model, prompter = shipped
+def test_a_recommendation_is_a_method_that_extend_context_takes(bundled, tmp_path: Path) -> None:
+    model, prompter = bundled
     before = {name: value.clone() for name, value in model.state_dict().items()}
     states: list[tuple[float, str]] = []
     found = recommend(
@@ -184,11 +184,11 @@ def test_a_recommendation_is_a_method_that_extend_context_takes(shipped, tmp_pat
 
 @pytest.mark.slow
 def test_a_model_that_finds_nothing_in_a_short_text_is_recommended_a_method_by_its_loss(
-    shipped, tmp_path: Path
+    bundled, tmp_path: Path
 ) -> None:
     control = Control(Form("base"), 128, {str(Form("base")): {"passkey": 0.0}}, "key")
     found = recommend(
-        small(shipped[1]), shipped[1], read_prose(PERSUASION)[:2_400], 2, methods=["yarn", "pi"], fitted=False,
+        small(bundled[1]), bundled[1], read_prose(PERSUASION)[:2_400], 2, methods=["yarn", "pi"], fitted=False,
         minutes=0.1, now=ticking(), results=tmp_path / "results.jsonl", about={"control": control.describe()},
     )  # fmt: skip
     assert "Not counted: passkey (0%)" in found.why
@@ -199,9 +199,9 @@ def test_a_model_that_finds_nothing_in_a_short_text_is_recommended_a_method_by_i
 
 
 @pytest.mark.slow
-def test_portable_leaves_out_what_no_config_can_say(shipped, tmp_path: Path) -> None:
+def test_portable_leaves_out_what_no_config_can_say(bundled, tmp_path: Path) -> None:
     found = recommend(
-        *shipped, read_prose(PERSUASION)[:2_400], 2, methods=["llama3", "self_extend"], portable=True,
+        *bundled, read_prose(PERSUASION)[:2_400], 2, methods=["llama3", "self_extend"], portable=True,
         original_max_position_embeddings=128, minutes=0.1, now=ticking(), results=tmp_path / "results.jsonl",
     )  # fmt: skip
     assert found.variant == "llama3"
@@ -218,7 +218,7 @@ def test_who_needs_a_config_learns_which_method_comes_first_there() -> None:
 
 
 def small(prompter: Prompter, **changes: object) -> LlamaForCausalLM:
-    """A random model of the shipped tokenizer, trained at 128 tokens as its config has it."""
+    """A random model of the bundled tokenizer, trained at 128 tokens as its config has it."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=len(prompter.tokenizer), hidden_size=32, intermediate_size=32, num_hidden_layers=1,
@@ -229,13 +229,13 @@ def small(prompter: Prompter, **changes: object) -> LlamaForCausalLM:
 
 
 @pytest.mark.slow
-def test_what_is_fitted_on_is_not_compared_on(shipped, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_fitted_on_is_not_compared_on(bundled, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def one_evaluation(*arguments: Any, settings: Any, **options: Any) -> Any:
         # A fit has a clock of its own, which it follows where it is given minutes.
         return fit(*arguments, settings=replace(settings, minutes=None, evaluations=1), **options)
 
     monkeypatch.setattr("ctxext.fitting.recommend.fit", one_evaluation)
-    model, prompter = small(shipped[1]), shipped[1]
+    model, prompter = small(bundled[1]), bundled[1]
     text = read_prose(PERSUASION)[:60_000]
     found = recommend(
         model, prompter, text, 2, methods=["yarn"], minutes=0.3, results=tmp_path / "results.jsonl", now=ticking()
@@ -247,13 +247,13 @@ def test_what_is_fitted_on_is_not_compared_on(shipped, tmp_path: Path, monkeypat
 
 @pytest.mark.slow
 def test_a_fit_that_fails_is_left_out_and_the_rest_recommended(
-    shipped, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    bundled, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def no_memory(*arguments: object, **options: object) -> None:
         raise torch.OutOfMemoryError("out of memory")
 
     monkeypatch.setattr("ctxext.fitting.recommend.fit", no_memory)
-    model, prompter = small(shipped[1]), shipped[1]
+    model, prompter = small(bundled[1]), bundled[1]
     text = read_prose(PERSUASION)[:60_000]
     found = recommend(
         model, prompter, text, 2, methods=["yarn"], minutes=0.3, results=tmp_path / "results.jsonl", now=ticking()
@@ -262,12 +262,12 @@ def test_a_fit_that_fails_is_left_out_and_the_rest_recommended(
 
 
 @pytest.mark.slow
-def test_a_model_in_training_is_measured_without_dropout_and_left_in_training(shipped, tmp_path: Path) -> None:
-    model, text, losses = small(shipped[1], attention_dropout=0.5), read_prose(PERSUASION)[:60_000], []
+def test_a_model_in_training_is_measured_without_dropout_and_left_in_training(bundled, tmp_path: Path) -> None:
+    model, text, losses = small(bundled[1], attention_dropout=0.5), read_prose(PERSUASION)[:60_000], []
     for training in (False, True):
         path = tmp_path / f"{training}.jsonl"
         model.train(training)
-        recommend(model, shipped[1], text, 2, methods=["yarn"], fitted=False, minutes=0.2, results=path, now=ticking())
+        recommend(model, bundled[1], text, 2, methods=["yarn"], fitted=False, minutes=0.2, results=path, now=ticking())
         records = read_results(path).records
         losses.append({r["key"]: r["loss"] for r in records if r["task"] == "perplexity" and r["trial"] == 0})
     assert model.training
@@ -283,8 +283,8 @@ def test_what_transformers_saves_and_no_server_is_known_to_run_is_said_so() -> N
     assert "Plain transformers loads" in said
 
 
-def test_two_of_one_name_are_refused(shipped, tmp_path: Path) -> None:
-    model, prompter = shipped
+def test_two_of_one_name_are_refused(bundled, tmp_path: Path) -> None:
+    model, prompter = bundled
     for methods in (["yarn", "yarn"], [YaRN(factor=2.0), YaRN(factor=2.0, beta_fast=16.0)]):
         with pytest.raises(ValueError, match="'yarn' is there twice"):
             recommend(model, prompter, read_prose(PERSUASION), 2, methods=methods, minutes=1, results=tmp_path / "r")

@@ -61,7 +61,7 @@ def trained(base: Path, config: LoraConfig, unfreeze: str | None = None, **how: 
 
 
 class Run:
-    """A finished fine-tune: a copy of the shipped model, its extended base, and the adapter trained on that."""
+    """A finished fine-tune: a copy of the bundled model, its extended base, and the adapter trained on that."""
 
     def __init__(self, folder: Path, config: LoraConfig, original: Path = MODEL) -> None:
         self.original, self.base, self.adapter = folder / "original", folder / "run/extended", folder / "run/adapter"

@@ -197,7 +197,7 @@ def test_a_dry_run_writes_nothing(source: Path, tmp_path: Path) -> None:
     before = sorted(tmp_path.rglob("*"))
     result = extend_folder(source, None, target_length=256)
     assert result.config["max_position_embeddings"] == 256
-    assert extend_folder(source, None, target_length=256, method="dca").plan.is_late
+    assert extend_folder(source, None, target_length=256, method="dca").plan.in_attention
     assert sorted(tmp_path.rglob("*")) == before
 
 
@@ -230,7 +230,7 @@ def test_an_existing_folder_is_not_overwritten(source: Path, tmp_path: Path) -> 
 
 
 def test_what_is_no_checkpoint_is_named(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match="no folder here and no hub name"):
+    with pytest.raises(FileNotFoundError, match="neither a folder nor a hub name"):
         checkpoint_folder("nowhere")
     with pytest.raises(FileNotFoundError, match=r"no config\.json"):
         checkpoint_folder(str(tmp_path))

@@ -77,7 +77,7 @@ TREATMENTS: dict[str, dict[str, Any]] = {
     "deepseek_v2": {**MLA, "head_dim": 16, "num_experts_per_tok": 2, "topk_method": "greedy"},  # complex numbers
     "deepseek_v3": MLA,  # the scale of the softmax
     "llama4_text": {"head_dim": 16, "num_local_experts": 2, "intermediate_size_mlp": 96, "attention_chunk_size": 1024},
-    "phimoe": {"num_local_experts": 4},  # computes its table anew in every pass
+    "phimoe": {"num_local_experts": 4},  # computes its table again in every pass
     "hunyuan_v1_dense": {"head_dim": 16},  # a norm after the rotation
     "nanochat": {},
     "ministral3": {"head_dim": 16, "rope_parameters": {**NATIVE_YARN, "llama_4_scaling_beta": 0.1}},

@@ -72,7 +72,7 @@ def test_curves_of_the_fine_tunes_are_their_measurements_and_all_seen(drawn: lis
     *loss_panels, found = sorted(drawn[0].axes, key=lambda axes: axes.get_position().x0)
     panels = {"tail_loss": loss_panels, "passkey": [found]}
     for key, shown in panels.items():
-        measured = [[(glance["tokens"], glance[key]) for glance in run["glances"]] for run in runs.values()]
+        measured = [[(point["tokens"], point[key]) for point in run["mid_training"]] for run in runs.values()]
         for axes in shown:
             for line, points in zip(curves(axes), measured, strict=True):
                 assert_draws(line, points)

@@ -141,7 +141,7 @@ def python_blocks(path: Path) -> list[str]:
 
 
 # That of docs/fit/README.md takes minutes.
-PAGES = ("README.md", "CONTRIBUTING.md", "docs/late_rotation.md")
+PAGES = ("README.md", "CONTRIBUTING.md", "docs/in_attention.md")
 BLOCKS = [
     pytest.param(file, i, marks=[] if file == "README.md" else pytest.mark.slow)
     for file in PAGES

@@ -34,7 +34,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 import ctxext
 from ctxext import extend_context, restore_context, temporarily_extended
 from ctxext.attention import call, proof
-from ctxext.attention.rotary import LateRotary
+from ctxext.attention.rotary import InAttentionRotary
 from ctxext.core.apply import extension_of
 from ctxext.extension.metadata_file import BESIDE, RECORD
 from ctxext.methods import DynamicNTK, NTKAware
@@ -71,10 +71,10 @@ def test_law_5_one_scale_for_the_whole_call_is_the_static_model_of_that_length(f
 def test_each_query_stands_on_the_first_rung_that_holds_it() -> None:
     method = DynamicNTK(factor=4, ratio=1.1)
     module = rotary_of(extend_context(tiny_model("llama"), method=method))
-    ladder, positions = module.late_lengths.tolist(), torch.arange(300)
+    ladder, positions = module.rung_lengths.tolist(), torch.arange(300)
     wanted = [next((i for i, rung in enumerate(ladder) if p < rung), len(ladder) - 1) for p in positions.tolist()]
     assert module.rungs(positions).tolist() == wanted
-    for rung, inv_freq in zip(ladder, module.late_inv_freq):
+    for rung, inv_freq in zip(ladder, module.rung_inv_freq):
         factors = NTKAware(factor=rung / LENGTH).rescale_factors(module.rope)
         assert torch.equal(inv_freq, (module.rope.inv_freq / factors).float())
 
@@ -100,8 +100,8 @@ def refused(model: nn.Module, error: type[BaseException], message: str, method: 
 
 @matrix
 def test_a_wrong_rotation_is_seen(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    as_it_was = LateRotary.as_it_was
-    monkeypatch.setattr(LateRotary, "as_it_was", lambda self, positions: as_it_was(self, positions * 1.01))
+    as_it_was = InAttentionRotary.as_it_was
+    monkeypatch.setattr(InAttentionRotary, "as_it_was", lambda self, positions: as_it_was(self, positions * 1.01))
     model = tiny_model("llama")
     refused(model, ValueError, "does something to its queries and keys beside rotating", late(method, model))
 
@@ -121,8 +121,8 @@ def test_a_wrong_attention_is_seen(method: str, monkeypatch: pytest.MonkeyPatch)
 
 @matrix
 def test_a_method_that_does_not_reach_attention_is_seen(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    set_method = LateRotary.set_method
-    monkeypatch.setattr(LateRotary, "set_method", lambda self, method, rope: set_method(self, None, rope))
+    set_method = InAttentionRotary.set_method
+    monkeypatch.setattr(InAttentionRotary, "set_method", lambda self, method, rope: set_method(self, None, rope))
     model = tiny_model("llama")
     refused(model, RuntimeError, "changes nothing in LlamaForCausalLM", late(method, model))
 
@@ -417,7 +417,7 @@ def test_law_11_a_cast_before_or_after_leaves_the_float32_frequencies(
     extend_context(before, method=late(method, before))
     after = patched(family, method).to(dtype)
     tables = dict(expected.named_buffers())
-    assert {"inv_freq", "late_inv_freq", "late_scaling", "late_lengths"} < tables.keys()
+    assert {"inv_freq", "rung_inv_freq", "rung_scaling", "rung_lengths"} < tables.keys()
     for model in (before, after):
         for name, table in rotary_of(model).named_buffers():
             assert same(table, tables.pop(name) if model is after else tables[name]), name

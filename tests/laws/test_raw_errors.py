@@ -1,4 +1,4 @@
-"""Whatever stands in a config, an option or a file: what escapes is an error of our own, on one line, or nothing."""
+"""Whatever is in a config, an option or a file: what escapes is an error of our own, on one line, or nothing."""
 
 from __future__ import annotations
 
@@ -377,7 +377,7 @@ def test_no_gguf_file_raises_a_raw_error_or_is_read_beyond_its_end(data: st.Data
             case "count":
                 at = data.draw(st.one_of(st.sampled_from([8, 16]), st.integers(0, 1000)))
                 path.write_bytes(whole[:at] + struct.pack("<Q", data.draw(COUNTS)) + whole[at + 8 :])
-            case "array":  # of a kind and a length that are not what stands there
+            case "array":  # of a kind and a length that are not what is there
                 at = whole.index(b"tokenizer.ggml.tokens") + 21
                 array = struct.pack("<IIQ", 9, data.draw(st.integers(0, 13)), data.draw(COUNTS))
                 path.write_bytes(whole[:at] + array + whole[at + 16 :])

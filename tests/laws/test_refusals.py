@@ -16,6 +16,7 @@ from peft import LoraConfig, get_peft_model
 from survey.small import small_model
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, LlavaConfig, PreTrainedConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from ctxext import describe_context, extend_config, extend_context, restore_context, temporarily_extended
 from ctxext.core.edit import Edit
@@ -140,9 +141,8 @@ def test_a_target_length_that_is_no_number_of_tokens_is_refused(llama: Any, targ
 
 @pytest.mark.parametrize("arguments", [{"target_length": 64}, {"target_length": 16}, {"factor": 1}, {"factor": 1.001}])
 def test_a_target_that_is_covered_already_is_refused(llama: Any, arguments: Any) -> None:
-    refuses(
-        llama, ValueError, "already covers", "64 (max_position_embeddings of the config)", "Ask for more", **arguments
-    )
+    said = "already covers", "64 (max_position_embeddings of the config)", "Ask for a longer target"
+    refuses(llama, ValueError, *said, **arguments)
 
 
 @pytest.mark.parametrize("length", [0, -1, 7, "4096", 4096.0, True])
@@ -159,7 +159,7 @@ def test_a_trained_length_that_is_no_number_of_tokens_is_refused(llama: Any, len
 NOTHING: dict[str, dict[str, Any]] = {
     "the same theta": {"method": "abf", "rope_theta": 10000.0},
     "λ = 1": {"method": "longrope", "long_factor": (1.0,) * 8, "attention_factor": 1.0},
-    "pinned at the trained length": {"method": "dynamic_ntk", "length": LENGTH},
+    "frozen at the trained length": {"method": "dynamic_ntk", "length": LENGTH},
     "pinned within the trained length": {"method": "dynamic_yarn", "length": 16},
 }
 
@@ -496,7 +496,7 @@ def test_a_softmax_scale_of_latent_attention_is_kept_by_keep() -> None:
     assert model.config.rope_parameters["mscale_all_dim"] == 1.0
 
 
-# --------------------------------------------------------------------------- what is not rotated late
+# --------------------------------------------------------------------------- what is not rotated in attention
 
 CANNOT = {"falcon": "attention code of its own", "qwen3_5": "positions of several kinds (mrope)"}
 
@@ -633,7 +633,7 @@ def test_no_config_can_say_it(method: str) -> None:
     assert config.to_dict() == before
 
 
-# Families whose attention is unusual and yet can be rotated late, and how each of their layers turns.
+# Families whose attention is unusual and yet can be rotated in attention, and how each of their layers turns.
 TURNED, CROSSED = ("half_split", 1), ("interleaved", 1)
 UNUSUAL: dict[str, tuple[dict[str, Any], list[tuple[str, int]]]] = {
     "smollm3": ({"num_hidden_layers": 4, "no_rope_layer_interval": 2}, [TURNED, ("none", 1)] * 2),
@@ -783,3 +783,15 @@ def test_a_table_that_was_made_in_inference_mode_can_be_trained() -> None:
         extend_context(model, 2)
     model(input_ids=torch.arange(8)[None]).logits.sum().backward()
     torch.optim.SGD(model.parameters(), lr=0.1).step()
+
+
+def test_frequencies_that_are_off_by_a_ten_thousandth_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where a family reads its config in its own way; float32 rounds a hundred times finer."""
+    own = ROPE_INIT_FUNCTIONS["yarn"]
+
+    def slightly_off(*args: Any, **kwargs: Any) -> Any:
+        frequencies, scaling = own(*args, **kwargs)
+        return frequencies * (1 + 1e-4), scaling
+
+    monkeypatch.setitem(ROPE_INIT_FUNCTIONS, "yarn", slightly_off)
+    refuses(tiny_model("llama"), RuntimeError, "frequencies differ by 1.0e-04", method="yarn", factor=4)

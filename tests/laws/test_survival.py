@@ -675,7 +675,7 @@ def test_config_edits_made_meanwhile_are_kept_by_restore() -> None:
     assert model.config.to_dict()["rope_parameters"] == with_edit["rope_parameters"]
 
 
-# --------------------------------------------------------------------------------- late rotation
+# --------------------------------------------------------------------------------- in-attention RoPE
 
 rotating = pytest.mark.parametrize("method", ["dynamic_ntk", "self_extend"])
 

@@ -390,7 +390,7 @@ def test_a_pinned_dynamic_yarn_keeps_its_options():
 @every_method
 def test_what_no_config_can_say_rotates_late(cls):
     method = cls.example(LLAMA, 4.0)
-    assert method.is_late == (isinstance(method, PositionRemapping) or cls in DYNAMIC)
+    assert method.in_attention == (isinstance(method, PositionRemapping) or cls in DYNAMIC)
 
 
 # ------------------------------------------------------------------------ the ladder of scales
@@ -445,17 +445,17 @@ def test_longrope_switches_right_after_the_trained_length():
 def test_longrope_pinned_at_a_length_is_one_of_its_lists(length, values):
     method = replace(TWO_LISTS, attention_factor=1.1)
     assert method.at_length(LLAMA, length) == LongRoPE(factor=8, long_factor=values, attention_factor=1.1)
-    assert not method.at_length(LLAMA, length).is_late
+    assert not method.at_length(LLAMA, length).in_attention
     with pytest.raises(ValueError, match="start_tokens=4 has no static form"):
         replace(method, start_tokens=4).at_length(LLAMA, length)
 
 
 def test_longrope_is_late_only_where_a_config_cannot_say_it():
     assert TWO_LISTS.is_dynamic
-    assert not replace(TWO_LISTS, short_factor=LONG).is_late
-    assert not replace(TWO_LISTS, short_factor=None).is_late
+    assert not replace(TWO_LISTS, short_factor=LONG).in_attention
+    assert not replace(TWO_LISTS, short_factor=None).in_attention
     first_tokens = replace(TWO_LISTS, short_factor=None, start_tokens=4)
-    assert first_tokens.is_late
+    assert first_tokens.in_attention
     assert not first_tokens.is_dynamic
     assert (first_tokens.start_tokens, YaRN(factor=4).start_tokens) == (4, 0)
 
@@ -606,7 +606,7 @@ def distances(method: PositionRemapping, query: int) -> list[float]:
 
 
 def test_self_extend_by_hand():
-    # Groups of 3, 5 neighbours: the query stands at 17 // 3 + 5 - 5/3 = 8 1/3 for keys from 0 to 12.
+    # Groups of 3, 5 neighbours: the query is at 17 // 3 + 5 - 5/3 = 8 1/3 for keys from 0 to 12.
     whole, third = SelfExtend(factor=4, group_size=4, window=8), SelfExtend(factor=4, group_size=3, window=5)
     assert distances(whole, 11) == [8, 8, 8, 8, 7, 6, 5, 4, 3, 2, 1, 0]
     assert distances(whole, 12) == [9, 9, 9, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0]

@@ -126,7 +126,7 @@ def test_udop_is_refused_as_its_encoder_has_other_biases() -> None:
 
 
 class _Of:
-    """A class in the place of an auto class."""
+    """A class instead of an auto class."""
 
     def __init__(self, cls: Any) -> None:
         self.cls = cls

@@ -2,7 +2,7 @@
 
     accelerate launch --config_file FILE tests/recipes/sharded_on_cpu.py recipes/finetune.py --config …
 
-torch's FSDP and DeepSpeed run over gloo; only accelerate's choice of device and backend stands in the way.
+torch's FSDP and DeepSpeed run over gloo; only accelerate's choice of device and backend is in the way.
 """
 
 import runpy

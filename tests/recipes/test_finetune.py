@@ -127,23 +127,23 @@ def test_every_micro_batch_of_every_seed_draws_dropout_of_its_own(
 
 
 @pytest.mark.parametrize("engine", ["fsdp2", "zero3", "ulysses"])
-def test_the_shipped_file_of_a_sharded_engine_gives_the_losses_of_one_process(
+def test_the_bundled_file_of_a_sharded_engine_gives_the_losses_of_one_process(
     engine: str, whole: Path, tmp_path: Path
 ) -> None:
     """On two processes instead of eight, over gloo."""
     if engine != "fsdp2":
         pytest.importorskip("deepspeed", reason="ZeRO-3 and Ulysses run under DeepSpeed")
     name = "fsdp2" if engine == "fsdp2" else "zero3_ulysses"
-    shipped = yaml.safe_load((RECIPE.parent / f"accelerate/{name}.yaml").read_text())
-    parallel = shipped.pop("parallelism_config", None)
-    shipped["num_processes"], changes, one = 2, ["training.steps=3"], whole
+    bundled = yaml.safe_load((RECIPE.parent / f"accelerate/{name}.yaml").read_text())
+    parallel = bundled.pop("parallelism_config", None)
+    bundled["num_processes"], changes, one = 2, ["training.steps=3"], whole
     if engine == "ulysses":  # joined documents and no dropout, as it demands
-        shipped["parallelism_config"] = {**parallel, "parallelism_config_sp_size": 2}
+        bundled["parallelism_config"] = {**parallel, "parallelism_config_sp_size": 2}
         novels = "[{path: ../data/austen/*.txt, name: novels}]"
         changes += ["trainable.dropout=0.0", "data.documents=joined", f"data.sources={novels}"]
         finish(one := tmp_path / "one", *changes)
     file = tmp_path / "accelerate.yaml"
-    file.write_text(yaml.safe_dump(shipped))
+    file.write_text(yaml.safe_dump(bundled))
     launch = [
         sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(file), "--main_process_port",
         str(free_port()), str(Path(__file__).with_name("sharded_on_cpu.py")),
@@ -182,7 +182,7 @@ def test_figures_of_an_earlier_model_are_seen_before_the_training(main, tmp_path
     (tmp_path / "run").mkdir()
     (tmp_path / "run/results.jsonl").write_text(Header({}, {}, {"trained": {}}, {"trained_length": 512}).line() + "\n")
     with pytest.raises(FileExistsError, match="figures of a model that was trained before"):
-        main(tmp_path / "run", "evaluation={text: shipped, lengths: [512]}")
+        main(tmp_path / "run", "evaluation={text: bundled, lengths: [512]}")
 
 
 def test_a_base_of_other_weights_is_not_taken_for_this_one(recipe, tmp_path: Path) -> None:
@@ -222,11 +222,11 @@ def test_a_dry_run_says_what_it_would_take_and_trains_nothing(main, tmp_path: Pa
         (("training.micro_batch_size=4", "engine.processes=2"), "the settings asked for 2 processes, got 1"),
         (("data.sources.0.path=nowhere.txt",), "nowhere.txt was not found"),
         (("extension.target_length=512", "extension.factor=null"), "covers 512 tokens"),
-        (("model=nobody/nothing",), "is no folder here, and the hub did not give it"),
+        (("model=nobody/nothing",), "is not a folder here, and could not be downloaded"),
         (("data.length=4096",), "beyond the 2,048 tokens"),
         (("data.length=2048", "data.positions=pose", "data.documents=joined"), "leave none to skip"),
         (("evaluation={text: nowhere.txt}",), "nowhere.txt was not found"),
-        (("evaluation={text: shipped, lengths: [1m]}",), "windows of 1,048,576 are to be read of it"),
+        (("evaluation={text: bundled, lengths: [1m]}",), "windows of 1,048,576 are to be read of it"),
     ],
 )
 def test_bad_input_is_refused_before_anything_is_trained(
@@ -239,7 +239,7 @@ def test_bad_input_is_refused_before_anything_is_trained(
 
 @pytest.fixture
 def small(tmp_path: Path):
-    """A function that saves a small random model of a type, beside the shipped tokenizer."""
+    """A function that saves a small random model of a type, beside the bundled tokenizer."""
 
     def save(model_type: str, **changes: int) -> Path:
         small_model(model_type, "causal", vocab_size=4096, **changes).save_pretrained(tmp_path / model_type)

@@ -13,7 +13,7 @@ from ctxext.encodings.rope import RopeGeometry
 from ctxext.methods import LongRoPE, PositionRemapping, RopeMethod, RopeScaling, list_methods
 
 FACTOR = 4.0
-# Every method that rescales frequencies, on every family; those that follow the length are pinned at one.
+# Every method that rescales frequencies, on every family; those that follow the length are frozen at one.
 METHODS = [cls.name for cls in list_methods() if issubclass(cls, RopeScaling)]
 # Every method that rotates inside attention, and the families whose attention lets it.
 LATE = [cls.name for cls in list_methods("rope") if cls.at_length is not RopeMethod.at_length]
@@ -42,7 +42,7 @@ def rotary_of(model: nn.Module) -> nn.Module:
 
 
 def arguments(name: str, model: nn.Module, factor: float = FACTOR) -> dict[str, Any]:
-    """`extend_context`'s arguments for a registered method; dynamic ones are pinned at their reach."""
+    """`extend_context`'s arguments for a registered method; dynamic ones are frozen at their reach."""
     method = example(name, plain_rope(model), factor)
     return {"method": method, **({"length": round(factor * LENGTH)} if method.is_dynamic else {})}
 

@@ -1,4 +1,4 @@
-"""A real OpenAI-compatible server around the shipped model: `python tests/support/live_server.py --port 8000`.
+"""A real OpenAI-compatible server around the bundled model: `python tests/support/live_server.py --port 8000`.
 
 It decodes greedily with transformers' own `generate`, one request at a time. Its switches make it the servers
 that a client meets: one with another tokenizer, one that is overloaded, one that wants a key.
@@ -77,7 +77,7 @@ class LiveServer:
     refused_fields: tuple[str, ...] = ()
     usage: bool = True
     prompt_scores: str = ""
-    model: Any = None  # None: the shipped one
+    model: Any = None  # None: the bundled one
     faults: deque[Fault] = field(default_factory=deque)
     requests: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
     peak: int = 0

@@ -135,7 +135,7 @@ def _reference(checkout: Path, name: str, length: int, template: str, tokenizer:
 
 
 def _stand_ins() -> None:
-    """Modules in the place of those that NVIDIA's scripts import and that would download, or that hold their words."""
+    """Modules instead of those that NVIDIA's scripts import and that would download, or that hold their words."""
     from ctxext.evals.haystack import _SENTENCE_END
     from ctxext.evals.words import own_words
 

@@ -9,15 +9,15 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from ctxext.assets import MODEL, PERSUASION
 
-KINDS = ("shipped", "sentencepiece", "merging")
+KINDS = ("bundled", "sentencepiece", "merging")
 
 
 @cache
 def tokenizer_of_kind(kind: str) -> PreTrainedTokenizerFast:
-    """`shipped`: byte-level BPE with BOS, digits apart. `sentencepiece`: unigram over ▁ with BOS. `merging`:
+    """`bundled`: byte-level BPE with BOS, digits apart. `sentencepiece`: unigram over ▁ with BOS. `merging`:
     byte-level BPE without BOS that joins punctuation with line breaks and cuts numbers into unequal tokens, as
     the tokenizers of Qwen and GPT-4 and of GPT-2 do."""
-    if kind == "shipped":
+    if kind == "bundled":
         return AutoTokenizer.from_pretrained(MODEL)
     text = PERSUASION.read_text(encoding="utf-8")[:200_000] + " ".join(str(n * n) for n in range(400, 1200))
     if kind == "sentencepiece":

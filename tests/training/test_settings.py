@@ -17,7 +17,7 @@ TINY = next(path for path in CONFIGS if path.name == "tiny_yarn_4x.yaml")
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
-def test_every_shipped_config_is_valid_and_says_where_it_was_measured(path: Path) -> None:
+def test_every_bundled_config_is_valid_and_says_where_it_was_measured(path: Path) -> None:
     settings = read_settings(path)
     assert settings.measured_on
     assert settings.training.steps_of(settings.data.length or 2048) > 0
@@ -33,14 +33,13 @@ def test_every_shipped_config_is_valid_and_says_where_it_was_measured(path: Path
         ("engine.process=2", "unknown key 'engine.process'; did you mean 'processes'?"),
         ("training.learning_rate=-1", "training.learning_rate: Input should be greater than 0, got -1"),
         ("trainable.kind=full", "embeddings, norms, rank, targets goes with kind: lora"),
-        ("data.sources.9.weight=1", "no place in a list of 2"),
+        ("data.sources.9.weight=1", "not a position in a list of 2"),
         ("data.sources.0.weight=0", "weight"),
         ("data.positions=pose", "Set documents: joined"),
         ("training.tokens=1m", "give either steps or tokens"),
         ("training.micro_batch_size=3", "must be a multiple of micro_batch_size, got 4 and 3"),
-        ("training.shifted_sparse_groups=4", "Set data.documents: joined"),
         ("data.length=0", "greater than or equal to 1"),
-        ("extension.target_length=lots", "no number of tokens"),
+        ("extension.target_length=lots", "not a number of tokens"),
         ("model", "write KEY=VALUE"),
         ("model.name=x", "has no keys of its own"),
     ],
@@ -55,7 +54,6 @@ def test_a_mistake_is_named_with_its_remedy(change: str, said: str) -> None:
     [
         ("training.attention=flash_attention_2", "training.attention: sdpa (got flash_attention_2)"),
         ("training.loss=stock", "training.loss: chunked (got stock)"),
-        ("training.shifted_sparse_groups=4", "training.shifted_sparse_groups: None (got 4)"),
         ("data.documents=separate", "data.documents: joined (got separate)"),
         ("trainable.dropout=0.1", "trainable.dropout: 0.0 (got 0.1)"),
     ],
@@ -104,10 +102,10 @@ def test_the_command_line_changes_what_the_file_says() -> None:
     [
         (["extension.method=self_extend"], "needs no training"),
         (["extension.method=dca", "extension.options.length=1024"], "needs no training"),
-        (["extension.method=dynamic_yarn"], r"Pin it .*options\.length"),
+        (["extension.method=dynamic_yarn"], r"Freeze it .*options\.length"),
         (
             ["extension.method=longrope", "extension.options.long_factor=[2]", "extension.options.short_factor=[1]"],
-            "Pin",
+            "Freeze",
         ),
         (["extension.method=yarm"], "did you mean 'yarn'"),
     ],
@@ -120,7 +118,7 @@ def test_what_no_config_can_say_is_not_trained_on(changes: list[str], words: str
 
 def test_a_pinned_dynamic_method_is_trained_on_as_the_static_one_that_it_is() -> None:
     settings = read_settings(TINY, ["extension.method=dynamic_yarn", "extension.options.length=2048"])
-    assert not extended_json(MODEL, **settings.extension.arguments())[0].is_late
+    assert not extended_json(MODEL, **settings.extension.arguments())[0].in_attention
 
 
 def test_numbers_are_read_as_people_write_them(tmp_path: Path) -> None:

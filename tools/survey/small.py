@@ -132,7 +132,7 @@ def small_config(model_type: str, kind: str, **changes: Any) -> PreTrainedConfig
     """The published config of `model_type`, shrunk to a trained length of LENGTH tokens.
 
     Args:
-        changes: values of fields, in the place of those chosen here.
+        changes: values of fields, instead of those chosen here.
 
     Raises:
         Exception: whatever the family's config class raises where it cannot be built, or not small.
@@ -214,7 +214,7 @@ def _windows(config: PreTrainedConfig, small: dict[str, Any], declared: dict[str
 
 
 def _shorter(parameters: dict[str, Any], config: PreTrainedConfig) -> dict[str, Any]:
-    """Published rope_parameters at the small length, multimodal sections shared out anew over fewer pairs."""
+    """Published rope_parameters at the small length, multimodal sections shared out again over fewer pairs."""
     parameters = copy.deepcopy(parameters)
     for value in parameters.values():
         if isinstance(value, dict):

@@ -44,7 +44,7 @@ class ExtendedHFLM(HFLM):
         max_length: tokens at which prompts are cut from the left; default: the length extended to.
 
     Raises:
-        ValueError: a method, option or argument is unknown, `pretrained` is no path or name, or
+        ValueError: a method, option or argument is unknown, `pretrained` is not a path or name, or
             `extend_context` refuses.
     """
 
@@ -79,8 +79,10 @@ class ExtendedHFLM(HFLM):
             record.check_weights(folder)
             extension = record.arguments_for(self.model.config)
         if extension and method != UNEXTENDED:
-            extended = extend_context(self.model, **extension)
-            self._max_length: int = self._max_length or extended.plan.target_length
+            extend_context(self.model, **extension)
+            done = extension_of(self.model)
+            assert done is not None
+            self._max_length: int = self._max_length or done.plan.target_length
             # With truncation=True the tokenizer would cut at the length that it was saved with.
             self.tokenizer.model_max_length = self._max_length
         if hasattr(self, "accelerator"):

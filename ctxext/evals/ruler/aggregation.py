@@ -18,7 +18,7 @@ from ctxext.evals.words import distinct, nvidia_words, own_words, vocabulary
 class CommonWords(RulerTask):
     """Which ten words of a list come more often than the others? RULER, section 3.3.
 
-    A worked example stands before the list. Below 4096 tokens, words come 6 times and once, as NVIDIA has it.
+    A worked example comes before the list. Below 4096 tokens, words come 6 times and once, as NVIDIA has it.
 
     Attributes:
         freq_common, freq_uncommon: how often each of the ten comes, and each of the others.

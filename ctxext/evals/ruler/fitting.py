@@ -40,7 +40,7 @@ class Draft:
     """A prompt with room for a few tokens.
 
     Attributes:
-        text: what the user says, with a `GAP` and a `REST` where there is room; `example` stands before it.
+        text: what the user says, with a `GAP` and a `REST` where there is room; `example` comes before it.
         question, lead, references, needles: as in `Sample`.
         fills: what may go to the gap: groups of texts, better ones first, each from the longest to the shortest.
         rests: what may go to the rest. None of them is needed.
@@ -59,7 +59,7 @@ class Draft:
         return self.text.replace(GAP, fill).replace(REST, rest)
 
     def extra(self, prompter: Prompter, mark: str, filling: str) -> int:
-        """The tokens of what goes to a mark, measured where it stands."""
+        """The tokens of what goes to a mark, measured where it is."""
         before, _, after = self.text.partition(mark)
         around = before[-40:] + mark + after[:40]
         return len(prompter.encode(around.replace(mark, filling).replace(GAP, "").replace(REST, "")))
@@ -243,7 +243,7 @@ class RulerTask(RetrievalTask):
         )
 
     def nvidia_units(self, scene: Scene) -> int:
-        """NVIDIA's search, over prompts that are drawn anew each time; it counts all but BOS."""
+        """NVIDIA's search, over prompts that are drawn again each time; it counts all but BOS."""
         rng, length = scene.place.rng("size"), scene.place.length
 
         def counted(units: int) -> tuple[int, int]:

@@ -125,7 +125,7 @@ def _town(rng: Random, name: str) -> list[Fact]:
         Fact(f"Its market, which sells {rng.choice(_GOODS)}, is held every {rng.choice(_MONTH)}."),
         Fact(f"Its bridge was built by {builder}.", "Who built the bridge of {subject}?", builder),
         Fact(
-            f"Most of it burned down in {year} and was built anew.",
+            f"Most of it burned down in {year} and was built again.",
             "In which year did most of {subject} burn down?",
             year,
         ),

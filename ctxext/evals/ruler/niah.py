@@ -180,5 +180,5 @@ def _joined(words: list[str]) -> str:
 
 
 def _space(words: list[str], place: int) -> str:
-    """What stands between the words before and behind a place."""
+    """What is between the words before and behind a place."""
     return " " * words[place - 1].endswith(" ")

@@ -20,7 +20,7 @@ from ctxext.evals.words import distinct
 class VariableTracking(RulerTask):
     """Which variables have this value, by assignments of one to the next? RULER, section 3.2.
 
-    One worked example of at most 500 tokens stands before the text; its variables have three letters.
+    One worked example of at most 500 tokens comes before the text; its variables have three letters.
 
     Attributes:
         chains: of assignments; the first of them is asked for.

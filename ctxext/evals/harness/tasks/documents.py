@@ -76,7 +76,7 @@ def passkey_documents(
 
     Args:
         max_seq_lengths: default: 1, 2 and 4 times the trained length of `pretrained`, and on as far as it is extended.
-        depths: where the number stands in the text, 0 (start) to 1 (just before the question).
+        depths: where the number is in the text, 0 (start) to 1 (just before the question).
         haystack: a file of natural text.
 
     Raises:

@@ -1,4 +1,4 @@
-"""A slow truth for late rotation: one row at a time, no cache, every pair of tokens by its method's own formula.
+"""A slow truth for in-attention RoPE: one row at a time, no cache, every pair of tokens by its method's own formula.
 
 The family's own layers run with a rotary embedding that gives the identity; attention keeps queries and keys
 unrotated and builds the whole score matrix in float64, pair by pair. Nothing here is taken from ctxext.attention,
@@ -199,7 +199,7 @@ class SlowModel:
 
     Attributes:
         formula: of layers that see beyond the trained length; the others keep their rotation.
-        seen: by layer, keys and values that queries from `seen_from` on see in the place of their own.
+        seen: by layer, keys and values that queries from `seen_from` on see instead of their own.
     """
 
     def __init__(self, model: nn.Module, formula: Formula) -> None:

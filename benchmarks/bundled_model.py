@@ -1,6 +1,6 @@
-"""What the shipped model must do: retrieve inside its window, break beyond it, work when extended.
+"""What the bundled model must do: retrieve inside its window, break beyond it, work when extended.
 
-    python benchmarks/shipped_model.py
+    python benchmarks/bundled_model.py
 
 On *Persuasion*, which it never saw in training. 200 passkey prompts a length and method, 20 texts at ten
 depths each; the methods see the same prompts and are not trained.
@@ -33,7 +33,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", type=Path, default=MODEL)
     parser.add_argument("--trials", type=int, default=20, help="texts for each length")
-    parser.add_argument("--output", type=Path, default=Path("docs/benchmarks/shipped_model.json"))
+    parser.add_argument("--output", type=Path, default=Path("docs/benchmarks/bundled_model.json"))
     args = parser.parse_args()
 
     model, tokenizer = load(args.model)
@@ -53,7 +53,7 @@ def main() -> None:
     def passkey(variant: str, length: int) -> float:
         return summary.by_length(variant, "passkey")[length].value
 
-    report = Report("shipped_model", seed=grid.seed)
+    report = Report("bundled_model", seed=grid.seed)
     for inside in lengths[:2]:
         report.add(f"passkey at {inside}, not extended", passkey(UNEXTENDED, inside), at_least=0.98)
     for band, after, length in zip(("0-0.5x", "0.5-1x", "1-2x", "2-4x"), (0, *lengths), lengths):
