@@ -21,7 +21,6 @@ def push(
     base_model: Annotated[
         str | None, typer.Option(help="The hub's name of the model that was extended (owner/name).")
     ] = None,
-    extension_only: Annotated[bool, typer.Option("--extension-only", help="Leave the weights out.")] = False,
     private: Annotated[bool | None, typer.Option("--private/--public", help="For a new repository.")] = None,
     revision: Annotated[str | None, typer.Option(help="The branch to push to.")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the card and the files, and push nothing.")] = False,
@@ -31,9 +30,7 @@ def push(
 
     if not model.exists():
         raise FileNotFoundError(f"{model} is not here. Give a folder that holds an extended checkpoint.")
-    with prepared(
-        model, repo_id, base_model=base_model, results=results, extension_only=extension_only
-    ) as prepared_push:
+    with prepared(model, repo_id, base_model=base_model, results=results) as prepared_push:
         if dry_run:
             print(prepared_push.card())
         for path, size in prepared_push.sizes().items():

@@ -129,7 +129,7 @@ def _on_the_hub(name: str) -> Record:
     record = read_record(hub_folder(name, patterns=[RECORD]))
     if record is None:
         raise FileNotFoundError(
-            f"{name!r} holds no {RECORD} on the hub, so it is not an extension: `ctxext push --extension-only` "
-            "makes one. If it is a model that is extended in its config, use it as it is."
+            f"{name!r} holds no {RECORD} on the hub, so it is not an extension. `ctxext push METHOD.json "
+            "OWNER/NAME` makes one. If it is a model that is extended in its config, use it as it is."
         )
     return record

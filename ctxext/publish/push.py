@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from ctxext import __version__
-from ctxext.core.apply import ATTRIBUTE, extended_model
+from ctxext.core.apply import extended_model
 from ctxext.core.plan import ENCODINGS, Plan
 from ctxext.encodings.rope import RopeGeometry
 from ctxext.evals.choice import nats
@@ -248,7 +248,6 @@ def push_to_hub(
     *,
     base_model: str | None = None,
     results: str | Path | None = None,
-    extension_only: bool = False,
     private: bool | None = None,
     token: str | None = None,
     revision: str | None = None,
@@ -256,20 +255,18 @@ def push_to_hub(
     """Upload an extended model, or its extension alone, with a model card.
 
     A whole model is loaded from there by transformers where its config says the extension, and by `ctxext.load`
-    always; a live model's tokenizer is its own to push. An extension alone is a few kB: `ctxext.load` loads the model
-    that its card names and extends it so. Before it is pushed, it is seen to give this very config from that model's.
+    always; a live model's tokenizer is its own to push. A saved method is pushed as an extension alone, of a few kB:
+    `ctxext.load` loads the model that its card names and extends it so.
 
     All is in one commit: what fails leaves the repository as it was. Weights and records of an earlier push that would
     be loaded instead of these are removed in it.
 
     Args:
-        source: a live extended model, a folder that holds one, or the .json file of a saved method: an extension alone.
+        source: a live extended model, a folder that holds one, or the .json file of a saved method.
         repo_id: a name on the hub, owner/name; made if it is not there.
-        base_model: the hub's name of the model that was extended; needed for an extension alone, except of a live model
-            that was loaded by that name.
+        base_model: the hub's name of the model that was extended; needed for a saved method.
         results: a file of `ctxext eval` or `ctxext compare` that measured this extension on these weights. Without
             one the card says that nothing was measured.
-        extension_only: leave the weights out.
         private: make the repository a private one.
         token: of the hub; None for that of `hf auth login` or HF_TOKEN.
         revision: the branch to push to, made if it is not there.
@@ -278,15 +275,15 @@ def push_to_hub(
         The URL of the commit.
 
     Raises:
-        ValueError: a wrong name; nothing is extended; results of something else; no base model, or another one; a
-            README.md whose metadata cannot be read.
+        ValueError: a wrong name; nothing is extended; results of something else; a saved method without a base model,
+            or that does not extend it; a README.md whose metadata cannot be read.
         FileNotFoundError: no such folder, or the hub has no such base.
         PermissionError: not logged in, or no right to write there; or `private` and the repository is public.
         FileExistsError: an extension alone, and the repository holds a whole model.
         RuntimeError: the upload failed.
         Nothing that is on the hub changes on errors; the last may leave a new repository empty.
     """
-    with prepared(source, repo_id, base_model=base_model, results=results, extension_only=extension_only) as push:
+    with prepared(source, repo_id, base_model=base_model, results=results) as push:
         return upload(push, private=private, token=token, revision=revision)
 
 
@@ -297,7 +294,6 @@ def prepared(
     *,
     base_model: str | None = None,
     results: str | Path | None = None,
-    extension_only: bool = False,
 ) -> Iterator[Push]:
     """What `push_to_hub` would upload, checked, for the length of a `with` block. Arguments and errors are its own."""
     if _hub_name(repo_id) is None:
@@ -306,22 +302,16 @@ def prepared(
             "and '.'."
         )
     with tempfile.TemporaryDirectory() as scratch:
-        weights, about, readme = None, {}, ""
+        alone, about, readme, weights = str(source).endswith(SUFFIX), {}, "", None
         if isinstance(source, nn.Module):
             model = extended_model(source)
             if model is None:
                 raise ValueError("this model is not extended by ctxext. Call extend_context on it first.")
-            aim = _Aim.of_plan(model.__dict__[ATTRIBUTE].plan)
             if base_model is None and not Path(model.name_or_path or "").is_dir():
                 base_model = _hub_name(model.name_or_path)
-            if results is not None or not extension_only:
-                weights = _save(model, Path(scratch, "model"))
-        elif str(source).endswith(SUFFIX):
-            saved, extension_only = read_saved(source), True
-            aim, about = _Aim({}, None, {"method": saved.method}), saved.about
-        else:
+            weights = _save(model, Path(scratch, "model"))
+        elif not alone:
             weights = checkpoint_folder(str(source))
-            aim = _Aim.of_folder(weights)
             readme = read_text(weights / README) if (weights / README).is_file() else ""
             card = _read_card(readme)
             if base_model is None and BEGIN in readme:
@@ -331,16 +321,15 @@ def prepared(
                 f"base_model={base_model!r} is not a hub name (owner/name) that others could load. Give "
                 "that name, or leave it out for a whole model."
             )
-        if extension_only:
-            config, plan = _alone(aim, base_model)
+        if weights is None:
+            saved = read_saved(str(source))
+            about, (config, plan) = saved.about, _extension(saved.method, base_model)
             write_record(Path(scratch), plan)
-            extended, files, readme = Extended.of_plan(plan), {RECORD: Path(scratch, RECORD)}, ""
-            if weights is None and results is not None:
+            extended, files = Extended.of_plan(plan), {RECORD: Path(scratch, RECORD)}
+            if results is not None:
                 weights = checkpoint_folder(str(base_model))
         else:
-            assert weights is not None
-            extended, config = Extended.of_folder(weights), read_config(weights)
-            files = _files(weights)
+            extended, config, files = Extended.of_folder(weights), read_config(weights), _files(weights)
         measured = (
             None
             if results is None
@@ -352,7 +341,7 @@ def prepared(
             )
         )
         terms = {} if base_model is None else _license(base_model)
-        yield Push(repo_id, files, readme, extended, extension_only, base_model, measured, config, about, terms)
+        yield Push(repo_id, files, readme, extended, alone, base_model, measured, config, about, terms)
 
 
 def _save(model: PreTrainedModel, folder: Path) -> Path:
@@ -369,77 +358,23 @@ def _files(folder: Path) -> dict[str, Path]:
     return {path: folder / path for path in visible if path != README}
 
 
-@dataclass(frozen=True)
-class _Aim:
-    """What an extension alone has to make of its base: the config's new values, and the arguments that do it."""
-
-    updates: dict[str, Any]
-    target_length: int | None
-    arguments: dict[str, Any]
-
-    @classmethod
-    def of_plan(cls, plan: Plan) -> _Aim:
-        arguments = {
-            "method": plan.method,
-            "existing": plan.existing,
-            "original_max_position_embeddings": plan.original_length,
-            "rotated_copy": plan.rotated_copy,
-        }
-        updates = {name: value for name, value in plan.updates.items() if name != "ctxext"}
-        return cls(updates, plan.target_length, arguments)
-
-    @classmethod
-    def of_folder(cls, folder: Path) -> _Aim:
-        """
-        Raises:
-            ValueError: the checkpoint there is not extended by ctxext.
-        """
-        extended, record = Extended.of_folder(folder), read_record(folder)
-        config = read_config(folder)
-        if record is not None:
-            return cls.of_plan(planned_as_saved(config, record))
-        mark = live_mark(text_config_of(config))
-        assert mark is not None
-        arguments = {
-            "method": extended.method,
-            "existing": mark["existing"],
-            "original_max_position_embeddings": extended.lengths.original,
-        }
-        return cls(mark["fields"], extended.lengths.target, arguments)
-
-
-def _alone(aim: _Aim, base_model: str | None) -> tuple[Any, Plan]:
-    """The config of the base, and the plan that makes of it what is to be pushed.
+def _extension(method: ContextMethod, base_model: str | None) -> tuple[Any, Plan]:
+    """The config of the base, and what the method makes of it.
 
     Raises:
-        ValueError: no base is named, or what is made of it is something else.
+        ValueError: no base is named, or the method does not extend it.
     """
     if base_model is None:
-        raise ValueError(
-            "an extension alone needs base_model=, the hub's name of the model that it extends. Give it, or push the "
-            "whole model."
-        )
+        raise ValueError("a saved method needs base_model=, the hub's name of the model that it extends. Give it.")
     folder = checkpoint_folder(base_model, config_only=True)
     check_not_extended(folder)
     config = read_config(folder)
     try:
-        plan = plan_extension(config, **aim.arguments)
+        return config, plan_extension(config, method=method)
     except ValueError as error:
-        reason = str(error)
-    else:
-        reached = aim.target_length in (None, plan.target_length)
-        if plan.method is not None and reached and _values(plan.updates, aim) == _values(aim.updates, aim):
-            return config, plan
-        reason = f"it becomes {plan.summary} with other values in its config"
-    raise ValueError(
-        f"{base_model} extended by this does not give this model ({reason}). Name the model that was extended, or "
-        "push the whole model."
-    )
-
-
-def _values(updates: dict[str, Any], aim: _Aim) -> str:
-    """Those that count, as JSON, which has lists for tuples."""
-    return json.dumps({name: updates.get(name) for name in sorted(aim.updates)}, sort_keys=True)
+        raise ValueError(
+            f"{method.name} does not extend {base_model}: {error} Name another base, or extend a folder and push that."
+        ) from error
 
 
 def upload(push: Push, *, private: bool | None = None, token: str | None = None, revision: str | None = None) -> str:

@@ -27,7 +27,7 @@ from ctxext.evals.targets import compared_variants
 from ctxext.extension.metadata_file import RECORD
 from ctxext.extension.method_file import SavedMethod, read_saved
 from ctxext.hub.checkpoint import checkpoint_folder, extend_folder
-from ctxext.methods import LongRoPE, YaRN
+from ctxext.methods import LongRoPE, YaRN, make_method
 from ctxext.publish.push import BEGIN, END, prepared, push_to_hub
 
 IDS = token_ids(150)
@@ -109,27 +109,16 @@ def test_a_pushed_live_model_comes_back_by_load(method: str, base: Path, hub: Lo
 
 
 @pytest.mark.parametrize("method", ["yarn", "ntk", "dynamic_yarn", "self_extend"])
-def test_an_extension_alone_gives_the_same_logits_on_its_base(method: str, base: Path, hub: LocalHub) -> None:
-    model = ctxext.extend_context(AutoModelForCausalLM.from_pretrained("meta/tiny").eval(), 4, method)
-    push_to_hub(model, "ada/alone", extension_only=True)
+def test_an_extension_alone_gives_the_same_logits_on_its_base(
+    method: str, base: Path, hub: LocalHub, tmp_path: Path
+) -> None:
+    SavedMethod(make_method(method, 4)).save(tmp_path / "method.json")
+    push_to_hub(tmp_path / "method.json", "ada/alone", base_model="meta/tiny")
     files = hub.repositories["ada/alone"].files()
     assert files.keys() == {".gitattributes", "README.md", RECORD}
     assert sum(map(len, files.values())) < 5000
-    assert torch.equal(logits(ctxext.load("ada/alone"), IDS), logits(model, IDS))
-
-
-def test_an_extension_alone_of_a_folder_says_what_becomes_of_scaling_that_is_there(
-    hub: LocalHub, tmp_path: Path
-) -> None:
-    scaled = {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0, "original_max_position_embeddings": 64}
-    tiny_model("llama", rope_parameters=scaled, max_position_embeddings=128).save_pretrained(tmp_path / "base")
-    hub.create("meta/scaled", {path.name: path.read_bytes() for path in (tmp_path / "base").iterdir()})
-    for existing in ("compose", "replace"):
-        out = tmp_path / existing
-        extend_folder(tmp_path / "base", out, 4, "yarn", existing=existing)
-        push_to_hub(out, f"ada/{existing}", extension_only=True, base_model="meta/scaled")
-        assert json.loads(hub.repositories[f"ada/{existing}"].files()[RECORD])["existing"] == existing
-        assert torch.equal(logits(ctxext.load(f"ada/{existing}"), IDS), logits(ctxext.load(out), IDS))
+    live = ctxext.extend_context(AutoModelForCausalLM.from_pretrained("meta/tiny").eval(), 4, method)
+    assert torch.equal(logits(ctxext.load("ada/alone"), IDS), logits(live, IDS))
 
 
 def test_a_saved_method_is_pushed_and_named_as_a_method(base: Path, hub: LocalHub, tmp_path: Path) -> None:
@@ -152,7 +141,12 @@ def test_an_extension_by_name_is_refused_where_its_record_says_more_than_its_met
     base: Path, hub: LocalHub, tmp_path: Path
 ) -> None:
     model = ctxext.extend_context(ctxext.load("meta/tiny"), 4, "yarn", original_max_position_embeddings=32)
-    push_to_hub(model, "ada/short", extension_only=True, base_model="meta/tiny")
+    model.save_pretrained(tmp_path / "whole")
+    SavedMethod(YaRN(factor=4)).save(tmp_path / "yarn.json")
+    push_to_hub(tmp_path / "yarn.json", "ada/short", base_model="meta/tiny")
+    record = json.loads(hub.repositories["ada/short"].files()[RECORD])
+    record |= {"original_max_position_embeddings": 32}
+    hub.commit("ada/short", "main", {RECORD: json.dumps(record).encode()})
     live = logits(
         ctxext.extend_context(ctxext.load(base), method="ada/short", original_max_position_embeddings=32), IDS
     )
@@ -163,7 +157,6 @@ def test_an_extension_by_name_is_refused_where_its_record_says_more_than_its_met
         run("eval", str(base), "--method", "ada/short")
     with pytest.raises(ValueError, match="original_max_position_embeddings=32"):
         compared_variants(tiny_config("llama"), ["ada/short"], factor=4)
-    record = json.loads(hub.repositories["ada/short"].files()[RECORD])
     for more in ({"existing": "replace"}, {"rotated_copy": True}):
         said = json.dumps({**record, **more}).encode()
         hub.commit("ada/short", "main", {**hub.repositories["ada/short"].files(), RECORD: said})
@@ -323,11 +316,11 @@ def test_the_card_shows_the_numbers_of_the_results_file(hub: LocalHub, tmp_path:
     assert f"| perplexity, positions 513–1,024 | {ppl[0]} | {ppl[1]} |" in text
     assert nats(summary.gate("yarn").loss) in text
     assert "Not measured" not in text
-    # An extension alone is known by the weights of its base.
+    # A saved method is known by the weights of its base.
     hub.create("meta/austen", {path.name: path.read_bytes() for path in MODEL.iterdir()})
     SavedMethod(YaRN(factor=2)).save(tmp_path / "yarn.json")
     for source in (out, tmp_path / "yarn.json"):
-        with prepared(source, "ada/long", base_model="meta/austen", results=results, extension_only=True) as push:
+        with prepared(source, "ada/long", base_model="meta/austen", results=results) as push:
             assert share in push.card()
     # Of another method, of the same with other options, and of other weights.
     extend_folder(MODEL, tmp_path / "pi", 2, "pi")
@@ -368,9 +361,7 @@ def test_results_of_eval_are_known_however_it_was_extended(how: str, hub: LocalH
     [
         ("tiny", {}, ValueError, "owner/name"),
         ("ada/ti ny", {}, ValueError, "owner/name"),
-        ("ada/tiny", {"extension_only": True}, ValueError, "needs base_model="),
         ("ada/tiny", {"base_model": "/somewhere/base"}, ValueError, "not a hub name"),
-        ("ada/tiny", {"base_model": "meta/other", "extension_only": True}, ValueError, "does not give this model"),
         ("bob/tiny", {}, PermissionError, "the namespace \"bob\".*hf auth login"),
         ("ada/tiny", {"token": "stolen"}, PermissionError, "Invalid credentials"),
     ],
@@ -384,6 +375,15 @@ def test_refused_pushes_leave_nothing_on_the_hub(
     with pytest.raises(error, match=words):
         push_to_hub(extended, repo_id, **arguments)
     assert set(hub.repositories) == before
+
+
+def test_a_saved_method_needs_a_base_that_it_extends(extended: Path, hub: LocalHub, tmp_path: Path) -> None:
+    SavedMethod(YaRN(factor=4)).save(tmp_path / "yarn.json")
+    hub.create("meta/long", {path.name: path.read_bytes() for path in extended.iterdir()})
+    for name, words in ((None, "needs base_model="), ("/base", "not a hub name"), ("meta/long", "yarn does not extend meta/long")):
+        with pytest.raises(ValueError, match=words):
+            push_to_hub(tmp_path / "yarn.json", "ada/tiny", base_model=name)
+    assert set(hub.repositories) == {"meta/tiny", "meta/long"}
 
 
 def test_without_a_login_nothing_is_asked_of_the_hub(
@@ -409,11 +409,12 @@ def test_a_private_push_does_not_go_to_a_public_repository(extended: Path, hub: 
     assert hub.repositories["ada/tiny"].branches["main"] == before
 
 
-def test_an_extension_alone_is_not_put_beside_a_model(extended: Path, hub: LocalHub) -> None:
+def test_an_extension_alone_is_not_put_beside_a_model(extended: Path, hub: LocalHub, tmp_path: Path) -> None:
+    SavedMethod(YaRN(factor=4)).save(tmp_path / "yarn.json")
     push_to_hub(extended, "ada/tiny")
     before = hub.repositories["ada/tiny"].branches["main"]
     with pytest.raises(FileExistsError, match="another name"):
-        push_to_hub(extended, "ada/tiny", extension_only=True, base_model="meta/tiny")
+        push_to_hub(tmp_path / "yarn.json", "ada/tiny", base_model="meta/tiny")
     assert hub.repositories["ada/tiny"].branches["main"] == before
 
 
