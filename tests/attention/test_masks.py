@@ -5,6 +5,7 @@ In float64, so that no CPU's rounding decides.
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from live import EXACT_UNDER_A_CACHE, LATE, late
 from transformers import DynamicCache, StaticCache
 
 from ctxext import extend_context
+from ctxext.attention import masks
 
 pytestmark = pytest.mark.usefixtures("float64_softmax")
 
@@ -117,3 +119,17 @@ def test_law_9_a_compiled_prefill_with_the_default_cache_is_causal(
     assert torch.equal(other[:, :-1], found[:, :-1])
     assert not torch.equal(other[:, -1], found[:, -1])
     torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("module", [True, False, None])
+@pytest.mark.parametrize("called", [True, False, None])
+def test_a_missing_mask_is_the_triangle_of_a_causal_layer_alone(module: bool | None, called: bool | None) -> None:
+    layer = SimpleNamespace() if module is None else SimpleNamespace(is_causal=module)
+    query, key = torch.empty(2, 2, 3, 8), torch.empty(2, 2, 5, 8)
+    mask = masks.explicit(None, layer, query, key, called)
+    causal = called if called is not None else module is not False
+    assert (mask is not None) == causal
+    if causal:
+        assert torch.equal(mask.whole()[0, 0], torch.ones(3, 5).tril(2).bool())
+    given = torch.ones(2, 1, 3, 5).bool()
+    assert masks.explicit(given, layer, query, key, called) is given

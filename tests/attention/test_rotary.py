@@ -152,3 +152,21 @@ def test_the_evaluators_cache_keeps_its_room_and_the_rotated_copy_its_own() -> N
     parts = [logits(model, token, past_key_values=cache) for token in ids[:, 90:].split(1, dim=1)]
     torch.testing.assert_close(torch.cat(parts, dim=1), logits(model, ids)[:, 90:], atol=1e-9, rtol=0)
     assert cache.layers[0].keys.data_ptr() == where
+
+
+@pytest.mark.parametrize("gradient", [False, True])
+@pytest.mark.parametrize("sign", [1, -1])
+@pytest.mark.parametrize("pairs", ["half_split", "interleaved"])
+def test_a_part_of_a_head_turns_as_complex_numbers_do(pairs: str, sign: int, gradient: bool) -> None:
+    """By a second way of computing it, in more pieces than one, whether autograd is on or off."""
+    n_pairs, n_tokens = 3, 1200
+    x = torch.randn(2, 2, n_tokens, 10, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    angles = torch.arange(n_tokens)[None, :, None] * torch.tensor([1.0, 0.1, 0.01], dtype=torch.float64)
+    turned, rest = x[..., : 2 * n_pairs], x[..., 2 * n_pairs :]
+    shape = (2, n_pairs) if pairs == "half_split" else (n_pairs, 2)
+    first, second = turned.unflatten(-1, shape).unbind(-2 if pairs == "half_split" else -1)
+    number = torch.complex(first, second) * torch.polar(torch.ones_like(angles), sign * angles)[:, None]
+    want = torch.stack([number.real, number.imag], -2 if pairs == "half_split" else -1).flatten(-2)
+    with torch.set_grad_enabled(gradient):
+        found = rotary.rotate(x, (angles.cos(), angles.sin()), rotary.Convention(pairs, sign))
+    torch.testing.assert_close(found, torch.cat([want, rest], dim=-1), atol=1e-12, rtol=0)

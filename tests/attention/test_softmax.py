@@ -19,6 +19,7 @@ from in_attention_reference import (
 from transformers import DynamicCache
 
 from ctxext.attention import softmax
+from ctxext.attention.softmax import Softmax
 
 FAMILIES = {"llama": {}, "mistral": {"sliding_window": 96}, "qwen3": {}, "gpt_neox": {}, "gemma2": {}}
 
@@ -147,3 +148,13 @@ def test_a_query_that_sees_nothing_is_no_number_s_ruin(method: str) -> None:
     found = read(extended(method), batch, None, [131])
     assert bool(found.isfinite().all())
     assert_rows(found[:2], truth(method)[1:3], batch["attention_mask"][:2])
+
+
+@pytest.mark.parametrize("n_keys", [100, 2**14, 2**20])
+def test_the_scores_that_are_held_at_once_are_bounded(n_keys: int) -> None:
+    query = torch.empty(4, 8, 4096, 1)
+    with torch.enable_grad():
+        rows = Softmax(scaling=1.0).block_size(query, n_keys)
+    assert rows == softmax.BLOCK or rows == 16 or softmax.SCORES // 2 < 4 * 8 * rows * n_keys <= softmax.SCORES
+    assert 16 <= rows <= softmax.BLOCK
+    assert (rows == 16) == (n_keys == 2**20)

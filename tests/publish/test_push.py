@@ -380,7 +380,11 @@ def test_refused_pushes_leave_nothing_on_the_hub(
 def test_a_saved_method_needs_a_base_that_it_extends(extended: Path, hub: LocalHub, tmp_path: Path) -> None:
     SavedMethod(YaRN(factor=4)).save(tmp_path / "yarn.json")
     hub.create("meta/long", {path.name: path.read_bytes() for path in extended.iterdir()})
-    for name, words in ((None, "needs base_model="), ("/base", "not a hub name"), ("meta/long", "yarn does not extend meta/long")):
+    for name, words in (
+        (None, "needs base_model="),
+        ("/base", "not a hub name"),
+        ("meta/long", "yarn does not extend meta/long"),
+    ):
         with pytest.raises(ValueError, match=words):
             push_to_hub(tmp_path / "yarn.json", "ada/tiny", base_model=name)
     assert set(hub.repositories) == {"meta/tiny", "meta/long"}
