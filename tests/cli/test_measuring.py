@@ -25,14 +25,14 @@ from transformers import AutoTokenizer
 from typer.main import get_command
 
 from ctxext import YaRN
-from ctxext.assets import MODEL
+from ctxext.assets import MODEL, PERSUASION
 from ctxext.cli import app, commands, measuring
 from ctxext.evals.engine import Engine
 from ctxext.evals.needle import Passkey
 from ctxext.evals.results import read_results
 from ctxext.evals.screen import print_summary
 from ctxext.evals.summary import Summary
-from ctxext.extension.method_file import SavedMethod
+from ctxext.extension.method_file import SavedMethod, read_saved
 from ctxext.methods import list_methods
 from ctxext.utils import endpoint
 
@@ -295,7 +295,7 @@ def test_a_checkpoint_that_is_extended_late_can_start_again(late: Path, tmp_path
     [("eval", "LATE", "--method", "yarn"), ("compare", "LATE"), ("demo", "--model", "LATE")],
     ids=lambda command: command[0],
 )
-def test_a_checkpoint_that_is_extended_late_is_not_extended_on_top(
+def test_a_checkpoint_that_is_extended_in_attention_is_not_extended_on_top(
     command: tuple[str, ...], late: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -377,7 +377,7 @@ def compared(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Outcome]:
 
 
 @pytest.mark.slow
-def test_compare_recommends_with_its_share_its_price_and_its_n(compared: tuple[Path, Outcome]) -> None:
+def test_compare_recommends_with_its_share_its_regression_and_its_n(compared: tuple[Path, Outcome]) -> None:
     path, outcome = compared
     _, records = lines(path)
     beyond = [r["hit"] for r in records if (r["variant"], r["task"], r["length"]) == ("yarn", "passkey", 1024)]
@@ -705,3 +705,30 @@ def test_the_base_of_a_longer_table_is_asked_for_nothing_beyond_its_own(tmp_path
     tasks = ("--tasks", "perplexity,short", "--lengths", "128,256", "--windows", "2")
     outcome = ctxext("eval", tmp_path / "long", "--base", base, *tasks, "-o", tmp_path / "results.jsonl")
     assert outcome.code == 0, outcome.err
+
+
+@pytest.mark.slow
+def test_recommend_writes_a_method_and_says_why(tmp_path: Path) -> None:
+    """On a text that ends long before the time does, so that no clock decides."""
+    text, best, results = tmp_path / "text.txt", tmp_path / "best.json", tmp_path / "results.jsonl"
+    text.write_text(PERSUASION.read_text(encoding="utf-8")[:15_000], encoding="utf-8")
+    asked = ("--factor", "2", "--minutes", "60", "--methods", "pi,yarn", "--no-fit", "--text", text)
+    outcome = ctxext("recommend", MODEL, *asked, "-o", best, "--results", results)
+    assert outcome.code == 0, outcome.err
+    chosen = read_saved(best)
+    assert chosen.method.name in ("pi", "yarn")
+    said = " ".join(outcome.out.split())
+    assert chosen.about["recommendation"] in said
+    assert "MiB of keys and values a sequence" in said
+    assert "The text was used up" in outcome.said
+    assert f"--method {best}" in outcome.said
+    assert {record["variant"] for record in read_results(results).records} == {"none", "pi", "yarn"}
+
+
+@pytest.mark.slow
+def test_demo_compares_saves_and_reloads_without_ctxext(tmp_path: Path) -> None:
+    outcome = ctxext("demo", "--lengths", "512,1k", "--trials", "1", "--windows", "2", "-o", tmp_path / "demo")
+    assert outcome.code == 0, outcome.err
+    assert set(printed(outcome.out)) == {"baseline", "pi", "ntk", "ntk_by_parts", "yarn"}
+    assert any(path.suffix == ".png" for path in (tmp_path / "demo").iterdir())
+    assert "largest logit difference 0." in outcome.said
