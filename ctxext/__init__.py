@@ -104,7 +104,7 @@ _VERBS = {
 
 
 def __getattr__(name: str) -> Any:
-    """Import a name when it is first asked for: torch takes seconds."""
+    """Import names lazily, as importing torch takes seconds."""
     if name not in __all__:
         raise AttributeError(f"module 'ctxext' has no attribute {name!r}")
     from importlib import import_module

@@ -40,16 +40,18 @@ def extend_context(
 ) -> Model:
     """Extend the context window of a live model, in place, and prove that it took effect.
 
-    What holds the positions (a rotary embedding, a table, ALiBi's slopes, T5's buckets, relative representations) is
-    found and changed, the config is updated, and the receipt is put on the model as `model.context_extension`. Saving
-    then writes a checkpoint that plain transformers loads, where weights and config can say it; otherwise
-    `context_extension.json` beside it is what `ctxext.load` extends by. `restore_context(model)` undoes it bitwise.
+    Finds the position encoding (RoPE, a position table, ALiBi slopes, T5 buckets, relative representations), changes
+    it, updates the config and stores a summary as `model.context_extension`. Where weights and config can express the
+    extension, `save_pretrained` writes a checkpoint that plain transformers loads extended; otherwise it writes
+    `context_extension.json` beside the unextended checkpoint, and `ctxext.load` reloads it. `restore_context(model)`
+    undoes everything bitwise.
 
-    Give the whole model that you will save: a base that is extended inside a head is saved by a head that knows nothing
-    of it. Where the method makes new weights (a longer table of positions), build optimisers and wrappers afterwards.
+    Pass the outermost model that you will save: if only a base model inside it is extended, saving the outer one loses
+    the extension. Where the method creates new weights (a longer position table), build optimisers and wrappers
+    afterwards.
 
-    Dynamic methods for RoPE and those that remap positions rotate inside attention, exactly under any cache; pass a
-    `length` to freeze a dynamic one at.
+    Dynamic RoPE methods and methods that remap positions rotate inside attention and are exact under any KV cache;
+    `length` freezes a dynamic method.
 
     Args:
         model: a transformers model, or one wrapped by PEFT, torch.compile or DDP.
@@ -59,27 +61,26 @@ def extend_context(
             for the encoding's default: yarn for RoPE, alibi_scaling, hierarchical (learned tables),
             sinusoidal_interpolation, bucket_scaling (T5), distance_interpolation (relative).
         target_length: tokens to reach, instead of `factor`.
-        original_max_position_embeddings: the length in tokens at which the model was really trained,
-            where you know better than its config and the table of checkpoints.
-        existing: what to do with a model that is scaled already; other encodings than RoPE know "refuse" and
-            "compose". "refuse" raises; "keep" leaves the frequencies and only widens the window; "compose" scales on
-            top; "replace" starts again from the original frequencies, which is also how a factor is lowered. `factor`
-            counts from the present length for "keep" and "compose", from the original one for "replace", which is
-            refused where nothing says that length.
-        length: freezes a dynamic method at the scale of this many tokens, which makes it a static one.
-        rotated_copy: lets caches keep a copy of the keys as a dynamic method rotates them: decoding is faster, and
-            the cache half as large again.
+        original_max_position_embeddings: the length in tokens at which the model was trained, where its config and the
+            table of known checkpoints are wrong.
+        existing: what to do with a model whose position encoding is already scaled. "refuse" raises; "keep" leaves the
+            frequencies and only widens the window; "compose" scales on top; "replace" starts again from the original
+            frequencies (also to lower a factor). `factor` counts from the current length for "keep" and "compose", and
+            from the original length for "replace", which raises if that length is unknown. Encodings other than RoPE
+            support "refuse" and "compose".
+        length: freezes a dynamic method at its scale for this many tokens, which makes it static.
+        rotated_copy: for dynamic methods, also cache the rotated keys: faster decoding, 1.5 times the cache memory.
         **options: fields of the method, such as `beta_fast=16`.
 
     Returns:
         The same model.
 
     Raises:
-        ValueError: an argument is wrong, the model has no position encoding that is known here, it covers that length
-            already, or it is scaled already and `existing` does not say what to do.
-        RuntimeError: the model is extended already, or the patch could not be proven to work.
-        TypeError: `model` is not a transformers model, or `method` neither a name nor an instance.
-        In each case the model is left as it was.
+        ValueError: an argument is invalid, the model's position encoding is unsupported, the model already covers that
+            length, or it is already scaled and `existing` is "refuse".
+        RuntimeError: the model is already extended, or the patch could not be verified.
+        TypeError: `model` is not a transformers model, or `method` is neither a name nor an instance.
+        On any error the model is unchanged.
     """
     inner = transformers_model(model)
     done = extension_of(inner)
@@ -111,14 +112,14 @@ def extend_context(
 
 
 def restore_context(model: Model) -> Model:
-    """Undo `extend_context`: modules, config and logits are bitwise what they were. Returns the same model.
+    """Undo `extend_context`: modules, config and logits are bitwise as before. Returns the same model.
 
-    A position table that was trained in the meantime goes with the extension; all other weights keep their training.
+    A position table trained since the extension is discarded with it; all other weights keep their training.
 
     Raises:
         RuntimeError: the model is not extended.
     """
-    transformers_model(model)  # or say that it is none
+    transformers_model(model)  # or raise if it is not one
     owner = extended_model(model)
     if owner is None:
         raise RuntimeError("this model is not extended by ctxext, so there is nothing to restore.")
@@ -130,7 +131,7 @@ def restore_context(model: Model) -> Model:
 def temporarily_extended(
     model: Model, factor: float | None = None, method: str | ContextMethod | None = None, **options: Any
 ) -> Iterator[Model]:
-    """`extend_context` for the length of a `with` block; restored on exceptions too."""
+    """`extend_context` within a `with` block; the model is restored at its end, also after exceptions."""
     extend_context(model, factor, method, **options)
     try:
         yield model
@@ -141,12 +142,12 @@ def temporarily_extended(
 def extend_config(
     config: Config, factor: float | None = None, method: str | ContextMethod | None = None, **options: Any
 ) -> Config:
-    """A copy of `config` for the extended model: for those who hand a config to a trainer or a server.
+    """Return an extended copy of `config`, for trainers and servers that take a config.
 
-    Arguments and errors are those of `extend_context`. The copy is not checked against a live model.
+    Takes the arguments of `extend_context` and raises its errors. The copy is not verified on a live model.
 
     Raises:
-        ValueError: as `extend_context`; or a config alone cannot say it.
+        ValueError: as `extend_context`, or if a config alone cannot express the extension.
     """
     plan = plan_extension(config, factor, method, **options)
     if plan.method is not None and not plan.is_portable:
@@ -168,9 +169,9 @@ def extend_config(
 def describe_context(
     model_or_config: Any, factor: float | None = None, *, target_length: int | None = None, **options: Any
 ) -> ContextDescription:
-    """What encoding a model has, how long it was trained and how that is known, and what extending would do.
+    """Describe a model's position encoding, its trained length and the source of that, and what extending would do.
 
-    Takes a model or a config; loads and changes nothing. Other arguments are those of `extend_context`.
+    Takes a model or a config, and the arguments of `extend_context`. Loads and changes nothing.
     """
     if isinstance(model_or_config, nn.Module):
         model = transformers_model(model_or_config)

@@ -1,1 +1,1 @@
-"""A plan of an extension, and the changes to a live model that it makes, each with its inverse."""
+"""The plan of an extension, and its reversible changes to a live model."""

@@ -1,4 +1,4 @@
-"""Put a plan into effect on a live model, prove it, and take it back."""
+"""Apply a plan to a live model, verify it, and undo it."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ ATTRIBUTE = "context_extension"
 
 @dataclass(repr=False)
 class Extension:
-    """What `extend_context` did to a model. It stays on the model as `model.context_extension`.
+    """What `extend_context` did to a model; stored as `model.context_extension`.
 
     Attributes:
-        proofs: one for each patch of the plan; none where the frequencies were kept.
-        undos: how each change is taken back.
+        proofs: one per patch of the plan; empty where the frequencies were kept.
+        undos: the inverse of each change.
     """
 
     plan: Plan
@@ -40,26 +40,26 @@ class Extension:
 
     @property
     def method(self) -> ContextMethod | None:
-        """The method; None where the native scaling was kept and only the window widened."""
+        """The method; None if the native scaling was kept and only the window widened."""
         return self.plan.method
 
     @property
     def proof(self) -> Proof | None:
-        """Of the first patch."""
+        """The proof of the first patch."""
         return self.proofs[0] if self.proofs else None
 
     @property
     def changed(self) -> list[str]:
-        """Paths of the modules that were changed."""
+        """Paths of the changed modules."""
         return Edit(nn.Module(), self.undos).paths
 
     @property
     def original_config(self) -> Any:
-        """The model's config from before the extension."""
+        """The model's config before the extension."""
         return self._configs[0].original
 
     def text_configs(self, model: PreTrainedModel) -> ConfigPair:
-        """The model's text config from before the extension, and the one that it has."""
+        """The model's text config before and after the extension."""
         now = text_config_of(model.config)
         return next(pair for pair in self._configs if pair.extended is now)
 
@@ -78,7 +78,7 @@ class Extension:
         return self._of_rope("extended").attention_factor
 
     def rope_parameters(self) -> dict[str, Any]:
-        """The portable form, as the saved config has it."""
+        """The `rope_parameters` of the saved config."""
         self._of_rope("extended")
         return copy.deepcopy(self.plan.updates["rope_parameters"])
 
@@ -108,14 +108,14 @@ def _shortened(paths: list[str]) -> str:
 
 
 def apply(model: PreTrainedModel, plan: Plan, save: Callable[..., Any] | None = None) -> Extension:
-    """Put `plan` into effect on a live model, in place. On any error the model is left as it was.
+    """Apply `plan` to a live model, in place. On any error the model is unchanged.
 
     Args:
         save: becomes the model's `save_pretrained`, with the model as its first argument.
 
     Raises:
         ValueError: a patch cannot be made on this model.
-        RuntimeError: one was made, and does not do what the method says, or nothing reads it.
+        RuntimeError: a patch was made but does not do what the method says, or the forward pass does not read it.
     """
     late = [patch for patch in plan.patches if patch.needs_weights]
     if late and on_meta(model):
@@ -129,7 +129,7 @@ def apply(model: PreTrainedModel, plan: Plan, save: Callable[..., Any] | None = 
             for patch in plan.patches:
                 patch.check(model)
             before = [patch.observe(model) for patch in plan.patches]
-            model.config.__dict__.pop(BESIDE, None)  # true of the folder that it was loaded from, and of no other
+            model.config.__dict__.pop(BESIDE, None)  # valid for the folder that it was loaded from only
             edit.swap_configs(_config_copies(model, plan), tuple(plan.updates))
             for patch, seen in zip(plan.patches, before):
                 patch.write(edit, seen)
@@ -147,10 +147,10 @@ def apply(model: PreTrainedModel, plan: Plan, save: Callable[..., Any] | None = 
 
 
 def prove(model: PreTrainedModel, plan: Plan, before: list[Any]) -> tuple[Proof, ...]:
-    """What is seen of each patch.
+    """The proof of each patch.
 
     Raises:
-        RuntimeError: one of them does not hold.
+        RuntimeError: a proof failed.
     """
     proofs = []
     for patch, seen in zip(plan.patches, before):
@@ -173,13 +173,13 @@ def restore(model: PreTrainedModel, extension: Extension) -> None:
 
 @dataclass
 class ProveAtFirstForward:
-    """A forward pre-hook of a model that had no weights when it was extended. It proves the patches once."""
+    """Forward pre-hook of a model that was extended on the meta device: verifies the patches once."""
 
     before: list[Any]
 
     def __call__(self, model: PreTrainedModel, args: Any) -> None:
         extension: Extension = model.__dict__[ATTRIBUTE]
-        # Inside a compiled graph nothing can be watched, so there the proof stays due.
+        # A compiled graph cannot be observed, so the proof stays pending there.
         if torch.compiler.is_compiling() or on_meta(model) or not any(proof.is_pending for proof in extension.proofs):
             return
         pending, extension.proofs = extension.proofs, ()  # the proof is a forward pass itself
@@ -194,15 +194,14 @@ class ProveAtFirstForward:
 
 
 def _config_copies(model: PreTrainedModel, plan: Plan) -> list[ConfigPair]:
-    """The model's configs that the plan changes, each with an extended copy.
+    """The configs that the plan changes, each with an extended copy.
 
-    These are the model's config, those in it on the way to its text config and that itself; and the copies of the text
-    config that its parts hold (T5's encoder and decoder). Two models may share one config object, so it is never edited
-    in place.
+    These are the configs from the model's own down to its text config, and the copies of the text config that its parts
+    hold (T5's encoder and decoder). Two models may share one config object, so none is edited in place.
     """
     way = (model.config, *(inner for _, inner in path_to_text(model.config)))
     *outer, text_config = way
-    # Modules hold the parts that are none of the text model's.
+    # Modules hold the sub-configs of other parts, such as vision.
     parts = {id(part): part for name in text_config.sub_configs if (part := getattr(text_config, name, None))}
     pairs = [ConfigPair(text_config, copy.deepcopy(text_config, parts))]
     for config in reversed(outer):
@@ -228,13 +227,13 @@ def extension_of(model: nn.Module) -> Extension | None:
 
 
 def extended_model(model: nn.Module) -> PreTrainedModel | None:
-    """The transformers model in `model` that was extended, if any."""
+    """The extended transformers model inside `model`, or None."""
     owners: Iterator[Any] = (m for m in model.modules() if ATTRIBUTE in m.__dict__)
     return next(owners, None)
 
 
 def transformers_model(model: nn.Module) -> PreTrainedModel:
-    """The outermost transformers model in `model`, whatever wraps it."""
+    """The outermost transformers model inside any wrappers."""
     from transformers import PreTrainedModel
 
     modules = model.modules() if isinstance(model, nn.Module) else ()

@@ -1,4 +1,4 @@
-"""Whether a forward pass reads what a patch has put into a model."""
+"""Check that a forward pass reads what a patch put into a model."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from ctxext.core.probing import has_hooks, probe_inputs, running
 
 
 class _Consumed(BaseException):
-    """The rotary output was used; nothing more of the forward pass is needed."""
+    """Raised to stop the forward pass once the rotary output was used."""
 
 
 class _SeeConsumed(TorchDispatchMode):
-    """Watches for operations that read some tensors: those given, and what watched modules return."""
+    """Watches for operations that read given tensors or the outputs of given modules."""
 
     def __init__(self, stop: bool, tensors: Iterable[Tensor] = ()) -> None:
         super().__init__()
@@ -45,8 +45,8 @@ class _SeeConsumed(TorchDispatchMode):
 def is_consumed(model: nn.Module, modules: list[nn.Module], replaced: list[nn.Module]) -> bool:
     """Whether a forward pass of two tokens reads what `modules` return.
 
-    A module that the pass does not call needs no reader if another is called (some families keep one that they never
-    use), but none of those that were `replaced` may be called.
+    Some families keep a module that they never use, so it suffices that one of them is called; but none of the
+    `replaced` modules may be called.
     """
     called: set[int] = set()
     handles = [m.register_forward_hook(lambda module, args, output: called.add(id(module))) for m in replaced]
@@ -73,9 +73,9 @@ def are_read(model: nn.Module, tensors: list[Tensor]) -> bool:
 
 
 def _run_two_tokens(model: nn.Module, see: _SeeConsumed) -> None:
-    """The pass stops where `see` has seen enough, in the first attention layer.
+    """The pass stops once `see` has seen enough, in the first attention layer.
 
-    Models with accelerate hooks run through, as their hooks move weights back afterwards.
+    Models with accelerate hooks run to the end, as their hooks move weights back afterwards.
     """
     with suppress(_Consumed), running(model), see:
         model(**probe_inputs(model, 2), use_cache=False)

@@ -1,4 +1,4 @@
-"""Changes to a live model, each with its inverse, which is data: it survives deepcopy, pickle and `.to(...)`."""
+"""Reversible changes to a live model. The inverses are data, so they survive deepcopy, pickle and `.to(...)`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _ABSENT = "absent"  # A string, not an object(): compared after deepcopy and pic
 
 @dataclass(frozen=True)
 class ConfigPair:
-    """A config that a model held, and the copy that takes its place."""
+    """A config that a model held, and the copy that replaces it."""
 
     original: Any
     extended: Any
@@ -30,11 +30,11 @@ class Undo:
     kind: str
     name: str
     old: Any
-    dtype: torch.dtype | None = None  # of the tensor that took its place
+    dtype: torch.dtype | None = None  # of the tensor that replaced it
     aliases: tuple[str, ...] = ()  # other paths of a module
 
     def is_there(self, model: nn.Module) -> bool:
-        """Whether the module still holds the tensor that is to be taken away."""
+        """Whether the module still holds the tensor to be removed."""
         if self.kind not in ("parameter", "buffer"):
             return True
         module = model.get_submodule(self.path)
@@ -67,7 +67,7 @@ class Undo:
 
 
 def _follow(old: Tensor, now: Tensor, written: torch.dtype | None) -> None:
-    """Move and cast the tensor that comes back as the model was since, in place: optimisers may hold it."""
+    """Move and cast the restored tensor as the model was since, in place, as optimisers may hold it."""
     dtype = old.dtype if now.dtype == written else now.dtype
     if now.device.type != "meta" and (old.device != now.device or old.dtype != dtype):
         old.data = old.data.to(now.device, dtype)
@@ -75,30 +75,30 @@ def _follow(old: Tensor, now: Tensor, written: torch.dtype | None) -> None:
 
 @dataclass
 class Edit:
-    """Changes to a model in place, and how to take each back. Instances only, never a class."""
+    """Changes a model in place and records how to undo each change. Changes instances only, never a class."""
 
     model: nn.Module
     undos: list[Undo] = field(default_factory=list)
 
     @property
     def paths(self) -> list[str]:
-        """The modules that were changed, the model itself left out."""
+        """The changed modules, without the model itself."""
         paths = [path for each in self.undos if each.kind != "hook" for path in (each.path, *each.aliases)]
         return [path for path in dict.fromkeys(paths) if path]
 
     def set_attribute(self, path: str, name: str, value: Any) -> None:
-        """A plain attribute of a module: a number, or a callable that replaces a method."""
+        """Set a plain attribute of a module: a number, or a callable that replaces a method."""
         module = self.model.get_submodule(path)
         self.undos.append(Undo(path, "attribute", name, module.__dict__.get(name, _ABSENT)))
         module.__dict__[name] = value
 
     def set_tensor(self, path: str, name: str, value: Tensor) -> None:
-        """A parameter (trainable if the old one was) or a buffer, on the old one's device.
+        """Replace a parameter (trainable if the old one was) or a buffer, on the same device.
 
-        Float64, as formulas give it, is rounded once to the old one's dtype.
+        Float64 values are rounded once to the old tensor's dtype.
 
         Raises:
-            ValueError: the module does not hold it: an adapter has taken its place.
+            ValueError: the module no longer holds it, as an adapter replaced it.
         """
         module = self.model.get_submodule(path)
         kind = "parameter" if name in module._parameters else "buffer"
@@ -109,55 +109,55 @@ class Edit:
                 "first and wrap it afterwards, or merge the adapter."
             )
         old = held[name]
-        with torch.inference_mode(False):  # what is made within it would never train
+        with torch.inference_mode(False):  # tensors created within it could not be trained
             new = value.to(old.device, old.dtype if value.dtype == torch.float64 else value.dtype)
             new = new.clone() if new.is_inference() else new
             self.undos.append(Undo(path, kind, name, old, new.dtype))
             held[name] = nn.Parameter(new, requires_grad=old.requires_grad) if kind == "parameter" else new
 
     def exchange_class(self, path: str, mixin: type) -> None:
-        """The module's class becomes a subclass of it and of `mixin`, for this instance alone."""
+        """Give this module instance a subclass of its class and `mixin`."""
         module = self.model.get_submodule(path)
         self.undos.append(Undo(path, "class", "", type(module)))
         module.__class__ = mixed_class(mixin, type(module))  # type: ignore[arg-type]
 
     def replace_module(self, paths: Sequence[str], new: nn.Module) -> None:
-        """`new` at every one of `paths`, which lead to one module, with its device, mode and accelerate hook."""
+        """Put `new` at all `paths` of one module, with the old one's device, mode and accelerate hook."""
         path, *aliases = paths
         old = self.model.get_submodule(path)
         self.undos.append(Undo(path, "module", "", old, aliases=tuple(aliases)))
         _put(self.model, paths, new)
         for each in self.undos:
-            if each.kind == "configs":  # it comes back before they do, and may have to be built from its own
+            if each.kind == "configs":  # restored before they are, and may have to be rebuilt from its own config
                 _swap(old, {id(pair.extended): pair.original for pair in each.old[0]})
 
     def swap_configs(self, pairs: Sequence[ConfigPair], fields: Sequence[str]) -> None:
-        """Every module that holds the original of a pair now holds the copy, whose `fields` were changed."""
+        """Replace the original config of each pair by its copy in every module, with `fields` changed."""
         self.undos.append(Undo("", "configs", "", (tuple(pairs), tuple(fields))))
         _swap(self.model, {id(pair.original): pair.extended for pair in pairs})
 
     def set_config_field(self, config: Any, name: str, value: Any) -> None:
-        """A field of a config's copy that only this process reads; it stays where a person sets it again."""
+        """Set a field of a config's copy for this process alone; undoing keeps a value that the user set since."""
         self.undos.append(Undo("", "field", name, (config, value, config.__dict__.get(name, _ABSENT))))
         config.__dict__[name] = value
 
     def add_forward_pre_hook(self, path: str, hook: Any, *, with_kwargs: bool = False) -> None:
-        """`hook` runs before each forward pass of a module."""
+        """Run `hook` before each forward pass of a module."""
         module = self.model.get_submodule(path)
         module.register_forward_pre_hook(hook, with_kwargs=with_kwargs)
         self.undos.append(Undo(path, "hook", "", hook))
 
     def remove_hook(self, hook: Any) -> None:
-        """Take one hook back."""
+        """Remove one hook."""
         (added,) = (each for each in self.undos if each.old is hook)
         added(self.model)
         self.undos.remove(added)
 
     def undo(self) -> None:
-        """Take everything back, newest first.
+        """Undo everything, newest first.
 
         Raises:
-            RuntimeError: a tensor is not there any more, as an adapter took its place; nothing was undone then.
+            RuntimeError: an adapter replaced a tensor since; nothing is undone then.
         """
         for each in self.undos:
             if not each.is_there(self.model):
@@ -176,7 +176,7 @@ def _put(model: nn.Module, paths: Sequence[str], new: nn.Module) -> None:
     old = model.get_submodule(paths[0])
     device = _device(old)
     if _device(new).type == "meta" and device.type != "meta":
-        # The module was made on meta and its model has been materialised since: build it again.
+        # The module was built on meta and its model was materialised since: rebuild it.
         new._buffers.update(type(new)(new.config)._buffers)
     new.to(device)
     new.train(old.training)
@@ -203,7 +203,7 @@ def _remove_hook(module: nn.Module, hook: Any) -> None:
 
 @functools.cache
 def mixed_class(mixin: type, base: type) -> type:
-    """A subclass of both that pickles by what it is made of, and is found by name (FSDP's wrapping) as the base is."""
+    """A subclass of both that can be pickled, and that has the base's name (for FSDP's wrapping policy)."""
     return type(base.__name__, (_Rebuilt, mixin, base), {"__module__": __name__})
 
 
@@ -227,7 +227,7 @@ def _swap(model: nn.Module, new: dict[int, Any]) -> None:
 
 
 def _restore_configs(model: nn.Module, pairs: Sequence[ConfigPair], fields: Sequence[str]) -> None:
-    """What was edited in the meantime, such as use_cache, stays edited."""
+    """Fields edited since, such as use_cache, keep their values."""
     extended = {id(pair.extended) for pair in pairs}
     for pair in pairs:
         edited = {k: v for k, v in pair.extended.__dict__.items() if k not in fields and id(v) not in extended}

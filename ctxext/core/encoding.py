@@ -1,4 +1,4 @@
-"""What a model keeps its positions in, and how that is extended on paper."""
+"""The contract of a position encoding: finding it in a model, and planning its extension."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from ctxext.utils.values import check_rows
 
 
 class Encoding(ABC):
-    """A position encoding of one model."""
+    """The position encoding of one model."""
 
     name: ClassVar[str]  # as in `ContextMethod.encoding`
     default_method: ClassVar[str]
 
     @abstractmethod
     def plan(self, config: Any, request: Request) -> Plan:
-        """Work the request out for the model of `config`. Errors are those of `ctxext.extend_context`."""
+        """Plan the request for the model of `config`. Raises the errors of `ctxext.extend_context`."""
 
 
 @dataclass(frozen=True)
 class ModuleEncoding(Encoding):
-    """An encoding that is found in a model's modules, not in its config (RoPE is the one that is).
+    """An encoding found in a model's modules. (RoPE alone is found in the config.)
 
     Attributes:
         paths: the modules that hold it.
@@ -47,18 +47,18 @@ class ModuleEncoding(Encoding):
 
     @abstractmethod
     def patch(self, method: ContextMethod, target_length: int) -> Patch:
-        """What changes in a live model."""
+        """The changes to a live model."""
 
     @abstractmethod
     def updates(self, method: ContextMethod, target_length: int) -> dict[str, Any]:
         """The config fields to set, by name.
 
         Raises:
-            ValueError: this model cannot be extended so.
+            ValueError: this model cannot be extended in this way.
         """
 
     def notes(self, method: ContextMethod) -> tuple[str, ...]:
-        """What a person should know, a sentence each."""
+        """Notes for the user, a sentence each."""
         return ()
 
     def original_length(self, config: Any) -> int:
@@ -109,12 +109,12 @@ class ModuleEncoding(Encoding):
         )
 
     def _as_it_is(self, mark: dict[str, Any] | None, given: int | None) -> ModuleEncoding:
-        """With the length that the factor counts from.
+        """Resolve the length that the factor counts from.
 
         Args:
-            given: the trained length in tokens, as the caller knows it.
+            given: the trained length in tokens that the caller passed, if any.
         """
-        if mark is not None:  # Where nothing ends, the config may not say how far it was extended.
+        if mark is not None:  # Without a length limit the config need not say how far the model was extended.
             return replace(self, trained_length=mark["target"], source="reached when ctxext extended it")
         if given in (None, self.trained_length):
             return self
@@ -147,6 +147,6 @@ class ModuleEncoding(Encoding):
 
 
 def stated_length(config: Any, *names: str) -> tuple[str, int] | None:
-    """The first of the fields `names` that says a length in tokens, and that length."""
+    """The first of the fields `names` that holds a length in tokens, and that length."""
     found = ((name, getattr(config, name, None)) for name in names)
     return next(((name, value) for name, value in found if isinstance(value, int) and value > 0), None)

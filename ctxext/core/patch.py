@@ -1,4 +1,4 @@
-"""The contract of a patch: one mechanism that changes a live model and proves that the change took effect."""
+"""The contract of a patch: one mechanism that changes a live model and verifies that the change took effect."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from ctxext.core.edit import Edit
 
 
 class Proof(ABC):
-    """What was seen of a patch, each part of which could have failed. `str` says it in figures."""
+    """What was measured of a patch. `str` gives the figures."""
 
     @property
     def is_pending(self) -> bool:
-        """Whether it waits for the first forward pass, as the weights were not there yet."""
+        """Whether the proof waits for the first forward pass, as the model was on the meta device."""
         return False
 
     @abstractmethod
     def fault(self, name: str, summary: str) -> str | None:
-        """Why the patch does not hold, a sentence; None where it does.
+        """Why the proof fails, as a sentence; None if it holds.
 
         Args:
             name: the model's class.
@@ -30,22 +30,22 @@ class Proof(ABC):
 
 
 class Patch(ABC):
-    """One mechanism. `core.apply` calls these four in order; an error in any leaves the model as it was."""
+    """One mechanism. `core.apply` calls these four methods in order; after an error in any, the model is unchanged."""
 
-    # Whether it refuses a model whose weights are not there yet.
+    # Whether it refuses a model on the meta device.
     needs_weights: ClassVar[bool] = True
 
     def check(self, model: nn.Module) -> None:
-        """Raise ValueError, before anything is changed, if this model cannot be patched so."""
+        """Raise ValueError, before anything is changed, if this model cannot be patched."""
         return
 
     def observe(self, model: nn.Module) -> Any:
-        """What `write` and `prove` need of the model before it is changed."""
+        """What `write` and `prove` need to know of the unchanged model."""
         return None
 
     @abstractmethod
     def write(self, edit: Edit, before: Any) -> None:
-        """Change the model; it holds the extended config already.
+        """Change the model, which already holds the extended config.
 
         Args:
             before: what `observe` returned; may be added to, for `prove`.
@@ -53,16 +53,16 @@ class Patch(ABC):
 
     @abstractmethod
     def prove(self, model: nn.Module, before: Any) -> Proof:
-        """Look at the changed model."""
+        """Verify the changed model."""
 
 
 @dataclass(frozen=True)
 class FormulaProof(Proof):
-    """What was seen of a patch that writes what a formula says.
+    """The proof of a patch that writes the values of a formula.
 
     Attributes:
         formula_error: largest difference between what the live model's own code reads and the method's formula.
-        effect: how far the model's output moved, so that what was changed is seen to be used.
+        effect: how far the model's output moved, which shows that the change is used.
         n_tokens: the length of the forward pass that was run; past the stock model's limit, where it has one that is
             not too long to run.
     """
@@ -71,7 +71,7 @@ class FormulaProof(Proof):
     effect: float
     n_tokens: int
 
-    # Tables are held in float32 at best, and positions of some thousand tokens are good to 1e-4 radians there.
+    # Tables are float32 at best, where angles at positions in the thousands are exact to 1e-4 radians.
     FORMULA_BAR: ClassVar[float] = 1e-3
 
     def __str__(self) -> str:

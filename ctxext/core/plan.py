@@ -1,4 +1,4 @@
-"""What every plan of an extension says, whatever the position encoding."""
+"""The plan of an extension, for any position encoding."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ctxext.utils.values import MAX_TOKENS, is_count, shown
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """What a person asks for. Fields are the arguments of `ctxext.extend_context`, which says what they mean.
+    """What the user asked for. Fields are the arguments of `ctxext.extend_context`.
 
     Attributes:
         options: fields of the method.
@@ -31,7 +31,7 @@ class Request:
 
     @classmethod
     def of(cls, factor: float | None, method: str | ContextMethod | None, /, **arguments: Any) -> Request:
-        """From the arguments of a verb; those that are no field of a request are options of the method."""
+        """From the arguments of a verb; unknown ones are options of the method."""
         names = {each.name for each in fields(cls)} - {"options"}
         known = {name: arguments.pop(name) for name in names & arguments.keys()}
         return cls(factor=factor, method=method, **known, options=arguments)
@@ -39,17 +39,17 @@ class Request:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """An extension worked out on paper: the method, its numbers, the config's new values, the changes to the model.
+    """A planned extension: the method, its numbers, the config's new values, the changes to the model.
 
     Attributes:
         encoding: as in `ContextMethod.encoding`.
         method: None where existing="keep" leaves the encoding alone.
         start_source: where `lengths.start` comes from.
         updates: new values of attributes of the text config.
-        patches: what changes in a live model; none where only the window widens.
-        why_not_portable: why a saved model's weights and config cannot express it, after "as"; None where they do.
-        changes_weights: whether a saved model has other weights than before.
-        notes: what a person should know, a sentence each.
+        patches: the changes to a live model; empty if only the window widens.
+        why_not_portable: why a saved model's weights and config cannot express it, to follow "as"; None if they can.
+        changes_weights: whether the saved weights differ from the original ones.
+        notes: notes for the user, a sentence each.
     """
 
     encoding: str
@@ -87,7 +87,7 @@ class Plan:
 
     @property
     def is_portable(self) -> bool:
-        """Whether a saved model's weights and config express it; otherwise our own file has to."""
+        """Whether a saved model's weights and config express it; otherwise `context_extension.json` does."""
         return self.why_not_portable is None
 
     @property
@@ -107,13 +107,13 @@ class Plan:
 
     @property
     def saved_as(self) -> str:
-        """Where a saved model has the extension."""
+        """Where a saved model holds the extension."""
         if not self.is_portable:
             return f"{RECORD} beside an unextended config: config.json cannot express it, as {self.why_not_portable}"
         return f"weights and config ({', '.join(name for name in self.updates if name != 'ctxext')})"
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON: arguments of `extend_context`, the same whatever words the extension was asked for in."""
+        """The arguments of `extend_context`, normalised, as JSON."""
         return {
             "method": None if self.method is None else self.method.to_dict(),
             "factor": self.factor,
@@ -175,7 +175,7 @@ ENCODINGS = {
 
 
 def chosen_method(method: str | ContextMethod, factor: float, encoding: str, options: dict[str, Any]) -> ContextMethod:
-    """The method, built from its name and options if need be.
+    """The method, built from its name and options if needed.
 
     Raises:
         ValueError: it is for another position encoding; or as `make_method`.
@@ -195,7 +195,7 @@ def chosen_method(method: str | ContextMethod, factor: float, encoding: str, opt
 
 
 def check_encoding(method: type[ContextMethod], encoding: str) -> None:
-    """Raise ValueError, naming those that would do, if a method is for another position encoding."""
+    """Raise ValueError, naming the methods that fit, if a method is for another position encoding."""
     if method.encoding != encoding:
         fitting = ", ".join(repr(cls.name) for cls in list_methods(encoding))
         raise ValueError(
