@@ -1,1 +1,1 @@
-"""Extending a live model: the request, the plan, its proof, saving and undoing it."""
+"""Planning an extension from a request, describing it, and saving the extended model."""

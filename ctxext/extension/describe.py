@@ -1,4 +1,4 @@
-"""What a person wants to know of a model before choosing how to extend it."""
+"""Describe a model's context, and what extending it would do."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ class ContextDescription:
     """The answer of `describe_context`. `print` it, or read its fields.
 
     Attributes:
-        encoding: "rope", "alibi", "learned", "sinusoidal", "t5", "relative", "none" or "unknown"; the fields that only
-            RoPE has are None for the others.
+        encoding: "rope", "alibi", "learned", "sinusoidal", "t5", "relative", "none" or "unknown"; fields that only
+            apply to RoPE are None for the others.
         rope_theta: the base in the config.
-        rotary_dim, head_dim: rotary dimensions of a head, and all of them.
-        trained_length: tokens, with `trained_length_source` saying where that number comes from.
-        original_length: tokens before any scaling; None where nothing says it.
+        rotary_dim, head_dim: the rotary dimensions of a head, and all its dimensions.
+        trained_length: in tokens; `trained_length_source` says where that number comes from.
+        original_length: trained length in tokens before any scaling; None if unknown.
         scaling: the method in use, None for plain RoPE.
-        summary: what was extended, as the plan of the extension had it; "" for plain RoPE.
-        reach: tokens that the model covers as it is; None where nothing ends, but quality may.
-        checkpoint: what is known of this published model.
-        target_length: tokens that was asked about.
+        summary: the extension in place, such as `yarn ×4: 512 → 2048 tokens`; "" for plain RoPE.
+        reach: the model's maximum context length in tokens; None if it has no hard limit (quality may still drop).
+        checkpoint: what the table of known checkpoints says of this model.
+        target_length: the target in tokens that was asked about.
         kv_cache_bytes: of one sequence of `target_length` tokens, in `kv_dtype`.
         would_do: what `extend_context` would do for that target, or why it refuses.
-        notes: what a person should know of that, a sentence each.
+        notes: notes on that for the user, a sentence each.
     """
 
     model_type: str
@@ -60,7 +60,7 @@ class ContextDescription:
     notes: tuple[str, ...]
 
     def rows(self) -> list[tuple[str, str]]:
-        """The description as (label, value) pairs, in the order in which a person reads them."""
+        """The description as (label, value) pairs, in reading order."""
         rows = [("model type", self.model_type), ("position encoding", ENCODINGS.get(self.encoding, self.encoding))]
         if self.rope_theta is not None:
             rows += [
@@ -100,11 +100,11 @@ class ContextDescription:
 def kv_cache_bytes(text_config: Any, n_tokens: int, bytes_each: int) -> int:
     """Bytes of the KV cache of one sequence; sliding layers count their window.
 
-    Linear attention counts nothing, and neither do layers that use the keys of others.
+    Linear attention and layers that share another layer's keys count as zero.
     """
     total, layers = 0, attention_layers(text_config)
     for layer in layers[: len(layers) - (getattr(text_config, "num_kv_shared_layers", None) or 0)]:
-        several = getattr(text_config, "is_heterogeneous", False)  # layers of one type differ from those of another
+        several = getattr(text_config, "is_heterogeneous", False)  # sizes differ between layer types
         config = text_config.per_layer_config[layer] if several else text_config
         window = getattr(config, "sliding_window", None)
         if getattr(config, "kv_lora_rank", None):  # multi-head latent attention: one latent and one rotary key
@@ -129,7 +129,7 @@ def describe(
     """See `ctxext.describe_context`.
 
     Args:
-        planned: works out the extension; by default that of the model of `config`.
+        planned: a function that plans the extension; by default `plan_extension` for `config`.
     """
 
     def planned_here(**how: Any) -> Plan:
@@ -173,7 +173,7 @@ def describe(
 def _would_do(
     planned: Callable[..., Plan], reach: int, factor: float | None, target_length: int | None, **options: Any
 ) -> tuple[int, str, tuple[str, ...]]:
-    """The target in tokens, what extending would do, and what a person should know of that."""
+    """The target in tokens, what extending would do, and notes on that."""
     try:
         plan = planned(factor=factor, target_length=target_length, **options)
     except ValueError as error:

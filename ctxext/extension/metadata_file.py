@@ -1,7 +1,7 @@
-"""`context_extension.json`: an extension's metadata, and what it belongs to.
+"""`context_extension.json`: an extension's metadata, and the model it belongs to.
 
-It is stored beside a model whose config cannot express its extension, beside an adapter that was trained on an extended
-model, and alone on the hub. It is never applied to anything but the model that it names.
+It is stored beside a model whose config cannot express its extension, beside an adapter trained on an extended model,
+or alone on the hub. It is applied to no other model than the one it names.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ class BaseModel:
     """The model that an extension belongs to.
 
     Attributes:
-        name: an absolute folder or a name on the hub; None for the folder that the metadata is in, or that a card
-            names.
-        revision: the commit, of a name on the hub.
-        model_type: of its text config.
-        config: the fields of its text config that the extension changes, as they were before.
-        weights: their fingerprint (`weights_fingerprint`); None where they are named alone.
+        name: an absolute path or a hub name; None for the folder that holds the metadata, or the base model of its
+            card.
+        revision: the commit, for a hub name.
+        model_type: that of its text config.
+        config: the original values of the text config's fields that the extension changes.
+        weights: their `weights_fingerprint`; None if the model is known by name only.
     """
 
     name: str | None
@@ -75,13 +75,13 @@ class BaseModel:
 
 @dataclass(frozen=True, kw_only=True)
 class Record:
-    """What `context_extension.json` holds.
+    """The content of `context_extension.json`.
 
     Attributes:
-        where: the file, as errors name it.
-        summary: of the plan, for people.
-        method: None where the native scaling was kept.
-        factor: target length / the length before.
+        where: the file's name in errors.
+        summary: the plan in one line.
+        method: None if the native scaling was kept.
+        factor: target length / start length.
         original_max_position_embeddings: the trained length before any scaling, in tokens.
     """
 
@@ -99,7 +99,7 @@ class Record:
     def of_json(cls, read: JsonObject) -> Record:
         """
         Raises:
-            ValueError: not as this version writes it; says which field.
+            ValueError: a field is malformed; the error names it.
         """
         known = {"version", "summary", "method", "factor", "existing", "original_max_position_embeddings"}
         read.check_names({*known, "rotated_copy", "model"})
@@ -122,10 +122,10 @@ class Record:
         )
 
     def arguments_for(self, config: Any) -> dict[str, Any]:
-        """The arguments by which `extend_context` extends the model of `config` so.
+        """The arguments of `extend_context` that repeat this extension on the model of `config`.
 
         Raises:
-            ValueError: it belongs to a model of another config.
+            ValueError: the extension belongs to a model with another config.
         """
         text_config = text_config_of(config)
         now = {"model_type": text_config.model_type}
@@ -144,7 +144,7 @@ class Record:
         return {**arguments, **({"factor": self.factor} if self.method is None else {"method": self.method})}
 
     def check_weights(self, folder: Path) -> None:
-        """Raise ValueError if the checkpoint in `folder` has other weights than the extension belongs to."""
+        """Raise ValueError unless the extension belongs to the weights in `folder`."""
         unlike = None if self.model.weights is None else weights_unlike(folder, self.model.weights)
         if unlike == OTHER_WEIGHTS:
             raise ValueError(
@@ -159,10 +159,10 @@ class Record:
 
 
 def write_record(folder: Path, plan: Plan, **base: str | None) -> None:
-    """Write what it takes to extend a model as `plan` does.
+    """Write the metadata of `plan` into `folder`.
 
     Args:
-        base: what is known of it: name, revision and weights of `BaseModel`.
+        base: the fields name, revision and weights of `BaseModel`, as far as known.
     """
     content = {
         "version": __version__,
@@ -174,11 +174,11 @@ def write_record(folder: Path, plan: Plan, **base: str | None) -> None:
 
 
 def read_record(folder: Path) -> Record | None:
-    """The metadata in `folder`; None where there is none.
+    """The metadata in `folder`, or None.
 
     Raises:
-        ValueError: it is not as this version writes it, names a method that is not registered here, or does not
-            belong to the config.json beside it: another model was saved there since.
+        ValueError: it is malformed, names an unregistered method, or does not belong to the config.json beside it
+            (another model was saved there since).
     """
     path, config = folder / RECORD, folder / "config.json"
     beside = read_json(config).content.get(BESIDE) if config.is_file() else None
@@ -199,12 +199,13 @@ def read_record(folder: Path) -> Record | None:
 
 
 def weights_fingerprint(folder: Path) -> str:
-    """Of a checkpoint's safetensors: each tensor's name, shape, type and up to 32 of its values; then their dtypes.
+    """A fingerprint of a checkpoint's safetensors: each tensor's name, shape, type and up to 32 of its values; then the
+    dtypes.
 
-    The same however they are sharded. Only the pages that hold those values are read from the disk.
+    Independent of sharding. Reads only the disk pages that hold the sampled values.
 
     Raises:
-        ValueError: there are none; pickled weights are not loaded.
+        ValueError: there are no safetensors; pickled weights are not loaded.
     """
     from safetensors import safe_open
 
@@ -232,7 +233,7 @@ def weights_fingerprint(folder: Path) -> str:
 
 
 def weights_unlike(folder: Path, fingerprint: str) -> str | None:
-    """How the weights in `folder` differ from those of `fingerprint`, in words; None where they are the same."""
+    """How the weights in `folder` differ from those of `fingerprint`, in words; None if they are the same."""
     now = weights_fingerprint(folder)
     dtypes, dtypes_then = now.partition(" ")[2], fingerprint.partition(" ")[2]
     if now == fingerprint:
@@ -248,12 +249,12 @@ _PATTERN = re.compile(re.escape(EXTENDED).replace(r"\{summary\}", "(?P<summary>.
 
 
 def plain_name(named: str | None) -> str | None:
-    """The base's own name, of what an adapter calls it; None for none."""
+    """The base model's name within an adapter's `base_model_name_or_path`; None if it has none."""
     return _PATTERN.sub("", named or "") or None
 
 
 def base_named(adapter_config: Path) -> str | None:
-    """What an adapter calls its base.
+    """An adapter's `base_model_name_or_path`.
 
     Raises:
         ValueError: the file is broken.
@@ -263,20 +264,20 @@ def base_named(adapter_config: Path) -> str | None:
 
 
 def trained_under(named: str | None) -> str | None:
-    """The summary of the extension in what an adapter calls its base; None where there is none."""
+    """The summary of the extension within an adapter's `base_model_name_or_path`, or None."""
     found = _PATTERN.search(named or "")
     return None if found is None else found["summary"]
 
 
 def carry_extension(owner: Any, folders: Iterable[Path]) -> None:
-    """Write the extension of the model `owner` beside the adapters that were just saved in `folders`.
+    """Write the extension of the model `owner` beside the adapters just saved in `folders`.
 
     Args:
-        owner: the extended model; None where none is extended, which removes what was beside earlier adapters.
+        owner: the extended model; None if the model is not extended, which removes the metadata of earlier adapters.
     """
     for folder in folders:
         path = folder / ADAPTER_CONFIG
-        (folder / RECORD).unlink(missing_ok=True)  # of an adapter that was saved here before
+        (folder / RECORD).unlink(missing_ok=True)  # from an adapter saved here earlier
         if owner is None or not path.is_file():
             continue
         plan = owner.__dict__["context_extension"].plan
@@ -291,10 +292,10 @@ def carry_extension(owner: Any, folders: Iterable[Path]) -> None:
 
 
 def adapter_record(folder: Path) -> Record | None:
-    """The extension that an adapter was trained under; None where its files name none.
+    """The extension that an adapter was trained with, or None.
 
     Raises:
-        ValueError: they are broken, or of two adapters.
+        ValueError: the adapter's files are malformed, or belong to two adapters.
     """
     path, summary = folder / RECORD, trained_under(base_named(folder / ADAPTER_CONFIG))
     if not path.is_file():

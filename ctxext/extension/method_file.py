@@ -1,4 +1,4 @@
-"""A method in a file: what `ctxext fit` writes, and every call that takes a method's name reads."""
+"""Method files: `ctxext fit` and `recommend` write them, and every `method=` or `--method` reads them."""
 
 from __future__ import annotations
 
@@ -13,33 +13,33 @@ from ctxext.utils.download import hub_folder
 from ctxext.utils.json_files import OBJECT, read_json, write_json
 
 SUFFIX = ".json"
-# Beside an export: what `ctxext verify` compares an engine's answer with.
+# Beside an export: the answers that `ctxext verify` compares an engine's with.
 PROBE = "verify.json"
 
 
 @dataclass(frozen=True)
 class SavedMethod:
-    """A method, and where it comes from.
+    """A method and its origin.
 
     Attributes:
-        about: for the reader and for a model card: the model that it was found for, how, and what was measured.
+        about: for model cards: the model it was fitted to, how, and the figures measured.
     """
 
     method: ContextMethod
     about: dict[str, Any] = field(default_factory=dict)
 
     def save(self, path: str | Path) -> None:
-        """Write it as JSON, whole or not at all."""
+        """Write it as JSON, atomically."""
         from ctxext import __version__
 
         write_json(Path(path), {"ctxext": __version__, "method": self.method.to_dict(), "about": self.about})
 
 
 def check_method_file(path: Path) -> None:
-    """Refuse, before the work, a file that `--method` would not read again.
+    """Check the output path of a method file before the work starts.
 
     Raises:
-        ValueError: its name does not end in `SUFFIX`.
+        ValueError: its name does not end in `SUFFIX`, so `--method` would not read it.
         OSError: as `check_writable`.
     """
     if path.suffix != SUFFIX:
@@ -48,10 +48,10 @@ def check_method_file(path: Path) -> None:
 
 
 def check_writable(path: Path) -> None:
-    """Refuse a file that could not be written, before the work that is to end in it.
+    """Check that a file can be written, before the work starts.
 
     Raises:
-        OSError: it is a folder, or is in none that can be written to.
+        OSError: it is a folder, or its folder cannot be written to.
     """
     parent = next(folder for folder in path.absolute().parents if folder.exists())
     if path.is_dir() or not parent.is_dir() or not os.access(parent, os.W_OK):
@@ -60,11 +60,11 @@ def check_writable(path: Path) -> None:
 
 
 def read_saved(path: str | Path) -> SavedMethod:
-    """The method that `SavedMethod.save` wrote.
+    """Read a file of `SavedMethod.save`.
 
     Raises:
         FileNotFoundError: no such file.
-        ValueError: it holds no method, or one with bad numbers in it.
+        ValueError: it holds no valid method.
     """
     path = Path(path)
     if not path.is_file():
@@ -77,11 +77,11 @@ def read_saved(path: str | Path) -> SavedMethod:
 
 
 def opened(method: str | ContextMethod | None) -> str | ContextMethod | None:
-    """A method as people write it: a .json file's, or that of an extension on the hub (owner/name), or as it is.
+    """Resolve a `method` argument: read a .json file or an extension on the hub (owner/name); pass anything else on.
 
     Raises:
-        FileNotFoundError: no such file, or no extension by that name.
-        ValueError: as `read_saved`, that extension does more than a method says, or a path of something else.
+        FileNotFoundError: no such file or extension.
+        ValueError: as `read_saved`; the extension has arguments besides its method; or a path of something else.
     """
     if not isinstance(method, str):
         return method
@@ -107,13 +107,13 @@ def opened(method: str | ContextMethod | None) -> str | ContextMethod | None:
 
 
 def check_made_for(method: str | ContextMethod | None, trained_length: int) -> None:
-    """Refuse an extension on the hub that was made for another trained length: methods' equations have it in them.
+    """Check that an extension on the hub was made for this trained length, which methods' equations use.
 
     Args:
-        trained_length: of the model that is to be extended, before any scaling, in tokens.
+        trained_length: of the model to extend, before any scaling, in tokens.
 
     Raises:
-        ValueError: that.
+        ValueError: it was made for another one.
     """
     if not isinstance(method, str) or "/" not in method or method.endswith(SUFFIX):
         return

@@ -1,4 +1,4 @@
-"""Tables that documents take from the registry."""
+"""Tables for the documentation, made from the registry."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ctxext.extension.metadata_file import RECORD
 from ctxext.methods import ContextMethod, RopeMethod, RopeScaling, list_methods
 
 _ROPE = RopeGeometry.plain(dim=128, rope_theta=10_000.0, length=4096)
-# Encodings other than RoPE: most families keep them as weights or in the config, some as code alone.
+# Encodings other than RoPE: most families store them in weights or config, some only in code.
 _SAVED = {
     "learned": "weights",
     "sinusoidal": f"weights, or `{RECORD}` where the model computes its table",
@@ -20,7 +20,7 @@ _SAVED = {
 
 
 def saved_as(method: type[ContextMethod]) -> str:
-    """Where a model extended by `method` keeps that: the `rope_type` for plain transformers, or our own file."""
+    """Where a saved model holds the extension: a `rope_type` for plain transformers, or `context_extension.json`."""
     if not issubclass(method, RopeMethod):
         return _SAVED[method.encoding]
     example = method.example(_ROPE, factor=4.0)
@@ -38,7 +38,7 @@ def _rope_type(method: RopeScaling) -> str:
 
 
 def sentence(method: type[ContextMethod]) -> str:
-    """What the method does: the first sentence of its docstring."""
+    """The first sentence of the method's docstring."""
     return (method.__doc__ or "").strip().splitlines()[0].split(". ")[0].rstrip(".")
 
 

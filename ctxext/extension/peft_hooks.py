@@ -1,13 +1,12 @@
-"""Adapters of a live extended model carry its extension, whoever saves them.
+"""Save an extended model's metadata with its adapters, whoever saves them.
 
-PEFT's own files say nothing of the base's positions, and trainers build and save the `PeftModel` themselves, out of
-reach of the extended instance. So the first extension in a process wraps `PeftModel.save_pretrained`,
-`PeftModel.load_adapter` and transformers' `model.load_adapter`. For models that ctxext did not extend, they write and
-load what they did before.
+PEFT's files do not describe the base model's positions, and trainers create and save the `PeftModel` themselves. So the
+first extension in a process wraps `PeftModel.save_pretrained`, `PeftModel.load_adapter` and transformers'
+`model.load_adapter`. For models that ctxext did not extend, they behave as before.
 
-An adapter's `base_model_name_or_path` then says by which extension its base was changed, so that whatever loads the
-base by that name fails instead of loading it unextended: AutoPeftModel, AutoModel.from_pretrained(adapter).
-`PeftModel.from_pretrained(base, adapter)` does not read it; it is refused where this module is at work.
+The adapter's `base_model_name_or_path` then names the extension, so that loading the base by that name fails instead of
+loading it unextended (AutoPeftModel, AutoModel.from_pretrained(adapter)). `PeftModel.from_pretrained(base, adapter)`
+does not read it, and is refused while these wrappers are active.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from ctxext.extension.metadata_file import (
 
 @functools.cache
 def watch_peft() -> None:
-    """Wrap PEFT's two methods, and transformers' own `load_adapter`, once in a process."""
+    """Wrap PEFT's two methods and transformers' `load_adapter`, once per process."""
     if importlib.util.find_spec("peft") is None:
         return
     from peft import PeftModel
@@ -76,7 +75,7 @@ def _checking(load: Callable[..., Any]) -> Callable[..., Any]:
             except ValueError:
                 self.delete_adapter(adapter_name)
                 raise
-        # PEFT looks up the base's vocabulary by this name as it saves.
+        # PEFT looks up the base's vocabulary by this name while saving.
         config.base_model_name_or_path = plain_name(config.base_model_name_or_path)
         return loaded
 
@@ -95,14 +94,14 @@ def _checking_first(load: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _check_files(extension: Extension | None, folder: Path) -> None:
-    """Raise ValueError if the adapter in `folder` was trained under another extension, or its files disagree."""
+    """Raise ValueError if the adapter in `folder` was trained with another extension, or its files disagree."""
     if (folder / RECORD).is_file():
         adapter_record(folder)
     _check_trained_under(extension, base_named(folder / ADAPTER_CONFIG), folder)
 
 
 def _check_trained_under(extension: Extension | None, named: str | None, adapter: Any) -> None:
-    """Raise ValueError if an adapter whose base is `named` so was trained under another extension than `extension`."""
+    """Raise ValueError unless an adapter with this base name was trained with `extension`."""
     trained = trained_under(named)
     if trained is None:
         return

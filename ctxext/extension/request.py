@@ -1,4 +1,4 @@
-"""The one way to plan an extension, whatever position encoding a model has."""
+"""Plan an extension, for any position encoding."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from ctxext.models.text_config import text_config_of
 from ctxext.patches import alibi, position_table, relative_bias, sinusoidal
 from ctxext.utils.values import one_line
 
-# In the order in which they are looked for; a model with more than one is extended where its limit is.
+# In search order; of a model with more than one encoding, the one that limits its length is extended.
 FINDERS = (alibi.find, sinusoidal.find, position_table.find, relative_bias.find)
 
 
 def find_encoding(model: nn.Module, text_config: Any) -> ModuleEncoding | None:
-    """What a live model (or one on meta) without RoPE keeps its positions in; None where nothing is found."""
+    """The position encoding of a model without RoPE (live or on meta), or None."""
     return next((found for find in FINDERS if (found := find(model, text_config)) is not None), None)
 
 
 def class_of(config: Any) -> Any:
-    """The class of the model that a config is for: its own architecture where it names one of transformers'."""
+    """The model class for a config: its first architecture if transformers has that."""
     import transformers
 
     names = [name for name in getattr(config, "architectures", None) or () if hasattr(transformers, name)]
@@ -44,16 +44,16 @@ def class_of(config: Any) -> Any:
 
 
 def model_on_meta(config: Any) -> nn.Module:
-    """The model that a config is for, without weights.
+    """Build the model of a config on meta.
 
     Raises:
-        ValueError: transformers builds none from it.
+        ValueError: transformers cannot build it.
     """
     text_config = text_config_of(config)
     try:
         with torch.device("meta"):
             return class_of(config)(config)
-    except Exception as error:  # its code raises many kinds
+    except Exception as error:  # model code raises many kinds
         raise ValueError(
             f"{type(text_config).__name__} (model_type {text_config.model_type!r}): no model could be built from this "
             f"config ({type(error).__name__}: {one_line(error)}). Correct it, or load the model and pass that."
@@ -69,10 +69,10 @@ def plan_extension(
     model: nn.Module | None = None,
     **arguments: Any,
 ) -> Plan:
-    """Work out an extension. Other arguments and errors are those of `ctxext.extend_context`.
+    """Plan an extension. Other arguments and errors are those of `ctxext.extend_context`.
 
     Args:
-        model: the live model of `config`; without one, encodings other than RoPE are looked for in a model on meta.
+        model: the live model of `config`; if None, encodings other than RoPE are searched for in a model on meta.
     """
     request = Request.of(factor, opened(method), **arguments)
     check_config(config)
@@ -83,10 +83,10 @@ def plan_extension(
 
 
 def encoding_of(config: Any, model: nn.Module | None = None) -> Encoding:
-    """What the model of a config keeps its positions in.
+    """The position encoding of a config's model.
 
     Raises:
-        ValueError: it has no position encoding that could run out, or none that is known here.
+        ValueError: it has no position encoding with a length limit, or an unsupported one.
     """
     check_config(config)
     text_config = text_config_of(config)
@@ -110,13 +110,13 @@ def encoding_of(config: Any, model: nn.Module | None = None) -> Encoding:
 
 
 def check_on_paper(config: Any, plan: Plan, model: nn.Module | None = None) -> None:
-    """See that positions of a model of `config` could move into attention, if `plan` asks for it; needs no weights.
+    """Check that a model of `config` supports in-attention RoPE, if `plan` needs it. Needs no weights.
 
     Args:
-        model: the live one, where there is one.
+        model: the live model, if any.
 
     Raises:
-        ValueError: they could not.
+        ValueError: it does not.
     """
     if plan.in_attention:
         for patch in plan.patches:

@@ -1,4 +1,4 @@
-"""The plan of an extension of rotary position embeddings: from a config, the config that it becomes."""
+"""Plan an extension of rotary position embeddings: from a config to its extended config."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ from ctxext.patches.sin_cos import GrowSinCos
 from ctxext.patches.softmax_scale import ScaleSoftmax
 from ctxext.utils.values import check_rows, is_count
 
-# Keys of `rope_parameters` that belong to a scaling. All others (partial_rotary_factor,
-# mrope_section, ...) belong to the family and stay.
+# Keys of `rope_parameters` that describe a scaling. All others (partial_rotary_factor, mrope_section, ...) belong to
+# the family and are kept.
 SCALING_KEYS = frozenset({
     "rope_type", "type", "factor", "original_max_position_embeddings", "attention_factor", "attn_factor",
     "beta_fast", "beta_slow", "truncate", "mscale", "mscale_all_dim", "short_factor", "long_factor",
@@ -45,9 +45,9 @@ class RopePlan(Plan):
     """The plan of an extension of rotary position embeddings.
 
     Attributes:
-        rope: what the method starts from.
-        tables: the frequencies and the attention factor that the model will have, by label; of a dynamic method at its
-            full reach.
+        rope: the RoPE that the method starts from.
+        tables: the extended frequencies and attention factors, by label; for a dynamic method, those at its target
+            length.
     """
 
     method: RopeMethod | None
@@ -57,7 +57,7 @@ class RopePlan(Plan):
 
     @property
     def extended(self) -> RopeGeometry:
-        """Those of the first table."""
+        """The frequencies of the first table."""
         return self.tables[self.facts.tables[0].label]
 
     @property
@@ -81,7 +81,7 @@ class RopePlan(Plan):
 
 
 class RopeEncoding(Encoding):
-    """Rotary position embeddings, which the config describes."""
+    """Rotary position embeddings, as described by the config."""
 
     name: ClassVar[str] = "rope"
     default_method: ClassVar[str] = "yarn"
@@ -136,14 +136,14 @@ class RopeEncoding(Encoding):
 
 @dataclass(frozen=True)
 class _Result:
-    """What becomes of the frequencies.
+    """The new frequencies and their form in the config.
 
     Attributes:
-        method: None where they are kept.
+        method: None if they are kept.
         tables: as in `RopePlan`.
         parameters: the config's new `rope_parameters`.
-        softmax_factor: the scale of the softmax will be the square of this times a plain model's.
-        live_only: why no config can say what the live model will do; None where one can.
+        softmax_factor: the softmax scale is multiplied by its square.
+        live_only: why config.json cannot express the live model; None if it can.
     """
 
     method: RopeMethod | None
@@ -154,13 +154,13 @@ class _Result:
 
 
 def _start(facts: ContextFacts, existing: Existing) -> RopeGeometry:
-    """The first table's frequencies that the method starts from, with the length that they reach."""
+    """The frequencies of the first table that the method starts from, with their maximum length."""
     return facts.original_rope if existing == "replace" or not facts.is_scaled else facts.rope
 
 
 def _lengths(facts: ContextFacts, request: Request, method: str | ContextMethod) -> Lengths:
     start, source = _start(facts, request.existing).original_max_position_embeddings, facts.trained_length_source
-    if request.existing == "keep":  # where a scaling reaches further than the window, the window is what can be widened
+    if request.existing == "keep":  # if a scaling reaches further than the window, the window can be widened
         start = min(start, length_limit(facts.text_config))
     if start > facts.trained_length:
         source = "which its scaling reaches"
@@ -224,7 +224,7 @@ def _scaled(
 def _patches(
     facts: ContextFacts, existing: Existing, result: _Result, lengths: Lengths, rotated_copy: bool
 ) -> tuple[Patch, ...]:
-    """What the plan changes in a live model."""
+    """The patches of the plan."""
     method, tables = result.method, result.tables
     if method is None:
         return ()
@@ -243,7 +243,7 @@ def _patches(
 
 
 def _with_factors(facts: ContextFacts) -> dict[str, Any]:
-    """The config's parameters; with the factor that transformers takes from the lengths where it has none."""
+    """The config's parameters, with the factor that transformers derives from the lengths if there is none."""
     whole = copy.deepcopy(facts.whole_parameters)
     for table in facts.tables:
         its = whole[table.label] if table.label else whole
@@ -259,7 +259,8 @@ def _extended(
     facts: ContextFacts,
     target_length: int,
 ) -> dict[str, RopeGeometry]:
-    """Every table under `method`; those of short windows, and all if it remaps positions, stay as they are."""
+    """Every table under `method`; tables of short sliding windows, and all tables of a method that remaps positions,
+    are kept."""
     extended = {table.label: facts.rope_of(table) for table in facts.tables}
     if isinstance(method, PositionRemapping):
         (rope,) = ropes.values()
@@ -285,7 +286,7 @@ def _extended(
 
 
 def _softmax_factor_under(method: ContextMethod, rope: RopeGeometry, facts: ContextFacts, from_plain: bool) -> float:
-    """What `method` makes of the factor in the softmax; 1 for families that have none there."""
+    """The method's attention factor on the softmax; 1 for families without one there."""
     before = 1.0 if from_plain else facts.softmax_factor
     if not isinstance(method, RopeScaling) or method.in_attention or not family_of(facts.text_config).softmax_mscale:
         return before
@@ -324,7 +325,7 @@ def _refuse_in_attention(facts: ContextFacts, existing: Existing) -> None:
 
 
 def _check_existing(facts: ContextFacts, existing: Existing) -> None:
-    """Raise ValueError where what a model has already cannot be kept, composed with or replaced."""
+    """Raise ValueError if the existing scaling cannot be kept, composed with or replaced."""
     if existing in ("keep", "compose") and facts.scaling is None and facts.mark is None:
         raise ValueError(
             f"existing={existing!r} needs a model whose RoPE is scaled already, but this one has plain RoPE "
@@ -388,7 +389,7 @@ def _refuse_existing(facts: ContextFacts) -> str:
 
 
 def _live_only(method: RopeMethod, rope: RopeGeometry, facts: ContextFacts) -> str | None:
-    """Why no config of this family can say `method`; None where one can."""
+    """Why a config of this family cannot express `method`; None if it can."""
     assert isinstance(method, RopeScaling)
     family, config = family_of(facts.text_config), type(facts.text_config).__name__
     if family.sin_cos_tables:
@@ -406,7 +407,7 @@ def _portable_tables(
     facts: ContextFacts,
     softmax_factor: float,
 ) -> dict[str, Any]:
-    """The config's new `rope_parameters`, nested if they were."""
+    """The config's new `rope_parameters`, nested if the old ones were."""
     new = {table.label: _portable(method, ropes[table.label], facts, table, softmax_factor) for table in seen_beyond}
     return new.get("", {**facts.whole_parameters, **new})
 
@@ -414,12 +415,12 @@ def _portable_tables(
 def _portable(
     method: ContextMethod, rope: RopeGeometry, facts: ContextFacts, table: RopeTable, softmax_factor: float
 ) -> dict[str, Any]:
-    """One table's new `rope_parameters`: the scaling in transformers' words, the family's keys kept."""
+    """One table's new `rope_parameters`: the scaling in transformers' keys, and the family's own keys."""
     assert isinstance(method, RopeScaling)
     family = family_of(facts.text_config)
     parameters = scaled_rope_parameters(method, rope)
     kept = {k: v for k, v in table.parameters.items() if k not in SCALING_KEYS}
-    # The length that Ministral's scale of queries is counted from stays what it was, whatever the method's is.
+    # Ministral scales its queries from this length, which must not change with the method's.
     counted = table.parameters.get("original_max_position_embeddings") if "llama_4_scaling_beta" in kept else None
     allowed = family.rope_types is None or parameters["rope_type"] in family.rope_types
     if table.n_zero and parameters["rope_type"] in ("default", "linear"):
@@ -432,8 +433,8 @@ def _portable(
     ):
         parameters = as_longrope(method, rope)
     if parameters["rope_type"] == "longrope" and not rope.is_plain and facts.original_length is not None:
-        # λ is over the frequencies before any scaling, and the format's lengths are to be those from there on, too:
-        # a program that drops our mark would otherwise take the length that was composed with for the first.
+        # λ is relative to the unscaled frequencies, so the lengths must count from there as well: a program that drops
+        # our metadata would otherwise take the composed length for the original one.
         reach = method.factor * rope.original_max_position_embeddings
         parameters["original_max_position_embeddings"] = facts.original_length
         parameters["factor"] = reach / facts.original_length
@@ -455,10 +456,10 @@ def _portable(
 
 
 def _in_the_softmax(parameters: dict[str, Any], softmax_factor: float, rope: RopeGeometry) -> dict[str, Any]:
-    """The keys that put an attention factor into the softmax of latent attention, and not on cos and sin as well."""
+    """The keys that apply an attention factor to the softmax of latent attention, and not to cos and sin as well."""
     mscale = (softmax_factor - 1) / (0.1 * math.log(parameters["factor"]))
     if parameters["rope_type"] == "yarn" and "attention_factor" not in parameters:
-        # As DeepSeek's own checkpoints have it: the quotient of the two is on cos and sin.
+        # As in DeepSeek's checkpoints: the quotient of the two multiplies cos and sin.
         return {"mscale": 1.0, "mscale_all_dim": 1.0}
     return {"attention_factor": rope.attention_factor, "mscale_all_dim": mscale}
 
@@ -475,20 +476,20 @@ def _updates(facts: ContextFacts, existing: Existing, result: _Result, lengths: 
     if getattr(config, "is_heterogeneous", False) and any(
         isinstance(value, dict) and value.get("rope_type") == "longrope" for value in parameters.values()
     ):
-        # transformers validates longrope by config.head_dim, and without this raises where layers differ in it.
+        # transformers validates longrope against config.head_dim, and raises without this if layers differ in it.
         updates["allow_global_per_layer_attribute_access"] = True
     if "original_max_position_embeddings" in facts.text_config.__dict__ and method is not None:
-        # Phi-3 and Phi-4 keep it beside rope_parameters, where it wins over the one inside.
+        # Phi-3 and Phi-4 keep it beside rope_parameters, where it takes precedence.
         updates["original_max_position_embeddings"] = lengths.original or lengths.start
-    if config.__dict__.get("head_dim", 0) is None:  # not getattr, which raises where layers differ in it
-        # transformers' yarn and longrope multiply with it (Mixtral's configs leave it out).
+    if config.__dict__.get("head_dim", 0) is None:  # not getattr, which raises if layers differ in it
+        # transformers' yarn and longrope multiply with it (Mixtral's configs omit it).
         updates["head_dim"] = head_dim(facts.text_config)
     described = facts.scaling if method is None else method
     theta = facts.original_thetas if facts.tables[0].label else facts.original_theta
     updates["ctxext"] = {
         "version": __version__,
         "method": None if described is None else described.to_dict(),
-        # Where nothing was scaled, this is the same as to replace it.
+        # Without existing scaling this is the same as to replace it.
         "existing": "replace" if existing == "refuse" else existing,
         **lengths.to_mark(),
         "original": {"length": lengths.original, "rope_theta": theta},

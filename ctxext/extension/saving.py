@@ -1,4 +1,4 @@
-"""Saving an extended model: a config.json that every reader takes, or the extension's metadata beside it."""
+"""Save an extended model: with a config.json that every reader understands, or with `context_extension.json`."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ if TYPE_CHECKING:
 
 
 def saver(plan: Plan) -> Callable[..., Any]:
-    """How a model that is extended by `plan` is saved."""
+    """The `save_pretrained` of a model extended by `plan`."""
     return save_portable if plan.is_portable else save_with_record
 
 
 def version_4_keys(text_config: Any, rope_parameters: dict[str, Any]) -> dict[str, Any]:
     """`rope_theta`, `partial_rotary_factor` and `rope_scaling` as transformers 4 and older engines read them.
 
-    Without them transformers 4.57 loads a version 5 config as plain RoPE of theta 10000, silently. Where each type of
-    layer has its own parameters, version 4 has no common words for them.
+    Without them transformers 4.57 silently loads a version 5 config as plain RoPE with theta 10000. Version 4 has no
+    common keys for parameters per layer type.
     """
     if "rope_type" not in rope_parameters:
         return {}
@@ -39,18 +39,18 @@ def version_4_keys(text_config: Any, rope_parameters: dict[str, Any]) -> dict[st
     for name, older in family_of(text_config).version_4_names.items():
         keys[older] = rope_parameters[name]
     scaled_by_default = (type(text_config)().rope_parameters or {}).get("rope_type", "default") != "default"
-    more = rope_parameters.keys() - {"rope_type", *keys}  # mrope_section, say
+    more = rope_parameters.keys() - {"rope_type", *keys}  # e.g. mrope_section
     if rope_parameters["rope_type"] != "default" or scaled_by_default or more:
-        # Version 5 reads `rope_scaling` instead of `rope_parameters`, so it must say all that those do.
+        # Version 5 reads `rope_scaling` instead of `rope_parameters`, so it must hold the same keys.
         keys["rope_scaling"] = copy.deepcopy(rope_parameters)
     return keys
 
 
 def save_portable(model: PreTrainedModel, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
-    """`model.save_pretrained`, with a config.json that transformers 5 and 4 both read.
+    """`model.save_pretrained` with a config.json that transformers 5 and 4 both read.
 
-    The keys of version 4 are in the config only while it is written: kept there, they would go
-    stale and win over later edits of `rope_parameters`.
+    The keys of version 4 are in the config only while it is written: if kept, they would go stale and override later
+    edits of `rope_parameters`.
     """
     if "length" in kwargs:
         raise ValueError(
@@ -74,7 +74,7 @@ def save_portable(model: PreTrainedModel, save_directory: Any, *args: Any, **kwa
 
 
 def _follow_up(model: PreTrainedModel, folder: Path) -> None:
-    """Remove what belongs to a model that was saved in `folder` before; an adapter alone carries its extension."""
+    """Remove the metadata of a model saved in `folder` earlier."""
     for name in (RECORD, PROBE):
         (folder / name).unlink(missing_ok=True)
     if _saves_adapter(model):
@@ -82,29 +82,29 @@ def _follow_up(model: PreTrainedModel, folder: Path) -> None:
 
 
 def _saves_adapter(model: PreTrainedModel) -> bool:
-    """Whether transformers' own `save_pretrained` writes no model but its adapter (`model.add_adapter`)."""
+    """Whether `save_pretrained` writes only an adapter (`model.add_adapter`)."""
     return bool(getattr(model, "_hf_peft_config_loaded", False))
 
 
 def save_with_record(
     model: PreTrainedModel, save_directory: Any, *args: Any, length: int | None = None, **kwargs: Any
 ) -> Any:
-    """`model.save_pretrained` for a model whose extension config.json cannot express.
+    """`model.save_pretrained` for an extension that config.json cannot express.
 
-    The config is written as it was before the extension, so that plain transformers loads the unextended model; an
-    entry in it names the extension, and `context_extension.json` beside it is what `ctxext.load` extends by.
+    Writes the original config, so that plain transformers loads the unextended model; an entry in it names the
+    extension, and `ctxext.load` reads `context_extension.json`.
 
     Args:
-        length: writes a plain checkpoint instead, frozen at the scale of this many tokens; dynamic methods only.
+        length: for dynamic methods: write a plain checkpoint instead, frozen at the scale of this many tokens.
 
     Raises:
-        ValueError: `length` with a method that has no static form.
+        ValueError: `length` for a method without a static form.
     """
     extension: Extension = model.__dict__[ATTRIBUTE]
     folder, main = Path(save_directory), kwargs.get("is_main_process", True)
     push = kwargs.pop("push_to_hub", False)
     if push and length is None and main:
-        # transformers would upload before the record is written; its other way of pushing saves by this function.
+        # transformers would upload before the metadata is written; `model.push_to_hub` calls this function.
         names = ("commit_message", "commit_description", "private", "token", "revision", "create_pr", "tags")
         hub = {name: kwargs.pop(name) for name in names if name in kwargs}
         repo_id = kwargs.pop("repo_id", Path(save_directory).name)

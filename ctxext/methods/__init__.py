@@ -1,10 +1,9 @@
 """The methods: each a frozen dataclass, pure maths on numbers. Add yours here.
 
-`scaling.py` holds those that rescale frequencies, `dynamic.py` those whose scale follows the length, and
-`remapping.py` those that remap positions inside attention; `tables.py` and `biases.py` are for the position
-encodings other than RoPE. `contract.py` says what each has to give. A frequency method is one vector and
-one scalar: rescale factors λ (`inv_freq' = inv_freq / λ`) and a multiplier of cos and sin. It sees a
-`RopeGeometry`, never a model or a config.
+`scaling.py` holds methods that rescale frequencies, `dynamic.py` length-dependent ones, and `remapping.py` those that
+remap positions inside attention; `tables.py` and `biases.py` are for encodings other than RoPE. `contract.py` defines
+what each must implement. A frequency method is one vector and one scalar: rescale factors λ (`inv_freq' = inv_freq /
+λ`) and a multiplier of cos and sin. It sees a `RopeGeometry`, never a model or a config.
 
     @register("half_pi", aliases=())
     @dataclass(frozen=True, kw_only=True)
@@ -18,10 +17,10 @@ one scalar: rescale factors λ (`inv_freq' = inv_freq / λ`) and a multiplier of
             factors[pairs // 2 :] = self.factor
             return over_lengths(factors, length)
 
-λ must be finite and > 0; a pair that does not rotate has `NO_ROTATION`, as JSON has no infinity.
+λ must be finite and > 0; use `NO_ROTATION` for a pair that does not rotate, as JSON has no infinity.
 
-That is all: `extend_context(model, method="half_pi")`, the command line, the saved config (as
-transformers' `longrope`) and the matrix of tests know it by name.
+That is all: `extend_context(model, method="half_pi")`, the command line, the saved config (as transformers'
+`longrope`) and the tests' matrix find it by name.
 """
 
 from ctxext.methods.contract import (

@@ -1,4 +1,4 @@
-"""Methods that take the slowest frequencies away."""
+"""Methods that clip the slowest frequencies."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from ctxext.methods.contract import NO_ROTATION, Paper, RopeScaling, over_length
 class CoPE(RopeScaling):
     """λ_j = 2 / (1 + cos(πj / (n − 1))) for the n slowest pairs, j = 0 .. n − 1 from fast to slow. CoPE (2026).
 
-    The pairs that finish no turn within the trained length are slowed down smoothly, the slowest to a standstill, so
-    that no phase at the target is one that was never trained. Others stay as they are, whatever the factor. Made to be
-    followed by training.
+    Pairs that complete no turn within the trained length are slowed smoothly, the slowest to a standstill, so that no
+    phase at the target is out of the trained range. Other pairs are unchanged, for any factor. Meant to be followed by
+    training.
 
     Attributes:
-        clipped: n; None for the pairs that finish no turn within the trained length. The authors take 20 of 64.
+        clipped: n; None for the pairs that complete no turn within the trained length. The authors use 20 of 64.
     """
 
     paper: ClassVar[Paper] = Paper("CoPE: clipped RoPE", 2026, "https://arxiv.org/abs/2602.05258")

@@ -1,4 +1,4 @@
-"""The contract of a method, and the registry that knows every one by name. Pure: numbers in, numbers out."""
+"""The contract of a method, and the registry. Pure: numbers in, numbers out."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ NO_ROTATION = 1e12
 
 
 class Paper(NamedTuple):
-    """Where a method comes from."""
+    """The publication of a method."""
 
     title: str
     year: int
@@ -32,11 +32,11 @@ class Paper(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class ContextMethod(ABC):
-    """What every method is: a frozen dataclass with a name, a paper, an encoding that it extends, and a factor.
+    """The base class of every method: a frozen dataclass with a name, a paper, an encoding and a factor.
 
     Attributes:
-        encoding: the position encoding that it is for: "rope", "alibi", "learned", "sinusoidal", "t5" or "relative".
-        factor: the largest scale that the method is asked to reach, in units of the trained length; >= 1.
+        encoding: the position encoding it extends: "rope", "alibi", "learned", "sinusoidal", "t5" or "relative".
+        factor: target length / trained length; >= 1.
     """
 
     name: ClassVar[str]
@@ -59,7 +59,7 @@ class ContextMethod(ABC):
 
     @property
     def in_attention(self) -> bool:
-        """Whether it rotates inside attention (`ctxext.attention`), which config.json cannot express."""
+        """Whether it needs in-attention RoPE (`ctxext.attention`), which config.json cannot express."""
         return False
 
     def to_dict(self) -> dict[str, Any]:
@@ -80,7 +80,7 @@ class RopeMethod(ContextMethod):
     encoding: ClassVar[str] = "rope"
 
     def at_length(self, rope: RopeGeometry, length: int) -> RopeScaling:
-        """The static method to use when every sequence is to be treated as `length` tokens long."""
+        """The static method that treats every sequence as `length` tokens long."""
         raise ValueError(
             f"{self.name} does not change with the length, so length={length} has no meaning for it. "
             "Drop length=; only the dynamic methods take it."
@@ -88,18 +88,18 @@ class RopeMethod(ContextMethod):
 
     @classmethod
     def example(cls, rope: RopeGeometry, factor: float) -> RopeMethod:
-        """An instance for `rope`, as the tests and the method table need one of every method."""
+        """An instance for `rope`, for the tests and the method table."""
         return cls(factor=factor)
 
 
 @dataclass(frozen=True, kw_only=True)
 class RopeScaling(RopeMethod):
-    """A method that is one vector and one scalar: rescale factors λ, and a multiplier of cos and sin.
+    """A method of one vector and one scalar: rescale factors λ, and a multiplier of cos and sin.
 
-    What a subclass computes is checked where it is computed: both must be finite and > 0 in float32.
+    Both are checked where they are computed: they must be finite and > 0 in float32.
     """
 
-    # Whether the scale belongs to the length of the whole call and not to each query: then no cache can be right.
+    # Whether the scale depends on the length of the whole call, not on each query: then no cache can be exact.
     of_the_call: ClassVar[bool] = False
 
     def __init_subclass__(cls) -> None:
@@ -111,12 +111,12 @@ class RopeScaling(RopeMethod):
     def rescale_factors(
         self, rope: RopeGeometry, length: Int[Tensor, "*batch"] | None = None
     ) -> Float64[Tensor, "*batch pair"]:
-        """λ for each pair, at each `length` in tokens (None: at the full reach of `factor`).
+        """λ for each pair, at each `length` in tokens (None: at the target length).
 
-        A pair that does not rotate has NO_ROTATION.
+        NO_ROTATION for a pair that does not rotate.
 
         Raises:
-            ValueError: a value is infinite, NaN, zero or negative, or not of that shape.
+            ValueError: a value is infinite, NaN, zero or negative, or the shape is wrong.
         """
 
     def attention_scaling(
@@ -132,21 +132,22 @@ class RopeScaling(RopeMethod):
     def scaled(
         self, rope: RopeGeometry, length: Int[Tensor, "*batch"] | None = None
     ) -> tuple[Float64[Tensor, "*batch pair"], Float64[Tensor, "*batch"]]:
-        """The frequencies (radians a token) and the multiplier of cos and sin that this method makes of `rope`."""
+        """The frequencies (radians per token) and the multiplier of cos and sin after applying this method to
+        `rope`."""
         scaling = rope.attention_factor * self.attention_scaling(rope, length)
         return rope.inv_freq / self.rescale_factors(rope, length), scaling
 
     def rope_parameters(self, rope: RopeGeometry) -> dict[str, Any]:
-        """This method on unscaled RoPE in transformers' own words, where it has them.
+        """This method on unscaled RoPE as transformers' `rope_parameters`.
 
-        Without a native form: `longrope` with both factor lists equal to λ, which every static λ fits.
+        Without a native form: `longrope` with both factor lists equal to λ, which expresses any static λ.
         """
         return longrope_parameters(self.rescale_factors(rope), float(self.attention_scaling(rope)), self.factor, rope)
 
     def ladder(self, rope: RopeGeometry) -> Int[Tensor, " rung"]:
-        """The lengths in tokens at which the scale steps, ascending: each query uses the first that holds it.
+        """The lengths in tokens at which the scale steps, ascending: each query uses the first one >= its position + 1.
 
-        The last rung serves every longer length as well. A dynamic method has to give its own.
+        The last rung is used for longer lengths as well. Dynamic methods must override this.
         """
         if self.is_dynamic and not self.of_the_call:
             raise TypeError(
@@ -157,7 +158,7 @@ class RopeScaling(RopeMethod):
 
     @property
     def start_tokens(self) -> int:
-        """How many tokens at the start keep the unscaled frequencies, whatever the length."""
+        """How many tokens at the start keep the unscaled frequencies at any length."""
         return 0
 
     @property
@@ -174,12 +175,13 @@ _Compute = Callable[..., Tensor]
 
 
 def _checked(compute: _Compute) -> _Compute:
-    """`compute`, a method of a `RopeScaling`, whose values are finite and > 0, in float64 and in float32."""
+    """Wrap `compute`, a method of a `RopeScaling`, to check that its values are finite and > 0 in float64 and
+    float32."""
 
     @functools.wraps(compute)
     def checked(self: RopeScaling, rope: RopeGeometry, length: Tensor | None = None) -> Tensor:
         values = compute(self, rope, length)
-        if torch.compiler.is_compiling():  # a value in a traced graph cannot be looked at
+        if torch.compiler.is_compiling():  # values in a traced graph cannot be read
             return values
         what = f"{compute.__name__} of {self.name!r}"
         pairs = (rope.dim // 2,) if compute.__name__ == "rescale_factors" else ()
@@ -201,8 +203,8 @@ class Branch:
     """The pairs (query, key) whose buckets lie `first` <= bucket(query) - bucket(key) < `stop` apart.
 
     Attributes:
-        bucket: positions in tokens to whole numbers, never falling.
-        query, key: positions in tokens to those that queries and keys are rotated to within the branch.
+        bucket: maps positions in tokens to integers, non-decreasing.
+        query, key: map positions in tokens to those at which queries and keys are rotated within the branch.
     """
 
     first: float
@@ -219,16 +221,16 @@ class Branch:
 
 @dataclass(frozen=True, kw_only=True)
 class PositionRemapping(RopeMethod):
-    """A method that leaves the frequencies alone and maps distances beyond the trained ones to trained ones.
+    """A method that keeps the frequencies and maps distances beyond the trained length to trained ones.
 
-    Pairs of a query and a key at or before it fall into branches; each branch rotates both to positions of its own.
+    Causal pairs of query and key are split into branches; each branch rotates both at its own positions.
     """
 
     training: ClassVar[str] = "zero-shot"
 
     @abstractmethod
     def branches(self, rope: RopeGeometry) -> tuple[Branch, ...]:
-        """The branches; every pair of positions belongs to exactly one.
+        """The branches; every pair of positions must belong to exactly one.
 
         Raises:
             ValueError: an option does not fit the trained length.
@@ -236,17 +238,17 @@ class PositionRemapping(RopeMethod):
 
     @abstractmethod
     def reach(self, rope: RopeGeometry) -> float:
-        """Tokens up to which every distance is mapped to a trained one."""
+        """The length in tokens up to which every distance is mapped to a trained one."""
 
     def check_reach(self, rope: RopeGeometry, target_length: int) -> None:
-        """Raise ValueError, naming options that would do, unless `target_length` tokens are covered."""
+        """Raise ValueError, naming options that suffice, unless `target_length` tokens are covered."""
 
     def query_scaling(self, rope: RopeGeometry, positions: Int[Tensor, "*batch"]) -> Tensor | None:
-        """A multiplier of each query beside its rotation; None for none."""
+        """A multiplier of each query; None for none."""
         return None
 
     def distance(self, rope: RopeGeometry, query: Tensor, key: Tensor) -> Float64[Tensor, "*pairs"]:
-        """The distance in tokens that attention sees between positions `query` and `key` (which broadcast)."""
+        """The effective distance in tokens between positions `query` and `key` (which broadcast)."""
         found = torch.zeros_like(query.double() + key.double())
         for branch in self.branches(rope):
             apart = branch.query(query.double()) - branch.key(key.double())
@@ -275,7 +277,7 @@ class SlopeScaling(ContextMethod):
 
     @abstractmethod
     def slopes(self, slopes: Float64[Tensor, " head"]) -> Float64[Tensor, " head"]:
-        """The slope of each head, from those that the model was trained with."""
+        """The slope of each head, from the trained slopes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -289,24 +291,24 @@ class TableResizing(ContextMethod):
         """`n_rows` rows from the trained `table`, one for each position.
 
         Raises:
-            ValueError: the method does not reach that many.
+            ValueError: the method does not support that many rows.
         """
 
 
 @dataclass(frozen=True, kw_only=True)
 class PositionScaling(ContextMethod):
-    """A method for sinusoidal tables: the position that each row is computed at."""
+    """A method for sinusoidal tables: the position at which each row is computed."""
 
     encoding: ClassVar[str] = "sinusoidal"
 
     @abstractmethod
     def positions(self, positions: Float64[Tensor, "*batch"]) -> Float64[Tensor, "*batch"]:
-        """Positions in tokens to those, fractional ones perhaps, whose sines and cosines stand for them."""
+        """Map positions in tokens to the (possibly fractional) positions whose sines and cosines are used."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class BucketScaling(ContextMethod):
-    """A method for T5's bucketed bias: the distance from which on all share the last bucket."""
+    """A method for T5's bucketed bias: the distance from which all positions share the last bucket."""
 
     encoding: ClassVar[str] = "t5"
 
@@ -317,13 +319,13 @@ class BucketScaling(ContextMethod):
 
 @dataclass(frozen=True, kw_only=True)
 class DistanceScaling(ContextMethod):
-    """A method for relative representations (Shaw, Transformer-XL): the distance that each pair is seen at."""
+    """A method for relative representations (Shaw, Transformer-XL): the effective distance of each pair."""
 
     encoding: ClassVar[str] = "relative"
 
     @abstractmethod
     def distances(self, distances: Float64[Tensor, "*batch"]) -> Float64[Tensor, "*batch"]:
-        """Distances in tokens to those, fractional ones perhaps, whose representations stand for them."""
+        """Map distances in tokens to the (possibly fractional) distances whose representations are used."""
 
 
 # ---------------------------------------------------------------------------------- the registry
@@ -333,7 +335,7 @@ _Method = TypeVar("_Method", bound=type[ContextMethod])
 
 
 def register(name: str, *, aliases: Sequence[str] = ()) -> Callable[[_Method], _Method]:
-    """Class decorator: make a method known by `name` everywhere.
+    """Class decorator: register a method under `name`.
 
     Raises:
         ValueError: a name is taken by another method.
@@ -342,7 +344,7 @@ def register(name: str, *, aliases: Sequence[str] = ()) -> Callable[[_Method], _
     def decorate(cls: _Method) -> _Method:
         for known in (name, *aliases):
             taken = _METHODS.get(known)
-            # The same class again is a notebook cell that was run twice.
+            # The same class again comes from a notebook cell that was run twice.
             if taken is not None and (taken.__module__, taken.__qualname__) != (cls.__module__, cls.__qualname__):
                 raise ValueError(f"the method name {known!r} is taken by {taken.__qualname__}. Choose another.")
         cls.name, cls.aliases = name, tuple(aliases)
@@ -353,7 +355,7 @@ def register(name: str, *, aliases: Sequence[str] = ()) -> Callable[[_Method], _
 
 
 def list_methods(encoding: str | None = None) -> list[type[ContextMethod]]:
-    """Every registered method once, in order of registration; of one position encoding, such as "rope", if named."""
+    """Every registered method, in order of registration; with `encoding`, only those for it (such as "rope")."""
     return [cls for cls in dict.fromkeys(_METHODS.values()) if encoding in (None, cls.encoding)]
 
 
@@ -369,7 +371,7 @@ def make_method(name: str, factor: float, /, **options: Any) -> ContextMethod:
     """Build a method by name; `options` are the fields of its dataclass.
 
     Raises:
-        ValueError: the name or an option is unknown, a needed option is missing, or a value is bad.
+        ValueError: the name or an option is unknown, a required option is missing, or a value is invalid.
     """
     cls = method_class(name)
     known = {field.name: field for field in fields(cls) if field.name != "factor"}
@@ -390,13 +392,13 @@ def make_method(name: str, factor: float, /, **options: Any) -> ContextMethod:
 
 
 def method_from_dict(description: Any, file: str = "a saved method", entry: str = "method") -> ContextMethod:
-    """The inverse of `ContextMethod.to_dict`, for what a file holds.
+    """The inverse of `ContextMethod.to_dict`, for file contents.
 
     Args:
-        file, entry: where it is, as errors name it.
+        file, entry: where it was read, for error messages.
 
     Raises:
-        ValueError: it is no method; says where, and which field.
+        ValueError: it is not a valid method; the error says where, and which field.
     """
     if not OBJECT.holds(description):
         raise ValueError(f"{entry} in {file} must be {OBJECT.words}, got {shown(description)}. Write it again.")
@@ -411,11 +413,11 @@ def method_from_dict(description: Any, file: str = "a saved method", entry: str 
     options = {key: plain(value, key) for key, value in description.items() if key not in ("name", "factor")}
     try:
         return make_method(name, factor, **options)
-    except (ValueError, TypeError, ArithmeticError) as error:  # of a method's own checks
+    except (ValueError, TypeError, ArithmeticError) as error:  # raised by a method's own checks
         raise ValueError(f"{entry} in {file}: {error}") from error
 
 
-# Annotations of options, and what a value of each has to be.
+# Annotations of options, and the check of their values.
 _KINDS: dict[str, Kind] = {
     "bool": FLAG,
     "int": Kind("a whole number", partial(is_count, low=-MAX_TOKENS, high=MAX_TOKENS)),
@@ -427,7 +429,7 @@ _KINDS: dict[str, Kind] = {
 
 
 def _check_option(name: str, annotation: Any, value: Any) -> None:
-    """Raise ValueError unless `value` is of the kind that a method's field is annotated with; others pass."""
+    """Raise ValueError unless `value` matches the annotation of the method's field; unknown annotations pass."""
     kind = str(getattr(annotation, "__name__", annotation))
     expected = _KINDS.get(kind.removesuffix(" | None"), Kind("given", lambda value: True))
     if value is None:
@@ -463,14 +465,14 @@ def check_attention_factor(attention_factor: float | None) -> None:
 
 
 def over_lengths(value: Tensor, length: Tensor | None) -> Tensor:
-    """Repeat a value that does not depend on the length for each of `length`."""
+    """Repeat a length-independent value for each of `length`."""
     return value if length is None else value.expand((*length.shape, *value.shape))
 
 
 def longrope_parameters(
     factors: Float64[Tensor, " pair"], attention_factor: float, factor: float, rope: RopeGeometry
 ) -> dict[str, Any]:
-    """Any static λ over plain RoPE, as transformers' `longrope`: both lists are the same, so nothing switches."""
+    """Any static λ over plain RoPE as transformers' `longrope`: both lists are equal, so nothing switches."""
     values = factors.tolist()
     return {
         "rope_type": "longrope",

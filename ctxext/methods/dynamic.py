@@ -1,7 +1,7 @@
-"""Methods whose scale follows the length: of each query in the live model, in a ladder of lengths.
+"""Methods with a length-dependent scale, in a ladder of lengths: each query has the scale of its own position.
 
-A scale that belongs to the query's own position makes token-by-token decoding, prefill in chunks and the
-full forward one computation. `at_length` gives the static method of one length, for those who want that.
+So token-by-token decoding, chunked prefill and the full forward pass are one computation. `at_length` gives the static
+method of one length.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ EMOZILLA = Paper(
 
 @dataclass(frozen=True, kw_only=True)
 class _Dynamic(RopeScaling):
-    """What the dynamic methods share: the scale is length / trained length, from 1 up to `factor`.
+    """Base of the dynamic methods: the scale is length / trained length, from 1 to `factor`.
 
     Attributes:
-        ratio: from each rung of the ladder to the next; a finer one costs more rotations.
+        ratio: ratio of consecutive rungs of the ladder; a finer ladder costs more rotations.
     """
 
     training: ClassVar[str] = "zero-shot"
@@ -64,7 +64,7 @@ class DynamicNTK(_Dynamic):
     """NTK-aware with scale length/L for each query, between 1 and factor. emozilla (2023); YaRN paper, section 3.3.
 
     Attributes:
-        ratio: from each rung of the ladder of scales to the next; a finer one costs more rotations.
+        ratio: ratio of consecutive rungs of the ladder; a finer ladder costs more rotations.
     """
 
     paper: ClassVar[Paper] = EMOZILLA
@@ -82,7 +82,7 @@ class DynamicYaRN(_Dynamic, YaRN):
     """YaRN with scale length/L for each query, between 1 and factor. Peng et al. (2023), section 3.3.
 
     Attributes:
-        ratio: from each rung of the ladder of scales to the next; a finer one costs more rotations.
+        ratio: ratio of consecutive rungs of the ladder; a finer ladder costs more rotations.
     """
 
     paper: ClassVar[Paper] = Paper("Dynamic YaRN (YaRN paper, section 3.3)", 2023, "https://arxiv.org/abs/2309.00071")
@@ -105,8 +105,8 @@ class DynamicYaRN(_Dynamic, YaRN):
 class TransformersDynamic(RopeScaling):
     """NTK-aware with scale factor·n/L − (factor − 1), n the length of the whole call. transformers' `dynamic`.
 
-    To compare with, and without a cache: the scale of earlier keys changes with every token. It has no upper
-    end, and reaches factor² − factor + 1 at factor · L. Each row of a batch has a scale of its own here.
+    For comparison, without a KV cache: every new token changes the scale of all earlier keys. The scale has no upper
+        bound, and is factor² − factor + 1 at factor · L. Each row of a batch has its own scale here.
     """
 
     paper: ClassVar[Paper] = EMOZILLA
@@ -129,14 +129,14 @@ class TransformersDynamic(RopeScaling):
 @register("longrope")
 @dataclass(frozen=True, kw_only=True)
 class LongRoPE(RopeScaling):
-    """λ_i as given, attention factor sqrt(1 + ln(factor) / ln(L)). Ding et al. (2024), section 3.
+    """λ_i as passed, attention factor sqrt(1 + ln(factor) / ln(L)). Ding et al. (2024), section 3.
 
     Attributes:
         long_factor: λ for each pair.
-        short_factor: λ for queries within the trained length; None for `long_factor` there too.
+        short_factor: λ for queries within the trained length; None uses `long_factor`.
         start_tokens: how many tokens at the start keep the unscaled frequencies (n̂ in the paper).
-        attention_factor: another multiplier of cos and sin than the formula's; it holds at every length.
-        fitted_to: rope_theta and trained length in tokens of the model that λ was found for; another is refused.
+        attention_factor: overrides the formula's multiplier of cos and sin, at every length.
+        fitted_to: rope_theta and trained length in tokens of the model that λ was fitted to; other models are refused.
     """
 
     paper: ClassVar[Paper] = Paper("LongRoPE", 2024, "https://arxiv.org/abs/2402.13753")

@@ -1,4 +1,4 @@
-"""What a config's `rope_parameters` mean as a method, and a method as `rope_parameters`."""
+"""Convert a config's `rope_parameters` to a method, and a method to `rope_parameters`."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ def method_from_rope_parameters(parameters: dict[str, Any], max_position_embeddi
     """The method that a config's `rope_parameters` describe; None for unscaled RoPE.
 
     Args:
-        max_position_embeddings: of the same config, for the formats that leave `factor` out.
+        max_position_embeddings: of the same config, for formats without `factor`.
 
     Raises:
-        ValueError: a `rope_type` that is none of transformers' scalings of plain RoPE.
+        ValueError: unsupported `rope_type`.
     """
     rope_type = parameters.get("rope_type") or parameters.get("type") or "default"
     length = parameters.get("original_max_position_embeddings") or max_position_embeddings
@@ -67,10 +67,11 @@ def method_from_rope_parameters(parameters: dict[str, Any], max_position_embeddi
 def geometry_in_use(
     parameters: dict[str, Any], dim: int, max_position_embeddings: int, within: bool = False
 ) -> RopeGeometry:
-    """The frequencies that a config's `rope_parameters` put in use, over `dim` rotary dimensions.
+    """The frequencies of a config's `rope_parameters`, over `dim` rotary dimensions.
 
     Args:
-        within: of a method that changes with the length, those within the trained length, and not at its full reach.
+        within: for a length-dependent method, return those within the trained length instead of those at its maximum
+            length.
     """
     scaling = method_from_rope_parameters(parameters, max_position_embeddings)
     length = parameters.get("original_max_position_embeddings") or max_position_embeddings
@@ -83,9 +84,9 @@ def geometry_in_use(
 
 
 def scaled_rope_parameters(method: RopeScaling, rope: RopeGeometry) -> dict[str, Any]:
-    """`method` on top of `rope` as transformers' `rope_parameters`: native where that is possible.
+    """`method` on top of `rope` as transformers' `rope_parameters`, native if possible.
 
-    Scaling on top of scaling has no native form, so it becomes `longrope` over plain RoPE.
+    Composed scaling has no native form, so it becomes `longrope` over plain RoPE.
     """
     if rope.is_plain:
         return method.rope_parameters(rope)
@@ -93,6 +94,6 @@ def scaled_rope_parameters(method: RopeScaling, rope: RopeGeometry) -> dict[str,
 
 
 def as_longrope(method: RopeScaling, rope: RopeGeometry) -> dict[str, Any]:
-    """`method` on top of `rope` as `longrope` over plain RoPE, which every static λ fits."""
+    """`method` on top of `rope` as `longrope` over plain RoPE, which expresses any static λ."""
     factors = inverse_frequencies(rope.dim, rope.rope_theta) / rope.inv_freq * method.rescale_factors(rope)
     return longrope_parameters(factors, float(method.scaled(rope)[1]), method.factor, rope)

@@ -1,4 +1,4 @@
-"""Methods that need no training: distances beyond the trained ones are mapped to trained ones, inside attention."""
+"""Training-free methods that map distances beyond the trained length to trained ones, inside attention."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ def _check_window(name: str, value: int | None, below: int | None = None) -> Non
 @register("self_extend")
 @dataclass(frozen=True, kw_only=True)
 class SelfExtend(PositionRemapping):
-    """Distance d < window stays; beyond, positions are floor-divided by group_size and shifted to meet it.
+    """Distances d < window are kept; beyond, positions are floor-divided by group_size and shifted to be continuous.
 
     Jin et al. (2024), equation 4: q = p // G + W - W/G and k = p // G where p_q - p_k >= W.
 
     Attributes:
-        group_size: G; None takes the least under which W + (n - W)/G <= 2/3 of the trained length, for
-            n = factor times that length (the authors' rule).
+        group_size: G; None takes the smallest G with W + (n - W)/G <= 2/3 of the trained length, for n = factor times
+            that length (the authors' rule).
         window: W in tokens, the neighbours whose distance is exact; None takes a quarter of the trained length.
     """
 
@@ -55,7 +55,7 @@ class SelfExtend(PositionRemapping):
         _check_window("window", window, trained)
         if self.group_size is not None:
             return self.group_size, window
-        # In thirds of a token, as 2/3 is not a float: the least whole group may be one less.
+        # In thirds of a token, as 2/3 is not exact in floats.
         beyond = round(self.factor * trained) - window
         return max(1, -(-3 * beyond // max(3, 2 * trained - 3 * window))), window
 
@@ -87,7 +87,7 @@ class SelfExtend(PositionRemapping):
 @register("rerope")
 @dataclass(frozen=True, kw_only=True)
 class ReRoPE(PositionRemapping):
-    """Distance d < window stays, every larger one is window. Su (2023).
+    """Distances d < window are kept, larger ones become window. Su (2023).
 
     Attributes:
         window: in tokens; None takes a quarter of the trained length.
@@ -125,7 +125,7 @@ class ReRoPE(PositionRemapping):
 @register("dca", aliases=["dual_chunk"])
 @dataclass(frozen=True, kw_only=True)
 class DualChunkAttention(PositionRemapping):
-    """Keys at p mod c; queries at p mod c, min(p mod c + c, s) or s, for the same, the last and earlier chunks.
+    """Keys at p mod c; queries at p mod c, min(p mod c + c, s) or s, for the same, the previous and earlier chunks.
 
     An et al. (2024), section 3, with s the chunk size and c = s - local_window, as in the authors' code.
 

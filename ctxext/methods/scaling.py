@@ -1,4 +1,4 @@
-"""Methods that rescale frequencies, whatever the length of the sequence."""
+"""Methods that rescale frequencies, independent of the sequence length."""
 
 from __future__ import annotations
 
@@ -73,9 +73,8 @@ class NTKAware(RopeScaling):
 class NTKByParts(RopeScaling):
     """1/λ_i = (1 - ramp_i) + ramp_i / factor: keep fast pairs, interpolate slow ones. YaRN paper, section 3.2.
 
-    Pairs that turn more than `beta_fast` times within the trained length stay, those that turn less
-    than `beta_slow` times are interpolated, and a ramp joins the two. Turns are those of the frequencies in
-    use: on top of another scaling, the ramp is over the turns that this scaling leaves.
+    Pairs with more than `beta_fast` turns within the trained length are kept, those with fewer than `beta_slow` are
+    interpolated, and a ramp joins the two. Turns are counted with the frequencies in use, after any existing scaling.
 
     Attributes:
         ramp: "index" is linear in the pair's index, and so in the logarithm of its turns (the YaRN code,
@@ -104,7 +103,7 @@ class NTKByParts(RopeScaling):
                 raise ValueError(f"{option} must be one of {allowed}, got {getattr(self, option)!r}.")
 
     def interpolated_share(self, rope: RopeGeometry) -> Float64[Tensor, " pair"]:
-        """How far each pair is interpolated: 0 not at all, 1 by the whole factor."""
+        """How much each pair is interpolated: 0 not at all, 1 by the whole factor."""
         if self.ramp == "rotations":
             return 1 - ((rotations(rope) - self.beta_slow) / (self.beta_fast - self.beta_slow)).clamp(0, 1)
         index = unscaled_index(rope)
@@ -118,7 +117,7 @@ class NTKByParts(RopeScaling):
         return linear_ramp(low, max(min(high, end), low), index)
 
     def rescale_at(self, rope: RopeGeometry, scale: Float64[Tensor, "*batch"]) -> Float64[Tensor, "*batch pair"]:
-        """λ with `scale` instead of the factor. The form keeps λ = 1 exactly at scale 1."""
+        """λ with `scale` instead of the factor, written so that λ = 1 exactly at scale 1."""
         share = self.interpolated_share(rope).to(scale.device)
         return 1 / (1 - share * (1 - 1 / scale[..., None]))
 
@@ -151,7 +150,7 @@ class YaRN(NTKByParts):
     """NTK-by-parts, with cos and sin times 0.1 ln(factor) + 1. Peng et al. (2023), equations 17 to 22.
 
     Attributes:
-        attention_factor: another multiplier of cos and sin than 0.1 ln(factor) + 1.
+        attention_factor: overrides the multiplier 0.1 ln(factor) + 1 of cos and sin.
     """
 
     paper: ClassVar[Paper] = Paper("YaRN", 2023, "https://arxiv.org/abs/2309.00071")
@@ -172,7 +171,7 @@ class YaRN(NTKByParts):
     def rope_parameters(self, rope: RopeGeometry) -> dict[str, Any]:
         parameters = super().rope_parameters(rope)
         if parameters["rope_type"] == "yarn" and self.attention_factor is None:
-            # It is every engine's default, and some read the key in another sense.
+            # This is every engine's default, and some interpret the key differently.
             del parameters["attention_factor"]
         return parameters
 
@@ -221,12 +220,11 @@ class Llama3(RopeScaling):
 class ABF(RopeScaling):
     """λ_i = (theta' / theta)^(2i/d): a raised base. Xiong et al. (2023), section 4.1.
 
-    On top of another scaling, i is the index at which unscaled RoPE turns as fast as the pair does.
+    After existing scaling, i is the index at which unscaled RoPE has the pair's frequency.
 
     Attributes:
-        rope_theta: the new base. None takes the one under which as many pairs turn fully within
-            factor * L as did within L: ln(theta') = ln(theta) ln(factor L / 2 pi) / ln(L / 2 pi)
-            (Liu et al., 2023, arXiv:2310.05209).
+        rope_theta: the new base. None takes the base at which as many pairs complete a turn within factor * L as did
+            within L: ln(theta') = ln(theta) ln(factor L / 2 pi) / ln(L / 2 pi) (Liu et al., 2023, arXiv:2310.05209).
     """
 
     paper: ClassVar[Paper] = Paper("Adjusted Base Frequency (Llama 2 Long)", 2023, "https://arxiv.org/abs/2309.16039")
@@ -256,9 +254,9 @@ class ABF(RopeScaling):
 @register("drope")
 @dataclass(frozen=True, kw_only=True)
 class DroPE(RopeScaling):
-    """λ_i = 1e12: every frequency dropped, so that positions reach attention by the causal mask alone.
+    """λ_i = 1e12: drops every frequency, so that positions reach attention through the causal mask alone.
 
-    Gelberg et al. (2025). Made to be followed by a short training at the trained length. λ is finite because JSON has
+    Gelberg et al. (2025). Meant to be followed by a short training at the trained length. λ is finite because JSON has
     no infinity.
     """
 
@@ -272,7 +270,7 @@ class DroPE(RopeScaling):
 @register("resonance")
 @dataclass(frozen=True, kw_only=True)
 class Resonance(RopeScaling):
-    """Another method, its wavelengths rounded to whole tokens. Wang et al. (2024), section 4.
+    """Another method with its wavelengths rounded to whole tokens. Wang et al. (2024), section 4.
 
     Attributes:
         rounds: the method to round: a name, or an instance with the same factor.

@@ -1,4 +1,4 @@
-"""Methods for position tables that are added to the embeddings: learned ones, and sinusoidal ones."""
+"""Methods for learned and sinusoidal position tables, which are added to the embeddings."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ _ATTENTION = Paper("Attention Is All You Need", 2017, "https://arxiv.org/abs/170
 @register("row_interpolation")
 @dataclass(frozen=True, kw_only=True)
 class RowInterpolation(TableResizing):
-    """Position p reads the table at p / factor, between two trained rows. Chen et al. (2023), for a table."""
+    """Position p reads the table at p / factor, interpolated between two trained rows. Chen et al. (2023), for a
+    table."""
 
     paper: ClassVar[Paper] = _POSITION_INTERPOLATION
     training: ClassVar[str] = "fine-tuned"
@@ -30,10 +31,11 @@ class RowInterpolation(TableResizing):
 @register("hierarchical")
 @dataclass(frozen=True, kw_only=True)
 class Hierarchical(TableResizing):
-    """Position i n + j is α u_i + (1 - α) u_j: the n trained rows stay, n² are reached. Su (2020).
+    """Position i n + j is α u_i + (1 - α) u_j: the n trained rows are kept, and up to n² positions are covered. Su
+    (2020).
 
     Attributes:
-        alpha: the part of the coarse position, in (0, 1) and not 1/2.
+        alpha: the weight of the coarse position, in (0, 1) and not 1/2.
     """
 
     paper: ClassVar[Paper] = Paper(
@@ -49,7 +51,7 @@ class Hierarchical(TableResizing):
 @register("tiling")
 @dataclass(frozen=True, kw_only=True)
 class Tiling(TableResizing):
-    """The trained rows over and over. Beltagy et al. (2020), section 5."""
+    """The trained rows, repeated. Beltagy et al. (2020), section 5."""
 
     paper: ClassVar[Paper] = Paper("Longformer", 2020, "https://arxiv.org/abs/2004.05150")
     training: ClassVar[str] = "fine-tuned"
@@ -73,7 +75,7 @@ class SinusoidalInterpolation(PositionScaling):
 @register("sinusoidal_extrapolation")
 @dataclass(frozen=True, kw_only=True)
 class SinusoidalExtrapolation(PositionScaling):
-    """The same sines and cosines, for more positions. Vaswani et al. (2017), section 3.5."""
+    """The same sines and cosines at more positions. Vaswani et al. (2017), section 3.5."""
 
     paper: ClassVar[Paper] = _ATTENTION
 
