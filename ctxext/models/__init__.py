@@ -1,1 +1,1 @@
-"""What a config, and what is known of published models, say of a model's context."""
+"""What a model's config and the table of known checkpoints say of its context."""

@@ -1,4 +1,4 @@
-"""What is known of published models beyond their configs: checkpoints.toml."""
+"""The table of known checkpoints: checkpoints.toml."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ else:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A row of checkpoints.toml: what is known of a published model beyond its config."""
+    """A row of checkpoints.toml: facts on a published model that its config does not hold."""
 
     name: str
     match: dict[str, Any]
@@ -30,7 +30,7 @@ class Checkpoint:
 
 @functools.lru_cache(maxsize=1)
 def checkpoints() -> tuple[Checkpoint, ...]:
-    """The rows of checkpoints.toml, in the order in which they are tried."""
+    """The rows of checkpoints.toml, in matching order."""
     table = tomllib.loads(files("ctxext.models").joinpath("checkpoints.toml").read_text(encoding="utf-8"))
     return tuple(Checkpoint(**row) for row in table["checkpoint"])
 

@@ -1,4 +1,4 @@
-"""The fields of a config that ctxext computes with, and what each has to be: checked where a config is read."""
+"""The config fields that ctxext computes with, and their valid values, checked when a config is read."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _TERM = Kind("a number from -1e6 to 1e6", partial(is_number, low=-1e6, high=1e6)
 _FACTORS = Kind("a list of finite numbers >= 1e-6", partial(are_numbers, low=1e-6))
 _WORDS = Kind("a list of strings", are_words)
 
-# By transformers' common names; null says the same as leaving a field out.
+# By transformers' common names; null means the same as a missing field.
 FIELDS = {
     "model_type": TEXT,
     "architectures": _WORDS,
@@ -65,7 +65,7 @@ ROPE_FIELDS = {
     "truncate": FLAG,
     "partial_rotary_factor": Kind("a number above 0, up to 8", partial(is_number, low=1e-6, high=8)),
 }  # fmt: skip
-# What a scaling cannot be read without.
+# The required keys of each scaling.
 NEEDED = {
     "linear": ("factor",),
     "dynamic": ("factor",),
@@ -76,10 +76,10 @@ NEEDED = {
 
 
 def check_config(config: Any) -> None:
-    """See that what ctxext computes with is of its kind and within bounds, in `config` and its text config.
+    """Check the types and bounds of the fields that ctxext computes with, in `config` and its text config.
 
     Raises:
-        ValueError: names the field, and the file where the config was loaded from one.
+        ValueError: a field is invalid; the error names it, and the config's file.
     """
     text_config = text_config_of(config)
     for part in {id(each): each for each in (config, text_config)}.values():
@@ -94,10 +94,10 @@ def _where(config: Any, part: Any) -> str:
 
 
 def _wrong(config: Any) -> Iterator[tuple[str, str, Any]]:
-    """Path, kind in words and value of each field that is wrong."""
+    """Path, expected kind and value of each invalid field."""
     if not isinstance(config.attribute_map, Mapping):
         yield "attribute_map", "an object", config.attribute_map
-    # Not getattr, which raises where layers differ in a field.
+    # Not getattr, which raises if layers differ in a field.
     values = {name: config.__dict__.get(config.attribute_map.get(name, name)) for name in FIELDS}
     values |= {"model_type": config.model_type}
     for name, field in FIELDS.items():
@@ -116,7 +116,7 @@ def _wrong(config: Any) -> Iterator[tuple[str, str, Any]]:
 
 
 def _in_stages(config: Any, name: str, value: Any) -> bool:
-    """Whether a size of several parts is what this class of config has by default: families that see have such."""
+    """Whether a multi-part size is the default of this config class, as in vision families."""
     default = type(config)().__dict__.get(config.attribute_map.get(name, name))
     return name != "rope_parameters" and all(isinstance(each, (list, tuple, dict)) for each in (value, default))
 
@@ -131,10 +131,10 @@ def _wrong_rope(path: str, table: Mapping[str, Any]) -> Iterator[tuple[str, str,
 
 
 def check_counts(raw: Any, path: str = "") -> None:
-    """Refuse a config.json by whose numbers transformers would make lists without end as it reads it.
+    """Refuse a config.json whose numbers would make transformers build huge lists while reading it.
 
     Raises:
-        ValueError: names the field.
+        ValueError: a field is too large; the error names it.
     """
     for name, value in raw.items() if isinstance(raw, dict) else ():
         if isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""What a config says of a model's context. No model, no weights."""
+"""Read a model's context from its config, without model or weights."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ from ctxext.utils.values import MAX_TOKENS, is_count, shown
 
 @dataclass(frozen=True)
 class ContextFacts:
-    """What a (text) config says of its context.
+    """The context of a (text) config.
 
     Attributes:
-        whole_parameters: `rope_parameters` as the config has them, nested perhaps.
-        tables: what they describe; first those whose layers see the most.
-        lengths: how far the model reaches as it is, and from where.
-        trained_length_source: where `lengths.trained` comes from.
+        whole_parameters: `rope_parameters` of the config, possibly nested.
+        tables: the tables they describe, those of the layers with the largest window first.
+        lengths: the model's maximum, start and trained lengths.
+        trained_length_source: the source of `lengths.trained`.
         scaling: the scaling in use; None for plain RoPE.
-        original_thetas: the base of each table before any scaling that changed it, by label.
-        softmax_factor: the scale of the softmax in use is the square of this times a plain model's.
+        original_thetas: the unscaled base of each table, by label.
+        softmax_factor: the current softmax scale is a plain model's times the square of this.
     """
 
     text_config: Any
@@ -49,7 +49,7 @@ class ContextFacts:
 
     @property
     def is_scaled(self) -> bool:
-        """Whether its RoPE is scaled already, natively or by ctxext."""
+        """Whether its RoPE is already scaled, natively or by ctxext."""
         return self.scaling is not None or self.mark is not None
 
     @property
@@ -59,7 +59,7 @@ class ContextFacts:
 
     @property
     def reach(self) -> int:
-        """The target of `Lengths`: beyond the trained length where scaling was bolted on."""
+        """The target of `Lengths`, beyond the trained length if scaling was added without training."""
         return self.lengths.target
 
     @property
@@ -69,7 +69,7 @@ class ContextFacts:
 
     @property
     def summary(self) -> str:
-        """`yarn ×4: 512 → 2048 tokens`, as the plan of the extension had it; of native scaling, only its name."""
+        """`yarn ×4: 512 → 2048 tokens` for an extension; only the name for native scaling."""
         name = "plain RoPE" if self.scaling is None else self.scaling.name
         if self.mark is not None:
             return summary_of(None if self.mark["existing"] == "keep" else name, self.lengths)
@@ -79,7 +79,7 @@ class ContextFacts:
 
     @property
     def rope_parameters(self) -> dict[str, Any]:
-        """Those of the first table."""
+        """The parameters of the first table."""
         return self.tables[0].parameters
 
     @property
@@ -93,36 +93,36 @@ class ContextFacts:
         return self.original_thetas[self.tables[0].label]
 
     def seen_beyond(self, length: int) -> tuple[RopeTable, ...]:
-        """The tables of layers that see further than `length` tokens: those that an extension changes."""
+        """The tables of layers whose window exceeds `length` tokens, which an extension changes."""
         return tuple(table for table in self.tables if table.window is None or table.window > length)
 
     def rope_of(self, table: RopeTable) -> RopeGeometry:
-        """The frequencies in use, with the length that they reach."""
+        """The frequencies in use, with their maximum length."""
         return replace(table.in_use, original_max_position_embeddings=self.reach)
 
     def original_rope_of(self, table: RopeTable) -> RopeGeometry:
-        """The plain frequencies from before any scaling."""
+        """The unscaled frequencies."""
         return table.plain(self.original_thetas[table.label], self.original_length or self.reach)
 
     @property
     def rope(self) -> RopeGeometry:
-        """The frequencies in use of the first table, with the length that they reach."""
+        """The frequencies in use of the first table, with their maximum length."""
         return self.rope_of(self.tables[0])
 
     @property
     def original_rope(self) -> RopeGeometry:
-        """The plain frequencies of the first table from before any scaling."""
+        """The unscaled frequencies of the first table."""
         return self.original_rope_of(self.tables[0])
 
 
 def has_rope(text_config: Any) -> bool:
-    """Whether a config says that its model rotates queries and keys; ALiBi, where a family has both, wins."""
+    """Whether a config's model uses RoPE; if a family supports both RoPE and ALiBi, ALiBi takes precedence."""
     parameters = getattr(text_config, "rope_parameters", None) or family_of(text_config).sin_cos_tables
     return bool(parameters) and not getattr(text_config, "alibi", False)
 
 
 def no_encoding(text_config: Any) -> str | None:
-    """Why there is nothing to extend in a family without positions; None for all others."""
+    """Why a family without position encoding cannot be extended; None for all others."""
     if not family_of(text_config).no_positions:
         return None
     return (
@@ -132,7 +132,7 @@ def no_encoding(text_config: Any) -> str | None:
 
 
 def _marked_scaling(mark: dict[str, Any], parameters: dict[str, Any], limit: int) -> RopeMethod | None:
-    """The method that a mark names; where it is registered in another program only, the form it was saved in."""
+    """The method of a config's metadata; if it is not registered here, the `longrope` it was saved as."""
     try:
         return None if mark["method"] is None else cast(RopeMethod, method_from_dict(mark["method"]))
     except ValueError:
@@ -140,7 +140,7 @@ def _marked_scaling(mark: dict[str, Any], parameters: dict[str, Any], limit: int
 
 
 def check_trained_length(length: int | None) -> None:
-    """Raise ValueError unless `length` is None or a trained length in tokens that can be extended."""
+    """Raise ValueError unless `length` is None or a valid trained length in tokens."""
     if length is not None and not is_count(length, 8, MAX_TOKENS):
         raise ValueError(
             f"original_max_position_embeddings must be the trained length in tokens (an int >= 8), got {shown(length)}."
@@ -151,11 +151,11 @@ def read_context(config: Any, original_max_position_embeddings: int | None = Non
     """Read a config.
 
     Args:
-        original_max_position_embeddings: the trained length before any scaling, where you know better
-            than the config and the table of checkpoints.
+        original_max_position_embeddings: the trained length before any scaling, where the config and the table of known
+            checkpoints are wrong.
 
     Raises:
-        ValueError: no standard RoPE in this config.
+        ValueError: the config has no standard RoPE.
     """
     check_config(config)
     check_trained_length(original_max_position_embeddings)
@@ -210,11 +210,11 @@ def read_context(config: Any, original_max_position_embeddings: int | None = Non
 def _native_lengths(
     table: RopeTable, limit: int, checkpoint: Checkpoint | None, given: int | None
 ) -> tuple[Lengths, str]:
-    """How far a model reaches that ctxext did not extend, and where its trained length comes from.
+    """The lengths of a model that ctxext did not extend, and the source of its trained length.
 
     Args:
-        table: the one that is scaled, if any.
-        given: the trained length before any scaling, as the caller knows it.
+        table: the scaled table, if any.
+        given: the trained length before any scaling that the caller passed, if any.
     """
     trained, source = limit, "max_position_embeddings of the config"
     if checkpoint is not None:
@@ -228,27 +228,27 @@ def _native_lengths(
     original = own
     if scaling.of_the_call:  # transformers' dynamic scaling counts from max_position_embeddings
         original = limit
-    if bolted_on:  # its weights know the unscaled frequencies alone
+    if bolted_on:  # its weights were trained with unscaled frequencies only
         original = trained
     elif checkpoint is not None and checkpoint.original_length is not None:
         original = checkpoint.original_length
     original = given or original
     reach = limit if bolted_on else trained
     if table.parameters.get("rope_type") == "yarn" and limit <= (own or trained):
-        # As Qwen has it switched on: the length that the scaling reaches is nowhere.
+        # As in Qwen with YaRN switched on: no field holds the extended length.
         reach = max(reach, round(scaling.factor * (own or trained)))
     start = original or reach
     return Lengths(original=original, trained=trained, start=start, target=reach, factor=reach / start), source
 
 
 def _sin_cos_parameters(text_config: Any) -> dict[str, Any]:
-    """What GPT-J and CodeGen have in their code instead of a config."""
+    """The RoPE of GPT-J and CodeGen, which is in their code instead of the config."""
     n = text_config.rotary_dim or text_config.hidden_size
     return {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": n / (head_dim(text_config) or n)}
 
 
 def softmax_factor_of(text_config: Any, parameters: dict[str, Any]) -> float:
-    """The square root of what `mscale_all_dim` multiplies the scale of the softmax by."""
+    """The square root of the factor of `mscale_all_dim` on the softmax scale."""
     if not family_of(text_config).softmax_mscale or parameters.get("rope_type", "default") == "default":
         return 1.0
     factor = parameters.get("factor") or 1.0

@@ -1,6 +1,6 @@
-"""What the standard structure does not say of a family. Add a family here.
+"""How families deviate from the standard structure. Add a family here.
 
-Families are found by structure (`ctxext.patches`), so most need no row. A row holds what differs.
+Families are detected by structure (`ctxext.patches`), so most need no row. A row holds the deviations.
 """
 
 from __future__ import annotations
@@ -11,24 +11,26 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Family:
-    """What is unusual about some model types.
+    """The deviations of a family.
 
     Attributes:
         rope_types: the only `rope_type`s that the family's config accepts; None for all. Other methods are written as
-            `longrope`; where that is none of them either, live tables are changed, which config.json cannot express.
+            `longrope`; if that is not accepted either, only the live tables are changed, which config.json cannot
+            express.
         refuse: why a model of this family is not extended.
-        rope_window: the field with the window of the only layers that rotate, as all others have no positions; a config
-            that leaves it out has no such layers.
-        sin_cos_tables: every attention layer keeps a table of sines and cosines, of base 10000, and the config nothing.
-        window_labels: keys of nested `rope_parameters`, beside those that say "sliding", whose layers see a window.
+        rope_window: if only sliding-window layers have RoPE, the field with their window; a config without it has no
+            such layers.
+        sin_cos_tables: every attention layer holds a table of sines and cosines with base 10000, and the config has no
+            RoPE fields.
+        window_labels: keys of nested `rope_parameters`, besides those with "sliding", whose layers have a window.
         softmax_mscale: the softmax scale takes `mscale_all_dim` (multi-head latent attention), and so does an
             attention factor.
         mscale_keys: parameters that multiply cos and sin instead of `attention_factor`.
-        norm_after_rope: queries and keys are normalised after the rotation, so that an attention factor does nothing;
-            unless the config has a use_qk_norm and says no.
-        refuse_in_attention: why nothing can be rotated in attention in this family.
-        no_positions: the family has no position encoding that could run out.
-        version_4_names: keys of `rope_parameters` that transformers 4 knows by another name at the top level.
+        norm_after_rope: queries and keys are normalised after rotation, so an attention factor has no effect (unless
+            the config sets use_qk_norm=False).
+        refuse_in_attention: why the family does not support in-attention RoPE.
+        no_positions: the family has no position encoding with a length limit.
+        version_4_names: keys of `rope_parameters` with another top-level name in transformers 4.
     """
 
     rope_types: frozenset[str] | None = None
@@ -56,12 +58,12 @@ FAMILIES: dict[str, Family] = {
     "phi4_multimodal": Family(rope_types=frozenset({"default", "longrope"})),
     "gpt_neox": Family(version_4_names=_NEOX_NAMES),
     "gpt_neox_japanese": Family(version_4_names=_NEOX_NAMES),
-    # Its forward recomputes the table from the config, never from the long factors, and multiplies by these.
+    # Its forward recomputes the table from the config, ignores the long factors, and multiplies by these.
     "phimoe": Family(
         mscale_keys=("short_mscale", "long_mscale"),
         refuse_in_attention="recomputes its frequencies in every forward pass",
     ),
-    # Its theta is in layer_rope_theta as well, so a raised one would not be read.
+    # Its theta is also in layer_rope_theta, so a raised rope_theta would be ignored.
     **{name: Family(rope_types=frozenset({"linear", "yarn", "llama3", "longrope"})) for name in (
         "granite_swa", "granitemoe_swa",
     )},
@@ -80,9 +82,9 @@ FAMILIES: dict[str, Family] = {
     "deepseek_v4": Family(window_labels=frozenset({"main"})),
     "encoder-decoder": Family(refuse="is two models: extend its encoder and its decoder, each by itself"),
     "speech-encoder-decoder": Family(refuse="is two models: extend its decoder by itself"),
-    # Queries are scaled by a function of position and original_max_position_embeddings as well.
+    # Queries are also scaled by a function of position and original_max_position_embeddings.
     "ministral3": Family(refuse_in_attention=_QUERIES),
-    # Its default table is as wide as the whole head, whatever partial_rotary_factor says.
+    # Its default table covers the whole head and ignores partial_rotary_factor.
     "mistral4": Family(
         rope_types=frozenset({"linear", "yarn", "llama3", "longrope"}),
         softmax_mscale=True,

@@ -1,4 +1,4 @@
-"""What a config notes of an extension: its lengths, and whether they still hold."""
+"""The extension metadata in a config: its lengths, and whether they are still valid."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from ctxext.utils.json_files import FACTOR, NUMBER, OBJECT, TEXT, TOKENS, JsonOb
 from ctxext.utils.values import shown
 
 RECORD = "context_extension.json"
-# In a config.json: the summary of the extension beside it. Any other writer of that folder leaves it out.
+# In a config.json: the summary of the extension in `context_extension.json`. Other programs that rewrite the folder
+# drop it.
 BESIDE = "context_extension"
 
 Existing = Literal["refuse", "keep", "compose", "replace"]
@@ -18,14 +19,15 @@ EXISTING = Kind(f"one of {', '.join(get_args(Existing))}", lambda value: value i
 
 @dataclass(frozen=True, kw_only=True)
 class Lengths:
-    """How far a model reaches and from where, in tokens: the only definition of these numbers.
+    """The lengths of a model and its extension, in tokens. These numbers are defined only here.
 
     Attributes:
-        original: trained length before any scaling, which existing="replace" starts from; None where nothing says it.
+        original: trained length before any scaling, from which existing="replace" starts; None if unknown.
         trained: trained length with the frequencies that the extension started from.
-        start: what the factor counts from: `original`, or what a scaling that is kept or composed with reaches.
-        target: what is reached.
-        factor: target / start, as it was asked for.
+        start: what the factor counts from: `original`, or the maximum length of an existing scaling that is kept or
+            composed with.
+        target: the maximum length.
+        factor: target / start, as requested.
     """
 
     original: int | None
@@ -41,7 +43,7 @@ class Lengths:
 
     @classmethod
     def of_mark(cls, mark: dict[str, Any]) -> Lengths:
-        """Those of an extension that a config notes, in the form that `check_mark` asks for."""
+        """From a config's extension metadata, in the form of `check_mark`."""
         rest = {name: mark[name] for name in ("trained", "start", "target", "factor")}
         return cls(original=mark["original"]["length"], **rest)
 
@@ -52,20 +54,20 @@ class Lengths:
 
 
 def summary_of(name: str | None, lengths: Lengths) -> str:
-    """`yarn ×4: 512 → 2048 tokens`; None is a native scaling that was kept."""
+    """`yarn ×4: 512 → 2048 tokens`; None means a kept native scaling."""
     return f"{'native scaling kept' if name is None else name} ×{lengths.factor:g}: {lengths.words}"
 
 
 def by_own_names(text_config: Any, updates: dict[str, Any]) -> dict[str, Any]:
-    """The fields under the names that the config itself keeps them by: n_positions, not max_position_embeddings."""
+    """The fields under the config's own attribute names, such as n_positions for max_position_embeddings."""
     return {text_config.attribute_map.get(name, name): value for name, value in updates.items()}
 
 
 def live_mark(text_config: Any) -> dict[str, Any] | None:
-    """The note that ctxext left in this config, unless one of the fields that it set was edited since.
+    """The extension metadata in this config; None if one of the fields it set was edited since.
 
     Raises:
-        ValueError: it is not as ctxext writes it; says which field.
+        ValueError: the metadata is malformed; the error names the field.
     """
     mark = getattr(text_config, "ctxext", None)
     if mark is None:
@@ -76,7 +78,7 @@ def live_mark(text_config: Any) -> dict[str, Any] | None:
 
 
 def check_mark(mark: Any, file: str, entry: str = "ctxext") -> None:
-    """Raise ValueError, naming the field, unless `mark` is as ctxext writes it into a config."""
+    """Raise ValueError, naming the field, unless `mark` is well-formed metadata."""
     if not OBJECT.holds(mark):
         raise ValueError(f"{entry} in {file} must be {OBJECT.words}, got {shown(mark)}. Fetch the file again.")
     read = JsonObject(file, mark, f"{entry}.")
@@ -92,9 +94,9 @@ def check_mark(mark: Any, file: str, entry: str = "ctxext") -> None:
     read.get("existing", EXISTING)
     original = read.part("original")
     original.get("length", or_none(TOKENS))
-    if "rope_theta" not in original.content:  # of another encoding than RoPE
+    if "rope_theta" not in original.content:  # for encodings other than RoPE
         read.part("method")
-    elif isinstance(original.content["rope_theta"], dict):  # by type of layer
+    elif isinstance(original.content["rope_theta"], dict):  # by layer type
         thetas = original.part("rope_theta")
         for name in thetas.content:
             thetas.get(name, NUMBER)
@@ -103,7 +105,7 @@ def check_mark(mark: Any, file: str, entry: str = "ctxext") -> None:
 
 
 def still_says(now: Any, then: Any) -> bool:
-    """Whether a value of a config is what it was; transformers adds to dictionaries as it loads them."""
+    """Whether a config value is unchanged; transformers adds keys to dictionaries while loading."""
     if isinstance(then, dict):
         return isinstance(now, dict) and all(key in now and now[key] == value for key, value in then.items())
     return bool(now == then)

@@ -1,4 +1,4 @@
-"""The tables of rotary frequencies that a config describes."""
+"""The tables of rotary frequencies of a config."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from ctxext.methods import (
 from ctxext.models.families import family_of
 from ctxext.utils.values import MAX_ROTARY
 
-# λ of a frequency that is zero: finite, as JSON has no infinity; the largest that float32 holds.
+# λ of a zero frequency: the largest float32, as JSON has no infinity.
 ZERO_FREQUENCY = 1e38
 
 
 @dataclass(frozen=True)
 class RopeTable:
-    """One table of rotary frequencies, as a config describes it: the only one, or that of one type of layer.
+    """One table of rotary frequencies of a config: the only one, or that of one layer type.
 
     Attributes:
-        label: the key of nested `rope_parameters` that it is under; "" where they are flat.
+        label: its key in nested `rope_parameters`; "" if they are flat.
         parameters: its own `rope_parameters`.
         head_dim: dimensions of a head in its layers.
-        rotary_dim: dimensions of a head that turn, two for each pair.
-        n_zero: pairs after those whose frequency is zero (proportional RoPE).
+        rotary_dim: rotary dimensions of a head, two per pair.
+        n_zero: further pairs with frequency zero (proportional RoPE).
         limit: max_position_embeddings of the config.
-        window: sliding window in tokens of the layers that use it; None where one of them sees everything.
+        window: sliding window in tokens of its layers; None if one of them has full attention.
     """
 
     label: str
@@ -43,12 +43,12 @@ class RopeTable:
 
     @property
     def base_power(self) -> float:
-        """The pairs that turn are plain RoPE of base theta to this power: exponents are of all pairs."""
+        """The rotating pairs are plain RoPE with base theta to this power, as exponents count all pairs."""
         return self.rotary_dim / (self.rotary_dim + 2 * self.n_zero)
 
     @property
     def of_turning_pairs(self) -> dict[str, Any]:
-        """`parameters` as if the pairs that turn were all there are."""
+        """`parameters` for the rotating pairs alone."""
         parameters = {**self.parameters, "rope_theta": float(self.parameters["rope_theta"]) ** self.base_power}
         if parameters.get("rope_type") == "proportional":
             parameters["rope_type"] = "default" if parameters.get("factor", 1.0) == 1.0 else "linear"
@@ -64,23 +64,23 @@ class RopeTable:
 
     @property
     def in_use(self) -> RopeGeometry:
-        """The frequencies in use of the pairs that turn."""
+        """The frequencies in use of the rotating pairs."""
         return geometry_in_use(self.of_turning_pairs, self.rotary_dim, self.limit)
 
     def plain(self, rope_theta: float, length: int) -> RopeGeometry:
-        """The frequencies of the pairs that turn before any scaling, of the config's base `rope_theta`."""
+        """The unscaled frequencies of the rotating pairs, with the config's base `rope_theta`."""
         return RopeGeometry.plain(self.rotary_dim, rope_theta**self.base_power, length)
 
 
 def rope_tables(text_config: Any, parameters: dict[str, Any]) -> tuple[RopeTable, ...]:
-    """The tables that `rope_parameters` describe; first those whose layers see the most."""
+    """The tables of `rope_parameters`, those of the layers with the largest window first."""
     nested = {label: value for label, value in parameters.items() if isinstance(value, dict)}
     if not nested:
         slides = set(attention_layers(text_config)) <= {"sliding_attention"}
         return (_rope_table(text_config, "", parameters, slides or family_of(text_config).rope_window is not None),)
-    # `_rope_type_labels` name the tables where they are not named by the types of layers.
+    # `_rope_type_labels` names the tables if they are not named after layer types.
     used = set(getattr(text_config, "_rope_type_labels", None) or text_config.layer_types)
-    # transformers reads this one at the top level alone, whatever a nested one says.
+    # transformers reads this one only at the top level.
     truncate = {"truncate": parameters["truncate"]} if "truncate" in parameters else {}
     windows = family_of(text_config).window_labels
     tables = [
@@ -128,7 +128,7 @@ def _rope_table(text_config: Any, label: str, parameters: dict[str, Any], slides
 
 
 def length_limit(text_config: Any) -> int:
-    """max_position_embeddings; the sliding window where a config has none, as nothing beyond it is ever seen."""
+    """max_position_embeddings; without it, the sliding window."""
     limit = getattr(text_config, "max_position_embeddings", None) or getattr(text_config, "sliding_window", None)
     if limit is None:
         raise ValueError(f"{type(text_config).__name__} has no length: it is not the config of a text model.")
@@ -136,7 +136,7 @@ def length_limit(text_config: Any) -> int:
 
 
 def attention_layers(text_config: Any) -> list[str]:
-    """The type of every layer that has softmax attention, and so keys and values; linear attention has none."""
+    """The types of the layers with softmax attention, which have a KV cache; linear attention has none."""
     layers = getattr(text_config, "layer_types", None)
     if layers is None:
         window = getattr(text_config, "sliding_window", None)
@@ -146,13 +146,13 @@ def attention_layers(text_config: Any) -> list[str]:
 
 
 def slides_over(text_config: Any, layer: int) -> int | None:
-    """The sliding window of a layer in tokens; None where it sees everything."""
+    """The sliding window of a layer in tokens; None for full attention."""
     types = getattr(text_config, "layer_types", None) or attention_layers(text_config)
     return int(text_config.sliding_window) if types[layer] == "sliding_attention" else None
 
 
 def head_dim(text_config: Any) -> int:
-    """Dimensions of a head, which many configs leave to be worked out."""
+    """Dimensions of a head, derived if the config omits them."""
     dim = getattr(text_config, "head_dim", None)
     if not dim and not (text_config.hidden_size and text_config.num_attention_heads):
         raise ValueError(f"{type(text_config).__name__} says neither head_dim nor hidden_size and num_attention_heads.")

@@ -1,4 +1,4 @@
-"""The part of a config that a text model reads, wherever it is."""
+"""Find the text model's part of a config."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ from typing import Any
 
 
 def text_config_of(config: Any) -> Any:
-    """The part of a config that its text model (the decoder of two) reads: an object that the config holds, or itself.
+    """The sub-config of the text model (of an encoder-decoder, the decoder's), or the config itself.
 
-    `get_text_config` gives a copy for encoder-decoder models whose config is flat, and what is set there is lost.
+    transformers' `get_text_config` returns a copy for encoder-decoder models with a flat config, so values set there
+    would be lost.
 
     Raises:
         TypeError: no config.
-        ValueError: its text config is none.
+        ValueError: its text config is not a config.
     """
     if not hasattr(config, "get_text_config"):
         raise TypeError(f"this needs a config of transformers, got {config!r}. Load it: AutoConfig.from_pretrained.")
@@ -25,9 +26,9 @@ def text_config_of(config: Any) -> Any:
 
 
 def text_section_of(raw: dict[str, Any], config: Any) -> dict[str, Any]:
-    """The part of a config.json that `text_config_of(config)` is read from: `raw` itself, or what is nested in it.
+    """The part of a config.json that `text_config_of(config)` is read from: `raw` itself or a nested object.
 
-    A part that the file leaves out, as all of it is the default, is put in.
+    A part that the file omits, as all its values are defaults, is added.
 
     Raises:
         ValueError: the text config is in none of the config's parts.
@@ -38,7 +39,7 @@ def text_section_of(raw: dict[str, Any], config: Any) -> dict[str, Any]:
 
 
 def path_to_text(config: Any) -> tuple[tuple[str, Any], ...]:
-    """The configs on the way from `config` to `text_config_of(config)`, that one too, with their names.
+    """The configs from `config` down to `text_config_of(config)`, with their names.
 
     Raises:
         ValueError: the text config is in none of the config's parts.
@@ -52,7 +53,7 @@ def path_to_text(config: Any) -> tuple[tuple[str, Any], ...]:
 def _path_to(part: Any, config: Any) -> tuple[tuple[str, Any], ...] | None:
     if part is config:
         return ()
-    # Remote code often declares no sub_configs.
+    # Remote code often does not declare sub_configs.
     for name in dict.fromkeys((*config.sub_configs, *config.__dict__)):
         inner = getattr(config, name, None)
         rest = _path_to(part, inner) if hasattr(inner, "sub_configs") else None

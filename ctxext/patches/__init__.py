@@ -1,1 +1,1 @@
-"""Changes to live models, one mechanism a file."""
+"""Changes to live models, one mechanism per file."""

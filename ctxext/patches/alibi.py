@@ -1,7 +1,7 @@
-"""ALiBi in a live model: BLOOM, MPT and Falcon, and a user's own module that holds its slopes in a buffer.
+"""ALiBi in a live model: BLOOM, MPT, Falcon, and custom modules that hold their slopes in a buffer.
 
-The three families keep no slopes. Each makes its bias again in every forward pass, BLOOM on two paths, in functions
-that no instance owns. So the bias is scaled where the blocks receive it, whichever path it came by.
+The three families store no slopes: each recomputes its bias in every forward pass (BLOOM on two paths) in module-level
+    functions. So the bias is scaled where the blocks receive it.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from ctxext.encodings.alibi import alibi_bias, alibi_slopes
 from ctxext.methods import ContextMethod, SlopeScaling
 
 PROBE = 64  # tokens
-LONGEST_PROBE = 4096  # tokens, to run past a limit
+LONGEST_PROBE = 4096  # tokens; longest pass run to check beyond a limit
 
 
 class Family(NamedTuple):
-    """How a model type hands its bias on.
+    """How a model type passes its bias on.
 
     Attributes:
-        keywords: the keyword arguments of its blocks, and of the attention in them, that carry the bias.
-        length: the config field with the trained length, and what was published where that is absent.
+        keywords: the keyword arguments of its blocks and their attention that carry the bias.
+        length: the config field with the trained length, and the published length if it is absent.
         limit: whether that length is also a limit.
-        dtype: the coarsest dtype that the family itself computes the bias in.
+        dtype: the lowest precision in which the family computes the bias.
     """
 
     keywords: tuple[str, ...]
@@ -46,7 +46,7 @@ class Family(NamedTuple):
 
 FAMILIES = {
     "bloom": Family(("alibi",), "seq_length", "bigscience/bloom, sequence length 2048"),
-    # Under sdpa its attention reads the mask alone; eager attention adds both, so that its bias counts twice.
+    # Under sdpa its attention reads only the mask; eager attention adds both, so the bias counts twice.
     "falcon": Family(
         ("alibi", "attention_mask"), "max_position_embeddings", "tiiuae/falcon-rw, 2048", dtype=torch.bfloat16
     ),
@@ -55,9 +55,9 @@ FAMILIES = {
 
 
 class ScaledBias:
-    """Mixed into a block's own class: each head's bias is multiplied by the head's ratio of new to trained slope.
+    """Mixin for a block's class: multiplies each head's bias by the ratio of its new to its trained slope.
 
-    A class, not a hook: a model that was compiled before would never call a new hook, but does see its class change.
+    A class, not a hook: a model compiled earlier never calls a new hook, but notices a changed class.
     """
 
     bias_keywords: tuple[str, ...]
@@ -70,21 +70,21 @@ class ScaledBias:
     def scaled(self, bias: Float[Tensor, "*batch heads query key"]) -> Float[Tensor, "*batch heads query key"]:
         """The batch may be merged into the heads, batch first. Half precision is multiplied in float32."""
         if self.bias_ratios.device != bias.device:
-            self.bias_ratios = self.bias_ratios.to(bias.device)  # no buffer, so that no cast reaches it
+            self.bias_ratios = self.bias_ratios.to(bias.device)  # not a buffer, so that it is never cast
         by_head = bias.reshape(-1, len(self.bias_ratios), *bias.shape[-2:])
         scaled = (by_head * self.bias_ratios[:, None, None]).to(bias.dtype).view_as(bias)
-        # Falcon's bias comes with the mask in it: what is masked has to stay the least number.
+        # Falcon's bias includes the mask: masked entries must keep the lowest value.
         return torch.where(bias == torch.finfo(bias.dtype).min, bias, scaled)
 
 
 @dataclass(frozen=True)
 class AlibiEncoding(ModuleEncoding):
-    """A family's bias, scaled on its way into each block.
+    """ALiBi of a family, whose bias is scaled as each block receives it.
 
     Attributes:
-        readers: the attention modules, which are handed the bias by the blocks.
-        n_heads: number of heads; the trained slopes follow from it, in these families.
-        length_field: the config field with the trained length; None where the config has none.
+        readers: the attention modules, which receive the bias from the blocks.
+        n_heads: number of heads, which determines the trained slopes in these families.
+        length_field: the config field with the trained length, or None.
     """
 
     name: ClassVar[str] = "alibi"
@@ -115,7 +115,7 @@ class AlibiEncoding(ModuleEncoding):
 
 @dataclass(frozen=True)
 class ScaleBias(Patch):
-    """Each block scales the bias that it is handed."""
+    """Each block scales the bias that it receives."""
 
     encoding: AlibiEncoding
     method: SlopeScaling
@@ -140,7 +140,7 @@ class ScaleBias(Patch):
         short = probe_inputs(model, self._n_probe)
         masked = {**short, "attention_mask": torch.ones_like(short["input_ids"])}
         errors, effects = [], []
-        for inputs in (short, masked):  # The two paths on which BLOOM makes its bias.
+        for inputs in (short, masked):  # The two paths on which BLOOM computes its bias.
             with self._seen(model) as seen:
                 effects.append(float((run(model, inputs) - before).abs().max()))
             errors.append(self._error(model, seen, slopes, self._n_probe))
@@ -169,16 +169,16 @@ class ScaleBias(Patch):
     def _error(
         self, model: nn.Module, seen: dict[tuple[str, str], list[Any]], slopes: Float64[Tensor, " head"], n_tokens: int
     ) -> float:
-        """Largest difference of what any attention received for the last query, beyond the dtype's own rounding."""
+        """Largest error of the bias that any attention received for the last query, beyond the dtype's rounding."""
         positions = torch.arange(n_tokens)
         want = alibi_bias(slopes, positions[-1:], positions)[:, 0]
         worst = 0.0
         for (path, keyword), calls in seen.items():
             (received,) = calls
-            # Added after the logits were divided by sqrt(head_dim), and divided by it as well.
+            # Added after the logits are divided by sqrt(head_dim), and itself divided by it.
             scale: Any = model.get_submodule(path).inv_norm_factor if keyword == "attention_mask" else 1.0
             got = received.flatten(0, -3)[:, -1, -n_tokens:].double().cpu()
-            got = got - got[:, -1:]  # Softmax does not see a constant, which each family chooses in its own way.
+            got = got - got[:, -1:]  # Softmax ignores an additive constant, which differs between families.
             eps = max(torch.finfo(self.encoding.family.dtype).eps, torch.finfo(received.dtype).eps)
             beyond = (got - scale * want).abs() - eps * (scale * want).abs().max()
             worst = max(worst, float(beyond.max()))
@@ -187,7 +187,7 @@ class ScaleBias(Patch):
 
 @dataclass(frozen=True)
 class SlopeEncoding(ModuleEncoding):
-    """Modules that hold one slope a head in a persistent buffer, `buffers` naming it for each of `paths`."""
+    """Modules that hold one slope per head in a persistent buffer; `buffers` names it for each of `paths`."""
 
     name: ClassVar[str] = "alibi"
     default_method: ClassVar[str] = "alibi_scaling"
@@ -237,7 +237,7 @@ class WriteSlopes(Patch):
 
 
 def find(model: nn.Module, text_config: Any) -> ModuleEncoding | None:
-    """A BLOOM, an MPT or a Falcon with ALiBi; or any model with a buffer `slopes` or `alibi_slopes`, one a head."""
+    """ALiBi of a BLOOM, MPT or Falcon, or of any model with a buffer `slopes` or `alibi_slopes`, one per head."""
     family = FAMILIES.get(text_config.model_type)
     if family is None:
         return _find_buffers(model, text_config)

@@ -1,4 +1,4 @@
-"""In-attention RoPE: the rotary embedding gives the identity, and attention rotates queries and keys itself."""
+"""In-attention RoPE: the rotary embedding returns the identity rotation, and attention rotates queries and keys."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from ctxext.patches.rotary import RotarySite, standard_sites
 
 @dataclass(frozen=True)
 class InAttentionProof(Proof):
-    """What was seen of in-attention RoPE.
+    """The proof of in-attention RoPE.
 
     Attributes:
-        rotation_error: largest difference between the queries and keys of the stock model and the same rotated in
-            attention, relative to the largest of them, over all layers.
-        output_error: difference to the stock model's last hidden states at random positions within the trained length,
-            with the frequencies from before the extension, with and without a cache; root mean square, relative.
-        effect: the same difference, that the method makes at random positions up to the target.
-        output_bar: what `output_error` may be.
-        effect_bar: what `effect` has to exceed.
+        rotation_error: largest difference between the stock model's rotated queries and keys and those rotated in
+            attention, over all layers, relative to the largest value.
+        output_error: relative RMS difference to the stock model's last hidden states with the original frequencies, at
+            random positions within the trained length, with and without a cache.
+        effect: the same difference caused by the method, at random positions up to the target.
+        output_bar: the largest accepted `output_error`.
+        effect_bar: the smallest accepted `effect`.
     """
 
     rotation_error: float
@@ -62,13 +62,13 @@ class InAttentionProof(Proof):
 
 @dataclass
 class Seen:
-    """What is known of the model before its positions move into attention.
+    """The stock model's behaviour before the patch.
 
     Attributes:
         inputs: tokens at random positions within the trained length.
-        stock: the model's own output for them.
-        output_bar: how far its output may be off that.
-        rotation_error: as in the proof; filled in as the patch is written.
+        stock: the stock model's output for them.
+        output_bar: the largest accepted difference from it.
+        rotation_error: as in the proof; set while the patch is written.
     """
 
     site: RotarySite
@@ -80,11 +80,11 @@ class Seen:
 
 @dataclass(frozen=True)
 class RotateInAttention(Patch):
-    """Attention rotates.
+    """The patch that moves rotation into attention.
 
     Attributes:
-        facts: of the config.
-        rope: what the method starts from.
+        facts: the config's context.
+        rope: the RoPE that the method starts from.
         summary: of the plan.
     """
 
@@ -95,8 +95,7 @@ class RotateInAttention(Patch):
     summary: str
     rotated_copy: bool
 
-    # Another order of sums alone makes some difference (1.3e-6 on a CPU without AVX, where one token of scaling makes
-    # 1e-4).
+    # A different summation order alone makes a difference (1.3e-6 on a CPU without AVX; scaling one token makes 1e-4).
     EFFECT_BAR: ClassVar[float] = 1e-5
 
     def check(self, model: nn.Module) -> None:
@@ -127,7 +126,7 @@ class RotateInAttention(Patch):
         base = model.get_submodule(site.paths[0].rpartition(".")[0])
         stock, bar = self._run(model, proof.output, base, inputs), proof.OUTPUT_BAR
         if _is_half(model):
-            # In 16 bits the stock model is a tenth and more off itself as soon as sums are taken in another order.
+            # In 16 bits, a different summation order alone moves the stock model's output by 10% and more.
             again = self._run(model, proof.cached_output, base, inputs)
             bar = max(proof.HALF_OUTPUT_BAR, 4 * proof.difference(again, stock))
         return Seen(site, inputs, stock, bar)
@@ -144,8 +143,8 @@ class RotateInAttention(Patch):
         new.additive_masks = implementation == "eager"
         new.rotated_copy = self.rotated_copy
         new.owner = f"{self.method!r}, trained at {self._trained} tokens"
-        # Until they are compared, phases are those of the stock model: of its table as it is, and in float32. At 8,192
-        # tokens and more the last bit of a frequency is more than the bar, and a table may have been cast further.
+        # For the comparison, phases are the stock model's: from its own table, in float32. From 8,192 tokens on, the
+        # last bit of a frequency exceeds the bar, and the table may have been cast.
         own, in_use = before.site.table("").double().cpu(), self._in_use
         same = own.shape == in_use.inv_freq.shape and torch.allclose(own, in_use.inv_freq, rtol=1e-2, atol=0.0)
         new.in_use, new.phases = replace(in_use, inv_freq=own) if same else in_use, torch.float32
@@ -179,7 +178,7 @@ class RotateInAttention(Patch):
         new.in_use, new.phases = self._in_use, torch.promote_types(torch.float32, model.dtype)
         new.set_method(self.method, self.rope)
         effect = proof.difference(self._run(model, proof.output, base, far), unscaled)
-        # In 16 bits another order of sums makes more of a difference than a small factor does.
+        # In 16 bits a different summation order has more effect than a small factor.
         effect_bar = 0.0 if _is_half(model) else max(self.EFFECT_BAR, 3 * output_error)
         return InAttentionProof(before.rotation_error, output_error, effect, before.output_bar, effect_bar)
 
@@ -205,7 +204,7 @@ class RotateInAttention(Patch):
     def _run(self, model: nn.Module, whole: Callable[..., Any], *arguments: Any) -> Any:
         try:
             return whole(*arguments)
-        except Exception as error:  # the model's own code raises many kinds
+        except Exception as error:  # model code raises many kinds
             raise ValueError(
                 f"{self._name(model)} does more in its attention than is known here: it cannot be run with "
                 f"in-attention RoPE ({type(error).__name__}: {error}). Use a method that changes frequencies, such as "

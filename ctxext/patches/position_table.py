@@ -1,7 +1,7 @@
-"""Tables of positions that are added to the embeddings, one row a position: learned ones, and sines kept as weights.
+"""Position tables, added to the embeddings, one row per position: learned ones, and sinusoidal ones stored as weights.
 
-They are found by building the model's config with larger limits: what has more rows then is the table, whatever it is
-called. Causal masks, position ids and token types that are kept as buffers grow with it.
+Found by building the model from its config with larger limits: the tensor that grows is the table. Causal masks,
+position ids and token types stored as buffers grow with it.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from ctxext.encodings.sinusoidal import Layout, sinusoidal_table
 from ctxext.methods import ContextMethod, PositionScaling, TableResizing
 from ctxext.models.text_config import text_config_of
 
-# Where configs keep a number of positions. The first that a model uses is its context; all grow by the same factor.
+# Config fields with a number of positions. The first that a model uses is its context; all grow by the same factor.
 LIMITS = (
     "max_encoder_position_embeddings", "max_position_embeddings", "n_positions", "max_target_positions",
     "max_decoder_position_embeddings",
 )  # fmt: skip
-LONGEST_PROBE = 4096  # tokens; beyond such a limit a forward pass is not worth its time and memory
+LONGEST_PROBE = 4096  # tokens; longer forward passes cost too much time and memory
 
 
 @dataclass(frozen=True)
 class Limit:
-    """A field of the config: what it holds, and how many positions it means; fewer where it counts padding's rows."""
+    """A config field: its value, and the number of positions it means (fewer if it counts padding rows)."""
 
     field: str
     held: int
@@ -44,7 +44,7 @@ class Limit:
 
 @dataclass(frozen=True)
 class Table:
-    """Where a model holds a table; `first` is the row of position 0, before which padding has its rows."""
+    """The location of a table; `first` is the row of position 0, after the padding rows."""
 
     path: str
     name: str
@@ -57,7 +57,7 @@ class TableEncoding(ModuleEncoding):
     """The tables of a model; the first one's limit is its context.
 
     Attributes:
-        saved: whether they are among the weights that a model is saved with.
+        saved: whether `save_pretrained` writes them.
         config: of the model, as it was found.
     """
 
@@ -73,23 +73,23 @@ class TableEncoding(ModuleEncoding):
 
     @abstractmethod
     def rows(self, method: Any, table: Tensor, n_rows: int) -> Tensor:
-        """The rows of positions 0 .. n_rows - 1 from the present ones, float64 in and out."""
+        """The rows of positions 0 .. n_rows - 1, from the current rows; float64 in and out."""
 
     def n_positions(self, limit: Limit, target_length: int) -> int:
-        """Positions under the new limit; a second table of the same field grows by as many as the first."""
+        """The number of positions under the new limit; a second table of the same field grows by the same number."""
         first = next(table.limit for table in self.tables if table.limit.field == limit.field)
         grown = round(first.positions * target_length / self.trained_length)
         return limit.positions + grown - first.positions
 
     def updates(self, method: ContextMethod, target_length: int) -> dict[str, Any]:
-        for table in self.tables:  # or the method says why not
+        for table in self.tables:  # or the method raises
             n_positions = self.n_positions(table.limit, target_length)
             self.rows(method, torch.zeros(table.limit.positions, 4, dtype=torch.float64), n_positions)
         limits = {table.limit for table in self.tables}
         return {limit.field: limit.held - limit.positions + self.n_positions(limit, target_length) for limit in limits}
 
     def expected(self, method: ContextMethod, table: Table, old: Tensor, target_length: int) -> Tensor:
-        """The whole new table, in float64: the rows for padding as they were, then those of the positions."""
+        """The whole new table in float64: the unchanged padding rows, then those of the positions."""
         rows = self.rows(method, old[table.first :].double(), self.n_positions(table.limit, target_length))
         return torch.cat([old[: table.first].double(), rows])
 
@@ -105,7 +105,7 @@ class TableEncoding(ModuleEncoding):
 
 @dataclass(frozen=True)
 class GrowTables(Patch):
-    """The tables, and every buffer that grows with them, are as long as the extended config says."""
+    """The tables, and every buffer that grows with them, match the extended config."""
 
     encoding: TableEncoding
     method: ContextMethod
@@ -123,7 +123,7 @@ class GrowTables(Patch):
                 new = _regrown(found, getattr(module, found.name), getattr(encoding.config, "window_size", None))
             if found.kind == "attribute":
                 if found.name not in module.__dict__:
-                    continue  # BigBird exchanges its attention as it runs.
+                    continue  # BigBird replaces its attention at run time.
                 held = getattr(module, found.name)
                 new = new.to(held.device, held.dtype) if isinstance(new, Tensor) else new
                 edit.set_attribute(found.path, found.name, new)
@@ -131,7 +131,7 @@ class GrowTables(Patch):
                 edit.set_tensor(found.path, found.name, new)
 
     def observe(self, model: nn.Module) -> list[Tensor]:
-        """The tables as they are."""
+        """The current tables."""
         return [_held(model, table).detach().clone() for table in self.encoding.tables]
 
     def prove(self, model: nn.Module, before: list[Tensor]) -> FormulaProof:
@@ -148,14 +148,14 @@ class GrowTables(Patch):
                 output = run(model, inputs)
             if isinstance(model.get_submodule(table.path), nn.Embedding):
                 if not seen:
-                    continue  # for other inputs than tokens, such as LUKE's entities
+                    continue  # for inputs other than tokens, such as LUKE's entities
                 rows = next(tensor for tensor in tree_iter(seen[0]) if isinstance(tensor, Tensor))
                 read = rows.reshape(-1, rows.shape[-1])[:n_tokens]
                 error = max(error, float((read - expected[table.first :][: len(read)]).abs().max()))
-            # Another number in the last row that is read has to reach the output.
+            # A changed value in the last row that is read must reach the output.
             row = live.data[table.first + n_tokens - 1]
             kept = row.clone()
-            # Not by a constant, which norms take away.
+            # Not by a constant, which norms remove.
             row += torch.linspace(-1, 1, len(row), device=row.device, dtype=row.dtype)
             effects.append(float((run(model, inputs) - output).abs().max()))
             row.copy_(kept)
@@ -164,7 +164,7 @@ class GrowTables(Patch):
 
 @dataclass(frozen=True)
 class LearnedTable(TableEncoding):
-    """Rows that were trained."""
+    """Learned rows."""
 
     name: ClassVar[str] = "learned"
     default_method: ClassVar[str] = "hierarchical"
@@ -175,7 +175,7 @@ class LearnedTable(TableEncoding):
 
 @dataclass(frozen=True)
 class SinusoidalTable(TableEncoding):
-    """Sines and cosines that are kept as weights or buffers."""
+    """Sines and cosines stored as weights or buffers."""
 
     name: ClassVar[str] = "sinusoidal"
     default_method: ClassVar[str] = "sinusoidal_interpolation"
@@ -188,10 +188,10 @@ class SinusoidalTable(TableEncoding):
 
 
 def find(model: nn.Module, text_config: Any) -> TableEncoding | None:
-    """The position tables of a model, if it has any and its config says how long they are.
+    """The position tables of a model, or None.
 
     Raises:
-        ValueError: something of the model grows with its limit that is not understood.
+        ValueError: a tensor of the model grows with its limit in an unknown way.
     """
     tables: list[Any] = []
     frozen, stock = [], None
@@ -204,18 +204,18 @@ def find(model: nn.Module, text_config: Any) -> TableEncoding | None:
         try:
             stock = twin_of(model, model.config) if stock is None else stock
             twin = twin_of(model, longer)
-        except Exception:  # a limit that other fields have to fit, such as Reformer's axes
+        except Exception:  # a limit tied to other fields, such as Reformer's axes
             continue
         for found in differences(stock, twin):
             before, after = found.before, found.after
             if not isinstance(before, Tensor) or before.ndim != 2 or not before.is_floating_point():
                 continue
             if any(table.path == found.path for table in tables):
-                continue  # a module's second tensor is worked out from the first (I-BERT's integers)
+                continue  # a module's second tensor is derived from the first (I-BERT's integers)
             if after.shape[0] != before.shape[0] + held or after.shape[1] != before.shape[1]:
                 continue
             padding = getattr(model.get_submodule(found.path), "padding_idx", None)
-            # RoBERTa and models built on it count the padding rows in their limit; OPT and BART have them on top.
+            # RoBERTa and its derivatives count the padding rows in their limit; OPT and BART do not.
             first = before.shape[0] - held or (0 if padding is None else padding + 1)
             table = Table(found.path, found.name, first, Limit(limit, held, before.shape[0] - first))
             _check_held(model, table, before)
@@ -241,7 +241,7 @@ def find(model: nn.Module, text_config: Any) -> TableEncoding | None:
 
 
 def _check_held(model: nn.Module, table: Table, expected: Tensor) -> None:
-    """Raise ValueError unless the model holds a table as long as its config says, under its own name."""
+    """Raise ValueError unless the model's table has the length of its config and its own parameter."""
     held = getattr(model.get_submodule(table.path), table.name, None)
     if not isinstance(held, Tensor) or held.shape != expected.shape:
         got = "something else (an adapter?)" if held is None else f"one of shape {tuple(held.shape)}"
@@ -253,7 +253,7 @@ def _check_held(model: nn.Module, table: Table, expected: Tensor) -> None:
 
 
 def _is_saved(model: Any, name: str) -> bool:
-    """Whether `save_pretrained` writes a tensor: Marian leaves its tables out."""
+    """Whether `save_pretrained` writes a tensor; Marian omits its tables."""
     ignored = getattr(model, "_keys_to_ignore_on_save", None) or ()
     return name in model.state_dict() and not any(re.search(pattern, name) for pattern in ignored)
 
@@ -264,7 +264,7 @@ def _held(model: nn.Module, table: Table) -> Tensor:
 
 
 def _layout(model: nn.Module, tables: list[Table]) -> Layout | None:
-    """How the tables' sines are laid out; None where they are no sines. Without weights, as most families have it."""
+    """The layout of sinusoidal tables; None if they are learned. On meta, the most common layout."""
     held = [_held(model, table).detach()[table.first :] for table in tables]
     if any(rows.device.type == "meta" for rows in held):
         return "halves"
@@ -282,13 +282,13 @@ def _layout(model: nn.Module, tables: list[Table]) -> Layout | None:
 
 
 def _regrown(found: Difference, here: Tensor, window: int | None) -> Tensor:
-    """A longer buffer of the same make: positions in order, token types, a triangle or a band that mask the future.
+    """A longer buffer of the same kind: position ids, token types, or a causal or banded mask.
 
     Args:
-        window: in tokens, of a band, where the config says one.
+        window: of a banded mask, in tokens.
 
     Raises:
-        ValueError: it is none of these, or its window shows in the longer one alone.
+        ValueError: it is of another kind, or its window only shows in the longer buffer.
     """
     shape = found.after.shape
     makes = {

@@ -26,7 +26,7 @@ LONGEST_PROBE = 1024  # tokens
 
 MAX_DISTANCE = "relative_attention_max_distance"
 BIASES = ("relative_attention_bias", "global_relative_attention_bias")
-# What configs mostly leave out.
+# The default of fields that configs mostly omit.
 PUBLISHED = {
     "t5": (512, "Raffel et al., 2020, section 3.1.2"),
     "mt5": (1024, "Xue et al., 2021, section 3.2"),
@@ -36,11 +36,11 @@ PUBLISHED = {
 
 @dataclass(frozen=True)
 class BucketEncoding(ModuleEncoding):
-    """Attention modules that look a bias up by the bucket of the distance.
+    """Attention modules that look up a bias by the bucket of the distance.
 
     Attributes:
-        paths: every module that holds the maximum distance, also those without a bias of their own.
-        max_distance: tokens, the trained one.
+        paths: every module that holds the maximum distance, including those without their own bias.
+        max_distance: the trained one, in tokens.
         length_field: the config field with the trained length; None where the config has none.
     """
 
@@ -62,7 +62,7 @@ class BucketEncoding(ModuleEncoding):
 
 @dataclass(frozen=True)
 class WidenBuckets(Patch):
-    """The buckets spread over a larger distance."""
+    """The buckets cover a larger distance."""
 
     encoding: BucketEncoding
     method: BucketScaling
@@ -84,11 +84,11 @@ class WidenBuckets(Patch):
         for (path, name), calls in zip(tables, seen):
             module: Any = model.get_submodule(path)
             if not calls:
-                return FormulaProof(float("inf"), effect, self._n_probe)  # A bias that nothing reads.
+                return FormulaProof(float("inf"), effect, self._n_probe)  # A bias that no module reads.
             looked_up = calls[0].reshape(-1, *calls[0].shape[-3:])[0]
             relative = _relative_position(module, name, *looked_up.shape[:2])
-            # The family takes its logarithms in float32, so that a bucket may begin a token early or late.
-            both_sides = not getattr(module, "is_decoder", True)  # Pix2Struct has a decoder alone.
+            # The family computes logarithms in float32, so a bucket may begin one token early or late.
+            both_sides = not getattr(module, "is_decoder", True)  # Pix2Struct has only a decoder.
             near = [
                 getattr(module, name).weight[
                     relative_position_bucket(
@@ -107,12 +107,12 @@ class WidenBuckets(Patch):
 
     @property
     def _n_probe(self) -> int:
-        """Long enough that distances fall into other buckets than before."""
+        """Long enough for distances to change buckets."""
         return min(2 * self.encoding.max_distance, LONGEST_PROBE)
 
 
 def _relative_position(module: Any, name: str, n_queries: int, n_keys: int) -> Int[Tensor, "query key"]:
-    """key - query of each pair that the bias at `name` is looked up for, in tokens or in LongT5's global blocks."""
+    """key - query for each pair of the bias at `name`, in tokens or in LongT5's global blocks."""
     query, key = torch.arange(n_queries)[:, None], torch.arange(n_keys)
     if name == "global_relative_attention_bias":
         block: int = module.global_block_size
@@ -147,13 +147,13 @@ def _find_buckets(model: nn.Module, text_config: Any) -> BucketEncoding | None:
 
 
 def _seen_at(method: DistanceScaling, distances: Shaped[Tensor, "*batch"]) -> Float64[Tensor, "*batch"]:
-    """The method on distances of either sign, which it is spared."""
+    """Apply the method to signed distances."""
     return distances.sign().double() * method.distances(distances.abs().double())
 
 
 @dataclass
 class ScaledSines:
-    """Instead of XLNet's `positional_embedding`: the sines of the distances that the method says."""
+    """Replaces XLNet's `positional_embedding`: the sines of the method's distances."""
 
     method: DistanceScaling
     original: Callable[..., Tensor]
@@ -164,11 +164,11 @@ class ScaledSines:
 
 @dataclass(frozen=True)
 class RelativeSines(ModuleEncoding):
-    """XLNet, which makes the sines of all distances again in every forward pass.
+    """XLNet, which recomputes the sines of all distances in every forward pass.
 
     Attributes:
-        readers: the layers, which are handed the sines.
-        clamp_len: the distance in tokens beyond which all are alike; -1 for none.
+        readers: the layers, which receive the sines.
+        clamp_len: the distance in tokens beyond which all are equal; -1 for none.
     """
 
     name: ClassVar[str] = "relative"
@@ -188,7 +188,7 @@ class RelativeSines(ModuleEncoding):
 
 @dataclass(frozen=True)
 class ScaleDistances(Patch):
-    """The sines are those of the distances that the method says."""
+    """The sines are those of the method's distances."""
 
     encoding: RelativeSines
     method: DistanceScaling
@@ -211,7 +211,7 @@ class ScaleDistances(Patch):
             effect = float((run(model, probe_inputs(model, n_tokens)) - before).abs().max())
         error = 0.0
         for (received,) in seen:
-            # From the number of keys down to 1 - queries, or to 0 where attention looks back alone.
+            # From the number of keys down to 1 - queries, or to 0 for causal attention.
             distances = n_tokens - torch.arange(len(received))
             if self.encoding.clamp_len > 0:
                 distances = distances.clamp(-self._clamp_len, self._clamp_len)
@@ -233,9 +233,9 @@ SIDES = ("left_max_position_embeddings", "right_max_position_embeddings")
 
 @dataclass(frozen=True)
 class DistanceTable(ModuleEncoding):
-    """Shaw's vectors, one for each distance up to a number of frames to the left and to the right: speech encoders.
+    """Shaw's vectors in speech encoders, one for each distance up to a number of frames to the left and right.
 
-    Its length is the distance to the left from which on all are alike.
+    Its length is the distance to the left from which all share a vector.
     """
 
     name: ClassVar[str] = "relative"
@@ -248,7 +248,7 @@ class DistanceTable(ModuleEncoding):
         return dict(self.reach(target_length))
 
     def reach(self, target_length: int) -> dict[str, int]:
-        """The farthest distances with a vector of their own."""
+        """The largest distances with their own vector."""
         return dict(zip(SIDES, (target_length, round(self.n_right * target_length / self.trained_length))))
 
     def patch(self, method: ContextMethod, target_length: int) -> Patch:
@@ -354,11 +354,11 @@ def _join(path: str, name: str) -> str:
 
 
 def find(model: nn.Module, text_config: Any) -> ModuleEncoding | None:
-    """T5's buckets, XLNet's sines, or the distance vectors of a model that is a speech encoder and nothing else.
+    """T5's buckets, XLNet's sines, or the distance vectors of a pure speech encoder.
 
-    Ask for sinusoidal tables first: SeamlessM4T-v2 has both, and its context is that of its text decoder.
+    Search for sinusoidal tables first: SeamlessM4T-v2 has both, and its context is its text decoder's.
 
     Raises:
-        ValueError: T5's buckets and others beside them.
+        ValueError: the model has other relative encodings besides T5's buckets.
     """
     return _find_buckets(model, text_config) or _find_sines(model) or _find_table(model)

@@ -1,9 +1,9 @@
-"""The rotary embedding of a live model: find it, build its replacement, replace it, see it used.
+"""The rotary embedding of a live model: find it, build its replacement, replace it, verify that it is used.
 
-Families are found by structure. A module that holds `inv_freq`, `original_inv_freq` and `attention_scaling`, or these
-for each type of layer (`full_attention_inv_freq` and so on), is transformers' standard rotary embedding, whatever the
-model is called. Its replacement is built by its own class from the extended config, so shapes and partial rotary stay
-the family's, and a plain reload of the saved config gives bitwise the same module.
+Families are found by structure: a module with `inv_freq`, `original_inv_freq` and `attention_scaling`, or these per
+    layer type (`full_attention_inv_freq`), is transformers' standard rotary embedding. Its replacement is built by its
+    own class from the extended config, so shapes and partial rotary are kept, and a plain reload of the saved config
+    gives bitwise the same module.
 """
 
 from __future__ import annotations
@@ -32,30 +32,30 @@ SIN_COS = "embed_positions"  # the buffer of GPT-J's attention
 
 @dataclass
 class RotarySite:
-    """One rotary embedding of a live model, and every path that leads to it."""
+    """One rotary embedding of a live model, and all its paths."""
 
     paths: tuple[str, ...]
     module: nn.Module
 
     @property
     def labels(self) -> tuple[str, ...]:
-        """The types of layers that it has a table for; "" for the only one."""
+        """The layer types it has a table for; "" for the only one."""
         return tuple(_labels(self.module))
 
     def table(self, label: str) -> Float[Tensor, " pair"]:
-        """The frequencies of a type of layer."""
+        """The frequencies of a layer type."""
         table: Tensor = getattr(self.module, of_label(label, "inv_freq"))
         return table
 
     def laid_out(
         self, label: str, inv_freq: Float64[Tensor, " turning"], in_use: Float64[Tensor, " turning"]
     ) -> Float64[Tensor, " pair"]:
-        """`inv_freq` as the module keeps a table: zeros for the pairs that do not turn, and its own order of pairs.
+        """`inv_freq` in the module's layout: zeros for the pairs that do not rotate, and its own order of pairs.
 
-        Some multimodal families keep the pairs of a section together.
+        Some multimodal families group the pairs by section.
 
         Args:
-            in_use: the frequencies that the module should have now.
+            in_use: the expected current frequencies.
         """
         own = self.table(label)
         if own.dtype != torch.float32 or own.device.type == "meta":
@@ -69,16 +69,16 @@ class RotarySite:
         return inv_freq
 
     def build(self, config: Any, summary: str, mixin: type[ExtendedRotary] = ExtendedRotary) -> nn.Module:
-        """The replacement on the CPU, made by the module's own class from the extended `config`.
+        """Build the replacement on the CPU, by the module's own class from the extended `config`.
 
         Raises:
-            ValueError: the class does not build from such a config.
+            ValueError: the class rejects the config.
         """
         cls = extended_class(mixin, type(self.module))  # type: ignore[arg-type]
         try:
             with torch.device("cpu"):
                 new: Any = cls(config)
-        except Exception as error:  # transformers' rotary embeddings raise many kinds
+        except Exception as error:  # rotary embeddings raise many kinds
             parameters = next(
                 (v for v in config.rope_parameters.values() if isinstance(v, dict)), config.rope_parameters
             )
@@ -97,7 +97,7 @@ def _agree(table: Tensor, expected: Tensor) -> bool:
 
 
 def write_table(new: nn.Module, label: str, inv_freq: Float64[Tensor, " pair"], attention_factor: float) -> None:
-    """Overwrite what the family's class has built; for what no config of the family can say."""
+    """Overwrite the tables, for what the family's config cannot express."""
     assert isinstance(new, ExtendedRotary)
     for name in (of_label(label, "inv_freq"), of_label(label, "original_inv_freq")):
         new.exact[name] = inv_freq.float()
@@ -106,7 +106,7 @@ def write_table(new: nn.Module, label: str, inv_freq: Float64[Tensor, " pair"], 
 
 
 def find_rotary_sites(model: nn.Module, text_config: Any) -> list[RotarySite]:
-    """The standard rotary embeddings of the text model, each once, with all their aliases."""
+    """The standard rotary embeddings of the text model, each once, with all their paths."""
     paths: dict[int, list[str]] = {}
     found: dict[int, nn.Module] = {}
     for path, module in model.named_modules(remove_duplicate=False):
@@ -125,12 +125,12 @@ def _labels(module: nn.Module) -> list[str]:
     ]
 
 
-# In the path or the class of tables that turn no text; MusicFlamingo's turns the time of a sound.
+# In the path or class of rotary embeddings that are not for text; MusicFlamingo's is for audio time.
 NOT_TEXT = ("visual", "vision", "audio", "protein", "MusicFlamingoRotary")
 
 
 def other_rotary_tables(model: nn.Module, sites: list[RotarySite]) -> list[str]:
-    """Paths of text modules that keep rotary tables in another way than the standard one."""
+    """Paths of text modules with non-standard rotary tables."""
     known = {path for site in sites for path in site.paths}
     others = []
     for path, module in model.named_modules():
@@ -143,10 +143,10 @@ def other_rotary_tables(model: nn.Module, sites: list[RotarySite]) -> list[str]:
 
 
 def standard_sites(model: nn.Module, facts: ContextFacts) -> list[RotarySite]:
-    """The rotary embeddings of a model whose positions are kept there alone, and as its config says.
+    """The rotary embeddings of a model; they must be its only position encoding and match its config.
 
     Raises:
-        ValueError: there are none, others beside them, or one that was changed by hand.
+        ValueError: there are none, there are other encodings too, or one was changed by hand.
     """
     text_config = facts.text_config
     name = f"{type(model).__name__} (model_type {text_config.model_type!r})"
@@ -168,7 +168,7 @@ def standard_sites(model: nn.Module, facts: ContextFacts) -> list[RotarySite]:
 
 
 def _check_present_table(site: RotarySite, facts: ContextFacts) -> None:
-    """The model must do what its config says before it is changed; float16 and bfloat16 casts are allowed."""
+    """Check that the model matches its config before it is changed; float16 and bfloat16 casts are allowed."""
     tables = {table.label: table for table in facts.tables}
     if set(site.labels) != tables.keys():
         raise ValueError(
@@ -184,11 +184,11 @@ def _check_present_table(site: RotarySite, facts: ContextFacts) -> None:
             )
         scaling = described.scaling
         if table.device.type == "meta" or (scaling is not None and scaling.in_attention):
-            continue  # Those two change the table as they run.
+            continue  # These two change the table at run time.
         in_use = facts.rope_of(described).inv_freq
         expected = site.laid_out(label, in_use, in_use).float().to(table.dtype).double()
         exact = table.dtype == torch.float32
-        # Float32 keeps a frequency of 1e-38 as that, and some families one of exactly zero.
+        # Float32 keeps a frequency of 1e-38; some families set it to exactly zero.
         if not torch.allclose(
             table.cpu().double(), expected, rtol=1e-5 if exact else 1e-2, atol=1e-30 if exact else 1e-7
         ):
@@ -200,9 +200,9 @@ def _check_present_table(site: RotarySite, facts: ContextFacts) -> None:
 
 
 def table_errors(model: nn.Module, text_config: Any, rope_parameters: dict[str, Any]) -> Iterator[tuple[str, float]]:
-    """How far each rotary table of a live model is from what `rope_parameters` say: (path, relative error).
+    """The relative error of each rotary table of a live model against `rope_parameters`: (path, error).
 
-    Tables that follow the length of the call and tables that are offloaded are left out.
+    Skips tables that depend on the call's length, and offloaded tables.
     """
     tables = rope_tables(text_config, rope_parameters)
     for site, facts in itertools.product(find_rotary_sites(model, text_config), tables):
@@ -224,15 +224,15 @@ def table_errors(model: nn.Module, text_config: Any, rope_parameters: dict[str, 
 
 @dataclass(frozen=True)
 class RotaryProof(Proof):
-    """What was seen of new frequencies.
+    """The proof of new frequencies.
 
     Attributes:
-        frequency_error: largest relative difference between the new module's frequencies (built by the
-            family's own class from the saved config) and the method's formula.
-        output_error: largest difference between the cos and sin that the module returns and the
-            formula; None where its output has a layout that is not compared.
-        consumed: whether a forward pass was seen to read what the module returns; None until the
-            first forward pass of a model whose weights were not there yet.
+        frequency_error: largest relative difference between the new module's frequencies (built by the family's class
+            from the extended config) and the method's formula.
+        output_error: largest difference between the module's cos and sin and the formula's; None if the output's layout
+            is unknown.
+        consumed: whether a forward pass reads the module's output; None until the first forward pass of a model
+            extended on meta.
     """
 
     frequency_error: float
@@ -269,13 +269,13 @@ class RotaryProof(Proof):
 
 @dataclass(frozen=True)
 class ReplaceRotary(Patch):
-    """The family's own rotary embedding, built from the extended config.
+    """Replaces the rotary embedding by one that the family's class builds from the extended config.
 
     Attributes:
-        facts: of the config before the extension.
-        tables: the new frequencies by label, as the method's formula has them.
-        summary: of the plan, which the module's repr shows.
-        writes_tables: whether they are written into the module, as no config of the family can express them.
+        facts: the context before the extension.
+        tables: the formula's new frequencies, by label.
+        summary: the plan in one line, shown in the module's repr.
+        writes_tables: whether tables are written into the module, as the family's config cannot express them.
     """
 
     needs_weights: ClassVar[bool] = False
@@ -289,7 +289,7 @@ class ReplaceRotary(Patch):
         standard_sites(model, self.facts)
 
     def observe(self, model: nn.Module) -> list[tuple[RotarySite, dict[str, Tensor]]]:
-        """The sites, each with the frequencies that it is to have, by label."""
+        """The sites, each with its expected frequencies by label."""
         sites = find_rotary_sites(model, self.facts.text_config)
         return [(site, {table.label: self._laid_out(site, table) for table in self.facts.tables}) for site in sites]
 
@@ -331,7 +331,7 @@ class ReplaceRotary(Patch):
 
 
 def relative_error(table: Tensor, expected: Tensor) -> float:
-    """Largest |table / expected - 1|, where a frequency below 1e-9 of the largest counts as zero."""
+    """Largest |table / expected - 1|; frequencies below 1e-9 of the largest count as zero."""
     table, expected = table.detach().double().cpu(), expected.detach().double().cpu()
     if table.shape != expected.shape:
         return float("inf")
@@ -341,9 +341,9 @@ def relative_error(table: Tensor, expected: Tensor) -> float:
 def output_error(
     module: nn.Module, label: str, inv_freq: Float64[Tensor, " pair"], attention_factor: float
 ) -> float | None:
-    """Largest difference between the cos and sin that `module` gives for a table and the written-out formula.
+    """Largest difference between the cos and sin of `module` for a table and the formula's.
 
-    None where the module's output has none of the layouts known here.
+    None if the layout of the module's output is unknown.
     """
     positions = torch.tensor([[0, 1, 7, 100]])
     device = getattr(module, of_label(label, "inv_freq")).device

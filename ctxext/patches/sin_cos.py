@@ -19,11 +19,11 @@ from ctxext.patches.rotary import SIN_COS, RotaryProof
 
 @dataclass(frozen=True)
 class GrowSinCos(Patch):
-    """Longer tables, scaled.
+    """Replaces the tables by longer, scaled ones.
 
     Attributes:
-        rope: the frequencies of the present tables.
-        extended: those of the new ones.
+        rope: the frequencies of the current tables.
+        extended: those of the new tables.
     """
 
     rope: RopeGeometry
@@ -43,10 +43,10 @@ class GrowSinCos(Patch):
                 )
 
     def write(self, edit: Edit, before: Any) -> None:
-        # In float32 whatever the model was cast to, as a stock model loaded in that type has it.
+        # In float32 whatever the model's dtype, as in a stock model loaded in that dtype.
         table = sin_cos_table(self.target_length, self.extended)
         for path in sin_cos_paths(edit.model):
-            edit.set_tensor(path, SIN_COS, table.clone())  # each layer owns its own
+            edit.set_tensor(path, SIN_COS, table.clone())  # each layer has its own
             edit.set_attribute(path, "max_positions", self.target_length)
 
     def prove(self, model: nn.Module, before: Any) -> RotaryProof:
@@ -57,12 +57,12 @@ class GrowSinCos(Patch):
 
 
 def sin_cos_paths(model: nn.Module) -> list[str]:
-    """The attention modules that keep a table."""
+    """The attention modules with a table."""
     return [path for path, module in model.named_modules() if isinstance(module._buffers.get(SIN_COS), Tensor)]
 
 
 def sin_cos_table(n_rows: int, rope: RopeGeometry) -> Float[Tensor, "row two_pairs"]:
-    """Sines and then cosines of positions 0 to `n_rows` - 1, in float32 as GPT-J computes them."""
+    """The sines, then the cosines, of positions 0 to `n_rows` - 1, in float32 as GPT-J computes them."""
     cos, sin = cos_sin(torch.arange(n_rows), rope.inv_freq.float(), rope.attention_factor)
     return torch.cat([sin, cos], dim=-1)
 

@@ -1,7 +1,6 @@
-"""Sinusoidal tables that grow by themselves: M2M-100, NLLB-MoE, XGLM, speech-to-text and FSMT.
+"""Sinusoidal tables that grow on demand: M2M-100, NLLB-MoE, XGLM, speech-to-text and FSMT.
 
-Such a module holds a table and makes a longer one when it meets a position beyond it. Sines kept as weights are in
-`position_table.py`.
+Such a module computes a longer table when a position exceeds it. Sines stored as weights are in `position_table.py`.
 """
 
 from __future__ import annotations
@@ -26,12 +25,12 @@ PROBE = 64  # tokens
 
 
 class Sines(NamedTuple):
-    """How a family lays out its rows.
+    """The row layout of a family.
 
     Attributes:
         origin: the row of the first token.
-        layout: where sines and cosines are.
-        cosines_first: whether the two halves are the other way round, as in MusicGen.
+        layout: the order of sines and cosines.
+        cosines_first: whether cosines come first, as in MusicGen.
     """
 
     origin: int
@@ -39,13 +38,13 @@ class Sines(NamedTuple):
     cosines_first: bool
 
     def rows(self, positions: Shaped[Tensor, "*batch"], dim: int) -> Float64[Tensor, "*batch dim"]:
-        """The rows that stand for `positions`, counted as the family counts them."""
+        """The rows for `positions`, in the family's numbering."""
         table = sinusoidal_table(positions, dim, layout=self.layout)
         return table.roll(dim // 2, dims=-1) if self.cosines_first else table
 
 
 class ScaledRows:
-    """Mixed into a table's own class: its rows are those at the positions that a method says, however far it grows."""
+    """Mixin for a table's class: computes its rows at the method's positions, however far it grows."""
 
     scaling: PositionScaling
     sines: Sines
@@ -55,7 +54,7 @@ class ScaledRows:
     ) -> Float[Tensor, "row dim"]:
         row = torch.arange(num_embeddings, dtype=torch.float64)
         origin = self.sines.origin
-        # The rows before the first token's belong to padding.
+        # The rows before the first token's are for padding.
         position = torch.where(row < origin, row, origin + self.scaling.positions((row - origin).clamp(min=0)))
         table = self.sines.rows(position, embedding_dim)
         if padding_idx is not None:
@@ -65,11 +64,11 @@ class ScaledRows:
 
 @dataclass(frozen=True)
 class GrowingTable(ModuleEncoding):
-    """Modules that regrow their own table.
+    """Modules that recompute their own table.
 
     Attributes:
-        names: what each of `paths` calls its table.
-        sines: how they lay it out.
+        names: the name of the table in each of `paths`.
+        sines: its layout.
         length_field: the config field with the trained length.
     """
 
@@ -91,7 +90,7 @@ class GrowingTable(ModuleEncoding):
 
 @dataclass(frozen=True)
 class SavedGrowingTable(GrowingTable):
-    """FSMT's, which are parameters and saved with the weights."""
+    """FSMT's tables, which are parameters and saved with the weights."""
 
     why_not_portable: ClassVar[str | None] = None
     changes_weights: ClassVar[bool] = True
@@ -105,7 +104,7 @@ class SavedGrowingTable(GrowingTable):
 
 @dataclass(frozen=True)
 class ScaleRows(Patch):
-    """The tables, and whatever they grow to, hold the sines of the positions that the method says."""
+    """The tables, however far they grow, hold the sines at the method's positions."""
 
     encoding: GrowingTable
     method: PositionScaling
@@ -117,7 +116,7 @@ class ScaleRows(Patch):
             edit.set_attribute(path, "scaling", self.method)
             edit.set_attribute(path, "sines", sines)
             module: Any = edit.model.get_submodule(path)
-            # As many as a model of the extended config has, however far it grew before: FSMT saves them.
+            # As many as a model of the extended config has, even if it grew earlier: FSMT saves them.
             n_rows = sines.origin + self.target_length
             padding_idx = getattr(module, "padding_idx", None)
             rows = module.get_embedding(n_rows, module.embedding_dim, padding_idx)
@@ -135,7 +134,7 @@ class ScaleRows(Patch):
             table: Tensor = getattr(model.get_submodule(path), name)
             positions = sines.origin + self.method.positions(torch.arange(PROBE, dtype=torch.float64))
             want = sines.rows(positions, table.shape[-1]).to(table.device, table.dtype)
-            # What the module returned, and where the probe does not reach it (a speech encoder), what it holds.
+            # The module's output, or its table if the probe does not run it (a speech encoder).
             for rows in (*calls, table[sines.origin :]):
                 error = max(error, float((rows.reshape(-1, rows.shape[-1])[:PROBE] - want).abs().max()))
         return FormulaProof(error, effect, PROBE)
@@ -169,12 +168,12 @@ def _table_of(module: Any) -> tuple[str, Sines] | None:
     name = next((table for maker, table in makers.items() if hasattr(module, maker) and hasattr(module, table)), None)
     if name is not None and isinstance(module, ScaledRows):
         return name, module.sines
-    # One that does not know its width cannot grow, as TIPSv2's.
+    # A table without a known width cannot grow, such as TIPSv2's.
     if name is None or not hasattr(module, "get_embedding") or not hasattr(module, "embedding_dim"):
         return None
     counts_tokens = hasattr(module, "create_position_ids_from_input_ids") or hasattr(module, "make_positions")
     origin = module.padding_idx + 1 if counts_tokens else getattr(module, "offset", 0)
-    with torch.device("cpu"):  # A model may be looked at while the default device is meta.
+    with torch.device("cpu"):  # The default device may be meta here.
         stock = _stock_rows(type(module), module.embedding_dim)
         for layout in get_args(Layout):
             for cosines_first in (False, True):
@@ -185,7 +184,7 @@ def _table_of(module: Any) -> tuple[str, Sines] | None:
 
 
 def _stock_rows(cls: Any, dim: int) -> Float64[Tensor, "row dim"]:
-    """The first rows that a family's own class computes, none of them for padding."""
+    """The first rows that a family's class computes, without padding rows."""
     no_padding = (None,) if "padding_idx" in inspect.signature(cls.get_embedding).parameters else ()
     rows: Tensor = cls.get_embedding(8, dim, *no_padding)
     return rows.double()
