@@ -1,10 +1,9 @@
-"""In-attention RoPE: for what a config cannot say, positions reach queries and keys inside attention.
+"""In-attention RoPE: for methods that config.json cannot express, queries and keys are rotated inside attention.
 
-The rotary embedding gives the identity, so that the cache holds unrotated keys; an attention function
-registered with transformers rotates queries and keys when it uses them, and calls the model's own.
+The rotary embedding returns the identity rotation, so the cache holds pre-RoPE keys; an attention function registered
+with transformers rotates queries and keys when it uses them, then calls the model's own attention function.
 
-`rotary.py` holds the numbers and stands instead of the rotary embedding; `call.py` is one forward pass;
-`keys.py` the cache layers that know the positions of their keys; `masks.py` masks that are made block by block;
-`softmax.py` exact attention in blocks, for methods that rotate one pair of tokens so and another so;
-`proof.py` finds how a family rotates, by looking.
+`rotary.py` replaces the rotary embedding and holds the frequencies; `call.py` is one forward pass; `keys.py` has cache
+layers that store the positions of their keys; `masks.py` builds masks block by block; `softmax.py` is exact attention
+in blocks, for methods with pair-dependent rotations; `proof.py` detects how a family rotates.
 """

@@ -1,4 +1,4 @@
-"""One forward pass under in-attention RoPE, and the attention function that transformers calls in each layer."""
+"""A forward pass with in-attention RoPE, and the attention function that transformers calls in each layer."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ctxext.attention.rotary import InAttentionRotary, Layer, rotate
 from ctxext.attention.softmax import Part, Softmax
 from ctxext.methods import Branch, PositionRemapping, RopeScaling
 
-# The keyword argument by which a pass reaches the attention function of each layer.
+# The keyword argument that passes the `Call` to each layer's attention function.
 KEYWORD = "in_attention_rope"
 IMPLEMENTATIONS = {"sdpa": "in_attention_sdpa", "eager": "in_attention_eager"}
 
@@ -26,7 +26,7 @@ IMPLEMENTATIONS = {"sdpa": "in_attention_sdpa", "eager": "in_attention_eager"}
 def in_attention_rope(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **kwargs: Any
 ) -> tuple[Tensor, Tensor | None]:
-    """An attention function of transformers' attention interface: rotates, then calls the model's own."""
+    """An attention function for transformers' attention interface: rotates, then calls the model's own function."""
     call = kwargs.pop(KEYWORD, None)
     if call is None:
         raise RuntimeError(
@@ -38,9 +38,9 @@ def in_attention_rope(
 
 
 def _register() -> None:
-    """Make the attention functions and their mask known to transformers; nothing that it has is changed.
+    """Register the attention functions and their masks with transformers, under new names.
 
-    Where this module is imported, so that an extended model that comes out of a pickle finds them.
+    Runs on import, so that unpickled extended models find them.
     """
     from transformers import AttentionInterface, AttentionMaskInterface
 
@@ -53,7 +53,7 @@ def own_attention(model: nn.Module, implementation: str) -> Callable[..., Any]:
     """The attention function that `model` calls under `implementation`: transformers', or its family's eager one.
 
     Raises:
-        ValueError: its family has none.
+        ValueError: its family has no such function.
     """
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -70,7 +70,7 @@ def own_attention(model: nn.Module, implementation: str) -> Callable[..., Any]:
 
 
 class Call:
-    """A forward pass: the positions of its tokens, and its cache.
+    """One forward pass: the positions of its tokens, and its cache.
 
     Attributes:
         positions: of the queries, in tokens, of shape (batch, query).
@@ -80,7 +80,7 @@ class Call:
         self.rotary = rotary
         self.positions = positions
         self.cache = cache
-        # What the layers have in common is worked out in the first that asks.
+        # Values shared by all layers are computed by the first one that needs them.
         self._shared: dict[Any, Any] = {}
 
     def shared(self, name: Any, make: Callable[[], Any]) -> Any:
@@ -91,7 +91,8 @@ class Call:
     def attend(
         self, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor | None]:
-        """Attention of one layer, in transformers' shapes: (batch, heads, tokens, head_dim) to (batch, tokens, …)."""
+        """The attention of one layer, in transformers' shapes: (batch, heads, tokens, head_dim) to (batch, tokens,
+        …)."""
         rotary, layer = self.rotary, self.rotary.layers[module.layer_idx]
         mask = explicit(mask, module, query, key, kwargs.get("is_causal"))
         if layer.convention.pairs == "none":
@@ -109,11 +110,11 @@ class Call:
     def _own(
         self, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor | None]:
-        """The model's own attention function; a mask of None lets every query see every key."""
+        """Call the model's own attention function; with mask None every query attends to every key."""
         batch, heads, n_queries, head_dim = query.shape
         is_causal = False
         if isinstance(mask, BlockMask):
-            # sdpa has a flag for the triangle of as many queries as keys, and one query at the end sees every key.
+            # sdpa has a flag for the square causal mask, and a single last query attends to every key.
             is_causal = mask.is_causal and n_queries == key.shape[2] and not self.rotary.additive_masks
             mask = None if is_causal or (mask.is_causal and n_queries == 1) else mask.whole()
         if mask is not None and self.rotary.additive_masks:
@@ -122,7 +123,8 @@ class Call:
         shared_mask = mask is None or mask.shape[1] == 1
         kwargs = {**kwargs, "is_causal": is_causal}
         if torch.compiler.is_compiling() and n_queries == 1 < groups and shared_mask and not self.rotary.additive_masks:
-            # Compiled, transformers copies keys and values for every query of a group; eager, it packs the queries.
+            # When compiled, transformers copies keys and values for every query of a group; in eager mode it packs the
+            # queries.
             packed = query.reshape(batch, key.shape[1], groups, head_dim)
             output, _ = self.rotary.attend(_Ungrouped(), packed, key, value, mask, **kwargs)
             return output.transpose(1, 2).reshape(batch, 1, heads, value.shape[3]), None
@@ -159,7 +161,7 @@ class Call:
             key = self._rotated_keys(module, layer, places, key, rungs[:, 0], used, turned)
             return self._own(module, query, key, value, mask, **kwargs)
         if torch.compiler.is_compiling():
-            # Which queries are on which rung is not known: each rung is worked out for all.
+            # The rung of each query is unknown here, so each rung is computed for all queries.
             output: Any = None
             for rung in range(rotary.rung_lengths.shape[0]):
                 used = rotary.of_rung(torch.full_like(rungs[:, 0], rung))
@@ -173,14 +175,14 @@ class Call:
         for start, stop in self.shared("runs", lambda: _runs(rungs)):
             rows = Rows.of(mask, slice(start, stop), n_keys)
             used, end = rotary.of_rung(rungs[:, start]), rows.stop
-            # Not shared between layers: the tables of every rung at once would be as large as the keys.
+            # Not shared between layers: the tables of all rungs together would be as large as the keys.
             block = rotate(query[:, :, start:stop], rotary.scaled(positions[:, start:stop], *used), layer.convention)
             seen = rotate(key[:, :, :end], rotary.scaled(places[:, :end], *used), layer.convention)
             if softmax.fused(query) and not rotary.additive_masks:
                 outputs += _in_blocks(softmax, block, seen, value, rows)
                 continue
             here = {**kwargs, "position_ids": positions[:, start:stop]}
-            all_rows = stop - start == n_queries  # then the mask need not be made, if it is the causal one
+            all_rows = stop - start == n_queries  # then a causal mask need not be materialised
             part = mask if all_rows and end == n_keys else rows.block(0, end)
             output, weight = self._own(module, block, seen, value[:, :, :end], part, **here)
             outputs.append(output)
@@ -197,12 +199,12 @@ class Call:
         used: Any,
         turned: Callable[..., Tensor],
     ) -> Tensor:
-        """All keys rotated for a single query: those that the cache keeps so, if it does, and the new one."""
+        """All keys rotated for a single query, from the cache's rotated copy if it has one."""
         store = None if self.cache is None else self.cache.layers[module.layer_idx]
         n_keys = key.shape[2]
         tracked = torch.is_grad_enabled() or torch.compiler.is_compiling()
         if not self.rotary.rotated_copy or store is None or store.is_compileable or tracked:
-            # The layers take turns with one piece of memory.
+            # All layers share one buffer.
             room = None if tracked else self.shared(("room", key.shape, key.device), lambda: _room_for(key))
             tables = self.shared(("keys", n_keys), lambda: self.rotary.scaled(places, *used))
             return rotate(key, tables, layer.convention, room)
@@ -235,7 +237,7 @@ class Call:
         if times is not None:
             query = query * times[:, None, :, None].to(query.dtype)
         if n_queries == 1:
-            # One query: each key at its distance behind it, and the model's own attention.
+            # A single query: each key at its distance from the query, then the model's own attention.
             def behind() -> tuple[Tensor, Tensor]:
                 return rotary.plain(-method.distance(rotary.rope, positions, places))
 
@@ -245,7 +247,7 @@ class Call:
             key = rotate(key, self.shared(("behind", n_keys), behind), layer.convention)
             return self._own(module, query, key, value, mask, **kwargs)
         branches = self.shared("branches", lambda: method.branches(rotary.rope))
-        # By index, as a function is not a key of a dictionary in a compiled graph; branches may share one.
+        # By index, as functions cannot be dictionary keys in a compiled graph; branches may share a function.
         seen: list[Tensor] = []
         for index, branch in enumerate(branches):
             done = [seen[i] for i in range(index) if branches[i].key is branch.key]
@@ -277,7 +279,7 @@ class Call:
 
 
 class _Ungrouped:
-    """What transformers' sdpa function asks of a module, for queries that are packed by their key heads."""
+    """The module attributes that transformers' sdpa function reads, for queries packed by key head."""
 
     num_key_value_groups = 1
     is_causal = False
@@ -298,7 +300,7 @@ def _softmax(module: Any, kwargs: dict[str, Any]) -> Softmax:
 
 
 def _runs(rungs: Tensor) -> list[tuple[int, int]]:
-    """Stretches of columns (start, stop) in which every row stays on one rung."""
+    """Ranges of columns (start, stop) in which every row is on one rung."""
     edges = (rungs[:, 1:] != rungs[:, :-1]).any(0).nonzero()[:, 0] + 1
     ends = [0, *edges.tolist(), rungs.shape[1]]
     return list(pairwise(ends))
@@ -314,7 +316,7 @@ def _in_blocks(softmax: Softmax, query: Tensor, key: Tensor, value: Tensor, rows
 
 
 def _joined(weights: list[Tensor | None], n_keys: int) -> Tensor | None:
-    """Attention weights of all queries, where the model's own function gives them."""
+    """The attention weights of all queries, if the model's function returns them."""
     if not weights or any(weight is None for weight in weights):
         return None
     return torch.cat([nn.functional.pad(w, (0, n_keys - w.shape[-1])) for w in weights if w is not None], dim=2)
@@ -325,7 +327,7 @@ def _holds(branch: Branch, here: Tensor, places: Tensor) -> Callable[[int, int],
 
 
 def _extent(branch: Branch, here: Tensor, places: Tensor) -> tuple[tuple[int, int], tuple[int, int]]:
-    """The columns outside of which no pair of a block is in `branch`, and those within which every pair is."""
+    """The columns that contain every pair of the block in `branch`, and those where all pairs are in it."""
     low, high = branch.bucket(here).aminmax(dim=1, keepdim=True)
     bucket = branch.bucket(places)
     possible = ((high - bucket >= branch.first) & (low - bucket < branch.stop)).any(0).nonzero()
@@ -343,14 +345,14 @@ def _extent(branch: Branch, here: Tensor, places: Tensor) -> tuple[tuple[int, in
 
 
 def parameter_names(base: nn.Module) -> tuple[str, ...]:
-    """The names of a base model's forward arguments, in order."""
+    """The argument names of a base model's forward, in order."""
     return tuple(name for name, p in inspect.signature(base.forward).parameters.items() if p.kind != p.VAR_KEYWORD)
 
 
 class BeforeForward:
-    """A hook of the base model: sees mask, positions and cache, and sends a `Call` along with them.
+    """Forward pre-hook of the base model: adds a `Call` built from mask, positions and cache.
 
-    Data, not a closure, so that it survives deepcopy and pickle.
+    A class, not a closure, so that it survives deepcopy and pickle.
     """
 
     def __init__(self, rotary_name: str, parameters: tuple[str, ...], n_layers: int) -> None:

@@ -1,7 +1,7 @@
-"""Cache layers that know the positions of their keys, made of any of transformers' own.
+"""Cache layers that store the positions of their keys, derived from any of transformers' own.
 
-The class of a layer is exchanged for a subclass, so that it stores, crops, reorders and quantises as it did.
-Its positions are kept by a second layer of the same kind, which follows every step.
+The class of a layer is replaced by a subclass, so storing, cropping, reordering and quantising still work. Positions
+are stored in a second layer of the same kind, which follows every step.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from transformers.cache_utils import (
 
 
 class PositionedLayer:
-    """Mixed into a cache layer that holds unrotated keys.
+    """Mixin for a cache layer that holds pre-RoPE keys.
 
     Attributes:
-        owner: the extension under which the keys were computed.
-        incoming: positions of shape (batch, tokens) of the keys that come next; set before each forward pass.
-        key_positions: of the keys that the last update returned, of shape (batch, keys).
-        rotated: a copy of the keys, rotated for `rung` of each row, where the extension keeps one.
+        owner: the extension that computed the keys.
+        incoming: positions of the next keys, of shape (batch, tokens); set before each forward pass.
+        key_positions: positions of the keys returned by the last update, of shape (batch, keys).
+        rotated: a copy of the keys, rotated for each row's `rung`, if enabled.
     """
 
     owner: str
@@ -56,12 +56,12 @@ class PositionedLayer:
         return keys, values
 
     def append_rotated(self, new: Tensor) -> Tensor:
-        """Put one more key behind the rotated copy, in place where there is room; returns the copy."""
+        """Append one key to the rotated copy, in place if there is room; returns the copy."""
         assert self.rotated is not None
         n_keys, room = self.rotated.shape[2], self._rotated_room
         frozen = room is not None and room.is_inference() and not torch.is_inference_mode_enabled()
         if room is None or frozen or n_keys == room.shape[2]:
-            # Some to spare, so that few steps have to copy.
+            # With spare room, so that few steps copy.
             shape = (*self.rotated.shape[:2], n_keys + 64 + n_keys // 32, self.rotated.shape[3])
             self._rotated_room = room = self.rotated.new_empty(shape)
             room[:, :, :n_keys] = self.rotated
@@ -87,9 +87,9 @@ _FOLLOWED = (
 
 @functools.cache
 def positioned(base: type[CacheLayerMixin]) -> type[CacheLayerMixin]:
-    """The subclass of a cache layer's class that knows positions."""
+    """The subclass of a cache layer's class that stores positions."""
     members = {name: _followed(name) for name in _FOLLOWED if hasattr(base, name)}
-    # A layer type would register the class with transformers, instead of the base's own.
+    # A layer_type attribute would register the class with transformers in place of the base class.
     members |= {
         "__module__": __name__,
         "_layer_type": None,
@@ -104,7 +104,7 @@ def _blank(base: type[CacheLayerMixin]) -> Any:
 
 
 def stock_class(layer: Any) -> type:
-    """The class of a cache layer without what was mixed into it."""
+    """The class of a cache layer without the mixin."""
     return type(layer).__mro__[2] if isinstance(layer, PositionedLayer) else type(layer)
 
 
@@ -117,7 +117,7 @@ def _places_for(layer: Any) -> CacheLayerMixin:
         return StaticLayer(max_cache_len=layer.max_cache_len)
     if isinstance(layer, DynamicSlidingWindowLayer):
         places = DynamicSlidingWindowLayer(sliding_window=layer.sliding_window)
-        # Assisted decoding asks for the past before it reads the first token.
+        # Assisted decoding asks for the past length before the first forward pass.
         places.record_past = getattr(layer, "record_past", False)
         return places
     if isinstance(layer, DynamicLayer):
@@ -129,10 +129,10 @@ def _places_for(layer: Any) -> CacheLayerMixin:
 
 
 def expect(cache: Cache, positions: Tensor, owner: str, n_layers: int) -> None:
-    """Make `cache` ready for a forward pass at `positions` (batch, tokens), under the extension `owner`.
+    """Prepare `cache` for a forward pass at `positions` (batch, tokens), under the extension `owner`.
 
     Raises:
-        ValueError: it holds keys from before the model was extended, or from another extension.
+        ValueError: it holds keys from before the extension, or from another extension.
     """
     if isinstance(cache, EncoderDecoderCache):
         raise TypeError("an encoder-decoder cache cannot hold unrotated keys. Extend decoder-only models.")
@@ -165,7 +165,7 @@ def expect(cache: Cache, positions: Tensor, owner: str, n_layers: int) -> None:
 
 
 def positions_of(cache: Cache | None, layer_idx: int, n_keys: int, queries: Tensor) -> Tensor:
-    """Of the keys that attention was given, (batch, keys): the layer's, or the queries' own without a cache."""
+    """The positions of the keys in attention, (batch, keys): the cache layer's, or without a cache the queries' own."""
     if cache is not None:
         layer = cache.layers[layer_idx]
         if isinstance(layer, PositionedLayer) and layer.incoming is None:
@@ -179,7 +179,7 @@ def positions_of(cache: Cache | None, layer_idx: int, n_keys: int, queries: Tens
 
 
 def cache_bytes(cache: Cache) -> int:
-    """Bytes that a cache holds: keys, values, positions and rotated copies."""
+    """Bytes of a cache: keys, values, positions and rotated copies."""
     total = 0
     layers: list[Any] = cache.layers
     for layer in layers:

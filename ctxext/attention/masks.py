@@ -1,4 +1,4 @@
-"""Attention masks that are made block by block, so that no n × n matrix is ever held."""
+"""Attention masks built block by block, so that no n × n matrix is materialised."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from transformers.masking_utils import causal_mask_function, sdpa_mask
 
 @dataclass(frozen=True, eq=False)
 class BlockMask:
-    """What transformers' mask function would give as one matrix of shape (batch, 1, query, key).
+    """A lazy form of the (batch, 1, query, key) matrix of transformers' mask function.
 
     Attributes:
-        is_causal: it says no more than that a key must not lie behind its query.
+        is_causal: whether it is a plain causal mask.
         shape: of the whole matrix.
-        make: `sdpa_mask` with all but the offsets and sizes.
-        q_offset, kv_offset: slots of the cache before the first query and before the first key.
+        make: arguments of `sdpa_mask`, without offsets and sizes.
+        q_offset, kv_offset: cache slots before the first query and before the first key.
     """
 
     is_causal: bool
@@ -31,7 +31,7 @@ class BlockMask:
     ndim = 4
 
     def block(self, rows: slice, columns: slice) -> Tensor:
-        """Whether each query of `rows` sees each key of `columns`: bool of shape (batch, 1, rows, columns)."""
+        """Whether each query of `rows` attends to each key of `columns`: bool of shape (batch, 1, rows, columns)."""
         mask: Any = sdpa_mask(
             **self.make,
             q_length=rows.stop - rows.start,
@@ -46,7 +46,7 @@ class BlockMask:
         return self.block(slice(0, self.shape[2]), slice(0, self.shape[3]))
 
     def contiguous(self) -> Tensor:
-        """As `generate` asks of the masks that it makes for a static cache."""
+        """Required by `generate` for masks of a static cache."""
         return self.whole()
 
 
@@ -64,15 +64,14 @@ def block_mask(
     device: torch.device | str = "cpu",
     **kwargs: Any,
 ) -> BlockMask | Tensor:
-    """A mask function of transformers' mask interface. Arguments are those of its `sdpa_mask`.
+    """A mask function for transformers' mask interface, with the arguments of `sdpa_mask`.
 
-    It never returns None, which each attention function reads in its own way: sdpa as causal, eager attention as
-    everything. Single queries, static caches and graphs that are traced get the matrix, which is one row or has a fixed
-    size.
+    Never returns None, which attention functions interpret differently: sdpa as causal, eager attention as no mask.
+    Single queries, static caches and traced graphs get a matrix, which has one row or a fixed size.
     """
     tracing = torch.compiler.is_compiling()
     fixed = isinstance(q_offset, Tensor) or kv_length > q_offset + q_length - kv_offset
-    # A graph cannot ask what its tensors hold.
+    # A traced graph cannot read tensor values.
     if attention_mask is not None and not tracing and attention_mask.shape[-1] >= kv_offset + kv_length:
         attention_mask = None if bool(attention_mask.all()) else attention_mask
     make = {
@@ -82,20 +81,20 @@ def block_mask(
         "use_vmap": use_vmap,
         "device": device,
     }
-    # transformers allows the skip where a function says no more than causal, and local if there is a local size.
+    # transformers allows the skip for plain causal masks, and for local ones if local_size is given.
     is_causal = allow_is_causal_skip and attention_mask is None and (local_size is None or kv_length < local_size)
     mask = BlockMask(is_causal, (batch_size, 1, q_length, kv_length), make, q_offset, kv_offset)
     return mask.whole() if fixed or tracing or (q_length == 1 and not is_causal) else mask
 
 
 def explicit(mask: BlockMask | Tensor | None, module: Any, query: Tensor, key: Tensor, is_causal: bool | None) -> Any:
-    """The mask of a layer; None, in a causal one, means the triangle that ends at the last key.
+    """The mask of a layer; for a causal layer, None becomes the causal mask that ends at the last key.
 
     Args:
-        is_causal: as attention was called with it; None leaves it to `module`.
+        is_causal: as passed to attention; None reads `module.is_causal`.
 
     Returns:
-        None only where every query sees every key.
+        None only if every query attends to every key.
     """
     if mask is not None or not (getattr(module, "is_causal", True) if is_causal is None else is_causal):
         return mask
@@ -104,23 +103,23 @@ def explicit(mask: BlockMask | Tensor | None, module: Any, query: Tensor, key: T
 
 
 def additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """A bool mask as what eager attention adds to its scores; any other mask is that already."""
+    """Convert a bool mask to an additive one, as eager attention needs; other masks are returned unchanged."""
     if mask.dtype != torch.bool:
         return mask
-    # Families take the softmax in float32, where the lowest float64 is -inf and a row of them NaN.
+    # Families compute the softmax in float32, where the lowest float64 is -inf and a fully masked row NaN.
     lowest = max(torch.finfo(dtype).min, torch.finfo(torch.float32).min)
     return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill(~mask, lowest)
 
 
 @dataclass(frozen=True)
 class Rows:
-    """The mask of some queries of a pass, whatever it was given as.
+    """The mask of some queries of a pass, from any form of mask.
 
     Attributes:
-        mask: None sees everything.
+        mask: None means no mask.
         rows: the queries.
-        stop: no query of `rows` sees a key from this column on.
-        certain: every query of `rows` sees every key before this column.
+        stop: no query of `rows` attends to keys from this column on.
+        certain: every query of `rows` attends to every key before this column.
     """
 
     mask: BlockMask | Tensor | None
@@ -136,7 +135,7 @@ class Rows:
         return cls(mask, rows, n_keys, n_keys if mask is None else 0)
 
     def block(self, start: int, stop: int) -> Tensor | None:
-        """Bool, or what is to be added to the scores, for the keys from `start` to `stop`; None where all are seen."""
+        """The bool or additive mask for the keys from `start` to `stop`; None if all are visible."""
         if self.mask is None or stop <= self.certain:
             return None
         columns = slice(start, stop)

@@ -1,7 +1,7 @@
-"""Finding out how a family rotates, by looking, and comparing in-attention RoPE with the stock model.
+"""Detect how a family rotates, and compare in-attention RoPE with the stock model.
 
-Nothing is assumed of a family: the queries and keys that reach attention in the stock model are compared with those
-that reach it when the rotary embedding gives the identity, under every way of rotating that is known here.
+Nothing is assumed of a family: the stock model's rotated queries and keys are compared with unrotated ones (the rotary
+    embedding returning the identity) under every known convention of rotation.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ CONVENTIONS = (
     Convention("interleaved", sign=-1),
     Convention("none"),
 )
-# Relative to the largest number: float32 phases, and what rounding cos and sin to 16 bits costs.
+# Relative to the largest value: for float32 phases, and for cos and sin rounded to 16 bits.
 EXACT_BAR, HALF_BAR = 1e-4, 3e-2
-# Of the output's root mean square.
+# Relative to the output's root mean square.
 OUTPUT_BAR, HALF_OUTPUT_BAR = 1e-4, 1e-1
 
 
 class Looker:
-    """Stands instead of a `Call`: sees queries and keys of every layer, and lets attention run.
+    """Replaces a `Call`: records the queries and keys of every layer, and lets attention run.
 
     Attributes:
-        seen: by layer, the queries and keys that attention was given.
-        instead: by layer, those that it is to be given, so that every layer sees the same tokens in both passes.
+        seen: the recorded queries and keys, by layer.
+        instead: queries and keys to substitute, by layer, so that every layer has the same inputs in both passes.
     """
 
     def __init__(self, rotary: InAttentionRotary, instead: dict[int, tuple[Tensor, Tensor]] | None = None) -> None:
@@ -60,13 +60,13 @@ def probe(vocabulary: int, length: int, device: torch.device) -> dict[str, Tenso
     ids = torch.randint(0, vocabulary, (1, n_tokens), generator=generator)
     positions = torch.randperm(length - 1, generator=generator)[: n_tokens - 1].sort().values
     positions = torch.cat([positions, torch.tensor([length - 1])])[None]
-    # With a mask, gaps between positions are not taken for the borders of packed documents.
+    # With a mask, gaps between positions are not mistaken for borders of packed documents.
     inputs = {"input_ids": ids, "position_ids": positions, "attention_mask": torch.ones_like(ids)}
     return {name: tensor.to(device) for name, tensor in inputs.items()}
 
 
 def difference(one: Tensor, other: Tensor) -> float:
-    """Root mean square of the difference of two outputs, relative to that of the second."""
+    """The RMS difference of two outputs, relative to the second's RMS."""
     return float((one - other).square().mean().sqrt() / other.square().mean().sqrt())
 
 
@@ -76,7 +76,7 @@ def output(model: Any, inputs: dict[str, Tensor]) -> Tensor:
 
 
 def cached_output(model: Any, inputs: dict[str, Tensor]) -> Tensor:
-    """The same in three passes under a cache: all tokens but two, and these one by one."""
+    """The same in three passes with a cache: all but two tokens, then these one by one."""
     ids, positions, mask = (inputs[name] for name in ("input_ids", "position_ids", "attention_mask"))
     cache, parts = None, []
     ends = [0, ids.shape[1] - 2, ids.shape[1] - 1, ids.shape[1]]
@@ -93,10 +93,10 @@ def cached_output(model: Any, inputs: dict[str, Tensor]) -> Tensor:
 
 
 def look(model: Any, inputs: dict[str, Tensor], looker: Looker) -> dict[int, tuple[Tensor, Tensor]]:
-    """Queries and keys of every layer in a forward pass.
+    """The queries and keys of every layer in a forward pass.
 
     Raises:
-        RuntimeError: none came by, as the model does not attend through transformers' attention interface.
+        RuntimeError: none were recorded, as the model does not use transformers' attention interface.
     """
     model(**inputs, use_cache=False, **{KEYWORD: looker})
     if not looker.seen:
@@ -110,10 +110,10 @@ def conventions(
     rotary: InAttentionRotary,
     positions: Tensor,
 ) -> tuple[dict[int, Convention], float]:
-    """For each layer the convention that turns unrotated queries and keys into the stock model's, and the worst error.
+    """For each layer, the convention that rotates queries and keys as the stock model does, and the largest error.
 
     Raises:
-        ValueError: none does, as where a norm follows RoPE or queries are scaled by position.
+        ValueError: no convention fits, e.g. if a norm follows RoPE or queries are scaled by position.
     """
     found: dict[int, Convention] = {}
     worst = 0.0

@@ -1,4 +1,4 @@
-"""The rotary embedding under in-attention RoPE: it returns the identity, and holds the numbers to rotate by."""
+"""The rotary embedding for in-attention RoPE: returns the identity rotation, and holds the real frequencies."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ctxext.methods import ContextMethod, RopeScaling
 
 @dataclass(frozen=True)
 class Convention:
-    """How a layer of a family rotates: which two dimensions are a pair, and which way they turn.
+    """How a layer rotates: which two dimensions form a pair, and the direction.
 
     "none" is a layer without RoPE.
     """
@@ -28,11 +28,11 @@ class Convention:
 
 @dataclass(frozen=True)
 class Layer:
-    """What in-attention RoPE does in one layer.
+    """In-attention RoPE of one layer.
 
     Attributes:
-        convention: how its queries and keys are rotated.
-        within: its sliding window is no longer than the trained length, so that its RoPE is left as it is.
+        convention: how queries and keys are rotated.
+        within: its sliding window is at most the trained length, so its RoPE is unchanged.
     """
 
     convention: Convention
@@ -40,17 +40,17 @@ class Layer:
 
 
 class InAttentionRotary(ExtendedRotary):
-    """Mixed into a family's rotary class: gives cos = 1 and sin = 0, and keeps what attention needs.
+    """Mixin for a family's rotary class: returns cos = 1 and sin = 0, and holds what attention needs.
 
     Attributes:
-        method: what rotates; None for the frequencies in use, as the proof compares them with the stock model.
-        rope: what the method starts from.
-        in_use: the frequencies in use before the extension; layers whose window is short keep them.
-        layers: by index.
+        method: the method; None for the stock frequencies, as in the proof.
+        rope: the RoPE that the method starts from.
+        in_use: the frequencies before the extension, which layers with a short window keep.
+        layers: the layers, by index.
         attend: the model's own attention function.
-        additive_masks: whether that takes masks to be added, as eager attention does.
-        rotated_copy: whether caches keep a rotated copy of their keys for decoding.
-        owner: what marks the caches of this extension.
+        additive_masks: whether it takes additive masks, as eager attention does.
+        rotated_copy: whether caches store a rotated copy of their keys for decoding.
+        owner: the identifier of this extension in caches.
         phases: the dtype of angles, cos and sin: float32, and float64 in a float64 model.
     """
 
@@ -64,7 +64,7 @@ class InAttentionRotary(ExtendedRotary):
     owner: str
     phases: torch.dtype
 
-    # Float32 and whole numbers, as buffers so that they follow the module; `exact_tables` undoes casts.
+    # Float32 and integer buffers, which follow the module's device; `exact_tables` undoes casts.
     rung_inv_freq: Tensor
     rung_scaling: Tensor
     rung_lengths: Tensor
@@ -73,7 +73,7 @@ class InAttentionRotary(ExtendedRotary):
     exact_tables: dict[str, Tensor]
 
     def set_method(self, method: ContextMethod | None, rope: RopeGeometry) -> None:
-        """Work out the tables, in float64, and round them once."""
+        """Compute the tables in float64, and round them once."""
         self.method, self.rope = method, rope
         if isinstance(method, RopeScaling):
             lengths = method.ladder(rope)
@@ -103,7 +103,7 @@ class InAttentionRotary(ExtendedRotary):
 
     @staticmethod
     def adjust_forward(plain: Any) -> Any:
-        """The family's own forward at position 0, where every rotation is the identity."""
+        """The family's forward at position 0, where every rotation is the identity."""
 
         @torch.no_grad()
         def forward(self: Any, x: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -114,12 +114,12 @@ class InAttentionRotary(ExtendedRotary):
     # ---------------------------------------------------------------------------------- cos and sin
 
     def rungs(self, positions: Int[Tensor, "*batch"]) -> Int[Tensor, "*batch"]:
-        """The rung of the ladder on which each position is."""
+        """The ladder rung of each position."""
         last = self.rung_lengths.shape[0] - 1
         return torch.searchsorted(self.rung_lengths.to(positions.device), positions + 1).clamp(max=last)
 
     def as_it_was(self, positions: Shaped[Tensor, "batch n"]) -> tuple[Tensor, Tensor]:
-        """cos and sin as before the extension, of shape (batch, n, pair)."""
+        """cos and sin before the extension, of shape (batch, n, pair)."""
         return self._cos_sin(positions, self.in_use_inv_freq, self.in_use.attention_factor)
 
     def plain(self, positions: Shaped[Tensor, "batch n"]) -> tuple[Tensor, Tensor]:
@@ -144,7 +144,7 @@ class InAttentionRotary(ExtendedRotary):
         return self.rung_inv_freq.to(device)[rung], self.rung_scaling.to(device)[rung]
 
     def of_length(self, length: Int[Tensor, " batch"]) -> tuple[Tensor, Tensor]:
-        """Frequencies (batch, pair) and multiplier (batch) of a method whose scale belongs to the whole call."""
+        """Frequencies (batch, pair) and multiplier (batch) of a method whose scale depends on the whole call."""
         assert isinstance(self.method, RopeScaling)
         inv_freq, scaling = self.method.scaled(self.rope, length.cpu())
         return inv_freq.float().to(length.device), scaling.float().to(length.device)
@@ -160,10 +160,10 @@ def rotate(
     convention: Convention,
     room: Float[Tensor, "batch heads n dim"] | None = None,
 ) -> Float[Tensor, "batch heads n dim"]:
-    """Rotate the first 2 · pair dimensions of each head, in float32; the others pass.
+    """Rotate the first 2 · pair dimensions of each head, in float32; the others are unchanged.
 
     Args:
-        room: float32 that the result may be written into, where no gradient is asked for.
+        room: a float32 buffer for the result, used if no gradient is needed.
     """
     cos, sin = cos_sin[0][:, None], cos_sin[1][:, None] * convention.sign
     n_pairs = cos.shape[-1]
@@ -177,7 +177,7 @@ def rotate(
         if convention.pairs == "half_split":
             return torch.cat([*turned, exact[..., 2 * n_pairs :]], dim=-1).to(x.dtype)
         return torch.cat([torch.stack(turned, dim=-1).flatten(-2), exact[..., 2 * n_pairs :]], dim=-1).to(x.dtype)
-    # The same without tensors for what lies between, and in pieces that stay in a core's cache.
+    # The same without intermediate tensors, in pieces that fit a core's cache.
     result = room if room is not None and exact.dtype == room.dtype else exact.new_empty(exact.shape)
     step = 512 if x.device.type == "cpu" else x.shape[2]
     for start in range(0, x.shape[2], step):

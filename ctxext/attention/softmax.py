@@ -1,8 +1,7 @@
-"""Exact attention in blocks of queries, for methods that rotate different pairs of tokens differently.
+"""Exact attention in blocks of queries, for methods with pair-dependent rotations.
 
-Memory grows with the number of keys, not with its square. Where the CPU's fused kernel can be used, each
-branch is a call of its own and calls are merged by their log-sum-exp; anywhere else, and where gradients,
-softcaps or dropout are asked for, one softmax runs over the scores of a block.
+Memory is linear in the number of keys. With the CPU's fused kernel, each branch is one call and the results are merged
+by their log-sum-exp; otherwise, and with gradients, softcaps or dropout, one softmax runs over the scores of a block.
 """
 
 from __future__ import annotations
@@ -17,22 +16,22 @@ from torch import Tensor
 
 from ctxext.attention.masks import Rows
 
-# Scores that are held at once in the plain form, in numbers: 64 MiB in float32.
+# The most scores held at once without the fused kernel: 64 MiB in float32.
 SCORES = 2**24
-# Queries in a block: fewer run slower, more waste the triangle above the diagonal.
+# Queries per block: fewer run slower, more waste work above the diagonal.
 BLOCK = 512
 
 
 @dataclass(frozen=True)
 class Part:
-    """One way in which the queries of a block see keys.
+    """The attention of a block of queries to keys within one branch.
 
     Attributes:
         query: rotated, of shape (batch, heads, rows, head_dim).
         key: rotated, of shape (batch, key heads, keys, head_dim).
-        holds: whether each pair of a row and a key from `start` to `stop` is seen in this way, bool of shape
-            (batch, 1, rows, keys); None where every pair is.
-        possible, certain: columns outside of which no pair is, and within which every pair is.
+        holds: whether each pair of a row and a key from `start` to `stop` is in the branch, bool of shape (batch, 1,
+            rows, keys); None if all are.
+        possible, certain: columns that contain all its pairs, and columns where every pair is in it.
     """
 
     query: Tensor
@@ -44,13 +43,13 @@ class Part:
 
 @dataclass(frozen=True, kw_only=True)
 class Softmax:
-    """How a layer weighs its scores.
+    """The softmax of a layer.
 
     Attributes:
-        scaling: of the scores.
+        scaling: the scale of the scores.
         softcap: c in c · tanh(score / c), as Gemma 2 has it.
-        sinks: a score for each head that takes weight and gives nothing, as in gpt-oss.
-        dropout: of the weights.
+        sinks: a score per head that takes weight without a value, as in gpt-oss.
+        dropout: the dropout of the weights.
     """
 
     scaling: float
@@ -59,7 +58,7 @@ class Softmax:
     dropout: float = 0.0
 
     def fused(self, query: Tensor) -> bool:
-        """Whether the fused kernel of the CPU does it; its log-sum-exp carries no gradient."""
+        """Whether the CPU's fused kernel can be used; its log-sum-exp has no gradient."""
         return (
             query.device.type == "cpu"
             and not torch.is_grad_enabled()
@@ -69,7 +68,7 @@ class Softmax:
         )
 
     def block_size(self, query: Tensor, n_keys: int) -> int:
-        """How many queries to take at a time."""
+        """The number of queries per block."""
         if torch.compiler.is_compiling():
             return query.shape[2]
         if self.fused(query):
@@ -77,7 +76,7 @@ class Softmax:
         return max(16, min(BLOCK, SCORES // (query.shape[0] * query.shape[1] * n_keys)))
 
     def __call__(self, parts: list[Part], value: Tensor, rows: Rows) -> Float[Tensor, "batch rows heads dim"]:
-        """The attention output of a block of queries; `parts` hold every pair once."""
+        """The attention output of a block of queries; `parts` contain every pair exactly once."""
         run = self._merged if self.fused(parts[0].query) else self._plain
         return run(parts, value, rows).transpose(1, 2)
 
@@ -92,7 +91,7 @@ class Softmax:
                     found, total = output, weight
                     continue
                 both = torch.logaddexp(total, weight)
-                # Where a row has seen nothing yet, both are -inf.
+                # Both are -inf for a row without keys so far.
                 share = (weight - both).exp_().nan_to_num_(nan=0.0)[..., None].to(output.dtype)
                 found, total = torch.lerp(found, output, share), both
         if found is None:
@@ -129,7 +128,7 @@ class Softmax:
 
 
 def _pieces(part: Part, rows: Rows) -> list[tuple[int, int, bool]]:
-    """The columns of a part as (start, stop, whether some pair of them may be unseen)."""
+    """The columns of a part as (start, stop, whether some pair may be masked)."""
     start, stop = part.possible or (0, rows.stop)
     stop = min(stop, rows.stop)
     if part.holds is None:
@@ -143,7 +142,7 @@ def _pieces(part: Part, rows: Rows) -> list[tuple[int, int, bool]]:
 
 
 def _both(one: Tensor | None, other: Tensor | None) -> Tensor | None:
-    """Two masks at once, the first bool or additive, the second bool."""
+    """Combine two masks, the first bool or additive, the second bool."""
     if one is None or other is None:
         return other if one is None else one
     if one.dtype == torch.bool:
@@ -165,6 +164,6 @@ def _fused(
         query, key[:, :, start:stop], value[:, :, start:stop], 0.0, False, attn_mask=mask, scale=scaling
     )
     if mask is not None:
-        # The kernel says 0 where a row sees nothing.
+        # The kernel returns 0 for a row without keys.
         weight = weight.masked_fill(~seen.any(-1), float("-inf"))
     return output, weight

@@ -1,10 +1,9 @@
-"""Adapters that carry their rope: saved with the extension they were trained under, loaded with it, merged into it.
+"""Adapters of extended models: saved, loaded and merged with the extension they were trained with.
 
-PEFT's adapter_config.json has no place for rope parameters, so an adapter put on the base that was not extended is
-silently another model. The fine-tuning recipe trains on an extended base folder
-(`ctxext.hub.checkpoint.extend_folder`), which `base_model_name_or_path` names, and `ctxext.json` beside the adapter
-says all that it takes to make that config again.
-An adapter of a live extended model, whoever saves it, has `context_extension.json` (`ctxext.extension.peft_hooks`).
+PEFT's adapter_config.json does not store RoPE parameters, so an adapter loaded on the unextended base is silently a
+different model. The fine-tuning recipe trains on an extended base folder (`ctxext.hub.checkpoint.extend_folder`), which
+`base_model_name_or_path` names, and `ctxext.json` beside the adapter holds what is needed to recreate its config.
+Adapters of a live extended model have `context_extension.json` (`ctxext.extension.peft_hooks`).
 """
 
 from __future__ import annotations
@@ -65,7 +64,8 @@ if TYPE_CHECKING:
 RECORD = "ctxext.json"
 WEIGHTS = "adapter_model.safetensors"
 
-# What an extension sets in a text config (`Plan.updates`), by transformers' common names: GPT-2's n_positions too.
+# The text config fields that an extension sets (`Plan.updates`), by transformers' common names (for GPT-2's n_positions
+# too).
 EXTENDED_KEYS = (
     "rope_parameters", "max_position_embeddings", "original_max_position_embeddings", "head_dim", "ctxext",
 )  # fmt: skip
@@ -81,15 +81,15 @@ LOGIT_BARS = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 
 @dataclass(frozen=True, kw_only=True)
 class AdapterBase:
-    """What an adapter was trained on: the content of `ctxext.json` beside it.
+    """The base of an adapter: the content of `ctxext.json` beside it.
 
     Attributes:
-        base: the original model, a name on the hub or an absolute folder; `revision` belongs to the hub.
-        extended: the absolute folder of the extended base that was trained on.
-        fingerprint: of the base's weights, as `weights_fingerprint` makes it; the extension does not change it.
-        config: what the extension set in the text config: rope_parameters, max_position_embeddings and related fields.
-        provenance: JSON of the recipe's own (settings, data, tokens, figures), free of form.
-        version: of the ctxext that wrote it.
+        base: the original model, a hub name (with its `revision`) or an absolute path.
+        extended: the absolute path of the extended base used in training.
+        fingerprint: the `weights_fingerprint` of the base; the extension does not change it.
+        config: the text config fields set by the extension: rope_parameters, max_position_embeddings and related ones.
+        provenance: free-form JSON of the recipe (settings, data, tokens, figures).
+        version: the ctxext version that wrote it.
     """
 
     base: str
@@ -108,10 +108,10 @@ class AdapterBase:
         revision: str | None = None,
         provenance: dict[str, Any] | None = None,
     ) -> AdapterBase:
-        """Read off the extended folder.
+        """From the extended folder.
 
         Raises:
-            ValueError: its weights are not safetensors, or no config says its extension.
+            ValueError: its weights are not safetensors, or its config does not express the extension.
         """
         folder = Path(extended).resolve()
         if read_record(folder) is not None:
@@ -132,33 +132,33 @@ class AdapterBase:
 
     @property
     def method(self) -> dict[str, Any] | None:
-        """The method's name and options (`RopeScaling.to_dict`); None where none was applied."""
+        """The method's name and options (`RopeScaling.to_dict`), or None."""
         return self.config.get("ctxext", {}).get("method")
 
     @property
     def rope_parameters(self) -> dict[str, Any] | None:
-        """As in the extended base's config; None for a model without RoPE, whose extension is in its weights."""
+        """The extended base's `rope_parameters`; None for a model without RoPE, whose extension is in its weights."""
         return self.config.get("rope_parameters")
 
     @property
     def max_position_embeddings(self) -> int:
-        """Tokens that the extended model covers."""
+        """The extended model's maximum length in tokens."""
         return int(self.config["max_position_embeddings"])
 
     @property
     def original_max_position_embeddings(self) -> int:
-        """Tokens at which the base was trained before any scaling, or where its factor starts if that is unknown."""
+        """The base's trained length in tokens before any scaling, or the start length if that is unknown."""
         mark = self.config.get("ctxext")
         return int(mark["original"]["length"] or mark["start"]) if mark else self.max_position_embeddings
 
     def agrees(self, config: PreTrainedConfig) -> bool:
-        """Whether `config` is extended as this record says."""
+        """Whether `config` has this extension."""
         text_config = config.get_text_config(decoder=True)
         names = self.config.keys() & {"rope_parameters", "max_position_embeddings"}
         return all(getattr(text_config, name, None) == self.config[name] for name in names)
 
     def apply_to(self, config: PreTrainedConfig) -> None:
-        """Extend the original base's config, in place. It counts only before the weights are loaded."""
+        """Extend the original base's config, in place; call it before loading the weights."""
         text_config = config.get_text_config(decoder=True)
         for name, value in self.config.items():
             setattr(text_config, name, copy.deepcopy(value))
@@ -170,7 +170,7 @@ class AdapterBase:
     def of_json(cls, read: JsonObject) -> AdapterBase:
         """
         Raises:
-            ValueError: not as this version writes it; says which field.
+            ValueError: a field is malformed; the error names it.
         """
         read.check_names({f.name for f in fields(cls)})
         config, of_config = read.get("config", OBJECT), read.part("config")
@@ -194,20 +194,20 @@ class AdapterBase:
 
 
 def check_all_saved(model: nn.Module) -> None:
-    """See that everything trained is in what would be saved. A whole model saves everything; an adapter may not.
+    """Check that everything trained would be saved. A whole model saves everything; an adapter may not.
 
-    PEFT saves its own tensors and `modules_to_save`, and leaves out without a word what was unfrozen by
-    `requires_grad_`, such as norms.
+    PEFT saves its own tensors and `modules_to_save`, and silently omits parameters unfrozen by `requires_grad_`, such
+    as norms.
 
     Raises:
-        ValueError: naming the parameters that would be lost.
+        ValueError: parameters would be lost; the error names them.
     """
     require("train")
     from peft import PeftModel, get_peft_model_state_dict
 
     if not isinstance(model, PeftModel):
         return
-    # Under all its names, as a tied parameter may be saved under any; and whole or sharded, as only identity counts.
+    # Under all names, as a tied parameter may be saved under any; whole or sharded, as only identity counts.
     parameters = dict(model.named_parameters(remove_duplicate=False))
     saved = {id(value) for value in get_peft_model_state_dict(model, state_dict=parameters).values()}
     lost = [name for name, value in model.named_parameters() if value.requires_grad and id(value) not in saved]
@@ -227,17 +227,17 @@ def save_trained(
     tokenizer: PreTrainedTokenizerBase | None = None,
     state_dict: dict[str, Tensor] | None = None,
 ) -> None:
-    """Write an adapter, or a model that was trained whole, with `ctxext.json`, a model card and the tokenizer.
+    """Save an adapter or a fully trained model, with `ctxext.json`, a model card and the tokenizer.
 
-    An adapter's `base_model_name_or_path` becomes the extended folder, so that PEFT and servers have the
-    rope unaided. A former `folder` is replaced once the new one is whole.
+    An adapter's `base_model_name_or_path` becomes the extended folder, so that PEFT and servers load the right RoPE
+    without ctxext. An existing `folder` is replaced once the new one is complete.
 
     Args:
-        state_dict: the gathered tensors of what was trained, by name, where an engine shards it.
+        state_dict: the gathered trained tensors by name, if an engine shards them.
 
     Raises:
-        ValueError: something was trained that would not be saved (`check_all_saved`).
-        On any error a former `folder` is left as it was.
+        ValueError: a trained parameter would not be saved (`check_all_saved`). On any error an existing `folder` is
+            unchanged.
     """
     require("train")
     from peft import PeftModel
@@ -258,7 +258,7 @@ def save_trained(
 
 
 def _under_all_names(model: nn.Module, state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
-    """PEFT asks for a tied parameter under each of its names; a gathered state has it under one."""
+    """PEFT looks up a tied parameter under each of its names; a gathered state has only one."""
     names = dict(model.named_parameters(remove_duplicate=False))
     tensors = {id(names[name]): tensor for name, tensor in state_dict.items() if name in names}
     return {**state_dict, **{name: tensors[id(value)] for name, value in names.items() if id(value) in tensors}}
@@ -270,8 +270,7 @@ def write_record(
     """Write `ctxext.json` and the model card into the folder of an adapter or a model.
 
     Args:
-        figures: numbers measured, as for `write_model_card`. They are kept as `provenance["figures"]`, which a merged
-            model's card shows too.
+        figures: measured figures, as for `write_model_card`; kept as `provenance["figures"]` for a merged model's card.
     """
     if figures is not None:
         base = replace(base, provenance={**base.provenance, "figures": figures})
@@ -286,7 +285,7 @@ def _write(path: Path, text: str) -> None:
 
 
 def _save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path, length: int) -> None:
-    """A tokenizer that still knows the old length would cut texts there, silently."""
+    """A tokenizer with the old length would silently truncate texts."""
     tokenizer = copy.deepcopy(tokenizer)
     tokenizer.model_max_length = max(tokenizer.model_max_length, length)
     tokenizer.save_pretrained(folder)
@@ -298,26 +297,26 @@ def _save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path, length: in
 def load(
     name_or_path: Path | str, *, is_trainable: bool = False, revision: str | None = None, **from_pretrained: Any
 ) -> PreTrainedModel | PeftModel:
-    """A model of a folder or of the hub, extended as it was saved; of an adapter its base, with the adapter on it.
+    """Load a model, extended as it was saved, from a folder or the hub; for an adapter, its base with the adapter.
 
-    Of an extension alone (`ctxext.publish.push`), the model that its card names, extended so.
+    For an extension alone (`ctxext.publish.push`), the model that its card names, extended.
 
-    The base is looked for where the adapter says that it was, in a folder `base` in, beside or above the adapter, and
-    at last as the original one, whose config is extended before its weights are loaded. Whichever it
-    is, its weights must be those that were trained on, and its rotary embedding what `ctxext.json` says.
+    Searches for the base where the adapter says, then in a folder `base` in, beside or above the adapter, then for the
+    original base, whose config is extended before its weights are loaded. Its weights must be those used in training,
+    and its rotary embedding must match `ctxext.json`.
 
     Args:
-        is_trainable: leaves the adapter's parameters unfrozen, to train on.
-        **from_pretrained: for transformers, to load the base or the plain model: dtype, device_map, …
+        is_trainable: keeps the adapter's parameters trainable.
+        **from_pretrained: arguments of `from_pretrained` for the base or the plain model: dtype, device_map, …
 
     Returns:
         The model, in eval mode.
 
     Raises:
-        FileNotFoundError: no base was found (all places are named), or `name_or_path` holds no model.
-        ValueError: a base was found, but has other weights; or a file of ctxext's there is malformed, or belongs to
-            another model or adapter.
-        RuntimeError: the loaded model's frequencies are not those that `ctxext.json` says.
+        FileNotFoundError: no base was found (the error lists the places), or `name_or_path` holds no model.
+        ValueError: a base was found, but has other weights; or a ctxext file is malformed, or belongs to another model
+            or adapter.
+        RuntimeError: the loaded model's frequencies differ from `ctxext.json`.
     """
     folder = _folder(name_or_path, revision)
     if _is_adapter(folder):
@@ -332,7 +331,7 @@ def load(
 
 
 def _folder(name_or_path: Path | str, revision: str | None) -> Path:
-    """The folder of an adapter or a model, downloaded where it is a name on the hub."""
+    """The folder of an adapter or a model, downloaded if given by hub name."""
     folder, name = Path(name_or_path), str(name_or_path)
     if not folder.is_dir() and not folder.is_absolute() and name.count("/") == 1 and not name.startswith("."):
         folder = hub_folder(name, revision)
@@ -347,7 +346,7 @@ def _folder(name_or_path: Path | str, revision: str | None) -> Path:
 
 
 def _base_of(folder: Path) -> str:
-    """The model that an extension alone was made for, as its card says."""
+    """The model that an extension alone was made for, from its card."""
     from huggingface_hub.repocard import metadata_load
 
     card = folder / "README.md"
@@ -366,12 +365,12 @@ def _is_adapter(folder: Path) -> bool:
 
 @dataclass(frozen=True)
 class _Found:
-    """An adapter and the base to put it on.
+    """An adapter and the base to load it on.
 
     Attributes:
-        config: to load the base with.
-        record: where the base's config has the extension.
-        extension: where the base is extended after it is loaded.
+        config: the config to load the base with.
+        record: if the base's config has the extension.
+        extension: if the base is extended after loading.
     """
 
     folder: Path
@@ -384,8 +383,8 @@ class _Found:
     def by(cls, folder: Path) -> _Found:
         """
         Raises:
-            FileNotFoundError: no base was found; all places are named.
-            ValueError: a base was found, but is another; or the adapter's files are broken or belong to two.
+            FileNotFoundError: no base was found; the error lists the places.
+            ValueError: a different base was found; or the adapter's files are malformed or belong to two adapters.
         """
         extension, path = adapter_record(folder), folder / RECORD
         named = plain_name(base_named(folder / ADAPTER_CONFIG))
@@ -407,7 +406,7 @@ class _Found:
 
 
 def _places(folder: Path) -> tuple[Path, ...]:
-    """Where a base is looked for besides the place that an adapter names."""
+    """The places searched for a base besides the one that the adapter names."""
     here = folder.resolve()
     return tuple(place / "base" for place in (here, *here.parents[:2]))
 
@@ -432,7 +431,7 @@ def _base_by_name(folder: Path, extension: Record) -> tuple[Path, PreTrainedConf
 
 
 def _base_by_record(folder: Path, record: AdapterBase, named: str | None) -> tuple[Path, PreTrainedConfig]:
-    """The base of an adapter that was trained on an extended folder."""
+    """The base of an adapter trained on an extended folder."""
     places = [Path(record.extended), *_places(folder)]
     if named is not None:
         places.insert(0, Path(named))
@@ -488,13 +487,13 @@ def _warn_if_plain(folder: Path, config: PreTrainedConfig) -> None:
 
 
 def _check_buildable(config: PreTrainedConfig, record: AdapterBase, folder: Path) -> None:
-    """Raise ValueError unless a model can be built from the config that the `record` in `folder` makes."""
+    """Raise ValueError unless a model can be built from the config of the `record` in `folder`."""
     try:
         model_on_meta(config)
         if record.rope_parameters is not None:
             for table in rope_tables(config.get_text_config(decoder=True), record.rope_parameters):
                 table.in_use  # noqa: B018, it is worked out
-    except Exception as error:  # transformers' rotary embeddings raise many kinds
+    except Exception as error:  # rotary embeddings raise many kinds
         raise ValueError(
             f"config in {folder / RECORD} gives no model ({type(error).__name__}: {error}). Restore it, or save the "
             "adapter again."
@@ -527,13 +526,13 @@ def _load_adapter(found: _Found, is_trainable: bool = False, **from_pretrained: 
 
 
 def _check_live(model: PreTrainedModel, record: AdapterBase) -> None:
-    """The loaded model's rotary embedding against the formula of the rope parameters on record.
+    """Compare the loaded model's rotary embedding with the formula of the recorded RoPE parameters.
 
     Raises:
         RuntimeError: they differ.
     """
     if record.rope_parameters is None:
-        return  # a table of positions is among the weights, which the fingerprint is of
+        return  # position tables are weights, which the fingerprint covers
     text_config = model.config.get_text_config(decoder=True)
     for path, error in table_errors(model, text_config, record.rope_parameters):
         if error > RotaryProof.FREQUENCY_BAR:
@@ -547,23 +546,24 @@ def _check_live(model: PreTrainedModel, record: AdapterBase) -> None:
 
 
 def merge(folder: Path | str, output: Path | str, dtype: torch.dtype | str | None = None) -> Path:
-    """Write an adapter and its base as one plain checkpoint, which transformers loads extended without PEFT or ctxext.
+    """Merge an adapter and its base into one plain checkpoint, which transformers loads extended without PEFT or
+    ctxext.
 
-    Merged in float32 (4 bytes a parameter in memory) and rounded once to `dtype`. Before the folder
-    gets its name it is loaded by plain transformers, and its logits are compared with the adapter's.
+    Merges in float32 (4 bytes per parameter in memory) and rounds once to `dtype`. Before it is moved into place, the
+    folder is loaded by plain transformers and its logits are compared with the adapter's.
 
     Args:
         folder: an adapter, here or on the hub.
-        output: a folder that does not exist yet.
-        dtype: of the weights written; None for the base's own.
+        output: a new folder.
+        dtype: dtype of the written weights; None for the base's.
 
     Returns:
         `output`.
 
     Raises:
         FileExistsError: `output` exists.
-        ValueError: no adapter; its base is stored quantised; or what was trained cannot be merged, as LoRA on an
-            embedding that is tied to the head.
+        ValueError: no adapter; its base is quantised; or a trained part cannot be merged, such as LoRA on an embedding
+            tied to the head.
         RuntimeError: the written model's logits are not the adapter's.
         Those of `load`. On any error nothing is left behind.
     """
@@ -595,7 +595,7 @@ def merge(folder: Path | str, output: Path | str, dtype: torch.dtype | str | Non
         if record is not None:
             write_record(building, record)
         del model, merged
-        # Computed in float32, so that what differs is the rounding of the weights and not that of the activations.
+        # In float32, so that only the rounding of the weights differs, not that of activations.
         written: Any = load(building, dtype=torch.float32)
         if record is not None:
             _check_live(written, record)
@@ -637,7 +637,7 @@ def _copy_tokenizer(sources: tuple[Path, ...], building: Path, length: int) -> N
 
 @torch.no_grad()
 def _probe(model: Any) -> Tensor:
-    """Logits of 64 tokens from all over the vocabulary, float32 of shape (token, vocabulary)."""
+    """The logits of 64 tokens spread over the vocabulary, float32 of shape (token, vocabulary)."""
     vocabulary = model.config.get_text_config(decoder=True).vocab_size
     ids = torch.arange(64, device=model.device)[None] * 7919 % vocabulary
     return model(input_ids=ids).logits[0].float()
@@ -661,10 +661,10 @@ def write_model_card(
     """Write README.md into the folder of an adapter or a merged model.
 
     Args:
-        figures: numbers measured, a row each ({"base": {"perplexity at 512–1,024": 74.3}, "before": …}); the columns
-            are all that any row names, and what a row lacks stays empty.
+        figures: measured figures by row ({"base": {"perplexity at 512–1,024": 74.3}, "before": …}); the columns are all
+            names in any row, and missing cells are empty.
     """
-    local = Path(base.base).is_absolute()  # a folder of the writer's own: nothing to load from, and nobody's business
+    local = Path(base.base).is_absolute()  # a local folder: private, and nothing to load from
     figures = figures or {}
     text = render_card(
         "model_card.md",
@@ -682,7 +682,7 @@ def write_model_card(
 
 
 def render_card(template: str, **values: Any) -> str:
-    """One of the package's templates of model cards, filled in."""
+    """Render one of the package's model card templates."""
     from jinja2 import Environment, StrictUndefined
 
     environment = Environment(
@@ -694,7 +694,7 @@ def render_card(template: str, **values: Any) -> str:
 
 
 def _cell(value: Any) -> str:
-    """A value as text that cannot break a table, a line or the page."""
+    """A value as text that is safe in tables and Markdown."""
     if value is None:
         return ""
     if isinstance(value, float):

@@ -1,4 +1,4 @@
-"""Extend a checkpoint on disk without loading its weights."""
+"""Extend checkpoints on disk without loading their weights."""
 
 from __future__ import annotations
 
@@ -39,16 +39,16 @@ from ctxext.utils.values import one_line
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-# Weights in other formats than safetensors.
+# Weights in formats other than safetensors.
 PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack")
 
-# A probe is of one extension: it does not follow into another.
+# A probe belongs to one extension and is not copied into another.
 REWRITTEN = ("config.json", "tokenizer_config.json", RECORD, PROBE)
 
 
 @dataclass(frozen=True)
 class ExtendedFolder:
-    """What `extend_folder` wrote: the folder (None for a dry run), its plan, its config, and bytes by kind."""
+    """The result of `extend_folder`: the folder (None for a dry run), the plan, the config, and bytes by kind."""
 
     output: Path | None
     plan: Plan
@@ -58,11 +58,11 @@ class ExtendedFolder:
 
 
 def checkpoint_folder(name_or_path: str, revision: str | None = None, *, config_only: bool = False) -> Path:
-    """The folder of a checkpoint: a local one, or one of the hub's, downloaded to its cache.
+    """The folder of a checkpoint, local or downloaded from the hub.
 
     Raises:
         FileNotFoundError: no such folder, or it holds no config.json.
-        ValueError: a file, or an adapter.
+        ValueError: it is a file or an adapter.
     """
     folder = Path(name_or_path)
     if folder.is_file():
@@ -85,9 +85,9 @@ def checkpoint_folder(name_or_path: str, revision: str | None = None, *, config_
 
 
 def refuse_adapter(folder: Path, name: str) -> None:
-    """Raise ValueError, naming the command that merges it, if `folder` (called `name`) holds a PEFT adapter.
+    """Raise ValueError, with the command that merges it, if `folder` (called `name`) holds a PEFT adapter.
 
-    vLLM's `--enable-lora` would serve none that has `modules_to_save`, as those of `recipes/finetune.py` have.
+    vLLM's `--enable-lora` does not support `modules_to_save`, which adapters of `recipes/finetune.py` have.
     """
     if not (folder / "adapter_config.json").is_file():
         return
@@ -101,10 +101,10 @@ def refuse_adapter(folder: Path, name: str) -> None:
 
 
 def read_config(folder: str | Path) -> PreTrainedConfig:
-    """The config.json of a checkpoint as transformers reads it.
+    """Load the config.json of a checkpoint with transformers.
 
     Raises:
-        ValueError: transformers refuses what it says, or as `check_config`.
+        ValueError: transformers rejects it, or as `check_config`.
     """
     from transformers import AutoConfig
 
@@ -115,7 +115,7 @@ def read_config(folder: str | Path) -> PreTrainedConfig:
         raise ValueError(f"{path}: {error}") from error
     try:
         config = AutoConfig.from_pretrained(folder)
-    except Exception as error:  # its checks and its own code raise many kinds
+    except Exception as error:  # transformers raises many kinds
         raise ValueError(
             f"transformers refuses {path} ({type(error).__name__}: {one_line(error)}). Correct it, or fetch it again."
         ) from error
@@ -124,7 +124,7 @@ def read_config(folder: str | Path) -> PreTrainedConfig:
 
 
 def check_not_extended(folder: Path, existing: str = "refuse") -> Record | None:
-    """The metadata in `folder`, if it is to be replaced; None where there is none.
+    """The extension metadata in `folder` that existing="replace" replaces, or None.
 
     Raises:
         ValueError: there is one, and `existing` is not "replace".
@@ -140,10 +140,10 @@ def check_not_extended(folder: Path, existing: str = "refuse") -> Record | None:
 
 
 def method_of(folder: Path) -> ContextMethod | None:
-    """The method by which the checkpoint in `folder` was extended by ctxext; None where it was not.
+    """The method that the checkpoint in `folder` was extended by, or None.
 
     Raises:
-        ValueError: a method that is not registered here.
+        ValueError: the method is not registered here.
     """
     record = read_record(folder)
     if record is not None:
@@ -153,7 +153,7 @@ def method_of(folder: Path) -> ContextMethod | None:
 
 
 def architecture_of(folder: Path) -> Any:
-    """The class of the model that was saved in `folder`; a language model's where its config names none."""
+    """The model class of the checkpoint in `folder`; AutoModelForCausalLM if its config names none."""
     import transformers
 
     names = read_json(folder / "config.json").content.get("architectures")
@@ -162,7 +162,7 @@ def architecture_of(folder: Path) -> Any:
 
 
 def saved_extension(folder: Path) -> Record | None:
-    """What the checkpoint in `folder` is to be extended by after it is loaded; None where its config says it all.
+    """The extension to apply after loading the checkpoint in `folder`; None if its config expresses everything.
 
     Raises:
         ValueError: its metadata is malformed, or belongs to another model.
@@ -175,10 +175,10 @@ def saved_extension(folder: Path) -> Record | None:
 
 
 def planned_as_saved(config: PreTrainedConfig, record: Record) -> Plan:
-    """The plan of a saved extension for the model of `config`.
+    """Plan a saved extension for the model of `config`.
 
     Raises:
-        ValueError: it belongs to another model, or does not fit; names the file.
+        ValueError: it belongs to another model, or cannot be applied; the error names the file.
     """
     arguments = record.arguments_for(config)
     with _naming(record):
@@ -187,7 +187,7 @@ def planned_as_saved(config: PreTrainedConfig, record: Record) -> Plan:
 
 @contextmanager
 def _naming(record: Record) -> Iterator[None]:
-    """Put the file into an error of what it says."""
+    """Add the file's name to errors about its content."""
     try:
         yield
     except ValueError as error:
@@ -195,10 +195,10 @@ def _naming(record: Record) -> Iterator[None]:
 
 
 def extended_as_saved(model: Any, record: Record | None) -> Any:
-    """The model in eval mode, extended in place by its `saved_extension`."""
+    """Extend the model in place by its `saved_extension`; returns it in eval mode."""
     if record is None:
         return model.eval()
-    # Of the folder, not of the model: what is saved from here has its own.
+    # It describes the folder, not the model: saving writes new metadata.
     model.config.__dict__.pop(BESIDE, None)
     arguments = record.arguments_for(model.config)
     with _naming(record):
@@ -206,9 +206,9 @@ def extended_as_saved(model: Any, record: Record | None) -> Any:
 
 
 def extended_json(folder: Path, /, **arguments: Any) -> tuple[Plan, dict[str, Any]]:
-    """The plan for the checkpoint in `folder` and its new config.json: every other key stays as it was.
+    """The plan for the checkpoint in `folder`, and its new config.json; all other keys are kept.
 
-    Where no config can express the extension, it only says that one is beside it.
+    If config.json cannot express the extension, it only refers to `context_extension.json`.
     """
     former = check_not_extended(folder, arguments.get("existing", "refuse"))
     config = read_config(folder)
@@ -217,7 +217,7 @@ def extended_json(folder: Path, /, **arguments: Any) -> tuple[Plan, dict[str, An
         if arguments.get("original_max_position_embeddings") is None:
             arguments["original_max_position_embeddings"] = former.original_max_position_embeddings
         if former.method is not None and former.method.encoding != "rope":
-            arguments["existing"] = "refuse"  # its config is that of the model as it was
+            arguments["existing"] = "refuse"  # its config is the original model's
     plan = plan_extension(config, **arguments)
     check_on_paper(config, plan)
     if not plan.is_portable:
@@ -241,24 +241,23 @@ def extend_folder(
     say: Callable[[str], None] = print,
     **arguments: Any,
 ) -> ExtendedFolder:
-    """Write the checkpoint in `folder` to `output`, extended: a new config, the same weight files.
+    """Write an extended copy of the checkpoint in `folder` to `output`: a new config, the same weight files.
 
-    Where config.json cannot express it, the config stays what it was, and `context_extension.json` beside it is what
-    `ctxext.load(output)` extends by. Where the method makes new weights (a longer position table), the model is loaded,
-    extended and saved.
+    If config.json cannot express the extension, the config is unchanged, and `ctxext.load(output)` reads
+    `context_extension.json`. If the method creates new weights (a longer position table), the model is loaded, extended
+    and saved.
 
-    Files are hard-linked, so that a checkpoint of any size takes no room and no time; where that
-    cannot be (another disk), they are copied, after saying how much. Never edit a linked weight file in
-    place: both folders share it.
+    Files are hard-linked, which takes no space and no time; across disks they are copied, after a message with the
+    size. Never edit a linked weight file in place: both folders share it.
 
     Args:
-        output: a folder that does not exist yet; None only works out the config.
-        say: called with a line for the person who waits.
+        output: a new folder; None only computes the config.
+        say: called with progress messages.
         **arguments: those of `ctxext.extend_context`.
 
     Raises:
         FileExistsError: `output` exists.
-        ValueError: as for `ctxext.extend_context`. Nothing is written on errors.
+        ValueError: as `ctxext.extend_context`. Nothing is written on errors.
     """
     plan, config = extended_json(folder, factor=factor, method=method, **arguments)
     if output is None:
@@ -280,10 +279,10 @@ def extend_folder(
 
 
 def _fingerprint(folder: Path, plan: Plan) -> str | None:
-    """Of the weights that the metadata will belong to; None where there are none yet.
+    """The fingerprint of the weights that the metadata will belong to; None if there are none yet.
 
     Raises:
-        ValueError: they are pickled, which `ctxext.load`, the only one to read the metadata, does not load.
+        ValueError: they are pickled, which `ctxext.load`, the only reader of the metadata, does not load.
     """
     if any(folder.glob("*.safetensors")):
         return weights_fingerprint(folder)
@@ -304,10 +303,9 @@ def _extend_live(folder: Path, building: Path, plan: Plan) -> None:
 
 @contextmanager
 def written_whole(folder: Path) -> Iterator[Path]:
-    """A new folder beside `folder`, which takes its place at the end of the block; on errors nothing has changed.
+    """A temporary folder that replaces `folder` at the end of the block; on errors nothing changes.
 
-    Folders cannot be exchanged in one step: a former one is moved aside, to a hidden name beside it, for the instant
-    between two renames.
+    Folders cannot be swapped atomically: an existing one is moved to a hidden name between two renames.
     """
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -330,7 +328,7 @@ def written_whole(folder: Path) -> Iterator[Path]:
 
 
 def _link_or_copy(folder: Path, building: Path, say: Callable[[str], None]) -> tuple[int, int]:
-    # The hub's cache holds links to its blobs: what they point to is linked.
+    # The hub's cache holds links to its blobs; their targets are linked.
     found = [path for path in sorted(folder.rglob("*")) if path.is_file()]
     found = [path for path in found if not any(part.startswith(".") for part in path.relative_to(folder).parts)]
     written = {path.name for path in building.iterdir()}
@@ -369,13 +367,13 @@ def _write_json(path: Path, value: dict[str, Any]) -> None:
 
 
 def extended_base(base: Path, folder: Path, **arguments: Any) -> Path:
-    """The extended base of a training run in `folder`, written if it is not there.
+    """The extended base of a training run in `folder`, written if missing.
 
     Args:
         arguments: of `ctxext.extend_context`.
 
     Raises:
-        ValueError: config.json cannot express the extension, or what is there is extended in another way.
+        ValueError: config.json cannot express the extension, or the existing folder has another one.
     """
     plan, _ = extended_json(base, **arguments)
     if not plan.is_portable:
@@ -393,7 +391,7 @@ def extended_base(base: Path, folder: Path, **arguments: Any) -> Path:
             f"{folder} was extended in another way than the settings say ({plan.summary}). Choose another output, or "
             "remove that folder."
         )
-    # A longer table of positions is loaded, extended and saved again, maybe by other names.
+    # Position tables are loaded, extended and saved again, possibly under other file names.
     if not plan.changes_weights and weights_fingerprint(folder) != weights_fingerprint(base):
         raise ValueError(f"{folder} holds other weights than {base}. Choose another output, or remove that folder.")
     return folder

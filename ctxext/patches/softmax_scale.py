@@ -1,4 +1,4 @@
-"""The scale of the softmax of multi-head latent attention, which takes the attention factor in some families."""
+"""The softmax scale of multi-head latent attention, which includes the attention factor in some families."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from ctxext.models.text_config import text_config_of
 
 @dataclass(frozen=True)
 class SoftmaxProof(Proof):
-    """What was seen of the scale.
+    """The proof of the scale.
 
     Attributes:
-        error: largest relative difference between a module's scale and what the method says.
-        n_modules: attention modules whose scale was set.
+        error: largest relative difference between a module's scale and the method's.
+        n_modules: number of attention modules whose scale was set.
     """
 
     error: float
@@ -43,10 +43,10 @@ class SoftmaxProof(Proof):
 
 @dataclass(frozen=True)
 class ScaleSoftmax(Patch):
-    """Attention modules have the scale that their own class sets from the extended config.
+    """Sets each attention module's scale to what its class computes from the extended config.
 
     Attributes:
-        ratio: of the new scale to the present one, as the method says.
+        ratio: the method's ratio of the new scale to the current one.
     """
 
     needs_weights: ClassVar[bool] = False
