@@ -1,8 +1,8 @@
-"""GGUF files, the format of llama.cpp: one extended without touching its weights, or written from a folder.
+"""Extend GGUF files (llama.cpp's format) without changing their weights, or write them from a folder.
 
-Where llama.cpp's graph for an architecture takes frequency factors, any λ goes into the tensor `rope_freqs.weight`, and
-the multiplier of cos and sin into `{arch}.rope.scaling.attn_factor`. Elsewhere only what its metadata can say goes: a
-base, linear scaling, and YaRN with the paper's betas.
+If llama.cpp's graph for an architecture takes frequency factors, any λ is stored in the tensor `rope_freqs.weight`, and
+the multiplier of cos and sin in `{arch}.rope.scaling.attn_factor`. Other architectures support only what the metadata
+can express: a base, linear scaling, and YaRN with the paper's betas.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 ROPE_FACTORS = "rope_freqs.weight"
-# Our own key: what ctxext did, as a config's `ctxext` has it.
+# Our own key: the extension metadata, as under `ctxext` in a config.
 MARK = "ctxext.extension"
 CONVERTER = "Convert it with llama.cpp's own convert_hf_to_gguf.py, then extend the file."
 
@@ -60,9 +60,9 @@ class Architecture:
     """How llama.cpp rotates in one of its architectures.
 
     Attributes:
-        model_type: what transformers calls it.
+        model_type: its name in transformers.
         takes_factors: whether its graph divides the frequencies by the factors in the file.
-        source: where that was read.
+        source: where this was read.
     """
 
     model_type: str
@@ -82,7 +82,7 @@ ARCHITECTURES = {
 
 @dataclass(frozen=True)
 class _Stored:
-    """A tensor as a file holds it: `load` gives an array of that shape and type, of bytes where it is quantised."""
+    """A tensor of a file: `load` gives an array of this shape and dtype (bytes if it is quantised)."""
 
     name: str
     kind: GGMLQuantizationType
@@ -110,7 +110,7 @@ def _gguf() -> Any:
 
 
 class _File:
-    """A GGUF file that is read: its metadata by key, and its tensors, which stay on the disk."""
+    """A GGUF file: its metadata by key, and its memory-mapped tensors."""
 
     def __init__(self, path: Path) -> None:
         self.path, self.reader = path, _reader(path)
@@ -126,7 +126,7 @@ class _File:
             )
 
     def get(self, key: str, kind: Kind) -> Any:
-        """The value of a key, None where there is none; a key that begins with a dot is the architecture's.
+        """The value of a key, or None; a leading dot stands for the architecture's prefix.
 
         Raises:
             ValueError: it is of another kind.
@@ -139,10 +139,10 @@ class _File:
         return value
 
     def number(self, key: str, default: int | None = None) -> int:
-        """A number of the architecture's, from `_NUMBERS`.
+        """An integer of the architecture, with the bounds of `_NUMBERS`.
 
         Raises:
-            ValueError: it is of another kind, or there is none and no default.
+            ValueError: it has another type, or it is missing without a default.
         """
         kind = _NUMBERS[key]
         value = self.get(key, kind)
@@ -182,7 +182,7 @@ class _File:
 
     @property
     def rope_parameters(self) -> dict[str, Any]:
-        """What llama.cpp makes of the file, in transformers' words."""
+        """How llama.cpp reads the file, as transformers' `rope_parameters`."""
         factors, pairs = self.tensor(ROPE_FACTORS), self.rotary_dim // 2
         if factors is not None and not (factors.shape == (pairs,) and are_numbers(factors.tolist(), 1e-6, 1e6)):
             raise ValueError(f"{ROPE_FACTORS} in {self.path} must be {pairs} numbers from 1e-6 to 1e6. {_AGAIN}")
@@ -212,7 +212,7 @@ _NUMBERS = {
 
 
 def _or_zero(kind: Kind) -> Kind:
-    """As `kind`, or 0, which says to llama.cpp what a missing key does."""
+    """As `kind`, or 0, which llama.cpp treats as a missing key."""
     return Kind(f"{kind.words}, or 0", lambda value: is_number(value, 0, 0) or kind.holds(value))
 
 
@@ -231,7 +231,7 @@ def _reader(path: Path) -> GGUFReader:
     base: Any = _gguf().GGUFReader
 
     class Reader(base):
-        """One whose counts are held against the file: the base class reads nothing, without end, behind its end."""
+        """A reader that checks counts against the file size: the base class reads past the end without an error."""
 
         def _get(self, offset: int, dtype: Any, count: int = 1, override_order: Any = None) -> Any:
             found = super()._get(offset, dtype, count, override_order)
@@ -262,7 +262,7 @@ def _as_rope_parameters(
     attention_factor = float(values.get(".rope.scaling.attn_factor") or 1.0)
     parameters: dict[str, Any] = {"rope_type": "default", "rope_theta": float(values.get(".rope.freq_base") or 10000.0)}
     if kind == "yarn":
-        # The betas are the paper's whatever the file says: only graphs that are not known here load them.
+        # The betas are always the paper's: none of the supported graphs loads them.
         parameters |= {"rope_type": "yarn", "factor": scale, "original_max_position_embeddings": original}
     elif kind == "linear" and scale != 1.0:
         parameters |= {"rope_type": "linear", "factor": scale}
@@ -282,11 +282,11 @@ def _as_rope_parameters(
 
 
 def context_of_gguf(path: str | Path) -> PreTrainedConfig:
-    """What a GGUF file says of its context, as a config of transformers: for `describe_context` and `extend_config`.
+    """The context of a GGUF file as a transformers config, for `describe_context` and `extend_config`.
 
     Raises:
         FileNotFoundError: no such file.
-        ValueError: it is not a GGUF file, or of an architecture that is not known here.
+        ValueError: it is not a GGUF file, or its architecture is unsupported.
     """
     return _config(_File(Path(path)))
 
@@ -312,7 +312,7 @@ def _config(file: _File) -> PreTrainedConfig:
     try:
         config = AutoConfig.for_model(ARCHITECTURES[file.architecture].model_type, **values)
         check_config(config)
-    except Exception as error:  # transformers' checks and its own code raise many kinds
+    except Exception as error:  # transformers raises many kinds
         raise ValueError(f"{file.path} says what no model is: {one_line(error)}. {_AGAIN}") from error
     mark = file.get(MARK, TEXT)
     if mark is not None:
@@ -331,20 +331,20 @@ def extend_gguf(
     method: str | ContextMethod | None = None,
     **arguments: Any,
 ) -> RopePlan:
-    """Write the GGUF file `source` to `output`, extended. Weights are copied as they are, a tensor at a time.
+    """Write an extended copy of the GGUF file `source` to `output`. Weights are copied unchanged, one tensor at a time.
 
     Args:
         output: a file that does not exist yet.
         factor, method, **arguments: those of `ctxext.extend_context`; static methods only.
 
     Returns:
-        The plan that was followed.
+        The plan of the extension.
 
     Raises:
         FileExistsError: `output` exists.
         FileNotFoundError: no such `source`.
-        ValueError: `source` is not a GGUF file of a supported architecture; its graph takes no frequency factors
-            and its metadata cannot say the method; or as for `ctxext.extend_context`. No file is left then.
+        ValueError: `source` is not a GGUF file of a supported architecture; its graph takes no frequency factors and
+            its metadata cannot express the method; or as `ctxext.extend_context`. No file is written on errors.
     """
     source, output = Path(source), Path(output)
     _check_new(output)
@@ -379,7 +379,8 @@ def extend_gguf(
 
 
 def _check_original_known(file: _File, arguments: dict[str, Any]) -> None:
-    """Refuse to start again from the length before a scaling that a file holds as factors alone, as Llama 3.1's do."""
+    """Refuse existing="replace" if the original length is unknown: some files, as Llama 3.1's, hold only scaled
+    factors."""
     original = ".rope.scaling.original_context_length"
     known = file.tensor(ROPE_FACTORS) is None or any(
         file.get(key, kind) is not None for key, kind in ((original, _ROPE[original]), (MARK, TEXT))
@@ -397,10 +398,10 @@ def _check_original_known(file: _File, arguments: dict[str, Any]) -> None:
 def _rope(
     architecture: str, rope: RopeGeometry, parameters: dict[str, Any], length: int, original: int | None
 ) -> tuple[dict[str, Any], list[_Stored]]:
-    """The metadata and the tensor that make llama.cpp rotate as `rope` has it.
+    """The metadata and the tensor with which llama.cpp rotates by `rope`.
 
     Args:
-        parameters: the same in transformers' words, which is what can be said where factors are not taken.
+        parameters: the same as `rope_parameters`, for architectures without frequency factors.
     """
     said: dict[str, Any] = {
         ".context_length": length,
@@ -421,7 +422,7 @@ def _rope(
         return said | {".rope.scaling.type": kind, ".rope.scaling.factor": float(parameters["factor"])}, []
     betas = (parameters.get("beta_fast", 32), parameters.get("beta_slow", 1), parameters.get("truncate", True))
     if kind == "yarn" and betas == (32, 1, True):
-        # It multiplies the paper's temperature, which llama.cpp applies by itself.
+        # It multiplies the paper's temperature, which llama.cpp always applies.
         beside = rope.attention_factor / (0.1 * math.log(parameters["factor"]) + 1)
         scaling = {".rope.scaling.factor": float(parameters["factor"]), ".rope.scaling.attn_factor": beside}
         return said | {".rope.scaling.type": kind} | scaling, []
@@ -435,7 +436,7 @@ def _rope(
 
 
 def _mark(mark: dict[str, Any], rope: dict[str, Any], factors: list[_Stored], rotary_dim: int) -> dict[str, Any]:
-    """Our key, with what the file will read as: a file that was edited since belongs to nobody."""
+    """Our metadata, with the values that the file will be read as, so that later edits of the file invalidate it."""
     stored = {key: _float32(value) if isinstance(value, float) else value for key, value in rope.items()}
     read = _as_rope_parameters(
         stored, rotary_dim, torch.from_numpy(factors[0].load().copy()).double() if factors else None
@@ -451,10 +452,10 @@ def _float32(value: float) -> float:
 
 
 def write_gguf(folder: str | Path, output: str | Path, dtype: str = "F32") -> None:
-    """Write a transformers folder of the LLaMA architecture as a GGUF file, its static extension included.
+    """Convert a transformers folder of the LLaMA architecture, with its static extension, to a GGUF file.
 
-    LLaMA, SmolLM2 and Mistral without a sliding window, with a byte-level BPE tokenizer. Weights are read a tensor at a
-    time.
+    Supports LLaMA, SmolLM2 and Mistral without a sliding window, with a byte-level BPE tokenizer. Weights are read one
+    tensor at a time.
 
     Args:
         output: a file that does not exist yet.
@@ -463,8 +464,8 @@ def write_gguf(folder: str | Path, output: str | Path, dtype: str = "F32") -> No
     Raises:
         FileExistsError: `output` exists.
         FileNotFoundError: no config.json or no safetensors in `folder`.
-        ValueError: another architecture, tokenizer or dtype, or an extension that no GGUF file can say. No file is left
-            then.
+        ValueError: unsupported architecture, tokenizer or dtype, or an extension that GGUF cannot express. No file is
+            written on errors.
     """
     from transformers import AutoTokenizer
 
@@ -502,7 +503,7 @@ def write_gguf(folder: str | Path, output: str | Path, dtype: str = "F32") -> No
 
 
 def why_not_written(config: Any) -> str | None:
-    """What llama.cpp's `llama` does not do that a model of this config does; None where a file is written of it."""
+    """Why llama.cpp's `llama` cannot run a model of this config; None if it can."""
     if config.model_type not in ("llama", "mistral"):
         return f"is of model_type {config.model_type!r}, and 'llama' is written here"
     window = getattr(config, "sliding_window", None)
@@ -517,7 +518,7 @@ def why_not_written(config: Any) -> str | None:
 
 
 def _rope_of_folder(folder: Path, config: Any) -> RopeGeometry:
-    """The frequencies in use, if the folder is one whose architecture and extension llama.cpp's `llama` has."""
+    """The frequencies in use; raises unless llama.cpp's `llama` supports the folder's architecture and extension."""
     name = folder.resolve().name
     reason = why_not_written(config)
     if reason is not None:
@@ -537,12 +538,12 @@ _FILE_TYPES = {"F32": 0, "F16": 1, "Q8_0": 7, "BF16": 32}  # llama.cpp's llama_f
 
 
 def _weights(folder: Path, config: Any, dtype: str) -> Iterator[_Stored]:
-    """The tensors of the folder under llama.cpp's names, loaded when they are written."""
+    """The tensors of the folder under llama.cpp's names, loaded lazily."""
     from safetensors import safe_open
 
     gguf = _gguf()
 
-    # As transformers does: other files may hold the same weights once more, as consolidated.safetensors.
+    # As transformers does: other files, such as consolidated.safetensors, may hold the same weights again.
     index, files = folder / "model.safetensors.index.json", [folder / "model.safetensors"]
     if not files[0].is_file() and index.is_file():
         shards = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
@@ -580,7 +581,7 @@ def _as_stored(
         with safe_open(file, framework="pt") as opened:
             weight = opened.get_tensor(key).float()
         if n_heads:
-            # llama.cpp rotates neighbours, (2i, 2i + 1), where transformers rotates the halves, (i, i + d/2).
+            # llama.cpp rotates pairs (2i, 2i + 1), transformers pairs (i, i + d/2).
             weight = weight.unflatten(0, (n_heads, 2, -1)).transpose(1, 2).flatten(0, 2).contiguous()
         return cast("np.ndarray", gguf.quants.quantize(weight.numpy(), kind))
 
@@ -589,7 +590,7 @@ def _as_stored(
     return _Stored(name, kind, gguf.quants.quant_shape_to_byte_shape(shape, kind), np.dtype("uint8"), load)
 
 
-# What splits the text before BPE, with llama.cpp's name for it. Each is checked against llama.cpp in the tests.
+# Pre-tokenizers and llama.cpp's names for them. The tests check each against llama.cpp.
 _LETTERS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+"
 _REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _PRE_TOKENIZERS = {
@@ -599,12 +600,12 @@ _PRE_TOKENIZERS = {
     (rf"{_LETTERS}|\p{{N}}|{_REST}", "ByteLevel"): "qwen2",
 }
 
-# Where a word that is a token is one, whatever the merges make of it.
+# Pre-tokenizers for which llama.cpp ignores merges if a whole word is a token.
 _WHOLE_WORDS = ("llama-bpe",)
 
 
 def _pre_tokenizer(spec: dict[str, Any] | None) -> tuple[str, ...]:
-    """The steps of a `pre_tokenizer` of tokenizer.json, in the words of `_PRE_TOKENIZERS`; others as they are."""
+    """The steps of a `pre_tokenizer` of tokenizer.json, in the terms of `_PRE_TOKENIZERS`."""
     match spec:
         case {"type": "Sequence", "pretokenizers": steps}:
             return tuple(word for step in steps for word in _pre_tokenizer(step))
@@ -614,7 +615,7 @@ def _pre_tokenizer(spec: dict[str, Any] | None) -> tuple[str, ...]:
             return ("single digits",)
         case {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}:
             return (pattern,)
-    return (json.dumps(spec),)  # which is none of the words above
+    return (json.dumps(spec),)  # which matches none of them
 
 
 def _tokenizer(tokenizer: PreTrainedTokenizerBase, vocab_size: int, folder: Path) -> dict[str, Any]:
@@ -679,10 +680,10 @@ def _write(
     tensors: list[_Stored],
     alignment: int = 32,
 ) -> None:
-    """Write a file whole or not at all, one tensor in memory at a time.
+    """Write a file atomically, with one tensor in memory at a time.
 
     Args:
-        metadata: by key, the architecture's from their dot on: numbers, words and lists, or as `_fields` has them.
+        metadata: values by key (a leading dot stands for the architecture's prefix), or tuples as from `fields`.
         alignment: of the tensors, in bytes.
     """
     gguf = _gguf()
@@ -708,7 +709,7 @@ def _write(
 
 @contextmanager
 def _written_whole(output: Path) -> Iterator[Path]:
-    """A new file beside `output`, which takes its name at the end of the block; on errors nothing is left."""
+    """A temporary file that is renamed to `output` at the end of the block; on errors nothing is left."""
     output.parent.mkdir(parents=True, exist_ok=True)
     handle, name = tempfile.mkstemp(prefix=f".{output.name}.", dir=output.parent)
     os.close(handle)

@@ -1,7 +1,7 @@
-"""A short text with the log-probabilities that a model gives to it, extended and not: what tells whether it is live.
+"""Probes: a short text with a model's log-probabilities, extended and unextended, to test whether an extension is live.
 
-A static extension changes short prompts too, so one short request shows whether an engine applies it. The end of a long
-one shows whether it does so up to the target.
+A static extension also changes short prompts, so one short request shows whether an engine applies it. The end of a
+long request shows whether it does so up to the target.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ from ctxext.utils.values import are_numbers, is_count, is_number, one_line
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-# Lincoln at Gettysburg, 1863. Of some texts tried it told the states apart with the largest statistic in 16 bits: it
-# repeats itself at a distance, and is not so well known that nothing moves it.
+# Lincoln at Gettysburg, 1863. Of several texts it separated the states best in 16 bits: it repeats itself at a
+# distance, and is not so well known that nothing changes it.
 TEXT = (
     "Four score and seven years ago our fathers brought forth on this continent, a new nation, conceived in Liberty, "
     "and dedicated to the proposition that all men are created equal. Now we are engaged in a great civil war, testing "
@@ -49,13 +49,13 @@ TEXT = (
     "brave men, living and dead, who struggled here, have consecrated it, far above our poor power to add or detract."
 )
 MAX_TOKENS = 199
-# Near the target: this many tokens at the end of the same text over and over, at lengths up to this.
+# Near the target: this many tokens at the end of the repeated text, at lengths up to this.
 FAR_TOKENS = 8
-FAR_LIMIT = 16384  # where nothing else is asked for
-MAX_FAR = 2**20  # that a file may ask for
+FAR_LIMIT = 16384  # by default
+MAX_FAR = 2**20  # upper bound for files
 
 State = Literal["extended", "unextended", "without_temperature"]
-# What an engine in that state is said to be.
+# The verdict for each state.
 WORDS = {"extended": "live", "unextended": "ignored", "without_temperature": "live without the temperature"}
 MEANING = {
     "extended": "it computes what the extended model does, to within what 8-bit weights explain",
@@ -70,20 +70,20 @@ SHORT = "live in short texts alone"
 
 @dataclass(frozen=True)
 class Probe:
-    """A text, and the log-probabilities of its tokens in each state that an engine may run the model in.
+    """A text, and its tokens' log-probabilities in each state in which an engine may run the model.
 
     Attributes:
         input_ids: the text in the model's tokenizer, fewer than 200 tokens, with the BOS that the tokenizer puts first.
         expected: log p(input_ids[k] | input_ids[:k]) for k >= 1, in nats, by state: "extended", "unextended" (RoPE from
             before any scaling) and, where the method multiplies cos and sin, "without_temperature" (the rescaled
             frequencies alone).
-        far: by length in tokens, beyond the trained one, the same of the extended model for the last `FAR_TOKENS`
-            tokens of `far_ids`.
-        noise_floor: mean |Δ log-probability|, nats a token, of the same model in bfloat16, read in chunks; the largest
-            over the states.
-        coarse_floor: the same with its weights rounded to 8 bits besides.
+        far: by length in tokens, beyond the trained one: the extended model's log-probabilities of the last
+            `FAR_TOKENS` tokens of `far_ids`.
+        noise_floor: mean |Δ log-probability|, nats per token, of the same model in bfloat16 with chunked prefill; the
+            largest over the states.
+        coarse_floor: the same with weights rounded to 8 bits.
         summary: the extension in words.
-        dtype: of the model that the log-probabilities are of.
+        dtype: the dtype of the model that gave the log-probabilities.
         versions: of ctxext, torch, transformers and python.
     """
 
@@ -105,20 +105,20 @@ class Probe:
         return hashlib.sha256(json.dumps([self.text, list(self.input_ids)]).encode()).hexdigest()[:16]
 
     def save(self, path: Path) -> None:
-        """Write it as JSON, whole or not at all."""
+        """Write it as JSON, atomically."""
         write_json(path, {**asdict(self), "fingerprint": self.fingerprint})
 
     def far_length(self, at_most: float | None = None) -> int:
-        """The largest length in `far`, of those up to `at_most` tokens; 0 where there is none."""
+        """The largest length in `far` up to `at_most` tokens; 0 if there is none."""
         return max((length for length in self.far if at_most is None or length <= at_most), default=0)
 
     def far_ids(self, length: int) -> list[int]:
-        """The text over and over, one token less than `length`, which leaves room for one to be written."""
+        """The repeated text, one token shorter than `length` to leave room for a generated one."""
         return (list(self.input_ids) * (length // len(self.input_ids) + 1))[: length - 1]
 
 
 def probe_beside(gguf: Path) -> Path:
-    """Where a GGUF file's own probe lies: model.verify.json beside model.gguf."""
+    """The path of a GGUF file's probe: model.verify.json beside model.gguf."""
     return gguf.with_suffix(f".{PROBE}")
 
 
@@ -127,7 +127,7 @@ def read_probe(path: Path) -> Probe:
 
     Raises:
         FileNotFoundError: there is none.
-        ValueError: something else, or edited since.
+        ValueError: it is malformed, or was edited.
     """
     try:
         said = read_json(path).content
@@ -166,15 +166,15 @@ def read_probe(path: Path) -> Probe:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Which state an engine is in.
+    """The state that an engine runs a model in.
 
     Attributes:
         name: "live", "ignored", "live without the temperature" or "none of these".
-        distances: mean |Δ log-probability|, nats a token, to each state of the probe.
-        limit: the largest distance that noise explains, nats a token.
+        distances: mean |Δ log-probability|, nats per token, to each state of the probe.
+        limit: the largest distance that noise explains, nats per token.
         reason: in words.
         asked_to: tokens up to which the engine was asked.
-        far_distance: that to the extended model there, near the target; None where it was not asked.
+        far_distance: the distance to the extended model near the target; None if it was not asked.
     """
 
     name: str
@@ -190,22 +190,22 @@ class Verdict:
 
 
 def judge(probe: Probe, logprobs: Float64[Tensor, " token"], noise: float | None = None) -> Verdict:
-    """The state whose log-probabilities are nearest to an engine's: near enough, and clearly nearer than any other.
+    """The state nearest to an engine's log-probabilities, if it is near enough and clearly nearer than any other.
 
-    Near enough is what 8-bit weights explain, and half as much again. Clearly nearer is what a paired comparison over
-    the tokens says: the mean of |Δ| to the other state minus |Δ| to this one, at least three times its standard error.
-    So states are told apart that differ by less than the noise of a single token.
+    Near enough means within 1.5 times the noise of 8-bit weights. Clearly nearer means a paired comparison over the
+    tokens: the mean of |Δ| to the other state minus |Δ| to this one is at least three times its standard error. This
+    separates states that differ by less than the noise of a single token.
 
-    Weights rounded to 8 bits move a small model as much as a near factor does, which so passes for live: ×3.5 and ×4.5
-    for yarn ×4 on the bundled model, ×3 and ×5 on SmolLM2-135M; ×2 and ×8 do not.
+    Rounding weights to 8 bits changes a small model as much as a slightly wrong factor, so such factors pass as live:
+    ×3.5 and ×4.5 for yarn ×4 on the bundled model, ×3 and ×5 on SmolLM2-135M; ×2 and ×8 do not.
 
     Args:
         logprobs: the engine's, of `probe.input_ids[1:]`, in nats.
-        noise: mean |Δ log-probability|, nats a token, that the engine's own precision explains, where its weights have
-            fewer than 8 bits.
+        noise: mean |Δ log-probability|, nats per token, that the engine's precision explains, for weights of fewer than
+            8 bits.
 
     Raises:
-        ValueError: not one number a token, or numbers that are not log-probabilities.
+        ValueError: not one number per token, or numbers that are not log-probabilities.
     """
     if logprobs.shape != (len(probe.input_ids) - 1,):
         raise ValueError(
@@ -232,10 +232,10 @@ def judge(probe: Probe, logprobs: Float64[Tensor, " token"], noise: float | None
 
 
 def judge_far(probe: Probe, verdict: Verdict, length: int, logprobs: Float64[Tensor, " token"]) -> Verdict:
-    """A verdict of "live", with what the engine gives the last tokens of `probe.far_ids(length)`.
+    """Refine a verdict of "live" with the engine's log-probabilities of the last tokens of `probe.far_ids(length)`.
 
-    A table of cos and sin that is too short, clamped or NaN past its end is right in a short text. It is told from
-    noise with room: on the bundled model such tables are 0.4 nats a token off and more, 8-bit weights 0.015.
+    A cos/sin table that is too short, clamped or NaN past its end is right in a short text. The margin to noise is
+    large: on the bundled model such tables are off by 0.4 nats per token or more, 8-bit weights by 0.015.
     """
     distance = float((logprobs - torch.tensor(probe.far[length], dtype=torch.float64)).abs().mean())
     if distance <= 2 * verdict.limit:
@@ -258,19 +258,19 @@ def _clearly_nearer(near: Float64[Tensor, " token"], far: Float64[Tensor, " toke
 def make_probe(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, text: str = TEXT, far: int | None = None
 ) -> Probe:
-    """A probe of a model whose config says how it is extended: a live extended one, or one loaded from such a folder.
+    """Make a probe of a model whose config expresses its extension, extended live or loaded from a folder.
 
-    Frequencies and attention factor of every state come from our own formulas, and not from how transformers read the
-    config; the model is left as it was. Meanwhile there are two copies of it in bfloat16, which give the noise.
+    The frequencies and attention factor of every state come from our formulas, not from transformers' reading of the
+    config. The model is unchanged afterwards; two bfloat16 copies are made temporarily to measure the noise.
 
     Args:
-        text: cut where it has 200 tokens, or more than the trained length.
-        far: tokens up to which positions near the target are covered, which one forward pass of as many costs; 0 for
-            none; None for `FAR_LIMIT`, or less where the target is.
+        text: truncated to 200 tokens, or to the trained length.
+        far: largest length for positions near the target, which costs one forward pass of that length; 0 for none; None
+            for `FAR_LIMIT` or the target, whichever is smaller.
 
     Raises:
-        ValueError: nothing is extended, the extension changes nothing within the trained length, its softmax has a
-            scale of its own, or it moves this text by less than the noise of 16 bits.
+        ValueError: the model is not extended, the extension changes nothing within the trained length or also the
+            softmax scale, or it changes this text by less than the noise of 16 bits.
     """
     import transformers
 
@@ -315,7 +315,7 @@ def make_probe(
             "python": platform.python_version(),
         },
     )
-    # In 16 bits the two must be told apart; whether it is ignored or lacks its temperature, an engine may leave open.
+    # The extended state must be separable in 16 bits; the other two need not be separable from each other.
     live, ignored = (torch.tensor(probe.expected[state], dtype=torch.float64) for state in ("extended", "unextended"))
     off = noisy["unextended"]
     if not (judge(probe, noisy["extended"]).is_live and _clearly_nearer((off - ignored).abs(), (off - live).abs())):
@@ -328,7 +328,8 @@ def make_probe(
 
 
 def _far_values(model: PreTrainedModel, ids: Sequence[int], trained: int, length: int) -> dict[int, tuple[float, ...]]:
-    """`Probe.far`: at `length` tokens, and at its halves down to the trained length, for servers of fewer."""
+    """`Probe.far` at `length` tokens, and at halves of it down to the trained length, for servers with shorter
+    limits."""
     lengths = []
     while length > max(trained, 2 * len(ids)):
         lengths.append(length)
@@ -381,7 +382,7 @@ def _states(facts: ContextFacts) -> dict[State, dict[str, RopeGeometry]]:
 
 @contextmanager
 def in_state(model: PreTrainedModel, state: State) -> Iterator[None]:
-    """The model in another state than its config says, for the length of a `with` block.
+    """Put the model into another state within a `with` block.
 
     Raises:
         ValueError: as `make_probe`.
@@ -396,7 +397,7 @@ def in_state(model: PreTrainedModel, state: State) -> Iterator[None]:
     edit = Edit(model)
     try:
         for site, (label, rope) in itertools.product(sites, tables.items()):
-            inv_freq = site.laid_out(label, rope.inv_freq, in_use[label]).float()  # whatever the model was cast to
+            inv_freq = site.laid_out(label, rope.inv_freq, in_use[label]).float()  # independent of the model's dtype
             # Both: longrope's forward takes the second one back.
             for name in ("inv_freq", "original_inv_freq"):
                 edit.set_tensor(site.paths[0], of_label(label, name), inv_freq)
@@ -408,7 +409,7 @@ def in_state(model: PreTrainedModel, state: State) -> Iterator[None]:
 
 @torch.no_grad()
 def _in_8_bits(model: PreTrainedModel) -> PreTrainedModel:
-    """Matrices rounded in place as GGUF's Q8_0 does: whole numbers up to 127, one scale for 32 of them."""
+    """Round matrices in place as GGUF's Q8_0 does: integers up to 127, one scale per 32 values."""
     for weight in model.parameters():
         if weight.dim() == 2 and weight.shape[1] % 32 == 0:
             blocks = weight.float().unflatten(1, (-1, 32))
@@ -424,7 +425,7 @@ def logprobs_of(
     """log p(input_ids[k] | input_ids[:k]) for k >= 1 under a transformers model, in nats.
 
     Args:
-        chunk: tokens read at a time, on a cache; None reads all at once.
+        chunk: tokens per forward pass with a cache; None reads all at once.
     """
     ids = torch.tensor([list(input_ids)], device=model.device)
     found, cache = [], None

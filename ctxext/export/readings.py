@@ -1,4 +1,4 @@
-"""What each engine makes of each field, and how that is known. The warnings and docs/engines.md read these rows."""
+"""How each engine reads each field, and the evidence. The warnings and docs/engines.md are made from these rows."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ LLAMA_CPP = "ggml-org/llama.cpp"
 
 @dataclass(frozen=True)
 class Reading:
-    """What some versions of an engine do with a field.
+    """How some versions of an engine read a field.
 
     Attributes:
-        field: in a config's or a command line's own words.
-        does: what becomes of it, in a clause that has the field as its subject.
+        field: its name in a config or on the command line.
+        does: what the engine does with it, as a clause with the field as subject.
         known: "run" and by which command or test; or "read" and where: repository@commit:path, or a thread.
     """
 

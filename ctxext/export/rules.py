@@ -1,6 +1,6 @@
 """What each engine needs to serve an extension: its config.json and command line. No model, no weights.
 
-transformers, vLLM, SGLang and llama.cpp read the same words differently; `table.py` says how, and how that is known.
+transformers, vLLM, SGLang and llama.cpp read the same keys differently; `readings.py` says how, with evidence.
 """
 
 from __future__ import annotations
@@ -34,21 +34,21 @@ _LEAST = {
 _VERSION_4_TYPES = frozenset({"default", "linear", "dynamic", "yarn", "llama3", "longrope"})
 _PHI_3_TYPES = frozenset({"default", "longrope"})
 _TWO_FIELDS = frozenset({"chameleon", "fuyu", "hunyuan_v1_dense", "hunyuan_v1_moe", "olmo", "olmo2"})
-# Families with pairs (2i, 2i + 1), which the longrope classes of vLLM and SGLang refuse.
+# Families with interleaved pairs (2i, 2i + 1), which the longrope classes of vLLM and SGLang do not support.
 _INTERLEAVED = frozenset({
     "cohere", "cohere2", "ernie4_5", "ernie4_5_moe", "glm", "glm4", "helium",
 })  # fmt: skip
-# Where vLLM and SGLang look for a length beside max_position_embeddings, as far as configs with RoPE have it.
+# The length fields of configs with RoPE that vLLM and SGLang read besides max_position_embeddings.
 _LENGTHS = (
     "n_positions", "max_seq_len", "seq_length", "model_max_length", "max_sequence_length", "max_seq_length", "seq_len",
 )  # fmt: skip
-# What transformers converts to llama.cpp's architectures, where that has another name.
+# transformers' model types whose name differs from llama.cpp's architecture.
 _GGUF_NAMES = {"mistral": "llama", "mixtral": "llama"}
 _AS_IT_WAS = "MODEL.gguf is of the model as it was: a file of the extended one holds the extension already."
 
 
 class NotExportable(ValueError):
-    """An engine cannot do it: the reason, and the nearest thing that works."""
+    """An engine cannot serve the extension; the message gives the reason and the nearest alternative."""
 
 
 @dataclass(frozen=True)
@@ -56,11 +56,11 @@ class EngineExport:
     """What one engine needs to serve an extension.
 
     Attributes:
-        least_version: of the engine; older ones read these words differently.
-        config: the whole config.json that this engine should read.
-        flags: the command line; empty for transformers, which needs none. It says what `config` changes, so that the
-            checkpoint can stay as it is.
-        warnings: what an engine's versions make of a field that is in use, a sentence each.
+        least_version: the oldest version of the engine that reads these keys in this way.
+        config: the complete config.json for this engine.
+        flags: the command line; empty for transformers. It contains the changes of `config`, so that the checkpoint
+            needs no edit.
+        warnings: how versions of the engine read a field in use, a sentence each.
     """
 
     engine: str
@@ -78,15 +78,16 @@ def export_for(
     model: str = "DIR",
     source: dict[str, Any] | None = None,
 ) -> EngineExport:
-    """What `engine` needs to serve the extension `plan` of `config`; without a plan, that which `config` has already.
+    """What `engine` needs to serve the extension `plan` of `config`; without a plan, the extension that `config`
+    already has.
 
     Args:
         engine: one of `ENGINES`.
-        model: what the command line calls the checkpoint.
-        source: its config.json as it is, whose other keys stay; `config` itself by default.
+        model: the checkpoint's name on the command line.
+        source: its current config.json, whose other keys are kept; by default `config` itself.
 
     Raises:
-        NotExportable: the engine cannot do it.
+        NotExportable: the engine cannot serve it.
         ValueError: an unknown engine, or `config` is not extended and there is no plan.
     """
     if engine not in ENGINES:
@@ -120,7 +121,7 @@ def export_for(
     changed = {name: value for name, value in written.items() if source.get(name) != value and name != "ctxext"}
     if (
         engine == "vllm" and source.get("rope_scaling") and "rope_scaling" not in written
-    ):  # an override takes no key away
+    ):  # an override cannot remove a key
         changed["rope_scaling"] = written["rope_parameters"]
     warnings = _server_warnings(engine, facts.tables, family_of(text_config).softmax_mscale)
     if engine == "vllm":
@@ -196,7 +197,7 @@ def _rope_type(parameters: dict[str, Any]) -> str:
 
 
 def _limit_name(text_config: Any) -> str:
-    """What a config calls max_position_embeddings."""
+    """The config's name for max_position_embeddings."""
     return str(text_config.attribute_map.get("max_position_embeddings", "max_position_embeddings"))
 
 
@@ -210,10 +211,10 @@ def _warn(*names: str) -> tuple[str, ...]:
 def _as_transformers(
     engine: str, text_config: Any, section: dict[str, Any], tables: tuple[RopeTable, ...], target: int, as_it_is: bool
 ) -> tuple[str, ...]:
-    """Write `section` as versions 5 and 4 both read it, or for version 4 alone, and say what to know of it.
+    """Write `section` for transformers 5 and 4, or for 4 alone; returns the warnings.
 
     Args:
-        as_it_is: they do already, so that nothing is to be written.
+        as_it_is: both versions already read it, so nothing is written.
     """
     older, kinds = version_4_keys(text_config, text_config.rope_parameters), {_rope_type(t.parameters) for t in tables}
     warnings = _warn("transformers-dynamic") if "dynamic" in kinds else ()
@@ -244,12 +245,12 @@ def _as_transformers(
 
 
 def _in_three_fields(table: RopeTable, target: int) -> dict[str, Any]:
-    """A table of Phi-3 for version 4, where the two lengths alone say the attention factor.
+    """A table of Phi-3 for version 4, which derives the attention factor from the two lengths.
 
     a = sqrt(1 + ln(max / original) / ln(original)) holds at original = max^(1 / a²), a whole number or not.
 
     Raises:
-        NotExportable: an attention factor below 1, which no two lengths give.
+        NotExportable: an attention factor below 1, which no lengths give.
     """
     scaling = table.in_use.attention_factor
     if scaling < 1:
@@ -269,10 +270,10 @@ def _in_three_fields(table: RopeTable, target: int) -> dict[str, Any]:
 
 
 def _refuse_others_static(engine: str, text_config: Any, tables: tuple[RopeTable, ...], target: int) -> None:
-    """Refuse what the classes of vLLM and SGLang do not compute, and the dynamic form, which none but transformers has.
+    """Refuse what the classes of vLLM and SGLang do not support, and dynamic scaling, which only transformers has.
 
     Raises:
-        NotExportable: with the nearest thing that works.
+        NotExportable: with the nearest alternative.
     """
     family, yarn = family_of(text_config), "Nearest: 'yarn', with existing='replace' where it is scaled already."
     name = text_config.model_type
@@ -311,7 +312,7 @@ def _refuse_others_static(engine: str, text_config: Any, tables: tuple[RopeTable
 def _as_server(
     engine: str, text_config: Any, section: dict[str, Any], tables: tuple[RopeTable, ...], target: int
 ) -> None:
-    """Write `section` as vLLM and SGLang read it: in the words of transformers 5, with theirs beside them."""
+    """Write `section` for vLLM and SGLang: the keys of transformers 5 and their own."""
     in_softmax = family_of(text_config).softmax_mscale
     new = {table.label: _in_server_words(engine, table, target, in_softmax) for table in tables}
     parameters = new.get("", {**text_config.rope_parameters, **new})
@@ -321,10 +322,10 @@ def _as_server(
     if engine == "vllm":  # until 0.19 with transformers 4
         section.update(version_4_keys(text_config, parameters))
         if family_of(text_config).rope_types == _PHI_3_TYPES or text_config.model_type in _TWO_FIELDS:
-            section.pop("rope_scaling", None)  # of another form than theirs it is refused
+            section.pop("rope_scaling", None)  # refused in any other form
     multiplied = parameters.get("rope_type") == "linear" and "original_max_position_embeddings" not in parameters
     length = math.ceil(target / parameters["factor"]) if multiplied else target
-    # Never a variable that lifts their guard instead: past its table an engine computes NaN and raises nothing.
+    # Never suggest an environment variable that lifts the length check: past its table an engine computes NaN silently.
     for name in (_limit_name(text_config), *_LENGTHS):
         if section.get(name) is not None or name == _limit_name(text_config):
             section[name] = length
@@ -383,14 +384,13 @@ def _server_warnings(engine: str, tables: tuple[RopeTable, ...], in_softmax: boo
 def _llama_cpp(
     text_config: Any, tables: tuple[RopeTable, ...], target: int, before: RopeTable | None
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The command line for a GGUF file of the checkpoint as it was, and what to know of it.
+    """The command line for a GGUF file of the unextended checkpoint, and its warnings.
 
     Args:
-        before: what the config said before the plan; None without one.
+        before: the config before the plan; None without one.
 
     Raises:
-        NotExportable: another family than those whose graph is known, or one that takes no frequency factors; or the
-            file holds a scaling already.
+        NotExportable: unsupported family, one whose graph takes no frequency factors, or the file is already scaled.
     """
     name = _GGUF_NAMES.get(text_config.model_type, text_config.model_type)
     found = {key: each for key, each in ARCHITECTURES.items() if each.model_type == name}

@@ -1,4 +1,5 @@
-"""Is the extension live in that engine? Its log-probabilities of a text, beside those that it should give."""
+"""Check whether an extension is live in an engine, by comparing its log-probabilities of a text with the expected
+ones."""
 
 from __future__ import annotations
 
@@ -33,12 +34,12 @@ from ctxext.utils.values import MAX_TOKENS, is_count, is_number, shown
 
 @dataclass(frozen=True)
 class Verification:
-    """The answer of `verify`.
+    """The result of `verify`.
 
     Attributes:
-        engine: which one, in words.
+        engine: its name and version.
         where: the folder, file or address.
-        notes: what else was seen, a sentence each.
+        notes: further observations, a sentence each.
     """
 
     engine: str
@@ -59,23 +60,23 @@ def verify(
     far: int | None = None,
     say: Callable[[str], None] = lambda line: None,
 ) -> Verification:
-    """Ask plain transformers (a folder or a name on the hub), llama.cpp (a GGUF file) or a server (its address).
+    """Verify an extension in plain transformers (a folder or hub name), llama.cpp (a GGUF file) or a server (its
+    address).
 
     Args:
-        probe: the file of `Probe.save`. A folder does without: its own `verify.json`, or else one that is made on the
-            fly of what its config says. So does a GGUF file with a probe beside it: model.verify.json of model.gguf, or
-            verify.json.
-        revision: a branch, tag or commit of a name on the hub.
-        model: of several on a server.
-        api_key: of a server; None: the environment's OPENAI_API_KEY.
+        probe: a file of `Probe.save`. Optional for a folder (its `verify.json`, or a probe made from its config) and
+            for a GGUF file with a probe beside it (model.verify.json for model.gguf, or verify.json).
+        revision: a branch, tag or commit on the hub.
+        model: the model to ask, if the server has several.
+        api_key: for a server; None reads OPENAI_API_KEY.
         noise: as in `judge`.
-        far: where a short text says live, positions near the target are asked as well, up to this many tokens; None for
-            as many as the probe covers and the engine serves, 0 for none. That costs one prompt of that length, read
-            again for each of 8 tokens where a server keeps no prefixes.
-        say: called with a line for the person who waits.
+        far: if the short text is live, also check positions near the target, up to this many tokens; None for as many
+            as the probe covers and the engine serves, 0 for none. This costs one prompt of that length, or 8 if the
+            server has no prefix cache.
+        say: called with progress messages.
 
     Raises:
-        ValueError: no probe for a file or a server, or one that does not fit; or as `make_probe`.
+        ValueError: no probe for a file or a server, or one of another model; or as `make_probe`.
         FileNotFoundError: no such checkpoint, file or probe.
         ImportError: a GGUF file, without `ctxext[llama-cpp]`.
         ConnectionError, TimeoutError, PermissionError, RuntimeError: as in `ctxext.utils.endpoint.Endpoint`.
@@ -109,7 +110,7 @@ def verify(
 
 @dataclass(frozen=True)
 class _Asking:
-    """What is asked of an engine: `verify`'s probe, noise, far and say."""
+    """The arguments probe, noise, far and say of `verify`."""
 
     probe: Probe
     noise: float | None
@@ -117,12 +118,12 @@ class _Asking:
     say: Callable[[str], None]
 
     def far_length(self, served: float | None = None) -> int:
-        """At how many tokens to ask for positions near the target; 0 for not at all."""
+        """The length at which to check positions near the target; 0 for none."""
         limits = [limit for limit in (self.far, served) if limit is not None]
         return self.probe.far_length(min(limits) if limits else None)
 
     def judged(self, logprobs: Tensor, ask_far: Callable[[list[int]], Tensor], served: float | None = None) -> Verdict:
-        """The verdict of a short text, and where that is live, of the last tokens of a long one."""
+        """The verdict on the short text and, if that is live, on the last tokens of a long one."""
         verdict, length = judge(self.probe, logprobs, self.noise), self.far_length(served)
         if not verdict.is_live or length == 0:
             return verdict
@@ -157,7 +158,7 @@ def _ask_transformers(
             "as 'yarn'."
         )
     say(f"loading {folder} with plain transformers")
-    # Not by ctxext.load: what counts is what anyone gets.
+    # Not with ctxext.load: this checks what everyone else gets.
     model = architecture_of(folder).from_pretrained(folder, use_safetensors=True).eval()
     if model.get_output_embeddings() is None:
         raise ValueError(
@@ -244,12 +245,12 @@ def _ask_server(url: str, asking: _Asking, model: str | None, api_key: str | Non
 def served_logprobs(endpoint: Endpoint, input_ids: Sequence[int]) -> Float64[Tensor, " token"]:
     """log p(input_ids[k] | input_ids[:k]) for k >= 1 under a served model, in nats, by /v1/completions.
 
-    In one request where the server gives log-probabilities of prompts: vLLM by its field `prompt_logprobs`, SGLang and
-    OpenAI's first models by `echo`. Others, as llama.cpp's server, are asked once a token: a bias makes the true token
-    be drawn, and what they tell of a drawn token is from before the bias.
+    One request if the server returns log-probabilities of prompts: vLLM with `prompt_logprobs`, SGLang and OpenAI's
+    first models with `echo`. Others, such as llama.cpp's server, get one request per token: a logit bias forces the
+    true token, and the reported log-probability is the one before the bias.
 
     Raises:
-        ValueError: it gives none of these, or those of other tokens.
+        ValueError: the server returns none of these, or those of other tokens.
         ConnectionError, TimeoutError, PermissionError, RuntimeError: as in `Endpoint.call`.
     """
     ids = list(input_ids)
@@ -260,10 +261,10 @@ def served_logprobs(endpoint: Endpoint, input_ids: Sequence[int]) -> Float64[Ten
 
 
 def served_tail(endpoint: Endpoint, input_ids: Sequence[int], n: int) -> Float64[Tensor, " token"]:
-    """The last `n` of `served_logprobs`, asked once a token where that can be.
+    """The last `n` of `served_logprobs`, one request per token if possible.
 
-    A server that gives log-probabilities of prompts would make logits of the whole vocabulary at every position of a
-    long one. Where it keeps prefixes, the prompt is read once.
+    For log-probabilities of a long prompt, a server would compute logits of the whole vocabulary at every position.
+    With a prefix cache, the prompt is read once.
 
     Raises:
         ValueError, ConnectionError, TimeoutError, PermissionError, RuntimeError: as `served_logprobs`.
@@ -279,7 +280,7 @@ def served_tail(endpoint: Endpoint, input_ids: Sequence[int], n: int) -> Float64
 
 
 def _of_a_prompt(endpoint: Endpoint, ids: list[int]) -> Tensor | None:
-    """Those of a whole prompt, in one request; None where the server gives none."""
+    """Those of a whole prompt, in one request; None if the server does not return them."""
     request = {"model": endpoint.name, "prompt": ids, "max_tokens": 1, "temperature": 0}
     for ask, read in (
         ({"prompt_logprobs": 1}, _prompt_logprobs),
@@ -287,7 +288,7 @@ def _of_a_prompt(endpoint: Endpoint, ids: list[int]) -> Tensor | None:
     ):
         try:
             choice = _choice(endpoint, {**request, **ask}, ids)
-        except ValueError:  # refused: one that cannot do it at all refuses the next form as well
+        except ValueError:  # refused; a server without this feature refuses the next form as well
             continue
         found = read(choice, ids)
         if found == []:
@@ -301,7 +302,7 @@ def _of_a_prompt(endpoint: Endpoint, ids: list[int]) -> Tensor | None:
 
 
 def _drawn(endpoint: Endpoint, ids: list[int], n: int) -> Tensor:
-    """Those of the last `n` tokens, once a token."""
+    """Those of the last `n` tokens, one request each."""
     values = [_drawn_logprob(endpoint, ids[:k], ids[k]) for k in range(len(ids) - n, len(ids))]
     if min(values) > -1e-3:
         raise ValueError(
@@ -319,12 +320,12 @@ def _choice(endpoint: Endpoint, body: dict[str, Any], ids: Sequence[int]) -> dic
     return choices[0]
 
 
-# Each gives None where the answer has not this form, and nothing where it has it with other tokens. One token more is a
-# BOS that the server puts first.
+# Each returns None if the answer has another form, and an empty list if its tokens differ. An extra token is a BOS that
+# the server adds.
 
 
 def _prompt_logprobs(choice: dict[str, Any], ids: list[int]) -> list[float] | None:
-    """vLLM: for each token of the prompt those that were likely and itself, by id; null for the first."""
+    """vLLM: for each prompt token, the likely tokens and itself, by id; null for the first."""
     given = choice.get("prompt_logprobs")
     if given is None:
         return None
@@ -336,10 +337,10 @@ def _prompt_logprobs(choice: dict[str, Any], ids: list[int]) -> list[float] | No
 
 
 def _echoed_logprobs(choice: dict[str, Any], ids: list[int]) -> list[float] | None:
-    """SGLang: the prompt's and then the new token's; null for the first."""
+    """SGLang: the prompt's, then the new token's; null for the first."""
     scores = choice.get("logprobs")
     given = scores.get("token_logprobs") if isinstance(scores, dict) else None
-    if not isinstance(given, list) or len(given) < len(ids):  # of the new token alone
+    if not isinstance(given, list) or len(given) < len(ids):  # only of the new token
         return None
     with suppress(TypeError, ValueError):
         added = max(0, len(given) - len(ids) - 1)

@@ -1,1 +1,1 @@
-"""What every room checks and reads by: values, JSON files, processes, servers."""
+"""Shared helpers: value checks, JSON files, processes, servers."""

@@ -1,4 +1,4 @@
-"""A model behind an OpenAI-compatible endpoint (vLLM, SGLang, llama.cpp's server): who it is, and requests to it."""
+"""A client for a model behind an OpenAI-compatible endpoint (vLLM, SGLang, llama.cpp's server)."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ from urllib.request import HTTPErrorProcessor, Request, build_opener
 
 from ctxext.utils.values import suggest
 
-FIRST_WAIT = 1.0  # Seconds before the first retry; each further one waits twice as long.
+FIRST_WAIT = 1.0  # Seconds before the first retry; doubles with each further one.
 
 
 class Endpoint:
-    """One model of a server, and JSON requests to it.
+    """One model of a server.
 
     Args:
         url: with or without /v1, such as "http://localhost:8000".
-        model: None: the one that the server has.
-        api_key: None: the environment's OPENAI_API_KEY. An empty one is not sent.
-        timeout: seconds for which the server may be silent; without streaming, that is a whole answer.
-        retries: how often a request is sent again after a status of 429 or 5xx or a broken connection,
-            after 1, 2, 4... seconds, or as many as Retry-After asks for if they are more.
+        model: None for the server's only model.
+        api_key: None reads OPENAI_API_KEY. An empty key is not sent.
+        timeout: seconds without data; without streaming, for a whole answer.
+        retries: number of retries after status 429 or 5xx or a broken connection, after 1, 2, 4... seconds or
+            Retry-After, whichever is longer.
 
     Attributes:
-        name: the model, as requests call it.
-        card: what /v1/models tells of it.
+        name: the model's name in requests.
+        card: its entry of /v1/models.
 
     Raises:
-        ValueError: an argument makes no sense, the address is no such server's, or it has not this model.
+        ValueError: an argument is invalid, the address is not such a server's, or the server does not have this model.
         ConnectionError, TimeoutError, PermissionError, RuntimeError: as in `call`.
     """
 
@@ -63,19 +63,19 @@ class Endpoint:
         self.name: str = self.card["id"]
 
     def call(self, path: str, body: dict[str, Any] | None = None, about: str = "the request") -> dict[str, Any]:
-        """The JSON object that the server answers, after as many retries as it takes and are allowed.
+        """Send a request, with retries, and return the server's JSON object.
 
         Args:
             path: behind /v1/.
-            body: sent by POST; None asks by GET.
-            about: the request in words, for errors.
+            body: sent by POST; None sends a GET.
+            about: the request in words, for error messages.
 
         Raises:
-            ValueError: the server refuses the request, or answers something else than JSON.
-            ConnectionError: the server cannot be reached, or broke off the connection each time.
-            TimeoutError: it was silent for `timeout` seconds. Not retried: it may still be computing.
-            PermissionError: it wants another key (401, 403).
-            RuntimeError: it still answers 429 or 5xx after the retries.
+            ValueError: the server refuses the request, or does not answer with JSON.
+            ConnectionError: the server cannot be reached, or the connection broke each time.
+            TimeoutError: no data for `timeout` seconds. Not retried: the server may still be computing.
+            PermissionError: the key was rejected (401, 403).
+            RuntimeError: status 429 or 5xx after all retries.
         """
         url = f"{self.url}/v1/{path}"
         request = Request(url, None if body is None else json.dumps(body).encode(), self._headers)
@@ -112,7 +112,7 @@ class Endpoint:
         )
 
     def _refusal(self, url: str, status: int, headers: Message, message: str, about: str) -> Exception:
-        """What a status other than 200 means; RuntimeError for what may pass."""
+        """The error for a status other than 200; RuntimeError if a retry may help."""
         if status == 429 or status >= 500:
             pause = f", and asks for {_retry_after(headers):.0f} s of rest" if "Retry-After" in headers else ""
             return RuntimeError(
@@ -137,7 +137,7 @@ class Endpoint:
         )
 
     def _card(self, model: str | None) -> dict[str, Any]:
-        """What /v1/models says of `model`, or of the only one."""
+        """The entry of `model`, or of the only model, in /v1/models."""
         listed = self.call("models").get("data")
         cards = {card["id"]: card for card in listed or () if isinstance(card, dict) and "id" in card}
         if not cards:
@@ -150,7 +150,8 @@ class Endpoint:
 
 
 class _EveryStatus(HTTPErrorProcessor):
-    """Every status is a response, a redirect too: followed, a POST loses its prompt, and the key may go elsewhere."""
+    """Returns every status as a response, and follows no redirects: a POST would lose its prompt, and the key could
+    leak."""
 
     def http_response(self, request: Any, response: Any) -> Any:
         return response
@@ -169,7 +170,8 @@ def _json_object(url: str, raw: bytes) -> dict[str, Any]:
 
 
 def _message(raw: bytes) -> str:
-    """The server's own words: OpenAI's error.message, vLLM's and SGLang's message, FastAPI's detail, or all of it."""
+    """The server's message: OpenAI's error.message, vLLM's and SGLang's message, FastAPI's detail, or the whole
+    body."""
     try:
         said = json.loads(raw)
     except ValueError:
@@ -181,7 +183,7 @@ def _message(raw: bytes) -> str:
 
 
 def _retry_after(headers: Message) -> float:
-    """Seconds that a Retry-After header asks for, in seconds or as a date (RFC 9110, 10.2.3); 0 without one."""
+    """Seconds of a Retry-After header, given in seconds or as a date (RFC 9110, 10.2.3); 0 without one."""
     asked = headers.get("Retry-After", "0")
     try:
         return float(asked)

@@ -1,10 +1,10 @@
-"""What `pip install ctxext` leaves out, by extra."""
+"""The optional dependencies, by extra."""
 
 from __future__ import annotations
 
 import importlib.util
 
-# What torch, transformers and typer do not bring along themselves.
+# Packages that are not dependencies of torch, transformers and typer.
 EXTRAS = {
     "eval": ("datasets", "matplotlib"),
     "train": ("accelerate", "datasets", "matplotlib", "peft", "psutil"),

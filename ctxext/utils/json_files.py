@@ -1,4 +1,4 @@
-"""JSON that a person or another program may have edited: read with types, and refused by file and field."""
+"""Typed reading of JSON files that others may have edited; errors name file and field."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ctxext.utils.values import MAX_FACTOR, MAX_TOKENS, is_count, is_number, sho
 
 
 class Kind(NamedTuple):
-    """What a field may hold: in words, and as a test."""
+    """The valid values of a field: in words, and as a predicate."""
 
     words: str
     holds: Callable[[Any], bool]
@@ -33,11 +33,11 @@ def or_none(kind: Kind) -> Kind:
 
 @dataclass(frozen=True)
 class JsonObject:
-    """A JSON object whose fields are read by kind.
+    """A JSON object with typed access to its fields.
 
     Attributes:
         file: as errors name it.
-        entry: the object's own place in the file, with a dot behind it; "" for all of it.
+        entry: the object's path in the file, with a trailing dot; "" for the whole file.
     """
 
     file: str
@@ -48,7 +48,7 @@ class JsonObject:
         """The field `name`.
 
         Raises:
-            ValueError: it is missing, or of another kind.
+            ValueError: it is missing or invalid.
         """
         if name not in self.content:
             raise ValueError(f"{self.file} lacks {self.entry}{name}, {kind.words}. Restore it, or write it again.")
@@ -69,7 +69,7 @@ class JsonObject:
         return JsonObject(self.file, self.get(name, OBJECT), f"{self.entry}{name}.")
 
     def check(self, holds: bool, words: str) -> None:
-        """Raise ValueError, with what must hold in `words`, unless it `holds`."""
+        """Raise ValueError with the condition in `words` unless it `holds`."""
         if not holds:
             raise ValueError(f"{self.entry}{words} in {self.file}. Restore it, or write it again.")
 
@@ -89,16 +89,16 @@ def read_json(path: Path) -> JsonObject:
     """The JSON object in a file.
 
     Raises:
-        ValueError: it holds something else: broken JSON, or other bytes than UTF-8.
+        ValueError: it does not hold a JSON object, or is not UTF-8.
     """
     return parsed_json(read_text(path), str(path))
 
 
 def parsed_json(text: str, file: str) -> JsonObject:
-    """The JSON object that `text` is; `file` is where it is, as errors name it.
+    """Parse the JSON object in `text`; `file` is its name in errors.
 
     Raises:
-        ValueError: it is something else, or broken.
+        ValueError: it is not a valid JSON object.
     """
     try:
         content = json.loads(text)
@@ -123,7 +123,7 @@ def read_text(path: Path) -> str:
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
-    """A file of JSON, whole or not at all, in a folder that is made if it is not there."""
+    """Write a JSON file atomically, creating its folder if needed."""
     path.parent.mkdir(parents=True, exist_ok=True)
     text = json.dumps(content, indent=2, ensure_ascii=False, allow_nan=False)
     building = path.with_name(f".{path.name}.part")

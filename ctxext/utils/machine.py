@@ -1,4 +1,4 @@
-"""What a measurement says of where it was made."""
+"""The machine and versions recorded with a measurement."""
 
 from __future__ import annotations
 
@@ -16,5 +16,5 @@ def versions() -> dict[str, str]:
 
 
 def machine(device: str) -> str:
-    """The processor, its threads, and the type of the device that was used."""
+    """The processor, its threads, and the device type."""
     return f"{platform.machine()}, {torch.get_num_threads()} threads, {device}"

@@ -1,4 +1,4 @@
-"""The processes of `accelerate launch`, where it started any."""
+"""The processes of `accelerate launch`, if any."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Processes:
-    """Which of how many processes this is; one alone without `accelerate launch`."""
+    """This process's rank and the world size; a single process without `accelerate launch`."""
 
     rank: int = 0
     world: int = 1
@@ -27,7 +27,7 @@ class Processes:
         return cls(state.process_index, state.num_processes)
 
     def wait(self) -> None:
-        """Until all processes are here."""
+        """Wait for all processes."""
         if self.world > 1:
             from accelerate import PartialState
 
@@ -40,11 +40,11 @@ class Processes:
         from accelerate import PartialState
         from accelerate.utils import reduce
 
-        # nccl adds up what is on its GPUs alone.
+        # nccl only sums tensors on its GPUs.
         return reduce(tensor.to(PartialState().device), "sum").to(tensor.device)
 
     def gathered(self, values: list[Any]) -> list[Any]:
-        """The lists of all processes, one after the other."""
+        """The lists of all processes, concatenated."""
         if self.world == 1:
             return values
         from accelerate.utils import gather_object

@@ -1,4 +1,4 @@
-"""Where progress, notes and errors go."""
+"""The console for progress, notes and errors."""
 
 from rich.console import Console
 

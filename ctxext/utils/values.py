@@ -1,6 +1,6 @@
-"""Whether a value that a person or a file gives is what it has to be, as Python, JSON and YAML have no types for it.
+"""Checks of values from users and files.
 
-Numbers from files have bounds, so that nothing is allocated or counted by a wrong one.
+Numbers from files have bounds, so that a wrong one causes no huge allocation or loop.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from numbers import Real
 from typing import Any
 
 DTYPES = ("auto", "bfloat16", "float16", "float32", "float64")
-MAX_TOKENS = 2**27  # of any length: far beyond any model's
-MAX_FACTOR = 1e6  # of any extension
-MAX_SIZE = 2**24  # of anything that is allocated: heads, dimensions, experts
-MAX_ROTARY = 2**16  # of the rotary dimensions of a head
+MAX_TOKENS = 2**27  # any length: far beyond any model's
+MAX_FACTOR = 1e6  # any extension
+MAX_SIZE = 2**24  # anything allocated: heads, dimensions, experts
+MAX_ROTARY = 2**16  # rotary dimensions of a head
 MAX_COUNT = 10_000  # of layers
-MAX_ROWS = 2**24  # of a position table
+MAX_ROWS = 2**24  # rows of a position table
 
 
 def is_number(value: Any, low: float = -math.inf, high: float = math.inf) -> bool:
-    """Whether `value` is a finite number in [low, high] that float64 holds; True and False are not."""
+    """Whether `value` is a finite float64 in [low, high]; bools are not."""
     if isinstance(value, bool) or not isinstance(value, Real):
         return False
     try:
@@ -51,13 +51,13 @@ def _is_sequence(value: Any) -> bool:
 
 
 def check_rows(tokens: int) -> None:
-    """Raise ValueError where a position table of a row a token would have more than MAX_ROWS rows."""
+    """Raise ValueError if a position table with one row per token would have more than MAX_ROWS rows."""
     if tokens > MAX_ROWS:
         raise ValueError(f"{tokens} tokens are more than the {MAX_ROWS} rows that a table may have. Ask for fewer.")
 
 
 def finite(value: Any) -> Any:
-    """`value` as JSON can hold it: None where a number in it is infinite or NaN."""
+    """`value` with every infinite or NaN number replaced by None, for JSON."""
     if isinstance(value, dict):
         return {key: finite(each) for key, each in value.items()}
     if isinstance(value, (list, tuple)):
@@ -66,7 +66,7 @@ def finite(value: Any) -> Any:
 
 
 def shown(value: Any) -> str:
-    """`value` in an error: its start, on one line."""
+    """The beginning of `value` on one line, for error messages."""
     try:
         text = repr(value)
     except (ValueError, RecursionError):  # an int of more digits than Python prints, or lists in lists
@@ -80,13 +80,13 @@ def counted(n: float, noun: str) -> str:
 
 
 def one_line(error: BaseException) -> str:
-    """What an error of another library says, on one line of at most 300 characters."""
+    """The message of another library's error, on one line of at most 300 characters."""
     text = re.sub(r"\s+", " ", str(error)).strip().rstrip(".") or type(error).__name__
     return text if len(text) <= 300 else f"{text[:297]}..."
 
 
 def suggest(word: str, known: Sequence[str] | dict[str, Any]) -> str:
-    """The end of an error about an unknown `word`: the nearest known one, and all of them."""
+    """The end of an error about an unknown `word`: the nearest known word, and all of them."""
     near = get_close_matches(str(word).lower(), list(known), n=1)
     hint = f"; did you mean {near[0]!r}?" if near else "."
     return f"{hint} Known: {', '.join(known)}."
@@ -96,7 +96,7 @@ def parse_tokens(text: str) -> int:
     """`131072`, `128k` (times 1024) or `1m` (times 1024²) as a number of tokens.
 
     Raises:
-        ValueError: it is none.
+        ValueError: it is not a number of tokens.
     """
     value = text.strip().lower().replace("_", "").replace(",", "")
     unit = {"k": 1024, "m": 1024**2}.get(value[-1:], 1)
