@@ -1,12 +1,11 @@
-"""Rows into a batch: which position each token is at, and what keeps transformers from misreading that.
+"""Collate rows into a batch with position ids, in a form that transformers reads as intended.
 
-Without an attention mask and without a cache, transformers takes every step of positions other than +1 for the
-beginning of another document, and lets no token attend across it. That is wanted where rows hold several documents,
-and would make a method that skips positions train no long distance at all, silently. An attention mask of ones turns
-it off. So `Plain` gives no mask, and the skipping collators give one of ones; `check_positions` proves on the live
-model that it was read as meant.
+Without an attention mask and a cache, transformers treats every step of positions other than +1 as a document boundary,
+and masks attention across it. That is right for rows of several documents, but a method that skips positions would
+silently train no long distances. An attention mask of ones disables it. So `Plain` returns no mask, and the skipping
+collators return one of ones; `check_positions` verifies this on the live model.
 
-They serve `transformers.Trainer` as well, with `remove_unused_columns=False`.
+They also work with `transformers.Trainer` and `remove_unused_columns=False`.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ Batch = dict[str, Tensor]
 
 
 class Collator(ABC):
-    """Makes `input_ids`, `labels` and `position_ids`, int64 of shape (batch, tokens), from rows of `Packed.rows`."""
+    """Collates rows of `Packed.rows` into `input_ids`, `labels` and `position_ids`, int64 of shape (batch, tokens)."""
 
     def __call__(self, rows: Sequence[Row]) -> Batch:
         lengths = {len(row["input_ids"]) for row in rows}
@@ -46,7 +45,7 @@ class Collator(ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class Plain(Collator):
-    """Positions as they are: from 0 on in every document, which is what isolates documents (no attention mask)."""
+    """Plain positions, from 0 in every document, which isolates documents (no attention mask)."""
 
     def positions(self, row: Row) -> Tensor:
         return torch.cat([torch.arange(int(n)) for n in row["documents"]])
@@ -54,16 +53,16 @@ class Plain(Collator):
 
 @dataclass(frozen=True, kw_only=True)
 class Skipping(Collator):
-    """Positions that leave gaps, so that a short row spans the distances of a long one; with a mask of ones.
+    """Positions with gaps, so that a short row has the distances of a long one; with a mask of ones.
 
-    What a row gets is a function of `seed` and the row's `index` alone. Padding stays at the last position.
+    A row's positions depend only on `seed` and its `index`. Padding has the last position.
 
     Attributes:
-        target_length: tokens; positions are below it.
+        target_length: in tokens; positions are below it.
 
     Raises (on a batch):
-        ValueError: a row of several documents, one longer than `target_length` or too short to be parted, or one
-            without an index.
+        ValueError: a row has several documents, is longer than `target_length`, is too short to be split, or has no
+            index.
     """
 
     target_length: int
@@ -99,14 +98,14 @@ class Skipping(Collator):
 
 @dataclass(frozen=True, kw_only=True)
 class PoSE(Skipping):
-    """Chunks of random lengths, each moved on by a random number of positions, no less than the one before it.
+    """Chunks of random lengths, each shifted by a random number of positions, at least that of the previous chunk.
 
     u_0 = 0, u_i ~ U{u_(i-1), ..., target_length - n}: chunk i is at its own positions plus u_i. The text itself
     is contiguous. Zhu et al. (2024), "PoSE: Efficient Context Window Extension of LLMs via Positional Skip-wise
     Training", arXiv 2309.10400, section 3.
 
     Attributes:
-        chunks: the paper finds 2 to do.
+        chunks: 2 suffice in the paper.
     """
 
     chunks: int = 2
@@ -128,7 +127,7 @@ class PoSE(Skipping):
 
 @dataclass(frozen=True, kw_only=True)
 class CREAM(Skipping):
-    """Head at the beginning of the target, tail at its end, the middle in between, mostly where the middle is.
+    """Head at the start of the target, tail at its end, and the middle in between, mostly near the centre.
 
     For n tokens and s = target_length / n, a coin decides on head and tail: n/3 each (relativity), or 4s each, at
     most n/3 (continuity). The middle, m tokens, ends at a position drawn from U{head + (m - 1) α/2, ..., n α/2 - tail
@@ -138,7 +137,7 @@ class CREAM(Skipping):
     instead of moved onto 2 and 2s, and the text itself is contiguous, as in PoSE.
 
     Attributes:
-        sigma: σ; the paper's ablation finds 3.
+        sigma: σ; 3 in the paper's ablation.
     """
 
     sigma: float = 3.0
@@ -162,19 +161,19 @@ class CREAM(Skipping):
 
 
 def check_positions(model: nn.Module, collator: Collator, length: int, vocab_size: int, *, batch_size: int = 1) -> None:
-    """Prove on the live model that it reads the collator's positions as they are meant.
+    """Verify on the live model that it reads the collator's positions as intended.
 
-    Skipping: the last token sees what comes before the last gap. Plain: a document does not see another one, but
-    its own beginning. Runs a handful of short forward passes in eval mode, and leaves the model as it was.
+    Skipping: the last token attends across the last gap. Plain: a document attends to its own beginning, and not to
+        another document. Runs a few short forward passes in eval mode; the model is unchanged afterwards.
 
     Args:
-        length: tokens of a row of the run; at most 64 are read.
-        vocab_size: token ids that the model embeds.
-        batch_size: rows of a forward pass of the run, where they hold several documents each: flash attention keeps
-            documents apart in batches of one only.
+        length: tokens per row of the run; at most 64 are read.
+        vocab_size: the size of the model's vocabulary.
+        batch_size: rows per forward pass of the run, if rows hold several documents: flash attention separates
+            documents only in batches of one.
 
     Raises:
-        RuntimeError: it does not.
+        RuntimeError: the check failed.
     """
     n = min(length, 64)
     if isinstance(collator, Skipping):
@@ -222,7 +221,7 @@ def _influence(
         before, after = (
             model(input_ids=ids.to(device), use_cache=False, **given).logits[:, -1] for ids in (one, other)
         )
-    # What is masked has weight zero, exactly; the margin is for kernels that add up in another order each time.
+    # Masked tokens have weight exactly zero; the margin is for kernels with a nondeterministic summation order.
     return bool((before - after).abs().max() > 1e-5 * before.abs().max())
 
 

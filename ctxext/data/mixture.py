@@ -1,4 +1,4 @@
-"""Which row comes when: a function of the seed and the row's number alone, so that a run resumes from any step."""
+"""The order of rows: a function of the seed and the row's number alone, so that a run can resume at any step."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ctxext.data.packing import Packed
 
 
 class Mixture:
-    """An endless sequence of rows from several sources, by their weights.
+    """An endless sequence of rows from several weighted sources.
 
     Row j of a source of weight w (of all weights together) is due at (j + 1/2) / w, and rows come as they are due. So
     after any number k of rows, the counts n are those that are nearest to the weights: they minimise Σ (n - k w)² / w
@@ -34,12 +34,12 @@ class Mixture:
         self.packed, self.seed, self.length = tuple(packed), seed, lengths.pop()
         total = sum(one.source.weight for one in packed)
         self._shares = [one.source.weight / total for one in packed]
-        self._orders: dict[int, tuple[int, np.ndarray]] = {}  # source: its latest epoch and that one's permutation
+        self._orders: dict[int, tuple[int, np.ndarray]] = {}  # by source: its latest epoch and permutation
 
     def rows(self, first: int, count: int) -> list[tuple[int, int]]:
         """Rows number `first` up to `first + count` of the run, as (source, index within the source).
 
-        Takes time by `count`, whatever `first` is.
+        The time depends on `count`, not on `first`.
         """
         taken = self._taken(first)
         due = [(self._due(source, n), source) for source, n in enumerate(taken)]
@@ -56,7 +56,7 @@ class Mixture:
         """A row as a collator takes it.
 
         Args:
-            number: the row's number within the run, which collators draw their randomness from (`index`).
+            number: the row's number within the run, from which collators seed their randomness (`index`).
         """
         one = self.packed[source]
         return {**one.rows[index], "index": number, "name": f"{one.source.name}#{index}"}
@@ -66,7 +66,7 @@ class Mixture:
         return [self.row(*place, number) for number, place in enumerate(self.rows(first, count), first)]
 
     def epochs(self, count: int) -> list[float]:
-        """How often each source is read in a run of `count` rows."""
+        """How often each source is repeated in a run of `count` rows."""
         return [n / len(one.rows) for n, one in zip(self._taken(count), self.packed)]
 
     def _due(self, source: int, n: int) -> float:

@@ -1,4 +1,4 @@
-"""Documents into rows of one length: tokenised and packed once, cached by `datasets`, every token accounted for."""
+"""Tokenise documents and pack them into rows of one length, cached by `datasets`, with every token accounted for."""
 
 from __future__ import annotations
 
@@ -20,23 +20,24 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 IGNORED = -100  # transformers' label of a token that has no loss
-# The cache knows the functions of an installed package by name alone: raise this whenever they make other rows.
+# The cache identifies an installed package's functions by name only: increase this whenever they produce different
+# rows.
 _VERSION = 1
-# Documents are packed in batches of about this many rows, so that what stays open at a batch's end is little.
+# Documents are packed in batches of about this many rows, so that little is left open at a batch's end.
 _ROWS_PER_BATCH = 128
-# What a chat template marks the assistant's words with, for transformers' own mask.
+# The tag with which a chat template marks assistant turns, for transformers' assistant mask.
 _GENERATION = re.compile(r"\{%-?\s*generation\b")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Accounting:
-    """Where the tokens of a source went: `tokens_read == tokens_in_rows - padding + dropped`.
+    """The token counts of a source: `tokens_read == tokens_in_rows - padding + dropped`.
 
     Attributes:
-        documents: the pieces of a document that was cut count each.
+        documents: each piece of a split document counts.
         tokens_read: special tokens included.
         tokens_in_rows: rows times their length.
-        dropped: the remainder that fills no row; fewer than one row, and none where documents are separate.
+        dropped: the last, incomplete row; 0 for separate documents.
         targets: tokens that have a loss.
     """
 
@@ -71,7 +72,7 @@ class Packed:
 
     @property
     def fingerprint(self) -> str:
-        """Of the rows themselves, whatever files they came from."""
+        """A fingerprint of the rows, independent of their source files."""
         import xxhash
 
         digest = xxhash.xxh64()
@@ -93,25 +94,24 @@ def pack(
 ) -> Packed:
     """Tokenise the documents of `source` and pack them into rows of `length` tokens.
 
-    A document begins with the special tokens that the tokenizer puts before a text and ends with EOS, if there is
-    one. A document longer than `source.max_document` is cut; each piece begins as a document does. A conversation is
-    what the chat template makes of it.
+    A document begins with the tokenizer's special tokens and ends with EOS, if there is one. A document longer than
+    `source.max_document` is split into pieces that each begin like a document. Conversations are rendered by the chat
+    template.
 
-    "separate": documents stay whole, as many in a row as fit (best-fit decreasing); longer ones are cut to `length`.
-    The first token of a document has no loss, since nothing within the document predicts it.
-    "joined": deliberately one long document: one after the other, cut where a row ends.
+    "separate": documents stay whole, packed by best-fit decreasing; longer ones are split at `length`. The first token
+    of a document has no loss, since nothing within the document predicts it. "joined": all documents are concatenated
+    into one and split at row ends.
 
     Rows do not depend on `num_proc`, and a second call with the same text, tokenizer and settings reads the cache.
 
     Args:
         dataset: as `read_source` returns it, with one column `text` or `messages`.
         vocab_size: token ids that the model embeds; None checks none.
-        num_proc: processes that tokenise.
+        num_proc: tokenisation processes.
 
     Raises:
         ValueError: no row is filled or no token has a loss; joined documents with `max_document`; a tokenizer without
-            chat template, or with one that does not say which words are the assistant's; a token that the model
-            does not embed.
+            chat template, or with one whose assistant turns cannot be located; a token outside the model's vocabulary.
     """
     from datasets import Features, Sequence, Value
 
@@ -154,9 +154,9 @@ def pack(
     if vocab_size is not None:
         _check_vocabulary(source, tokenised, tokenizer, vocab_size)
 
-    # By one process, as its batches make the rows, and a run must not depend on how many processes prepared it.
+    # In one process, as batches determine the rows, which must not depend on the number of processes.
     numbers, number = Sequence(Value("int32")), Value("int32")
-    padding_id = tokenizer.eos_token_id or 0  # any id that the model embeds: nothing sees it
+    padding_id = tokenizer.eos_token_id or 0  # any valid id: it is never attended to
     rows = tokenised.with_format("arrow").map(
         _Join(length) if documents == "joined" else _Fit(length, padding_id),
         batched=True,
@@ -187,7 +187,7 @@ def pack(
 
 
 def _special_tokens(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
-    """What comes before and after a document: the tokenizer's own special tokens, or else EOS at the end."""
+    """The prefix and suffix of a document: the tokenizer's special tokens, or else EOS at the end."""
     full, bare = (tokenizer("a", add_special_tokens=special)["input_ids"] for special in (True, False))
     start = next(i for i in range(len(full)) if full[i : i + len(bare)] == bare)
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
@@ -247,14 +247,14 @@ def _check_chat(source: Source, tokenizer: PreTrainedTokenizerBase) -> None:
 def _read_chat(
     messages: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase
 ) -> tuple[list[int], list[bool] | list[int]]:
-    """The token ids of a conversation, and for each whether the assistant says it.
+    """The token ids of a conversation, and for each whether it belongs to an assistant turn.
 
-    By the template's `{% generation %}` where it has that, else by rendering the messages up to each answer with and
-    without it: the one must begin the other, and both the whole.
+    From the template's `{% generation %}` if it has that, else by rendering the messages up to each answer with and
+    without it: each rendering must be a prefix of the next.
     """
     from jinja2 import TemplateError
 
-    # A column of dicts has all keys in every row, None where a message had none.
+    # A column of dicts has all keys in every row, with None for missing ones.
     messages = [{key: value for key, value in message.items() if value is not None} for message in messages]
     try:
         if _GENERATION.search(tokenizer.get_chat_template()):
@@ -282,7 +282,7 @@ def _read_chat(
     )
     starts, ends = zip(*encoded["offset_mapping"])
     marked = [False] * len(starts)
-    for begin, end in spans:  # a token that holds the first word and a space before it counts, as for transformers
+    for begin, end in spans:  # a token with a space and the first word counts, as in transformers
         first, last = bisect_right(ends, begin), bisect_left(starts, end)
         marked[first:last] = [True] * (last - first)
     return encoded["input_ids"], marked
@@ -316,7 +316,7 @@ def _streams(table: pa.Table) -> tuple[np.ndarray, np.ndarray]:
 
 
 class _Join:
-    """Cuts all documents, one after the other, into rows; what a batch leaves over begins the next one's."""
+    """Concatenates all documents and splits them into rows; a batch's remainder starts the next batch."""
 
     def __init__(self, length: int) -> None:
         self.length, self.version = length, _VERSION
@@ -333,7 +333,7 @@ class _Join:
 
 
 class _Fit:
-    """Fits whole documents of a batch into rows: the longest first, each where it leaves the least space."""
+    """Packs whole documents of a batch into rows: the longest first, each where it leaves the least space."""
 
     def __init__(self, length: int, padding_id: int) -> None:
         self.length, self.padding_id, self.version = length, padding_id, _VERSION
@@ -359,9 +359,9 @@ class _Fit:
 
 
 def best_fit(lengths: list[int], space: int) -> list[list[int]]:
-    """Which items share a bin of `space`, each item at most that long: best-fit decreasing (Johnson 1973).
+    """Assign items of at most `space` to bins of `space` by best-fit decreasing (Johnson 1973).
 
-    At most 11/9 of the fewest bins possible, and one.
+    Uses at most 11/9 of the optimal number of bins, plus one.
     """
     bins: list[list[int]] = []
     free: list[tuple[int, int]] = []  # (space left, bin), ascending

@@ -1,4 +1,4 @@
-"""Where training text comes from: files of one kind, or a dataset by name, read into one column."""
+"""Read training text from files or a dataset into one column."""
 
 from __future__ import annotations
 
@@ -15,33 +15,32 @@ from ctxext.utils.values import MAX_TOKENS, shown, suggest
 if TYPE_CHECKING:
     from datasets import Dataset
 
-# What the name of a file says of its kind, in the names of datasets' own builders.
+# File name suffixes, and the `datasets` builder for each.
 KINDS = {".txt": "text", ".jsonl": "json", ".json": "json", ".parquet": "parquet"}
-# What names a part of a dataset, as a folder or at the beginning of a file's name, before its number.
+# Names of dataset splits, as a folder or as the beginning of a file's name.
 _SPLITS = {"train", "validation", "valid", "val", "dev", "test", "eval"}
 _NUMBER = re.compile(r"[-_.]\d+(-of-\d+)?$")
-# owner/name, or a name alone: what a hub knows a dataset by.
+# A dataset's hub name: owner/name, or a name alone.
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """One ingredient of the training data.
+    """One source of training data.
 
     Attributes:
-        path: a .txt file (one document), .jsonl, .json or .parquet file (a document a row), all but the last also
-            gzipped (.jsonl.gz), a glob or a folder of such; or a dataset: a folder made by `save_to_disk`, or a name
-            on a hub.
-        name: for people; by default from the path.
+        path: a .txt file (one document), a .jsonl, .json or .parquet file (one document per row), optionally gzipped
+            except .parquet, a glob or a folder of such; or a dataset: a folder of `save_to_disk`, or a hub name.
+        name: a display name; by default from the path.
         weight: its share of the mixture's tokens, relative to the other sources' weights; > 0.
-        max_document: tokens; a longer document is cut into pieces of this many, each then a document of its own.
-            So is short text made that keeps the short context alive (Gao et al. 2024, ProLong).
-        text: the column that holds the text.
-        messages: the column that holds chat messages, read instead of `text`; the loss is on the assistant's alone.
-        split, subset, revision: of a dataset; files here are read whole.
+        max_document: in tokens; longer documents are split into pieces of this length, each a separate document. Short
+            documents in the mixture preserve short-context quality (Gao et al. 2024, ProLong).
+        text: the text column.
+        messages: the column of chat messages, used instead of `text`; only assistant turns have a loss.
+        split, subset, revision: of a dataset; not for local files.
 
     Raises:
-        ValueError: weight <= 0, or max_document < 2 or longer than any context.
+        ValueError: weight <= 0, or max_document out of range.
     """
 
     path: str
@@ -73,11 +72,11 @@ class Source:
 def read_source(source: Source, relative_to: Path) -> Dataset:
     """The documents of `source`: a dataset with one column, `text` (strings) or `messages` (lists of role and content).
 
-    A relative path is taken from the folder `relative_to`, and if nothing is there, from the working directory.
+    A relative path is resolved against the folder `relative_to`, then against the working directory.
 
     Raises:
-        FileNotFoundError: nothing is there, nor on the hub; says where was looked.
-        ValueError: an empty file, files of two kinds or of none that is known, or no such column.
+        FileNotFoundError: not found locally nor on the hub; the error lists the places.
+        ValueError: an empty file, mixed or unknown file types, or a missing column.
     """
     from datasets import Dataset, DatasetDict, load_dataset, load_from_disk
 
@@ -97,7 +96,7 @@ def read_source(source: Source, relative_to: Path) -> Dataset:
         options = {"sample_by": "document"} if kind == "text" else {}
         try:
             dataset = load_dataset(kind, data_files=[str(file) for file in files], split="train", **options)
-        except Exception as error:  # of any class: each builder raises its own
+        except Exception as error:  # any class: each builder raises its own
             reason = error.__cause__ or error
             raise ValueError(f"{found} cannot be read as {kind}: {reason}. Mend the file or leave it out.") from error
     assert isinstance(dataset, Dataset)
@@ -105,7 +104,7 @@ def read_source(source: Source, relative_to: Path) -> Dataset:
 
 
 def _refuse_what_files_have_not(source: Source, found: Path) -> None:
-    """Files are read whole, all of them: what is asked of a dataset on a hub would be asked for nothing."""
+    """Local files are read completely, so options of hub datasets would have no effect."""
     of_hub = [name for name in ("subset", "revision") if getattr(source, name) is not None]
     saved = (found / "dataset_dict.json").is_file()
     if source.split != "train" and not saved:
@@ -131,10 +130,10 @@ def _refuse_what_files_have_not(source: Source, found: Path) -> None:
 
 
 def find_file(path: str, relative_to: Path) -> Path:
-    """The file that `path` means, taken from the folder `relative_to`, or else from the working directory.
+    """The file at `path`, resolved against the folder `relative_to`, then the working directory.
 
     Raises:
-        FileNotFoundError: there is none; says where was looked.
+        FileNotFoundError: not found; the error lists the places.
     """
     found = _find(path, relative_to)
     if found is None or not found.is_file():
@@ -143,7 +142,7 @@ def find_file(path: str, relative_to: Path) -> Path:
 
 
 def is_table(path: str | Path) -> bool:
-    """Whether a file is read row by row, and not as it is."""
+    """Whether a file is read as rows, not as one text."""
     return _kind(Path(path)) not in (None, "text") or _gzipped(Path(path))
 
 
@@ -158,9 +157,9 @@ def _kind(path: Path) -> str | None:
 
 
 def _find(path: str, relative_to: Path) -> Path | None:
-    """The file, folder or glob that `path` means, or None."""
+    """The file, folder or glob at `path`, or None."""
     for folder in (relative_to, Path.cwd()):
-        here = folder / Path(path).expanduser()  # an absolute path stays itself
+        here = folder / Path(path).expanduser()  # an absolute path is unchanged
         if here.exists() or (has_magic(path) and _expand(here)):
             return here
     return None
@@ -172,7 +171,7 @@ def _expand(pattern: Path) -> list[Path]:
 
 def _files(found: Path) -> tuple[str, list[Path]]:
     """The kind and the files of a file, folder or glob."""
-    if found.is_dir():  # may hold a licence or a script beside the data
+    if found.is_dir():  # may hold a licence or a script besides the data
         files = sorted(path for path in found.rglob("*") if path.is_file() and _kind(path))
     else:
         files = [found] if found.exists() else [path for path in _expand(found) if path.is_file()]
@@ -200,7 +199,7 @@ def _is_empty(path: Path) -> bool:
 
         return read_metadata(path).num_rows == 0
     with gzip.open(path) if _gzipped(path) else path.open("rb") as file:
-        return not any(not line.isspace() for line in file)  # stops at the first line that says something
+        return not any(not line.isspace() for line in file)  # stops at the first non-empty line
 
 
 def _from_hub(source: Source, relative_to: Path) -> Dataset:
@@ -220,7 +219,7 @@ def _from_hub(source: Source, relative_to: Path) -> Dataset:
 
 
 def _column(source: Source, dataset: Dataset) -> Dataset:
-    """`dataset` with nothing but its text or its messages, under that name."""
+    """`dataset` with only its text or messages column, under that name."""
     wanted, name = (source.messages, "messages") if source.messages else (source.text, "text")
     if wanted not in dataset.column_names:
         raise ValueError(f"{source.name} has no column {wanted!r}{suggest(wanted, dataset.column_names)}")

@@ -1,7 +1,7 @@
-"""Checkpoints of a run: what is trained, the optimizer's state and the step; the base model is not stored again.
+"""Checkpoints of a run: the trained parameters, the optimizer's state and the step, without the frozen base model.
 
-The rows and the random numbers of a step are functions of the seed and the step, so nothing else is needed to go
-on as if nothing had happened. A checkpoint is written beside its place and renamed into it when it is whole.
+The rows and random numbers of a step depend only on the seed and the step, so nothing else is needed to resume bitwise.
+Checkpoints are written to a temporary folder and renamed when complete.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from ctxext.utils.json_files import OBJECT, Kind, read_json
 from ctxext.utils.values import is_count, is_number, one_line, shown
 
 TENSORS, STATE, ZERO = "trained.safetensors", "state.json", "zero"
-# Of the fields of `Progress`, by their types.
+# The types of the fields of `Progress`.
 _KINDS = {
     "int": Kind("a whole number >= 0", partial(is_count, low=0, high=2**62)),
     "float": Kind("a finite number >= 0", partial(is_number, low=0)),
@@ -38,12 +38,12 @@ _KINDS = {
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a run has come.
+    """The progress of a run.
 
     Attributes:
-        tokens, targets: tokens read, and those of them whose loss counted.
-        seconds: of the steps that led here.
-        peak: bytes of the main process, at most; 0 where the system does not tell.
+        tokens, targets: tokens read, and tokens with a loss.
+        seconds: seconds of all steps so far.
+        peak: peak memory of the main process in bytes; 0 if unknown.
     """
 
     step: int = 0
@@ -53,7 +53,7 @@ class Progress:
     peak: int = 0
 
     def after(self, tokens: int, targets: int, seconds: float, peak: int) -> Progress:
-        """One step further, which read `tokens`, took `seconds` and needed up to `peak` bytes."""
+        """After one more step, which read `tokens`, took `seconds` and needed up to `peak` bytes."""
         return Progress(
             step=self.step + 1,
             tokens=self.tokens + tokens,
@@ -74,16 +74,16 @@ def save_checkpoint(
     main: bool = True,
     wait: Callable[[], None] = lambda: None,
 ) -> Path:
-    """Write `folder/step-…`, whole or not at all, and drop all but the last `keep`. Every process calls it.
+    """Write `folder/step-…` atomically, and delete all but the last `keep`. Every process calls it.
 
     Args:
-        model: as it is trained, wrapped or not. Sharded tensors are gathered one by one, for the main process.
-        binding: what a run must have in common with the checkpoint to resume from it.
+        model: the model in training, wrapped or not. Sharded tensors are gathered one by one on the main process.
+        binding: the settings that a run must share with the checkpoint to resume from it.
         main: whether this process writes.
         wait: waits for all processes.
 
     Raises:
-        OSError: it could not be written, as on a full disk. Earlier checkpoints are kept.
+        OSError: it could not be written, e.g. the disk is full. Earlier checkpoints are kept.
     """
     path = folder / f"step-{progress.step:08d}"
     partial = folder / f".{path.name}.partial"
@@ -92,7 +92,7 @@ def save_checkpoint(
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True)
         wait()
-        if hasattr(model, "save_checkpoint"):  # DeepSpeed's engine: only it can gather its shards
+        if hasattr(model, "save_checkpoint"):  # only DeepSpeed's engine can gather its shards
             save: Any = model.save_checkpoint
             save(str(partial), tag=ZERO, exclude_frozen_parameters=True)
             tensors = {}
@@ -123,11 +123,11 @@ def save_checkpoint(
 
 
 def load_checkpoint(path: Path, model: nn.Module, optimizer: Any, binding: dict[str, Any]) -> Progress:
-    """Put the checkpoint at `path` into a model and an optimizer that are set up as those it was made of.
+    """Load the checkpoint at `path` into a model and an optimizer set up as in the original run.
 
     Raises:
-        ValueError: it is not whole, or belongs to a run with other settings, which are named, or to another model.
-            Nothing was changed.
+        ValueError: it is incomplete, or belongs to a run with other settings (the error names them) or another model.
+            Nothing is changed.
     """
     progress = check_binding(path, binding)
     if hasattr(model, "load_checkpoint"):
@@ -147,7 +147,7 @@ def load_checkpoint(path: Path, model: nn.Module, optimizer: Any, binding: dict[
         kinds = sorted({key.partition("/")[0] for key in keys} - {"parameter"})
         for name, parameter in trained.items():
             its = {f"{kind}/{_plain(name)}" for kind in kinds}
-            if its & keys and not its <= keys:  # a parameter without gradients has none of them
+            if its & keys and not its <= keys:  # none for a parameter without gradients
                 raise ValueError(f"{path / TENSORS} lacks {min(its - keys)}. Use another output folder.")
             for key in {f"parameter/{_plain(name)}", *its & keys}:
                 shape, whole = file.get_slice(key).get_shape(), [*parameter.shape]
@@ -169,7 +169,7 @@ def load_checkpoint(path: Path, model: nn.Module, optimizer: Any, binding: dict[
 
 @contextmanager
 def _opened(path: Path) -> Iterator[Any]:
-    """The tensors of a checkpoint, which stay on the disk."""
+    """The memory-mapped tensors of a checkpoint."""
     try:
         file = safe_open(path, "pt")
     except (OSError, SafetensorError) as error:
@@ -182,10 +182,10 @@ def _opened(path: Path) -> Iterator[Any]:
 
 
 def check_binding(path: Path, binding: dict[str, Any]) -> Progress:
-    """How far the run at `path` had come.
+    """The progress of the run at `path`.
 
     Raises:
-        ValueError: the settings in which its `binding` differs from ours, or what is wrong with its state.
+        ValueError: its `binding` has other settings (the error names them), or its state is malformed.
     """
     state = read_json(path / STATE)
     theirs, ours = state.get("binding", OBJECT), json.loads(json.dumps(binding))
@@ -202,22 +202,22 @@ def check_binding(path: Path, binding: dict[str, Any]) -> Progress:
 
 
 def checkpoints(folder: Path) -> list[Path]:
-    """The whole checkpoints in `folder`, oldest first."""
+    """The complete checkpoints in `folder`, oldest first."""
     return sorted(folder.glob("step-*"))
 
 
 def latest_checkpoint(folder: Path) -> Path | None:
-    """The newest whole checkpoint in `folder`."""
+    """The newest complete checkpoint in `folder`."""
     return next(reversed(checkpoints(folder)), None)
 
 
 def gather_trained(model: nn.Module, main: bool = True) -> dict[str, Tensor]:
-    """What is trained, by name, whole and on the CPU; empty but on the main process. Every process calls it."""
+    """The full trained parameters by name, on the CPU; empty except on the main process. Every process calls it."""
     return _gather(((_plain(name), parameter) for name, parameter in trained_parameters(model).items()), main)
 
 
 def gather_buffers(model: nn.Module, main: bool = True) -> dict[str, Tensor]:
-    """What a model saves beside its parameters, such as the bias that experts are chosen by; as `gather_trained`."""
+    """The model's persistent buffers, such as a router's expert bias; as `gather_trained`."""
     parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     state = model.state_dict()
     return _gather(((_plain(name), tensor) for name, tensor in state.items() if name not in parameters), main)
@@ -233,7 +233,7 @@ def _gather(named: Iterable[tuple[str, Tensor]], main: bool) -> dict[str, Tensor
 
 
 def _named_state(model: nn.Module, optimizer: Any) -> Iterator[tuple[str, Tensor]]:
-    """What is trained, as `parameter/NAME`, and what AdamW holds of it, as `exp_avg/NAME` and so on."""
+    """The trained parameters as `parameter/NAME`, and AdamW's state as `exp_avg/NAME` and so on."""
     for name, parameter in trained_parameters(model).items():
         yield f"parameter/{_plain(name)}", parameter
         for kind, value in optimizer.state[parameter].items():
@@ -241,19 +241,19 @@ def _named_state(model: nn.Module, optimizer: Any) -> Iterator[tuple[str, Tensor
 
 
 def _plain(name: str) -> str:
-    """A parameter's name without what DDP and torch.compile put before it."""
+    """A parameter's name without the prefixes of DDP and torch.compile."""
     return name.replace("_orig_mod.", "").removeprefix("module.")
 
 
 def _like(parameter: Tensor, value: Tensor) -> Tensor:
-    """`value` where and as `parameter` is: on its device, sharded as it is."""
+    """`value` on the device and with the sharding of `parameter`."""
     if isinstance(parameter, DTensor):
         return distribute_tensor(value.to(parameter.device), parameter.device_mesh, parameter.placements)
     return value.to(parameter.device)
 
 
 def _flush(path: Path) -> None:
-    """Have it on disk, not only in the system's memory."""
+    """Flush it to disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -264,10 +264,10 @@ def _flush(path: Path) -> None:
 def save_result(
     accelerator: Accelerator, model: nn.Module, output: Path, record: AdapterBase, tokenizer: Any, *, kind: str
 ) -> Path:
-    """The adapter, or the whole model where every parameter was trained; gathered from all processes."""
+    """Save the adapter, or the whole model for a full fine-tune; gathered from all processes."""
     lora = kind == "lora"
     folder = output / ("adapter" if lora else "model")
-    if accelerator.distributed_type == DistributedType.DEEPSPEED:  # only it can gather its shards, in its own type
+    if accelerator.distributed_type == DistributedType.DEEPSPEED:  # only it can gather its shards, in its own dtype
         tensors = accelerator.get_state_dict(model)
     else:
         tensors = gather_trained(model, accelerator.is_main_process)

@@ -1,4 +1,4 @@
-"""What a run will take, from two short passes on the machine it runs on; and what it took."""
+"""Estimate a run's time and memory from two short passes on its machine, and measure the actual ones."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ import torch
 
 
 class PeakMemory:
-    """The most memory that was held since `restart()`: of the GPU, or of this process where there is none.
+    """Peak memory since `restart()`: of the GPU, or of this process without one.
 
-    `at_most` and `now` are bytes; None where the system does not tell (a CPU without Linux' /proc).
+    `at_most` and `now` are in bytes; None if unknown (a CPU without Linux' /proc).
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -31,7 +31,7 @@ class PeakMemory:
         elif Path("/proc/self/clear_refs").exists():
             gc.collect()
             with contextlib.suppress(OSError, AttributeError):  # not glibc
-                ctypes.CDLL("libc.so.6").malloc_trim(0)  # what is freed is given back, and counts no more
+                ctypes.CDLL("libc.so.6").malloc_trim(0)  # returns freed memory, so that it no longer counts
             Path("/proc/self/clear_refs").write_text("5")
 
     @property
@@ -44,7 +44,7 @@ class PeakMemory:
 
     @property
     def room(self) -> int:
-        """Bytes that are free beside what is held now."""
+        """Free memory in bytes."""
         if self.cuda:
             cached = torch.cuda.memory_reserved(self.cuda) - torch.cuda.memory_allocated(self.cuda)
             return torch.cuda.mem_get_info(self.cuda)[0] + cached
@@ -53,13 +53,13 @@ class PeakMemory:
 
 @dataclass(frozen=True)
 class Estimate:
-    """What training will take on each process.
+    """The estimated time and memory of each process.
 
     Attributes:
-        held: bytes before the first step: weights and all that the process has loaded.
+        held: bytes before the first step: weights and everything else loaded.
         state: bytes of AdamW's two moments.
-        growth: bytes that one micro-batch needs on top, its gradients included; None as `held`.
-        room: bytes that are free.
+        growth: bytes that one micro-batch adds, including gradients; None if unknown.
+        room: free bytes.
         seconds: of the whole training.
     """
 
@@ -75,7 +75,7 @@ class Estimate:
 
     @property
     def fits(self) -> bool:
-        """Whether there is room for it, as far as is known."""
+        """Whether it fits in memory, as far as is known."""
         return self.growth is None or self.state + self.growth <= self.room
 
     def __str__(self) -> str:
@@ -104,17 +104,17 @@ def estimate(
     memory: PeakMemory,
     multiple: int = 1,
 ) -> Estimate:
-    """Run forward and backward passes of an eighth and a quarter of `length`, and go on from there to the whole.
+    """Run forward and backward passes of an eighth and a quarter of `length`, and extrapolate.
 
-    Memory grows with the tokens, time with the tokens (and, for attention, their square). The largest part of an
-    estimate's error is what a short pass does not show: the state of the caches and of the allocator.
+    Memory is linear in the tokens, time has a linear and (for attention) a quadratic term. Most of the error comes from
+    the state of caches and allocator, which a short pass does not show.
 
     Args:
-        step: runs one micro-batch of so many tokens, forward and backward.
+        step: runs forward and backward passes of a micro-batch of this many tokens.
         length: tokens of a sequence.
-        micro_batches: of the whole run, on this process.
-        trained: parameters that are trained, on this process.
-        multiple: what `step` needs a number of tokens to divide by.
+        micro_batches: micro-batches of this process in the whole run.
+        trained: number of trained parameters on this process.
+        multiple: a divisor that `step` requires of the number of tokens.
     """
     held = memory.now
     unit = math.lcm(64, multiple)
@@ -122,7 +122,7 @@ def estimate(
         unit = multiple
     short = max(1, length // 8 // unit) * unit
     long = 2 * short
-    step(short)  # what the first call allocates and compiles
+    step(short)  # the first call allocates and compiles
     figures = []
     for tokens in (short, long):
         memory.restart()
@@ -139,7 +139,7 @@ def estimate(
     return Estimate(
         held=held,
         state=8 * trained,
-        # What does not grow with the tokens, such as gradients, is in both.
+        # Constant parts, such as gradients, are in both.
         growth=None if held is None else round(large + max(0, large - small) * (length - long) / (long - short)),
         room=memory.room,
         seconds=micro_batches * (each * length + square * length**2),
@@ -158,7 +158,7 @@ def duration(seconds: float) -> str:
 
 
 def resident(what: str) -> int | None:
-    """Bytes of this process in memory, now (VmRSS) or at most (VmHWM); None without Linux' /proc."""
+    """Memory of this process in bytes, now (VmRSS) or at its peak (VmHWM); None without Linux' /proc."""
     try:
         lines = Path("/proc/self/status").read_text().splitlines()
     except OSError:

@@ -1,6 +1,6 @@
-"""Engines: what was asked for, what accelerate gave, and a refusal where the two differ.
+"""Training engines: compares what was requested with what accelerate set up, and refuses a difference.
 
-accelerate falls back in silence. Measured with 1.15 on a machine without GPUs, 2 processes asked for:
+accelerate falls back silently. Measured with 1.15 on a machine without GPUs, with 2 processes requested:
 
 | launch                                         | what accelerate gives                               |
 |------------------------------------------------|-----------------------------------------------------|
@@ -8,8 +8,8 @@ accelerate falls back in silence. Measured with 1.15 on a machine without GPUs, 
 | `--multi_gpu`, script without `cpu=True`       | two trainings that know nothing of each other       |
 | `--use_fsdp --fsdp_version 2`, with `cpu=True` | plain DDP                                           |
 
-`make_accelerator` makes the second a gloo DDP and refuses the others. What a launcher was asked for is read from its
-own command line, with its own parser: of the first and the third the script's environment says little or nothing.
+`make_accelerator` turns the second into gloo DDP and refuses the others. The launcher's request is read from its
+command line with its own parser, as the script's environment says little of the first and third.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from ctxext.utils.values import MAX_COUNT
 if TYPE_CHECKING:
     from accelerate import Accelerator, ParallelismConfig
 
-# A sequence-parallel engine, and the sharded engine that carries it.
+# Sequence-parallel engines, and the sharded engine each is built on.
 CARRIER = {"context_parallel": "fsdp2", "ulysses": "zero3"}
 _Processes = Annotated[int, Field(ge=1, le=MAX_COUNT)]
 
@@ -43,7 +43,7 @@ EngineKind = Literal["any", "single", "ddp", "fsdp2", "context_parallel", "zero3
 
 
 class EngineSettings(BaseModel):
-    """An engine: asked for, or (all fields filled in, never "any") the one that runs, see `engine_of`.
+    """A requested engine, or the running one (all fields set, never "any"), see `engine_of`.
 
     Sizes are in processes. A group of `context_parallel_size` (ring attention, FSDP2) or `sequence_parallel_size`
     (Ulysses, ZeRO-3) processes reads the same rows, each a part of their tokens.
@@ -79,13 +79,13 @@ class EngineSettings(BaseModel):
 
     @property
     def pieces(self) -> int:
-        """Of a row: one for each process that reads it, in a ring a head and a tail piece."""
+        """Pieces of a row: one per process that reads it, or a head and a tail piece each in a ring."""
         return self.group_size * (2 if self.kind == "context_parallel" and self.group_size > 1 else 1)
 
 
 @dataclass(frozen=True)
 class Launch:
-    """What a launcher was asked for on its command line and in its config file."""
+    """The request on a launcher's command line and in its config file."""
 
     launcher: Literal["accelerate launch", "torchrun"]
     engine: EngineSettings
@@ -104,16 +104,16 @@ LAUNCHERS = (
 
 
 def requested_launch() -> Launch | None:
-    """What the launcher that started this process was asked for; None where none is found (plain `python`)."""
+    """The request to the launcher that started this process; None without a launcher."""
     try:
-        command = psutil.Process(os.getppid()).cmdline()  # under torch elastic, too, a worker's parent is the launcher
+        command = psutil.Process(os.getppid()).cmdline()  # also under torch elastic, a worker's parent is the launcher
     except psutil.Error:
         return None
     return read_launch(command)
 
 
 def read_launch(command: list[str]) -> Launch | None:
-    """Read a launcher's command line; None if it is that of another program."""
+    """Parse a launcher's command line; None for another program."""
     program = next((i for i, word in enumerate(command) if i and not word.startswith("-")), 0)
     for start in (0, program):  # "torchrun …", or "python -m torch.distributed.run …"
         words = [Path(command[start]).name, *command[start + 1 :]] if command else []
@@ -128,14 +128,14 @@ def _read_accelerate(arguments: list[str]) -> Launch:
     from accelerate.commands import launch
 
     args = launch.launch_command_parser().parse_args(arguments)
-    launch.logger.disabled = True  # the launcher has warned already of each default that it took
+    launch.logger.disabled = True  # the launcher has already warned about its defaults
     try:
         args, _, _ = launch._validate_launch_command(args)  # reads the config file
     finally:
         launch.logger.disabled = False
     # With no GPU and no --num_processes accelerate counts 0 and starts 1.
     processes = max(args.num_processes, 1)
-    # The sizes are in args even where `--use_fsdp` beside a config file makes accelerate drop them.
+    # The sizes are in args even if `--use_fsdp` with a config file makes accelerate drop them.
     context, sequence = args.parallelism_config_cp_size, args.parallelism_config_sp_size
     engine = _engine(bool(args.use_fsdp), bool(args.use_deepspeed), processes, context, sequence)
     return Launch("accelerate launch", engine, bool(args.cpu or args.use_cpu), args.mixed_precision)
@@ -151,7 +151,7 @@ def _read_torchrun(arguments: list[str]) -> Launch:
 
 
 def _read_environment() -> EngineSettings:
-    """What accelerate's environment variables ask for, and how many processes were started."""
+    """The request in accelerate's environment variables, and the number of started processes."""
     from accelerate.utils import get_int_from_env, parse_flag_from_env
 
     processes = get_int_from_env(["WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE"], 1)
@@ -186,14 +186,14 @@ def make_accelerator(
     project_dir: str | os.PathLike | None = None,
     gradient_accumulation_steps: int = 1,
 ) -> Accelerator:
-    """The accelerator that `engine`, the launcher and the environment ask for together.
+    """Create the accelerator that `engine`, the launcher and the environment request.
 
     Without an accelerator (or under `--cpu`, or `use_cpu: true`) several processes train by DDP over gloo.
 
     Raises:
-        RuntimeError: what runs is not what was asked for: another number of processes, another engine, trainings
-            that know nothing of each other, another precision or accumulation than the launcher's. Names the command
-            to use instead. What can be known beforehand is refused before accelerate has changed anything.
+        RuntimeError: accelerate would run something else than requested: another number of processes, another engine,
+            independent trainings, another precision or gradient accumulation. The error gives the command to use
+            instead. If possible, it is raised before accelerate has changed anything.
     """
     from accelerate import Accelerator
     from accelerate.utils import InitProcessGroupKwargs, parse_flag_from_env
@@ -212,11 +212,11 @@ def make_accelerator(
                 f"`{launch.launcher}` asks for mixed_precision={launch.mixed_precision}, the settings for "
                 f"{mixed_precision}, which would win. Take it out of the launcher's command line or config file."
             )
-    # On CPUs accelerate can do no more than DDP; with GPUs only the number of processes is known yet.
+    # On CPUs accelerate supports only DDP; with GPUs only the number of processes is known so far.
     _refuse_another(asked, _engine(processes=processes) if cpu else EngineSettings(processes=processes), cpu)
 
     accelerator = Accelerator(
-        # A first run waits for one process that downloads and tokenises.
+        # In a first run all wait for the process that downloads and tokenises.
         kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(hours=6))],
         cpu=cpu,
         mixed_precision=mixed_precision,
@@ -225,8 +225,8 @@ def make_accelerator(
         gradient_accumulation_steps=gradient_accumulation_steps,
         parallelism_config=_parallelism(engine, processes),
     )
-    # Under ZeRO 3 accelerate registers its config with transformers, whatever zero3_init_flag says, and every
-    # from_pretrained after it returns partitioned weights, on which no check of a whole model can run.
+    # Under ZeRO 3 accelerate registers its config with transformers, regardless of zero3_init_flag, and later
+    # from_pretrained calls return partitioned weights, on which checks of a whole model fail.
     unset_hf_deepspeed_config()
     _refuse_another(asked, engine_of(accelerator), cpu)
     ranks = accelerator.gather(torch.tensor([accelerator.process_index], device=accelerator.device)).tolist()
@@ -238,18 +238,18 @@ def make_accelerator(
             f"settings' {gradient_accumulation_steps}. Take it out of the launcher's config file."
         )
     if accelerator.is_fsdp2 and mixed_precision == "bf16":
-        # accelerate's own would round the loss to bfloat16 and add up gradients in it.
+        # accelerate's default would round the loss to bfloat16 and reduce gradients in it.
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
         accelerator.state.fsdp_plugin.mixed_precision_policy = policy
     return accelerator
 
 
 def engine_of(accelerator: Accelerator) -> EngineSettings:
-    """The engine that runs. One process without sharding is "single", whatever started it.
+    """The running engine. One process without sharding is "single", however it was started.
 
     Raises:
-        RuntimeError: accelerate runs something that the recipes do not know (FSDP 1, ZeRO 1 or 2, tensor parallel), or
-            a device mesh without the parallel sizes that were configured.
+        RuntimeError: accelerate runs an unsupported engine (FSDP 1, ZeRO 1 or 2, tensor parallel), or a device mesh
+            without the configured parallel sizes.
     """
     from accelerate.utils import DistributedType
 
@@ -270,18 +270,19 @@ def engine_of(accelerator: Accelerator) -> EngineSettings:
 
 
 def data_parallel(accelerator: Accelerator) -> tuple[int, int]:
-    """(rank, size) over data. The processes of one context-parallel or Ulysses group, all neighbours, share a rank."""
+    """The data-parallel (rank, size). The neighbouring processes of one context-parallel or Ulysses group share a
+    rank."""
     engine = engine_of(accelerator)
     return accelerator.process_index // engine.group_size, accelerator.num_processes // engine.group_size
 
 
 def check_batch(engine: EngineSettings, batch: Mapping[str, Int[Tensor, "row token"]]) -> None:
-    """Refuse a batch that the ranks of one group cannot share.
+    """Check that a batch can be split between the ranks of a group.
 
     Raises:
-        ValueError: labels that are not shifted (the last token of a part would lose its target), positions that
-            restart (packed documents: their mask is dropped in silence, and they read each other, trl#6843) or, under
-            Ulysses, jump; a mask that hides tokens (dropped as well); a length that does not divide.
+        ValueError: unshifted labels (the last token of a part would lose its target); positions that restart (packed
+            documents: their mask is silently dropped, so they attend to each other, trl#6843) or, under Ulysses, jump;
+            a mask that hides tokens (also dropped); an indivisible length.
     """
     if engine.group_size == 1:
         return
@@ -293,7 +294,7 @@ def check_batch(engine: EngineSettings, batch: Mapping[str, Int[Tensor, "row tok
         )
     ring = engine.kind == "context_parallel"
     steps = batch["position_ids"].diff(dim=1)
-    if (steps <= 0 if ring else steps != 1).any():  # DeepSpeed reads every jump as a new document
+    if (steps <= 0 if ring else steps != 1).any():  # DeepSpeed treats every jump as a new document
         raise ValueError(
             f"positions must {'grow' if ring else 'grow by one'} along a row under {engine.kind}, got a "
             f"{'restart' if (steps <= 0).any() else 'jump'}. Put one document on a row, and skip positions under "
@@ -309,10 +310,10 @@ def check_batch(engine: EngineSettings, batch: Mapping[str, Int[Tensor, "row tok
 def on_my_part(
     accelerator: Accelerator, batch: Mapping[str, Int[Tensor, "row token"]]
 ) -> Iterator[dict[str, Int[Tensor, "row part"]]]:
-    """The tokens of `batch` that this rank reads. Forward and backward go inside; `batch` itself is not touched.
+    """The part of `batch` that this rank reads. Run forward and backward inside; `batch` itself is unchanged.
 
-    Context parallel gives each rank a head and a tail piece of the rows (so that all have as much to attend to), and
-    Ulysses a contiguous slice, as DeepSpeed's own `UlyssesSPDataLoaderAdapter` cuts it. Other engines: all of it.
+    Context parallel gives each rank a head and a tail piece of the rows (to balance attention), Ulysses a contiguous
+    slice, as DeepSpeed's `UlyssesSPDataLoaderAdapter` does. Other engines: the whole batch.
 
     Raises:
         ValueError: see `check_batch`.
@@ -320,7 +321,7 @@ def on_my_part(
     engine = engine_of(accelerator)
     check_batch(engine, batch)
     if engine.kind == "context_parallel":
-        # Cut in place, hence copies.
+        # Copies, as they are cut in place.
         part = {
             name: tensor.clone(memory_format=torch.contiguous_format)
             for name, tensor in batch.items()
@@ -328,8 +329,8 @@ def on_my_part(
         }
         cut = list(part.values())
         with accelerator.maybe_context_parallel(cut, [1] * len(cut), no_restore_buffers=set(cut)):
-            # Its hooks drop any mask; without one, transformers would take the gap between head and tail for packed
-            # documents, and make a mask of tokens × tokens first.
+            # Its hooks drop any mask; without one, transformers would treat the gap between head and tail as packed
+            # documents, and first build a mask of tokens × tokens.
             yield {**part, "attention_mask": torch.ones_like(part["input_ids"])}
     else:
         yield contiguous_part(
@@ -343,7 +344,7 @@ def contiguous_part(batch: Mapping[str, Int[Tensor, "row token"]], rank: int, si
 
 
 def _parallelism(engine: EngineSettings, processes: int) -> ParallelismConfig | None:
-    """accelerate's parallel sizes for `engine`; None leaves them to the launcher's config file."""
+    """accelerate's ParallelismConfig for `engine`; None leaves it to the launcher's config file."""
     from accelerate import ParallelismConfig
     from accelerate.utils import DeepSpeedSequenceParallelConfig
 
@@ -359,11 +360,11 @@ def _parallelism(engine: EngineSettings, processes: int) -> ParallelismConfig | 
 
 
 def _refuse_another(asked: Mapping[str, EngineSettings], got: EngineSettings, cpu: bool) -> None:
-    """Raise if anybody asked for another engine than `got`, whose kind is "any" while it is not known."""
+    """Raise if settings, environment or launcher requested another engine than `got` (kind "any" if not known yet)."""
     settings, environment, *launcher = asked.values()
     wrong = []
     for who, wanted in asked.items():
-        # The settings may make context parallel of a launcher's FSDP 2, and Ulysses of its ZeRO 3.
+        # The settings may turn a launcher's FSDP 2 into context parallel, and its ZeRO 3 into Ulysses.
         kinds = "any", got.kind, CARRIER.get(settings.kind)
         if got.kind != "any" and wanted.kind not in kinds:
             wrong.append(f"{who} asked for {wanted.kind}, got {got.kind}")
@@ -387,10 +388,10 @@ def _count(processes: int) -> str:
 
 
 def _remedy(kind: str, processes: int, cpu: bool) -> str:
-    """The command to use instead of the one that was refused."""
+    """The command to use instead of the refused one."""
     script = shlex.join(sys.argv)
     several = max(processes, 1 if kind == "any" else 2)
-    # --multi_gpu is accelerate's only way to start several processes, on CPUs too.
+    # --multi_gpu is accelerate's only way to start several processes, even on CPUs.
     ddp = f"{'ACCELERATE_USE_CPU=true ' * cpu}accelerate launch --multi_gpu --num_processes {several} {script}"
     if kind in ("any", "single", "ddp"):
         return f"Start it with: {f'python {script}' if kind == 'single' or several == 1 else ddp}"

@@ -1,4 +1,4 @@
-"""What a training run writes as it goes: a line a step, and the progress bar."""
+"""The log of a training run: one JSON line per step, and the progress bar."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ctxext.utils.screen import console
 
 
 class Log:
-    """A file with a JSON line for each step; lines beyond step `done` are of a run that was stopped, and go."""
+    """A file with one JSON line per step; lines after step `done`, from an interrupted run, are removed."""
 
     def __init__(self, path: Path, done: int, writes: bool) -> None:
         self.path, self.writes = path, writes

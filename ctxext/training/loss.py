@@ -1,4 +1,4 @@
-"""The cross-entropy of a causal language model without its logits ever being held together.
+"""Chunked cross-entropy of a causal language model, which never holds all logits.
 
 At 32,768 tokens and a vocabulary of 128,256 one float32 copy of the logits takes 16.8 GB, and the stock
 loss holds several. The gradient of a summed loss is linear in the incoming scalar, so it can be computed in the
@@ -22,11 +22,11 @@ from transformers.utils.generic import can_return_tuple
 from ctxext.core.apply import transformers_model
 
 IGNORED = -100
-# Bytes of logits that are held at once, by device. Measured on a CPU with 49,152 entries: from 24 MiB on the matrix
-# products run at full speed; glibc maps what is larger than 32 MiB again each time.
+# Bytes of logits held at once, by device. Measured on a CPU with 49,152 entries: matrix products reach full speed from
+# 24 MiB on; glibc maps allocations above 32 MiB anew each time.
 ROOM = {"cpu": 2**25}
 ROOM_ELSEWHERE = 2**29
-# Fewer rows than this leave the products waiting for the weight, whatever the vocabulary.
+# With fewer rows, the products wait for the weight, for any vocabulary.
 LEAST_CHUNK = 128
 REMEDY = "Use the stock loss (`loss: stock` in a recipe's config)."
 
@@ -43,24 +43,24 @@ def linear_cross_entropy(
 ) -> Tensor:
     """Σ -log softmax(z)[target] in nats, with z = scale (hidden weightᵀ + bias), or softcap · tanh(z / softcap).
 
-    Products are made in the dtype of `hidden`, or that of autocast; everything after them in float32 (float64 if the
-    products are). What needs no gradient costs none: a frozen head is never differentiated, a target that is ignored
-    never projected, and where no gradient is asked for, only the value is computed.
+    Products are computed in the dtype of `hidden` or autocast, everything after them in float32 (float64 if the
+    products are). Unneeded work is skipped: a frozen head is not differentiated, ignored targets are not projected, and
+    without gradients only the value is computed.
 
     Args:
         hidden: of shape (..., hidden).
         weight: of shape (vocabulary, hidden); a sharded one is gathered, and its gradient averaged over the shards.
-        targets: of shape (...), -100 where a token is ignored.
+        targets: of shape (...), -100 for ignored tokens.
         bias: of shape (vocabulary,).
         softcap: Gemma-2's bound on logits.
-        scale: what the logits are multiplied by.
-        chunk: tokens whose logits are held at once; by default as many as fit in 32 MiB on a CPU, 512 MiB elsewhere.
+        scale: the multiplier of the logits.
+        chunk: tokens per chunk of logits; by default as many as fit in 32 MiB on a CPU, 512 MiB elsewhere.
 
     Returns:
         A scalar, float32 (or float64): 0 if every target is ignored.
 
     Raises:
-        ValueError: the shapes do not fit.
+        ValueError: the shapes do not match.
     """
     if hidden.shape[:-1] != targets.shape or hidden.shape[-1] != weight.shape[-1]:
         raise ValueError(
@@ -92,7 +92,7 @@ class _How(NamedTuple):
 def _whole(parameter: Tensor) -> Tensor:
     if not isinstance(parameter, DTensor):
         return parameter
-    # Each process has the gradient of its own tokens; FSDP averages them, and full_tensor alone would not.
+    # Each process has the gradient of its own tokens; FSDP averages them, full_tensor alone does not.
     return parameter.full_tensor(grad_placements=[Partial("avg")] * parameter.device_mesh.ndim)
 
 
@@ -107,7 +107,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        # Not in place: the graph may be kept for a second pass.
+        # Not in place: the graph may be retained for a second pass.
         gradients = (
             gradient if gradient is None else torch.mul(gradient, grad, out=torch.empty_like(gradient, dtype=dtype))
             for gradient, dtype in zip(ctx.saved_tensors, ctx.dtypes)
@@ -118,7 +118,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 def _compute(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, how: _How, wanted: tuple[bool, ...]
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
-    """The summed loss, and its gradients by hidden (token, hidden), weight and bias where wanted."""
+    """The summed loss, and its gradients with respect to hidden (token, hidden), weight and bias if needed."""
     dtype, scale, softcap, chunk = how
     exact = torch.promote_types(dtype, torch.float32)
     rows = (targets != IGNORED).nonzero()[:, 0]
@@ -167,19 +167,19 @@ def _compute(
 
 
 def use_chunked_loss(model: nn.Module) -> None:
-    """Let a causal language model compute its loss from `labels` by `linear_cross_entropy`, and prove it.
+    """Make a causal language model compute its loss from `labels` with `linear_cross_entropy`, and verify it.
 
-    The forward of this one instance is replaced; its class is not. Without labels it is the forward that it was.
-    With `labels` (unshifted, as transformers has them) or `shift_labels`, the output has the loss in nats a token,
-    divided by `num_items_in_batch` if that is given, by the number of targets otherwise, and no logits. The head
-    is looked up in every pass: PEFT may wrap the model before or after.
+    Replaces the forward of this instance, not of its class. Without labels, forward is unchanged. With `labels`
+    (unshifted, as in transformers) or `shift_labels`, the output has the loss in nats per token, summed and divided by
+    `num_items_in_batch` or else the number of targets, and no logits. The head is looked up in every pass: PEFT may
+    wrap the model before or after.
 
     Args:
-        model: a transformers model, or what wraps one.
+        model: a transformers model, possibly wrapped.
 
     Raises:
-        RuntimeError: it is patched already, or the loss is not that of the model's own logits (a head that is
-            not linear, LoRA on the head, a router's loss added). The model is left as it was.
+        RuntimeError: it is already patched, or the loss differs from that of the model's logits (a non-linear head,
+            LoRA on the head, an added router loss). The model is unchanged.
     """
     inner = transformers_model(model)
     if _patch(inner) is not None:
@@ -189,7 +189,7 @@ def use_chunked_loss(model: nn.Module) -> None:
             "output_router_logits is set: the stock loss adds the router's, the chunked loss cannot. "
             f"Set it to False. {REMEDY}"
         )
-    # Data, and no closure, so that the model can still be copied and pickled.
+    # A class, not a closure, so that the model can be copied and pickled.
     patch: Any = functools.partial(_forward, inner, inner.forward)
     patch.__wrapped__ = inner.forward  # Trainer reads the signature
     patch.former = inner.__dict__.get("forward")
@@ -220,11 +220,11 @@ def restore_loss(model: nn.Module) -> None:
 def prove_loss(model: nn.Module) -> None:
     """Compare the chunked loss with that of the model's own logits, on a few random tokens.
 
-    Both passes see the same dropout, and the model in the mode and under the wrappers that it has. They may differ by
-    a share of 1e-4, or of 2e-3 where the model rounds its logits to 16 bits: the order of the sums decides there.
+    Both passes use the same dropout, mode and wrappers. They may differ by 1e-4 relative, or by 2e-3 if the model
+    rounds its logits to 16 bits, due to the summation order.
 
     Args:
-        model: a model under `use_chunked_loss`, or what wraps it (PEFT, DDP, FSDP, autocast).
+        model: a model after `use_chunked_loss`, possibly wrapped (PEFT, DDP, FSDP, autocast).
 
     Raises:
         RuntimeError: the losses differ, or the loss in use is not the chunked one.
@@ -245,9 +245,9 @@ def prove_loss(model: nn.Module) -> None:
     ours = chunked.loss.item()
     logits = own.logits[:, :-1].flatten(0, 1).float()
     stock = cross_entropy(logits, labels[:, 1:].flatten()).item()
-    # Autocast hands out float32 whatever it computed in, so the dtype does not tell.
+    # Autocast returns float32 regardless of the compute dtype.
     rounded = any(torch.equal(logits.to(dtype).float(), logits) for dtype in (torch.bfloat16, torch.float16))
-    if not abs(ours - stock) <= (2e-3 if rounded else 1e-4) * stock:  # not: so that NaN fails
+    if not abs(ours - stock) <= (2e-3 if rounded else 1e-4) * stock:  # `not`, so that NaN fails
         raise RuntimeError(
             f"the chunked loss of {type(inner).__name__} is {ours:.6f} nats where its own logits give {stock:.6f}: "
             f"between its decoder and its logits is more than a linear head. {REMEDY}"
@@ -299,7 +299,7 @@ def _patch(model: PreTrainedModel) -> Any:
 
 
 def _head(model: PreTrainedModel) -> nn.Linear:
-    """The linear layer that makes logits at this moment: PEFT's trained copy of it where that is in use."""
+    """The current linear head: PEFT's trained copy if that is in use."""
     head = model.get_output_embeddings()
     if hasattr(head, "modules_to_save"):
         copies = [] if head.disable_adapters else head.active_adapters

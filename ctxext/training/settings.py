@@ -1,8 +1,8 @@
-"""The settings of a fine-tune: one typed tree, read from YAML and from `key=value` on the command line.
+"""The typed settings of a fine-tune, read from YAML and `key=value` arguments.
 
     settings = read_settings("recipes/configs/tiny_yarn_4x.yaml", ["training.steps=100"])
 
-Unknown keys and values that do not go are errors, with the nearest known key.
+Unknown keys and invalid values are errors that suggest the nearest known key.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class ExtensionSettings(Section):
     Attributes:
         method: a name, the path of a file that `ctxext fit` or `recommend` wrote, or an extension on the hub
             (owner/name); None for the encoding's default.
-        options: of the method, and `length`, which freezes a dynamic one.
+        options: options of the method, and `length`, which freezes a dynamic method.
     """
 
     method: str | None = None
@@ -64,7 +64,7 @@ class ExtensionSettings(Section):
         method = opened(self.method)
         named = method_class(method) if isinstance(method, str) else type(method)
         if method is None or not issubclass(named, RopeMethod):
-            return self  # whether the config says it depends on the model
+            return self  # whether the config expresses it depends on the model
         if issubclass(named, PositionRemapping):
             raise ValueError(
                 f"{self.method} remaps positions inside attention: it needs no training, and config.json cannot "
@@ -84,16 +84,16 @@ class ExtensionSettings(Section):
 
 
 class DataSettings(Section):
-    """What is read.
+    """The training data.
 
     Attributes:
-        length: tokens a sequence; None: the target length.
-        sources: files or datasets, each with its weight; see `ctxext.data.Source`.
-        documents: "separate" keeps documents whole where they fit, and none sees another; "joined" makes one long
-            document of all.
-        positions: "plain", or how positions skip within shorter sequences: "pose", "cream".
-        chunks: pieces of a sequence between which PoSE skips.
-        processes: that tokenise; None: one.
+        length: tokens per sequence; None for the target length.
+        sources: weighted files or datasets; see `ctxext.data.Source`.
+        documents: "separate" keeps documents whole where they fit, and isolates them; "joined" concatenates all into
+            one document.
+        positions: "plain", or skipping positions for shorter sequences: "pose", "cream".
+        chunks: number of PoSE's chunks per sequence.
+        processes: tokenisation processes; None for one.
     """
 
     sources: Annotated[list[Source], Field(min_length=1)]
@@ -124,14 +124,15 @@ class DataSettings(Section):
 
 
 class TrainableSettings(Section):
-    """What is trained.
+    """The trained parameters.
 
     Attributes:
         kind: "lora", or "full" for every parameter.
         rank, alpha, dropout: of LoRA.
-        targets: projections that get LoRA by name, or "attention", or "all-linear".
-        embeddings, norms: train them beside LoRA (LongLoRA: attention alone does not reach long lengths).
-        quantization: "nf4" holds the base model in four bits (QLoRA).
+        targets: names of the projections with LoRA, or "attention", or "all-linear".
+        embeddings, norms: also train embeddings and norms (LongLoRA: LoRA on attention alone is not enough for long
+            contexts).
+        quantization: "nf4" loads the base model in four bits (QLoRA).
     """
 
     kind: Literal["lora", "full"] = "lora"
@@ -152,19 +153,19 @@ class TrainableSettings(Section):
 
 
 class TrainingSettings(Section):
-    """How it is trained.
+    """The training procedure.
 
     Attributes:
-        steps, tokens: how long; give one of them.
-        batch_size: sequences a step, over all processes.
-        micro_batch_size: sequences that one process reads at a time.
-        learning_rate: reached after `warmup_steps` steps of linear warm-up.
-        schedule: "constant"; "linear" or "cosine" down to `final_learning_rate`, a share of the first.
-        precision: "bf16" is autocast; what is trained stays float32.
-        attention: of transformers, such as "sdpa" or "flash_attention_2".
-        gradient_checkpointing: "recompute" keeps one hidden state a layer, "offload" keeps it in the CPU's memory.
-        loss: "chunked" never holds all logits; "stock" is the model's own.
-        checkpoint_every: steps. `keep_checkpoints` of them stay.
+        steps, tokens: the length of the run; set one of them.
+        batch_size: sequences per step, over all processes.
+        micro_batch_size: sequences per forward pass of a process.
+        learning_rate: the peak, after `warmup_steps` steps of linear warm-up.
+        schedule: "constant", or "linear" or "cosine" decay to `final_learning_rate` (a fraction of the peak).
+        precision: "bf16" uses autocast; trained parameters stay float32.
+        attention: transformers' attn_implementation, such as "sdpa" or "flash_attention_2".
+        gradient_checkpointing: "recompute" keeps one hidden state per layer, "offload" keeps it in CPU memory.
+        loss: "chunked" never holds all logits; "stock" is the model's own loss.
+        checkpoint_every: in steps; the last `keep_checkpoints` are kept.
     """
 
     steps: Positive | None = None
@@ -197,7 +198,7 @@ class TrainingSettings(Section):
         return self
 
     def learning_rate_at(self, step: int, steps: int) -> float:
-        """That of one step of `steps`, after the warmup by the schedule."""
+        """The learning rate of one step of `steps`."""
         if step < self.warmup_steps:
             return self.learning_rate * (step + 1) / self.warmup_steps
         gone = (step - self.warmup_steps) / max(1, steps - self.warmup_steps)
@@ -205,7 +206,7 @@ class TrainingSettings(Section):
         return self.learning_rate * (self.final_learning_rate * (1 - left) + left)
 
     def steps_of(self, length: int) -> int:
-        """Steps of the whole run at sequences of `length` tokens; a budget of tokens is not exceeded.
+        """The steps of the run with sequences of `length` tokens; a token budget is not exceeded.
 
         Raises:
             ValueError: the budget is less than one step.
@@ -223,15 +224,15 @@ class TrainingSettings(Section):
 
 
 class EvaluationSettings(Section):
-    """What is measured before and after, with `ctxext.evals`, and now and then in between.
+    """What `ctxext.evals` measures before, during and after training.
 
     Attributes:
-        text: a file that was not trained on; "bundled" for the novel of the package.
-        lengths: of passkeys and perplexity; None: the trained length and its doublings up to the target.
-        depths, trials: passkeys: places in the text, and prompts for each length and place.
-        windows: of text.
+        text: a held-out text file; "bundled" for the package's novel.
+        lengths: lengths for passkeys and perplexity; None for the trained length and its doublings up to the target.
+        depths, trials: for passkeys: depths, and prompts per length and depth.
+        windows: number of text windows.
         every: steps between mid-training evaluations at the target length; None disables them.
-        mid_training_trials, mid_training_windows: what such an evaluation reads.
+        mid_training_trials, mid_training_windows: the size of these evaluations.
     """
 
     text: str
@@ -252,14 +253,14 @@ class EvaluationSettings(Section):
 
 
 class Settings(Section):
-    """A whole run.
+    """The settings of a run.
 
     Attributes:
-        measured_on: what this file was run on, for its readers; "not measured" says that it was not.
-        model: a checkpoint: a folder, a name on the hub, or "bundled" for the small model of the package.
-        output: a new folder, or that of a run to resume.
-        evaluation: null for none, where the model does not fit on one device.
-        tracker: of accelerate; null for none.
+        measured_on: for readers: the hardware this file was run on, or "not measured".
+        model: a folder, a hub name, or "bundled" for the package's small model.
+        output: a new folder, or the folder of a run to resume.
+        evaluation: null to skip, if the model does not fit on one device.
+        tracker: accelerate's log_with; null for none.
         merge: also write a merged, plain checkpoint.
     """
 
@@ -288,10 +289,10 @@ class Settings(Section):
         return self
 
     def row_length(self, target_length: int) -> int:
-        """Tokens of a row of data, where the extended model covers `target_length`.
+        """Tokens per row of data, for an extended model with `target_length`.
 
         Raises:
-            ValueError: rows beyond that, or rows as long where positions are to be skipped.
+            ValueError: rows are longer than that, or as long with skipping positions.
         """
         length = self.data.length or target_length
         if length > target_length:
@@ -307,10 +308,10 @@ class Settings(Section):
         return length
 
     def check_engine(self, kind: str) -> None:
-        """Raise ValueError for settings that an engine which shares sequences would silently make something else of.
+        """Raise ValueError for settings that a sequence-parallel engine would silently change.
 
-        Context parallel and Ulysses carry attention over processes for SDPA alone, and without masks. Their processes
-        would draw dropout for their own part of a row, so that what a run computes would depend on how many they are.
+        Context parallel and Ulysses support only SDPA without masks. Each process would draw dropout for its own part
+        of a row, so results would depend on the number of processes.
         """
         if kind not in ("context_parallel", "ulysses"):
             return
@@ -321,30 +322,30 @@ class Settings(Section):
             "data.documents": (self.data.documents, "joined"),
             "trainable.dropout": (self.trainable.dropout, 0.0),
         }
-        if kind == "ulysses":  # DeepSpeed reads any jump of positions as a new document
+        if kind == "ulysses":  # DeepSpeed treats any jump of positions as a new document
             wanted["data.positions"] = (self.data.positions, "plain")
         wrong = [f"{key}: {need} (got {got})" for key, (got, need) in wanted.items() if got != need]
         if wrong:
             raise ValueError(f"{kind} shares each sequence over processes, and needs {', '.join(wrong)}.")
 
-    # What a run computes does not depend on these: a checkpoint may be continued with others.
+    # These do not change what a run computes, so a run may resume with other values.
     FREE: ClassVar[tuple[str, ...]] = (
         "measured_on", "output", "evaluation", "engine", "tracker", "merge", "data.processes",
         "training.checkpoint_every", "training.keep_checkpoints",
     )  # fmt: skip
 
     def binding(self) -> dict[str, Any]:
-        """The settings that a checkpoint is bound to, flat: `{"training.seed": 0, …}`."""
+        """The settings that a checkpoint is bound to, flattened: `{"training.seed": 0, …}`."""
         flat = dict(_flat(self.model_dump(mode="json")))
         return {key: value for key, value in flat.items() if not any(_within(key, free) for free in self.FREE)}
 
 
 def read_settings(path: str | Path, changes: Sequence[str] = ()) -> Settings:
-    """The settings in a YAML file, with changes such as `training.steps=100` or `data.sources.0.weight=2`.
+    """Read the settings in a YAML file, with overrides such as `training.steps=100` or `data.sources.0.weight=2`.
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: it is not valid YAML, a key is unknown, or a value does not go; every mistake is named.
+        ValueError: it is not valid YAML, a key is unknown, or a value is invalid; the error lists every mistake.
     """
     path = Path(path)
     if not path.is_file():
@@ -371,7 +372,7 @@ def _yaml(text: str, source: str) -> Any:
 
 
 def _check_size(tree: dict[str, Any], path: Path) -> None:
-    """Refuse aliases that repeat each other: a few lines can stand for more values than memory holds, or for no end."""
+    """Refuse nested YAML aliases, with which a few lines expand to huge or infinite values."""
     left, seen = [tree], 0
     while left:
         value, seen = left.pop(), seen + 1
@@ -400,7 +401,7 @@ def _index(part: str, node: list[Any], key: str) -> int:
 
 
 def _readable(mistake: Any) -> str:
-    """One line for one mistake: the key, what is wrong, and the nearest key that exists."""
+    """One line per mistake: the key, the fault, and the nearest existing key."""
     where = ".".join(str(part) for part in mistake["loc"])
     if mistake["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
         *parents, name = mistake["loc"]

@@ -1,4 +1,4 @@
-"""What each engine (one process, DDP, FSDP, DeepSpeed) wants of a model, a batch and an optimiser."""
+"""Set up model, data and optimiser for each engine (one process, DDP, FSDP, DeepSpeed)."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from ctxext.training.trainable import attach_trainable, check_no_dropout
 
 
 def micro_batches_of(settings: Settings, accelerator: Accelerator) -> int:
-    """Micro-batches that this process reads in a step.
+    """The micro-batches per step of this process.
 
     Raises:
-        ValueError: the batch cannot be shared evenly.
+        ValueError: the batch cannot be divided evenly.
     """
     training, (_, world) = settings.training, data_parallel(accelerator)
     share = training.micro_batch_size * world
@@ -41,7 +41,7 @@ def micro_batches_of(settings: Settings, accelerator: Accelerator) -> int:
 
 
 def loading_arguments(settings: Settings, accelerator: Accelerator) -> dict[str, Any]:
-    """How the base is loaded: in float32 where that is wanted, in its own type or four bits otherwise."""
+    """The loading arguments of the base: float32, its own dtype, or four bits."""
     arguments: dict[str, Any] = {"attn_implementation": settings.training.attention}
     if settings.trainable.quantization:
         arguments["quantization_config"] = BitsAndBytesConfig(
@@ -58,8 +58,8 @@ def packed_sources(settings: Settings, folder: Path, tokenizer: Any, length: int
     """The sources of the settings as rows of `length` tokens.
 
     Args:
-        folder: where the settings' file is, which its paths are relative to.
-        model: the checkpoint, whose vocabulary no token may exceed.
+        folder: the folder of the settings file, which its paths are relative to.
+        model: the checkpoint, whose vocabulary bounds the tokens.
     """
     vocab_size = text_config_of(AutoConfig.from_pretrained(model)).vocab_size
     options: dict[str, Any] = {"vocab_size": vocab_size, "num_proc": settings.data.processes}
@@ -70,13 +70,13 @@ def packed_sources(settings: Settings, folder: Path, tokenizer: Any, length: int
 
 
 def model_to_train(folder: Path, settings: Settings, accelerator: Accelerator, collator: Collator, length: int) -> Any:
-    """The model of an extended checkpoint with what is trained in it, its loss and its attention, all of it checked.
+    """Load the model of an extended checkpoint, and set up and check its trained parameters, loss and attention.
 
     Args:
-        length: tokens of a row.
+        length: tokens per row.
 
     Raises:
-        ValueError, RuntimeError: a part of the settings does not hold for this model.
+        ValueError, RuntimeError: the settings do not fit this model.
     """
     training = settings.training
     torch.manual_seed(training.seed)  # LoRA's first values
@@ -86,7 +86,7 @@ def model_to_train(folder: Path, settings: Settings, accelerator: Accelerator, c
     check_all_saved(model)
     if engine_of(accelerator).group_size > 1:
         check_no_dropout(model)
-    with accelerator.autocast():  # as it will train: what is trained is float32, its base may not be
+    with accelerator.autocast():  # as in training: trained parameters are float32, the base may not be
         if training.loss == "chunked":
             use_chunked_loss(model)
         check_positions(model, collator, length, vocab_size, batch_size=training.micro_batch_size)
@@ -96,7 +96,7 @@ def model_to_train(folder: Path, settings: Settings, accelerator: Accelerator, c
 
 
 def prepare(accelerator: Accelerator, model: nn.Module, optimizer: Any, settings: Settings) -> tuple[nn.Module, Any]:
-    """`accelerator.prepare`, with what DeepSpeed wants beside."""
+    """`accelerator.prepare`, with DeepSpeed's extra requirements."""
     if accelerator.distributed_type != DistributedType.DEEPSPEED:
         return accelerator.prepare(model, optimizer)
     accelerator.state.deepspeed_plugin.deepspeed_config |= {
@@ -112,5 +112,5 @@ def prepare(accelerator: Accelerator, model: nn.Module, optimizer: Any, settings
 
 
 def on_this_process(parameter: torch.Tensor) -> int:
-    """Numbers of a parameter that this process holds."""
+    """The elements of a parameter that this process holds."""
     return parameter.to_local().numel() if isinstance(parameter, DTensor) else parameter.numel()

@@ -1,4 +1,4 @@
-"""Which parameters a fine-tune trains: all of them, LoRA, or LoRA with embeddings and norms."""
+"""Choose the trained parameters: all, LoRA, or LoRA with embeddings and norms."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ if TYPE_CHECKING:
 
 
 def attach_trainable(model: PreTrainedModel, settings: TrainableSettings) -> nn.Module:
-    """`model` with what is to be trained, in float32, and the rest frozen; a `PeftModel` for LoRA.
+    """Freeze `model` except for the trained parameters, which become float32; returns a `PeftModel` for LoRA.
 
-    Embeddings and norms beside LoRA follow LongLoRA (Chen et al., 2024, section 3.3). They are `modules_to_save`
-    of PEFT, since a parameter that is only made to require gradients is trained and not saved. Embeddings that are
-    tied to the head stay tied. A learned position table that was extended is trained with LoRA too.
+    Training embeddings and norms with LoRA follows LongLoRA (Chen et al., 2024, section 3.3). They are PEFT's
+    `modules_to_save`, since PEFT does not save parameters that merely require gradients. Embeddings tied to the head
+    stay tied. An extended learned position table is also trained with LoRA.
 
     Raises:
-        ValueError: no projection has one of the names in `settings.targets`.
+        ValueError: no projection matches `settings.targets`.
     """
     if settings.kind == "full":
         model.requires_grad_(True)
@@ -39,14 +39,14 @@ def attach_trainable(model: PreTrainedModel, settings: TrainableSettings) -> nn.
     modules: Iterable[Any] = model.modules()
     for module in modules:
         if hasattr(module, "support_avx512bf16_for_cpu"):
-            # At its first pass without gradients bitsandbytes packs four-bit weights for inference on a CPU, and never
-            # back: whatever is trained afterwards gets wrong gradients, with a warning.
+            # On a CPU, the first pass without gradients makes bitsandbytes repack four-bit weights for inference for
+            # good, and later training gets wrong gradients (with a warning).
             module.support_avx512bf16_for_cpu = False
     also = [embedding_name(model)] if settings.embeddings else []
     also += norm_names(model) if settings.norms else []
     also += extended_tables(model)
     tied = settings.embeddings and model.get_output_embeddings().weight is model.get_input_embeddings().weight
-    if tied and embedding_name(model) != "embed_tokens":  # the only name that PEFT ties the head to by itself
+    if tied and embedding_name(model) != "embed_tokens":  # the only name that PEFT ties to the head by itself
         also.append(_name_in(model, model.get_output_embeddings()))
     config = LoraConfig(
         task_type="CAUSAL_LM",
@@ -70,7 +70,7 @@ def _targets(model: PreTrainedModel, settings: TrainableSettings) -> str | list[
     projections = projection_names(model)
     if settings.targets == "attention":
         inside = [(name, path) for name, path in projections if "attention" in path or "attn" in path]
-        # GPT-2's c_proj is in the MLP as well.
+        # GPT-2's c_proj is also in the MLP.
         outside = {name for name, path in projections if (name, path) not in inside}
         own = (f"{path.rpartition('.')[2]}.{name}" if name in outside else name for name, path in inside)
         chosen = sorted(set(own))
@@ -90,7 +90,7 @@ def _targets(model: PreTrainedModel, settings: TrainableSettings) -> str | list[
 
 
 def projection_names(model: PreTrainedModel) -> list[tuple[str, str]]:
-    """Name and path of the parent of every linear layer but the head."""
+    """The name and parent path of every linear layer except the head."""
     head = model.get_output_embeddings()
     names = []
     for path, module in model.named_modules():
@@ -110,7 +110,7 @@ def _name_in(model: nn.Module, wanted: nn.Module) -> str:
 
 
 def extended_tables(model: PreTrainedModel) -> list[str]:
-    """The last parts of the paths of learned position tables that were extended: most of their rows are new."""
+    """The names of extended learned position tables, most of whose rows are new."""
     text_config = text_config_of(model.config)
     if has_rope(text_config) or live_mark(text_config) is None:
         return []
@@ -119,7 +119,7 @@ def extended_tables(model: PreTrainedModel) -> list[str]:
 
 
 def norm_names(model: PreTrainedModel) -> list[str]:
-    """The last parts of the norms' paths, such as `input_layernorm`: modules with weights of one dimension only."""
+    """The names of the norms, such as `input_layernorm`: modules with only one-dimensional weights."""
     names: dict[str, Any] = {}
     for path, module in model.named_modules():
         own = list(module.parameters(recurse=False))
@@ -129,12 +129,12 @@ def norm_names(model: PreTrainedModel) -> list[str]:
 
 
 def trained_parameters(model: nn.Module) -> dict[str, torch.nn.Parameter]:
-    """By name, in the model's order."""
+    """The trained parameters by name, in the model's order."""
     return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
 def check_no_dropout(model: nn.Module) -> None:
-    """Raise ValueError where the model's config has dropout; that of a classifier's head is not used in training."""
+    """Raise ValueError if the model's config has dropout; a classifier head's is not used in training."""
     found = {
         name: value
         for name, value in text_config_of(transformers_model(model).config).to_dict().items()
@@ -149,7 +149,7 @@ def check_no_dropout(model: nn.Module) -> None:
 
 
 def check_rotary(model: nn.Module) -> None:
-    """Raise RuntimeError unless every rotary table of `model` is float32 and what its config says.
+    """Raise RuntimeError unless every rotary table of `model` is float32 and matches its config.
 
     `model.to(bfloat16)` rounds the frequencies of a stock model: 14 radians off at 32,768 tokens.
     """
