@@ -117,11 +117,10 @@ def apply(model: PreTrainedModel, plan: Plan, save: Callable[..., Any] | None = 
         ValueError: a patch cannot be made on this model.
         RuntimeError: a patch was made but does not do what the method says, or the forward pass does not read it.
     """
-    late = [patch for patch in plan.patches if patch.needs_weights]
-    if late and on_meta(model):
+    if any(patch.needs_weights for patch in plan.patches) and on_meta(model):
         raise ValueError(
-            f"{type(model).__name__} has no weights yet, and {plan.method and plan.method.name} is compared with the "
-            "model as it runs. Load them first."
+            f"{type(model).__name__} is on the meta device, and {plan.method and plan.method.name} is verified by "
+            "running the model. Load the weights first."
         )
     edit = Edit(model)
     try:

@@ -1,9 +1,9 @@
-"""Forward passes that look at a live model and leave no trace in it."""
+"""Forward passes that observe a live model and leave it unchanged."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, cast
 
 import torch
@@ -14,12 +14,13 @@ from ctxext.models.text_config import text_config_of
 
 @contextmanager
 def probing(model: nn.Module) -> Iterator[None]:
-    """Eval mode, no gradients, no compiled graph, and random numbers of its own, for the length of a `with` block."""
-    device = next((p.device for p in model.parameters() if p.device.type == "cuda"), None)
+    """Eval mode, no gradients, no compiled graph, and a separate random state, within a `with` block."""
+    parameters = model.parameters() if torch.cuda.is_available() else ()
+    device = next((p.device for p in parameters if p.device.type == "cuda"), None)
     with (
         torch.random.fork_rng(devices=[] if device is None else [device]),
         torch.compiler.set_stance("force_eager"),
-        in_eval_mode(model),
+        nullcontext() if on_meta(model) else in_eval_mode(model),  # on meta nothing runs
         torch.no_grad(),
     ):
         yield
@@ -27,7 +28,7 @@ def probing(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def in_eval_mode(model: nn.Module) -> Iterator[None]:
-    """Every module in eval mode for the length of a `with` block; then it, or its replacement, as it was before."""
+    """Put every module into eval mode within a `with` block, then it (or its replacement) back into its old mode."""
     modes = {path: module.training for path, module in model.named_modules()}
     model.eval()
     try:
@@ -39,7 +40,7 @@ def in_eval_mode(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def running(model: nn.Module) -> Iterator[None]:
-    """Turns whatever the model's own code raises into one kind.
+    """Turn any error of the model's code into one kind.
 
     Raises:
         RuntimeError: the forward pass failed.
@@ -54,20 +55,20 @@ def running(model: nn.Module) -> Iterator[None]:
 
 
 def has_hooks(model: nn.Module) -> bool:
-    """Whether accelerate moves weights as the model runs."""
-    return any(hasattr(module, "_hf_hook") for module in model.modules())
+    """Whether accelerate hooks move weights as the model runs."""
+    return any("_hf_hook" in module.__dict__ for module in model.modules())
 
 
 def on_meta(model: nn.Module) -> bool:
-    """Whether weights are missing, so that no forward pass can run yet."""
-    return not has_hooks(model) and any(p.device.type == "meta" for p in model.parameters())
+    """Whether weights are on the meta device, so that no forward pass can run yet."""
+    return any(p.device.type == "meta" for p in model.parameters()) and not has_hooks(model)
 
 
 def probe_inputs(model: nn.Module, n_tokens: int) -> dict[str, Any]:
     """Inputs for a forward pass of `n_tokens` random tokens of any kind of text model, seeded.
 
-    An encoder-decoder model gets as many tokens in its decoder; one whose encoder reads no tokens (speech, images)
-    gets invented encoder outputs.
+    An encoder-decoder model gets as many tokens in its decoder, and random encoder outputs if its encoder reads no
+    tokens (speech, images).
     """
     config: Any = model.config
     text = text_config_of(config)
@@ -102,7 +103,7 @@ def run(model: nn.Module, inputs: dict[str, Any]) -> Tensor:
 
 @contextmanager
 def seen_by(model: nn.Module, path: str, keyword: str | None = None) -> Iterator[list[Any]]:
-    """Collects, for each call of the module at `path`, what it returned, or the keyword argument that it was given."""
+    """Collect what each call of the module at `path` returned, or its argument `keyword`."""
     module, seen = model.get_submodule(path), []
 
     def after(_: nn.Module, args: Any, kwargs: Any, output: Any) -> None:

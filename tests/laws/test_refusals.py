@@ -536,7 +536,7 @@ def test_a_model_without_weights_is_refused() -> None:
     with torch.device("meta"):
         model = tiny_model("llama")
     before = snapshot(model, run=False)
-    with pytest.raises(ValueError, match=r"LlamaForCausalLM has no weights yet.*Load them first"):
+    with pytest.raises(ValueError, match=r"LlamaForCausalLM is on the meta device.*Load the weights first"):
         extend_context(model, method="dynamic_ntk")
     assert_unchanged(model, before)
 
