@@ -1,4 +1,4 @@
-"""The command line: one thin file for each command."""
+"""The command line: one thin file per command."""
 
 from __future__ import annotations
 
@@ -67,8 +67,8 @@ def version() -> None:
 
 
 def app() -> None:
-    """Run the command line; errors that have a remedy are printed without a traceback."""
-    # At exit Python would search all of torch and transformers for garbage, for a second.
+    """Run the command line; expected errors are printed without a traceback."""
+    # At exit Python would spend a second on garbage collection of torch and transformers.
     atexit.register(gc.freeze)
     try:
         commands()

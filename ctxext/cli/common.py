@@ -1,4 +1,4 @@
-"""What the commands share: the console, and how people write lengths and options."""
+"""Shared by the commands: the console, and parsers for lengths and options."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ commands = typer.Typer(
 
 @contextmanager
 def without_garbage_collection() -> Iterator[None]:
-    """To read a config transformers imports thousands of modules; collecting garbage meanwhile costs half a second."""
+    """Reading a config, transformers imports thousands of modules; garbage collection would cost half a second."""
     gc.disable()
     try:
         yield
@@ -60,7 +60,7 @@ def parse_pairs(pairs: Sequence[str] | None) -> dict[str, Any]:
 
 
 def parse_options(pairs: Sequence[str] | None) -> dict[str, Any]:
-    """Options of a method, as keyword arguments of `extend_context`; which names it takes the method says itself."""
+    """Options of a method, as keyword arguments of `extend_context`; the method checks their names."""
     from ctxext.api import extend_context
 
     options = parse_pairs(pairs)
@@ -71,9 +71,9 @@ def parse_options(pairs: Sequence[str] | None) -> dict[str, Any]:
 
 
 def in_flags(said: str) -> str:
-    """What the library says, its arguments as flags: `existing='keep'` as --existing keep, `length=` as --length.
+    """Rewrite Python arguments in an error as flags: `existing='keep'` as --existing keep, `length=` as --length.
 
-    Paths, quotes and calls, as `YaRN(factor=4)`, stay as they are. On the command line there is no model to restore.
+    Paths, quotes and calls such as `YaRN(factor=4)` are unchanged. On the command line there is no model to restore.
     """
     from typer.main import get_command
 
@@ -91,12 +91,12 @@ def in_flags(said: str) -> str:
 
 
 def folder_of(model: str) -> str:
-    """A folder's config.json stands for the folder."""
+    """A folder's config.json may be given for the folder."""
     return str(Path(model).parent) if Path(model).name == "config.json" else model
 
 
 def name_of(model: str) -> str:
-    """What a checkpoint is called in files and tables: its folder, or its name on the hub."""
+    """A checkpoint's name in files and tables: its folder's or hub name."""
     return Path(model).absolute().name if Path(model).is_dir() else model
 
 
@@ -107,7 +107,7 @@ def say_written(
     original_max_position_embeddings: int | None,
     existing: str = "refuse",
 ) -> None:
-    """Say that a method was written, and the command that extends the model it is for."""
+    """Report a written method, and the command that extends the model with it."""
     options = [model, "--method", str(output), "-o", "FOLDER"]
     if revision is not None:
         options += ["--revision", revision]

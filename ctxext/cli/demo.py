@@ -58,7 +58,7 @@ def demo(
 
     folder = MODEL if model is None else model
     check_not_extended(folder)
-    # As the fresh process at the end loads it, so that the two can be compared to the last bit.
+    # Loaded as by the fresh process at the end, so that the two are bitwise comparable.
     loaded, tokenizer = load(folder, "float32", "cpu")
     prompter = Prompter(tokenizer, "base")
     target = LiveModel(loaded, prompter, folder.name)
@@ -97,7 +97,7 @@ def demo(
 def save_and_reload(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, factor: float, length: int, output: Path
 ) -> float:
-    """Save the model extended by YaRN; the largest logit difference to a plain reload in a fresh process."""
+    """Save the model extended by YaRN; returns the largest logit difference to a plain reload in a fresh process."""
     import torch
 
     from ctxext.api import temporarily_extended

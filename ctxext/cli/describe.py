@@ -1,4 +1,4 @@
-"""`ctxext describe`: the table a person wants before choosing."""
+"""`ctxext describe`: a model's context, and what extending it would do."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def describe(
     from ctxext.hub.checkpoint import checkpoint_folder, extended_json, planned_as_saved, read_config
     from ctxext.models.text_config import text_config_of
 
-    def of_folder(**how: Any) -> Plan:  # whose config does not say how it is extended
+    def of_folder(**how: Any) -> Plan:  # its config does not express the extension
         return extended_json(folder, **how)[0]
 
     record, model = None, folder_of(model)

@@ -1,4 +1,4 @@
-"""`ctxext export`: an extension in the words of each engine, from its config alone."""
+"""`ctxext export`: an extension in each engine's format, from its config alone."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from ctxext.utils.values import one_line
 if TYPE_CHECKING:
     from ctxext.export.rules import EngineExport
 
-# Longer values do not fit a screen: they are for the file or for --json.
+# Longer values do not fit a screen; see the file or --json.
 LONG = 400
 
 
@@ -154,7 +154,7 @@ def _write_gguf(
 
 
 def _write_probe(folder: Path, how: dict[str, Any], path: Path) -> None:
-    """What `ctxext verify` compares an engine's answer with; says why there is none where there can be none."""
+    """Write the probe for `ctxext verify`, or say why there cannot be one."""
     from transformers import AutoTokenizer
     from transformers.utils import logging
 
@@ -174,7 +174,7 @@ def _write_probe(folder: Path, how: dict[str, Any], path: Path) -> None:
         if how:
             extend_context(model, **how)
         make_probe(model, AutoTokenizer.from_pretrained(folder)).save(path)
-    except Exception as error:  # whatever it is, memory too: the export is valid without it
+    except Exception as error:  # any error, including out of memory: the export is valid without it
         words = f"no {path.name} for ctxext verify: {in_flags(one_line(error))}"
         console.print(words, highlight=False, markup=False, soft_wrap=True)
         return
@@ -184,7 +184,7 @@ def _write_probe(folder: Path, how: dict[str, Any], path: Path) -> None:
 def _exports(
     model: str, engine: str, revision: str | None, how: dict[str, Any]
 ) -> tuple[dict[str, Any], list[EngineExport], dict[str, str]]:
-    """The config.json as it is, what each engine needs, and why others cannot; a single engine raises that."""
+    """The current config.json, what each engine needs, and the refusals; for a single engine, a refusal is raised."""
     with without_garbage_collection():
         from ctxext.export.rules import ENGINES, NotExportable, export_for
         from ctxext.extension.metadata_file import BESIDE, read_record
@@ -211,7 +211,7 @@ def _exports(
     elif record is not None:
         plan = planned_as_saved(config, record)
     source = read_json(folder / "config.json").content
-    source.pop(BESIDE, None)  # of this folder, and not of what is made of it
+    source.pop(BESIDE, None)  # of this folder, not of its export
     if engine != "all":
         return source, [export_for(engine, config, plan, model=path, source=source)], {}
     exports, refused = [], {}
@@ -249,7 +249,7 @@ def _paragraph(text: str, style: str = "") -> None:
 
 
 def _copied(text: str) -> None:
-    """Lines to be copied: as they are, however long."""
+    """Print lines for copying, without wrapping."""
     Console().print(text, soft_wrap=True, highlight=False, markup=False)
 
 
@@ -274,7 +274,7 @@ def _show(export: EngineExport, source: dict[str, Any], output: Path | None) -> 
 
 
 def _command(words: list[str]) -> str:
-    """A shell command, an option a line."""
+    """A shell command with one option per line."""
     lines: list[str] = []
     for word in words:
         if lines and not word.startswith("--"):
@@ -285,7 +285,7 @@ def _command(words: list[str]) -> str:
 
 
 def _lines(export: EngineExport) -> list[str]:
-    """The keys of a config.json that say its context; of long lists, the ends."""
+    """The context keys of a config.json, with long lists abbreviated."""
     names = ["rope_theta", "rope_scaling"] if export.engine == "transformers-v4" else ["rope_parameters"]
     nested = [value for value in export.config.values() if isinstance(value, dict) and "rope_parameters" in value]
     section = nested[0] if nested else export.config

@@ -30,12 +30,12 @@ def finetune(
     assert spec is not None
     assert spec.loader is not None
     recipe = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = recipe  # where its dataclasses look themselves up
+    sys.modules[spec.name] = recipe  # where its dataclasses look up their module
     spec.loader.exec_module(recipe)
     recipe.main(["--config", str(path), *(["--dry-run"] if dry_run else []), *(changes or [])])
 
 
 def recipes_folder() -> Path:
-    """Where the recipes are: in the package when it is installed, beside it in a clone."""
+    """The folder of the recipes: in the installed package, or beside it in a clone."""
     package = Path(sys.modules["ctxext"].__file__ or "").parent
     return next(folder for folder in (package / "recipes", package.parent / "recipes") if folder.is_dir())

@@ -1,4 +1,4 @@
-"""`ctxext fit`: the rescale factors that belong to one model."""
+"""`ctxext fit`: fit rescale factors to one model."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def fit(
 
 
 def fit_table(saved: SavedMethod) -> Table:
-    """What was tried, and what came of it."""
+    """A table of the starts tried and their losses."""
     from rich.table import Table
 
     about = saved.about

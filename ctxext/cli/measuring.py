@@ -1,4 +1,4 @@
-"""The options that `eval`, `compare`, `demo` and `fit` share, and what they mean."""
+"""The shared options of `eval`, `compare`, `demo` and `fit`."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def make_grid(
     trained_length: int,
     **grid: Any,
 ) -> Grid:
-    """The grid of comma-separated tasks; `short` measures all of them within the trained length too."""
+    """The grid of comma-separated tasks; `short` also measures all of them within the trained length."""
     from ctxext.evals.perplexity import KeyTokens, Perplexity, SlidingPerplexity
     from ctxext.evals.ruler import RULER
     from ctxext.evals.runner import Grid

@@ -1,4 +1,4 @@
-"""`ctxext recommend`: which method to use for a model at a length, within a time of your choosing."""
+"""`ctxext recommend`: find the best method for a model at a length, within a time limit."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def recommend(
 
 
 def print_recommended(found: Recommended) -> None:
-    """The candidates, the reasons, memory and speed, and what was left out."""
+    """Print the candidates, the reasons, memory and speed, and what was left out."""
     from rich.console import Console
 
     screen = Console()
@@ -149,7 +149,7 @@ def print_recommended(found: Recommended) -> None:
 
 
 def recommended_table(found: Recommended) -> Table:
-    """A row a candidate, best first; differences from the chosen one are on the texts that both were measured on."""
+    """One row per candidate, best first; differences to the chosen one are on common texts."""
     from rich import box
     from rich.table import Table
 

@@ -64,7 +64,7 @@ def verify(
         raise FileExistsError(f"{output} exists already. Choose another name, or remove it first.")
     if output is not None:
         check_writable(output)
-    logging.disable_progress_bar()  # it would tear the status line
+    logging.disable_progress_bar()  # it would break the status line
     with console.status("starting") as status:
         answer = engines.verify(where, probe, revision=revision, model=model, noise=noise, far=far, say=status.update)
     if output is not None:

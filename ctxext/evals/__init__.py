@@ -1,4 +1,4 @@
-"""Measuring what an extension gained and what it cost."""
+"""Evaluate what an extension gains and what it costs."""
 
 from ctxext.utils.extras import require
 

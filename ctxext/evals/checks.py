@@ -1,4 +1,4 @@
-"""Whether a line of a results file is as it was written: the kinds of its fields, and arrays of the length they say."""
+"""Validate the lines of a results file: field types and array lengths."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from ctxext.utils.values import MAX_TOKENS, are_numbers, are_words, is_count, is
 _COUNT = Kind("a whole number >= 0", partial(is_count, low=0, high=MAX_TOKENS))
 _WORDS = Kind("a list of strings", are_words)
 _SHARE = Kind("a number from 0 to 1", partial(is_number, low=0, high=1))
-# Overflow in float16 gives NaN and infinities, which are what was measured.
+# Overflow in float16 gives NaN and infinities, which are valid measurements.
 _MEASURED = Kind("a number", lambda value: is_number(value) or (isinstance(value, float) and not math.isfinite(value)))
-# Of every sample; depth is null where a task has none.
+# Fields of every sample; depth is null for tasks without depths.
 NEEDED = {
     "variant": TEXT, "key": TEXT, "task": TEXT, "length": _COUNT, "trial": _COUNT, "seed": _COUNT,
     "depth": or_none(_SHARE),
@@ -32,9 +32,9 @@ FIELDS = {
 }  # fmt: skip
 OF_RETRIEVAL = ("digits", "logprob", "got", "expected", "question", "contexts", "needle_tokens", "tokens")
 OF_TEXT = ("tokens", "bytes", "losses")
-# Bits of each token in the arrays that `ctxext.evals.perplexity.packed` writes.
+# Bits per token in the arrays written by `ctxext.evals.perplexity.packed`.
 ARRAYS = {"losses": 32, "top1": 32, "mask": 1}
-# What figures are made of, by task; all others are of retrieval.
+# Further fields by task; all other tasks are retrieval.
 NEEDED_OF = {
     "perplexity": ("losses", "loss", "bytes"), "sliding_perplexity": ("losses", "loss", "bytes"),
     "short": ("losses", "top1"), "key_tokens": ("mask",),
@@ -42,11 +42,11 @@ NEEDED_OF = {
 
 
 class CorruptLine(ValueError):
-    """A line of a results file is not as it was written: says which field."""
+    """A malformed line of a results file; the message names the field."""
 
 
 def check_record(record: Any) -> None:
-    """Raise CorruptLine, naming the field, unless `record` is a sample as it was written."""
+    """Raise CorruptLine, naming the field, unless `record` is a valid sample."""
     if not isinstance(record, dict):
         raise CorruptLine(f"a sample must be an object, got {shown(record)}")
     for name, (words, holds) in FIELDS.items():
@@ -63,7 +63,8 @@ def check_record(record: Any) -> None:
 
 
 def check_alike(records: Iterable[dict[str, Any]]) -> None:
-    """Raise CorruptLine unless samples that figures join are alike: in their fields, and windows in their tokens."""
+    """Raise CorruptLine unless samples that are combined in one figure have the same fields, and windows the same
+    tokens."""
     scored: dict[str, bool] = {}
     sizes: dict[tuple[str, int, int], int] = {}
     for record in records:
@@ -75,7 +76,7 @@ def check_alike(records: Iterable[dict[str, Any]]) -> None:
                 raise CorruptLine(f"a sample of {task} has no {name}")
         if not needed:
             continue
-        # Of a sliding window, the first has more tokens; masks are held against the losses of the same windows.
+        # The first sliding window has more tokens; masks must match the losses of the same windows.
         kind = "perplexity" if task == "key_tokens" else task
         tokens = sizes.setdefault(
             (kind, length, record["trial"] if task == "sliding_perplexity" else 0), record["tokens"]
@@ -94,7 +95,7 @@ def _is_array(value: Any, tokens: Any, bits: int) -> bool:
 
 
 def check_header(value: dict[str, Any]) -> None:
-    """Raise CorruptLine, naming the part, unless `value` is a header's line as it was written."""
+    """Raise CorruptLine, naming the part, unless `value` is a valid header."""
     for name in ("identity", "tasks", "variants", "about"):
         part = value.get(name)
         if not isinstance(part, dict):

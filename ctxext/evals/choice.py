@@ -1,4 +1,4 @@
-"""Which variant of a results file to use, and why."""
+"""Choose the variant of a results file to use, and say why."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ctxext.methods import ContextMethod, RopeScaling, list_methods
 
 # A comparison whose adjusted p is larger is a tie.
 LEVEL = 0.05
-# In nats a token: a difference of losses that nobody would notice decides nothing.
+# In nats per token: smaller differences of losses are negligible and decide nothing.
 TIED_LOSS = 0.01
 
 ACCURACY, LOSS, REGRESSION = "retrieval accuracy", "loss", "short-context regression"
@@ -23,12 +23,12 @@ ACCURACY, LOSS, REGRESSION = "retrieval accuracy", "loss", "short-context regres
 
 @dataclass(frozen=True)
 class Comparison:
-    """`one` against `other` on the samples that both have.
+    """A paired comparison of `one` with `other` on their common samples.
 
     Attributes:
-        value: one - other: a share of passkeys found, or nats a token.
-        p: adjusted for all comparisons of the results file; `alone` is that of this one alone.
-        clusters: the independent texts behind it.
+        value: one - other: retrieval accuracy, or nats per token.
+        p: adjusted for all comparisons of the results file; `alone` is unadjusted.
+        clusters: the number of independent texts.
     """
 
     measure: str
@@ -45,16 +45,16 @@ class Comparison:
 
 
 class Comparisons:
-    """Every pair of candidates by every measure, and each candidate's retrieval accuracy against the baseline's.
+    """All pairs of candidates by every measure, and each candidate's retrieval accuracy against the baseline's.
 
-    The p-values are those of exact paired tests (`statistics.paired_test`), adjusted together by Holm's procedure:
-    where methods are equal, any one of them is called better or worse in at most 5% of runs.
+    The p-values are from exact paired tests (`statistics.paired_test`), adjusted jointly by Holm's procedure: among
+    equal methods, any is called better or worse in at most 5% of runs.
 
     Args:
-        left: candidates that left a race before these were compared, which count as compared.
+        left: number of candidates eliminated earlier, which count as compared.
 
     Attributes:
-        family: how many comparisons p is adjusted for.
+        family: the number of comparisons that p is adjusted for.
     """
 
     def __init__(self, summary: Summary, candidates: Sequence[str], left: int = 0) -> None:
@@ -77,14 +77,14 @@ class Comparisons:
         }
 
     def between(self, measure: str, one: str, other: str) -> Comparison | None:
-        """None where the two have no samples in common."""
+        """None if the two have no common samples."""
         if (measure, one, other) in self._found:
             return self._found[measure, one, other]
         turned = self._found.get((measure, other, one))
         return turned and replace(turned, one=one, other=other, value=-turned.value)
 
     def behind(self, measure: str, one: str, others: Sequence[str], adjusted: bool = True) -> Comparison | None:
-        """The surest comparison in which `one` is significantly worse; None where it ties with all of the others."""
+        """The most significant comparison in which `one` is worse; None if it ties with all others."""
         worse = -1 if measure == ACCURACY else 1
         margin = TIED_LOSS if measure == LOSS else 0.0
         against = [c for other in others if other != one and (c := self.between(measure, one, other))]
@@ -92,11 +92,12 @@ class Comparisons:
         return min(lost, key=lambda c: (c.alone, -abs(c.value)), default=None)
 
     def front(self, measure: str, variants: Sequence[str], adjusted: bool = True) -> list[str]:
-        """Those that none of the others is significantly better than; all, where each has one (on other samples)."""
+        """The candidates that no other is significantly better than; all of them if that leaves none (on different
+        samples)."""
         return [v for v in variants if self.behind(measure, v, variants, adjusted) is None] or list(variants)
 
     def texts(self, measure: str) -> int:
-        """The most independent texts behind a comparison."""
+        """The largest number of independent texts in a comparison."""
         return max((c.clusters for c in self._found.values() if c.measure == measure), default=0)
 
 
@@ -107,18 +108,18 @@ def texts_needed(comparisons: int) -> int:
 
 @dataclass(frozen=True)
 class Choice:
-    """What was chosen, and by what.
+    """The choice, and its reasons.
 
     Attributes:
         variant: the one to use.
         tied: the others that are not significantly worse than any candidate.
-        behind: the rest, with what shows it: a comparison, or None where the loss is not finite. Both begin with the
-            best as measured.
-        decided: why `variant` is named and not one of the tied; "" where there were none.
-        gain: its retrieval accuracy against the baseline's.
-        needed: by measure, the independent texts that any difference would need to be significant, where it has fewer.
+        behind: the rest, each with the comparison that shows it, or None if its loss is not finite. Both lists begin
+            with the best point estimate.
+        decided: why `variant` was chosen among the tied ones; "" without ties.
+        gain: the difference of its retrieval accuracy to the baseline's.
+        needed: by measure, the number of independent texts that significance would need, if there were fewer.
         family: how many comparisons the p-values are adjusted for.
-        started: how many candidates there were.
+        started: the number of candidates.
     """
 
     variant: str
@@ -132,12 +133,13 @@ class Choice:
 
     @property
     def ranking(self) -> tuple[str, ...]:
-        """All candidates, the best first."""
+        """All candidates, best first."""
         return self.variant, *self.tied, *self.behind
 
 
 def candidates_of(summary: Summary) -> list[str]:
-    """The extended variants for use whose retrieval was measured beyond the trained length; without any, whose loss."""
+    """The usable extended variants with retrieval measured beyond the trained length; without any, those with
+    losses."""
     extended = [v for v in summary.variants if v != UNEXTENDED and _is_for_use(summary, v)]
     asked = [v for v in extended if found_share(summary, v) is not None]
     return asked or [v for v in extended if summary_loss(summary, v) < math.inf]
@@ -146,16 +148,15 @@ def candidates_of(summary: Summary) -> list[str]:
 def choose(summary: Summary, candidates: Sequence[str], left: int = 0) -> Choice:
     """The candidate to use.
 
-    Behind is who has significantly less retrieval accuracy beyond the trained length than another candidate; then, of
-    the others, whose loss over windows of the longest length is not finite, or significantly larger than another's by
-    more than TIED_LOSS. All that is left is tied. Of the tied, those are set aside that another one is ahead of before
-    the adjustment, and the cheapest of the rest is named: one that plain transformers loads before one that it does
-    not, then one without significantly more short-context regression than another, then the first in the order of the
-    run. With so few texts that not even one comparison could be significant, the best as measured come before the
-    cheapest. What was not measured decides nothing.
+    A candidate is behind if its retrieval accuracy beyond the trained length is significantly lower than another's; or,
+    among the others, if its loss over windows of the longest length is not finite, or significantly larger than
+    another's by more than TIED_LOSS. The rest are tied. Among the tied, candidates that are worse before the adjustment
+    are set aside, and the cheapest of the rest is chosen: first one that plain transformers loads, then one without
+    significantly more short-context regression, then the first in the run's order. With too few texts for any
+    significant comparison, point estimates take precedence over cost. Missing measurements decide nothing.
 
     Args:
-        left: candidates that left a race before, which count as compared.
+        left: number of candidates eliminated earlier, which count as compared.
 
     Raises:
         ValueError: there are no candidates.
@@ -205,7 +206,7 @@ def choose(summary: Summary, candidates: Sequence[str], left: int = 0) -> Choice
 
 
 def by_measurement(summary: Summary, candidates: Sequence[str]) -> list[str]:
-    """The candidates, the best as measured first, whatever is significant."""
+    """The candidates ordered by point estimates, best first."""
     found = {v: share.value if (share := found_share(summary, v)) else 0.0 for v in candidates}
     loss = {v: summary_loss(summary, v) for v in candidates}
     return sorted(candidates, key=lambda v: (_is_broken(summary, v), -found[v], loss[v]))
@@ -213,7 +214,7 @@ def by_measurement(summary: Summary, candidates: Sequence[str]) -> list[str]:
 
 @dataclass(frozen=True)
 class Recommendation:
-    """The variant to use, None where there was nothing to choose from, and why, for people."""
+    """The variant to use (None without candidates), and the reasons as text."""
 
     variant: str | None
     text: str
@@ -223,7 +224,7 @@ class Recommendation:
 
 
 def recommended(summary: Summary) -> Recommendation:
-    """Which variant to use, and how sure that is: one paragraph."""
+    """The recommendation and its certainty, as one paragraph."""
     candidates = candidates_of(summary) if summary.beyond else []
     if not candidates:
         said = "No extended variant was measured beyond the trained length: nothing to recommend."
@@ -245,7 +246,7 @@ def all_figures(summary: Summary) -> dict[str, Any]:
 
 
 def reasons(summary: Summary, choice: Choice) -> list[str]:
-    """Why this one, for people: sentences."""
+    """The reasons for the choice, as sentences."""
     name = choice.variant
     said = [f"Use {name}." if len(choice.ranking) > 1 else f"{name}:"]
     share = found_share(summary, name, choice.started)
@@ -289,23 +290,23 @@ def reasons(summary: Summary, choice: Choice) -> list[str]:
 
 
 def found_share(summary: Summary, variant: str, comparisons: int = 1) -> Interval | None:
-    """Retrieval accuracy beyond the trained length, a mean over the tasks that count; None where there is none."""
+    """Mean retrieval accuracy beyond the trained length over the tasks that count, or None."""
     return summary.pooled(variant, summary.deciding_tasks, summary.beyond, comparisons)
 
 
 def summary_loss(summary: Summary, variant: str) -> float:
-    """In nats a token, over windows of the longest length; infinite where it was not measured or is not a number."""
+    """In nats per token, over windows of the longest length; infinite if not measured or NaN."""
     loss = summary.loss(variant, summary.beyond[-1])
     return loss if loss is not None and math.isfinite(loss) else math.inf
 
 
 def beyond_difference(summary: Summary, one: str, other: str) -> Difference | None:
-    """How much more `one` finds beyond the trained length, on the samples of both; p is of this pair alone."""
+    """The difference of retrieval accuracy beyond the trained length on common samples; p is unadjusted."""
     return summary.difference(one, other, summary.deciding_tasks, summary.beyond)
 
 
 def short_regression(summary: Summary, variant: str) -> float:
-    """Loss beyond the baseline's within the trained length, in nats a token."""
+    """The loss increase over the baseline within the trained length, in nats per token."""
     loss = summary.gate(variant).loss
     return 0.0 if loss is None else loss.value
 
@@ -320,7 +321,7 @@ def _is_broken(summary: Summary, variant: str) -> bool:
 
 
 def _is_for_use(summary: Summary, variant: str) -> bool:
-    """Not so a method that can keep no key from one token to the next: it is there to be compared with."""
+    """Whether a variant is usable; methods that cannot use a KV cache are for comparison only."""
     extension = summary.header.variants[variant].get("extension") or {}
     name = (extension.get("method") or {}).get("name")
     known = next((cls for cls in list_methods() if name in (cls.name, *cls.aliases)), ContextMethod)
@@ -328,5 +329,5 @@ def _is_for_use(summary: Summary, variant: str) -> bool:
 
 
 def nats(difference: Difference) -> str:
-    """A difference of losses, for people."""
+    """Format a difference of losses."""
     return f"{difference.value:+.3f} nats a token [{difference.low:+.3f}, {difference.high:+.3f}]"

@@ -1,8 +1,9 @@
-"""The control of a retrieval run: does the baseline do the task within its trained length, asked in this form?
+"""The control of a retrieval run: checks that the baseline solves the task within its trained length in this prompt
+form.
 
-A model that cannot find a number in a short text says nothing about context extension, whatever its positions are.
-So before anything is compared, the baseline answers a few prompts with the same text at a short length. Where it fails,
-the other forms of asking are tried, and the first one in which it does every task is used for the whole run.
+A model that cannot find a number in a short text tells nothing about context extension. So before any comparison, the
+baseline answers a few short prompts with the same text. If it fails, other prompt forms are tried, and the first in
+which it solves every task is used for the whole run.
 """
 
 from __future__ import annotations
@@ -20,17 +21,17 @@ from ctxext.evals.targets import LiveModel, Variant
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-# The share that the baseline has to find.
+# The accuracy that the baseline must reach.
 ENOUGH = 0.9
-# Tokens of a prompt at most, and samples: this many trials at each depth.
+# The maximum prompt length in tokens, and trials per depth.
 LENGTH, TRIALS, DEPTHS = 1024, 2, (0.0, 0.25, 0.5, 0.75, 1.0)
-# Tokens for an answer in the model's own words.
+# Tokens for a free-form answer.
 OWN_WORDS = 64
 
 
 @dataclass(frozen=True)
 class Form:
-    """How a model is asked: in a style, and with an answer that is begun in the needle's own words or is all its own.
+    """A prompt form: the style, and whether the prompt begins the answer in the needle's words.
 
     Attributes:
         style, answer_tokens: of `Prompter`.
@@ -48,10 +49,10 @@ class Form:
 
 
 def other_forms(prompter: Prompter, *, begun: bool = False) -> list[Form]:
-    """The forms to try where that of `prompter` does not work.
+    """The forms to try if that of `prompter` fails.
 
     Args:
-        begun: only those whose answers teacher forcing can score.
+        begun: only forms whose answers can be scored by teacher forcing.
     """
     forms = [Form("base")]
     if getattr(prompter.tokenizer, "chat_template", None):
@@ -61,13 +62,13 @@ def other_forms(prompter: Prompter, *, begun: bool = False) -> list[Form]:
 
 @dataclass(frozen=True)
 class Control:
-    """What a control found.
+    """The result of a control.
 
     Attributes:
-        form: the one to ask in.
-        length: of the prompts, in tokens.
-        found: by form and task, the share that the baseline finds; forms in the order in which they were tried.
-        key: of all that it depends on.
+        form: the form to use.
+        length: the prompt length in tokens.
+        found: the baseline's accuracy by form and task; forms in the order tried.
+        key: a hash of everything it depends on.
     """
 
     form: Form
@@ -77,7 +78,7 @@ class Control:
 
     @property
     def failing(self) -> dict[str, float]:
-        """The tasks that the baseline does not do in the form that is used, with their shares."""
+        """The tasks that the baseline fails in the form used, with its accuracy."""
         return {task: share for task, share in self.found.get(str(self.form), {}).items() if share < ENOUGH}
 
     def describe(self) -> dict[str, Any]:
@@ -86,12 +87,12 @@ class Control:
 
     @classmethod
     def of_header(cls, about: Mapping[str, Any]) -> Control | None:
-        """The control that `describe` wrote to a header; None where there was none."""
+        """The control that `describe` wrote to a header, or None."""
         known = about.get("control")
         return known and cls(Form(**known["form"]), known["length"], known["found"], known["key"])
 
     def said(self) -> str:
-        """For people; "" where the first form works."""
+        """The result as text; "" if the first form works."""
         first, *_ = [*self.found, str(self.form)]
         if first == str(self.form) and not self.failing:
             return ""
@@ -113,7 +114,7 @@ def _shares(found: Mapping[str, float]) -> str:
 
 
 def controlled(tasks: Sequence[RetrievalTask]) -> list[RetrievalTask]:
-    """The tasks that a model either does within its trained length or not at all: those that look something up."""
+    """The lookup tasks, which a model solves within its trained length or not at all."""
     return [task for task in tasks if task.looks_up]
 
 
@@ -127,17 +128,17 @@ def control(
     seed: int = 0,
     known: Control | None = None,
 ) -> Control:
-    """Find out in which form the baseline does `tasks`.
+    """Find the form in which the baseline solves `tasks`.
 
     Args:
-        target: the model; its prompter has the form that is tried first.
-        longest: tokens of a prompt at most; the trained length ends it as well.
-        others: the forms to try after that of `target`.
-        known: what the results file has of an earlier run. It holds where it depends on the same; otherwise what it
-            found of other tasks in the same form is kept.
+        target: the model; its prompter's form is tried first.
+        longest: the maximum prompt length in tokens, capped by the trained length.
+        others: further forms to try.
+        known: the control of an earlier run in the results file. It is reused if it depends on the same inputs;
+            otherwise its results for other tasks in the same form are kept.
 
-    A control that is interrupted is repeated in full: it is a function of its arguments, and answers ten prompts of at
-    most `LENGTH` tokens a task and form, of which each five share their beginning.
+    An interrupted control is repeated in full. It is a function of its arguments, and answers ten prompts of at most
+    `LENGTH` tokens per task and form, in two groups with a common prefix.
     """
     tasks, prompter = controlled(tasks), target.prompter
     length = min(LENGTH, target.about["trained_length"], longest)
@@ -157,12 +158,12 @@ def control(
         found[str(form)] = {**found.get(str(form), {}), **measured}
         if all(share >= ENOUGH for share in measured.values()):
             return Control(form, length, found, key)
-    # No form works: the first is what was asked for.
+    # No form works: keep the requested one.
     return Control(first, length, found, key)
 
 
 def found_in(target: LiveModel, task: RetrievalTask, haystack: Haystack, length: int, seed: int) -> float | None:
-    """The share that the baseline finds; None where no prompt of this length can be made."""
+    """The baseline's accuracy; None if no prompt of this length can be made."""
     places = task.places([length], DEPTHS, TRIALS, seed)
     try:
         samples = [task.sample(place, target.prompter, haystack) for place in places]

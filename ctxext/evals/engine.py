@@ -1,9 +1,9 @@
-"""Forward passes of an evaluation: bounded in memory, and no token is read twice that two prompts share.
+"""Forward passes of an evaluation, with bounded memory and shared prefixes.
 
-What a causal model computes for a prefix does not depend on what follows, also where the scale belongs to
-each query's own position. So prompts that begin alike are read once, and branch off where they differ; and
-long ones are read in chunks. Where a model's frequencies depend on the total length (transformers' `dynamic`,
-`longrope` with two lists as transformers runs it), both would be wrong: every prompt is then read whole.
+A causal model's computation for a prefix does not depend on later tokens, even with a scale per query position. So
+common prefixes of prompts are read once, and long prompts in chunks. If a model's frequencies depend on the total
+length (transformers' `dynamic`, and `longrope` with two lists in transformers), both would be wrong, and every prompt
+is read in one pass.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ from ctxext.methods import RopeScaling
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-# The most logits that are held at once, in numbers: 128 MiB in float32.
+# The most logits held at once: 128 MiB in float32.
 LOGITS = 2**25
 
 
 class Forced(NamedTuple):
-    """An answer under teacher forcing: its most likely tokens, and log-probabilities of the true ones in nats."""
+    """An answer under teacher forcing: the most likely tokens, and the true tokens' log-probabilities in nats."""
 
     guess: Tensor
     logprobs: Tensor
 
 
 class Answer(NamedTuple):
-    """The tokens that greedy decoding writes, and the log-probability of the right answer in nats."""
+    """The tokens of greedy decoding, and the log-probability of the right answer in nats."""
 
     written: list[int]
     logprob: float
@@ -51,17 +51,17 @@ Decoded = Callable[[], list[list[int]]]
 
 
 class Losses(NamedTuple):
-    """Of every next token in a window: its loss in nats, and the most likely token; both of shape (tokens - 1,)."""
+    """For every next token in a window: its loss in nats, and the most likely token; both of shape (tokens - 1,)."""
 
     losses: Tensor
     top1: Tensor
 
 
 def length_dependent(config: Any, plan: Plan | None = None) -> bool:
-    """Whether the frequencies of a model with this config depend on how long the whole sequence is.
+    """Whether the frequencies of a model with this config depend on the total sequence length.
 
     Args:
-        plan: how it is extended; None where it is not.
+        plan: its extension, or None.
     """
     if plan is not None and plan.method is not None:
         return of_the_call(plan)
@@ -75,7 +75,7 @@ def length_dependent(config: Any, plan: Plan | None = None) -> bool:
 
 
 def of_the_call(plan: Plan | None) -> bool:
-    """Whether an extension has one scale for each whole call, so that no key can be kept for the next."""
+    """Whether an extension has one scale per call, so that keys cannot be cached."""
     return plan is not None and isinstance(plan.method, RopeScaling) and plan.method.of_the_call
 
 
@@ -83,10 +83,10 @@ class Engine:
     """Runs one model, without gradients.
 
     Args:
-        chunk: tokens read at a time, all rows of a batch together.
+        chunk: tokens per forward pass, over all rows of a batch.
 
     Attributes:
-        tokens: how many the model has read so far, for accounts of cost.
+        tokens: tokens read so far, for cost accounting.
     """
 
     def __init__(self, model: PreTrainedModel, *, chunk: int = 1024) -> None:
@@ -96,7 +96,7 @@ class Engine:
 
     @property
     def whole(self) -> bool:
-        """Whether every prompt has to be read whole, in one forward pass."""
+        """Whether every prompt must be read in one forward pass."""
         return length_dependent(self.model.config, self._plan)
 
     @property
@@ -109,19 +109,19 @@ class Engine:
         """Read answers by teacher forcing, in one forward pass each.
 
         Args:
-            rows: samples of one length; those of a row begin alike (one trial at several depths), the rows
-                have equally many and run side by side as a batch.
+            rows: samples of one length; the samples of a row share a prefix (one trial at several depths); rows have
+                equal sizes and run as a batch.
         """
         for column, logits, _ in self._columns(rows):
             yield from ((row[column], _forced(row[column], scores)) for row, scores in zip(rows, logits))
 
     @torch.inference_mode()
     def answers(self, rows: Sequence[Sequence[Sample]]) -> Iterator[tuple[Sample, Answer]]:
-        """What `generate` writes, found by teacher forcing where that is the answer itself.
+        """What `generate` writes, found by teacher forcing where possible.
 
-        If each token of an answer is the most likely one behind those before it, greedy decoding writes that answer.
-        If one is not, the answer is decoded, behind what the forced pass has read of the prompt. Where the length of a
-        call sets the frequencies, decoding has others than the forced pass, and every answer is generated.
+        If each token of an answer is the most likely one after its prefix, greedy decoding writes that answer.
+        Otherwise the answer is decoded from the prompt's cache. If the frequencies depend on the call's length,
+        decoding differs from the forced pass, and every answer is generated.
 
         Args:
             rows: as in `forced`.
@@ -135,14 +135,15 @@ class Engine:
                 yield sample, Answer(answer if hit else other, one.logprobs.double().sum().item())
 
     def _columns(self, rows: Sequence[Sequence[Sample]]) -> Iterator[tuple[int, Tensor, Decoded]]:
-        """For each branch the logits that predict the answers, of shape (row, token, vocabulary), and how to decode it.
+        """For each branch, the logits that predict the answers, of shape (row, token, vocabulary), and a function to
+        decode it.
 
-        A branch is decoded before the next one is asked for, if at all.
+        Decode a branch before requesting the next one.
         """
         length = len(rows[0][0].input_ids)
         begin = min(sample.n_prompt for row in rows for sample in row)
         keep = length - begin
-        # The last token predicts nothing that is asked for; where the length sets the frequencies it is read as well.
+        # The last token's prediction is not needed; it is read only if the length sets the frequencies.
         ids = torch.tensor([[sample.input_ids for sample in row] for row in rows], device=self.model.device)
         ids = ids[..., : None if self.whole else -1]
         if self.whole:
@@ -158,12 +159,12 @@ class Engine:
 
         trunk = ids[:, -1]
         shared = [min(_common(row[column], row[-1]) for row in ids) for column in range(ids.shape[1])]
-        # At least the tokens whose logits are kept have to be read again.
+        # At least the tokens whose logits are needed are read again.
         forks = [min(fork, ids.shape[2] - keep) for fork in shared]
         columns = sorted(range(ids.shape[1]), key=lambda column: forks[column])
         cache, done = self._new_cache(length), 0
         if cache is not None:
-            # Back from the deepest fork: what one branch read is the beginning of the next.
+            # From the deepest fork back: what one branch read is the prefix of the next.
             for column in reversed(columns):
                 behind = cache.get_seq_length() - forks[column]
                 if behind > 0:
@@ -185,10 +186,10 @@ class Engine:
         return [self.generate(sample) for sample in samples]
 
     def _decoded(self, samples: Sequence[Sample], begin: int, logits: Tensor, cache: Any) -> list[list[int]]:
-        """Greedy decoding of a batch, each sample from the end of its own prompt.
+        """Greedy decoding of a batch, each sample from the end of its prompt.
 
         Args:
-            begin: how many tokens of each prompt `cache` holds; `logits` are those behind them.
+            begin: the number of tokens of each prompt in `cache`; `logits` follow them.
         """
         ends = self.model.generation_config.eos_token_id
         stops = {*(ends if isinstance(ends, list) else [ends])}
@@ -203,20 +204,21 @@ class Engine:
         return [tokens[: next((k + 1 for k, token in enumerate(tokens) if token in stops), None)] for tokens in written]
 
     def _new_cache(self, capacity: int) -> KeyValues | None:
-        """An empty cache for `capacity` tokens that can go back; None where the model's own must be used."""
+        """An empty, croppable cache for `capacity` tokens; None if the model needs its own."""
         return KeyValues(self._stores, capacity) if self._stores else None
 
     @cached_property
     def _stores(self) -> list[bool]:
-        """Which layers store keys and values; empty if any forgets, as sliding windows and linear attention do."""
+        """Which layers store keys and values; empty if any forgets tokens, as sliding windows and linear attention
+        do."""
         probe = torch.zeros(1, 1, dtype=torch.long, device=self.model.device)
         layers = self.model(input_ids=probe, use_cache=True).past_key_values.layers
         if any(stock_class(layer) is not DynamicLayer for layer in layers):
             return []
-        return [layer.is_initialized for layer in layers]  # those that share the keys of others store none
+        return [layer.is_initialized for layer in layers]  # layers that share another's keys store none
 
     def _read(self, ids: Tensor, cache: Any, keep: int) -> tuple[Tensor, Any]:
-        """Read `ids` behind what `cache` holds; the logits at the last `keep` tokens."""
+        """Read `ids` after the content of `cache`; returns the logits at the last `keep` tokens."""
         if self.whole:
             self.tokens += ids.numel()
             return self.model(input_ids=ids, use_cache=False, logits_to_keep=keep).logits, None
@@ -232,7 +234,7 @@ class Engine:
         return output.logits, cache
 
     def _stops_early(self, cache: Any) -> bool:
-        # accelerate's hooks move weights after each module, so its forward passes have to end.
+        # accelerate's hooks move weights after each module, so forward passes must complete.
         return isinstance(cache, KeyValues) and not hasattr(self.model, "hf_device_map")
 
     @torch.inference_mode()
@@ -252,8 +254,8 @@ class Engine:
             pad_token_id=own.pad_token_id if own.pad_token_id is not None else 0,
             use_cache=keeps,
         )
-        # A field left out is taken from the model's own: beams, or a penalty that counts the prompt, and so the right
-        # answer in it.
+        # Omitted fields come from the model's generation config: beams, or a repetition penalty that counts the prompt,
+        # and so penalises the right answer.
         self.model.generation_config = GenerationConfig()
         try:
             generate: Any = self.model.generate
@@ -271,7 +273,7 @@ class Engine:
 
     @torch.inference_mode()
     def losses(self, ids: Sequence[int]) -> Losses:
-        """What each token but the first cost, given all before it; the logits are never held together."""
+        """The loss of each token but the first; never holds all logits."""
         row = torch.tensor([list(ids)], device=self.model.device)
         chunk = min(self.chunk, max(1, LOGITS // self.model.get_output_embeddings().weight.shape[0]))
         cache, parts = None if self.whole else self._new_cache(row.shape[1]), []
@@ -279,7 +281,7 @@ class Engine:
             [*range(0, row.shape[1] - 1, row.shape[1] if self.whole else chunk), row.shape[1] - 1]
         ):
             self.tokens += high - low
-            # Where the length sets the frequencies, the whole row is read, its last token too.
+            # If the length sets the frequencies, the whole row is read, including its last token.
             read = row if self.whole else row[:, low:high]
             output = self.model(input_ids=read, past_key_values=cache, use_cache=not self.whole)
             cache = output.past_key_values if not self.whole else None
@@ -290,7 +292,7 @@ class Engine:
 
 
 def _forced(sample: Sample, logits: Tensor) -> Forced:
-    """The answer of one sample, by the logits behind it and behind some tokens of its prompt."""
+    """The answer of one sample, from the logits of its answer and some prompt tokens."""
     n_answer = len(sample.input_ids) - sample.n_prompt
     answer = torch.tensor(sample.input_ids[sample.n_prompt :], device=logits.device)
     logprobs = logits[-n_answer:].float().log_softmax(-1)
@@ -298,18 +300,18 @@ def _forced(sample: Sample, logits: Tensor) -> Forced:
 
 
 def _common(one: Tensor, other: Tensor) -> int:
-    """How many tokens two prompts begin with alike."""
+    """The length of the common prefix of two prompts."""
     differ = (one != other).nonzero()
     return int(differ[0]) if len(differ) else len(one)
 
 
 class _Stored(Exception):
-    """The last keys and values of a pass are stored: what follows would only make logits."""
+    """Raised once the last keys and values of a pass are stored, as the rest would only compute logits."""
 
 
 @contextmanager
 def _only_stored(cache: KeyValues) -> Iterator[None]:
-    """Let forward passes end as soon as all their keys and values are in `cache`."""
+    """End forward passes as soon as all their keys and values are in `cache`."""
     cache.only_store = True
     try:
         yield
@@ -320,11 +322,11 @@ def _only_stored(cache: KeyValues) -> Iterator[None]:
 
 
 class KeyValues(Cache):
-    """Keys and values of full attention, written in place: none is copied to make room for the next.
+    """A preallocated cache of full attention: appending copies nothing.
 
     Args:
-        stores: which layers store any.
-        capacity: tokens to make room for; more are taken too.
+        stores: which layers store keys.
+        capacity: preallocated tokens; it can grow.
     """
 
     def __init__(self, stores: Sequence[bool], capacity: int) -> None:

@@ -1,4 +1,4 @@
-"""Natural text to hide things in: where its tokens begin and where its sentences end."""
+"""Haystacks: natural text with the positions of its tokens and sentence ends."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from ctxext.data.sources import Source, is_table, read_source
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-# A full stop behind a title ends no sentence; Chinese and Japanese put no space behind theirs.
+# A full stop after a title does not end a sentence; Chinese and Japanese have no space after theirs.
 _SENTENCE_END = re.compile(r"(?<!\bMr)(?<!\bMrs)(?<!\bDr)(?<!\bSt)[.!?][\"'”’)_]*(?=\s)|[。！？]+[」』”’）\"')]*")
-# Where else a text may be cut, where it has no sentence ends for `_LONG` characters, as Thai or minified code: before
-# a line's end, before a space, behind a clause; then anywhere.
+# Where to cut text without sentence ends for `_LONG` characters, such as Thai or minified code: before a line's end,
+# before a space, after a clause; then anywhere.
 _FINER = [re.compile(pattern) for pattern in (r"(?=\n)", r"(?=\s)", r"[;,:})\]；，、：]+", r"(?s).{32,64}?(?=\w)")]
 _LONG = 2000
-# A word of more characters is text without spaces.
+# Longer words are text without spaces.
 _LONG_WORD = 40
 # The easy mode: it tests saliency more than retrieval. Mohtashami and Jaggi (2023).
 FILLER = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again. "
@@ -33,15 +33,15 @@ FILLER = "The grass is green. The sky is blue. The sun is yellow. Here we go. Th
 
 @dataclass(frozen=True, eq=False)
 class Haystack:
-    """A long text, and the tokens that a tokenizer makes of it.
+    """A long text and its tokens.
 
     Attributes:
-        token_ids: the tokens of the text, written once.
-        token_starts: where each token begins, in characters, ascending.
-        sentence_ends: where each sentence ends, in characters, ascending: what is put there is
-            between two sentences. Where a text has none, ends of lines, words or clauses.
-        repeats: how often the text was written one after the other to be long enough.
-        name: for people.
+        token_ids: the tokens of the text, without repeats.
+        token_starts: the start of each token, in characters, ascending.
+        sentence_ends: the end of each sentence, in characters, ascending, where needles can be inserted; ends of lines,
+            words or clauses if a text has no sentences.
+        repeats: how often the text is repeated to be long enough.
+        name: a display name.
     """
 
     text: str
@@ -55,11 +55,10 @@ class Haystack:
     def from_text(
         cls, text: str, tokenizer: PreTrainedTokenizerBase, *, at_least: int = 0, name: str = "text"
     ) -> Haystack:
-        """Tokenise `text`, repeated until it has `at_least` tokens (0: as it is).
+        """Tokenise `text`, repeated until it has `at_least` tokens (0: no repeats).
 
         Raises:
-            ValueError: the text is empty, or the tokenizer is not a fast one, whose offsets place
-                sentence ends on tokens.
+            ValueError: the text is empty, or the tokenizer is not a fast one (its offsets are needed).
         """
         if not tokenizer.is_fast:
             raise ValueError(
@@ -90,15 +89,15 @@ class Haystack:
         return self.text[: len(self.text) // self.repeats]
 
     def for_length(self, length: int) -> Haystack:
-        """As often as prompts of `length` tokens need it, however often it was repeated for longer ones."""
+        """The same text, repeated as prompts of `length` tokens need it."""
         return _repeated(self, min(self.repeats, self._copies(length)))
 
     def _copies(self, length: int) -> int:
-        # One more than cover the length, so that a window may begin anywhere.
+        # One more than the length needs, so that a window may begin anywhere.
         return 1 if length <= self.n_tokens else 1 - -length // self.n_tokens
 
     def says(self, phrase: re.Pattern[str], start: int, end: int) -> bool:
-        """Whether a phrase is between two places, given in characters."""
+        """Whether a phrase occurs between two character positions."""
         return phrase.search(self.text, start, end) is not None
 
     @property
@@ -107,7 +106,7 @@ class Haystack:
         return len(self.token_ids)
 
     def n_bytes(self, first: int, end: int) -> int:
-        """UTF-8 bytes of the tokens from `first` up to `end`, on the ring that the text, written once, makes."""
+        """UTF-8 bytes of the tokens from `first` to `end`, with the text as a ring."""
         n = self.n_tokens
         once = self.once
         chars = [*self.token_starts[:n], len(once)]
@@ -115,19 +114,19 @@ class Haystack:
         return sum(len(once[chars[low] : chars[high]].encode()) for low, high in parts)
 
     def token_at(self, char: int) -> int:
-        """The index of the first token that begins at `char` or behind it."""
+        """The index of the first token that begins at `char` or later."""
         return bisect_left(self.token_starts, char)
 
     def exact_window(
         self, length: int, guess: int, count: Callable[[int, int], int], rng: Random
     ) -> tuple[int, int] | None:
-        """A `(start, end)` in characters for which `count(start, end)` is exactly `length`; None if none was found.
+        """Find a `(start, end)` in characters with `count(start, end) == length`, or None.
 
-        The end is a random sentence end, the start is where a word begins if possible. Tokens of neighbouring
-        pieces can merge, so the size is not computed but counted, and the start moved until it fits.
+        The end is a random sentence end, the start the beginning of a word if possible. Tokens of neighbouring pieces
+        can merge, so the size is counted, and the start moved until it fits.
 
         Args:
-            guess: about how many tokens the window itself will have.
+            guess: the approximate size of the window in tokens.
 
         Raises:
             ValueError: the text is too short.
@@ -142,7 +141,7 @@ class Haystack:
             end = rng.choice(self.sentence_ends[first:])
             token, step = self.token_at(end) - guess, -1
             for _ in range(4):
-                if attempt < 20:  # where that never fits, as in repeated filler, begin within a word
+                if attempt < 20:  # if that never fits, as in repeated filler, begin within a word
                     token = self._word_start(token, step)
                 if not 0 <= token < self.token_at(end):
                     break
@@ -153,9 +152,9 @@ class Haystack:
         return None
 
     def _word_start(self, token: int, step: int) -> int:
-        """The first token with which a word begins, from `token` on forwards (step 1) or backwards (-1).
+        """The nearest token that begins a word, from `token` forwards (step 1) or backwards (-1).
 
-        `token` itself where no word begins near, as in text without spaces.
+        `token` itself if none is near, as in text without spaces.
         """
         for near in range(token, token + 64 * step, step):
             start = self.token_starts[near] if 0 < near < len(self.token_starts) else 0
@@ -189,7 +188,7 @@ def _repeated(haystack: Haystack, repeats: int) -> Haystack:
 
 
 def _cuts(text: str) -> list[int]:
-    """Where sentences end; in a long stretch without any, the next best places."""
+    """The sentence ends; in long stretches without any, the next best places."""
     cuts = [match.end() for match in _SENTENCE_END.finditer(text)]
     for finer in _FINER:
         stretches = [(a, b) for a, b in pairwise([0, *cuts, len(text)]) if b - a > _LONG or not cuts]
@@ -198,22 +197,22 @@ def _cuts(text: str) -> list[int]:
 
 
 def words_in(text: str) -> list[tuple[int, int]]:
-    """Where the words of a text begin and end; where it has no spaces, its characters."""
+    """The start and end of each word; of each character in text without spaces."""
     spans: list[tuple[int, int]] = []
     for match in re.finditer(r"\S+", text):
         first, end = match.span()
         inner = range(first + 1, end) if end - first > _LONG_WORD else ()
-        # A vowel sign stays with its letter.
+        # Keep vowel signs with their letters.
         bounds = [first, *(k for k in inner if unicodedata.category(text[k])[0] != "M"), end]
         spans += pairwise(bounds)
     return spans
 
 
 def read_prose(path: str | Path) -> str:
-    """The text in a file; of .jsonl, .json or .parquet, also gzipped, the column `text`, row by row.
+    """Read the text of a file; of .jsonl, .json or .parquet (also gzipped), the column `text`, joined.
 
     Raises:
-        ValueError: it is not a UTF-8 text, or has no such column.
+        ValueError: it is not UTF-8 text, or has no such column.
         OSError: it cannot be read.
     """
     if is_table(path):

@@ -1,4 +1,4 @@
-"""Models and texts by what people write for them."""
+"""Load models and texts from command-line arguments."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 def load(
     folder: Path, dtype: str = "auto", device: str | None = None, *, bare: bool = False
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Model and tokenizer of a checkpoint, ready to be read with.
+    """Load the model and tokenizer of a checkpoint for evaluation.
 
     Args:
-        bare: leave out the extension that `context_extension.json` in the folder says.
+        bare: ignore the folder's `context_extension.json`.
     """
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -51,14 +51,14 @@ def load(
 
 
 def known_by(folder: Path) -> dict[str, Any]:
-    """What a card is matched by that is to show results: the weights of a checkpoint, and how it is extended itself."""
+    """The identity of a checkpoint that model cards are matched by: its weights and its own extension."""
     from ctxext.extension.metadata_file import weights_fingerprint
     from ctxext.hub.checkpoint import method_of
 
     about: dict[str, Any] = {}
     with suppress(ValueError):  # no safetensors
         about["weights"] = weights_fingerprint(folder)
-    with suppress(ValueError):  # a method of another program
+    with suppress(ValueError):  # an unregistered method
         method = method_of(folder)
         if method is not None:
             about["method"] = method.to_dict()
@@ -66,7 +66,7 @@ def known_by(folder: Path) -> dict[str, Any]:
 
 
 def load_text(choice: str | None, tokenizer: PreTrainedTokenizerBase, at_least: int) -> Haystack:
-    """The text by what people write for it, repeated until it has `at_least` tokens."""
+    """Load the text of `--haystack`, repeated until it has `at_least` tokens."""
     from ctxext.assets import PERSUASION
 
     if choice == "filler":

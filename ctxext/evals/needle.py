@@ -1,8 +1,8 @@
-"""Numbers hidden in natural text, asked for at the end: passkey, one needle, several, and among distractors.
+"""Numbers hidden in natural text: passkey, one needle, several needles, and needles with distractors.
 
-The passkey is that of Mohtashami and Jaggi (2023), "Landmark Attention", with the defects of its copies
-mended: the prompt is exact in tokens whatever the tokenizer, the number is between two sentences,
-every trial has a text of its own, and every sample is a function of its place and seed alone.
+The passkey task of Mohtashami and Jaggi (2023), "Landmark Attention", without the defects of its copies: prompts have
+exactly the requested number of tokens for any tokenizer, the number is between two sentences, every trial has its own
+text, and every sample is a function of its place and seed alone.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ OWNERS = (
 
 @dataclass(frozen=True)
 class Hidden:
-    """What one sample hides: sentences, the first of them at the depth asked for; and what it asks.
+    """The hidden sentences of a sample, the first at the requested depth, and its question.
 
     Attributes:
-        breaks: line breaks before the question, besides two, to make up the length where every character of a text
-            is as many tokens.
+        breaks: extra line breaks before the question, to reach the length in texts where every character has as many
+            tokens.
     """
 
     sentences: tuple[str, ...]
@@ -42,24 +42,24 @@ class Hidden:
     breaks: int = 0
 
     def size(self, prompter: Prompter) -> int:
-        """How many tokens it takes, but for how it joins with the text around it."""
+        """Its tokens, apart from how it merges with the surrounding text."""
         return len(prompter.encode(" ".join((*self.sentences, self.question + self.lead, *self.numbers))))
 
 
 class HiddenNumbers(RetrievalTask):
-    """Numbers in sentences, put between the sentences of a text."""
+    """Number sentences inserted between the sentences of a text."""
 
     looks_up: ClassVar[bool] = True
     intro: ClassVar[str]
-    # What a text must not say itself.
+    # Phrases that the haystack must not contain.
     phrase: ClassVar[re.Pattern[str]]
 
     @abstractmethod
     def hide(self, words: Random, numbers: Random) -> Hidden:
-        """What to hide; `words` chooses what all depths of a trial share, `numbers` the numbers."""
+        """The needles; `words` draws what all depths of a trial share, `numbers` the numbers."""
 
     def sample(self, place: Place, prompter: Prompter, haystack: Haystack) -> Sample:
-        # Where no sentence of the trial's window will do, another window does, at the price of a prefix of its own.
+        # If no sentence of the trial's window fits, use another window, without a shared prefix.
         haystack, said = haystack.for_length(place.length), False
         for attempt in range(8):
             window = _trial_window(self, place.length, place.trial, place.seed, attempt, prompter, haystack)
@@ -88,12 +88,12 @@ class HiddenNumbers(RetrievalTask):
         size: int,
         breaks: int,
     ) -> Sample | None:
-        """The sample in this window, exact in tokens, with its first sentence as near to the depth as that allows."""
+        """The sample in this window, exact in tokens, with its first needle as near to the depth as possible."""
         assert place.depth is not None
         numbers = place.rng("numbers")
         drawn = (replace(self.hide(_words(place), numbers), breaks=breaks) for _ in range(400))
         for hidden in drawn:
-            # A tokenizer may cut one number into more tokens than another: draw until they fit the trial's window.
+            # Numbers may differ in tokens: draw until they fit the trial's window.
             if hidden.size(prompter) != size:
                 continue
             for cut in islice(haystack.cuts(start, end, place.depth), 24):
@@ -103,7 +103,7 @@ class HiddenNumbers(RetrievalTask):
                     prompt = prompter.prompt(sample.body, sample.lead)
                     begins = [prompt.index(sentence) for sentence in sample.needles]
                     return replace(sample, needle_tokens=prompter.tokens_at(prompt, begins))
-            size -= excess  # sentences join here otherwise than where the window was sized
+            size -= excess  # sentences merge differently here than where the window was sized
         return None
 
     def _write(
@@ -147,15 +147,15 @@ class HiddenNumbers(RetrievalTask):
 def _trial_window(
     task: HiddenNumbers, length: int, trial: int, seed: int, attempt: int, prompter: Prompter, haystack: Haystack
 ) -> tuple[int, int, tuple[int, ...], int, int]:
-    """What all depths of a trial share, and with it what comes before their needles.
+    """What all depths of a trial share, including the text before their needles.
 
-    The piece of text, from and to in characters; where all but the first sentence go; and what is
-    hidden takes so many tokens, with so many line breaks more before the question.
+    The window of text in characters, the places of all needles but the first, the needles' tokens, and the extra line
+    breaks.
     """
     place = Place(task.name, length, None, trial, seed)
     rng = place.rng("window", str(attempt))
     for breaks in (*[0] * 8, *[1, 2, 3, 4, 5] * 2):
-        # Numbers that a tokenizer cuts otherwise may fit where the first ones did not.
+        # Numbers with other tokens may fit where the first ones did not.
         hidden = replace(task.hide(_words(place), rng), breaks=breaks)
         window = _window_for(hidden, task, place, rng, prompter, haystack)
         if window is not None:
@@ -193,7 +193,7 @@ def _words(place: Place) -> Random:
 @register_task
 @dataclass(frozen=True)
 class Passkey(HiddenNumbers):
-    """A number that the text calls the pass key, said twice. Mohtashami and Jaggi (2023)."""
+    """A number called the pass key, stated twice. Mohtashami and Jaggi (2023)."""
 
     name: ClassVar[str] = "passkey"
     intro: ClassVar[str] = (
@@ -220,11 +220,11 @@ class Passkey(HiddenNumbers):
 @register_task
 @dataclass(frozen=True)
 class Needle(HiddenNumbers):
-    """Sentences that give somebody a number, asked for by whose it is. After Kamradt (2023) and RULER.
+    """Sentences that give a person a number, retrieved by the person. After Kamradt (2023) and RULER.
 
     Attributes:
-        needles: sentences asked for, in one question; the first is at the depth, the others anywhere.
-        distractors: further sentences of the same form, not asked for.
+        needles: the number of sentences in the question; the first is at the depth, the others anywhere.
+        distractors: further sentences of the same form, not in the question.
     """
 
     name: ClassVar[str] = "needle"

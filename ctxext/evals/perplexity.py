@@ -1,8 +1,7 @@
-"""Loss by position: windows of a text, what each of their tokens cost, and what that says.
+"""Perplexity and loss by position over windows of a text.
 
-A window is a function of its place and the text alone. Windows begin at places spread evenly over the
-text, which is taken as a ring, so that none is cut short by its end. One reading of a window gives the
-loss at every position, and so the perplexity of every prefix.
+A window is a function of its place and the text alone. Windows start at evenly spread positions of the text, which is
+treated as a ring. One pass over a window gives the loss at every position, and so the perplexity of every prefix.
 """
 
 from __future__ import annotations
@@ -28,12 +27,12 @@ GOLDEN = (math.sqrt(5) - 1) / 2
 
 @dataclass(frozen=True)
 class Window:
-    """A piece of text to read.
+    """A window of text.
 
     Attributes:
-        input_ids: its tokens, of which the first `n_bos` are not text.
-        scored_from: index of the first token whose loss counts; at least 1, as nothing predicts the first.
-        n_bytes: UTF-8 bytes of the tokens whose loss counts.
+        input_ids: its tokens; the first `n_bos` are not text.
+        scored_from: index of the first token whose loss counts; at least 1.
+        n_bytes: UTF-8 bytes of the scored tokens.
     """
 
     input_ids: tuple[int, ...]
@@ -43,10 +42,10 @@ class Window:
 
 
 class TextTask(ABC):
-    """Reads windows of a text: a frozen dataclass, its fields the settings.
+    """A task on windows of a text: a frozen dataclass whose fields are its settings.
 
     Attributes:
-        prefixes: whether the reading of a window also gives the figure of every shorter length.
+        prefixes: whether a window also gives the figures of all shorter lengths.
     """
 
     name: ClassVar[str]
@@ -61,7 +60,7 @@ class TextTask(ABC):
         """
 
     def record(self, window: Window, engine: Engine) -> dict[str, Any]:
-        """What to write down of it: the losses in nats."""
+        """The fields of its record: the losses in nats."""
         losses = engine.losses(window.input_ids).losses[window.scored_from - 1 :]
         return {
             "tokens": len(losses),
@@ -79,7 +78,7 @@ class Perplexity(TextTask):
     """Windows of the full length, every token scored: perplexity by position and by prefix length.
 
     Attributes:
-        bos: begin each window with the tokenizer's BOS, where it puts one before a text.
+        bos: begin each window with BOS, if the tokenizer adds one.
     """
 
     name: ClassVar[str] = "perplexity"
@@ -93,17 +92,18 @@ class Perplexity(TextTask):
 
 @dataclass(frozen=True)
 class SlidingPerplexity(TextTask):
-    """The text from its beginning, each token scored once, with at least `length - stride` tokens before it.
+    """Sliding windows from the beginning of the text; each token is scored once, after at least `length - stride`
+    tokens.
 
-    The first window scores all its tokens; each further one is moved on by `stride` tokens and scores
-    the new ones. Means are over tokens, so the windows need no weights.
+    The first window scores all its tokens; each later one moves on by `stride` tokens and scores the new ones. Means
+    are over tokens, so windows need no weights.
 
     Attributes:
-        stride: tokens; equal to the length for windows that do not overlap.
+        stride: in tokens; equal to the length for windows without overlap.
     """
 
     name: ClassVar[str] = "sliding_perplexity"
-    # A shorter window moves over the text otherwise, so that other tokens stand before each scored one.
+    # Shorter windows give each scored token a different context.
     prefixes: ClassVar[bool] = False
     stride: int = 512
     bos: bool = True
@@ -125,7 +125,7 @@ class SlidingPerplexity(TextTask):
 
 @dataclass(frozen=True)
 class ShortContext(Perplexity):
-    """The windows of `Perplexity`, with the most likely token at each position: for the short-context regression."""
+    """The windows of `Perplexity` with the most likely token at each position, for the short-context regression."""
 
     name: ClassVar[str] = "short"
 
@@ -137,15 +137,16 @@ class ShortContext(Perplexity):
 
 @dataclass(frozen=True)
 class KeyTokens(Perplexity):
-    """Which tokens of the windows of `Perplexity` need long context, by LongPPL's rule. Fang et al. (2024), equation 5.
+    """The tokens of the windows of `Perplexity` that need long context, by LongPPL's rule. Fang et al. (2024), equation
+    5.
 
-    A token is a key token if the judge (the unextended model, within its trained length) loses more
-    than `gain` nats on it when it sees only `short` tokens, and less than `sure` nats when it sees up to
-    `long` tokens. So the judge finds what needs more than `short` tokens, not what needs more than `long`.
+    A token is a key token if the judge (the unextended model, within its trained length) loses `gain` nats more on it
+    with only `short` tokens of context, and less than `sure` nats with up to `long` tokens. So the judge finds tokens
+    that need more than `short` tokens of context, not more than `long`.
 
     Attributes:
-        long: tokens that the judge may see; its trained length.
-        short: tokens; the paper has 4096 of 32768.
+        long: the judge's context in tokens: its trained length.
+        short: the short context in tokens; the paper uses 4096 of 32768.
         gain, sure: nats, the paper's alpha and -beta.
     """
 
@@ -160,18 +161,17 @@ class KeyTokens(Perplexity):
         return {"tokens": len(key), "key_tokens": int(key.sum()), **packed(mask=key)}
 
     def mask(self, engine: Engine, ids: Sequence[int], bos: Sequence[int]) -> Tensor:
-        """Whether each token of `ids` (but the first, without BOS) is one."""
+        """Whether each token of `ids` (except the first, without BOS) is a key token."""
         long, short = (sliding_losses(engine, ids, length, length // 2, bos) for length in (self.long, self.short))
         return (short - long > self.gain) & (long < self.sure)
 
 
 def sliding_losses(engine: Engine, ids: Sequence[int], window: int, stride: int, bos: Sequence[int] = ()) -> Tensor:
-    """The loss in nats of every token of `ids` (but the first, without BOS), each scored once.
+    """The loss in nats of every token of `ids` (except the first, without BOS).
 
     Args:
-        window: tokens the model may see, BOS included.
-        stride: tokens by which the window moves on; every token but those of the first window sees at
-            least `window - stride` tokens.
+        window: the context in tokens, including BOS.
+        stride: the step in tokens; every token after the first window has at least `window - stride` tokens of context.
     """
     body = window - len(bos)
     if not 1 <= stride <= body:
@@ -188,15 +188,15 @@ def sliding_losses(engine: Engine, ids: Sequence[int], window: int, stride: int,
 
 
 def beginning(seed: int, trial: int) -> float:
-    """The share of the text at which a window of `Perplexity` begins."""
+    """The relative position in the text at which a window of `Perplexity` begins."""
     return (Random(seed).random() + trial * GOLDEN) % 1
 
 
 def stretches(trials: Sequence[int], seed: int, span: int, n_tokens: int) -> list[int]:
-    """For each window of `Perplexity` the stretch of text that it belongs to: what to take for independent.
+    """For each window of `Perplexity` its stretch of text, the unit of independence.
 
-    Windows of `span` tokens are each their own where a text of `n_tokens` holds that many apart. Where it does not they
-    share tokens, and as many stretches as it holds apart have the windows that begin nearest to each other.
+    Windows of `span` tokens are independent if a text of `n_tokens` holds them without overlap. Otherwise, neighbouring
+    windows are grouped into as many stretches as fit without overlap.
     """
     held = max(1, n_tokens // span)
     if len(trials) <= held:
@@ -210,7 +210,7 @@ def stretches(trials: Sequence[int], seed: int, span: int, n_tokens: int) -> lis
 
 
 def piece(haystack: Haystack, start: int, length: int, bos: Sequence[int], scored_from: int) -> Window:
-    """`length` tokens of the ring that begins at token `start`, behind `bos`."""
+    """`bos` and then the text as a ring from token `start`, `length` tokens in all."""
     body, n = length - len(bos), haystack.n_tokens
     if body < 2:
         raise ValueError(f"a window of text needs at least {len(bos) + 2} tokens, got {length}.")
@@ -236,7 +236,7 @@ def packed(**tensors: Tensor) -> dict[str, str]:
 
 
 def unpacked(record: dict[str, Any], name: str) -> np.ndarray:
-    """The array that `packed` put into a record as `name` ("losses", "top1" or "mask")."""
+    """The array `name` ("losses", "top1" or "mask") of a record written by `packed`."""
     data = base64.b64decode(record[name])
     if name == "mask":
         return np.unpackbits(np.frombuffer(data, "u1"), count=record["tokens"]).astype(bool)

@@ -1,4 +1,4 @@
-"""Figures of a results file, as PNG or SVG by the suffix of the path."""
+"""Figures of a results file, as PNG or SVG."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from ctxext.evals.targets import UNEXTENDED
 # Okabe and Ito (2008), darkened for thin lines on white; with the dashes, enough for 18 lines.
 COLORS = ("#0072b2", "#d55e00", "#00875f", "#b0468a", "#b37400", "#2f8fc4")
 DASHES = ("-", (0, (5, 1.5)), (0, (1.2, 1.2)))
-# ColorBrewer's red-yellow-blue: its ends and its middle are told apart by the colour-blind.
+# ColorBrewer's red-yellow-blue, safe for colour-blind readers.
 HEAT = colormaps["RdYlBu"]
 
 
 def save_figures(summary: Summary, folder: Path, name: str) -> list[Path]:
-    """Write all that was measured to `folder`, each figure as PNG and SVG, and return the paths.
+    """Write all figures to `folder` as PNG and SVG, and return the paths.
 
     They are called `name-overview.png` and so on; the maps of tasks with depths `name-passkey-yarn.png`.
     """
@@ -49,7 +49,7 @@ def save_figures(summary: Summary, folder: Path, name: str) -> list[Path]:
 
 
 def plot_overview(summary: Summary, path: Path) -> None:
-    """Perplexity by position, a line a variant, above a map of the first retrieval task for each variant.
+    """Perplexity by position, one line per variant, above a heat map of the first retrieval task per variant.
 
     Raises:
         ValueError: neither was measured.
@@ -85,7 +85,7 @@ def plot_overview(summary: Summary, path: Path) -> None:
 
 
 def plot_heatmap(summary: Summary, variant: str, task: str, path: Path) -> None:
-    """Length by depth, the share and its 95% interval in each cell.
+    """A heat map of length by depth, with accuracy and 95% interval in each cell.
 
     Raises:
         ValueError: this task was not measured on this variant.
@@ -109,7 +109,7 @@ def plot_heatmap(summary: Summary, variant: str, task: str, path: Path) -> None:
 
 
 def model_name(summary: Summary) -> str:
-    """The model of a results file, or its models."""
+    """The model or models of a results file."""
     return ", ".join(dict.fromkeys(summary.header.variants[variant]["model"] for variant in summary.variants))
 
 

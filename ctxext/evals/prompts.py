@@ -1,4 +1,4 @@
-"""From a question to token ids: special tokens, chat template and answer, as the model's own tokenizer makes them."""
+"""Turn questions into token ids: special tokens, chat template and answer, by the model's tokenizer."""
 
 from __future__ import annotations
 
@@ -18,12 +18,11 @@ class Prompter:
     """Writes prompts for one tokenizer in one style.
 
     Args:
-        style: "base" continues the text; "chat" asks in the chat template, thinking switched off;
-            "thinking" lets the model think first. None: "chat" where the tokenizer has a template.
-        answer_tokens: None: the answer is begun for the model (" The pass key is"), and the prompt leaves
-            room for exactly the answer. A number: at least that many tokens are left for an answer in the
-            model's own words, which has to be generated; a base model's answer is begun all the same.
-            A task whose right answer takes more tokens leaves more (`room`). A thinking model needs such
+        style: "base" continues the text; "chat" uses the chat template with thinking off; "thinking" with thinking on.
+            None: "chat" if the tokenizer has a template.
+        answer_tokens: None: the prompt begins the answer (" The pass key is") and leaves room for exactly the answer. A
+            number: leave at least this many tokens for a free-form answer, which is generated; for base models the
+            prompt still begins the answer. Tasks with longer right answers leave more (`room`). Thinking models need
             room, by default 1024 tokens.
 
     Raises:
@@ -57,7 +56,7 @@ class Prompter:
         return self.style == "base" or self.answer_tokens is None
 
     def asked(self, body: str) -> str:
-        """What the user says, in the chat template up to where the answer begins; in style "base", `body` itself."""
+        """The prompt up to the answer: `body` in the chat template, or `body` itself in style "base"."""
         if self.style == "base":
             return body
         prompt: Any = self.tokenizer.apply_chat_template(
@@ -69,7 +68,7 @@ class Prompter:
         return str(prompt)
 
     def room(self, lead: str, answer: str) -> int:
-        """Tokens for a generated answer: `answer_tokens`, or those of the right one if they are more.
+        """Tokens for a generated answer: `answer_tokens`, or those of the right answer if that is longer.
 
         The right answer includes its lead where the prompt does not begin it.
         """
@@ -77,10 +76,10 @@ class Prompter:
         return max(self.answer_tokens or 0, len(self.tokenizer(said, add_special_tokens=False)["input_ids"]))
 
     def divided(self, lead: str, answer: str) -> tuple[str, str]:
-        """`lead + answer`, divided where the answer's first token begins.
+        """`lead + answer`, split where the answer's first token begins.
 
-        Most tokenizers make the space before a digit a token of its own. It belongs to the lead: a model that would
-        write something else than a number shows it at the first token behind it.
+        Most tokenizers have a separate token for the space before a digit. It belongs to the lead, so that a model that
+        would not write a number shows it at the next token.
         """
         bare, spaced, whole = (self.encode(text) for text in (lead, lead + " ", lead + answer))
         is_token = answer.startswith(" ") and len(whole) > len(spaced) and spaced[:-1] == bare
@@ -94,10 +93,10 @@ class Prompter:
         return [*self.special, *bare]
 
     def with_answer(self, prompt: str, answer: str) -> tuple[list[int], int]:
-        """The tokens of `prompt + answer`, and how many of them are the prompt's.
+        """The tokens of `prompt + answer`, and the number of prompt tokens.
 
         Raises:
-            ValueError: the tokenizer cannot write the answer, or merges its beginning with the prompt.
+            ValueError: the tokenizer cannot encode the answer, or merges its beginning with the prompt.
         """
         alone = self.encode(prompt)
         ids, n_prompt = self.encode(prompt + answer) if answer else alone, len(alone)
@@ -115,17 +114,17 @@ class Prompter:
         return tuple(len(self.special) + bisect_right(starts, char) - 1 for char in chars)
 
     def answer_text(self, prompt_ids: Sequence[int], answer_ids: Sequence[int], budget: int) -> str:
-        """What a model answered, without special tokens; of a thinking model, what it said after its thoughts.
+        """Decode a model's answer, without special tokens and thoughts.
 
         Args:
-            budget: the tokens that it could write; one that wrote as many ran out.
+            budget: the token limit; an answer of that length was cut off.
         """
         text = self.decode(answer_ids)
         if self.style == "thinking":
             _, closed, said = text.rpartition("</think>")
             began = "<think>" in text or self.decode(prompt_ids[-8:]).rstrip().endswith("<think>")
             ran_out = len(answer_ids) >= budget
-            # Thoughts that did not end within the budget are not answer.
+            # Thoughts that did not end within the budget are not an answer.
             text = said if closed or not (began or ran_out) else ""
         for special in self.tokenizer.all_special_tokens:
             text = text.replace(special, "")
@@ -137,19 +136,19 @@ class Prompter:
 
     @property
     def special(self) -> list[int]:
-        """What goes before a prompt: `bos`, but where a chat template brings its own."""
+        """The prefix of a prompt: `bos`, unless the chat template includes it."""
         return self.bos if self.style == "base" else []
 
     @cached_property
     def bos(self) -> list[int]:
-        """What the tokenizer puts before a text (BOS)."""
-        # What it puts behind a text would end the prompt, and is left out.
+        """The special tokens that the tokenizer puts before a text (BOS)."""
+        # Special tokens after a text would end the prompt, and are omitted.
         full, bare = (self.tokenizer("a", add_special_tokens=special)["input_ids"] for special in (True, False))
         return full[: next(k for k in range(len(full)) if full[k : k + len(bare)] == bare)]
 
     @cached_property
     def fingerprint(self) -> str:
-        """Of everything that turns text into ids."""
+        """A hash of everything that turns text into ids."""
         tokenizer = self.tokenizer
         backend = (
             tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else repr(sorted(tokenizer.get_vocab().items()))

@@ -1,8 +1,8 @@
-"""One page of results: figures with their intervals, maps to look into, and every failed sample, readable in place.
+"""The results page: figures with intervals, interactive heat maps, and every failed sample.
 
-The page is a single file that asks nothing of the network. Its text and tables are HTML, written by
-`report.html`; what can be clicked is a JSON block beside them. All of it comes from the results files, so
-the template escapes everything, and the script makes text nodes only.
+A single self-contained file. Text and tables are HTML from the template `report.html`; interactive parts read an
+embedded JSON block. All content is untrusted, so the template escapes everything, and the script creates text nodes
+only.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from ctxext.evals.summary import Summary, label
 from ctxext.evals.targets import UNEXTENDED
 from ctxext.utils.values import finite
 
-# So many samples of one cell and variant are in the page, the failed ones first: more are not read by eye.
+# The number of samples per cell and variant on the page, failed ones first.
 SAMPLES = 100
 
 
 class Figure(NamedTuple):
-    """A cell of the comparison: the value, and in small print its interval and n."""
+    """A cell of the comparison: the value, and its interval and n in small print."""
 
     value: str
     note: str = ""
 
 
 def write_report(results: Sequence[Results], path: Path) -> None:
-    """Write the page of these results files, a section each.
+    """Write the page of these results files, one section each.
 
     Raises:
         ValueError: there are no results.
@@ -53,7 +53,7 @@ def write_report(results: Sequence[Results], path: Path) -> None:
 
 
 def _section(anchor: str, results: Results) -> dict[str, Any]:
-    """What the template needs to know of one results file."""
+    """The template's data for one results file."""
     summary = Summary(results)
     scored = [record for record in summary.records if "score" in record]
     return {
@@ -82,7 +82,7 @@ def _section(anchor: str, results: Results) -> dict[str, Any]:
 
 
 def _comparison(summary: Summary) -> dict[str, Any]:
-    """Groups of columns, and a row a variant; columns that nobody filled are left out."""
+    """Groups of columns, and one row per variant; empty columns are omitted."""
     columns = [column for column in _columns(summary) if any(column[2].values())]
     groups: dict[str, list[str]] = defaultdict(list)
     for group, head, _ in columns:
@@ -93,7 +93,7 @@ def _comparison(summary: Summary) -> dict[str, Any]:
 
 
 def _columns(summary: Summary) -> Iterator[tuple[str, str, dict[str, Figure | None]]]:
-    """Of each column the group, the heading, and what is in the row of each variant."""
+    """The group, heading and cells of each column."""
     variants, tasks = summary.variants, summary.retrieval_tasks
     for task in tasks:
         by_length = {v: summary.by_length(v, task) for v in variants}
@@ -153,7 +153,7 @@ def _tokens(length: int) -> str:
 
 
 def _maps(summary: Summary, task: str) -> dict[str, Any]:
-    """The maps of one task: for each variant, rows of cells by depth, None where nothing was measured."""
+    """The heat maps of one task: for each variant, rows of cells by depth, None if not measured."""
     lengths, depths = grid_of(summary, task)
     return {
         "title": summary.titled(task),
@@ -214,7 +214,7 @@ def _mean(values: Iterable[float | None]) -> float | None:
 
 
 def _data(summary: Summary) -> dict[str, Any]:
-    """For the script: the prompts, each once, the outcomes of the variants on them, and the curves."""
+    """The script's data: the prompts, the variants' outcomes on them, and the curves."""
     prompts: dict[str, int] = {}
     texts: list[Any] = []
     outcomes: list[Any] = []
@@ -240,7 +240,7 @@ def _data(summary: Summary) -> dict[str, Any]:
 
 
 def _kept(summary: Summary) -> Iterator[Record]:
-    """Samples of the maps, the failed ones first, `SAMPLES` a cell."""
+    """Samples of the heat maps, failed ones first, `SAMPLES` per cell."""
     for variant in summary.variants:
         for task in summary.retrieval_tasks:
             cells = defaultdict(list)
@@ -251,7 +251,7 @@ def _kept(summary: Summary) -> Iterator[Record]:
 
 
 def _filters(summary: Summary, scored: list[Record]) -> list[tuple[str, list[tuple[Any, str]]]]:
-    """The choices among failed samples: name, and values with their text; only where there is a choice."""
+    """The filters for failed samples: name, and values with their labels; only filters with a choice."""
     failed = [record for record in scored if record["score"] < 1]
     depths = {record["depth"] for record in failed} - {None}
     choices: list[tuple[str, list[tuple[Any, str]]]] = [
@@ -278,7 +278,7 @@ def _settings(summary: Summary) -> list[tuple[str, list[tuple[str, str]]]]:
 
 
 def _plain(value: Any) -> str:
-    """A setting for people."""
+    """Format a setting."""
     if isinstance(value, dict):
         return ", ".join(
             f"{name} ({_plain(inner)})" if isinstance(inner, dict) else f"{name} {_plain(inner)}"

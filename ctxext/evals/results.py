@@ -1,12 +1,11 @@
-"""The results file: one JSON line a sample, written so that nothing measured is lost and nothing is measured twice.
+"""The results file: one JSON line per sample. No measurement is lost or repeated.
 
-The first line says what was measured with what; every other line is a sample, in the order of the grid.
-During a run each process keeps a journal beside the file (`results.jsonl.part-0`): one line for
-each batch, behind a header for each run that wrote there. At the end the journals are merged into the file
-and removed. A run that was killed at any moment resumes from its journals, with any number of processes.
+The first line is the header; every other line is a sample, in the order of the grid. During a run each process keeps a
+journal beside the file (`results.jsonl.part-0`): a header per run, then one line per batch. At the end the journals are
+merged into the file and removed. A run killed at any moment resumes from its journals, with any number of processes.
 
-Each process holds a lock of the operating system (`.results.jsonl.part-0.lock`), so a second run on the same file is
-refused. The lock ends with the process, however that ends.
+Each process holds an operating system lock (`.results.jsonl.part-0.lock`), so a second run on the same file is refused.
+The lock is released when the process ends.
 """
 
 from __future__ import annotations
@@ -30,14 +29,14 @@ Record = dict[str, Any]
 
 @dataclass(frozen=True)
 class Header:
-    """What was measured, and with what.
+    """What was measured, and its conditions.
 
     Attributes:
         identity: facts that must agree for two measurements to are in one file: model, tokenizer, text,
             seed, how answers are scored, versions. The base's weights, in `about`, must agree as well.
-        tasks: each task with its settings.
-        variants: each way in which the model was run, with its fingerprint and method.
-        about: facts for the reader, such as trained length and machine.
+        tasks: the tasks with their settings.
+        variants: the variants of the model, with fingerprint and method.
+        about: facts for readers, such as trained length and machine.
     """
 
     identity: dict[str, Any]
@@ -50,10 +49,10 @@ class Header:
         return json.dumps({"ctxext_results": FORMAT, **values}, ensure_ascii=False)
 
     def joined(self, other: Header, path: Path) -> Header:
-        """This header with the tasks and variants of `other`, a run to be written to the same file.
+        """This header with the tasks and variants of `other`, a run for the same file.
 
         Raises:
-            ValueError: the two measured different things; says which.
+            ValueError: the two have different conditions; the error names them.
         """
         ours, theirs = self._facts(), other._facts()
         for name in ours:
@@ -72,13 +71,13 @@ class Header:
     def _facts(self) -> dict[str, Any]:
         tasks = {f"task {name}": settings for name, settings in self.tasks.items()}
         variants = {f"variant {name}": value for name, value in self.variants.items()}
-        # Of the base: whatever its name, another model's variants are not variants of this one.
+        # The base's weights: variants of another model do not belong here, whatever its name.
         weights = {"weights": self.about["weights"]} if "weights" in self.about else {}
         return {**self.identity, **weights, **tasks, **variants}
 
 
 def _changed(old: Any, new: Any) -> str:
-    """The fields that differ, as `method.factor 4.0 → 8.0`; fingerprints only where nothing else says it."""
+    """The fields that differ, as `method.factor 4.0 → 8.0`; fingerprints only if nothing else differs."""
     fields = [_fields(value) for value in (old, new)]
     names = [name for name in {**fields[0], **fields[1]} if fields[0].get(name) != fields[1].get(name)]
     names = [name for name in names if name != "fingerprint"] or names
@@ -87,7 +86,7 @@ def _changed(old: Any, new: Any) -> str:
 
 
 def _fields(value: Any, at: str = "") -> dict[str, Any]:
-    """The fields of objects within objects, by their path."""
+    """The fields of nested objects, by path."""
     if not isinstance(value, dict):
         return {at: value}
     return {
@@ -99,7 +98,7 @@ def _fields(value: Any, at: str = "") -> dict[str, Any]:
 
 @dataclass
 class Results:
-    """What a results file holds, journals of an unfinished run included."""
+    """The content of a results file, including journals of an unfinished run."""
 
     path: Path
     header: Header
@@ -111,7 +110,7 @@ def read_results(path: str | Path) -> Results:
 
     Raises:
         FileNotFoundError: there is none.
-        ValueError: nothing in it, it is corrupt (says where), or its parts do not belong together.
+        ValueError: it is empty or corrupt (the error says where), or its parts do not belong together.
     """
     results = _read_all(Path(path))
     if results is None and not Path(path).exists():
@@ -149,7 +148,7 @@ def _in_order(header: Header, records: Iterable[Record]) -> list[Record]:
 
 
 def _read(file: Path) -> tuple[Header | None, Iterator[Record]]:
-    """Header and records of one file; a line that was being written when a run was killed is left out."""
+    """The header and records of one file; an incomplete last line of a killed run is ignored."""
     *lines, torn = file.read_bytes().split(b"\n")
     if not lines:
         if torn and b'"ctxext_results"' not in torn[:32]:
@@ -164,7 +163,7 @@ def _read(file: Path) -> tuple[Header | None, Iterator[Record]]:
         header, records = None, []
         for value in values:
             if isinstance(value, dict) and "ctxext_results" in value:
-                # A journal has a header for each run that went on with it, maybe of other variants.
+                # A journal has a header for each run that continued it, possibly with other variants.
                 check_header(value)
                 found = Header(*(value[part] for part in ("identity", "tasks", "variants", "about")))
                 header = found if header is None else header.joined(found, file)
@@ -183,7 +182,7 @@ def _read(file: Path) -> tuple[Header | None, Iterator[Record]]:
 def _parse(file: Path, number: int, line: bytes) -> Any:
     try:
         value = json.loads(line)
-        if b"\\ud" in line.lower():  # half a character, which no file of text can hold
+        if b"\\ud" in line.lower():  # half a character, which cannot be encoded
             json.dumps(value, ensure_ascii=False).encode()
         return value
     except (ValueError, RecursionError) as error:
@@ -193,16 +192,16 @@ def _parse(file: Path, number: int, line: bytes) -> Any:
 
 
 def _give_up(lock: FileLock) -> None:
-    """Release a lock and remove its file, which filelock leaves."""
-    with contextlib.suppress(OSError):  # Windows keeps a file that is open
+    """Release a lock and remove its file."""
+    with contextlib.suppress(OSError):  # Windows cannot remove an open file
         os.unlink(lock.lock_file)
     lock.release()
 
 
 class ResultsWriter:
-    """Adds to a results file; every process of a run has one.
+    """Appends to a results file; every process of a run has one.
 
-    The process of rank 0 comes first: it refuses a file that another run is writing. With `wait` between the processes:
+    The process of rank 0 goes first: it refuses a file that another run is writing. With a barrier `wait`:
 
         if rank > 0: wait()
         with ResultsWriter(path, header, rank=rank) as writer:   # locks, and reads what was measured
@@ -213,7 +212,7 @@ class ResultsWriter:
         if rank > 0: wait()
 
     Raises:
-        ValueError: another process writes to this file, or what it holds does not belong with `header`.
+        ValueError: another process writes to this file, or its content does not belong to `header`.
         OSError: the file system cannot lock files.
     """
 
@@ -235,7 +234,7 @@ class ResultsWriter:
             if before is not None:
                 self.header = before.header.joined(header, self.path)
                 self.done = {(record["variant"], record["key"]): record for record in before.records}
-            # A line that was being written when an earlier run was killed.
+            # An incomplete line of a killed run.
             whole = self._part.read_bytes()
             self._size = whole.rfind(b"\n") + 1
             self._file.truncate(self._size)
@@ -254,7 +253,7 @@ class ResultsWriter:
         return list(self.path.parent.glob(f"{self.path.name}.part-*"))
 
     def _locked(self, path: Path) -> FileLock:
-        """A process's lock, held."""
+        """Acquire a process's lock."""
         lock = FileLock(path, timeout=0, thread_local=False)
         try:
             lock.acquire()
@@ -269,7 +268,7 @@ class ResultsWriter:
         return lock
 
     def _close(self) -> None:
-        """Give up the lock, and a journal in which nothing was written."""
+        """Release the lock, and remove an empty journal."""
         if not self._lock.is_locked:
             return
         self._file.close()
@@ -278,10 +277,10 @@ class ResultsWriter:
         _give_up(self._lock)
 
     def add(self, records: list[Record]) -> None:
-        """Write the samples of one batch, all or none.
+        """Write the samples of one batch atomically.
 
         Raises:
-            OSError: the disk is full, or cannot be written; what was written before is kept.
+            OSError: the disk is full or not writable; earlier samples are kept.
         """
         if not self._begun:
             self._write(self.header.line())
@@ -308,7 +307,7 @@ class ResultsWriter:
         self._size += len(data)
 
     def merge(self) -> Results:
-        """Join file and journals into the file, and remove the journals."""
+        """Merge the journals into the file, and remove them."""
         results = read_results(self.path)
         parts = self._parts()
         header = results.header.joined(self.header, self.path)

@@ -1,7 +1,6 @@
-"""Run a grid of samples on a model: what is missing in the results file is measured, batch by batch, and written.
+"""Run a grid of samples on a model, batch by batch; samples already in the results file are skipped.
 
-The grid is cut into batches by its settings alone, so that a run that was killed and resumed measures the
-same batches. Processes share them in turn.
+Batches depend on the grid's settings alone, so a resumed run measures the same batches. Processes take turns.
 """
 
 from __future__ import annotations
@@ -26,17 +25,17 @@ AnyTask = RetrievalTask | TextTask
 
 @dataclass(frozen=True, kw_only=True)
 class Grid:
-    """What to measure.
+    """The grid of measurements.
 
     Attributes:
         retrieval, texts: the tasks.
         lengths: in tokens, ascending.
         depths: from 0 (beginning) to 1 (just before the question).
-        trials: samples for each length and depth.
-        windows: windows of text for the text tasks.
-        gate: lengths within the trained one, at which the short-context gate is measured; may be empty.
-        generate: generate every answer, also those that teacher forcing could score.
-        batch_size: trials side by side; None: as many as fit in 8,192 tokens.
+        trials: samples per length and depth.
+        windows: windows for the text tasks.
+        gate: lengths within the trained one for the short-context regression; may be empty.
+        generate: generate every answer, even where teacher forcing could score it.
+        batch_size: trials per batch; None for as many as fit in 8,192 tokens.
     """
 
     retrieval: tuple[RetrievalTask, ...] = ()
@@ -72,8 +71,8 @@ class Grid:
         """The batches of one variant.
 
         Args:
-            whole: its frequencies depend on the length, so that no window stands for a shorter one.
-            limit: the tokens past which it cannot run; longer samples are left out.
+            whole: its frequencies depend on the length, so windows give no figures for shorter lengths.
+            limit: the maximum length it can run at; longer samples are skipped.
         """
         runs = [length for length in self.lengths if limit is None or length <= limit]
         wanted = [] if variant.gate_only else runs
@@ -89,7 +88,7 @@ class Grid:
         if self.gate:
             texts.append((ShortContext(), self.gate[-1:]))
         for text_task, lengths in texts:
-            # The judge of the key tokens is the model as it is.
+            # The baseline judges the key tokens.
             if isinstance(text_task, KeyTokens):
                 lengths = self.lengths[-1:] if variant.extension is None else ()
             for length in lengths:
@@ -104,7 +103,7 @@ class Grid:
 
 @dataclass(frozen=True)
 class Batch:
-    """Places that are measured together: rows of trials, each with its depths."""
+    """Places measured together: rows of trials, each with its depths."""
 
     task: AnyTask
     rows: tuple[tuple[Place, ...], ...]
@@ -113,7 +112,7 @@ class Batch:
         return sum(len(row) for row in self.rows)
 
     def without(self, done: Callable[[AnyTask, Place], bool]) -> list[Batch]:
-        """What is left of it; rows that lack the same depths stay together."""
+        """The missing part of it; rows that lack the same depths stay together."""
         left: dict[tuple[float | None, ...], list[tuple[Place, ...]]] = {}
         for row in self.rows:
             places = tuple(place for place in row if not done(self.task, place))
@@ -124,12 +123,12 @@ class Batch:
 
 @dataclass
 class Runner:
-    """Measures one grid with one model and text.
+    """Measures a grid with one model and text.
 
     Attributes:
-        beyond: measure a variant also at lengths beyond what it covers, as a comparison wants of the
-            unextended model; otherwise that is an error. Where it cannot run, cells stay empty.
-        advance: called with the variant's name and a number of samples that are done, for a progress bar.
+        beyond: allow lengths beyond a variant's maximum, as comparisons need for the baseline; otherwise an error.
+            Cells where it cannot run stay empty.
+        advance: called with the variant's name and the number of finished samples, for a progress bar.
     """
 
     target: Target
@@ -162,10 +161,10 @@ class Runner:
         )
 
     def run(self, path: str | Path, variants: Sequence[Variant], *, merge: bool = True) -> Results | None:
-        """Measure what `path` lacks, and write it there.
+        """Measure what is missing in `path`, and write it there.
 
         Args:
-            merge: whether nothing follows; journals stay beside the file otherwise.
+            merge: whether this is the last run; otherwise the journals are kept.
 
         Returns:
             The results, on the process of rank 0.
@@ -191,9 +190,10 @@ class Runner:
         return None
 
     def check(self, variants: Sequence[Variant]) -> None:
-        """See, before the work and on every process, that each length can be read and each task fits the shortest.
+        """Check, before the work and on every process, that each length can be read and each task fits the shortest
+        one.
 
-        `run` begins with it, unless it was called before for the same variants and the same way of asking.
+        Called by `run`, unless it was already called for the same variants and prompt form.
 
         Raises:
             ValueError: one does not.
@@ -226,11 +226,11 @@ class Runner:
         self._checked = of
 
     def count(self, variants: Sequence[Variant]) -> int:
-        """Samples that this process is to measure, those measured before included."""
+        """The samples of this process, including those already measured."""
         return sum(len(batch) for variant in variants for batch in self._share(variant))
 
     def key(self, task: AnyTask, place: Place) -> str:
-        """Of the sample at `place`: a hash of all that it is a function of."""
+        """A hash of all inputs of the sample at `place`."""
         return fingerprint(
             vars(place), self._settings[task.name], self.target.prompter.fingerprint, self.haystack.fingerprint
         )
@@ -247,7 +247,7 @@ class Runner:
         return self._batches(variant)[self.processes.rank :: self.processes.world]
 
     def _measure(self, writer: ResultsWriter, variant: Variant) -> None:
-        """What is missing of one variant, all under one extension."""
+        """Measure what is missing of one variant, under one extension."""
         batches = self._share(variant)
         missing = [
             part
@@ -268,7 +268,7 @@ class Runner:
                 self.advance(variant.name, len(outcomes))
 
     def _outcomes(self, batches: list[Batch]) -> Iterator[list[tuple[AnyTask, Place, Record]]]:
-        """What was measured, in pieces that are written whole."""
+        """The measured records, in batches that are written atomically."""
         tasks = {task.name: task for task in self.grid.retrieval}
         questions = (
             [[batch.task.sample(place, self.target.prompter, self.haystack) for place in row] for row in batch.rows]

@@ -1,7 +1,7 @@
-"""What the retrieval tasks have in common: a place in the grid, the sample that belongs there, and its score.
+"""Common parts of retrieval tasks: the place in the grid, the sample and its score.
 
-A sample is a function of its place (task, length, depth, trial, seed), of the text and of the
-tokenizer alone: not of the order, of the other tasks, of the number of processes or of the batch.
+A sample depends only on its place (task, length, depth, trial, seed), the text and the tokenizer, not on order, other
+tasks, number of processes or batch.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ctxext.utils.values import suggest
 
 @dataclass(frozen=True)
 class Place:
-    """Where a sample is: `length` in tokens, `depth` from 0 to 1 (None: the task draws its own)."""
+    """The place of a sample: `length` in tokens, `depth` from 0 to 1 (None: the task draws its own)."""
 
     task: str
     length: int
@@ -35,27 +35,26 @@ class Place:
             object.__setattr__(self, "depth", float(self.depth))
 
     def rng(self, *purpose: str, depth: bool = True) -> Random:
-        """The source of chance for this place; without `depth`, one that all depths of a trial share."""
+        """The random generator of this place; without `depth`, one shared by all depths of a trial."""
         parts = (*purpose, self.task, self.length, self.depth if depth else None, self.trial, self.seed)
         # A string seeds by its SHA-512: the same on every platform and in every process.
         return Random(json.dumps(parts))
 
 
-# Of several ways to write a thousands separator, a decimal separator or a minus sign, one.
+# Normalise thousands separators, decimal separators and minus signs.
 _PLAIN = str.maketrans("，٬．٫’−\u00a0\u2009\u202f", ",,..'-   ")
 _GROUPED = re.compile(r"(?<!\d)(?<!\d[.,])[1-9]\d{0,2}([,.' ])\d{3}(?:\1\d{3})*(?!\d)")
 _NUMBER = re.compile(r"(?:(?<![\w.-])-?\.?)?\d+(?:[.,]\d+)*(?:[eE][-+]?\d+)?")
 
 
 def numbers_in(text: str, fewest: int) -> list[str]:
-    """The numbers in a text that have `fewest` digits or more in a row, in order.
+    """The numbers in a text with at least `fewest` digits in a row, in order.
 
-    An integer comes back as its digits alone, whether it was written in ASCII digits or others (full-width, Arabic),
-    and with or without a thousands separator: a comma, a point, a space or an apostrophe before every three digits from
-    the right. So `11.063` is 11063. Where numbers of three digits could be answers, there are no thousands separators.
-    A number with a fraction (also `.0`), an exponent or a minus sign keeps them, so that it equals no integer. A comma
-    between two numbers of `fewest` digits separates them. A hyphen after a word or a space after one is no minus.
-    Years, counts and dates are too short to be there.
+    Integers are returned as digits only, from ASCII or other digits (full-width, Arabic), with or without thousands
+    separators (comma, point, space or apostrophe before every three digits). So `11.063` is 11063. If three-digit
+    numbers could be answers, thousands separators are not recognised. Fractions (also `.0`), exponents and minus signs
+    are kept, so such numbers equal no integer. A comma between two numbers of `fewest` digits separates them. A hyphen
+    after a word, or before a space, is not a minus. Years, counts and dates are too short to match.
     """
     text = re.sub(r"\d", lambda digit: str(int(digit[0])), text.translate(_PLAIN))
     if fewest > 3:
@@ -66,22 +65,21 @@ def numbers_in(text: str, fewest: int) -> list[str]:
 
 @dataclass(frozen=True)
 class Sample:
-    """One prompt with its answer.
+    """A prompt with its answer.
 
     Attributes:
-        body: what the user says, the haystack included; `lead` is how the answer begins, up to its first token.
+        body: the user's message, including the haystack; `lead` is the beginning of the answer, up to its first token.
         question: the part of `body` that asks.
-        references: what the answer must hold; `metric` says how they count.
+        references: what the answer must contain; `metric` says how they count.
         metric: "numbers" - the share of the references that are the answer's `numbers`, in order; "all" -
             the share of the references that the answer contains; "part" - whether it contains any.
-        answer: the answer as the model should write it, which teacher forcing scores; empty where there
-            are many right ways to write it, so that it has to be generated.
-        input_ids: the prompt's tokens, and behind them those of `answer`.
-        n_prompt: how many of `input_ids` are the prompt.
-        answer_tokens: how many tokens a generated answer may take. `n_prompt + answer_tokens` is the
-            place's length.
-        begun: whether the prompt ends with `lead`, so that the model only completes the answer.
-        needles: what is hidden, in order; `needle_tokens` are the indices into `input_ids` at which it begins.
+        answer: the exact answer, scored by teacher forcing; empty if there are many right forms, so that it must be
+            generated.
+        input_ids: the tokens of the prompt and then of `answer`.
+        n_prompt: the number of prompt tokens in `input_ids`.
+        answer_tokens: the token limit of a generated answer. `n_prompt + answer_tokens` is the place's length.
+        begun: whether the prompt ends with `lead`, so that the model completes the answer.
+        needles: the hidden sentences in order; `needle_tokens` are their start indices in `input_ids`.
     """
 
     place: Place
@@ -99,14 +97,14 @@ class Sample:
     needle_tokens: tuple[int, ...] = ()
 
     def numbers(self, text: str) -> list[str]:
-        """The numbers that a text answers with, in order: those of at least as many digits as the shortest reference.
+        """The numbers of an answer, in order: those with at least as many digits as the shortest reference.
 
-        Of several numbers that could be one the first counts, right or wrong. How they are written: `numbers_in`.
+        The first candidates count, right or wrong. See `numbers_in` for their format.
         """
         return numbers_in(text, min(map(len, self.references)))
 
     def score(self, text: str) -> float:
-        """Between 0 and 1, of a generated answer. "all" and "part" are RULER's, and ignore case."""
+        """The score of a generated answer, from 0 to 1. "all" and "part" are RULER's, and ignore case."""
         if self.metric == "numbers":
             found = [said == number for said, number in zip(self.numbers(text), self.references)]
         else:
@@ -115,12 +113,11 @@ class Sample:
 
 
 class RetrievalTask(ABC):
-    """A task that hides something in a text and asks for it: a frozen dataclass, its fields the settings.
+    """A retrieval task: a frozen dataclass whose fields are its settings.
 
     Attributes:
-        uses_depth: whether what is hidden is at a depth that the grid sets.
-        looks_up: whether it only has to be found, so that a model which does the task does it nearly always where
-            the text is short.
+        uses_depth: whether the grid sets the needle's depth.
+        looks_up: whether it is pure lookup, which a capable model solves almost always in short text.
     """
 
     name: ClassVar[str]
@@ -136,11 +133,11 @@ class RetrievalTask(ABC):
         """
 
     def settings(self) -> dict[str, Any]:
-        """What the samples depend on beside place, tokenizer and text; JSON-ready."""
+        """The samples' other inputs besides place, tokenizer and text; JSON-ready."""
         return asdict(self) if fields(self) else {}  # type: ignore[arg-type, call-overload]
 
     def places(self, lengths: Sequence[int], depths: Sequence[float], trials: int, seed: int) -> list[Place]:
-        """The whole grid, trial by trial, so that the depths of one trial stand together."""
+        """The whole grid, trial by trial, so that the depths of a trial are adjacent."""
         return [
             Place(self.name, length, depth, trial, seed)
             for length in lengths
@@ -153,12 +150,12 @@ _TASKS: dict[str, Callable[..., RetrievalTask]] = {}
 
 
 def add_task(name: str, make: Callable[..., RetrievalTask]) -> None:
-    """Make a task known by `name` to `ctxext eval` and `ctxext compare`; `make` takes its settings."""
+    """Register a task by `name` for `ctxext eval` and `ctxext compare`; `make` takes its settings."""
     _TASKS[name] = make
 
 
 def register_task(cls: type[RetrievalTask]) -> type[RetrievalTask]:
-    """Class decorator: the task is known by its `name`."""
+    """Class decorator: register the task under its `name`."""
     add_task(cls.name, cls)
     return cls
 
@@ -175,5 +172,5 @@ def list_tasks() -> list[str]:
 
 
 def fingerprint(*parts: Any) -> str:
-    """Sixteen hexadecimal digits that stand for JSON-ready values."""
+    """A hash of JSON-ready values, as sixteen hexadecimal digits."""
     return blake2b(json.dumps(parts, sort_keys=True).encode(), digest_size=8).hexdigest()

@@ -1,4 +1,4 @@
-"""A measurement in a terminal: the progress bar, what the control says, and the tables at the end."""
+"""Terminal output of a measurement: the progress bar, the control's result, and the tables."""
 
 from __future__ import annotations
 
@@ -38,21 +38,21 @@ def asked_as_it_answers(
     begun: bool = False,
     quiet: bool = False,
 ) -> LiveModel:
-    """The model, asked in the form in which its baseline does the retrieval tasks; says so where that is another.
+    """Run the control, and return the model with the prompt form in which its baseline solves the retrieval tasks.
 
     Args:
-        path: the results file, with what an interrupted run found.
-        free: whether the form may change; not where the user chose it, nor where the file has results in it.
-        begun: only forms whose answers teacher forcing can score.
-        quiet: on all processes but the first.
+        path: the results file, possibly of an interrupted run.
+        free: whether the form may change: not if the user chose it, or if the file already has results.
+        begun: only forms whose answers can be scored by teacher forcing.
+        quiet: print nothing, on all processes but the first.
     """
 
     if not controlled(grid.retrieval):
         return target
     known: Control | None = None
-    with suppress(OSError, ValueError, KeyError, TypeError):  # none yet, or broken: the run says so
+    with suppress(OSError, ValueError, KeyError, TypeError):  # none yet, or corrupt: the run reports it
         known = Control.of_header(read_results(path).header.about) if path else None
-    if free and known is not None:  # the file holds answers in that form
+    if free and known is not None:  # the file has answers in that form
         target, free = target.asking(known.form.prompter(target.prompter.tokenizer)), False
     found = control(
         target,
@@ -71,7 +71,8 @@ def asked_as_it_answers(
 
 
 def asked_for_passkeys(target: LiveModel, prose: str, seed: int, *, free: bool, quiet: bool = False) -> LiveModel:
-    """The model, asked in the form in which its baseline finds passkeys, of those that teacher forcing can score."""
+    """The model with the prompt form in which its baseline finds passkeys, among those that teacher forcing can
+    score."""
 
     grid = Grid(retrieval=(Passkey(),), lengths=(target.about["trained_length"],), seed=seed)
     text = Haystack.from_text(prose, target.prompter.tokenizer)
@@ -79,13 +80,13 @@ def asked_for_passkeys(target: LiveModel, prose: str, seed: int, *, free: bool, 
 
 
 def run_with_bar(runner: Runner, path: Path, variants: Sequence[Variant], *, merge: bool = True) -> Results | None:
-    """Measure, with a progress bar on the first process."""
+    """Run the measurement, with a progress bar on the first process."""
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
         with _progress(runner, runner.count(variants)):
             return runner.run(path, variants, merge=merge)
     except BaseException as error:
-        # After a refusal the same command would be refused again.
+        # After a ValueError the same command would fail again.
         if not isinstance(error, ValueError) and list(path.parent.glob(f"{path.name}.part-*")):
             console.print(f"What was measured is kept beside {path}; the same command resumes.", soft_wrap=True)
         raise
@@ -110,7 +111,7 @@ def _progress(runner: Runner, total: int) -> Iterator[None]:
 
 
 def print_summary(summary: Summary) -> None:
-    """The tables on standard output, and the recommendation if there was something to choose."""
+    """Print the tables, and the recommendation if there is a choice."""
     screen = Console()
     tables = [summary_table(summary)]
     if len(summary.retrieval_tasks) > 2:
@@ -122,7 +123,7 @@ def print_summary(summary: Summary) -> None:
 
 
 def summary_table(summary: Summary) -> Table:
-    """A row a variant: retrieval with its interval, perplexity, short-context regression."""
+    """One row per variant: retrieval with its interval, perplexity, short-context regression."""
 
     model = next(iter(summary.header.variants.values()))["model"]
     table = _table(f"{model}, trained at {summary.trained_length:,} tokens", "variant")
@@ -131,7 +132,7 @@ def summary_table(summary: Summary) -> Table:
         table.add_column("\n".join(lines), justify="right", no_wrap=True)
 
     tasks, read, sliding = summary.retrieval_tasks, summary.read_lengths, summary.lengths("sliding_perplexity")
-    # Many tasks have a table of their own; here is the mean of those that count.
+    # Many tasks have a separate table; this shows the mean of those that count.
     groups = [[task] for task in tasks] if len(tasks) <= 2 else [summary.deciding_tasks]
     for group in groups:
         for length in summary.lengths(*group):
@@ -172,7 +173,7 @@ def summary_table(summary: Summary) -> Table:
 
 
 def task_table(summary: Summary, variant: str) -> Table:
-    """A row a retrieval task, a column a length."""
+    """One row per retrieval task, one column per length."""
 
     lengths = summary.lengths(*summary.retrieval_tasks)
     table = _table(label(variant), "task")
@@ -185,7 +186,7 @@ def task_table(summary: Summary, variant: str) -> Table:
 
 
 def _fitting(table: Table, screen: Console) -> Iterator[Table]:
-    """The table, as several below each other where it is wider than the screen: no number is cut off."""
+    """The table, split into several if it is wider than the screen, so that no number is truncated."""
     unbounded = screen.options.update(max_width=10_000)
     first, *columns = table.columns
     while columns:
@@ -243,7 +244,7 @@ def _caption(summary: Summary, gated: bool, key: int) -> str:
 
 
 def finish(results: Results, path: Path) -> None:
-    """What is shown at the end of a measurement: the tables, and where its samples are."""
+    """Print the tables and the path of the samples, at the end of a measurement."""
 
     print_summary(Summary(results))
     said = f"{counted(len(results.records), 'sample')} in {path}; ctxext report {path} makes a page of them."

@@ -1,8 +1,7 @@
-"""A model behind an OpenAI-compatible endpoint (vLLM, SGLang, llama.cpp's server): samples in, greedy answers out.
+"""Answer samples by a model behind an OpenAI-compatible endpoint (vLLM, SGLang, llama.cpp's server).
 
-The server tokenises and templates on its own, so each answer's `usage.prompt_tokens` is held against the
-sample's `n_prompt`: that prompts are exact to the token is checked on the server's side too. It does not
-show that the tokens are the same ones, only that they are as many.
+The server tokenises and applies the chat template itself, so each answer's `usage.prompt_tokens` is compared with the
+sample's `n_prompt`. This checks the number of tokens, not the tokens.
 """
 
 from __future__ import annotations
@@ -22,42 +21,41 @@ from ctxext.utils.endpoint import Endpoint
 class ServedModel(Endpoint):
     """A served model that answers samples by greedy decoding.
 
-    Samples for style "base" are sent as text to /v1/completions, those for "chat" and "thinking" as one user
-    message to /v1/chat/completions. Where the prompt begins the answer behind a chat template, its token ids are
-    sent to /v1/completions: as a final message to be continued, the server's template could strip it. Two fields
-    go with each request that OpenAI does not have: `repetition_penalty` 1, as vLLM and SGLang otherwise take the
-    one in the model's generation_config.json, which counts the prompt and so punishes the right answer; and, with
-    a message, `chat_template_kwargs.enable_thinking`, which vLLM, SGLang and llama.cpp pass to the chat template
-    as `Prompter` does. A server that refuses either by name is asked without it from then on; whether its
-    prompts are still the same, their size shows.
+    Samples of style "base" are sent as text to /v1/completions, those of "chat" and "thinking" as one user message to
+    /v1/chat/completions. If the prompt begins the answer after a chat template, its token ids are sent to
+    /v1/completions, as the server's template could strip a final message to continue. Each request has two fields that
+    OpenAI lacks: `repetition_penalty` 1, as vLLM and SGLang otherwise use the model's generation_config.json, whose
+    penalty counts the prompt and so penalises the right answer; and, with a message,
+    `chat_template_kwargs.enable_thinking`, which vLLM, SGLang and llama.cpp pass to the chat template as `Prompter`
+    does. If a server refuses either by name, it is omitted from then on; the prompt size shows whether prompts are
+    still the same.
 
-    What this does not do: score given answers, measure log-probabilities, stream, or see the server's
-    sampling. Servers batch requests, and in bfloat16 a near tie may fall otherwise in another batch. Where
-    `</think>` is a special token it is not part of the text: serve such a model with its reasoning parser.
+    Not supported: scoring given answers, log-probabilities, streaming. Servers batch requests, and in bfloat16 a near
+        tie may be resolved differently in another batch. If `</think>` is a special token, it is missing in the text:
+        serve such a model with its reasoning parser.
 
     Args:
         url: with or without /v1, such as "http://localhost:8000".
         style: that of the `Prompter` with which the samples are made.
-        model: None: the one that the server has.
-        api_key: None: the environment's OPENAI_API_KEY. An empty one is not sent.
-        concurrency: requests at a time in `answers`.
-        timeout: seconds for which the server may be silent; without streaming, that is a whole answer.
-        retries: how often a request is sent again after a status of 429 or 5xx or a broken connection,
-            after 1, 2, 4... seconds, or as many as Retry-After asks for if they are more.
-        strict_size: whether a prompt that has another size for the server is an error. A server that
-            tells no sizes is believed.
+        model: None for the server's only model.
+        api_key: None reads OPENAI_API_KEY. An empty key is not sent.
+        concurrency: parallel requests in `answers`.
+        timeout: seconds without data; without streaming, for a whole answer.
+        retries: number of retries after status 429 or 5xx or a broken connection, after 1, 2, 4... seconds or
+            Retry-After, whichever is longer.
+        strict_size: whether a different prompt size on the server is an error. Servers that report no sizes are
+            trusted.
 
     Attributes:
-        name: the model, as requests call it.
-        fingerprint: of the name and of what /v1/models tells of the model itself. Weak: other weights, another
-            quantisation or RoPE scaling under the same name and length go unnoticed, except that llama.cpp
-            tells the number of parameters and bytes. Give each served variant a name of its own
-            (vLLM and SGLang: --served-model-name, llama.cpp: --alias).
-        max_length: tokens of prompt and answer together, if the server tells. llama.cpp's older servers tell the
-            trained length (n_ctx_train) instead of the served one, so it is not a ground for leaving samples out.
+        name: the model's name in requests.
+        fingerprint: of the name and the model's entry in /v1/models. Weak: other weights, quantisation or RoPE scaling
+            under the same name and length go unnoticed, except that llama.cpp reports the number of parameters and
+            bytes. Give each served variant its own name (vLLM and SGLang: --served-model-name, llama.cpp: --alias).
+        max_length: tokens of prompt and answer together, if the server reports it. Older llama.cpp servers report the
+            trained length (n_ctx_train) instead of the served one, so samples are not skipped by it.
 
     Raises:
-        ValueError: an argument makes no sense, the address is no such server's, or it has not this model.
+        ValueError: an argument is invalid, the address is not such a server's, or the server does not have this model.
         ConnectionError, TimeoutError, PermissionError, RuntimeError: as in `answer`.
     """
 
@@ -87,22 +85,22 @@ class ServedModel(Endpoint):
 
         meta = self.card.get("meta") or {}
         self.max_length: int | None = self.card.get("max_model_len") or meta.get("n_ctx") or meta.get("n_ctx_train")
-        # Not the whole card: vLLM draws "created" and the permission's id again for every request.
+        # Not the whole entry: vLLM changes "created" and the permission's id with every request.
         told = ("id", "root", "parent", "max_model_len", "meta")
         self.fingerprint = fingerprint(*(self.card.get(key) for key in told))
 
     def answer(self, sample: Sample) -> str:
-        """What the model says to one sample: at most `sample.answer_tokens` tokens, thoughts left out.
+        """The model's answer to one sample, of at most `sample.answer_tokens` tokens, without thoughts.
 
-        An answer of a thinking model that ran out of tokens before `</think>` is empty.
+        Empty if a thinking model ran out of tokens before `</think>`.
 
         Raises:
-            ValueError: the server refuses the request (a prompt too long for it, an unknown model), answers
-                something else than a completion, or reads another number of tokens than the prompt has.
-            ConnectionError: the server cannot be reached, or broke off the connection each time.
-            TimeoutError: it was silent for `timeout` seconds. Not retried: it may still be computing.
-            PermissionError: it wants another key (401, 403).
-            RuntimeError: it still answers 429 or 5xx after the retries.
+            ValueError: the server refuses the request (prompt too long, unknown model), does not return a completion,
+                or reads another number of prompt tokens.
+            ConnectionError: the server cannot be reached, or the connection broke each time.
+            TimeoutError: no data for `timeout` seconds. Not retried: the server may still be computing.
+            PermissionError: the key was rejected (401, 403).
+            RuntimeError: status 429 or 5xx after all retries.
         """
         prompt: dict[str, Any]
         if self.style == "base":
@@ -118,7 +116,7 @@ class ServedModel(Endpoint):
         try:
             choice = completion["choices"][0]
             message = {"content": choice["text"]} if path == "completions" else choice["message"]
-            # Null, or left out, where all of the tokens went into a thought that was delivered apart.
+            # Null or missing if all tokens went into a separate thought.
             text = message.get("content") or ""
             n_read = (completion.get("usage") or {}).get("prompt_tokens")
         except (KeyError, IndexError, TypeError, AttributeError):
@@ -137,10 +135,10 @@ class ServedModel(Endpoint):
         return _behind_thought(message, choice.get("finish_reason")) if self.style == "thinking" else text
 
     def answers(self, samples: Iterable[Sample]) -> Iterator[tuple[Sample, str]]:
-        """The samples with their answers, as they are finished; never more than `concurrency` under way.
+        """The samples with their answers as they finish, with at most `concurrency` requests in flight.
 
-        After an error of a request, or of `samples`, no further one is sent; those under way are still yielded,
-        then the (first) error is raised. Who stops iterating abandons what is under way.
+        After an error of a request or of `samples` no further request is sent; those in flight are still yielded, then
+        the first error is raised. If the caller stops iterating, requests in flight are abandoned.
         """
         waiting = iter(samples)
         finished: SimpleQueue[tuple[Sample, str, BaseException | None]] = SimpleQueue()
@@ -150,16 +148,16 @@ class ServedModel(Endpoint):
         def ask(sample: Sample) -> None:
             try:
                 finished.put((sample, self.answer(sample), None))
-            except BaseException as error:  # of a thread: raised again by the one that waits
+            except BaseException as error:  # from a thread: re-raised by the waiting one
                 finished.put((sample, "", error))
 
         while True:
             try:
                 for sample in islice(waiting, 0 if errors else self.concurrency - running):
-                    # Daemons and no pool: Ctrl-C must not wait for answers that may take minutes.
+                    # Daemon threads, not a pool: Ctrl-C must not wait for answers that may take minutes.
                     Thread(target=ask, args=(sample,), daemon=True).start()
                     running += 1
-            except Exception as error:  # of any kind: what was asked for is taken in before it is raised
+            except Exception as error:  # any kind: requests in flight are collected before it is raised
                 errors.append(error)
             if not running:
                 break
@@ -187,12 +185,12 @@ class ServedModel(Endpoint):
 
 
 def _behind_thought(message: dict[str, Any], finish_reason: str | None) -> str:
-    """The text behind the last `</think>`, or all of it where the server delivers thoughts apart.
+    """The text after the last `</think>`, or all of it if the server returns thoughts separately.
 
-    They are in `reasoning_content` (SGLang, llama.cpp, vLLM until 2025) or in `reasoning` (vLLM).
+    Thoughts are in `reasoning_content` (SGLang, llama.cpp, vLLM until 2025) or in `reasoning` (vLLM).
     """
     _, end, text = (message.get("content") or "").rpartition("</think>")
     apart = message.get("reasoning_content") or message.get("reasoning")
-    # A template may open the thought itself, so that one which was cut off bears no mark.
+    # A template may open the thought itself, so a truncated one has no tag.
     unfinished = finish_reason == "length" or "<think>" in text
     return "" if unfinished and not (end or apart) else text

@@ -1,8 +1,8 @@
-"""How sure a measured share, a difference or an effective length is: 95% intervals and p-values.
+"""95% intervals and p-values of rates, differences and effective lengths.
 
-Samples that share a text are alike, so the text (a trial, a window) is what is counted as independent
-throughout. Two methods are compared on the same samples, pair by pair. Intervals and p-values are those of one
-comparison; `holm` adjusts p-values for how many there are, and `comparisons` widens the interval of a share.
+Samples that share a text are correlated, so the unit of independence is the text (a trial, a window). Methods are
+compared on the same samples, in pairs. Intervals and p-values are for a single comparison; `holm` adjusts p-values for
+several, and `comparisons` widens the interval of a rate.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from numpy.typing import NDArray
 NORMAL = NormalDist()
 Z = NORMAL.inv_cdf(0.975)
 
-# Of fewer clusters of losses no interval is bootstrapped.
+# With fewer clusters of losses, intervals are not bootstrapped.
 FEW = 6
 
-# Steps of the grid on which the sums of sign flips are counted, where they share no unit.
+# Steps of the grid for counting the sums of sign flips, if they share no unit.
 GRID = 2**15
 
 # Llama-2-7B-chat's share at 4,096 tokens, the mean of 13 tasks. Hsieh et al. (2024), "RULER".
@@ -30,7 +30,7 @@ RULER_THRESHOLD = 0.856
 
 
 def in_percent(share: float, digits: int = 0) -> str:
-    """Of a rate, without the sign; 100 and 0 stand for all and none alone: 199 of 200 are `99.5`."""
+    """A rate in percent, without the sign; 100 and 0 mean exactly all and none: 199 of 200 are `99.5`."""
     while f"{100 * share:.{digits}f}" in {f"{end:.{digits}f}" for end in (0, 100)} and 1e-12 < share < 1 - 1e-12:
         digits += 1
     return f"{100 * share:.{digits}f}"
@@ -63,9 +63,8 @@ class PairedTest(NamedTuple):
 class Difference(NamedTuple):
     """mean(a − b) with its 95% interval, and the p-value of no difference.
 
-    `n` counts the pairs: samples, or windows where losses are compared. Interval and p-value come from
-    different arguments, a bootstrap and a permutation: near p = 0.05 they can disagree. Both are those of this
-    comparison alone.
+    `n` is the number of pairs: samples, or windows for losses. The interval is from a bootstrap and p from a
+    permutation test, so they can disagree near p = 0.05. Both are unadjusted.
     """
 
     value: float
@@ -76,7 +75,8 @@ class Difference(NamedTuple):
 
 
 class EffectiveLength(NamedTuple):
-    """In tokens, 0 for none: up to `length` every share reaches the threshold, up to `certain` every lower bound."""
+    """In tokens, 0 for none: up to `length` every rate reaches the threshold, up to `certain` every lower bound
+    does."""
 
     length: int
     certain: int
@@ -85,14 +85,14 @@ class EffectiveLength(NamedTuple):
 def wilson(hits: float, n: float, comparisons: int = 1) -> Interval:
     """(p + z²/2n ± z √(p(1-p)/n + z²/4n²)) / (1 + z²/n), with p = hits/n. Wilson (1927), JASA 22.
 
-    The shares that a score test does not reject: it never leaves [0, 1] and has a width when all are
-    hits (10 of 10 is [72%, 100%]).
+    The rates that a score test does not reject: always within [0, 1], and with positive width even if all are hits (10
+    of 10 is [72%, 100%]).
 
     Args:
-        hits: a sum of scores from 0 to 1, whole or not.
-        n: samples; not whole if it is an effective number.
-        comparisons: so many intervals cover together in 95% of cases (Bonferroni), so that the one of them that is
-            picked for its value does as well.
+        hits: a sum of scores from 0 to 1, possibly fractional.
+        n: samples; fractional for an effective number.
+        comparisons: the number of intervals that jointly cover in 95% of cases (Bonferroni), so that one selected for
+            its value does too.
 
     Raises:
         ValueError: n is not above 0, or hits are not between 0 and n.
@@ -105,7 +105,7 @@ def wilson(hits: float, n: float, comparisons: int = 1) -> Interval:
     p, shrink = hits / n, 1 + z**2 / n
     centre = (p + z**2 / (2 * n)) / shrink
     half = z * math.sqrt(p * (1 - p) / n + z**2 / (4 * n**2)) / shrink
-    # With no or all hits a bound is 0 or 1, but for rounding.
+    # With no or all hits a bound is 0 or 1 up to rounding.
     return Interval(p, max(0.0, min(p, centre - half)), min(1.0, max(p, centre + half)), round(n))
 
 
@@ -118,16 +118,16 @@ def pooled_share(clusters: Mapping[Hashable, Sequence[float]], comparisons: int 
     cluster are all alike. Few misses tell little about how alike they are, and Rao and Scott's d then
     covers too rarely; the K and the 1 draw it towards K by the weight of one sample of variance 1.
 
-    So where the clusters tell nothing (all hits, no hits, or one cluster), d = K: each counts as one
-    sample. 22 texts with 5 hits each give [85%, 100%], while one miss among them shows that a text does
-    not decide all its samples, and gives [89%, 100%]. Clusters of one sample give `wilson`.
+    So if the clusters are uninformative (all hits, no hits, or one cluster), d = K: each counts as one sample. 22 texts
+    with 5 hits each give [85%, 100%], while one miss among them shows that a text does not decide all its samples, and
+    gives [89%, 100%]. Clusters of one sample give `wilson`.
 
     Args:
         clusters: for each text, the scores from 0 to 1 of its samples.
         comparisons: as in `wilson`.
 
     Returns:
-        The share of all samples; `n` is their true number.
+        The rate over all samples; `n` is their actual number.
 
     Raises:
         ValueError: there is no cluster, one has no samples, or a score is not between 0 and 1.
@@ -148,10 +148,10 @@ def pooled_share(clusters: Mapping[Hashable, Sequence[float]], comparisons: int 
 
 
 def macro_average(parts: Sequence[Interval]) -> Interval:
-    """Σpₜ/T of T tasks, each of the same weight whatever its number of samples, between Σpₜ/T ∓ √Σ(pₜ - boundₜ)²/T.
+    """Σpₜ/T of T equally weighted tasks, with bounds Σpₜ/T ∓ √Σ(pₜ - boundₜ)²/T.
 
-    The intervals of independent shares, joined by MOVER: Zou and Donner (2008), Statistics in Medicine 27. Of one task
-    it is that task's own.
+    Combines the intervals of independent rates by MOVER: Zou and Donner (2008), Statistics in Medicine 27. For one
+    task, its own interval.
 
     Raises:
         ValueError: there are no parts.
@@ -171,11 +171,11 @@ def macro_average(parts: Sequence[Interval]) -> Interval:
 def holm(p_values: Sequence[float], family: int) -> list[float]:
     """p-values adjusted for `family` comparisons, stepping down from the smallest: max over j <= i of (family - j) pⱼ.
 
-    Whatever the comparisons have to do with each other, one of those that are truly level falls below 5% in at most 5%
-    of cases. Holm (1979), Scandinavian Journal of Statistics 6.
+    Under any dependence between comparisons, a true null falls below 5% in at most 5% of cases. Holm (1979),
+    Scandinavian Journal of Statistics 6.
 
     Args:
-        family: how many comparisons there are; those beyond `p_values` were not looked at, and count as equal.
+        family: the number of comparisons; those beyond `p_values` were not tested, and count as ties.
 
     Raises:
         ValueError: family is smaller than the number of p-values, or one of them is not between 0 and 1.
@@ -196,16 +196,16 @@ def paired_test(
     clusters: Sequence[Hashable] | None = None,
     strata: Sequence[Hashable] | None = None,
 ) -> PairedTest:
-    """The mean over strata of mean(a - b), and the share of sign flips of whole clusters that reach it.
+    """The mean over strata of mean(a - b), and its exact p-value from sign flips of whole clusters.
 
-    All 2^m flips of the m clusters' sums are counted, none drawn (Fisher 1935). Where all scores are 0 or 1 and there
-    are no clusters this is McNemar's exact test (1947). Two methods whose answers to a text could be exchanged get a
-    p <= x in at most x of cases, however alike the answers to one text are.
+    Counts all 2^m flips of the m clusters' sums, without sampling (Fisher 1935). For scores of 0 or 1 without clusters
+    this is McNemar's exact test (1947). If the two methods' answers to a text are exchangeable, p <= x in at most x of
+    cases, however correlated the answers within a text.
 
     Args:
         a: scores from 0 to 1; `b` those of the same samples in the same order.
-        clusters: for each sample the text it shares with others; None if each has its own.
-        strata: for each sample its task; each task weighs the same. A cluster lies within one of them.
+        clusters: for each sample its text; None if each has its own.
+        strata: for each sample its task; tasks have equal weight. Each cluster must be within one task.
 
     Raises:
         ValueError: there are no samples, the lengths differ, or a score is not between 0 and 1.
@@ -225,15 +225,14 @@ def paired_difference(
     resamples: int = 2000,
     seed: int = 0,
 ) -> Difference:
-    """mean(a - b) over samples that both answered, with the p-value of `paired_test`; whole clusters are resampled.
+    """mean(a - b) over common samples, with a cluster bootstrap interval and the p-value of `paired_test`.
 
-    The interval is that of the percentile bootstrap, widened where samples are few. One difference of
-    +1 and one of -1 join the data it draws from, as in the closed form of Bonett and Price (2012):
-    methods that answer alike would else differ by 0 with no width. And the percentiles are Hesterberg's
-    (2015) expanded ones, as much farther out as Student's t exceeds z. BCa mends bias and skewness, but
-    the fault here is narrowness.
+    A percentile bootstrap, widened for small samples. One difference of +1 and one of -1 are added to the data, as in
+    the closed form of Bonett and Price (2012), as identical answers would otherwise give an interval of zero width. The
+    percentiles are Hesterberg's (2015) expanded ones, wider by the ratio of Student's t to z. BCa corrects bias and
+    skewness, but the fault here is narrowness.
 
-    The intervals of several strata are joined by `macro_average`. Arguments and errors are those of `paired_test`.
+    Strata are combined by `macro_average`. Arguments and errors are those of `paired_test`.
     """
     differences, of, kind = _paired(a, b, clusters, strata)
     rng, parts = np.random.default_rng(seed), []
@@ -266,19 +265,16 @@ def paired_loss_difference(
 ) -> Difference:
     """Σ(aᵢ - bᵢ) / Σtokensᵢ, the difference of two token-weighted mean losses on the same windows of text.
 
-    Interval and p are `paired_difference`'s, without the two differences added; whole clusters are
-    resampled and flipped. No resample lies beyond the smallest and the largest cluster, which a few are
-    not far enough apart for: of fewer than six the interval is Student's, of the linearised ratio.
+    Interval and p as in `paired_difference`, without the two added differences. Resamples cannot exceed the extreme
+    clusters, which is too narrow for few: with fewer than six, the interval is Student's, of the linearised ratio.
 
     Args:
         a: for each window the sum of its tokens' losses in nats; `b` the other model's.
         tokens: how many tokens each sum is over, the same for both models.
-        clusters: for each window the stretch of text, or the document, that it shares with others; None
-            if each has its own.
+        clusters: for each window its stretch of text or document; None if each has its own.
 
     Returns:
-        In nats per token, or per whatever `tokens` counts: bytes, where the tokenizers differ. `n` counts
-        the windows.
+        In nats per token, or per unit of `tokens` (bytes, if the tokenizers differ). `n` is the number of windows.
 
     Raises:
         ValueError: there are fewer than two clusters, the lengths differ, a window has no tokens, or a
@@ -291,12 +287,12 @@ def paired_loss_difference(
 
 
 def effective_length(shares: Mapping[int, Interval], threshold: float) -> EffectiveLength:
-    """The largest length at which, as at all shorter ones, the share reaches `threshold`. After RULER (2024).
+    """The largest length up to which every rate reaches `threshold`. After RULER (2024).
 
     Args:
         shares: for each length in tokens.
-        threshold: a share: `RULER_THRESHOLD`, or NoLiMa's (2025) 0.85 of the model's own share at the
-            shortest length. Nothing reaches a threshold of 0: who answers nothing has no such length.
+        threshold: a rate: `RULER_THRESHOLD`, or NoLiMa's (2025) 0.85 of the model's own rate at the shortest length.
+            Nothing reaches a threshold of 0.
 
     Raises:
         ValueError: the threshold is not between 0 and 1.
@@ -322,7 +318,7 @@ def _scores(values: Sequence[float]) -> NDArray[np.float64]:
 
 
 def _numbered(labels: Sequence[Hashable]) -> list[int]:
-    """Each label by the number of the first like it."""
+    """Number the labels by first occurrence."""
     index: dict[Hashable, int] = {}
     return [index.setdefault(label, len(index)) for label in labels]
 
@@ -379,7 +375,7 @@ def _bootstrap(
 ) -> tuple[float, float]:
     """The 95% interval of Σsums/Σcounts over clusters: percentiles at Φ(∓√(m/(m-1)) t). Hesterberg (2015)."""
     m = len(sums)
-    # Which cluster is which does not matter, so equal ones are drawn as one, by weight.
+    # Equal clusters are drawn as one, by weight.
     kinds, weights = np.unique(np.column_stack([sums, counts]), axis=0, return_counts=True)
     drawn = rng.multinomial(m, weights / m, size=resamples) @ kinds
     tail = NORMAL.cdf(-math.sqrt(m / (m - 1)) * _student(m - 1))
@@ -403,15 +399,15 @@ def _student(freedom: int) -> float:
 
 
 def _sign_flips(sums: NDArray[np.float64]) -> float:
-    """The share of the sign patterns s with |Σ sᵢ sumsᵢ| >= |Σ sumsᵢ|: exact, or too large by what the grid rounds."""
+    """The share of sign patterns s with |Σ sᵢ sumsᵢ| >= |Σ sumsᵢ|: exact, or conservative by the grid's rounding."""
     sizes = np.abs(sums)
-    # Smaller ones are lost in the rounding below.
+    # Smaller ones vanish in the rounding below.
     sizes = sizes[sizes > 1e-12 * sizes.max()]
     if not len(sizes):
         return 1.0
     unit = _unit(sizes)
     steps = np.rint(sizes / unit).astype(int)
-    # The chance of each number of steps that are flipped.
+    # The probability of each number of flipped steps.
     chances, reached = np.zeros(steps.sum() + 1), 0
     chances[0] = 1
     for step in steps:
@@ -426,7 +422,7 @@ def _sign_flips(sums: NDArray[np.float64]) -> float:
 
 
 def _unit(sizes: NDArray[np.float64]) -> float:
-    """What all sizes are whole multiples of, or a step of the grid."""
+    """A common unit of all sizes, or a step of the grid."""
     for parts in range(1, 13):
         unit = sizes.min() / parts
         steps = sizes / unit

@@ -38,12 +38,12 @@ from ctxext.utils.values import finite
 
 @dataclass(frozen=True)
 class Gate:
-    """An extended model against its own base, within the trained length.
+    """An extended model compared with its baseline within the trained length.
 
     Attributes:
-        loss: how much more a token costs, in nats; paired by window.
-        agreement: the share of places at which both hold the same token for the most likely.
-        retrieval: by task, how many more are found (a share).
+        loss: the loss increase in nats per token; paired by window.
+        agreement: the share of positions with the same most likely token.
+        retrieval: the difference of retrieval accuracy, by task.
     """
 
     loss: Difference | None
@@ -91,7 +91,7 @@ class Summary:
 
     @cached_property
     def variants(self) -> list[str]:
-        """Those with any sample, in the order of the run."""
+        """The variants with samples, in the order of the run."""
         return [name for name in self.header.variants if any(variant == name for variant, _ in self._by)]
 
     @cached_property
@@ -102,19 +102,19 @@ class Summary:
 
     @property
     def deciding_tasks(self) -> list[str]:
-        """The retrieval tasks that the baseline does within its trained length, or that have no such control.
+        """The retrieval tasks that the baseline solves within its trained length, or that have no control.
 
-        The others are shown, but say nothing about an extension: no mean, comparison or recommendation has them.
+        Other tasks are shown, but excluded from means, comparisons and recommendations.
         """
         return [task for task in self.retrieval_tasks if task not in self._failing]
 
     def titled(self, task: str) -> str:
-        """A retrieval task's name for people."""
+        """A retrieval task's display name."""
         return task if task in self.deciding_tasks else f"{task} (not counted)"
 
     @property
     def not_counted(self) -> str:
-        """Which retrieval tasks decide nothing, and why: a sentence; "" where all of them do."""
+        """Which retrieval tasks are excluded, and why; "" if none."""
         failed = [
             f"{task} ({in_percent(self._failing[task])}%)" for task in self.retrieval_tasks if task in self._failing
         ]
@@ -126,7 +126,7 @@ class Summary:
         )
 
     def shared_by(self, variants: Sequence[str]) -> Summary:
-        """These figures, with retrieval on the samples alone that all of `variants` have."""
+        """These figures, with retrieval only on the common samples of `variants`."""
         keys = [{r["key"] for task in self.retrieval_tasks for r in self.of(v, task)} for v in variants]
         shared = set.intersection(*keys)
         records = [r for r in self.records if "score" not in r or r["key"] in shared]
@@ -137,7 +137,7 @@ class Summary:
 
     @cached_property
     def read_lengths(self) -> list[int]:
-        """The lengths for which windows of text were read: at that length, or at a longer one."""
+        """The lengths with perplexity, from windows of that length or longer ones."""
         longest = max(self.lengths("perplexity"), default=0)
         wanted = {*self.header.about["lengths"], *self.lengths("perplexity", *self.retrieval_tasks)}
         return [length for length in sorted(wanted) if length <= longest]
@@ -145,7 +145,7 @@ class Summary:
     # -------------------------------------------------------------------------------------- retrieval
 
     def cells(self, variant: str, task: str) -> dict[tuple[int, float | None], Interval]:
-        """The score of each cell of the grid, by (length, depth)."""
+        """The accuracy of each cell of the grid, by (length, depth)."""
         scores = defaultdict(list)
         for record in self.of(variant, task):
             scores[record["length"], record["depth"]].append(record["score"])
@@ -154,9 +154,9 @@ class Summary:
     def pooled(
         self, variant: str, tasks: Sequence[str], lengths: Iterable[int], comparisons: int = 1
     ) -> Interval | None:
-        """The score over all depths of some lengths, averaged over tasks: each task that was measured weighs the same.
+        """The accuracy over all depths of some lengths, macro-averaged over the measured tasks.
 
-        Samples of one trial share a text and count as a cluster; `comparisons` is as in `wilson`.
+        Samples of a trial share a text and form a cluster; `comparisons` as in `wilson`.
         """
         parts, wanted = [], set(lengths)
         for task in tasks:
@@ -173,7 +173,7 @@ class Summary:
         return {length: pooled for length in lengths if (pooled := self.pooled(variant, [task], [length]))}
 
     def effective_length(self, variant: str, tasks: Sequence[str]) -> dict[str, EffectiveLength]:
-        """By RULER's threshold (85.6%), and by 85% of the model's own score at the shortest length."""
+        """By RULER's threshold (85.6%), and by 85% of the model's own accuracy at the shortest length."""
         lengths = sorted({record["length"] for task in tasks for record in self.of(variant, task)})
         shares = {length: pooled for length in lengths if (pooled := self.pooled(variant, tasks, [length]))}
         if not shares:
@@ -182,7 +182,7 @@ class Summary:
         return {"RULER": effective_length(shares, RULER_THRESHOLD), "85% of own": effective_length(shares, own)}
 
     def difference(self, one: str, other: str, tasks: Sequence[str], lengths: Iterable[int]) -> Difference | None:
-        """How much more `one` finds than `other` on the samples that both have, paired; each task weighs the same."""
+        """The paired difference of retrieval accuracy on common samples, macro-averaged over tasks."""
         pairs = self._pairs(one, other, tasks, lengths)
         return paired_difference(*pairs) if pairs else None
 
@@ -192,7 +192,7 @@ class Summary:
         return paired_test(*pairs) if pairs else None
 
     def _pairs(self, one: str, other: str, tasks: Sequence[str], lengths: Iterable[int]) -> list[list[Any]]:
-        """Scores of both, texts and tasks of the samples that both have; nothing where there are none."""
+        """The scores of both, texts and tasks of the common samples."""
         wanted = set(lengths)
         theirs = {r["key"]: r["score"] for task in tasks for r in self.of(other, task) if r["length"] in wanted}
         pairs = [
@@ -206,7 +206,7 @@ class Summary:
     # ------------------------------------------------------------------------------------- perplexity
 
     def losses(self, variant: str, length: int, task: str = "perplexity") -> dict[int, np.ndarray]:
-        """By window, the losses in nats of the first `length` tokens: measured so, or read off a longer window."""
+        """By window, the losses in nats of the first `length` tokens, possibly from a longer window."""
         records = self.of(variant, task)
         if task == "sliding_perplexity":
             return {r["trial"]: unpacked(r, "losses") for r in records if r["length"] == length}
@@ -248,7 +248,7 @@ class Summary:
         )
 
     def key_tokens(self, variant: str) -> tuple[float, int] | None:
-        """Perplexity on the key tokens, as the unextended model judged them, and how many there are."""
+        """The perplexity on the key tokens (judged by the unextended model), and their number."""
         lengths = self.lengths("key_tokens")
         masks = {r["trial"]: unpacked(r, "mask") for r in self.of(UNEXTENDED, "key_tokens")}
         losses = self.losses(variant, lengths[-1]) if lengths else {}
@@ -259,9 +259,9 @@ class Summary:
     def loss_difference(
         self, one: str, other: str, length: int, after: int = 0, task: str = "perplexity"
     ) -> Difference | None:
-        """How much more a token costs `one` than `other`, in nats, on the windows that both read.
+        """The difference of the mean loss in nats per token, on common windows.
 
-        None where fewer than two of them lie apart.
+        None with fewer than two independent windows.
         """
         windows = self._windows(one, other, length, after, task)
         return paired_loss_difference(*windows) if windows else None
@@ -274,20 +274,20 @@ class Summary:
     def _windows(
         self, one: str, other: str, length: int, after: int, task: str
     ) -> tuple[list[float], list[float], list[int], list[int]] | None:
-        """Of the windows that both read: the loss of either, the tokens, and the stretch of text."""
+        """For the common windows: both losses, the tokens, and the stretch of text."""
         ours, theirs = self._loss_sums(one, length, after, task), self._loss_sums(other, length, after, task)
         trials = [trial for trial in ours if trial in theirs]
         if not trials:
             return None
         sums = [[losses[trial][0] for trial in trials] for losses in (ours, theirs)]
         apart = self._apart(trials, length - after, task)
-        # In float16 a loss may be no number.
+        # In float16 a loss may be NaN.
         if len({*apart}) < 2 or not all(math.isfinite(value) for side in sums for value in side):
             return None
         return sums[0], sums[1], [ours[trial][1] for trial in trials], apart
 
     def _loss_sums(self, variant: str, length: int, after: int, task: str) -> dict[int, tuple[float, int]]:
-        """By window, the loss of the tokens from position `after` up to `length`, and how many they are."""
+        """By window, the summed loss of the tokens from position `after` to `length`, and their number."""
         name = variant, length, after, task
         if name not in self._summed:
             self._summed[name] = {
@@ -298,7 +298,7 @@ class Summary:
         return self._summed[name]
 
     def _apart(self, trials: Sequence[int], span: int, task: str = "perplexity") -> list[int]:
-        """For each window the stretch of text that it belongs to."""
+        """The stretch of text of each window."""
         held = self.header.about.get("text_tokens")
         if held is None or task == "sliding_perplexity":
             return list(range(len(trials)))
@@ -306,7 +306,7 @@ class Summary:
 
     @property
     def windows_apart(self) -> tuple[int, int]:
-        """How many of the longest windows were read, and how many of them the text holds apart."""
+        """The number of windows of the longest length, and how many of them are independent."""
         lengths = self.read_lengths
         trials = max((list(self.losses(v, lengths[-1])) for v in self.variants), key=len, default=[]) if lengths else []
         return len(trials), len({*self._apart(trials, lengths[-1])}) if trials else 0
@@ -329,7 +329,7 @@ class Summary:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """Every figure with its interval, JSON-ready: what is infinite or no number is None."""
+        """Every figure with its interval, JSON-ready; infinite and NaN values become None."""
         lengths = self.read_lengths
         return finite(
             {
@@ -361,7 +361,7 @@ class Summary:
 
     @property
     def cannot_run(self) -> str:
-        """Words on the variants that fail at some of the lengths, whose cells are blank; "" where none does."""
+        """A note on variants that cannot run at some lengths (blank cells), or ""."""
         longest = max(self.header.about["lengths"])
         limits = {v: about.get("limit") for v, about in self.header.variants.items() if v in self.variants}
         short = {v: limit for v, limit in limits.items() if limit is not None and limit < longest}
@@ -380,7 +380,7 @@ class Summary:
 
 
 def _exp(loss: float) -> float:
-    """A perplexity: infinite beyond what float64 holds."""
+    """A perplexity; infinite on overflow."""
     with np.errstate(over="ignore"):
         return float(np.exp(loss))
 
@@ -394,7 +394,7 @@ def _plain(gate: Gate) -> dict[str, Any]:
 
 
 def label(variant: str) -> str:
-    """A variant's name for people."""
+    """A variant's display name."""
     return "baseline" if variant == UNEXTENDED else variant
 
 

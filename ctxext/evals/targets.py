@@ -1,4 +1,4 @@
-"""What is measured: a live model, or one behind a server. Both answer samples; only a live one reads text."""
+"""The models to measure: live, or behind a server. Both answer samples; only a live model can score text."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ Rows = Sequence[Sequence[Sample]]
 
 @dataclass(frozen=True)
 class Variant:
-    """One way to run the model.
+    """A variant of the model.
 
     Attributes:
-        extension: arguments of `extend_context`; None leaves the model as it is.
-        gate_only: measure it only within the trained length, as the base of the short-context gate.
+        extension: arguments of `extend_context`; None for the unextended model.
+        gate_only: measure it only within the trained length, as the baseline of the short-context regression.
     """
 
     name: str = UNEXTENDED
@@ -53,7 +53,7 @@ class Variant:
     def describe(self, target: Target) -> dict[str, Any]:
         """For the results' header."""
         plan = target.plan(self)
-        # As it will be read back, so that a run may resume: JSON has lists for tuples.
+        # In the form read back from JSON (lists for tuples), so that a run can resume.
         extension = None if plan is None else json.loads(json.dumps(plan.to_dict()))
         return {
             "model": target.name,
@@ -65,11 +65,11 @@ class Variant:
 
 
 class Target(Protocol):
-    """What the runner needs of a model.
+    """The interface that the runner needs.
 
     Attributes:
-        name: for people. `fingerprint` is that of the weights and the config.
-        facts: what must agree for two measurements to be compared; `about` is for the reader.
+        name: a display name. `fingerprint` covers the weights and the config.
+        facts: conditions that must agree for two measurements to be compared; `about` is for readers.
     """
 
     name: str
@@ -79,25 +79,26 @@ class Target(Protocol):
     about: dict[str, Any]
 
     def reach(self, variant: Variant) -> int | None:
-        """The tokens that `variant` covers by its config; None where nobody says."""
+        """The maximum length of `variant` by its config; None if unknown."""
 
     def plan(self, variant: Variant) -> Plan | None:
-        """How `variant` extends the model; None where it is left as it is."""
+        """The plan of `variant`; None for the unextended model."""
 
     def limit(self, variant: Variant) -> int | None:
-        """The tokens past which `variant` cannot run at all, as where a table of positions ends; None for no end."""
+        """The hard length limit of `variant`, such as the end of a position table; None for none."""
 
     def whole(self, variant: Variant) -> bool:
-        """Whether frequencies depend on the length of the whole prompt, so that no window stands for a shorter one."""
+        """Whether frequencies depend on the prompt length, so that windows give no figures for shorter lengths."""
 
     def applied(self, variant: Variant) -> AbstractContextManager[Any]:
-        """The model as `variant` has it, for the length of a `with` block."""
+        """Apply `variant` to the model within a `with` block."""
 
     def outcomes(self, batches: Iterable[Rows], generate: bool) -> Iterator[list[tuple[Sample, Record]]]:
-        """Answer batches, each of rows of samples of one length that begin alike; what comes together is written so."""
+        """Answer batches of rows of samples of one length with a common prefix; each yielded group is written
+        atomically."""
 
     def read(self, task: TextTask, window: Window) -> Record:
-        """Read a window of text."""
+        """Score a window of text."""
 
 
 class LiveModel:
@@ -135,7 +136,7 @@ class LiveModel:
         return nullcontext() if variant.extension is None else temporarily_extended(self.model, **variant.extension)
 
     def refusal(self, variant: Variant) -> str | None:
-        """Why this model cannot be run as `variant`, found out by doing it; None where it can."""
+        """Why this model cannot be run as `variant`, found by trying it; None if it can."""
         try:
             with self.applied(variant):
                 return None
@@ -143,7 +144,7 @@ class LiveModel:
             return str(error)
 
     def asking(self, prompter: Prompter) -> LiveModel:
-        """The same model, asked by another prompter."""
+        """The same model with another prompter."""
         other = copy(self)
         other.prompter = prompter
         return other
@@ -172,7 +173,7 @@ class LiveModel:
 
 
 class Served:
-    """A model behind an OpenAI-compatible server, sized by the tokenizer of `prompter`."""
+    """A model behind an OpenAI-compatible server; `prompter` has its tokenizer."""
 
     def __init__(self, served: ServedModel, prompter: Prompter, trained_length: int) -> None:
         self.served, self.prompter, self.name, self.fingerprint = served, prompter, served.name, served.fingerprint
@@ -197,7 +198,7 @@ class Served:
         return nullcontext()
 
     def outcomes(self, batches: Iterable[Rows], generate: bool) -> Iterator[list[tuple[Sample, Record]]]:
-        # One stream, so that requests overlap from batch to batch.
+        # One stream, so that requests overlap across batches.
         for sample, text in self.served.answers(sample for rows in batches for row in rows for sample in row):
             yield [(sample, outcome(sample, text))]
 
@@ -208,14 +209,13 @@ class Served:
 def compared_variants(
     config: Any, methods: Sequence[str | ContextMethod] | None = None, factor: float | None = None, **how: Any
 ) -> list[Variant]:
-    """The model as it is, and extended by each of `methods`; by every registered one for None.
+    """The unextended model, and one variant for each of `methods` (None: every registered method).
 
     Args:
-        factor, how: as in `extend_context`. A method that needs options it was not given takes those of
-            its `example`.
+        factor, how: as in `extend_context`. A method whose required options are missing uses its `example`.
 
     Raises:
-        ValueError: as `extend_context`, where no method would go; an unknown name, or one that is there twice.
+        ValueError: as `extend_context` if no method fits; an unknown or repeated name.
     """
     plan = plan_extension(config, factor, "pi" if has_rope(text_config_of(config)) else None, **how)
     names = [cls.name for cls in list_methods(plan.encoding)] if methods is None else methods
@@ -227,7 +227,7 @@ def compared_variants(
             factor_and_target(factor, how.get("target_length"), method, plan.start)
         made.append(method if isinstance(method, ContextMethod) else _example(method_class(str(method)), plan))
     kept = {name: value for name, value in how.items() if name != "target_length"}
-    # As they were written: two files may hold the same kind of method.
+    # Named by the argument: two files may hold the same method.
     written = [name if isinstance(name, str) else name.name for name in names]
     twice = next((name for name in written if written.count(name) > 1), None)
     if twice is not None:
@@ -247,10 +247,10 @@ def _example(cls: type[ContextMethod], plan: Plan) -> ContextMethod:
 
 
 def known_lengths(config: Any) -> tuple[int, int]:
-    """The trained length and the reach of a model, in tokens.
+    """The trained and the maximum length of a model, in tokens.
 
     Raises:
-        ValueError: the config says neither.
+        ValueError: the config contains neither.
     """
     try:
         if not has_rope(text_config_of(config)):
@@ -268,7 +268,7 @@ def known_lengths(config: Any) -> tuple[int, int]:
 
 
 def check_continues_text(config: PreTrainedConfig) -> None:
-    """Raise ValueError unless transformers has a language model for this config, all that is measured here."""
+    """Raise ValueError unless transformers has a language model for this config."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
     if config.is_encoder_decoder:
@@ -279,7 +279,7 @@ def check_continues_text(config: PreTrainedConfig) -> None:
 
 @torch.no_grad()
 def check_causal(model: PreTrainedModel) -> None:
-    """Raise ValueError if what `model` makes of a token depends on the token after it, as in encoders such as BERT."""
+    """Raise ValueError if `model` is not causal, such as BERT."""
     ids = torch.tensor([[0, 0], [0, 1]], device=model.device)
     here, after = (
         float(difference) for difference in model(input_ids=ids).logits.float().diff(dim=0)[0].abs().amax(-1)
@@ -296,9 +296,9 @@ def _unmeasured(config: PreTrainedConfig, reason: str) -> str:
 
 
 def hard_limit(model: PreTrainedModel) -> int | None:
-    """The tokens past which a model fails, whatever its quality before; None where only quality ends.
+    """The length beyond which a model fails; None if only its quality degrades.
 
-    Of a model that is extended in this process, the length that it was extended to.
+    For a model extended in this process, its target length.
     """
     try:
         if not has_rope(text_config_of(model.config)):
@@ -307,15 +307,15 @@ def hard_limit(model: PreTrainedModel) -> int | None:
             return found.limit
         has_end = family_of(model.config).sin_cos_tables
         return read_context(model.config).reach if has_end else None
-    except ValueError:  # no position encoding that could end, or none that is known
+    except ValueError:  # no position encoding with a limit, or an unsupported one
         return None
 
 
 def outcome(sample: Sample, text: str, logprob: float | None = None) -> Record:
-    """What is kept of a greedy answer.
+    """The record of a greedy answer.
 
     Args:
-        logprob: of the right answer, in nats; None where it was not read.
+        logprob: of the right answer, in nats; None if not measured.
     """
     score = sample.score(text)
     return {
@@ -329,7 +329,7 @@ def outcome(sample: Sample, text: str, logprob: float | None = None) -> Record:
 
 
 def digit_accuracy(sample: Sample, text: str) -> float | None:
-    """The share of the answer's digits that a text has right, in place; None where the answer is not a number."""
+    """The share of the answer's digits that are right in place; None if the answer is not a number."""
     if sample.metric != "numbers":
         return None
     pairs = zip(sample.numbers(text), sample.references)
@@ -337,7 +337,7 @@ def digit_accuracy(sample: Sample, text: str) -> float | None:
 
 
 def _readable(sample: Sample) -> Record:
-    """What a person needs to judge the outcome, since the prompt itself is too long to keep."""
+    """The parts of a sample needed to judge the outcome, as the prompt is too long to store."""
     around = 160
     contexts = []
     for needle in sample.needles:
@@ -355,7 +355,7 @@ def _readable(sample: Sample) -> Record:
 
 
 def model_fingerprint(model: torch.nn.Module) -> str:
-    """Of config, and of parameters and buffers, each by up to 256 of its values."""
+    """A fingerprint of the config, and of up to 256 values of each parameter and buffer."""
 
     digest = blake2b(digest_size=8)
     of: Any = model.config

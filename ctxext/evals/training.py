@@ -1,4 +1,4 @@
-"""Measuring a fine-tune: before, now and then during it, and after."""
+"""Evaluate a fine-tune before, during and after training."""
 
 from __future__ import annotations
 
@@ -35,19 +35,19 @@ from ctxext.training.launch import engine_of
 from ctxext.training.settings import Settings
 from ctxext.utils.processes import Processes
 
-# The variants of results.jsonl: the base as it is, extended, and trained.
+# The variants of results.jsonl: the baseline, extended, and fine-tuned.
 BASE, UNTRAINED, TRAINED = UNEXTENDED, "untrained", "trained"
-MID_TRAINING_SEED = 1_000  # other passkeys than those that are measured before and after
+MID_TRAINING_SEED = 1_000  # different passkeys from those measured before and after
 
 
 class Measure:
-    """Passkeys and perplexity before, during and after. It reads a text that was not trained on.
+    """Passkeys and perplexity before, during and after training, on a held-out text.
 
-    Two figures appear beside those of `ctxext eval`: the loss of the last `trained_length` tokens of windows of the
-    target length, and what the base loses on the same tokens when it sees as much as it was trained with.
+    Adds two figures to those of `ctxext eval`: the loss on the last `trained_length` tokens of windows of the target
+    length, and the base's loss on the same tokens with a context of its trained length.
 
     Args:
-        folder: where the settings' file is, which its paths are relative to.
+        folder: the folder of the settings file, which its paths are relative to.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class Measure:
             )
 
     def check_new(self) -> None:
-        """Raise FileExistsError where a run begins again and its results file has the figures of another."""
+        """Raise FileExistsError if a run starts over and its results file has figures of another run."""
         if self.path.is_file() and TRAINED in read_results(self.path).header.variants:
             raise FileExistsError(
                 f"{self.path} holds the figures of a model that was trained before, and this run begins again. Set "
@@ -93,13 +93,13 @@ class Measure:
             )
 
     def before(self, base: Path) -> None:
-        """The base as it is, and extended."""
+        """Measure the baseline and the extended model."""
         model = self._load(AutoModelForCausalLM.from_pretrained, base)
         self._run(model, base.name, [Variant(), Variant(UNTRAINED, self.settings.extension.arguments())], merge=False)
         self.base_tail = self._tail(model, self.grid.windows, sees=self.trained)
 
     def after(self, saved: Path) -> dict[str, Any]:
-        """What was saved, loaded again; every figure of the three."""
+        """Measure the reloaded fine-tuned model; returns every figure of the three."""
         model = self._load(ctxext.load, saved)
         results = self._run(model, saved.parent.name, [Variant(TRAINED)], merge=True)
         tail = self._tail(model, self.grid.windows, sees=self.target)
@@ -122,7 +122,7 @@ class Measure:
         }
 
     def during(self, model: nn.Module, done: Progress) -> dict[str, Any]:
-        """The loss of the last tokens and the share of passkeys found, at the target length, as it is."""
+        """The loss of the last tokens and the passkey accuracy at the target length, of the current model."""
         inner, chosen = transformers_model(model), self.chosen
         with in_eval_mode(model), self.accelerator.autocast():
             tail, found = self._tail(inner, chosen.mid_training_windows, sees=self.target), self._found(inner)
@@ -132,7 +132,7 @@ class Measure:
         return {"step": done.step, "tokens": done.tokens, **figures}
 
     def _found(self, model: Any) -> float | None:
-        """The share of passkeys that a mid-training evaluation finds at the target length."""
+        """The passkey accuracy of a mid-training evaluation at the target length."""
         trials = self.chosen.mid_training_trials
         places = Passkey().places([self.target], self.grid.depths, trials, MID_TRAINING_SEED)
         samples = [Passkey().sample(place, self.prompter, self.haystack) for place in places]
@@ -157,10 +157,10 @@ class Measure:
         return run_with_bar(runner, self.path, variants, merge=merge)
 
     def _tail(self, model: Any, windows: int, sees: int) -> list[float]:
-        """For each window of the target length, what its last tokens cost together, in nats.
+        """For each window of the target length, the summed loss of its last tokens, in nats.
 
         Args:
-            sees: tokens that the model may see; with fewer than the target, windows of so many slide over the text.
+            sees: the context in tokens; if shorter than the target, sliding windows of this length.
         """
         engine, n, bos = Engine(model), self.trained, self.prompter.special
         sums = []
@@ -176,7 +176,7 @@ class Measure:
 
 
 def figures_of(summary: Summary, variant: str) -> dict[str, Any]:
-    """Shares of passkeys by length, perplexity by band, and the short-context regression, with intervals."""
+    """Passkey accuracy by length, perplexity by band, and the short-context regression, with intervals."""
     lengths, gate = summary.read_lengths, summary.gate(variant)
     return {
         "passkey": {n: share._asdict() for n, share in summary.by_length(variant, "passkey").items()},
@@ -187,7 +187,7 @@ def figures_of(summary: Summary, variant: str) -> dict[str, Any]:
 
 
 def card_table(measured: dict[str, Any]) -> dict[str, dict[str, str]]:
-    """The same for a model card: a row a variant."""
+    """The same for a model card, one row per variant."""
     names = {BASE: "base", UNTRAINED: "extended, not trained", TRAINED: "trained"}
     table = {}
     for variant, figures in measured.items():

@@ -1,4 +1,4 @@
-"""Word lists: our own, those of wonderwords where it is installed, and more words out of a text."""
+"""Word lists: our own, wonderwords' if installed, and words of a text."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from random import Random
 
 @dataclass(frozen=True)
 class WordLists:
-    """Words by their kind, each list without doubles; `source` says whose they are."""
+    """Words by kind, without duplicates; `source` names their origin."""
 
     source: str
     adjectives: tuple[str, ...]
@@ -38,7 +38,7 @@ def own_words() -> WordLists:
 
 @cache
 def nvidia_words() -> WordLists:
-    """The lists of wonderwords (MIT), which RULER draws from; our own where it is not installed."""
+    """The lists of wonderwords (MIT), which RULER uses; our own if it is not installed."""
     return _read("wonderwords", "wonderwords.assets", "{}list.txt") if find_spec("wonderwords") else own_words()
 
 
@@ -57,7 +57,7 @@ def words_of(text: str) -> list[str]:
 
 
 def vocabulary(lists: WordLists, text: str, n: int, rng: Random) -> list[str]:
-    """`n` different words or more, shuffled: the lists; with the words of the text if too few; then with pairs."""
+    """At least `n` different words, shuffled: from the lists, then the text, then pairs."""
     words = lists.all
     if len(words) < n:
         words = sorted({*words, *words_of(text)})
@@ -67,10 +67,10 @@ def vocabulary(lists: WordLists, text: str, n: int, rng: Random) -> list[str]:
 
 
 def distinct(draw: Callable[[], str]) -> Iterator[str]:
-    """What `draw` gives, each once.
+    """The values of `draw`, without repeats.
 
     Raises:
-        ValueError: `draw` has nothing new to give.
+        ValueError: `draw` gives no new values.
     """
     seen: set[str] = set()
     while True:

@@ -1,4 +1,4 @@
-"""Rescale factors for one model: learned by gradient, or searched for."""
+"""Fit rescale factors to a model, and find the best method for it."""
 
 from ctxext.utils.extras import require
 

@@ -1,4 +1,4 @@
-"""From a model and a text to a method in a file."""
+"""Fit a method to a model on a text."""
 
 from __future__ import annotations
 
@@ -43,22 +43,22 @@ def fit(
     advance: Callable[[float, str], None] = lambda share, state: None,
     processes: Processes = ALONE,
 ) -> SavedMethod:
-    """Find the rescale factors and the attention factor that serve `model` best; its weights stay as they are.
+    """Fit the rescale factors and the attention factor to `model`; its weights are unchanged.
 
     Args:
         prompter: of the model's tokenizer, `Prompter(tokenizer)`.
-        text: prose; three quarters are learned from, and the rest chosen by.
+        text: prose; three quarters for training, the rest held out for selection.
         factor, target_length, original_max_position_embeddings: as in `ctxext.extend_context`.
-        names: of model and text, for the file.
-        advance: called with the share that is done and a line for the person who waits.
+        names: the names of model and text, for the file.
+        advance: called with the finished share and a progress message.
 
     Returns:
-        A method for `extend_context(model, method=...)`, with an account of how it was found in `about`.
+        A method for `extend_context(model, method=...)`, with its origin in `about`.
 
     Raises:
-        ValueError: the text is too short, RoPE is scaled already or none, a budget that holds no evaluation, or a
-            `prompter` whose answers are generated.
-        RuntimeError: a loss is not finite. The model is left as it was in every case.
+        ValueError: the text is too short, RoPE is missing or already scaled, the budget is too small for one
+            evaluation, or `prompter` needs generated answers.
+        RuntimeError: a loss is not finite. The model is unchanged in every case.
     """
     began = time.perf_counter()
     if prompter.answer_tokens is not None:
@@ -69,7 +69,7 @@ def fit(
     live = LiveFactors(model, original_max_position_embeddings)
     trained = live.rope.original_max_position_embeddings
     factor, target = factor_and_target(factor, target_length, "longrope", trained)
-    # What this model refuses comes out before the work.
+    # Fails early if the model cannot be extended.
     with temporarily_extended(
         model,
         method=LongRoPE.example(live.rope, factor),

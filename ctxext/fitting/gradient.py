@@ -1,11 +1,10 @@
-"""λ and the attention factor by gradient, every weight frozen: the numbers that belong to one model.
+"""Learn λ and the attention factor by gradient, with all weights frozen.
 
-λ of every pair comes from one ramp, whose corners and height are learned: a number of its own for each pair learns the
-texts that it was given by heart. The loss of a long text is rough in where the corners are, as fast pairs turn often
-within it; so methods and ramps that lie far apart are tried first, and the gradient goes on from the best. The same
-texts are read at every evaluation, so that two evaluations differ by what λ changes alone, which is less than texts
-differ by. Nothing but these numbers gets a gradient, so memory is that of one row, whose layers are recomputed in the
-backward pass where it is long.
+λ is parametrised by one ramp with learned corners and height, as a free value per pair overfits the training texts. The
+loss of a long text is not smooth in the corners, as fast pairs turn often within it; so several methods and distant
+ramps are tried first, and the gradient starts from the best. Every evaluation reads the same texts, so that only λ
+changes the loss, by less than texts differ. Only these numbers get gradients, so memory is that of one row, with
+recomputed layers if it is long.
 """
 
 from __future__ import annotations
@@ -34,34 +33,33 @@ from ctxext.utils.values import counted, suggest
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-# Where a fit may start: at a named method, or at the ramp between two numbers of turns within the trained length, here
-# by their logarithms to base 2.
+# Starting points: a named method, or the ramp between two numbers of turns within the trained length (log2).
 NAMED = ("yarn", "llama3")
 RAMPS = {f"ramp_{2.0**low:g}_{2.0**high:g}": (low, high) for low, high in ((-2, 0), (-1, 0), (-1, 1), (0, 1))}
 STARTS = (*NAMED, *RAMPS)
-# Logits that are held at once: of a row with more, every second position counts, or every third, ….
+# Logits held at once: longer rows are subsampled to every second, third, … position.
 LOGITS = 2**28
-# Of the rows of one evaluation where nobody says how many, and how many rows that may be.
+# Tokens of the rows of an evaluation by default, and the bounds on the number of rows.
 TOKENS, FEWEST_ROWS, MOST_ROWS = 40_000, 4, 32
 ACTIVATIONS = 4 * 2**30  # bytes
-# The loss in nats from which on a key counts by its logarithm: one that is lost is not to decide everything.
+# Passkey losses above this (nats) count logarithmically, so that one missed passkey does not dominate.
 KEY_NATS = 0.01
 
 
 @dataclass(frozen=True, kw_only=True)
 class GradientSettings:
-    """How λ is learned.
+    """The settings of a fit.
 
     Attributes:
-        evaluations: of the loss and its gradient, at most; it ends before where nothing changes any more.
-        rows: of the target length that hide a passkey in text; None for as many as hold TOKENS.
-        short: weight of the divergence, in nats a token, from what the unextended model says within its length.
-        text: weight of the loss of the rows' text, in nats a token.
-        retrieval: weight of the loss of the rows' passkeys, in nats a key; of what is beyond KEY_NATS the logarithm.
-        start: one of STARTS; None for that with the least sum of these losses on held-out text.
-        recompute: keep one hidden state a layer for the backward pass and compute the rest again; None for only where
-            a row would take more than ACTIVATIONS.
-        minutes: begin no evaluation after which that time would be over; there must be time for one.
+        evaluations: the maximum number of evaluations of loss and gradient; stops earlier at convergence.
+        rows: the number of rows of the target length with a passkey; None for as many as TOKENS allows.
+        short: weight of the KL divergence from the unextended model within the trained length, in nats per token.
+        text: weight of the text loss of the rows, in nats per token.
+        retrieval: weight of the passkey loss of the rows, in nats per passkey, logarithmic beyond KEY_NATS.
+        start: one of STARTS; None for the one with the smallest weighted loss on held-out text.
+        recompute: keep one hidden state per layer and recompute the rest in the backward pass; None: only if a row
+            would take more than ACTIVATIONS.
+        minutes: the time limit: no evaluation is begun that would exceed it; must suffice for one.
     """
 
     evaluations: int = 8
@@ -87,21 +85,21 @@ class GradientSettings:
             raise ValueError(f"a fit cannot start from {self.start!r}{suggest(str(self.start), STARTS)}")
 
     def rows_at(self, target: int) -> int:
-        """How many rows of `target` tokens an evaluation reads."""
+        """The number of rows of `target` tokens per evaluation."""
         return self.rows or min(MOST_ROWS, max(FEWEST_ROWS, TOKENS // target))
 
     def tokens(self, trained: int, target: int) -> int:
-        """How many a fit reads about, a backward pass counted as two forward ones."""
+        """Approximate tokens read by a fit, counting a backward pass as two forward passes."""
         starts = len(STARTS) if self.start is None else 1
         descent = 3 * self.evaluations * self.rows_at(target) * target
         return (starts + 1) * self.tokens_to_try(trained, target) + descent
 
     def tokens_to_try(self, trained: int, target: int) -> int:
-        """How many are read to choose by, for each method."""
+        """Tokens read per method for selection."""
         return 8 * trained + 6 * round((trained * target) ** 0.5) + 6 * target
 
     def weighed(self, kind: str, loss: Tensor) -> Tensor:
-        """What a loss adds to the sum that is made small."""
+        """A loss's contribution to the objective."""
         weight = {"short": self.short, "text": self.text, "key": self.retrieval}[kind]
         return weight * (KEY_NATS * (loss / KEY_NATS).log1p() if kind == "key" else loss)
 
@@ -112,11 +110,10 @@ class Fit:
 
     Attributes:
         method: the rescale factors and the attention factor found.
-        start: of STARTS, where it began.
-        tried: the losses on validation text of every start that was tried, by name and kind, and their weighted sum.
-        history: for each evaluation its seconds and losses.
-        kept_start: whether `method` is the start itself, as what was learned has the larger weighted sum on text that
-            was not learned from.
+        start: the starting point, one of STARTS.
+        tried: the validation losses of every start tried, by name and kind, and their weighted sum.
+        history: the seconds and losses of each evaluation.
+        kept_start: whether `method` is the start itself, as the learned one was worse on held-out text.
     """
 
     method: LongRoPE
@@ -131,7 +128,7 @@ Losses = dict[str, Tensor]
 
 
 def row_losses(model: PreTrainedModel, episode: Episode) -> Losses:
-    """The loss of a row's text in nats a token, and of its answer in nats."""
+    """The text loss of a row in nats per token, and its answer's loss in nats."""
     ids = torch.tensor([episode.input_ids], device=model.device)
     n, n_answer = len(episode), episode.n_answer
     stride = _stride(model, n - episode.text_from)
@@ -146,7 +143,7 @@ def row_losses(model: PreTrainedModel, episode: Episode) -> Losses:
 
 
 def short_loss(model: PreTrainedModel, live: LiveFactors, episode: Episode, use: Callable[[], None]) -> Losses:
-    """Kullback-Leibler divergence, in nats a token, from what the model says as it was trained."""
+    """The KL divergence from the unextended model, in nats per token."""
     ids = torch.tensor([episode.input_ids], device=model.device)
     at = torch.arange(0, len(episode), _stride(model, len(episode)), device=model.device)
 
@@ -165,7 +162,7 @@ def _stride(model: PreTrainedModel, n_positions: int) -> int:
 
 
 def _activations(model: PreTrainedModel, length: int) -> float:
-    """Bytes that a row of `length` tokens leaves for the backward pass: some 34 numbers a hidden one and layer.
+    """Activation bytes of a row of `length` tokens: about 34 values per hidden unit and layer.
 
     Korthikanti et al. (2022), equation 2, without attention's own scores.
     """
@@ -175,14 +172,14 @@ def _activations(model: PreTrainedModel, length: int) -> float:
 
 @dataclass(frozen=True)
 class Validation:
-    """What methods are chosen by: the losses of the fit, on text that it does not read."""
+    """The selection criterion: the fit's losses on held-out text."""
 
     short: tuple[Episode, ...]
     rows: tuple[Episode, ...]
 
     @classmethod
     def of(cls, material: Material, seed: int) -> Validation:
-        """Four texts of the trained length; six keys at the target length, and six at a shorter one."""
+        """Four texts of the trained length, six passkeys at the target length, and six at a shorter one."""
         lengths = [material.between(material.trained, share) for share in (0.5, 1)]
         return cls(
             tuple(material.text(material.trained, seed, trial) for trial in range(4)),
@@ -198,7 +195,7 @@ class Validation:
     def losses(
         self, model: PreTrainedModel, live: LiveFactors, method: RopeScaling, settings: GradientSettings
     ) -> dict[str, float]:
-        """The mean losses of each kind under `method`, and the mean of what they add to the sum."""
+        """The mean losses of each kind under `method`, and their mean contribution to the objective."""
         found: dict[str, list[Tensor]] = {}
         for episode in self.short:
             for kind, value in short_loss(model, live, episode, lambda: live.use(method)).items():
@@ -213,7 +210,7 @@ class Validation:
 
 
 def start_at(name: str, rope: RopeGeometry, factor: float) -> RopeScaling:
-    """One of STARTS; a ramp has half of YaRN's logarithm in its attention factor."""
+    """Build one of STARTS; ramps have half of YaRN's logarithm in their attention factor."""
     if name in NAMED:
         named = make_method(name, factor)
         assert isinstance(named, RopeScaling)
@@ -225,25 +222,26 @@ def start_at(name: str, rope: RopeGeometry, factor: float) -> RopeScaling:
 
 
 def _octaves(rope: RopeGeometry) -> Float64[Tensor, " pair"]:
-    """By pair, how often it turns within the trained length: the logarithm to base 2."""
+    """log2 of each pair's turns within the trained length."""
     return (rope.inv_freq * rope.original_max_position_embeddings / (2 * math.pi)).log2()
 
 
 def _ramp(octaves: Tensor, low: Tensor, width: Tensor) -> Tensor:
-    """1 below `low`, 0 above `low + width`, a line in between; rounded, as a pair at a corner would bend the loss."""
+    """1 below `low`, 0 above `low + width`, linear in between, with smoothed corners, as a pair at a corner would make
+    the loss non-smooth."""
     t = (low - octaves) / width + 1
     return softplus(t, beta=10) - softplus(t - 1, beta=10)
 
 
 class Ramp:
-    """The four numbers that are learned, and what they say.
+    """The four learned parameters.
 
-    ln λ of a pair is `height` where it turns less than 2^`low` times within the trained length, 0 where it turns more
-    than 2^`high` times, and linear in the logarithm of its turns in between.
+    ln λ of a pair is `height` below 2^`low` turns within the trained length, 0 above 2^`high` turns, and linear in the
+    logarithm of its turns in between.
 
     Attributes:
-        numbers: of shape (..., 4), 0 at the start: of `low`, of the logarithm of `high - low`, of `height` and of the
-            logarithm of the attention factor, in units by which what a model says changes about alike.
+        numbers: of shape (..., 4), 0 at the start: `low`, log(`high - low`), `height` and the log of the attention
+            factor, scaled to have similar effects on the output.
     """
 
     UNITS = torch.tensor([0.3, 0.3, 0.6, 0.2], dtype=torch.float64)
@@ -261,7 +259,7 @@ class Ramp:
             distance.backward()
             return distance
 
-        optimizer.step(distance)  # to the ramp that is nearest to the start's λ
+        optimizer.step(distance)  # to the ramp nearest to the start's λ
         self.begun += self.UNITS * self.numbers.detach()
         self.numbers = torch.zeros_like(self.numbers, requires_grad=True)
 
@@ -274,11 +272,10 @@ class Ramp:
 
 
 def descend(evaluate: Callable[[], float], numbers: Tensor) -> None:
-    """Move `numbers` to where `evaluate`, which leaves its gradient in `numbers.grad`, is least.
+    """Minimise `evaluate`, which leaves its gradient in `numbers.grad`, over `numbers`.
 
-    A trust region whose model learns its curvature by symmetric rank-one updates (Nocedal and Wright, 2006, algorithm
-    6.2): no step is much longer than the last that went as expected, and one that went wrong teaches, too. A line
-    search may spend most of few evaluations on one step.
+    A trust region method with symmetric rank-one updates (Nocedal and Wright, 2006, algorithm 6.2): failed steps
+    improve the model too, whereas a line search may spend most of few evaluations on one step.
     """
 
     def read(at: Tensor) -> tuple[float, Tensor]:
@@ -309,7 +306,7 @@ def descend(evaluate: Callable[[], float], numbers: Tensor) -> None:
 
 
 def best_step(curvature: Tensor, slope: Tensor, radius: float) -> Tensor:
-    """The step of at most `radius` at the end of which a quadratic is least (Nocedal and Wright, 2006, section 4.3)."""
+    """The minimiser of a quadratic within `radius` (Nocedal and Wright, 2006, section 4.3)."""
     values, vectors = torch.linalg.eigh(curvature)
     along = vectors.T @ slope
 
@@ -327,7 +324,7 @@ def best_step(curvature: Tensor, slope: Tensor, radius: float) -> Tensor:
 
 
 class _Enough(Exception):
-    """There is no evaluation, or no time, left."""
+    """Evaluations or time are used up."""
 
 
 def fit_by_gradient(
@@ -340,21 +337,21 @@ def fit_by_gradient(
     advance: Callable[[float, str], None] = lambda share, state: None,
     processes: Processes = ALONE,
 ) -> Fit:
-    """Learn λ and the attention factor: try the starts, and `descend` from the best.
+    """Learn λ and the attention factor: try the starts, then `descend` from the best.
 
     Args:
-        live: of `model`, entered; `model` is `frozen`.
-        training, held_out: text to learn from, and other text to choose by.
-        advance: called with the share that is done and what is being done.
+        live: the entered `LiveFactors` of `model`, which is `frozen`.
+        training, held_out: the training text, and the text for selection.
+        advance: called with the finished share and a progress message.
 
     Raises:
-        ValueError: `settings.minutes` are too few for one evaluation.
+        ValueError: `settings.minutes` is too short for one evaluation.
         RuntimeError: a loss is not finite.
     """
     began = time.perf_counter()
 
     def clock() -> float:
-        # The processes' mean is that of all of them, as they have to end at the same evaluation.
+        # Averaged over processes, which must stop at the same evaluation.
         return (time.perf_counter() - began) / processes.world
 
     def elapsed() -> float:
@@ -387,7 +384,7 @@ def fit_by_gradient(
         use()
         return row_losses(model, row)
 
-    # What is read, and its share in the mean.
+    # The rows, and their weight in the mean.
     parts = [
         *((partial(short_loss, model, live, short, use), 1 / len(shorts)) for short in shorts),
         *((partial(read, row), 1 / len(rows)) for row in rows),

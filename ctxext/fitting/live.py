@@ -1,4 +1,4 @@
-"""Rescale factors that can be changed at every step, and through which gradients flow."""
+"""Differentiable rescale factors in a live model."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ if TYPE_CHECKING:
 
 
 class LiveFactors:
-    """The rotary embedding of a model, under λ and an attention factor of your choosing, for a `with` block.
+    """Sets λ and the attention factor of a model's rotary embedding within a `with` block.
 
-    Its own class's forward computes cos and sin, as it will once λ is in the config, only without `no_grad`.
+    Its class's own forward computes cos and sin, as with λ in the config, but without `no_grad`.
 
     Attributes:
-        rope: what the model was trained with.
+        rope: the RoPE that the model was trained with.
 
     Raises:
-        ValueError: RoPE that is extended or scaled already, that has several tables, or none at all.
+        ValueError: RoPE is missing, already extended or scaled, or has several tables.
     """
 
     def __init__(self, model: PreTrainedModel, original_max_position_embeddings: int | None = None) -> None:
@@ -82,15 +82,15 @@ class LiveFactors:
         self._former.clear()
 
     def put(self, rescale_factors: Float64[Tensor, " pair"], attention_factor: Tensor | float) -> None:
-        """Use `rescale_factors` from here on."""
+        """Use `rescale_factors` from now on."""
         for module, (table, _, _) in zip(self._sites, self._former, strict=True):
-            # In float32 whatever the model is cast to, as `extend_context` keeps them.
+            # In float32 whatever the model's dtype, as in `extend_context`.
             inv_freq = (self.rope.inv_freq / rescale_factors).to(table.device, torch.float32)
             scale = attention_factor.to(inv_freq) if isinstance(attention_factor, Tensor) else attention_factor
             module._buffers["inv_freq"], module.attention_scaling = inv_freq, scale
 
     def use(self, method: RopeScaling | None) -> None:
-        """Use a static method from here on; None for the model as it was trained."""
+        """Use a static method from now on; None for the original frequencies."""
         if method is None:
             self.put(torch.ones_like(self.rope.inv_freq), 1.0)
         else:
@@ -101,7 +101,7 @@ class LiveFactors:
 def recomputed(model: PreTrainedModel) -> Iterator[None]:
     """Keep one hidden state a layer for the backward pass and recompute the rest.
 
-    transformers' own checkpointing works in training mode alone, in which some layers drop numbers at random.
+    transformers' gradient checkpointing works only in training mode, which enables dropout.
     """
     from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -116,7 +116,7 @@ def recomputed(model: PreTrainedModel) -> Iterator[None]:
 
 @contextmanager
 def frozen(model: nn.Module) -> Iterator[None]:
-    """No weight gets a gradient, and nothing is dropped at random."""
+    """Freeze all weights and disable dropout."""
     asked = [parameter for parameter in model.parameters() if parameter.requires_grad]
     training = [module for module in model.modules() if module.training]
     for parameter in asked:
@@ -132,7 +132,7 @@ def frozen(model: nn.Module) -> Iterator[None]:
 
 
 def _set_forward(module: nn.Module, forward: Any) -> Any:
-    """Give one module a forward of its own, or with None its class's; returns the one of its own that it had."""
+    """Set or (None) remove a module's instance-level forward; returns the previous one."""
     former = module.__dict__.pop("forward", None)
     if forward is not None:
         module.forward = forward
@@ -140,5 +140,5 @@ def _set_forward(module: nn.Module, forward: Any) -> Any:
 
 
 def _error(table: Tensor, inv_freq: Float64[Tensor, " pair"]) -> float:
-    """The relative error of a module's frequencies over what the rounding of its dtype explains."""
+    """The relative error of a module's frequencies, in units of its dtype's rounding."""
     return relative_error(table, inv_freq) / max(1e-6, torch.finfo(table.dtype).eps)

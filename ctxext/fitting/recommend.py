@@ -1,7 +1,7 @@
-"""Find the best method for one model at one length within a given time.
+"""Find the best method for a model at a length within a time limit.
 
-All candidates answer the same samples. Those significantly behind leave; the rest share the time that is left, in
-rounds of twice as many texts each. A candidate is never fitted on the text that it is compared on.
+All candidates answer the same samples. Candidates significantly behind are eliminated; the rest share the remaining
+time, in rounds with twice as many texts each. Rescale factors are never fitted on the text used for comparison.
 """
 
 from __future__ import annotations
@@ -55,17 +55,17 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
 FITTED = "fitted"
-# A candidate leaves the race at this p, which is not adjusted: leaving saves time and is not reported as behind.
+# A candidate is eliminated at this unadjusted p: elimination saves time and is not reported as behind.
 LEAVES = 0.01
-# The least number of texts that say anything: one window does not show how much windows differ.
+# The smallest number of texts: one window does not show the variance between windows.
 FIRST = 2
-# The share of the time that a fit may take, and the fewest evaluations that have shown to be worth it.
+# The share of the time for a fit, and the fewest worthwhile evaluations.
 FIT_SHARE, EVALUATIONS = 0.4, 5
-# Of the time, for the speed of the one that is chosen.
+# The share of the time for measuring the speed of the chosen method.
 SPEED_SHARE = 0.1
-# Tokens that are written behind the target length to know the speed of writing.
+# Tokens decoded at the target length to measure the decoding speed.
 WRITTEN = 8
-# The most texts: five times as many would halve no interval that matters.
+# The maximum number of texts; more would not narrow any relevant interval.
 MOST = 100
 # Texts beyond the trained length for the unextended model.
 MOST_UNEXTENDED = 8
@@ -77,10 +77,10 @@ Advance = Callable[[float, str], None]
 
 
 def staying(summary: Summary, candidates: Sequence[str]) -> list[str]:
-    """The candidates that more samples may still make the best, in their order; at least two of them.
+    """The candidates that could still turn out best, in their order; at least two.
 
-    A candidate leaves if it finds significantly less than the best, or if it finds no more and its loss is larger by
-    significantly more than TIED_LOSS.
+    A candidate is eliminated if its retrieval accuracy is significantly below the best's, or if it is not higher and
+    its loss is larger by significantly more than TIED_LOSS.
     """
     target = summary.beyond[-1]
     best, *others = by_measurement(summary, candidates)
@@ -92,7 +92,7 @@ def staying(summary: Summary, candidates: Sequence[str]) -> list[str]:
         loses_more = loss is not None and loss.low > TIED_LOSS and loss.p < LEAVES
         if not (finds_less or (loses_more and (found is None or found.value <= 0))):
             stay.append(variant)
-    # Against the second best the first is told apart significantly, or its lead is known more precisely.
+    # Keep the second best, to measure the lead of the first.
     stay += others[: 2 - len(stay)]
     return [variant for variant in candidates if variant in stay]
 
@@ -102,7 +102,7 @@ def staying(summary: Summary, candidates: Sequence[str]) -> list[str]:
 
 @dataclass(frozen=True)
 class Speed:
-    """Tokens a second while `length` tokens are read, and milliseconds for each written behind them."""
+    """Prefill speed in tokens per second, and decoding time in milliseconds per token."""
 
     prefill: float
     decode: float
@@ -121,7 +121,7 @@ def speeds(
     """The speed of each variant at len(ids) tokens, medians of `repeats`; the variants take turns.
 
     Args:
-        ids: what is read, in chunks of 1,024, but for the last `written` tokens, which are read one by one.
+        ids: the tokens, read in chunks of 1,024; the last `written` one by one.
         now: the clock, in seconds.
     """
     row = torch.tensor([list(ids)], device=target.model.device)
@@ -139,7 +139,7 @@ def speeds(
                     )
                     cache = output.past_key_values
                     if high >= n_read:
-                        output.logits[0, -1, 0].item()  # a GPU has to have ended
+                        output.logits[0, -1, 0].item()  # synchronises a GPU
                         clock[high] = now()
                 read = clock[n_read]
                 times[variant.name].append((n_read / (read - begun), 1000 * (clock[row.shape[1]] - read) / written))
@@ -151,18 +151,18 @@ def speeds(
 
 @dataclass(frozen=True)
 class Recommended:
-    """What to use, and why.
+    """The recommendation.
 
     Attributes:
-        variant: its name among the candidates.
-        saved: the method, with the figures in `about`: write it with `saved.save(path)`.
-        why: for people, a paragraph.
-        summary: of all that was measured.
-        left_out: methods that were not measured, and the reason of each.
-        speed: of the unextended model, where it runs at that length, and of the one to use.
+        variant: the chosen candidate's name.
+        saved: the method, with the figures in `about`; write it with `saved.save(path)`.
+        why: the reasons, as a paragraph.
+        summary: the summary of all measurements.
+        left_out: methods that were not measured, with reasons.
+        speed: of the chosen method, and of the unextended model if it can run at that length.
         kv_cache_bytes: of one sequence of the target length, in the model's dtype.
-        texts: how many each candidate was measured on.
-        text_used_up: whether the text had no more to say before the time was over.
+        texts: the number of texts of each candidate.
+        text_used_up: whether the text was used up before the time.
     """
 
     variant: str
@@ -197,25 +197,25 @@ def recommend(
     now: Callable[[], float] = time.perf_counter,
     advance: Advance = lambda share, state: None,
 ) -> Recommended:
-    """Find out within `minutes` how `model` is best extended; it is left as it was.
+    """Find the best way to extend `model` within `minutes`; the model is unchanged.
 
     Args:
         prompter: of the model's tokenizer, `Prompter(tokenizer)`.
-        text: prose to measure on, longer than the target length; where it is long enough, one half of it is fitted on.
-        factor, target_length, original_max_position_embeddings, existing: as in `ctxext.extend_context`.
+        text: prose, longer than the target length; if it is long enough, one half is used for fitting. factor,
+        target_length, original_max_position_embeddings, existing: as in `ctxext.extend_context`.
         results: a new file for the samples.
         methods: candidates; None for every registered method that needs neither training nor options.
-        fitted: whether rescale factors are fitted too.
-        portable: leave out what no saved config can say, and so neither plain transformers nor a server would run.
-        names: of model and text, for the file.
+        fitted: whether to fit rescale factors as well.
+        portable: exclude methods that config.json cannot express.
+        names: the names of model and text, for the file.
         about: facts for the header of the results.
-        began: when the time began, by `now()`; None for now.
+        began: the start time, by `now()`; None for now.
         now: the clock, in seconds.
-        advance: called with the share of the time that is used and what is being done.
+        advance: called with the used share of the time and a progress message.
 
     Raises:
-        ValueError: the text is shorter than the target length, the time is too short to measure each candidate on
-            FIRST texts, `results` is there already, or as `extend_context`.
+        ValueError: the text is shorter than the target length, the time is too short to measure each candidate on FIRST
+            texts, `results` exists, or as `extend_context`.
     """
     clock = _Clock(60 * minutes, now() if began is None else began, now, advance)
     if not 0 < minutes < math.inf:
@@ -269,7 +269,7 @@ def recommend(
                         settings=GradientSettings(minutes=room / 60, seed=seed),
                         advance=lambda share, state: clock.tell("fitting"),
                     )  # fmt: skip
-                except (ValueError, RuntimeError) as error:  # memory too, as no other candidate needs a backward pass
+                except (ValueError, RuntimeError) as error:  # or out of memory: only a fit has a backward pass
                     left_out[FITTED] = str(error)
                 else:
                     race.candidates.append(Variant(FITTED, {"method": saved.method, **how}))
@@ -292,14 +292,14 @@ def _usual(model: PreTrainedModel) -> list[str]:
 
 
 def _no_config_says(model: PreTrainedModel, variant: Variant) -> str | None:
-    """Why a saved config cannot say what a variant does; None where it can."""
+    """Why config.json cannot express a variant; None if it can."""
     why = plan_extension(model.config, model=model, **(variant.extension or {})).why_not_portable
     return why and f"config.json cannot express it, as {why}."
 
 
 @dataclass
 class _Clock:
-    """The time that may be used, in seconds."""
+    """The time limit, in seconds."""
 
     seconds: float
     began: float
@@ -315,15 +315,15 @@ class _Clock:
 
 
 class _Race:
-    """Measures candidates in rounds, and knows what a text costs each of them.
+    """Measures candidates in rounds, and tracks the time per text of each.
 
     Attributes:
-        candidates: those that are still measured.
-        plans: of all that were.
-        texts: how many each was measured on.
+        candidates: the remaining candidates.
+        plans: the plans of all candidates.
+        texts: the number of texts of each candidate.
         length: the target, in tokens.
-        tokens_a_second: that the unextended model reads.
-        text_used_up: whether the text had no more to say before the time was over.
+        tokens_a_second: the unextended model's speed.
+        text_used_up: whether the text was used up before the time.
     """
 
     def __init__(
@@ -343,7 +343,7 @@ class _Race:
         self.texts: dict[str, int] = {}
         self._seconds: dict[str, float] = {}
         trained = target.about["trained_length"]
-        # The target, and half way to it in the logarithm; and where the model is at home.
+        # The target, its logarithmic midpoint, and the trained length.
         self._grid = Grid(
             retrieval=(Passkey(),),
             texts=(Perplexity(),),
@@ -355,12 +355,12 @@ class _Race:
         )
 
     def begin(self) -> None:
-        """Measure the unextended model, and so what the rest will cost.
+        """Measure the unextended model, to estimate the time of the candidates.
 
         Raises:
-            ValueError: the time does not hold a first round of all candidates.
+            ValueError: the time is too short for a first round of all candidates.
         """
-        # From a short text first, so that nobody waits an hour for the error.
+        # From a short text first, to fail early.
         self.clock.tell("looking at the clock")
         engine, probe = self.target.engine, self.text.token_ids[: min(self.target.about["trained_length"], 512)]
         self.tokens_a_second = max(self._pace(lambda: engine.losses(probe)) for _ in range(3))
@@ -369,7 +369,7 @@ class _Race:
         self._refuse_unless_in_time(len(self.candidates))
 
     def _pace(self, work: Callable[[], Any]) -> float:
-        """The tokens a second that `work` reads."""
+        """The speed of `work` in tokens per second."""
         read, begun = self.target.engine.tokens, self.clock.now()
         work()
         return (self.target.engine.tokens - read) / (self.clock.now() - begun)
@@ -384,27 +384,27 @@ class _Race:
             )
 
     def first_round(self, candidates: int) -> float:
-        """Seconds that the first round of so many candidates takes, and what comes after the last round."""
+        """The estimated seconds of the first round with this many candidates, and of the work after the last round."""
         lengths, again = {*self._grid.lengths, *self._grid.gate}, sum(1 - depth for depth in self._grid.depths)
         tokens = (1 + again) * sum(lengths) + self.length + self._grid.gate[0]
-        # Methods that rotate inside attention take half as long again.
+        # Methods with in-attention RoPE take about 1.5 times as long.
         return 1.2 * FIRST * candidates * tokens / self.tokens_a_second + self.speed_repeats * self._speed_seconds
 
     @property
     def _speed_seconds(self) -> float:
-        """To measure the speed of two variants once, the second of them a late one perhaps."""
+        """To measure the speed of two variants once, one of them possibly with in-attention RoPE."""
         return 2.5 * (self.length + 32 * WRITTEN) / self.tokens_a_second
 
     @property
     def speed_repeats(self) -> int:
-        """How often speeds are measured."""
+        """The number of speed measurements."""
         return max(1, min(3, int(SPEED_SHARE * self.clock.seconds / self._speed_seconds)))
 
     def run(self) -> None:
-        """Round after round, until the time or the text is used up."""
+        """Run rounds until the time or the text is used up."""
         config, model = self.target.model.config, self.target.model
         self.plans = {v.name: plan_extension(config, model=model, **(v.extension or {})) for v in self.candidates}
-        # Windows that cover the text a second time see it cut otherwise; a third time they would say little more.
+        # A second pass over the text has different windows; a third one would add little.
         most = min(MOST, max(FIRST, 2 * self.text.n_tokens // self.length))
         texts = FIRST
         while True:
@@ -416,17 +416,18 @@ class _Race:
             self._keep(staying(Summary(read_results(self.path)), [variant.name for variant in self.candidates]))
             front = self.choice().ranking
             while not (room := self._room(front)) and len(front) > 2:
-                # The last of the time is for those in front.
+                # The remaining time is for the leaders.
                 front = front[:-1]
             if not room:
                 return
             self._keep(front)
             texts = min(2 * texts, texts + room, most)
-            # Beyond the trained length it is soon known to fail; the short-context regression needs every text.
+            # The baseline's failure beyond the trained length is soon clear; the short-context regression needs every
+            # text.
             self._measure(Variant(gate_only=texts > MOST_UNEXTENDED), texts)
 
     def choice(self) -> Choice:
-        """The best of those that are still measured; those that left count as compared."""
+        """The best of the remaining candidates; eliminated ones count as compared."""
         summary = Summary(read_results(self.path))
         return choose(summary, [v.name for v in self.candidates], left=len(self.plans) - len(self.candidates))
 
@@ -434,14 +435,14 @@ class _Race:
         self.candidates = [variant for variant in self.candidates if variant.name in names]
 
     def _room(self, names: Sequence[str]) -> int:
-        """How many more texts of these candidates the time holds."""
+        """How many more texts of these candidates fit in the time."""
         each = sum(self._seconds[name] for name in (UNEXTENDED, *names))
         return max(0, int((self.clock.left - self.speed_repeats * self._speed_seconds) / each))
 
     def _measure(self, variant: Variant, texts: int) -> None:
         limit, lengths = self.target.limit(variant), self._grid.lengths
         within = tuple(length for length in lengths if limit is None or length <= limit)
-        # A table of positions ends before them all: then it is measured where it is at home.
+        # If a position table is shorter than all lengths, measure it within the trained length.
         grid = replace(self._grid, lengths=within or self._grid.gate, trials=texts, windows=texts)
         before, begun = self.texts.get(variant.name, 0), self.clock.now()
         Runner(
@@ -452,7 +453,7 @@ class _Race:
         self.texts[variant.name] = texts
 
     def finish(self) -> Summary:
-        """The results, in one file."""
+        """Merge the results into one file."""
         last = max(self.texts[variant.name] for variant in self.candidates)
         grid = replace(self._grid, trials=last, windows=last)
         results = Runner(self.target, self.text, grid, beyond=True).run(self.path, self.candidates)
@@ -521,7 +522,7 @@ def _runs(engine: str, config: PreTrainedConfig, plan: Plan) -> bool:
 
 
 def why(summary: Summary, choice: Choice, plan: Plan, engines: Sequence[str]) -> str:
-    """Why this one, and where it runs, for people: a paragraph."""
+    """The reasons, and where it runs, as a paragraph."""
     said = reasons(summary, choice)
     left = [v for v in summary.variants if v != UNEXTENDED and v not in choice.ranking]
     if left:

@@ -16,7 +16,7 @@ from ctxext.methods.contract import NO_ROTATION, Paper, RopeScaling, over_length
 @register("cope")
 @dataclass(frozen=True, kw_only=True)
 class CoPE(RopeScaling):
-    """λ_j = 2 / (1 + cos(πj / (n − 1))) for the n slowest pairs, j = 0 .. n − 1 from fast to slow. CoPE (2026).
+    """λ_j = 2 / (1 + cos(πj / (n − 1))) for pair j of the n slowest, counted from 0. CoPE (2026).
 
     Pairs that complete no turn within the trained length are slowed smoothly, the slowest to a standstill, so that no
     phase at the target is out of the trained range. Other pairs are unchanged, for any factor. Meant to be followed by
