@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 
-.PHONY: demo test test-all lint smollm2 in-attention verify fit benchmark soak finetune positions families figures clean
+.PHONY: demo test test-all lint at-scale smollm2 in-attention verify fit benchmark soak finetune positions families figures clean
 
 $(VENV)/demo.stamp: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -32,6 +32,9 @@ lint: $(VENV)/dev.stamp
 
 smollm2: $(VENV)/dev.stamp  ## the same comparison on a public model, at 16384 tokens
 	$(BIN)/python recipes/smollm2.py
+
+at-scale: $(VENV)/dev.stamp  ## public models at real lengths; what was stopped resumes
+	$(BIN)/python benchmarks/at_scale/run.py
 
 # A benchmark exits with 1 where a figure is short, which the tables are to say: hence the dashes.
 fit: $(VENV)/dev.stamp  ## rescale factors fitted to the bundled model, beside every static method

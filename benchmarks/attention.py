@@ -22,14 +22,12 @@ import os
 import shutil
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
-from report import Report
+from report import WARM, Report, interleaved, options, over, seconds
 from rich.progress import track
 from torch import Tensor
 from transformers import AutoModelForCausalLM, Cache, DynamicCache, LlamaConfig, StaticCache
@@ -44,11 +42,20 @@ THEIR_DYNAMIC = "transformers' dynamic"
 DECODERS, PREFILLS = (STOCK, AGAIN, NTK, COPY), (STOCK, AGAIN, NTK, "self_extend", "dca", "rerope")
 # Tokens of the shorter rows of a batch of four, as a share of the longest.
 ROWS = (1.0, 0.875, 0.75, 0.625)
-VOCABULARY, KEY_HEADS, HEAD_DIM, LAYERS, THETA = 49_152, 3, 64, 6, 100_000.0
+THETA = 100_000.0
+# SmolLM2-135M's, with 6 of its 30 layers.
+SHAPE: dict[str, Any] = {
+    "hidden_size": 576,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "vocab_size": 49_152,
+    "tie_word_embeddings": True,
+}
 # Without these glibc keeps what was freed, and the growth of one and the same prefill varies by a third.
 GIVE_BACK = {"MALLOC_MMAP_THRESHOLD_": "1048576", "MALLOC_TRIM_THRESHOLD_": "1048576"}
 SHORT = 256  # tokens of the pass that is not counted
-WARM = 2  # rounds that are not counted
 
 # At most, over stock.
 DECODE_TIME, KV_MEMORY = {NTK: 2.0, COPY: 1.15}, {NTK: 1.05, COPY: 1.55}
@@ -57,25 +64,31 @@ PREFILL_MEMORY = {"self_extend": 1.3, "dca": 1.3}
 
 
 def random_models(
-    names: tuple[str, ...], trained: int, target: int, device: torch.device, layers: int = LAYERS
+    names: tuple[str, ...], trained: int, target: int, device: torch.device, **shape: Any
 ) -> dict[str, Any]:
-    """Models that share their weights, each extended from `trained` to `target` tokens in the way of its name."""
+    """Models that share their weights, each extended from `trained` to `target` tokens in the way of its name.
+
+    Args:
+        shape: fields of the config, in place of those in SHAPE.
+    """
     found: dict[str, Any] = {}
     for name in names:
         config = LlamaConfig(
-            hidden_size=576, intermediate_size=1536, num_hidden_layers=layers, num_attention_heads=9,
-            num_key_value_heads=KEY_HEADS, vocab_size=VOCABULARY, max_position_embeddings=trained,
-            tie_word_embeddings=True, attn_implementation="sdpa",
+            **{**SHAPE, **shape},
+            max_position_embeddings=trained,
+            attn_implementation="sdpa",
             rope_parameters=rope_parameters(name, trained, target),
             initializer_range=0.05,  # so that scores spread by more than 1, and positions matter
-        )  # fmt: skip
+        )
         torch.manual_seed(0)
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype).to(device).eval()
+        with device:
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
         if found:
             model.load_state_dict(next(iter(found.values())).state_dict(), assign=True)
         if config.rope_parameters["rope_type"] == "default":
-            extend_context(model, target_length=target, method=name.split()[0], rotated_copy=name == COPY)
+            copied = {"rotated_copy": True} if name == COPY else {}
+            extend_context(model, target_length=target, method=name.split()[0], **copied)
         found[name] = model
     return found
 
@@ -87,27 +100,6 @@ def rope_parameters(name: str, trained: int, target: int) -> dict[str, Any]:
     elif name == THEIR_DYNAMIC:
         scaling = {"rope_type": "dynamic", "factor": target / trained}
     return {"rope_theta": THETA, **scaling}
-
-
-def interleaved(works: dict[str, Callable[[], object]], rounds: int, label: str) -> dict[str, list[float]]:
-    """Seconds of each work in each round."""
-    times: dict[str, list[float]] = {name: [] for name in works}
-    names = list(works)
-    for round_ in track(range(rounds), label):
-        for name in names[round_ % len(names) :] + names[: round_ % len(names)]:  # nobody always comes first
-            times[name].append(seconds(works[name]))
-    return times
-
-
-def seconds(work: Callable[[], object]) -> float:
-    started = time.perf_counter()
-    work()
-    return time.perf_counter() - started
-
-
-def over(times: dict[str, list[float]], name: str, base: str, skip: int = WARM) -> float:
-    """The median over rounds, the first `skip` left out, of the time of `name` over that of `base`."""
-    return median(mine / theirs for mine, theirs in zip(times[name][skip:], times[base][skip:]))
 
 
 # ------------------------------------------------------------------------------------------ decoding
@@ -125,12 +117,12 @@ class Decoder:
 
     def fill(self) -> None:
         columns = torch.arange(self.seen, device=self.model.device)
-        rotary = self.model.model.rotary_emb
+        rotary, config = self.model.model.rotary_emb, self.model.config
         if hasattr(rotary, "owner"):
-            keys.expect(self.cache, (columns - self.padding).clamp(min=0), rotary.owner, LAYERS)
+            keys.expect(self.cache, (columns - self.padding).clamp(min=0), rotary.owner, config.num_hidden_layers)
         generator = torch.Generator(self.model.device).manual_seed(0)
-        shape = (len(self.padding), KEY_HEADS, self.seen, HEAD_DIM)
-        for layer in range(LAYERS):
+        shape = (len(self.padding), config.num_key_value_heads, self.seen, config.head_dim)
+        for layer in range(config.num_hidden_layers):
             key, value = (
                 torch.randn(shape, generator=generator, device=self.model.device, dtype=self.model.dtype)
                 for _ in range(2)
@@ -153,6 +145,16 @@ class Decoder:
         return output.logits[:, -1].argmax(-1).tolist()
 
 
+def cache_bytes(cache: Cache) -> int:
+    """Bytes of a cache: keys, values, positions and rotated copies."""
+    tensors = []
+    for layer in cache.layers:
+        tensors += [layer.keys, layer.values]
+        if isinstance(layer, keys.PositionedLayer):
+            tensors += [layer.rotated, layer._places.keys]
+    return sum(t.untyped_storage().nbytes() for t in tensors if isinstance(t, Tensor))
+
+
 def decoding(report: Report, models: dict[str, Any], length: int, lengths: list[int], rounds: int) -> None:
     decoders = {name: Decoder(model, lengths, DynamicCache(config=model.config)) for name, model in models.items()}
     what = f"decode, {length} cached, batch {len(lengths)}"
@@ -163,7 +165,7 @@ def decoding(report: Report, models: dict[str, Any], length: int, lengths: list[
     typical = median(times[STOCK][WARM:])
     report.add(f"{what}: time of the first step, {COPY} over a later one of stock", times[COPY][0] / typical)
     report.add(f"{what}: ms a step, stock", 1000 * typical)
-    held = {name: keys.cache_bytes(decoder.cache) for name, decoder in decoders.items()}
+    held = {name: cache_bytes(decoder.cache) for name, decoder in decoders.items()}
     for name, most in KV_MEMORY.items():
         report.add(f"{what}: KV memory, {name} over stock", held[name] / held[STOCK], at_most=most)
     report.add(f"{what}: KV memory, stock (MB)", held[STOCK] / 1e6)
@@ -197,7 +199,7 @@ def compiled_decoding(report: Report, models: dict[str, Any], slots: int, rounds
 
 
 def prompt(length: int, device: torch.device) -> Tensor:
-    return torch.randint(0, VOCABULARY, (1, length), generator=torch.Generator().manual_seed(0)).to(device)
+    return torch.randint(0, SHAPE["vocab_size"], (1, length), generator=torch.Generator().manual_seed(0)).to(device)
 
 
 @torch.no_grad()
@@ -219,15 +221,22 @@ def prefill_time(report: Report, models: dict[str, Any], length: int, rounds: in
     report.add(f"prefill of {length}: seconds, stock", median(times[STOCK]))
 
 
+def memory_in_a_process(name: str, trained: int, target: int, length: int, device: torch.device) -> int:
+    """`memory_growth` of a new model, in a process of its own."""
+    command = [
+        sys.executable, __file__, "--memory", name, "--trained", str(trained), "--prefill", str(length),
+        "--target", str(target), "--device", str(device),
+    ]  # fmt: skip
+    done = subprocess.run(command, check=True, capture_output=True, text=True, env={**os.environ, **GIVE_BACK})
+    return int(done.stdout.split()[-1])
+
+
 def prefill_memory(report: Report, args: argparse.Namespace) -> None:
-    growth = {}
-    for name in track([name for name in PREFILLS if name != AGAIN], f"memory of a prefill of {args.prefill}"):
-        command = [
-            sys.executable, __file__, "--memory", name, "--trained", str(args.trained), "--prefill", str(args.prefill),
-            "--target", str(args.target), "--device", str(args.device),
-        ]  # fmt: skip
-        done = subprocess.run(command, check=True, capture_output=True, text=True, env={**os.environ, **GIVE_BACK})
-        growth[name] = int(done.stdout.split()[-1])
+    names = [name for name in PREFILLS if name != AGAIN]
+    growth = {
+        name: memory_in_a_process(name, args.trained, args.target, args.prefill, args.device)
+        for name in track(names, f"memory of a prefill of {args.prefill}")
+    }
     for name in growth:
         if name != STOCK:
             ratio = growth[name] / growth[STOCK]
@@ -236,15 +245,14 @@ def prefill_memory(report: Report, args: argparse.Namespace) -> None:
     report.add(f"prefill of {args.prefill}: growth of memory, stock (MB)", growth[STOCK] / 1e6)
 
 
-def measure_memory(name: str, trained: int, target: int, length: int, device: torch.device) -> None:
-    """Print the bytes by which a prefill raised the peak of this process, or of its GPU."""
-    model = random_models((name,), trained, target, device)[name]
-    tokens = prompt(length, device)
+def memory_growth(model: Any, length: int) -> int:
+    """Bytes by which a prefill of `length` tokens raises the peak of this process, or of its GPU."""
+    tokens = prompt(length, model.device) % model.config.vocab_size
     prefill(model, tokens[:, :SHORT])  # what the first call allocates for good
-    memory = PeakMemory(device)
+    memory = PeakMemory(model.device)
     before = memory.now
     prefill(model, tokens)
-    print(memory.at_most - before)
+    return memory.at_most - before
 
 
 # ----------------------------------------------------------------------------------------- exactness
@@ -253,7 +261,7 @@ def measure_memory(name: str, trained: int, target: int, length: int, device: to
 @torch.no_grad()
 def difference(name: str, device: torch.device) -> float:
     """Largest of any logit between one pass over 256 tokens and one token at a time, for a model trained at 64."""
-    model = random_models((name,), 64, 256, device, layers=2)[name]
+    model = random_models((name,), 64, 256, device, num_hidden_layers=2)[name]
     tokens, cache = prompt(256, device), DynamicCache(config=model.config)
     whole = model(input_ids=tokens, use_cache=False).logits
     steps = [model(input_ids=token, past_key_values=cache, use_cache=True).logits for token in tokens.split(1, dim=1)]
@@ -261,7 +269,7 @@ def difference(name: str, device: torch.device) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = options(__doc__)
     parser.add_argument("--lengths", type=int, nargs="+", default=[4096, 16_384], help="tokens cached when decoding")
     parser.add_argument("--prefill", type=int, default=8192, help="tokens of the prompt")
     parser.add_argument("--slots", type=int, default=4096, help="of the static cache")
@@ -269,13 +277,13 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=20, help="of decode steps")
     parser.add_argument("--prefills", type=int, default=3, help="rounds of prefill")
     parser.add_argument("--device", type=torch.device, default=torch.device("cpu"))
-    parser.add_argument("--output", type=Path)
-    parser.add_argument("--memory", choices=PREFILLS, help=argparse.SUPPRESS)
+    parser.add_argument("--memory", help=argparse.SUPPRESS)
     parser.add_argument("--target", type=int, help=argparse.SUPPRESS)
     args = parser.parse_args()
     args.target = args.target or 2 * max(args.prefill, args.slots, *args.lengths)
     if args.memory:
-        measure_memory(args.memory, args.trained, args.target, args.prefill, args.device)
+        model = random_models((args.memory,), args.trained, args.target, args.device)[args.memory]
+        print(memory_growth(model, args.prefill))
         return
     on_cpu = args.device.type == "cpu"
     report = Report("attention", seed=0)

@@ -8,11 +8,10 @@ depths each; the methods see the same prompts and are not trained.
 
 from __future__ import annotations
 
-import argparse
 import tempfile
 from pathlib import Path
 
-from report import Report
+from report import Report, options
 
 from ctxext.assets import MODEL
 from ctxext.evals.choice import all_figures
@@ -30,10 +29,9 @@ DEPTHS = tuple((2 * tenth + 1) / 20 for tenth in range(10))  # the middle of eac
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = options(__doc__, "docs/benchmarks/bundled_model.json")
     parser.add_argument("--model", type=Path, default=MODEL)
     parser.add_argument("--trials", type=int, default=20, help="texts for each length")
-    parser.add_argument("--output", type=Path, default=Path("docs/benchmarks/bundled_model.json"))
     args = parser.parse_args()
 
     model, tokenizer = load(args.model)

@@ -1,14 +1,13 @@
-"""What `compare` says of methods: seldom anything between equal ones, and the truth between those that differ.
+"""How often `compare` tells methods apart: seldom where they are equal, and rightly where they differ.
 
     python benchmarks/choice.py
 
-Simulated samples of k methods go through the decision of `ctxext compare` and `ctxext recommend` (`evals/choice.py`). A
+Simulated samples of k methods go through the decision of `ctxext compare` (`evals/choice.py`). A
 claim is any method called behind another, or better or worse than the baseline.
 """
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from report import Report
+from report import Report, options
 
 from ctxext.evals.choice import LEVEL, Choice, by_measurement, choose, found_share
 from ctxext.evals.perplexity import packed
@@ -24,7 +23,7 @@ from ctxext.evals.results import Header, Record, Results
 from ctxext.evals.statistics import wilson
 from ctxext.evals.summary import Summary
 from ctxext.evals.targets import UNEXTENDED
-from ctxext.fitting.recommend import staying
+from ctxext.fitting.race import staying
 
 TRAINED, BEYOND = 8, (16, 32)
 
@@ -120,18 +119,19 @@ def chosen(summary: Summary, setting: Setting) -> Choice:
 
 
 def claims(choice: Choice) -> bool:
-    return bool(choice.behind) or (choice.gain is not None and choice.gain.p < LEVEL)
+    against = [found for found in (choice.gain, choice.worse) if found is not None]
+    return bool(choice.behind) or any(found.p < LEVEL for found in against)
 
 
 def covered(summary: Summary, setting: Setting, choice: Choice) -> bool:
-    """Whether the interval that is shown holds the truth, if the best as measured is the one that is shown."""
+    """Whether the interval of the best method as measured holds the truth."""
     best = by_measurement(summary, [choice.variant, *choice.tied, *choice.behind])[0]
     share = found_share(summary, best, choice.started)
     return share is None or share.low <= setting.rate <= share.high
 
 
 def raced(setting: Setting, rng: np.random.Generator) -> Choice:
-    """The end of a race of `recommend`: rounds of twice as many texts each."""
+    """The end of a race of `compare --minutes`: rounds of twice as many texts each."""
     whole, texts = setting.summary(rng), 2
     candidates = [f"m{k}" for k in range(setting.methods)]
     has = dict.fromkeys([UNEXTENDED, *candidates], 0)
@@ -146,10 +146,9 @@ def raced(setting: Setting, rng: np.random.Generator) -> Choice:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = options(__doc__, "docs/benchmarks/choice.json")
     parser.add_argument("--runs", type=int, default=100, help="of each setting")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--output", type=Path, default=Path("docs/benchmarks/choice.json"))
     args = parser.parse_args()
     report, rng = Report("choice", seed=args.seed), np.random.default_rng(args.seed)
 
@@ -180,23 +179,19 @@ def main() -> None:
     }
     for name, setting in better.items():
         runs = [chosen(setting.summary(rng), setting) for _ in range(args.runs)]
-        report.add(
-            f"one of {setting.methods} {name}: named", float(np.mean([r.variant == "m0" for r in runs])), at_least=0.95
-        )
+        here, named = f"one of {setting.methods} {name}", [r.variant == "m0" for r in runs]
+        report.add(f"{here}: named", float(np.mean(named)), at_least=0.95)
         alone = [r.variant == "m0" and not r.tied for r in runs]
-        report.add(f"one of {setting.methods} {name}: all others behind", float(np.mean(alone)), at_least=0.8)
+        report.add(f"{here}: all others behind", float(np.mean(alone)), at_least=0.8)
     worse = {
         "finds 50%, the rest 90%": Setting(8, 0.9, 0.5, trials=50),
         "loses 0.1 nats more": Setting(12, 0.9, trials=20, windows=24, gain=-0.1),
     }
     for name, setting in worse.items():
         runs = [chosen(setting.summary(rng), setting) for _ in range(args.runs)]
-        report.add(
-            f"one of {setting.methods} {name}: named", float(np.mean([r.variant == "m0" for r in runs])), at_most=0.01
-        )
-        report.add(
-            f"one of {setting.methods} {name}: behind", float(np.mean(["m0" in r.behind for r in runs])), at_least=0.9
-        )
+        here, named = f"one of {setting.methods} {name}", [r.variant == "m0" for r in runs]
+        report.add(f"{here}: named", float(np.mean(named)), at_most=0.01)
+        report.add(f"{here}: behind", float(np.mean(["m0" in r.behind for r in runs])), at_least=0.9)
     report.finish(args.output, runs=args.runs, level=LEVEL)
 
 

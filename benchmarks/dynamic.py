@@ -10,19 +10,17 @@ length at once, then token by token. What in-attention RoPE gives token by token
 
 from __future__ import annotations
 
-import argparse
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
-from report import Report
+from report import Report, options
 from rich.progress import Progress
 from torch import Tensor
 
-from ctxext import extend_context, restore_context
+from ctxext import extend_context
 from ctxext.assets import MODEL
 from ctxext.evals.loading import load, load_text
 from ctxext.evals.needle import Passkey
@@ -62,9 +60,8 @@ WAYS = (
 )
 
 
-@contextmanager
-def as_way(folder: Path, way: Way, trained: int, factor: float) -> Iterator[Any]:
-    """The model run in one way."""
+def as_way(folder: Path, way: Way, trained: int, factor: float) -> Any:
+    """The model, loaded to run in one way."""
     model, _ = load(folder)
     if way.native:
         from transformers import AutoModelForCausalLM
@@ -76,14 +73,9 @@ def as_way(folder: Path, way: Way, trained: int, factor: float) -> Iterator[Any]
         state = model.state_dict()
         model = AutoModelForCausalLM.from_config(config, dtype=model.dtype).eval()
         model.load_state_dict(state)
-        yield model
-        return
-    if way.arguments is None:
-        yield model
-        return
-    extend_context(model, factor, original_max_position_embeddings=trained, **way.arguments)
-    yield model
-    restore_context(model)
+    elif way.arguments is not None:
+        extend_context(model, factor, original_max_position_embeddings=trained, **way.arguments)
+    return model
 
 
 @torch.inference_mode()
@@ -125,13 +117,12 @@ def answered(model: Any, sample: Sample, prompter: Prompter, use_cache: bool) ->
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = options(__doc__)
     parser.add_argument("--model", type=Path, default=MODEL)
     parser.add_argument("--trained-length", type=int, help="pretend that the model was trained at this many tokens")
     parser.add_argument("--factor", type=int, default=4)
     parser.add_argument("--windows", type=int, default=12)
     parser.add_argument("--texts", type=int, default=8, help="passkey texts for each length, five depths each")
-    parser.add_argument("--output", type=Path)
     args = parser.parse_args()
 
     model, tokenizer = load(args.model)
@@ -150,42 +141,40 @@ def main() -> None:
     report = Report("dynamic", seed=0)
     curves: dict[str, list[Tensor]] = {}
     rows: dict[str, dict[str, Any]] = {}
+    gaps: dict[str, float] = {}
     with Progress() as progress:
         each = len(windows) + sum(map(len, samples.values()))
         bar = progress.add_task("", total=each * len(WAYS))
         for way in WAYS:
             progress.update(bar, description=way.name)
-            with as_way(args.model, way, trained, args.factor) as extended:
-                curves[way.name] = []
-                for window in windows:
-                    curves[way.name].append(losses(extended, window, way, trained))
+            extended = as_way(args.model, way, trained, args.factor)
+            curves[way.name] = []
+            for window in windows:
+                curves[way.name].append(losses(extended, window, way, trained))
+                progress.advance(bar)
+            hits = {}
+            for length, prompts in samples.items():
+                found = 0
+                for sample in prompts:
+                    found += answered(extended, sample, prompter, way.use_cache)
                     progress.advance(bar)
-                hits = {}
-                for length, prompts in samples.items():
-                    found = 0
-                    for sample in prompts:
-                        found += answered(extended, sample, prompter, way.use_cache)
-                        progress.advance(bar)
-                    hits[length] = (found, len(prompts))
-                if way.arguments is not None and "in attention" in way.name:
-                    short = windows[0][: 2 * trained]
-                    with torch.inference_mode():
-                        whole = extended(input_ids=short[None], use_cache=False).logits[0]
-                        gap = (token_by_token(extended, short, trained // 2) - whole).abs().max().item()
-                    rows.setdefault("gaps", {})[way.name] = gap
+                hits[length] = (found, len(prompts))
+            if "in attention" in way.name:
+                short = windows[0][: 2 * trained]
+                with torch.inference_mode():
+                    whole = extended(input_ids=short[None], use_cache=False).logits[0]
+                    gap = (token_by_token(extended, short, trained // 2) - whole).abs().max().item()
+                gaps[way.name] = gap
             rows[way.name] = measured(curves[way.name], hits, lengths)
-    gaps = rows.pop("gaps")
 
     base = curves["static YaRN"]
     for name, row in rows.items():
         for band, loss in row["loss"].items():
             report.add(f"{name}: loss at {band}", loss)
-        beyond = [curve[trained:].sum().item() for curve in curves[name]]
-        against = [curve[trained:].sum().item() for curve in base]
         if name != "static YaRN":
-            row["against static YaRN"] = paired_loss_difference(
-                beyond, against, [len(curve[trained:]) for curve in base]
-            )._asdict()
+            beyond, against = ([curve[trained:].sum().item() for curve in each] for each in (curves[name], base))
+            counts = [len(curve[trained:]) for curve in base]
+            row["against static YaRN"] = paired_loss_difference(beyond, against, counts)._asdict()
         for length, share in row["passkey"].items():
             report.add(f"{name}: passkey at {length}", share["value"])
     for name, gap in gaps.items():
@@ -197,9 +186,9 @@ def main() -> None:
 
 
 def measured(curves: list[Tensor], hits: dict[int, tuple[int, int]], lengths: list[int]) -> dict[str, Any]:
-    mean: Callable[[int, int], float] = lambda a, b: torch.stack([c[a:b].mean() for c in curves]).mean().item()  # noqa: E731
+    bands = pairwise([0, *lengths])
     return {
-        "loss": {f"{a}-{b}": mean(a, b) for a, b in zip([0, *lengths], lengths)},
+        "loss": {f"{a}-{b}": torch.stack([curve[a:b].mean() for curve in curves]).mean().item() for a, b in bands},
         "passkey": {str(n): {**wilson(found, total)._asdict(), "n": total} for n, (found, total) in hits.items()},
     }
 

@@ -1,12 +1,12 @@
-"""What the evaluators save against the plain way, with the same answers.
+"""What the evaluators save over the plain way, with the same answers.
 
     python benchmarks/evaluators.py                 # the bundled model
     python benchmarks/evaluators.py --model runs/SmolLM2-135M-Instruct --length 1024 --trials 2
 
-- A passkey grid against a loop that calls `generate` for every prompt, which writes transformers' default of 20
-  new tokens; and, without a bar, one that is told to stop after as many tokens as the answer has.
-- A perplexity curve against one forward pass a point.
-- The memory of scoring a long text against the stock loss path, each in a process of its own.
+- A passkey grid against a loop of `generate` over the prompts, with transformers' default of 20 new tokens; and,
+  without a bar, with as many new tokens as the answer has.
+- A perplexity curve against one forward pass per point.
+- The memory of scoring a long text against the stock loss, each in a process of its own.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import time
 from pathlib import Path
 
 import torch
-from report import Report
+from report import Report, options
 from rich.progress import track
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
@@ -52,26 +52,20 @@ def passkey_grid(report: Report, model, tokenizer, length: int, trials: int) -> 
             [task.sample(Place("passkey", length, depth, trial, 0), prompter, haystack) for depth in DEPTHS]
             for trial in range(first, min(trials, first + ROUND))
         ]
-        begin = time.perf_counter()
-        for sample in (sample for row in rows for sample in row):
-            prompt = torch.tensor([sample.input_ids[: sample.n_prompt]], device=model.device)
-            with torch.inference_mode():
-                output = model.generate(
-                    prompt, attention_mask=torch.ones_like(prompt), do_sample=False, pad_token_id=0
-                )[0, prompt.shape[1] :]  # fmt: skip
-            answer = list(sample.input_ids[sample.n_prompt :])
-            answers["plain"][sample.place] = output[: len(answer)].tolist() == answer
-            tokens["plain"] += prompt.shape[1] + len(output) - 1
-        seconds["plain"] += time.perf_counter() - begin
-        begin = time.perf_counter()
-        for sample in (sample for row in rows for sample in row):
-            prompt = torch.tensor([sample.input_ids[: sample.n_prompt]], device=model.device)
-            n = sample.answer_tokens
-            with torch.inference_mode():
-                model.generate(
-                    prompt, attention_mask=torch.ones_like(prompt), do_sample=False, pad_token_id=0, max_new_tokens=n
-                )
-        seconds["told"] += time.perf_counter() - begin
+        for way in ("plain", "told"):
+            begin = time.perf_counter()
+            for sample in (sample for row in rows for sample in row):
+                prompt = torch.tensor([sample.input_ids[: sample.n_prompt]], device=model.device)
+                given: dict = {"do_sample": False, "pad_token_id": 0}
+                if way == "told":
+                    given["max_new_tokens"] = sample.answer_tokens
+                with torch.inference_mode():
+                    output = model.generate(prompt, attention_mask=torch.ones_like(prompt), **given)
+                if way == "plain":
+                    answer, written = list(sample.input_ids[sample.n_prompt :]), output[0, prompt.shape[1] :]
+                    answers["plain"][sample.place] = written[: len(answer)].tolist() == answer
+                    tokens["plain"] += output.shape[1] - 1
+            seconds[way] += time.perf_counter() - begin
         begin, before = time.perf_counter(), target.engine.tokens
         for sample, record in next(target.outcomes([rows], generate=False)):
             answers["ours"][sample.place] = record["hit"]
@@ -129,7 +123,7 @@ def measure_memory(folder: Path, way: str) -> None:
     ids = torch.randint(0, VOCABULARY, (1, LONG), generator=torch.Generator().manual_seed(0))
     with torch.inference_mode():
         model(input_ids=ids[:, :256], labels=ids[:, :256])  # what the first call allocates for good
-        Path("/proc/self/clear_refs").write_text("5")  # the peak so far, that of loading, is forgotten
+        Path("/proc/self/clear_refs").write_text("5")  # forget the peak of loading
         before = resident("VmRSS")
         if way == "stock":
             model(input_ids=ids, labels=ids, use_cache=False)
@@ -139,11 +133,10 @@ def measure_memory(folder: Path, way: str) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = options(__doc__)
     parser.add_argument("--model", type=Path, default=MODEL)
     parser.add_argument("--length", type=int, default=1024, help="tokens a prompt; the curve has twice as many")
     parser.add_argument("--trials", type=int, default=10)
-    parser.add_argument("--output", type=Path)
     parser.add_argument("--memory", choices=["stock", "ours"], help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.memory:

@@ -7,24 +7,22 @@ Every run is a process of its own: most of its time is that of importing torch a
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import subprocess
 import sys
 import time
 from pathlib import Path
 
-from report import Report
+from report import Report, options
 from rich.progress import track
 
 from ctxext.assets import MODEL
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = options(__doc__, "docs/benchmarks/export.json")
     parser.add_argument("--config", type=Path, default=MODEL / "config.json")
     parser.add_argument("--runs", type=int, default=7)
-    parser.add_argument("--output", type=Path, default=Path("docs/benchmarks/export.json"))
     args = parser.parse_args()
     reads = f"from transformers import AutoConfig; AutoConfig.from_pretrained({str(args.config.parent)!r})"
     commands = {

@@ -5,8 +5,7 @@
 
 The model has SmolLM2-135M's shape with 4 of its 30 layers and random weights, in float32 with sdpa; LoRA of rank 16 on
 q, k, v and o. Stock is `Trainer.train()` with its own loss; ours is the loop of recipes/finetune.py in miniature.
-Each run is a process of its own: a short step, so that what a process allocates for good is not counted, then a
-full one.
+Each run is a process of its own: a short step, so that permanent allocations are not counted, then a full one.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from typing import Any
 
 import torch
 from peft import LoraConfig, get_peft_model
-from report import Report
+from report import Report, options
 from rich.progress import track
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
@@ -56,7 +55,7 @@ def batches(lengths: list[int]) -> list[dict[str, Tensor]]:
 
 
 class Meter(TrainerCallback):
-    """Of the step after the first, short one: its seconds, and the growth and the peak of memory in bytes."""
+    """Measures the step after the first, short one: its seconds, and the growth and the peak of memory in bytes."""
 
     def __init__(self) -> None:
         self.before: int | None = None
@@ -67,7 +66,7 @@ class Meter(TrainerCallback):
     def on_step_end(self, *args: Any, **kwargs: Any) -> None:
         seconds, peak = time.perf_counter() - self.begin, resident("VmHWM")
         if self.before is None:
-            Path("/proc/self/clear_refs").write_text("5")  # the peak so far is forgotten
+            Path("/proc/self/clear_refs").write_text("5")  # forget the peak so far
             self.before = resident("VmRSS")
         else:
             self.record = {"growth": peak - self.before, "peak": peak, "seconds": seconds}
@@ -146,11 +145,10 @@ def difference(length: int) -> tuple[float, float]:
 
 
 def longest(variant: str, limit: float, seen: dict[int, float], most: int) -> int:
-    """The most tokens, in steps of 256, of which a whole step stays within `limit` bytes.
+    """The most tokens, in multiples of 256, for which a whole step stays within `limit` bytes.
 
-    Memory is all but linear in the tokens, so the secant through the two lengths that came nearest is better than
-    halving. Steps of up to `most` tokens are really run; a longer answer is that of the line, since attention takes the
-    square of the time there.
+    Memory is almost linear in the tokens, so the secant through the two nearest lengths is better than bisection. Steps
+    of up to `most` tokens are run; a longer answer is extrapolated, since attention takes quadratic time.
 
     Args:
         seen: peaks in bytes by length, of which there are two.
@@ -158,7 +156,7 @@ def longest(variant: str, limit: float, seen: dict[int, float], most: int) -> in
     for _ in range(3):
         near = sorted(sorted(seen, key=lambda length: abs(seen[length] - limit))[:2])
         slope = (seen[near[1]] - seen[near[0]]) / (near[1] - near[0])
-        # A hundredth of room, lest noise cost another run.
+        # A margin of 1%, so that noise does not cost another run.
         guess = int(near[0] + (0.99 * limit - seen[near[0]]) / slope) // 256 * 256
         if guess > most and most in seen:
             return guess
@@ -172,14 +170,13 @@ def longest(variant: str, limit: float, seen: dict[int, float], most: int) -> in
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = options(__doc__, "docs/benchmarks/finetune.json")
     parser.add_argument("--length", type=int, default=8192, help="tokens a step")
     parser.add_argument("--rounds", type=int, default=3, help="of a step of every variant, one after the other")
     parser.add_argument("--gigabytes", type=float, default=8, help="that the longest sequence has to fit in")
     parser.add_argument(
         "--most", type=int, default=32_768, help="tokens of a step that is run; longer ones take minutes"
     )
-    parser.add_argument("--output", type=Path, default=Path("docs/benchmarks/finetune.json"))
     parser.add_argument("--variant", choices=VARIANTS, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.variant:

@@ -9,7 +9,6 @@ others appear beside it. Writes docs/finetune/summary.json and the curves docs/f
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import os
@@ -23,7 +22,7 @@ from typing import Any
 
 from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
-from report import Report
+from report import Report, options
 
 ROOT = Path(__file__).parents[1]
 RUNS: dict[str, tuple[str, ...]] = {
@@ -136,9 +135,8 @@ def plot(runs: dict[str, dict[str, Any]], path: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = options(__doc__, ROOT / "docs/finetune")
     parser.add_argument("--only", choices=RUNS, nargs="*", default=list(RUNS))
-    parser.add_argument("--output", type=Path, default=ROOT / "docs/finetune")
     parser.add_argument("--replot", action="store_true", help="draw the curves of summary.json again, and run nothing")
     args = parser.parse_args()
     if args.replot:

@@ -1,21 +1,20 @@
-"""Kill fine-tunes at random moments, in one and in two processes, and compare them with those that were let alone.
+"""Kill fine-tunes at random moments, in one and in two processes, and compare them with uninterrupted ones.
 
     python benchmarks/finetune_soak.py --kills 20
 
-Every kill is a SIGKILL of all processes at once. After each, every checkpoint can be read; in the end the loss curve,
-the adapter and the last checkpoint are those of the uninterrupted run, byte for byte.
+Every kill is a SIGKILL of all processes at once. After each, every checkpoint must be readable; in the end the loss
+curve, the adapter and the last checkpoint must equal those of the uninterrupted run, byte for byte.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import tempfile
 from pathlib import Path
 from random import Random
 
 from finetuning import STEPS, finish, killed, outcome
-from report import Report
+from report import Report, options
 from rich.progress import track
 from safetensors.torch import load_file
 
@@ -23,7 +22,7 @@ from ctxext.training.checkpoints import checkpoints
 
 
 def readable(output: Path) -> int:
-    """How many checkpoints there are, all of which can be read."""
+    """Read all checkpoints; returns their number."""
     whole = checkpoints(output / "checkpoints")
     for path in whole:
         load_file(path / "trained.safetensors")
@@ -32,10 +31,9 @@ def readable(output: Path) -> int:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = options(__doc__, "docs/benchmarks/finetune_soak.json")
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--output", type=Path, default=Path("docs/benchmarks/finetune_soak.json"))
     args = parser.parse_args()
     rng, report = Random(args.seed), Report("fine-tunes killed", seed=args.seed)
     with tempfile.TemporaryDirectory() as folder:

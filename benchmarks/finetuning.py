@@ -1,4 +1,4 @@
-"""Starts the fine-tune recipe as people do, and kills it: for the soak and the tests."""
+"""Run the fine-tune recipe from the command line, and kill it: for finetune_soak.py and the tests."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import psutil
 
 ROOT = Path(__file__).parents[1]
 RECIPE, TINY = ROOT / "recipes/finetune.py", ROOT / "recipes/configs/tiny_yarn_4x.yaml"
-# The tiny run in small: short rows, no measuring.
+# A smaller tiny run: short rows, no evaluation.
 STEPS = 24
 SMALL = (
     "data.length=128", f"training.steps={STEPS}", "training.batch_size=4", "training.micro_batch_size=1",
@@ -45,7 +45,7 @@ def start(output: Path, *changes: str, processes: int = 1) -> subprocess.Popen[s
 
 
 def finish(output: Path, *changes: str, processes: int = 1) -> str:
-    """Run to the end; what it printed."""
+    """Run to the end; returns its output."""
     process = start(output, *changes, processes=processes)
     said = process.communicate()[0]
     assert process.returncode == 0, said[-4000:]
@@ -53,7 +53,7 @@ def finish(output: Path, *changes: str, processes: int = 1) -> str:
 
 
 def killed(output: Path, rng: random.Random, *changes: str, processes: int = 1) -> int:
-    """Kill a run at a random moment of its training, all its processes at once; the steps logged until then."""
+    """Kill all processes of a run at a random moment of its training; returns the steps logged by then."""
     process = start(output, *changes, processes=processes)
     before, more = len(log(output)), rng.randrange(1, 8)
     while process.poll() is None and len(log(output)) < before + more:
@@ -65,8 +65,8 @@ def killed(output: Path, rng: random.Random, *changes: str, processes: int = 1) 
 
 
 def kill(pid: int) -> None:
-    """Kill a process and all that it started: a launcher's workers lead process groups of their own."""
-    with contextlib.suppress(psutil.NoSuchProcess):  # it may have come to its end
+    """Kill a process and its children: a launcher's workers lead process groups of their own."""
+    with contextlib.suppress(psutil.NoSuchProcess):  # it may have ended
         process = psutil.Process(pid)
         for one in (*process.children(recursive=True), process):
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -74,14 +74,14 @@ def kill(pid: int) -> None:
 
 
 def log(output: Path) -> list[dict[str, Any]]:
-    """The steps in the log; a last line that was cut off is none."""
+    """The steps in the log, without an incomplete last line."""
     path = output / "log.jsonl"
     lines = path.read_text().splitlines(keepends=True) if path.exists() else []
     return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
 def outcome(output: Path) -> dict[str, bytes]:
-    """What a finished run left: its loss curve, its adapter, and the state it would go on from."""
+    """The files of a finished run: its loss curve, its adapter, and the state to resume from."""
     last = max((output / "checkpoints").iterdir())
     files: Sequence[Path] = (
         output / "log.jsonl",

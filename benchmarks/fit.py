@@ -6,25 +6,25 @@
 
 Fitted on the first half of *Persuasion*, measured on the second: passkeys at every length from a quarter of the
 trained one to the target, text at the target length and within the trained one, the same samples for every method.
-One after another, so that the seconds are those of a fit that has the machine. Each part is kept in runs/fit, where a
-run that was stopped goes on.
+Fits run one after another, so that each has the machine to itself. Each part is kept in runs/fit, from which an
+interrupted run resumes.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import math
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from matplotlib.figure import Figure
-from report import Report
+from report import Report, kept, options
 from rich.progress import track
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
@@ -65,18 +65,17 @@ ABLATION: dict[str, dict[str, Any]] = {
 }
 # These at every factor of an ablation; the others at its first alone.
 MAIN = ("its start, no descent", "λ alone", "attention factor alone", "a number for each pair, too")
-# What the parts that are kept depend on beside their names.
+# What the kept parts depend on besides their names.
 MEASURED = fingerprint(SETTINGS, SEED)
 FITTED = fingerprint(asdict(GradientSettings()), gradient.TOKENS, gradient.KEY_NATS, gradient.STARTS)
 RUNS = Path("runs/fit")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = options(__doc__, "docs/fit")
     parser.add_argument("--factors", type=int, nargs="*", default=[2, 4, 8, 16, 32])
     parser.add_argument("--seeds", type=int, nargs="*", default=[0, 1, 2, 3, 4])
     parser.add_argument("--ablation", type=int, nargs="*", help="seeds; measure parts of the fit instead")
-    parser.add_argument("--output", type=Path, default=Path("docs/fit"))
     args = parser.parse_args()
     if args.ablation is not None:
         ablate(args)
@@ -108,7 +107,10 @@ Part = tuple[int, str, dict[str, Any] | None, int]
 def run(parts: list[Part]) -> dict[tuple[int, str, int], dict[str, Any]]:
     """Fit what is to be fitted and measure everything: by factor, name and the factor measured up to."""
     logging.disable_progress_bar()
-    return {(factor, name, to): part(factor, name, how, to) for factor, name, how, to in track(parts, "measuring")}
+    return {
+        (factor, name, to): kept(measured_file(factor, name, to, how is not None), partial(part, factor, name, how, to))
+        for factor, name, how, to in track(parts, "measuring")
+    }
 
 
 def fit_file(factor: int, name: str) -> Path:
@@ -120,7 +122,7 @@ def measured_file(factor: int, name: str, to: int, fitted: bool) -> Path:
 
 
 def ready() -> tuple[Any, Prompter, str, str]:
-    """The model, its prompts, the half of the book to learn from, and the other."""
+    """The model, its prompts, and the two halves of the book, the first to fit on."""
     return AutoModelForCausalLM.from_pretrained(MODEL).eval(), Prompter(AutoTokenizer.from_pretrained(MODEL)), *halves()
 
 
@@ -131,24 +133,17 @@ def halves() -> tuple[str, str]:
 
 
 def part(factor: int, name: str, how: dict[str, Any] | None, to: int) -> dict[str, Any]:
-    """One method at one factor, from the file where it is already."""
-    path, trials = measured_file(factor, name, to, how is not None), trials_to(to * 512)
-    if path.is_file():
-        return json.loads(path.read_text())
+    """One method at one factor."""
     model, prompter, seen, text = ready()
+    extended: Any = nullcontext()
+    more = {}
     if how is not None:
         saved = fitted(model, prompter, seen, factor, fit_file(factor, name), **how)
-        with temporarily_extended(model, method=saved.method):
-            result = measure(model, prompter, text, trials)
-        result["seconds"] = saved.about["seconds"]
-    elif name == "none":
-        result = measure(model, prompter, text, trials)
-    else:
-        with temporarily_extended(model, factor, name):
-            result = measure(model, prompter, text, trials)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(result))
-    return result
+        extended, more = temporarily_extended(model, method=saved.method), {"seconds": saved.about["seconds"]}
+    elif name != "none":
+        extended = temporarily_extended(model, factor, name)
+    with extended:
+        return {**measure(model, prompter, text, trials_to(to * 512)), **more}
 
 
 NAMES = ("austen-4m", "first half of Persuasion")
@@ -390,12 +385,21 @@ def ablate(args: argparse.Namespace) -> None:
     report.finish(args.output / "ablation.json", settings=SETTINGS, changes=ABLATION)
 
 
-def add_part(report: Report, here: str, result: dict[str, Any], base: dict[str, Any]) -> None:
+def add_part(
+    report: Report,
+    here: str,
+    result: dict[str, Any],
+    base: dict[str, Any],
+    trained: int = 512,
+    target: int | None = None,
+) -> None:
     """The figures of one row of docs/fit/README.md; `base` is the unextended model's."""
     report.add(f"{here}: share of keys found", found(result))
+    if target is not None:
+        report.add(f"{here}: at the target", mean([key["hit"] for key in result["keys"] if key["length"] == target]))
     report.add(f"{here}: loss of a key in nats", lost(result))
     report.add(f"{here}: perplexity", math.exp(mean(result["long"])))
-    report.add(f"{here}: loss within 512, over", mean(result["short"]) / mean(base["short"]) - 1)
+    report.add(f"{here}: loss within {trained}, over", mean(result["short"]) / mean(base["short"]) - 1)
 
 
 def draw(table: dict[Any, dict[str, Any]], path: Path) -> None:

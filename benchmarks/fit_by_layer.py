@@ -1,20 +1,17 @@
-"""What λ of its own for each layer would gain over one λ for all, which is what a config can carry.
+"""How much a λ for each layer would gain over one λ for all layers, which is all that a config can express.
 
     python benchmarks/fit_by_layer.py
 
-The fit of `ctxext fit` with four numbers a layer, beside the fits of benchmarks/fit.py with the same seeds, which
-are taken from runs/fit where they stand already.
+The fit of `ctxext fit` with four numbers per layer, beside the fits of benchmarks/fit.py with the same seeds, which
+are reused from runs/fit.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -33,7 +30,7 @@ from fit import (
     text_difference,
     trials_to,
 )
-from report import Report
+from report import Report, kept, options
 from rich.progress import track
 from torch import Tensor
 
@@ -46,16 +43,20 @@ from ctxext.methods import RopeScaling
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = options(__doc__, "docs/fit/by_layer.json")
     parser.add_argument("--factors", type=int, nargs="*", default=[4, 8])
     parser.add_argument("--seeds", type=int, nargs="*", default=[0, 1])
-    parser.add_argument("--output", type=Path, default=Path("docs/fit/by_layer.json"))
     args = parser.parse_args()
     tries = [(factor, seed) for factor in args.factors for seed in args.seeds]
     parts: list[Part] = [(factor, f"fitted, seed {seed}", {"seed": seed}, factor) for factor, seed in tries]
     parts += [(factor, "none", None, factor) for factor in args.factors]
     one = run(parts)
-    each = {(factor, seed): by_layer(factor, seed) for factor, seed in track(tries, "λ by layer")}
+    each = {
+        (factor, seed): kept(
+            measured_file(factor, f"by layer, seed {seed}", factor, True), partial(by_layer, factor, seed)
+        )
+        for factor, seed in track(tries, "λ by layer")
+    }
     report = Report("fit, by layer", seed=SEED)
     for (factor, seed), layered in each.items():
         base, same = one[factor, "none", factor], one[factor, f"fitted, seed {seed}", factor]
@@ -72,10 +73,7 @@ def main() -> None:
 
 
 def by_layer(factor: int, seed: int) -> dict[str, Any]:
-    """One fit and what it measures, from the file where it is already."""
-    path = measured_file(factor, f"by layer, seed {seed}", factor, True)
-    if path.is_file():
-        return json.loads(path.read_text())
+    """One fit and what it measures."""
     model, prompter, seen, text = ready()
     live = LayeredFactors(model)
     learnt, held_out = split(seen, prompter, 512, 512 * factor)
@@ -83,14 +81,12 @@ def by_layer(factor: int, seed: int) -> dict[str, Any]:
         fit = fit_by_gradient(model, live, learnt, held_out, GradientSettings(seed=seed))
         live.use(fit.method)
         result = measure(model, prompter, text, trials_to(512 * factor))
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({**result, "start": fit.start, "kept_start": fit.kept_start, "tried": fit.tried}))
-    return result
+    return {**result, "start": fit.start, "kept_start": fit.kept_start, "tried": fit.tried}
 
 
 @dataclass(frozen=True)
 class Layered:
-    """What a fit finds: λ of shape (layer, pair), and an attention factor for each layer."""
+    """A fitted method: λ of shape (layer, pair), and an attention factor for each layer."""
 
     factors: Tensor
     attention: Tensor
@@ -103,7 +99,7 @@ class Layered:
 
 
 class LayeredFactors(LiveFactors):
-    """Gives each layer the cos and sin of its own λ, on the way into it."""
+    """Passes the cos and sin of its own λ to each layer."""
 
     def __init__(self, model: Any) -> None:
         super().__init__(model)

@@ -2,27 +2,23 @@
 
     python benchmarks/fit_smollm2.py
 
-A forward pass of 16,384 tokens takes a minute and a half on two cores, so everything is less than what a fit does of
-its own accord and than benchmarks/fit.py measures: the start is chosen on one text, an evaluation reads one row, and
-few prompts and windows say how it ended. Over two hours; each part is kept in runs/fit_smollm2, where a run that was
-stopped goes on.
+A forward pass of 16,384 tokens takes a minute and a half on two cores, so everything is smaller than in a default fit
+and in benchmarks/fit.py: the start is chosen on one text, an evaluation reads one row, and the result is measured on
+few prompts and windows. It takes over two hours; each part is kept in runs/fit_smollm2, from which an interrupted run
+resumes.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import math
 import sys
 import time
-from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from fit import found, halves, key_difference, lost, mean, measure
-from report import Report
+from fit import add_part, halves, key_difference, lost, mean, measure
+from report import SMOLLM2, Report, kept, options
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ctxext import temporarily_extended
@@ -33,6 +29,9 @@ from ctxext.fitting.fit import fit
 from ctxext.fitting.gradient import STARTS, GradientSettings, Validation, start_at
 from ctxext.fitting.live import LiveFactors, frozen
 
+sys.path.append(str(Path(__file__).parents[1] / "recipes"))
+from smollm2 import fetch
+
 TRAINED, FACTOR = 8192, 2
 TARGET = TRAINED * FACTOR
 STATIC = ("llama3", "yarn")
@@ -40,23 +39,16 @@ STATIC = ("llama3", "yarn")
 TRIALS = {2048: 2, 4096: 2, TRAINED: 2, TARGET: 1}
 DEPTHS, WINDOWS, SHORT_WINDOWS, SEED = (0.0, 0.5, 1.0), 2, 3, 7
 RUNS = Path("runs/fit_smollm2")
-FOLDER = Path("runs/SmolLM2-135M-Instruct")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--output", type=Path, default=Path("docs/fit/smollm2.json"))
+    parser = options(__doc__, "docs/fit/smollm2.json")
     args = parser.parse_args()
-    if not (FOLDER / "config.json").is_file():
-        sys.path.insert(0, "recipes")
-        import smollm2
-
-        smollm2.fetch(FOLDER)
-    RUNS.mkdir(parents=True, exist_ok=True)
+    fetch(SMOLLM2)
     seen, text = halves()
-    prompter = Prompter(AutoTokenizer.from_pretrained(FOLDER))
-    model = AutoModelForCausalLM.from_pretrained(FOLDER).eval()
-    tried = kept("starts", lambda: starts(model, prompter, seen))
+    prompter = Prompter(AutoTokenizer.from_pretrained(SMOLLM2))
+    model = AutoModelForCausalLM.from_pretrained(SMOLLM2).eval()
+    tried = kept(RUNS / "starts.json", lambda: starts(model, prompter, seen))
     saved = fitted(model, prompter, seen, min(tried, key=lambda name: tried[name]["total"]))
     measured = {}
     for name in ("fitted", "llama3", "none", "yarn"):
@@ -68,17 +60,8 @@ def main() -> None:
             else temporarily_extended(model, FACTOR, name)
         )
         with extended:
-            measured[name] = kept(name, lambda: measured_now(model, prompter, text))
+            measured[name] = kept(RUNS / f"{name}.json", lambda: measured_now(model, prompter, text))
     report_on(measured, saved, tried, args.output)
-
-
-def kept(name: str, work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """From the file where it is already."""
-    path = RUNS / f"{name}.json"
-    if not path.is_file():
-        say(name)
-        path.write_text(json.dumps(work()))
-    return json.loads(path.read_text())
 
 
 def say(what: str) -> None:
@@ -111,6 +94,7 @@ def fitted(model: Any, prompter: Prompter, text: str, start: str) -> SavedMethod
 
 
 def measured_now(model: Any, prompter: Prompter, text: str) -> dict[str, Any]:
+    say("measuring")
     return measure(model, prompter, text, TRIALS, TRAINED, DEPTHS, WINDOWS, SHORT_WINDOWS)
 
 
@@ -119,12 +103,7 @@ def report_on(
 ) -> None:
     report, base, ours = Report("fit, SmolLM2-135M-Instruct", seed=SEED), measured["none"], measured["fitted"]
     for name, result in measured.items():
-        at_target = [key["hit"] for key in result["keys"] if key["length"] == TARGET]
-        report.add(f"{name}: share of keys found", found(result))
-        report.add(f"{name}: at the target", mean(at_target))
-        report.add(f"{name}: loss of a key in nats", lost(result))
-        report.add(f"{name}: perplexity", math.exp(mean(result["long"])))
-        report.add(f"{name}: loss within {TRAINED}, over", mean(result["short"]) / mean(base["short"]) - 1)
+        add_part(report, name, result, base, TRAINED, TARGET)
     keys = {name: key_difference(ours, measured[name])._asdict() for name in STATIC}
     for name in STATIC:
         other = measured[name]

@@ -10,14 +10,13 @@ a token at a time. All in float32; the model that is not extended is there for c
 
 from __future__ import annotations
 
-import argparse
 import math
 import tempfile
 import time
 from pathlib import Path
 
 import torch
-from report import Report
+from report import Report, options
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -63,14 +62,13 @@ def compare(report: Report, label: str, model, plain: Path, ids: list[int], meth
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = options(__doc__)
     parser.add_argument("--model", type=Path, default=MODEL)
     parser.add_argument("--factors", type=float, nargs="*", default=[2, 4, 8])
     parser.add_argument("--method", type=Path, help="a saved method, such as `ctxext fit` writes")
     parser.add_argument(
         "--scored", type=int, help="tokens beyond the trained length; all up to the target if not given"
     )
-    parser.add_argument("--output", type=Path)
     args = parser.parse_args()
     methods: list[ContextMethod] = [YaRN(factor=factor) for factor in args.factors]
     if args.method:

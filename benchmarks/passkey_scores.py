@@ -1,43 +1,35 @@
-"""Whether a passkey score is what the model answers: SmolLM2-135M-Instruct on four kinds of text, on a CPU.
+"""Check passkey scores against the model's own answers: SmolLM2-135M-Instruct on four kinds of text, on a CPU.
 
     python benchmarks/passkey_scores.py
 
-Each prompt is answered twice: scored as `ctxext eval` does it, and by `generate`, which reads the prompt again. Both
-have to agree sample by sample. Beside them stands what the model answers where the prompt ends before the space that
-belongs to it, as the prompts of ctxext did at first: there the digits are right under teacher forcing, and the model
-begins a sentence instead.
+Each prompt is answered twice: scored as in `ctxext eval`, and by `generate`, which reads the prompt again. Both must
+agree sample by sample. A third answer is to a prompt that ends before its space, as the prompts of ctxext did at first:
+there the digits are right under teacher forcing, but the model begins a sentence instead.
 
-The essay and the manual are documentation packages of Debian, which `apt-get` and `dpkg` fetch once; the code is the
-standard library of the Python that runs this. A prefill of 1,024 tokens takes some four seconds on one core.
+The texts are those of benchmarks/texts.py. A prefill of 1,024 tokens takes some four seconds on one core.
 """
 
 from __future__ import annotations
 
-import argparse
-import dataclasses
-import gzip
-import html
-import inspect
-import re
-import subprocess
 import sys
-import tarfile
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
 import torch
-from report import Report
+from report import SMOLLM2, Report, options
+from texts import TEXTS, fetch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ctxext import temporarily_extended
-from ctxext.assets import PERSUASION
 from ctxext.evals.haystack import Haystack
 from ctxext.evals.needle import Passkey
 from ctxext.evals.prompts import Prompter
 from ctxext.evals.targets import LiveModel, outcome
 
-FOLDER, TEXTS = Path("runs/SmolLM2-135M-Instruct"), Path("runs/texts")
+sys.path.append(str(Path(__file__).parents[1] / "recipes"))
+from smollm2 import fetch as fetch_model
+
 # Text, style, length in tokens, depths, and how the model is extended.
 CELLS = [
     *((text, "chat", 1024, (0.2, 0.8), None) for text in ("novel", "essay", "manual", "code")),
@@ -48,44 +40,13 @@ CELLS = [
 ]
 
 
-def fetch(folder: Path) -> None:
-    """Write the four texts to `folder`."""
-    folder.mkdir(parents=True, exist_ok=True)
-    for package in ("anarchism", "debian-reference-en"):
-        subprocess.run(["apt-get", "download", package], cwd=folder, check=True, capture_output=True)
-        (archive,) = folder.glob(f"{package}_*.deb")
-        subprocess.run(["dpkg", "-x", archive.name, "packages"], cwd=folder, check=True)
-    documents = folder / "packages/usr/share"
-    (folder / "novel.txt").write_text(PERSUASION.read_text(encoding="utf-8"), encoding="utf-8")
-    (folder / "essay.txt").write_text(plain(documents / "doc/anarchism/html/secH3.html"), encoding="utf-8")
-    manual = gzip.decompress((documents / "debian-reference/debian-reference.en.txt.gz").read_bytes())
-    (folder / "manual.txt").write_bytes(manual)
-    modules = (argparse, dataclasses, inspect, tarfile)
-    code = "\n\n".join(Path(inspect.getfile(module)).read_text(encoding="utf-8") for module in modules)
-    (folder / "code.txt").write_text(code, encoding="utf-8")
-
-
-def plain(page: Path) -> str:
-    """The text of a page of HTML, its paragraphs apart."""
-    text = re.sub(r"(?is)<(script|style|head).*?</\1>", "", page.read_text(encoding="utf-8", errors="replace"))
-    text = re.sub(r"(?i)</?(p|h\d|li|br|div|tr)\b[^>]*>", "\n\n", text)
-    text = re.sub(r"(?<!\n)\n(?!\n)", " ", html.unescape(re.sub(r"<[^>]+>", "", text)))
-    return re.sub(r"\s*\n\s*\n\s*", "\n\n", re.sub(r"[ \t\r]+", " ", text)).strip()
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", type=Path, default=FOLDER)
+    parser = options(__doc__, "docs/benchmarks/passkey_scores.json")
+    parser.add_argument("--model", type=Path, default=SMOLLM2)
     parser.add_argument("--texts", type=Path, default=TEXTS)
-    parser.add_argument("--output", type=Path, default=Path("docs/benchmarks/passkey_scores.json"))
     args = parser.parse_args()
-    if not (args.model / "config.json").is_file():
-        sys.path.insert(0, "recipes")
-        import smollm2
-
-        smollm2.fetch(args.model)
-    if not (args.texts / "code.txt").is_file():
-        fetch(args.texts)
+    fetch_model(args.model)
+    fetch(args.texts)
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32).eval()
     texts = {

@@ -8,18 +8,16 @@ a second stock model over the first is printed beside it: that much is noise.
 
 from __future__ import annotations
 
-import argparse
 import copy
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from statistics import median
 
 import torch
-from report import Report
+from report import WARM, Report, interleaved, options, over, seconds
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
@@ -27,25 +25,6 @@ from ctxext import extend_context, restore_context
 from ctxext.assets import MODEL
 
 METHODS = ("pi", "ntk", "yarn", "resonance")  # one of each saved form: linear, theta, yarn, longrope
-
-
-def seconds(work: Callable[[], object]) -> float:
-    started = time.perf_counter()
-    work()
-    return time.perf_counter() - started
-
-
-def interleaved(models: dict[str, torch.nn.Module], work: Callable[[torch.nn.Module], object], rounds: int):
-    """Median over rounds of each model's time over stock's in the same round."""
-    ratios: dict[str, list[float]] = {name: [] for name in models if name != "stock"}
-    names = list(models)
-    for round_ in range(rounds + 2):
-        order = names[round_ % len(names) :] + names[: round_ % len(names)]  # nobody always comes first
-        times = {name: seconds(lambda name=name: work(models[name])) for name in order}
-        if round_ >= 2:
-            for name in ratios:
-                ratios[name].append(times[name] / times["stock"])
-    return {name: median(values) for name, values in ratios.items()}
 
 
 @torch.inference_mode()
@@ -83,9 +62,8 @@ def sharded_checkpoint(folder: Path, shards: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = options(__doc__, "docs/benchmarks/patch.json")
     parser.add_argument("--rounds", type=int, default=60)
-    parser.add_argument("--output", type=Path, default=Path("docs/benchmarks/patch.json"))
     args = parser.parse_args()
     report = Report("patch", seed=0)
 
@@ -94,9 +72,10 @@ def main() -> None:
     for method in METHODS:
         models[method] = extend_context(twin(stock), 4, method)
     for name, work in (("forward", forward), ("decode", decode)):
-        for model, ratio in interleaved(models, work, args.rounds).items():
+        times = interleaved({model: partial(work, models[model]) for model in models}, WARM + args.rounds, name)
+        for model in list(models)[1:]:
             bar = None if model == "stock again" else 1.02
-            report.add(f"{name} time, {model} / stock", ratio, at_most=bar)
+            report.add(f"{name} time, {model} / stock", over(times, model, "stock"), at_most=bar)
 
     empty = meta_model()
     times = []
@@ -108,18 +87,13 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder) / "source"
         sharded_checkpoint(source, shards=30)
-        plain = median(seconds(lambda: run("import torch")) for _ in range(5))
+        plain = median(seconds(partial(run, "import torch")) for _ in range(5))
         whole = []
         for attempt in range(5):
             output = str(Path(folder) / f"out{attempt}")
             arguments = ["extend", str(source), "--factor", "4", "-o", output]
-            whole.append(
-                seconds(
-                    lambda arguments=arguments: run(
-                        f"import sys; sys.argv[1:] = {arguments!r}; from ctxext.__main__ import main; main()"
-                    )
-                )
-            )
+            code = f"import sys; sys.argv[1:] = {arguments!r}; from ctxext.__main__ import main; main()"
+            whole.append(seconds(partial(run, code)))
     report.add("ctxext extend on 30 shards, seconds beyond importing torch", median(whole) - plain, at_most=2)
     report.finish(args.output, rounds=args.rounds)
 

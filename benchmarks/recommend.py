@@ -1,4 +1,4 @@
-"""What `ctxext recommend` promises: it keeps its time, and what it recommends is not beaten on other text.
+"""What `ctxext compare --minutes` promises: it keeps its time, and what it recommends is not beaten on other text.
 
     python benchmarks/recommend.py
 
@@ -8,14 +8,13 @@ under every registered method and under the recommended one.
 
 from __future__ import annotations
 
-import argparse
 import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 
-from report import Report
+from report import Report, options
 
 from ctxext.assets import MODEL, PERSUASION
 from ctxext.evals.choice import ACCURACY, Comparisons
@@ -34,13 +33,12 @@ RECOMMENDED = "recommended"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = options(__doc__, "docs/benchmarks/recommend.json")
     parser.add_argument("--model", type=Path, default=MODEL)
     parser.add_argument("--factor", type=float, default=4)
     parser.add_argument("--minutes", type=float, default=6)
     parser.add_argument("--trials", type=int, default=10, help="texts for each length")
     parser.add_argument("--seed", type=int, default=1, help="of the comparison; the command's is 0")
-    parser.add_argument("--output", type=Path, default=Path("docs/benchmarks/recommend.json"))
     args = parser.parse_args()
 
     prose = read_prose(PERSUASION)
@@ -51,9 +49,10 @@ def main() -> None:
         began = time.perf_counter()
         subprocess.run(
             [
-                *(sys.executable, "-m", "ctxext", "recommend", str(args.model)),
+                *(sys.executable, "-m", "ctxext", "compare", str(args.model)),
                 *("--factor", str(args.factor), "--minutes", str(args.minutes)),
-                *("--text", str(folder / "seen.txt"), "--output", str(folder / "extension.json")),
+                *("--haystack", str(folder / "seen.txt"), "--output", str(folder / "comparison.jsonl")),
+                *("--best", str(folder / "extension.json")),
             ],
             check=True,
         )

@@ -1,18 +1,62 @@
-"""How every benchmark here reports: a line a figure, a JSON file, and the exit code."""
+"""What the benchmarks share: options, timing, and a report of a line a figure, a JSON file and the exit code."""
 
 from __future__ import annotations
 
+import argparse
 import json
 import platform
 import sys
+import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
-import transformers
+from rich.progress import track
 
-import ctxext
+from ctxext.utils.machine import versions
+
+SMOLLM2 = Path("runs/SmolLM2-135M-Instruct")
+WARM = 2  # rounds that are not counted
+
+
+def options(doc: str | None, output: Path | str | None = None) -> argparse.ArgumentParser:
+    """A parser of a benchmark with this docstring, which has --output already."""
+    parser = argparse.ArgumentParser(description=(doc or "").splitlines()[0])
+    parser.add_argument("--output", type=Path, default=output and Path(output))
+    return parser
+
+
+def kept(path: Path, work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """The JSON in a file, which `work` makes if the file is not there."""
+    if not path.is_file():
+        made = work()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(made))
+    return json.loads(path.read_text())
+
+
+def seconds(work: Callable[[], object]) -> float:
+    started = time.perf_counter()
+    work()
+    return time.perf_counter() - started
+
+
+def interleaved(works: dict[str, Callable[[], object]], rounds: int, label: str) -> dict[str, list[float]]:
+    """Seconds of each work in each round."""
+    times: dict[str, list[float]] = {name: [] for name in works}
+    names = list(works)
+    for round_ in track(range(rounds), label):
+        for name in names[round_ % len(names) :] + names[: round_ % len(names)]:  # nobody always comes first
+            times[name].append(seconds(works[name]))
+    return times
+
+
+def over(times: dict[str, list[float]], name: str, base: str, skip: int = WARM) -> float:
+    """The median over rounds, the first `skip` left out, of the time of `name` over that of `base`."""
+    return median(mine / theirs for mine, theirs in zip(times[name][skip:], times[base][skip:]))
 
 
 @dataclass
@@ -35,12 +79,7 @@ class Report:
             "benchmark": self.name,
             "seed": self.seed,
             "machine": f"{platform.machine()}, {torch.get_num_threads()} threads",
-            "versions": {
-                "ctxext": ctxext.__version__,
-                "torch": torch.__version__,
-                "transformers": transformers.__version__,
-                "python": platform.python_version(),
-            },
+            "versions": {**versions(), "python": platform.python_version()},
             "figures": self.figures,
             **more,
         }

@@ -1,14 +1,13 @@
-"""Kill a measurement at random moments, let it go on, and compare its results with those of one that was let alone.
+"""Kill a measurement at random moments, resume it, and compare its results with those of an uninterrupted run.
 
     python benchmarks/soak.py --kills 50
 
-Every kill is a SIGKILL. After it, what was recorded before is still there, and no sample is recorded
-twice; at the end the files are the same, byte for byte.
+Every kill is a SIGKILL. After it, every recorded sample is still there, and none is recorded twice; at the end the
+files are equal, byte for byte.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import multiprocessing
 import tempfile
@@ -109,12 +108,11 @@ def soak(kills: int, seed: int = 0) -> Soak:
 
 
 def main() -> None:
-    from report import Report
+    from report import Report, options
 
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = options(__doc__, "docs/benchmarks/soak.json")
     parser.add_argument("--kills", type=int, default=50)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--output", type=Path, default=Path("docs/benchmarks/soak.json"))
     args = parser.parse_args()
     outcome = soak(args.kills, args.seed)
     report = Report("soak", seed=args.seed)

@@ -3,11 +3,11 @@
     python benchmarks/train_short_test_long.py                       # some forty minutes on one core
     python benchmarks/train_short_test_long.py --only rope --seeds 1
 
-`recipes/pretrain.py` trains a model of 0.9 million parameters for each encoding and seed, alike but for the encoding
-(the same text, batches, optimiser, and initial weights of the body); one that is finished is not trained again. Then
-half a trained length is scored at the end of windows of *Persuasion*: the model reads the whole window, not extended
-and extended by `extend_context(model, factor)` with the encoding's default method; against the same tokens where it
-reads only one trained length that ends with them, which is what a user does without any extension.
+`recipes/pretrain.py` trains a model of 0.9 million parameters for each encoding and seed, with the same text, batches,
+optimiser, and initial weights of the body; finished models are reused. Then half a trained length is scored at the end
+of windows of *Persuasion*. The model reads the whole window, not extended and extended by `extend_context(model,
+factor)` with the encoding's default method; both are compared with the same tokens where it reads only one trained
+length that ends with them, which is what a user does without any extension.
 
 Writes docs/positions/summary.json and the figure docs/positions/positions.png.
 """
@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
-from report import Report
+from report import Report, options
 from rich.progress import Progress
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -56,7 +56,7 @@ Losses = NDArray[np.float64]
 
 
 def train(position: str, seed: int, args: argparse.Namespace) -> Path:
-    """The folder of the trained model; trains it unless it stands there, finished and trained in this way."""
+    """The folder of the trained model; trains it unless it is there, finished and trained in this way."""
     folder = args.runs / f"{position}-{seed}"
     changes = {"position": position, "seed": seed, "length": args.length, "steps": args.steps}
     options = [option for name, value in changes.items() for option in (f"--{name}", str(value))]
@@ -208,14 +208,13 @@ def plot(summary: dict[str, Any], path: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = options(__doc__, ROOT / "docs/positions")
     parser.add_argument("--only", choices=POSITIONS, nargs="*", default=list(POSITIONS))
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--length", type=int, default=256, help="tokens a sequence in training")
     parser.add_argument("--steps", type=int, default=1200)
     parser.add_argument("--windows", type=int, default=64)
     parser.add_argument("--runs", type=Path, default=ROOT / "runs/positions", help="where the models are kept")
-    parser.add_argument("--output", type=Path, default=ROOT / "docs/positions")
     parser.add_argument("--replot", action="store_true", help="draw the figure of summary.json again, and run nothing")
     args = parser.parse_args()
     if args.replot:

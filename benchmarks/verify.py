@@ -10,7 +10,6 @@ llama.cpp rounds activations as well, which moves it as much as a change of stat
 
 from __future__ import annotations
 
-import argparse
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -19,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from report import Report
+from report import Report, options
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ctxext import extend_context
@@ -102,9 +101,8 @@ def right(rows: list[dict[str, Any]]) -> int:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = options(__doc__, "docs/benchmarks/verify.json")
     parser.add_argument("--public", type=Path, default=Path("runs/SmolLM2-135M-Instruct"))
-    parser.add_argument("--output", type=Path, default=Path("docs/benchmarks/verify.json"))
     args = parser.parse_args()
     report = Report("verify", seed=0)
     rows: list[dict[str, Any]] = []

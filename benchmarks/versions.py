@@ -11,7 +11,6 @@ it, and of OLMo-2 only the methods that it can be told are compared.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import shutil
@@ -24,7 +23,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import transformers
-from report import Report
+from report import Report, options
 
 from ctxext import RopeScaling, extend_context, list_methods, load
 from ctxext.assets import MODEL
@@ -135,8 +134,7 @@ def save_all(families: list[str], root: Path) -> tuple[dict[tuple[str, str], Pat
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--output", type=Path, default=Path("docs/benchmarks/versions.json"))
+    parser = options(__doc__, "docs/benchmarks/versions.json")
     args = parser.parse_args()
     report = Report("versions", seed=0)
     pythons = {version: environment(version) for version in (OLDER, transformers.__version__)}

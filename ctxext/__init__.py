@@ -8,92 +8,23 @@ print(model.context_extension)
 
 __version__ = "0.1.0"
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # of `ctxext.methods`, only what `__all__` names is there at run time
     from ctxext.api import describe_context, extend_config, extend_context, restore_context, temporarily_extended
     from ctxext.hub.adapters import load
-    from ctxext.methods import (
-        ABF,
-        PI,
-        AlibiScaling,
-        BucketScaling,
-        ContextMethod,
-        DistanceInterpolation,
-        DistanceScaling,
-        DroPE,
-        DualChunkAttention,
-        DynamicNTK,
-        DynamicYaRN,
-        Hierarchical,
-        Llama3,
-        LongRoPE,
-        MaxDistanceScaling,
-        NTKAware,
-        NTKByParts,
-        Paper,
-        PositionRemapping,
-        PositionScaling,
-        ReRoPE,
-        Resonance,
-        RopeMethod,
-        RopeScaling,
-        RowInterpolation,
-        SelfExtend,
-        SinusoidalExtrapolation,
-        SinusoidalInterpolation,
-        SlopeScaling,
-        TableResizing,
-        Tiling,
-        TransformersDynamic,
-        YaRN,
-        list_methods,
-        register,
-    )
+    from ctxext.methods import *  # noqa: F403
 
 __all__ = [
-    "ABF",
-    "PI",
-    "AlibiScaling",
-    "BucketScaling",
-    "ContextMethod",
-    "DistanceInterpolation",
-    "DistanceScaling",
-    "DroPE",
-    "DualChunkAttention",
-    "DynamicNTK",
-    "DynamicYaRN",
-    "Hierarchical",
-    "Llama3",
-    "LongRoPE",
-    "MaxDistanceScaling",
-    "NTKAware",
-    "NTKByParts",
-    "Paper",
-    "PositionRemapping",
-    "PositionScaling",
-    "ReRoPE",
-    "Resonance",
-    "RopeMethod",
-    "RopeScaling",
-    "RowInterpolation",
-    "SelfExtend",
-    "SinusoidalExtrapolation",
-    "SinusoidalInterpolation",
-    "SlopeScaling",
-    "TableResizing",
-    "Tiling",
-    "TransformersDynamic",
-    "YaRN",
-    "describe_context",
-    "extend_config",
-    "extend_context",
-    "list_methods",
-    "load",
-    "register",
-    "restore_context",
+    "ABF", "PI", "AlibiScaling", "BucketScaling", "ContextMethod", "DistanceInterpolation", "DistanceScaling",
+    "DroPE", "DualChunkAttention", "DynamicNTK", "DynamicYaRN", "Hierarchical", "Llama3", "LongRoPE",
+    "MaxDistanceScaling", "NTKAware", "NTKByParts", "Paper", "PositionRemapping", "PositionScaling", "ReRoPE",
+    "Resonance", "RopeMethod", "RopeScaling", "RowInterpolation", "SelfExtend", "SinusoidalExtrapolation",
+    "SinusoidalInterpolation", "SlopeScaling", "TableResizing", "Tiling", "TransformersDynamic", "YaRN",
+    "describe_context", "extend_config", "extend_context", "list_methods", "load", "register", "restore_context",
     "temporarily_extended",
-]
+]  # fmt: skip
 
 _VERBS = {
     "load": "hub.adapters",
@@ -107,7 +38,5 @@ def __getattr__(name: str) -> Any:
     """Import names lazily, as importing torch takes seconds."""
     if name not in __all__:
         raise AttributeError(f"module 'ctxext' has no attribute {name!r}")
-    from importlib import import_module
-
     found = globals()[name] = getattr(import_module(f"ctxext.{_VERBS.get(name, 'methods')}"), name)
     return found

@@ -1,4 +1,4 @@
-"""The command `ctxext`. What it imports takes seconds, in which Ctrl-C may be pressed."""
+"""The command `ctxext`. Its imports take seconds, during which Ctrl-C may be pressed."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""The verbs: extend_context, restore_context, temporarily_extended, extend_config, describe_context."""
+"""The public functions: extend_context, restore_context, temporarily_extended, extend_config, describe_context."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ def extend_context(
     rotated_copy: bool = False,
     **options: Any,
 ) -> Model:
-    """Extend the context window of a live model, in place, and prove that it took effect.
+    """Extend the context window of a live model, in place, and verify that it took effect.
 
     Finds the position encoding (RoPE, a position table, ALiBi slopes, T5 buckets, relative representations), changes
     it, updates the config and stores a summary as `model.context_extension`. Where weights and config can express the
     extension, `save_pretrained` writes a checkpoint that plain transformers loads extended; otherwise it writes
     `context_extension.json` beside the unextended checkpoint, and `ctxext.load` reloads it. `restore_context(model)`
-    undoes everything bitwise.
+    undoes everything bit for bit.
 
     Pass the outermost model that you will save: if only a base model inside it is extended, saving the outer one loses
     the extension. Where the method creates new weights (a longer position table), build optimisers and wrappers
@@ -57,7 +57,7 @@ def extend_context(
         model: a transformers model, or one wrapped by PEFT, torch.compile or DDP.
         factor: target length / trained length; 4 when neither it nor `target_length` is given.
         method: a registered name (`ctxext.list_methods()`), an instance such as `YaRN(factor=8, beta_fast=16)`, the
-            path of a .json file that `ctxext fit` or `recommend` wrote, or an extension on the hub (owner/name); None
+            path of a .json file that `ctxext fit` or `compare` wrote, or an extension on the hub (owner/name); None
             for the encoding's default: yarn for RoPE, alibi_scaling, hierarchical (learned tables),
             sinusoidal_interpolation, bucket_scaling (T5), distance_interpolation (relative).
         target_length: tokens to reach, instead of `factor`.
@@ -68,7 +68,8 @@ def extend_context(
             frequencies (also to lower a factor). `factor` counts from the current length for "keep" and "compose", and
             from the original length for "replace", which raises if that length is unknown. Encodings other than RoPE
             support "refuse" and "compose".
-        length: freezes a dynamic method at its scale for this many tokens, which makes it static.
+        length: freezes a dynamic method at its scale for this many tokens, which makes it static. They become the
+            target: longer than the start, and at most the one that `factor` gives.
         rotated_copy: for dynamic methods, also cache the rotated keys: faster decoding, 1.5 times the cache memory.
         **options: fields of the method, such as `beta_fast=16`.
 
@@ -85,10 +86,7 @@ def extend_context(
     inner = transformers_model(model)
     done = extension_of(inner)
     if done is not None:
-        raise RuntimeError(
-            f"this model is extended already ({done.plan.summary}). Call restore_context(model) first, "
-            "then extend it again."
-        )
+        raise RuntimeError(f"this model is already extended ({done.plan.summary}). Call restore_context(model) first.")
     plan = plan_extension(
         inner.config,
         factor,
@@ -103,8 +101,8 @@ def extend_context(
     )
     if plan.changes_weights and any(isinstance(module, DistributedDataParallel) for module in model.modules()):
         raise ValueError(
-            f"{plan.method and plan.method.name} makes new weights, which DistributedDataParallel would not reduce: it "
-            "holds those that it was given. Extend the model before it is wrapped."
+            f"{plan.method and plan.method.name} creates new parameters, whose gradients DistributedDataParallel would "
+            "not synchronise. Extend the model before wrapping it."
         )
     apply(inner, plan, saver(plan))
     watch_peft()
@@ -112,17 +110,17 @@ def extend_context(
 
 
 def restore_context(model: Model) -> Model:
-    """Undo `extend_context`: modules, config and logits are bitwise as before. Returns the same model.
+    """Undo `extend_context`: modules, config and logits are bit-exact. Returns the same model.
 
     A position table trained since the extension is discarded with it; all other weights keep their training.
 
     Raises:
         RuntimeError: the model is not extended.
     """
-    transformers_model(model)  # or raise if it is not one
+    transformers_model(model)  # raises if it is not one
     owner = extended_model(model)
     if owner is None:
-        raise RuntimeError("this model is not extended by ctxext, so there is nothing to restore.")
+        raise RuntimeError("this model is not extended by ctxext; there is nothing to restore.")
     restore(owner, owner.__dict__[ATTRIBUTE])
     return model
 
@@ -131,7 +129,7 @@ def restore_context(model: Model) -> Model:
 def temporarily_extended(
     model: Model, factor: float | None = None, method: str | ContextMethod | None = None, **options: Any
 ) -> Iterator[Model]:
-    """`extend_context` within a `with` block; the model is restored at its end, also after exceptions."""
+    """`extend_context` within a `with` block; the model is restored at the end, even after an exception."""
     extend_context(model, factor, method, **options)
     try:
         yield model
@@ -153,13 +151,13 @@ def extend_config(
     if plan.method is not None and not plan.is_portable:
         pin = ", or freeze it with length=" if plan.in_attention and isinstance(plan.method, RopeScaling) else ""
         raise ValueError(
-            f"config.json cannot express {plan.method.name}, as {plan.why_not_portable}. Extend a live model with "
+            f"config.json cannot express {plan.method.name} because {plan.why_not_portable}. Extend a live model with "
             f"extend_context{pin}."
         )
     if plan.method is not None and plan.changes_weights:
         raise ValueError(
-            f"{plan.method.name} makes new weights, so a config alone would fit no checkpoint. Extend a live model "
-            "with extend_context and save it."
+            f"{plan.method.name} creates new weights, so an extended config would match no checkpoint. Extend a live "
+            "model with extend_context and save it."
         )
     extended = copy.deepcopy(config)
     plan.apply_to(text_config_of(extended))

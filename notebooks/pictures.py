@@ -1,7 +1,7 @@
-"""Pictures of position encodings: each function takes what the maths gives and returns a figure.
+"""Pictures of position encodings, and the maths that only `notebooks/position_encodings.ipynb` needs.
 
-`notebooks/position_encodings.ipynb` walks through all of them. This module imports matplotlib, so it is imported
-only where figures are wanted; `figure.savefig("name.png")` writes one.
+The notebook walks through all of them. Each `plot_` function takes what the maths gives and returns a figure;
+`figure.savefig("name.png")` writes one.
 """
 
 from __future__ import annotations
@@ -11,14 +11,15 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from jaxtyping import Float, Float64
+from jaxtyping import Float, Float64, Shaped
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from torch import Tensor
 
 from ctxext.encodings.alibi import alibi_slopes
 from ctxext.encodings.relative_bias import bucket_starts
-from ctxext.encodings.rope import RopeGeometry, decay_bound, wavelengths
+from ctxext.encodings.rope import RopeGeometry, interleaved_to_half_split, wavelengths
+from ctxext.encodings.sinusoidal import Layout, sinusoidal_frequencies
 from ctxext.evals.plots import COLORS, DASHES, HEAT
 from ctxext.methods import RopeScaling
 
@@ -31,6 +32,73 @@ def rope_score(
     The same function is the dot product of two rows of a sinusoidal table.
     """
     return (distances[:, None] * inv_freq).cos().mean(-1)
+
+
+def decay_bound(inv_freq: Float64[Tensor, " pair"], distances: Shaped[Tensor, "*batch"]) -> Float64[Tensor, "*batch"]:
+    """The mean of |S_j| over j = 1 .. d/2, S_j the sum of the first j phases e^(i m theta_i), at m = `distances`.
+
+    Times d/2 and the largest step between neighbouring pairs of q · k, it bounds |score| from above (RoFormer, section
+    3.4.3, equation 37). The score itself need not fall with the distance.
+    """
+    angles = distances[..., None].double() * inv_freq
+    return torch.polar(torch.ones_like(angles), angles).cumsum(-1).abs().mean(-1)
+
+
+def shift_matrix(
+    offset: float, dim: int, theta: float = 10000.0, layout: Layout = "interleaved"
+) -> Float64[Tensor, "dim dim"]:
+    """The linear map that takes the row at any position to the row `offset` tokens later.
+
+    It depends on the offset alone: sin(a + b) = cos b sin a + sin b cos a, and likewise for the cosine. Apply it as
+    `table @ shift_matrix(...).T`. Errors: as `sinusoidal_frequencies`.
+    """
+    angles = offset * sinusoidal_frequencies(dim, theta, layout)
+    cos, sin = angles.cos().diag(), angles.sin().diag()
+    halves = torch.cat([torch.cat([cos, sin], dim=1), torch.cat([-sin, cos], dim=1)])
+    if layout != "interleaved":
+        return halves
+    order = interleaved_to_half_split(torch.arange(float(dim))).long().argsort()
+    return halves[order][:, order]
+
+
+def relative_shift(scores: Float[Tensor, "*batch query distance"], n_keys: int) -> Float[Tensor, "*batch query key"]:
+    """Convert one column per distance to one column per key.
+
+    The columns of `scores` are the distances query - key from n_keys down to 1 - n_query, as XLNet lays them out. Query
+    i is at position n_keys - n_query + i. Dai et al. (2019), "Transformer-XL", arXiv:1901.02860, appendix B.
+
+    Raises:
+        ValueError: `scores` does not have n_query + n_keys columns.
+    """
+    n_query, n_distances = scores.shape[-2:]
+    if n_distances != n_query + n_keys:
+        raise ValueError(f"{n_query} queries and {n_keys} keys need {n_query + n_keys} distances, got {n_distances}.")
+    column = n_query - torch.arange(n_query)[:, None] + torch.arange(n_keys)
+    return scores.gather(-1, column.to(scores.device).expand(*scores.shape[:-1], n_keys))
+
+
+def relative_attention_terms(
+    query: Float[Tensor, "*batch query dim"],
+    key: Float[Tensor, "*batch key dim"],
+    relative_key: Float[Tensor, "distance dim"],
+    content_bias: Float[Tensor, " dim"],
+    position_bias: Float[Tensor, " dim"],
+) -> tuple[Float[Tensor, "*batch query key"], ...]:
+    """The terms a, b, c, d of Dai et al. (2019), section 3.3; their sum over sqrt(dim) is the logits.
+
+    a: content on content, q_i · k_j; b: content on position, q_i · W R_(i-j); c: the bias of a key, u · k_j; d: the
+    bias of a distance, v · W R_(i-j).
+
+    Args:
+        relative_key: W R, a row for each distance in the order of `relative_shift`.
+        content_bias, position_bias: u and v (XLNet's `r_w_bias` and `r_r_bias`).
+    """
+    content, position = content_bias.expand_as(query), position_bias.expand_as(query)
+
+    def by_distance(query: Tensor) -> Tensor:
+        return relative_shift(query @ relative_key.mT, key.shape[-2])
+
+    return query @ key.mT, by_distance(query), content @ key.mT, by_distance(position)
 
 
 def plot_tables(tables: Mapping[str, Float[Tensor, "position dim"]]) -> Figure:

@@ -2,18 +2,19 @@
 
     accelerate launch recipes/finetune.py --config recipes/configs/tiny_yarn_4x.yaml
     accelerate launch recipes/finetune.py --config FILE training.steps=100 training.learning_rate=5e-5
-    python recipes/finetune.py --config FILE --dry-run      # what it would take; trains nothing
+    python recipes/finetune.py --config FILE --dry-run      # estimates time and memory; trains nothing
 
 The model is extended on disk first, so that an adapter trained on it names a base that has its RoPE scaling. The rows
-and the random numbers of a micro-batch follow from the seed, the step and its number: any number of processes gives the
-same losses but for rounding, and the same command resumes from the last checkpoint, bit for bit. The output folder has
+and the random numbers of a micro-batch depend only on the seed, the step and its number: any number of processes gives
+the same losses except for rounding, and the same command resumes from the last checkpoint, bit for bit. The output
+folder has
 
     base/            the extended base: the config rewritten, the weights linked
-    adapter/         what was trained, with ctxext.json and a model card (model/ where every parameter is trained)
+    adapter/         what was trained, with ctxext.json and a model card (model/ for a full fine-tune)
     merged/          if `merge: true`: one plain checkpoint
-    log.jsonl        a line a step
+    log.jsonl        a line per step
     mid_training.jsonl    mid-training evaluations
-    results.jsonl    the samples of the evaluation before and after (`ctxext report` makes a page of them)
+    results.jsonl    the samples of the evaluation before and after (`ctxext report` makes an HTML report)
     figures.json     every figure of the run, with settings, machine and versions
     checkpoints/     the last ones, to resume from
 """
@@ -35,7 +36,7 @@ import numpy as np
 import torch
 from accelerate import Accelerator, DistributedType
 from torch import nn
-from transformers import AutoConfig, AutoTokenizer
+from transformers import AutoConfig
 from transformers.utils import logging
 
 from ctxext.assets import MODEL
@@ -44,7 +45,7 @@ from ctxext.data import Collator, Mixture, make_collator
 from ctxext.evals.targets import known_lengths
 from ctxext.evals.training import Measure, card_table
 from ctxext.hub.adapters import AdapterBase, merge, write_record
-from ctxext.hub.checkpoint import checkpoint_folder, extended_base
+from ctxext.hub.checkpoint import checkpoint_folder, extended_base, load_tokenizer
 from ctxext.training import checkpoints
 from ctxext.training.estimate import Estimate, PeakMemory, duration, estimate, gib
 from ctxext.training.launch import data_parallel, engine_of, make_accelerator, on_my_part
@@ -74,25 +75,24 @@ def train(run: Run, binding: dict[str, Any], measure: Measure | None) -> checkpo
             begin = time.perf_counter()
             outcome = run.step(done.step)
             passed = time.perf_counter() - begin
-            done = done.after(read, int(outcome.pop("targets")), passed, memory.at_most or 0)
+            targets, peak = done.targets + int(outcome.pop("targets")), max(done.peak, memory.at_most or 0)
+            done = checkpoints.Progress(done.step + 1, done.tokens + read, targets, done.seconds + passed, peak)
             log.add({"step": done.step, "tokens": done.tokens, "targets": done.targets, **outcome})
             speed = {"tokens_per_second": read / passed, "memory_gib": (memory.now or 0) / 2**30}
             accelerator.log({**outcome, **speed, "tokens": done.tokens}, step=done.step)
             advance(loss=outcome["loss"], left=(run.steps - done.step) * read, **speed)
             if every and (done.step % every == 0 or done.step == run.steps):
                 mid_training.add(measure.during(run.model, done))
-                memory.restart()  # what an evaluation takes is not the training's
+                memory.restart()  # exclude the evaluation's memory
             if done.step % training.checkpoint_every == 0 or done.step == run.steps:
-                wait, keep = accelerator.wait_for_everyone, training.keep_checkpoints
-                checkpoints.save_checkpoint(
-                    folder, run.model, run.optimizer, done, binding, keep=keep, main=main, wait=wait
-                )
+                keep = training.keep_checkpoints
+                checkpoints.save_checkpoint(folder, run.model, run.optimizer, done, binding, keep=keep)
     return done
 
 
 @dataclass
 class Run:
-    """Reads the rows of a step and trains on them. What a step does is a function of the seed and its number."""
+    """Reads the rows of a step and trains on them. A step depends only on the seed and its number."""
 
     settings: Settings
     accelerator: Accelerator
@@ -109,16 +109,16 @@ class Run:
         self.saving = partial(torch.autograd.graph.save_on_cpu, pinned) if offload else nullcontext
 
     def step(self, number: int) -> dict[str, float]:
-        """Train one step. Its loss is the mean over all targets of the batch, in nats, whoever read them.
+        """Train one step. Its loss is the mean over all targets of the batch and all processes, in nats.
 
         Raises:
-            FloatingPointError: the loss or the gradient is not a number; names the rows. This step changed nothing (but
+            FloatingPointError: the loss or the gradient is not finite; names the rows. The step changed nothing (except
                 under DeepSpeed, whose engine has stepped by then).
         """
         training = self.settings.training
         rate = training.learning_rate_at(number, self.steps)
         batch = self.mixture.read(number * training.batch_size, training.batch_size)
-        # Rows may ask for nothing, as pieces of a long question do: then nothing is learned.
+        # Rows may have no targets, such as pieces of a long question; then nothing is learned.
         targets = max(1, sum(int(row["n_targets"]) for row in batch))
         size = training.micro_batch_size
         micro_batches = [batch[first : first + size] for first in range(0, len(batch), size)]
@@ -136,28 +136,23 @@ class Run:
         if not (math.isfinite(loss) and math.isfinite(norm)):
             self.optimizer.zero_grad()
             raise FloatingPointError(
-                f"step {number + 1}: the loss is {loss}, the gradient's norm {norm}. The batch was "
-                f"{', '.join(row['name'] for row in batch)}. The checkpoints before it stand: look at those rows, or "
-                "lower training.learning_rate and begin in another output folder."
+                f"step {number + 1}: the loss is {loss} and the gradient norm {norm}, for the rows "
+                f"{', '.join(row['name'] for row in batch)}. Earlier checkpoints are kept: check these rows, or "
+                "lower training.learning_rate and start in another output folder."
             )
         self.optimizer.step()
         self.optimizer.zero_grad()
-        return {
-            "loss": loss,
-            "grad_norm": norm,
-            "learning_rate": training.learning_rate_at(number, self.steps),
-            "targets": targets,
-        }
+        return {"loss": loss, "grad_norm": norm, "learning_rate": rate, "targets": targets}
 
     def batch(self, rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
-        """Rows as the model takes them, on its device."""
+        """Rows as the model's inputs, on its device."""
         batch = {name: tensor.to(self.accelerator.device) for name, tensor in self.collator(rows).items()}
         if engine_of(self.accelerator).group_size > 1:  # shifted before the row is cut
             batch["shift_labels"] = torch.nn.functional.pad(batch.pop("labels")[:, 1:], (0, 1), value=-100)
         return batch
 
     def forward_backward(self, batch: dict[str, torch.Tensor], targets: int, last: bool) -> torch.Tensor:
-        """One micro-batch, the `last` of a step or not: its part of the step's loss, in nats a target."""
+        """Train on one micro-batch; returns its part of the step's loss, in nats per target."""
         self.accelerator.sync_gradients = last  # DeepSpeed's engine steps when it is
         waiting = nullcontext() if last else self.accelerator.no_sync(self.model)
         with waiting, on_my_part(self.accelerator, batch) as part:
@@ -177,7 +172,7 @@ class Run:
         self.optimizer.zero_grad()
 
     def estimate(self, micro_batches: int) -> Estimate | None:
-        """Time and memory of so many micro-batches; None under DeepSpeed, whose engine takes no step without trace."""
+        """Time and memory of so many micro-batches; None under DeepSpeed, whose engine cannot take back a step."""
         if self.accelerator.distributed_type == DistributedType.DEEPSPEED:
             return None
         return estimate(
@@ -193,15 +188,21 @@ class Run:
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--config", type=Path, required=True, help="a YAML file, such as those in recipes/configs")
-    parser.add_argument("--dry-run", action="store_true", help="say what it would take, and stop")
-    parser.add_argument("changes", nargs="*", metavar="KEY=VALUE", help="changes to the config: training.steps=100")
+    parser.add_argument("--dry-run", action="store_true", help="estimate time and memory, and stop")
+    parser.add_argument("changes", nargs="*", metavar="KEY=VALUE", help="config overrides, such as training.steps=100")
     args = parser.parse_args(arguments)
     settings = read_settings(args.config, args.changes)
+    with settings.base_folder(args.dry_run) as extended:
+        finetune(settings, args.config.parent, extended, args.dry_run)
+
+
+def finetune(settings: Settings, folder: Path, extended: Path, dry_run: bool) -> None:
+    """The run; data is relative to `folder`, and the extended base is in `extended`."""
     training, output = settings.training, Path(settings.output)
     logging.disable_progress_bar()
     warnings.filterwarnings("ignore", message=".*gradient_checkpointing", category=FutureWarning)
 
-    # 1. The engine that was asked for, or an error.
+    # 1. The requested engine, or an error.
     accelerator = make_accelerator(
         settings.engine,
         mixed_precision="bf16" if training.precision == "bf16" else "no",
@@ -212,11 +213,11 @@ def main(arguments: list[str] | None = None) -> None:
     micro_batches = micro_batches_of(settings, accelerator)
     say = partial(console.print, highlight=False, soft_wrap=True) if accelerator.is_main_process else lambda *_: None
 
-    # 2. The base, extended on disk: an adapter that names it brings its RoPE scaling along.
+    # 2. The base, extended on disk, so that an adapter that names it gets its RoPE scaling.
     with accelerator.main_process_first():
         base = MODEL if settings.model == "bundled" else checkpoint_folder(settings.model, settings.revision)
-        extended = extended_base(base, output / "base", **settings.extension.arguments())
-    tokenizer = AutoTokenizer.from_pretrained(extended)
+        extended = extended_base(base, extended, **settings.extension.arguments())
+    tokenizer = load_tokenizer(extended)
     (trained_length, _), (_, target_length) = (known_lengths(AutoConfig.from_pretrained(f)) for f in (base, extended))
     trained_length = settings.extension.original_max_position_embeddings or trained_length
     length = settings.row_length(target_length)
@@ -225,7 +226,7 @@ def main(arguments: list[str] | None = None) -> None:
 
     # 3. The data, packed once.
     with accelerator.main_process_first():
-        packed = packed_sources(settings, args.config.parent, tokenizer, length, extended)
+        packed = packed_sources(settings, folder, tokenizer, length, extended)
     mixture = Mixture(packed, training.seed)
     collator = make_collator(
         settings.data.positions, target_length=target_length, chunks=settings.data.chunks, seed=training.seed
@@ -237,11 +238,11 @@ def main(arguments: list[str] | None = None) -> None:
         checkpoints.check_binding(last, binding)
     measure = None
     if settings.evaluation:
-        measure = Measure(settings, accelerator, args.config.parent, tokenizer, trained_length, target_length)
+        measure = Measure(settings, accelerator, folder, tokenizer, trained_length, target_length)
         if last is None:
             measure.check_new()
 
-    # 4. The model: what is trained, how loss and attention are computed, and the proof that all of it is so.
+    # 4. The model: its trained parameters, loss and attention, all verified.
     model = model_to_train(extended, settings, accelerator, collator, length)
     trained = trained_parameters(model)
     n_trained = sum(parameter.numel() for parameter in trained.values())
@@ -252,13 +253,13 @@ def main(arguments: list[str] | None = None) -> None:
     model, optimizer = prepare(accelerator, model, optimizer, settings)
     check_rotary(model)
 
-    # 5. What it will take.
+    # 5. The estimate of time and memory.
     run = Run(settings, accelerator, model, optimizer, mixture, collator, steps)
     with on_my_part(accelerator, run.batch(mixture.read(0, training.micro_batch_size))):
-        pass  # or an error: an engine that cuts rows cannot cut every batch
+        pass  # raises if the engine splits rows and cannot split these
     expected = run.estimate(steps * micro_batches)
     say(f"[bold]Estimate[/]: {expected or 'none under DeepSpeed.'}")
-    if args.dry_run:
+    if dry_run:
         return
 
     # 6. Measure the base, train from the last checkpoint if there is one, save, measure what was saved.
@@ -288,7 +289,7 @@ def main(arguments: list[str] | None = None) -> None:
         table = card_table(figures["measured"]["variants"]) if measure else None
         write_record(saved, replace(record, provenance=provenance), table)
         if settings.merge:
-            shutil.rmtree(output / "merged", ignore_errors=True)  # of an earlier end of this run
+            shutil.rmtree(output / "merged", ignore_errors=True)  # from an earlier, complete run
             merge(saved, output / "merged")
     said = f", estimated {duration(expected.seconds)} and {gib(expected.peak)}" if expected else ""
     say(f"Saved {saved}. {steps:,} steps took {duration(done.seconds)} and {gib(done.peak)}{said}.")

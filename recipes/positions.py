@@ -1,4 +1,4 @@
-"""One LLaMA body with other position encodings than RoPE, to compare them: ALiBi, learned, sinusoidal, T5's bias.
+"""A LLaMA model with position encodings other than RoPE, to compare them: ALiBi, learned, sinusoidal, T5's bias.
 
 `PositionedLlama` is transformers' LLaMA with its rotation taken out and one of these put in; RMSNorm, SwiGLU, widths
 and initial weights are the same. Importing this module registers it, so that `AutoModelForCausalLM.from_pretrained`
@@ -87,13 +87,13 @@ class LinearBias(nn.Module):
 class PositionedLlama(LlamaForCausalLM):
     """LLaMA with the encoding that its config names.
 
-    At one seed its body begins bitwise as LlamaForCausalLM's does, and leaves torch's generator where that leaves it.
+    With the same seed, its body starts bitwise equal to LlamaForCausalLM's, and torch's generator ends up the same.
     """
 
     config_class = PositionedConfig
 
     def __init__(self, config: PositionedConfig) -> None:
-        # The rotary embedding cannot be built without parameters, and is dropped again.
+        # The rotary embedding needs parameters to be built; it is then replaced.
         config.rope_parameters = {"rope_type": "default", "rope_theta": 10000.0}
         super().__init__(config)
         config.rope_parameters = None
@@ -138,7 +138,7 @@ class PositionedLlama(LlamaForCausalLM):
                 self.config, inputs_embeds, attention_mask, past_key_values, position_ids, allow_is_causal_skip=False
             )
             mask = additive(mask, inputs_embeds.dtype)
-            # The distance of two tokens is that of their slots, wherever padding moved them.
+            # The distance between two tokens is that of their slots, regardless of padding.
             attention_mask = mask + self.bias.compute_bias(*mask.shape[-2:], past_seen_tokens=seen)
         else:
             if position_ids is None:
@@ -146,9 +146,9 @@ class PositionedLlama(LlamaForCausalLM):
             if self.config.position == "learned":
                 inputs_embeds = inputs_embeds + self.embed_positions(position_ids)
             else:
-                # As in the paper (section 3.4): sines are of size 1, and would drown the embeddings.
+                # As in the paper (section 3.4): sines of amplitude 1 would dominate the embeddings.
                 scaled = inputs_embeds * math.sqrt(self.config.hidden_size)
-                # The table grows to what it is told has been read before.
+                # The table grows to cover the tokens read before.
                 n_before = int(position_ids.max()) + 1 - position_ids.shape[1]
                 inputs_embeds = scaled + self.embed_positions(position_ids, n_before)
         return super().forward(

@@ -1,4 +1,4 @@
-"""Train the small model that ctxext ships, from nothing, on a CPU.
+"""Train the small bundled model from scratch, on a CPU.
 
 A LLaMA of 4.2 million parameters reads five novels of Jane Austen, 512 tokens at a time, and learns
 on the way to find a passkey anywhere in those 512 tokens. *Persuasion* is held out.
@@ -7,10 +7,10 @@ on the way to find a passkey anywhere in those 512 tokens. *Persuasion* is held 
     python recipes/pretrain.py --books books/usr/lib/R/site-library/janeaustenr/data/Rdata.rdb \
         --output runs/austen-4m
 
-Three choices make so small a model retrieve (each was found to matter):
+Three choices let so small a model retrieve (each was found to matter):
 - most sequences carry a key that is stated twice: the second mention teaches copying at a short
   distance, and the question asks for it at a long one;
-- sequences grow from 128 to 256 to 512 tokens at a constant number of tokens a step: short ones carry
+- sequences grow from 128 to 256 to 512 tokens at a constant number of tokens per step: short ones carry
   four times the keys, and copying appears early; the distance between key and question grows with them;
 - the first mention is random, so it carries no loss, and the answer carries more than prose does.
 
@@ -48,15 +48,15 @@ from ctxext.evals.samples import Place
 
 TITLES = ["emma", "mansfieldpark", "northangerabbey", "persuasion", "prideprejudice", "sensesensibility"]
 HELD_OUT = "persuasion"
-# What read_books makes of the data file, a file a novel.
+# The output of read_books, one file per novel.
 KEPT = {title: Path(__file__).parent / f"data/austen/{title}.txt" for title in TITLES} | {HELD_OUT: PERSUASION}
 
 
 def read_books(rdb: Path) -> dict[str, str]:
     """The six novels in the data file of Debian's `r-cran-janeaustenr`, by title.
 
-    The file is a row of chunks, in the order of TITLES: four bytes with the unpacked size, then a
-    zlib stream that holds one serialised R character vector (XDR format), a string for each line.
+    The file is a sequence of chunks, in the order of TITLES: four bytes with the unpacked size, then a
+    zlib stream of one serialised R character vector (XDR format), with one string per line.
     """
     raw = rdb.read_bytes()
     books = {}
@@ -109,7 +109,7 @@ def train_tokenizer(texts: list[str], vocab_size: int) -> PreTrainedTokenizerFas
 
 
 def sequence_length(step: int, args) -> int:
-    """Tokens a sequence at this step: a quarter of the full length, then half, then all of it."""
+    """Tokens per sequence at this step: a quarter of the full length, then half, then all of it."""
     progress = step / args.steps
     return args.length // (4 if progress < args.grow[0] else 2 if progress < args.grow[1] else 1)
 
@@ -125,7 +125,7 @@ def make_batch(prompter, haystack, args, length: int, rng: Random):
             row = list(sample.input_ids)
             key = row[sample.n_prompt :]
             first, *rest = [k for k in range(length) if row[k : k + len(key)] == key]
-            weight[first : first + len(key)] = 0.0  # nothing foretells it
+            weight[first : first + len(key)] = 0.0  # it cannot be predicted
             for again in rest:
                 weight[again : again + len(key)] = args.answer_weight
         else:
@@ -190,19 +190,21 @@ def main() -> None:
     parser.add_argument("--position", choices=POSITIONS, default="rope", help="the position encoding")
     parser.add_argument("--vocab-size", type=int, default=4096)
     parser.add_argument("--hidden-size", type=int, default=256)
-    parser.add_argument("--length", type=int, default=512, help="tokens a sequence")
-    # To 512 tokens what LLaMA 2's 10000 is to its 4096: few pairs are so slow that they never matter.
+    parser.add_argument("--length", type=int, default=512, help="tokens per sequence")
+    # For 512 tokens what 10000 is for LLaMA 2's 4096: few pairs rotate too slowly to matter.
     parser.add_argument("--rope-theta", type=float, default=1250.0)
     parser.add_argument("--steps", type=int, default=700)
     parser.add_argument(
-        "--grow", type=float, nargs=2, default=[0.3, 0.55], help="when lengths double, as parts of the steps"
+        "--grow", type=float, nargs=2, default=[0.3, 0.55], help="when the length doubles, as fractions of the steps"
     )
-    parser.add_argument("--batch-tokens", type=int, default=8192, help="tokens a step")
+    parser.add_argument("--batch-tokens", type=int, default=8192, help="tokens per step")
     parser.add_argument("--learning-rate", type=float, default=2e-3)
     parser.add_argument("--warmup", type=int, default=100, help="steps")
     parser.add_argument("--needle-share", type=float, default=0.7)
     parser.add_argument("--answer-weight", type=float, default=4.0)
-    parser.add_argument("--dropout", type=float, default=0.1, help="of the embeddings; five novels are little text")
+    parser.add_argument(
+        "--dropout", type=float, default=0.1, help="dropout of the embeddings, as five novels are little text"
+    )
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
 

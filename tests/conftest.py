@@ -9,7 +9,7 @@ from jaxtyping import install_import_hook
 
 # Before anything imports ctxext. ctxext.methods stays out: there, a wrong type must reach our own
 # ValueError (factor="4") instead of the checker's, and its overrides are annotated with plain Tensor.
-install_import_hook("ctxext.encodings", "shapes.check")
+install_import_hook(["ctxext.encodings", "pictures"], "shapes.check")
 
 # Hypothesis fails an example that takes 200 ms, and a test whose examples are slow to draw.
 settings.register_profile("no clock", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -17,10 +17,14 @@ settings.load_profile("no clock")
 
 
 @pytest.fixture
-def float64_softmax(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The families' eager attention takes its softmax in float32, whatever the model's dtype."""
+def float64(monkeypatch: pytest.MonkeyPatch) -> torch.dtype:
+    """The dtype of exact comparisons, so that no CPU's rounding decides.
+
+    The families' eager attention takes its softmax in float32, whatever the model's dtype; here it does not.
+    """
     softmax = torch.nn.functional.softmax
     monkeypatch.setattr(torch.nn.functional, "softmax", lambda scores, dim, dtype=None: softmax(scores, dim))
+    return torch.float64
 
 
 # A vector of frequencies couples no rows, positions or layers, so a law that holds for every method on one family and

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import sys
 from collections.abc import Callable
@@ -10,7 +11,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.cache_utils import Cache, DynamicCache
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ctxext.attention import keys
 from ctxext.attention.masks import BlockMask, Rows, additive, block_mask, explicit
@@ -25,38 +28,23 @@ IMPLEMENTATIONS = {"sdpa": "in_attention_sdpa", "eager": "in_attention_eager"}
 
 def in_attention_rope(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **kwargs: Any
-) -> tuple[Tensor, Tensor | None]:
+) -> Attended:
     """An attention function for transformers' attention interface: rotates, then calls the model's own function."""
     call = kwargs.pop(KEYWORD, None)
     if call is None:
         raise RuntimeError(
-            f"{type(module).__name__} was called without the positions of its tokens. A model with "
-            "in-attention RoPE runs as a whole. Call restore_context(model) before you use its layers alone, or build "
-            "another model from its config."
+            f"{type(module).__name__} was called without token positions: with in-attention RoPE, layers run only "
+            "within the whole model. Call restore_context(model) before using layers alone, or build another model "
+            "from its config."
         )
     return call.attend(module, query, key, value, attention_mask, **kwargs)
-
-
-def _register() -> None:
-    """Register the attention functions and their masks with transformers, under new names.
-
-    Runs on import, so that unpickled extended models find them.
-    """
-    from transformers import AttentionInterface, AttentionMaskInterface
-
-    for name in IMPLEMENTATIONS.values():
-        AttentionInterface.register(name, in_attention_rope)
-        AttentionMaskInterface.register(name, block_mask)
 
 
 def own_attention(model: nn.Module, implementation: str) -> Callable[..., Any]:
     """The attention function that `model` calls under `implementation`: transformers', or its family's eager one.
 
-    Raises:
-        ValueError: its family has no such function.
+    Raises ValueError if its family has no such function.
     """
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-
     if implementation != "eager":
         return ALL_ATTENTION_FUNCTIONS[implementation]
     for module in model.modules():
@@ -64,9 +52,12 @@ def own_attention(model: nn.Module, implementation: str) -> Callable[..., Any]:
         if own is not None and hasattr(module, "layer_idx"):
             return own
     raise ValueError(
-        f"{type(model).__name__} has attention code of its own that does not go through transformers' attention "
-        "interface, so nothing can be rotated in attention in it."
+        f"{type(model).__name__} has custom attention code that does not use transformers' attention interface, "
+        "which in-attention RoPE needs."
     )
+
+
+Attended = tuple[Tensor, Tensor | None]  # the output (batch, query, heads, dim), and the weights if materialised
 
 
 class Call:
@@ -88,41 +79,60 @@ class Call:
             self._shared[name] = make()
         return self._shared[name]
 
-    def attend(
-        self, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **kwargs: Any
-    ) -> tuple[Tensor, Tensor | None]:
-        """The attention of one layer, in transformers' shapes: (batch, heads, tokens, head_dim) to (batch, tokens,
-        …)."""
-        rotary, layer = self.rotary, self.rotary.layers[module.layer_idx]
+    def attend(self, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **kwargs: Any) -> Attended:
+        """The attention of one layer; arguments are (batch, heads, tokens, head_dim), as in transformers."""
+        rotary, method, positions = self.rotary, self.rotary.method, self.positions
+        layer = rotary.layers[module.layer_idx]
         mask = explicit(mask, module, query, key, kwargs.get("is_causal"))
         if layer.convention.pairs == "none":
             return self._own(module, query, key, value, mask, **kwargs)
-        places = keys.positions_of(self.cache, module.layer_idx, key.shape[2], self.positions)
-        if layer.within or rotary.method is None:
-            kind = (layer.within, key.shape[2])
-            query = rotate(query, self.shared("plain", lambda: rotary.as_it_was(self.positions)), layer.convention)
-            key = rotate(key, self.shared(("plain", kind), lambda: rotary.as_it_was(places)), layer.convention)
-            return self._own(module, query, key, value, mask, **kwargs)
-        if isinstance(rotary.method, RopeScaling):
-            return self._scaled(module, layer, places, query, key, value, mask, **kwargs)
-        return self._remapped(module, layer, places, query, key, value, mask, **kwargs)
+        n_queries, n_keys = query.shape[2], key.shape[2]
+        places = keys.positions_of(self.cache, module.layer_idx, n_keys, positions)
 
-    def _own(
-        self, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **kwargs: Any
-    ) -> tuple[Tensor, Tensor | None]:
+        def turned(x: Tensor, name: Any, make: Callable[[], tuple[Tensor, Tensor]]) -> Tensor:
+            return rotate(x, self.shared(name, make), layer.convention)
+
+        if layer.within or method is None:
+            query = turned(query, "plain", lambda: rotary.as_it_was(positions))
+            key = turned(key, ("plain", layer.within, n_keys), lambda: rotary.as_it_was(places))
+        elif isinstance(method, PositionRemapping):
+            times = self.shared("times", lambda: method.query_scaling(rotary.rope, positions))
+            if times is not None:
+                query = query * times[:, None, :, None].to(query.dtype)
+            if n_queries > 1:
+                return self._by_branch(_softmax(module, kwargs), layer, places, query, key, value, mask)
+            # A single query: each key at its distance from the query.
+            query = turned(query, "zero", lambda: rotary.plain(torch.zeros_like(positions)))
+            key = turned(
+                key, ("behind", n_keys), lambda: rotary.plain(-method.distance(rotary.rope, positions, places))
+            )
+        elif isinstance(method, RopeScaling) and method.of_the_call:
+            used = self.shared("used", lambda: rotary.of_length(positions.amax(1) + 1))
+            query = turned(query, "queries", lambda: rotary.scaled(positions, *used))
+            key = turned(key, "keys", lambda: rotary.scaled(places, *used))
+        else:
+            rungs = self.shared("rungs", lambda: rotary.rungs(positions))
+            if n_queries > 1:
+                return self._by_rung(module, layer, rungs, places, query, key, value, mask, kwargs)
+            used = self.shared("used", lambda: rotary.of_rung(rungs[:, 0]))
+            query = turned(query, "queries", lambda: rotary.scaled(positions, *used))
+            key = self._rotated_keys(module, layer, places, key, rungs[:, 0], used)
+        return self._own(module, query, key, value, mask, **kwargs)
+
+    def _own(self, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **kwargs: Any) -> Attended:
         """Call the model's own attention function; with mask None every query attends to every key."""
         batch, heads, n_queries, head_dim = query.shape
-        is_causal = False
+        is_causal, additive_masks = False, self.rotary.additive_masks
         if isinstance(mask, BlockMask):
             # sdpa has a flag for the square causal mask, and a single last query attends to every key.
-            is_causal = mask.is_causal and n_queries == key.shape[2] and not self.rotary.additive_masks
+            is_causal = mask.is_causal and n_queries == key.shape[2] and not additive_masks
             mask = None if is_causal or (mask.is_causal and n_queries == 1) else mask.whole()
-        if mask is not None and self.rotary.additive_masks:
+        if mask is not None and additive_masks:
             mask = additive(mask, query.dtype)
         groups = heads // key.shape[1]
         shared_mask = mask is None or mask.shape[1] == 1
         kwargs = {**kwargs, "is_causal": is_causal}
-        if torch.compiler.is_compiling() and n_queries == 1 < groups and shared_mask and not self.rotary.additive_masks:
+        if torch.compiler.is_compiling() and n_queries == 1 < groups and shared_mask and not additive_masks:
             # When compiled, transformers copies keys and values for every query of a group; in eager mode it packs the
             # queries.
             packed = query.reshape(batch, key.shape[1], groups, head_dim)
@@ -130,54 +140,58 @@ class Call:
             return output.transpose(1, 2).reshape(batch, 1, heads, value.shape[3]), None
         return self.rotary.attend(module, query, key, value, mask, **kwargs)
 
-    # -------------------------------------------------------------------------- scaled frequencies
+    def _rotated_keys(
+        self, module: Any, layer: Layer, places: Tensor, key: Tensor, rung: Tensor, used: tuple[Tensor, Tensor]
+    ) -> Tensor:
+        """All keys rotated for a single query, from the cache's rotated copy if it has one."""
 
-    def _scaled(
-        self,
-        module: Any,
-        layer: Layer,
-        places: Tensor,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        mask: Any,
-        **kwargs: Any,
-    ) -> tuple[Tensor, Tensor | None]:
+        def turned(x: Tensor, where: Tensor, name: Any, room: Tensor | None = None) -> Tensor:
+            return rotate(x, self.shared(name, lambda: self.rotary.scaled(where, *used)), layer.convention, room)
+
+        store = None if self.cache is None else self.cache.layers[module.layer_idx]
+        n_keys = key.shape[2]
+        tracked = torch.is_grad_enabled() or torch.compiler.is_compiling()
+        if not self.rotary.rotated_copy or store is None or store.is_compileable or tracked:
+            # All layers share one buffer.
+            make = functools.partial(torch.empty, key.shape, dtype=torch.float32, device=key.device)
+            room = None if tracked else self.shared(("room", key.shape, key.device), make)
+            return turned(key, places, ("keys", n_keys), room)
+        kept = store.rotated
+        fits = kept is not None and kept.shape[0] == key.shape[0] and kept.shape[2] == n_keys - 1
+        if fits and self.shared("steady", lambda: torch.equal(store.rung, rung)):
+            return store.append_rotated(turned(key[:, :, -1:], places[:, -1:], "new key"))
+        store.rotated, store.rung = turned(key, places, ("keys", n_keys)), rung
+        store._rotated_room = None
+        return store.rotated
+
+    def _by_rung(
+        self, module: Any, layer: Layer, rungs: Tensor, places: Tensor, query: Tensor, key: Tensor, value: Tensor,
+        mask: Any, kwargs: dict[str, Any],
+    ) -> Attended:  # fmt: skip
+        """Scaled frequencies: each run of queries on one rung rotates the keys that it sees by that rung."""
         rotary, positions = self.rotary, self.positions
-        assert isinstance(rotary.method, RopeScaling)
         n_queries, n_keys = query.shape[2], key.shape[2]
 
-        def turned(x: Tensor, where: Tensor, name: Any, used: tuple[Tensor, Tensor]) -> Tensor:
-            return rotate(x, self.shared(name, lambda: rotary.scaled(where, *used)), layer.convention)
+        # Not shared between layers: the tables of all rungs would be as large as the keys.
+        def turned(x: Tensor, where: Tensor, used: tuple[Tensor, Tensor]) -> Tensor:
+            return rotate(x, rotary.scaled(where, *used), layer.convention)
 
-        if rotary.method.of_the_call:
-            used = self.shared("used", lambda: rotary.of_length(positions.amax(1) + 1))
-            query = turned(query, positions, "queries", used)
-            return self._own(module, query, turned(key, places, "keys", used), value, mask, **kwargs)
-        rungs = self.shared("rungs", lambda: rotary.rungs(positions))
-        if n_queries == 1:
-            used = self.shared("used", lambda: rotary.of_rung(rungs[:, 0]))
-            query = turned(query, positions, "queries", used)
-            key = self._rotated_keys(module, layer, places, key, rungs[:, 0], used, turned)
-            return self._own(module, query, key, value, mask, **kwargs)
         if torch.compiler.is_compiling():
             # The rung of each query is unknown here, so each rung is computed for all queries.
-            output: Any = None
-            for rung in range(rotary.rung_lengths.shape[0]):
-                used = rotary.of_rung(torch.full_like(rungs[:, 0], rung))
-                turned_query = rotate(query, rotary.scaled(positions, *used), layer.convention)
-                turned_key = rotate(key, rotary.scaled(places, *used), layer.convention)
-                found, _ = self._own(module, turned_query, turned_key, value, mask, **kwargs)
-                output = found if output is None else torch.where((rungs == rung)[..., None, None], found, output)
-            return output, None
+            whole: Any = None
+            for index in range(rotary.rung_lengths.shape[0]):
+                used = rotary.of_rung(torch.full_like(rungs[:, 0], index))
+                rotated = turned(query, positions, used), turned(key, places, used)
+                output, _ = self._own(module, *rotated, value, mask, **kwargs)
+                whole = output if whole is None else torch.where((rungs == index)[..., None, None], output, whole)
+            return whole, None
         softmax = _softmax(module, kwargs)
         outputs, weights = [], []
         for start, stop in self.shared("runs", lambda: _runs(rungs)):
             rows = Rows.of(mask, slice(start, stop), n_keys)
             used, end = rotary.of_rung(rungs[:, start]), rows.stop
-            # Not shared between layers: the tables of all rungs together would be as large as the keys.
-            block = rotate(query[:, :, start:stop], rotary.scaled(positions[:, start:stop], *used), layer.convention)
-            seen = rotate(key[:, :, :end], rotary.scaled(places[:, :end], *used), layer.convention)
+            block = turned(query[:, :, start:stop], positions[:, start:stop], used)
+            seen = turned(key[:, :, :end], places[:, :end], used)
             if softmax.fused(query) and not rotary.additive_masks:
                 outputs += _in_blocks(softmax, block, seen, value, rows)
                 continue
@@ -189,91 +203,36 @@ class Call:
             weights.append(weight)
         return torch.cat(outputs, dim=1), _joined(weights, n_keys)
 
-    def _rotated_keys(
-        self,
-        module: Any,
-        layer: Layer,
-        places: Tensor,
-        key: Tensor,
-        rung: Tensor,
-        used: Any,
-        turned: Callable[..., Tensor],
-    ) -> Tensor:
-        """All keys rotated for a single query, from the cache's rotated copy if it has one."""
-        store = None if self.cache is None else self.cache.layers[module.layer_idx]
-        n_keys = key.shape[2]
-        tracked = torch.is_grad_enabled() or torch.compiler.is_compiling()
-        if not self.rotary.rotated_copy or store is None or store.is_compileable or tracked:
-            # All layers share one buffer.
-            room = None if tracked else self.shared(("room", key.shape, key.device), lambda: _room_for(key))
-            tables = self.shared(("keys", n_keys), lambda: self.rotary.scaled(places, *used))
-            return rotate(key, tables, layer.convention, room)
-        kept = store.rotated
-        fits = kept is not None and kept.shape[0] == key.shape[0] and kept.shape[2] == n_keys - 1
-        if fits and self.shared("steady", lambda: torch.equal(store.rung, rung)):
-            return store.append_rotated(turned(key[:, :, -1:], places[:, -1:], "new key", used))
-        store.rotated, store.rung = turned(key, places, ("keys", n_keys), used), rung
-        store._rotated_room = None
-        return store.rotated
-
-    # -------------------------------------------------------------------------- remapped positions
-
-    def _remapped(
-        self,
-        module: Any,
-        layer: Layer,
-        places: Tensor,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        mask: Any,
-        **kwargs: Any,
-    ) -> tuple[Tensor, Tensor | None]:
-        rotary, positions = self.rotary, self.positions
-        method = rotary.method
+    def _by_branch(
+        self, softmax: Softmax, layer: Layer, places: Tensor, query: Tensor, key: Tensor, value: Tensor, mask: Any
+    ) -> Attended:
+        """Remapped positions: each block of queries attends within every branch, at the branch's positions."""
+        rotary, method, positions = self.rotary, self.rotary.method, self.positions
         assert isinstance(method, PositionRemapping)
         n_queries, n_keys = query.shape[2], key.shape[2]
-        times = self.shared("times", lambda: method.query_scaling(rotary.rope, positions))
-        if times is not None:
-            query = query * times[:, None, :, None].to(query.dtype)
-        if n_queries == 1:
-            # A single query: each key at its distance from the query, then the model's own attention.
-            def behind() -> tuple[Tensor, Tensor]:
-                return rotary.plain(-method.distance(rotary.rope, positions, places))
-
-            query = rotate(
-                query, self.shared("zero", lambda: rotary.plain(torch.zeros_like(positions))), layer.convention
-            )
-            key = rotate(key, self.shared(("behind", n_keys), behind), layer.convention)
-            return self._own(module, query, key, value, mask, **kwargs)
         branches = self.shared("branches", lambda: method.branches(rotary.rope))
+
+        def turned(x: Tensor, name: Any, mapped: Callable[[Tensor], Tensor], where: Tensor) -> Tensor:
+            return rotate(x, self.shared(name, lambda: rotary.plain(mapped(where.double()))), layer.convention)
+
         # By index, as functions cannot be dictionary keys in a compiled graph; branches may share a function.
         seen: list[Tensor] = []
         for index, branch in enumerate(branches):
             done = [seen[i] for i in range(index) if branches[i].key is branch.key]
-            if not done:
-                at = self.shared(("key", index, n_keys), lambda: rotary.plain(branch.key(places.double())))  # noqa: B023
-                done = [rotate(key, at, layer.convention)]
-            seen.append(done[0])
-        softmax = _softmax(module, kwargs)
+            seen += done[:1] or [turned(key, ("key", index, n_keys), branch.key, places)]
         size = softmax.block_size(query, n_keys)
         outputs = []
         for start in range(0, n_queries, size):
             rows = Rows.of(mask, slice(start, min(start + size, n_queries)), n_keys)
-            here = positions[:, rows.rows]
-            parts = []
+            here, parts = positions[:, rows.rows], []
             for index, branch in enumerate(branches):
                 possible, certain = (0, rows.stop), (0, 0)
                 if softmax.fused(query):
-                    possible, certain = self.shared(
-                        ("extent", index, start, size, n_keys),
-                        lambda: _extent(branch, here, places),  # noqa: B023
-                    )
-                if possible[1] <= possible[0]:
-                    continue
-                at = self.shared(("at", index, start, size), lambda: rotary.plain(branch.query(here.double())))  # noqa: B023
-                block = rotate(query[:, :, rows.rows], at, layer.convention)
-                parts.append(Part(block, seen[index], _holds(branch, here, places), possible, certain))
+                    extent = functools.partial(_extent, branch, here, places)
+                    possible, certain = self.shared(("extent", index, start, size, n_keys), extent)
+                if possible[1] > possible[0]:
+                    block = turned(query[:, :, rows.rows], ("at", index, start, size), branch.query, here)
+                    parts.append(Part(block, seen[index], _holds(branch, here, places), possible, certain))
             outputs.append(softmax(parts, value, rows))
         return torch.cat(outputs, dim=1), None
 
@@ -283,10 +242,6 @@ class _Ungrouped:
 
     num_key_value_groups = 1
     is_causal = False
-
-
-def _room_for(key: Tensor) -> Tensor:
-    return torch.empty(key.shape, dtype=torch.float32, device=key.device)
 
 
 def _softmax(module: Any, kwargs: dict[str, Any]) -> Softmax:
@@ -330,23 +285,19 @@ def _extent(branch: Branch, here: Tensor, places: Tensor) -> tuple[tuple[int, in
     """The columns that contain every pair of the block in `branch`, and those where all pairs are in it."""
     low, high = branch.bucket(here).aminmax(dim=1, keepdim=True)
     bucket = branch.bucket(places)
-    possible = ((high - bucket >= branch.first) & (low - bucket < branch.stop)).any(0).nonzero()
-    certain = ((low - bucket >= branch.first) & (high - bucket < branch.stop)).all(0)
-    if not len(possible):
-        return (0, 0), (0, 0)
-    inside = certain.nonzero()
-    low_edge, high_edge = (int(inside[0]), int(inside[-1]) + 1) if len(inside) else (0, 0)
-    if not bool(certain[low_edge:high_edge].all()):
-        low_edge = high_edge = 0
-    return (int(possible[0]), int(possible[-1]) + 1), (low_edge, high_edge)
+    possible = _span(((high - bucket >= branch.first) & (low - bucket < branch.stop)).any(0))
+    all_pairs = ((low - bucket >= branch.first) & (high - bucket < branch.stop)).all(0)
+    certain = _span(all_pairs)
+    return possible, certain if all_pairs[slice(*certain)].all() else (0, 0)
+
+
+def _span(columns: Tensor) -> tuple[int, int]:
+    """The first column that holds, and the one after the last; (0, 0) if none does."""
+    held = columns.nonzero()
+    return (int(held[0]), int(held[-1]) + 1) if len(held) else (0, 0)
 
 
 # ----------------------------------------------------------------------------------------- the hook
-
-
-def parameter_names(base: nn.Module) -> tuple[str, ...]:
-    """The argument names of a base model's forward, in order."""
-    return tuple(name for name, p in inspect.signature(base.forward).parameters.items() if p.kind != p.VAR_KEYWORD)
 
 
 class BeforeForward:
@@ -355,20 +306,19 @@ class BeforeForward:
     A class, not a closure, so that it survives deepcopy and pickle.
     """
 
-    def __init__(self, rotary_name: str, parameters: tuple[str, ...], n_layers: int) -> None:
+    def __init__(self, base: nn.Module, rotary_name: str, n_layers: int) -> None:
+        parameters = inspect.signature(base.forward).parameters.values()
+        self.parameters = tuple(each.name for each in parameters if each.kind != each.VAR_KEYWORD)
         self.rotary_name = rotary_name
-        self.parameters = parameters
         self.n_layers = n_layers
 
-    def __call__(
-        self, base: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def __call__(self, base: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[()], dict[str, Any]]:
         given = {**dict(zip(self.parameters, args)), **kwargs}
         rotary: InAttentionRotary = getattr(base, self.rotary_name)
         if base.config._attn_implementation not in IMPLEMENTATIONS.values():
             raise RuntimeError(
                 f"the attention implementation was set to {base.config._attn_implementation!r} after the model was "
-                "extended, so nothing would be rotated. Call restore_context(model), set it, and extend again."
+                "extended, so no query or key would be rotated. Call restore_context(model), set it, and extend again."
             )
         tokens = given.get("input_ids")
         if tokens is None:
@@ -380,14 +330,14 @@ class BeforeForward:
             positions = torch.arange(tokens.shape[1], device=tokens.device)[None] + seen
         if positions.ndim != 2:
             raise ValueError(
-                f"in-attention RoPE takes positions of shape (batch, tokens), got {tuple(positions.shape)}: "
-                "positions of several kinds, as multimodal models have them, cannot be rotated in attention."
+                f"in-attention RoPE needs positions of shape (batch, tokens), got {tuple(positions.shape)}. "
+                "Multi-dimensional positions (mrope) are not supported."
             )
         attentions = given.get("output_attentions") or getattr(base.config, "output_attentions", False)
         if attentions and isinstance(rotary.method, PositionRemapping):
             raise ValueError(
-                f"{rotary.method.name} never holds attention weights, so output_attentions=True has nothing to give. "
-                "Leave it out."
+                f"{rotary.method.name} does not materialise attention weights, so output_attentions=True is not "
+                "supported. Leave it out."
             )
         given["position_ids"] = positions
         positions = positions.to(tokens.device).expand(tokens.shape[0], -1)
@@ -403,8 +353,8 @@ class BeforeForward:
         if isinstance(rotary.method, RopeScaling) and rotary.method.of_the_call:
             if cache is not None or use_cache:
                 raise ValueError(
-                    f"{rotary.method.name} has one scale for the whole call, so no key can be kept for the next: pass "
-                    "use_cache=False, or use dynamic_ntk, which is exact under a cache."
+                    f"{rotary.method.name} has one scale for the whole call, so keys cannot be cached. Pass "
+                    "use_cache=False, or use dynamic_ntk, which is exact with a cache."
                 )
             given["use_cache"] = False
             return None
@@ -416,4 +366,7 @@ class BeforeForward:
         return cache
 
 
-_register()
+# On import, so that unpickled extended models find them.
+for _name in IMPLEMENTATIONS.values():
+    AttentionInterface.register(_name, in_attention_rope)
+    AttentionMaskInterface.register(_name, block_mask)

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers.cache_utils import (
-    BaseQuantizedLayer,
     Cache,
     CacheLayerMixin,
     DynamicLayer,
@@ -47,8 +46,8 @@ class PositionedLayer:
             return super().update(key_states, value_states, *args, **kwargs)  # type: ignore[misc]
         if incoming is None:
             raise RuntimeError(
-                f"this cache was filled under {self.owner}, whose keys no other model can use: the model is not "
-                "extended any more, or in another way. Start from an empty cache."
+                f"this cache was filled under {self.owner}, but the model is no longer extended in that way. "
+                "Start from an empty cache."
             )
         keys, values = super().update(key_states, value_states, *args, **kwargs)  # type: ignore[misc]
         nothing = incoming.new_empty((incoming.shape[0], 1, incoming.shape[1], 0))
@@ -61,7 +60,7 @@ class PositionedLayer:
         n_keys, room = self.rotated.shape[2], self._rotated_room
         frozen = room is not None and room.is_inference() and not torch.is_inference_mode_enabled()
         if room is None or frozen or n_keys == room.shape[2]:
-            # With spare room, so that few steps copy.
+            # With spare room, so that few steps need a copy.
             shape = (*self.rotated.shape[:2], n_keys + 64 + n_keys // 32, self.rotated.shape[3])
             self._rotated_room = room = self.rotated.new_empty(shape)
             room[:, :, :n_keys] = self.rotated
@@ -109,8 +108,6 @@ def stock_class(layer: Any) -> type:
 
 
 def _places_for(layer: Any) -> CacheLayerMixin:
-    if isinstance(layer, BaseQuantizedLayer):
-        return DynamicLayer()
     if isinstance(layer, StaticSlidingWindowLayer):
         return StaticSlidingWindowLayer(max_cache_len=layer.max_cache_len, sliding_window=layer.max_cache_len)
     if isinstance(layer, StaticLayer):
@@ -131,11 +128,10 @@ def _places_for(layer: Any) -> CacheLayerMixin:
 def expect(cache: Cache, positions: Tensor, owner: str, n_layers: int) -> None:
     """Prepare `cache` for a forward pass at `positions` (batch, tokens), under the extension `owner`.
 
-    Raises:
-        ValueError: it holds keys from before the extension, or from another extension.
+    Raises ValueError if it holds keys from before the extension, or from another one.
     """
     if isinstance(cache, EncoderDecoderCache):
-        raise TypeError("an encoder-decoder cache cannot hold unrotated keys. Extend decoder-only models.")
+        raise TypeError("an encoder-decoder cache cannot hold pre-RoPE keys. Extend a decoder-only model.")
     if cache.layer_class_to_replicate is not None:
         while len(cache.layers) < n_layers:
             cache.layers.append(cache.layer_class_to_replicate())
@@ -144,7 +140,7 @@ def expect(cache: Cache, positions: Tensor, owner: str, n_layers: int) -> None:
             held: Any = layer
             if held.owner != owner and int(held.get_seq_length()):
                 raise ValueError(
-                    f"this cache was filled under {layer.owner}, but the model is extended by {owner} now. "
+                    f"this cache was filled under {layer.owner}, but the model is now extended by {owner}. "
                     "Start from an empty cache."
                 )
             layer.owner = owner
@@ -152,7 +148,7 @@ def expect(cache: Cache, positions: Tensor, owner: str, n_layers: int) -> None:
             if layer.is_initialized and int(layer.get_seq_length()):
                 raise ValueError(
                     f"this cache holds {int(layer.get_seq_length())} tokens from before the model was extended by "
-                    f"{owner}: their keys are rotated already. Start from an empty cache."
+                    f"{owner}: their keys are already rotated. Start from an empty cache."
                 )
             new = _blank(type(layer))
             new.__dict__.update(layer.__dict__)
@@ -172,19 +168,7 @@ def positions_of(cache: Cache | None, layer_idx: int, n_keys: int, queries: Tens
             return layer.key_positions
     if n_keys != queries.shape[1]:
         raise RuntimeError(
-            f"layer {layer_idx} attends to {n_keys} keys whose positions are unknown. Its model keeps keys in a way "
-            "of its own; use another method than those that rotate in attention."
+            f"layer {layer_idx} attends to {n_keys} keys whose positions are unknown: the model has a custom KV "
+            "cache. Use a method that changes frequencies, such as 'yarn'."
         )
     return queries
-
-
-def cache_bytes(cache: Cache) -> int:
-    """Bytes of a cache: keys, values, positions and rotated copies."""
-    total = 0
-    layers: list[Any] = cache.layers
-    for layer in layers:
-        tensors = [layer.keys, layer.values]
-        if isinstance(layer, PositionedLayer):
-            tensors += [layer.rotated, layer._places.keys]
-        total += sum(t.untyped_storage().nbytes() for t in tensors if isinstance(t, torch.Tensor))
-    return total

@@ -88,13 +88,10 @@ def block_mask(
 
 
 def explicit(mask: BlockMask | Tensor | None, module: Any, query: Tensor, key: Tensor, is_causal: bool | None) -> Any:
-    """The mask of a layer; for a causal layer, None becomes the causal mask that ends at the last key.
+    """The mask of a layer, or None if every query attends to every key.
 
-    Args:
-        is_causal: as passed to attention; None reads `module.is_causal`.
-
-    Returns:
-        None only if every query attends to every key.
+    For a causal layer, None becomes the causal mask that ends at the last key. `is_causal` is as passed to attention;
+    None reads `module.is_causal`.
     """
     if mask is not None or not (getattr(module, "is_causal", True) if is_causal is None else is_causal):
         return mask

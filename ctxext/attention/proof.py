@@ -1,7 +1,7 @@
 """Detect how a family rotates, and compare in-attention RoPE with the stock model.
 
 Nothing is assumed of a family: the stock model's rotated queries and keys are compared with unrotated ones (the rotary
-    embedding returning the identity) under every known convention of rotation.
+embedding returning the identity) under every known convention of rotation.
 """
 
 from __future__ import annotations
@@ -78,15 +78,15 @@ def output(model: Any, inputs: dict[str, Tensor]) -> Tensor:
 def cached_output(model: Any, inputs: dict[str, Tensor]) -> Tensor:
     """The same in three passes with a cache: all but two tokens, then these one by one."""
     ids, positions, mask = (inputs[name] for name in ("input_ids", "position_ids", "attention_mask"))
-    cache, parts = None, []
-    ends = [0, ids.shape[1] - 2, ids.shape[1] - 1, ids.shape[1]]
-    for start, end in pairwise(ends):
-        given = {
-            "input_ids": ids[:, start:end],
-            "position_ids": positions[:, start:end],
-            "attention_mask": mask[:, :end],
-        }
-        found = model(**given, past_key_values=cache, use_cache=True)
+    cache, parts, n_tokens = None, [], ids.shape[1]
+    for start, end in pairwise([0, n_tokens - 2, n_tokens - 1, n_tokens]):
+        found = model(
+            input_ids=ids[:, start:end],
+            position_ids=positions[:, start:end],
+            attention_mask=mask[:, :end],
+            past_key_values=cache,
+            use_cache=True,
+        )
         cache = found.past_key_values
         parts.append(found[0].float())
     return torch.cat(parts, dim=1)
@@ -95,12 +95,11 @@ def cached_output(model: Any, inputs: dict[str, Tensor]) -> Tensor:
 def look(model: Any, inputs: dict[str, Tensor], looker: Looker) -> dict[int, tuple[Tensor, Tensor]]:
     """The queries and keys of every layer in a forward pass.
 
-    Raises:
-        RuntimeError: none were recorded, as the model does not use transformers' attention interface.
+    Raises RuntimeError if the model does not use transformers' attention interface.
     """
     model(**inputs, use_cache=False, **{KEYWORD: looker})
     if not looker.seen:
-        raise RuntimeError("no layer attends through transformers' attention interface")
+        raise RuntimeError("no layer uses transformers' attention interface")
     return looker.seen
 
 
@@ -112,26 +111,24 @@ def conventions(
 ) -> tuple[dict[int, Convention], float]:
     """For each layer, the convention that rotates queries and keys as the stock model does, and the largest error.
 
-    Raises:
-        ValueError: no convention fits, e.g. if a norm follows RoPE or queries are scaled by position.
+    Raises ValueError if none fits, e.g. if a norm follows RoPE or queries are scaled by position.
     """
     found: dict[int, Convention] = {}
     worst = 0.0
-    for index in sorted(stock):
-        half = stock[index][0].dtype in (torch.float16, torch.bfloat16)
+    for index, wanted in sorted(stock.items()):
         errors = {}
         for convention in CONVENTIONS:
             gaps = []
-            for want, plain in zip(stock[index], unrotated[index]):
+            for want, plain in zip(wanted, unrotated[index]):
                 at = rotary.as_it_was(positions.to(plain.device))
                 got = plain if convention.pairs == "none" else rotate(plain, at, convention)
                 gaps.append(float((got - want).abs().max() / want.abs().max().clamp(min=1e-30)))
             errors[convention] = max(gaps)
         best = min(errors, key=lambda convention: errors[convention])
-        if errors[best] > (HALF_BAR if half else EXACT_BAR):
+        if errors[best] > (HALF_BAR if wanted[0].dtype in (torch.float16, torch.bfloat16) else EXACT_BAR):
             raise ValueError(
-                f"layer {index} does something to its queries and keys beside rotating them (no known rotation gives "
-                f"the stock model's: the nearest is {errors[best]:.1e} off), so they cannot be rotated in attention. "
+                f"layer {index} transforms queries and keys other than by rotation (the best known rotation differs "
+                f"from the stock model by {errors[best]:.1e}), which in-attention RoPE does not support. "
                 "Use a method that changes frequencies, such as 'yarn'."
             )
         found[index] = best

@@ -64,13 +64,12 @@ class InAttentionRotary(ExtendedRotary):
     owner: str
     phases: torch.dtype
 
-    # Float32 and integer buffers, which follow the module's device; `exact_tables` undoes casts.
+    # Float32 and integer buffers, which follow the module's device; `exact` undoes casts.
     rung_inv_freq: Tensor
     rung_scaling: Tensor
     rung_lengths: Tensor
     start_inv_freq: Tensor
     in_use_inv_freq: Tensor
-    exact_tables: dict[str, Tensor]
 
     def set_method(self, method: ContextMethod | None, rope: RopeGeometry) -> None:
         """Compute the tables in float64, and round them once."""
@@ -81,25 +80,21 @@ class InAttentionRotary(ExtendedRotary):
         else:
             lengths = torch.tensor([rope.original_max_position_embeddings])
             inv_freq, scalings = rope.inv_freq[None], torch.tensor([rope.attention_factor], dtype=torch.float64)
-        self.exact_tables = {
+        tables = {
             "rung_inv_freq": inv_freq.float(),
             "rung_scaling": scalings.float(),
             "rung_lengths": lengths,
             "start_inv_freq": rope.inv_freq.float(),
             "in_use_inv_freq": self.in_use.inv_freq.float(),
         }
+        self.exact.update(tables)
         device = self.inv_freq.device  # type: ignore[attr-defined]
-        for name, table in self.exact_tables.items():
+        for name, table in tables.items():
             self.register_buffer(name, table.to(device, copy=True), persistent=False)  # type: ignore[attr-defined]
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        super()._apply(fn, recurse)
         self.phases = torch.promote_types(torch.float32, fn(torch.empty(0, dtype=self.phases)).dtype)
-        for name, table in self.exact_tables.items():
-            device = getattr(self, name).device
-            if device.type != "meta":
-                self._buffers[name] = table.to(device, copy=True)  # type: ignore[attr-defined]
-        return self
+        return super()._apply(fn, recurse)
 
     @staticmethod
     def adjust_forward(plain: Any) -> Any:
@@ -168,25 +163,26 @@ def rotate(
     cos, sin = cos_sin[0][:, None], cos_sin[1][:, None] * convention.sign
     n_pairs = cos.shape[-1]
     exact = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
-    if convention.pairs == "half_split":
-        first, second = exact[..., :n_pairs], exact[..., n_pairs : 2 * n_pairs]
-    else:
-        first, second = exact[..., 0 : 2 * n_pairs : 2], exact[..., 1 : 2 * n_pairs : 2]
+    first, second = _of_pairs(exact, n_pairs, convention)
     if torch.is_grad_enabled() or torch.compiler.is_compiling():
         turned = [first * cos - second * sin, second * cos + first * sin]
-        if convention.pairs == "half_split":
-            return torch.cat([*turned, exact[..., 2 * n_pairs :]], dim=-1).to(x.dtype)
-        return torch.cat([torch.stack(turned, dim=-1).flatten(-2), exact[..., 2 * n_pairs :]], dim=-1).to(x.dtype)
+        if convention.pairs == "interleaved":
+            turned = [torch.stack(turned, dim=-1).flatten(-2)]
+        return torch.cat([*turned, exact[..., 2 * n_pairs :]], dim=-1).to(x.dtype)
     # The same without intermediate tensors, in pieces that fit a core's cache.
     result = room if room is not None and exact.dtype == room.dtype else exact.new_empty(exact.shape)
     step = 512 if x.device.type == "cpu" else x.shape[2]
     for start in range(0, x.shape[2], step):
         one, other, c, s, out = (t[:, :, start : start + step] for t in (first, second, cos, sin, result))
-        if convention.pairs == "half_split":
-            low, high = out[..., :n_pairs], out[..., n_pairs : 2 * n_pairs]
-        else:
-            low, high = out[..., 0 : 2 * n_pairs : 2], out[..., 1 : 2 * n_pairs : 2]
+        low, high = _of_pairs(out, n_pairs, convention)
         torch.mul(one, c, out=low).addcmul_(other, s, value=-1)
         torch.mul(other, c, out=high).addcmul_(one, s)
     result[..., 2 * n_pairs :] = exact[..., 2 * n_pairs :]
     return result.to(x.dtype)
+
+
+def _of_pairs(x: Tensor, n_pairs: int, convention: Convention) -> tuple[Tensor, Tensor]:
+    """The first and the second dimension of each pair."""
+    if convention.pairs == "half_split":
+        return x[..., :n_pairs], x[..., n_pairs : 2 * n_pairs]
+    return x[..., 0 : 2 * n_pairs : 2], x[..., 1 : 2 * n_pairs : 2]

@@ -7,13 +7,13 @@ import gc
 import importlib
 import re
 import sys
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 from safetensors import SafetensorError
 
 from ctxext import __version__
-from ctxext.cli.common import commands, console, in_flags
+from ctxext.cli.common import commands, console, in_flags, one_line_of
 from ctxext.cli.compare import compare
 from ctxext.cli.demo import demo
 from ctxext.cli.describe import describe
@@ -22,29 +22,26 @@ from ctxext.cli.export import export
 from ctxext.cli.extend import extend
 from ctxext.cli.finetune import finetune
 from ctxext.cli.fit import fit
-from ctxext.cli.lm_eval import lm_eval
 from ctxext.cli.merge import merge
 from ctxext.cli.methods import methods
 from ctxext.cli.push import push
-from ctxext.cli.recommend import recommend
 from ctxext.cli.report import report
 from ctxext.cli.verify import verify
 
-commands.command()(describe)
-commands.command()(extend)
-commands.command()(recommend)
-commands.command()(fit)
-commands.command()(export)
-commands.command()(finetune)
-commands.command()(merge)
-commands.command()(methods)
-commands.command()(push)
-commands.command("eval")(evaluate)
-commands.command()(compare)
-commands.command()(report)
-commands.command(
+for command in (describe, extend, fit, export, finetune, merge, methods, push, evaluate, compare, report):
+    commands.command("eval" if command is evaluate else None)(command)
+
+
+@commands.command(
     "lm-eval", add_help_option=False, context_settings={"allow_extra_args": True, "ignore_unknown_options": True}
-)(lm_eval)
+)
+def lm_eval(context: typer.Context) -> None:
+    """lm-eval's command line, with extended models (`--model ctxext`) and the tasks of ctxext."""
+    from ctxext.evals.harness import main
+
+    main(context.args)
+
+
 commands.command()(demo)
 commands.command()(verify)
 
@@ -52,12 +49,21 @@ commands.command()(verify)
 @commands.callback()
 def options(
     plugin: Annotated[
-        list[str] | None, typer.Option("--import", help="Import this module first: it registers methods of your own.")
+        list[str] | None,
+        typer.Option("--import", help="Python module to import first, such as one with your own methods."),
     ] = None,
 ) -> None:
     sys.path.insert(0, "")
     for module in plugin or ():
-        importlib.import_module(module)
+        try:
+            importlib.import_module(module)
+        except ModuleNotFoundError as error:
+            if error.name is None or f"{module}.".startswith(f"{error.name}."):
+                raise typer.BadParameter(
+                    f"--import {module}: there is no such module in the current folder or among the installed ones. "
+                    "Pass its name without .py, from the folder that contains it."
+                ) from None
+            raise ImportError(f"--import {module}: it needs {error.name}, which is not installed.") from error
 
 
 @commands.command()
@@ -71,13 +77,25 @@ def app() -> None:
     # At exit Python would spend a second on garbage collection of torch and transformers.
     atexit.register(gc.freeze)
     try:
-        commands()
+        # Otherwise typer prints usage errors itself, in a box.
+        code = commands(prog_name="ctxext", standalone_mode=False)
     except (ValueError, RuntimeError, OSError, ImportError, ArithmeticError, SafetensorError) as error:
         said = re.sub(r"^\[Errno -?\d+\] ", "", str(error)) or type(error).__name__
         if isinstance(error, SafetensorError):  # it names no file
-            said = f"a .safetensors file of the model is broken ({said}). Fetch it again."
-        if not {"finetune", "lm-eval"} & {*sys.argv}:  # these take arguments by the library's names
+            said = f"a .safetensors file of the model is corrupt ({said}). Download it again."
+        if not {"finetune", "lm-eval"} & {*sys.argv}:  # their arguments have the library's names
             said = in_flags(said)
-        console.print("[bold red]error:[/] ", end="")
-        console.print(said, markup=False, highlight=False, soft_wrap=True)
-        raise SystemExit(1) from error
+        _end(said, 1, error)
+    except Exception as error:
+        if not hasattr(error, "format_message"):  # typer's, from a module that depends on its version
+            raise
+        if type(error).__name__ == "NoArgsIsHelpError":  # the help is printed
+            raise SystemExit(2) from None
+        _end(one_line_of(error), getattr(error, "exit_code", 2), error)
+    raise SystemExit(code if isinstance(code, int) else 0)
+
+
+def _end(said: str, code: int, error: Exception) -> NoReturn:
+    console.print("[bold red]error:[/] ", end="")
+    console.print(said, markup=False, highlight=False, soft_wrap=True)
+    raise SystemExit(code) from error

@@ -18,9 +18,19 @@ from ctxext.models.metadata import Existing
 from ctxext.utils import values
 from ctxext.utils.screen import console
 
+# What Python says of arguments that the command line has no flag for, and what to say there.
+PHRASES = {
+    r"Pass (\w+)=\.\.\.\.": r"Pass --option \1=VALUE, or a --method file that ctxext fit wrote.",
+    r"^options (.*) require a method name, but .* is an instance\. .*": r"--option \1 needs the name of a method, such "
+    "as --method yarn, but a saved method has its options already. Drop --option, or pass a name.",
+    r" \(an int\)": "",
+    r"Pass a larger factor or length, or other options": "Pass a larger --factor or --length, or another --option",
+    r"^(unknown method .*)": r"\1 For a method of your own: ctxext --import MODULE ...",
+}
+
 # Each command is added in ctxext/cli/__init__.py.
 commands = typer.Typer(
-    help="Extend the context window of Hugging Face language models, with proof.",
+    help="Extend the context window of Hugging Face language models, and verify the result.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_show_locals=False,
@@ -29,12 +39,17 @@ commands = typer.Typer(
 
 @contextmanager
 def without_garbage_collection() -> Iterator[None]:
-    """Reading a config, transformers imports thousands of modules; garbage collection would cost half a second."""
+    """Pause garbage collection, so that transformers imports half a second faster."""
     gc.disable()
     try:
         yield
     finally:
         gc.enable()
+
+
+def say(text: str) -> None:
+    """Print a line on stderr without markup or wrapping, so that it can be copied."""
+    console.print(text, highlight=False, markup=False, soft_wrap=True)
 
 
 def parse_tokens(text: str) -> int:
@@ -60,26 +75,37 @@ def parse_pairs(pairs: Sequence[str] | None) -> dict[str, Any]:
 
 
 def parse_options(pairs: Sequence[str] | None) -> dict[str, Any]:
-    """Options of a method, as keyword arguments of `extend_context`; the method checks their names."""
+    """Options of a method, as keyword arguments of `extend_context`. The method checks their names."""
     from ctxext.api import extend_context
 
     options = parse_pairs(pairs)
     for name in options:
         if name in {*inspect.signature(extend_context).parameters, "say"} - {"rotated_copy"}:
-            raise typer.BadParameter(f"{name} is not an option of a method. Use the flag that --help lists.")
+            raise typer.BadParameter(f"{name} is not a method option. Use its own flag (see --help).")
     return options
 
 
 def in_flags(said: str) -> str:
     """Rewrite Python arguments in an error as flags: `existing='keep'` as --existing keep, `length=` as --length.
 
-    Paths, quotes and calls such as `YaRN(factor=4)` are unchanged. On the command line there is no model to restore.
+    Paths and quotes are unchanged, and the method `YaRN(factor=4)` is called yarn ×4. On the command line there is no
+    model to restore.
     """
     from typer.main import get_command
+
+    from ctxext.methods import list_methods
 
     options = [option for command in get_command(commands).commands.values() for option in command.params]  # type: ignore[attr-defined]
     flags = {o.name: max(o.opts, key=len) for o in options if o.param_type_name == "option" and not o.is_flag}
     names = "|".join(flags)
+    methods = {cls.__name__: cls.name for cls in list_methods()}
+    said = re.sub(
+        rf"\b({'|'.join(methods)})\(\w+=([\d.]+)(?:[^()]|\((?:[^()]|\([^()]*\))*\))*\)",
+        lambda found: f"{methods[found[1]]} ×{float(found[2]):g}",
+        said,
+    )
+    for pattern, phrase in PHRASES.items():
+        said = re.sub(pattern, phrase, said)
     said = re.sub(rf"^({names})(?= must be )", lambda found: flags[found[1]], said)
     said = re.sub(
         rf"(?<![\w./\\'\"`-])(?<!\w\()({names})=('[^']*'|[\w.+-]*\w)?(?![\w/\\=(\[])",
@@ -90,14 +116,36 @@ def in_flags(said: str) -> str:
     return re.sub(r", or call restore_context\(model\)|restore_context\(model\), or ", "", said)
 
 
+def one_line_of(error: Any) -> str:
+    """A usage error of typer, with the flag it is about, what was passed and a remedy."""
+    param, context = getattr(error, "param", None), error.ctx
+    flag = max(param.opts, key=len) if param is not None and param.param_type_name == "option" else ""
+    if hasattr(error.__cause__, "errors"):  # pydantic's, of a number
+        (wrong,) = error.__cause__.errors()
+        kind = {"float_parsing": "a number", "int_parsing": "a whole number"}.get(wrong["type"])
+        if flag and kind:
+            return f"{flag} must be {kind}, such as 4, got {wrong['input']!r}."
+    if isinstance(error, typer.BadParameter) and error.message:
+        return f"{flag}: {error.message}" if flag else error.message
+    said = error.format_message().rstrip(".")
+    return f"{said}. See {context.command_path} --help." if context else f"{said}."
+
+
 def folder_of(model: str) -> str:
-    """A folder's config.json may be given for the folder."""
+    """The model, or the folder of a config.json."""
     return str(Path(model).parent) if Path(model).name == "config.json" else model
 
 
 def name_of(model: str) -> str:
     """A checkpoint's name in files and tables: its folder's or hub name."""
     return Path(model).absolute().name if Path(model).is_dir() else model
+
+
+def loaded_by(folder: Path) -> str:
+    """What loads a written checkpoint as extended."""
+    from ctxext.extension.metadata_file import RECORD
+
+    return f"ctxext.load({str(folder)!r})" if (folder / RECORD).is_file() else "plain transformers"
 
 
 def say_written(
@@ -115,18 +163,17 @@ def say_written(
         options += ["--original-max-position-embeddings", str(original_max_position_embeddings)]
     if existing != "refuse":
         options += ["--existing", existing]
-    console.print(f"wrote {output}. To use it: ctxext extend {shlex.join(options)}", markup=False, soft_wrap=True)
+    say(f"wrote {output}. To use it: ctxext extend {shlex.join(options)}")
 
 
 Model = Annotated[str, typer.Argument(help="A checkpoint: a folder, or a name on the hub (owner/name).")]
-# After it, what happens where none is named.
-METHOD = (
-    "A name of `ctxext methods`, a .json file of `ctxext fit` or `recommend`, or an extension on the hub (owner/name)"
-)
-Method = Annotated[str | None, typer.Option(help=f"{METHOD}; yarn for RoPE where none is named.")]
+# Commands append their default.
+METHOD = "A method from `ctxext methods`, a .json file from `ctxext fit` or `compare`, or a hub extension (owner/name)"
+Method = Annotated[str | None, typer.Option(help=f"{METHOD}. Default for RoPE: yarn.")]
 Factor = Annotated[float | None, typer.Option(help="Target length / trained length. Default: 4, or the file's.")]
 TargetLength = Annotated[
-    int | None, typer.Option(parser=parse_tokens, metavar="TOKENS", help="Tokens to reach, such as 131072 or 128k.")
+    int | None,
+    typer.Option(parser=parse_tokens, metavar="TOKENS", help="Target length in tokens, such as 131072 or 128k."),
 ]
 TrainedLength = Annotated[
     int | None,
@@ -134,23 +181,25 @@ TrainedLength = Annotated[
         "--original-max-position-embeddings",
         parser=parse_tokens,
         metavar="TOKENS",
-        help="The length it was really trained at, where you know better than its config.",
+        help="The trained length, if it differs from the one in the config.",
     ),
 ]
 Options = Annotated[
     list[str] | None,
-    typer.Option("--option", metavar="NAME=VALUE", help="An option of the method, such as beta_fast=16."),
+    typer.Option("--option", metavar="NAME=VALUE", help="A method option, such as beta_fast=16."),
 ]
 Length = Annotated[
     int | None,
-    typer.Option(parser=parse_tokens, metavar="TOKENS", help="Pin a dynamic method at the scale of this length."),
+    typer.Option(
+        parser=parse_tokens, metavar="TOKENS", help="Freeze a dynamic method at this length, which becomes the target."
+    ),
 ]
 HowExisting = Annotated[
     str,
     typer.Option(
-        help=f"What to do with a model that is scaled already: {', '.join(Existing.__args__)}. replace needs "
-        "--original-max-position-embeddings where nothing says the length before; encodings other than RoPE take "
+        help=f"What to do if the model is already scaled: {', '.join(Existing.__args__)}. replace needs "
+        "--original-max-position-embeddings if the trained length is unknown; encodings other than RoPE accept "
         "refuse and compose."
     ),
 ]
-Revision = Annotated[str | None, typer.Option(help="A branch, tag or commit of a name on the hub.")]
+Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub repository.")]

@@ -2,43 +2,47 @@
 
 from __future__ import annotations
 
+import math
+import time
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from ctxext.cli import measuring
-from ctxext.cli.common import (
-    Factor,
-    HowExisting,
-    Model,
-    Revision,
-    TargetLength,
-    TrainedLength,
-    console,
-    in_flags,
-    name_of,
-)
+from ctxext.cli import common, measuring
 
 
 def compare(
-    model: Model,
-    factor: Factor = None,
-    target_length: TargetLength = None,
+    model: common.Model,
+    factor: common.Factor = None,
+    target_length: common.TargetLength = None,
     methods: Annotated[
         str | None,
         typer.Option(
-            help="Comma-separated names of `ctxext methods`, or files. Default: all that the model takes, `longrope` "
-            "with an example's λ."
+            help="Comma-separated methods from `ctxext methods`, or files. Default: all that apply to the model, with "
+            "example factors for `longrope`; with --minutes, those that need neither training nor options."
         ),
     ] = None,
+    minutes: Annotated[
+        float | None,
+        typer.Option(
+            help="Time limit of the whole command. Methods that are clearly worse are dropped early, the rest get "
+            "more samples (replaces --trials and --windows), and rescale factors are fitted too. Such a run does not "
+            "resume: it needs a new --output file."
+        ),
+    ] = None,
+    no_fit: Annotated[bool, typer.Option("--no-fit", help="With --minutes: do not fit rescale factors.")] = False,
+    portable: Annotated[
+        bool,
+        typer.Option("--portable", help="Only config-expressible methods: plain transformers and servers run them."),
+    ] = False,
     tasks: measuring.Tasks = "passkey,perplexity,key_tokens,short",
     lengths: measuring.Lengths = None,
     depths: measuring.Depths = "5",
     trials: measuring.Trials = 10,
     windows: measuring.Windows = 8,
-    original_max_position_embeddings: TrainedLength = None,
-    existing: HowExisting = "refuse",
+    original_max_position_embeddings: common.TrainedLength = None,
+    existing: common.HowExisting = "refuse",
     haystack: measuring.Text = None,
     setting: measuring.Setting = None,
     style: measuring.PromptStyle = None,
@@ -48,21 +52,38 @@ def compare(
     dtype: measuring.Dtype = "auto",
     device: measuring.Device = None,
     seed: measuring.Seed = 0,
-    revision: Revision = None,
+    revision: common.Revision = None,
     output: Annotated[Path, typer.Option("--output", "-o", help=measuring.RESULTS)] = Path("comparison.jsonl"),
+    best: Annotated[Path | None, typer.Option(help="Write the recommended method to this file, for --method.")] = None,
 ) -> None:
-    """Measure the baseline (the model not extended) and each method, and say which one to use and how sure that is."""
+    """Measure the baseline (the unextended model) and each method, and say which one to use and how certain that is."""
+    began = time.perf_counter()
+    from rich.console import Console
+
+    from ctxext.evals.choice import recommended
     from ctxext.evals.loading import default_lengths, known_by, load, load_text
     from ctxext.evals.prompts import Prompter
     from ctxext.evals.runner import Runner
-    from ctxext.evals.screen import asked_as_it_answers, finish, run_with_bar
+    from ctxext.evals.screen import asked_as_it_answers, finish, run_with_bar, share_bar
+    from ctxext.evals.summary import Summary
     from ctxext.evals.targets import LiveModel, compared_variants
-    from ctxext.extension.method_file import check_writable
+    from ctxext.extension.method_file import check_method_file, check_writable
+    from ctxext.fitting.race import Race, check_start, saved_choice, where_it_runs
     from ctxext.hub.checkpoint import check_not_extended, checkpoint_folder
     from ctxext.utils.processes import Processes
 
     check_writable(output)
-    processes = Processes.here()
+    if best is not None:
+        check_method_file(best, "--best")
+    processes, timed = Processes.here(), minutes is not None
+    if no_fit and not timed:
+        raise typer.BadParameter("--no-fit works only with --minutes.")
+    if minutes is not None:
+        check_start(output, minutes)
+        if processes.world > 1:
+            raise ValueError(
+                "--minutes needs a single process. Run it without accelerate; --device auto splits a model across GPUs."
+            )
     folder = checkpoint_folder(model, revision)
     check_not_extended(folder, existing)
     loaded, tokenizer = load(folder, dtype, device, bare=True)
@@ -70,30 +91,31 @@ def compare(
         loaded.config,
         [name.strip() for name in methods.split(",")] if methods else None,
         factor,
+        zero_shot=timed,
         target_length=target_length,
         original_max_position_embeddings=original_max_position_embeddings,
         existing=existing,
     )
     prompter = Prompter(tokenizer, style, answer_tokens)  # type: ignore[arg-type]
-    target = LiveModel(loaded, prompter, name_of(model), original_max_position_embeddings)
+    target = LiveModel(loaded, prompter, common.name_of(model), original_max_position_embeddings)
     target.about |= known_by(folder)
     for variant in variants[1:]:
-        refusal = target.refusal(variant)
+        refusal = target.refusal(variant, portable)
         if refusal is None:
             continue
         variants.remove(variant)
         if methods is not None or len(variants) == 1:
             raise ValueError(f"{variant.name} cannot be compared: {refusal}")
         if processes.rank == 0:
-            said = f"{variant.name} is left out: {in_flags(refusal)}"
-            console.print(said, highlight=False, markup=False, soft_wrap=True)
+            common.say(f"skipping {variant.name}: {common.in_flags(refusal)}")
     trained = target.about["trained_length"]
     reach = max(target.reach(variant) or 0 for variant in variants)
+    usual = tuple(sorted({round(math.sqrt(trained * reach)), reach})) if timed else default_lengths(trained, reach)
     grid = measuring.make_grid(
         tasks,
         settings=setting,
         trained_length=trained,
-        lengths=measuring.parse_lengths(lengths) if lengths else default_lengths(trained, reach),
+        lengths=measuring.parse_lengths(lengths) if lengths else usual,
         depths=measuring.parse_depths(depths),
         trials=trials,
         windows=windows,
@@ -101,11 +123,32 @@ def compare(
         batch_size=batch_size,
         seed=seed,
     )
-    text = load_text(haystack, tokenizer, max(grid.lengths) if grid.retrieval else 0)
+    text = load_text(haystack, tokenizer, max(grid.lengths) if grid.retrieval and not timed else 0)
     runner = Runner(target, text, grid, beyond=True, processes=processes)
     runner.check(variants)
-    chosen = style is not None or answer_tokens is not None
-    runner.target = asked_as_it_answers(target, grid, text, output, free=not chosen, quiet=processes.rank > 0)
-    results = run_with_bar(runner, output, variants)
-    if results is not None:
-        finish(results, output)
+    free, quiet = style is None and answer_tokens is None, processes.rank > 0
+    runner.target = asked_as_it_answers(target, grid, text, output, free=free, begun=timed and not no_fit, quiet=quiet)
+    fitted = None
+    if minutes is None:
+        results = run_with_bar(runner, output, variants)
+    else:
+        race = Race(runner, variants[1:], output, minutes, fits=not no_fit, began=began)
+        with share_bar() as race.advance:
+            results, fitted, variants = race.run(), race.fitted, race.candidates
+        if race.text_used_up:
+            common.say("The text ran out before the time did. Pass a longer --haystack for more samples.")
+        if race.no_fit:
+            common.say(f"No rescale factors were fitted: {common.in_flags(race.no_fit)}")
+    if results is None:
+        return
+    finish(results, output)
+    summary = Summary(results)
+    use = recommended(summary)
+    plan = next((target.plan(variant) for variant in variants if variant.name == use.variant), None)
+    where = "" if plan is None else where_it_runs(summary, use, plan, loaded.config)
+    Console().print(where, highlight=False, markup=False)
+    if best is not None and plan is None:
+        raise ValueError(f"none of these methods is recommended, so {best} is not written.")
+    if best is not None and plan is not None:
+        saved_choice(summary, f"{use.text} {where}", plan, fitted).save(best)
+        common.say_written(best, model, revision, original_max_position_embeddings, existing)

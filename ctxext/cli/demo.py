@@ -1,4 +1,4 @@
-"""`ctxext demo`: a trained model breaks past its length, is extended, works, and reloads without ctxext."""
+"""`ctxext demo`: a model fails beyond its trained length, is extended, works, and reloads without ctxext."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ctxext.cli import measuring
-from ctxext.cli.common import console
+from ctxext.cli.common import console, say
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -32,19 +32,19 @@ with torch.no_grad():
 
 
 def demo(
-    output: Annotated[Path, typer.Option("--output", "-o", help="Where the table, figure and model go.")] = Path(
+    output: Annotated[Path, typer.Option("--output", "-o", help="Folder for the table, figure and model.")] = Path(
         "ctxext-demo"
     ),
     model: Annotated[
-        Path | None, typer.Option(help="Another checkpoint, a folder; by default the model that ctxext ships.")
+        Path | None, typer.Option(help="Folder of another checkpoint. Default: the bundled model.")
     ] = None,
     haystack: measuring.Text = None,
     lengths: measuring.Lengths = None,
-    trials: Annotated[int, typer.Option(help="Passkey prompts for each length and depth; 0 for none.")] = 10,
+    trials: Annotated[int, typer.Option(help="Passkey prompts per length and depth; 0 to skip them.")] = 10,
     windows: measuring.Windows = 48,
     seed: measuring.Seed = 0,
 ) -> None:
-    """Compare PI, NTK-aware, NTK-by-parts and YaRN with no extension at all, on real text."""
+    """Compare PI, NTK-aware, NTK-by-parts and YaRN with the unextended model, on real text."""
     from ctxext.assets import MODEL
     from ctxext.evals.choice import all_figures
     from ctxext.evals.loading import load, load_text
@@ -58,10 +58,9 @@ def demo(
 
     folder = MODEL if model is None else model
     check_not_extended(folder)
-    # Loaded as by the fresh process at the end, so that the two are bitwise comparable.
+    # Loaded as in the fresh process at the end, so that the logits are bitwise comparable.
     loaded, tokenizer = load(folder, "float32", "cpu")
-    prompter = Prompter(tokenizer, "base")
-    target = LiveModel(loaded, prompter, folder.name)
+    target = LiveModel(loaded, Prompter(tokenizer, "base"), folder.name)
     trained = target.about["trained_length"]
     chosen = measuring.parse_lengths(lengths) if lengths else (trained, 2 * trained, 4 * trained)
     factor = max(chosen) / trained
@@ -84,11 +83,10 @@ def demo(
     plot_overview(summary, output / "comparison.png")
     print_summary(summary)
     difference = save_and_reload(loaded, tokenizer, factor, max(chosen), output)
-    console.print(
+    say(
         f"YaRN ×{factor:g} saved to {output / 'yarn'} and loaded by plain transformers in a fresh process: "
         f"largest logit difference {difference:g}.\nFigure: {output / 'comparison.png'}; "
-        f"a page of every sample: ctxext report {output / 'results.jsonl'}",
-        highlight=False,
+        f"Report with every sample: ctxext report {output / 'results.jsonl'}"
     )
     if difference != 0:
         raise RuntimeError("the reloaded model differs from the live one; please report this.")

@@ -7,61 +7,47 @@ from typing import Annotated, Any
 
 import typer
 
-from ctxext.cli import measuring
-from ctxext.cli.common import (
-    METHOD,
-    Factor,
-    HowExisting,
-    Model,
-    Options,
-    Revision,
-    TargetLength,
-    TrainedLength,
-    name_of,
-    parse_options,
-)
+from ctxext.cli import common, measuring
 
 
 def evaluate(
-    model: Model,
+    model: common.Model,
     tasks: measuring.Tasks = "passkey,perplexity",
     lengths: measuring.Lengths = None,
     depths: measuring.Depths = "5",
     trials: measuring.Trials = 10,
     windows: measuring.Windows = 8,
-    method: Annotated[str | None, typer.Option(help=f"Extend it first. {METHOD}.")] = None,
-    factor: Factor = None,
-    target_length: TargetLength = None,
-    option: Options = None,
-    original_max_position_embeddings: TrainedLength = None,
-    existing: HowExisting = "refuse",
+    method: Annotated[str | None, typer.Option(help=f"Extend the model first. {common.METHOD}.")] = None,
+    factor: common.Factor = None,
+    target_length: common.TargetLength = None,
+    option: common.Options = None,
+    original_max_position_embeddings: common.TrainedLength = None,
+    existing: common.HowExisting = "refuse",
     base: Annotated[
         str | None,
-        typer.Option(help="The checkpoint it was made from, for `short` and `key_tokens`. Not needed with --method."),
+        typer.Option(help="The unextended checkpoint, for `short` and `key_tokens`. Not needed with --method."),
     ] = None,
     haystack: measuring.Text = None,
     setting: measuring.Setting = None,
     style: measuring.PromptStyle = None,
     answer_tokens: measuring.AnswerTokens = None,
     generate: measuring.Generate = False,
-    beyond: Annotated[bool, typer.Option("--beyond", help="Allow lengths beyond what the model covers.")] = False,
+    beyond: Annotated[bool, typer.Option("--beyond", help="Allow lengths beyond the model's maximum length.")] = False,
     server: Annotated[
         str | None,
-        typer.Option(help="Ask the model behind this OpenAI-compatible URL; MODEL then names its tokenizer."),
+        typer.Option(help="Evaluate the model served at this OpenAI-compatible URL; MODEL then names its tokenizer."),
     ] = None,
-    served_model: Annotated[str | None, typer.Option(help="The server's name of the model, if it has several.")] = None,
-    concurrency: Annotated[int, typer.Option(help="Requests at a time to the server.")] = 4,
-    timeout: Annotated[float, typer.Option(help="Seconds that the server may take for one answer.")] = 600.0,
+    served_model: Annotated[str | None, typer.Option(help="Model name on the server, if it serves several.")] = None,
+    concurrency: Annotated[int, typer.Option(help="Concurrent requests to the server.")] = 4,
+    timeout: Annotated[float, typer.Option(help="Timeout for each answer of the server, in seconds.")] = 600.0,
     batch_size: measuring.BatchSize = None,
     dtype: measuring.Dtype = "auto",
     device: measuring.Device = None,
     seed: measuring.Seed = 0,
-    revision: Revision = None,
+    revision: common.Revision = None,
     output: Annotated[Path, typer.Option("--output", "-o", help=measuring.RESULTS)] = Path("results.jsonl"),
 ) -> None:
     """Measure one model: retrieval, perplexity, and what an extension costs at short length."""
-    from transformers import AutoTokenizer
-
     from ctxext.evals.loading import default_lengths, known_by, load, load_text
     from ctxext.evals.prompts import Prompter
     from ctxext.evals.runner import Runner
@@ -69,7 +55,7 @@ def evaluate(
     from ctxext.evals.server import ServedModel
     from ctxext.evals.targets import LiveModel, Served, Target, Variant, known_lengths
     from ctxext.extension.method_file import check_made_for, check_writable, opened
-    from ctxext.hub.checkpoint import check_not_extended, checkpoint_folder, read_config
+    from ctxext.hub.checkpoint import check_not_extended, checkpoint_folder, load_tokenizer, read_config
     from ctxext.utils.processes import Processes
 
     check_writable(output)
@@ -80,8 +66,8 @@ def evaluate(
     trained, reach = known_lengths(config)
     trained = original_max_position_embeddings or trained
     if method is None and (factor or target_length or option):
-        raise typer.BadParameter("--factor, --target-length and --option belong to --method.")
-    variant = Variant(name_of(model))
+        raise typer.BadParameter("--factor, --target-length and --option work only with --method.")
+    variant = Variant(common.name_of(model))
     if method is not None:
         check_made_for(method, trained)
         extension = {
@@ -90,41 +76,36 @@ def evaluate(
             "target_length": target_length,
             "original_max_position_embeddings": original_max_position_embeddings,
             "existing": existing,
-            **parse_options(option),
+            **common.parse_options(option),
         }
         variant = Variant(method, {name: value for name, value in extension.items() if value is not None})
     names = [name.strip() for name in tasks.split(",")]
     compared = "short" in names or "key_tokens" in names
     if compared and method is None and base is None:
         raise typer.BadParameter(
-            "short and key_tokens need the baseline: extend with --method, or give it as --base CHECKPOINT."
+            "short and key_tokens compare with the baseline. Pass --method, or the baseline as --base CHECKPOINT."
         )
-
     if base is not None and not compared:
-        raise typer.BadParameter("--base is for short and key_tokens. Add one of them to --tasks, or drop it.")
+        raise typer.BadParameter("--base is for short and key_tokens. Add one of them to --tasks, or drop --base.")
     if server is not None and (reading := [name for name in names if name in measuring.READING]):
         raise typer.BadParameter(
-            f"{', '.join(reading)} needs the model's losses, which servers do not give. Ask for retrieval tasks alone, "
+            f"{', '.join(reading)} needs the model's losses, which servers do not return. Use only retrieval tasks, "
             "such as --tasks passkey."
         )
-
     processes = Processes.here()
     if server is not None:
-        tokenizer: Any = AutoTokenizer.from_pretrained(folder)
+        tokenizer = load_tokenizer(folder)
         if answer_tokens is None and (style or ("chat" if tokenizer.chat_template else "base")) == "chat":
             answer_tokens = 64
         prompter = Prompter(tokenizer, style, answer_tokens)  # type: ignore[arg-type]
-        target: Target = Served(
-            ServedModel(server, style=prompter.style, model=served_model, concurrency=concurrency, timeout=timeout),
-            prompter,
-            trained,
-        )
+        asked: dict[str, Any] = {"model": served_model, "concurrency": concurrency, "timeout": timeout}
+        target: Target = Served(ServedModel(server, style=prompter.style, **asked), prompter, trained)
     else:
         loaded, tokenizer = load(folder, dtype, device, bare=method is not None)
         prompter = Prompter(tokenizer, style, answer_tokens)  # type: ignore[arg-type]
-        target = LiveModel(loaded, prompter, name_of(model), original_max_position_embeddings)
+        target = LiveModel(loaded, prompter, common.name_of(model), original_max_position_embeddings)
         target.about |= known_by(folder)
-        if method is None and base is None and "method" not in target.about:  # neither extended nor another's extension
+        if method is None and base is None and "method" not in target.about:  # neither extended here nor saved so
             variant = Variant()
         reach = target.reach(variant) or reach
     grid = measuring.make_grid(
@@ -140,15 +121,13 @@ def evaluate(
         seed=seed,
     )
     text = load_text(haystack, tokenizer, max(grid.lengths) if grid.retrieval else 0)
-
     before = [Variant(gate_only=True)] if compared else []
     variants = [*before, variant] if base is None else [variant]
     runner = Runner(target, text, grid, beyond, processes=processes)
     if isinstance(target, LiveModel):
         runner.check(variants)
-        chosen = style is not None or answer_tokens is not None
-        quiet = processes.rank > 0
-        runner.target = asked_as_it_answers(target, grid, text, output, free=not chosen, quiet=quiet)
+        free, quiet = style is None and answer_tokens is None, processes.rank > 0
+        runner.target = asked_as_it_answers(target, grid, text, output, free=free, quiet=quiet)
     if base is not None:
         loaded, _ = load(checkpoint_folder(base), dtype, device)
         of_base = LiveModel(loaded, runner.target.prompter, Path(base).name, original_max_position_embeddings)

@@ -8,39 +8,26 @@ from typing import Annotated
 
 import typer
 
-from ctxext.cli.common import (
-    Factor,
-    HowExisting,
-    Length,
-    Method,
-    Model,
-    Options,
-    Revision,
-    TargetLength,
-    TrainedLength,
-    console,
-    in_flags,
-    parse_options,
-    without_garbage_collection,
-)
+from ctxext.cli import common
+from ctxext.cli.common import console
 
 
 def extend(
-    model: Model,
-    factor: Factor = None,
-    target_length: TargetLength = None,
-    method: Method = None,
-    option: Options = None,
-    length: Length = None,
-    original_max_position_embeddings: TrainedLength = None,
-    existing: HowExisting = "refuse",
-    revision: Revision = None,
+    model: common.Model,
+    factor: common.Factor = None,
+    target_length: common.TargetLength = None,
+    method: common.Method = None,
+    option: common.Options = None,
+    length: common.Length = None,
+    original_max_position_embeddings: common.TrainedLength = None,
+    existing: common.HowExisting = "refuse",
+    revision: common.Revision = None,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="A new folder for the checkpoint.")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the new config.json and write nothing.")] = False,
 ) -> None:
     """Write an extended copy of a checkpoint: a new config.json, and the same weight files, hard-linked.
 
-    Where a table of positions grows, they are written again.
+    If a position table grows, the weights are rewritten.
     """
     from ctxext.extension.metadata_file import RECORD
     from ctxext.hub.checkpoint import checkpoint_folder, extend_folder
@@ -48,7 +35,7 @@ def extend(
 
     if dry_run == (output is not None):
         raise typer.BadParameter("give either --output FOLDER or --dry-run.")
-    with without_garbage_collection():
+    with common.without_garbage_collection():
         result = extend_folder(
             checkpoint_folder(model, revision, config_only=dry_run),
             output,
@@ -59,27 +46,24 @@ def extend(
             existing=existing,
             length=length,
             say=console.print,
-            **parse_options(option),
+            **common.parse_options(option),
         )
-    console.print(f"[bold]{result.plan.summary}[/]", highlight=False)
-    for note in result.plan.notes:
-        console.print(f"note: {in_flags(note)}", highlight=False, markup=False)
-    if not result.plan.is_portable:
-        freeze = " To freeze it in the config instead, pass --length." * (
-            result.plan.in_attention and isinstance(result.plan.method, RopeScaling)
-        )
-        console.print(
-            f"note: config.json cannot express this, as {result.plan.why_not_portable}: "
-            "config.json stays unextended, and "
-            f"{RECORD} beside it is for ctxext.load.{freeze}",
-            highlight=False,
-            soft_wrap=True,
+    plan = result.plan
+    console.print(f"[bold]{plan.summary}[/]", highlight=False)
+    for note in plan.notes:
+        console.print(f"note: {common.in_flags(note)}", highlight=False, markup=False)
+    if not plan.is_portable:
+        can_freeze = plan.in_attention and isinstance(plan.method, RopeScaling)
+        freeze = " To freeze it in the config instead, pass --length." * can_freeze
+        common.say(
+            f"note: config.json cannot express this, as {plan.why_not_portable}. It stays unextended, and "
+            f"ctxext.load reads {RECORD} beside it.{freeze}"
         )
     if result.output is None:
         print(json.dumps(result.config, indent=2, ensure_ascii=False))
         return
     how = f"{result.linked_bytes / 2**30:.2f} GiB linked, {result.copied_bytes / 2**30:.2f} GiB copied"
-    loads = f"ctxext.load({str(result.output)!r})" if not result.plan.is_portable else "plain transformers"
+    loads = common.loaded_by(result.output)
     weighs = any(path.suffix in (".safetensors", ".bin") for path in result.output.iterdir())
-    said = f"{loads} loads it." if weighs else f"there were no weights to take along: with them, {loads} loads it."
-    console.print(f"wrote {result.output} ({how}); {said}", highlight=False, soft_wrap=True)
+    said = f"{loads} loads it." if weighs else f"there were no weights to copy; once they are added, {loads} loads it."
+    common.say(f"wrote {result.output} ({how}); {said}")

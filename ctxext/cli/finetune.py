@@ -14,8 +14,8 @@ from ctxext.utils.extras import require
 
 def finetune(
     config: Annotated[str, typer.Option(help="A YAML file, or the name of one in recipes/configs.")],
-    changes: Annotated[list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Changes to the config.")] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what it would take, and stop.")] = False,
+    changes: Annotated[list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Config overrides.")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the estimated requirements, and stop.")] = False,
 ) -> None:
     """Fine-tune a model at a longer context: `accelerate launch -m ctxext finetune ...` for several processes."""
     require("train")
@@ -25,7 +25,7 @@ def finetune(
         path = recipes / "configs" / f"{config}.yaml"
     if not path.is_file():
         known = ", ".join(sorted(file.stem for file in (recipes / "configs").glob("*.yaml")))
-        raise FileNotFoundError(f"{config!r} is not a file, and no config of that name is among the recipes: {known}.")
+        raise FileNotFoundError(f"{config!r} is neither a file nor a bundled config. Bundled configs: {known}.")
     spec = importlib.util.spec_from_file_location("ctxext_recipe_finetune", recipes / "finetune.py")
     assert spec is not None
     assert spec.loader is not None

@@ -18,23 +18,26 @@ if TYPE_CHECKING:
 
 def fit(
     model: Model,
-    output: Annotated[Path, typer.Option("--output", "-o", help="The file to write: a method for --method.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="The method file to write, for --method.")],
     factor: Factor = None,
     target_length: TargetLength = None,
-    text: Annotated[Path | None, typer.Option(help="Prose to fit on; Persuasion if not given.")] = None,
-    evaluations: Annotated[int | None, typer.Option(help="Of the loss; 8 if not given.")] = None,
-    rows: Annotated[
-        int | None, typer.Option(help="Texts with a passkey that an evaluation reads. Default: by the length.")
+    text: Annotated[Path | None, typer.Option(help="Prose to fit on. Default: *Persuasion*.")] = None,
+    evaluations: Annotated[
+        int | None,
+        typer.Option(help="How often the loss and its gradient are computed. More takes longer. Default: 8."),
     ] = None,
-    minutes: Annotated[float | None, typer.Option(help="End after that time at the latest.")] = None,
+    rows: Annotated[int | None, typer.Option(help="Passkey texts per evaluation. Default: by the length.")] = None,
+    minutes: Annotated[float | None, typer.Option(help="Time limit in minutes.")] = None,
     start: Annotated[
         str | None,
         typer.Option(
-            help="Begin with yarn, llama3 or a ramp between two numbers of turns within the trained length: "
-            "ramp_0.25_1, ramp_0.5_1, ramp_0.5_2 or ramp_1_2; the best of all if not given."
+            help="Start from yarn, llama3 or a ramp between two numbers of rotations within the trained length: "
+            "ramp_0.25_1, ramp_0.5_1, ramp_0.5_2 or ramp_1_2. Default: the best of all."
         ),
     ] = None,
-    retrieval: Annotated[float | None, typer.Option(help="Weight of passkeys against text. Default: 2.")] = None,
+    retrieval: Annotated[
+        float | None, typer.Option(help="Weight of the passkey loss relative to the text loss. Default: 2.")
+    ] = None,
     original_max_position_embeddings: TrainedLength = None,
     style: measuring.PromptStyle = None,
     dtype: measuring.Dtype = "auto",
@@ -42,14 +45,14 @@ def fit(
     seed: measuring.Seed = 0,
     revision: Revision = None,
 ) -> None:
-    """Find the rescale factors and the attention factor that serve this model best. No weight changes."""
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-
+    """Learn the RoPE rescale factors and the attention factor that suit one model. Its weights do not change."""
     from ctxext.assets import PERSUASION
-    from ctxext.evals.haystack import read_prose
+    from ctxext.evals.haystack import Haystack, read_prose
     from ctxext.evals.loading import load
+    from ctxext.evals.needle import Passkey
     from ctxext.evals.prompts import Prompter
-    from ctxext.evals.screen import asked_for_passkeys
+    from ctxext.evals.runner import Grid
+    from ctxext.evals.screen import asked_as_it_answers, share_bar
     from ctxext.evals.targets import LiveModel
     from ctxext.extension.method_file import check_method_file
     from ctxext.fitting.fit import fit as run
@@ -67,10 +70,11 @@ def fit(
     check_not_extended(folder)
     loaded, tokenizer = load(folder, dtype, device, bare=True)
     target = LiveModel(loaded, Prompter(tokenizer, style), name_of(model), original_max_position_embeddings)  # type: ignore[arg-type]
-    target = asked_for_passkeys(target, prose, seed, free=style is None, quiet=here.rank > 0)
-    columns = (TextColumn("fitting"), BarColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
-    with Progress(*columns, console=console, disable=here.rank > 0) as progress:
-        bar = progress.add_task("", total=1.0)
+    haystack = Haystack.from_text(prose, tokenizer)
+    grid = Grid(retrieval=(Passkey(),), lengths=(target.about["trained_length"],), seed=seed)
+    # Only forms whose answers can be scored by teacher forcing.
+    target = asked_as_it_answers(target, grid, haystack, free=style is None, begun=True, quiet=here.rank > 0)
+    with share_bar("fitting", quiet=here.rank > 0) as advance:
         saved = run(
             loaded,
             target.prompter,
@@ -80,7 +84,7 @@ def fit(
             original_max_position_embeddings=original_max_position_embeddings,
             settings=settings,
             names=(target.name, path.name),
-            advance=lambda share, state: progress.update(bar, completed=share, description=state),
+            advance=advance,
             processes=here,
         )
     saved.about["control"] = target.about["control"]
@@ -89,7 +93,7 @@ def fit(
         console.print(fit_table(saved))
         if saved.about.get("kept_start"):
             start = saved.about["start"]
-            console.print(f"The fitted factors are no better than {start} on held-out text: {start} is kept.")
+            console.print(f"The fitted factors are no better than {start} on held-out text. Keeping {start}.")
         say_written(output, model, revision, original_max_position_embeddings)
 
 
@@ -99,12 +103,12 @@ def fit_table(saved: SavedMethod) -> Table:
 
     about = saved.about
     titles = {
-        "short": "change within the trained length (nats a token)",
-        "text": "loss of longer text (nats a token)",
-        "key": "loss of a passkey (nats)",
+        "short": "change within the trained length (nats/token)",
+        "text": "loss on longer text (nats/token)",
+        "key": "passkey loss (nats)",
     }
     lengths = f"{about['trained_length']:,} to {about['target_length']:,} tokens"
-    table = Table(title=f"{lengths}: text that was not learned from", title_justify="left")
+    table = Table(title=f"{lengths}, on held-out text", title_justify="left")
     table.add_column("method")
     for title in titles.values():
         table.add_column(title, justify="right", max_width=24)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ctxext.cli.common import parse_tokens
+from ctxext.cli.common import parse_pairs, parse_tokens
 from ctxext.utils.values import DTYPES
 
 if TYPE_CHECKING:
@@ -17,9 +18,11 @@ if TYPE_CHECKING:
 # The tasks that need the model's losses.
 READING = ("perplexity", "sliding_perplexity", "key_tokens", "short")
 
-RESULTS = "The results file. A run that was stopped resumes; while one writes to the file, a second is refused."
+RESULTS = (
+    "Results file. An interrupted run resumes (not with `compare --minutes`); only one run can write to it at a time."
+)
 
-# ------------------------------------------------------------------------------- what people write
+# ------------------------------------------------------------------------------------ the options
 
 Tasks = Annotated[
     str,
@@ -32,7 +35,7 @@ Lengths = Annotated[str | None, typer.Option(help="Comma-separated lengths in to
 Depths = Annotated[
     str, typer.Option(help="How many depths from 0 to 1, or the depths themselves, such as 0.1,0.5,0.9.")
 ]
-Trials = Annotated[int, typer.Option(help="Samples for each length and depth: 10 for a map, 50 and more for a claim.")]
+Trials = Annotated[int, typer.Option(help="Samples per length and depth: 10 for an overview, 50 or more for a claim.")]
 Windows = Annotated[int, typer.Option(help="Windows of text for perplexity and `short`.")]
 Text = Annotated[
     str | None,
@@ -43,21 +46,21 @@ Setting = Annotated[
     typer.Option("--setting", metavar="TASK.NAME=VALUE", help="A setting of a task, such as needle.distractors=3."),
 ]
 PromptStyle = Annotated[
-    str | None, typer.Option("--style", help="base, chat or thinking. Default: chat where there is a chat template.")
+    str | None, typer.Option("--style", help="base, chat or thinking. Default: chat if there is a chat template.")
 ]
 AnswerTokens = Annotated[
     int | None,
-    typer.Option(help="Leave at least this many tokens for an answer in the model's own words, and generate it."),
+    typer.Option(help="Generate free-form answers, with at least this many tokens reserved for each."),
 ]
 Generate = Annotated[
-    bool, typer.Option("--generate", help="Generate every answer, also where teacher forcing would do.")
+    bool, typer.Option("--generate", help="Generate every answer, even where teacher forcing would suffice.")
 ]
-BatchSize = Annotated[int | None, typer.Option(help="Trials side by side. Default: what fits in 8,192 tokens.")]
-Seed = Annotated[int, typer.Option(help="Of the texts, places and numbers: another seed, other samples.")]
+BatchSize = Annotated[int | None, typer.Option(help="Trials per batch. Default: as many as fit in 8,192 tokens.")]
+Seed = Annotated[int, typer.Option(help="Random seed for texts, positions and numbers.")]
 Dtype = Annotated[
-    str, typer.Option(help=f"One of {', '.join(DTYPES)}; auto is float32 on a CPU, otherwise the checkpoint's own.")
+    str, typer.Option(help=f"One of {', '.join(DTYPES)}; auto is float32 on CPU, otherwise the checkpoint's dtype.")
 ]
-Device = Annotated[str | None, typer.Option(help="Such as cuda:1 or cpu; `auto` spreads a model over all GPUs.")]
+Device = Annotated[str | None, typer.Option(help="Such as cuda:1 or cpu; `auto` splits the model across all GPUs.")]
 
 
 def parse_lengths(text: str) -> tuple[int, ...]:
@@ -74,13 +77,11 @@ def parse_depths(text: str) -> tuple[float, ...]:
             return tuple(k / (n - 1) for k in range(n)) if n > 1 else (0.5,)
         return tuple(dict.fromkeys(float(part) for part in text.split(",")))
     except ValueError:
-        raise typer.BadParameter(f"{text!r} is not a list of depths; write how many (11), or 0.1,0.5,0.9.") from None
+        raise typer.BadParameter(f"{text!r} is not a list of depths; write 0.1,0.5,0.9, or a number (11).") from None
 
 
 def parse_settings(pairs: Sequence[str] | None) -> dict[str, dict[str, Any]]:
     """`["needle.distractors=3"]` as settings by task."""
-    from ctxext.cli.common import parse_pairs
-
     settings: dict[str, dict[str, Any]] = {}
     for name, value in parse_pairs(pairs).items():
         task, dot, setting = name.partition(".")
@@ -93,38 +94,31 @@ def parse_settings(pairs: Sequence[str] | None) -> dict[str, dict[str, Any]]:
 # --------------------------------------------------------------------------------- the measurement
 
 
-def make_grid(
-    tasks: str,
-    *,
-    settings: Sequence[str] | None = None,
-    trained_length: int,
-    **grid: Any,
-) -> Grid:
-    """The grid of comma-separated tasks; `short` also measures all of them within the trained length."""
-    from ctxext.evals.perplexity import KeyTokens, Perplexity, SlidingPerplexity
+def make_grid(tasks: str, *, settings: Sequence[str] | None = None, trained_length: int, **grid: Any) -> Grid:
+    """The grid of comma-separated tasks; with `short`, all are also measured within the trained length."""
+    from ctxext.evals.perplexity import KeyTokens, Perplexity, SlidingPerplexity, TextTask
     from ctxext.evals.ruler import RULER
     from ctxext.evals.runner import Grid
     from ctxext.evals.samples import list_tasks, make_task
     from ctxext.utils.values import suggest
 
-    texts = {
+    texts: dict[str, Callable[..., TextTask]] = {
         "perplexity": Perplexity,
         "sliding_perplexity": SlidingPerplexity,
-        "key_tokens": lambda **more: KeyTokens(**{"long": trained_length, "short": trained_length // 8, **more}),
+        "key_tokens": partial(KeyTokens, long=trained_length, short=trained_length // 8),
     }
-    retrieval = list_tasks()
+    retrieval = {name: partial(make_task, name) for name in list_tasks()}
     names = [n for name in tasks.split(",") for n in (RULER if name.strip() == "ruler" else [name.strip()])]
     of_task = parse_settings(settings)
     known = [*retrieval, *texts, "short", "ruler"]
     for name in (*names, *of_task):
         if name not in known:
             raise ValueError(f"unknown task {name!r}{suggest(name, known)}")
-
     for name in of_task:
         if name not in names and not (name == "ruler" and {*names} & {*RULER}):
             raise ValueError(f"{name} has a --setting but is not measured. Add it to --tasks, or drop the setting.")
 
-    def made(make: Any, name: str) -> Any:
+    def made(make: Callable[..., Any], name: str) -> Any:
         chosen = {**(of_task.get("ruler", {}) if name in RULER else {}), **of_task.get(name, {})}
         plain = make()
         usual = {field.name: getattr(plain, field.name) for field in fields(plain) if field.name != "name"}
@@ -133,18 +127,16 @@ def make_grid(
                 raise ValueError(f"unknown setting {setting!r} of {name}{suggest(setting, usual)}")
             kind = type(usual[setting])
             if usual[setting] is not None and not isinstance(value, (int, float) if kind is float else kind):
-                raise ValueError(f"{name}.{setting} is such as {usual[setting]!r}, got {value!r}.")
+                raise ValueError(f"{name}.{setting} must be a value such as {usual[setting]!r}, got {value!r}.")
         return make(**chosen)
 
     if "key_tokens" in names and "perplexity" not in names:
-        raise ValueError("key_tokens says which tokens to look at, perplexity reads them. Ask for both.")
+        raise ValueError("key_tokens selects from the tokens of perplexity. Add perplexity to --tasks.")
     begun = {name: of_task.get(name, {}).get("bos", True) for name in ("key_tokens", "perplexity") if name in names}
     if len(set(begun.values())) > 1:
-        raise ValueError("key_tokens looks at the tokens that perplexity reads. Set bos of both, or of neither.")
+        raise ValueError("key_tokens selects from the tokens of perplexity. Set bos for both, or for neither.")
     return Grid(
-        retrieval=tuple(
-            made(lambda name=name, **more: make_task(name, **more), name) for name in names if name in retrieval
-        ),
+        retrieval=tuple(made(retrieval[name], name) for name in names if name in retrieval),
         texts=tuple(made(texts[name], name) for name in names if name in texts),
         gate=(min(trained_length, 4096),) if "short" in names else (),
         **grid,

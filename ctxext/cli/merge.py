@@ -1,4 +1,4 @@
-"""`ctxext merge`: an adapter in, a plain checkpoint out."""
+"""`ctxext merge`: an adapter in, a checkpoint out."""
 
 from __future__ import annotations
 
@@ -7,20 +7,23 @@ from typing import Annotated
 
 import typer
 
-from ctxext.cli.common import console
+from ctxext.cli.common import loaded_by, say
 
 
 def merge(
-    adapter: Annotated[str, typer.Argument(help="A folder that holds an adapter, or a name on the hub (owner/name).")],
+    adapter: Annotated[str, typer.Argument(help="An adapter: a folder, or a name on the hub (owner/name).")],
     output: Annotated[Path, typer.Option("--output", "-o", help="A new folder for the checkpoint.")],
     dtype: Annotated[
         str | None,
-        typer.Option(help="Of the weights written: float32, float16 or bfloat16. Default: the base's own."),
+        typer.Option(help="dtype of the merged weights: float32, float16 or bfloat16. Default: the base model's."),
     ] = None,
 ) -> None:
-    """Merge an adapter into its extended base: a plain checkpoint whose logits are the adapter's."""
+    """Merge an adapter into its extended base model, as a checkpoint with the same logits.
+
+    Plain transformers loads it; if config.json cannot express the extension, ctxext.load does.
+    """
     from ctxext.hub.adapters import merge as merge_adapter
 
     written = merge_adapter(adapter, output, dtype)
     size = sum(path.stat().st_size for path in written.rglob("*") if path.is_file())
-    console.print(f"wrote {written} ({size / 2**30:.2f} GiB); plain transformers loads it.", highlight=False)
+    say(f"wrote {written} ({size / 2**30:.2f} GiB); {loaded_by(written)} loads it.")

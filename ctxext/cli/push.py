@@ -6,46 +6,41 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.filesize import pick_unit_and_suffix
 
-from ctxext.cli.common import console
+from ctxext.cli.common import say
 
 
 def push(
-    model: Annotated[
-        Path, typer.Argument(help="A folder that holds an extended checkpoint, or a saved method (.json).")
-    ],
-    repo_id: Annotated[str, typer.Argument(metavar="OWNER/NAME", help="Where to push it on the hub.")],
+    model: Annotated[Path, typer.Argument(help="The folder of an extended checkpoint, or a saved method (.json).")],
+    repo_id: Annotated[str, typer.Argument(metavar="OWNER/NAME", help="The hub repository to push to.")],
     results: Annotated[
-        Path | None, typer.Option(help="A file of ctxext eval or ctxext compare, whose numbers go into the card.")
+        Path | None, typer.Option(help="Results file of ctxext eval or ctxext compare, for the model card.")
     ] = None,
-    base_model: Annotated[
-        str | None, typer.Option(help="The hub's name of the model that was extended (owner/name).")
-    ] = None,
-    private: Annotated[bool | None, typer.Option("--private/--public", help="For a new repository.")] = None,
+    base_model: Annotated[str | None, typer.Option(help="Hub name of the base model (owner/name).")] = None,
+    private: Annotated[bool | None, typer.Option("--private/--public", help="Visibility of a new repository.")] = None,
     revision: Annotated[str | None, typer.Option(help="The branch to push to.")] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the card and the files, and push nothing.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the card and the files without pushing.")] = False,
 ) -> None:
-    """Push an extended model, or its extension alone, to the hub, with a card that says what was done and measured."""
+    """Push an extended model, or its extension alone, to the hub, with a model card of its settings and results."""
     from ctxext.publish.push import prepared, upload
 
     if not model.exists():
-        raise FileNotFoundError(f"{model} is not here. Give a folder that holds an extended checkpoint.")
+        raise FileNotFoundError(f"{model} does not exist. Pass the folder of an extended checkpoint.")
     with prepared(model, repo_id, base_model=base_model, results=results) as prepared_push:
         if dry_run:
             print(prepared_push.card())
         for path, size in prepared_push.sizes().items():
-            console.print(f"{_readable(size):>10}  {path}", highlight=False, markup=False, soft_wrap=True)
+            say(f"{_readable(size):>10}  {path}")
         for note in prepared_push.notes():
-            console.print(f"note: {note}.", highlight=False, markup=False, soft_wrap=True)
+            say(f"note: {note}.")
         if dry_run:
             return
         url = upload(prepared_push, private=private, revision=revision)
-    console.print(f"pushed: {url}", highlight=False, markup=False, soft_wrap=True)
+    say(f"pushed: {url}")
 
 
 def _readable(size: int) -> str:
-    for unit in ("B", "KiB", "MiB"):
-        if size < 1024:
-            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
-        size = size / 1024  # type: ignore[assignment]
-    return f"{size:.2f} GiB"
+    unit, name = pick_unit_and_suffix(size, ["B", "KiB", "MiB", "GiB"], 1024)
+    decimals = {"B": 0, "GiB": 2}.get(name, 1)
+    return f"{size / unit:.{decimals}f} {name}"

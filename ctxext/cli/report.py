@@ -7,17 +7,17 @@ from typing import Annotated
 
 import typer
 
-from ctxext.cli.common import console
+from ctxext.cli.common import say
 
 
 def report(
     results: Annotated[list[Path], typer.Argument(help="Results files of ctxext eval or ctxext compare.")],
-    output: Annotated[Path, typer.Option("--output", "-o", help="The page.")] = Path("report.html"),
+    output: Annotated[Path, typer.Option("--output", "-o", help="The HTML file to write.")] = Path("report.html"),
     figures: Annotated[
         Path | None, typer.Option(help="A folder for the figures as PNG and SVG, and their numbers as JSON.")
     ] = None,
 ) -> None:
-    """Write one self-contained page of results: figures, tables, settings, and every failed sample."""
+    """Write a self-contained HTML report: figures, tables, settings, and every failed sample."""
     from ctxext.evals.choice import all_figures
     from ctxext.evals.plots import save_figures
     from ctxext.evals.report import write_report
@@ -29,14 +29,13 @@ def report(
     check_writable(output)
     read = [read_results(path) for path in results]
     write_report(read, output)
-    console.print(f"wrote {output}: open it in a browser.", highlight=False, soft_wrap=True)
+    say(f"wrote {output}: open it in a browser.")
     if figures is not None:
         figures.mkdir(parents=True, exist_ok=True)
         stems = [result.path.stem for result in read]
-        for index, result in enumerate(read):
-            summary = Summary(result)
-            stem = stems[index] if stems.count(stems[index]) == 1 else f"{stems[index]}-{index + 1}"
-            numbers = figures / f"{stem}.json"
-            write_json(numbers, all_figures(summary))
-            for path in [numbers, *save_figures(summary, figures, stem)]:
-                console.print(f"wrote {path}", highlight=False, soft_wrap=True)
+        for number, (stem, result) in enumerate(zip(stems, read), 1):
+            stem, summary = stem if stems.count(stem) == 1 else f"{stem}-{number}", Summary(result)
+            figures_file = figures / f"{stem}.json"
+            write_json(figures_file, all_figures(summary))
+            for path in [figures_file, *save_figures(summary, figures, stem)]:
+                say(f"wrote {path}")

@@ -14,7 +14,7 @@ from ctxext.cli.common import Revision, console, parse_tokens
 
 
 def parse_tokens_or_none(text: str) -> int:
-    """As `parse_tokens`, and 0."""
+    """Like `parse_tokens`, but accepts 0."""
     return 0 if text == "0" else parse_tokens(text)
 
 
@@ -22,36 +22,38 @@ def verify(
     where: Annotated[
         str,
         typer.Argument(
-            help="A checkpoint (folder or hub name), a .gguf file, or a server's address (http://…), which is sent the "
-            "key in OPENAI_API_KEY if that is set."
+            help="A checkpoint (folder or hub name), a .gguf file, or a server's URL (http://…). The server receives "
+            "the key in OPENAI_API_KEY, if set."
         ),
     ],
     probe: Annotated[
-        Path | None, typer.Option(help="A file of expected log-probabilities; a folder does without.")
+        Path | None, typer.Option(help="A file of expected log-probabilities. Not needed for a checkpoint folder.")
     ] = None,
     revision: Revision = None,
-    model: Annotated[str | None, typer.Option(help="The name of the model, where a server has several.")] = None,
+    model: Annotated[str | None, typer.Option(help="Model name on the server, if it serves several.")] = None,
     noise: Annotated[
         float | None,
-        typer.Option(metavar="NATS", help="Its own noise in nats a token, where its weights have fewer than 8 bits."),
+        typer.Option(
+            metavar="NATS", help="The engine's noise in nats per token, if its weights have fewer than 8 bits."
+        ),
     ] = None,
     far: Annotated[
         int | None,
         typer.Option(
             parser=parse_tokens_or_none,
             metavar="TOKENS",
-            help="Ask for positions near the target too, up to this many tokens: a prompt of as many; 0 for "
-            "none. Default: the target, or 16k, or what is served.",
+            help="Also check positions near the target length, with a prompt of this many tokens; 0 skips this. "
+            "Default: the smallest of the target length, 16k and the served length.",
         ),
     ] = None,
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Write the probe there, for other engines.")
+        Path | None, typer.Option("--output", "-o", help="Write the probe to this file, for other engines.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the answer as JSON.")] = False,
 ) -> None:
-    """Say whether the extension is live in that engine, by a short text and the end of a long one.
+    """Check whether the extension is live in an engine, on a short text and the end of a long one.
 
-    Exit code 0 only if it is.
+    The exit code is 0 only if it is.
     """
     from rich.console import Console
     from transformers.utils import logging
@@ -60,9 +62,9 @@ def verify(
     from ctxext.export.probe import WORDS
     from ctxext.extension.method_file import check_writable
 
-    if output is not None and output.exists():
-        raise FileExistsError(f"{output} exists already. Choose another name, or remove it first.")
     if output is not None:
+        if output.exists():
+            raise FileExistsError(f"{output} exists already. Choose another name, or remove it first.")
         check_writable(output)
     logging.disable_progress_bar()  # it would break the status line
     with console.status("starting") as status:
@@ -71,40 +73,34 @@ def verify(
         answer.probe.save(output)
     verdict, read = answer.verdict, answer.probe
     if as_json:
-        print(
-            json.dumps(
-                {
-                    "engine": answer.engine,
-                    "where": answer.where,
-                    "live": verdict.is_live,
-                    **asdict(verdict),
-                    "noise_floor": read.noise_floor,
-                    "coarse_floor": read.coarse_floor,
-                    "extension": read.summary,
-                    "tokens": len(read.input_ids),
-                    "target_length": read.target_length,
-                    "notes": answer.notes,
-                },
-                indent=2,
-                ensure_ascii=False,
-            )
-        )
+        told = {
+            "engine": answer.engine,
+            "where": answer.where,
+            "live": verdict.is_live,
+            **asdict(verdict),
+            "noise_floor": read.noise_floor,
+            "coarse_floor": read.coarse_floor,
+            "extension": read.summary,
+            "tokens": len(read.input_ids),
+            "target_length": read.target_length,
+            "notes": answer.notes,
+        }
+        print(json.dumps(told, indent=2, ensure_ascii=False))
     else:
         screen = Console()
         color = "green" if verdict.is_live else "red"
         screen.print(f"[bold {color}]{verdict.name.upper()}[/]  {read.summary}, in {answer.engine}", highlight=False)
         table = Table(box=None, padding=(0, 2, 0, 0))
         table.add_column(f"distance over {len(read.input_ids)} tokens")
-        table.add_column("nats a token", justify="right")
+        table.add_column("nats per token", justify="right")
         for state, distance in verdict.distances.items():
             bold = "bold" if WORDS[state] == verdict.name else ""
             table.add_row(f"to {WORDS[state]}", f"{distance:.4f}", style=bold)
         if verdict.far_distance is not None:
             table.add_row(f"to live, at {verdict.asked_to} tokens", f"{verdict.far_distance:.4f}")
         table.add_row("noise of 16 bits", f"{read.noise_floor:.4f}", style="dim")
-        table.add_row(
-            "noise of 8-bit weights" if noise is None else "noise as stated", f"{verdict.limit / 1.5:.4f}", style="dim"
-        )
+        of_weights = "noise of 8-bit weights" if noise is None else "noise from --noise"
+        table.add_row(of_weights, f"{verdict.limit / 1.5:.4f}", style="dim")
         screen.print(table, highlight=False)
         screen.print(f"{verdict.reason[0].upper()}{verdict.reason[1:]}.", highlight=False, markup=False)
         for note in answer.notes:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
@@ -50,8 +50,9 @@ class Extension:
 
     @property
     def changed(self) -> list[str]:
-        """Paths of the changed modules."""
-        return Edit(nn.Module(), self.undos).paths
+        """Paths of the changed modules, without the model itself."""
+        paths = [path for each in self.undos if each.kind != "hook" for path in (each.path, *each.aliases)]
+        return [path for path in dict.fromkeys(paths) if path]
 
     @property
     def original_config(self) -> Any:
@@ -69,28 +70,31 @@ class Extension:
 
     @property
     def inv_freq(self) -> torch.Tensor:
-        """The frequencies in effect (a dynamic method's at full reach), radians a token, float64 of shape (pair,)."""
-        return self._of_rope("extended").inv_freq
+        """The frequencies in effect (a dynamic method's at its maximum length), radians per token, float64 (pair,)."""
+        return self._rope_plan.extended.inv_freq
 
     @property
     def attention_factor(self) -> float:
         """The multiplier of cos and sin in effect."""
-        return self._of_rope("extended").attention_factor
+        return self._rope_plan.extended.attention_factor
 
     def rope_parameters(self) -> dict[str, Any]:
         """The `rope_parameters` of the saved config."""
-        self._of_rope("extended")
-        return copy.deepcopy(self.plan.updates["rope_parameters"])
+        return copy.deepcopy(self._rope_plan.updates["rope_parameters"])
 
-    def _of_rope(self, name: str) -> Any:
-        if not hasattr(self.plan, name):
+    @property
+    def _rope_plan(self) -> Any:
+        if not hasattr(self.plan, "extended"):
             raise ValueError(f"this model has {ENCODINGS[self.plan.encoding]}, not RoPE: it has no frequencies.")
-        return getattr(self.plan, name)
+        return self.plan
 
     def __repr__(self) -> str:
+        changed = self.changed
+        if len(changed) > 4:
+            changed = [*changed[:2], f"… {changed[-1]} ({len(changed)} modules)"]
         rows = [
             ("encoding", ENCODINGS[self.plan.encoding]),
-            ("changed", _shortened(self.changed) or "the config alone"),
+            ("changed", ", ".join(changed) or "the config alone"),
             *self.plan.figures,
             ("trained length", f"{self.plan.start} ({self.plan.start_source})"),
             ("target length", self.plan.target_length),
@@ -99,12 +103,6 @@ class Extension:
             *(("note", note) for note in self.plan.notes),
         ]
         return "\n".join([self.plan.summary, *(f"  {label:<16}  {value}" for label, value in rows)])
-
-
-def _shortened(paths: list[str]) -> str:
-    if len(paths) <= 4:
-        return ", ".join(paths)
-    return f"{paths[0]}, {paths[1]}, … {paths[-1]} ({len(paths)} modules)"
 
 
 def apply(model: PreTrainedModel, plan: Plan, save: Callable[..., Any] | None = None) -> Extension:
@@ -128,12 +126,13 @@ def apply(model: PreTrainedModel, plan: Plan, save: Callable[..., Any] | None = 
             for patch in plan.patches:
                 patch.check(model)
             before = [patch.observe(model) for patch in plan.patches]
-            model.config.__dict__.pop(BESIDE, None)  # valid for the folder that it was loaded from only
             edit.swap_configs(_config_copies(model, plan), tuple(plan.updates))
             for patch, seen in zip(plan.patches, before):
                 patch.write(edit, seen)
             proofs = prove(model, plan, before)
         extension = Extension(plan, proofs, edit.undos)
+        for config in (model.config, extension.original_config):
+            config.__dict__.pop(BESIDE, None)  # only valid for the folder that it was loaded from
         edit.set_attribute("", ATTRIBUTE, extension)
         if save is not None:  # as data (a partial), so that it survives deepcopy, pickle and PEFT's merge
             edit.set_attribute("", "save_pretrained", functools.partial(save, model))
@@ -146,11 +145,7 @@ def apply(model: PreTrainedModel, plan: Plan, save: Callable[..., Any] | None = 
 
 
 def prove(model: PreTrainedModel, plan: Plan, before: list[Any]) -> tuple[Proof, ...]:
-    """The proof of each patch.
-
-    Raises:
-        RuntimeError: a proof failed.
-    """
+    """The proof of each patch. Raises RuntimeError if one failed."""
     proofs = []
     for patch, seen in zip(plan.patches, before):
         proof = patch.prove(model, seen)
@@ -162,11 +157,7 @@ def prove(model: PreTrainedModel, plan: Plan, before: list[Any]) -> tuple[Proof,
 
 
 def restore(model: PreTrainedModel, extension: Extension) -> None:
-    """Undo everything that `apply` did.
-
-    Raises:
-        RuntimeError: as `Edit.undo`.
-    """
+    """Undo everything that `apply` did. Errors: as `Edit.undo`."""
     Edit(model, extension.undos).undo()
 
 
@@ -181,7 +172,7 @@ class ProveAtFirstForward:
         # A compiled graph cannot be observed, so the proof stays pending there.
         if torch.compiler.is_compiling() or on_meta(model) or not any(proof.is_pending for proof in extension.proofs):
             return
-        pending, extension.proofs = extension.proofs, ()  # the proof is a forward pass itself
+        pending, extension.proofs = extension.proofs, ()  # the proof itself runs a forward pass
         try:
             with probing(model):
                 extension.proofs = prove(model, extension.plan, self.before)
@@ -227,8 +218,7 @@ def extension_of(model: nn.Module) -> Extension | None:
 
 def extended_model(model: nn.Module) -> PreTrainedModel | None:
     """The extended transformers model inside `model`, or None."""
-    owners: Iterator[Any] = (m for m in model.modules() if ATTRIBUTE in m.__dict__)
-    return next(owners, None)
+    return next((cast(Any, m) for m in model.modules() if ATTRIBUTE in m.__dict__), None)
 
 
 def transformers_model(model: nn.Module) -> PreTrainedModel:

@@ -30,9 +30,6 @@ class _SeeConsumed(TorchDispatchMode):
     def add(self, tensors: Iterable[Any]) -> None:
         self.outputs.update({t.untyped_storage()._cdata: t for t in tensors if isinstance(t, Tensor)})
 
-    def watch(self, module: nn.Module, args: Any, output: Any) -> None:
-        self.add(tree_iter(output))
-
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if self.outputs:
             tensors = (t for t in tree_iter((args, kwargs or {})) if isinstance(t, Tensor))
@@ -54,7 +51,7 @@ def is_consumed(model: nn.Module, modules: list[nn.Module], replaced: list[nn.Mo
     try:
         for module in modules:
             see = _SeeConsumed(stop=not has_hooks(model))
-            handles += [module.register_forward_hook(see.watch)]
+            handles += [module.register_forward_hook(lambda module, args, output, see=see: see.add(tree_iter(output)))]
             _run_two_tokens(model, see)
             if called or (see.outputs and not see.read):
                 return False

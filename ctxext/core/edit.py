@@ -24,21 +24,20 @@ class ConfigPair:
 
 @dataclass(frozen=True, eq=False)
 class Undo:
-    """The inverse of one change: what was at `name` of the module at `path` before."""
+    """The inverse of one change: what was at `name` of the module at `path` before.
+
+    Attributes:
+        kind: "module", "attribute", "class", "field", "configs", "hook", or the dictionary that held a tensor.
+        dtype: of the tensor that replaced it.
+        aliases: other paths of a module.
+    """
 
     path: str
     kind: str
     name: str
     old: Any
-    dtype: torch.dtype | None = None  # of the tensor that replaced it
-    aliases: tuple[str, ...] = ()  # other paths of a module
-
-    def is_there(self, model: nn.Module) -> bool:
-        """Whether the module still holds the tensor to be removed."""
-        if self.kind not in ("parameter", "buffer"):
-            return True
-        module = model.get_submodule(self.path)
-        return self.name in (module._parameters if self.kind == "parameter" else module._buffers)
+    dtype: torch.dtype | None = None
+    aliases: tuple[str, ...] = ()
 
     def __call__(self, model: nn.Module) -> None:
         if self.kind == "module":
@@ -50,8 +49,8 @@ class Undo:
                 module.__dict__.pop(self.name, None)
             case "attribute":
                 module.__dict__[self.name] = self.old
-            case "parameter" | "buffer":
-                held: dict[str, Any] = module._parameters if self.kind == "parameter" else module._buffers
+            case "_parameters" | "_buffers":
+                held = getattr(module, self.kind)
                 _follow(self.old, held[self.name], self.dtype)
                 held[self.name] = self.old
             case "class":
@@ -63,11 +62,13 @@ class Undo:
             case "configs":
                 _restore_configs(model, *self.old)
             case "hook":
-                _remove_hook(module, self.old)
+                for key in [key for key, each in module._forward_pre_hooks.items() if each is self.old]:
+                    del module._forward_pre_hooks[key]
+                    module._forward_pre_hooks_with_kwargs.pop(key, None)
 
 
 def _follow(old: Tensor, now: Tensor, written: torch.dtype | None) -> None:
-    """Move and cast the restored tensor as the model was since, in place, as optimisers may hold it."""
+    """Give the restored tensor the model's current device and dtype, in place because optimisers may hold it."""
     dtype = old.dtype if now.dtype == written else now.dtype
     if now.device.type != "meta" and (old.device != now.device or old.dtype != dtype):
         old.data = old.data.to(now.device, dtype)
@@ -80,12 +81,6 @@ class Edit:
     model: nn.Module
     undos: list[Undo] = field(default_factory=list)
 
-    @property
-    def paths(self) -> list[str]:
-        """The changed modules, without the model itself."""
-        paths = [path for each in self.undos if each.kind != "hook" for path in (each.path, *each.aliases)]
-        return [path for path in dict.fromkeys(paths) if path]
-
     def set_attribute(self, path: str, name: str, value: Any) -> None:
         """Set a plain attribute of a module: a number, or a callable that replaces a method."""
         module = self.model.get_submodule(path)
@@ -95,25 +90,22 @@ class Edit:
     def set_tensor(self, path: str, name: str, value: Tensor) -> None:
         """Replace a parameter (trainable if the old one was) or a buffer, on the same device.
 
-        Float64 values are rounded once to the old tensor's dtype.
-
-        Raises:
-            ValueError: the module no longer holds it, as an adapter replaced it.
+        Float64 values are rounded once to the old tensor's dtype. Raises ValueError if an adapter replaced the tensor.
         """
         module = self.model.get_submodule(path)
-        kind = "parameter" if name in module._parameters else "buffer"
-        held: dict[str, Any] = module._parameters if kind == "parameter" else module._buffers
+        kind = "_parameters" if name in module._parameters else "_buffers"
+        held = getattr(module, kind)
         if name not in held:
             raise ValueError(
                 f"{path}.{name} is held by an adapter (PEFT's modules_to_save or target_modules). Extend the model "
                 "first and wrap it afterwards, or merge the adapter."
             )
         old = held[name]
-        with torch.inference_mode(False):  # tensors created within it could not be trained
+        with torch.inference_mode(False):  # inference tensors could not be trained
             new = value.to(old.device, old.dtype if value.dtype == torch.float64 else value.dtype)
             new = new.clone() if new.is_inference() else new
             self.undos.append(Undo(path, kind, name, old, new.dtype))
-            held[name] = nn.Parameter(new, requires_grad=old.requires_grad) if kind == "parameter" else new
+            held[name] = nn.Parameter(new, requires_grad=old.requires_grad) if kind == "_parameters" else new
 
     def exchange_class(self, path: str, mixin: type) -> None:
         """Give this module instance a subclass of its class and `mixin`."""
@@ -128,7 +120,7 @@ class Edit:
         self.undos.append(Undo(path, "module", "", old, aliases=tuple(aliases)))
         _put(self.model, paths, new)
         for each in self.undos:
-            if each.kind == "configs":  # restored before they are, and may have to be rebuilt from its own config
+            if each.kind == "configs":  # undone after this module, which may have to be rebuilt from its own config
                 _swap(old, {id(pair.extended): pair.original for pair in each.old[0]})
 
     def swap_configs(self, pairs: Sequence[ConfigPair], fields: Sequence[str]) -> None:
@@ -154,16 +146,13 @@ class Edit:
         self.undos.remove(added)
 
     def undo(self) -> None:
-        """Undo everything, newest first.
-
-        Raises:
-            RuntimeError: an adapter replaced a tensor since; nothing is undone then.
-        """
+        """Undo everything, newest first. Raises RuntimeError, and undoes nothing, if an adapter replaced a tensor."""
         for each in self.undos:
-            if not each.is_there(self.model):
+            is_tensor = each.kind in ("_parameters", "_buffers")
+            if is_tensor and each.name not in getattr(self.model.get_submodule(each.path), each.kind):
                 raise RuntimeError(
-                    f"{each.path}.{each.name} is not where the extension put it: an adapter has taken its place. Merge "
-                    "or unload that first. The model was left as it is."
+                    f"{each.path}.{each.name} was replaced by an adapter after the model was extended. Merge "
+                    "or unload the adapter first."
                 )
         while self.undos:
             self.undos.pop()(self.model)
@@ -176,7 +165,7 @@ def _put(model: nn.Module, paths: Sequence[str], new: nn.Module) -> None:
     old = model.get_submodule(paths[0])
     device = _device(old)
     if _device(new).type == "meta" and device.type != "meta":
-        # The module was built on meta and its model was materialised since: rebuild it.
+        # The module was built on meta and the model has since been materialised: rebuild it.
         new._buffers.update(type(new)(new.config)._buffers)
     new.to(device)
     new.train(old.training)
@@ -195,15 +184,9 @@ def _device(module: nn.Module) -> torch.device:
     return next(iter(module.buffers()), torch.empty(0)).device
 
 
-def _remove_hook(module: nn.Module, hook: Any) -> None:
-    for key in [key for key, each in module._forward_pre_hooks.items() if each is hook]:
-        del module._forward_pre_hooks[key]
-        module._forward_pre_hooks_with_kwargs.pop(key, None)
-
-
 @functools.cache
 def mixed_class(mixin: type, base: type) -> type:
-    """A subclass of both that can be pickled, and that has the base's name (for FSDP's wrapping policy)."""
+    """A subclass of both that can be pickled and copied, with the base's name (for FSDP's wrapping policy)."""
     return type(base.__name__, (_Rebuilt, mixin, base), {"__module__": __name__})
 
 

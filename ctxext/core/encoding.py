@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 from ctxext import __version__
@@ -32,10 +33,12 @@ class ModuleEncoding(Encoding):
 
     Attributes:
         paths: the modules that hold it.
-        trained_length: tokens, with `source` saying where that number comes from.
-        limit: tokens past which the stock model fails; None where no limit exists.
+        trained_length: in tokens; `source` says where that number comes from.
+        limit: tokens beyond which the stock model fails; None without a limit.
+        length_field: the config field with the trained length; None if the config has none.
     """
 
+    mechanism: ClassVar[Callable[..., Patch]]
     # As in `Plan`.
     why_not_portable: ClassVar[str | None] = None
     changes_weights: ClassVar[bool] = False
@@ -43,19 +46,16 @@ class ModuleEncoding(Encoding):
     paths: tuple[str, ...]
     trained_length: int
     source: str
-    limit: int | None
+    limit: int | None = field(default=None, kw_only=True)
+    length_field: str | None = field(default=None, kw_only=True)
 
-    @abstractmethod
     def patch(self, method: ContextMethod, target_length: int) -> Patch:
         """The changes to a live model."""
+        return self.mechanism(self, method, target_length)
 
-    @abstractmethod
     def updates(self, method: ContextMethod, target_length: int) -> dict[str, Any]:
-        """The config fields to set, by name.
-
-        Raises:
-            ValueError: this model cannot be extended in this way.
-        """
+        """The config fields to set, by name. Raises ValueError if this model cannot be extended in this way."""
+        return {} if self.length_field is None else {self.length_field: target_length}
 
     def notes(self, method: ContextMethod) -> tuple[str, ...]:
         """Notes for the user, a sentence each."""
@@ -79,7 +79,7 @@ class ModuleEncoding(Encoding):
         if target <= now.trained_length:
             raise ValueError(
                 f"this model already covers {target} tokens: its context is {now.trained_length} "
-                f"({now.source}). Ask for a longer target, or use it unextended."
+                f"({now.source}). Pass a longer target, or use the model unextended."
             )
         if now.limit is not None:
             check_rows(target)
@@ -109,44 +109,34 @@ class ModuleEncoding(Encoding):
         )
 
     def _as_it_is(self, mark: dict[str, Any] | None, given: int | None) -> ModuleEncoding:
-        """Resolve the length that the factor counts from.
-
-        Args:
-            given: the trained length in tokens that the caller passed, if any.
-        """
-        if mark is not None:  # Without a length limit the config need not say how far the model was extended.
-            return replace(self, trained_length=mark["target"], source="reached when ctxext extended it")
+        """Resolve the length that the factor counts from; `given` is the trained length that the caller passed."""
+        if mark is not None:  # Without a length limit, only the metadata may hold the extended length.
+            return replace(self, trained_length=mark["target"], source="the target of its extension by ctxext")
         if given in (None, self.trained_length):
             return self
         if self.limit is not None:
             raise ValueError(
-                f"original_max_position_embeddings={given} has no meaning here: {ENCODINGS[self.name]} is as long as "
-                f"it was trained, {self.trained_length} tokens ({self.source}). Leave it out."
+                f"original_max_position_embeddings={given} does not apply: the length of {ENCODINGS[self.name]} is "
+                f"its trained length, {self.trained_length} tokens ({self.source}). Leave it out."
             )
-        return replace(self, trained_length=given, source="as you passed it")
+        return replace(self, trained_length=given, source="passed as an argument")
 
     def _check_existing(self, existing: str, mark: dict[str, Any] | None) -> None:
         if existing not in ("refuse", "compose") or (existing == "compose" and mark is None):
             raise ValueError(
-                f"existing={existing!r} has no meaning here: this model has {ENCODINGS[self.name]}, "
-                + ("which only existing='compose' can extend once more." if mark else "not extended yet. Leave it out.")
+                f"existing={existing!r} does not apply: this model has {ENCODINGS[self.name]}, "
+                + ("which supports only existing='compose'." if mark else "and is not extended yet. Leave it out.")
             )
         if mark is None:
             return
         done = f"{mark['method']['name']}, {mark['original']['length']} → {mark['target']} tokens"
         if "sinusoidal" in (self.name, method_class(mark["method"]["name"]).encoding):
             raise ValueError(
-                f"the table of this model was extended already by ctxext ({done}), and sines are not extended twice. "
-                "Load the original, or call restore_context(model)."
+                f"this model's sinusoidal table was already extended by ctxext ({done}) and cannot be extended again. "
+                "Load the original model, or call restore_context(model)."
             )
         if existing == "refuse":
             raise ValueError(
-                f"this model was extended already by ctxext ({done}). Say existing='compose' to extend it once more "
-                f"(factor counts from {mark['target']}), or load the original."
+                f"this model was already extended by ctxext ({done}). Pass existing='compose' to extend it further "
+                f"(factor counts from {mark['target']}), or load the original model."
             )
-
-
-def stated_length(config: Any, *names: str) -> tuple[str, int] | None:
-    """The first of the fields `names` that holds a length in tokens, and that length."""
-    found = ((name, getattr(config, name, None)) for name in names)
-    return next(((name, value) for name, value in found if isinstance(value, int) and value > 0), None)

@@ -12,7 +12,7 @@ from ctxext.core.edit import Edit
 
 
 class Proof(ABC):
-    """What was measured of a patch. `str` gives the figures."""
+    """The measurements that verify a patch. `str` gives the figures."""
 
     @property
     def is_pending(self) -> bool:
@@ -21,12 +21,7 @@ class Proof(ABC):
 
     @abstractmethod
     def fault(self, name: str, summary: str) -> str | None:
-        """Why the proof fails, as a sentence; None if it holds.
-
-        Args:
-            name: the model's class.
-            summary: of the plan.
-        """
+        """Why the proof fails, in a sentence that names the model's class and the plan; None if it holds."""
 
 
 class Patch(ABC):
@@ -45,11 +40,7 @@ class Patch(ABC):
 
     @abstractmethod
     def write(self, edit: Edit, before: Any) -> None:
-        """Change the model, which already holds the extended config.
-
-        Args:
-            before: what `observe` returned; may be added to, for `prove`.
-        """
+        """Change the model, which already holds the extended config; `before` may be added to, for `prove`."""
 
     @abstractmethod
     def prove(self, model: nn.Module, before: Any) -> Proof:
@@ -62,9 +53,8 @@ class FormulaProof(Proof):
 
     Attributes:
         formula_error: largest difference between what the live model's own code reads and the method's formula.
-        effect: how far the model's output moved, which shows that the change is used.
-        n_tokens: the length of the forward pass that was run; past the stock model's limit, where it has one that is
-            not too long to run.
+        effect: how much the model's output changed, which shows that the new values are used.
+        n_tokens: the length of the forward pass; beyond the stock model's limit unless that is too long to run.
     """
 
     formula_error: float
@@ -84,5 +74,5 @@ class FormulaProof(Proof):
         if not self.formula_error <= self.FORMULA_BAR:
             return f"{name} does not do what {summary!r} says: it is {self.formula_error:.1e} off the formula."
         if not self.effect > 0:
-            return f"{summary} changes nothing in the output of {name}."
+            return f"{summary} does not change the output of {name}."
         return None

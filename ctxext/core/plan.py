@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any
 
 from ctxext.core.patch import Patch
@@ -14,11 +14,7 @@ from ctxext.utils.values import MAX_TOKENS, is_count, shown
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """What the user asked for. Fields are the arguments of `ctxext.extend_context`.
-
-    Attributes:
-        options: fields of the method.
-    """
+    """The arguments of `ctxext.extend_context`; `options` are fields of the method."""
 
     factor: float | None = None
     method: str | ContextMethod | None = None
@@ -28,13 +24,6 @@ class Request:
     length: int | None = None
     rotated_copy: bool = False
     options: dict[str, Any] = field(default_factory=dict)
-
-    @classmethod
-    def of(cls, factor: float | None, method: str | ContextMethod | None, /, **arguments: Any) -> Request:
-        """From the arguments of a verb; unknown ones are options of the method."""
-        names = {each.name for each in fields(cls)} - {"options"}
-        known = {name: arguments.pop(name) for name in names & arguments.keys()}
-        return cls(factor=factor, method=method, **known, options=arguments)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +36,7 @@ class Plan:
         start_source: where `lengths.start` comes from.
         updates: new values of attributes of the text config.
         patches: the changes to a live model; empty if only the window widens.
-        why_not_portable: why a saved model's weights and config cannot express it, to follow "as"; None if they can.
+        why_not_portable: why a saved model's weights and config cannot express it ("because ..."); None if they can.
         changes_weights: whether the saved weights differ from the original ones.
         notes: notes for the user, a sentence each.
     """
@@ -65,24 +54,21 @@ class Plan:
     rotated_copy: bool = False
     notes: tuple[str, ...] = ()
 
+    # The next four as in `Lengths`.
     @property
     def factor(self) -> float:
-        """As in `Lengths`."""
         return self.lengths.factor
 
     @property
     def target_length(self) -> int:
-        """As in `Lengths`."""
         return self.lengths.target
 
     @property
     def start(self) -> int:
-        """As in `Lengths`."""
         return self.lengths.start
 
     @property
     def original_length(self) -> int | None:
-        """As in `Lengths`."""
         return self.lengths.original
 
     @property
@@ -109,7 +95,7 @@ class Plan:
     def saved_as(self) -> str:
         """Where a saved model holds the extension."""
         if not self.is_portable:
-            return f"{RECORD} beside an unextended config: config.json cannot express it, as {self.why_not_portable}"
+            return f"{RECORD} beside an unextended config, because {self.why_not_portable}"
         return f"weights and config ({', '.join(name for name in self.updates if name != 'ctxext')})"
 
     def to_dict(self) -> dict[str, Any]:
@@ -133,15 +119,15 @@ def factor_and_target(
     if isinstance(method, ContextMethod):
         if factor is not None and factor != method.factor:
             raise ValueError(
-                f"factor={factor:g} disagrees with the method's own factor: {type(method).__name__}(factor="
-                f"{method.factor:g}). Leave factor= out, or make the method for that factor (a fitted one by "
-                "ctxext fit)."
+                f"factor={factor:g} conflicts with the method's own factor, {type(method).__name__}(factor="
+                f"{method.factor:g}). Leave factor= out, or create the method with that factor (refit a fitted one "
+                "with ctxext fit)."
             )
         if target_length is not None and target_length != round(method.factor * start):
             raise ValueError(
-                f"target_length={target_length} disagrees with the method's own factor: {type(method).__name__}(factor="
-                f"{method.factor:g}) reaches {round(method.factor * start)} tokens from {start}. Leave target_length= "
-                "out, or make the method for that length (a fitted one by ctxext fit)."
+                f"target_length={target_length} conflicts with the method's own factor: {type(method).__name__}(factor="
+                f"{method.factor:g}) extends {start} to {round(method.factor * start)} tokens. Leave target_length= "
+                "out, or create the method for that length (refit a fitted one with ctxext fit)."
             )
         factor = method.factor
     elif not isinstance(method, str):
@@ -154,7 +140,10 @@ def factor_and_target(
         )
     if target_length is not None:
         if not is_count(target_length, 1, MAX_TOKENS):
-            raise ValueError(f"target_length must be a number of tokens (an int), got {shown(target_length)}.")
+            raise ValueError(
+                f"target_length must be a number of tokens up to {MAX_TOKENS}, such as 131072, "
+                f"got {shown(target_length)}."
+            )
         if factor is None:
             factor = max(target_length / start, 1.0)
     else:
@@ -175,23 +164,17 @@ ENCODINGS = {
 
 
 def chosen_method(method: str | ContextMethod, factor: float, encoding: str, options: dict[str, Any]) -> ContextMethod:
-    """The method, built from its name and options if needed.
-
-    Raises:
-        ValueError: it is for another position encoding; or as `make_method`.
-    """
-    if isinstance(method, ContextMethod):
-        if options:
-            raise ValueError(
-                f"options {', '.join(options)} come with a method's name; {type(method).__name__} is built already. "
-                "Set them on the instance."
-            )
-        chosen = method
-    else:
+    """The method, built from its name and options if needed. Raises ValueError if it is for another encoding."""
+    if isinstance(method, str):
         check_encoding(method_class(method), encoding)
-        chosen = make_method(method, factor, **options)
-    check_encoding(type(chosen), encoding)
-    return chosen
+        return make_method(method, factor, **options)
+    if options:
+        raise ValueError(
+            f"options {', '.join(options)} require a method name, but {type(method).__name__} is an instance. "
+            "Set them on the instance."
+        )
+    check_encoding(type(method), encoding)
+    return method
 
 
 def check_encoding(method: type[ContextMethod], encoding: str) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any, cast
 
 import torch
@@ -14,15 +14,28 @@ from ctxext.models.text_config import text_config_of
 
 @contextmanager
 def probing(model: nn.Module) -> Iterator[None]:
-    """Eval mode, no gradients, no compiled graph, and a separate random state, within a `with` block."""
+    """Eval mode, no gradients, no compiled graph, no autocast, a separate random state, within a `with` block."""
     parameters = model.parameters() if torch.cuda.is_available() else ()
     device = next((p.device for p in parameters if p.device.type == "cuda"), None)
     with (
+        without_autocast(),
         torch.random.fork_rng(devices=[] if device is None else [device]),
         torch.compiler.set_stance("force_eager"),
         nullcontext() if on_meta(model) else in_eval_mode(model),  # on meta nothing runs
         torch.no_grad(),
     ):
+        yield
+
+
+@contextmanager
+def without_autocast() -> Iterator[None]:
+    """Run every device type in the model's own dtypes, within a `with` block."""
+    accelerator = torch.accelerator.current_accelerator()
+    types = {"cpu", *([] if accelerator is None else [accelerator.type])}
+    with ExitStack() as stack:
+        for device_type in types:
+            if torch.is_autocast_enabled(device_type):
+                stack.enter_context(torch.autocast(device_type, enabled=False))
         yield
 
 
@@ -40,16 +53,12 @@ def in_eval_mode(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def running(model: nn.Module) -> Iterator[None]:
-    """Turn any error of the model's code into one kind.
-
-    Raises:
-        RuntimeError: the forward pass failed.
-    """
+    """Turn any error of the model's code into a RuntimeError."""
     try:
         yield
     except Exception as error:
         raise RuntimeError(
-            f"{type(model).__name__} could not run the forward pass that proves the patch ({type(error).__name__}: "
+            f"{type(model).__name__} could not run the forward pass that verifies the patch ({type(error).__name__}: "
             f"{error}). Extend it before it is sharded or wrapped, on one device."
         ) from error
 
@@ -65,22 +74,22 @@ def on_meta(model: nn.Module) -> bool:
 
 
 def probe_inputs(model: nn.Module, n_tokens: int) -> dict[str, Any]:
-    """Inputs for a forward pass of `n_tokens` random tokens of any kind of text model, seeded.
+    """Seeded random inputs for a forward pass of `n_tokens` tokens, for any kind of text model.
 
-    An encoder-decoder model gets as many tokens in its decoder, and random encoder outputs if its encoder reads no
-    tokens (speech, images).
+    An encoder-decoder model gets as many in its decoder, and random encoder outputs if its encoder reads no tokens
+    (speech, images).
     """
     config: Any = model.config
     text = text_config_of(config)
     device = next((p.device for p in model.parameters() if p.device.type != "meta"), torch.device("cpu"))
     generator = torch.Generator().manual_seed(0)
     pad = getattr(text, "pad_token_id", None)
-    n_rows = getattr(text, "num_codebooks", 1)  # MusicGen takes a row of the batch for each.
+    n_rows = getattr(text, "num_codebooks", 1)  # MusicGen expects one row of the batch per codebook.
     ids = torch.randint(0, text.vocab_size - 1, (n_rows, n_tokens), generator=generator)
-    ids = (ids if pad is None else ids + (ids >= pad)).to(device)  # pads have no positions
+    ids = (ids if pad is None else ids + (ids >= pad)).to(device)  # padding tokens have no positions
     eos = getattr(text, "eos_token_id", None)
     if isinstance(eos, int) and eos < text.vocab_size and eos != pad:
-        ids[:, -1] = eos  # BART reads a class off it
+        ids[:, -1] = eos  # BART classifies from its hidden state
     if not getattr(config, "is_encoder_decoder", False):
         return {"input_ids": ids}
     if model.main_input_name == "input_ids":
@@ -89,7 +98,7 @@ def probe_inputs(model: nn.Module, n_tokens: int) -> dict[str, Any]:
 
     width = getattr(text, "d_model", None) or text.hidden_size
     heard = BaseModelOutput(torch.randn(1, 8, width, generator=generator).to(device, cast(torch.dtype, model.dtype)))
-    heard.attention_mask = torch.ones(1, 8, dtype=torch.long, device=device)  # which Moonshine's encoder hands on
+    heard.attention_mask = torch.ones(1, 8, dtype=torch.long, device=device)  # returned by Moonshine's encoder
     return {"encoder_outputs": heard, "decoder_input_ids": ids}
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 from typing import Any
 
@@ -16,7 +15,7 @@ def table_names(module: nn.Module) -> list[str]:
 
 
 def of_label(label: str, name: str) -> str:
-    """`inv_freq` as the table of `label` calls it; "" is the only table of a module."""
+    """The name of the buffer `name` in the table `label`; the label "" is a module's only table."""
     return f"{label}_{name}" if label else name
 
 
@@ -24,11 +23,16 @@ class ExtendedRotary:
     """Mixed into a family's own rotary class: says what it is, and keeps its frequencies exact.
 
     Casting a model to bfloat16 would cast the frequencies too (58 radians off at position 32768),
-    and `to_empty` would leave garbage; here both end with the float32 table that was built.
+    and `to_empty` would leave garbage; here both keep the float32 table that was built.
     """
 
     summary: str
     exact: dict[str, Tensor]  # The built tables: float32, on the CPU, not registered, so that no cast reaches them.
+
+    def __init_subclass__(cls) -> None:
+        if issubclass(cls, nn.Module):  # mixed by `mixed_class`; transformers looks for RotaryEmbedding in the name
+            cls.__name__ = f"Extended{cls.__name__}"
+            cls.forward = cls.adjust_forward(inspect.unwrap(cls.forward))
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         super()._apply(fn, recurse)  # type: ignore[misc]
@@ -41,27 +45,11 @@ class ExtendedRotary:
     def extra_repr(self) -> str:
         return self.summary
 
-    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        # The class is made at run time: pickle and deepcopy rebuild it from what it was made of.
-        return _blank, type(self).__bases__, self.__dict__
-
     @staticmethod
     def adjust_forward(plain: Any) -> Any:
         """The forward of the mixed class, from the family's own without transformers' decorator.
 
-        That looks at the positions on every call to choose between longrope's two lists; ours are equal, and
-        looking costs some percent of a decode step.
+        That reads the positions on every call to choose between longrope's two lists. Ours are equal, and reading
+        costs a few percent of a decode step.
         """
         return torch.no_grad()(plain)
-
-
-@functools.cache
-def extended_class(mixin: type[ExtendedRotary], base: type[nn.Module]) -> type[nn.Module]:
-    """A subclass of a family's rotary class. Its name keeps `RotaryEmbedding`, as transformers looks for it."""
-    members = {"__module__": __name__, "forward": mixin.adjust_forward(inspect.unwrap(base.forward))}
-    return type(f"Extended{base.__name__}", (mixin, base), members)
-
-
-def _blank(mixin: type[ExtendedRotary], base: type[nn.Module]) -> nn.Module:
-    cls = extended_class(mixin, base)  # type: ignore[arg-type]
-    return cls.__new__(cls)

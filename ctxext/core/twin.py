@@ -18,7 +18,7 @@ def twin_of(model: nn.Module, config: Any) -> nn.Module:
 
 @dataclass(frozen=True)
 class Difference:
-    """Something of a module that two twins have otherwise: a tensor of another shape, or a plain attribute."""
+    """What differs in a module of two twins: a tensor's shape, or a plain attribute."""
 
     path: str
     name: str
@@ -28,10 +28,7 @@ class Difference:
 
 
 def differences(before: nn.Module, after: nn.Module) -> Iterator[Difference]:
-    """What the twin `after` has otherwise than the twin `before`, module by module.
-
-    Two twins, and not a live model and a twin: a live one may differ by the person's choice as well.
-    """
+    """The differences between two twins, module by module. A live model may differ by the user's choices as well."""
     for path, there in after.named_modules():
         try:
             here = before.get_submodule(path)
@@ -50,6 +47,6 @@ def differences(before: nn.Module, after: nn.Module) -> Iterator[Difference]:
 def _differs(here: Any, there: Any) -> bool:
     if isinstance(here, Tensor) and isinstance(there, Tensor):
         return here.shape != there.shape
-    # bool is an int; a module's `training` is the person's choice.
+    # bool is an int; a module's `training` is the user's choice.
     plain = type(here) is type(there) and type(here) in (int, float)
     return plain and bool(here != there)

@@ -33,10 +33,12 @@ class Collator(ABC):
     def __call__(self, rows: Sequence[Row]) -> Batch:
         lengths = {len(row["input_ids"]) for row in rows}
         if len(lengths) != 1:
-            raise ValueError(f"rows of one batch have one length, got {sorted(lengths)}. Pack them to the same length.")
-        batch = {name: torch.stack([_tensor(row[name]) for row in rows]) for name in ("input_ids", "labels")}
-        batch["position_ids"] = torch.stack([self.positions(row) for row in rows])
-        return batch
+            raise ValueError(
+                f"rows of a batch must have the same length, got {sorted(lengths)}. Pack them to the same length."
+            )
+        columns = {name: [torch.as_tensor(row[name]).long() for row in rows] for name in ("input_ids", "labels")}
+        columns["position_ids"] = [self.positions(row) for row in rows]
+        return {name: torch.stack(tensors) for name, tensors in columns.items()}
 
     @abstractmethod
     def positions(self, row: Row) -> Tensor:
@@ -74,21 +76,20 @@ class Skipping(Collator):
 
     def positions(self, row: Row) -> Tensor:
         kind, name, length = type(self).__name__, row.get("name", "a row"), len(row["input_ids"])
-        if "index" not in row:
-            raise ValueError(f"{kind} draws positions by a row's index, but {name} has none. Read rows of a Mixture.")
         padding = int(row.get("padding", 0))
-        n = length - padding
+        if "index" not in row:
+            raise ValueError(f"{kind} seeds positions by a row's index, but {name} has none. Take rows from a Mixture.")
         if len(row["documents"]) > 1 + bool(padding):
             raise ValueError(
-                f"{kind} skips positions within one document, but {name} holds {len(row['documents'])}, and its "
-                "mask would let them see each other. Pack with documents='joined', or use Plain."
+                f"{kind} skips positions within one document, but {name} holds {len(row['documents'])}, and they "
+                "would attend to each other. Pack with documents='joined', or use Plain."
             )
         if length > self.target_length:
             raise ValueError(
                 f"{kind} spreads a row over target_length={self.target_length} positions, but {name} has {length} "
                 "tokens. Pack shorter rows or raise target_length."
             )
-        steps = self.skip(n, Random(f"{self.seed}:{int(row['index'])}"))
+        steps = self.skip(length - padding, Random(f"{self.seed}:{int(row['index'])}"))
         return torch.cat([steps, steps[-1:].expand(padding)])
 
     @abstractmethod
@@ -98,7 +99,7 @@ class Skipping(Collator):
 
 @dataclass(frozen=True, kw_only=True)
 class PoSE(Skipping):
-    """Chunks of random lengths, each shifted by a random number of positions, at least that of the previous chunk.
+    """Chunks of random lengths, each shifted by at least as many positions as the one before it.
 
     u_0 = 0, u_i ~ U{u_(i-1), ..., target_length - n}: chunk i is at its own positions plus u_i. The text itself
     is contiguous. Zhu et al. (2024), "PoSE: Efficient Context Window Extension of LLMs via Positional Skip-wise
@@ -116,7 +117,7 @@ class PoSE(Skipping):
 
     def skip(self, n: int, rng: Random) -> Tensor:
         if n < self.chunks:
-            raise ValueError(f"a document of {n} tokens cannot be parted into {self.chunks} chunks. Give longer text.")
+            raise ValueError(f"a document of {n} tokens cannot be split into {self.chunks} chunks. Pass longer text.")
         cuts = [0, *sorted(rng.sample(range(1, n), self.chunks - 1)), n]
         positions, bias = torch.arange(n), 0
         for start, end in pairwise(cuts[1:]):
@@ -148,7 +149,7 @@ class CREAM(Skipping):
 
     def skip(self, n: int, rng: Random) -> Tensor:
         if n < 3:
-            raise ValueError(f"a document of {n} tokens has no head, middle and tail. Give longer text.")
+            raise ValueError(f"a document of {n} tokens is too short for a head, middle and tail. Pass longer text.")
         scale = self.target_length / n
         side = n // 3 if rng.random() < 0.5 else min(int(4 * scale), n // 3)
         middle = n - 2 * side
@@ -164,57 +165,51 @@ def check_positions(model: nn.Module, collator: Collator, length: int, vocab_siz
     """Verify on the live model that it reads the collator's positions as intended.
 
     Skipping: the last token attends across the last gap. Plain: a document attends to its own beginning, and not to
-        another document. Runs a few short forward passes in eval mode; the model is unchanged afterwards.
+    another document. Runs a few short forward passes in eval mode; the model is unchanged afterwards.
 
     Args:
         length: tokens per row of the run; at most 64 are read.
-        vocab_size: the size of the model's vocabulary.
-        batch_size: rows per forward pass of the run, if rows hold several documents: flash attention separates
-            documents only in batches of one.
+        batch_size: rows per forward pass of the run: flash attention separates documents only in batches of one.
 
     Raises:
         RuntimeError: the check failed.
     """
     n = min(length, 64)
+
+    def batch(*documents: int) -> Batch:
+        row = {"input_ids": [0] * n, "labels": [0] * n, "documents": documents, "index": 0}
+        return collator([row] * batch_size)
+
+    one = batch(n)
     if isinstance(collator, Skipping):
-        row = _guard_row([n])
-        gaps = (collator.positions(row).diff() != 1).nonzero()
-        before = int(gaps[-1]) + 1 if len(gaps) else n // 2
-        if not _influence(model, collator, row, slice(0, before), batch_size, vocab_size):
+        gaps = (one["position_ids"][0].diff() != 1).nonzero()
+        if not _influence(model, one, int(gaps[-1]) + 1 if len(gaps) else n // 2, vocab_size):
             raise RuntimeError(
-                f"positions that skip are read as packed documents: the last token does not see what comes before "
-                f"a gap, so {type(collator).__name__} would train no long distance. Let the model get the collator's "
-                "attention_mask of ones as it is, and use another attention implementation if it does."
+                "the model reads skipped positions as packed documents: the last token does not attend across a gap, "
+                f"so {type(collator).__name__} would train no long distances. Pass the collator's attention_mask of "
+                "ones unchanged, or use another attention implementation."
             )
         return
-    first = slice(0, n // 2)
-    if _influence(model, collator, _guard_row([n // 2, n - n // 2]), first, batch_size, vocab_size):
+    if _influence(model, batch(n // 2, n - n // 2), n // 2, vocab_size):
         raise RuntimeError(
-            "packed documents see each other: the last token depends on another document's. Pass use_cache=False and "
-            "no attention_mask, use attn_implementation='sdpa' (flash attention keeps documents apart in batches of "
-            "one row only), or pack with documents='joined'."
+            "packed documents attend to each other: the last token depends on another document's. Pass "
+            "use_cache=False and no attention_mask, use attn_implementation='sdpa' (flash attention separates "
+            "documents only in batches of one row), or pack with documents='joined'."
         )
-    if not _influence(model, collator, _guard_row([n]), first, batch_size, vocab_size):
+    if not _influence(model, one, n // 2, vocab_size):
         raise RuntimeError(
-            "the last token of a document does not see its beginning, so no long distance would be trained. "
-            f"Look for a sliding window or a mask that is narrower than {n} tokens."
+            "the last token of a document does not attend to its beginning, so no long distances would be trained. "
+            f"Check for a sliding window or mask narrower than {n} tokens."
         )
-
-
-def _guard_row(documents: list[int]) -> Row:
-    return {"input_ids": [0] * sum(documents), "labels": [0] * sum(documents), "documents": documents, "index": 0}
 
 
 @torch.no_grad()
-def _influence(
-    model: nn.Module, collator: Collator, row: Row, changed: slice, batch_size: int, vocab_size: int
-) -> bool:
-    """Whether the last token's logits depend on the tokens `changed`."""
+def _influence(model: nn.Module, batch: Batch, changed: int, vocab_size: int) -> bool:
+    """Whether the last token's logits depend on the first `changed` tokens."""
     generator = torch.Generator().manual_seed(0)
-    batch = collator([row] * batch_size)
     one = torch.randint(vocab_size, batch["input_ids"].shape, generator=generator)
     other = one.clone()
-    other[:, changed] = (one[:, changed] + vocab_size // 2) % vocab_size
+    other[:, :changed] = (one[:, :changed] + vocab_size // 2) % vocab_size
     device = next(model.parameters()).device
     given = {name: tensor.to(device) for name, tensor in batch.items() if name not in ("input_ids", "labels")}
     with in_eval_mode(model):
@@ -223,10 +218,6 @@ def _influence(
         )
     # Masked tokens have weight exactly zero; the margin is for kernels with a nondeterministic summation order.
     return bool((before - after).abs().max() > 1e-5 * before.abs().max())
-
-
-def _tensor(values: Any) -> Tensor:
-    return torch.as_tensor(values, dtype=torch.int64)
 
 
 def make_collator(positions: str, *, target_length: int, chunks: int, seed: int) -> Collator:

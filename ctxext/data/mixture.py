@@ -14,11 +14,10 @@ from ctxext.data.packing import Packed
 class Mixture:
     """An endless sequence of rows from several weighted sources.
 
-    Row j of a source of weight w (of all weights together) is due at (j + 1/2) / w, and rows come as they are due. So
-    after any number k of rows, the counts n are those that are nearest to the weights: they minimise Σ (n - k w)² / w
-    over all counts whose sum is k (Sainte-Laguë's apportionment, which takes no row back as k grows).
-
-    Within a source each epoch is a permutation of its own.
+    Row j of a source with the share w of all weights is due at (j + 1/2) / w, and rows come as they are due. So after
+    any number k of rows, the counts n are the nearest to the weights: they minimise Σ (n - k w)² / w over all counts
+    that sum to k (Sainte-Laguë's apportionment, which takes no row back as k grows). Each epoch of a source is a
+    permutation of its own.
 
     Attributes:
         length: tokens of a row.
@@ -30,17 +29,16 @@ class Mixture:
     def __init__(self, packed: Sequence[Packed], seed: int) -> None:
         lengths = {one.length for one in packed}
         if len(lengths) != 1:
-            raise ValueError(f"a mixture takes sources with rows of one length, got lengths {sorted(lengths)}.")
+            raise ValueError(
+                f"all sources of a mixture must have rows of the same length, got lengths {sorted(lengths)}."
+            )
         self.packed, self.seed, self.length = tuple(packed), seed, lengths.pop()
         total = sum(one.source.weight for one in packed)
         self._shares = [one.source.weight / total for one in packed]
         self._orders: dict[int, tuple[int, np.ndarray]] = {}  # by source: its latest epoch and permutation
 
     def rows(self, first: int, count: int) -> list[tuple[int, int]]:
-        """Rows number `first` up to `first + count` of the run, as (source, index within the source).
-
-        The time depends on `count`, not on `first`.
-        """
+        """Rows `first` to `first + count` of the run, as (source, index within the source), in time of O(count)."""
         taken = self._taken(first)
         due = [(self._due(source, n), source) for source, n in enumerate(taken)]
         heapq.heapify(due)
@@ -52,18 +50,13 @@ class Mixture:
             heapq.heapreplace(due, (self._due(source, taken[source]), source))
         return rows
 
-    def row(self, source: int, index: int, number: int) -> dict[str, Any]:
-        """A row as a collator takes it.
-
-        Args:
-            number: the row's number within the run, from which collators seed their randomness (`index`).
-        """
-        one = self.packed[source]
-        return {**one.rows[index], "index": number, "name": f"{one.source.name}#{index}"}
-
     def read(self, first: int, count: int) -> list[dict[str, Any]]:
-        """Rows number `first` up to `first + count` of the run, as a collator takes them."""
-        return [self.row(*place, number) for number, place in enumerate(self.rows(first, count), first)]
+        """The same rows as a collator takes them: `index` is the number within the run, from which collators seed."""
+        found = []
+        for number, (source, index) in enumerate(self.rows(first, count), first):
+            one = self.packed[source]
+            found.append({**one.rows[index], "index": number, "name": f"{one.source.name}#{index}"})
+        return found
 
     def epochs(self, count: int) -> list[float]:
         """How often each source is repeated in a run of `count` rows."""
@@ -74,7 +67,7 @@ class Mixture:
 
     def _taken(self, count: int) -> list[int]:
         """How many rows of each source are among the first `count`."""
-        # What is due before `count - sources` is among them for certain, by a row and more; the rest, row by row.
+        # What is due before `count - sources` is certainly among them; the rest is added row by row.
         taken = [max(0, int((count - len(self._shares)) * share - 0.5)) for share in self._shares]
         while sum(taken) < count:
             _, source = min((self._due(source, n), source) for source, n in enumerate(taken))
@@ -82,7 +75,7 @@ class Mixture:
         return taken
 
     def _index(self, source: int, n: int) -> int:
-        """Where the `n`th row taken from a source lies in it."""
+        """The index within a source of the `n`th row taken from it."""
         epoch, place = divmod(n, len(self.packed[source].rows))
         if self._orders.get(source, (-1,))[0] != epoch:
             order = np.random.default_rng([self.seed, source, epoch]).permutation(len(self.packed[source].rows))

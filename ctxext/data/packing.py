@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 import re
 from bisect import bisect_left, bisect_right, insort
-from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -23,9 +24,9 @@ IGNORED = -100  # transformers' label of a token that has no loss
 # The cache identifies an installed package's functions by name only: increase this whenever they produce different
 # rows.
 _VERSION = 1
-# Documents are packed in batches of about this many rows, so that little is left open at a batch's end.
+# Documents are packed in batches of about this many rows, so that little space is lost at a batch's end.
 _ROWS_PER_BATCH = 128
-# The tag with which a chat template marks assistant turns, for transformers' assistant mask.
+# A chat template marks assistant turns with this tag, for transformers' assistant mask.
 _GENERATION = re.compile(r"\{%-?\s*generation\b")
 
 
@@ -33,12 +34,8 @@ _GENERATION = re.compile(r"\{%-?\s*generation\b")
 class Accounting:
     """The token counts of a source: `tokens_read == tokens_in_rows - padding + dropped`.
 
-    Attributes:
-        documents: each piece of a split document counts.
-        tokens_read: special tokens included.
-        tokens_in_rows: rows times their length.
-        dropped: the last, incomplete row; 0 for separate documents.
-        targets: tokens that have a loss.
+    Pieces of a split document count as documents. `dropped` is the last, incomplete row of joined documents; `targets`
+    are tokens with a loss.
     """
 
     documents: int
@@ -57,12 +54,9 @@ class Accounting:
 class Packed:
     """A source as rows of `length` tokens.
 
-    Attributes:
-        rows: for each row
-            `input_ids` and `labels`, (length,): labels are not shifted, and -100 where a token has no loss;
-            `documents`: the lengths of its documents, whose sum is `length`; padding is the last of them;
-            `padding`: tokens of padding;
-            `n_targets`: tokens that have a loss, that is, labels[1:] that are not -100.
+    A row has `input_ids` and `labels`, (length,), with unshifted labels that are -100 where a token has no loss;
+    `documents`, the lengths of its documents, the last of which is the padding; `padding`, its tokens; and
+    `n_targets`, the number of labels[1:] that are not -100.
     """
 
     source: Source
@@ -72,7 +66,7 @@ class Packed:
 
     @property
     def fingerprint(self) -> str:
-        """A fingerprint of the rows, independent of their source files."""
+        """A hash of the rows alone, not of their files."""
         import xxhash
 
         digest = xxhash.xxh64()
@@ -94,20 +88,18 @@ def pack(
 ) -> Packed:
     """Tokenise the documents of `source` and pack them into rows of `length` tokens.
 
-    A document begins with the tokenizer's special tokens and ends with EOS, if there is one. A document longer than
-    `source.max_document` is split into pieces that each begin like a document. Conversations are rendered by the chat
-    template.
+    A document begins with the tokenizer's special tokens and ends with EOS, if there is one. Beyond
+    `source.max_document` it is split into pieces that each begin like a document. Conversations are rendered by the
+    chat template. A second call with the same text, tokenizer and settings reads the cache.
 
     "separate": documents stay whole, packed by best-fit decreasing; longer ones are split at `length`. The first token
     of a document has no loss, since nothing within the document predicts it. "joined": all documents are concatenated
     into one and split at row ends.
 
-    Rows do not depend on `num_proc`, and a second call with the same text, tokenizer and settings reads the cache.
-
     Args:
         dataset: as `read_source` returns it, with one column `text` or `messages`.
         vocab_size: token ids that the model embeds; None checks none.
-        num_proc: tokenisation processes.
+        num_proc: tokenisation processes; rows do not depend on them.
 
     Raises:
         ValueError: no row is filled or no token has a loss; joined documents with `max_document`; a tokenizer without
@@ -117,13 +109,14 @@ def pack(
 
     if documents not in ("separate", "joined"):
         raise ValueError(f"unknown documents {documents!r}{suggest(str(documents), ['separate', 'joined'])}")
-    if documents == "joined" and source.max_document:
+    joined = documents == "joined"
+    if joined and source.max_document:
         raise ValueError(
             f"{source.name} has max_document={source.max_document}, which makes short documents, but "
-            "documents='joined' makes one long one. Pack it with documents='separate', or leave max_document out."
+            "documents='joined' makes one long one. Pack it with documents='separate', or drop max_document."
         )
     prefix, suffix = _special_tokens(tokenizer)
-    limit = min(source.max_document or length, length) if documents == "separate" else None
+    limit = None if joined else min(source.max_document or length, length)
     if limit is not None and limit < len(prefix) + 2:
         raise ValueError(
             f"length and max_document of {source.name} must be at least {len(prefix) + 2} tokens, got {limit}: "
@@ -133,6 +126,7 @@ def pack(
     if column == "messages":
         _check_chat(source, tokenizer)
 
+    numbers, number = Sequence(Value("int32")), Value("int32")
     tokenised = dataset.map(
         _tokenise,
         batched=True,
@@ -140,27 +134,33 @@ def pack(
         fn_kwargs={"tokenizer": tokenizer, "prefix": prefix, "suffix": suffix, "limit": limit, "version": _VERSION},
         remove_columns=[column],
         num_proc=min(num_proc, len(dataset)) if num_proc else None,
-        features=Features({"input_ids": Sequence(Value("int32")), "has_loss": Sequence(Value("bool"))}),
+        features=Features({"input_ids": numbers, "has_loss": Sequence(Value("bool"))}),
         desc=f"tokenising {source.name}",
     )
-    read = _count_tokens(tokenised)
+    chunks = tokenised.data.column("input_ids").chunks
+    read = sum(len(_flat(chunk)) for chunk in chunks)
     if not read:
-        raise ValueError(f"{source.name} holds no text: every document is blank. Leave it out.")
-    if documents == "joined" and read < length:
+        raise ValueError(f"{source.name} has no text: every document is blank. Remove the source.")
+    if joined and read < length:
         raise ValueError(
-            f"the text of {source.name} has {read:,} tokens, one sequence takes {length:,}: "
-            "give a longer text or a shorter length."
+            f"the text of {source.name} has {read:,} tokens, fewer than one sequence of {length:,}. "
+            "Pass a longer text or a shorter length."
         )
-    if vocab_size is not None:
-        _check_vocabulary(source, tokenised, tokenizer, vocab_size)
+    largest = max(int(_flat(chunk).max(initial=0)) for chunk in chunks)
+    if vocab_size is not None and largest >= vocab_size:
+        raise ValueError(
+            f"{source.name} has token {largest} ({tokenizer.convert_ids_to_tokens(largest)!r}) but the model embeds "
+            f"{vocab_size} ids (0..{vocab_size - 1}). Use the model's own tokenizer, or resize the model with "
+            "resize_token_embeddings and train the new rows."
+        )
 
     # In one process, as batches determine the rows, which must not depend on the number of processes.
-    numbers, number = Sequence(Value("int32")), Value("int32")
     padding_id = tokenizer.eos_token_id or 0  # any valid id: it is never attended to
     rows = tokenised.with_format("arrow").map(
-        _Join(length) if documents == "joined" else _Fit(length, padding_id),
+        _Join(length) if joined else partial(_fit, length=length, padding_id=padding_id),
         batched=True,
         batch_size=math.ceil(_ROWS_PER_BATCH * length * len(tokenised) / read),
+        fn_kwargs={"version": _VERSION},
         remove_columns=tokenised.column_names,
         features=Features(
             {"input_ids": numbers, "labels": numbers, "documents": numbers, "padding": number, "n_targets": number}
@@ -172,12 +172,12 @@ def pack(
     padding, targets = (sum(rows.data.column(name).to_pylist()) for name in ("padding", "n_targets"))
     in_rows = len(rows) * length
     dropped = read - (in_rows - padding)
-    if not 0 <= dropped < (length if documents == "joined" else 1):
+    if not 0 <= dropped < (length if joined else 1):
         raise RuntimeError(f"{source.name}: {read:,} tokens read, but {in_rows - padding:,} are in rows.")
     if not targets:
         raise ValueError(
             f"no token of {source.name} has a loss: "
-            + ("no assistant says anything." if column == "messages" else "its documents have one token each.")
+            + ("no assistant turn has text." if column == "messages" else "its documents have one token each.")
         )
     accounting = Accounting(
         documents=len(tokenised), tokens_read=read, tokens_in_rows=in_rows, padding=padding, dropped=dropped,
@@ -202,44 +202,37 @@ def _tokenise(
     limit: int | None,
     version: int,  # for the cache alone
 ) -> dict[str, list[np.ndarray]]:
-    documents: list[tuple[list[int], Any]]
     if "messages" in batch:
         documents = [_read_chat(messages, tokenizer) for messages in batch["messages"] if messages]
-        documents = [(ids, marked) for ids, marked in documents if ids]
     else:
         texts = [text for text in batch["text"] if text and not text.isspace()]
         # model_max_length warns and may truncate; a tokenizer.json may hold a truncation of its own.
         options = {"add_special_tokens": False, "truncation": False, "padding": False, "verbose": False}
         bodies = tokenizer(texts, **options)["input_ids"] if texts else []
-        documents = [([*prefix, *body, *suffix], None) for body in bodies]
+        wholes = ([*prefix, *body, *suffix] for body in bodies)
+        documents = [(ids, [True] * len(ids)) for ids in wholes]
     made: dict[str, list[np.ndarray]] = {"input_ids": [], "has_loss": []}
-    for document, marked in documents:
-        ids = np.array(document, dtype=np.int32)
-        has_loss = np.ones(len(ids), dtype=bool) if marked is None else np.array(marked, dtype=bool)
-        for part in _cut(len(ids), limit, len(prefix)):
-            again = prefix if part.start else []
-            made["input_ids"].append(np.concatenate([np.array(again, dtype=np.int32), ids[part]]))
-            made["has_loss"].append(np.concatenate([np.zeros(len(again), dtype=bool), has_loss[part]]))
+    for ids, has_loss in documents:
+        if not ids:
+            continue
+        # The pieces after the first get the prefix too.
+        cuts = [] if limit is None else range(limit, len(ids), limit - len(prefix))
+        for start, end in pairwise([0, *cuts, len(ids)]):
+            again = prefix if start else []
+            made["input_ids"].append(np.array([*again, *ids[start:end]], dtype=np.int32))
+            made["has_loss"].append(np.array([False] * len(again) + has_loss[start:end], dtype=bool))
     return made
-
-
-def _cut(n: int, limit: int | None, n_prefix: int) -> Iterator[slice]:
-    """Slices of a document of `n` tokens that, with a prefix before all but the first, have at most `limit` each."""
-    limit = limit or n
-    yield slice(0, limit)
-    for start in range(limit, n, limit - n_prefix):
-        yield slice(start, start + limit - n_prefix)
 
 
 def _check_chat(source: Source, tokenizer: PreTrainedTokenizerBase) -> None:
     if not tokenizer.chat_template:
         raise ValueError(
             f"{source.name} holds messages, but the tokenizer has no chat template. "
-            "Take an instruction-tuned model's tokenizer, or set tokenizer.chat_template."
+            "Use an instruction-tuned model's tokenizer, or set tokenizer.chat_template."
         )
     if not tokenizer.is_fast:
         raise ValueError(
-            f"{type(tokenizer).__name__} is not a fast tokenizer, so the assistant's words cannot be placed on tokens."
+            f"{type(tokenizer).__name__} is not a fast tokenizer, so assistant turns cannot be mapped to tokens."
             " Load it with AutoTokenizer.from_pretrained(..., use_fast=True)."
         )
 
@@ -249,8 +242,8 @@ def _read_chat(
 ) -> tuple[list[int], list[bool] | list[int]]:
     """The token ids of a conversation, and for each whether it belongs to an assistant turn.
 
-    From the template's `{% generation %}` if it has that, else by rendering the messages up to each answer with and
-    without it: each rendering must be a prefix of the next.
+    Without a `{% generation %}` in the template, the messages are rendered up to each answer and up to its end: each
+    rendering must be a prefix of the next.
     """
     from jinja2 import TemplateError
 
@@ -265,18 +258,22 @@ def _read_chat(
         for k, message in enumerate(messages):
             if message["role"] == "assistant":
                 if not k:
-                    raise ValueError(f"a conversation begins with the assistant: {messages[:1]}. Give it a question.")
+                    raise ValueError(
+                        f"a conversation begins with an assistant turn: {messages[:1]}. Add a user turn before it."
+                    )
                 asked = tokenizer.apply_chat_template(messages[:k], tokenize=False, add_generation_prompt=True)
                 answered: Any = tokenizer.apply_chat_template(messages[: k + 1], tokenize=False)
                 if not (answered.startswith(asked) and whole.startswith(answered)):
                     raise ValueError(
-                        "the chat template does not say which words are the assistant's: it has no {% generation %}, "
-                        f"and what it makes of the first {k} messages does not begin what it makes of {k + 1}. "
-                        "Put {% generation %} around the assistant's words in tokenizer.chat_template."
+                        "the chat template does not mark assistant turns: it has no {% generation %}, and its text "
+                        f"for the first {k} messages is not a prefix of its text for {k + 1}. "
+                        "Put {% generation %} around assistant turns in tokenizer.chat_template."
                     )
                 spans.append((len(asked), len(answered)))
     except TemplateError as error:
-        raise ValueError(f"the chat template refuses a conversation: {error}. It begins {messages[:2]}.") from error
+        raise ValueError(
+            f"the chat template cannot render a conversation: {error}. The conversation begins {messages[:2]}."
+        ) from error
     encoded = tokenizer(
         whole, add_special_tokens=False, truncation=False, padding=False, verbose=False, return_offsets_mapping=True
     )
@@ -288,30 +285,16 @@ def _read_chat(
     return encoded["input_ids"], marked
 
 
-def _check_vocabulary(source: Source, tokenised: Dataset, tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> None:
-    largest = max(int(_flat(chunk).max(initial=0)) for chunk in tokenised.data.column("input_ids").chunks)
-    if largest >= vocab_size:
-        raise ValueError(
-            f"{source.name} has token {largest} ({tokenizer.convert_ids_to_tokens(largest)!r}) but the model embeds "
-            f"{vocab_size} ids (0..{vocab_size - 1}). Take the model's own tokenizer, or resize the model with "
-            "resize_token_embeddings and train the new rows."
-        )
-
-
-def _count_tokens(tokenised: Dataset) -> int:
-    return sum(len(chunk.flatten()) for chunk in tokenised.data.column("input_ids").chunks)
-
-
-def _flat(lists: pa.ListArray) -> np.ndarray:
+def _flat(lists: pa.ListArray | pa.ChunkedArray) -> np.ndarray:
     """The values of all lists, one after the other."""
-    return lists.flatten().to_numpy(zero_copy_only=False)
+    import pyarrow.compute as pc
+
+    return pc.list_flatten(lists).to_numpy(zero_copy_only=False)
 
 
 def _streams(table: pa.Table) -> tuple[np.ndarray, np.ndarray]:
     """The token ids of all documents of a batch, one after the other, and their labels."""
-    ids, has_loss = (
-        np.concatenate([_flat(chunk) for chunk in table.column(name).chunks]) for name in ("input_ids", "has_loss")
-    )
+    ids, has_loss = (_flat(table.column(name)) for name in ("input_ids", "has_loss"))
     return ids, np.where(has_loss, ids, np.int32(IGNORED))
 
 
@@ -319,10 +302,10 @@ class _Join:
     """Concatenates all documents and splits them into rows; a batch's remainder starts the next batch."""
 
     def __init__(self, length: int) -> None:
-        self.length, self.version = length, _VERSION
+        self.length = length
         self.rest: tuple[np.ndarray, np.ndarray] = (np.zeros(0, np.int32), np.zeros(0, np.int32))
 
-    def __call__(self, table: pa.Table) -> pa.Table:
+    def __call__(self, table: pa.Table, version: int) -> pa.Table:
         ids, labels = (np.concatenate(pair) for pair in zip(self.rest, _streams(table)))
         n = len(ids) // self.length
         end = n * self.length
@@ -332,30 +315,27 @@ class _Join:
         return _rows(ids, labels, [[self.length]] * n, [0] * n)
 
 
-class _Fit:
-    """Packs whole documents of a batch into rows: the longest first, each where it leaves the least space."""
+def _fit(table: pa.Table, version: int, length: int, padding_id: int) -> pa.Table:
+    """Pack whole documents of a batch into rows: the longest first, each where it leaves the least space."""
+    import pyarrow.compute as pc
 
-    def __init__(self, length: int, padding_id: int) -> None:
-        self.length, self.padding_id, self.version = length, padding_id, _VERSION
-
-    def __call__(self, table: pa.Table) -> pa.Table:
-        ids, labels = _streams(table)
-        lengths = np.concatenate([chunk.value_lengths().to_numpy() for chunk in table.column("input_ids").chunks])
-        ends = np.cumsum(lengths)
-        labels[ends - lengths] = IGNORED
-        rows = best_fit(lengths.tolist(), self.length)
-        row_ids = np.full((len(rows), self.length), self.padding_id, dtype=np.int32)
-        row_labels = np.full((len(rows), self.length), IGNORED, dtype=np.int32)
-        documents, padding = [], []
-        for k, row in enumerate(rows):
-            start = 0
-            for document in row:
-                place = slice(start, start := start + lengths[document])
-                where = slice(ends[document] - lengths[document], ends[document])
-                row_ids[k, place], row_labels[k, place] = ids[where], labels[where]
-            padding.append(self.length - start)
-            documents.append([*lengths[row], *padding[-1:]] if start < self.length else lengths[row])
-        return _rows(row_ids, row_labels, documents, padding)
+    ids, labels = _streams(table)
+    lengths = pc.list_value_length(table.column("input_ids")).to_numpy()
+    ends = np.cumsum(lengths)
+    labels[ends - lengths] = IGNORED
+    rows = best_fit(lengths.tolist(), length)
+    row_ids = np.full((len(rows), length), padding_id, dtype=np.int32)
+    row_labels = np.full((len(rows), length), IGNORED, dtype=np.int32)
+    documents, padding = [], []
+    for k, row in enumerate(rows):
+        start = 0
+        for document in row:
+            place = slice(start, start := start + lengths[document])
+            where = slice(ends[document] - lengths[document], ends[document])
+            row_ids[k, place], row_labels[k, place] = ids[where], labels[where]
+        padding.append(length - start)
+        documents.append([*lengths[row], *padding[-1:]] if start < length else lengths[row])
+    return _rows(row_ids, row_labels, documents, padding)
 
 
 def best_fit(lengths: list[int], space: int) -> list[list[int]]:
@@ -382,15 +362,12 @@ def _rows(ids: np.ndarray, labels: np.ndarray, documents: list[Any], padding: li
     """A table of rows from `ids` and `labels`, (rows, length)."""
     import pyarrow as pa
 
-    def lists(matrix: np.ndarray) -> pa.ListArray:
-        offsets = np.arange(0, matrix.size + 1, matrix.shape[1], dtype=np.int32)
-        return pa.ListArray.from_arrays(offsets, pa.array(matrix.reshape(-1), pa.int32()))
-
+    lists = pa.list_(pa.int32())
     return pa.table(
         {
-            "input_ids": lists(ids),
-            "labels": lists(labels),
-            "documents": pa.array(documents, pa.list_(pa.int32())),
+            "input_ids": pa.array([*ids], lists),
+            "labels": pa.array([*labels], lists),
+            "documents": pa.array(documents, lists),
             "padding": pa.array(padding, pa.int32()),
             "n_targets": pa.array((labels[:, 1:] != IGNORED).sum(1), pa.int32()),
         }

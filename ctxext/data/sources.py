@@ -29,10 +29,10 @@ class Source:
     """One source of training data.
 
     Attributes:
-        path: a .txt file (one document), a .jsonl, .json or .parquet file (one document per row), optionally gzipped
-            except .parquet, a glob or a folder of such; or a dataset: a folder of `save_to_disk`, or a hub name.
+        path: a .txt file (one document), a .jsonl, .json or .parquet file (one document per row; all but .parquet may
+            be gzipped), a glob or a folder of them; or a dataset: a folder of `save_to_disk`, or a hub name.
         name: a display name; by default from the path.
-        weight: its share of the mixture's tokens, relative to the other sources' weights; > 0.
+        weight: its share of the mixture's tokens, relative to the other sources; > 0.
         max_document: in tokens; longer documents are split into pieces of this length, each a separate document. Short
             documents in the mixture preserve short-context quality (Gao et al. 2024, ProLong).
         text: the text column.
@@ -81,11 +81,16 @@ def read_source(source: Source, relative_to: Path) -> Dataset:
     from datasets import Dataset, DatasetDict, load_dataset, load_from_disk
 
     found = _find(source.path, relative_to)
-    if found is not None:
-        _refuse_what_files_have_not(source, found)
     if found is None:
-        dataset = _from_hub(source, relative_to)
-    elif found.is_dir() and any((found / name).is_file() for name in ("state.json", "dataset_dict.json")):
+        return _column(source, _from_hub(source, relative_to))
+    has_splits = (found / "dataset_dict.json").is_file()
+    asked = {"split": not has_splits and source.split != "train", "subset": source.subset, "revision": source.revision}
+    if any(asked.values()):
+        raise ValueError(
+            f"{', '.join(name for name in asked if asked[name])} of {source.name} is only for hub datasets, but "
+            f"{found} is local. Drop it, and select files with a glob such as train-*.parquet."
+        )
+    if has_splits or (found / "state.json").is_file():
         dataset = load_from_disk(str(found))
         if isinstance(dataset, DatasetDict):
             if source.split not in dataset:
@@ -98,34 +103,22 @@ def read_source(source: Source, relative_to: Path) -> Dataset:
             dataset = load_dataset(kind, data_files=[str(file) for file in files], split="train", **options)
         except Exception as error:  # any class: each builder raises its own
             reason = error.__cause__ or error
-            raise ValueError(f"{found} cannot be read as {kind}: {reason}. Mend the file or leave it out.") from error
+            raise ValueError(f"{found} cannot be read as {kind}: {reason}. Fix the file or remove it.") from error
     assert isinstance(dataset, Dataset)
     return _column(source, dataset)
 
 
-def _refuse_what_files_have_not(source: Source, found: Path) -> None:
-    """Local files are read completely, so options of hub datasets would have no effect."""
-    of_hub = [name for name in ("subset", "revision") if getattr(source, name) is not None]
-    saved = (found / "dataset_dict.json").is_file()
-    if source.split != "train" and not saved:
-        of_hub.insert(0, "split")
-    if of_hub:
-        raise ValueError(
-            f"{', '.join(of_hub)} of {source.name} goes with a name on a hub, but {found} is here, and is read whole. "
-            "Leave it out, and name the files that are meant, by a glob such as train-*.parquet."
-        )
-    inside = found.rglob("*") if found.is_dir() and not saved else ()
-    paths = [path.relative_to(found) for path in inside if _kind(path)]
-    splits = {
+def _check_one_split(folder: Path, files: list[Path]) -> None:
+    names = (
         name
-        for path in paths
-        for name in (*path.parts[:-1], _NUMBER.sub("", path.name.partition(".")[0]))
-        if name in _SPLITS
-    }
+        for path in files
+        for name in (*path.relative_to(folder).parts[:-1], _NUMBER.sub("", path.name.partition(".")[0]))
+    )
+    splits = _SPLITS.intersection(names)
     if len(splits) > 1:
         raise ValueError(
-            f"{found} holds several splits ({', '.join(sorted(splits))}), which would all be read. Name one, by its "
-            "folder or a glob such as train*.parquet; *.parquet means all."
+            f"{folder} holds several splits ({', '.join(sorted(splits))}), which would all be read. Select one by its "
+            "folder or a glob such as train*.parquet; *.parquet reads all."
         )
 
 
@@ -143,17 +136,19 @@ def find_file(path: str, relative_to: Path) -> Path:
 
 def is_table(path: str | Path) -> bool:
     """Whether a file is read as rows, not as one text."""
-    return _kind(Path(path)) not in (None, "text") or _gzipped(Path(path))
+    kind = _kind(Path(path))
+    return kind is not None and (kind != "text" or _is_gzipped(Path(path)))
 
 
-def _gzipped(path: Path) -> bool:
-    return path.suffix.lower() == ".gz" and _kind(path) is not None
+def _is_gzipped(path: Path) -> bool:
+    return path.suffix.lower() == ".gz"
 
 
 def _kind(path: Path) -> str | None:
-    kind = KINDS.get(path.suffix.lower())
-    inner = KINDS.get(Path(path.stem).suffix.lower()) if path.suffix.lower() == ".gz" else None
-    return kind or (inner if inner != "parquet" else None)
+    if not _is_gzipped(path):
+        return KINDS.get(path.suffix.lower())
+    kind = KINDS.get(Path(path.stem).suffix.lower())
+    return None if kind == "parquet" else kind
 
 
 def _find(path: str, relative_to: Path) -> Path | None:
@@ -173,23 +168,25 @@ def _files(found: Path) -> tuple[str, list[Path]]:
     """The kind and the files of a file, folder or glob."""
     if found.is_dir():  # may hold a licence or a script besides the data
         files = sorted(path for path in found.rglob("*") if path.is_file() and _kind(path))
+        _check_one_split(found, files)
     else:
         files = [found] if found.exists() else [path for path in _expand(found) if path.is_file()]
     if not files:
-        raise FileNotFoundError(f"{found} holds no data file. Known: {', '.join(KINDS)}.")
-    unknown = [path for path in files if _kind(path) is None]
-    if unknown:
-        raise ValueError(f"{unknown[0]} is of an unknown kind{suggest(unknown[0].suffix, list(KINDS))}")
-    kinds = {kind: path for path in files if (kind := _kind(path))}
+        raise FileNotFoundError(f"{found} has no data files. Supported: {', '.join(KINDS)}.")
+    kinds: dict[str, Path] = {}
+    for path in files:
+        kind = _kind(path)
+        if kind is None:
+            raise ValueError(f"{path} has an unknown file type{suggest(path.suffix, list(KINDS))}")
+        if _is_empty(path):
+            raise ValueError(f"{path} is empty. Remove it or write it again.")
+        kinds.setdefault(kind, path)
     if len(kinds) > 1:
         first, second = list(kinds.values())[:2]
         raise ValueError(
-            f"{found} mixes kinds: {first.name} and {second.name}. "
-            f"Make each kind a source of its own, by a glob such as *{first.suffix}."
+            f"{found} mixes file types: {first.name} and {second.name}. "
+            f"Make each type its own source, with a glob such as *{first.suffix}."
         )
-    for path in files:
-        if _is_empty(path):
-            raise ValueError(f"{path} is empty. Leave it out or write it again.")
     return next(iter(kinds)), files
 
 
@@ -198,8 +195,8 @@ def _is_empty(path: Path) -> bool:
         from pyarrow.parquet import read_metadata
 
         return read_metadata(path).num_rows == 0
-    with gzip.open(path) if _gzipped(path) else path.open("rb") as file:
-        return not any(not line.isspace() for line in file)  # stops at the first non-empty line
+    with gzip.open(path) if _is_gzipped(path) else path.open("rb") as file:
+        return all(line.isspace() for line in file)  # stops at the first non-empty line
 
 
 def _from_hub(source: Source, relative_to: Path) -> Dataset:
@@ -224,18 +221,15 @@ def _column(source: Source, dataset: Dataset) -> Dataset:
     if wanted not in dataset.column_names:
         raise ValueError(f"{source.name} has no column {wanted!r}{suggest(wanted, dataset.column_names)}")
     if not len(dataset):
-        raise ValueError(f"{source.name} has no rows. Leave it out or write it again.")
+        raise ValueError(f"{source.name} has no rows. Remove it or write it again.")
     dataset = dataset.select_columns([wanted])
     example = next((row[wanted] for row in dataset if row[wanted]), None)
-    if name == "text" and not isinstance(example, str):
-        raise ValueError(f"column {wanted!r} of {source.name} must hold text, got {_shown(example)}.")
-    if name == "messages" and not (isinstance(example, list) and {"role", "content"} <= set(example[0])):
-        raise ValueError(
-            f"column {wanted!r} of {source.name} must hold lists of messages with role and content, "
-            f"got {_shown(example)}."
-        )
+    if name == "text":
+        valid, what = isinstance(example, str), "text"
+    else:
+        valid = isinstance(example, list) and {"role", "content"} <= set(example[0])
+        what = "lists of messages with role and content"
+    if not valid:
+        got = "only blank values" if example is None else shown(example)
+        raise ValueError(f"column {wanted!r} of {source.name} must hold {what}, got {got}.")
     return dataset if wanted == name else dataset.rename_column(wanted, name)
-
-
-def _shown(value: object) -> str:
-    return "nothing but blanks" if value is None else repr(value)[:80]

@@ -11,10 +11,10 @@ from torch import Tensor
 
 
 def alibi_slopes(n_heads: int) -> Float64[Tensor, " head"]:
-    """The slope of each head in nats a token, as in the authors' code.
+    """The slope of each head in nats per token, as in the authors' code.
 
-    For a power of two, 2^(-8/n), 2^(-16/n), ..., 2^-8. Otherwise those of the power of two below, then
-    every other one of the power above, from its first on. BLOOM, Falcon and MPT write this rule in three ways.
+    For a power of two, 2^(-8/n), 2^(-16/n), ..., 2^-8. Otherwise those of the power of two below, then every other one
+    of the power above, from its first on.
 
     Raises:
         ValueError: `n_heads` is less than 1.
@@ -33,9 +33,8 @@ def alibi_bias(
 ) -> Float64[Tensor, "*batch head query key"]:
     """-slope * |query - key|, in nats, to be added to the logits before softmax. Positions in tokens.
 
-    Never positive: near keys are favoured because far ones lose. BLOOM, Falcon and MPT add slope * key instead,
-    which for the keys up to the query differs by slope * query, and softmax does not see what is constant
-    along the keys.
+    BLOOM, Falcon and MPT add slope * key instead: for keys up to the query, it differs by a constant along the keys,
+    which softmax cancels.
     """
     distance = (query_positions[..., :, None] - key_positions[..., None, :]).abs().double()
     return -slopes[:, None, None] * distance[..., None, :, :]

@@ -1,4 +1,4 @@
-"""Rotary position embedding (RoPE): frequencies, ramps and rotations, in float64.
+"""Rotary position embedding (RoPE): frequencies and ramps, in float64.
 
 Su et al. (2021), "RoFormer", arXiv:2104.09864. A head of `dim` numbers is `dim / 2` pairs; at
 position m, pair i is turned by the angle m * inv_freq[i] (radians).
@@ -19,7 +19,7 @@ class RopeGeometry:
     """What a checkpoint was trained with.
 
     Attributes:
-        inv_freq: radians a token for each pair, the frequencies in use: existing scaling included.
+        inv_freq: radians per token for each pair, the frequencies in use: existing scaling included.
         rope_theta: the base that the pair's exponents are taken of.
         original_max_position_embeddings: trained length in tokens.
         attention_factor: the multiplier of cos and sin that is in use.
@@ -52,7 +52,7 @@ class RopeGeometry:
 
 
 def inverse_frequencies(dim: int, rope_theta: float) -> Float64[Tensor, " pair"]:
-    """theta^(-2i/d) for i = 0 .. d/2 - 1, in radians a token (RoFormer, section 3.2.2)."""
+    """theta^(-2i/d) for i = 0 .. d/2 - 1, in radians per token (RoFormer, section 3.2.2)."""
     return rope_theta ** (-torch.arange(0, dim, 2, dtype=torch.float64) / dim)
 
 
@@ -103,21 +103,6 @@ def cos_sin(
     return angles.cos() * attention_factor, angles.sin() * attention_factor
 
 
-def rotate_half_split(
-    x: Float[Tensor, "*batch dim"], cos: Float[Tensor, "*#batch pair"], sin: Float[Tensor, "*#batch pair"]
-) -> Float[Tensor, "*batch dim"]:
-    """Rotate with pair i made of dimensions i and i + d/2 (LLaMA, NeoX and most of transformers)."""
-    first, second = x.chunk(2, dim=-1)
-    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
-
-
-def rotate_interleaved(
-    x: Float[Tensor, "*batch dim"], cos: Float[Tensor, "*#batch pair"], sin: Float[Tensor, "*#batch pair"]
-) -> Float[Tensor, "*batch dim"]:
-    """Rotate with pair i made of dimensions 2i and 2i + 1 (RoFormer, GPT-J, Cohere)."""
-    return half_split_to_interleaved(rotate_half_split(interleaved_to_half_split(x), cos, sin))
-
-
 def interleaved_to_half_split(x: Float[Tensor, "*batch dim"]) -> Float[Tensor, "*batch dim"]:
     """Reorder a head so that pairs (2i, 2i + 1) become pairs (i, i + d/2)."""
     return torch.cat([x[..., 0::2], x[..., 1::2]], dim=-1)
@@ -126,24 +111,3 @@ def interleaved_to_half_split(x: Float[Tensor, "*batch dim"]) -> Float[Tensor, "
 def half_split_to_interleaved(x: Float[Tensor, "*batch dim"]) -> Float[Tensor, "*batch dim"]:
     """The inverse of `interleaved_to_half_split`."""
     return torch.stack(x.chunk(2, dim=-1), dim=-1).flatten(-2)
-
-
-def rotate_complex(
-    x: Float[Tensor, "*batch dim"], cos: Float[Tensor, "*#batch pair"], sin: Float[Tensor, "*#batch pair"]
-) -> Float[Tensor, "*batch dim"]:
-    """`rotate_interleaved` as its paper has it: pair i is one complex number, times e^(i m theta_i).
-
-    RoFormer, equation 12; Llama-4 and DeepSeek hold their frequencies in this form.
-    """
-    pairs = torch.view_as_complex(x.reshape(*x.shape[:-1], -1, 2))
-    return torch.view_as_real(pairs * torch.complex(cos, sin)).flatten(-2)
-
-
-def decay_bound(inv_freq: Float64[Tensor, " pair"], distances: Shaped[Tensor, "*batch"]) -> Float64[Tensor, "*batch"]:
-    """The mean of |S_j| over j = 1 .. d/2, S_j the sum of the first j phases e^(i m theta_i), at m = `distances`.
-
-    Times d/2 and the largest step between neighbouring pairs of q · k, it bounds |score| from above; the score
-    itself need not fall with the distance (RoFormer, section 3.4.3, equation 37).
-    """
-    angles = distances[..., None].double() * inv_freq
-    return torch.polar(torch.ones_like(angles), angles).cumsum(-1).abs().mean(-1)

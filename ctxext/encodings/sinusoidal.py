@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Float64, Shaped
 from torch import Tensor
 
-from ctxext.encodings.rope import half_split_to_interleaved, interleaved_to_half_split, inverse_frequencies
+from ctxext.encodings.rope import half_split_to_interleaved, inverse_frequencies
 
 Layout = Literal["interleaved", "halves", "tensor2tensor"]
 """How a table is laid out:
@@ -28,13 +28,13 @@ exactly 1 / theta (the paper's own code, and after it fairseq, M2M-100, XGLM, FS
 def sinusoidal_frequencies(
     dim: int, theta: float = 10000.0, layout: Layout = "interleaved"
 ) -> Float64[Tensor, " pair"]:
-    """Radians a token for each of the dim / 2 pairs, the fastest first.
+    """Radians per token for each of the dim / 2 pairs, the fastest first.
 
     Raises:
         ValueError: `dim` is odd or less than 4.
     """
     if dim < 4 or dim % 2:
-        raise ValueError(f"a sinusoidal table needs an even dim of at least 4, got {dim}. Give each sine its cosine.")
+        raise ValueError(f"a sinusoidal table needs an even dim of at least 4, got {dim}: a sine and a cosine each.")
     if layout == "tensor2tensor":
         return theta ** -torch.linspace(0, 1, dim // 2, dtype=torch.float64)
     return inverse_frequencies(dim, theta)
@@ -43,31 +43,7 @@ def sinusoidal_frequencies(
 def sinusoidal_table(
     positions: Shaped[Tensor, "*batch"], dim: int, theta: float = 10000.0, layout: Layout = "interleaved"
 ) -> Float64[Tensor, "*batch dim"]:
-    """The row of the table at each of `positions` (tokens, whole or not).
-
-    Raises:
-        ValueError: `dim` is odd or less than 4.
-    """
+    """The row of the table at each of `positions` (tokens, whole or not). Errors: as `sinusoidal_frequencies`."""
     angles = positions[..., None].double() * sinusoidal_frequencies(dim, theta, layout).to(positions.device)
     halves = torch.cat([angles.sin(), angles.cos()], dim=-1)
     return half_split_to_interleaved(halves) if layout == "interleaved" else halves
-
-
-def shift_matrix(
-    offset: float, dim: int, theta: float = 10000.0, layout: Layout = "interleaved"
-) -> Float64[Tensor, "dim dim"]:
-    """The linear map that takes the row at any position to the row `offset` tokens later.
-
-    It depends on the offset alone: sin(a + b) = cos b sin a + sin b cos a, and so for the cosine. Apply it
-    as `table @ shift_matrix(...).T`.
-
-    Raises:
-        ValueError: `dim` is odd or less than 4.
-    """
-    angles = offset * sinusoidal_frequencies(dim, theta, layout)
-    cos, sin = angles.cos().diag(), angles.sin().diag()
-    halves = torch.cat([torch.cat([cos, sin], dim=1), torch.cat([-sin, cos], dim=1)])
-    if layout != "interleaved":
-        return halves
-    order = interleaved_to_half_split(torch.arange(float(dim))).long().argsort()
-    return halves[order][:, order]

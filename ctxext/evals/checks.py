@@ -11,7 +11,7 @@ from typing import Any
 from ctxext.utils.json_files import FLAG, TEXT, Kind, or_none
 from ctxext.utils.values import MAX_TOKENS, are_numbers, are_words, is_count, is_number, shown
 
-_COUNT = Kind("a whole number >= 0", partial(is_count, low=0, high=MAX_TOKENS))
+_COUNT = Kind(f"a whole number from 0 to {MAX_TOKENS}", partial(is_count, low=0, high=MAX_TOKENS))
 _WORDS = Kind("a list of strings", are_words)
 _SHARE = Kind("a number from 0 to 1", partial(is_number, low=0, high=1))
 # Overflow in float16 gives NaN and infinities, which are valid measurements.
@@ -40,6 +40,14 @@ NEEDED_OF = {
     "short": ("losses", "top1"), "key_tokens": ("mask",),
 }  # fmt: skip
 
+# Fields of a header's `about`.
+_LENGTH = Kind(f"a number of tokens from 1 to {MAX_TOKENS}", partial(is_count, low=1, high=MAX_TOKENS))
+ABOUT = {
+    **dict.fromkeys(("trained_length", "text_tokens"), _LENGTH), "reach": or_none(_LENGTH),
+    "lengths": Kind("a list of numbers of tokens", lambda n: isinstance(n, list) and all(map(_LENGTH.holds, n))),
+    "eliminated": Kind("a list of variants", are_words),
+}  # fmt: skip
+
 
 class CorruptLine(ValueError):
     """A malformed line of a results file; the message names the field."""
@@ -59,7 +67,7 @@ def check_record(record: Any) -> None:
             raise CorruptLine(f"a sample has no {name}")
     for name, bits in ARRAYS.items():
         if name in record and not _is_array(record[name], record.get("tokens"), bits):
-            raise CorruptLine(f"{name} of a sample must be base64 of one number for each of its tokens")
+            raise CorruptLine(f"{name} of a sample must be base64 with one number per token")
 
 
 def check_alike(records: Iterable[dict[str, Any]]) -> None:
@@ -70,7 +78,7 @@ def check_alike(records: Iterable[dict[str, Any]]) -> None:
     for record in records:
         task, length, needed = record["task"], record["length"], NEEDED_OF.get(record["task"], ())
         if scored.setdefault(task, "score" in record) != ("score" in record):
-            raise CorruptLine(f"samples of {task} have a score and have none")
+            raise CorruptLine(f"some samples of {task} have a score and others have none")
         for name in needed:
             if name not in record:
                 raise CorruptLine(f"a sample of {task} has no {name}")
@@ -78,12 +86,11 @@ def check_alike(records: Iterable[dict[str, Any]]) -> None:
             continue
         # The first sliding window has more tokens; masks must match the losses of the same windows.
         kind = "perplexity" if task == "key_tokens" else task
-        tokens = sizes.setdefault(
-            (kind, length, record["trial"] if task == "sliding_perplexity" else 0), record["tokens"]
-        )
+        window = record["trial"] if task == "sliding_perplexity" else 0
+        tokens = sizes.setdefault((kind, length, window), record["tokens"])
         if not 0 < record["tokens"] == tokens <= length or record.get("bytes") == 0:
             raise CorruptLine(
-                f"a sample of {task} at {length} tokens has {record['tokens']} of them, where others have {tokens}"
+                f"a sample of {task} at {length} tokens has {record['tokens']} tokens, where others have {tokens}"
             )
 
 
@@ -99,28 +106,23 @@ def check_header(value: dict[str, Any]) -> None:
     for name in ("identity", "tasks", "variants", "about"):
         part = value.get(name)
         if not isinstance(part, dict):
-            raise CorruptLine(f"{name} of its header must be an object, got {shown(part)}")
+            raise CorruptLine(f"{name} in its header must be an object, got {shown(part)}")
         bad = [each for each in part.values() if name in ("tasks", "variants") and not isinstance(each, dict)]
         if bad:
-            raise CorruptLine(f"{name} of its header must hold objects, got {shown(bad[0])}")
+            raise CorruptLine(f"{name} in its header must hold objects, got {shown(bad[0])}")
     for name, variant in value["variants"].items():
         if not isinstance(variant.get("model", ""), str):
             raise CorruptLine(f"model of {name} in its header must be a string, got {shown(variant['model'])}")
         extension = variant.get("extension")
         method = extension.get("method") if isinstance(extension, dict) else extension
-        named = method is None or (isinstance(method, dict) and isinstance(method.get("name"), str))
-        if not named:
+        if not (method is None or (isinstance(method, dict) and isinstance(method.get("name"), str))):
             raise CorruptLine(f"extension of {name} in its header must be an object that describes its method")
-        if not (variant.get("limit") is None or is_count(variant["limit"], 0, MAX_TOKENS)):
+        limit = variant.get("limit")
+        if not (limit is None or is_count(limit, 0, MAX_TOKENS)):
             raise CorruptLine(
-                f"limit of {name} in its header must be a number of tokens, got {shown(variant['limit'])}"
+                f"limit of {name} in its header must be a number of tokens from 0 to {MAX_TOKENS}, got {shown(limit)}"
             )
-    if not is_count(value["identity"].get("seed", 0), 0, MAX_TOKENS):
-        raise CorruptLine(f"seed of its header must be a whole number, got {shown(value['identity']['seed'])}")
-    for name in ("trained_length", "reach", "text_tokens"):
-        length = value["about"].get(name, 1)
-        if not is_count(length, 1, MAX_TOKENS) and not (name == "reach" and length is None):
-            raise CorruptLine(f"{name} of its header must be a number of tokens, got {shown(length)}")
-    lengths = value["about"].get("lengths", [])
-    if not (isinstance(lengths, list) and all(is_count(length, 1, MAX_TOKENS) for length in lengths)):
-        raise CorruptLine(f"lengths of its header must be a list of numbers of tokens, got {shown(lengths)}")
+    for part, fields in (("identity", {"seed": _COUNT}), ("about", ABOUT)):
+        for name, (words, holds) in fields.items():
+            if name in value[part] and not holds(value[part][name]):
+                raise CorruptLine(f"{name} in its header must be {words}, got {shown(value[part][name])}")

@@ -13,9 +13,9 @@ from ctxext.evals.summary import Summary
 from ctxext.evals.targets import UNEXTENDED
 from ctxext.methods import ContextMethod, RopeScaling, list_methods
 
-# A comparison whose adjusted p is larger is a tie.
+# Comparisons with a larger adjusted p are ties.
 LEVEL = 0.05
-# In nats per token: smaller differences of losses are negligible and decide nothing.
+# In nats per token: smaller loss differences are negligible and decide nothing.
 TIED_LOSS = 0.01
 
 ACCURACY, LOSS, REGRESSION = "retrieval accuracy", "loss", "short-context regression"
@@ -40,7 +40,7 @@ class Comparison:
     clusters: int
 
     def __str__(self) -> str:
-        value = f"{100 * self.value:+.1f} points" if self.measure == ACCURACY else f"{self.value:+.3f} nats a token"
+        value = f"{100 * self.value:+.1f} points" if self.measure == ACCURACY else f"{self.value:+.3f} nats per token"
         return f"{self.measure} {value}, p = {self.p:.2g}"
 
 
@@ -60,20 +60,22 @@ class Comparisons:
     def __init__(self, summary: Summary, candidates: Sequence[str], left: int = 0) -> None:
         short, longest = max(summary.lengths("short"), default=0), summary.beyond[-1]
         pairs = list(combinations(candidates, 2))
-        raw: list[tuple[str, str, str, PairedTest | None]] = [
-            *((ACCURACY, one, other, _tested(summary, one, other)) for one, other in pairs),
-            *((ACCURACY, one, UNEXTENDED, _tested(summary, one, UNEXTENDED)) for one in candidates),
-            *((LOSS, one, other, summary.loss_test(one, other, longest)) for one, other in pairs),
-            *((REGRESSION, one, other, summary.loss_test(one, other, short, "short")) for one, other in pairs),
-        ]
-        found = [(measure, one, other, test) for measure, one, other, test in raw if test is not None]
+        tests = {(ACCURACY, *pair): _tested(summary, *pair) for pair in pairs}
+        against = {(ACCURACY, one, UNEXTENDED): _tested(summary, one, UNEXTENDED) for one in candidates}
+        if not any(against.values()):
+            against = {(LOSS, one, UNEXTENDED): summary.loss_test(one, UNEXTENDED, longest) for one in candidates}
+        tests |= against
+        tests |= {(LOSS, *pair): summary.loss_test(*pair, longest) for pair in pairs}
+        tests |= {(REGRESSION, *pair): summary.loss_test(*pair, short, "short") for pair in pairs}
+        found = {key: test for key, test in tests.items() if test is not None}
         started = len(candidates) + left
-        measures = {measure: started * (started - 1) // 2 for measure, _, other, _ in found if other != UNEXTENDED}
-        self.family = sum(measures.values()) + started * any(other == UNEXTENDED for _, _, other, _ in found)
-        adjusted = holm([test.p for _, _, _, test in found], self.family)
+        measures = {measure for measure, _, other in found if other != UNEXTENDED}
+        self.family = len(measures) * (started * (started - 1) // 2)
+        self.family += started * any(other == UNEXTENDED for _, _, other in found)
+        adjusted = holm([test.p for test in found.values()], self.family)
         self._found = {
-            (measure, one, other): Comparison(measure, one, other, test.value, p, test.p, test.clusters)
-            for (measure, one, other, test), p in zip(found, adjusted)
+            key: Comparison(*key, test.value, p, test.p, test.clusters)
+            for (key, test), p in zip(found.items(), adjusted)
         }
 
     def between(self, measure: str, one: str, other: str) -> Comparison | None:
@@ -96,13 +98,21 @@ class Comparisons:
         samples)."""
         return [v for v in variants if self.behind(measure, v, variants, adjusted) is None] or list(variants)
 
+    def worse_than_baseline(self, one: str) -> Comparison | None:
+        """As `Choice.worse`."""
+        found = self.between(ACCURACY, one, UNEXTENDED) or self.between(LOSS, one, UNEXTENDED)
+        if found is None:
+            return None
+        lost = -found.value if found.measure == ACCURACY else found.value - TIED_LOSS
+        return found if lost > 0 and (found.p < LEVEL or found.clusters < texts_needed(1)) else None
+
     def texts(self, measure: str) -> int:
         """The largest number of independent texts in a comparison."""
         return max((c.clusters for c in self._found.values() if c.measure == measure), default=0)
 
 
 def texts_needed(comparisons: int) -> int:
-    """The independent texts n that must all agree for one of so many comparisons to be significant: 2^(1-n) < 5%/m."""
+    """The independent texts n that must all agree for one of `comparisons` to be significant: 2^(1-n) < 5%/m."""
     return math.floor(1 + math.log2(max(1, comparisons) / LEVEL)) + 1
 
 
@@ -117,6 +127,8 @@ class Choice:
             with the best point estimate.
         decided: why `variant` was chosen among the tied ones; "" without ties.
         gain: the difference of its retrieval accuracy to the baseline's.
+        worse: that difference, or without one that of its loss, if it is worse than the baseline: significantly, or
+            as measured if there are too few texts for any significance.
         needed: by measure, the number of independent texts that significance would need, if there were fewer.
         family: how many comparisons the p-values are adjusted for.
         started: the number of candidates.
@@ -127,6 +139,7 @@ class Choice:
     behind: dict[str, Comparison | None]
     decided: str
     gain: Comparison | None
+    worse: Comparison | None
     needed: dict[str, int]
     family: int
     started: int
@@ -140,7 +153,8 @@ class Choice:
 def candidates_of(summary: Summary) -> list[str]:
     """The usable extended variants with retrieval measured beyond the trained length; without any, those with
     losses."""
-    extended = [v for v in summary.variants if v != UNEXTENDED and _is_for_use(summary, v)]
+    out = {UNEXTENDED, *summary.eliminated}
+    extended = [v for v in summary.variants if v not in out and _is_for_use(summary, v)]
     asked = [v for v in extended if found_share(summary, v) is not None]
     return asked or [v for v in extended if summary_loss(summary, v) < math.inf]
 
@@ -152,7 +166,7 @@ def choose(summary: Summary, candidates: Sequence[str], left: int = 0) -> Choice
     among the others, if its loss over windows of the longest length is not finite, or significantly larger than
     another's by more than TIED_LOSS. The rest are tied. Among the tied, candidates that are worse before the adjustment
     are set aside, and the cheapest of the rest is chosen: first one that plain transformers loads, then one without
-    significantly more short-context regression, then the first in the run's order. With too few texts for any
+    significantly more short-context regression, then the best as measured. With too few texts for any
     significant comparison, point estimates take precedence over cost. Missing measurements decide nothing.
 
     Args:
@@ -181,16 +195,17 @@ def choose(summary: Summary, candidates: Sequence[str], left: int = 0) -> Choice
             decided.append(f"its measured {first} is the {'highest' if first == ACCURACY else 'lowest'}")
     likely = tests.front(LOSS, tests.front(ACCURACY, named, adjusted=False), adjusted=False)
     if len(likely) < len(named):
-        decided.append("none is ahead of it before the adjustment")
+        decided.append("none of them beats it before the adjustment")
     portable = [v for v in likely if v in summary.portable]
     if 0 < len(portable) < len(likely):
         decided.append("plain transformers loads it")
     cheapest = tests.front(REGRESSION, portable or likely)
     if len(cheapest) < len(portable or likely):
         decided.append(f"its {REGRESSION} is lower")
-    if len(cheapest) > 1:
-        decided.append("it comes first in the order of the run")
-    chosen = min(cheapest, key=summary.variants.index)
+    chosen, *rest = [v for v in order if v in cheapest]
+    if rest:
+        alike = _measurement(summary, chosen) == _measurement(summary, rest[0])
+        decided.append("it comes first in the alphabet" if alike else "it measured best")
     others = tuple(v for v in front if v != chosen)
     needed = texts_needed(tests.family)
     return Choice(
@@ -199,6 +214,7 @@ def choose(summary: Summary, candidates: Sequence[str], left: int = 0) -> Choice
         lost,
         decided=" and ".join(decided) if others else "",
         gain=tests.between(ACCURACY, chosen, UNEXTENDED),
+        worse=tests.worse_than_baseline(chosen),
         needed={measure: needed for measure in measures if tests.texts(measure) < needed},
         family=tests.family,
         started=len(candidates) + left,
@@ -206,18 +222,23 @@ def choose(summary: Summary, candidates: Sequence[str], left: int = 0) -> Choice
 
 
 def by_measurement(summary: Summary, candidates: Sequence[str]) -> list[str]:
-    """The candidates ordered by point estimates, best first."""
-    found = {v: share.value if (share := found_share(summary, v)) else 0.0 for v in candidates}
-    loss = {v: summary_loss(summary, v) for v in candidates}
-    return sorted(candidates, key=lambda v: (_is_broken(summary, v), -found[v], loss[v]))
+    """The candidates ordered by point estimates, best first; equal ones by name, as the order of a run says nothing."""
+    return sorted(candidates, key=lambda v: (_measurement(summary, v), v))
+
+
+def _measurement(summary: Summary, variant: str) -> tuple[bool, float, float]:
+    """Smaller is better."""
+    share = found_share(summary, variant)
+    return _is_broken(summary, variant), -share.value if share else 0.0, summary_loss(summary, variant)
 
 
 @dataclass(frozen=True)
 class Recommendation:
-    """The variant to use (None without candidates), and the reasons as text."""
+    """The variant to use (None without candidates), the reasons as text, and all candidates, best first."""
 
     variant: str | None
     text: str
+    ranking: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         return self.text
@@ -236,8 +257,9 @@ def recommended(summary: Summary) -> Recommendation:
             f"{', '.join(candidates)} have no samples in common beyond the trained length: nothing to recommend. "
             "Measure them with the same tasks, lengths and trials.",
         )
-    choice = choose(shared, candidates)
-    return Recommendation(choice.variant, " ".join(reasons(shared, choice)))
+    choice = choose(shared, candidates, left=len(summary.eliminated))
+    chosen = None if choice.worse else choice.variant
+    return Recommendation(chosen, " ".join(reasons(shared, choice)), choice.ranking)
 
 
 def all_figures(summary: Summary) -> dict[str, Any]:
@@ -249,6 +271,9 @@ def reasons(summary: Summary, choice: Choice) -> list[str]:
     """The reasons for the choice, as sentences."""
     name = choice.variant
     said = [f"Use {name}." if len(choice.ranking) > 1 else f"{name}:"]
+    if choice.worse:
+        best = f"The best, {name}," if len(choice.ranking) > 1 else name
+        said = [f"No method is recommended. {best} is worse than the baseline ({choice.worse})."]
     share = found_share(summary, name, choice.started)
     if share is not None:
         asked_to = summary.lengths(*summary.deciding_tasks)[-1]
@@ -257,16 +282,17 @@ def reasons(summary: Summary, choice: Choice) -> list[str]:
             f"Beyond the trained {summary.trained_length:,} tokens, up to {asked_to:,}, its {ACCURACY} is "
             f"{share.percent()}{together}."
         )
-        if choice.gain is not None:
+        if choice.gain is not None and not choice.worse:
             value = f"{100 * choice.gain.value:+.1f} points against the baseline (p = {choice.gain.p:.2g})"
             sure = choice.gain.p < LEVEL and choice.gain.value > 0
             said.append(f"That is {value}{'' if sure else ', no evidence that it helps'}.")
-        elif summary.cannot_run:
-            said.append(f"There is no baseline there: {summary.cannot_run}.")
+        elif summary.cannot_run and not choice.worse:
+            said.append(f"The baseline was not measured there: {summary.cannot_run}.")
     if summary.not_counted:
         said.append(summary.not_counted)
     if choice.tied:
-        said.append(f"Tied with {', '.join(choice.tied)}: {name} is named because {choice.decided}.")
+        comes = "comes first" if choice.worse else "is recommended"
+        said.append(f"Tied with {', '.join(choice.tied)}: {name} {comes} because {choice.decided}.")
         said += [
             f"No difference in {measure} can be significant with fewer than {texts} independent "
             f"{'texts (--trials)' if measure == ACCURACY else 'windows (--windows)'}."
@@ -279,13 +305,16 @@ def reasons(summary: Summary, choice: Choice) -> list[str]:
         ]
         said.append(f"Behind: {'; '.join(shown)}.")
     if choice.family > 1:
-        said.append(f"Each p is of an exact paired test, adjusted by Holm for {choice.family} comparisons.")
+        said.append(f"p-values are from exact paired tests, Holm-adjusted for {choice.family} comparisons.")
     gate = summary.gate(name)
     if gate.loss is not None and gate.agreement is not None:
         said.append(
-            f"The {REGRESSION} of {name} is {gate.loss.value:+.3f} nats a token, and its most likely token differs at "
-            f"{in_percent(1 - gate.agreement.value, 1)}% of the positions."
+            f"The {REGRESSION} of {name} is {gate.loss.value:+.3f} nats per token, and its most likely token differs "
+            f"at {in_percent(1 - gate.agreement.value, 1)}% of the positions."
         )
+    if summary.eliminated:
+        names = ", ".join(summary.eliminated)
+        said.append(f"Dropped early, because others did better: {names}.")
     return said
 
 
@@ -330,4 +359,4 @@ def _is_for_use(summary: Summary, variant: str) -> bool:
 
 def nats(difference: Difference) -> str:
     """Format a difference of losses."""
-    return f"{difference.value:+.3f} nats a token [{difference.low:+.3f}, {difference.high:+.3f}]"
+    return f"{difference.value:+.3f} nats per token [{difference.low:+.3f}, {difference.high:+.3f}]"

@@ -1,5 +1,4 @@
-"""The control of a retrieval run: checks that the baseline solves the task within its trained length in this prompt
-form.
+"""The control of a retrieval run: whether the baseline solves the tasks within its trained length in this prompt form.
 
 A model that cannot find a number in a short text tells nothing about context extension. So before any comparison, the
 baseline answers a few short prompts with the same text. If it fails, other prompt forms are tried, and the first in
@@ -16,7 +15,7 @@ from ctxext.evals.haystack import Haystack
 from ctxext.evals.prompts import Prompter, Style
 from ctxext.evals.samples import RetrievalTask, fingerprint
 from ctxext.evals.statistics import in_percent
-from ctxext.evals.targets import LiveModel, Variant
+from ctxext.evals.targets import LiveModel
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -34,7 +33,7 @@ class Form:
     """A prompt form: the style, and whether the prompt begins the answer in the needle's words.
 
     Attributes:
-        style, answer_tokens: of `Prompter`.
+        style, answer_tokens: as in `Prompter`.
     """
 
     style: Style
@@ -96,26 +95,15 @@ class Control:
         first, *_ = [*self.found, str(self.form)]
         if first == str(self.form) and not self.failing:
             return ""
-        tried = "; ".join(f"{form}: {_shares(found)}" for form, found in self.found.items())
-        verdict = (
-            "In no form does it do all of the tasks, so retrieval says little about an extension; asked here: "
-            f"{self.form}."
-            if self.failing
-            else f"Asked here: {self.form}."
+        tried = "; ".join(
+            f"{form}: {', '.join(f'{task} {in_percent(share)}%' for task, share in found.items())}"
+            for form, found in self.found.items()
         )
+        verdict = "It fails in every form, so retrieval says little about an extension. Using"
         return (
-            f"Within {self.length:,} tokens the baseline does not do what is measured in the form first tried "
-            f"({tried}). {verdict}"
+            f"Within {self.length:,} tokens the baseline fails the tasks in the first prompt form ({tried}). "
+            f"{verdict if self.failing else 'Using instead'}: {self.form}."
         )
-
-
-def _shares(found: Mapping[str, float]) -> str:
-    return ", ".join(f"{task} {in_percent(share)}%" for task, share in found.items())
-
-
-def controlled(tasks: Sequence[RetrievalTask]) -> list[RetrievalTask]:
-    """The lookup tasks, which a model solves within its trained length or not at all."""
-    return [task for task in tasks if task.looks_up]
 
 
 def control(
@@ -132,6 +120,7 @@ def control(
 
     Args:
         target: the model; its prompter's form is tried first.
+        tasks: lookup tasks, which a model solves within its trained length or not at all.
         longest: the maximum prompt length in tokens, capped by the trained length.
         others: further forms to try.
         known: the control of an earlier run in the results file. It is reused if it depends on the same inputs;
@@ -140,7 +129,7 @@ def control(
     An interrupted control is repeated in full. It is a function of its arguments, and answers ten prompts of at most
     `LENGTH` tokens per task and form, in two groups with a common prefix.
     """
-    tasks, prompter = controlled(tasks), target.prompter
+    prompter = target.prompter
     length = min(LENGTH, target.about["trained_length"], longest)
     first = Form(prompter.style, prompter.answer_tokens)
     settings = {task.name: task.settings() for task in tasks}
@@ -149,13 +138,10 @@ def control(
         return known
     found = {str(first): dict(known.found.get(str(first), {}))} if known is not None else {}
     for form in (first, *others):
-        measured = {
-            task.name: share
-            for task in tasks
-            if (share := found_in(target.asking(form.prompter(prompter.tokenizer)), task, haystack, length, seed))
-            is not None
-        }
-        found[str(form)] = {**found.get(str(form), {}), **measured}
+        asked = target.asking(form.prompter(prompter.tokenizer))
+        shares = {task.name: found_in(asked, task, haystack, length, seed) for task in tasks}
+        measured = {name: share for name, share in shares.items() if share is not None}
+        found[str(form)] = found.get(str(form), {}) | measured
         if all(share >= ENOUGH for share in measured.values()):
             return Control(form, length, found, key)
     # No form works: keep the requested one.
@@ -170,7 +156,6 @@ def found_in(target: LiveModel, task: RetrievalTask, haystack: Haystack, length:
     except ValueError:
         return None
     each = len(samples) // TRIALS
-    rows = [samples[k : k + each] for k in range(0, len(samples), each)]
-    with target.applied(Variant()):
-        outcomes = [one for part in target.outcomes([[row] for row in rows], False) for one in part]
+    batches = [[samples[k : k + each]] for k in range(0, len(samples), each)]
+    outcomes = [one for part in target.outcomes(batches, generate=False) for one in part]
     return sum(record["score"] for _, record in outcomes) / len(outcomes)

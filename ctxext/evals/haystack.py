@@ -25,7 +25,7 @@ _SENTENCE_END = re.compile(r"(?<!\bMr)(?<!\bMrs)(?<!\bDr)(?<!\bSt)[.!?][\"'”�
 # before a space, after a clause; then anywhere.
 _FINER = [re.compile(pattern) for pattern in (r"(?=\n)", r"(?=\s)", r"[;,:})\]；，、：]+", r"(?s).{32,64}?(?=\w)")]
 _LONG = 2000
-# Longer words are text without spaces.
+# A longer "word" is text without spaces.
 _LONG_WORD = 40
 # The easy mode: it tests saliency more than retrieval. Mohtashami and Jaggi (2023).
 FILLER = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again. "
@@ -38,7 +38,7 @@ class Haystack:
     Attributes:
         token_ids: the tokens of the text, without repeats.
         token_starts: the start of each token, in characters, ascending.
-        sentence_ends: the end of each sentence, in characters, ascending, where needles can be inserted; ends of lines,
+        sentence_ends: where needles can be inserted, in characters, ascending: the ends of sentences, or of lines,
             words or clauses if a text has no sentences.
         repeats: how often the text is repeated to be long enough.
         name: a display name.
@@ -55,33 +55,32 @@ class Haystack:
     def from_text(
         cls, text: str, tokenizer: PreTrainedTokenizerBase, *, at_least: int = 0, name: str = "text"
     ) -> Haystack:
-        """Tokenise `text`, repeated until it has `at_least` tokens (0: no repeats).
+        """Tokenise `text`, repeated until it has `at_least` tokens.
 
         Raises:
             ValueError: the text is empty, or the tokenizer is not a fast one (its offsets are needed).
         """
         if not tokenizer.is_fast:
             raise ValueError(
-                f"{type(tokenizer).__name__} is not a fast tokenizer, so sentence ends cannot be "
-                "placed on tokens. Load it with AutoTokenizer.from_pretrained(..., use_fast=True)."
+                f"{type(tokenizer).__name__} is not a fast tokenizer, so it gives no token "
+                "offsets. Load it with AutoTokenizer.from_pretrained(..., use_fast=True)."
             )
         text = text.strip() + "\n"
         if text.isspace():
             raise ValueError(f"{name} is empty. Pass a text.")
-        sentence_ends = _cuts(text)
         encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
         starts = [start for start, _ in encoded["offset_mapping"]]
-        once = cls(text, list(encoded["input_ids"]), starts, sentence_ends, name=name)
+        once = cls(text, list(encoded["input_ids"]), starts, _cuts(text), name=name)
         return _repeated(once, once._copies(at_least))
 
     @classmethod
     def from_file(cls, path: str | Path, tokenizer: PreTrainedTokenizerBase, *, at_least: int = 0) -> Haystack:
-        """As `from_text`, of what `read_prose` reads."""
+        """Like `from_text`, for a file that `read_prose` reads."""
         return cls.from_text(read_prose(path), tokenizer, at_least=at_least, name=Path(path).name)
 
     @cached_property
     def fingerprint(self) -> str:
-        """Of the text, written once."""
+        """A hash of the text without repeats."""
         return blake2b(self.once.encode(), digest_size=8).hexdigest()
 
     @property
@@ -89,29 +88,23 @@ class Haystack:
         return self.text[: len(self.text) // self.repeats]
 
     def for_length(self, length: int) -> Haystack:
-        """The same text, repeated as prompts of `length` tokens need it."""
+        """The same text, repeated as often as prompts of `length` tokens need."""
         return _repeated(self, min(self.repeats, self._copies(length)))
 
     def _copies(self, length: int) -> int:
         # One more than the length needs, so that a window may begin anywhere.
         return 1 if length <= self.n_tokens else 1 - -length // self.n_tokens
 
-    def says(self, phrase: re.Pattern[str], start: int, end: int) -> bool:
-        """Whether a phrase occurs between two character positions."""
-        return phrase.search(self.text, start, end) is not None
-
     @property
     def n_tokens(self) -> int:
-        """Tokens of the text, written once."""
+        """The number of tokens without repeats."""
         return len(self.token_ids)
 
     def n_bytes(self, first: int, end: int) -> int:
-        """UTF-8 bytes of the tokens from `first` to `end`, with the text as a ring."""
-        n = self.n_tokens
-        once = self.once
-        chars = [*self.token_starts[:n], len(once)]
-        parts = [(first, end)] if end <= n else [(first, n), (0, end - n)] if first <= n else [(first - n, end - n)]
-        return sum(len(once[chars[low] : chars[high]].encode()) for low, high in parts)
+        """UTF-8 bytes of the tokens from `first` to `end`, with the text as a ring: `end` is below twice `n_tokens`."""
+        once, starts = self.once, self.token_starts[: self.n_tokens]
+        chars = [*starts, *(len(once) + start for start in starts)]
+        return len((once * 2)[chars[first] : chars[end]].encode())
 
     def token_at(self, char: int) -> int:
         """The index of the first token that begins at `char` or later."""
@@ -120,16 +113,13 @@ class Haystack:
     def exact_window(
         self, length: int, guess: int, count: Callable[[int, int], int], rng: Random
     ) -> tuple[int, int] | None:
-        """Find a `(start, end)` in characters with `count(start, end) == length`, or None.
+        """Find `(start, end)` in characters with `count(start, end) == length`, or None.
 
-        The end is a random sentence end, the start the beginning of a word if possible. Tokens of neighbouring pieces
-        can merge, so the size is counted, and the start moved until it fits.
+        The end is a random sentence end, the start the beginning of a word if possible, moved until the size fits.
+        Raises ValueError if the text is too short.
 
         Args:
-            guess: the approximate size of the window in tokens.
-
-        Raises:
-            ValueError: the text is too short.
+            guess: the approximate size of the window in tokens. The exact size is `count`'s: neighbouring pieces merge.
         """
         first = bisect_left(self.sentence_ends, self.token_starts[min(guess + 64, len(self.token_starts)) - 1])
         if guess > len(self.token_starts) or first >= len(self.sentence_ends):
@@ -163,7 +153,7 @@ class Haystack:
         return token
 
     def cuts(self, start: int, end: int, depth: float) -> Iterator[int]:
-        """The sentence ends in `[start, end]`, in characters, from the one nearest to `depth` tokens on."""
+        """The sentence ends in `[start, end]`, in characters, ordered by distance to `depth`, in tokens."""
         first, last = self.token_at(start), self.token_at(end)
         target = first + depth * (last - first)
         low, high = bisect_left(self.sentence_ends, start), bisect_left(self.sentence_ends, end + 1)
@@ -173,7 +163,7 @@ class Haystack:
 
 @lru_cache(maxsize=32)
 def _repeated(haystack: Haystack, repeats: int) -> Haystack:
-    """A text with another number of repeats."""
+    """The same text with another number of repeats."""
     if repeats == haystack.repeats:
         return haystack
     once, n_ends = haystack.once, len(haystack.sentence_ends) // haystack.repeats

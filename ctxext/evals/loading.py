@@ -25,33 +25,40 @@ def load(
         bare: ignore the folder's `context_extension.json`.
     """
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
     from ctxext.evals.targets import check_causal, check_continues_text
-    from ctxext.hub.checkpoint import extended_as_saved, read_config, saved_extension
+    from ctxext.hub.checkpoint import (
+        extended_as_saved,
+        load_model,
+        load_tokenizer,
+        read_config,
+        rejecting,
+        saved_extension,
+    )
 
     logging.disable_progress_bar()
     if device is None:
         device = f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if torch.cuda.is_available() else "cpu"
     if device.startswith("cuda") and not torch.cuda.is_available():
-        raise ValueError(
-            f"device {device!r} is not there: this torch sees no CUDA GPU. Leave --device out, or pass cpu."
-        )
+        raise ValueError(f"device {device!r} is not available: torch sees no CUDA GPU. Drop --device, or pass cpu.")
     if dtype not in DTYPES:
         raise ValueError(f"unknown dtype {dtype!r}. Pass one of {', '.join(DTYPES)}.")
     if dtype == "auto" and device == "cpu":
         dtype = "float32"
     check_continues_text(read_config(folder))
     extension = None if bare else saved_extension(folder)
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, device_map=device if device != "cpu" else None)
-    check_causal(model.eval())
+    tokenizer = load_tokenizer(folder)
+    device_map = device if device != "cpu" else None
+    model = load_model(folder, AutoModelForCausalLM, dtype=dtype, device_map=device_map)
+    with rejecting(folder / "config.json", ValueError):
+        check_causal(model)
     return extended_as_saved(model, extension), tokenizer
 
 
 def known_by(folder: Path) -> dict[str, Any]:
-    """The identity of a checkpoint that model cards are matched by: its weights and its own extension."""
+    """The identity by which model cards match a checkpoint: its weights and its own extension."""
     from ctxext.extension.metadata_file import weights_fingerprint
     from ctxext.hub.checkpoint import method_of
 
@@ -59,8 +66,7 @@ def known_by(folder: Path) -> dict[str, Any]:
     with suppress(ValueError):  # no safetensors
         about["weights"] = weights_fingerprint(folder)
     with suppress(ValueError):  # an unregistered method
-        method = method_of(folder)
-        if method is not None:
+        if (method := method_of(folder)) is not None:
             about["method"] = method.to_dict()
     return about
 
@@ -76,7 +82,7 @@ def load_text(choice: str | None, tokenizer: PreTrainedTokenizerBase, at_least: 
     if haystack.repeats > 1:
         console.print(
             f"note: {haystack.name} has {haystack.n_tokens:,} tokens; prompts of {at_least:,} repeat it. "
-            "Give a longer text with --haystack.",
+            "Pass a longer text with --haystack.",
             highlight=False,
         )
     return haystack

@@ -13,11 +13,11 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import islice
 from random import Random
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 from ctxext.evals.haystack import Haystack
 from ctxext.evals.prompts import Prompter
-from ctxext.evals.samples import Place, RetrievalTask, Sample, register_task
+from ctxext.evals.samples import Place, RetrievalTask, Sample, Scene, register_task, written
 from ctxext.evals.words import distinct
 
 OWNERS = (
@@ -28,22 +28,34 @@ OWNERS = (
 
 @dataclass(frozen=True)
 class Hidden:
-    """The hidden sentences of a sample, the first at the requested depth, and its question.
-
-    Attributes:
-        breaks: extra line breaks before the question, to reach the length in texts where every character has as many
-            tokens.
-    """
+    """The hidden sentences of a sample, the first at the requested depth, and its question."""
 
     sentences: tuple[str, ...]
     numbers: tuple[str, ...]
     question: str
     lead: str
-    breaks: int = 0
 
     def size(self, prompter: Prompter) -> int:
-        """Its tokens, apart from how it merges with the surrounding text."""
+        """Its size in tokens, ignoring merges with the surrounding text."""
         return len(prompter.encode(" ".join((*self.sentences, self.question + self.lead, *self.numbers))))
+
+
+class Window(NamedTuple):
+    """What all depths of a trial share, including the text before their needles.
+
+    Attributes:
+        start, end: the text, in characters.
+        others: the places of all needles but the first.
+        size: the tokens of the hidden sentences and the question.
+        breaks: extra line breaks before the question, to reach the length in texts where every character has as many
+            tokens.
+    """
+
+    start: int
+    end: int
+    others: tuple[int, ...]
+    size: int
+    breaks: int
 
 
 class HiddenNumbers(RetrievalTask):
@@ -51,143 +63,114 @@ class HiddenNumbers(RetrievalTask):
 
     looks_up: ClassVar[bool] = True
     intro: ClassVar[str]
-    # Phrases that the haystack must not contain.
+    # What the haystack must not contain.
     phrase: ClassVar[re.Pattern[str]]
+    digits: int
+
+    def __post_init__(self) -> None:
+        if self.digits < 1:
+            raise ValueError(f"digits must be >= 1, got {self.digits}.")
 
     @abstractmethod
     def hide(self, words: Random, numbers: Random) -> Hidden:
         """The needles; `words` draws what all depths of a trial share, `numbers` the numbers."""
 
+    def number(self, rng: Random) -> str:
+        return str(rng.randrange(10 ** (self.digits - 1), 10**self.digits))
+
     def sample(self, place: Place, prompter: Prompter, haystack: Haystack) -> Sample:
+        scene, said = Scene(place, prompter, haystack.for_length(place.length)), False
         # If no sentence of the trial's window fits, use another window, without a shared prefix.
-        haystack, said = haystack.for_length(place.length), False
         for attempt in range(8):
-            window = _trial_window(self, place.length, place.trial, place.seed, attempt, prompter, haystack)
-            if said := haystack.says(self.phrase, *window[:2]):
-                continue
-            sample = self._fit(place, prompter, haystack, *window)
-            if sample is not None:
+            window = _trial_window(self, replace(scene, place=replace(place, depth=None)), attempt)
+            said = self.phrase.search(scene.haystack.text, window.start, window.end) is not None
+            if not said and (sample := self._fit(scene, window)) is not None:
                 return sample
         if said:
-            raise ValueError(
-                f"{self.name}: the text {haystack.name} has the words of the needle itself, so the question would have "
-                "more than one answer. Pass another text."
-            )
+            raise self.ambiguous(haystack)
         raise ValueError(
-            f"{self.name}: no prompt of exactly {place.length} tokens at depth {place.depth:g}. Pass another text."
+            f"{self.name}: cannot make a prompt of exactly {place.length} tokens at depth {place.depth:g}. "
+            "Pass another text."
         )
 
-    def _fit(
-        self,
-        place: Place,
-        prompter: Prompter,
-        haystack: Haystack,
-        start: int,
-        end: int,
-        others: tuple[int, ...],
-        size: int,
-        breaks: int,
-    ) -> Sample | None:
+    def _fit(self, scene: Scene, window: Window) -> Sample | None:
         """The sample in this window, exact in tokens, with its first needle as near to the depth as possible."""
+        place, prompter, size = scene.place, scene.prompter, window.size
         assert place.depth is not None
         numbers = place.rng("numbers")
-        drawn = (replace(self.hide(_words(place), numbers), breaks=breaks) for _ in range(400))
-        for hidden in drawn:
-            # Numbers may differ in tokens: draw until they fit the trial's window.
+        # Numbers may differ in tokens: draw until they fit the trial's window.
+        for _ in range(400):
+            hidden = self.hide(place.rng("words", depth=False), numbers)
             if hidden.size(prompter) != size:
                 continue
-            for cut in islice(haystack.cuts(start, end, place.depth), 24):
-                sample = self._write(place, prompter, haystack, start, end, (cut, *others), hidden)
+            for cut in islice(scene.haystack.cuts(window.start, window.end, place.depth), 24):
+                sample = self._write(scene, window, cut, hidden)
                 excess = sample.n_prompt + sample.answer_tokens - place.length
                 if excess == 0:
-                    prompt = prompter.prompt(sample.body, sample.lead)
-                    begins = [prompt.index(sentence) for sentence in sample.needles]
-                    return replace(sample, needle_tokens=prompter.tokens_at(prompt, begins))
+                    return sample
             size -= excess  # sentences merge differently here than where the window was sized
         return None
 
-    def _write(
-        self,
-        place: Place,
-        prompter: Prompter,
-        haystack: Haystack,
-        start: int,
-        end: int,
-        cuts: tuple[int, ...],
-        hidden: Hidden,
-    ) -> Sample:
-        pieces, done = [], start
-        for cut, sentence in sorted(zip(cuts, hidden.sentences)):
-            pieces += [haystack.text[done:cut], " ", sentence]
+    def _write(self, scene: Scene, window: Window, first: int, hidden: Hidden) -> Sample:
+        """The sample with its first needle at the character `first`."""
+        prompter, text = scene.prompter, scene.haystack.text
+        context, done = "", window.start
+        for cut, sentence in sorted(zip((first, *window.others), hidden.sentences)):
+            context += f"{text[done:cut]} {sentence}"
             done = cut
-        context = "".join((*pieces, haystack.text[done:end]))
+        context += text[done : window.end]
         intro = "" if prompter.style == "base" else self.intro + "\n\n"
-        body = intro + context + "\n" * (2 + hidden.breaks) + hidden.question
+        body = intro + context + "\n" * (2 + window.breaks) + hidden.question
         right = " " + ", ".join(hidden.numbers)
         lead, answer = prompter.divided(hidden.lead, right)
-        answer = answer if prompter.answer_tokens is None else ""
-        ids, n_prompt = prompter.with_answer(prompter.prompt(body, lead), answer)
-        return Sample(
-            place=place,
+        return written(
+            scene,
+            prompter.prompt(body, lead),
+            answer if prompter.answer_tokens is None else "",
+            prompter.room(hidden.lead, right),
+            needles=hidden.sentences,
             body=body,
             lead=lead,
             question=hidden.question,
             references=hidden.numbers,
             metric="numbers",
-            answer=answer,
-            input_ids=tuple(ids),
-            n_prompt=n_prompt,
-            answer_tokens=len(ids) - n_prompt if answer else prompter.room(hidden.lead, right),
             begun=prompter.begins,
-            needles=hidden.sentences,
         )
 
 
 @lru_cache(maxsize=256)
-def _trial_window(
-    task: HiddenNumbers, length: int, trial: int, seed: int, attempt: int, prompter: Prompter, haystack: Haystack
-) -> tuple[int, int, tuple[int, ...], int, int]:
-    """What all depths of a trial share, including the text before their needles.
-
-    The window of text in characters, the places of all needles but the first, the needles' tokens, and the extra line
-    breaks.
-    """
-    place = Place(task.name, length, None, trial, seed)
-    rng = place.rng("window", str(attempt))
+def _trial_window(task: HiddenNumbers, scene: Scene, attempt: int) -> Window:
+    """The window of a trial; the place of `scene` has no depth."""
+    rng = scene.place.rng("window", str(attempt))
     for breaks in (*[0] * 8, *[1, 2, 3, 4, 5] * 2):
         # Numbers with other tokens may fit where the first ones did not.
-        hidden = replace(task.hide(_words(place), rng), breaks=breaks)
-        window = _window_for(hidden, task, place, rng, prompter, haystack)
-        if window is not None:
-            return (*window, hidden.size(prompter), breaks)
+        hidden = task.hide(scene.place.rng("words", depth=False), rng)
+        if (window := _window_for(hidden, breaks, task, scene, rng)) is not None:
+            return window
     raise ValueError(
-        f"found no window of this text that makes a {task.name} prompt of exactly {length} tokens. Pass another text."
+        f"found no window of this text that makes a {task.name} prompt of exactly {scene.place.length} tokens. "
+        "Pass another text."
     )
 
 
-def _window_for(
-    hidden: Hidden, task: HiddenNumbers, place: Place, rng: Random, prompter: Prompter, haystack: Haystack
-) -> tuple[int, int, tuple[int, ...]] | None:
-    others = tuple(rng.random() for _ in hidden.sentences[1:])
+def _window_for(hidden: Hidden, breaks: int, task: HiddenNumbers, scene: Scene, rng: Random) -> Window | None:
+    length, haystack, size = scene.place.length, scene.haystack, hidden.size(scene.prompter)
+    depths = [rng.random() for _ in hidden.sentences[1:]]
 
-    def cuts(start: int, end: int) -> tuple[int, ...]:
-        return tuple(next(haystack.cuts(start, end, depth)) for depth in (0.5, *others))
+    def window(start: int, end: int) -> Window:
+        return Window(start, end, tuple(next(haystack.cuts(start, end, depth)) for depth in depths), size, breaks)
 
     def count(start: int, end: int) -> int:
-        sample = task._write(place, prompter, haystack, start, end, cuts(start, end), hidden)
+        sample = task._write(scene, window(start, end), next(haystack.cuts(start, end, 0.5)), hidden)
         return sample.n_prompt + sample.answer_tokens
 
     needed = count(haystack.sentence_ends[0], haystack.sentence_ends[0])
-    if place.length <= needed:
+    if length <= needed:
         raise ValueError(
-            f"a {task.name} prompt needs at least {needed + 1} tokens, got {place.length}. Leave it out of lengths=."
+            f"a {task.name} prompt needs at least {needed + 1} tokens, got {length}. Drop {length} from lengths=."
         )
-    window = haystack.exact_window(place.length, place.length - needed, count, rng)
-    return window and (*window, cuts(*window)[1:])
-
-
-def _words(place: Place) -> Random:
-    return place.rng("words", depth=False)
+    found = haystack.exact_window(length, length - needed, count, rng)
+    return found and window(*found)
 
 
 @register_task
@@ -199,16 +182,12 @@ class Passkey(HiddenNumbers):
     intro: ClassVar[str] = (
         "There is a pass key hidden in the text below. Find it and memorise it: I will ask you about it."
     )
-
     phrase: ClassVar[re.Pattern[str]] = re.compile(r"\bpass[\s-]*key", re.IGNORECASE)
 
     digits: int = 5
 
-    def __post_init__(self) -> None:
-        _check_digits(self.digits)
-
     def hide(self, words: Random, numbers: Random) -> Hidden:
-        key = _number(numbers, self.digits)
+        key = self.number(numbers)
         return Hidden(
             sentences=(f"The pass key is {key}. Remember it. {key} is the pass key.",),
             numbers=(key,),
@@ -231,7 +210,6 @@ class Needle(HiddenNumbers):
     intro: ClassVar[str] = (
         "Some special numbers are hidden in the text below. Memorise them: I will ask you about them."
     )
-
     phrase: ClassVar[re.Pattern[str]] = re.compile(r"\bspecial\s+numbers?\b", re.IGNORECASE)
 
     needles: int = 1
@@ -239,12 +217,12 @@ class Needle(HiddenNumbers):
     digits: int = 7
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if not (self.needles >= 1 and self.distractors >= 0 and self.needles + self.distractors <= len(OWNERS)):
             raise ValueError(
                 f"needles must be >= 1, distractors >= 0 and both together <= {len(OWNERS)}, "
                 f"got {self.needles} and {self.distractors}."
             )
-        _check_digits(self.digits)
         if self.needles + self.distractors > 9 * 10 ** (self.digits - 1):
             raise ValueError(
                 f"there are only {9 * 10 ** (self.digits - 1)} different numbers of {self.digits} digits, got "
@@ -253,7 +231,7 @@ class Needle(HiddenNumbers):
 
     def hide(self, words: Random, numbers: Random) -> Hidden:
         owners = words.sample(OWNERS, self.needles + self.distractors)
-        drawn = list(islice(distinct(lambda: _number(numbers, self.digits)), len(owners)))
+        drawn = list(islice(distinct(lambda: self.number(numbers)), len(owners)))
         asked = [f"the {owner}" for owner in owners[: self.needles]]
         if len(asked) == 1:
             subject, verb = f"the special number of {asked[0]}", "is"
@@ -283,12 +261,3 @@ class NeedleAmongDistractors(Needle):
 
     name: ClassVar[str] = "needle_distractors"
     distractors: int = 7
-
-
-def _check_digits(digits: int) -> None:
-    if digits < 1:
-        raise ValueError(f"digits must be >= 1, got {digits}.")
-
-
-def _number(rng: Random, digits: int) -> str:
-    return str(rng.randrange(10 ** (digits - 1), 10**digits))

@@ -1,14 +1,13 @@
 """Perplexity and loss by position over windows of a text.
 
-A window is a function of its place and the text alone. Windows start at evenly spread positions of the text, which is
-treated as a ring. One pass over a window gives the loss at every position, and so the perplexity of every prefix.
+Windows depend on their place and the text alone, and start at evenly spread positions of the text, which is treated as
+a ring. One pass over a window gives the loss at every position, and so the perplexity of every prefix.
 """
 
 from __future__ import annotations
 
 import base64
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from random import Random
@@ -41,53 +40,43 @@ class Window:
     n_bytes: int
 
 
-class TextTask(ABC):
-    """A task on windows of a text: a frozen dataclass whose fields are its settings.
+@dataclass(frozen=True)
+class TextTask:
+    """A task on windows of a text: of the full length, every token scored, unless a subclass says otherwise.
+
+    Its fields are its settings.
 
     Attributes:
         prefixes: whether a window also gives the figures of all shorter lengths.
+        bos: begin each window with BOS, if the tokenizer adds one.
     """
 
     name: ClassVar[str]
     prefixes: ClassVar[bool] = True
+    bos: bool = True
 
-    @abstractmethod
     def window(self, place: Place, haystack: Haystack, bos: Sequence[int]) -> Window:
         """The window of this place; `place.length` tokens, `bos` included.
 
         Raises:
             ValueError: the text is too short.
         """
-
-    def record(self, window: Window, engine: Engine) -> dict[str, Any]:
-        """The fields of its record: the losses in nats."""
-        losses = engine.losses(window.input_ids).losses[window.scored_from - 1 :]
-        return {
-            "tokens": len(losses),
-            "bytes": window.n_bytes,
-            "loss": losses.double().mean().item(),
-            **packed(losses=losses),
-        }
-
-    def settings(self) -> dict[str, Any]:
-        return asdict(self)  # type: ignore[call-overload]
-
-
-@dataclass(frozen=True)
-class Perplexity(TextTask):
-    """Windows of the full length, every token scored: perplexity by position and by prefix length.
-
-    Attributes:
-        bos: begin each window with BOS, if the tokenizer adds one.
-    """
-
-    name: ClassVar[str] = "perplexity"
-    bos: bool = True
-
-    def window(self, place: Place, haystack: Haystack, bos: Sequence[int]) -> Window:
         bos = bos if self.bos else ()
         start = int(beginning(place.seed, place.trial) * haystack.n_tokens)
         return piece(haystack, start, place.length, bos, max(1, len(bos)))
+
+    def record(self, window: Window, engine: Engine) -> dict[str, Any]:
+        """The fields of its record: the losses in nats."""
+        return _losses(window, losses=engine.losses(window.input_ids).losses)
+
+    def settings(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+class Perplexity(TextTask):
+    """Perplexity by position and by prefix length."""
+
+    name: ClassVar[str] = "perplexity"
 
 
 @dataclass(frozen=True)
@@ -106,14 +95,11 @@ class SlidingPerplexity(TextTask):
     # Shorter windows give each scored token a different context.
     prefixes: ClassVar[bool] = False
     stride: int = 512
-    bos: bool = True
 
     def window(self, place: Place, haystack: Haystack, bos: Sequence[int]) -> Window:
         bos = bos if self.bos else ()
-        body = place.length - len(bos)
-        if not 1 <= self.stride <= body:
-            raise ValueError(f"the stride must be between 1 and the window's {body} tokens of text, got {self.stride}.")
-        start = place.trial * self.stride
+        body, start = place.length - len(bos), place.trial * self.stride
+        _check_stride(self.stride, body)
         if start + body > haystack.n_tokens:
             raise ValueError(
                 f"window {place.trial} of {place.length} tokens at stride {self.stride} ends at token "
@@ -123,20 +109,18 @@ class SlidingPerplexity(TextTask):
         return piece(haystack, start, place.length, bos, max(1, len(bos)) if place.trial == 0 else new)
 
 
-@dataclass(frozen=True)
-class ShortContext(Perplexity):
+class ShortContext(TextTask):
     """The windows of `Perplexity` with the most likely token at each position, for the short-context regression."""
 
     name: ClassVar[str] = "short"
 
     def record(self, window: Window, engine: Engine) -> dict[str, Any]:
         losses, top1 = engine.losses(window.input_ids)
-        mean = losses.double().mean().item()
-        return {"tokens": len(losses), "bytes": window.n_bytes, "loss": mean, **packed(losses=losses, top1=top1)}
+        return _losses(window, losses=losses, top1=top1)
 
 
 @dataclass(frozen=True)
-class KeyTokens(Perplexity):
+class KeyTokens(TextTask):
     """The tokens of the windows of `Perplexity` that need long context, by LongPPL's rule. Fang et al. (2024), equation
     5.
 
@@ -157,13 +141,21 @@ class KeyTokens(Perplexity):
     sure: float = 2.0
 
     def record(self, window: Window, engine: Engine) -> dict[str, Any]:
-        key = self.mask(engine, window.input_ids[window.n_bos :], window.input_ids[: window.n_bos])
+        bos, ids = window.input_ids[: window.n_bos], window.input_ids[window.n_bos :]
+        long, short = (sliding_losses(engine, ids, length, length // 2, bos) for length in (self.long, self.short))
+        key = (short - long > self.gain) & (long < self.sure)
         return {"tokens": len(key), "key_tokens": int(key.sum()), **packed(mask=key)}
 
-    def mask(self, engine: Engine, ids: Sequence[int], bos: Sequence[int]) -> Tensor:
-        """Whether each token of `ids` (except the first, without BOS) is a key token."""
-        long, short = (sliding_losses(engine, ids, length, length // 2, bos) for length in (self.long, self.short))
-        return (short - long > self.gain) & (long < self.sure)
+
+def _losses(window: Window, **arrays: Tensor) -> dict[str, Any]:
+    scored = {name: array[window.scored_from - 1 :] for name, array in arrays.items()}
+    mean = scored["losses"].double().mean().item()
+    return {"tokens": len(scored["losses"]), "bytes": window.n_bytes, "loss": mean, **packed(**scored)}
+
+
+def _check_stride(stride: int, body: int) -> None:
+    if not 1 <= stride <= body:
+        raise ValueError(f"the stride must be between 1 and the window's {body} tokens of text, got {stride}.")
 
 
 def sliding_losses(engine: Engine, ids: Sequence[int], window: int, stride: int, bos: Sequence[int] = ()) -> Tensor:
@@ -174,8 +166,7 @@ def sliding_losses(engine: Engine, ids: Sequence[int], window: int, stride: int,
         stride: the step in tokens; every token after the first window has at least `window - stride` tokens of context.
     """
     body = window - len(bos)
-    if not 1 <= stride <= body:
-        raise ValueError(f"the stride must be between 1 and the window's {body} tokens of text, got {stride}.")
+    _check_stride(stride, body)
     parts, done = [], 0
     while done < len(ids):
         end = min(len(ids), body if done == 0 else done + stride)
@@ -219,7 +210,7 @@ def piece(haystack: Haystack, start: int, length: int, bos: Sequence[int], score
             f"a window of {length:,} tokens is longer than the text, which has {n:,}. Pass a longer text: repeating it "
             "would let the model copy."
         )
-    ids = [haystack.token_ids[k % n] for k in range(start, start + body)]
+    ids = (*haystack.token_ids[start : start + body], *haystack.token_ids[: max(0, start + body - n)])
     first = start + scored_from - len(bos)
     return Window((*bos, *ids), len(bos), scored_from, haystack.n_bytes(first, start + body))
 

@@ -56,7 +56,7 @@ def plot_overview(summary: Summary, path: Path) -> None:
     """
     curves, task = bool(summary.lengths("perplexity")), next(iter(summary.retrieval_tasks), None)
     if not curves and task is None:
-        raise ValueError("neither perplexity nor retrieval was measured, so there is nothing to draw.")
+        raise ValueError("nothing to draw: neither perplexity nor retrieval was measured.")
     variants = [variant for variant in summary.variants if task is not None and summary.of(variant, task)]
     lengths, depths = grid_of(summary, task) if task is not None else ([], [])
     width = max(1.9, 0.38 * len(lengths))
@@ -156,7 +156,7 @@ def _set_title(figure: Figure, title: str) -> None:
 
 
 def _style(summary: Summary, variant: str) -> dict[str, Any]:
-    """Of a variant's line."""
+    """The line style of a variant."""
     if variant == UNEXTENDED:
         return {"color": "0.3", "ls": (0, (4, 2)), "lw": 2.2}
     k = [name for name in summary.variants if name != UNEXTENDED].index(variant)
@@ -164,7 +164,7 @@ def _style(summary: Summary, variant: str) -> dict[str, Any]:
 
 
 def _small(lengths: Sequence[int]) -> float:
-    """Points of the type in a map without intervals."""
+    """The font size of a map without intervals, in points."""
     return 9.0 if len(lengths) < 6 else 7.5
 
 
@@ -183,7 +183,7 @@ def _draw_curves(summary: Summary, axes: Axes) -> None:
     ticks = _spread([*summary.read_lengths, trained], last)
     axes.set_xticks(ticks, [f"{tick:,}" for tick in ticks])
     axes.set_xlabel("position in the window (tokens)")
-    axes.set_ylabel("perplexity of the token there")
+    axes.set_ylabel("perplexity at this position")
     if trained <= last:
         axes.axvline(trained, color="0.6", lw=1)
         side = "right" if trained > 0.75 * last else "left"
@@ -202,7 +202,7 @@ def _draw_curves(summary: Summary, axes: Axes) -> None:
 
 
 def _spread(ticks: Sequence[int], last: int) -> list[int]:
-    """Those of `ticks` whose labels have room, the largest first."""
+    """The `ticks` whose labels fit, largest first."""
     chosen: list[int] = []
     for tick in sorted(set(ticks), reverse=True):
         if tick <= last and all(other - tick > last / 16 for other in chosen):
@@ -211,7 +211,7 @@ def _spread(ticks: Sequence[int], last: int) -> list[int]:
 
 
 def _draw_map(summary: Summary, variant: str, task: str, axes: Axes, *, intervals: bool = False) -> AxesImage:
-    """Lengths in tokens from left to right, depths from top to bottom."""
+    """Draw a heat map: lengths in tokens from left to right, depths from top to bottom."""
     lengths, depths = grid_of(summary, task)
     cells = summary.cells(variant, task)
     shares = np.full((len(depths), len(lengths)), np.nan)
@@ -249,4 +249,4 @@ def _add_color_bar(
     bar = figure.colorbar(image, ax=axes, shrink=0.95, pad=0.015, aspect=18, ticks=[0, 0.5, 1])
     bar.ax.set_yticklabels(["0%", "50%", "100%"])
     bar.outline.set_visible(False)
-    bar.set_label(f"found, n = {n} a cell")
+    bar.set_label(f"retrieval accuracy, n = {n} per cell")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Sequence
 from functools import cached_property
 from hashlib import blake2b
@@ -14,6 +13,11 @@ if TYPE_CHECKING:
 Style = Literal["base", "chat", "thinking"]
 
 
+def check_style(style: str) -> None:
+    if style not in get_args(Style):
+        raise ValueError(f"the prompt style must be one of {', '.join(get_args(Style))}, got {style!r}.")
+
+
 class Prompter:
     """Writes prompts for one tokenizer in one style.
 
@@ -21,21 +25,19 @@ class Prompter:
         style: "base" continues the text; "chat" uses the chat template with thinking off; "thinking" with thinking on.
             None: "chat" if the tokenizer has a template.
         answer_tokens: None: the prompt begins the answer (" The pass key is") and leaves room for exactly the answer. A
-            number: leave at least this many tokens for a free-form answer, which is generated; for base models the
-            prompt still begins the answer. Tasks with longer right answers leave more (`room`). Thinking models need
-            room, by default 1024 tokens.
+            number: leave at least this many tokens (`room`) for a free-form answer, which is generated; for base models
+            the prompt still begins the answer. Thinking models get 1024 tokens by default.
 
     Raises:
-        ValueError: the style is unknown, or needs a chat template that the tokenizer lacks, or
-            `answer_tokens` is below 1.
+        ValueError: the style is unknown or needs a chat template that the tokenizer lacks; `answer_tokens` is below 1.
     """
 
     def __init__(
         self, tokenizer: PreTrainedTokenizerBase, style: Style | None = None, answer_tokens: int | None = None
     ) -> None:
         template = getattr(tokenizer, "chat_template", None)
-        if style is not None and style not in get_args(Style):
-            raise ValueError(f"the prompt style must be one of {', '.join(get_args(Style))}, got {style!r}.")
+        if style is not None:
+            check_style(style)
         if style in ("chat", "thinking") and not template:
             raise ValueError(f"style {style!r} needs a chat template, and this tokenizer has none. Use style 'base'.")
         self.tokenizer = tokenizer
@@ -46,9 +48,8 @@ class Prompter:
 
     def prompt(self, body: str, lead: str) -> str:
         """The whole prompt: what the user says, and how the answer begins (" The pass key is ")."""
-        if not self.begins:
-            lead = ""
-        return self.asked(body) + (lead if self.style == "base" else lead.lstrip())
+        begun = lead if self.style == "base" else lead.lstrip() if self.begins else ""
+        return self.asked(body) + begun
 
     @property
     def begins(self) -> bool:
@@ -78,8 +79,8 @@ class Prompter:
     def divided(self, lead: str, answer: str) -> tuple[str, str]:
         """`lead + answer`, split where the answer's first token begins.
 
-        Most tokenizers have a separate token for the space before a digit. It belongs to the lead, so that a model that
-        would not write a number shows it at the next token.
+        If the space before a digit is a token of its own, it belongs to the lead: a model that would not write a number
+        shows it at the next token.
         """
         bare, spaced, whole = (self.encode(text) for text in (lead, lead + " ", lead + answer))
         is_token = answer.startswith(" ") and len(whole) > len(spaced) and spaced[:-1] == bare
@@ -92,33 +93,23 @@ class Prompter:
         bare = self.tokenizer(prompt, add_special_tokens=False, verbose=False)["input_ids"]
         return [*self.special, *bare]
 
-    def with_answer(self, prompt: str, answer: str) -> tuple[list[int], int]:
-        """The tokens of `prompt + answer`, and the number of prompt tokens.
+    def answer_size(self, prompt: str, answer: str) -> int:
+        """The tokens of `answer` after `prompt`.
 
         Raises:
             ValueError: the tokenizer cannot encode the answer, or merges its beginning with the prompt.
         """
-        alone = self.encode(prompt)
-        ids, n_prompt = self.encode(prompt + answer) if answer else alone, len(alone)
-        if answer and (ids[:n_prompt] != alone or self.decode(ids[n_prompt:]).strip() != answer.strip()):
+        alone, ids = self.encode(prompt), self.encode(prompt + answer)
+        read = self.decode(ids[len(alone) :])
+        if ids[: len(alone)] != alone or read.strip() != answer.strip():
             raise ValueError(
-                f"this tokenizer cannot write the answer {answer!r}: behind the prompt it reads "
-                f"{self.decode(ids[n_prompt:])!r}. Its answers cannot be scored by tokens."
+                f"this tokenizer cannot encode the answer {answer!r} after the prompt: it decodes to {read!r}. Its "
+                "answers cannot be scored token by token."
             )
-        return ids, n_prompt
-
-    def tokens_at(self, prompt: str, chars: Sequence[int]) -> tuple[int, ...]:
-        """The indices into `encode(prompt)` of the tokens that hold these characters."""
-        encoded = self.tokenizer(prompt, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-        starts = [start for start, _ in encoded["offset_mapping"]]
-        return tuple(len(self.special) + bisect_right(starts, char) - 1 for char in chars)
+        return len(ids) - len(alone)
 
     def answer_text(self, prompt_ids: Sequence[int], answer_ids: Sequence[int], budget: int) -> str:
-        """Decode a model's answer, without special tokens and thoughts.
-
-        Args:
-            budget: the token limit; an answer of that length was cut off.
-        """
+        """Decode a model's answer, without special tokens and thoughts; one of `budget` tokens was cut off."""
         text = self.decode(answer_ids)
         if self.style == "thinking":
             _, closed, said = text.rpartition("</think>")
@@ -131,8 +122,7 @@ class Prompter:
         return text
 
     def decode(self, ids: Sequence[int]) -> str:
-        text = self.tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        return str(text)
+        return str(self.tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
     @property
     def special(self) -> list[int]:
@@ -150,14 +140,8 @@ class Prompter:
     def fingerprint(self) -> str:
         """A hash of everything that turns text into ids."""
         tokenizer = self.tokenizer
-        backend = (
-            tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else repr(sorted(tokenizer.get_vocab().items()))
-        )
-        parts = (
-            backend,
-            self.style,
-            str(self.answer_tokens),
-            str(tokenizer.chat_template if self.style != "base" else ""),
-            str(self.bos),
-        )
+        fast = tokenizer.is_fast
+        backend = tokenizer.backend_tokenizer.to_str() if fast else repr(sorted(tokenizer.get_vocab().items()))
+        template = "" if self.style == "base" else str(tokenizer.chat_template)
+        parts = (backend, self.style, str(self.answer_tokens), template, str(self.bos))
         return blake2b("\0".join(parts).encode(), digest_size=8).hexdigest()

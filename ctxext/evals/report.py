@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from importlib.resources import files
 from itertools import accumulate, pairwise
 from pathlib import Path
@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from ctxext.evals.choice import recommended
 from ctxext.evals.plots import grid_of, heat_colors, model_name, percent, times
 from ctxext.evals.results import Record, Results
-from ctxext.evals.statistics import RULER_THRESHOLD, Difference, Interval, in_percent
+from ctxext.evals.statistics import RULER_THRESHOLD, Difference, Interval, in_percent, wilson
 from ctxext.evals.summary import Summary, label
 from ctxext.evals.targets import UNEXTENDED
 from ctxext.utils.values import finite
@@ -64,7 +64,7 @@ def _section(anchor: str, results: Results) -> dict[str, Any]:
         "samples": len(summary.records),
         "recommendation": [
             recommended(summary).text,
-            *([f"Where cells are blank: {summary.cannot_run}."] if summary.cannot_run else []),
+            *([f"Blank cells: {summary.cannot_run}."] if summary.cannot_run else []),
         ],
         "comparison": _comparison(summary),
         "maps": [_maps(summary, task) for task in summary.retrieval_tasks],
@@ -98,11 +98,8 @@ def _columns(summary: Summary) -> Iterator[tuple[str, str, dict[str, Figure | No
     for task in tasks:
         by_length = {v: summary.by_length(v, task) for v in variants}
         for length in summary.lengths(task):
-            yield (
-                f"{summary.titled(task)}: found at",
-                f"{length:,}",
-                {v: _share(by_length[v].get(length)) for v in variants},
-            )
+            cells = {v: _share(by_length[v].get(length)) for v in variants}
+            yield f"{summary.titled(task)} accuracy at", f"{length:,}", cells
     for after, length in pairwise([0, *summary.read_lengths]):
         cells = {v: _number(summary.perplexity(v, length, after)) for v in variants}
         yield "perplexity of tokens", f"{after + 1:,} to {length:,}", cells
@@ -118,7 +115,7 @@ def _columns(summary: Summary) -> Iterator[tuple[str, str, dict[str, Figure | No
         yield "effective length (tokens)", rule, cells
     gates = {v: summary.gate(v) for v in variants if v != UNEXTENDED}
     group = f"short-context regression (within {summary.trained_length:,} tokens)"
-    yield group, "nats a token", {v: _difference(gate.loss, 1, 3) for v, gate in gates.items()}
+    yield group, "nats per token", {v: _difference(gate.loss, 1, 3) for v, gate in gates.items()}
     yield group, "same top token", {v: _share(gate.agreement, digits=1) for v, gate in gates.items()}
     for task in tasks:
         cells = {v: _difference(gate.retrieval.get(task), 100, 1) for v, gate in gates.items()}
@@ -155,59 +152,48 @@ def _tokens(length: int) -> str:
 def _maps(summary: Summary, task: str) -> dict[str, Any]:
     """The heat maps of one task: for each variant, rows of cells by depth, None if not measured."""
     lengths, depths = grid_of(summary, task)
+    maps = []
+    for k, variant in enumerate(summary.variants):
+        if cells := _by_cell(summary, variant, task):
+            rows = [[_cell(variant, [k, task, n, depth], cells.get((n, depth))) for n in lengths] for depth in depths]
+            maps.append({"name": label(variant), "rows": list(zip(map(percent, depths), rows))})
     return {
         "title": summary.titled(task),
         "lengths": [(f"{length:,}", times(length, summary.trained_length)) for length in lengths],
-        "variants": [
-            {
-                "name": label(variant),
-                "rows": [(percent(depth), row) for depth, row in zip(depths, _cells(summary, variant, task))],
-            }
-            for variant in summary.variants
-            if summary.of(variant, task)
-        ],
+        "variants": maps,
     }
 
 
-def _cells(summary: Summary, variant: str, task: str) -> list[list[dict[str, Any] | None]]:
-    lengths, depths = grid_of(summary, task)
-    shares, records = summary.cells(variant, task), defaultdict(list)
+def _cell(variant: str, pick: list[Any], records: list[Record] | None) -> dict[str, Any] | None:
+    if not records:
+        return None
+    _, task, length, depth = pick
+    share = wilson(sum(record["score"] for record in records), len(records))
+    tip = [
+        f"{label(variant)}: {task}",
+        f"{length:,} tokens" + ("" if depth is None else f", depth {percent(depth)}"),
+        f"accuracy {share.percent()}",
+    ]
+    if digits := [record["digits"] for record in records if record["digits"] is not None]:
+        tip.append(f"digit accuracy {in_percent(sum(digits) / len(digits))}%")
+    if logprobs := [record["logprob"] for record in records if record["logprob"] is not None]:
+        tip.append(f"mean log-probability {sum(logprobs) / len(logprobs):.2f}")
+    background, color = heat_colors(share.value)
+    return {
+        "number": in_percent(share.value),
+        "background": background,
+        "color": color,
+        "pick": pick,
+        "tip": "\n".join(tip),
+    }
+
+
+def _by_cell(summary: Summary, variant: str, task: str) -> dict[tuple[int, float | None], list[Record]]:
+    """The samples of each cell of a map."""
+    cells = defaultdict(list)
     for record in summary.of(variant, task):
-        records[record["length"], record["depth"]].append(record)
-
-    def cell(length: int, depth: float | None) -> dict[str, Any] | None:
-        share = shares.get((length, depth))
-        if share is None:
-            return None
-        background, color = heat_colors(share.value)
-        return {
-            "number": in_percent(share.value),
-            "background": background,
-            "color": color,
-            "pick": [summary.variants.index(variant), task, length, depth],
-            "tip": "\n".join(_tip(variant, task, length, depth, share, records[length, depth])),
-        }
-
-    return [[cell(length, depth) for length in lengths] for depth in depths]
-
-
-def _tip(
-    variant: str, task: str, length: int, depth: float | None, share: Interval, records: list[Record]
-) -> Iterator[str]:
-    yield f"{label(variant)}: {task}"
-    yield f"{length:,} tokens" + ("" if depth is None else f", depth {percent(depth)}")
-    yield f"found {share.percent()}"
-    digits = _mean(record["digits"] for record in records)
-    if digits is not None:
-        yield f"digit accuracy {in_percent(digits)}%"
-    logprob = _mean(record["logprob"] for record in records)
-    if logprob is not None:
-        yield f"mean log-probability {logprob:.2f}"
-
-
-def _mean(values: Iterable[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return sum(known) / len(known) if known else None
+        cells[record["length"], record["depth"]].append(record)
+    return cells
 
 
 # ------------------------------------------------------------------------------- the samples and the curves
@@ -243,22 +229,19 @@ def _kept(summary: Summary) -> Iterator[Record]:
     """Samples of the heat maps, failed ones first, `SAMPLES` per cell."""
     for variant in summary.variants:
         for task in summary.retrieval_tasks:
-            cells = defaultdict(list)
-            for record in summary.of(variant, task):
-                cells[record["length"], record["depth"]].append(record)
-            for records in cells.values():
+            for records in _by_cell(summary, variant, task).values():
                 yield from sorted(records, key=lambda record: record["score"])[:SAMPLES]
 
 
 def _filters(summary: Summary, scored: list[Record]) -> list[tuple[str, list[tuple[Any, str]]]]:
     """The filters for failed samples: name, and values with their labels; only filters with a choice."""
     failed = [record for record in scored if record["score"] < 1]
-    depths = {record["depth"] for record in failed} - {None}
+    found = {name: {record[name] for record in failed} - {None} for name in ("variant", "task", "length", "depth")}
     choices: list[tuple[str, list[tuple[Any, str]]]] = [
-        ("variant", [(k, label(v)) for k, v in enumerate(summary.variants) if any(r["variant"] == v for r in failed)]),
-        ("task", [(task, task) for task in summary.retrieval_tasks if any(r["task"] == task for r in failed)]),
-        ("length", [(length, f"{length:,}") for length in sorted({record["length"] for record in failed})]),
-        ("depth", [(depth, percent(depth)) for depth in sorted(depths)]),
+        ("variant", [(k, label(v)) for k, v in enumerate(summary.variants) if v in found["variant"]]),
+        ("task", [(task, task) for task in summary.retrieval_tasks if task in found["task"]]),
+        ("length", [(length, f"{length:,}") for length in sorted(found["length"])]),
+        ("depth", [(depth, percent(depth)) for depth in sorted(found["depth"])]),
     ]
     return [(name, values) for name, values in choices if len(values) > 1]
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -32,8 +31,8 @@ class Header:
     """What was measured, and its conditions.
 
     Attributes:
-        identity: facts that must agree for two measurements to are in one file: model, tokenizer, text,
-            seed, how answers are scored, versions. The base's weights, in `about`, must agree as well.
+        identity: what all measurements of a file have in common: model, tokenizer, text, seed, how answers are scored,
+            versions; and the base's weights, in `about`.
         tasks: the tasks with their settings.
         variants: the variants of the model, with fingerprint and method.
         about: facts for readers, such as trained length and machine.
@@ -45,8 +44,7 @@ class Header:
     about: dict[str, Any] = field(default_factory=dict)
 
     def line(self) -> str:
-        values = {"identity": self.identity, "tasks": self.tasks, "variants": self.variants, "about": self.about}
-        return json.dumps({"ctxext_results": FORMAT, **values}, ensure_ascii=False)
+        return json.dumps({"ctxext_results": FORMAT, **vars(self)}, ensure_ascii=False)
 
     def joined(self, other: Header, path: Path) -> Header:
         """This header with the tasks and variants of `other`, a run for the same file.
@@ -58,15 +56,10 @@ class Header:
         for name in ours:
             if name in theirs and ours[name] != theirs[name]:
                 raise ValueError(
-                    f"{path} holds other measurements ({name}: {_changed(ours[name], theirs[name])}). Give another "
+                    f"{path} holds other measurements ({name}: {_changed(ours[name], theirs[name])}). Pass another "
                     f"file with --output, or remove {path.name.partition('.part-')[0]} and the .part- files beside it."
                 )
-        return Header(
-            self.identity,
-            {**self.tasks, **other.tasks},
-            {**self.variants, **other.variants},
-            {**self.about, **other.about},
-        )
+        return Header(self.identity, self.tasks | other.tasks, self.variants | other.variants, self.about | other.about)
 
     def _facts(self) -> dict[str, Any]:
         tasks = {f"task {name}": settings for name, settings in self.tasks.items()}
@@ -78,11 +71,11 @@ class Header:
 
 def _changed(old: Any, new: Any) -> str:
     """The fields that differ, as `method.factor 4.0 → 8.0`; fingerprints only if nothing else differs."""
-    fields = [_fields(value) for value in (old, new)]
-    names = [name for name in {**fields[0], **fields[1]} if fields[0].get(name) != fields[1].get(name)]
+    before, after = _fields(old), _fields(new)
+    names = [name for name in before | after if before.get(name) != after.get(name)]
     names = [name for name in names if name != "fingerprint"] or names
-    shown_fields = [f"{name} {' → '.join(shown(of.get(name)) for of in fields)}".strip() for name in names[:3]]
-    return ", ".join([*shown_fields, *([f"and {len(names) - 3} more"] if len(names) > 3 else [])])
+    said = [f"{name} {shown(before.get(name))} → {shown(after.get(name))}".strip() for name in names[:3]]
+    return ", ".join([*said, *([f"and {len(names) - 3} more"] if len(names) > 3 else [])])
 
 
 def _fields(value: Any, at: str = "") -> dict[str, Any]:
@@ -113,11 +106,11 @@ def read_results(path: str | Path) -> Results:
         ValueError: it is empty or corrupt (the error says where), or its parts do not belong together.
     """
     results = _read_all(Path(path))
-    if results is None and not Path(path).exists():
-        raise FileNotFoundError(f"{path} does not exist. Write one with ctxext eval or ctxext compare.")
-    if results is None:
-        raise ValueError(f"{path} holds no results. Write some with ctxext eval or ctxext compare.")
-    return results
+    if results is not None:
+        return results
+    if Path(path).exists():
+        raise ValueError(f"{path} has no results. Create it with ctxext eval or ctxext compare.")
+    raise FileNotFoundError(f"{path} does not exist. Create it with ctxext eval or ctxext compare.")
 
 
 def _read_all(path: Path) -> Results | None:
@@ -133,10 +126,8 @@ def _read_all(path: Path) -> Results | None:
             name = (record["variant"], record["key"])
             if records.setdefault(name, record) != record:
                 raise ValueError(f"{file} is corrupt: sample {name[1]} of {name[0]} has two outcomes.")
-    return None if header is None else Results(path, header, _in_order(header, records.values()))
-
-
-def _in_order(header: Header, records: Iterable[Record]) -> list[Record]:
+    if header is None:
+        return None
     variants, tasks = list(header.variants), list(header.tasks)
 
     def place(record: Record) -> tuple[Any, ...]:
@@ -144,16 +135,16 @@ def _in_order(header: Header, records: Iterable[Record]) -> list[Record]:
         task, variant = record["task"], record["variant"]
         return variants.index(variant), tasks.index(task), record["length"], record["trial"], depth, record["seed"]
 
-    return sorted(records, key=place)
+    return Results(path, header, sorted(records.values(), key=place))
 
 
-def _read(file: Path) -> tuple[Header | None, Iterator[Record]]:
+def _read(file: Path) -> tuple[Header | None, list[Record]]:
     """The header and records of one file; an incomplete last line of a killed run is ignored."""
     *lines, torn = file.read_bytes().split(b"\n")
     if not lines:
         if torn and b'"ctxext_results"' not in torn[:32]:
             raise ValueError(f"{file} is not a results file of ctxext. Give another file.")
-        return None, iter(())
+        return None, []
     values = [_parse(file, k, line) for k, line in enumerate(lines, start=1)]
     if not isinstance(values[0], dict) or values[0].get("ctxext_results") != FORMAT:
         raise ValueError(f"{file} is not a results file of ctxext (format {FORMAT}). Give another file.")
@@ -173,10 +164,10 @@ def _read(file: Path) -> tuple[Header | None, Iterator[Record]]:
         for record in records:
             check_record(record)
             if record["variant"] not in header.variants or record["task"] not in header.tasks:
-                raise CorruptLine("a sample that its header does not know")
+                raise CorruptLine("its header does not list the variant or task of a sample")
     except CorruptLine as error:
         raise ValueError(f"{file} is corrupt: {error}. Restore it, or remove it and measure again.") from None
-    return header, iter(records)
+    return header, records
 
 
 def _parse(file: Path, number: int, line: bytes) -> Any:
@@ -249,9 +240,6 @@ class ResultsWriter:
     def __exit__(self, *_: object) -> None:
         self._close()
 
-    def _parts(self) -> list[Path]:
-        return list(self.path.parent.glob(f"{self.path.name}.part-*"))
-
     def _locked(self, path: Path) -> FileLock:
         """Acquire a process's lock."""
         lock = FileLock(path, timeout=0, thread_local=False)
@@ -259,11 +247,11 @@ class ResultsWriter:
             lock.acquire()
         except Timeout:
             raise ValueError(
-                f"{self.path} is being written by another run. Wait for it to end, or give another file with --output."
+                f"{self.path} is being written by another run. Wait for it to end, or pass another file with --output."
             ) from None
         except OSError as error:
             raise OSError(
-                error.errno, f"cannot lock {path}: {error.strerror}. Give a file on another file system with --output"
+                error.errno, f"cannot lock {path}: {error.strerror}. Pass a file on another file system with --output"
             ) from None
         return lock
 
@@ -301,7 +289,7 @@ class ResultsWriter:
             raise OSError(
                 error.errno,
                 f"cannot write results: {error.strerror}. {counted(len(self.done), 'sample')} kept in {self._part}. "
-                "Make room and run the same command again: it resumes",
+                "Free disk space and run the same command again to resume",
                 str(self._part),
             ) from None
         self._size += len(data)
@@ -309,7 +297,7 @@ class ResultsWriter:
     def merge(self) -> Results:
         """Merge the journals into the file, and remove them."""
         results = read_results(self.path)
-        parts = self._parts()
+        parts = list(self.path.parent.glob(f"{self.path.name}.part-*"))
         header = results.header.joined(self.header, self.path)
         if not any(part.stat().st_size for part in parts) and header == results.header:
             return results
@@ -326,7 +314,7 @@ class ResultsWriter:
             raise OSError(
                 error.errno,
                 f"cannot write {self.path}: {error.strerror}. {counted(len(results.records), 'sample')} kept in "
-                f"{self.path.name}.part-*. Make room and run the same command again",
+                f"{self.path.name}.part-*. Free disk space and run the same command again",
             ) from None
         os.replace(temporary, self.path)
         self._file.close()

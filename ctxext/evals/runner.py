@@ -5,10 +5,10 @@ Batches depend on the grid's settings alone, so a resumed run measures the same 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -51,21 +51,21 @@ class Grid:
 
     def __post_init__(self) -> None:
         if not self.lengths or list(self.lengths) != sorted({n for n in self.lengths if n > 0}):
-            raise ValueError(f"lengths must be numbers of tokens > 0, ascending, each once; got {list(self.lengths)}.")
+            raise ValueError(f"lengths must be positive, ascending and distinct, got {list(self.lengths)}.")
         for depth in self.depths:
-            if not (math.isfinite(depth) and 0 <= depth <= 1):
-                raise ValueError(f"a depth is between 0 (beginning) and 1 (end), got {depth:g}.")
+            if not 0 <= depth <= 1:
+                raise ValueError(f"depths must be from 0 (beginning) to 1 (end), got {depth:g}.")
         for name in ("trials", "windows"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be >= 1, got {getattr(self, name)}.")
         if self.gate and self.windows < 2:
-            raise ValueError("the short-context gate needs at least 2 windows, as one shows no spread; got 1.")
+            raise ValueError("windows must be >= 2 for the task `short`, got 1. Pass windows=8, or drop the task.")
         if self.batch_size is not None and self.batch_size < 1:
             raise ValueError(f"batch_size must be >= 1, got {self.batch_size}.")
         if not self.depths:
             raise ValueError("at least one depth is needed, from 0 (beginning) to 1 (end).")
         if not (self.retrieval or self.texts or self.gate):
-            raise ValueError("no task was given, so there is nothing to measure. Name one, such as passkey.")
+            raise ValueError("no tasks to measure. Name at least one, such as passkey.")
 
     def batches(self, variant: Variant, whole: bool, limit: int | None) -> Iterator[Batch]:
         """The batches of one variant.
@@ -83,21 +83,22 @@ class Grid:
                 per_trial = len(places) // self.trials
                 rows = [tuple(places[k : k + per_trial]) for k in range(0, len(places), per_trial)]
                 yield from (Batch(task, tuple(rows[k : k + trials])) for k in range(0, len(rows), trials))
-        texts: list[tuple[TextTask, Sequence[int]]]
-        texts = [(task, wanted[-1:] if task.prefixes and not whole else wanted) for task in self.texts]
-        if self.gate:
-            texts.append((ShortContext(), self.gate[-1:]))
-        for text_task, lengths in texts:
-            # The baseline judges the key tokens.
-            if isinstance(text_task, KeyTokens):
+        for text_task in self._text_tasks:
+            lengths: Sequence[int] = wanted[-1:] if text_task.prefixes and not whole else wanted
+            if isinstance(text_task, ShortContext):
+                lengths = self.gate[-1:]
+            elif isinstance(text_task, KeyTokens):  # the baseline judges them
                 lengths = self.lengths[-1:] if variant.extension is None else ()
-            for length in lengths:
-                for window in range(self.windows):
-                    yield Batch(text_task, ((Place(text_task.name, length, None, window, self.seed),),))
+            for length, window in product(lengths, range(self.windows)):
+                yield Batch(text_task, ((Place(text_task.name, length, None, window, self.seed),),))
+
+    @property
+    def _text_tasks(self) -> list[TextTask]:
+        return [*self.texts, *([ShortContext()] if self.gate else [])]
 
     @property
     def tasks(self) -> dict[str, Any]:
-        tasks: list[AnyTask] = [*self.retrieval, *self.texts, *([ShortContext()] if self.gate else [])]
+        tasks: list[AnyTask] = [*self.retrieval, *self._text_tasks]
         return {task.name: task.settings() for task in tasks}
 
 
@@ -112,7 +113,7 @@ class Batch:
         return sum(len(row) for row in self.rows)
 
     def without(self, done: Callable[[AnyTask, Place], bool]) -> list[Batch]:
-        """The missing part of it; rows that lack the same depths stay together."""
+        """The unfinished part of the batch; rows that lack the same depths stay together."""
         left: dict[tuple[float | None, ...], list[tuple[Place, ...]]] = {}
         for row in self.rows:
             places = tuple(place for place in row if not done(self.task, place))
@@ -143,7 +144,7 @@ class Runner:
         target = self.target
         return Header(
             identity={
-                "prompts": f"{self.target.prompter.style} {self.target.prompter.fingerprint}",
+                "prompts": f"{target.prompter.style} {target.prompter.fingerprint}",
                 "text": f"{self.haystack.name} {self.haystack.fingerprint}",
                 "seed": self.grid.seed,
                 "scoring": "generate" if self.grid.generate else "greedy, by teacher forcing where possible",
@@ -201,20 +202,20 @@ class Runner:
         of = (self.target.prompter.fingerprint, *variants)
         if of == self._checked:
             return
+        longest = max(self.grid.lengths)
         for variant in () if self.beyond else variants:
-            reach, longest = self.target.reach(variant), max(self.grid.lengths)
+            reach = self.target.reach(variant)
             if reach is not None and longest > reach and not variant.gate_only:
                 raise ValueError(
-                    f"{self.target.name} covers {reach:,} tokens, and {longest:,} were asked for. Extend it "
-                    "(--method yarn --target-length ...), ask for less, or allow it (--beyond)."
+                    f"{self.target.name} supports {reach:,} tokens, got {longest:,}. Extend it "
+                    "(--method yarn --target-length ...), lower --lengths, or pass --beyond."
                 )
-        longest = max(self.grid.lengths)
         limits = [self.target.limit(variant) for variant in variants if not variant.gate_only]
         ends = [limit for limit in limits if limit is not None]
         if limits and len(ends) == len(limits) and longest > (most := max(ends)):
             raise ValueError(
-                f"{self.target.name} cannot run past {most:,} tokens, where its table of positions ends, and "
-                f"{longest:,} were asked for. Extend it (--method, --target-length ...), or ask for less."
+                f"{self.target.name} cannot run past {most:,} tokens, the end of its position table, got "
+                f"{longest:,}. Extend it (--method, --target-length ...), or lower --lengths."
             )
         for task in self.grid.retrieval:
             place = task.places([min(self.grid.lengths)], self.grid.depths, 1, self.grid.seed)[0]
@@ -259,12 +260,11 @@ class Runner:
             return
         with self.target.applied(variant):
             for outcomes in self._outcomes(missing):
-                writer.add(
-                    [
-                        {"variant": variant.name, "key": self.key(task, place), **vars(place), **outcome}
-                        for task, place, outcome in outcomes
-                    ]
-                )
+                records = [
+                    {"variant": variant.name, "key": self.key(task, place), **vars(place), **outcome}
+                    for task, place, outcome in outcomes
+                ]
+                writer.add(records)
                 self.advance(variant.name, len(outcomes))
 
     def _outcomes(self, batches: list[Batch]) -> Iterator[list[tuple[AnyTask, Place, Record]]]:

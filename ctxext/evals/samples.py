@@ -9,8 +9,9 @@ from __future__ import annotations
 import json
 import re
 from abc import ABC, abstractmethod
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from hashlib import blake2b
 from random import Random
 from typing import Any, ClassVar, Literal
@@ -41,6 +42,15 @@ class Place:
         return Random(json.dumps(parts))
 
 
+@dataclass(frozen=True)
+class Scene:
+    """Everything that a sample depends on besides its task."""
+
+    place: Place
+    prompter: Prompter
+    haystack: Haystack
+
+
 # Normalise thousands separators, decimal separators and minus signs.
 _PLAIN = str.maketrans("，٬．٫’−\u00a0\u2009\u202f", ",,..'-   ")
 _GROUPED = re.compile(r"(?<!\d)(?<!\d[.,])[1-9]\d{0,2}([,.' ])\d{3}(?:\1\d{3})*(?!\d)")
@@ -50,11 +60,10 @@ _NUMBER = re.compile(r"(?:(?<![\w.-])-?\.?)?\d+(?:[.,]\d+)*(?:[eE][-+]?\d+)?")
 def numbers_in(text: str, fewest: int) -> list[str]:
     """The numbers in a text with at least `fewest` digits in a row, in order.
 
-    Integers are returned as digits only, from ASCII or other digits (full-width, Arabic), with or without thousands
-    separators (comma, point, space or apostrophe before every three digits). So `11.063` is 11063. If three-digit
-    numbers could be answers, thousands separators are not recognised. Fractions (also `.0`), exponents and minus signs
-    are kept, so such numbers equal no integer. A comma between two numbers of `fewest` digits separates them. A hyphen
-    after a word, or before a space, is not a minus. Years, counts and dates are too short to match.
+    Integers are returned as ASCII digits, with thousands separators (comma, point, space, apostrophe) removed: `11.063`
+    is 11063. With `fewest` <= 3 no separator is recognised, as a group could be an answer. Fractions (also `.0`),
+    exponents and minus signs are kept, so such numbers equal no integer. A comma between two numbers of `fewest` digits
+    separates them. A hyphen after a word, or before a space, is not a minus.
     """
     text = re.sub(r"\d", lambda digit: str(int(digit[0])), text.translate(_PLAIN))
     if fewest > 3:
@@ -68,15 +77,14 @@ class Sample:
     """A prompt with its answer.
 
     Attributes:
-        body: the user's message, including the haystack; `lead` is the beginning of the answer, up to its first token.
-        question: the part of `body` that asks.
-        references: what the answer must contain; `metric` says how they count.
-        metric: "numbers" - the share of the references that are the answer's `numbers`, in order; "all" -
-            the share of the references that the answer contains; "part" - whether it contains any.
+        body: the user's message, including the haystack. `question` is the part that asks.
+        lead: the beginning of the answer, up to its first token.
+        references: what the answer must contain.
+        metric: "numbers" scores the share of `references` that are the answer's `numbers`, in order; "all" the share
+            that the answer contains; "part" whether it contains any.
         answer: the exact answer, scored by teacher forcing; empty if there are many right forms, so that it must be
             generated.
-        input_ids: the tokens of the prompt and then of `answer`.
-        n_prompt: the number of prompt tokens in `input_ids`.
+        input_ids: `n_prompt` tokens of the prompt, then those of `answer`.
         answer_tokens: the token limit of a generated answer. `n_prompt + answer_tokens` is the place's length.
         begun: whether the prompt ends with `lead`, so that the model completes the answer.
         needles: the hidden sentences in order; `needle_tokens` are their start indices in `input_ids`.
@@ -97,19 +105,39 @@ class Sample:
     needle_tokens: tuple[int, ...] = ()
 
     def numbers(self, text: str) -> list[str]:
-        """The numbers of an answer, in order: those with at least as many digits as the shortest reference.
-
-        The first candidates count, right or wrong. See `numbers_in` for their format.
-        """
+        """The numbers of an answer (`numbers_in`) with at least as many digits as the shortest reference, in order."""
         return numbers_in(text, min(map(len, self.references)))
 
     def score(self, text: str) -> float:
         """The score of a generated answer, from 0 to 1. "all" and "part" are RULER's, and ignore case."""
-        if self.metric == "numbers":
+        if self.metric == "numbers":  # the first numbers count, right or wrong
             found = [said == number for said, number in zip(self.numbers(text), self.references)]
         else:
             found = [reference.lower() in text.lower() for reference in self.references]
         return float(any(found)) if self.metric == "part" else sum(found) / len(self.references)
+
+
+def written(
+    scene: Scene, prompt: str, answer: str, room: int | None, *, needles: tuple[str, ...], **parts: Any
+) -> Sample:
+    """The sample of a prompt and its exact `answer`, or of `room` tokens (None: all that are left) to generate one."""
+    prompter = scene.prompter
+    # Tokenise a long prompt only once: its end shows how the answer is split into tokens.
+    n_answer = prompter.answer_size(prompt[-256:], answer)
+    read = prompter.tokenizer(prompt + answer, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+    ids = (*prompter.special, *read["input_ids"])
+    starts = [start for start, _ in read["offset_mapping"]]
+    n_prompt = len(ids) - n_answer
+    return Sample(
+        place=scene.place,
+        answer=answer,
+        input_ids=ids,
+        n_prompt=n_prompt,
+        answer_tokens=n_answer if answer else scene.place.length - n_prompt if room is None else room,
+        needles=needles,
+        needle_tokens=tuple(len(prompter.special) + bisect_right(starts, prompt.index(each)) - 1 for each in needles),
+        **parts,
+    )
 
 
 class RetrievalTask(ABC):
@@ -132,9 +160,15 @@ class RetrievalTask(ABC):
             ValueError: the length is too short for the prompt, or longer than the text.
         """
 
+    def ambiguous(self, haystack: Haystack) -> ValueError:
+        return ValueError(
+            f"{self.name}: the text {haystack.name} contains the words of the needle, so the question would have "
+            "more than one answer. Pass another text."
+        )
+
     def settings(self) -> dict[str, Any]:
-        """The samples' other inputs besides place, tokenizer and text; JSON-ready."""
-        return asdict(self) if fields(self) else {}  # type: ignore[arg-type, call-overload]
+        """The samples' inputs besides their scene; JSON-ready."""
+        return asdict(self)  # type: ignore[call-overload]
 
     def places(self, lengths: Sequence[int], depths: Sequence[float], trials: int, seed: int) -> list[Place]:
         """The whole grid, trial by trial, so that the depths of a trial are adjacent."""
@@ -146,29 +180,25 @@ class RetrievalTask(ABC):
         ]
 
 
-_TASKS: dict[str, Callable[..., RetrievalTask]] = {}
-
-
-def add_task(name: str, make: Callable[..., RetrievalTask]) -> None:
-    """Register a task by `name` for `ctxext eval` and `ctxext compare`; `make` takes its settings."""
-    _TASKS[name] = make
+# The tasks of `ctxext eval` and `ctxext compare`, each built from its settings.
+TASKS: dict[str, Callable[..., RetrievalTask]] = {}
 
 
 def register_task(cls: type[RetrievalTask]) -> type[RetrievalTask]:
     """Class decorator: register the task under its `name`."""
-    add_task(cls.name, cls)
+    TASKS[cls.name] = cls
     return cls
 
 
 def make_task(name: str, **settings: Any) -> RetrievalTask:
-    """A registered task by its name. Raises ValueError for an unknown name or setting."""
-    if name not in _TASKS:
-        raise ValueError(f"unknown task {name!r}{suggest(name, _TASKS)}")
-    return _TASKS[name](**settings)
+    """A registered task by its name. Raises ValueError for an unknown name."""
+    if name not in TASKS:
+        raise ValueError(f"unknown task {name!r}{suggest(name, TASKS)}")
+    return TASKS[name](**settings)
 
 
 def list_tasks() -> list[str]:
-    return list(_TASKS)
+    return list(TASKS)
 
 
 def fingerprint(*parts: Any) -> str:

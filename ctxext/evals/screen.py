@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from copy import copy
 from dataclasses import replace
@@ -16,9 +17,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from ctxext.evals.choice import recommended
-from ctxext.evals.control import Control, control, controlled, other_forms
+from ctxext.evals.control import Control, control, other_forms
 from ctxext.evals.haystack import Haystack
-from ctxext.evals.needle import Passkey
 from ctxext.evals.results import Results, read_results
 from ctxext.evals.runner import Grid, Runner
 from ctxext.evals.statistics import in_percent
@@ -46,8 +46,8 @@ def asked_as_it_answers(
         begun: only forms whose answers can be scored by teacher forcing.
         quiet: print nothing, on all processes but the first.
     """
-
-    if not controlled(grid.retrieval):
+    tasks = [task for task in grid.retrieval if task.looks_up]
+    if not tasks:
         return target
     known: Control | None = None
     with suppress(OSError, ValueError, KeyError, TypeError):  # none yet, or corrupt: the run reports it
@@ -56,7 +56,7 @@ def asked_as_it_answers(
         target, free = target.asking(known.form.prompter(target.prompter.tokenizer)), False
     found = control(
         target,
-        grid.retrieval,
+        tasks,
         text,
         longest=max(grid.lengths),
         others=other_forms(target.prompter, begun=begun) if free else [],
@@ -70,41 +70,71 @@ def asked_as_it_answers(
     return target
 
 
-def asked_for_passkeys(target: LiveModel, prose: str, seed: int, *, free: bool, quiet: bool = False) -> LiveModel:
-    """The model with the prompt form in which its baseline finds passkeys, among those that teacher forcing can
-    score."""
-
-    grid = Grid(retrieval=(Passkey(),), lengths=(target.about["trained_length"],), seed=seed)
-    text = Haystack.from_text(prose, target.prompter.tokenizer)
-    return asked_as_it_answers(target, grid, text, free=free, begun=True, quiet=quiet)
-
-
 def run_with_bar(runner: Runner, path: Path, variants: Sequence[Variant], *, merge: bool = True) -> Results | None:
-    """Run the measurement, with a progress bar on the first process."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    """Run the measurement, with a progress bar on the first process, or a line per variant if it has no terminal."""
+    quiet = runner.processes.rank > 0
+    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+    name = TextColumn("{task.description:<14}")
     try:
-        with _progress(runner, runner.count(variants)):
+        runner.check(variants)
+        total = {variant.name: runner.count([variant]) for variant in variants}
+        samples = counted(sum(total.values()), "sample")
+        if not (quiet or console.is_terminal):
+            _say(f"measuring {counted(len(total), 'variant')}: {', '.join(map(label, total))} ({samples})")
+        with _started_late(
+            Progress(name, *columns, console=console, disable=quiet or not console.is_terminal)
+        ) as progress:
+            bar, done = progress.add_task("", total=sum(total.values())), Counter[str]()
+
+            def advance(name: str, samples: int) -> None:
+                progress.start()
+                progress.update(bar, advance=samples, description=name)
+                done[name] += samples
+                if samples and done[name] == total[name] and not (quiet or console.is_terminal):
+                    _say(f"{label(name)}: {counted(total[name], 'sample')} done")
+
+            runner.advance = advance
             return runner.run(path, variants, merge=merge)
     except BaseException as error:
         # After a ValueError the same command would fail again.
         if not isinstance(error, ValueError) and list(path.parent.glob(f"{path.name}.part-*")):
-            console.print(f"What was measured is kept beside {path}; the same command resumes.", soft_wrap=True)
+            console.print(f"Finished samples are kept beside {path}; run the same command to resume.", soft_wrap=True)
         raise
 
 
 @contextmanager
-def _progress(runner: Runner, total: int) -> Iterator[None]:
-    columns = (
-        TextColumn("{task.description:<14}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=console, disable=runner.processes.rank > 0) as progress:
-        bar = progress.add_task("", total=total)
-        runner.advance = lambda name, samples: progress.update(bar, advance=samples, description=name)
-        yield
+def share_bar(title: str = "", quiet: bool = False) -> Iterator[Callable[[float, str], None]]:
+    """A progress bar, or a line per message without a terminal; yields the function that sets share and message."""
+    columns = (TextColumn(title), BarColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
+    with _started_late(Progress(*columns, console=console, disable=quiet or not console.is_terminal)) as progress:
+        bar, said = progress.add_task("", total=1.0), ""
+
+        def advance(share: float, state: str) -> None:
+            nonlocal said
+            progress.start()
+            progress.update(bar, completed=share, description=state)
+            if state != said and not (quiet or console.is_terminal):
+                _say(f"{title} {round(100 * share)}%: {state}".lstrip())
+            said = state
+
+        yield advance
+
+
+@contextmanager
+def _started_late(progress: Progress) -> Iterator[Progress]:
+    """A progress bar to be started with the work; a refusal leaves no bar above its error."""
+    try:
+        yield progress
+    except BaseException as error:
+        refused = isinstance(error, ValueError) or not any(task.completed for task in progress.tasks)
+        progress.live.transient |= refused
+        raise
+    finally:
+        progress.stop()
+
+
+def _say(text: str) -> None:
+    console.print(text, highlight=False, markup=False, soft_wrap=True)
 
 
 # -------------------------------------------------------------------------------------- the table
@@ -124,7 +154,6 @@ def print_summary(summary: Summary) -> None:
 
 def summary_table(summary: Summary) -> Table:
     """One row per variant: retrieval with its interval, perplexity, short-context regression."""
-
     model = next(iter(summary.header.variants.values()))["model"]
     table = _table(f"{model}, trained at {summary.trained_length:,} tokens", "variant")
 
@@ -153,8 +182,7 @@ def summary_table(summary: Summary) -> Table:
         column("regression", "(nats)")
     for variant in summary.variants:
         row = [label(variant)]
-        for group in groups:
-            row += [_share(summary.pooled(variant, group, [length])) for length in summary.lengths(*group)]
+        row += [_share(summary.pooled(variant, tasks, [n])) for tasks in groups for n in summary.lengths(*tasks)]
         row += [_number(summary.perplexity(variant, length, after)) for after, length in zip([0, *read], read)]
         row += [_number(summary.perplexity(variant, length, task="sliding_perplexity")) for length in sliding]
         for length in of_bytes[-1:]:
@@ -163,10 +191,8 @@ def summary_table(summary: Summary) -> Table:
         if key:
             row.append(_number((summary.key_tokens(variant) or (None, 0))[0]))
         if gated:
-            loss = gates[variant].loss
-            row.append(
-                "" if variant == UNEXTENDED or loss is None else f"{loss.value:+.3f}\n[dim]±{_half(loss):.3f}[/]"
-            )
+            loss = None if variant == UNEXTENDED else gates[variant].loss
+            row.append("" if loss is None else f"{loss.value:+.3f}\n[dim]±{(loss.high - loss.low) / 2:.3f}[/]")
         table.add_row(*row)
     table.caption, table.caption_justify = _caption(summary, gated, key), "left"
     return table
@@ -174,7 +200,6 @@ def summary_table(summary: Summary) -> Table:
 
 def task_table(summary: Summary, variant: str) -> Table:
     """One row per retrieval task, one column per length."""
-
     lengths = summary.lengths(*summary.retrieval_tasks)
     table = _table(label(variant), "task")
     for length in lengths:
@@ -208,7 +233,6 @@ def _table(title: str, first: str) -> Table:
 
 
 def _share(share: Any, between: str = "\n") -> str:
-
     if share is None:
         return ""
     color = "green" if share.value >= 0.7 else "yellow" if share.value >= 0.3 else "red"
@@ -219,25 +243,21 @@ def _number(value: float | None) -> str:
     return "" if value is None else f"{value:.1f}" if value < 1e4 else f"{value:.0e}"
 
 
-def _half(difference: Any) -> float:
-    return (difference.high - difference.low) / 2
-
-
 def _caption(summary: Summary, gated: bool, key: int) -> str:
     said = []
     if tasks := summary.retrieval_tasks:
         shares = [share for v in summary.variants for t in tasks for share in summary.by_length(v, t).values()]
         most = counted(max(share.n for share in shares), "sample")
-        said.append(f"retrieval: up to {most} a cell, 95% intervals, each on its own")
+        said.append(f"retrieval: up to {most} per cell, unadjusted 95% intervals")
     if read := summary.read_lengths:
         said.append("ppl: perplexity from one length to the next" if len(read) > 1 else "ppl: perplexity")
         windows, apart = summary.windows_apart
         if windows > apart:
-            said.append(f"the {windows} longest windows overlap and count as {apart}: a longer --haystack tells more")
+            said.append(f"the {windows} longest windows overlap and count as {apart}: a longer --haystack avoids this")
     if key:
-        said.append(f"keys: {counted(key, 'token')} in need of long context, by LongPPL's rule")
+        said.append(f"keys: {counted(key, 'token')} that need long context, by LongPPL's rule")
     if gated:
-        said.append("regression: more loss than the baseline within the trained length")
+        said.append("regression: loss increase over the baseline within the trained length")
     if summary.cannot_run:
         said.append(f"blank: {summary.cannot_run}")
     return "; ".join(said)
@@ -245,7 +265,6 @@ def _caption(summary: Summary, gated: bool, key: int) -> str:
 
 def finish(results: Results, path: Path) -> None:
     """Print the tables and the path of the samples, at the end of a measurement."""
-
     print_summary(Summary(results))
-    said = f"{counted(len(results.records), 'sample')} in {path}; ctxext report {path} makes a page of them."
+    said = f"{counted(len(results.records), 'sample')} in {path}; ctxext report {path} makes an HTML report."
     console.print(said, soft_wrap=True)

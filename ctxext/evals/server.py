@@ -11,9 +11,9 @@ from collections.abc import Iterable, Iterator
 from itertools import islice
 from queue import SimpleQueue
 from threading import Thread
-from typing import Any, get_args
+from typing import Any
 
-from ctxext.evals.prompts import Style
+from ctxext.evals.prompts import Style, check_style
 from ctxext.evals.samples import Sample, fingerprint
 from ctxext.utils.endpoint import Endpoint
 
@@ -31,54 +31,34 @@ class ServedModel(Endpoint):
     still the same.
 
     Not supported: scoring given answers, log-probabilities, streaming. Servers batch requests, and in bfloat16 a near
-        tie may be resolved differently in another batch. If `</think>` is a special token, it is missing in the text:
-        serve such a model with its reasoning parser.
+    tie may be resolved differently in another batch. If `</think>` is a special token, it is missing in the text: serve
+    such a model with its reasoning parser.
 
     Args:
-        url: with or without /v1, such as "http://localhost:8000".
+        url, connection: as in `Endpoint`.
         style: that of the `Prompter` with which the samples are made.
-        model: None for the server's only model.
-        api_key: None reads OPENAI_API_KEY. An empty key is not sent.
         concurrency: parallel requests in `answers`.
-        timeout: seconds without data; without streaming, for a whole answer.
-        retries: number of retries after status 429 or 5xx or a broken connection, after 1, 2, 4... seconds or
-            Retry-After, whichever is longer.
         strict_size: whether a different prompt size on the server is an error. Servers that report no sizes are
             trusted.
 
     Attributes:
-        name: the model's name in requests.
-        fingerprint: of the name and the model's entry in /v1/models. Weak: other weights, quantisation or RoPE scaling
-            under the same name and length go unnoticed, except that llama.cpp reports the number of parameters and
-            bytes. Give each served variant its own name (vLLM and SGLang: --served-model-name, llama.cpp: --alias).
+        fingerprint: of the model's entry in /v1/models. Weak: other weights, quantisation or RoPE scaling under the
+            same name and length go unnoticed, except that llama.cpp reports the number of parameters and bytes. Give
+            each served variant its own name (vLLM and SGLang: --served-model-name, llama.cpp: --alias).
         max_length: tokens of prompt and answer together, if the server reports it. Older llama.cpp servers report the
             trained length (n_ctx_train) instead of the served one, so samples are not skipped by it.
 
-    Raises:
-        ValueError: an argument is invalid, the address is not such a server's, or the server does not have this model.
-        ConnectionError, TimeoutError, PermissionError, RuntimeError: as in `answer`.
+    Raises as `Endpoint`.
     """
 
     def __init__(
-        self,
-        url: str,
-        *,
-        style: Style,
-        model: str | None = None,
-        api_key: str | None = None,
-        concurrency: int = 4,
-        timeout: float = 600.0,
-        retries: int = 3,
-        strict_size: bool = True,
+        self, url: str, *, style: Style, concurrency: int = 4, strict_size: bool = True, **connection: Any
     ) -> None:
-        if style not in get_args(Style):
-            raise ValueError(f"the prompt style must be one of {', '.join(get_args(Style))}, got {style!r}.")
+        check_style(style)
         if concurrency < 1:
             raise ValueError(f"concurrency must be >= 1, got {concurrency}.")
-        super().__init__(url, model=model, api_key=api_key, timeout=timeout, retries=retries)
-        self.style = style
-        self.concurrency = concurrency
-        self.strict_size = strict_size
+        super().__init__(url, **connection)
+        self.style, self.concurrency, self.strict_size = style, concurrency, strict_size
         self._extras: dict[str, Any] = {"repetition_penalty": 1.0}
         if style != "base":
             self._extras["chat_template_kwargs"] = {"enable_thinking": style == "thinking"}
@@ -92,15 +72,8 @@ class ServedModel(Endpoint):
     def answer(self, sample: Sample) -> str:
         """The model's answer to one sample, of at most `sample.answer_tokens` tokens, without thoughts.
 
-        Empty if a thinking model ran out of tokens before `</think>`.
-
-        Raises:
-            ValueError: the server refuses the request (prompt too long, unknown model), does not return a completion,
-                or reads another number of prompt tokens.
-            ConnectionError: the server cannot be reached, or the connection broke each time.
-            TimeoutError: no data for `timeout` seconds. Not retried: the server may still be computing.
-            PermissionError: the key was rejected (401, 403).
-            RuntimeError: status 429 or 5xx after all retries.
+        Empty if a thinking model ran out of tokens before `</think>`. Raises as `call`, and ValueError if the server
+        does not return a completion or reads another number of prompt tokens.
         """
         prompt: dict[str, Any]
         if self.style == "base":
@@ -123,33 +96,33 @@ class ServedModel(Endpoint):
             text = None
         if not isinstance(text, str):
             raise ValueError(
-                f"{self.url}/v1/{path} answered no completion but {json.dumps(completion)[:400]}. "
+                f"{self.url}/v1/{path} returned no completion: {json.dumps(completion)[:400]}. "
                 "Is it an OpenAI-compatible server?"
             )
         if self.strict_size and n_read not in (None, sample.n_prompt):
             raise ValueError(
-                f"the server read {n_read} tokens in {about}. Its tokenizer or chat template is not the one with "
-                "which the samples were made, or it cuts long prompts. Make the samples with the served model's "
-                "tokenizer and in its style, or pass strict_size=False to measure at inexact lengths."
+                f"the server read {n_read} tokens in {about}: its tokenizer or chat template differs, or it cuts long "
+                "prompts. Make the samples with the served model's tokenizer and style, or pass strict_size=False to "
+                "measure at inexact lengths."
             )
         return _behind_thought(message, choice.get("finish_reason")) if self.style == "thinking" else text
 
     def answers(self, samples: Iterable[Sample]) -> Iterator[tuple[Sample, str]]:
         """The samples with their answers as they finish, with at most `concurrency` requests in flight.
 
-        After an error of a request or of `samples` no further request is sent; those in flight are still yielded, then
-        the first error is raised. If the caller stops iterating, requests in flight are abandoned.
+        After an error, of a request or of `samples`, no further request is sent; answers in flight are still yielded,
+        then the first error is raised.
         """
         waiting = iter(samples)
-        finished: SimpleQueue[tuple[Sample, str, BaseException | None]] = SimpleQueue()
+        finished: SimpleQueue[tuple[Sample, str | BaseException]] = SimpleQueue()
         errors: list[BaseException] = []
         running = 0
 
         def ask(sample: Sample) -> None:
             try:
-                finished.put((sample, self.answer(sample), None))
-            except BaseException as error:  # from a thread: re-raised by the waiting one
-                finished.put((sample, "", error))
+                finished.put((sample, self.answer(sample)))
+            except BaseException as error:  # re-raised by the thread that waits
+                finished.put((sample, error))
 
         while True:
             try:
@@ -161,12 +134,12 @@ class ServedModel(Endpoint):
                 errors.append(error)
             if not running:
                 break
-            sample, text, failure = finished.get()
+            sample, answer = finished.get()
             running -= 1
-            if failure is None:
-                yield sample, text
+            if isinstance(answer, str):
+                yield sample, answer
             else:
-                errors.append(failure)
+                errors.append(answer)
         if errors:
             raise errors[0]
 

@@ -8,13 +8,17 @@ several, and `comparisons` widens the interval of a rate.
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from itertools import takewhile
 from statistics import NormalDist
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+
+Array = NDArray[np.float64]
+Scores = Sequence[float]
+Labels = Sequence[Hashable]
 
 NORMAL = NormalDist()
 Z = NORMAL.inv_cdf(0.975)
@@ -85,8 +89,7 @@ class EffectiveLength(NamedTuple):
 def wilson(hits: float, n: float, comparisons: int = 1) -> Interval:
     """(p + z²/2n ± z √(p(1-p)/n + z²/4n²)) / (1 + z²/n), with p = hits/n. Wilson (1927), JASA 22.
 
-    The rates that a score test does not reject: always within [0, 1], and with positive width even if all are hits (10
-    of 10 is [72%, 100%]).
+    The rates that a score test does not reject: within [0, 1], and of positive width even for 10 of 10 ([72%, 100%]).
 
     Args:
         hits: a sum of scores from 0 to 1, possibly fractional.
@@ -109,18 +112,14 @@ def wilson(hits: float, n: float, comparisons: int = 1) -> Interval:
     return Interval(p, max(0.0, min(p, centre - half)), min(1.0, max(p, centre + half)), round(n))
 
 
-def pooled_share(clusters: Mapping[Hashable, Sequence[float]], comparisons: int = 1) -> Interval:
+def pooled_share(clusters: Mapping[Hashable, Scores], comparisons: int = 1) -> Interval:
     """Wilson's interval with n/d samples: d = (m/(m-1) Σ(yᵢ - nᵢp)² + K) / (n p(1-p) + 1), K = Σnᵢ²/n, 1 <= d <= K.
 
-    Cluster i of m has nᵢ of the n samples and the sum of scores yᵢ; p = Σyᵢ/n. Without the K and the 1,
-    d is the design effect of Rao and Scott (1992), Biometrics 48: the variance of a ratio of cluster
-    totals, linearised, over that of n independent samples. K is Kish's (1965) where the samples of a
-    cluster are all alike. Few misses tell little about how alike they are, and Rao and Scott's d then
-    covers too rarely; the K and the 1 draw it towards K by the weight of one sample of variance 1.
-
-    So if the clusters are uninformative (all hits, no hits, or one cluster), d = K: each counts as one sample. 22 texts
-    with 5 hits each give [85%, 100%], while one miss among them shows that a text does not decide all its samples, and
-    gives [89%, 100%]. Clusters of one sample give `wilson`.
+    Cluster i of m has nᵢ of the n samples and the sum of scores yᵢ; p = Σyᵢ/n. Without the K and the 1, d is the design
+    effect of Rao and Scott (1992), Biometrics 48, whose intervals cover too rarely with few misses. The K (Kish's
+    effect, 1965, where the samples of a cluster are all alike) and the 1 draw it towards K by the weight of one sample
+    of variance 1. So uninformative clusters (all hits, no hits, or only one) count as one sample each: 22 texts with 5
+    hits each give [85%, 100%], and one miss among them [89%, 100%]. Clusters of one sample give `wilson`.
 
     Args:
         clusters: for each text, the scores from 0 to 1 of its samples.
@@ -139,8 +138,7 @@ def pooled_share(clusters: Mapping[Hashable, Sequence[float]], comparisons: int 
     sizes = np.array([len(scores) for scores in clusters.values()])
     m, n = len(sizes), int(sizes.sum())
     p = min(1.0, float(sums.sum()) / n)
-    alike = float((sizes**2).sum()) / n
-    effect = alike
+    effect = alike = float((sizes**2).sum()) / n
     if m > 1:
         spread = m / (m - 1) * float(((sums - sizes * p) ** 2).sum())
         effect = min(max(1.0, (spread + alike) / (n * p * (1 - p) + 1)), alike)
@@ -150,8 +148,7 @@ def pooled_share(clusters: Mapping[Hashable, Sequence[float]], comparisons: int 
 def macro_average(parts: Sequence[Interval]) -> Interval:
     """Σpₜ/T of T equally weighted tasks, with bounds Σpₜ/T ∓ √Σ(pₜ - boundₜ)²/T.
 
-    Combines the intervals of independent rates by MOVER: Zou and Donner (2008), Statistics in Medicine 27. For one
-    task, its own interval.
+    Combines the intervals of independent rates by MOVER: Zou and Donner (2008), Statistics in Medicine 27.
 
     Raises:
         ValueError: there are no parts.
@@ -190,12 +187,7 @@ def holm(p_values: Sequence[float], family: int) -> list[float]:
     return adjusted
 
 
-def paired_test(
-    a: Sequence[float],
-    b: Sequence[float],
-    clusters: Sequence[Hashable] | None = None,
-    strata: Sequence[Hashable] | None = None,
-) -> PairedTest:
+def paired_test(a: Scores, b: Scores, clusters: Labels | None = None, strata: Labels | None = None) -> PairedTest:
     """The mean over strata of mean(a - b), and its exact p-value from sign flips of whole clusters.
 
     Counts all 2^m flips of the m clusters' sums, without sampling (Fisher 1935). For scores of 0 or 1 without clusters
@@ -217,20 +209,19 @@ def paired_test(
 
 
 def paired_difference(
-    a: Sequence[float],
-    b: Sequence[float],
-    clusters: Sequence[Hashable] | None = None,
-    strata: Sequence[Hashable] | None = None,
+    a: Scores,
+    b: Scores,
+    clusters: Labels | None = None,
+    strata: Labels | None = None,
     *,
     resamples: int = 2000,
     seed: int = 0,
 ) -> Difference:
     """mean(a - b) over common samples, with a cluster bootstrap interval and the p-value of `paired_test`.
 
-    A percentile bootstrap, widened for small samples. One difference of +1 and one of -1 are added to the data, as in
-    the closed form of Bonett and Price (2012), as identical answers would otherwise give an interval of zero width. The
-    percentiles are Hesterberg's (2015) expanded ones, wider by the ratio of Student's t to z. BCa corrects bias and
-    skewness, but the fault here is narrowness.
+    A percentile bootstrap, widened for small samples: one difference of +1 and one of -1 are added, as in
+    Bonett and Price (2012), since identical answers would give an interval of zero width; and the percentiles are
+    Hesterberg's (2015) expanded ones, wider by the ratio of Student's t to z.
 
     Strata are combined by `macro_average`. Arguments and errors are those of `paired_test`.
     """
@@ -239,29 +230,21 @@ def paired_difference(
     for stratum in range(kind.max() + 1):
         mine = kind == stratum
         inside = _numbered(of[mine].tolist())
-        sums, counts = (np.append(_totals(inside, x), both) for x, both in
-                        ((differences[mine], [1, -1]), (np.ones(mine.sum()), [1, 1])))  # fmt: skip
-        parts.append(Interval(float(differences[mine].mean()), *_bootstrap(sums, counts, resamples, rng), len(inside)))
+        sums, counts = _totals(inside, differences[mine]), np.bincount(inside)
+        bounds = _bootstrap(np.append(sums, [1, -1]), np.append(counts, [1, 1]), resamples, rng)
+        parts.append(Interval(float(differences[mine].mean()), *bounds, len(inside)))
     value, low, high, n = macro_average(parts)
     return Difference(value, low, high, paired_test(a, b, clusters, strata).p, n)
 
 
-def paired_loss_test(
-    a: Sequence[float], b: Sequence[float], tokens: Sequence[int], clusters: Sequence[Hashable] | None = None
-) -> PairedTest:
+def paired_loss_test(a: Scores, b: Scores, tokens: Sequence[int], clusters: Labels | None = None) -> PairedTest:
     """Σ(aᵢ - bᵢ) / Σtokensᵢ, and the p-value of `paired_test`; arguments are those of `paired_loss_difference`."""
     sums, counts = _loss_sums(a, b, tokens, clusters)
     return PairedTest(float(sums.sum() / counts.sum()), _sign_flips(sums), len(sums))
 
 
 def paired_loss_difference(
-    a: Sequence[float],
-    b: Sequence[float],
-    tokens: Sequence[int],
-    clusters: Sequence[Hashable] | None = None,
-    *,
-    resamples: int = 2000,
-    seed: int = 0,
+    a: Scores, b: Scores, tokens: Sequence[int], clusters: Labels | None = None, *, resamples: int = 2000, seed: int = 0
 ) -> Difference:
     """Σ(aᵢ - bᵢ) / Σtokensᵢ, the difference of two token-weighted mean losses on the same windows of text.
 
@@ -300,16 +283,13 @@ def effective_length(shares: Mapping[int, Interval], threshold: float) -> Effect
     if not 0 <= threshold <= 1:
         raise ValueError(f"threshold must be a share from 0 to 1, got {threshold:g}. Pass 0.856 for 85.6%.")
 
-    def reached(bounds: Mapping[int, float]) -> int:
-        return max(takewhile(lambda length: 0 < threshold <= bounds[length], sorted(bounds)), default=0)
+    def reached(bound: Callable[[Interval], float]) -> int:
+        return max(takewhile(lambda length: 0 < threshold <= bound(shares[length]), sorted(shares)), default=0)
 
-    return EffectiveLength(
-        length=reached({length: share.value for length, share in shares.items()}),
-        certain=reached({length: share.low for length, share in shares.items()}),
-    )
+    return EffectiveLength(reached(lambda share: share.value), reached(lambda share: share.low))
 
 
-def _scores(values: Sequence[float]) -> NDArray[np.float64]:
+def _scores(values: Scores) -> Array:
     scores = np.array(values, dtype=np.float64)
     wrong = scores[~((scores >= 0) & (scores <= 1))]
     if len(wrong):
@@ -317,62 +297,55 @@ def _scores(values: Sequence[float]) -> NDArray[np.float64]:
     return scores
 
 
-def _numbered(labels: Sequence[Hashable]) -> list[int]:
+def _numbered(labels: Labels) -> list[int]:
     """Number the labels by first occurrence."""
     index: dict[Hashable, int] = {}
     return [index.setdefault(label, len(index)) for label in labels]
 
 
-def _totals(of: Sequence[int] | NDArray[np.int64], values: NDArray[np.float64]) -> NDArray[np.float64]:
+def _totals(of: Sequence[int] | NDArray[np.int64], values: Scores | Array) -> Array:
     """The sum of each cluster's values."""
-    totals = np.zeros(max(of) + 1)
-    np.add.at(totals, of, values)
-    return totals
+    return np.bincount(of, values).astype(np.float64)
 
 
 def _paired(
-    a: Sequence[float], b: Sequence[float], clusters: Sequence[Hashable] | None, strata: Sequence[Hashable] | None
-) -> tuple[NDArray[np.float64], NDArray[np.int64], NDArray[np.int64]]:
+    a: Scores, b: Scores, clusters: Labels | None, strata: Labels | None
+) -> tuple[Array, NDArray[np.int64], NDArray[np.int64]]:
     """For each sample a - b, and the numbers of its cluster and its stratum."""
     labels = range(len(a)) if clusters is None else clusters
     kinds = [None] * len(a) if strata is None else strata
     if not len(a) or not len(a) == len(b) == len(labels) == len(kinds):
         raise ValueError(
-            f"a, b, clusters and strata must be as long as each other, got {len(a)}, {len(b)}, {len(labels)} and "
+            f"a, b, clusters and strata must have equal lengths, got {len(a)}, {len(b)}, {len(labels)} and "
             f"{len(kinds)}."
         )
     return _scores(a) - _scores(b), np.array(_numbered(labels)), np.array(_numbered(kinds))
 
 
-def _loss_sums(
-    a: Sequence[float], b: Sequence[float], tokens: Sequence[int], clusters: Sequence[Hashable] | None
-) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+def _loss_sums(a: Scores, b: Scores, tokens: Sequence[int], clusters: Labels | None) -> tuple[Array, Array]:
     """For each cluster the difference in nats, and its tokens."""
     labels = range(len(a)) if clusters is None else clusters
     lengths, of = (len(a), len(b), len(tokens), len(labels)), _numbered(labels)
-    if len({*lengths}) > 1 or max(of, default=0) < 1:
+    if len({*lengths}) > 1 or len({*of}) < 2:
         raise ValueError(
-            f"a, b, tokens and clusters must have the same windows, in two clusters or more, got {lengths} windows in "
-            f"{len({*of})}. One does not show how much they differ."
+            f"a, b, tokens and clusters must have equal lengths and at least two clusters, got lengths {lengths} and "
+            f"{len({*of})} distinct clusters."
         )
     wrong = [window for window in zip(a, b, tokens) if not (window[2] > 0 and math.isfinite(window[0] - window[1]))]
     if wrong:
         raise ValueError(f"every window must have tokens and finite losses, got (a, b, tokens) = {wrong[0]}.")
-    sums = _totals(of, np.array(a, dtype=np.float64) - np.array(b, dtype=np.float64))
-    counts = _totals(of, np.array(tokens, dtype=np.float64))
-    return sums, counts
+    return _totals(of, np.subtract(a, b)), _totals(of, tokens)
 
 
-def _linearised(sums: NDArray[np.float64], counts: NDArray[np.float64]) -> tuple[float, float]:
+def _linearised(sums: Array, counts: Array) -> tuple[float, float]:
     """The 95% interval of Σsums/Σcounts over clusters: Student's t times the ratio's linearised standard error."""
     m, ratio = len(sums), float(sums.sum() / counts.sum())
     error = math.sqrt(m / (m - 1) * float(((sums - ratio * counts) ** 2).sum())) / float(counts.sum())
-    return ratio - _student(m - 1) * error, ratio + _student(m - 1) * error
+    half = _student(m - 1) * error
+    return ratio - half, ratio + half
 
 
-def _bootstrap(
-    sums: NDArray[np.float64], counts: NDArray[np.float64], resamples: int, rng: np.random.Generator
-) -> tuple[float, float]:
+def _bootstrap(sums: Array, counts: Array, resamples: int, rng: np.random.Generator) -> tuple[float, float]:
     """The 95% interval of Σsums/Σcounts over clusters: percentiles at Φ(∓√(m/(m-1)) t). Hesterberg (2015)."""
     m = len(sums)
     # Equal clusters are drawn as one, by weight.
@@ -398,7 +371,7 @@ def _student(freedom: int) -> float:
     )
 
 
-def _sign_flips(sums: NDArray[np.float64]) -> float:
+def _sign_flips(sums: Array) -> float:
     """The share of sign patterns s with |Σ sᵢ sumsᵢ| >= |Σ sumsᵢ|: exact, or conservative by the grid's rounding."""
     sizes = np.abs(sums)
     # Smaller ones vanish in the rounding below.
@@ -421,7 +394,7 @@ def _sign_flips(sums: NDArray[np.float64]) -> float:
     return min(1.0, float(chances[reach].sum()))
 
 
-def _unit(sizes: NDArray[np.float64]) -> float:
+def _unit(sizes: Array) -> float:
     """A common unit of all sizes, or a step of the grid."""
     for parts in range(1, 13):
         unit = sizes.min() / parts

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -67,12 +67,11 @@ class Summary:
             raise ValueError(f"{results.path} is corrupt: {error}. Restore it, or measure again.") from None
         try:
             self.control = Control.of_header(results.header.about)
-            failing = {} if self.control is None else self.control.failing
+            self._failing = {} if self.control is None else self.control.failing
         except (AttributeError, KeyError, TypeError):
             raise ValueError(
                 f"{results.path} has a broken about.control in its header. Restore it, or measure again."
             ) from None
-        self._failing = failing
         self._results = results
         self.header = results.header
         self.records = results.records
@@ -149,7 +148,8 @@ class Summary:
         scores = defaultdict(list)
         for record in self.of(variant, task):
             scores[record["length"], record["depth"]].append(record["score"])
-        return {cell: wilson(sum(values), len(values)) for cell, values in sorted(scores.items(), key=_cell_order)}
+        order = sorted(scores, key=lambda cell: (cell[0], -1.0 if cell[1] is None else cell[1]))
+        return {cell: wilson(sum(scores[cell]), len(scores[cell])) for cell in order}
 
     def pooled(
         self, variant: str, tasks: Sequence[str], lengths: Iterable[int], comparisons: int = 1
@@ -168,14 +168,14 @@ class Summary:
                 parts.append(pooled_share(clusters, comparisons))
         return macro_average(parts) if parts else None
 
-    def by_length(self, variant: str, task: str) -> dict[int, Interval]:
-        lengths = sorted({record["length"] for record in self.of(variant, task)})
-        return {length: pooled for length in lengths if (pooled := self.pooled(variant, [task], [length]))}
+    def by_length(self, variant: str, *tasks: str) -> dict[int, Interval]:
+        """The accuracy at each length, macro-averaged over tasks."""
+        lengths = sorted({record["length"] for task in tasks for record in self.of(variant, task)})
+        return {length: pooled for length in lengths if (pooled := self.pooled(variant, tasks, [length]))}
 
     def effective_length(self, variant: str, tasks: Sequence[str]) -> dict[str, EffectiveLength]:
         """By RULER's threshold (85.6%), and by 85% of the model's own accuracy at the shortest length."""
-        lengths = sorted({record["length"] for task in tasks for record in self.of(variant, task)})
-        shares = {length: pooled for length in lengths if (pooled := self.pooled(variant, tasks, [length]))}
+        shares = self.by_length(variant, *tasks)
         if not shares:
             return {}
         own = 0.85 * next(iter(shares.values())).value
@@ -210,7 +210,8 @@ class Summary:
         records = self.of(variant, task)
         if task == "sliding_perplexity":
             return {r["trial"]: unpacked(r, "losses") for r in records if r["length"] == length}
-        fitting = [r for r in records if r["length"] == length] or [r for r in records if r["length"] > length]
+        # Windows of one trial begin at the same place, so a longer one holds the shorter.
+        fitting = sorted((r for r in records if r["length"] >= length), key=lambda r: -r["length"])
         return {r["trial"]: unpacked(r, "losses")[: length - r["length"] or None] for r in fitting}
 
     def perplexity(self, variant: str, length: int, after: int = 0, task: str = "perplexity") -> float | None:
@@ -226,26 +227,21 @@ class Summary:
 
     def curve(self, variant: str, bins: int = 32) -> list[tuple[float, float]]:
         """Perplexity by position: (middle of the bin, perplexity there)."""
-        lengths = self.read_lengths
-        points = []
+        lengths, points = self.read_lengths, []
         for after, length in pairwise([0, *lengths]):
-            parts = list(self.losses(variant, length).values())
-            if parts:
+            if parts := list(self.losses(variant, length).values()):
                 table = np.stack(parts).astype(float)[:, max(0, after - 1) :]
                 width = max(1, lengths[-1] // bins)
                 for low in range(0, table.shape[1], width):
-                    points.append(
-                        (after + low + min(width, table.shape[1] - low) / 2, table[:, low : low + width].mean())
-                    )
-        return [(position, _exp(loss)) for position, loss in points]
+                    part = table[:, low : low + width]
+                    points.append((after + low + part.shape[1] / 2, _exp(part.mean())))
+        return points
 
     def bits_per_byte(self, variant: str, length: int, task: str = "perplexity") -> float | None:
-        records = [r for r in self.of(variant, task) if r["length"] == length]
-        return (
-            sum(r["loss"] * r["tokens"] for r in records) / math.log(2) / sum(r["bytes"] for r in records)
-            if records
-            else None
-        )
+        records = [r for r in self.of(variant, task) if r["length"] == length and r["loss"] is not None]
+        if not records:
+            return None
+        return sum(r["loss"] * r["tokens"] for r in records) / math.log(2) / sum(r["bytes"] for r in records)
 
     def key_tokens(self, variant: str) -> tuple[float, int] | None:
         """The perplexity on the key tokens (judged by the unextended model), and their number."""
@@ -279,12 +275,12 @@ class Summary:
         trials = [trial for trial in ours if trial in theirs]
         if not trials:
             return None
-        sums = [[losses[trial][0] for trial in trials] for losses in (ours, theirs)]
+        one_sums, other_sums = ([losses[trial][0] for trial in trials] for losses in (ours, theirs))
         apart = self._apart(trials, length - after, task)
         # In float16 a loss may be NaN.
-        if len({*apart}) < 2 or not all(math.isfinite(value) for side in sums for value in side):
+        if len({*apart}) < 2 or not all(map(math.isfinite, (*one_sums, *other_sums))):
             return None
-        return sums[0], sums[1], [ours[trial][1] for trial in trials], apart
+        return one_sums, other_sums, [ours[trial][1] for trial in trials], apart
 
     def _loss_sums(self, variant: str, length: int, after: int, task: str) -> dict[int, tuple[float, int]]:
         """By window, the summed loss of the tokens from position `after` to `length`, and their number."""
@@ -331,37 +327,37 @@ class Summary:
     def to_dict(self) -> dict[str, Any]:
         """Every figure with its interval, JSON-ready; infinite and NaN values become None."""
         lengths = self.read_lengths
-        return finite(
-            {
-                **{part: getattr(self.header, part) for part in ("identity", "tasks", "variants", "about")},
-                "figures": {
-                    variant: {
-                        "retrieval": {
-                            task: {length: share._asdict() for length, share in self.by_length(variant, task).items()}
-                            for task in self.retrieval_tasks
-                        },
-                        "effective_length": {
-                            rule: reached._asdict()
-                            for rule, reached in self.effective_length(variant, self.deciding_tasks).items()
-                        },
-                        "perplexity": {
-                            f"{after}-{length}": self.perplexity(variant, length, after)
-                            for after, length in pairwise([0, *lengths])
-                        },
-                        "bits_per_byte": self.bits_per_byte(variant, lengths[-1]) if lengths else None,
-                        "curve": self.curve(variant),
-                        "key_tokens": self.key_tokens(variant),
-                        "gate": _plain(self.gate(variant)),
-                    }
-                    for variant in self.variants
+
+        def figures(variant: str) -> dict[str, Any]:
+            gate, retrieval = self.gate(variant), {task: self.by_length(variant, task) for task in self.retrieval_tasks}
+            effective = self.effective_length(variant, self.deciding_tasks)
+            return {
+                "retrieval": {
+                    task: {length: share._asdict() for length, share in shares.items()}
+                    for task, shares in retrieval.items()
                 },
-                "windows": len(self.losses(self.variants[0], lengths[-1])) if lengths else 0,
+                "effective_length": {rule: reached._asdict() for rule, reached in effective.items()},
+                "perplexity": {
+                    f"{after}-{length}": self.perplexity(variant, length, after)
+                    for after, length in pairwise([0, *lengths])
+                },
+                "bits_per_byte": self.bits_per_byte(variant, lengths[-1]) if lengths else None,
+                "curve": self.curve(variant),
+                "key_tokens": self.key_tokens(variant),
+                "gate": {
+                    "loss": gate.loss and gate.loss._asdict(),
+                    "agreement": gate.agreement and gate.agreement._asdict(),
+                    "retrieval": {task: difference._asdict() for task, difference in gate.retrieval.items()},
+                },
             }
-        )
+
+        windows = len(self.losses(self.variants[0], lengths[-1])) if lengths else 0
+        measured = {variant: figures(variant) for variant in self.variants}
+        return finite({**vars(self.header), "figures": measured, "windows": windows})
 
     @property
     def cannot_run(self) -> str:
-        """A note on variants that cannot run at some lengths (blank cells), or ""."""
+        """Which variants cannot run at some lengths (blank cells), or ""."""
         longest = max(self.header.about["lengths"])
         limits = {v: about.get("limit") for v, about in self.header.variants.items() if v in self.variants}
         short = {v: limit for v, limit in limits.items() if limit is not None and limit < longest}
@@ -372,6 +368,14 @@ class Summary:
         """The lengths beyond the trained one."""
         lengths = {*self.read_lengths, *self.lengths(*self.retrieval_tasks)}
         return [length for length in sorted(lengths) if length > self.trained_length]
+
+    @cached_property
+    def eliminated(self) -> list[str]:
+        """The variants that a run with a time limit dropped, unless they were measured to the end later."""
+        samples = Counter(record["variant"] for record in self.records)
+        dropped = self.header.about.get("eliminated", [])
+        most = max((n for v, n in samples.items() if v not in (UNEXTENDED, *dropped)), default=0)
+        return [v for v in dropped if 0 < samples[v] < most]
 
     @property
     def portable(self) -> set[str]:
@@ -385,19 +389,6 @@ def _exp(loss: float) -> float:
         return float(np.exp(loss))
 
 
-def _plain(gate: Gate) -> dict[str, Any]:
-    return {
-        "loss": gate.loss._asdict() if gate.loss else None,
-        "agreement": gate.agreement._asdict() if gate.agreement else None,
-        "retrieval": {task: difference._asdict() for task, difference in gate.retrieval.items()},
-    }
-
-
 def label(variant: str) -> str:
     """A variant's display name."""
     return "baseline" if variant == UNEXTENDED else variant
-
-
-def _cell_order(item: tuple[tuple[int, float | None], Any]) -> tuple[int, float]:
-    (length, depth), _ = item
-    return length, -1.0 if depth is None else depth

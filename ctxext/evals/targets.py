@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass, fields
 from hashlib import blake2b
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -64,8 +65,8 @@ class Variant:
         }
 
 
-class Target(Protocol):
-    """The interface that the runner needs.
+class Target(ABC):
+    """The model that a runner measures.
 
     Attributes:
         name: a display name. `fingerprint` covers the weights and the config.
@@ -78,30 +79,38 @@ class Target(Protocol):
     facts: dict[str, str]
     about: dict[str, Any]
 
-    def reach(self, variant: Variant) -> int | None:
-        """The maximum length of `variant` by its config; None if unknown."""
-
     def plan(self, variant: Variant) -> Plan | None:
         """The plan of `variant`; None for the unextended model."""
+        return None
+
+    def reach(self, variant: Variant) -> int | None:
+        """The maximum length of `variant` by its config; None if unknown."""
+        plan = self.plan(variant)
+        return self.about["reach"] if plan is None else plan.target_length
 
     def limit(self, variant: Variant) -> int | None:
         """The hard length limit of `variant`, such as the end of a position table; None for none."""
+        return None
 
     def whole(self, variant: Variant) -> bool:
         """Whether frequencies depend on the prompt length, so that windows give no figures for shorter lengths."""
+        return False
 
+    @abstractmethod
     def applied(self, variant: Variant) -> AbstractContextManager[Any]:
         """Apply `variant` to the model within a `with` block."""
 
+    @abstractmethod
     def outcomes(self, batches: Iterable[Rows], generate: bool) -> Iterator[list[tuple[Sample, Record]]]:
         """Answer batches of rows of samples of one length with a common prefix; each yielded group is written
         atomically."""
 
+    @abstractmethod
     def read(self, task: TextTask, window: Window) -> Record:
         """Score a window of text."""
 
 
-class LiveModel:
+class LiveModel(Target):
     """A model in this process."""
 
     def __init__(
@@ -114,15 +123,12 @@ class LiveModel:
         self._limit = hard_limit(model)
         self.fingerprint = model_fingerprint(model)
         self.facts = {"dtype": str(model.dtype).removeprefix("torch.")}
-        self.about: dict[str, Any] = {
-            "trained_length": trained,
-            "reach": reach,
-            "machine": machine(model.device.type),
-        }
+        self.about = {"trained_length": trained, "reach": reach, "machine": machine(model.device.type)}
 
-    def reach(self, variant: Variant) -> int | None:
-        plan = self.plan(variant)
-        return self.about["reach"] if plan is None else plan.target_length
+    def plan(self, variant: Variant) -> Plan | None:
+        if variant.extension is None:
+            return None
+        return plan_extension(self.model.config, model=self.model, **variant.extension)
 
     def limit(self, variant: Variant) -> int | None:
         plan = self.plan(variant)
@@ -135,13 +141,17 @@ class LiveModel:
     def applied(self, variant: Variant) -> AbstractContextManager[Any]:
         return nullcontext() if variant.extension is None else temporarily_extended(self.model, **variant.extension)
 
-    def refusal(self, variant: Variant) -> str | None:
-        """Why this model cannot be run as `variant`, found by trying it; None if it can."""
+    def refusal(self, variant: Variant, portable: bool = False) -> str | None:
+        """Why this model cannot be run as `variant` (`portable`: or saved in its config.json), found by trying it; None
+        if it can."""
         try:
+            plan = self.plan(variant)
             with self.applied(variant):
-                return None
+                pass
         except (ValueError, RuntimeError) as error:
             return str(error)
+        why = plan.why_not_portable if portable and plan is not None else None
+        return why and f"config.json cannot express it, as {why}."
 
     def asking(self, prompter: Prompter) -> LiveModel:
         """The same model with another prompter."""
@@ -149,30 +159,23 @@ class LiveModel:
         other.prompter = prompter
         return other
 
-    def plan(self, variant: Variant) -> Plan | None:
-        if variant.extension is None:
-            return None
-        return plan_extension(self.model.config, model=self.model, **variant.extension)
-
     def outcomes(self, batches: Iterable[Rows], generate: bool) -> Iterator[list[tuple[Sample, Record]]]:
+        def record(sample: Sample, written: Sequence[int], logprob: float | None = None) -> tuple[Sample, Record]:
+            prompt = sample.input_ids[: sample.n_prompt]
+            return sample, outcome(sample, self.prompter.answer_text(prompt, written, sample.answer_tokens), logprob)
+
         for rows in batches:
             if rows[0][0].answer and not generate:
-                yield [
-                    (sample, outcome(sample, self._text(sample, answer.written), answer.logprob))
-                    for sample, answer in self.engine.answers(rows)
-                ]
+                yield [record(sample, *answer) for sample, answer in self.engine.answers(rows)]
             else:
                 for sample in (sample for row in rows for sample in row):
-                    yield [(sample, outcome(sample, self._text(sample, self.engine.generate(sample))))]
-
-    def _text(self, sample: Sample, written: Sequence[int]) -> str:
-        return self.prompter.answer_text(sample.input_ids[: sample.n_prompt], written, sample.answer_tokens)
+                    yield [record(sample, self.engine.generate(sample))]
 
     def read(self, task: TextTask, window: Window) -> Record:
         return task.record(window, self.engine)
 
 
-class Served:
+class Served(Target):
     """A model behind an OpenAI-compatible server; `prompter` has its tokenizer."""
 
     def __init__(self, served: ServedModel, prompter: Prompter, trained_length: int) -> None:
@@ -180,21 +183,9 @@ class Served:
         self.facts = {"dtype": "as served", "scoring": "generate"}
         self.about = {"trained_length": trained_length, "reach": served.max_length, "machine": "served"}
 
-    def reach(self, variant: Variant) -> int | None:
-        return self.served.max_length
-
-    def plan(self, variant: Variant) -> Plan | None:
-        return None
-
-    def limit(self, variant: Variant) -> int | None:
-        return None
-
-    def whole(self, variant: Variant) -> bool:
-        return False
-
     def applied(self, variant: Variant) -> AbstractContextManager[Any]:
         if variant.extension is not None:
-            raise ValueError("a served model cannot be extended from here. Extend the checkpoint, then serve it.")
+            raise ValueError("a served model cannot be extended. Extend the checkpoint, then serve it.")
         return nullcontext()
 
     def outcomes(self, batches: Iterable[Rows], generate: bool) -> Iterator[list[tuple[Sample, Record]]]:
@@ -203,26 +194,33 @@ class Served:
             yield [(sample, outcome(sample, text))]
 
     def read(self, task: TextTask, window: Window) -> Record:
-        raise ValueError(f"{task.name} needs the model's losses, which servers do not give. Ask for retrieval tasks.")
+        raise ValueError(f"{task.name} needs the model's losses, which servers do not return. Use retrieval tasks.")
 
 
 def compared_variants(
-    config: Any, methods: Sequence[str | ContextMethod] | None = None, factor: float | None = None, **how: Any
+    config: Any,
+    methods: Sequence[str | ContextMethod] | None = None,
+    factor: float | None = None,
+    *,
+    zero_shot: bool = False,
+    **how: Any,
 ) -> list[Variant]:
     """The unextended model, and one variant for each of `methods` (None: every registered method).
 
     Args:
         factor, how: as in `extend_context`. A method whose required options are missing uses its `example`.
+        zero_shot: of the registered methods only those that need neither training nor options.
 
     Raises:
         ValueError: as `extend_context` if no method fits; an unknown or repeated name.
     """
     plan = plan_extension(config, factor, "pi" if has_rope(text_config_of(config)) else None, **how)
-    names = [cls.name for cls in list_methods(plan.encoding)] if methods is None else methods
+    known = [cls for cls in list_methods(plan.encoding) if not zero_shot or _is_zero_shot(cls)]
+    names = [cls.name for cls in known] if methods is None else methods
+    made: list[ContextMethod] = []
     for name in names:
         check_made_for(name, plan.original_length or plan.start)
-    made = []
-    for method in map(opened, names):
+        method = opened(name)
         if isinstance(method, ContextMethod):
             factor_and_target(factor, how.get("target_length"), method, plan.start)
         made.append(method if isinstance(method, ContextMethod) else _example(method_class(str(method)), plan))
@@ -232,10 +230,14 @@ def compared_variants(
     twice = next((name for name in written if written.count(name) > 1), None)
     if twice is not None:
         raise ValueError(
-            f"{twice!r} is there twice, and results are kept by name. Save each of them under a name of its own "
-            "(ctxext.extension.method_file.SavedMethod), and give the files."
+            f"{twice!r} is given twice, and results are kept by name. Name each method once; a variant of "
+            "it needs a file of its own."
         )
     return [Variant(), *(Variant(name, {"method": method, **kept}) for name, method in zip(written, made))]
+
+
+def _is_zero_shot(cls: type[ContextMethod]) -> bool:
+    return "zero-shot" in cls.training and all(f.name == "factor" or f.default is not MISSING for f in fields(cls))
 
 
 def _example(cls: type[ContextMethod], plan: Plan) -> ContextMethod:
@@ -263,7 +265,7 @@ def known_lengths(config: Any) -> tuple[int, int]:
         text_config = text_config_of(config)
         length = getattr(text_config, "max_position_embeddings", None)
         if not length:
-            raise ValueError(f"the config does not say how long the model was trained: {error}") from None
+            raise ValueError(f"the config does not give the trained length: {error}") from None
         return length, length
 
 
@@ -272,7 +274,7 @@ def check_continues_text(config: PreTrainedConfig) -> None:
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
     if config.is_encoder_decoder:
-        raise ValueError(_unmeasured(config, "is an encoder-decoder: it answers a text instead of continuing it"))
+        raise ValueError(_unmeasured(config, "is an encoder-decoder model: it does not continue a text"))
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and not getattr(config, "auto_map", None):
         raise ValueError(_unmeasured(config, "is not a language model: it does not predict the next token"))
 
@@ -281,17 +283,15 @@ def check_continues_text(config: PreTrainedConfig) -> None:
 def check_causal(model: PreTrainedModel) -> None:
     """Raise ValueError if `model` is not causal, such as BERT."""
     ids = torch.tensor([[0, 0], [0, 1]], device=model.device)
-    here, after = (
-        float(difference) for difference in model(input_ids=ids).logits.float().diff(dim=0)[0].abs().amax(-1)
-    )
+    here, after = model(input_ids=ids).logits.float().diff(dim=0)[0].abs().amax(-1).tolist()
     if here > 0.1 * after:
-        raise ValueError(_unmeasured(model.config, "is an encoder: each of its tokens sees those after it"))
+        raise ValueError(_unmeasured(model.config, "is an encoder: its attention is not causal"))
 
 
 def _unmeasured(config: PreTrainedConfig, reason: str) -> str:
     return (
-        f"{type(config).__name__} (model_type {config.model_type!r}) {reason}, so nothing here can be measured on it. "
-        "`ctxext describe` and `ctxext extend` take it."
+        f"{type(config).__name__} (model_type {config.model_type!r}) {reason}, so it cannot be evaluated. "
+        "`ctxext describe` and `ctxext extend` support it."
     )
 
 
@@ -318,13 +318,23 @@ def outcome(sample: Sample, text: str, logprob: float | None = None) -> Record:
         logprob: of the right answer, in nats; None if not measured.
     """
     score = sample.score(text)
+    # What is needed to judge the outcome: the prompt is too long to store.
+    around, contexts = 160, []
+    for needle in sample.needles:
+        at = sample.body.find(needle)
+        contexts.append([sample.body[max(0, at - around) : at], needle, sample.body[at + len(needle) :][:around]])
     return {
         "hit": score == 1.0,
         "score": score,
         "digits": digit_accuracy(sample, text),
         "logprob": logprob,
         "got": text,
-        **_readable(sample),
+        "expected": list(sample.references),
+        "question": sample.question,
+        "needle_tokens": list(sample.needle_tokens),
+        "contexts": contexts,
+        "tokens": len(sample.input_ids),
+        "answer_tokens": sample.answer_tokens,
     }
 
 
@@ -336,27 +346,8 @@ def digit_accuracy(sample: Sample, text: str) -> float | None:
     return sum(a == b for pair in pairs for a, b in zip(*pair)) / sum(map(len, sample.references))
 
 
-def _readable(sample: Sample) -> Record:
-    """The parts of a sample needed to judge the outcome, as the prompt is too long to store."""
-    around = 160
-    contexts = []
-    for needle in sample.needles:
-        at = sample.body.find(needle)
-        before, after = sample.body[max(0, at - around) : at], sample.body[at + len(needle) :][:around]
-        contexts.append([before, needle, after])
-    return {
-        "expected": list(sample.references),
-        "question": sample.question,
-        "needle_tokens": list(sample.needle_tokens),
-        "contexts": contexts,
-        "tokens": len(sample.input_ids),
-        "answer_tokens": sample.answer_tokens,
-    }
-
-
 def model_fingerprint(model: torch.nn.Module) -> str:
     """A fingerprint of the config, and of up to 256 values of each parameter and buffer."""
-
     digest = blake2b(digest_size=8)
     of: Any = model.config
     config = of.to_dict()

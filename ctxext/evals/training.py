@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ from ctxext.evals.screen import print_summary, run_with_bar
 from ctxext.evals.statistics import in_percent, paired_loss_difference
 from ctxext.evals.summary import Summary
 from ctxext.evals.targets import UNEXTENDED, LiveModel, Variant
+from ctxext.hub.checkpoint import load_model
 from ctxext.training.checkpoints import Progress
 from ctxext.training.launch import engine_of
 from ctxext.training.settings import Settings
@@ -53,25 +55,23 @@ class Measure:
     def __init__(
         self, settings: Settings, accelerator: Accelerator, folder: Path, tokenizer: Any, trained: int, target: int
     ) -> None:
-        assert settings.evaluation is not None
-        self.chosen = settings.evaluation
+        chosen = settings.evaluation
+        assert chosen is not None
+        self.chosen, self.every = chosen, chosen.every
         self.settings, self.accelerator, self.trained, self.target = settings, accelerator, trained, target
-        self.every = self.chosen.every
         if self.every and engine_of(accelerator).kind not in ("single", "ddp"):
             raise ValueError(
-                "evaluation.every looks at the model as it is trained, which must then be whole on each process. Set "
-                "it to null: before and after are measured on copies."
+                "evaluation.every evaluates the model in training, which must be whole on each process. Set it to "
+                "null; the evaluations before and after training still run."
             )
-        chosen = self.chosen
         text = PERSUASION if chosen.text == "bundled" else find_file(chosen.text, folder)
         self.prompter = Prompter(tokenizer)
         self.haystack = Haystack.from_file(text, tokenizer, at_least=target)
-        depths = tuple(k / max(1, chosen.depths - 1) for k in range(chosen.depths))
         self.grid = Grid(
             retrieval=(Passkey(),),
             texts=(Perplexity(),),
             lengths=chosen.lengths or default_lengths(trained, target),
-            depths=depths,
+            depths=tuple(k / max(1, chosen.depths - 1) for k in range(chosen.depths)),
             trials=chosen.trials,
             windows=chosen.windows,
             gate=(trained,),
@@ -80,21 +80,21 @@ class Measure:
         self.path = Path(settings.output) / "results.jsonl"
         if (longest := max(*self.grid.lengths, target)) > self.haystack.n_tokens:
             raise ValueError(
-                f"{text} has {self.haystack.n_tokens:,} tokens, and windows of {longest:,} are to be read of it. Give "
-                "a longer evaluation.text, or set evaluation to null."
+                f"{text} has {self.haystack.n_tokens:,} tokens, fewer than a window of {longest:,}. Set "
+                "evaluation.text to a longer text, or evaluation to null."
             )
 
     def check_new(self) -> None:
         """Raise FileExistsError if a run starts over and its results file has figures of another run."""
         if self.path.is_file() and TRAINED in read_results(self.path).header.variants:
             raise FileExistsError(
-                f"{self.path} holds the figures of a model that was trained before, and this run begins again. Set "
-                "another output, or remove that file."
+                f"{self.path} holds results of an earlier run, and this run starts over. Set another output, or "
+                "remove that file."
             )
 
     def before(self, base: Path) -> None:
         """Measure the baseline and the extended model."""
-        model = self._load(AutoModelForCausalLM.from_pretrained, base)
+        model = self._load(partial(load_model, auto=AutoModelForCausalLM), base)
         self._run(model, base.name, [Variant(), Variant(UNTRAINED, self.settings.extension.arguments())], merge=False)
         self.base_tail = self._tail(model, self.grid.windows, sees=self.trained)
 
@@ -146,14 +146,9 @@ class Measure:
         return load(folder, dtype=torch.float32 if device.type == "cpu" else "auto").to(device).eval()
 
     def _run(self, model: Any, name: str, variants: list[Variant], merge: bool) -> Any:
-        accelerator = self.accelerator
-        runner = Runner(
-            LiveModel(model, self.prompter, name, self.trained),
-            self.haystack,
-            self.grid,
-            beyond=True,
-            processes=Processes(accelerator.process_index, accelerator.num_processes),
-        )
+        target = LiveModel(model, self.prompter, name, self.trained)
+        processes = Processes(self.accelerator.process_index, self.accelerator.num_processes)
+        runner = Runner(target, self.haystack, self.grid, beyond=True, processes=processes)
         return run_with_bar(runner, self.path, variants, merge=merge)
 
     def _tail(self, model: Any, windows: int, sees: int) -> list[float]:

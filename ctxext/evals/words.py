@@ -77,7 +77,7 @@ def distinct(draw: Callable[[], str]) -> Iterator[str]:
         new = next((word for word in (draw() for _ in range(1000)) if word not in seen), None)
         if new is None:
             raise ValueError(
-                f"ran out of different words after {len(seen):,}. Choose another kind of key, or a shorter length."
+                f"ran out of different words after {len(seen):,}. Choose another kind of key or a shorter length."
             )
         seen.add(new)
         yield new

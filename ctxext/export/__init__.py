@@ -1,1 +1,1 @@
-"""What other engines read, and whether they answer as the model does."""
+"""Export extensions to other inference engines, and verify that those apply them."""

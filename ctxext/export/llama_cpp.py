@@ -9,7 +9,6 @@ import json
 import urllib.request
 from collections.abc import Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -20,16 +19,16 @@ from torch import Tensor
 class GGUFModel:
     """A GGUF file as llama.cpp's server runs it, on the CPU, with keys and values in float32.
 
-    Flash attention is off and nothing is resized to fit memory, so that what is compared is the model. The server
-    listens on a free port of this machine alone. A context manager: leaving it ends the server and frees the memory.
+    Flash attention is off and nothing is resized to fit memory, so that the comparison is of the model. The server
+    listens on a free port of localhost. Leaving the context manager ends the server and frees the memory.
     """
 
     def __init__(self, path: str | Path, *, n_ctx: int | None = None, threads: int | None = None) -> None:
         """Load `path`.
 
         Args:
-            n_ctx: tokens of context to make room for; the file's own length if not given, which it cannot exceed.
-            threads: CPU threads; those of torch if not given.
+            n_ctx: context size in tokens, at most the file's own, which is the default.
+            threads: CPU threads; torch's number by default.
 
         Raises:
             ImportError: `xllamacpp` is not installed.
@@ -59,15 +58,15 @@ class GGUFModel:
         params.endpoint_metrics = True
         try:
             self._server: Any = xllamacpp.Server(params)
-            # Its loop answers this. A server that is closed before its loop begins waits for it for ever.
+            # Wait until the server's loop answers: a server closed before its loop starts hangs forever.
             self._server.handle_metrics()
         except RuntimeError as error:
-            raise ValueError(f"llama.cpp could not load {path} ({error}). Is it whole, and of this version?") from error
+            raise ValueError(f"llama.cpp could not load {path} ({error}). Is it complete and supported?") from error
         self.path = path
 
     @property
     def vocab_size(self) -> int:
-        """How many tokens the file knows."""
+        """Tokens in the file's vocabulary."""
         return int(self._asked("/v1/models")["data"][0]["meta"]["n_vocab"])
 
     @property
@@ -76,7 +75,7 @@ class GGUFModel:
         return int(self._asked("/v1/models")["data"][0]["meta"]["n_ctx_train"])
 
     def tokenize(self, text: str) -> list[int]:
-        """The file's own tokens of `text`, with the BOS where it puts one before a text."""
+        """`text` by the file's tokenizer, with the BOS if the tokenizer adds one."""
         return list(self._asked("/tokenize", {"content": text, "add_special": True})["tokens"])
 
     def _asked(self, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
@@ -93,7 +92,7 @@ class GGUFModel:
     def logprobs(self, input_ids: Sequence[int], start: int = 1) -> Float64[Tensor, " token"]:
         """log p(input_ids[k] | input_ids[:k]) in nats, for k from `start` on.
 
-        What is before `start` is read at once, the rest a token at a time, as decoding does.
+        The tokens before `start` are read at once, the rest one at a time, as in decoding.
 
         Raises:
             ValueError: nothing to score, or more tokens than the context holds.
@@ -101,8 +100,8 @@ class GGUFModel:
         ids = [int(token) for token in input_ids]
         if not 1 <= start < len(ids):
             raise ValueError(f"start must be from 1 to {len(ids) - 1}, as {len(ids)} tokens were given; got {start}.")
-        # llama.cpp gives log-probabilities of what it writes alone, from the logits before any bias: so each token is
-        # written under a bias that leaves no other, behind a prompt that but for one token is in the cache.
+        # llama.cpp gives log-probabilities only of generated tokens, from the logits before any bias, so a bias forces
+        # each token in turn, after a prompt of which all but one token is in the cache.
         return torch.tensor([self._logprob(ids[:k], ids[k]) for k in range(start, len(ids))], dtype=torch.float64)
 
     def _logprob(self, prompt: list[int], token: int) -> float:
@@ -117,12 +116,12 @@ class GGUFModel:
         if "choices" not in answer:
             message = answer.get("error", answer).get("message", answer)
             raise ValueError(
-                f"llama.cpp refused {len(prompt)} tokens: {message}. The context is that of n_ctx or of the file, "
+                f"llama.cpp rejected {len(prompt)} tokens: {message}. The context length is n_ctx or the file's, "
                 "whichever is shorter."
             )
         (written,) = answer["choices"][0]["logprobs"]["content"]
         if written["id"] != token:
-            raise RuntimeError(f"llama.cpp wrote token {written['id']} where {token} was asked for.")
+            raise RuntimeError(f"llama.cpp generated token {written['id']} instead of {token}.")
         return float(written["logprob"])
 
     def close(self) -> None:
@@ -132,7 +131,5 @@ class GGUFModel:
     def __enter__(self) -> GGUFModel:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()

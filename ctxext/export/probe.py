@@ -31,14 +31,14 @@ from ctxext.encodings.rope import RopeGeometry
 from ctxext.extension.method_file import PROBE
 from ctxext.models.context import ContextFacts, read_context
 from ctxext.patches import rotary
-from ctxext.utils.json_files import read_json, write_json
+from ctxext.utils.json_files import TOKENS, read_json, write_json
 from ctxext.utils.values import are_numbers, is_count, is_number, one_line
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-# Lincoln at Gettysburg, 1863. Of several texts it separated the states best in 16 bits: it repeats itself at a
-# distance, and is not so well known that nothing changes it.
+# The Gettysburg Address (1863). Of several texts it separated the states best in 16 bits: it repeats itself at a
+# distance, and models have not memorised it so well that context hardly matters.
 TEXT = (
     "Four score and seven years ago our fathers brought forth on this continent, a new nation, conceived in Liberty, "
     "and dedicated to the proposition that all men are created equal. Now we are engaged in a great civil war, testing "
@@ -49,18 +49,18 @@ TEXT = (
     "brave men, living and dead, who struggled here, have consecrated it, far above our poor power to add or detract."
 )
 MAX_TOKENS = 199
-# Near the target: this many tokens at the end of the repeated text, at lengths up to this.
+# Near the target: the last tokens of the repeated text, and its default and largest length.
 FAR_TOKENS = 8
-FAR_LIMIT = 16384  # by default
-MAX_FAR = 2**20  # upper bound for files
+FAR_LIMIT = 16384
+MAX_FAR = 2**20
 
 State = Literal["extended", "unextended", "without_temperature"]
 # The verdict for each state.
 WORDS = {"extended": "live", "unextended": "ignored", "without_temperature": "live without the temperature"}
 MEANING = {
-    "extended": "it computes what the extended model does, to within what 8-bit weights explain",
-    "unextended": "it runs the model as it was before: something between its config, its flags and its version drops "
-    "the extension; `ctxext export` says what it needs",
+    "extended": "it matches the extended model to within the noise of 8-bit weights",
+    "unextended": "it runs the unextended model: its config, flags or version drop the extension; "
+    "`ctxext export` shows what it needs",
     "without_temperature": "it rescales the frequencies, but does not multiply cos and sin by the attention factor; "
     "`ctxext export` says what it needs",
 }
@@ -73,7 +73,7 @@ class Probe:
     """A text, and its tokens' log-probabilities in each state in which an engine may run the model.
 
     Attributes:
-        input_ids: the text in the model's tokenizer, fewer than 200 tokens, with the BOS that the tokenizer puts first.
+        input_ids: the text by the model's tokenizer, with its BOS, if any; fewer than 200 tokens.
         expected: log p(input_ids[k] | input_ids[:k]) for k >= 1, in nats, by state: "extended", "unextended" (RoPE from
             before any scaling) and, where the method multiplies cos and sin, "without_temperature" (the rescaled
             frequencies alone).
@@ -83,8 +83,7 @@ class Probe:
             largest over the states.
         coarse_floor: the same with weights rounded to 8 bits.
         summary: the extension in words.
-        dtype: the dtype of the model that gave the log-probabilities.
-        versions: of ctxext, torch, transformers and python.
+        dtype: of the model that gave the log-probabilities.
     """
 
     text: str
@@ -101,7 +100,7 @@ class Probe:
 
     @property
     def fingerprint(self) -> str:
-        """Of the text and its token ids."""
+        """A fingerprint of the text and its token ids."""
         return hashlib.sha256(json.dumps([self.text, list(self.input_ids)]).encode()).hexdigest()[:16]
 
     def save(self, path: Path) -> None:
@@ -133,31 +132,36 @@ def read_probe(path: Path) -> Probe:
         said = read_json(path).content
     except FileNotFoundError:
         raise FileNotFoundError(
-            f"{path} does not exist. `ctxext verify DIR -o {path}` writes it, from the extended checkpoint."
+            f"{path} does not exist. Create it from the extended checkpoint: `ctxext verify DIR -o {path}`."
         ) from None
     except ValueError:
         said = {}
     if not {"fingerprint", "expected", "far"} <= said.keys():
         raise ValueError(
-            f"{path} is not a probe. Write one from the extended checkpoint: ctxext verify DIR -o {PROBE}."
+            f"{path} is not a probe. Create one from the extended checkpoint: `ctxext verify DIR -o {PROBE}`."
         )
     try:
         fingerprint = said.pop("fingerprint")
         expected = {state: tuple(values) for state, values in said.pop("expected").items()}
         far = {int(length): tuple(values) for length, values in said.pop("far").items()}
         probe = Probe(**{**said, "input_ids": tuple(said["input_ids"])}, expected=expected, far=far)
-        whole = all(len(values) == len(probe.input_ids) - 1 for values in expected.values())
-        whole = whole and all(len(values) == FAR_TOKENS for values in far.values())
-        whole = whole and all(len(probe.input_ids) < length <= MAX_FAR for length in far)
-        whole = whole and all(are_numbers(values, high=1e-3) for values in (*expected.values(), *far.values()))
-        whole = whole and all(is_count(token, 0) for token in probe.input_ids)
-        whole = whole and is_number(probe.noise_floor, 0) and is_number(probe.coarse_floor, 0)
-        whole = whole and isinstance(probe.text, str) and isinstance(probe.summary, str)
+        whole = (
+            all(len(values) == len(probe.input_ids) - 1 for values in expected.values())
+            and all(len(values) == FAR_TOKENS for values in far.values())
+            and all(len(probe.input_ids) < length <= MAX_FAR for length in far)
+            and all(are_numbers(values, high=1e-3) for values in (*expected.values(), *far.values()))
+            and all(is_count(token, 0) for token in probe.input_ids)
+            and all(is_number(floor, 0) for floor in (probe.noise_floor, probe.coarse_floor))
+            and all(TOKENS.holds(length) for length in (probe.trained_length, probe.target_length))
+            and all(isinstance(text, str) for text in (probe.text, probe.summary))
+            and {"extended", "unextended"} <= expected.keys() <= WORDS.keys()
+        )
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
-        why = one_line(error)
-        raise ValueError(f"{path} is not a probe of ctxext {__version__} ({why}). Make it again.") from error
-    if fingerprint != probe.fingerprint or not whole or {"extended", "unextended"} - expected.keys():
-        raise ValueError(f"{path} was edited: its tokens are not those that were measured. Make it again.")
+        raise ValueError(
+            f"{path} is not a probe of ctxext {__version__} ({one_line(error)}). Create it again."
+        ) from error
+    if fingerprint != probe.fingerprint or not whole:
+        raise ValueError(f"{path} was edited: its tokens differ from those measured. Create it again.")
     return probe
 
 
@@ -173,8 +177,8 @@ class Verdict:
         distances: mean |Δ log-probability|, nats per token, to each state of the probe.
         limit: the largest distance that noise explains, nats per token.
         reason: in words.
-        asked_to: tokens up to which the engine was asked.
-        far_distance: the distance to the extended model near the target; None if it was not asked.
+        asked_to: the longest text that was tested, in tokens.
+        far_distance: the distance to the extended model near the target; None if that was not tested.
     """
 
     name: str
@@ -209,40 +213,40 @@ def judge(probe: Probe, logprobs: Float64[Tensor, " token"], noise: float | None
     """
     if logprobs.shape != (len(probe.input_ids) - 1,):
         raise ValueError(
-            f"the engine gave {tuple(logprobs.shape)} log-probabilities for {len(probe.input_ids)} tokens, expected "
-            f"{len(probe.input_ids) - 1}: it reads other tokens. Check that it serves this model."
+            f"the engine returned {tuple(logprobs.shape)} log-probabilities for {len(probe.input_ids)} tokens, "
+            f"expected {len(probe.input_ids) - 1}: its tokens differ. Check that it serves this model."
         )
     if not bool((logprobs <= 1e-3).all()):  # NaN too
-        raise ValueError("the engine gave NaN or positive numbers as log-probabilities. Look into its log.")
+        raise ValueError("the engine returned NaN or positive log-probabilities. Check its log.")
     apart = {s: (logprobs - torch.tensor(v, dtype=torch.float64)).abs() for s, v in probe.expected.items()}
     distances = {state: float(each.mean()) for state, each in apart.items()}
     nearest = min(distances, key=distances.__getitem__)
     limit = 1.5 * (probe.coarse_floor if noise is None else noise)
+    name, reason = WORDS[nearest], MEANING[nearest]
+    others = (state for state in apart if state != nearest and not _clearly_nearer(apart[nearest], apart[state]))
     if not distances[nearest] <= limit:
+        name = NONE
         reason = (
-            "another model, tokenizer or factor, or weights of fewer than 8 bits (whose own noise you may state); "
+            "another model, tokenizer or factor, or weights of fewer than 8 bits (set noise for those); "
             f"nearest is {WORDS[nearest]!r}"
         )
-        return Verdict(NONE, distances, limit, reason, len(probe.input_ids))
-    for state in apart.keys() - {nearest}:
-        if not _clearly_nearer(apart[nearest], apart[state]):
-            reason = f"as near to {WORDS[state]!r} as to {WORDS[nearest]!r}: its noise hides which"
-            return Verdict(NONE, distances, limit, reason, len(probe.input_ids))
-    return Verdict(WORDS[nearest], distances, limit, MEANING[nearest], len(probe.input_ids))
+    elif (other := next(others, None)) is not None:
+        name, reason = NONE, f"as near to {WORDS[other]!r} as to {WORDS[nearest]!r}: its noise is too large to tell"
+    return Verdict(name, distances, limit, reason, len(probe.input_ids))
 
 
 def judge_far(probe: Probe, verdict: Verdict, length: int, logprobs: Float64[Tensor, " token"]) -> Verdict:
     """Refine a verdict of "live" with the engine's log-probabilities of the last tokens of `probe.far_ids(length)`.
 
-    A cos/sin table that is too short, clamped or NaN past its end is right in a short text. The margin to noise is
-    large: on the bundled model such tables are off by 0.4 nats per token or more, 8-bit weights by 0.015.
+    A cos/sin table that is too short, clamped or NaN past its end is right in a short text. On the bundled model such
+    tables are off by 0.4 nats per token or more, 8-bit weights by 0.015.
     """
     distance = float((logprobs - torch.tensor(probe.far[length], dtype=torch.float64)).abs().mean())
     if distance <= 2 * verdict.limit:
         return replace(verdict, asked_to=length, far_distance=distance)
     reason = (
-        f"the last positions of {length} tokens are {distance:.2g} nats a token off, though a short text is right: its "
-        "table of cos and sin ends before, or it cuts or shifts long prompts. Serve it as `ctxext export` says"
+        f"the last positions of {length} tokens are off by {distance:.2g} nats per token, although a short text is "
+        "right: its cos/sin table is too short, or it truncates or shifts long prompts. See `ctxext export`"
     )
     return replace(verdict, name=SHORT, reason=reason, asked_to=length, far_distance=distance)
 
@@ -276,31 +280,26 @@ def make_probe(
 
     facts = _facts(model)
     ids = tokenizer(text)["input_ids"][: min(MAX_TOKENS, facts.lengths.start)]
-    states = _states(facts)
     fine: Any = copy.deepcopy(model)
     fine = fine.to(torch.bfloat16)
     coarse = _in_8_bits(copy.deepcopy(fine))
 
     def measured(model: PreTrainedModel, chunk: int | None) -> dict[State, Tensor]:
         found: dict[State, Tensor] = {}
-        for state in states:
+        for state in _states(facts):
             with in_state(model, state):
                 found[state] = logprobs_of(model, ids, chunk)
         return found
 
     def distance(noisy: dict[State, Tensor]) -> float:
-        return max(float((noisy[state] - expected[state]).abs().mean()) for state in states)
+        return max(float((noisy[state] - each).abs().mean()) for state, each in expected.items())
 
     expected, noisy = measured(model, None), measured(fine, 48)
     del fine
-    with in_state(model, "extended"):
-        far_values = _far_values(
-            model, ids, facts.lengths.start, min(facts.reach, FAR_LIMIT if far is None else far, MAX_FAR)
-        )
     probe = Probe(
         text=text,
         input_ids=tuple(ids),
-        far=far_values,
+        far={},
         expected={state: tuple(round(value, 6) for value in each.tolist()) for state, each in expected.items()},
         noise_floor=distance(noisy),
         coarse_floor=distance(measured(coarse, 48)),
@@ -320,34 +319,34 @@ def make_probe(
     off = noisy["unextended"]
     if not (judge(probe, noisy["extended"]).is_live and _clearly_nearer((off - ignored).abs(), (off - live).abs())):
         raise ValueError(
-            f"{probe.summary} moves these {len(ids)} tokens by {float((live - ignored).abs().mean()):.2g} nats each, "
-            f"and 16 bits alone by {probe.noise_floor:.2g}: a short text cannot tell whether it is live. Measure at "
+            f"{probe.summary} changes these {len(ids)} tokens by {float((live - ignored).abs().mean()):.2g} nats each, "
+            f"and 16-bit rounding by {probe.noise_floor:.2g}: a short text cannot show whether it is live. Measure at "
             "long lengths instead: ctxext eval."
         )
-    return probe
+    return replace(probe, far=_far_values(model, probe, min(facts.reach, FAR_LIMIT if far is None else far, MAX_FAR)))
 
 
-def _far_values(model: PreTrainedModel, ids: Sequence[int], trained: int, length: int) -> dict[int, tuple[float, ...]]:
+def _far_values(model: PreTrainedModel, probe: Probe, length: int) -> dict[int, tuple[float, ...]]:
     """`Probe.far` at `length` tokens, and at halves of it down to the trained length, for servers with shorter
     limits."""
     lengths = []
-    while length > max(trained, 2 * len(ids)):
+    while length > max(probe.trained_length, 2 * len(probe.input_ids)):
         lengths.append(length)
         length //= 2
     if not lengths:
         return {}
-    text = (list(ids) * (lengths[0] // len(ids) + 1))[: lengths[0] - 1]
-    values = logprobs_of(model, text, 256)
+    with in_state(model, "extended"):
+        values = logprobs_of(model, probe.far_ids(lengths[0]), 256)
     return {each: tuple(round(v, 6) for v in values[each - 2 - FAR_TOKENS : each - 2].tolist()) for each in lengths}
 
 
 def _facts(model: PreTrainedModel) -> ContextFacts:
     extension = extension_of(model)
     if extension is not None and not extension.plan.is_portable:
-        raise ValueError(_cannot_tell(extension.plan.summary, f"{extension.plan.why_not_portable}"))
+        raise ValueError(_cannot_tell(extension.plan.summary, str(extension.plan.why_not_portable)))
     facts = read_context(model.config)
     if any(table.scaling is not None and table.scaling.in_attention for table in facts.tables):
-        raise ValueError(_cannot_tell(f"rope_type {facts.rope_parameters['rope_type']!r}", "it follows the length"))
+        raise ValueError(_cannot_tell(f"rope_type {facts.rope_parameters['rope_type']!r}", "it is length-dependent"))
     if facts.softmax_factor != 1.0:
         raise ValueError(
             f"{type(model).__name__} scales its softmax by mscale_all_dim beside RoPE, which a probe does not cover. "
@@ -358,8 +357,8 @@ def _facts(model: PreTrainedModel) -> ContextFacts:
 
 def _cannot_tell(what: str, why: str) -> str:
     return (
-        f"{what} cannot be seen in a short text, as {why}: within the trained length it may be the model as it was. "
-        "Freeze it with length=, or use a static method such as 'yarn'."
+        f"{what} cannot be seen in a short text because {why}: within the trained length it may equal the "
+        "unextended model. Freeze it with length=, or use a static method such as 'yarn'."
     )
 
 
@@ -371,7 +370,7 @@ def _states(facts: ContextFacts) -> dict[State, dict[str, RopeGeometry]]:
     tempered = any(rope.attention_factor != 1.0 for rope in extended.values())
     if not rescaled and not tempered:
         raise ValueError(
-            f"{type(facts.text_config).__name__} says plain RoPE of {facts.trained_length} tokens: nothing is "
+            f"{type(facts.text_config).__name__} has plain RoPE ({facts.trained_length} tokens): nothing is "
             "extended, so there is nothing to verify. Extend it first: ctxext extend."
         )
     states: dict[State, dict[str, RopeGeometry]] = {"extended": extended, "unextended": unextended}
@@ -398,7 +397,7 @@ def in_state(model: PreTrainedModel, state: State) -> Iterator[None]:
     try:
         for site, (label, rope) in itertools.product(sites, tables.items()):
             inv_freq = site.laid_out(label, rope.inv_freq, in_use[label]).float()  # independent of the model's dtype
-            # Both: longrope's forward takes the second one back.
+            # Both buffers: longrope's forward restores the second one.
             for name in ("inv_freq", "original_inv_freq"):
                 edit.set_tensor(site.paths[0], of_label(label, name), inv_freq)
             edit.set_attribute(site.paths[0], of_label(label, "attention_scaling"), rope.attention_factor)

@@ -38,237 +38,146 @@ _SGLANG_LENGTH = f"{SGLANG}@001adf56:python/sglang/srt/configs/model_config.py"
 _LLAMA_CPP_CONTEXT = f"{LLAMA_CPP}@001d906a:src/llama-context.cpp"
 _VERSIONS = "run: benchmarks/versions.py"
 
-READINGS: dict[str, Reading] = {
+# By engine and field: versions, field, does, known.
+_ROWS = {
     # ------------------------------------------------------------------------------------ transformers
-    "transformers-config": Reading(
-        "transformers", ">= 5.0", "rope_parameters",
-        "is read; rope_theta and rope_scaling beside it say the same to version 4", _VERSIONS,
-    ),
-    "transformers-4-config": Reading(
-        "transformers", "4.57", "rope_parameters",
-        "is ignored: without rope_theta and rope_scaling the model is plain RoPE of theta 10000, and no error says so",
-        _VERSIONS,
-    ),
-    "transformers-4-nested": Reading(
-        "transformers", "4", "rope_parameters for each type of layer",
-        "has no common words: each family spells its own", "read: modeling_rope_utils.py of 4.57.6",
-    ),
-    "transformers-4-phi3": Reading(
-        "transformers", "4.57", "rope_scaling of Phi-3",
-        "must be type, short_factor and long_factor alone, or loading raises; the attention factor follows from "
-        "max_position_embeddings and original_max_position_embeddings, which an export for version 4 sets to give it",
-        _VERSIONS,
-    ),
-    "transformers-4-olmo": Reading(
-        "transformers", "4.57", "rope_scaling of OLMo, OLMo-2, Hunyuan, Chameleon and Fuyu",
-        "must be type and factor alone, of linear or dynamic, or loading raises", _VERSIONS,
-    ),
-    "transformers-dynamic": Reading(
-        "transformers", "4 and 5", 'rope_type "dynamic"',
-        "takes its base from the longest call so far, so a cached decode differs from a full forward",
-        "run: tests/attention/test_stock_defects.py",
-    ),
-    "transformers-longrope": Reading(
-        "transformers", "4 and 5", 'rope_type "longrope"',
-        "switches lists at original_max_position_embeddings, within one sequence too; ctxext writes both lists equal",
-        "run: tests/attention/test_stock_defects.py",
-    ),
+    "transformers-config": (">= 5.0", "rope_parameters",
+        "is read; rope_theta and rope_scaling beside it hold the same for version 4", _VERSIONS),
+    "transformers-4-config": ("4.57", "rope_parameters",
+        "is ignored: without rope_theta and rope_scaling the model silently becomes plain RoPE with theta 10000",
+        _VERSIONS),
+    "transformers-4-nested": ("4", "rope_parameters per layer type",
+        "has no common format: each family has its own", "read: modeling_rope_utils.py of 4.57.6"),
+    "transformers-4-phi3": ("4.57", "rope_scaling of Phi-3",
+        "must hold only type, short_factor and long_factor, or loading raises; the attention factor is computed from "
+        "max_position_embeddings and original_max_position_embeddings, which an export for version 4 sets accordingly",
+        _VERSIONS),
+    "transformers-4-olmo": ("4.57", "rope_scaling of OLMo, OLMo-2, Hunyuan, Chameleon and Fuyu",
+        "must hold only type (linear or dynamic) and factor, or loading raises", _VERSIONS),
+    "transformers-dynamic": ("4 and 5", 'rope_type "dynamic"',
+        "computes its base from the longest call so far, so cached decoding differs from a full forward pass",
+        "run: tests/attention/test_stock_defects.py"),
+    "transformers-longrope": ("4 and 5", 'rope_type "longrope"',
+        "switches lists at original_max_position_embeddings, even within one sequence; ctxext writes two equal lists",
+        "run: tests/attention/test_stock_defects.py"),
     # -------------------------------------------------------------------------------------------- vLLM
-    "vllm-config": Reading(
-        "vLLM", ">= 0.12", "rope_parameters", "is read, instead of rope_scaling", "read: vllm-project/vllm#28542",
-    ),
-    "vllm-transformers-4": Reading(
-        "vLLM", "0.12 to 0.19", "rope_theta",
-        "wins over the one in rope_parameters, its default too, and rope_scaling over rope_parameters: these versions "
-        "run on transformers 4, so both are written to say the same",
-        "read: vllm/transformers_utils/config.py (patch_rope_parameters) in the wheels of 0.12.0, 0.19.1 and 0.20.2",
-    ),
-    "vllm-rope-scaling": Reading(
-        "vLLM", ">= 0.12", "--rope-scaling", "is gone; --hf-overrides takes rope_parameters",
-        "read: vllm-project/vllm#28006",
-    ),
-    "vllm-overrides": Reading(
-        "vLLM", ">= 0.12", "--hf-overrides", "replaces top-level keys, and merges into the text config of a nested one",
-        f"read: {_VLLM_LENGTH} (_apply_dict_overrides)",
-    ),
-    "vllm-length": Reading(
-        "vLLM", ">= 0.12", "max_position_embeddings",
-        "is the longest length served; it is multiplied by factor for linear scaling. A longer --max-model-len is "
-        "refused",
-        f"read: {_LENGTH_WHEELS}",
-    ),
-    "vllm-yarn-length": Reading(
-        "vLLM", "<= 0.29", "max_position_embeddings beside yarn",
-        "is ignored: original_max_position_embeddings * factor is served", f"read: {_LENGTH_WHEELS}",
-    ),
-    "vllm-yarn-rows": Reading(
-        "vLLM", ">= 0.12", "the table of yarn", "has original_max_position_embeddings * factor rows",
-        "read: vllm/model_executor/layers/rotary_embedding/yarn_scaling_rope.py in the wheels of 0.12.0 and 0.32.0",
-    ),
-    "vllm-long-override": Reading(
-        "vLLM", ">= 0.12", "VLLM_ALLOW_LONG_MAX_MODEL_LEN",
-        "lets --max-model-len exceed the table of cos and sin, past which logits are NaN without an error: it is never "
-        "needed here", f"read: {_LENGTH_WHEELS}",
-    ),
-    "vllm-tokenizer-length": Reading(
-        "vLLM", ">= 0.12", "model_max_length of tokenizer_config.json",
-        "is read for pooling models with absolute positions alone", f"read: {_LENGTH_WHEELS}",
-    ),
-    "vllm-attention-factor": Reading(
-        "vLLM", "<= 0.29", "attention_factor of yarn",
-        "is ignored; attn_factor, a multiplier of 0.1 ln(factor) + 1, is written beside it",
-        f"read: vllm-project/vllm#48351, {_VLLM_WHEELS} 0.12.0, 0.19.1, 0.25.1 and 0.29.0",
-    ),
-    "vllm-attention-factor-new": Reading(
-        "vLLM", ">= 0.30", "attention_factor of yarn",
+    "vllm-config": (">= 0.12", "rope_parameters", "is read, instead of rope_scaling",
+        "read: vllm-project/vllm#28542"),
+    "vllm-transformers-4": ("0.12 to 0.19", "rope_theta",
+        "overrides the one in rope_parameters, even by its default, and rope_scaling overrides rope_parameters: "
+        "these versions run on transformers 4, so both are written with equal values",
+        "read: vllm/transformers_utils/config.py (patch_rope_parameters) in the wheels of 0.12.0, 0.19.1 and 0.20.2"),
+    "vllm-rope-scaling": (">= 0.12", "--rope-scaling", "was removed; pass rope_parameters in --hf-overrides",
+        "read: vllm-project/vllm#28006"),
+    "vllm-overrides": (">= 0.12", "--hf-overrides",
+        "replaces top-level keys, but merges into a nested text config",
+        f"read: {_VLLM_LENGTH} (_apply_dict_overrides)"),
+    "vllm-length": (">= 0.12", "max_position_embeddings",
+        "is the maximum length served, multiplied by factor for linear scaling. A longer --max-model-len is "
+        "rejected", f"read: {_LENGTH_WHEELS}"),
+    "vllm-yarn-length": ("<= 0.29", "max_position_embeddings beside yarn",
+        "is ignored: original_max_position_embeddings * factor is served", f"read: {_LENGTH_WHEELS}"),
+    "vllm-yarn-rows": (">= 0.12", "the table of yarn", "has original_max_position_embeddings * factor rows",
+        "read: vllm/model_executor/layers/rotary_embedding/yarn_scaling_rope.py in the wheels of 0.12.0 and 0.32.0"),
+    "vllm-long-override": (">= 0.12", "VLLM_ALLOW_LONG_MAX_MODEL_LEN",
+        "lets --max-model-len exceed the cos/sin table, beyond which logits are NaN without an error; ctxext never "
+        "needs it", f"read: {_LENGTH_WHEELS}"),
+    "vllm-tokenizer-length": (">= 0.12", "model_max_length of tokenizer_config.json",
+        "is only read for pooling models with absolute positions", f"read: {_LENGTH_WHEELS}"),
+    "vllm-attention-factor": ("<= 0.29", "attention_factor of yarn",
+        "is ignored; ctxext also writes attn_factor, a multiplier of 0.1 ln(factor) + 1",
+        f"read: vllm-project/vllm#48351, {_VLLM_WHEELS} 0.12.0, 0.19.1, 0.25.1 and 0.29.0"),
+    "vllm-attention-factor-new": (">= 0.30", "attention_factor of yarn",
         "is the multiplier of cos and sin, as in transformers, and attn_factor is ignored",
-        f"read: {_VLLM_WHEELS} 0.30.0 and 0.32.0",
-    ),
-    "vllm-mla-attention-factor": Reading(
-        "vLLM", ">= 0.12", "attention_factor of yarn in the DeepSeek families",
-        "is ignored, and from 0.30 attn_factor as well; an mscale that gives it is written beside it",
-        f"read: {_VLLM_WHEELS} 0.29.0, 0.30.0 and 0.32.0",
-    ),
-    "vllm-lora": Reading(
-        "vLLM", ">= 0.12", "modules_to_save of an adapter",
-        "is refused by --enable-lora, classification heads excepted: merge the adapter first",
-        "read: vllm/lora/peft_helper.py in the wheels of 0.12.0, 0.21.0 and 0.32.0",
-    ),
-    "vllm-mla-truncate": Reading(
-        "vLLM", ">= 0.12", "truncate of yarn in the DeepSeek families",
+        f"read: {_VLLM_WHEELS} 0.30.0 and 0.32.0"),
+    "vllm-mla-attention-factor": (">= 0.12", "attention_factor of yarn in the DeepSeek families",
+        "is ignored, and from 0.30 attn_factor as well; ctxext also writes an mscale of the same effect",
+        f"read: {_VLLM_WHEELS} 0.29.0, 0.30.0 and 0.32.0"),
+    "vllm-lora": (">= 0.12", "modules_to_save of an adapter",
+        "is rejected by --enable-lora, except for classification heads: merge the adapter first",
+        "read: vllm/lora/peft_helper.py in the wheels of 0.12.0, 0.21.0 and 0.32.0"),
+    "vllm-mla-truncate": (">= 0.12", "truncate of yarn in the DeepSeek families",
         "is ignored: the ramp's ends are always rounded",
-        f"read: {VLLM}@07b12f1b:vllm/model_executor/layers/rotary_embedding/__init__.py",
-    ),
-    "vllm-mscale": Reading(
-        "vLLM", "<= 0.29", "mscale and mscale_all_dim of yarn", "are ignored outside the DeepSeek families",
-        f"read: vllm-project/vllm#48621, {_VLLM_WHEELS} 0.29.0 and 0.30.0",
-    ),
-    "vllm-longrope": Reading(
-        "vLLM", ">= 0.12", "attention_factor and factor of longrope",
-        "are ignored; short_mscale and long_mscale multiply cos and sin", f"read: {_VLLM_ROPE}/__init__.py",
-    ),
-    "vllm-longrope-lists": Reading(
-        "vLLM", ">= 0.12", "long_factor",
-        "serves every sequence once --max-model-len exceeds original_max_position_embeddings, short ones too",
-        f"read: {VLLM}@17d618b0:vllm/model_executor/layers/rotary_embedding/phi3_long_rope_scaled_rope.py",
-    ),
-    "vllm-longrope-pairs": Reading(
-        "vLLM", ">= 0.12", "longrope", "is refused where pairs are interleaved (Cohere, GLM, ERNIE)",
-        f"read: {VLLM}@17d618b0:vllm/model_executor/layers/rotary_embedding/phi3_long_rope_scaled_rope.py",
-    ),
-    "vllm-mrope": Reading(
-        "vLLM", ">= 0.12", "mrope_section", "is read for default and yarn alone", f"read: {_VLLM_ROPE}/__init__.py",
-    ),
-    "vllm-dynamic": Reading(
-        "vLLM", "<= 0.21", 'rope_type "dynamic"', "is a static base, that of max_position_embeddings * factor",
-        f"read: vllm-project/vllm#5093, {_VLLM_WHEELS} 0.12.0 and 0.21.0",
-    ),
-    "vllm-dynamic-new": Reading(
-        "vLLM", ">= 0.22", 'rope_type "dynamic"',
-        "is the original base, in a table of max_position_embeddings rows: NaN beyond",
-        f"read: {_VLLM_WHEELS} 0.22.1 and 0.32.0",
-    ),
-    "vllm-proportional": Reading(
-        "vLLM", ">= 0.12", "factor of proportional RoPE", "is ignored", f"read: {_VLLM_ROPE}/__init__.py",
-    ),
+        f"read: {VLLM}@07b12f1b:vllm/model_executor/layers/rotary_embedding/__init__.py"),
+    "vllm-mscale": ("<= 0.29", "mscale and mscale_all_dim of yarn", "are ignored outside the DeepSeek families",
+        f"read: vllm-project/vllm#48621, {_VLLM_WHEELS} 0.29.0 and 0.30.0"),
+    "vllm-longrope": (">= 0.12", "attention_factor and factor of longrope",
+        "are ignored; short_mscale and long_mscale multiply cos and sin", f"read: {_VLLM_ROPE}/__init__.py"),
+    "vllm-longrope-lists": (">= 0.12", "long_factor",
+        "is used for every sequence, short ones too, once --max-model-len exceeds original_max_position_embeddings",
+        f"read: {VLLM}@17d618b0:vllm/model_executor/layers/rotary_embedding/phi3_long_rope_scaled_rope.py"),
+    "vllm-longrope-pairs": (">= 0.12", "longrope", "is rejected for interleaved pairs (Cohere, GLM, ERNIE)",
+        f"read: {VLLM}@17d618b0:vllm/model_executor/layers/rotary_embedding/phi3_long_rope_scaled_rope.py"),
+    "vllm-mrope": (">= 0.12", "mrope_section", "is only read for default and yarn",
+        f"read: {_VLLM_ROPE}/__init__.py"),
+    "vllm-dynamic": ("<= 0.21", 'rope_type "dynamic"',
+        "uses one static base, computed for max_position_embeddings * factor",
+        f"read: vllm-project/vllm#5093, {_VLLM_WHEELS} 0.12.0 and 0.21.0"),
+    "vllm-dynamic-new": (">= 0.22", 'rope_type "dynamic"',
+        "uses the original base with a table of max_position_embeddings rows: NaN beyond",
+        f"read: {_VLLM_WHEELS} 0.22.1 and 0.32.0"),
+    "vllm-proportional": (">= 0.12", "factor of proportional RoPE", "is ignored", f"read: {_VLLM_ROPE}/__init__.py"),
     # ------------------------------------------------------------------------------------------ SGLang
-    "sglang-config": Reading(
-        "SGLang", ">= 0.5.10", "rope_parameters", "is read, as transformers 5 holds it",
-        "read: sgl-project/sglang#17784, sgl-project/sglang-omni#675",
-    ),
-    "sglang-overrides": Reading(
-        "SGLang", ">= 0.5.10", "--json-model-override-args",
-        "replaces top-level keys; a nested text_config would be replaced whole", f"read: {_SGLANG_LENGTH}",
-    ),
-    "sglang-length": Reading(
-        "SGLang", ">= 0.5.10", "max_position_embeddings",
-        "is multiplied by factor, unless rope_parameters hold original_max_position_embeddings or are of llama3. A "
-        "longer --context-length is refused",
+    "sglang-config": (">= 0.5.10", "rope_parameters", "is read in the format of transformers 5",
+        "read: sgl-project/sglang#17784, sgl-project/sglang-omni#675"),
+    "sglang-overrides": (">= 0.5.10", "--json-model-override-args",
+        "replaces top-level keys; a nested text_config would be replaced entirely", f"read: {_SGLANG_LENGTH}"),
+    "sglang-length": (">= 0.5.10", "max_position_embeddings",
+        "is multiplied by factor, unless rope_parameters hold original_max_position_embeddings or are llama3. A "
+        "longer --context-length is rejected",
         f"read: {SGLANG}@002fc100:python/sglang/srt/utils/hf_transformers_utils.py (get_context_length), "
-        f"{_SGLANG_LENGTH} (_derive_context_length)",
-    ),
-    "sglang-attention-factor": Reading(
-        "SGLang", ">= 0.5.10", "attention_factor of yarn",
-        "is ignored; attn_factor, a multiplier of 0.1 ln(factor) + 1, is written beside it",
-        f"read: {_SGLANG_ROPE}/factory.py, sgl-project/sglang#33558",
-    ),
-    "sglang-mla-attention-factor": Reading(
-        "SGLang", ">= 0.5.10", "attention_factor of yarn in the DeepSeek families",
-        "is ignored; an mscale that gives it is written beside it", f"read: {_SGLANG_ROPE}/factory.py",
-    ),
-    "sglang-mla-truncate": Reading(
-        "SGLang", ">= 0.5.10", "truncate of yarn in the DeepSeek families",
-        "is ignored: the ramp's ends are always rounded", f"read: {_SGLANG_ROPE}/factory.py",
-    ),
-    "sglang-longrope": Reading(
-        "SGLang", ">= 0.5.10", "attention_factor and factor of longrope",
-        "are ignored; short_mscale and long_mscale multiply cos and sin", f"read: {_SGLANG_ROPE}/factory.py",
-    ),
-    "sglang-longrope-switch": Reading(
-        "SGLang", ">= 0.5.10", "longrope",
-        "switches lists by the largest position of a batch, and gives position original_max_position_embeddings the "
-        "angles of 0 while it is that one; with equal lists ctxext writes the target length there",
-        f"read: {SGLANG}@0b1fd02d:python/sglang/srt/layers/rotary_embedding/rope_variant.py",
-    ),
-    "sglang-longrope-pairs": Reading(
-        "SGLang", ">= 0.5.10", "longrope", "is refused where pairs are interleaved (Cohere, GLM, ERNIE)",
-        f"read: {SGLANG}@0b1fd02d:python/sglang/srt/layers/rotary_embedding/rope_variant.py",
-    ),
-    "sglang-mrope": Reading(
-        "SGLang", ">= 0.5.10", "mrope_section", "is read for default and yarn alone",
-        f"read: {_SGLANG_ROPE}/factory.py",
-    ),
-    "sglang-dynamic": Reading(
-        "SGLang", ">= 0.5.10", 'rope_type "dynamic"', "is a static base, that of max_position_embeddings * factor",
-        f"read: {_SGLANG_ROPE}/factory.py",
-    ),
-    "sglang-proportional": Reading(
-        "SGLang", ">= 0.5.10", "factor of proportional RoPE", "is ignored", f"read: {_SGLANG_ROPE}/factory.py",
-    ),
+        f"{_SGLANG_LENGTH} (_derive_context_length)"),
+    "sglang-attention-factor": (">= 0.5.10", "attention_factor of yarn",
+        "is ignored; ctxext also writes attn_factor, a multiplier of 0.1 ln(factor) + 1",
+        f"read: {_SGLANG_ROPE}/factory.py, sgl-project/sglang#33558"),
+    "sglang-mla-attention-factor": (">= 0.5.10", "attention_factor of yarn in the DeepSeek families",
+        "is ignored; ctxext also writes an mscale of the same effect", f"read: {_SGLANG_ROPE}/factory.py"),
+    "sglang-mla-truncate": (">= 0.5.10", "truncate of yarn in the DeepSeek families",
+        "is ignored: the ramp's ends are always rounded", f"read: {_SGLANG_ROPE}/factory.py"),
+    "sglang-longrope": (">= 0.5.10", "attention_factor and factor of longrope",
+        "are ignored; short_mscale and long_mscale multiply cos and sin", f"read: {_SGLANG_ROPE}/factory.py"),
+    "sglang-longrope-switch": (">= 0.5.10", "longrope",
+        "switches lists by the largest position in a batch, and if that is original_max_position_embeddings, rotates "
+        "it as position 0; with equal lists ctxext writes the target length there",
+        f"read: {SGLANG}@0b1fd02d:python/sglang/srt/layers/rotary_embedding/rope_variant.py"),
+    "sglang-longrope-pairs": (">= 0.5.10", "longrope", "is rejected for interleaved pairs (Cohere, GLM, ERNIE)",
+        f"read: {SGLANG}@0b1fd02d:python/sglang/srt/layers/rotary_embedding/rope_variant.py"),
+    "sglang-mrope": (">= 0.5.10", "mrope_section", "is only read for default and yarn",
+        f"read: {_SGLANG_ROPE}/factory.py"),
+    "sglang-dynamic": (">= 0.5.10", 'rope_type "dynamic"',
+        "uses one static base, computed for max_position_embeddings * factor", f"read: {_SGLANG_ROPE}/factory.py"),
+    "sglang-proportional": (">= 0.5.10", "factor of proportional RoPE", "is ignored",
+        f"read: {_SGLANG_ROPE}/factory.py"),
     # --------------------------------------------------------------------------------------- llama.cpp
-    "llama.cpp-yarn": Reading(
-        "llama.cpp", ">= December 2025", "yarn", "multiplies cos and sin by 0.1 ln(factor) + 1, as the paper does",
-        f"read: ggml-org/llama.cpp#18006, {_LLAMA_CPP_CONTEXT}",
-    ),
-    "llama.cpp-attn-flag": Reading(
-        "llama.cpp", ">= December 2025", "--yarn-attn-factor",
-        "is overwritten wherever yarn is on; the metadata key rope.scaling.attn_factor multiplies what is computed",
-        f"read: {_LLAMA_CPP_CONTEXT}",
-    ),
-    "llama.cpp-attention-factor": Reading(
-        "llama.cpp", ">= December 2025", "attention_factor of yarn",
-        "is converted to the key rope.scaling.yarn_attn_factor, which is overwritten as well",
-        f"read: {LLAMA_CPP}:convert_hf_to_gguf.py, {_LLAMA_CPP_CONTEXT}",
-    ),
-    "llama.cpp-truncate": Reading(
-        "llama.cpp", "all", "truncate of yarn", "is not known: the ramp's ends are always rounded", 
-        f"read: {LLAMA_CPP}:ggml/src/ggml.c (ggml_rope_yarn_corr_dims)",
-    ),
-    "llama.cpp-length": Reading(
-        "llama.cpp", "< September 2026", "--ctx-size",
+    "llama.cpp-yarn": (">= December 2025", "yarn", "multiplies cos and sin by 0.1 ln(factor) + 1, as the paper does",
+        f"read: ggml-org/llama.cpp#18006, {_LLAMA_CPP_CONTEXT}"),
+    "llama.cpp-attn-flag": (">= December 2025", "--yarn-attn-factor",
+        "is overwritten whenever yarn is on; the metadata key rope.scaling.attn_factor multiplies the computed value",
+        f"read: {_LLAMA_CPP_CONTEXT}"),
+    "llama.cpp-attention-factor": (">= December 2025", "attention_factor of yarn",
+        "is converted to the key rope.scaling.yarn_attn_factor, which is also overwritten",
+        f"read: {LLAMA_CPP}:convert_hf_to_gguf.py, {_LLAMA_CPP_CONTEXT}"),
+    "llama.cpp-truncate": ("all", "truncate of yarn", "is not supported: the ramp's ends are always rounded",
+        f"read: {LLAMA_CPP}:ggml/src/ggml.c (ggml_rope_yarn_corr_dims)"),
+    "llama.cpp-length": ("< September 2026", "--ctx-size",
         "is capped by llama-server at the file's context_length, whatever the scaling; --override-kv lifts that",
-        "read: ggml-org/llama.cpp#17459, #28030",
-    ),
-    "llama.cpp-factors": Reading(
-        "llama.cpp", "all", "the tensor rope_freqs.weight",
-        "divides the frequencies in graphs that pass it (llama), and is not looked for in others (qwen2, qwen3)",
-        f"run: tests/export/test_gguf.py; read: {LLAMA_CPP}@069be0ae:src/models/",
-    ),
-    "llama.cpp-scaled-file": Reading(
-        "llama.cpp", "all", "a file that holds a scaling",
-        "keeps it beside most flags: --rope-freq-base leaves the scaling, and none takes rope_freqs.weight away",
-        f"read: {_LLAMA_CPP_CONTEXT}",
-    ),
-    "llama.cpp-dynamic": Reading(
-        "llama.cpp", "all", 'rope_type "dynamic"', "is dropped by the converter",
-        f"read: {LLAMA_CPP}:convert_hf_to_gguf.py",
-    ),
+        "read: ggml-org/llama.cpp#17459, #28030"),
+    "llama.cpp-factors": ("all", "the tensor rope_freqs.weight",
+        "divides the frequencies in graphs that use it (llama), and is ignored in others (qwen2, qwen3)",
+        f"run: tests/export/test_gguf.py; read: {LLAMA_CPP}@069be0ae:src/models/"),
+    "llama.cpp-scaled-file": ("all", "a file that holds a scaling",
+        "keeps it under most flags: --rope-freq-base leaves the scaling, and no flag removes rope_freqs.weight",
+        f"read: {_LLAMA_CPP_CONTEXT}"),
+    "llama.cpp-dynamic": ("all", 'rope_type "dynamic"', "is dropped by the converter",
+        f"read: {LLAMA_CPP}:convert_hf_to_gguf.py"),
 }  # fmt: skip
+_NAMES = {"vllm": "vLLM", "sglang": "SGLang"}
+READINGS = {key: Reading(_NAMES.get(engine := key.partition("-")[0], engine), *row) for key, row in _ROWS.items()}
 
 
 def engine_table() -> str:
     """Every row, in Markdown."""
-    lines = ["| engine | version | field | what becomes of it | how that is known |", "|---|---|---|---|---|"]
+    lines = ["| engine | version | field | how it is handled | evidence |", "|---|---|---|---|---|"]
     for row in READINGS.values():
         how, _, where = row.known.partition(": ")
         field = " ".join(f"`{word}`" if "_" in word or word.startswith("--") else word for word in row.field.split())

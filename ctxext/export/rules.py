@@ -17,7 +17,7 @@ from ctxext.export.readings import READINGS
 from ctxext.extension.saving import version_4_keys
 from ctxext.methods import RopeScaling
 from ctxext.models.config_fields import check_config
-from ctxext.models.context import has_rope, read_context
+from ctxext.models.context import ContextFacts, has_rope, read_context
 from ctxext.models.families import family_of
 from ctxext.models.metadata import live_mark
 from ctxext.models.rope_tables import RopeTable
@@ -27,24 +27,22 @@ from ctxext.utils.values import suggest
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-ENGINES = ("transformers", "transformers-v4", "vllm", "sglang", "llama.cpp")
 _LEAST = {
     "transformers": "5.0", "transformers-v4": "4.57", "vllm": "0.12", "sglang": "0.5.10", "llama.cpp": "December 2025",
 }  # fmt: skip
+ENGINES = tuple(_LEAST)
 _VERSION_4_TYPES = frozenset({"default", "linear", "dynamic", "yarn", "llama3", "longrope"})
 _PHI_3_TYPES = frozenset({"default", "longrope"})
 _TWO_FIELDS = frozenset({"chameleon", "fuyu", "hunyuan_v1_dense", "hunyuan_v1_moe", "olmo", "olmo2"})
 # Families with interleaved pairs (2i, 2i + 1), which the longrope classes of vLLM and SGLang do not support.
-_INTERLEAVED = frozenset({
-    "cohere", "cohere2", "ernie4_5", "ernie4_5_moe", "glm", "glm4", "helium",
-})  # fmt: skip
+_INTERLEAVED = frozenset({"cohere", "cohere2", "ernie4_5", "ernie4_5_moe", "glm", "glm4", "helium"})
 # The length fields of configs with RoPE that vLLM and SGLang read besides max_position_embeddings.
 _LENGTHS = (
     "n_positions", "max_seq_len", "seq_length", "model_max_length", "max_sequence_length", "max_seq_length", "seq_len",
 )  # fmt: skip
 # transformers' model types whose name differs from llama.cpp's architecture.
 _GGUF_NAMES = {"mistral": "llama", "mixtral": "llama"}
-_AS_IT_WAS = "MODEL.gguf is of the model as it was: a file of the extended one holds the extension already."
+_AS_IT_WAS = "MODEL.gguf is the file of the unextended model; a file of the extended one already holds the extension."
 
 
 class NotExportable(ValueError):
@@ -95,54 +93,44 @@ def export_for(
     check_config(config)
     source = json.loads(config.to_json_string()) if source is None else source
     extended = _extended(engine, config, plan)
-    text_config = text_config_of(extended)
     written = copy.deepcopy(source)
     section = text_section_of(written, extended)
     section.update({} if plan is None else copy.deepcopy(plan.updates))
-    if not has_rope(text_config):
+    if not has_rope(text_config_of(extended)):
         return EngineExport(engine, _LEAST[engine], written, (), ())
     facts = read_context(extended)
     target = facts.reach if plan is None else plan.target_length
     as_it_is = plan is None and "rope_parameters" not in section  # written for version 4, which 5 reads as well
     if engine.startswith("transformers"):
-        warnings = _as_transformers(engine, text_config, section, facts.tables, target, as_it_is)
+        warnings = _transformers(engine, facts, section, target, as_it_is)
         return EngineExport(engine, _LEAST[engine], copy.deepcopy(source) if as_it_is else written, (), warnings)
-    _refuse_others_static(engine, text_config, facts.tables, target)
+    if any(_rope_type(table) == "dynamic" for table in facts.tables):
+        raise NotExportable(
+            f"{READINGS[f'{engine}-dynamic']}, unlike in transformers. Nearest: 'ntk' or 'yarn', with "
+            "existing='replace'."
+        )
     if engine == "llama.cpp":
-        _as_transformers("transformers", text_config, section, facts.tables, target, as_it_is)
-        before = read_context(config).tables[0] if plan is not None else None
-        command, warnings = _llama_cpp(text_config, facts.tables, target, before)
-        if plan is None and why_not_written(text_config) is None:
-            command = ("llama-server", "-m", "OUT.gguf", "--ctx-size", str(target))
-            where = f"ctxext export {model} --engine llama.cpp -o OUT.gguf"
-            warnings = (f"OUT.gguf, which {where} writes, holds the extension: no flag may say it again.",)
-        return EngineExport(engine, _LEAST[engine], written, command, warnings)
-    _as_server(engine, text_config, section, facts.tables, target)
+        _transformers("transformers", facts, section, target, as_it_is)
+        before = None if plan is None else read_context(config).tables[0]
+        return EngineExport(engine, _LEAST[engine], written, *_llama_cpp(model, facts, target, before))
+    warnings = _server(engine, facts, section, target)
     changed = {name: value for name, value in written.items() if source.get(name) != value and name != "ctxext"}
-    if (
-        engine == "vllm" and source.get("rope_scaling") and "rope_scaling" not in written
-    ):  # an override cannot remove a key
-        changed["rope_scaling"] = written["rope_parameters"]
-    warnings = _server_warnings(engine, facts.tables, family_of(text_config).softmax_mscale)
     if engine == "vllm":
+        if source.get("rope_scaling") and "rope_scaling" not in written:  # an override cannot remove a key
+            changed["rope_scaling"] = written["rope_parameters"]
         flags = ["vllm", "serve", model, "--max-model-len", str(target)]
         flags += ["--hf-overrides", json.dumps(changed)] if changed else []
     else:
         flags = ["python", "-m", "sglang.launch_server", "--model-path", model, "--context-length", str(target)]
         if changed and section is not written:
-            warnings += (f"{READINGS['sglang-overrides']}: put the exported config.json in the checkpoint's place.",)
+            warnings += (f"{READINGS['sglang-overrides']}: replace the checkpoint's config.json by the export.",)
         elif changed:
             flags += ["--json-model-override-args", json.dumps(changed)]
     return EngineExport(engine, _LEAST[engine], written, tuple(flags), warnings)
 
 
 def _extended(engine: str, config: PreTrainedConfig, plan: Plan | None) -> PreTrainedConfig:
-    """The config of the extended model.
-
-    Raises:
-        NotExportable: config.json cannot express it to this engine.
-    """
-    text_config = text_config_of(config)
+    """The config of the extended model; raises if there is no extension, or config.json cannot express it."""
     extended = copy.deepcopy(config)
     if plan is not None:
         if plan.method is not None and not plan.is_portable:
@@ -150,28 +138,24 @@ def _extended(engine: str, config: PreTrainedConfig, plan: Plan | None) -> PreTr
         if plan.changes_weights:
             name = plan.method.name if plan.method else "this"
             raise NotExportable(
-                f"{name} makes new weights, so a config alone fits no checkpoint. Write the extended folder with "
-                "ctxext extend, and export that."
+                f"{name} creates new weights, so a config alone would match no checkpoint. Write the extended folder "
+                "with ctxext extend, and export that."
             )
         plan.apply_to(text_config_of(extended))
-    if not has_rope(text_config):
-        if plan is None and live_mark(text_config) is None:
+    if not has_rope(text_config_of(config)):
+        if plan is None and live_mark(text_config_of(config)) is None:
             raise ValueError(
                 "this config has no rotary position embedding and was not extended by ctxext, so there is nothing to "
-                "export. Name a method and a factor."
+                "export. Pass a method and a factor."
             )
         if not engine.startswith("transformers"):
             what = ENCODINGS[plan.encoding] if plan is not None else "its position encoding"
-            raise NotExportable(
-                f"what {engine} makes of {what} is not known here. Plain transformers loads the extended folder."
-            )
-    elif plan is None:
-        facts = read_context(config)
-        if facts.scaling is None and facts.mark is None:
-            raise ValueError(
-                f"this config is not extended: plain RoPE of theta {facts.original_theta:g} for "
-                f"{facts.trained_length} tokens. Name a method, such as yarn, and a factor or a target length."
-            )
+            raise NotExportable(f"how {engine} reads {what} is unknown. Plain transformers loads the extended folder.")
+    elif plan is None and not (facts := read_context(config)).is_scaled:
+        raise ValueError(
+            f"this config is not extended: plain RoPE with theta {facts.original_theta:g} and "
+            f"{facts.trained_length} tokens. Pass a method, such as yarn, and a factor or a target length."
+        )
     return extended
 
 
@@ -181,42 +165,35 @@ def _why_live_only(plan: Plan) -> str:
     where = f" ctxext.load runs {name} in transformers."
     if plan.in_attention and isinstance(plan.method, RopeScaling):
         return (
-            f"config.json cannot express {name}, as {plan.why_not_portable}. Nearest: {name} frozen at one length "
+            f"config.json cannot express {name} because {plan.why_not_portable}. Nearest: {name} frozen at one length "
             f"(--length {plan.target_length}), which is static, or 'yarn'.{where}"
         )
     if plan.in_attention:
         return (
-            f"{name} maps positions inside attention, which config.json cannot express. Nearest: 'yarn', as far.{where}"
+            f"{name} maps positions inside attention, which config.json cannot express. Nearest: 'yarn' for the "
+            f"same length.{where}"
         )
-    nearest = "" if plan.encoding != "rope" else " Nearest: a method that its config takes, such as 'pi'."
-    return f"config.json cannot express {name} here, as {plan.why_not_portable}.{nearest}{where}"
+    nearest = "" if plan.encoding != "rope" else " Nearest: a method that its config accepts, such as 'pi'."
+    return f"config.json cannot express {name} here because {plan.why_not_portable}.{nearest}{where}"
 
 
-def _rope_type(parameters: dict[str, Any]) -> str:
-    return str(parameters.get("rope_type") or parameters.get("type") or "default")
-
-
-def _limit_name(text_config: Any) -> str:
-    """The config's name for max_position_embeddings."""
-    return str(text_config.attribute_map.get("max_position_embeddings", "max_position_embeddings"))
+def _rope_type(table: RopeTable) -> str:
+    return str(table.parameters.get("rope_type") or table.parameters.get("type") or "default")
 
 
 def _warn(*names: str) -> tuple[str, ...]:
-    return tuple(f"{READINGS[name]}." for name in names)
+    return tuple(f"{READINGS[name]}." for name in dict.fromkeys(names))
 
 
 # ------------------------------------------------------------------------------------- transformers
 
 
-def _as_transformers(
-    engine: str, text_config: Any, section: dict[str, Any], tables: tuple[RopeTable, ...], target: int, as_it_is: bool
+def _transformers(
+    engine: str, facts: ContextFacts, section: dict[str, Any], target: int, as_it_is: bool
 ) -> tuple[str, ...]:
-    """Write `section` for transformers 5 and 4, or for 4 alone; returns the warnings.
-
-    Args:
-        as_it_is: both versions already read it, so nothing is written.
-    """
-    older, kinds = version_4_keys(text_config, text_config.rope_parameters), {_rope_type(t.parameters) for t in tables}
+    """Write `section` for transformers 5 and 4, or for 4 alone, unless both read it as it is. Returns the warnings."""
+    text_config, tables = facts.text_config, facts.tables
+    older, kinds = version_4_keys(text_config, text_config.rope_parameters), {_rope_type(table) for table in tables}
     warnings = _warn("transformers-dynamic") if "dynamic" in kinds else ()
     if as_it_is:
         return warnings
@@ -237,8 +214,7 @@ def _as_transformers(
     if two_fields or three_fields:
         section.pop("rope_parameters", None)
     if two_fields:
-        parameters = tables[0].parameters
-        section["rope_scaling"] = {"type": _rope_type(parameters), "factor": parameters["factor"]}
+        section["rope_scaling"] = {"type": _rope_type(tables[0]), "factor": tables[0].parameters["factor"]}
     if three_fields:
         section.update(_in_three_fields(tables[0], target))
     return warnings
@@ -248,9 +224,6 @@ def _in_three_fields(table: RopeTable, target: int) -> dict[str, Any]:
     """A table of Phi-3 for version 4, which derives the attention factor from the two lengths.
 
     a = sqrt(1 + ln(max / original) / ln(original)) holds at original = max^(1 / a²), a whole number or not.
-
-    Raises:
-        NotExportable: an attention factor below 1, which no lengths give.
     """
     scaling = table.in_use.attention_factor
     if scaling < 1:
@@ -269,52 +242,39 @@ def _in_three_fields(table: RopeTable, target: int) -> dict[str, Any]:
 # ---------------------------------------------------------------------------------- vLLM and SGLang
 
 
-def _refuse_others_static(engine: str, text_config: Any, tables: tuple[RopeTable, ...], target: int) -> None:
-    """Refuse what the classes of vLLM and SGLang do not support, and dynamic scaling, which only transformers has.
-
-    Raises:
-        NotExportable: with the nearest alternative.
-    """
-    family, yarn = family_of(text_config), "Nearest: 'yarn', with existing='replace' where it is scaled already."
-    name = text_config.model_type
-    for table in tables:
-        kind = _rope_type(table.parameters)
-        if kind == "dynamic":
+def _refuse_unserved(engine: str, text_config: Any, table: RopeTable, target: int) -> None:
+    """Refuse, with the nearest alternative, what the classes of vLLM and SGLang do not support."""
+    name, kind, parameters = text_config.model_type, _rope_type(table), table.parameters
+    latent = family_of(text_config).softmax_mscale
+    yarn = "Nearest: 'yarn', with existing='replace' if the model is already scaled."
+    if kind == "yarn" and engine == "vllm":
+        rows = math.ceil(parameters["original_max_position_embeddings"] * parameters["factor"])
+        if rows < target:
             raise NotExportable(
-                f"{READINGS[f'{engine}-dynamic']}, another model than in transformers. Nearest: 'ntk' or 'yarn', with "
-                "existing='replace'."
+                f"{READINGS['vllm-yarn-rows']} (here {rows}), fewer than the target of {target}. Nearest: "
+                f"a target of {rows} tokens, or existing='compose'."
             )
-        if engine == "llama.cpp":
-            continue
-        if kind == "yarn" and engine == "vllm":
-            rows = math.ceil(table.parameters["original_max_position_embeddings"] * table.parameters["factor"])
-            if rows < target:
-                raise NotExportable(
-                    f"{READINGS['vllm-yarn-rows']}, here {rows}, and positions up to {target} were asked for. Nearest: "
-                    f"a target of {rows} tokens, or existing='compose'."
-                )
-        if kind == "proportional" and table.parameters.get("factor", 1.0) != 1.0:
-            raise NotExportable(
-                f"{READINGS[f'{engine}-proportional']} ({name}). Nearest: 'ntk', which is a base alone."
-            )
-        if kind == "longrope" and name.removesuffix("_text") in _INTERLEAVED:
-            raise NotExportable(f"{READINGS[f'{engine}-longrope-pairs']}, and {name} has such. {yarn}")
-        if kind not in ("default", "yarn") and "mrope_section" in table.parameters:
-            raise NotExportable(f"{READINGS[f'{engine}-mrope']}, and {name} has it. {yarn}")
-        if kind == "yarn" and family.softmax_mscale and not table.parameters.get("truncate", True):
-            raise NotExportable(f"{READINGS[f'{engine}-mla-truncate']} ({name}). Nearest: 'yarn' with truncate=true.")
-        if kind not in ("default", "yarn") and family.softmax_mscale:
-            raise NotExportable(
-                f"{engine} rotates multi-head latent attention ({name}) by a yarn of its own and nothing else. {yarn}"
-            )
+    if kind == "yarn" and latent and not parameters.get("truncate", True):
+        raise NotExportable(f"{READINGS[f'{engine}-mla-truncate']} ({name}). Nearest: 'yarn' with truncate=true.")
+    if kind in ("default", "yarn"):
+        return
+    if kind == "proportional" and parameters.get("factor", 1.0) != 1.0:
+        raise NotExportable(f"{READINGS[f'{engine}-proportional']} ({name}). Nearest: 'ntk', which is a base.")
+    if kind == "longrope" and name.removesuffix("_text") in _INTERLEAVED:
+        raise NotExportable(f"{READINGS[f'{engine}-longrope-pairs']}, and {name} has these. {yarn}")
+    if "mrope_section" in parameters:
+        raise NotExportable(f"{READINGS[f'{engine}-mrope']}, and {name} has it. {yarn}")
+    if latent:
+        raise NotExportable(f"{engine} supports only its own yarn for multi-head latent attention ({name}). {yarn}")
 
 
-def _as_server(
-    engine: str, text_config: Any, section: dict[str, Any], tables: tuple[RopeTable, ...], target: int
-) -> None:
-    """Write `section` for vLLM and SGLang: the keys of transformers 5 and their own."""
-    in_softmax = family_of(text_config).softmax_mscale
-    new = {table.label: _in_server_words(engine, table, target, in_softmax) for table in tables}
+def _server(engine: str, facts: ContextFacts, section: dict[str, Any], target: int) -> tuple[str, ...]:
+    """Write `section` for vLLM and SGLang: the keys of transformers 5 and their own. Returns the warnings."""
+    text_config, new, warnings = facts.text_config, {}, []
+    for table in facts.tables:
+        _refuse_unserved(engine, text_config, table, target)
+        new[table.label], names = _in_server_words(engine, text_config, table, target)
+        warnings += names
     parameters = new.get("", {**text_config.rope_parameters, **new})
     for name in ("rope_scaling", "rope_theta", "ctxext"):
         section.pop(name, None)
@@ -322,126 +282,108 @@ def _as_server(
     if engine == "vllm":  # until 0.19 with transformers 4
         section.update(version_4_keys(text_config, parameters))
         if family_of(text_config).rope_types == _PHI_3_TYPES or text_config.model_type in _TWO_FIELDS:
-            section.pop("rope_scaling", None)  # refused in any other form
+            section.pop("rope_scaling", None)  # rejected in any other form
     multiplied = parameters.get("rope_type") == "linear" and "original_max_position_embeddings" not in parameters
-    length = math.ceil(target / parameters["factor"]) if multiplied else target
     # Never suggest an environment variable that lifts the length check: past its table an engine computes NaN silently.
-    for name in (_limit_name(text_config), *_LENGTHS):
-        if section.get(name) is not None or name == _limit_name(text_config):
-            section[name] = length
+    length = math.ceil(target / parameters["factor"]) if multiplied else target
+    section[text_config.attribute_map.get("max_position_embeddings", "max_position_embeddings")] = length
+    section.update({name: length for name in _LENGTHS if section.get(name) is not None})
     if "original_max_position_embeddings" in section.keys() & parameters.keys():  # beside them it wins (Phi-3)
         section["original_max_position_embeddings"] = parameters["original_max_position_embeddings"]
+    return _warn(*warnings)
 
 
-def _in_server_words(engine: str, table: RopeTable, target: int, in_softmax: bool) -> dict[str, Any]:
-    """One table's `rope_parameters`, with the keys that this server reads for the attention factor."""
-    parameters, kind = dict(table.parameters), _rope_type(table.parameters)
-    if kind == "yarn" and in_softmax:
+def _in_server_words(engine: str, text_config: Any, table: RopeTable, target: int) -> tuple[dict[str, Any], list[str]]:
+    """One table's `rope_parameters`, with the keys that this server reads for the attention factor, and the names of
+    the readings to warn of."""
+    kind, parameters, warnings = _rope_type(table), dict(table.parameters), []
+    scaling = table.in_use.attention_factor
+    if kind == "yarn" and family_of(text_config).softmax_mscale:
+        if "attention_factor" in parameters:
+            warnings.append(f"{engine}-mla-attention-factor")
         # Their own: (0.1 mscale ln(factor) + 1) / (0.1 mscale_all_dim ln(factor) + 1), of 1 and 0 where left out.
         grow = 0.1 * math.log(max(1.0, parameters["factor"]))
         parameters = {name: value for name, value in parameters.items() if value is not None}
         below = 1 + grow * parameters.get("mscale_all_dim", 0.0)
-        scaling, usual = table.in_use.attention_factor, (1 + grow * parameters.get("mscale", 1.0)) / below
-        if not math.isclose(scaling, usual):
+        if not math.isclose(scaling, (1 + grow * parameters.get("mscale", 1.0)) / below):
             if grow == 0:
                 raise NotExportable(
-                    f"{engine} computes the attention factor of a yarn of factor 1 as 1, not {scaling}."
+                    f"{engine} computes the attention factor of yarn with factor 1 as 1, not {scaling}."
                 )
             parameters["mscale"] = (scaling * below - 1) / grow
     elif kind == "yarn":
-        scaling, usual = table.in_use.attention_factor, 0.1 * math.log(parameters["factor"]) + 1
+        if {"attention_factor", "mscale"} & parameters.keys():
+            warnings.append(f"{engine}-attention-factor")
+        usual = 0.1 * math.log(parameters["factor"]) + 1
         for name in ("mscale", "mscale_all_dim", "attention_factor", "attn_factor"):
             parameters.pop(name, None)
         if not math.isclose(scaling, usual):
             parameters |= {"attention_factor": scaling, "attn_factor": scaling / usual}
     elif kind == "longrope":
-        equal = parameters["short_factor"] == parameters["long_factor"]
-        names = ("short_mscale", "long_mscale")
-        parameters |= {name: parameters.get(name) or table.in_use.attention_factor for name in names}
-        if equal and engine == "sglang":
+        warnings.append(f"{engine}-longrope")
+        parameters |= {name: parameters.get(name) or scaling for name in ("short_mscale", "long_mscale")}
+        if parameters["short_factor"] != parameters["long_factor"]:
+            warnings.append("vllm-longrope-lists" if engine == "vllm" else "sglang-longrope-switch")
+        elif engine == "sglang":
             parameters["original_max_position_embeddings"] = target
-    return parameters
-
-
-def _server_warnings(engine: str, tables: tuple[RopeTable, ...], in_softmax: bool) -> tuple[str, ...]:
-    names = []
-    for table in tables:
-        kind = _rope_type(table.parameters)
-        if kind == "yarn" and {"attention_factor", "mscale"} & table.parameters.keys() and not in_softmax:
-            names.append(f"{engine}-attention-factor")
-        if kind == "yarn" and "attention_factor" in table.parameters and in_softmax:
-            names.append(f"{engine}-mla-attention-factor")
-        if kind == "longrope":
-            names.append(f"{engine}-longrope")
-            if table.parameters["short_factor"] != table.parameters["long_factor"]:
-                names.append("vllm-longrope-lists" if engine == "vllm" else "sglang-longrope-switch")
-    return _warn(*dict.fromkeys(names))
+    return parameters, warnings
 
 
 # ----------------------------------------------------------------------------------------- llama.cpp
 
 
 def _llama_cpp(
-    text_config: Any, tables: tuple[RopeTable, ...], target: int, before: RopeTable | None
+    model: str, facts: ContextFacts, target: int, before: RopeTable | None
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The command line for a GGUF file of the unextended checkpoint, and its warnings.
+    """The command line and its warnings. Flags extend a GGUF file of the unextended checkpoint as far as they can.
 
     Args:
-        before: the config before the plan; None without one.
-
-    Raises:
-        NotExportable: unsupported family, one whose graph takes no frequency factors, or the file is already scaled.
+        before: the table before the plan; None without one.
     """
-    name = _GGUF_NAMES.get(text_config.model_type, text_config.model_type)
-    found = {key: each for key, each in ARCHITECTURES.items() if each.model_type == name}
-    if not found or len(tables) > 1:
+    config, table = facts.text_config, facts.tables[0]
+    parameters, kind = table.parameters, _rope_type(table)
+    of_extended = ("llama-server", "-m", "OUT.gguf", "--ctx-size", str(target))
+    unwritten = why_not_written(config)
+    if before is None and unwritten is None:
+        how = f"ctxext export {model} --engine llama.cpp -o OUT.gguf"
+        return of_extended, (f"OUT.gguf, written by {how}, holds the extension: do not repeat it in flags.",)
+    name = _GGUF_NAMES.get(config.model_type, config.model_type)
+    architecture = next((key for key, graph in ARCHITECTURES.items() if graph.model_type == name), None)
+    if architecture is None or len(facts.tables) > 1:
         known = ", ".join((*(each.model_type for each in ARCHITECTURES.values()), *_GGUF_NAMES))
         raise NotExportable(
-            f"what llama.cpp's graph for {text_config.model_type} makes of this is not known here (known: {known}). "
+            f"llama.cpp's graph for {config.model_type} is not supported (supported: {known}). "
             "Nearest: convert the extended folder with llama.cpp's convert_hf_to_gguf.py, and verify the file."
         )
-    (architecture, graph), (table,) = next(iter(found.items())), tables
-    parameters, kind = table.parameters, _rope_type(table.parameters)
-    flags = ["llama-server", "-m", "MODEL.gguf", "--ctx-size", str(target)]
-    lifted = ["--override-kv", f"{architecture}.context_length=int:{target}"]
-    in_flags = kind in ("default", "linear") or (kind == "yarn" and parameters.get("truncate", True))
-    if (
-        in_flags
-        and before is not None
-        and _rope_type(before.parameters) != "default"
-        and before.parameters != parameters
-    ):
+    if kind not in ("default", "linear") and not (kind == "yarn" and parameters.get("truncate", True)):
+        if not ARCHITECTURES[architecture].takes_factors:
+            why = READINGS["llama.cpp-truncate"] if kind == "yarn" else READINGS["llama.cpp-factors"]
+            raise NotExportable(f"{why}. Nearest for {config.model_type}: 'yarn' as in the paper, 'ntk' or 'pi'.")
+        how = "write it with ctxext export, --engine llama.cpp -o OUT.gguf"
+        if unwritten is not None:
+            how = (
+                "convert the original with llama.cpp's convert_hf_to_gguf.py, and extend that file, ctxext export "
+                "MODEL.gguf --engine llama.cpp … -o OUT.gguf"
+            )
+        return of_extended, (f"the frequencies are stored in the file: {how}.",)
+    if before is not None and _rope_type(before) != "default" and before.parameters != parameters:
         raise NotExportable(
             f"{READINGS['llama.cpp-scaled-file']}. Nearest: extend the file itself: ctxext export MODEL.gguf --engine "
             "llama.cpp --existing replace … -o OUT.gguf."
         )
+    flags = ["llama-server", "-m", "MODEL.gguf", "--ctx-size", str(target)]
+    keys, warnings = f"{architecture}.context_length=int:{target}", [_AS_IT_WAS]
     if kind == "default" or (before is not None and before.parameters["rope_theta"] != parameters["rope_theta"]):
         flags += ["--rope-freq-base", f"{parameters['rope_theta']:.9g}"]
-    if kind == "default":
-        return (*flags, *lifted), (_AS_IT_WAS,)
-    if kind == "linear":
-        return (*flags, "--rope-scaling", "linear", "--rope-scale", f"{parameters['factor']:.9g}", *lifted), (
-            _AS_IT_WAS,
-        )
-    if in_flags:
-        usual = 0.1 * math.log(parameters["factor"]) + 1
-        flags += ["--rope-scaling", "yarn", "--rope-scale", f"{parameters['factor']:.9g}"]
+    if kind != "default":
+        flags += ["--rope-scaling", kind, "--rope-scale", f"{parameters['factor']:.9g}"]
+    if kind == "yarn":
         flags += ["--yarn-orig-ctx", str(parameters["original_max_position_embeddings"])]
         for beta, paper in (("beta_fast", 32.0), ("beta_slow", 1.0)):
             if (parameters.get(beta) or paper) != paper:
                 flags += [f"--yarn-{beta.replace('_', '-')}", f"{parameters[beta]:.9g}"]
-        if math.isclose(table.in_use.attention_factor, usual):
-            return (*flags, *lifted), (_AS_IT_WAS,)
-        ratio = table.in_use.attention_factor / usual
-        lifted[1] += f",{architecture}.rope.scaling.attn_factor=float:{ratio:.9g}"
-        return (*flags, *lifted), (_AS_IT_WAS, *_warn("llama.cpp-attn-flag"))
-    if not graph.takes_factors:
-        why = READINGS["llama.cpp-truncate"] if kind == "yarn" else READINGS["llama.cpp-factors"]
-        raise NotExportable(f"{why}. For {text_config.model_type} nearest: 'yarn' as in the paper, 'ntk' or 'pi'.")
-    warning = "the frequencies are stored in the file: write it with ctxext export, --engine llama.cpp -o OUT.gguf."
-    if why_not_written(text_config) is not None:
-        warning = (
-            "the frequencies are stored in the file: convert the original with llama.cpp's convert_hf_to_gguf.py, "
-            "and extend that file, ctxext export MODEL.gguf --engine llama.cpp … -o OUT.gguf."
-        )
-    return ("llama-server", "-m", "OUT.gguf", "--ctx-size", str(target)), (warning,)
+        ratio = table.in_use.attention_factor / (0.1 * math.log(parameters["factor"]) + 1)
+        if not math.isclose(ratio, 1.0):
+            keys += f",{architecture}.rope.scaling.attn_factor=float:{ratio:.9g}"
+            warnings += _warn("llama.cpp-attn-flag")
+    return (*flags, "--override-kv", keys), tuple(warnings)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, cast
 
 from ctxext.core.encoding import ModuleEncoding
 from ctxext.core.plan import ENCODINGS, Plan
@@ -20,7 +20,7 @@ from ctxext.utils.values import MAX_FACTOR, MAX_TOKENS, is_count, is_number
 BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ContextDescription:
     """The answer of `describe_context`. `print` it, or read its fields.
 
@@ -34,7 +34,7 @@ class ContextDescription:
         scaling: the method in use, None for plain RoPE.
         summary: the extension in place, such as `yarn ×4: 512 → 2048 tokens`; "" for plain RoPE.
         reach: the model's maximum context length in tokens; None if it has no hard limit (quality may still drop).
-        checkpoint: what the table of known checkpoints says of this model.
+        checkpoint: what the table of known checkpoints says about this model.
         target_length: the target in tokens that was asked about.
         kv_cache_bytes: of one sequence of `target_length` tokens, in `kv_dtype`.
         would_do: what `extend_context` would do for that target, or why it refuses.
@@ -43,21 +43,21 @@ class ContextDescription:
 
     model_type: str
     encoding: str
-    rope_theta: float | None
-    rotary_dim: int | None
-    head_dim: int | None
-    trained_length: int | None
-    trained_length_source: str
-    original_length: int | None
-    scaling: dict[str, Any] | None
-    summary: str
-    reach: int | None
-    checkpoint: Checkpoint | None
-    target_length: int | None
-    kv_cache_bytes: int | None
+    rope_theta: float | None = None
+    rotary_dim: int | None = None
+    head_dim: int | None = None
+    trained_length: int | None = None
+    trained_length_source: str = ""
+    original_length: int | None = None
+    scaling: dict[str, Any] | None = None
+    summary: str = ""
+    reach: int | None = None
+    checkpoint: Checkpoint | None = None
+    target_length: int | None = None
+    kv_cache_bytes: int | None = None
     kv_dtype: str
     would_do: str
-    notes: tuple[str, ...]
+    notes: tuple[str, ...] = ()
 
     def rows(self) -> list[tuple[str, str]]:
         """The description as (label, value) pairs, in reading order."""
@@ -65,7 +65,7 @@ class ContextDescription:
         if self.rope_theta is not None:
             rows += [
                 ("rope theta", f"{self.rope_theta:g}"),
-                ("rotary dimensions", f"{self.rotary_dim} of {self.head_dim} a head"),
+                ("rotary dimensions", f"{self.rotary_dim} of {self.head_dim} per head"),
             ]
         if self.trained_length is not None:
             rows += [("trained length", f"{self.trained_length:,} tokens ({self.trained_length_source})")]
@@ -80,7 +80,7 @@ class ContextDescription:
         if self.kv_cache_bytes is not None:
             large = self.kv_cache_bytes >= 2**30
             size = f"{self.kv_cache_bytes / 2**30:.2f} GiB" if large else f"{self.kv_cache_bytes / 2**20:.1f} MiB"
-            rows.append((f"KV cache at {self.target_length:,}", f"{size} a sequence in {self.kv_dtype}"))
+            rows.append((f"KV cache at {self.target_length:,}", f"{size} per sequence in {self.kv_dtype}"))
         return [*rows, ("extend_context would", self.would_do), *(("", f"note: {note}") for note in self.notes)]
 
     def _scaling_words(self) -> str:
@@ -88,7 +88,7 @@ class ContextDescription:
             return "none"
         how = f", {self.checkpoint.scaling}" if self.checkpoint and self.checkpoint.scaling != "none" else ""
         origin = f"; {self.original_length} before any scaling" if self.original_length != self.trained_length else ""
-        origin = "; nothing says from which length" if self.original_length is None else origin
+        origin = "; original length unknown" if self.original_length is None else origin
         return f"{self.summary}{how}{origin}"
 
     def __str__(self) -> str:
@@ -98,16 +98,14 @@ class ContextDescription:
 
 
 def kv_cache_bytes(text_config: Any, n_tokens: int, bytes_each: int) -> int:
-    """Bytes of the KV cache of one sequence; sliding layers count their window.
-
-    Linear attention and layers that share another layer's keys count as zero.
-    """
+    """Bytes of the KV cache of one sequence. Sliding layers count their window; linear attention and layers that share
+    another layer's keys count nothing."""
     total, layers = 0, attention_layers(text_config)
     for layer in layers[: len(layers) - (getattr(text_config, "num_kv_shared_layers", None) or 0)]:
         several = getattr(text_config, "is_heterogeneous", False)  # sizes differ between layer types
         config = text_config.per_layer_config[layer] if several else text_config
         window = getattr(config, "sliding_window", None)
-        if getattr(config, "kv_lora_rank", None):  # multi-head latent attention: one latent and one rotary key
+        if getattr(config, "kv_lora_rank", None):  # multi-head latent attention caches one latent and one rotary key
             numbers = config.kv_lora_rank + config.qk_rope_head_dim
         else:
             heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
@@ -126,11 +124,7 @@ def describe(
     planned: Callable[..., Plan] | None = None,
     **options: Any,
 ) -> ContextDescription:
-    """See `ctxext.describe_context`.
-
-    Args:
-        planned: a function that plans the extension; by default `plan_extension` for `config`.
-    """
+    """See `ctxext.describe_context`; `planned` plans the extension, by default `plan_extension` for `config`."""
 
     def planned_here(**how: Any) -> Plan:
         plan = plan_extension(config, model=model, **how)
@@ -142,31 +136,45 @@ def describe(
     text_config = text_config_of(config)
     dtype = str(getattr(text_config, "dtype", None) or getattr(config, "dtype", None) or "bfloat16")
     dtype = dtype.removeprefix("torch.")
-    if not has_rope(text_config):
-        return _describe_other(config, dtype, factor, target_length, model=model, planned=planned, **options)
+    common: dict[str, Any] = {"model_type": text_config.model_type, "kv_dtype": dtype}
+    is_rope = has_rope(text_config)
     try:
-        facts = read_context(config, options.get("original_max_position_embeddings"))
+        if is_rope:
+            facts = read_context(config, options.get("original_max_position_embeddings"))
+        else:
+            found = cast(ModuleEncoding, encoding_of(config, model))
     except ValueError as error:
-        return _unknown(config, dtype, "rope", f"refuse: {error}")
-    target, would_do, notes = _would_do(planned, facts.reach, factor, target_length, **options)
+        encoding = "rope" if is_rope else "none" if no_encoding(text_config) else "unknown"
+        return ContextDescription(**common, encoding=encoding, would_do=f"refuse: {error}")
+    reach = facts.reach if is_rope else found.trained_length
+    target, would_do, notes = _would_do(planned, reach, factor, target_length, **options)
+    common |= {"target_length": target, "would_do": would_do, "notes": notes}
+    if is_rope:
+        return ContextDescription(
+            **common,
+            encoding="rope",
+            rope_theta=facts.rope_parameters["rope_theta"],
+            rotary_dim=facts.rotary_dim,
+            head_dim=facts.tables[0].head_dim,
+            trained_length=facts.trained_length,
+            trained_length_source=facts.trained_length_source,
+            original_length=facts.original_length,
+            scaling=None if facts.scaling is None else facts.scaling.to_dict(),
+            summary="" if facts.scaling is None else facts.summary,
+            reach=facts.reach,
+            checkpoint=facts.checkpoint,
+            kv_cache_bytes=kv_cache_bytes(text_config, target, BYTES.get(dtype, 2)),
+        )
+    mark = live_mark(text_config)
     return ContextDescription(
-        model_type=text_config.model_type,
-        encoding="rope",
-        rope_theta=facts.rope_parameters["rope_theta"],
-        rotary_dim=facts.rotary_dim,
-        head_dim=facts.tables[0].head_dim,
-        trained_length=facts.trained_length,
-        trained_length_source=facts.trained_length_source,
-        original_length=facts.original_length,
-        scaling=None if facts.scaling is None else facts.scaling.to_dict(),
-        summary="" if facts.scaling is None else facts.summary,
-        reach=facts.reach,
-        checkpoint=facts.checkpoint,
-        target_length=target,
-        kv_cache_bytes=kv_cache_bytes(text_config, target, BYTES.get(dtype, 2)),
-        kv_dtype=dtype,
-        would_do=would_do,
-        notes=notes,
+        **common,
+        encoding=found.name,
+        trained_length=found.original_length(config),
+        trained_length_source=found.source if mark is None else "before its extension by ctxext",
+        original_length=found.original_length(config),
+        scaling=None if mark is None else mark["method"],
+        summary="" if mark is None else summary_of(mark["method"]["name"], Lengths.of_mark(mark)),
+        reach=found.limit,
     )
 
 
@@ -181,58 +189,5 @@ def _would_do(
         times = factor if factor is not None and is_number(factor, 1, MAX_FACTOR) else 4
         return asked or round(times * reach), f"refuse: {error}", ()
     why = plan.why_not_portable
-    how = "" if why is None else f"; config.json cannot express it, as {why}: reload with ctxext.load"
+    how = "" if why is None else f"; config.json cannot express it because {why}: reload with ctxext.load"
     return plan.target_length, plan.summary + how, plan.notes
-
-
-def _describe_other(
-    config: Any,
-    dtype: str,
-    factor: float | None,
-    target_length: int | None,
-    *,
-    model: Any,
-    planned: Callable[..., Plan],
-    **options: Any,
-) -> ContextDescription:
-    try:
-        found = encoding_of(config, model)
-        assert isinstance(found, ModuleEncoding)
-    except ValueError as error:
-        text_config = text_config_of(config)
-        return _unknown(config, dtype, "none" if no_encoding(text_config) else "unknown", f"refuse: {error}")
-    target, would_do, notes = _would_do(planned, found.trained_length, factor, target_length, **options)
-    mark = live_mark(text_config_of(config))
-    return replace(
-        _unknown(config, dtype, found.name, would_do),
-        trained_length=found.original_length(config),
-        trained_length_source=found.source if mark is None else "as ctxext found it",
-        original_length=found.original_length(config),
-        scaling=None if mark is None else mark["method"],
-        summary="" if mark is None else summary_of(mark["method"]["name"], Lengths.of_mark(mark)),
-        reach=found.limit,
-        target_length=target,
-        notes=notes,
-    )
-
-
-def _unknown(config: Any, dtype: str, encoding: str, would_do: str) -> ContextDescription:
-    return ContextDescription(
-        model_type=text_config_of(config).model_type,
-        encoding=encoding,
-        rope_theta=None,
-        rotary_dim=None,
-        head_dim=None,
-        trained_length=None,
-        trained_length_source="",
-        original_length=None,
-        scaling=None,
-        summary="",
-        reach=None,
-        checkpoint=None,
-        target_length=None,
-        kv_cache_bytes=None,
-        kv_dtype=dtype,
-        would_do=would_do,
-        notes=(),
-    )

@@ -57,13 +57,6 @@ class BaseModel:
     weights: str | None
 
     @classmethod
-    def of_plan(cls, plan: Plan, **known: str | None) -> BaseModel:
-        config = plan.text_config
-        held = {name: getattr(config, name, None) for name in plan.updates if name != "ctxext"}
-        whole = {"name": None, "revision": None, "weights": None, **known}
-        return cls(model_type=config.model_type, config=json.loads(json.dumps(held)), **whole)
-
-    @classmethod
     def of_json(cls, read: JsonObject) -> BaseModel:
         read.check_names({"name", "revision", "model_type", "config", "weights"})
         return cls(
@@ -73,12 +66,21 @@ class BaseModel:
         )
 
 
+_KINDS = {
+    "version": TEXT,
+    "summary": TEXT,
+    "factor": FACTOR,
+    "existing": EXISTING,
+    "original_max_position_embeddings": TOKENS,
+    "rotated_copy": FLAG,
+}
+
+
 @dataclass(frozen=True, kw_only=True)
 class Record:
-    """The content of `context_extension.json`.
+    """The content of `context_extension.json`, which is the file `where`.
 
     Attributes:
-        where: the file's name in errors.
         summary: the plan in one line.
         method: None if the native scaling was kept.
         factor: target length / start length.
@@ -97,44 +99,23 @@ class Record:
 
     @classmethod
     def of_json(cls, read: JsonObject) -> Record:
-        """
-        Raises:
-            ValueError: a field is malformed; the error names it.
-        """
-        known = {"version", "summary", "method", "factor", "existing", "original_max_position_embeddings"}
-        read.check_names({*known, "rotated_copy", "model"})
-        existing = read.get("existing", EXISTING)
-        kept = existing == "keep" and read.content["method"] is None
+        """Raises ValueError, naming the field, if one is malformed."""
+        read.check_names({*_KINDS, "method", "model"})
+        values = {name: read.get(name, kind) for name, kind in _KINDS.items()}
+        kept = values["existing"] == "keep" and read.content["method"] is None
         method = None if kept else method_from_dict(read.content["method"], read.file)
-        factor, length = read.get("factor", FACTOR), read.get("original_max_position_embeddings", TOKENS)
-        reach = f"factor × original_max_position_embeddings must be {TOKENS.words}"
-        read.check(TOKENS.holds(round(factor * length)), reach)
-        return cls(
-            where=read.file,
-            version=read.get("version", TEXT),
-            summary=read.get("summary", TEXT),
-            method=method,
-            factor=factor,
-            existing=existing,
-            original_max_position_embeddings=length,
-            rotated_copy=read.get("rotated_copy", FLAG),
-            model=BaseModel.of_json(read.part("model")),
-        )
+        target = round(values["factor"] * values["original_max_position_embeddings"])
+        read.check(TOKENS.holds(target), f"factor × original_max_position_embeddings must be {TOKENS.words}")
+        return cls(where=read.file, method=method, model=BaseModel.of_json(read.part("model")), **values)
 
     def arguments_for(self, config: Any) -> dict[str, Any]:
-        """The arguments of `extend_context` that repeat this extension on the model of `config`.
-
-        Raises:
-            ValueError: the extension belongs to a model with another config.
-        """
-        text_config = text_config_of(config)
-        now = {"model_type": text_config.model_type}
-        now |= {name: json.loads(json.dumps(getattr(text_config, name, None))) for name in self.model.config}
+        """The arguments of `extend_context` that repeat this extension. Raises ValueError for another config."""
         for name, then in {"model_type": self.model.model_type, **self.model.config}.items():
-            if not still_says(now[name], then):
+            now = json.loads(json.dumps(getattr(text_config_of(config), name, None)))
+            if not still_says(now, then):
                 raise ValueError(
-                    f"{self.where} belongs to a model with {name} {shown(then)}, and this one has "
-                    f"{shown(now[name])}. Extend this model again, or delete {RECORD} to load it unextended."
+                    f"{self.where} belongs to a model with {name} {shown(then)}, but this one has {shown(now)}. "
+                    f"Extend this model again, or delete {RECORD} to load it unextended."
                 )
         arguments: dict[str, Any] = {
             "existing": self.existing,
@@ -148,29 +129,22 @@ class Record:
         unlike = None if self.model.weights is None else weights_unlike(folder, self.model.weights)
         if unlike == OTHER_WEIGHTS:
             raise ValueError(
-                f"{self.where} belongs to other weights than those in {folder}: another model was saved there since. "
+                f"{self.where} does not belong to the weights in {folder}: another model has been saved there since. "
                 f"Extend this model again, or delete {RECORD} to load it unextended."
             )
         if unlike is not None:
             raise ValueError(
-                f"{self.where} belongs to a model of another dtype: {folder} has {unlike}. Restore the model as it was "
-                "stored and pass dtype= to ctxext.load, or extend this one again."
+                f"{self.where} belongs to a model of another dtype: {folder} has {unlike}. Restore the original files "
+                "and pass dtype= to ctxext.load, or extend this model again."
             )
 
 
 def write_record(folder: Path, plan: Plan, **base: str | None) -> None:
-    """Write the metadata of `plan` into `folder`.
-
-    Args:
-        base: the fields name, revision and weights of `BaseModel`, as far as known.
-    """
-    content = {
-        "version": __version__,
-        "summary": plan.summary,
-        **plan.to_dict(),
-        "model": vars(BaseModel.of_plan(plan, **base)),
-    }
-    write_json(folder / RECORD, content)
+    """Write the metadata of `plan` into `folder`; `base` has name, revision and weights of `BaseModel`, as known."""
+    config = plan.text_config
+    held = {name: getattr(config, name, None) for name in plan.updates if name != "ctxext"}
+    known = {"name": None, "revision": None, "model_type": config.model_type, "config": held, "weights": None, **base}
+    write_json(folder / RECORD, {"version": __version__, "summary": plan.summary, **plan.to_dict(), "model": known})
 
 
 def read_record(folder: Path) -> Record | None:
@@ -185,24 +159,24 @@ def read_record(folder: Path) -> Record | None:
     if not path.is_file():
         if beside is not None:
             raise ValueError(
-                f"{config} says that the model is extended by {RECORD}, which is not there. Copy that file too, or "
+                f"{config} says that the model is extended by {RECORD}, which is missing. Copy that file too, or "
                 f"delete the entry {BESIDE!r} to load the model unextended."
             )
         return None
     record = Record.of_json(read_json(path))
     if config.is_file() and beside != record.summary:
         raise ValueError(
-            f"{path} ({record.summary}) does not belong to the config.json beside it: another model was saved there "
-            f"since. Delete {RECORD} to load the model that was saved last, or extend it again."
+            f"{path} ({record.summary}) does not belong to the config.json beside it: another model has been "
+            f"saved there since. Delete {RECORD} to load that model, or extend it again."
         )
     return record
 
 
 def weights_fingerprint(folder: Path) -> str:
-    """A fingerprint of a checkpoint's safetensors: each tensor's name, shape, type and up to 32 of its values; then the
-    dtypes.
+    """A fingerprint of a checkpoint's safetensors, followed by their dtypes.
 
-    Independent of sharding. Reads only the disk pages that hold the sampled values.
+    Of each tensor's name, shape, type and up to 32 of its values; independent of sharding. Reads only the disk pages
+    that hold those values.
 
     Raises:
         ValueError: there are no safetensors; pickled weights are not loaded.
@@ -210,12 +184,12 @@ def weights_fingerprint(folder: Path) -> str:
     from safetensors import safe_open
 
     index, whole = folder / "model.safetensors.index.json", folder / "model.safetensors"
-    if index.is_file():  # other files beside it, such as consolidated.safetensors, are not the model's
+    if index.is_file():  # other files, such as consolidated.safetensors, do not belong to the model
         paths = [folder / str(name) for name in {*read_json(index).part("weight_map").content.values()}]
     else:
         paths = [whole] if whole.is_file() else sorted(folder.glob("*.safetensors"))
     if not paths:
-        raise ValueError(f"{folder} holds no safetensors. Load the model and save_pretrained it, which writes them.")
+        raise ValueError(f"{folder} holds no safetensors. Load the model and call save_pretrained, which writes them.")
     lines, dtypes = [], set()
     for path in paths:
         with safe_open(path, "pt") as tensors:
@@ -254,11 +228,7 @@ def plain_name(named: str | None) -> str | None:
 
 
 def base_named(adapter_config: Path) -> str | None:
-    """An adapter's `base_model_name_or_path`.
-
-    Raises:
-        ValueError: the file is broken.
-    """
+    """An adapter's `base_model_name_or_path`. Raises ValueError if the file is malformed."""
     read = read_json(adapter_config)
     return read.get("base_model_name_or_path", or_none(TEXT)) if "base_model_name_or_path" in read.content else None
 
@@ -272,8 +242,7 @@ def trained_under(named: str | None) -> str | None:
 def carry_extension(owner: Any, folders: Iterable[Path]) -> None:
     """Write the extension of the model `owner` beside the adapters just saved in `folders`.
 
-    Args:
-        owner: the extended model; None if the model is not extended, which removes the metadata of earlier adapters.
+    `owner` is None if the model is not extended: then only the metadata of earlier adapters is removed.
     """
     for folder in folders:
         path = folder / ADAPTER_CONFIG
@@ -292,25 +261,21 @@ def carry_extension(owner: Any, folders: Iterable[Path]) -> None:
 
 
 def adapter_record(folder: Path) -> Record | None:
-    """The extension that an adapter was trained with, or None.
-
-    Raises:
-        ValueError: the adapter's files are malformed, or belong to two adapters.
-    """
+    """The extension that an adapter was trained with, or None. Raises ValueError if its files disagree."""
     path, summary = folder / RECORD, trained_under(base_named(folder / ADAPTER_CONFIG))
     if not path.is_file():
         if summary is None:
             return None
         raise ValueError(
-            f"{folder / ADAPTER_CONFIG} says that the adapter was trained under {summary}, and {RECORD} is not beside "
-            "it. Copy that file too, or save the adapter again with ctxext imported."
+            f"{folder / ADAPTER_CONFIG} says that the adapter was trained with {summary}, but {RECORD} is missing. "
+            "Copy that file too, or save the adapter again with ctxext imported."
         )
     record = Record.of_json(read_json(path))
     if record.summary != summary:
         named = (base_named(folder / ADAPTER_CONFIG) or "") + EXTENDED.format(summary=record.summary)
         raise ValueError(
-            f"{path} ({record.summary}) does not agree with base_model_name_or_path in the {ADAPTER_CONFIG} beside "
-            f"it. If you moved the base, write {named!r} there; if another adapter was saved there since, delete "
-            f"{RECORD}."
+            f"{path} ({record.summary}) does not match base_model_name_or_path in the {ADAPTER_CONFIG} beside "
+            f"it. If you moved the base model, write {named!r} there; if another adapter has been saved there since, "
+            f"delete {RECORD}."
         )
     return record

@@ -1,4 +1,4 @@
-"""Method files: `ctxext fit` and `recommend` write them, and every `method=` or `--method` reads them."""
+"""Method files: `ctxext fit` and `compare` write them, and every `method=` or `--method` reads them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ctxext.utils.download import hub_folder
 from ctxext.utils.json_files import OBJECT, read_json, write_json
 
 SUFFIX = ".json"
-# Beside an export: the answers that `ctxext verify` compares an engine's with.
+# Beside an export: the reference that `ctxext verify` compares an engine with.
 PROBE = "verify.json"
 
 
@@ -35,43 +35,43 @@ class SavedMethod:
         write_json(Path(path), {"ctxext": __version__, "method": self.method.to_dict(), "about": self.about})
 
 
-def check_method_file(path: Path) -> None:
-    """Check the output path of a method file before the work starts.
+def check_method_file(path: Path, flag: str = "--output") -> None:
+    """Check the output path of a method file, which `flag` gave, and its suffix.
 
     Raises:
-        ValueError: its name does not end in `SUFFIX`, so `--method` would not read it.
-        OSError: as `check_writable`.
+        ValueError: another suffix.
+        OSError: as `check_writable`; FileExistsError if it holds something other than a method.
     """
     if path.suffix != SUFFIX:
-        raise ValueError(f"--output must end in {SUFFIX}, as --method takes {str(path)!r} for a name.")
+        raise ValueError(f"{flag} must end in {SUFFIX}: --method would read {str(path)!r} as a name.")
     check_writable(path)
+    if path.exists():
+        try:
+            read_saved(path)
+        except ValueError:
+            raise FileExistsError(
+                f"{path} exists and is not a method file of ctxext. Pass {flag} another file name, or remove it."
+            ) from None
 
 
 def check_writable(path: Path) -> None:
-    """Check that a file can be written, before the work starts.
-
-    Raises:
-        OSError: it is a folder, or its folder cannot be written to.
-    """
+    """Raise OSError, before the work starts, if `path` is a folder or its folder cannot be written to."""
     parent = next(folder for folder in path.absolute().parents if folder.exists())
     if path.is_dir() or not parent.is_dir() or not os.access(parent, os.W_OK):
         why = "is a folder" if path.is_dir() else f"cannot be written in {parent}"
-        raise OSError(f"{path} {why}. Choose another name for the file.")
+        raise OSError(f"{path} {why}. Choose another file name.")
 
 
 def read_saved(path: str | Path) -> SavedMethod:
-    """Read a file of `SavedMethod.save`.
-
-    Raises:
-        FileNotFoundError: no such file.
-        ValueError: it holds no valid method.
-    """
+    """Read a file of `SavedMethod.save`. Raises FileNotFoundError, or ValueError if it holds no valid method."""
     path = Path(path)
     if not path.is_file():
-        raise FileNotFoundError(f"{path} does not exist. Pass what `ctxext fit` wrote, or a name of `ctxext methods`.")
+        raise FileNotFoundError(
+            f"{path} does not exist. Pass a file that `ctxext fit` wrote, or a name from `ctxext methods`."
+        )
     read = read_json(path)
     if "method" not in read.content:
-        raise ValueError(f"{path} holds no method. Pass what `ctxext fit` or `ctxext recommend` wrote.")
+        raise ValueError(f"{path} holds no method. Pass a file that `ctxext fit` or `ctxext compare --best` wrote.")
     method = method_from_dict(read.get("method", OBJECT), str(path))
     return SavedMethod(method, read.part("about").content if "about" in read.content else {})
 
@@ -92,36 +92,33 @@ def opened(method: str | ContextMethod | None) -> str | ContextMethod | None:
         return method
     if Path(method).exists() or method.startswith((".", "/", "~")):
         raise ValueError(
-            f"{method} is not a method: name one of `ctxext methods`, a {SUFFIX} file that `ctxext fit` wrote, or an "
-            "extension on the hub (owner/name)."
+            f"{method} is not a method. Pass a name from `ctxext methods`, a {SUFFIX} file that `ctxext fit` wrote, "
+            "or an extension on the hub (owner/name)."
         )
     record = _on_the_hub(method)
-    more = {"existing": "refuse", "rotated_copy": False}
-    said = [f"{name}={getattr(record, name)!r}" for name, usual in more.items() if getattr(record, name) != usual]
-    if said:
+    more = [f"existing={record.existing!r}"] if record.existing != "refuse" else []
+    more += ["rotated_copy=True"] if record.rotated_copy else []
+    if more:
         raise ValueError(
-            f"{method} was made with {', '.join(said)}, which its method does not include. Load the extended model "
+            f"{method} was made with {', '.join(more)}, which its method does not include. Load the extended model "
             f"with ctxext.load({method!r}), or pass the values in its {RECORD} as arguments."
         )
     return record.method
 
 
 def check_made_for(method: str | ContextMethod | None, trained_length: int) -> None:
-    """Check that an extension on the hub was made for this trained length, which methods' equations use.
+    """Raise ValueError if an extension on the hub was made for another trained length, which methods' equations use.
 
     Args:
         trained_length: of the model to extend, before any scaling, in tokens.
-
-    Raises:
-        ValueError: it was made for another one.
     """
     if not isinstance(method, str) or "/" not in method or method.endswith(SUFFIX):
         return
     its = _on_the_hub(method).original_max_position_embeddings
     if its != trained_length:
         raise ValueError(
-            f"{method} was made for a model trained at {its} tokens, and this one counts as trained at "
-            f"{trained_length}. If that is wrong, pass original_max_position_embeddings={its}; else make one for it."
+            f"{method} was made for a model trained at {its} tokens, but this model's trained length is "
+            f"{trained_length}. If that is wrong, pass original_max_position_embeddings={its}; else use another method."
         )
 
 
@@ -129,7 +126,7 @@ def _on_the_hub(name: str) -> Record:
     record = read_record(hub_folder(name, patterns=[RECORD]))
     if record is None:
         raise FileNotFoundError(
-            f"{name!r} holds no {RECORD} on the hub, so it is not an extension. `ctxext push METHOD.json "
-            "OWNER/NAME` makes one. If it is a model that is extended in its config, use it as it is."
+            f"{name!r} has no {RECORD} on the hub, so it is not an extension. Create one with `ctxext push METHOD.json "
+            "OWNER/NAME`; if it is a model extended in its config, use it as it is."
         )
     return record

@@ -69,7 +69,7 @@ def _checking(load: Callable[..., Any]) -> Callable[..., Any]:
             _check_trained_under(extension_of(self), known.base_model_name_or_path, model_id)
         loaded = load(self, model_id, adapter_name, *args, **kwargs)
         config = self.peft_config[adapter_name]
-        if known is None and not path.is_file():
+        if known is None and not path.is_file():  # already downloaded by PEFT
             try:
                 _check_trained_under(extension_of(self), config.base_model_name_or_path, model_id)
             except ValueError:
@@ -102,12 +102,10 @@ def _check_files(extension: Extension | None, folder: Path) -> None:
 
 def _check_trained_under(extension: Extension | None, named: str | None, adapter: Any) -> None:
     """Raise ValueError unless an adapter with this base name was trained with `extension`."""
-    trained = trained_under(named)
-    if trained is None:
-        return
-    here = "not extended" if extension is None else f"extended by {extension.plan.summary}"
-    if extension is None or extension.plan.summary != trained:
+    trained, summary = trained_under(named), None if extension is None else extension.plan.summary
+    if trained not in (None, summary):
         raise ValueError(
-            f"{adapter} was trained under {trained}, and this model is {here}. Load it with "
-            f"ctxext.load({str(adapter)!r}), or extend the model so first."
+            f"{adapter} was trained with {trained}, but this model is "
+            f"{'not extended' if summary is None else f'extended by {summary}'}. Load it with "
+            f"ctxext.load({str(adapter)!r}), or extend the model in the same way first."
         )

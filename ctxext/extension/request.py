@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -39,24 +40,20 @@ def class_of(config: Any) -> Any:
     mappings = [getattr(transformers, f"AutoModel{kind}")._model_mapping for kind in autos]
     found = next((mapping[type(config)] for mapping in mappings if type(config) in mapping), None)
     if found is None:
-        raise ValueError(f"no model of transformers is built from a {type(config).__name__} alone")
+        raise ValueError(f"transformers builds no model from a {type(config).__name__} alone")
     return found[0] if isinstance(found, tuple) else found
 
 
 def model_on_meta(config: Any) -> nn.Module:
-    """Build the model of a config on meta.
-
-    Raises:
-        ValueError: transformers cannot build it.
-    """
+    """Build the model of a config on meta. Raises ValueError if transformers cannot build it."""
     text_config = text_config_of(config)
     try:
         with torch.device("meta"):
             return class_of(config)(config)
-    except Exception as error:  # model code raises many kinds
+    except Exception as error:  # model code raises many exception types
         raise ValueError(
             f"{type(text_config).__name__} (model_type {text_config.model_type!r}): no model could be built from this "
-            f"config ({type(error).__name__}: {one_line(error)}). Correct it, or load the model and pass that."
+            f"config ({type(error).__name__}: {one_line(error)}). Correct the config, or load the model and pass it."
         ) from error
 
 
@@ -74,7 +71,9 @@ def plan_extension(
     Args:
         model: the live model of `config`; if None, encodings other than RoPE are searched for in a model on meta.
     """
-    request = Request.of(factor, opened(method), **arguments)
+    known = {each.name for each in fields(Request)} - {"options"}  # all others are options of the method
+    known_arguments = {name: arguments.pop(name) for name in known & arguments.keys()}
+    request = Request(factor=factor, method=opened(method), **known_arguments, options=arguments)
     check_config(config)
     check_trained_length(request.original_max_position_embeddings)
     plan = encoding_of(config, model).plan(config, request)
@@ -83,11 +82,7 @@ def plan_extension(
 
 
 def encoding_of(config: Any, model: nn.Module | None = None) -> Encoding:
-    """The position encoding of a config's model.
-
-    Raises:
-        ValueError: it has no position encoding with a length limit, or an unsupported one.
-    """
+    """The position encoding of a config's model. Raises ValueError if it has no limit or is unknown."""
     check_config(config)
     text_config = text_config_of(config)
     if has_rope(text_config):
@@ -97,27 +92,20 @@ def encoding_of(config: Any, model: nn.Module | None = None) -> Encoding:
     name = f"{type(named).__name__} (model_type {named.model_type!r})"
     reason = no_encoding(text_config) or refused
     if reason is None and getattr(config, "position_embedding_type", None) == "rotary":
-        reason = "keeps RoPE in a module of its own, and no config has its base."
+        reason = "keeps RoPE in a custom module, and its config does not hold the base."
     if reason is None:
         found = find_encoding(model_on_meta(config) if model is None else model, text_config)
         if found is not None:
             return found
         reason = (
-            "has no position encoding that ctxext knows: no rope_parameters in its config, no table that grows with "
-            "its limit, no ALiBi, no T5 buckets and no relative positions."
+            "has no position encoding that ctxext supports: no rope_parameters in its config, no table that grows "
+            "with its limit, no ALiBi, no T5 buckets and no relative positions."
         )
     raise ValueError(f"{name} {reason}")
 
 
 def check_on_paper(config: Any, plan: Plan, model: nn.Module | None = None) -> None:
-    """Check that a model of `config` supports in-attention RoPE, if `plan` needs it. Needs no weights.
-
-    Args:
-        model: the live model, if any.
-
-    Raises:
-        ValueError: it does not.
-    """
+    """Raise ValueError unless a model of `config` supports in-attention RoPE, if `plan` needs it. Needs no weights."""
     if plan.in_attention:
         for patch in plan.patches:
             patch.check(model_on_meta(config) if model is None else model)

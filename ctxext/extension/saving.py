@@ -1,10 +1,11 @@
-"""Save an extended model: with a config.json that every reader understands, or with `context_extension.json`."""
+"""Save an extended model: with a config.json that plain transformers loads, or with `context_extension.json`."""
 
 from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -54,36 +55,41 @@ def save_portable(model: PreTrainedModel, save_directory: Any, *args: Any, **kwa
     """
     if "length" in kwargs:
         raise ValueError(
-            f"length={kwargs['length']} freezes a dynamic method as it is saved, and this model is static already. "
+            f"length={kwargs['length']} freezes a dynamic method on saving, but this model is already static. "
             "Leave it out."
         )
     text_config = text_config_of(model.config)
     rope_parameters = getattr(text_config, "rope_parameters", None)
     keys = version_4_keys(text_config, rope_parameters) if rope_parameters else {}
-    before = {name: value for name, value in text_config.__dict__.items() if name in keys}
-    text_config.__dict__.update(keys)
-    try:
+    with _holding(text_config, keys):
         saved = type(model).save_pretrained(model, save_directory, *args, **kwargs)
-    finally:
-        for name in keys:
-            del text_config.__dict__[name]
-        text_config.__dict__.update(before)
     if kwargs.get("is_main_process", True):
         _follow_up(model, Path(save_directory))
     return saved
 
 
-def _follow_up(model: PreTrainedModel, folder: Path) -> None:
-    """Remove the metadata of a model saved in `folder` earlier."""
+@contextmanager
+def _holding(config: Any, fields: dict[str, Any], instead_of: Iterable[str] = ()) -> Iterator[None]:
+    """Let a config hold `fields`, and none of the other names in `instead_of`, within a `with` block."""
+    held = config.__dict__
+    before = {name: held.pop(name) for name in dict.fromkeys((*fields, *instead_of)) if name in held}
+    held.update(fields)
+    try:
+        yield
+    finally:
+        for name in fields:
+            held.pop(name, None)
+        held.update(before)
+
+
+def _follow_up(model: PreTrainedModel, folder: Path) -> bool:
+    """Remove the metadata of a model saved in `folder` earlier. Returns whether only an adapter was saved now."""
     for name in (RECORD, PROBE):
         (folder / name).unlink(missing_ok=True)
-    if _saves_adapter(model):
+    is_adapter = bool(getattr(model, "_hf_peft_config_loaded", False))  # by `model.add_adapter`
+    if is_adapter:
         carry_extension(model, [folder])
-
-
-def _saves_adapter(model: PreTrainedModel) -> bool:
-    """Whether `save_pretrained` writes only an adapter (`model.add_adapter`)."""
-    return bool(getattr(model, "_hf_peft_config_loaded", False))
+    return is_adapter
 
 
 def save_with_record(
@@ -95,44 +101,35 @@ def save_with_record(
     extension, and `ctxext.load` reads `context_extension.json`.
 
     Args:
-        length: for dynamic methods: write a plain checkpoint instead, frozen at the scale of this many tokens.
+        length: for dynamic methods: write a plain checkpoint instead, frozen at the scale of this many tokens, its
+            maximum length.
 
     Raises:
         ValueError: `length` for a method without a static form.
     """
     extension: Extension = model.__dict__[ATTRIBUTE]
+    plan = extension.plan
     folder, main = Path(save_directory), kwargs.get("is_main_process", True)
     push = kwargs.pop("push_to_hub", False)
     if push and length is None and main:
         # transformers would upload before the metadata is written; `model.push_to_hub` calls this function.
         names = ("commit_message", "commit_description", "private", "token", "revision", "create_pr", "tags")
         hub = {name: kwargs.pop(name) for name in names if name in kwargs}
-        repo_id = kwargs.pop("repo_id", Path(save_directory).name)
+        repo_id = kwargs.pop("repo_id", folder.name)
         save_with_record(model, save_directory, *args, **kwargs)
         return model.push_to_hub(repo_id, **hub, **{k: v for k, v in kwargs.items() if k == "max_shard_size"})
     if length is not None:
         return _save_frozen(model, extension, length, save_directory, *args, push_to_hub=push, **kwargs)
     pair = extension.text_configs(model)
-    text_config, original = pair.extended, pair.original
-    extended = {name: text_config.__dict__.pop(name) for name in extension.plan.updates}
-    text_config.__dict__.update({name: original.__dict__[name] for name in extended if name in original.__dict__})
-    model.config.__dict__[BESIDE] = extension.plan.summary
-    try:
+    original = {name: value for name, value in pair.original.__dict__.items() if name in plan.updates}
+    with _holding(pair.extended, original, instead_of=plan.updates), _holding(model.config, {BESIDE: plan.summary}):
         saved = type(model).save_pretrained(model, save_directory, *args, **kwargs)
-    finally:
-        for name in extended:
-            text_config.__dict__.pop(name, None)
-        text_config.__dict__.update(extended)
-        del model.config.__dict__[BESIDE]
-    if not main:
+    if not main or _follow_up(model, folder):
         return saved
-    _follow_up(model, folder)
-    if _saves_adapter(model):
-        return saved
-    write_record(folder, extension.plan, weights=weights_fingerprint(folder))
+    write_record(folder, plan, weights=weights_fingerprint(folder))
     warnings.warn(
-        f"{extension.plan.summary} cannot be expressed in config.json, as {extension.plan.why_not_portable}: "
-        f"config.json was saved unextended, and the extension in {RECORD}. Reload with "
+        f"{plan.summary} cannot be expressed in config.json because {plan.why_not_portable}: "
+        f"config.json was saved unextended, and the extension is in {RECORD}. Reload with "
         f"ctxext.load({str(save_directory)!r}); plain transformers and other engines load the unextended model.",
         stacklevel=2,
     )
@@ -152,7 +149,7 @@ def _save_frozen(
     )
     restore(model, extension)
     try:
-        frozen_extension = apply(model, frozen, saver(frozen))
+        frozen_extension = apply(model, frozen)
         try:
             return save_portable(model, save_directory, *args, **kwargs)
         finally:

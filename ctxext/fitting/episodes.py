@@ -84,7 +84,7 @@ def split(
     share = max(held_out, 1.1 * target / n)
     if share > 0.5:
         raise ValueError(
-            f"{name} has {n:,} tokens, too few to fit at {target:,}: one part to learn from and one to choose by each "
+            f"{name} has {n:,} tokens, too few to fit at {target:,}: the training and held-out parts each "
             f"need more than that, {math.ceil(2.2 * target):,} in all. Pass a longer text, or a smaller factor."
         )
     cut = round(len(text) * (1 - share))

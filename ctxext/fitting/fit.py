@@ -24,7 +24,6 @@ from ctxext.utils.processes import ALONE, Processes
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-
 DEFAULT = GradientSettings()
 
 
@@ -63,8 +62,8 @@ def fit(
     began = time.perf_counter()
     if prompter.answer_tokens is not None:
         raise ValueError(
-            f"a prompter of style {prompter.style!r} leaves room for {prompter.answer_tokens} tokens in the model's "
-            "own words, and a fit scores answers token by token. Use style 'base' or 'chat', without answer_tokens."
+            f"a prompter of style {prompter.style!r} leaves {prompter.answer_tokens} tokens for a free-form "
+            "answer, and a fit scores answers token by token. Use style 'base' or 'chat', without answer_tokens."
         )
     live = LiveFactors(model, original_max_position_embeddings)
     trained = live.rope.original_max_position_embeddings

@@ -80,7 +80,9 @@ class GradientSettings:
             if value is not None and not (0 <= value < math.inf and (value or name != "minutes")):
                 raise ValueError(f"{name} must be a finite number{least}, got {value}.")
         if not self.short + self.text + self.retrieval > 0:
-            raise ValueError("short, text and retrieval are all 0, so there is nothing to learn. Leave one above 0.")
+            raise ValueError(
+                "short, text and retrieval are all 0, so there is nothing to learn. Set one of them above 0."
+            )
         if self.start not in (None, *STARTS):
             raise ValueError(f"a fit cannot start from {self.start!r}{suggest(str(self.start), STARTS)}")
 
@@ -132,10 +134,8 @@ def row_losses(model: PreTrainedModel, episode: Episode) -> Losses:
     ids = torch.tensor([episode.input_ids], device=model.device)
     n, n_answer = len(episode), episode.n_answer
     stride = _stride(model, n - episode.text_from)
-    at = torch.cat(
-        [torch.arange(episode.text_from - 1, n - 1 - n_answer, stride), torch.arange(n - 1 - n_answer, n - 1)]
-    )
-    at = at.to(model.device)
+    places = [*range(episode.text_from - 1, n - 1 - n_answer, stride), *range(n - 1 - n_answer, n - 1)]
+    at = torch.tensor(places, device=model.device)
     logits = model(input_ids=ids[:, :-1], use_cache=False, logits_to_keep=at).logits[0].float()
     losses = cross_entropy(logits, ids[0, at + 1], reduction="none")
     n_text = len(at) - n_answer
@@ -196,17 +196,12 @@ class Validation:
         self, model: PreTrainedModel, live: LiveFactors, method: RopeScaling, settings: GradientSettings
     ) -> dict[str, float]:
         """The mean losses of each kind under `method`, and their mean contribution to the objective."""
-        found: dict[str, list[Tensor]] = {}
-        for episode in self.short:
-            for kind, value in short_loss(model, live, episode, lambda: live.use(method)).items():
-                found.setdefault(kind, []).append(value)
+        parts = [short_loss(model, live, episode, lambda: live.use(method)) for episode in self.short]
         live.use(method)
-        for episode in self.rows:
-            for kind, value in row_losses(model, episode).items():
-                found.setdefault(kind, []).append(value)
-        means = {kind: float(torch.stack(values).mean()) for kind, values in found.items()}
-        total = sum(float(settings.weighed(kind, torch.stack(values)).mean()) for kind, values in found.items())
-        return {**means, "total": total}
+        parts += [row_losses(model, episode) for episode in self.rows]
+        found = {kind: torch.stack([part[kind] for part in parts if kind in part]) for kind in KINDS}
+        total = sum(float(settings.weighed(kind, values).mean()) for kind, values in found.items())
+        return {**{kind: float(values.mean()) for kind, values in found.items()}, "total": total}
 
 
 def start_at(name: str, rope: RopeGeometry, factor: float) -> RopeScaling:
@@ -217,8 +212,7 @@ def start_at(name: str, rope: RopeGeometry, factor: float) -> RopeScaling:
         return named
     low, high = RAMPS[name]
     log_factors = math.log(factor) * _ramp(_octaves(rope), torch.tensor(low), torch.tensor(high - low))
-    attention_factor = torch.tensor(1 + 0.05 * math.log(factor), dtype=torch.float64)
-    return _as_method(log_factors.exp(), attention_factor, rope, factor)
+    return _as_method(log_factors.exp(), 1 + 0.05 * math.log(factor), rope, factor)
 
 
 def _octaves(rope: RopeGeometry) -> Float64[Tensor, " pair"]:
@@ -332,7 +326,7 @@ def fit_by_gradient(
     live: LiveFactors,
     training: Material,
     held_out: Material,
-    settings: GradientSettings = GradientSettings(),
+    settings: GradientSettings,
     *,
     advance: Callable[[float, str], None] = lambda share, state: None,
     processes: Processes = ALONE,
@@ -371,7 +365,7 @@ def fit_by_gradient(
             if needed > settings.minutes:
                 raise ValueError(
                     f"{counted(settings.minutes, 'minute')} is not enough to try the starts and evaluate one step at "
-                    f"{training.target:,} tokens. Pass {math.ceil(10 * needed) / 10:g} minutes at least, or one start."
+                    f"{training.target:,} tokens. Pass at least {math.ceil(10 * needed) / 10:g} minutes, or one start."
                 )
     start = min(tried, key=lambda name: tried[name]["total"])
     ramp = Ramp(rope, starts[start])
@@ -392,7 +386,7 @@ def fit_by_gradient(
     ready = elapsed()
     history: list[dict[str, float]] = []
     best: tuple[float, Tensor] = (math.inf, ramp.numbers.detach().clone())
-    state = f"beginning with {start}"
+    state = f"starting from {start}"
 
     def evaluate() -> float:
         nonlocal best, state
@@ -418,7 +412,7 @@ def fit_by_gradient(
         if not math.isfinite(sum(losses)):
             raise RuntimeError(
                 f"evaluation {len(history)} has losses that are not finite ({said}). Load the model in float32 or "
-                "bfloat16, and see that the baseline reads this text."
+                "bfloat16, and check the baseline's loss on this text."
             )
         ramp.numbers.grad = processes.total(ramp.numbers.grad)
         best = min(best, (said["total"], ramp.numbers.detach().clone()), key=lambda pair: pair[0])
@@ -433,13 +427,14 @@ def fit_by_gradient(
     numbers = best[1]
     fitted = _as_method(ramp.rescale_factors(numbers), ramp.attention_factor(numbers), rope, factor)
     tried["fitted"] = check.losses(model, live, fitted, settings)
-    kept = tried["fitted"]["total"] > tried[start]["total"]
-    if kept:
+    if kept := tried["fitted"]["total"] > tried[start]["total"]:
         fitted = _as_method(starts[start].rescale_factors(rope), starts[start].attention_scaling(rope), rope, factor)
     return Fit(fitted, start, tried, history, kept)
 
 
-def _as_method(rescale_factors: Tensor, attention_factor: Tensor, rope: RopeGeometry, factor: float) -> LongRoPE:
+def _as_method(
+    rescale_factors: Tensor, attention_factor: Tensor | float, rope: RopeGeometry, factor: float
+) -> LongRoPE:
     return LongRoPE(
         factor=factor,
         long_factor=tuple(rescale_factors.tolist()),

@@ -6,7 +6,6 @@ import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ctxext.core.apply import extension_of
+from ctxext.core.probing import in_eval_mode
 from ctxext.encodings.rope import RopeGeometry
 from ctxext.methods import RopeScaling
 from ctxext.models.context import has_rope, read_context
@@ -46,23 +46,23 @@ class LiveFactors:
         facts = read_context(model.config, original_max_position_embeddings)
         if extension_of(model) is not None or facts.scaling is not None or facts.mark is not None:
             raise ValueError(
-                f"the RoPE of {name} is scaled already. Fit the model as it was: restore_context(model), or load it "
+                f"the RoPE of {name} is already scaled. Fit the unextended model: restore_context(model), or load it "
                 "without its scaling."
             )
         family = family_of(text_config)
         if len(facts.tables) > 1 or facts.tables[0].n_zero or family.softmax_mscale or family.mscale_keys:
             raise ValueError(
-                f"{name} has frequencies for several types of layers, or a temperature of its own in the softmax: λ is "
-                "fitted where one table of frequencies serves the whole model. Use a named method, such as yarn."
+                f"{name} has several RoPE tables or a softmax temperature, and λ can be fitted only to a single "
+                "RoPE table. Use a named method, such as yarn."
             )
         self.rope: RopeGeometry = facts.original_rope
         sites = find_rotary_sites(model, text_config)
         others = other_rotary_tables(model, sites)
         tables = [site.module._buffers.get("inv_freq") for site in sites]
-        if not sites or others or any(table is None or _error(table, self.rope.inv_freq) > 1 for table in tables):
+        if not sites or others or not all(table is not None and _agrees(table, self.rope) for table in tables):
             raise ValueError(
-                f"{name} does not keep its frequencies as its config has them{': ' * bool(others)}{', '.join(others)}. "
-                "λ is fitted where one standard rotary embedding does it all. Use a named method, such as yarn."
+                f"{name} does not use the frequencies in its config{': ' * bool(others)}{', '.join(others)}. "
+                "λ can be fitted only to one standard rotary embedding: use a named method, such as yarn."
             )
         self._sites: list[Any] = [site.module for site in sites]
         self._former: list[tuple[Tensor, float, Any]] = []
@@ -73,9 +73,7 @@ class LiveFactors:
             self._former.append((module.inv_freq, module.attention_scaling, _set_forward(module, own)))
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for module, (table, scaling, forward) in zip(self._sites, self._former):
             module._buffers["inv_freq"], module.attention_scaling = table, scaling
             _set_forward(module, forward)
@@ -118,17 +116,14 @@ def recomputed(model: PreTrainedModel) -> Iterator[None]:
 def frozen(model: nn.Module) -> Iterator[None]:
     """Freeze all weights and disable dropout."""
     asked = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    training = [module for module in model.modules() if module.training]
     for parameter in asked:
         parameter.requires_grad_(False)
-    model.eval()
     try:
-        yield
+        with in_eval_mode(model):
+            yield
     finally:
         for parameter in asked:
             parameter.requires_grad_(True)
-        for module in training:
-            module.training = True
 
 
 def _set_forward(module: nn.Module, forward: Any) -> Any:
@@ -139,6 +134,6 @@ def _set_forward(module: nn.Module, forward: Any) -> Any:
     return former
 
 
-def _error(table: Tensor, inv_freq: Float64[Tensor, " pair"]) -> float:
-    """The relative error of a module's frequencies, in units of its dtype's rounding."""
-    return relative_error(table, inv_freq) / max(1e-6, torch.finfo(table.dtype).eps)
+def _agrees(table: Tensor, rope: RopeGeometry) -> bool:
+    """Whether a module's frequencies are the config's, up to rounding in its dtype."""
+    return relative_error(table, rope.inv_freq) <= max(1e-6, torch.finfo(table.dtype).eps)

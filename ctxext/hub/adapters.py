@@ -11,7 +11,6 @@ from __future__ import annotations
 import copy
 import html
 import json
-import os
 import warnings
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -39,10 +38,12 @@ from ctxext.extension.metadata_file import RECORD as EXTENSION
 from ctxext.extension.request import model_on_meta
 from ctxext.extension.saving import save_portable
 from ctxext.hub.checkpoint import (
-    architecture_of,
     check_not_extended,
     checkpoint_folder,
     extended_as_saved,
+    load_model,
+    load_tokenizer,
+    local_folder,
     planned_as_saved,
     read_config,
     saved_extension,
@@ -52,9 +53,9 @@ from ctxext.models.context import read_context
 from ctxext.models.metadata import check_mark
 from ctxext.models.rope_tables import rope_tables
 from ctxext.patches.rotary import RotaryProof, table_errors
-from ctxext.utils.download import hub_folder
 from ctxext.utils.extras import require
 from ctxext.utils.json_files import OBJECT, TEXT, TOKENS, JsonObject, or_none, read_json, write_json
+from ctxext.utils.values import finite
 
 if TYPE_CHECKING:
     require("train")
@@ -64,15 +65,18 @@ if TYPE_CHECKING:
 RECORD = "ctxext.json"
 WEIGHTS = "adapter_model.safetensors"
 
+# Measured figures by row and column: {"base": {"perplexity at 512–1,024": 74.3}, …}.
+Figures = Mapping[str, Mapping[str, float | str | None]]
+
 # The text config fields that an extension sets (`Plan.updates`), by transformers' common names (for GPT-2's n_positions
 # too).
 EXTENDED_KEYS = (
     "rope_parameters", "max_position_embeddings", "original_max_position_embeddings", "head_dim", "ctxext",
 )  # fmt: skip
 
-# How far a merged model's logits may be from its adapter's, root mean square over the logits' own spread. Merging
-# reorders float32 sums (4e-7 on the bundled model, 2e-6 on random ones) and rounds weights once to the type written
-# (3e-4 and 2e-3 there, up to 3e-3 and 2e-2). LoRA merged into both uses of a tied embedding is off by 1e-2 and more.
+# The largest difference between a merged model's logits and its adapter's: RMS, in standard deviations of the logits.
+# Merging reorders float32 sums (4e-7 on the bundled model, 2e-6 on random ones) and rounds weights once to the written
+# dtype (3e-4 and 2e-3 there, up to 3e-3 and 2e-2). LoRA merged into both uses of a tied embedding is off by >= 1e-2.
 LOGIT_BARS = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 
 
@@ -116,17 +120,23 @@ class AdapterBase:
         folder = Path(extended).resolve()
         if read_record(folder) is not None:
             raise ValueError(
-                f"{folder} is extended in a way that config.json cannot express, nor can an adapter. Train on a folder "
+                f"{folder} has an extension that neither config.json nor an adapter can express. Train on a folder "
                 "that is extended by a static method."
             )
         text_config = read_config(folder).get_text_config(decoder=True)
         own_names = {key: text_config.attribute_map.get(key, key) for key in EXTENDED_KEYS}
+        config = {key: getattr(text_config, own) for key, own in own_names.items() if own in text_config.__dict__}
+        if not config.keys() & {"max_position_embeddings", "ctxext"}:
+            raise ValueError(
+                f"{folder / 'config.json'} has no maximum length and no extension. Extend the model, or save the "
+                "adapter with PEFT: model.save_pretrained."
+            )
         return cls(
             base=str(Path(base).resolve()) if Path(base).is_dir() else str(base),
             revision=revision,
             extended=str(folder),
             fingerprint=weights_fingerprint(folder),
-            config={key: getattr(text_config, own) for key, own in own_names.items() if own in text_config.__dict__},
+            config=config,
             provenance=provenance or {},
         )
 
@@ -143,6 +153,8 @@ class AdapterBase:
     @property
     def max_position_embeddings(self) -> int:
         """The extended model's maximum length in tokens."""
+        if "max_position_embeddings" not in self.config:  # T5
+            return int(self.config["ctxext"]["target"])
         return int(self.config["max_position_embeddings"])
 
     @property
@@ -155,27 +167,21 @@ class AdapterBase:
         """Whether `config` has this extension."""
         text_config = config.get_text_config(decoder=True)
         names = self.config.keys() & {"rope_parameters", "max_position_embeddings"}
-        return all(getattr(text_config, name, None) == self.config[name] for name in names)
-
-    def apply_to(self, config: PreTrainedConfig) -> None:
-        """Extend the original base's config, in place; call it before loading the weights."""
-        text_config = config.get_text_config(decoder=True)
-        for name, value in self.config.items():
-            setattr(text_config, name, copy.deepcopy(value))
-
-    def to_json(self) -> str:
-        return json.dumps(asdict(self), indent=2, ensure_ascii=False) + "\n"
+        fields = {name: self.config[name] for name in names} or self.config.get("ctxext", {}).get("fields", {})
+        return all(getattr(text_config, name, None) == value for name, value in fields.items())
 
     @classmethod
     def of_json(cls, read: JsonObject) -> AdapterBase:
-        """
+        """From the content of `ctxext.json`.
+
         Raises:
             ValueError: a field is malformed; the error names it.
         """
         read.check_names({f.name for f in fields(cls)})
         config, of_config = read.get("config", OBJECT), read.part("config")
-        read.check(config.keys() <= {*EXTENDED_KEYS}, f"config must have no fields but {', '.join(EXTENDED_KEYS)}")
-        of_config.get("max_position_embeddings", TOKENS)
+        read.check(config.keys() <= {*EXTENDED_KEYS}, f"config may only have the fields {', '.join(EXTENDED_KEYS)}")
+        if config.keys() & {"max_position_embeddings", "rope_parameters"} or "ctxext" not in config:
+            of_config.get("max_position_embeddings", TOKENS)
         for name in config.keys() & {"original_max_position_embeddings", "head_dim"}:
             of_config.get(name, or_none(TOKENS))
         if "rope_parameters" in config:
@@ -194,10 +200,7 @@ class AdapterBase:
 
 
 def check_all_saved(model: nn.Module) -> None:
-    """Check that everything trained would be saved. A whole model saves everything; an adapter may not.
-
-    PEFT saves its own tensors and `modules_to_save`, and silently omits parameters unfrozen by `requires_grad_`, such
-    as norms.
+    """Check that everything trained would be saved: PEFT silently omits parameters unfrozen by `requires_grad_`.
 
     Raises:
         ValueError: parameters would be lost; the error names them.
@@ -216,7 +219,7 @@ def check_all_saved(model: nn.Module) -> None:
         raise ValueError(
             f"{len(lost)} trained parameters would not be saved with the adapter: {', '.join(lost[:3])}"
             f"{' …' if lost[3:] else ''}. Name their modules in modules_to_save={modules!r} of the PEFT config instead "
-            "of unfreezing them. Nothing was written."
+            "of unfreezing them."
         )
 
 
@@ -236,8 +239,7 @@ def save_trained(
         state_dict: the gathered trained tensors by name, if an engine shards them.
 
     Raises:
-        ValueError: a trained parameter would not be saved (`check_all_saved`). On any error an existing `folder` is
-            unchanged.
+        ValueError: as `check_all_saved`. On any error an existing `folder` is unchanged.
     """
     require("train")
     from peft import PeftModel
@@ -264,24 +266,16 @@ def _under_all_names(model: nn.Module, state_dict: dict[str, Tensor]) -> dict[st
     return {**state_dict, **{name: tensors[id(value)] for name, value in names.items() if id(value) in tensors}}
 
 
-def write_record(
-    folder: Path, base: AdapterBase, figures: Mapping[str, Mapping[str, float | str | None]] | None = None
-) -> None:
+def write_record(folder: Path, base: AdapterBase, figures: Figures | None = None) -> None:
     """Write `ctxext.json` and the model card into the folder of an adapter or a model.
 
     Args:
-        figures: measured figures, as for `write_model_card`; kept as `provenance["figures"]` for a merged model's card.
+        figures: kept as `provenance["figures"]` for a merged model's card.
     """
     if figures is not None:
         base = replace(base, provenance={**base.provenance, "figures": figures})
-    _write(folder / RECORD, base.to_json())
+    write_json(folder / RECORD, finite(asdict(base)))
     write_model_card(folder, base, base.provenance.get("figures"))
-
-
-def _write(path: Path, text: str) -> None:
-    building = path.with_name(f".{path.name}")
-    building.write_text(text, encoding="utf-8")
-    os.replace(building, path)
 
 
 def _save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path, length: int) -> None:
@@ -301,9 +295,9 @@ def load(
 
     For an extension alone (`ctxext.publish.push`), the model that its card names, extended.
 
-    Searches for the base where the adapter says, then in a folder `base` in, beside or above the adapter, then for the
-    original base, whose config is extended before its weights are loaded. Its weights must be those used in training,
-    and its rotary embedding must match `ctxext.json`.
+    An adapter's base is searched for where the adapter says, then in a folder `base` in, beside or above the adapter;
+    then the original base is extended. Its weights must be those used in training, and its rotary embedding must match
+    `ctxext.json`.
 
     Args:
         is_trainable: keeps the adapter's parameters trainable.
@@ -314,29 +308,24 @@ def load(
 
     Raises:
         FileNotFoundError: no base was found (the error lists the places), or `name_or_path` holds no model.
-        ValueError: a base was found, but has other weights; or a ctxext file is malformed, or belongs to another model
-            or adapter.
+        ValueError: the base has other weights; or a ctxext file is malformed, or belongs to another model or adapter.
         RuntimeError: the loaded model's frequencies differ from `ctxext.json`.
     """
     folder = _folder(name_or_path, revision)
     if _is_adapter(folder):
-        return _load_adapter(_Found.by(folder), is_trainable, **from_pretrained)
+        return _load_adapter(_found(folder), is_trainable, **from_pretrained)
     if (folder / "config.json").is_file():
         base, extension = folder, saved_extension(folder)
     else:
         extension, base = read_record(folder), checkpoint_folder(_base_of(folder))
         check_not_extended(base)
-    model = architecture_of(base).from_pretrained(base, use_safetensors=True, **from_pretrained)
+    model = load_model(base, use_safetensors=True, **from_pretrained)
     return extended_as_saved(model, extension)
 
 
 def _folder(name_or_path: Path | str, revision: str | None) -> Path:
-    """The folder of an adapter or a model, downloaded if given by hub name."""
-    folder, name = Path(name_or_path), str(name_or_path)
-    if not folder.is_dir() and not folder.is_absolute() and name.count("/") == 1 and not name.startswith("."):
-        folder = hub_folder(name, revision)
-    elif revision is not None and folder.is_dir():
-        raise ValueError(f"revision={revision!r} is for hub names, but {name!r} is a folder here. Drop it.")
+    """The folder of an adapter, a model or an extension, downloaded if given by hub name."""
+    folder, name = local_folder(str(name_or_path), revision), str(name_or_path)
     if not _is_adapter(folder) and not any((folder / file).is_file() for file in ("config.json", EXTENSION)):
         raise FileNotFoundError(
             f"{name!r} is neither an adapter (adapter_config.json and {WEIGHTS}) nor a model (config.json) nor an "
@@ -353,8 +342,8 @@ def _base_of(folder: Path) -> str:
     base = (metadata_load(card) or {}).get("base_model") if card.is_file() else None
     if not isinstance(base, str):
         raise ValueError(
-            f"{folder} holds an extension alone ({EXTENSION}), and no README.md there says for which model "
-            "(base_model). Load that model, and put the file beside its config.json to extend it so."
+            f"{folder} holds only an extension ({EXTENSION}), and no README.md names its model (base_model). "
+            "Download that model and put the file beside its config.json to extend it."
         )
     return base
 
@@ -365,13 +354,7 @@ def _is_adapter(folder: Path) -> bool:
 
 @dataclass(frozen=True)
 class _Found:
-    """An adapter and the base to load it on.
-
-    Attributes:
-        config: the config to load the base with.
-        record: if the base's config has the extension.
-        extension: if the base is extended after loading.
-    """
+    """An adapter, its base and the config to load that with; `extension` is applied afterwards."""
 
     folder: Path
     base: Path
@@ -379,30 +362,25 @@ class _Found:
     record: AdapterBase | None = None
     extension: Record | None = None
 
-    @classmethod
-    def by(cls, folder: Path) -> _Found:
-        """
-        Raises:
-            FileNotFoundError: no base was found; the error lists the places.
-            ValueError: a different base was found; or the adapter's files are malformed or belong to two adapters.
-        """
-        extension, path = adapter_record(folder), folder / RECORD
-        named = plain_name(base_named(folder / ADAPTER_CONFIG))
-        if extension is not None:
-            return cls(folder, *_base_by_name(folder, extension), extension=extension)
-        if path.is_file():
-            record = AdapterBase.of_json(read_json(path))
-            return cls(folder, *_base_by_record(folder, record, named), record=record)
-        if named is None:
-            raise ValueError(
-                f"{folder / ADAPTER_CONFIG} names no base (base_model_name_or_path), and there is no {RECORD} "
-                "beside it. Write the base's folder or name there."
-            )
-        base = checkpoint_folder(named)
-        config = read_config(base)
-        if read_record(base) is None:
-            _warn_if_plain(folder, config)
-        return cls(folder, base, config)
+
+def _found(folder: Path) -> _Found:
+    extension, path = adapter_record(folder), folder / RECORD
+    named = plain_name(base_named(folder / ADAPTER_CONFIG))
+    if extension is not None:
+        return _Found(folder, *_base_by_name(folder, extension), extension=extension)
+    if path.is_file():
+        record = AdapterBase.of_json(read_json(path))
+        return _Found(folder, *_base_by_record(folder, record, named), record=record)
+    if named is None:
+        raise ValueError(
+            f"{folder / ADAPTER_CONFIG} names no base model (base_model_name_or_path), and there is no {RECORD} "
+            "beside it. Add the base model's folder or name."
+        )
+    base = checkpoint_folder(named)
+    config = read_config(base)
+    if read_record(base) is None:
+        _warn_if_plain(folder, config)
+    return _Found(folder, base, config)
 
 
 def _places(folder: Path) -> tuple[Path, ...]:
@@ -416,8 +394,8 @@ def _base_by_name(folder: Path, extension: Record) -> tuple[Path, PreTrainedConf
     name = extension.model.name
     if name is None:
         raise ValueError(
-            f"{extension.where} names no base: the model was not loaded from a folder or the hub. Save that model, and "
-            "write its folder as model.name there."
+            f"{extension.where} names no base model, because it was not loaded from a folder or the hub. Save the base "
+            "model, and write its folder as model.name in that file."
         )
     for place in (Path(name), *_places(folder)):
         if (place / "config.json").is_file():
@@ -442,7 +420,7 @@ def _base_by_record(folder: Path, record: AdapterBase, named: str | None) -> tup
             continue
         config = read_config(place)
         if not record.agrees(config):
-            tried.append(f"{place}: not extended as {RECORD} says")
+            tried.append(f"{place}: its extension differs from {RECORD}")
         elif not any(place.glob("*.safetensors")):
             tried.append(f"{place}: no safetensors")
         elif unlike := weights_unlike(place, record.fingerprint):
@@ -456,17 +434,17 @@ def _base_by_record(folder: Path, record: AdapterBase, named: str | None) -> tup
         tried.append(f"{record.base}: {error}")
     else:
         if record.rope_parameters is None:
-            tried.append(f"{record.base}: the original, without the rows that its table of positions was extended by")
+            tried.append(f"{record.base}: the original model, which is not extended")
         elif unlike := weights_unlike(place, record.fingerprint):
             tried.append(f"{record.base}: {unlike}")
             changed = True
         else:
             config = read_config(place)
-            record.apply_to(config)
+            config.get_text_config(decoder=True).update(copy.deepcopy(record.config))
             _check_buildable(config, record, folder)
             return place, config
     raise (ValueError if changed else FileNotFoundError)(
-        f"the base that {folder} was trained on was {'changed' if changed else 'not found'}. Looked at:\n  "
+        f"the base that {folder} was trained on was {'changed' if changed else 'not found'}. Searched:\n  "
         + "\n  ".join(tried)
         + f"\nPut the extended base (fingerprint {record.fingerprint}) in a folder 'base' beside the adapter, and pass "
         "dtype= to ctxext.load for another dtype."
@@ -478,10 +456,10 @@ def _warn_if_plain(folder: Path, config: PreTrainedConfig) -> None:
         facts = read_context(config)
     except ValueError:
         return
-    if facts.scaling is None and facts.mark is None:
+    if not facts.is_scaled:
         warnings.warn(
-            f"{folder} has no {RECORD}, and its base has plain RoPE of {facts.trained_length} tokens: nothing is "
-            "extended. If it was trained on an extended base, extend that first and load the adapter on it with PEFT.",
+            f"{folder} has no {RECORD}, and its base is not extended (plain RoPE, {facts.trained_length} tokens). "
+            "If it was trained on an extended base, extend that first and load the adapter on it with PEFT.",
             stacklevel=4,
         )
 
@@ -492,10 +470,10 @@ def _check_buildable(config: PreTrainedConfig, record: AdapterBase, folder: Path
         model_on_meta(config)
         if record.rope_parameters is not None:
             for table in rope_tables(config.get_text_config(decoder=True), record.rope_parameters):
-                table.in_use  # noqa: B018, it is worked out
-    except Exception as error:  # rotary embeddings raise many kinds
+                table.in_use  # noqa: B018, reading it computes it
+    except Exception as error:  # rotary embeddings raise many exception types
         raise ValueError(
-            f"config in {folder / RECORD} gives no model ({type(error).__name__}: {error}). Restore it, or save the "
+            f"config in {folder / RECORD} builds no model ({type(error).__name__}: {error}). Restore it, or save the "
             "adapter again."
         ) from error
 
@@ -503,42 +481,33 @@ def _check_buildable(config: PreTrainedConfig, record: AdapterBase, folder: Path
 def _load_adapter(found: _Found, is_trainable: bool = False, **from_pretrained: Any) -> PeftModel:
     require("train")
     from peft import PeftModel
-    from transformers import AutoModelForCausalLM
 
     of_base = saved_extension(found.base)
-    model = AutoModelForCausalLM.from_pretrained(
-        found.base, config=found.config, use_safetensors=True, **from_pretrained
-    )
+    model = load_model(found.base, config=found.config, use_safetensors=True, **from_pretrained)
     if found.record is not None:
         _check_live(model, found.record)
     model = extended_as_saved(model, of_base)
     extension, done = found.extension, extension_of(model)
-    if extension is None:
-        pass
-    elif done is None:
+    if done is None:
         extended_as_saved(model, extension)
-    elif done.plan.summary != extension.summary:
+    elif extension is not None and done.plan.summary != extension.summary:
         raise ValueError(
-            f"{found.folder} was trained under {extension.summary}, and its base {found.base} is extended by "
-            f"{done.plan.summary}. Put the base that it was trained on in a folder 'base' beside the adapter."
+            f"{found.folder} was trained with {extension.summary}, but its base {found.base} is extended by "
+            f"{done.plan.summary}. Put the base model used in training in a folder 'base' beside the adapter."
         )
     return PeftModel.from_pretrained(model, found.folder, is_trainable=is_trainable).eval()
 
 
 def _check_live(model: PreTrainedModel, record: AdapterBase) -> None:
-    """Compare the loaded model's rotary embedding with the formula of the recorded RoPE parameters.
-
-    Raises:
-        RuntimeError: they differ.
-    """
+    """Raise RuntimeError unless the loaded rotary embedding agrees with the formula of the recorded parameters."""
     if record.rope_parameters is None:
         return  # position tables are weights, which the fingerprint covers
     text_config = model.config.get_text_config(decoder=True)
     for path, error in table_errors(model, text_config, record.rope_parameters):
         if error > RotaryProof.FREQUENCY_BAR:
             raise RuntimeError(
-                f"the frequencies of {path!r} differ from what {RECORD} says by {error:.1e}, relative: "
-                "this version of transformers reads the config in another way. Use the one that it was trained with."
+                f"the frequencies of {path!r} differ from {RECORD} (relative error {error:.1e}): "
+                "this version of transformers reads the config differently. Use the version used in training."
             )
 
 
@@ -546,19 +515,17 @@ def _check_live(model: PreTrainedModel, record: AdapterBase) -> None:
 
 
 def merge(folder: Path | str, output: Path | str, dtype: torch.dtype | str | None = None) -> Path:
-    """Merge an adapter and its base into one plain checkpoint, which transformers loads extended without PEFT or
-    ctxext.
+    """Merge an adapter and its base into one checkpoint, without PEFT.
 
-    Merges in float32 (4 bytes per parameter in memory) and rounds once to `dtype`. Before it is moved into place, the
-    folder is loaded by plain transformers and its logits are compared with the adapter's.
+    Plain transformers loads it extended; if config.json cannot express the extension, only `ctxext.load` does.
+
+    Merges in float32 (4 bytes per parameter in memory) and rounds once to `dtype`. Before the folder is moved into
+    place, it is loaded and its logits are compared with the adapter's.
 
     Args:
         folder: an adapter, here or on the hub.
         output: a new folder.
         dtype: dtype of the written weights; None for the base's.
-
-    Returns:
-        `output`.
 
     Raises:
         FileExistsError: `output` exists.
@@ -569,16 +536,16 @@ def merge(folder: Path | str, output: Path | str, dtype: torch.dtype | str | Non
     """
     output = Path(output)
     if output.exists():
-        raise FileExistsError(f"{output} exists already. Choose another folder, or remove it first.")
+        raise FileExistsError(f"{output} already exists. Choose another folder, or remove it first.")
     adapter = _folder(folder, None)
     if not _is_adapter(adapter):
-        raise ValueError(f"{folder} is a model and no adapter, so there is nothing to merge. Use it as it is.")
-    found = _Found.by(adapter)
+        raise ValueError(f"{folder} is a model, not an adapter, so there is nothing to merge. Use it as it is.")
+    found = _found(adapter)
     base, config, record = found.base, found.config, found.record
     if getattr(config, "quantization_config", None):
         raise ValueError(
-            f"{base} is stored quantised, and merging into rounded weights loses what was trained. Use the adapter "
-            "unmerged, or train on the unquantised checkpoint (which may be quantised as it is loaded) and merge that."
+            f"{base} is stored quantised, and merging into quantised weights loses precision. Use the adapter "
+            "unmerged, or train on the unquantised checkpoint (it may be quantised on loading) and merge that."
         )
     dtype = _dtype(dtype or config.dtype or torch.float32)
     model = _load_adapter(found, dtype=torch.float32)
@@ -587,11 +554,18 @@ def merge(folder: Path | str, output: Path | str, dtype: torch.dtype | str | Non
     merged = model.merge_and_unload(safe_merge=True)
     _compare(_probe(merged), expected, torch.float32, "merging")
     with written_whole(output) as building:
-        reach = merged.config.get_text_config(decoder=True).max_position_embeddings
-        save = merged.save_pretrained if extension_of(merged) is not None else partial(save_portable, merged)
+        extension = extension_of(merged)
+        save = partial(save_portable, merged) if extension is None else merged.save_pretrained
+        if extension is not None:
+            reach = extension.plan.target_length
+        else:  # BLOOM's and T5's configs have no length
+            reach = getattr(merged.config.get_text_config(decoder=True), "max_position_embeddings", None) or 0
         merged.to(dtype)
         save(building)
-        _copy_tokenizer((adapter, base), building, reach)
+        for place in (adapter, base):
+            if (place / "tokenizer_config.json").is_file():
+                _save_tokenizer(load_tokenizer(place), building, reach)
+                break
         if record is not None:
             write_record(building, record)
         del model, merged
@@ -621,18 +595,10 @@ def _refuse_tied_targets(model: PeftModel) -> None:
     names = [name for name, module in base.named_modules() if module in ends and isinstance(module, BaseTunerLayer)]
     if names:
         raise ValueError(
-            f"{', '.join(names)} is tied, input embedding and head sharing one matrix, and has LoRA in target_modules "
-            "on one side of it: merged, that would change the other side too. Train it in modules_to_save with "
-            "ensure_weight_tying=True, or use this adapter unmerged."
+            f"{', '.join(names)} is tied (embedding and head share one matrix), and LoRA was trained on one side only: "
+            "merging would change the other side too. Train it in modules_to_save with ensure_weight_tying=True, or "
+            "use this adapter unmerged."
         )
-
-
-def _copy_tokenizer(sources: tuple[Path, ...], building: Path, length: int) -> None:
-    from transformers import AutoTokenizer
-
-    source = next((folder for folder in sources if (folder / "tokenizer_config.json").is_file()), None)
-    if source is not None:
-        _save_tokenizer(AutoTokenizer.from_pretrained(source), building, length)
 
 
 @torch.no_grad()
@@ -640,30 +606,24 @@ def _probe(model: Any) -> Tensor:
     """The logits of 64 tokens spread over the vocabulary, float32 of shape (token, vocabulary)."""
     vocabulary = model.config.get_text_config(decoder=True).vocab_size
     ids = torch.arange(64, device=model.device)[None] * 7919 % vocabulary
-    return model(input_ids=ids).logits[0].float()
+    decoded = {"decoder_input_ids": ids} if model.config.is_encoder_decoder else {}
+    return model(input_ids=ids, **decoded).logits[0].float()
 
 
 def _compare(logits: Tensor, expected: Tensor, dtype: torch.dtype, step: str) -> None:
     error = float((logits - expected).square().mean().sqrt() / expected.std())
     if not error <= LOGIT_BARS[dtype]:  # NaN too
         raise RuntimeError(
-            f"{step} changed the model: its logits are off by {error:.1e} of their spread, more than the "
-            f"{LOGIT_BARS[dtype]:g} that rounding explains. Nothing was written; use the adapter unmerged."
+            f"{step} changed the model: its logits are off by {error:.1e} of their standard deviation, more than "
+            f"the {LOGIT_BARS[dtype]:g} that rounding explains. Use the adapter unmerged."
         )
 
 
 # ----------------------------------------------------------------------------------- the model card
 
 
-def write_model_card(
-    folder: Path, base: AdapterBase, figures: Mapping[str, Mapping[str, float | str | None]] | None = None
-) -> Path:
-    """Write README.md into the folder of an adapter or a merged model.
-
-    Args:
-        figures: measured figures by row ({"base": {"perplexity at 512–1,024": 74.3}, "before": …}); the columns are all
-            names in any row, and missing cells are empty.
-    """
+def write_model_card(folder: Path, base: AdapterBase, figures: Figures | None = None) -> Path:
+    """Write README.md into the folder of an adapter or a merged model; missing figures are empty cells."""
     local = Path(base.base).is_absolute()  # a local folder: private, and nothing to load from
     figures = figures or {}
     text = render_card(
@@ -677,12 +637,13 @@ def write_model_card(
         figures=figures,
         columns=list(dict.fromkeys(column for row in figures.values() for column in row)),
     )
-    _write(folder / "README.md", text)
-    return folder / "README.md"
+    path = folder / "README.md"
+    path.write_text(text, encoding="utf-8")
+    return path
 
 
 def render_card(template: str, **values: Any) -> str:
-    """Render one of the package's model card templates."""
+    """Render a template of `ctxext/hub/cards`."""
     from jinja2 import Environment, StrictUndefined
 
     environment = Environment(

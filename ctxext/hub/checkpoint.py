@@ -13,6 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from safetensors import SafetensorError
+from torch import OutOfMemoryError
+
 from ctxext.api import extend_context
 from ctxext.core.plan import Plan
 from ctxext.extension.metadata_file import (
@@ -42,6 +45,9 @@ if TYPE_CHECKING:
 # Weights in formats other than safetensors.
 PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack")
 
+# The names of a tokenizer's files.
+TOKENIZER_FILES = ("*tok*", "*vocab*", "*merges*", "*.model", "tekken.json")
+
 # A probe belongs to one extension and is not copied into another.
 REWRITTEN = ("config.json", "tokenizer_config.json", RECORD, PROBE)
 
@@ -64,24 +70,33 @@ def checkpoint_folder(name_or_path: str, revision: str | None = None, *, config_
         FileNotFoundError: no such folder, or it holds no config.json.
         ValueError: it is a file or an adapter.
     """
-    folder = Path(name_or_path)
-    if folder.is_file():
-        raise ValueError(f"{name_or_path} is a file: a checkpoint is the folder that its config.json is in. Name that.")
-    if not folder.is_dir():
-        if folder.is_absolute() or name_or_path.startswith(".") or name_or_path.count("/") != 1:
-            raise FileNotFoundError(
-                f"{name_or_path!r} is neither a folder nor a hub name (owner/name). Check the path."
-            )
-        folder = hub_folder(name_or_path, revision, ["*.json"] if config_only else None)
-    elif revision is not None:
-        raise ValueError(f"revision={revision!r} is for hub names, but {name_or_path!r} is a folder here. Drop it.")
+    if Path(name_or_path).is_file():
+        raise ValueError(f"{name_or_path} is a file. Pass the folder that holds its config.json.")
+    folder = local_folder(name_or_path, revision, ["*.json"] if config_only else None)
     if not (folder / "config.json").is_file():
         refuse_adapter(folder, name_or_path)
         raise FileNotFoundError(
             f"{name_or_path!r} holds no config.json, so it is not a transformers checkpoint."
-            + (f" Its {RECORD} is an extension alone: ctxext.load applies it." if (folder / RECORD).is_file() else "")
+            + (f" Its {RECORD} is only an extension: ctxext.load applies it." if (folder / RECORD).is_file() else "")
         )
     return folder
+
+
+def local_folder(name_or_path: str, revision: str | None, patterns: list[str] | None = None) -> Path:
+    """A folder as it is, or downloaded from the hub.
+
+    Raises:
+        FileNotFoundError: no such folder.
+        ValueError: a `revision` of a local folder.
+    """
+    folder = Path(name_or_path)
+    if folder.is_dir():
+        if revision is not None:
+            raise ValueError(f"revision={revision!r} is for hub names, but {name_or_path!r} is a folder. Drop it.")
+        return folder
+    if folder.is_absolute() or name_or_path.startswith(".") or name_or_path.count("/") != 1:
+        raise FileNotFoundError(f"{name_or_path!r} is neither a folder nor a hub name (owner/name). Check the path.")
+    return hub_folder(name_or_path, revision, patterns)
 
 
 def refuse_adapter(folder: Path, name: str) -> None:
@@ -95,13 +110,16 @@ def refuse_adapter(folder: Path, name: str) -> None:
     listed = ", ".join(map(str, modules)) if isinstance(modules, list) else ""
     raise ValueError(
         f"{name} is an adapter"
-        + (f" with modules_to_save ({listed}), which vLLM's --enable-lora refuses" if listed else "")
+        + (f" with modules_to_save ({listed}), which vLLM's --enable-lora does not support" if listed else "")
         + f". Merge it into a checkpoint first: ctxext merge {shlex.quote(name)} -o MERGED, then use MERGED."
     )
 
 
-def read_config(folder: str | Path) -> PreTrainedConfig:
+def read_config(folder: str | Path, **how: Any) -> PreTrainedConfig:
     """Load the config.json of a checkpoint with transformers.
+
+    Args:
+        how: arguments of `from_pretrained`.
 
     Raises:
         ValueError: transformers rejects it, or as `check_config`.
@@ -113,14 +131,60 @@ def read_config(folder: str | Path) -> PreTrainedConfig:
         check_counts(read_json(path).content)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
-    try:
-        config = AutoConfig.from_pretrained(folder)
-    except Exception as error:  # transformers raises many kinds
-        raise ValueError(
-            f"transformers refuses {path} ({type(error).__name__}: {one_line(error)}). Correct it, or fetch it again."
-        ) from error
+    with rejecting(path):
+        config = AutoConfig.from_pretrained(folder, **how)
     check_config(config)
     return config
+
+
+def load_model(folder: Path, auto: Any = None, **from_pretrained: Any) -> Any:
+    """Load the model of a checkpoint with transformers, in eval mode.
+
+    Args:
+        auto: an auto class; None for `architecture_of` the folder.
+
+    Raises:
+        ValueError: transformers rejects it; or as `read_config`.
+        OSError: it has no weights.
+    """
+    if "config" not in from_pretrained:
+        read_config(folder, **{name: from_pretrained[name] for name in {"trust_remote_code"} & from_pretrained.keys()})
+    with rejecting(folder / "config.json", OSError, ImportError, SafetensorError):
+        return (auto or architecture_of(folder)).from_pretrained(folder, **from_pretrained).eval()
+
+
+def load_tokenizer(folder: Path) -> Any:
+    """Load the tokenizer of a checkpoint with transformers.
+
+    Raises:
+        ValueError: there is none, or transformers rejects it.
+    """
+    from transformers import AutoTokenizer
+
+    names = sorted({path.name for pattern in TOKENIZER_FILES for path in folder.glob(pattern)})
+    missing = f"{folder} has no tokenizer. Save it there too: tokenizer.save_pretrained({str(folder)!r})."
+    if not names:
+        raise ValueError(missing)
+    file = folder / ("tokenizer_config.json" if "tokenizer_config.json" in names else names[0])
+    with rejecting(file, ImportError):
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        tokenizer("a text")  # where a malformed model_max_length is read
+    if not tokenizer.get_vocab().keys() - tokenizer.get_added_vocab().keys():  # transformers makes empty ones
+        raise ValueError(missing)
+    return tokenizer
+
+
+@contextmanager
+def rejecting(file: Path, *others: type[Exception]) -> Iterator[None]:
+    """Raise transformers' errors, but `others` and a full GPU, as a ValueError that names the file."""
+    try:
+        yield
+    except Exception as error:  # transformers raises many exception types
+        if isinstance(error, (OutOfMemoryError, *others)):
+            raise
+        raise ValueError(
+            f"transformers rejects {file} ({type(error).__name__}: {one_line(error)}). Fix it, or download it again."
+        ) from error
 
 
 def check_not_extended(folder: Path, existing: str = "refuse") -> Record | None:
@@ -132,9 +196,9 @@ def check_not_extended(folder: Path, existing: str = "refuse") -> Record | None:
     record = read_record(folder)
     if record is not None and existing != "replace":
         raise ValueError(
-            f"{folder} is extended already, by {record.summary} (see its {RECORD}), and extensions of that kind "
-            "do not add up. Use it as it is, or start from the model as it was: from the folder that this one was made "
-            "of, or with existing='replace' where that can be said."
+            f"{folder} is already extended by {record.summary} (see its {RECORD}), and extensions of this kind cannot "
+            "be composed. Use it as it is, or extend the original model: load the folder that this one was made from, "
+            "or pass existing='replace' where that is supported."
         )
     return record
 
@@ -263,12 +327,15 @@ def extend_folder(
     if output is None:
         return ExtendedFolder(None, plan, config)
     if output.exists():
-        raise FileExistsError(f"{output} exists already. Choose another folder, or remove it first.")
+        raise FileExistsError(f"{output} already exists. Choose another folder, or remove it first.")
     weights = None if plan.is_portable else _fingerprint(folder, plan)
     with written_whole(output) as building:
         if plan.changes_weights:
-            say("this method makes new weights: loading the model")
-            _extend_live(folder, building, plan)
+            say("this method creates new weights: loading the model")
+            model = load_model(folder, dtype="auto")
+            origin = plan.original_length
+            extend_context(model, method=plan.method, existing=plan.existing, original_max_position_embeddings=origin)
+            model.save_pretrained(building)
         linked, copied = _link_or_copy(folder, building, say)
         if not plan.changes_weights:
             _write_json(building / "config.json", config)
@@ -279,26 +346,15 @@ def extend_folder(
 
 
 def _fingerprint(folder: Path, plan: Plan) -> str | None:
-    """The fingerprint of the weights that the metadata will belong to; None if there are none yet.
-
-    Raises:
-        ValueError: they are pickled, which `ctxext.load`, the only reader of the metadata, does not load.
-    """
+    """The fingerprint of the weights that the metadata will belong to; None if there are none yet."""
     if any(folder.glob("*.safetensors")):
         return weights_fingerprint(folder)
     if any(path.suffix in PICKLED for path in folder.iterdir()):
         raise ValueError(
-            f"{folder} holds pickled weights, and {plan.summary} needs ctxext.load, which reads only safetensors. Load "
-            "the model with transformers and save_pretrained it, which writes safetensors, or use a static method."
+            f"{folder} holds pickled weights, but {plan.summary} needs ctxext.load, which reads only safetensors. Load "
+            "the model with transformers and call save_pretrained, which writes them, or use a static method."
         )
     return None
-
-
-def _extend_live(folder: Path, building: Path, plan: Plan) -> None:
-    model = architecture_of(folder).from_pretrained(folder, dtype="auto")
-    extend_context(
-        model, method=plan.method, existing=plan.existing, original_max_position_embeddings=plan.original_length
-    ).save_pretrained(building)
 
 
 @contextmanager
@@ -311,7 +367,7 @@ def written_whole(folder: Path) -> Iterator[Path]:
         folder.parent.mkdir(parents=True, exist_ok=True)
         building = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
     except OSError as error:
-        raise OSError(f"{folder} cannot be written there ({error.strerror}). Choose another folder.") from error
+        raise OSError(f"{folder} cannot be written ({error.strerror}). Choose another folder.") from error
     former = building.with_name(f"{building.name}.former")
     try:
         yield building
@@ -327,28 +383,31 @@ def written_whole(folder: Path) -> Iterator[Path]:
     shutil.rmtree(former, ignore_errors=True)
 
 
+def visible_files(folder: Path) -> list[Path]:
+    """The files in `folder` but hidden ones, relative to it."""
+    found = [path.relative_to(folder) for path in sorted(folder.rglob("*")) if path.is_file()]
+    return [path for path in found if not any(part.startswith(".") for part in path.parts)]
+
+
 def _link_or_copy(folder: Path, building: Path, say: Callable[[str], None]) -> tuple[int, int]:
-    # The hub's cache holds links to its blobs; their targets are linked.
-    found = [path for path in sorted(folder.rglob("*")) if path.is_file()]
-    found = [path for path in found if not any(part.startswith(".") for part in path.relative_to(folder).parts)]
     written = {path.name for path in building.iterdir()}
     weights = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json") if written else ()
-    wanted = [path for path in found if str(path.relative_to(folder)) not in {*REWRITTEN, *written}]
-    wanted = [path for path in wanted if not path.name.endswith(weights)]
     linked, to_copy = 0, []
-    for path in wanted:
-        target = building / path.relative_to(folder)
+    for path in visible_files(folder):
+        if str(path) in {*REWRITTEN, *written} or path.name.endswith(weights):
+            continue
+        source, target = (folder / path).resolve(), building / path  # the hub's cache contains links to its blobs
         target.parent.mkdir(parents=True, exist_ok=True)
         try:
-            os.link(path.resolve(), target)
-            linked += path.stat().st_size
+            os.link(source, target)
+            linked += source.stat().st_size
         except OSError:
-            to_copy.append((path, target))
-    size = sum(path.stat().st_size for path, _ in to_copy)
+            to_copy.append((source, target))
+    size = sum(source.stat().st_size for source, _ in to_copy)
     if to_copy:
         say(f"cannot hard-link here, copying {len(to_copy)} files, {size / 2**30:.2f} GiB")
-    for path, target in to_copy:
-        shutil.copy2(path, target)
+    for source, target in to_copy:
+        shutil.copy2(source, target)
     return linked, size
 
 
@@ -378,9 +437,9 @@ def extended_base(base: Path, folder: Path, **arguments: Any) -> Path:
     plan, _ = extended_json(base, **arguments)
     if not plan.is_portable:
         raise ValueError(
-            f"{plan.summary} cannot be expressed in the config.json of {base.name}, as {plan.why_not_portable}: "
-            "what is trained would not find its base again. Extend it untrained, by ctxext.extend_context or `ctxext "
-            "extend`, or take another method, if `ctxext methods` has one for it."
+            f"{plan.summary} cannot be expressed in the config.json of {base.name} because {plan.why_not_portable}, "
+            "so a trained model could not be reloaded. Use another method from `ctxext methods`, or extend without "
+            "training (ctxext.extend_context or `ctxext extend`)."
         )
     if not folder.exists():
         extend_folder(base, folder, say=console.print, **arguments)
@@ -388,7 +447,7 @@ def extended_base(base: Path, folder: Path, **arguments: Any) -> Path:
     there = text_config_of(read_config(folder))
     if any(getattr(there, name, None) != value for name, value in plan.updates.items()):
         raise ValueError(
-            f"{folder} was extended in another way than the settings say ({plan.summary}). Choose another output, or "
+            f"{folder} was not extended as in the settings ({plan.summary}). Choose another output, or "
             "remove that folder."
         )
     # Position tables are loaded, extended and saved again, possibly under other file names.

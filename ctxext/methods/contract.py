@@ -80,10 +80,13 @@ class RopeMethod(ContextMethod):
     encoding: ClassVar[str] = "rope"
 
     def at_length(self, rope: RopeGeometry, length: int) -> RopeScaling:
-        """The static method that treats every sequence as `length` tokens long."""
+        """The static method that treats every sequence as `length` tokens long.
+
+        Its factor is length / trained length, so that it is a plan for exactly that length.
+        """
         raise ValueError(
-            f"{self.name} does not change with the length, so length={length} has no meaning for it. "
-            "Drop length=; only the dynamic methods take it."
+            f"length={length} applies to dynamic methods only, and {self.name} does not depend on the length. "
+            "Drop length=."
         )
 
     @classmethod
@@ -96,7 +99,7 @@ class RopeMethod(ContextMethod):
 class RopeScaling(RopeMethod):
     """A method of one vector and one scalar: rescale factors λ, and a multiplier of cos and sin.
 
-    Both are checked where they are computed: they must be finite and > 0 in float32.
+    Both are checked where they are computed: they must be finite and > 0 in float32, or ValueError is raised.
     """
 
     # Whether the scale depends on the length of the whole call, not on each query: then no cache can be exact.
@@ -107,54 +110,48 @@ class RopeScaling(RopeMethod):
         for name in {"rescale_factors", "attention_scaling"} & cls.__dict__.keys():
             setattr(cls, name, _checked(cls.__dict__[name]))
 
+    def scale(self, rope: RopeGeometry, length: Int[Tensor, "*batch"] | None = None) -> Float64[Tensor, "*batch"]:
+        """The factor that applies at each `length` in tokens; dynamic methods override it."""
+        return over_lengths(torch.tensor(self.factor, dtype=torch.float64), length)
+
     @abstractmethod
     def rescale_factors(
         self, rope: RopeGeometry, length: Int[Tensor, "*batch"] | None = None
     ) -> Float64[Tensor, "*batch pair"]:
-        """λ for each pair, at each `length` in tokens (None: at the target length).
-
-        NO_ROTATION for a pair that does not rotate.
-
-        Raises:
-            ValueError: a value is infinite, NaN, zero or negative, or the shape is wrong.
-        """
+        """λ for each pair, at each `length` in tokens (None: the target length); NO_ROTATION if it does not rotate."""
 
     def attention_scaling(
         self, rope: RopeGeometry, length: Int[Tensor, "*batch"] | None = None
     ) -> Float64[Tensor, "*batch"]:
-        """The multiplier of cos and sin at each `length`; attention logits grow by its square.
-
-        Raises:
-            ValueError: as `rescale_factors`.
-        """
+        """The multiplier of cos and sin at each `length`; attention logits grow by its square."""
         return over_lengths(torch.tensor(1.0, dtype=torch.float64), length)
 
     def scaled(
         self, rope: RopeGeometry, length: Int[Tensor, "*batch"] | None = None
     ) -> tuple[Float64[Tensor, "*batch pair"], Float64[Tensor, "*batch"]]:
-        """The frequencies (radians per token) and the multiplier of cos and sin after applying this method to
-        `rope`."""
+        """The frequencies (radians per token) and the multiplier of cos and sin of this method on top of `rope`."""
         scaling = rope.attention_factor * self.attention_scaling(rope, length)
         return rope.inv_freq / self.rescale_factors(rope, length), scaling
 
     def rope_parameters(self, rope: RopeGeometry) -> dict[str, Any]:
-        """This method on unscaled RoPE as transformers' `rope_parameters`.
-
-        Without a native form: `longrope` with both factor lists equal to λ, which expresses any static λ.
-        """
+        """This method on unscaled RoPE as transformers' `rope_parameters`; `longrope` where it has no native form."""
         return longrope_parameters(self.rescale_factors(rope), float(self.attention_scaling(rope)), self.factor, rope)
 
     def ladder(self, rope: RopeGeometry) -> Int[Tensor, " rung"]:
-        """The lengths in tokens at which the scale steps, ascending: each query uses the first one >= its position + 1.
+        """The lengths in tokens at which the scale steps, ascending. Dynamic methods must override this.
 
-        The last rung is used for longer lengths as well. Dynamic methods must override this.
+        Each query uses the first one >= its position + 1, or the last.
         """
         if self.is_dynamic and not self.of_the_call:
             raise TypeError(
-                f"{type(self).__name__} changes with the length, so it has to say at which lengths its scale steps: "
-                "give it a ladder(rope), as ctxext.methods.dynamic does."
+                f"{type(self).__name__} is length-dependent, so it must implement ladder(rope): the lengths at which "
+                "its scale steps. See the methods in ctxext.methods.dynamic."
             )
         return torch.tensor([round(self.factor * rope.original_max_position_embeddings)])
+
+    def factor_at(self, rope: RopeGeometry, length: int) -> float:
+        """length / trained length, from 1 to `factor`."""
+        return min(max(length / rope.original_max_position_embeddings, 1.0), self.factor)
 
     @property
     def start_tokens(self) -> int:
@@ -171,17 +168,13 @@ class RopeScaling(RopeMethod):
         return self.is_dynamic or self.start_tokens > 0
 
 
-_Compute = Callable[..., Tensor]
-
-
-def _checked(compute: _Compute) -> _Compute:
-    """Wrap `compute`, a method of a `RopeScaling`, to check that its values are finite and > 0 in float64 and
-    float32."""
+def _checked(compute: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Wrap `rescale_factors` or `attention_scaling` to check dtype, shape and values."""
 
     @functools.wraps(compute)
     def checked(self: RopeScaling, rope: RopeGeometry, length: Tensor | None = None) -> Tensor:
         values = compute(self, rope, length)
-        if torch.compiler.is_compiling():  # values in a traced graph cannot be read
+        if torch.compiler.is_compiling():  # a traced graph has no values to check
             return values
         what = f"{compute.__name__} of {self.name!r}"
         pairs = (rope.dim // 2,) if compute.__name__ == "rescale_factors" else ()
@@ -204,7 +197,7 @@ class Branch:
 
     Attributes:
         bucket: maps positions in tokens to integers, non-decreasing.
-        query, key: map positions in tokens to those at which queries and keys are rotated within the branch.
+        query, key: map positions in tokens to those at which queries and keys are rotated.
     """
 
     first: float
@@ -257,8 +250,8 @@ class PositionRemapping(RopeMethod):
 
     def at_length(self, rope: RopeGeometry, length: int) -> RopeScaling:
         raise ValueError(
-            f"{self.name} remaps positions inside attention and has no static form, so length={length} has no meaning "
-            "for it. Drop length=, or use a frequency method such as 'yarn'."
+            f"{self.name} remaps positions inside attention and has no static form, so length={length} does not "
+            "apply. Drop length=, or use a frequency method such as 'yarn'."
         )
 
     @property
@@ -335,18 +328,14 @@ _Method = TypeVar("_Method", bound=type[ContextMethod])
 
 
 def register(name: str, *, aliases: Sequence[str] = ()) -> Callable[[_Method], _Method]:
-    """Class decorator: register a method under `name`.
-
-    Raises:
-        ValueError: a name is taken by another method.
-    """
+    """Class decorator: register a method under `name`. Raises ValueError if another method has a name."""
 
     def decorate(cls: _Method) -> _Method:
         for known in (name, *aliases):
             taken = _METHODS.get(known)
-            # The same class again comes from a notebook cell that was run twice.
+            # The same class is registered again if a notebook cell is run twice.
             if taken is not None and (taken.__module__, taken.__qualname__) != (cls.__module__, cls.__qualname__):
-                raise ValueError(f"the method name {known!r} is taken by {taken.__qualname__}. Choose another.")
+                raise ValueError(f"the method name {known!r} is already taken by {taken.__qualname__}. Choose another.")
         cls.name, cls.aliases = name, tuple(aliases)
         _METHODS.update(dict.fromkeys((name, *aliases), cls))
         return cls
@@ -360,11 +349,10 @@ def list_methods(encoding: str | None = None) -> list[type[ContextMethod]]:
 
 
 def method_class(name: str) -> type[ContextMethod]:
-    """The method registered as `name` (or an alias of it)."""
-    try:
-        return _METHODS[name]
-    except KeyError:
-        raise ValueError(f"unknown method {name!r}{suggest(name, _METHODS)}") from None
+    """The method registered as `name`, or under that alias. Raises ValueError for an unknown name."""
+    if name not in _METHODS:
+        raise ValueError(f"unknown method {name!r}{suggest(name, _METHODS)}")
+    return _METHODS[name]
 
 
 def make_method(name: str, factor: float, /, **options: Any) -> ContextMethod:
@@ -379,11 +367,8 @@ def make_method(name: str, factor: float, /, **options: Any) -> ContextMethod:
         if option not in known:
             takes = suggest(option, known) if known else ". It takes none."
             raise ValueError(f"method {cls.name!r} has no option {option!r}{takes}")
-    missing = [
-        field.name
-        for field in known.values()
-        if field.default is MISSING and field.default_factory is MISSING and field.name not in options
-    ]
+    required = [name for name, field in known.items() if field.default is field.default_factory is MISSING]
+    missing = [name for name in required if name not in options]
     if missing:
         raise ValueError(
             f"method {cls.name!r} needs {', '.join(missing)}. Pass {', '.join(f'{name}=...' for name in missing)}."
@@ -401,16 +386,16 @@ def method_from_dict(description: Any, file: str = "a saved method", entry: str 
         ValueError: it is not a valid method; the error says where, and which field.
     """
     if not OBJECT.holds(description):
-        raise ValueError(f"{entry} in {file} must be {OBJECT.words}, got {shown(description)}. Write it again.")
+        raise ValueError(f"{entry} in {file} must be {OBJECT.words}, got {shown(description)}. Recreate the file.")
     read = JsonObject(file, description, f"{entry}.")
     name, factor = read.get("name", TEXT), read.get("factor", FACTOR)
 
-    def plain(value: Any, option: str) -> Any:
+    options = {key: value for key, value in description.items() if key not in ("name", "factor")}
+    for key, value in options.items():
         if isinstance(value, dict):
-            return method_from_dict(value, file, f"{entry}.{option}")
-        return tuple(value) if isinstance(value, list) else value
-
-    options = {key: plain(value, key) for key, value in description.items() if key not in ("name", "factor")}
+            options[key] = method_from_dict(value, file, f"{entry}.{key}")
+        elif isinstance(value, list):
+            options[key] = tuple(value)
     try:
         return make_method(name, factor, **options)
     except (ValueError, TypeError, ArithmeticError) as error:  # raised by a method's own checks
@@ -420,7 +405,7 @@ def method_from_dict(description: Any, file: str = "a saved method", entry: str 
 # Annotations of options, and the check of their values.
 _KINDS: dict[str, Kind] = {
     "bool": FLAG,
-    "int": Kind("a whole number", partial(is_count, low=-MAX_TOKENS, high=MAX_TOKENS)),
+    "int": Kind(f"a whole number within ±{MAX_TOKENS}", partial(is_count, low=-MAX_TOKENS, high=MAX_TOKENS)),
     "float": Kind("a finite number", is_number),
     "str": TEXT,
     "tuple[float, ...]": Kind("a list of finite numbers", are_numbers),
@@ -460,7 +445,7 @@ def check_attention_factor(attention_factor: float | None) -> None:
     if attention_factor is not None and not is_number(attention_factor, 1e-6, 1e6):
         raise ValueError(
             f"attention_factor must be a finite number > 0 (1e-6 to 1e6), got {shown(attention_factor)}. Leave it out "
-            "for the method's own."
+            "to use the method's own."
         )
 
 

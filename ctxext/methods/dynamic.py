@@ -7,7 +7,7 @@ method of one length.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import ClassVar
 
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ctxext.encodings.rope import RopeGeometry
 from ctxext.methods.contract import NO_ROTATION, Paper, RopeScaling, check_attention_factor, over_lengths, register
-from ctxext.methods.scaling import NTKAware, YaRN, ntk_rescale_factors, yarn_attention_factor
+from ctxext.methods.scaling import NTKAware, YaRN
 
 EMOZILLA = Paper(
     "Dynamically Scaled RoPE",
@@ -26,8 +26,19 @@ EMOZILLA = Paper(
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Dynamic(RopeScaling):
-    """Base of the dynamic methods: the scale is length / trained length, from 1 to `factor`.
+class _ByLength(RopeScaling):
+    """Base of the methods that are the method `static` at the `scale` of each length."""
+
+    static: ClassVar[type[RopeScaling]]
+
+    def at_length(self, rope: RopeGeometry, length: int) -> RopeScaling:
+        options = {field.name: getattr(self, field.name) for field in fields(self.static)}
+        return self.static(**{**options, "factor": float(self.scale(rope, torch.tensor(length)))})
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Dynamic(_ByLength):
+    """Its scale is length / trained length, from 1 to `factor`.
 
     Attributes:
         ratio: ratio of consecutive rungs of the ladder; a finer ladder costs more rotations.
@@ -41,12 +52,12 @@ class _Dynamic(RopeScaling):
         super().__post_init__()
         if self.ratio < 1.01:
             raise ValueError(
-                f"ratio must be at least 1.01, got {self.ratio!r}. It is the step from rung to rung; try 1.25."
+                f"ratio must be at least 1.01, got {self.ratio!r}. It is the ratio of consecutive rungs; try 1.25."
             )
 
-    def scale(self, rope: RopeGeometry, length: Tensor | None) -> Tensor:
+    def scale(self, rope: RopeGeometry, length: Tensor | None = None) -> Tensor:
         if length is None:
-            return torch.tensor(float(self.factor), dtype=torch.float64)
+            return super().scale(rope)
         return (length.to(torch.float64) / rope.original_max_position_embeddings).clamp(1, self.factor)
 
     def ladder(self, rope: RopeGeometry) -> Int[Tensor, " rung"]:
@@ -60,70 +71,46 @@ class _Dynamic(RopeScaling):
 
 @register("dynamic_ntk", aliases=["dynamic"])
 @dataclass(frozen=True, kw_only=True)
-class DynamicNTK(_Dynamic):
-    """NTK-aware with scale length/L for each query, between 1 and factor. emozilla (2023); YaRN paper, section 3.3.
-
-    Attributes:
-        ratio: ratio of consecutive rungs of the ladder; a finer ladder costs more rotations.
-    """
+class DynamicNTK(_Dynamic, NTKAware):
+    """NTK-aware with scale length/L for each query, between 1 and factor. emozilla (2023); YaRN paper, section 3.3."""
 
     paper: ClassVar[Paper] = EMOZILLA
-
-    def rescale_factors(self, rope: RopeGeometry, length: Tensor | None = None) -> Tensor:
-        return ntk_rescale_factors(rope, self.scale(rope, length))
-
-    def at_length(self, rope: RopeGeometry, length: int) -> RopeScaling:
-        return NTKAware(factor=float(self.scale(rope, torch.tensor(length))))
+    static: ClassVar[type[RopeScaling]] = NTKAware
 
 
 @register("dynamic_yarn")
 @dataclass(frozen=True, kw_only=True)
 class DynamicYaRN(_Dynamic, YaRN):
-    """YaRN with scale length/L for each query, between 1 and factor. Peng et al. (2023), section 3.3.
-
-    Attributes:
-        ratio: ratio of consecutive rungs of the ladder; a finer ladder costs more rotations.
-    """
+    """YaRN with scale length/L for each query, between 1 and factor. Peng et al. (2023), section 3.3."""
 
     paper: ClassVar[Paper] = Paper("Dynamic YaRN (YaRN paper, section 3.3)", 2023, "https://arxiv.org/abs/2309.00071")
-
-    def rescale_factors(self, rope: RopeGeometry, length: Tensor | None = None) -> Tensor:
-        return self.rescale_at(rope, self.scale(rope, length))
-
-    def attention_scaling(self, rope: RopeGeometry, length: Tensor | None = None) -> Tensor:
-        if self.attention_factor is not None:
-            return super().attention_scaling(rope, length)
-        return yarn_attention_factor(self.scale(rope, length))
-
-    def at_length(self, rope: RopeGeometry, length: int) -> RopeScaling:
-        options = {field.name: getattr(self, field.name) for field in fields(YaRN)}
-        return YaRN(**{**options, "factor": float(self.scale(rope, torch.tensor(length)))})
+    static: ClassVar[type[RopeScaling]] = YaRN
 
 
 @register("transformers_dynamic")
 @dataclass(frozen=True, kw_only=True)
-class TransformersDynamic(RopeScaling):
+class TransformersDynamic(_ByLength, NTKAware):
     """NTK-aware with scale factor·n/L − (factor − 1), n the length of the whole call. transformers' `dynamic`.
 
     For comparison, without a KV cache: every new token changes the scale of all earlier keys. The scale has no upper
-        bound, and is factor² − factor + 1 at factor · L. Each row of a batch has its own scale here.
+    bound, and is factor² − factor + 1 at factor · L. Each row of a batch has its own scale here.
     """
 
     paper: ClassVar[Paper] = EMOZILLA
+    static: ClassVar[type[RopeScaling]] = NTKAware
     training: ClassVar[str] = "for comparison"
     of_the_call: ClassVar[bool] = True
 
-    def scale(self, rope: RopeGeometry, length: Tensor | None) -> Tensor:
+    def scale(self, rope: RopeGeometry, length: Tensor | None = None) -> Tensor:
         if length is None:
             length = torch.tensor(self.factor * rope.original_max_position_embeddings, dtype=torch.float64)
         ratio = (length.to(torch.float64) / rope.original_max_position_embeddings).clamp(min=1)
         return self.factor * ratio - (self.factor - 1)
 
-    def rescale_factors(self, rope: RopeGeometry, length: Tensor | None = None) -> Tensor:
-        return ntk_rescale_factors(rope, self.scale(rope, length))
-
     def at_length(self, rope: RopeGeometry, length: int) -> RopeScaling:
-        return NTKAware(factor=float(self.scale(rope, torch.tensor(length))))
+        # Its scale is not length / L, so the NTK-aware method of that scale would claim another length.
+        factors = tuple(super().at_length(rope, length).rescale_factors(rope).tolist())
+        return LongRoPE(factor=self.factor_at(rope, length), long_factor=factors, attention_factor=1.0)
 
 
 @register("longrope")
@@ -160,11 +147,10 @@ class LongRoPE(RopeScaling):
             if values is None:
                 continue
             object.__setattr__(self, name, tuple(float(value) for value in values))
-            bad = [value for value in getattr(self, name) if not (math.isfinite(value) and value > 0)]
-            if bad:
+            if min(values, default=1) <= 0:
                 raise ValueError(
-                    f"{name} must hold finite numbers > 0, got {bad[0]}. For a pair that does not rotate, write "
-                    f"{NO_ROTATION:g}."
+                    f"{name} must hold finite numbers > 0, got {float(min(values))}. For a pair that does not rotate, "
+                    f"write {NO_ROTATION:g}."
                 )
 
     @property
@@ -189,19 +175,19 @@ class LongRoPE(RopeScaling):
         theta, length = rope.rope_theta, rope.original_max_position_embeddings
         if self.fitted_to not in (None, (theta, length)):
             raise ValueError(
-                f"{name} was found for a model with theta {self.fitted_to[0]:g} trained at {self.fitted_to[1]} tokens, "
-                f"and this one has theta {theta:g} and {length} tokens. Fit this model (ctxext fit), or, where "
-                "its config does not say the trained length, pass original_max_position_embeddings=."
+                f"{name} was fitted to a model with theta {self.fitted_to[0]:g} trained at {self.fitted_to[1]} tokens, "
+                f"but this one has theta {theta:g} and {length} tokens. Fit this model (ctxext fit), or, if its "
+                "config lacks the trained length, pass original_max_position_embeddings=."
             )
         if self.fitted_to is not None and not rope.is_plain:
             raise ValueError(
-                f"{name} was found for unscaled frequencies of theta {theta:g}, and this model's are scaled. "
+                f"{name} was fitted to unscaled frequencies of theta {theta:g}, but this model's are scaled. "
                 "Use existing='replace', or a named method such as 'yarn'."
             )
         if len(values) != rope.dim // 2:
             raise ValueError(
                 f"{name} has {len(values)} numbers, but this model has {rope.dim // 2} pairs "
-                f"({rope.dim} rotary dimensions a head). Pass one number a pair."
+                f"({rope.dim} rotary dimensions per head). Pass one number per pair."
             )
         return torch.tensor(values, dtype=torch.float64)
 
@@ -215,18 +201,18 @@ class LongRoPE(RopeScaling):
         if self.start_tokens:
             raise ValueError(
                 f"longrope with start_tokens={self.start_tokens} has no static form: config.json cannot express that "
-                "the first tokens are unscaled. Leave length out, or start_tokens."
+                "the first tokens are unscaled. Leave out length or start_tokens."
             )
         if not self.is_dynamic:
             return super().at_length(rope, length)
-        factors = self.long_factor
-        if self.short_factor is not None and length <= rope.original_max_position_embeddings:
-            factors = self.short_factor
-        return LongRoPE(
-            factor=self.factor,
+        within = length <= rope.original_max_position_embeddings
+        factors = self.short_factor if within and self.short_factor else self.long_factor
+        return replace(
+            self,
+            factor=self.factor_at(rope, length),
             long_factor=factors,
-            attention_factor=self.attention_factor,
-            fitted_to=self.fitted_to,
+            short_factor=None,
+            attention_factor=float(self.attention_scaling(rope)),  # of the whole factor, at every length
         )
 
     @classmethod

@@ -60,7 +60,7 @@ def method_from_rope_parameters(parameters: dict[str, Any], max_position_embeddi
                 attention_factor=attention_factor,
             )
     raise ValueError(
-        f"rope_type {rope_type!r} is not one ctxext can read (default, linear, dynamic, yarn, longrope, llama3)."
+        f"unsupported rope_type {rope_type!r}; ctxext reads default, linear, dynamic, yarn, longrope and llama3."
     )
 
 

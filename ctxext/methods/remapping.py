@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import ClassVar
 
 import torch
@@ -17,17 +17,31 @@ def _as_it_is(positions: Tensor) -> Tensor:
     return positions
 
 
-def _check_window(name: str, value: int | None, below: int | None = None) -> None:
-    if value is None:
-        return
-    if value < 1 or (below is not None and value >= below):
-        end = "" if below is None else f" and below the trained length of {below}"
-        raise ValueError(f"{name} must be a number of tokens >= 1{end}, got {value!r}. Leave it out for ours.")
+@dataclass(frozen=True, kw_only=True)
+class _Windowed(PositionRemapping):
+    """Its options that are whole numbers are lengths in tokens."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for field in fields(self):
+            if field.type == "int | None":
+                self._tokens(field.name, 1)
+
+    def _tokens(self, name: str, default: int, below: float = math.inf) -> int:
+        """The option `name`, or its default."""
+        value = getattr(self, name)
+        value = default if value is None else value
+        if not 1 <= value < below:
+            end = "" if below == math.inf else f" and below the trained length of {below}"
+            raise ValueError(
+                f"{name} must be a number of tokens >= 1{end}, got {value!r}. Leave it out to use the default."
+            )
+        return int(value)
 
 
 @register("self_extend")
 @dataclass(frozen=True, kw_only=True)
-class SelfExtend(PositionRemapping):
+class SelfExtend(_Windowed):
     """Distances d < window are kept; beyond, positions are floor-divided by group_size and shifted to be continuous.
 
     Jin et al. (2024), equation 4: q = p // G + W - W/G and k = p // G where p_q - p_k >= W.
@@ -43,19 +57,13 @@ class SelfExtend(PositionRemapping):
     group_size: int | None = None
     window: int | None = None
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _check_window("group_size", self.group_size)
-        _check_window("window", self.window)
-
     def sizes(self, rope: RopeGeometry) -> tuple[int, int]:
         """Group size and window, in tokens."""
         trained = rope.original_max_position_embeddings
-        window = max(1, trained // 4) if self.window is None else self.window
-        _check_window("window", window, trained)
+        window = self._tokens("window", max(1, trained // 4), trained)
         if self.group_size is not None:
             return self.group_size, window
-        # In thirds of a token, as 2/3 is not exact in floats.
+        # In thirds of a token, because 2/3 is not exact in floating point.
         beyond = round(self.factor * trained) - window
         return max(1, -(-3 * beyond // max(3, 2 * trained - 3 * window))), window
 
@@ -86,7 +94,7 @@ class SelfExtend(PositionRemapping):
 
 @register("rerope")
 @dataclass(frozen=True, kw_only=True)
-class ReRoPE(PositionRemapping):
+class ReRoPE(_Windowed):
     """Distances d < window are kept, larger ones become window. Su (2023).
 
     Attributes:
@@ -99,14 +107,9 @@ class ReRoPE(PositionRemapping):
     window: int | None = None
     log_n: bool = True
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _check_window("window", self.window)
-
     def branches(self, rope: RopeGeometry) -> tuple[Branch, ...]:
         trained = rope.original_max_position_embeddings
-        window = max(1, trained // 4) if self.window is None else self.window
-        _check_window("window", window, trained)
+        window = self._tokens("window", max(1, trained // 4), trained)
         near = Branch(-math.inf, window, _as_it_is, _as_it_is, _as_it_is)
         far = Branch(
             window, math.inf, _as_it_is, lambda positions: torch.full_like(positions, window), torch.zeros_like
@@ -124,7 +127,7 @@ class ReRoPE(PositionRemapping):
 
 @register("dca", aliases=["dual_chunk"])
 @dataclass(frozen=True, kw_only=True)
-class DualChunkAttention(PositionRemapping):
+class DualChunkAttention(_Windowed):
     """Keys at p mod c; queries at p mod c, min(p mod c + c, s) or s, for the same, the previous and earlier chunks.
 
     An et al. (2024), section 3, with s the chunk size and c = s - local_window, as in the authors' code.
@@ -140,19 +143,14 @@ class DualChunkAttention(PositionRemapping):
     chunk_size: int | None = None
     local_window: int | None = None
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _check_window("chunk_size", self.chunk_size)
-        _check_window("local_window", self.local_window)
-
     def branches(self, rope: RopeGeometry) -> tuple[Branch, ...]:
         trained = rope.original_max_position_embeddings
-        size = trained * 3 // 4 if self.chunk_size is None else self.chunk_size
-        local = max(1, trained // 8) if self.local_window is None else self.local_window
-        _check_window("chunk_size", size, trained)
+        size = self._tokens("chunk_size", trained * 3 // 4, trained)
+        local = self._tokens("local_window", max(1, trained // 8))
         if local >= size:
             raise ValueError(
-                f"local_window must be smaller than chunk_size, got {local} and {size}. Leave both out for ours."
+                f"local_window must be smaller than chunk_size, got {local} and {size}. Leave both out to use the "
+                "defaults."
             )
         step = size - local
 

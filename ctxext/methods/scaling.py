@@ -39,17 +39,6 @@ class PI(RopeScaling):
         return {"rope_type": "linear", "rope_theta": rope.rope_theta, "factor": float(self.factor)}
 
 
-def ntk_rescale_factors(rope: RopeGeometry, scale: Float64[Tensor, "*batch"]) -> Float64[Tensor, "*batch pair"]:
-    """λ_i = scale^(2i / (d - 2)): 1 at the highest frequency, `scale` at the lowest."""
-    exponent = torch.arange(0, rope.dim, 2, dtype=torch.float64, device=scale.device) / (rope.dim - 2)
-    return scale[..., None] ** exponent
-
-
-def ntk_theta(rope: RopeGeometry, scale: float) -> float:
-    """The base whose plain RoPE has NTK-aware frequencies: theta * scale^(d / (d - 2))."""
-    return float(rope.rope_theta * scale ** (rope.dim / (rope.dim - 2)))
-
-
 @register("ntk")
 @dataclass(frozen=True, kw_only=True)
 class NTKAware(RopeScaling):
@@ -62,10 +51,13 @@ class NTKAware(RopeScaling):
     )
 
     def rescale_factors(self, rope: RopeGeometry, length: Tensor | None = None) -> Tensor:
-        return over_lengths(ntk_rescale_factors(rope, torch.tensor(float(self.factor), dtype=torch.float64)), length)
+        scale = self.scale(rope, length)
+        exponent = torch.arange(0, rope.dim, 2, dtype=torch.float64, device=scale.device) / (rope.dim - 2)
+        return scale[..., None] ** exponent
 
     def rope_parameters(self, rope: RopeGeometry) -> dict[str, Any]:
-        return {"rope_type": "default", "rope_theta": ntk_theta(rope, self.factor)}
+        theta = rope.rope_theta * float(self.scale(rope)) ** (rope.dim / (rope.dim - 2))
+        return {"rope_type": "default", "rope_theta": float(theta)}
 
 
 @register("ntk_by_parts")
@@ -96,7 +88,7 @@ class NTKByParts(RopeScaling):
         if not 1e-6 <= self.beta_slow < self.beta_fast <= 1e6:
             raise ValueError(
                 f"beta_fast must exceed beta_slow > 0 (in turns within the trained length, 1e-6 to 1e6), got "
-                f"beta_fast={self.beta_fast}, beta_slow={self.beta_slow}. The paper's are 32 and 1."
+                f"beta_fast={self.beta_fast}, beta_slow={self.beta_slow}. The paper uses 32 and 1."
             )
         for option, allowed in (("ramp", ("index", "rotations")), ("clamp", ("dim", "pairs"))):
             if getattr(self, option) not in allowed:
@@ -116,13 +108,10 @@ class NTKByParts(RopeScaling):
         low = max(low, first)
         return linear_ramp(low, max(min(high, end), low), index)
 
-    def rescale_at(self, rope: RopeGeometry, scale: Float64[Tensor, "*batch"]) -> Float64[Tensor, "*batch pair"]:
-        """λ with `scale` instead of the factor, written so that λ = 1 exactly at scale 1."""
-        share = self.interpolated_share(rope).to(scale.device)
-        return 1 / (1 - share * (1 - 1 / scale[..., None]))
-
     def rescale_factors(self, rope: RopeGeometry, length: Tensor | None = None) -> Tensor:
-        return over_lengths(self.rescale_at(rope, torch.tensor(float(self.factor), dtype=torch.float64)), length)
+        scale = self.scale(rope, length)
+        share = self.interpolated_share(rope).to(scale.device)
+        return 1 / (1 - share * (1 - 1 / scale[..., None]))  # written so that it is exactly 1 at scale 1
 
     def rope_parameters(self, rope: RopeGeometry) -> dict[str, Any]:
         if (self.ramp, self.clamp) != ("index", "dim"):
@@ -137,11 +126,6 @@ class NTKByParts(RopeScaling):
             "attention_factor": float(self.attention_scaling(rope)),
         }
         return parameters if self.truncate else {**parameters, "truncate": False}
-
-
-def yarn_attention_factor(scale: Float64[Tensor, "*batch"]) -> Float64[Tensor, "*batch"]:
-    """sqrt(1/t) = 0.1 ln(scale) + 1 (YaRN, equation 22)."""
-    return 0.1 * scale.log() + 1
 
 
 @register("yarn")
@@ -162,16 +146,14 @@ class YaRN(NTKByParts):
         check_attention_factor(self.attention_factor)
 
     def attention_scaling(self, rope: RopeGeometry, length: Tensor | None = None) -> Tensor:
-        scale = torch.tensor(float(self.factor), dtype=torch.float64)
-        value = (
-            yarn_attention_factor(scale) if self.attention_factor is None else scale.new_tensor(self.attention_factor)
-        )
-        return over_lengths(value, length)
+        if self.attention_factor is not None:
+            return over_lengths(torch.tensor(self.attention_factor, dtype=torch.float64), length)
+        return 0.1 * self.scale(rope, length).log() + 1  # sqrt(1/t), equation 22
 
     def rope_parameters(self, rope: RopeGeometry) -> dict[str, Any]:
         parameters = super().rope_parameters(rope)
         if parameters["rope_type"] == "yarn" and self.attention_factor is None:
-            # This is every engine's default, and some interpret the key differently.
+            # Every engine computes this value by default, and some interpret the key differently.
             del parameters["attention_factor"]
         return parameters
 
@@ -196,7 +178,7 @@ class Llama3(RopeScaling):
         if not 1e-6 <= self.low_freq_factor < self.high_freq_factor <= 1e6:
             raise ValueError(
                 f"high_freq_factor must exceed low_freq_factor > 0, got "
-                f"{self.high_freq_factor} and {self.low_freq_factor}. Llama 3.1 has 4 and 1."
+                f"{self.high_freq_factor} and {self.low_freq_factor}. Llama 3.1 uses 4 and 1."
             )
 
     def rescale_factors(self, rope: RopeGeometry, length: Tensor | None = None) -> Tensor:
@@ -237,7 +219,7 @@ class ABF(RopeScaling):
             if not rope.rope_theta <= self.rope_theta <= 1e30:
                 raise ValueError(
                     f"rope_theta must be a finite number >= the model's {rope.rope_theta:g}, got "
-                    f"{self.rope_theta}. Leave it out to have one computed from the factor."
+                    f"{self.rope_theta}. Leave it out to compute one from the factor."
                 )
             return float(self.rope_theta)
         turns = rope.original_max_position_embeddings / (2 * math.pi)
@@ -290,7 +272,7 @@ class Resonance(RopeScaling):
         if self.inner.factor != self.factor:
             raise ValueError(
                 f"Resonance has a factor of {self.factor}, but the method it rounds has {self.inner.factor}. "
-                "Give both the same."
+                "Use the same factor for both."
             )
 
     @property

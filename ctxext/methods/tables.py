@@ -12,14 +12,12 @@ from ctxext.encodings.learned import hierarchical_rows, interpolate_rows, tile_r
 from ctxext.methods.contract import Paper, PositionScaling, TableResizing, register
 
 _POSITION_INTERPOLATION = Paper("Position Interpolation", 2023, "https://arxiv.org/abs/2306.15595")
-_ATTENTION = Paper("Attention Is All You Need", 2017, "https://arxiv.org/abs/1706.03762")
 
 
 @register("row_interpolation")
 @dataclass(frozen=True, kw_only=True)
 class RowInterpolation(TableResizing):
-    """Position p reads the table at p / factor, interpolated between two trained rows. Chen et al. (2023), for a
-    table."""
+    """Position p reads the table at p / factor, interpolated between two trained rows. After Chen et al. (2023)."""
 
     paper: ClassVar[Paper] = _POSITION_INTERPOLATION
     training: ClassVar[str] = "fine-tuned"
@@ -31,8 +29,9 @@ class RowInterpolation(TableResizing):
 @register("hierarchical")
 @dataclass(frozen=True, kw_only=True)
 class Hierarchical(TableResizing):
-    """Position i n + j is α u_i + (1 - α) u_j: the n trained rows are kept, and up to n² positions are covered. Su
-    (2020).
+    """Position i n + j is α u_i + (1 - α) u_j: the n trained rows are kept, and up to n² positions are covered.
+
+    Su (2020).
 
     Attributes:
         alpha: the weight of the coarse position, in (0, 1) and not 1/2.
@@ -77,7 +76,7 @@ class SinusoidalInterpolation(PositionScaling):
 class SinusoidalExtrapolation(PositionScaling):
     """The same sines and cosines at more positions. Vaswani et al. (2017), section 3.5."""
 
-    paper: ClassVar[Paper] = _ATTENTION
+    paper: ClassVar[Paper] = Paper("Attention Is All You Need", 2017, "https://arxiv.org/abs/1706.03762")
 
     def positions(self, positions: Float64[Tensor, "*batch"]) -> Float64[Tensor, "*batch"]:
         return positions

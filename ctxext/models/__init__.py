@@ -1,1 +1,1 @@
-"""What a model's config and the table of known checkpoints say of its context."""
+"""What a model's config and the table of known checkpoints say about its context."""

@@ -9,16 +9,7 @@ from typing import Any
 
 from ctxext.models.text_config import text_config_of
 from ctxext.utils.json_files import FACTOR, FLAG, TEXT, Kind
-from ctxext.utils.values import (
-    MAX_COUNT,
-    MAX_SIZE,
-    MAX_TOKENS,
-    are_numbers,
-    are_words,
-    is_count,
-    is_number,
-    shown,
-)
+from ctxext.utils.values import MAX_COUNT, MAX_SIZE, MAX_TOKENS, are_numbers, are_words, is_count, is_number, shown
 
 _SIZE = Kind(f"a whole number from 1 to {MAX_SIZE}", is_count)
 _COUNT = Kind(f"a whole number from 0 to {MAX_COUNT}", partial(is_count, low=0, high=MAX_COUNT))
@@ -46,13 +37,13 @@ FIELDS = {
         ("head_dim", "qk_rope_head_dim"), Kind(f"a whole number from 0 to {MAX_SIZE}", partial(is_count, low=0))
     ),
     **dict.fromkeys(("max_position_embeddings", "sliding_window"), _TOKENS),
-    # Phi-3 as transformers 4 reads it has a fraction there.
+    # transformers 4 reads a fraction here from Phi-3's config.
     "original_max_position_embeddings": _LENGTH,
     "rope_parameters": Kind("an object", lambda value: isinstance(value, Mapping)),
 }  # fmt: skip
 ROPE_FIELDS = {
     **dict.fromkeys(("rope_type", "type"), TEXT),
-    # A base of 1 gives every pair the same frequency, and its logarithm divides.
+    # With a base of 1 every pair has the same frequency, and formulas divide by ln(base) = 0.
     "rope_theta": Kind("a number above 1, up to 1e30", partial(is_number, low=1 + 1e-6, high=1e30)),
     "factor": FACTOR,
     "original_max_position_embeddings": _LENGTH,
@@ -78,8 +69,7 @@ NEEDED = {
 def check_config(config: Any) -> None:
     """Check the types and bounds of the fields that ctxext computes with, in `config` and its text config.
 
-    Raises:
-        ValueError: a field is invalid; the error names it, and the config's file.
+    Raises ValueError, naming the field and the config's file, if one is invalid.
     """
     text_config = text_config_of(config)
     for part in {id(each): each for each in (config, text_config)}.values():
@@ -89,8 +79,8 @@ def check_config(config: Any) -> None:
 
 def _where(config: Any, part: Any) -> str:
     folder = getattr(config, "name_or_path", "")
-    file = Path(folder) / "config.json" if isinstance(folder, str) and folder else None
-    return f"{file}: " if file is not None and file.is_file() else f"{type(part).__name__}: "
+    file = Path(folder, "config.json") if isinstance(folder, str) and folder else None
+    return f"{file}: " if file and file.is_file() else f"{type(part).__name__}: "
 
 
 def _wrong(config: Any) -> Iterator[tuple[str, str, Any]]:
@@ -99,7 +89,7 @@ def _wrong(config: Any) -> Iterator[tuple[str, str, Any]]:
         yield "attribute_map", "an object", config.attribute_map
     # Not getattr, which raises if layers differ in a field.
     values = {name: config.__dict__.get(config.attribute_map.get(name, name)) for name in FIELDS}
-    values |= {"model_type": config.model_type}
+    values["model_type"] = config.model_type
     for name, field in FIELDS.items():
         if values[name] is not None and not field.holds(values[name]) and not _in_stages(config, name, values[name]):
             yield config.attribute_map.get(name, name), field.words, values[name]
@@ -131,11 +121,7 @@ def _wrong_rope(path: str, table: Mapping[str, Any]) -> Iterator[tuple[str, str,
 
 
 def check_counts(raw: Any, path: str = "") -> None:
-    """Refuse a config.json whose numbers would make transformers build huge lists while reading it.
-
-    Raises:
-        ValueError: a field is too large; the error names it.
-    """
+    """Raise ValueError, naming the field, if transformers would build a huge list while reading a config.json."""
     for name, value in raw.items() if isinstance(raw, dict) else ():
         if isinstance(value, dict):
             check_counts(value, f"{path}{name}.")

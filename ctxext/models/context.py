@@ -8,11 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any, cast
 
 from ctxext.encodings.rope import RopeGeometry
-from ctxext.methods import (
-    RopeMethod,
-    method_from_dict,
-    method_from_rope_parameters,
-)
+from ctxext.methods import RopeMethod, method_from_dict
 from ctxext.models.checkpoints import Checkpoint, known_checkpoint
 from ctxext.models.config_fields import check_config
 from ctxext.models.families import family_of
@@ -54,17 +50,15 @@ class ContextFacts:
 
     @property
     def trained_length(self) -> int:
-        """As in `Lengths`."""
         return self.lengths.trained
 
     @property
     def reach(self) -> int:
-        """The target of `Lengths`, beyond the trained length if scaling was added without training."""
+        """The maximum length, beyond the trained length if scaling was added without training."""
         return self.lengths.target
 
     @property
     def original_length(self) -> int | None:
-        """As in `Lengths`."""
         return self.lengths.original
 
     @property
@@ -76,21 +70,6 @@ class ContextFacts:
         if self.original_length is None:
             return f"{name}: {self.reach} tokens"
         return f"{name}: {self.lengths.words}"
-
-    @property
-    def rope_parameters(self) -> dict[str, Any]:
-        """The parameters of the first table."""
-        return self.tables[0].parameters
-
-    @property
-    def rotary_dim(self) -> int:
-        """That of the first table."""
-        return self.tables[0].rotary_dim
-
-    @property
-    def original_theta(self) -> float:
-        """That of the first table."""
-        return self.original_thetas[self.tables[0].label]
 
     def seen_beyond(self, length: int) -> tuple[RopeTable, ...]:
         """The tables of layers whose window exceeds `length` tokens, which an extension changes."""
@@ -104,14 +83,26 @@ class ContextFacts:
         """The unscaled frequencies."""
         return table.plain(self.original_thetas[table.label], self.original_length or self.reach)
 
+    # Of the first table:
+
+    @property
+    def rope_parameters(self) -> dict[str, Any]:
+        return self.tables[0].parameters
+
+    @property
+    def rotary_dim(self) -> int:
+        return self.tables[0].rotary_dim
+
+    @property
+    def original_theta(self) -> float:
+        return self.original_thetas[self.tables[0].label]
+
     @property
     def rope(self) -> RopeGeometry:
-        """The frequencies in use of the first table, with their maximum length."""
         return self.rope_of(self.tables[0])
 
     @property
     def original_rope(self) -> RopeGeometry:
-        """The unscaled frequencies of the first table."""
         return self.original_rope_of(self.tables[0])
 
 
@@ -126,24 +117,17 @@ def no_encoding(text_config: Any) -> str | None:
     if not family_of(text_config).no_positions:
         return None
     return (
-        "has no position encoding that could run out, so there is nothing to extend: just raise the limit (the "
+        "has no position encoding with a length limit, so there is nothing to extend: just raise the limit (the "
         "tokenizer's model_max_length, or your server's maximum length)."
     )
-
-
-def _marked_scaling(mark: dict[str, Any], parameters: dict[str, Any], limit: int) -> RopeMethod | None:
-    """The method of a config's metadata; if it is not registered here, the `longrope` it was saved as."""
-    try:
-        return None if mark["method"] is None else cast(RopeMethod, method_from_dict(mark["method"]))
-    except ValueError:
-        return method_from_rope_parameters(parameters, limit)
 
 
 def check_trained_length(length: int | None) -> None:
     """Raise ValueError unless `length` is None or a valid trained length in tokens."""
     if length is not None and not is_count(length, 8, MAX_TOKENS):
         raise ValueError(
-            f"original_max_position_embeddings must be the trained length in tokens (an int >= 8), got {shown(length)}."
+            f"original_max_position_embeddings must be the trained length in tokens (an int from 8 to {MAX_TOKENS}), "
+            f"got {shown(length)}."
         )
 
 
@@ -179,7 +163,10 @@ def read_context(config: Any, original_max_position_embeddings: int | None = Non
     limit = length_limit(text_config)
     thetas = {table.label: float(table.parameters["rope_theta"]) for table in tables}
     if mark is not None:
-        scaling = _marked_scaling(mark, tables[0].of_turning_pairs, limit)
+        try:
+            scaling = None if mark["method"] is None else cast(RopeMethod, method_from_dict(mark["method"]))
+        except ValueError:  # not registered here: the `longrope` that it was saved as
+            scaling = tables[0].scaling
         theta = mark["original"].get("rope_theta", {})
         thetas = theta if isinstance(theta, dict) else {"": theta}
         if not {table.label for table in tables} <= thetas.keys():
@@ -187,7 +174,7 @@ def read_context(config: Any, original_max_position_embeddings: int | None = Non
                 f"{name}: ctxext.original.rope_theta in its config must hold the base of every table, got {theta!r}. "
                 "Restore it, or extend the original model again."
             )
-        lengths, source = Lengths.of_mark(mark), "noted in this config when ctxext extended it"
+        lengths, source = Lengths.of_mark(mark), "the config's extension metadata"
         if original_max_position_embeddings is not None:
             lengths = replace(lengths, original=original_max_position_embeddings)
     else:
@@ -214,7 +201,7 @@ def _native_lengths(
 
     Args:
         table: the scaled table, if any.
-        given: the trained length before any scaling that the caller passed, if any.
+        given: the trained length before any scaling that the caller passed.
     """
     trained, source = limit, "max_position_embeddings of the config"
     if checkpoint is not None:
@@ -222,7 +209,7 @@ def _native_lengths(
     scaling, own = table.scaling, table.parameters.get("original_max_position_embeddings")
     if scaling is None:
         if given is not None:
-            trained, source = given, "as you passed it"
+            trained, source = given, "passed as an argument"
         return Lengths(original=trained, trained=trained, start=trained, target=trained, factor=1.0), source
     bolted_on = checkpoint is not None and checkpoint.scaling == "bolted-on"
     original = own
@@ -235,7 +222,7 @@ def _native_lengths(
     original = given or original
     reach = limit if bolted_on else trained
     if table.parameters.get("rope_type") == "yarn" and limit <= (own or trained):
-        # As in Qwen with YaRN switched on: no field holds the extended length.
+        # As in Qwen with YaRN enabled: no field holds the extended length.
         reach = max(reach, round(scaling.factor * (own or trained)))
     start = original or reach
     return Lengths(original=original, trained=trained, start=start, target=reach, factor=reach / start), source

@@ -49,7 +49,7 @@ class Family:
 STANDARD = Family()
 
 _NEOX_NAMES = {"rope_theta": "rotary_emb_base", "partial_rotary_factor": "rotary_pct"}
-_QUERIES = "scales its queries by position as well, from the same parameters"
+_QUERIES = "also scales its queries by position, with the same parameters"
 
 # fmt: off
 FAMILIES: dict[str, Family] = {
@@ -71,17 +71,17 @@ FAMILIES: dict[str, Family] = {
     "ernie4_5_vl_moe": Family(rope_types=frozenset({"default"})),
     "cosmos3_edge": Family(rope_types=frozenset({"default"})),
     "blt": Family(
-        refuse="is four models in one, each with rope_parameters, a length and positions (bytes or patches) of its own"
+        refuse="consists of four models, each with its own rope_parameters, length and positions (bytes or patches)"
     ),
     "t5_gemma_module": Family(
-        refuse="is half of an encoder-decoder whose halves have rope_parameters and a length each: one of them alone "
+        refuse="is half of an encoder-decoder whose halves have their own rope_parameters and length: only one of them "
         "would be extended"
     ),
     "gptj": Family(sin_cos_tables=True),
     "codegen": Family(sin_cos_tables=True),
     "deepseek_v4": Family(window_labels=frozenset({"main"})),
-    "encoder-decoder": Family(refuse="is two models: extend its encoder and its decoder, each by itself"),
-    "speech-encoder-decoder": Family(refuse="is two models: extend its decoder by itself"),
+    "encoder-decoder": Family(refuse="consists of two models: extend its encoder and its decoder separately"),
+    "speech-encoder-decoder": Family(refuse="consists of two models: extend its decoder separately"),
     # Queries are also scaled by a function of position and original_max_position_embeddings.
     "ministral3": Family(refuse_in_attention=_QUERIES),
     # Its default table covers the whole head and ignores partial_rotary_factor.

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Literal, get_args
 
 from ctxext.utils.json_files import FACTOR, NUMBER, OBJECT, TEXT, TOKENS, JsonObject, Kind, or_none
 from ctxext.utils.values import shown
 
 RECORD = "context_extension.json"
-# In a config.json: the summary of the extension in `context_extension.json`. Other programs that rewrite the folder
+# In config.json: the summary of the extension in `context_extension.json`. Other programs that rewrite the folder
 # drop it.
 BESIDE = "context_extension"
 
@@ -49,8 +49,8 @@ class Lengths:
 
     def to_mark(self) -> dict[str, Any]:
         """The inverse of `of_mark`."""
-        rest = {name: getattr(self, name) for name in ("trained", "start", "target", "factor")}
-        return {"original": {"length": self.original}, **rest}
+        rest = asdict(self)
+        return {"original": {"length": rest.pop("original")}, **rest}
 
 
 def summary_of(name: str | None, lengths: Lengths) -> str:
@@ -64,11 +64,7 @@ def by_own_names(text_config: Any, updates: dict[str, Any]) -> dict[str, Any]:
 
 
 def live_mark(text_config: Any) -> dict[str, Any] | None:
-    """The extension metadata in this config; None if one of the fields it set was edited since.
-
-    Raises:
-        ValueError: the metadata is malformed; the error names the field.
-    """
+    """The extension metadata in this config, checked; None if one of the fields it set was edited since."""
     mark = getattr(text_config, "ctxext", None)
     if mark is None:
         return None
@@ -80,27 +76,23 @@ def live_mark(text_config: Any) -> dict[str, Any] | None:
 def check_mark(mark: Any, file: str, entry: str = "ctxext") -> None:
     """Raise ValueError, naming the field, unless `mark` is well-formed metadata."""
     if not OBJECT.holds(mark):
-        raise ValueError(f"{entry} in {file} must be {OBJECT.words}, got {shown(mark)}. Fetch the file again.")
+        raise ValueError(f"{entry} in {file} must be {OBJECT.words}, got {shown(mark)}. Restore the file.")
     read = JsonObject(file, mark, f"{entry}.")
-    read.get("version", TEXT)
-    read.part("fields")
-    if read.get("method", or_none(OBJECT)) is not None:
+    kinds = {"version": TEXT, "fields": OBJECT, "method": or_none(OBJECT), "factor": FACTOR, "existing": EXISTING}
+    for name, kind in {**kinds, **dict.fromkeys(("trained", "start", "target"), TOKENS)}.items():
+        read.get(name, kind)
+    original = read.part("original")
+    original.get("length", or_none(TOKENS))
+    is_rope = "rope_theta" in original.content
+    if mark["method"] is not None or not is_rope:
         method = read.part("method")
         method.get("name", TEXT)
         method.get("factor", FACTOR)
-    for name in ("trained", "start", "target"):
-        read.get(name, TOKENS)
-    read.get("factor", FACTOR)
-    read.get("existing", EXISTING)
-    original = read.part("original")
-    original.get("length", or_none(TOKENS))
-    if "rope_theta" not in original.content:  # for encodings other than RoPE
-        read.part("method")
-    elif isinstance(original.content["rope_theta"], dict):  # by layer type
+    if is_rope and isinstance(original.content["rope_theta"], dict):  # by layer type
         thetas = original.part("rope_theta")
         for name in thetas.content:
             thetas.get(name, NUMBER)
-    else:
+    elif is_rope:
         original.get("rope_theta", NUMBER)
 
 

@@ -7,11 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ctxext.encodings.rope import RopeGeometry
-from ctxext.methods import (
-    RopeScaling,
-    geometry_in_use,
-    method_from_rope_parameters,
-)
+from ctxext.methods import RopeScaling, geometry_in_use, method_from_rope_parameters
 from ctxext.models.families import family_of
 from ctxext.utils.values import MAX_ROTARY
 
@@ -27,7 +23,7 @@ class RopeTable:
         label: its key in nested `rope_parameters`; "" if they are flat.
         parameters: its own `rope_parameters`.
         head_dim: dimensions of a head in its layers.
-        rotary_dim: rotary dimensions of a head, two per pair.
+        rotary_dim: rotary dimensions per head, two per pair.
         n_zero: further pairs with frequency zero (proportional RoPE).
         limit: max_position_embeddings of the config.
         window: sliding window in tokens of its layers; None if one of them has full attention.
@@ -80,7 +76,7 @@ def rope_tables(text_config: Any, parameters: dict[str, Any]) -> tuple[RopeTable
         return (_rope_table(text_config, "", parameters, slides or family_of(text_config).rope_window is not None),)
     # `_rope_type_labels` names the tables if they are not named after layer types.
     used = set(getattr(text_config, "_rope_type_labels", None) or text_config.layer_types)
-    # transformers reads this one only at the top level.
+    # transformers reads this key only at the top level.
     truncate = {"truncate": parameters["truncate"]} if "truncate" in parameters else {}
     windows = family_of(text_config).window_labels
     tables = [
@@ -97,9 +93,8 @@ def rope_tables(text_config: Any, parameters: dict[str, Any]) -> tuple[RopeTable
 
 
 def _rope_table(text_config: Any, label: str, parameters: dict[str, Any], slides: bool) -> RopeTable:
-    config = text_config
-    if label and getattr(text_config, "is_heterogeneous", False):
-        config = text_config.per_layer_config[label]
+    nested = label and getattr(text_config, "is_heterogeneous", False)
+    config = text_config.per_layer_config[label] if nested else text_config
     window = getattr(config, family_of(text_config).rope_window or "sliding_window", None)
     if getattr(config, "use_sliding_window", True) is False:
         window = None
@@ -113,8 +108,8 @@ def _rope_table(text_config: Any, label: str, parameters: dict[str, Any], slides
         turning -= 2 * n_zero
     if not 4 <= turning <= MAX_ROTARY:
         raise ValueError(
-            f"{type(text_config).__name__} rotates {turning} of {dim} dimensions a head, by its head_dim (or "
-            f"hidden_size and num_attention_heads) and partial_rotary_factor: it must be 4 to {MAX_ROTARY}."
+            f"{type(text_config).__name__} has {turning} rotary dimensions of {dim} per head (from head_dim, or "
+            f"hidden_size and num_attention_heads, and partial_rotary_factor); ctxext needs 4 to {MAX_ROTARY}."
         )
     return RopeTable(
         label=label,
@@ -131,7 +126,7 @@ def length_limit(text_config: Any) -> int:
     """max_position_embeddings; without it, the sliding window."""
     limit = getattr(text_config, "max_position_embeddings", None) or getattr(text_config, "sliding_window", None)
     if limit is None:
-        raise ValueError(f"{type(text_config).__name__} has no length: it is not the config of a text model.")
+        raise ValueError(f"{type(text_config).__name__} has no maximum length; it is not the config of a text model.")
     return int(limit)
 
 
@@ -155,5 +150,5 @@ def head_dim(text_config: Any) -> int:
     """Dimensions of a head, derived if the config omits them."""
     dim = getattr(text_config, "head_dim", None)
     if not dim and not (text_config.hidden_size and text_config.num_attention_heads):
-        raise ValueError(f"{type(text_config).__name__} says neither head_dim nor hidden_size and num_attention_heads.")
+        raise ValueError(f"{type(text_config).__name__} has neither head_dim nor hidden_size and num_attention_heads.")
     return int(dim or text_config.hidden_size // text_config.num_attention_heads)

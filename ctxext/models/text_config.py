@@ -9,18 +9,14 @@ def text_config_of(config: Any) -> Any:
     """The sub-config of the text model (of an encoder-decoder, the decoder's), or the config itself.
 
     transformers' `get_text_config` returns a copy for encoder-decoder models with a flat config, so values set there
-    would be lost.
-
-    Raises:
-        TypeError: no config.
-        ValueError: its text config is not a config.
+    would be lost. Raises TypeError if `config` is not a config, ValueError if its text config is not.
     """
     if not hasattr(config, "get_text_config"):
-        raise TypeError(f"this needs a config of transformers, got {config!r}. Load it: AutoConfig.from_pretrained.")
+        raise TypeError(f"expected a transformers config, got {config!r}. Load one with AutoConfig.from_pretrained.")
     found = config.get_text_config(decoder=True)
     if not hasattr(found, "get_text_config"):
         raise ValueError(
-            f"the text config of {type(config).__name__} must be an object of known fields, got {found!r}."
+            f"the text config of {type(config).__name__} must be a config with declared fields, got {found!r}."
         )
     return config if type(found) is type(config) else found
 
@@ -28,10 +24,7 @@ def text_config_of(config: Any) -> Any:
 def text_section_of(raw: dict[str, Any], config: Any) -> dict[str, Any]:
     """The part of a config.json that `text_config_of(config)` is read from: `raw` itself or a nested object.
 
-    A part that the file omits, as all its values are defaults, is added.
-
-    Raises:
-        ValueError: the text config is in none of the config's parts.
+    Adds a part that the file omits because all its values are defaults. Errors: as `path_to_text`.
     """
     for name, _ in path_to_text(config):
         raw = raw.setdefault(name, {})
@@ -39,14 +32,10 @@ def text_section_of(raw: dict[str, Any], config: Any) -> dict[str, Any]:
 
 
 def path_to_text(config: Any) -> tuple[tuple[str, Any], ...]:
-    """The configs from `config` down to `text_config_of(config)`, with their names.
-
-    Raises:
-        ValueError: the text config is in none of the config's parts.
-    """
+    """The configs from `config` down to `text_config_of(config)`, by name. Raises ValueError if there is no path."""
     path = _path_to(text_config_of(config), config)
     if path is None:
-        raise ValueError(f"{type(config).__name__} does not say where its text config is. Extend the text model alone.")
+        raise ValueError(f"cannot find the text config within {type(config).__name__}. Extend the text model alone.")
     return path
 
 

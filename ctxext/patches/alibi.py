@@ -1,14 +1,13 @@
 """ALiBi in a live model: BLOOM, MPT, Falcon, and custom modules that hold their slopes in a buffer.
 
-The three families store no slopes: each recomputes its bias in every forward pass (BLOOM on two paths) in module-level
-    functions. So the bias is scaled where the blocks receive it.
+The three families store no slopes: each recomputes its bias in every forward pass in module-level functions, BLOOM
+in two ways. So the bias is scaled where the blocks receive it.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+import itertools
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
@@ -17,14 +16,13 @@ from jaxtyping import Float, Float64
 from torch import Tensor, nn
 
 from ctxext.core.edit import Edit
-from ctxext.core.encoding import ModuleEncoding, stated_length
-from ctxext.core.patch import FormulaProof, Patch
-from ctxext.core.probing import probe_inputs, run, seen_by
+from ctxext.core.encoding import ModuleEncoding
+from ctxext.core.patch import FormulaProof
 from ctxext.encodings.alibi import alibi_bias, alibi_slopes
 from ctxext.methods import ContextMethod, SlopeScaling
+from ctxext.patches.module_patch import ModulePatch, published_length, stated_length
 
-PROBE = 64  # tokens
-LONGEST_PROBE = 4096  # tokens; longest pass run to check beyond a limit
+LONGEST_PROBE = 4096  # tokens; the longest pass run to check beyond a limit
 
 
 class Family(NamedTuple):
@@ -70,56 +68,19 @@ class ScaledBias:
     def scaled(self, bias: Float[Tensor, "*batch heads query key"]) -> Float[Tensor, "*batch heads query key"]:
         """The batch may be merged into the heads, batch first. Half precision is multiplied in float32."""
         if self.bias_ratios.device != bias.device:
-            self.bias_ratios = self.bias_ratios.to(bias.device)  # not a buffer, so that it is never cast
+            self.bias_ratios = self.bias_ratios.to(bias.device)  # not a buffer, so it is never cast
         by_head = bias.reshape(-1, len(self.bias_ratios), *bias.shape[-2:])
         scaled = (by_head * self.bias_ratios[:, None, None]).to(bias.dtype).view_as(bias)
         # Falcon's bias includes the mask: masked entries must keep the lowest value.
         return torch.where(bias == torch.finfo(bias.dtype).min, bias, scaled)
 
 
-@dataclass(frozen=True)
-class AlibiEncoding(ModuleEncoding):
-    """ALiBi of a family, whose bias is scaled as each block receives it.
-
-    Attributes:
-        readers: the attention modules, which receive the bias from the blocks.
-        n_heads: number of heads, which determines the trained slopes in these families.
-        length_field: the config field with the trained length, or None.
-    """
-
-    name: ClassVar[str] = "alibi"
-    default_method: ClassVar[str] = "alibi_scaling"
-    why_not_portable: ClassVar[str | None] = "its slopes follow from the number of heads alone"
-
-    readers: tuple[str, ...]
-    n_heads: int
-    model_type: str
-    length_field: str | None
-
-    @property
-    def family(self) -> Family:
-        return FAMILIES[self.model_type]
-
-    def updates(self, method: ContextMethod, target_length: int) -> dict[str, Any]:
-        return {} if self.length_field is None else {self.length_field: target_length}
-
-    def notes(self, method: ContextMethod) -> tuple[str, ...]:
-        if self.family.dtype == torch.float32:
-            return ()
-        return ("This family computes its bias in bfloat16 before it is scaled, whatever the model's dtype.",)
-
-    def patch(self, method: ContextMethod, target_length: int) -> Patch:
-        assert isinstance(method, SlopeScaling)
-        return ScaleBias(self, method, target_length)
-
-
-@dataclass(frozen=True)
-class ScaleBias(Patch):
+class ScaleBias(ModulePatch["AlibiEncoding", SlopeScaling]):
     """Each block scales the bias that it receives."""
 
-    encoding: AlibiEncoding
-    method: SlopeScaling
-    target_length: int
+    @property
+    def n_probe(self) -> int:
+        return min(super().n_probe, self.encoding.limit or LONGEST_PROBE)
 
     def write(self, edit: Edit, before: Any) -> None:
         trained, family = alibi_slopes(self.encoding.n_heads), self.encoding.family
@@ -132,57 +93,80 @@ class ScaleBias(Patch):
             for path in self.encoding.readers:
                 edit.set_attribute(path, "max_seq_length", self.target_length)
 
-    def observe(self, model: nn.Module) -> Tensor:
-        return run(model, probe_inputs(model, self._n_probe))
+    def watched(self, model: nn.Module) -> list[tuple[str, str | None]]:
+        return list(itertools.product(self.encoding.readers, self.encoding.family.keywords))
 
-    def prove(self, model: nn.Module, before: Tensor) -> FormulaProof:
-        slopes = self.method.slopes(alibi_slopes(self.encoding.n_heads))
-        short = probe_inputs(model, self._n_probe)
-        masked = {**short, "attention_mask": torch.ones_like(short["input_ids"])}
-        errors, effects = [], []
-        for inputs in (short, masked):  # The two paths on which BLOOM computes its bias.
-            with self._seen(model) as seen:
-                effects.append(float((run(model, inputs) - before).abs().max()))
-            errors.append(self._error(model, seen, slopes, self._n_probe))
-        n_tokens = self._n_probe
+    def prove(self, model: nn.Module, before: Any) -> FormulaProof:
+        _, stock = before
+        short = self.inputs(model, self.n_probe)
+        # With a mask, BLOOM computes its bias in another way.
+        probes = [short, {**short, "attention_mask": torch.ones_like(short["input_ids"])}]
         limit = self.encoding.limit
         if limit is not None and limit < LONGEST_PROBE and self.method.factor > 1:
-            n_tokens = limit + 1
-            with self._seen(model) as seen:
-                run(model, probe_inputs(model, n_tokens))
-            errors.append(self._error(model, seen, slopes, n_tokens))
+            probes.append(self.inputs(model, limit + 1))
+        errors, effects = [], []
+        for inputs in probes:
+            seen, output = self.look(model, inputs)
+            n_tokens = inputs["input_ids"].shape[1]
+            errors.append(self._error(model, seen, n_tokens))
+            if n_tokens == self.n_probe:
+                effects.append(float((output - stock).abs().max()))
         return FormulaProof(max(errors), min(effects), n_tokens)
 
-    @property
-    def _n_probe(self) -> int:
-        return min(PROBE, self.encoding.limit or PROBE)
-
-    @contextmanager
-    def _seen(self, model: nn.Module) -> Iterator[dict[tuple[str, str], list[Any]]]:
-        with ExitStack() as stack:
-            yield {
-                (path, keyword): stack.enter_context(seen_by(model, path, keyword))
-                for path in self.encoding.readers
-                for keyword in self.encoding.family.keywords
-            }
-
-    def _error(
-        self, model: nn.Module, seen: dict[tuple[str, str], list[Any]], slopes: Float64[Tensor, " head"], n_tokens: int
-    ) -> float:
+    def _error(self, model: nn.Module, seen: list[list[Any]], n_tokens: int) -> float:
         """Largest error of the bias that any attention received for the last query, beyond the dtype's rounding."""
         positions = torch.arange(n_tokens)
-        want = alibi_bias(slopes, positions[-1:], positions)[:, 0]
+        formula = alibi_bias(self.method.slopes(alibi_slopes(self.encoding.n_heads)), positions[-1:], positions)[:, 0]
         worst = 0.0
-        for (path, keyword), calls in seen.items():
-            (received,) = calls
-            # Added after the logits are divided by sqrt(head_dim), and itself divided by it.
+        for (path, keyword), (received,) in zip(self.watched(model), seen):
+            # Falcon adds its mask after dividing the logits by sqrt(head_dim), and divides it by that too.
             scale: Any = model.get_submodule(path).inv_norm_factor if keyword == "attention_mask" else 1.0
-            got = received.flatten(0, -3)[:, -1, -n_tokens:].double().cpu()
+            want, got = scale * formula, received.flatten(0, -3)[:, -1, -n_tokens:].double().cpu()
             got = got - got[:, -1:]  # Softmax ignores an additive constant, which differs between families.
             eps = max(torch.finfo(self.encoding.family.dtype).eps, torch.finfo(received.dtype).eps)
-            beyond = (got - scale * want).abs() - eps * (scale * want).abs().max()
-            worst = max(worst, float(beyond.max()))
+            worst = max(worst, float(((got - want).abs() - eps * want.abs().max()).max()))
         return worst
+
+
+@dataclass(frozen=True)
+class AlibiEncoding(ModuleEncoding):
+    """ALiBi of a family, whose bias is scaled as each block receives it.
+
+    Attributes:
+        readers: the attention modules, which receive the bias from the blocks.
+        n_heads: number of heads, which determines the trained slopes in these families.
+    """
+
+    name: ClassVar[str] = "alibi"
+    default_method: ClassVar[str] = "alibi_scaling"
+    mechanism = ScaleBias
+    why_not_portable: ClassVar[str | None] = "its slopes follow from the number of heads alone"
+
+    readers: tuple[str, ...]
+    n_heads: int
+    family: Family
+
+    def notes(self, method: ContextMethod) -> tuple[str, ...]:
+        if self.family.dtype == torch.float32:
+            return ()
+        return ("This family computes its bias in bfloat16 before it is scaled, whatever the model's dtype.",)
+
+
+class WriteSlopes(ModulePatch["SlopeEncoding", SlopeScaling]):
+    """The buffers hold the scaled slopes."""
+
+    def write(self, edit: Edit, before: Any) -> None:
+        trained, _ = before
+        for path, name, slopes in zip(self.encoding.paths, self.encoding.buffers, trained):
+            edit.set_tensor(path, name, self.method.slopes(slopes))
+
+    def held(self, model: nn.Module) -> list[Float64[Tensor, " head"]]:
+        """The slopes in the buffers."""
+        where = zip(self.encoding.paths, self.encoding.buffers)
+        return [model.get_submodule(path).get_buffer(name).double().clone() for path, name in where]
+
+    def error(self, model: nn.Module, seen: list[list[Any]], held: list[Float64[Tensor, " head"]]) -> float:
+        return max(float((now - self.method.slopes(old)).abs().max()) for now, old in zip(self.held(model), held))
 
 
 @dataclass(frozen=True)
@@ -191,49 +175,10 @@ class SlopeEncoding(ModuleEncoding):
 
     name: ClassVar[str] = "alibi"
     default_method: ClassVar[str] = "alibi_scaling"
+    mechanism = WriteSlopes
     changes_weights: ClassVar[bool] = True
 
     buffers: tuple[str, ...]
-    length_field: str
-
-    def updates(self, method: ContextMethod, target_length: int) -> dict[str, Any]:
-        return {self.length_field: target_length}
-
-    def patch(self, method: ContextMethod, target_length: int) -> Patch:
-        assert isinstance(method, SlopeScaling)
-        return WriteSlopes(self, method)
-
-
-@dataclass(frozen=True)
-class WriteSlopes(Patch):
-    """The buffers hold the scaled slopes."""
-
-    encoding: SlopeEncoding
-    method: SlopeScaling
-
-    def write(self, edit: Edit, before: Any) -> None:
-        for path, name in self._where:
-            edit.set_tensor(path, name, self.method.slopes(self._slopes(edit.model, path, name)))
-
-    def observe(self, model: nn.Module) -> Any:
-        slopes = [self._slopes(model, path, name) for path, name in self._where]
-        return slopes, run(model, probe_inputs(model, PROBE))
-
-    def prove(self, model: nn.Module, before: Any) -> FormulaProof:
-        trained, output = before
-        error = max(
-            float((self._slopes(model, path, name) - self.method.slopes(old)).abs().max())
-            for (path, name), old in zip(self._where, trained)
-        )
-        return FormulaProof(error, float((run(model, probe_inputs(model, PROBE)) - output).abs().max()), PROBE)
-
-    @property
-    def _where(self) -> list[tuple[str, str]]:
-        return list(zip(self.encoding.paths, self.encoding.buffers))
-
-    @staticmethod
-    def _slopes(model: nn.Module, path: str, name: str) -> Float64[Tensor, " head"]:
-        return model.get_submodule(path).get_buffer(name).double().clone()
 
 
 def find(model: nn.Module, text_config: Any) -> ModuleEncoding | None:
@@ -245,17 +190,14 @@ def find(model: nn.Module, text_config: Any) -> ModuleEncoding | None:
         return None
     takers = [path for path, module in model.named_modules() if _takes(module, family.keywords)]
     blocks = tuple(path for path in takers if not any(path.startswith(f"{other}.") for other in takers))
-    stated = stated_length(text_config, family.length)
-    length = 2048 if stated is None else stated[1]
+    stated = stated_length(text_config, family.length) or published_length(2048, family.published)
     return AlibiEncoding(
         paths=blocks,
-        trained_length=length,
-        source=f"as published: {family.published}" if stated is None else f"{family.length} of the config",
-        limit=length if family.limit else None,
+        limit=stated["trained_length"] if family.limit else None,
         readers=tuple(path for path in takers if path not in blocks),
         n_heads=text_config.num_attention_heads,
-        model_type=text_config.model_type,
-        length_field=None if stated is None else family.length,
+        family=family,
+        **stated,
     )
 
 
@@ -273,13 +215,7 @@ def _find_buffers(model: nn.Module, text_config: Any) -> SlopeEncoding | None:
         if module.get_buffer(name).shape == (text_config.num_attention_heads,)
     ]
     stated = stated_length(text_config, "max_position_embeddings")
-    if not found or stated is None:
+    if not found or not stated:
         return None
-    return SlopeEncoding(
-        paths=tuple(path for path, _ in found),
-        trained_length=stated[1],
-        source=f"{stated[0]} of the config",
-        limit=None,
-        buffers=tuple(name for _, name in found),
-        length_field=stated[0],
-    )
+    paths, buffers = zip(*found)
+    return SlopeEncoding(paths=paths, buffers=buffers, **stated)

@@ -43,20 +43,20 @@ class InAttentionProof(Proof):
 
     def __str__(self) -> str:
         return (
-            f"with nothing scaled, queries and keys are {self.rotation_error:.1e} and the output "
-            f"{self.output_error:.1e} off the stock model's; beyond its trained length the method changes the output "
+            f"with unscaled frequencies, queries and keys differ from the stock model's by {self.rotation_error:.1e} "
+            f"and the output by {self.output_error:.1e}; beyond its trained length the method changes the output "
             f"by {self.effect:.1e}"
         )
 
     def fault(self, name: str, summary: str) -> str | None:
         if not self.output_error <= self.output_bar:
             return (
-                f"{name}, rotated in attention with its own frequencies, gives an output {self.output_error:.1e} off "
-                f"its own, relative; up to {self.output_bar:.0e} can be rounding (in 16 bits it may be more: load it "
-                "in float32 to tell). Its attention does more than is known here."
+                f"with in-attention RoPE and its own frequencies, the output of {name} has a relative error of "
+                f"{self.output_error:.1e} (rounding explains {self.output_bar:.0e}). Its attention is not supported, "
+                "or the model is in 16 bits, where rounding may be larger: load it in float32."
             )
         if not self.effect > self.effect_bar:
-            return f"{summary} changes nothing in {name} beyond its trained length."
+            return f"{summary} does not change the output of {name} beyond its trained length."
         return None
 
 
@@ -95,7 +95,7 @@ class RotateInAttention(Patch):
     summary: str
     rotated_copy: bool
 
-    # A different summation order alone makes a difference (1.3e-6 on a CPU without AVX; scaling one token makes 1e-4).
+    # A different summation order alone makes a difference (1.3e-6 on a CPU without AVX; scaling one token: 1e-4).
     EFFECT_BAR: ClassVar[float] = 1e-5
 
     def check(self, model: nn.Module) -> None:
@@ -103,20 +103,20 @@ class RotateInAttention(Patch):
         devices = {str(device) for device in getattr(model, "hf_device_map", {}).values()} - {"cpu", "disk"}
         if len(devices) > 1:
             raise ValueError(
-                f"{name} is spread over {', '.join(sorted(devices))}; in-attention RoPE runs on one device. Load it on "
-                "one, or use a method that changes frequencies, such as 'yarn'."
+                f"{name} is spread over {', '.join(sorted(devices))}, but in-attention RoPE needs one device. Load it "
+                "on one, or use a method that changes frequencies, such as 'yarn'."
             )
         if len(sites) != 1:
-            raise ValueError(f"{name} has {len(sites)} rotary embeddings; in-attention RoPE needs exactly one.")
+            raise ValueError(f"{name} has {len(sites)} rotary embeddings, but in-attention RoPE needs exactly one.")
         if not model._can_set_attn_implementation():  # type: ignore[operator]
             raise ValueError(
-                f"{name} has attention code of its own that does not go through transformers' attention interface, so "
-                "in-attention RoPE cannot reach it. Use a method that changes frequencies, such as 'yarn'."
+                f"{name} has custom attention code that does not use transformers' attention interface, which "
+                "in-attention RoPE needs. Use a method that changes frequencies, such as 'yarn'."
             )
         implementation = self._implementation(model)
         if implementation not in call.IMPLEMENTATIONS:
             raise ValueError(
-                f"{name} attends by {implementation!r}, but in-attention RoPE runs over "
+                f"{name} uses {implementation!r} attention, but in-attention RoPE supports only "
                 f"{' or '.join(call.IMPLEMENTATIONS)}. Call model.set_attn_implementation('sdpa') first."
             )
 
@@ -163,8 +163,8 @@ class RotateInAttention(Patch):
             window = slides_over(config, index)
             new.layers[index] = Layer(convention, within=window is not None and window <= self._trained)
         if all(layer.within or layer.convention.pairs == "none" for layer in new.layers.values()):
-            raise ValueError(f"{self._name(model)} has no layer with RoPE that sees beyond its trained length.")
-        hook = call.BeforeForward(leaf, call.parameter_names(base), int(config.num_hidden_layers))
+            raise ValueError(f"{self._name(model)} has no RoPE layer that attends beyond the trained length.")
+        hook = call.BeforeForward(base, leaf, int(config.num_hidden_layers))
         edit.add_forward_pre_hook(parent, hook, with_kwargs=True)
 
     def prove(self, model: Any, before: Seen) -> InAttentionProof:
@@ -204,9 +204,9 @@ class RotateInAttention(Patch):
     def _run(self, model: nn.Module, whole: Callable[..., Any], *arguments: Any) -> Any:
         try:
             return whole(*arguments)
-        except Exception as error:  # model code raises many kinds
+        except Exception as error:  # model code raises many exception types
             raise ValueError(
-                f"{self._name(model)} does more in its attention than is known here: it cannot be run with "
+                f"{self._name(model)} has attention that is not supported: it cannot run with "
                 f"in-attention RoPE ({type(error).__name__}: {error}). Use a method that changes frequencies, such as "
                 "'yarn'."
             ) from error

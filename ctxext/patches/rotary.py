@@ -1,9 +1,9 @@
 """The rotary embedding of a live model: find it, build its replacement, replace it, verify that it is used.
 
 Families are found by structure: a module with `inv_freq`, `original_inv_freq` and `attention_scaling`, or these per
-    layer type (`full_attention_inv_freq`), is transformers' standard rotary embedding. Its replacement is built by its
-    own class from the extended config, so shapes and partial rotary are kept, and a plain reload of the saved config
-    gives bitwise the same module.
+layer type (`full_attention_inv_freq`), is transformers' standard rotary embedding. Its replacement is built by its own
+class from the extended config, so shapes and partial rotary are kept, and a plain reload of the saved config gives
+bitwise the same module.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from jaxtyping import Float, Float64
 from torch import Tensor, nn
 
 from ctxext.core.consumed import is_consumed
-from ctxext.core.edit import Edit
+from ctxext.core.edit import Edit, mixed_class
 from ctxext.core.patch import Patch, Proof
 from ctxext.core.probing import on_meta
-from ctxext.core.rotary_module import ExtendedRotary, extended_class, of_label, table_names
+from ctxext.core.rotary_module import ExtendedRotary, of_label, table_names
 from ctxext.encodings.rope import RopeGeometry, cos_sin
 from ctxext.models.context import ContextFacts
 from ctxext.models.rope_tables import rope_tables
@@ -38,9 +38,9 @@ class RotarySite:
     module: nn.Module
 
     @property
-    def labels(self) -> tuple[str, ...]:
-        """The layer types it has a table for; "" for the only one."""
-        return tuple(_labels(self.module))
+    def labels(self) -> list[str]:
+        """The layer types that it has a table for; "" for the only one."""
+        return _labels(self.module)
 
     def table(self, label: str) -> Float[Tensor, " pair"]:
         """The frequencies of a layer type."""
@@ -52,10 +52,7 @@ class RotarySite:
     ) -> Float64[Tensor, " pair"]:
         """`inv_freq` in the module's layout: zeros for the pairs that do not rotate, and its own order of pairs.
 
-        Some multimodal families group the pairs by section.
-
-        Args:
-            in_use: the expected current frequencies.
+        `in_use` are the expected current frequencies. Some multimodal families group the pairs by section.
         """
         own = self.table(label)
         if own.dtype != torch.float32 or own.device.type == "meta":
@@ -71,21 +68,19 @@ class RotarySite:
     def build(self, config: Any, summary: str, mixin: type[ExtendedRotary] = ExtendedRotary) -> nn.Module:
         """Build the replacement on the CPU, by the module's own class from the extended `config`.
 
-        Raises:
-            ValueError: the class rejects the config.
+        Raises ValueError if the class rejects the config.
         """
-        cls = extended_class(mixin, type(self.module))  # type: ignore[arg-type]
+        cls = mixed_class(mixin, type(self.module))  # type: ignore[arg-type]
         try:
             with torch.device("cpu"):
                 new: Any = cls(config)
-        except Exception as error:  # rotary embeddings raise many kinds
-            parameters = next(
-                (v for v in config.rope_parameters.values() if isinstance(v, dict)), config.rope_parameters
-            )
+        except Exception as error:  # rotary embeddings raise many exception types
+            whole = config.rope_parameters
+            parameters = next((each for each in whole.values() if isinstance(each, dict)), whole)
             raise ValueError(
                 f"{type(self.module).__name__} at {self.paths[0]!r} cannot be built with "
                 f"rope_type {parameters.get('rope_type')!r} ({type(error).__name__}: {error}). This family is not "
-                "supported with this method; try method='ntk', which changes rope_theta alone."
+                "supported with this method; try method='ntk', which only changes rope_theta."
             ) from error
         new.summary = summary
         new.exact = {name: getattr(new, name).detach().clone() for name in table_names(new)}
@@ -96,24 +91,13 @@ def _agree(table: Tensor, expected: Tensor) -> bool:
     return torch.allclose(table, expected, rtol=1e-5, atol=0.0)
 
 
-def write_table(new: nn.Module, label: str, inv_freq: Float64[Tensor, " pair"], attention_factor: float) -> None:
-    """Overwrite the tables, for what the family's config cannot express."""
-    assert isinstance(new, ExtendedRotary)
-    for name in (of_label(label, "inv_freq"), of_label(label, "original_inv_freq")):
-        new.exact[name] = inv_freq.float()
-        new._buffers[name] = new.exact[name].clone()
-    setattr(new, of_label(label, "attention_scaling"), attention_factor)
-
-
 def find_rotary_sites(model: nn.Module, text_config: Any) -> list[RotarySite]:
     """The standard rotary embeddings of the text model, each once, with all their paths."""
-    paths: dict[int, list[str]] = {}
-    found: dict[int, nn.Module] = {}
+    paths: dict[nn.Module, list[str]] = {}
     for path, module in model.named_modules(remove_duplicate=False):
         if _labels(module) and type(getattr(module, "config", None)) is type(text_config):
-            found[id(module)] = module
-            paths.setdefault(id(module), []).append(path)
-    return [RotarySite(paths=tuple(paths[key]), module=module) for key, module in found.items()]
+            paths.setdefault(module, []).append(path)
+    return [RotarySite(tuple(its), module) for module, its in paths.items()]
 
 
 def _labels(module: nn.Module) -> list[str]:
@@ -145,23 +129,20 @@ def other_rotary_tables(model: nn.Module, sites: list[RotarySite]) -> list[str]:
 def standard_sites(model: nn.Module, facts: ContextFacts) -> list[RotarySite]:
     """The rotary embeddings of a model; they must be its only position encoding and match its config.
 
-    Raises:
-        ValueError: there are none, there are other encodings too, or one was changed by hand.
+    Raises ValueError if there are none, there are other encodings too, or one was edited.
     """
     text_config = facts.text_config
     name = f"{type(model).__name__} (model_type {text_config.model_type!r})"
     sites = find_rotary_sites(model, text_config)
     others = other_rotary_tables(model, sites)
     if not sites:
-        seen = f" It keeps other rotary tables: {'; '.join(others[:3])}." if others else ""
+        seen = f" It has other rotary tables: {'; '.join(others[:3])}." if others else ""
         raise ValueError(
             f"found no standard rotary embedding in {name}: no module holds inv_freq, original_inv_freq and "
             f"attention_scaling.{seen}"
         )
     if others:
-        raise ValueError(
-            f"{name} has rotary tables beside the standard one, so a patch would be half done: {'; '.join(others[:3])}."
-        )
+        raise ValueError(f"{name} has non-standard rotary tables, which would not be patched: {'; '.join(others[:3])}.")
     for site in sites:
         _check_present_table(site, facts)
     return sites
@@ -173,18 +154,17 @@ def _check_present_table(site: RotarySite, facts: ContextFacts) -> None:
     if set(site.labels) != tables.keys():
         raise ValueError(
             f"{site.paths[0]!r} has tables for {', '.join(site.labels)}, but the config for {', '.join(tables)}. This "
-            "family keeps them in its own way and is not supported."
+            "family stores them in a non-standard way and is not supported."
         )
     for label, described in tables.items():
         table = site.table(label)
         if len(table) != described.rotary_dim // 2 + described.n_zero:
             raise ValueError(
                 f"{site.paths[0]!r} rotates {2 * len(table)} dimensions, but the config says {described.rotary_dim}. "
-                "This family computes them in its own way and is not supported."
+                "This family computes them in a non-standard way and is not supported."
             )
-        scaling = described.scaling
-        if table.device.type == "meta" or (scaling is not None and scaling.in_attention):
-            continue  # These two change the table at run time.
+        if table.device.type == "meta" or (described.scaling is not None and described.scaling.in_attention):
+            continue  # A dynamic scaling changes the table at run time.
         in_use = facts.rope_of(described).inv_freq
         expected = site.laid_out(label, in_use, in_use).float().to(table.dtype).double()
         exact = table.dtype == torch.float32
@@ -193,9 +173,9 @@ def _check_present_table(site: RotarySite, facts: ContextFacts) -> None:
             table.cpu().double(), expected, rtol=1e-5 if exact else 1e-2, atol=1e-30 if exact else 1e-7
         ):
             raise ValueError(
-                f"the frequencies of {site.paths[0]!r} differ from what its config says (by up to "
-                f"{relative_error(table, expected):.1e}, relative): they were changed by hand, or this family "
-                "computes them in its own way. Load the model afresh, or see ctxext.describe_context."
+                f"the frequencies of {site.paths[0]!r} differ from its config's (relative error up to "
+                f"{relative_error(table, expected):.1e}): they were edited, or this family computes them in a "
+                "non-standard way. Reload the model, or see ctxext.describe_context."
             )
 
 
@@ -213,10 +193,7 @@ def table_errors(model: nn.Module, text_config: Any, rope_parameters: dict[str, 
         if inv_freq.device.type != "meta":
             scaling = getattr(site.module, of_label(facts.label, "attention_scaling"))
             expected = site.laid_out(facts.label, rope.inv_freq, rope.inv_freq)
-            yield (
-                site.paths[0],
-                max(relative_error(inv_freq, expected), abs(scaling / rope.attention_factor - 1)),
-            )
+            yield site.paths[0], max(relative_error(inv_freq, expected), abs(scaling / rope.attention_factor - 1))
 
 
 # ------------------------------------------------------------------------------------------ the patch
@@ -239,14 +216,14 @@ class RotaryProof(Proof):
     output_error: float | None
     consumed: bool | None
 
-    # Float32 tables against float64 formulas: powers of theta are good to about 1e-6 there.
+    # Float32 tables against float64 formulas: powers of theta agree to about 1e-6.
     FREQUENCY_BAR: ClassVar[float] = 1e-5
     OUTPUT_BAR: ClassVar[float] = 1e-3
 
     def __str__(self) -> str:
-        consumed = {True: "seen", False: "NOT seen", None: "due at the first forward pass"}[self.consumed]
+        consumed = {True: "yes", False: "NO", None: "checked at the first forward pass"}[self.consumed]
         output = "layout not compared" if self.output_error is None else f"off by {self.output_error:.1e}"
-        return f"frequencies off by {self.frequency_error:.1e}, cos and sin {output}, use by attention {consumed}"
+        return f"frequencies off by {self.frequency_error:.1e}, cos and sin {output}, used by attention: {consumed}"
 
     @property
     def is_pending(self) -> bool:
@@ -257,12 +234,12 @@ class RotaryProof(Proof):
         if not (self.frequency_error <= self.FREQUENCY_BAR and output_error <= self.OUTPUT_BAR):
             return (
                 f"{name} does not do what {summary!r} says: frequencies differ by {self.frequency_error:.1e}, cos and "
-                f"sin by {output_error:.1e}. This family reads its config in its own way."
+                f"sin by {output_error:.1e}. This family reads its config in a non-standard way."
             )
         if self.consumed is False:
             return (
-                f"nothing in {name} reads its rotary embedding, so replacing it changes nothing: its attention gets "
-                "positions from elsewhere."
+                f"no attention layer of {name} uses its rotary embedding, so replacing it has no effect. This family "
+                "is not supported."
             )
         return None
 
@@ -296,31 +273,32 @@ class ReplaceRotary(Patch):
     def write(self, edit: Edit, before: list[tuple[RotarySite, dict[str, Tensor]]]) -> None:
         config = text_config_of(edit.model.config)
         for site, expected in before:
-            new = site.build(config, self.summary)
+            new: Any = site.build(config, self.summary)
             for label, inv_freq in expected.items() if self.writes_tables else ():
-                write_table(new, label, inv_freq, self.tables[label].attention_factor)
+                for name in (of_label(label, "inv_freq"), of_label(label, "original_inv_freq")):
+                    new.exact[name] = inv_freq.float()
+                    new._buffers[name] = new.exact[name].clone()
+                setattr(new, of_label(label, "attention_scaling"), self.tables[label].attention_factor)
             edit.replace_module(site.paths, new)
 
     def prove(self, model: nn.Module, before: list[tuple[RotarySite, dict[str, Tensor]]]) -> RotaryProof:
-        frequency_error, output_errors, modules = 0.0, [], []
-        for site, expected in before:
-            module: Any = model.get_submodule(site.paths[0])
-            modules.append(module)
+        modules: list[Any] = [model.get_submodule(site.paths[0]) for site, _ in before]
+        frequency_error, output_errors = 0.0, []
+        for module, (_, expected) in zip(modules, before):
             for label, inv_freq in expected.items():
                 rope, name = self.tables[label], of_label(label, "inv_freq")
-                held = getattr(module, name)
-                if held.device.type == "meta":
+                held, live = getattr(module, name), getattr(module, name).device.type != "meta"
+                if not live:
                     held = module.exact[name] if isinstance(module, ExtendedRotary) else inv_freq * torch.inf
                 frequency_error = max(frequency_error, relative_error(held, inv_freq))
-                in_order = torch.equal(inv_freq[: len(rope.inv_freq)], rope.inv_freq)  # not in the family's own order
-                if in_order and getattr(module, name).device.type != "meta":
+                in_order = torch.equal(inv_freq[: len(rope.inv_freq)], rope.inv_freq)  # standard order of pairs
+                if in_order and live:
                     output_errors.append(output_error(module, label, inv_freq, rope.attention_factor))
         found = [error for error in output_errors if error is not None]
         consumed = None
         if not on_meta(model):
-            replaced = [site.module for site, _ in before]
-            live = all(isinstance(module, ExtendedRotary) for module in modules)
-            consumed = live and is_consumed(model, modules, replaced)
+            replaced = all(isinstance(module, ExtendedRotary) for module in modules)
+            consumed = replaced and is_consumed(model, modules, [site.module for site, _ in before])
         return RotaryProof(frequency_error, max(found, default=None), consumed)
 
     def _laid_out(self, site: RotarySite, table: Any) -> Tensor:
@@ -354,16 +332,11 @@ def output_error(
         if not output.is_complex():
             return None
         output = (output.real, output.imag)
-    pairs = cos.shape[-1]
-    worst = None
+    pairs, errors = cos.shape[-1], []
     for got, want in zip(output, (cos, sin), strict=True):
         got = got.reshape(-1, positions.shape[-1], got.shape[-1])[:1].double().cpu()
-        if got.shape[-1] == pairs:
-            candidates = [got]
-        elif got.shape[-1] == 2 * pairs:
-            candidates = [got[..., :pairs], got[..., 0::2]]
-        else:
+        if got.shape[-1] not in (pairs, 2 * pairs):
             return None
-        error = min(float((candidate - want).abs().max()) for candidate in candidates)
-        worst = error if worst is None else max(worst, error)
-    return worst
+        halves = [got] if got.shape[-1] == pairs else [got[..., :pairs], got[..., 0::2]]
+        errors.append(min(float((half - want).abs().max()) for half in halves))
+    return max(errors)

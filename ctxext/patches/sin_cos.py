@@ -38,8 +38,8 @@ class GrowSinCos(Patch):
             error = _error(held, sin_cos_table(len(held), self.rope))
             if not error <= (1e-3 if held.dtype == torch.float32 else 2e-2):
                 raise ValueError(
-                    f"the table of {path!r} differs from RoPE of base 10000 by {error:.1e}: it was changed by hand. "
-                    "Load the model afresh."
+                    f"the table of {path!r} differs from RoPE with base 10000 by {error:.1e}: it was edited. "
+                    "Reload the model."
                 )
 
     def write(self, edit: Edit, before: Any) -> None:

@@ -6,7 +6,7 @@ Such a module computes a longer table when a position exceeds it. Sines stored a
 from __future__ import annotations
 
 import inspect
-from contextlib import ExitStack
+import itertools
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple, get_args
 
@@ -15,13 +15,10 @@ from jaxtyping import Float, Float64, Shaped
 from torch import Tensor, nn
 
 from ctxext.core.edit import Edit
-from ctxext.core.encoding import ModuleEncoding, stated_length
-from ctxext.core.patch import FormulaProof, Patch
-from ctxext.core.probing import probe_inputs, run, seen_by
+from ctxext.core.encoding import ModuleEncoding
 from ctxext.encodings.sinusoidal import Layout, sinusoidal_table
 from ctxext.methods import ContextMethod, PositionScaling
-
-PROBE = 64  # tokens
+from ctxext.patches.module_patch import ModulePatch, stated_length
 
 
 class Sines(NamedTuple):
@@ -62,30 +59,55 @@ class ScaledRows:
         return table.to(torch.get_default_dtype())
 
 
+class ScaleRows(ModulePatch["GrowingTable", PositionScaling]):
+    """The tables, however far they grow, hold the sines at the method's positions."""
+
+    def write(self, edit: Edit, before: Any) -> None:
+        for path, name, sines in self.encoding.tables:
+            edit.exchange_class(path, ScaledRows)
+            edit.set_attribute(path, "scaling", self.method)
+            edit.set_attribute(path, "sines", sines)
+            module: Any = edit.model.get_submodule(path)
+            # As many rows as a model of the extended config, even if the table grew earlier: FSMT saves them.
+            n_rows = sines.origin + self.target_length
+            rows = module.get_embedding(n_rows, module.embedding_dim, getattr(module, "padding_idx", None))
+            edit.set_tensor(path, name, rows.to(getattr(module, name).dtype))
+
+    def watched(self, model: nn.Module) -> list[tuple[str, str | None]]:
+        return [(path, None) for path in self.encoding.paths]
+
+    def error(self, model: nn.Module, seen: list[list[Any]], held: Any) -> float:
+        worst = 0.0 if any(seen) else float("inf")
+        for (path, name, sines), calls in zip(self.encoding.tables, seen):
+            table: Tensor = getattr(model.get_submodule(path), name)
+            positions = sines.origin + self.method.positions(torch.arange(self.n_probe, dtype=torch.float64))
+            want = sines.rows(positions, table.shape[-1]).to(table.device, table.dtype)
+            # The module's output, or its table if the probe does not run it (a speech encoder).
+            for rows in (*calls, table[sines.origin :]):
+                worst = max(worst, float((rows.reshape(-1, rows.shape[-1])[: self.n_probe] - want).abs().max()))
+        return worst
+
+
 @dataclass(frozen=True)
 class GrowingTable(ModuleEncoding):
-    """Modules that recompute their own table.
-
-    Attributes:
-        names: the name of the table in each of `paths`.
-        sines: its layout.
-        length_field: the config field with the trained length.
-    """
+    """Modules that recompute their own table: `tables` holds the path, the name of the table and its layout of each."""
 
     name: ClassVar[str] = "sinusoidal"
     default_method: ClassVar[str] = "sinusoidal_interpolation"
-    why_not_portable: ClassVar[str | None] = "its table of sines is computed again, from no parameter"
+    mechanism = ScaleRows
+    why_not_portable: ClassVar[str | None] = "its sinusoidal table is recomputed and depends on no parameter"
 
-    names: tuple[str, ...]
-    sines: tuple[Sines, ...]
-    length_field: str
+    tables: tuple[tuple[str, str, Sines], ...]
 
     def updates(self, method: ContextMethod, target_length: int) -> dict[str, Any]:
-        return {self.length_field: target_length}
-
-    def patch(self, method: ContextMethod, target_length: int) -> Patch:
         assert isinstance(method, PositionScaling)
-        return ScaleRows(self, method, target_length)
+        positions = torch.linspace(0, target_length - 1, 1024, dtype=torch.float64)
+        if torch.equal(method.positions(positions), positions):
+            raise ValueError(
+                f"{method.name} changes nothing in this model, which computes more rows of the same sines for any "
+                f"longer input. Use the model unextended, or {self.default_method!r}."
+            )
+        return super().updates(method, target_length)
 
 
 @dataclass(frozen=True)
@@ -97,70 +119,20 @@ class SavedGrowingTable(GrowingTable):
 
     def notes(self, method: ContextMethod) -> tuple[str, ...]:
         return (
-            "Reloaded without ctxext, its tables hold the extended rows, and grow beyond the target length without "
-            "the method. Save before a sequence is longer than that: transformers cannot load a table that has grown.",
+            "Reloaded without ctxext, its tables hold the extended rows, but grow beyond the target length without "
+            "the method. Save before any sequence exceeds that length: transformers cannot load a grown table.",
         )
-
-
-@dataclass(frozen=True)
-class ScaleRows(Patch):
-    """The tables, however far they grow, hold the sines at the method's positions."""
-
-    encoding: GrowingTable
-    method: PositionScaling
-    target_length: int
-
-    def write(self, edit: Edit, before: Any) -> None:
-        for path, name, sines in self._tables:
-            edit.exchange_class(path, ScaledRows)
-            edit.set_attribute(path, "scaling", self.method)
-            edit.set_attribute(path, "sines", sines)
-            module: Any = edit.model.get_submodule(path)
-            # As many as a model of the extended config has, even if it grew earlier: FSMT saves them.
-            n_rows = sines.origin + self.target_length
-            padding_idx = getattr(module, "padding_idx", None)
-            rows = module.get_embedding(n_rows, module.embedding_dim, padding_idx)
-            edit.set_tensor(path, name, rows.to(getattr(module, name).dtype))
-
-    def observe(self, model: nn.Module) -> Tensor:
-        return run(model, probe_inputs(model, PROBE))
-
-    def prove(self, model: nn.Module, before: Tensor) -> FormulaProof:
-        with ExitStack() as stack:
-            seen = [stack.enter_context(seen_by(model, path)) for path in self.encoding.paths]
-            effect = float((run(model, probe_inputs(model, PROBE)) - before).abs().max())
-        error = 0.0 if any(seen) else float("inf")
-        for (path, name, sines), calls in zip(self._tables, seen):
-            table: Tensor = getattr(model.get_submodule(path), name)
-            positions = sines.origin + self.method.positions(torch.arange(PROBE, dtype=torch.float64))
-            want = sines.rows(positions, table.shape[-1]).to(table.device, table.dtype)
-            # The module's output, or its table if the probe does not run it (a speech encoder).
-            for rows in (*calls, table[sines.origin :]):
-                error = max(error, float((rows.reshape(-1, rows.shape[-1])[:PROBE] - want).abs().max()))
-        return FormulaProof(error, effect, PROBE)
-
-    @property
-    def _tables(self) -> list[tuple[str, str, Sines]]:
-        return list(zip(self.encoding.paths, self.encoding.names, self.encoding.sines))
 
 
 def find(model: nn.Module, text_config: Any) -> GrowingTable | None:
     """Modules with the methods `get_embedding` and `make_weights` (FSMT: `make_weight`), and a table of sines."""
     stated = stated_length(text_config, "max_position_embeddings", "max_target_positions")
-    found = [(path, *table) for path, module in model.named_modules() if (table := _table_of(module)) is not None]
-    if not found or stated is None:
+    tables = tuple((path, *table) for path, module in model.named_modules() if (table := _table_of(module)) is not None)
+    if not tables or not stated:
         return None
-    paths, names, sines = zip(*found)
-    saved = any(name in model.get_submodule(path)._parameters for path, name in zip(paths, names))
-    return (SavedGrowingTable if saved else GrowingTable)(
-        paths=paths,
-        trained_length=stated[1],
-        source=f"{stated[0]} of the config",
-        limit=None,
-        names=names,
-        sines=sines,
-        length_field=stated[0],
-    )
+    saved = any(name in model.get_submodule(path)._parameters for path, name, _ in tables)
+    paths = tuple(path for path, *_ in tables)
+    return (SavedGrowingTable if saved else GrowingTable)(paths=paths, tables=tables, **stated)
 
 
 def _table_of(module: Any) -> tuple[str, Sines] | None:
@@ -173,18 +145,11 @@ def _table_of(module: Any) -> tuple[str, Sines] | None:
         return None
     counts_tokens = hasattr(module, "create_position_ids_from_input_ids") or hasattr(module, "make_positions")
     origin = module.padding_idx + 1 if counts_tokens else getattr(module, "offset", 0)
+    no_padding = (None,) if "padding_idx" in inspect.signature(module.get_embedding).parameters else ()
     with torch.device("cpu"):  # The default device may be meta here.
-        stock = _stock_rows(type(module), module.embedding_dim)
-        for layout in get_args(Layout):
-            for cosines_first in (False, True):
-                sines = Sines(origin, layout, cosines_first)
-                if torch.allclose(stock, sines.rows(torch.arange(len(stock)), module.embedding_dim), atol=1e-4):
-                    return name, sines
+        stock = type(module).get_embedding(8, module.embedding_dim, *no_padding).double()
+        for layout, cosines_first in itertools.product(get_args(Layout), (False, True)):
+            sines = Sines(origin, layout, cosines_first)
+            if torch.allclose(stock, sines.rows(torch.arange(len(stock)), module.embedding_dim), atol=1e-4):
+                return name, sines
     return None
-
-
-def _stock_rows(cls: Any, dim: int) -> Float64[Tensor, "row dim"]:
-    """The first rows that a family's class computes, without padding rows."""
-    no_padding = (None,) if "padding_idx" in inspect.signature(cls.get_embedding).parameters else ()
-    rows: Tensor = cls.get_embedding(8, dim, *no_padding)
-    return rows.double()

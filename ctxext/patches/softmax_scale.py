@@ -35,8 +35,8 @@ class SoftmaxProof(Proof):
             return f"found no attention in {name} with a softmax scale that can be set."
         if not self.error <= self.BAR:
             return (
-                f"the softmax scale that {name} takes from its config is {self.error:.1e} off what {summary!r} says, "
-                "relative. This family reads its config in its own way."
+                f"the softmax scale that {name} computes from its config has a relative error of {self.error:.1e} "
+                f"for {summary!r}. This family reads its config in a non-standard way."
             )
         return None
 
@@ -55,23 +55,22 @@ class ScaleSoftmax(Patch):
 
     def check(self, model: nn.Module) -> None:
         for path, module in _modules(model).items():
-            stock = _stock_scale(module, module.config)
+            stock = _stock_scale(module)
             if module.scaling != stock:
                 raise ValueError(
                     f"the softmax scale of {path!r} is {module.scaling:.6g}, but its config says {stock:.6g}: it was "
-                    "changed by hand. Load the model afresh."
+                    "edited. Reload the model."
                 )
 
     def observe(self, model: nn.Module) -> dict[str, float]:
         return {path: module.scaling for path, module in _modules(model).items()}
 
     def write(self, edit: Edit, before: dict[str, float]) -> None:
-        for path in before:
-            module: Any = edit.model.get_submodule(path)
-            edit.set_attribute(path, "scaling", _stock_scale(module, module.config))
+        for path, module in _modules(edit.model).items():
+            edit.set_attribute(path, "scaling", _stock_scale(module))
 
     def prove(self, model: nn.Module, before: dict[str, float]) -> SoftmaxProof:
-        now = {path: module.scaling for path, module in _modules(model).items()}
+        now = self.observe(model)
         errors = [abs(now[path] / scale / self.ratio - 1) for path, scale in before.items()]
         return SoftmaxProof(max(errors, default=0.0), len(errors))
 
@@ -85,6 +84,6 @@ def _modules(model: Any) -> dict[str, Any]:
     }
 
 
-def _stock_scale(module: Any, config: Any) -> float:
+def _stock_scale(module: Any) -> float:
     with torch.device("meta"):
-        return float(type(module)(config, module.layer_idx).scaling)
+        return float(type(module)(module.config, module.layer_idx).scaling)

@@ -1,4 +1,4 @@
-"""Extended models and extensions pushed to the hub, with cards that say what was measured."""
+"""Push extended models and extensions to the hub, with model cards that show what was measured."""
 
 from ctxext.utils.extras import require
 

@@ -1,4 +1,4 @@
-"""Extended models and extensions on the hub, each with a card that says what was done and what was measured."""
+"""Push extended models and extensions to the hub, each with a card that says what was changed and measured."""
 
 from __future__ import annotations
 
@@ -36,6 +36,7 @@ from ctxext.hub.checkpoint import (
     method_of,
     planned_as_saved,
     read_config,
+    visible_files,
 )
 from ctxext.methods import ContextMethod, PositionRemapping
 from ctxext.models.context import has_rope, read_context
@@ -46,70 +47,64 @@ from ctxext.utils.json_files import read_json, read_text
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
     from huggingface_hub.repocard import ModelCard
-    from transformers import PreTrainedModel
 
 README = "README.md"
 BEGIN, END = "<!-- ctxext: begin -->", "<!-- ctxext: end -->"
 
-# What plain transformers would load instead of what is pushed, if an earlier push left it there.
+# Files that plain transformers would load instead, if an earlier push left them there.
 LOADED = re.compile(rf"{re.escape(RECORD)}|(model|pytorch_model)(-\d+-of-\d+)?\.(safetensors|bin)(\.index\.json)?")
 
 
 @dataclass(frozen=True)
 class Extended:
-    """What a card says of an extension.
+    """What a card says about an extension.
 
     Attributes:
-        lengths: how far it reaches, and from where.
-        before, after: the frequencies before any scaling and in effect (a dynamic method's at full reach); None for
+        before, after: the frequencies before any scaling and in use (a dynamic method's at the target length); None for
             other encodings and where positions are remapped.
         portable: whether plain transformers loads it extended.
     """
 
     method: ContextMethod
     lengths: Lengths
-    before: RopeGeometry | None
-    after: RopeGeometry | None
-    portable: bool
+    before: RopeGeometry | None = None
+    after: RopeGeometry | None = None
+    portable: bool = True
 
     @classmethod
     def of_plan(cls, plan: Plan) -> Extended:
         assert plan.method is not None
-        shown = isinstance(plan, RopePlan) and not isinstance(plan.method, PositionRemapping)
-        return cls(
-            method=plan.method,
-            lengths=plan.lengths,
-            before=plan.facts.original_rope if shown and isinstance(plan, RopePlan) else None,
-            after=plan.extended if shown and isinstance(plan, RopePlan) else None,
-            portable=plan.is_portable,
-        )
+        before = after = None
+        if isinstance(plan, RopePlan) and not isinstance(plan.method, PositionRemapping):
+            before, after = plan.facts.original_rope, plan.extended
+        return cls(plan.method, plan.lengths, before, after, plan.is_portable)
 
     @classmethod
     def of_folder(cls, folder: Path) -> Extended:
-        """
+        """The extension of the checkpoint in `folder`.
+
         Raises:
-            ValueError: the checkpoint there is not extended by ctxext.
+            ValueError: the checkpoint is not extended by ctxext.
         """
         method, record = method_of(folder), read_record(folder)
         if method is None:
             raise ValueError(
-                f"{folder} is not extended by ctxext, so there is no extension to push. Extend it first: ctxext extend "
+                f"{folder} is not extended by ctxext; there is no extension to push. Extend it first: ctxext extend "
                 f"{folder} --factor 4 --output EXTENDED."
             )
         config = read_config(folder)
         if record is not None:
             return cls.of_plan(planned_as_saved(config, record))
+        if has_rope(text_config_of(config)):
+            facts = read_context(config)
+            return cls(method, facts.lengths, facts.original_rope, facts.rope)
         mark = live_mark(text_config_of(config))
         assert mark is not None
-        lengths = Lengths.of_mark(mark)
-        if not has_rope(text_config_of(config)):
-            return cls(method, lengths, None, None, portable=True)
-        facts = read_context(config)
-        return cls(method, lengths, facts.original_rope, facts.rope, portable=True)
+        return cls(method, Lengths.of_mark(mark))
 
     @property
     def rescale_factors(self) -> str | None:
-        """λ for people."""
+        """λ in words."""
         if self.before is None or self.after is None:
             return None
         factors = (self.before.inv_freq / self.after.inv_freq).tolist()
@@ -127,17 +122,15 @@ class Push:
 
     Attributes:
         files: by their path in the repository; README.md is made by `card`.
-        readme: the folder's own README.md, "" where it has none.
-        alone: an extension without weights.
-        about: what a saved method says of where it comes from.
-        license: what the card of the base says of it; empty where there is no card to be had, or it says nothing.
+        readme: the folder's own README.md; "" without one.
+        about: the origin of a saved method.
+        license: the licence fields of the base model's card.
     """
 
     repo_id: str
     files: dict[str, Path]
     readme: str
     extended: Extended
-    alone: bool
     base_model: str | None
     measured: dict[str, Any] | None
     config: Any
@@ -145,13 +138,13 @@ class Push:
     license: dict[str, Any]
 
     def card(self, readme: str | None = None) -> str:
-        """README.md: ours where there is none, else a section between markers in what is there, and its metadata.
+        """README.md with our metadata, and our section between markers in the existing text.
 
         Args:
-            readme: that of the repository, for a folder without one.
+            readme: the repository's, for a folder without one.
 
         Raises:
-            ValueError: the metadata of the README.md that is there cannot be read.
+            ValueError: the metadata of the existing README.md cannot be read.
         """
         card = _read_card(self.readme or readme or "")
         section = f"{BEGIN}\n{self._section()}{END}"
@@ -165,11 +158,20 @@ class Push:
         card.text = f"\n{text}\n"
         return str(card.content)
 
+    @property
+    def alone(self) -> bool:
+        """Whether it is an extension without a model."""
+        return "config.json" not in self.files
+
+    @property
+    def _is_plain(self) -> bool:
+        """Whether plain transformers loads it extended."""
+        return self.extended.portable and not self.alone
+
     def _metadata(self, there: dict[str, Any]) -> dict[str, Any]:
-        plain = self.extended.portable and not self.alone
         tags = [there["tags"]] if isinstance(there.get("tags"), str) else there.get("tags") or []
         data: dict[str, Any] = {
-            "library_name": "transformers" if plain else "ctxext",
+            "library_name": "transformers" if self._is_plain else "ctxext",
             "tags": list(dict.fromkeys([*tags, "ctxext", "long-context", self.extended.method.name])),
         }
         if self.base_model is not None:
@@ -193,50 +195,39 @@ class Push:
             options={name: value for name, value in options.items() if value is not None},
             measured=self.measured,
             about={name: value for name, value in self.about.items() if name != "history"},
-            servers=serving(self.repo_id, self.config, self.files["config.json"].parent)
-            if extended.portable and not self.alone
-            else (),
+            servers=serving(self.repo_id, self.config, self.files["config.json"].parent) if self._is_plain else (),
             probe=PROBE in self.files,
             architecture=(self.config.architectures or ["AutoModelForCausalLM"])[0],
             version=__version__,
         )
 
     def notes(self) -> tuple[str, ...]:
-        """What to know before it is pushed, a sentence each."""
+        """Notes for the user, a sentence each."""
         if self.base_model is None or self.license:
             return ()
-        return (f"licence not found: {self.base_model} has no card to be had that names one; the card here says none",)
+        return (f"the card of {self.base_model} names no licence or cannot be read, so this card names none",)
 
     def sizes(self) -> dict[str, int]:
         """Bytes of each file that would be uploaded."""
         return {README: len(self.card().encode())} | {name: path.stat().st_size for name, path in self.files.items()}
 
 
-@dataclass(frozen=True)
-class Serving:
-    """How an engine serves a checkpoint: a command line, "" where it cannot, and what to know of that."""
-
-    engine: str
-    command: str
-    notes: tuple[str, ...] = ()
-
-
-def serving(repo_id: str, config: Any, folder: Path) -> tuple[Serving, ...]:
-    """By engine, how it serves a checkpoint, that of `folder`, which plain transformers loads extended."""
+def serving(repo_id: str, config: Any, folder: Path) -> list[dict[str, Any]]:
+    """How each engine serves the checkpoint in `folder`: its name, a command ("" if it cannot), and notes."""
     from ctxext.export.rules import NotExportable, export_for
 
-    served, source = [], read_json(folder / "config.json").content
+    served: list[dict[str, Any]] = []
+    source = read_json(folder / "config.json").content
     for engine, name in (("vllm", "vLLM"), ("sglang", "SGLang"), ("llama.cpp", "llama.cpp")):
         try:
             export = export_for(engine, config, model=repo_id, source=source)
         except NotExportable as error:
-            served.append(Serving(name, "", (str(error),)))
+            served.append({"engine": name, "command": "", "notes": [str(error)]})
             continue
         if export.flags:
-            served.append(
-                Serving(name, shlex.join(export.flags), (f"{name} {export.least_version} or newer.", *export.warnings))
-            )
-    return tuple(served)
+            notes = [f"{name} {export.least_version} or newer.", *export.warnings]
+            served.append({"engine": name, "command": shlex.join(export.flags), "notes": notes})
+    return served
 
 
 # ------------------------------------------------------------------------------------------- pushing
@@ -254,22 +245,22 @@ def push_to_hub(
 ) -> str:
     """Upload an extended model, or its extension alone, with a model card.
 
-    A whole model is loaded from there by transformers where its config says the extension, and by `ctxext.load`
-    always; a live model's tokenizer is its own to push. A saved method is pushed as an extension alone, of a few kB:
-    `ctxext.load` loads the model that its card names and extends it so.
+    Transformers loads a whole model if its config expresses the extension, and `ctxext.load` always does. The tokenizer
+    of a live model is not pushed. A saved method is pushed as an extension alone, of a few kB: `ctxext.load` loads the
+    model that its card names and extends it.
 
-    All is in one commit: what fails leaves the repository as it was. Weights and records of an earlier push that would
-    be loaded instead of these are removed in it.
+    Everything is in one commit, which also removes weights and metadata of an earlier push that would be loaded
+    instead. On errors nothing on the hub changes, except that a failed upload may leave a new repository empty.
 
     Args:
         source: a live extended model, a folder that holds one, or the .json file of a saved method.
-        repo_id: a name on the hub, owner/name; made if it is not there.
-        base_model: the hub's name of the model that was extended; needed for a saved method.
-        results: a file of `ctxext eval` or `ctxext compare` that measured this extension on these weights. Without
-            one the card says that nothing was measured.
-        private: make the repository a private one.
+        repo_id: a name on the hub, owner/name; created if missing.
+        base_model: the hub's name of the model that was extended; required for a saved method.
+        results: a file of `ctxext eval` or `ctxext compare` that measured this extension on these weights, for the
+            card.
+        private: create the repository as a private one.
         token: of the hub; None for that of `hf auth login` or HF_TOKEN.
-        revision: the branch to push to, made if it is not there.
+        revision: the branch to push to, created if missing.
 
     Returns:
         The URL of the commit.
@@ -281,7 +272,6 @@ def push_to_hub(
         PermissionError: not logged in, or no right to write there; or `private` and the repository is public.
         FileExistsError: an extension alone, and the repository holds a whole model.
         RuntimeError: the upload failed.
-        Nothing that is on the hub changes on errors; the last may leave a new repository empty.
     """
     with prepared(source, repo_id, base_model=base_model, results=results) as push:
         return upload(push, private=private, token=token, revision=revision)
@@ -295,22 +285,25 @@ def prepared(
     base_model: str | None = None,
     results: str | Path | None = None,
 ) -> Iterator[Push]:
-    """What `push_to_hub` would upload, checked, for the length of a `with` block. Arguments and errors are its own."""
+    """What `push_to_hub` would upload, checked, within a `with` block. Arguments and errors are those of that."""
     if _hub_name(repo_id) is None:
         raise ValueError(
             f"{repo_id!r} is not a hub name. Write owner/name, such as ada/my-model-32k: letters, digits, '-', '_' "
             "and '.'."
         )
     with tempfile.TemporaryDirectory() as scratch:
-        alone, about, readme, weights = str(source).endswith(SUFFIX), {}, "", None
+        about, readme, weights = {}, "", None
         if isinstance(source, nn.Module):
             model = extended_model(source)
             if model is None:
                 raise ValueError("this model is not extended by ctxext. Call extend_context on it first.")
             if base_model is None and not Path(model.name_or_path or "").is_dir():
                 base_model = _hub_name(model.name_or_path)
-            weights = _save(model, Path(scratch, "model"))
-        elif not alone:
+            weights = Path(scratch, "model")
+            with warnings.catch_warnings():  # no warning that config.json cannot express it: the card says so
+                warnings.simplefilter("ignore", UserWarning)
+                model.save_pretrained(weights)
+        elif not str(source).endswith(SUFFIX):
             weights = checkpoint_folder(str(source))
             readme = read_text(weights / README) if (weights / README).is_file() else ""
             card = _read_card(readme)
@@ -318,54 +311,35 @@ def prepared(
                 base_model = _only_base(card)
         if base_model is not None and _hub_name(base_model) is None:
             raise ValueError(
-                f"base_model={base_model!r} is not a hub name (owner/name) that others could load. Give "
-                "that name, or leave it out for a whole model."
+                f"base_model={base_model!r} is not a hub name (owner/name). Pass the hub name of the base "
+                "model, or leave it out for a whole model."
             )
         if weights is None:
             saved = read_saved(str(source))
             about, (config, plan) = saved.about, _extension(saved.method, base_model)
             write_record(Path(scratch), plan)
             extended, files = Extended.of_plan(plan), {RECORD: Path(scratch, RECORD)}
-            if results is not None:
-                weights = checkpoint_folder(str(base_model))
         else:
-            extended, config, files = Extended.of_folder(weights), read_config(weights), _files(weights)
-        measured = (
-            None
-            if results is None
-            else _measured(
-                read_results(results),
-                extended.method,
-                weights,
-                "FOLDER" if isinstance(source, nn.Module) else str(weights),
-            )
-        )
+            extended, config = Extended.of_folder(weights), read_config(weights)
+            files = {path.as_posix(): weights / path for path in visible_files(weights)}
+            files.pop(README, None)
+        measured = None
+        if results is not None:
+            folder = weights or checkpoint_folder(str(base_model))
+            name = "FOLDER" if isinstance(source, nn.Module) else str(folder)
+            measured = _measured(read_results(results), extended.method, folder, name)
         terms = {} if base_model is None else _license(base_model)
-        yield Push(repo_id, files, readme, extended, alone, base_model, measured, config, about, terms)
-
-
-def _save(model: PreTrainedModel, folder: Path) -> Path:
-    with warnings.catch_warnings():  # that config.json cannot express it: the card says so
-        warnings.simplefilter("ignore", UserWarning)
-        model.save_pretrained(folder)
-    return folder
-
-
-def _files(folder: Path) -> dict[str, Path]:
-    """All but hidden ones and the README.md, which the card becomes."""
-    found = [path.relative_to(folder) for path in sorted(folder.rglob("*")) if path.is_file()]
-    visible = [path.as_posix() for path in found if not any(part.startswith(".") for part in path.parts)]
-    return {path: folder / path for path in visible if path != README}
+        yield Push(repo_id, files, readme, extended, base_model, measured, config, about, terms)
 
 
 def _extension(method: ContextMethod, base_model: str | None) -> tuple[Any, Plan]:
-    """The config of the base, and what the method makes of it.
+    """The config of the base, and the plan of the method for it.
 
     Raises:
         ValueError: no base is named, or the method does not extend it.
     """
     if base_model is None:
-        raise ValueError("a saved method needs base_model=, the hub's name of the model that it extends. Give it.")
+        raise ValueError("a saved method needs base_model=, the hub name of the model that it extends.")
     folder = checkpoint_folder(base_model, config_only=True)
     check_not_extended(folder)
     config = read_config(folder)
@@ -373,35 +347,33 @@ def _extension(method: ContextMethod, base_model: str | None) -> tuple[Any, Plan
         return config, plan_extension(config, method=method)
     except ValueError as error:
         raise ValueError(
-            f"{method.name} does not extend {base_model}: {error} Name another base, or extend a folder and push that."
+            f"{method.name} does not extend {base_model}: {error} Pass another base model, or push an extended folder."
         ) from error
 
 
 def upload(push: Push, *, private: bool | None = None, token: str | None = None, revision: str | None = None) -> str:
-    """Upload what was prepared, in one commit. Arguments, errors and what is returned are those of `push_to_hub`."""
+    """Upload what was prepared. Arguments, return value and errors are those of `push_to_hub`."""
     from huggingface_hub import HfApi, get_token
 
     if (token or get_token()) is None:
-        raise PermissionError(
-            "not logged in to the hub. Run `hf auth login` with a token that may write, or set HF_TOKEN."
-        )
+        raise PermissionError("not logged in to the hub. Run `hf auth login` with a write token, or set HF_TOKEN.")
     api = HfApi(token=token, library_name="ctxext", library_version=__version__)
     try:
         return _upload(api, push, private, revision)
     except (PermissionError, FileExistsError, UnreadableCard):
         raise
-    except Exception as error:  # the errors of its HTTP library have other classes in each version
+    except Exception as error:  # the error classes of its HTTP library differ between versions
         causes = [error, *([error.__cause__] if error.__cause__ else [])]
         status = next((r.status_code for cause in causes if (r := getattr(cause, "response", None)) is not None), None)
         words = "; ".join(" ".join(f"{type(cause).__name__}: {cause}".split()) for cause in causes)
         if status in (401, 403):
             raise PermissionError(
-                f"the hub did not let you write to {push.repo_id} ({words}). Check the owner's name, and log in with a "
+                f"no permission to write to {push.repo_id} ({words}). Check the owner's name, and log in with a "
                 "token that may write there: `hf auth login`."
             ) from error
         raise RuntimeError(
-            f"the upload to {push.repo_id} failed ({words}). It is one commit at the end: unless the repository shows "
-            "that, nothing changed there. Run the same again; large files that have arrived are not sent twice."
+            f"the upload to {push.repo_id} failed ({words}). The push is one final commit, so nothing changed unless "
+            "the repository shows it. Run the same command again; uploaded large files are not sent twice."
         ) from error
 
 
@@ -411,15 +383,15 @@ def _upload(api: HfApi, push: Push, private: bool | None, revision: str | None) 
     api.create_repo(push.repo_id, private=private, exist_ok=True)
     if private and not api.repo_info(push.repo_id).private:
         raise PermissionError(
-            f"{push.repo_id} is there already, and public, so a push would not be private. Give another name, or make "
-            "it private in its settings first."
+            f"{push.repo_id} already exists and is public, so the push would not be private. Choose another name, or "
+            "make it private in its settings first."
         )
     if revision is not None:
         api.create_branch(push.repo_id, branch=revision, exist_ok=True)
     there = api.list_repo_files(push.repo_id, revision=revision)
     if push.alone and "config.json" in there:
         raise FileExistsError(
-            f"{push.repo_id} holds a whole model, which {RECORD} beside it would extend. Push the extension under "
+            f"{push.repo_id} holds a whole model, which this {RECORD} would extend. Push the extension under "
             "another name."
         )
     readme = None
@@ -465,61 +437,62 @@ def _read_card(text: str) -> ModelCard:
     try:
         return ModelCard(text if text.startswith("---") else f"---\n{{}}\n---\n{text}", ignore_metadata_errors=True)
     except Exception as error:  # PyYAML's own, and ValueError
-        raise UnreadableCard(
-            f"the metadata of the {README} that is there cannot be read ({error}). Mend it."
-        ) from error
+        raise UnreadableCard(f"the metadata of the existing {README} cannot be read ({error}). Correct it.") from error
 
 
 def _only_base(card: ModelCard) -> str | None:
-    """The model that a card says it was made from, one name or a list of one.
+    """The base model in a card, one name or a list of one.
 
     Raises:
         ValueError: it names several.
     """
     named = card.data.get("base_model")
     if isinstance(named, list) and len(named) > 1:
-        raise ValueError(f"the {README} names several models as base_model ({', '.join(named)}). Pass the one to name.")
+        raise ValueError(f"the {README} names several models as base_model ({', '.join(named)}). Pass the right one.")
     return named[0] if isinstance(named, list) and named else named or None
 
 
 def _license(base_model: str) -> dict[str, Any]:
-    """What the card of the base says of its licence; nothing where there is no card to be had."""
-    from huggingface_hub import ModelCard as AnyCard
+    """The licence fields of the base model's card, as far as there is one."""
+    from huggingface_hub import ModelCard
 
     try:
-        data = AnyCard.load(base_model).data
+        data = ModelCard.load(base_model).data
     except Exception:  # no such model, no card, no connection
         return {}
     return {name: data.get(name) for name in ("license", "license_name", "license_link") if data.get(name)}
 
 
-def _measured(results: Results, method: ContextMethod, folder: Path | None, name: str) -> dict[str, Any]:
+def _measured(results: Results, method: ContextMethod, folder: Path, name: str) -> dict[str, Any]:
     """What a card shows of a results file.
 
     Args:
-        name: of the folder, for people; a live model is in one that is gone afterwards.
+        name: of the folder in errors.
 
     Raises:
-        ValueError: it was measured on other weights, or holds nothing of this extension.
+        ValueError: it was measured on other weights, or not with this extension.
     """
     summary, about = Summary(results), results.header.about
-    again = f"Measure this one: ctxext eval {name} --tasks passkey,perplexity."
-    assert folder is not None
+    again = f"Measure this extension: ctxext eval {name} --tasks passkey,perplexity."
     if "weights" not in about:
         raise ValueError(f"{results.path} does not say which weights it was measured on. {again}")
     weights = weights_fingerprint(folder)
     if about["weights"] != weights:
         raise ValueError(
-            f"{results.path} was measured on another model: its weights have the fingerprint {about['weights']}, those "
-            f"to be pushed {weights}. {again}"
+            f"{results.path} was measured on another model: its weights have fingerprint {about['weights']}, but those "
+            f"to be pushed have {weights}. {again}"
         )
     wanted = json.loads(json.dumps(method.to_dict()))
-    methods = {name: _method_measured(results, name) for name in summary.variants}
+    methods = {}  # the method of each measured variant
+    for name in summary.variants:
+        extension = results.header.variants[name]["extension"]
+        itself = None if name == UNEXTENDED else about.get("method")
+        methods[name] = itself if extension is None else extension["method"]
     variant = next((name for name, measured in methods.items() if measured == wanted), None)
     if variant is None:
         raise ValueError(
-            f"{results.path} holds nothing measured of this extension ({method!r}), only of {', '.join(methods)}. "
-            f"{again}"
+            f"{results.path} has no results for this extension ({method.name} ×{method.factor:g}), only for "
+            f"{', '.join(map(label, methods))}. {again}"
         )
     columns = [name for name in (UNEXTENDED, variant) if name in summary.variants]
     rows: list[tuple[str, list[Any]]] = []
@@ -531,20 +504,10 @@ def _measured(results: Results, method: ContextMethod, folder: Path | None, name
     for after, length in pairwise([0, *summary.read_lengths]):
         perplexities = [summary.perplexity(name, length, after) for name in columns]
         rows.append((f"perplexity, positions {after + 1:,}–{length:,}", perplexities))
-    gate = summary.gate(variant)
-    regression = None
+    gate, regression = summary.gate(variant), None
     if gate.loss is not None and gate.agreement is not None:
-        regression = (
-            f"{nats(gate.loss)}; another most likely token at {in_percent(1 - gate.agreement.value, 1)}% of the places"
-        )
+        differ = in_percent(1 - gate.agreement.value, 1)
+        regression = f"{nats(gate.loss)}; a different most likely token at {differ}% of positions"
     identity = results.header.identity
     with_what = {name: identity[name] for name in ("text", "dtype", "ctxext", "torch", "transformers")}
     return {"columns": [label(name) for name in columns], "rows": rows, "regression": regression, "with": with_what}
-
-
-def _method_measured(results: Results, variant: str) -> dict[str, Any] | None:
-    """The method, with all its options, by which a variant was extended as it was measured."""
-    extension = results.header.variants[variant]["extension"]
-    if extension is None:
-        return None if variant == UNEXTENDED else results.header.about.get("method")
-    return dict(extension["method"])

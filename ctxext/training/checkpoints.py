@@ -9,14 +9,14 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, fields
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from accelerate import Accelerator, DistributedType
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
@@ -38,12 +38,9 @@ _KINDS = {
 
 @dataclass(frozen=True)
 class Progress:
-    """The progress of a run.
+    """The progress of a run: tokens read, tokens with a loss, seconds of all steps.
 
-    Attributes:
-        tokens, targets: tokens read, and tokens with a loss.
-        seconds: seconds of all steps so far.
-        peak: peak memory of the main process in bytes; 0 if unknown.
+    `peak` is the peak memory of the main process in bytes; 0 if unknown.
     """
 
     step: int = 0
@@ -52,35 +49,15 @@ class Progress:
     seconds: float = 0.0
     peak: int = 0
 
-    def after(self, tokens: int, targets: int, seconds: float, peak: int) -> Progress:
-        """After one more step, which read `tokens`, took `seconds` and needed up to `peak` bytes."""
-        return Progress(
-            step=self.step + 1,
-            tokens=self.tokens + tokens,
-            targets=self.targets + targets,
-            seconds=self.seconds + seconds,
-            peak=max(self.peak, peak),
-        )
-
 
 def save_checkpoint(
-    folder: Path,
-    model: nn.Module,
-    optimizer: Any,
-    progress: Progress,
-    binding: dict[str, Any],
-    *,
-    keep: int = 2,
-    main: bool = True,
-    wait: Callable[[], None] = lambda: None,
+    folder: Path, model: nn.Module, optimizer: Any, progress: Progress, binding: dict[str, Any], *, keep: int = 2
 ) -> Path:
     """Write `folder/step-…` atomically, and delete all but the last `keep`. Every process calls it.
 
     Args:
         model: the model in training, wrapped or not. Sharded tensors are gathered one by one on the main process.
         binding: the settings that a run must share with the checkpoint to resume from it.
-        main: whether this process writes.
-        wait: waits for all processes.
 
     Raises:
         OSError: it could not be written, e.g. the disk is full. Earlier checkpoints are kept.
@@ -88,18 +65,18 @@ def save_checkpoint(
     path = folder / f"step-{progress.step:08d}"
     partial = folder / f".{path.name}.partial"
     try:
-        if main:
+        if _is_main():
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True)
-        wait()
+        _wait()
         if hasattr(model, "save_checkpoint"):  # only DeepSpeed's engine can gather its shards
             save: Any = model.save_checkpoint
             save(str(partial), tag=ZERO, exclude_frozen_parameters=True)
             tensors = {}
         else:
-            tensors = _gather(_named_state(model, optimizer), main)
-        wait()
-        if main:
+            tensors = _gather(_named_state(model, optimizer))
+        _wait()
+        if _is_main():
             save_file(tensors, partial / TENSORS)
             state = {"progress": asdict(progress), "binding": binding}
             (partial / STATE).write_text(json.dumps(state, indent=1) + "\n", encoding="utf-8")
@@ -111,14 +88,18 @@ def save_checkpoint(
             for old in checkpoints(folder)[:-keep]:
                 shutil.rmtree(old)
     except (OSError, SafetensorError) as error:
-        if main:
+        if _is_main():
             shutil.rmtree(partial, ignore_errors=True)
         last = latest_checkpoint(folder)
         raise OSError(
             f"step {progress.step} could not be saved in {folder} ({error}). "
-            + (f"{last.name} is whole: make room and run the same command again." if last else "Nothing was saved yet.")
+            + (
+                f"{last.name} is complete: free disk space and run the same command again."
+                if last
+                else "Nothing was saved yet."
+            )
         ) from error
-    wait()
+    _wait()
     return path
 
 
@@ -134,51 +115,44 @@ def load_checkpoint(path: Path, model: nn.Module, optimizer: Any, binding: dict[
         load: Any = model.load_checkpoint
         load(str(path), tag=ZERO, load_module_strict=False)
         return progress
-    trained = trained_parameters(model)
-    with _opened(path / TENSORS) as file:
-        keys = {*file.keys()}
-        names = {key.partition("/")[2] for key in keys if key.startswith("parameter/")}
-        if names != {*map(_plain, trained)}:
-            other = sorted(names ^ {*map(_plain, trained)})
+    trained = {_plain(name): parameter for name, parameter in trained_parameters(model).items()}
+    tensors = path / TENSORS
+    try:
+        file = safe_open(tensors, "pt")  # memory-mapped
+    except (OSError, SafetensorError) as error:
+        raise ValueError(
+            f"{tensors} is corrupt ({one_line(error)}). Remove {path} to resume from the checkpoint before it."
+        ) from error
+    with file:
+        held: dict[str, dict[str, Tensor]] = {}  # by parameter: its value, and AdamW's state
+        for key in file.keys():  # noqa: SIM118
+            kind, _, name = key.partition("/")
+            held.setdefault(name, {})[kind] = file.get_tensor(key)
+        if held.keys() != trained.keys():
             raise ValueError(
-                f"{path} holds {len(names)} trained parameters, this run trains {len(trained)}; {other[0]!r} is in one "
-                "of them only. Use another output folder."
+                f"{path} has {len(held)} trained parameters, but this run trains {len(trained)}; "
+                f"{min(held.keys() ^ trained.keys())!r} is in only one of them. Use another output folder."
             )
-        kinds = sorted({key.partition("/")[0] for key in keys} - {"parameter"})
-        for name, parameter in trained.items():
-            its = {f"{kind}/{_plain(name)}" for kind in kinds}
-            if its & keys and not its <= keys:  # none for a parameter without gradients
-                raise ValueError(f"{path / TENSORS} lacks {min(its - keys)}. Use another output folder.")
-            for key in {f"parameter/{_plain(name)}", *its & keys}:
-                shape, whole = file.get_slice(key).get_shape(), [*parameter.shape]
-                if shape != whole and (shape or key.startswith("parameter/")):  # AdamW counts steps in one number
+        kinds = {kind for state in held.values() for kind in state}
+        for name, state in held.items():
+            if state.keys() not in ({"parameter"}, kinds):  # without gradients a parameter has no state
+                raise ValueError(f"{tensors} lacks {min(kinds - state.keys())}/{name}. Use another output folder.")
+            for kind, value in state.items():
+                if value.shape != trained[name].shape and (
+                    value.ndim or kind == "parameter"
+                ):  # AdamW's step is a number
                     raise ValueError(
-                        f"{key} in {path / TENSORS} has the shape {shape}, not {whole}. Use another output folder."
+                        f"{kind}/{name} in {tensors} has the shape {[*value.shape]}, not {[*trained[name].shape]}. Use "
+                        "another output folder."
                     )
         with torch.no_grad():
             for name, parameter in trained.items():
-                parameter.copy_(_like(parameter, file.get_tensor(f"parameter/{_plain(name)}")))
+                parameter.copy_(_like(parameter, held[name].pop("parameter")))
                 optimizer.state[parameter] = {
                     kind: _like(parameter, value) if value.shape == parameter.shape else value
-                    for kind in kinds
-                    if f"{kind}/{_plain(name)}" in keys
-                    for value in [file.get_tensor(f"{kind}/{_plain(name)}")]
+                    for kind, value in held[name].items()
                 }
     return progress
-
-
-@contextmanager
-def _opened(path: Path) -> Iterator[Any]:
-    """The memory-mapped tensors of a checkpoint."""
-    try:
-        file = safe_open(path, "pt")
-    except (OSError, SafetensorError) as error:
-        raise ValueError(
-            f"{path} is not whole ({one_line(error)}). Remove {path.parent}: the run resumes from the checkpoint "
-            "before it."
-        ) from error
-    with file:
-        yield file
 
 
 def check_binding(path: Path, binding: dict[str, Any]) -> Progress:
@@ -191,9 +165,9 @@ def check_binding(path: Path, binding: dict[str, Any]) -> Progress:
     theirs, ours = state.get("binding", OBJECT), json.loads(json.dumps(binding))
     differ = [key for key in sorted({*theirs, *ours}) if theirs.get(key) != ours.get(key)]
     if differ:
-        said = "; ".join(f"{key} is {shown(ours.get(key))}, there {shown(theirs.get(key))}" for key in differ[:5])
+        said = "; ".join(f"{key} is {shown(ours.get(key))}, was {shown(theirs.get(key))}" for key in differ[:5])
         raise ValueError(
-            f"{path} is of a run with other settings: {said}. Go on with the settings it was begun with, or choose "
+            f"{path} is from a run with other settings: {said}. Resume with its original settings, or choose "
             "another output folder."
         )
     progress = state.part("progress")
@@ -211,32 +185,39 @@ def latest_checkpoint(folder: Path) -> Path | None:
     return next(reversed(checkpoints(folder)), None)
 
 
-def gather_trained(model: nn.Module, main: bool = True) -> dict[str, Tensor]:
+def gather_trained(model: nn.Module) -> dict[str, Tensor]:
     """The full trained parameters by name, on the CPU; empty except on the main process. Every process calls it."""
-    return _gather(((_plain(name), parameter) for name, parameter in trained_parameters(model).items()), main)
+    return _gather(trained_parameters(model).items())
 
 
-def gather_buffers(model: nn.Module, main: bool = True) -> dict[str, Tensor]:
+def gather_buffers(model: nn.Module) -> dict[str, Tensor]:
     """The model's persistent buffers, such as a router's expert bias; as `gather_trained`."""
     parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    state = model.state_dict()
-    return _gather(((_plain(name), tensor) for name, tensor in state.items() if name not in parameters), main)
+    return _gather((name, tensor) for name, tensor in model.state_dict().items() if name not in parameters)
 
 
-def _gather(named: Iterable[tuple[str, Tensor]], main: bool) -> dict[str, Tensor]:
+def _gather(named: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
     tensors = {}
     for name, tensor in named:
         whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-        if main:
-            tensors[name] = whole.detach().cpu().contiguous()
+        if _is_main():
+            tensors[_plain(name)] = whole.detach().cpu().contiguous()
     return tensors
+
+
+def _is_main() -> bool:
+    return not dist.is_initialized() or dist.get_rank() == 0
+
+
+def _wait() -> None:
+    if dist.is_initialized():
+        dist.barrier()
 
 
 def _named_state(model: nn.Module, optimizer: Any) -> Iterator[tuple[str, Tensor]]:
     """The trained parameters as `parameter/NAME`, and AdamW's state as `exp_avg/NAME` and so on."""
     for name, parameter in trained_parameters(model).items():
-        yield f"parameter/{_plain(name)}", parameter
-        for kind, value in optimizer.state[parameter].items():
+        for kind, value in {"parameter": parameter, **optimizer.state[parameter]}.items():
             yield f"{kind}/{_plain(name)}", value
 
 
@@ -253,7 +234,7 @@ def _like(parameter: Tensor, value: Tensor) -> Tensor:
 
 
 def _flush(path: Path) -> None:
-    """Flush it to disk."""
+    """Flush a file or folder to disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -270,9 +251,7 @@ def save_result(
     if accelerator.distributed_type == DistributedType.DEEPSPEED:  # only it can gather its shards, in its own dtype
         tensors = accelerator.get_state_dict(model)
     else:
-        tensors = gather_trained(model, accelerator.is_main_process)
-        if not lora:
-            tensors |= gather_buffers(model, accelerator.is_main_process)
+        tensors = gather_trained(model) | ({} if lora else gather_buffers(model))
     if accelerator.is_main_process:
         save_trained(accelerator.unwrap_model(model), folder, record, tokenizer, tensors)
     accelerator.wait_for_everyone()

@@ -51,6 +51,15 @@ class PeakMemory:
         return psutil.virtual_memory().available
 
 
+def resident(what: str) -> int | None:
+    """Memory of this process in bytes, now (VmRSS) or at its peak (VmHWM); None without Linux' /proc."""
+    try:
+        lines = Path("/proc/self/status").read_text().splitlines()
+    except OSError:
+        return None
+    return 1024 * int(next(line for line in lines if line.startswith(what)).split()[1])
+
+
 @dataclass(frozen=True)
 class Estimate:
     """The estimated time and memory of each process.
@@ -58,7 +67,7 @@ class Estimate:
     Attributes:
         held: bytes before the first step: weights and everything else loaded.
         state: bytes of AdamW's two moments.
-        growth: bytes that one micro-batch adds, including gradients; None if unknown.
+        growth: bytes that one micro-batch adds, including gradients; None, like `held`, if unknown.
         room: free bytes.
         seconds: of the whole training.
     """
@@ -79,20 +88,19 @@ class Estimate:
         return self.growth is None or self.state + self.growth <= self.room
 
     def __str__(self) -> str:
+        said = f"about {duration(self.seconds)} of training"
         if self.peak is None:
-            return f"about {duration(self.seconds)} of training; this system does not tell its memory."
-        said = (
-            f"about {duration(self.seconds)} of training and {gib(self.peak)} a process ({gib(self.held)} held now, "
-            f"{gib(self.state)} for the optimizer, {gib(self.growth)} for a micro-batch)."
+            return f"{said}; memory is unknown on this system."
+        said += (
+            f" and {gib(self.peak)} per process ({gib(self.held)} now, {gib(self.state)} for the optimizer, "
+            f"{gib(self.growth)} for a micro-batch)."
         )
-        return (
-            said
-            if self.fits
-            else (
-                f"{said} [bold red]More than the {gib(self.room)} that are free.[/] Lower data.length or "
+        if not self.fits:
+            said += (
+                f" [bold red]Only {gib(self.room)} are free.[/] Lower data.length or "
                 "training.micro_batch_size, or set training.gradient_checkpointing to recompute or offload."
             )
-        )
+        return said
 
 
 def estimate(
@@ -110,11 +118,10 @@ def estimate(
     the state of caches and allocator, which a short pass does not show.
 
     Args:
-        step: runs forward and backward passes of a micro-batch of this many tokens.
+        step: runs forward and backward passes of a micro-batch of this many tokens, a multiple of `multiple`.
         length: tokens of a sequence.
         micro_batches: micro-batches of this process in the whole run.
         trained: number of trained parameters on this process.
-        multiple: a divisor that `step` requires of the number of tokens.
     """
     held = memory.now
     unit = math.lcm(64, multiple)
@@ -123,16 +130,16 @@ def estimate(
     short = max(1, length // 8 // unit) * unit
     long = 2 * short
     step(short)  # the first call allocates and compiles
-    figures = []
+    seconds, growth = [], []
     for tokens in (short, long):
         memory.restart()
-        before = memory.now
+        before = memory.now or 0
         step(tokens)
-        after, begin = memory.at_most, time.perf_counter()
+        growth.append((memory.at_most or 0) - before)
+        begin = time.perf_counter()
         step(tokens)
-        seconds = time.perf_counter() - begin
-        figures.append((seconds, 0 if before is None or after is None else after - before))
-    (fast, small), (slow, large) = figures
+        seconds.append(time.perf_counter() - begin)
+    (fast, slow), (small, large) = seconds, growth
     # seconds = a n + b n², both >= 0
     square = max(0.0, (slow / long - fast / short) / (long - short))
     each = max(0.0, slow / long - square * long)
@@ -155,12 +162,3 @@ def duration(seconds: float) -> str:
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours} h {minutes:02d} min" if hours else f"{minutes} min {rest:02d} s" if minutes else f"{rest} s"
-
-
-def resident(what: str) -> int | None:
-    """Memory of this process in bytes, now (VmRSS) or at its peak (VmHWM); None without Linux' /proc."""
-    try:
-        lines = Path("/proc/self/status").read_text().splitlines()
-    except OSError:
-        return None
-    return 1024 * int(next(line for line in lines if line.startswith(what)).split()[1])

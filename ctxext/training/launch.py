@@ -8,8 +8,8 @@ accelerate falls back silently. Measured with 1.15 on a machine without GPUs, wi
 | `--multi_gpu`, script without `cpu=True`       | two trainings that know nothing of each other       |
 | `--use_fsdp --fsdp_version 2`, with `cpu=True` | plain DDP                                           |
 
-`make_accelerator` turns the second into gloo DDP and refuses the others. The launcher's request is read from its
-command line with its own parser, as the script's environment says little of the first and third.
+`make_accelerator` turns the second into DDP over gloo and refuses the others. The launcher's request is read from its
+command line with its own parser, because the environment it sets lacks the first and the third.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class EngineSettings(BaseModel):
     sequence_parallel_size: _Processes = 1
 
     @model_validator(mode="after")
-    def sizes_belong_to_the_kind(self) -> EngineSettings:
+    def _sizes_belong_to_the_kind(self) -> EngineSettings:
         for kind, name in ("context_parallel", "context_parallel_size"), ("ulysses", "sequence_parallel_size"):
             size = getattr(self, name)
             if (self.kind == kind) != (size > 1):
@@ -80,47 +80,39 @@ class EngineSettings(BaseModel):
     @property
     def pieces(self) -> int:
         """Pieces of a row: one per process that reads it, or a head and a tail piece each in a ring."""
-        return self.group_size * (2 if self.kind == "context_parallel" and self.group_size > 1 else 1)
+        return self.group_size * (2 if self.kind == "context_parallel" else 1)
 
 
 @dataclass(frozen=True)
 class Launch:
-    """The request on a launcher's command line and in its config file."""
+    """The request on the command line of `accelerate launch` and in its config file."""
 
-    launcher: Literal["accelerate launch", "torchrun"]
     engine: EngineSettings
-    cpu: bool = False
-    mixed_precision: str = "no"
-
-
-LAUNCHERS = (
-    ("accelerate launch", ["accelerate", "launch"]),
-    ("accelerate launch", ["accelerate-launch"]),
-    ("accelerate launch", ["accelerate.commands.launch"]),
-    ("accelerate launch", ["accelerate.commands.accelerate_cli", "launch"]),
-    ("torchrun", ["torchrun"]),
-    ("torchrun", ["torch.distributed.run"]),
-)
+    cpu: bool
+    mixed_precision: str
 
 
 def requested_launch() -> Launch | None:
-    """The request to the launcher that started this process; None without a launcher."""
+    """The request to the `accelerate launch` that started this process, if one did."""
     try:
-        command = psutil.Process(os.getppid()).cmdline()  # also under torch elastic, a worker's parent is the launcher
+        command = psutil.Process(os.getppid()).cmdline()  # a worker's parent is the launcher, also of several
     except psutil.Error:
         return None
     return read_launch(command)
 
 
 def read_launch(command: list[str]) -> Launch | None:
-    """Parse a launcher's command line; None for another program."""
+    """Parse the command line of `accelerate launch`; None for another program.
+
+    torchrun's would say no more than the environment that it sets.
+    """
     program = next((i for i, word in enumerate(command) if i and not word.startswith("-")), 0)
-    for start in (0, program):  # "torchrun …", or "python -m torch.distributed.run …"
-        words = [Path(command[start]).name, *command[start + 1 :]] if command else []
-        for launcher, name in LAUNCHERS:
-            if words[: len(name)] == name:
-                read = _read_accelerate if launcher == "accelerate launch" else _read_torchrun
-                return read(words[len(name) :])
+    for start in (0, program) if command else ():  # "accelerate …", or "python -m accelerate.commands.launch …"
+        name, arguments = Path(command[start]).name, command[start + 1 :]
+        if name in ("accelerate", "accelerate.commands.accelerate_cli") and arguments[:1] == ["launch"]:
+            return _read_accelerate(arguments[1:])
+        if name in ("accelerate-launch", "accelerate.commands.launch"):
+            return _read_accelerate(arguments)
     return None
 
 
@@ -133,21 +125,15 @@ def _read_accelerate(arguments: list[str]) -> Launch:
         args, _, _ = launch._validate_launch_command(args)  # reads the config file
     finally:
         launch.logger.disabled = False
-    # With no GPU and no --num_processes accelerate counts 0 and starts 1.
-    processes = max(args.num_processes, 1)
-    # The sizes are in args even if `--use_fsdp` with a config file makes accelerate drop them.
-    context, sequence = args.parallelism_config_cp_size, args.parallelism_config_sp_size
-    engine = _engine(bool(args.use_fsdp), bool(args.use_deepspeed), processes, context, sequence)
-    return Launch("accelerate launch", engine, bool(args.cpu or args.use_cpu), args.mixed_precision)
-
-
-def _read_torchrun(arguments: list[str]) -> Launch:
-    from torch.distributed.run import determine_local_world_size, get_args_parser, parse_min_max_nnodes
-
-    args = get_args_parser().parse_args(arguments)
-    fewest, most = parse_min_max_nnodes(args.nnodes)
-    processes = most * determine_local_world_size(args.nproc_per_node) if fewest == most else None
-    return Launch("torchrun", EngineSettings(processes=processes))
+    engine = _engine(
+        bool(args.use_fsdp),
+        bool(args.use_deepspeed),
+        max(args.num_processes, 1),  # with no GPU and no --num_processes accelerate counts 0 and starts 1
+        # The sizes are in args even if `--use_fsdp` with a config file makes accelerate drop them.
+        args.parallelism_config_cp_size,
+        args.parallelism_config_sp_size,
+    )
+    return Launch(engine, bool(args.cpu or args.use_cpu), args.mixed_precision)
 
 
 def _read_environment() -> EngineSettings:
@@ -184,7 +170,6 @@ def make_accelerator(
     mixed_precision: str,
     log_with: str | None = None,
     project_dir: str | os.PathLike | None = None,
-    gradient_accumulation_steps: int = 1,
 ) -> Accelerator:
     """Create the accelerator that `engine`, the launcher and the environment request.
 
@@ -206,11 +191,11 @@ def make_accelerator(
     cpu = bool(cpu or (launch and launch.cpu))
     asked = {"the settings": engine, "the environment": environment}
     if launch:
-        asked[f"`{launch.launcher}`"] = launch.engine
+        asked["`accelerate launch`"] = launch.engine
         if launch.mixed_precision not in ("no", mixed_precision):
             raise RuntimeError(
-                f"`{launch.launcher}` asks for mixed_precision={launch.mixed_precision}, the settings for "
-                f"{mixed_precision}, which would win. Take it out of the launcher's command line or config file."
+                f"`accelerate launch` sets mixed_precision={launch.mixed_precision}, but the settings ask for "
+                f"{mixed_precision}. Remove it from the launcher's command line or config file."
             )
     # On CPUs accelerate supports only DDP; with GPUs only the number of processes is known so far.
     _refuse_another(asked, _engine(processes=processes) if cpu else EngineSettings(processes=processes), cpu)
@@ -222,7 +207,6 @@ def make_accelerator(
         mixed_precision=mixed_precision,
         log_with=log_with,
         project_dir=project_dir,
-        gradient_accumulation_steps=gradient_accumulation_steps,
         parallelism_config=_parallelism(engine, processes),
     )
     # Under ZeRO 3 accelerate registers its config with transformers, regardless of zero3_init_flag, and later
@@ -232,10 +216,10 @@ def make_accelerator(
     ranks = accelerator.gather(torch.tensor([accelerator.process_index], device=accelerator.device)).tolist()
     if ranks != list(range(processes)):
         raise RuntimeError(f"{processes} processes must have the ranks 0 to {processes - 1}, got {ranks}.")
-    if accelerator.gradient_accumulation_steps != gradient_accumulation_steps:
+    if accelerator.gradient_accumulation_steps != 1:
         raise RuntimeError(
             f"the launcher's gradient_accumulation_steps={accelerator.gradient_accumulation_steps} would replace the "
-            f"settings' {gradient_accumulation_steps}. Take it out of the launcher's config file."
+            "settings' batch_size. Remove it from the launcher's config file."
         )
     if accelerator.is_fsdp2 and mixed_precision == "bf16":
         # accelerate's default would round the loss to bfloat16 and reduce gradients in it.
@@ -260,36 +244,35 @@ def engine_of(accelerator: Accelerator) -> EngineSettings:
     ddp = given == DistributedType.NO or given.name.startswith("MULTI_")
     if not (ddp or fsdp or zero3) or (parallel and parallel.tp_size > 1):
         raise RuntimeError(
-            f"the recipes know DDP, FSDP 2 and ZeRO 3 (with context parallel or Ulysses), got {given.value} of another "
-            "version, or tensor parallel. Use a file of recipes/accelerate."
+            f"the recipes support DDP, FSDP 2 and ZeRO 3 (with context parallel or Ulysses), got another version of "
+            f"{given.value}, or tensor parallel. Use a config from recipes/accelerate."
         )
     mesh = accelerator.torch_device_mesh
     if context > 1 and (mesh is None or mesh["cp"].size() != context):
-        raise RuntimeError(f"context parallel over {context} processes needs a device mesh with them, got {mesh}.")
+        raise RuntimeError(f"context parallel over {context} processes needs a device mesh of that size, got {mesh}.")
     return _engine(fsdp, zero3, accelerator.num_processes, context, sequence)
 
 
 def data_parallel(accelerator: Accelerator) -> tuple[int, int]:
-    """The data-parallel (rank, size). The neighbouring processes of one context-parallel or Ulysses group share a
-    rank."""
-    engine = engine_of(accelerator)
-    return accelerator.process_index // engine.group_size, accelerator.num_processes // engine.group_size
+    """The data-parallel (rank, size); neighbouring processes that share a sequence share a rank."""
+    group_size = engine_of(accelerator).group_size
+    return accelerator.process_index // group_size, accelerator.num_processes // group_size
 
 
 def check_batch(engine: EngineSettings, batch: Mapping[str, Int[Tensor, "row token"]]) -> None:
     """Check that a batch can be split between the ranks of a group.
 
     Raises:
-        ValueError: unshifted labels (the last token of a part would lose its target); positions that restart (packed
-            documents: their mask is silently dropped, so they attend to each other, trl#6843) or, under Ulysses, jump;
-            a mask that hides tokens (also dropped); an indivisible length.
+        ValueError: unshifted labels (the last token of a part would lose its target); positions that restart (masks of
+            packed documents are silently dropped, trl#6843) or, under Ulysses, jump; a mask that hides tokens (dropped
+            too); an indivisible length.
     """
     if engine.group_size == 1:
         return
     needed, have = {"input_ids", "position_ids", "shift_labels"}, set(batch) - {"attention_mask"}
     if have != needed:
         raise ValueError(
-            f"a batch for {engine.kind} holds {sorted(needed)}, got {sorted(have)}. Labels are shifted before the cut: "
+            f"a batch for {engine.kind} must have {sorted(needed)}, got {sorted(have)}. Shift labels before the split: "
             "shift_labels[:, t] is the target of token t."
         )
     ring = engine.kind == "context_parallel"
@@ -297,13 +280,13 @@ def check_batch(engine: EngineSettings, batch: Mapping[str, Int[Tensor, "row tok
     if (steps <= 0 if ring else steps != 1).any():  # DeepSpeed treats every jump as a new document
         raise ValueError(
             f"positions must {'grow' if ring else 'grow by one'} along a row under {engine.kind}, got a "
-            f"{'restart' if (steps <= 0).any() else 'jump'}. Put one document on a row, and skip positions under "
-            "another engine than Ulysses."
+            f"{'restart' if (steps <= 0).any() else 'jump'}. Put one document in each row, and skip positions only "
+            "under engines other than Ulysses."
         )
     if "attention_mask" in batch and not batch["attention_mask"].all():
         raise ValueError(f"{engine.kind} drops attention masks, got one that hides tokens. Use rows without padding.")
     if (tokens := batch["input_ids"].shape[1]) % engine.pieces:
-        raise ValueError(f"{engine.kind} needs a length that {engine.pieces} divides, got {tokens} tokens.")
+        raise ValueError(f"{engine.kind} needs a length divisible by {engine.pieces}, got {tokens} tokens.")
 
 
 @contextmanager
@@ -313,29 +296,20 @@ def on_my_part(
     """The part of `batch` that this rank reads. Run forward and backward inside; `batch` itself is unchanged.
 
     Context parallel gives each rank a head and a tail piece of the rows (to balance attention), Ulysses a contiguous
-    slice, as DeepSpeed's `UlyssesSPDataLoaderAdapter` does. Other engines: the whole batch.
-
-    Raises:
-        ValueError: see `check_batch`.
+    slice, as DeepSpeed's `UlyssesSPDataLoaderAdapter` does. Other engines: the whole batch. Raises as `check_batch`.
     """
     engine = engine_of(accelerator)
     check_batch(engine, batch)
     if engine.kind == "context_parallel":
-        # Copies, as they are cut in place.
-        part = {
-            name: tensor.clone(memory_format=torch.contiguous_format)
-            for name, tensor in batch.items()
-            if name != "attention_mask"
-        }
-        cut = list(part.values())
+        part = {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in batch.items()}
+        part.pop("attention_mask", None)
+        cut = list(part.values())  # in place
         with accelerator.maybe_context_parallel(cut, [1] * len(cut), no_restore_buffers=set(cut)):
             # Its hooks drop any mask; without one, transformers would treat the gap between head and tail as packed
             # documents, and first build a mask of tokens × tokens.
             yield {**part, "attention_mask": torch.ones_like(part["input_ids"])}
     else:
-        yield contiguous_part(
-            batch, accelerator.process_index % engine.sequence_parallel_size, engine.sequence_parallel_size
-        )
+        yield contiguous_part(batch, accelerator.process_index % engine.group_size, engine.group_size)
 
 
 def contiguous_part(batch: Mapping[str, Int[Tensor, "row token"]], rank: int, size: int) -> dict[str, Tensor]:
@@ -350,36 +324,36 @@ def _parallelism(engine: EngineSettings, processes: int) -> ParallelismConfig | 
 
     rows = processes // engine.group_size
     if engine.kind == "context_parallel":
-        return ParallelismConfig(cp_size=engine.context_parallel_size, dp_shard_size=rows)
+        return ParallelismConfig(cp_size=engine.group_size, dp_shard_size=rows)
     if engine.kind == "ulysses":
         attention = DeepSpeedSequenceParallelConfig(sp_seq_length_is_variable=True, sp_attn_implementation="sdpa")
         return ParallelismConfig(
-            sp_size=engine.sequence_parallel_size, sp_backend="deepspeed", sp_handler=attention, dp_shard_size=rows
+            sp_size=engine.group_size, sp_backend="deepspeed", sp_handler=attention, dp_shard_size=rows
         )
     return None
 
 
 def _refuse_another(asked: Mapping[str, EngineSettings], got: EngineSettings, cpu: bool) -> None:
-    """Raise if settings, environment or launcher requested another engine than `got` (kind "any" if not known yet)."""
+    """Raise RuntimeError if anything requested another engine than `got` (kind "any" if not known yet)."""
     settings, environment, *launcher = asked.values()
     wrong = []
     for who, wanted in asked.items():
         # The settings may turn a launcher's FSDP 2 into context parallel, and its ZeRO 3 into Ulysses.
         kinds = "any", got.kind, CARRIER.get(settings.kind)
         if got.kind != "any" and wanted.kind not in kinds:
-            wrong.append(f"{who} asked for {wanted.kind}, got {got.kind}")
+            wrong.append(f"{who} requested {wanted.kind}, got {got.kind}")
         if wanted.processes not in (None, got.processes):
-            wrong.append(f"{who} asked for {_count(wanted.processes)}, got {got.processes}")
+            wrong.append(f"{who} requested {_count(wanted.processes)}, got {got.processes}")
         for size in "context_parallel_size", "sequence_parallel_size":
             if got.kind == wanted.kind and getattr(wanted, size) != getattr(got, size):
-                wrong.append(f"{who} asked for {size}={getattr(wanted, size)}, got {getattr(got, size)}")
+                wrong.append(f"{who} requested {size}={getattr(wanted, size)}, got {getattr(got, size)}")
     if (count := got.processes or 1) % settings.group_size:
-        wrong.append(f"the settings asked for groups of {settings.group_size}, got {_count(count)}")
+        wrong.append(f"the settings requested groups of {settings.group_size}, got {_count(count)}")
     if wrong:
         engine = settings if settings.kind != "any" or not launcher else launcher[0]
         processes = settings.processes or (launcher and launcher[0].processes) or environment.processes or 1
         raise RuntimeError(
-            f"another engine than was asked for: {'; '.join(wrong)}. {_remedy(engine.kind, processes, cpu)}"
+            f"the engine is not the requested one: {'; '.join(wrong)}. {_remedy(engine.kind, processes, cpu)}"
         )
 
 
@@ -397,4 +371,4 @@ def _remedy(kind: str, processes: int, cpu: bool) -> str:
         return f"Start it with: {f'python {script}' if kind == 'single' or several == 1 else ddp}"
     files = {"context_parallel": "fsdp2_context_parallel", "zero3": "zero3_ulysses", "ulysses": "zero3_ulysses"}
     sharded = f"accelerate launch --config_file recipes/accelerate/{files.get(kind, kind)}.yaml {script}"
-    return f"It needs GPUs: {sharded}. CPUs can do DDP alone: {ddp}" if cpu else f"Start it with: {sharded}"
+    return f"It needs GPUs: {sharded}. CPUs support only DDP: {ddp}" if cpu else f"Start it with: {sharded}"

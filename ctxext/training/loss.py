@@ -20,6 +20,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils.generic import can_return_tuple
 
 from ctxext.core.apply import transformers_model
+from ctxext.models.text_config import text_config_of
 
 IGNORED = -100
 # Bytes of logits held at once, by device. Measured on a CPU with 49,152 entries: matrix products reach full speed from
@@ -44,8 +45,8 @@ def linear_cross_entropy(
     """Σ -log softmax(z)[target] in nats, with z = scale (hidden weightᵀ + bias), or softcap · tanh(z / softcap).
 
     Products are computed in the dtype of `hidden` or autocast, everything after them in float32 (float64 if the
-    products are). Unneeded work is skipped: a frozen head is not differentiated, ignored targets are not projected, and
-    without gradients only the value is computed.
+    products are). A frozen head is not differentiated, ignored targets are not projected, and without gradients only
+    the value is computed.
 
     Args:
         hidden: of shape (..., hidden).
@@ -65,9 +66,9 @@ def linear_cross_entropy(
     if hidden.shape[:-1] != targets.shape or hidden.shape[-1] != weight.shape[-1]:
         raise ValueError(
             f"expected hidden (..., hidden), targets (...) and weight (vocabulary, hidden), got {tuple(hidden.shape)}, "
-            f"{tuple(targets.shape)} and {tuple(weight.shape)}. Pass one target for each token, labels already shifted."
+            f"{tuple(targets.shape)} and {tuple(weight.shape)}. Pass one target per token, with labels already shifted."
         )
-    weight, bias = _whole(weight), None if bias is None else _whole(bias)
+    weight, bias = _whole(weight), _whole(bias)
     device = hidden.device.type
     autocast = torch.is_autocast_enabled(device)
     how = _How(
@@ -89,7 +90,7 @@ class _How(NamedTuple):
     chunk: int
 
 
-def _whole(parameter: Tensor) -> Tensor:
+def _whole(parameter: Any) -> Any:
     if not isinstance(parameter, DTensor):
         return parameter
     # Each process has the gradient of its own tokens; FSDP averages them, full_tensor alone does not.
@@ -118,7 +119,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 def _compute(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, how: _How, wanted: tuple[bool, ...]
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
-    """The summed loss, and its gradients with respect to hidden (token, hidden), weight and bias if needed."""
+    """The summed loss, and its gradients with respect to hidden (token, hidden), weight and bias if `wanted`."""
     dtype, scale, softcap, chunk = how
     exact = torch.promote_types(dtype, torch.float32)
     rows = (targets != IGNORED).nonzero()[:, 0]
@@ -174,20 +175,16 @@ def use_chunked_loss(model: nn.Module) -> None:
     `num_items_in_batch` or else the number of targets, and no logits. The head is looked up in every pass: PEFT may
     wrap the model before or after.
 
-    Args:
-        model: a transformers model, possibly wrapped.
-
     Raises:
         RuntimeError: it is already patched, or the loss differs from that of the model's logits (a non-linear head,
             LoRA on the head, an added router loss). The model is unchanged.
     """
     inner = transformers_model(model)
     if _patch(inner) is not None:
-        raise RuntimeError("this model has the chunked loss already. Call restore_loss(model) to undo it.")
-    if getattr(_text_config(inner), "output_router_logits", False):
+        raise RuntimeError("this model already has the chunked loss. Call restore_loss(model) to undo it.")
+    if getattr(text_config_of(inner.config), "output_router_logits", False):
         raise RuntimeError(
-            "output_router_logits is set: the stock loss adds the router's, the chunked loss cannot. "
-            f"Set it to False. {REMEDY}"
+            f"output_router_logits is set, but the chunked loss cannot add the router's loss. Set it to False. {REMEDY}"
         )
     # A class, not a closure, so that the model can be copied and pickled.
     patch: Any = functools.partial(_forward, inner, inner.forward)
@@ -220,17 +217,14 @@ def restore_loss(model: nn.Module) -> None:
 def prove_loss(model: nn.Module) -> None:
     """Compare the chunked loss with that of the model's own logits, on a few random tokens.
 
-    Both passes use the same dropout, mode and wrappers. They may differ by 1e-4 relative, or by 2e-3 if the model
-    rounds its logits to 16 bits, due to the summation order.
-
-    Args:
-        model: a model after `use_chunked_loss`, possibly wrapped (PEFT, DDP, FSDP, autocast).
+    The model may be wrapped (PEFT, DDP, FSDP, autocast); both passes use the same dropout, mode and wrappers. They may
+    differ by 1e-4 relative, or by 2e-3 if the model rounds its logits to 16 bits, due to the summation order.
 
     Raises:
         RuntimeError: the losses differ, or the loss in use is not the chunked one.
     """
     inner = transformers_model(model)
-    device, vocabulary = inner.device, _text_config(inner).vocab_size
+    device, vocabulary = inner.device, text_config_of(inner.config).vocab_size
     ids = torch.randint(0, vocabulary, (2, 64), generator=torch.Generator().manual_seed(0)).to(device)
     labels = ids.clone()
     labels[:, ::3] = IGNORED
@@ -250,7 +244,7 @@ def prove_loss(model: nn.Module) -> None:
     if not abs(ours - stock) <= (2e-3 if rounded else 1e-4) * stock:  # `not`, so that NaN fails
         raise RuntimeError(
             f"the chunked loss of {type(inner).__name__} is {ours:.6f} nats where its own logits give {stock:.6f}: "
-            f"between its decoder and its logits is more than a linear head. {REMEDY}"
+            f"its head is more than a linear layer. {REMEDY}"
         )
 
 
@@ -260,7 +254,7 @@ def _forward(
     original: Any,
     /,
     *args: Any,
-    labels: Tensor | None = None,
+    labels: Any = None,
     shift_labels: Tensor | None = None,
     num_items_in_batch: Tensor | int | None = None,
     **kwargs: Any,
@@ -271,10 +265,9 @@ def _forward(
     if decoder is model:
         raise RuntimeError(f"{type(model).__name__} has no decoder under its head. {REMEDY}")
     if shift_labels is None:
-        assert labels is not None
         shift_labels = pad(labels, (0, 1), value=IGNORED)[..., 1:]
     output = decoder(*args, **{**kwargs, "use_cache": False})
-    config = _text_config(model)
+    config = text_config_of(model.config)
     total = linear_cross_entropy(
         output.last_hidden_state,
         head.weight,
@@ -306,11 +299,7 @@ def _head(model: PreTrainedModel) -> nn.Linear:
         head = head.modules_to_save[copies[0]] if copies else head.original_module
     if not isinstance(head, nn.Linear):
         raise RuntimeError(
-            f"the head is {type(head).__name__} and no linear layer: its weight alone does not make the logits. "
-            f"Take it out of LoRA's target_modules (modules_to_save is fine). {REMEDY}"
+            f"the head is {type(head).__name__}, not a linear layer: its weight alone does not give the logits. "
+            f"Remove it from LoRA's target_modules (modules_to_save is fine). {REMEDY}"
         )
     return head
-
-
-def _text_config(model: PreTrainedModel) -> Any:
-    return model.config.get_text_config(decoder=True)

@@ -11,11 +11,13 @@ import math
 import types
 import typing
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from tempfile import TemporaryDirectory
+from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from ctxext.data.sources import Source
 from ctxext.extension.method_file import opened
@@ -44,9 +46,9 @@ class ExtensionSettings(Section):
     """Arguments of `ctxext.extend_context`; `factor` counts from the trained length.
 
     Attributes:
-        method: a name, the path of a file that `ctxext fit` or `recommend` wrote, or an extension on the hub
+        method: a name, the path of a file that `ctxext fit` or `compare` wrote, or an extension on the hub
             (owner/name); None for the encoding's default.
-        options: options of the method, and `length`, which freezes a dynamic method.
+        options: options of the method, and `length`, which freezes a dynamic method at that target.
     """
 
     method: str | None = None
@@ -55,6 +57,12 @@ class ExtensionSettings(Section):
     original_max_position_embeddings: Tokens | None = None
     existing: Existing = "refuse"
     options: dict[str, Any] = {}
+
+    @field_validator("options")
+    @classmethod
+    def _length_in_tokens(cls, options: dict[str, Any]) -> dict[str, Any]:
+        length = options.get("length")
+        return {**options, "length": parse_tokens(length)} if isinstance(length, str) else options
 
     def arguments(self) -> dict[str, Any]:
         return {**self.model_dump(exclude={"options"}, exclude_none=True), **self.options}
@@ -68,17 +76,17 @@ class ExtensionSettings(Section):
         if issubclass(named, PositionRemapping):
             raise ValueError(
                 f"{self.method} remaps positions inside attention: it needs no training, and config.json cannot "
-                "express it. Train with a method that changes frequencies, such as yarn, or only extend the model, by "
-                "ctxext.extend_context or `ctxext extend`."
+                "express it. Train with a method that changes frequencies, such as yarn, or extend the model without "
+                "training, with ctxext.extend_context or `ctxext extend`."
             )
-        options = {name: value for name, value in self.options.items() if name not in ("length", "rotated_copy")}
         if isinstance(method, str) and "length" not in self.options:
+            options = {name: value for name, value in self.options.items() if name != "rotated_copy"}
             method = make_method(method, self.factor or 4.0, **options)
         if isinstance(method, RopeMethod) and method.in_attention:
             raise ValueError(
-                f"{self.method} follows the length inside attention, which config.json cannot express, so an adapter "
-                "would not find its base again. Freeze it at the length you train for (options.length, in tokens), "
-                "or take a static method, such as yarn."
+                f"{self.method} is length-dependent, which config.json cannot express, so an adapter would not reload "
+                "on its base. Freeze it at the training length (options.length, in tokens), or use a static method, "
+                "such as yarn."
             )
         return self
 
@@ -104,21 +112,14 @@ class DataSettings(Section):
     processes: Count | None = None
 
     @model_validator(mode="after")
-    def _sources_have_names_of_their_own(self) -> DataSettings:
+    def _parts_go_together(self) -> DataSettings:
         names = [source.name for source in self.sources]
-        twice = next((name for name in names if names.count(name) > 1), None)
-        if twice is not None:
-            raise ValueError(
-                f"two sources are called {twice}, and figures are kept by name. Give each a name: of its own."
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _skipping_needs_one_document(self) -> DataSettings:
+        if twice := [name for name in names if names.count(name) > 1]:
+            raise ValueError(f"two sources are named {twice[0]}, but results are kept by name. Set a name: for each.")
         if self.positions != "plain" and self.documents != "joined":
             raise ValueError(
-                f"positions: {self.positions} skips within one document. Set documents: joined, "
-                "as documents that share a sequence are told apart by their positions."
+                f"positions: {self.positions} skips positions within one document. Set documents: joined, "
+                "because packed documents are separated by their positions."
             )
         return self
 
@@ -148,7 +149,7 @@ class TrainableSettings(Section):
     def _full_trains_everything(self) -> TrainableSettings:
         of_lora = sorted(self.model_fields_set - {"kind"})
         if self.kind == "full" and of_lora:
-            raise ValueError(f"kind: full trains every parameter; {', '.join(of_lora)} goes with kind: lora.")
+            raise ValueError(f"kind: full trains every parameter; {', '.join(of_lora)} needs kind: lora.")
         return self
 
 
@@ -190,7 +191,7 @@ class TrainingSettings(Section):
     @model_validator(mode="after")
     def _one_budget(self) -> TrainingSettings:
         if (self.steps is None) == (self.tokens is None):
-            raise ValueError("give either steps or tokens: how long to train.")
+            raise ValueError("set either steps or tokens.")
         if self.batch_size % self.micro_batch_size:
             raise ValueError(
                 f"batch_size must be a multiple of micro_batch_size, got {self.batch_size} and {self.micro_batch_size}."
@@ -278,15 +279,24 @@ class Settings(Section):
     merge: bool = False
 
     @model_validator(mode="after")
-    def _adapters_are_merged(self) -> Settings:
-        if self.merge and self.trainable.kind == "full":
-            raise ValueError("merge: true is for adapters; trainable.kind: full saves a plain checkpoint by itself.")
-        return self
-
-    @model_validator(mode="after")
     def _parts_go_together(self) -> Settings:
+        if self.merge and self.trainable.kind == "full":
+            raise ValueError("merge: true is for adapters; trainable.kind: full already saves a plain checkpoint.")
         self.check_engine(self.engine.kind)
         return self
+
+    @contextmanager
+    def base_folder(self, dry_run: bool) -> Iterator[Path]:
+        """The folder of the extended base; a temporary one for a dry run, unless a run has written it already."""
+        folder = Path(self.output) / "base"
+        if not dry_run or folder.exists():
+            yield folder
+            return
+        there = next(parent for parent in folder.absolute().parents if parent.exists())
+        with TemporaryDirectory(
+            prefix=".dry-run-", dir=there
+        ) as temporary:  # on that disk, where weights can be linked
+            yield Path(temporary) / "base"
 
     def row_length(self, target_length: int) -> int:
         """Tokens per row of data, for an extended model with `target_length`.
@@ -302,8 +312,8 @@ class Settings(Section):
             )
         if self.data.positions != "plain" and length == target_length:
             raise ValueError(
-                f"data.positions={self.data.positions} skips positions up to the target, and rows of all its "
-                f"{length:,} tokens leave none to skip. Set data.length below that, such as a quarter of it."
+                f"data.positions={self.data.positions} skips positions up to the target, but rows of all its "
+                f"{length:,} tokens leave none to skip. Set a shorter data.length, such as a quarter of it."
             )
         return length
 
@@ -326,22 +336,23 @@ class Settings(Section):
             wanted["data.positions"] = (self.data.positions, "plain")
         wrong = [f"{key}: {need} (got {got})" for key, (got, need) in wanted.items() if got != need]
         if wrong:
-            raise ValueError(f"{kind} shares each sequence over processes, and needs {', '.join(wrong)}.")
-
-    # These do not change what a run computes, so a run may resume with other values.
-    FREE: ClassVar[tuple[str, ...]] = (
-        "measured_on", "output", "evaluation", "engine", "tracker", "merge", "data.processes",
-        "training.checkpoint_every", "training.keep_checkpoints",
-    )  # fmt: skip
+            raise ValueError(f"{kind} splits each sequence across processes, and needs {', '.join(wrong)}.")
 
     def binding(self) -> dict[str, Any]:
-        """The settings that a checkpoint is bound to, flattened: `{"training.seed": 0, …}`."""
-        flat = dict(_flat(self.model_dump(mode="json")))
-        return {key: value for key, value in flat.items() if not any(_within(key, free) for free in self.FREE)}
+        """The settings that a checkpoint is bound to, flattened: `{"training.seed": 0, …}`.
+
+        The others do not change what a run computes, so it may resume with other values.
+        """
+        free: Any = {
+            **dict.fromkeys(("measured_on", "output", "evaluation", "engine", "tracker", "merge"), True),
+            "data": {"processes"},
+            "training": {"checkpoint_every", "keep_checkpoints"},
+        }
+        return dict(_flat(self.model_dump(mode="json", exclude=free)))
 
 
 def read_settings(path: str | Path, changes: Sequence[str] = ()) -> Settings:
-    """Read the settings in a YAML file, with overrides such as `training.steps=100` or `data.sources.0.weight=2`.
+    """Read the settings in a YAML file, with changes such as `training.steps=100` or `data.sources.0.weight=2`.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -349,18 +360,25 @@ def read_settings(path: str | Path, changes: Sequence[str] = ()) -> Settings:
     """
     path = Path(path)
     if not path.is_file():
-        raise FileNotFoundError(f"no config file at {path}. recipes/configs has some to start from.")
+        raise FileNotFoundError(f"no config file at {path}. See recipes/configs for examples.")
     tree = _yaml(read_text(path), str(path))
     if not isinstance(tree, dict):
         raise ValueError(f"{path} must hold keys and values, such as 'model: bundled', got {type(tree).__name__}.")
     for change in changes:
         _change(tree, change)
-    _check_size(tree, path)
+    left, seen = [tree], 0  # nested aliases, with which a few lines expand to huge or infinite values
+    while left:
+        value, seen = left.pop(), seen + 1
+        if seen > MAX_VALUES:
+            raise ValueError(f"{path} holds more than {MAX_VALUES} values. Write them without aliases (*name).")
+        left += value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
     try:
         return Settings.model_validate(tree)
     except ValidationError as error:
-        mistakes = dict.fromkeys(_readable(mistake) for mistake in error.errors())
-        raise ValueError("\n  ".join([f"{path}:", *mistakes])) from None
+        mistakes = [
+            *dict.fromkeys(f"{_source(mistake, path, changes)}{_readable(mistake)}" for mistake in error.errors())
+        ]
+        raise ValueError(mistakes[0] if len(mistakes) == 1 else "\n  ".join(["several mistakes:", *mistakes])) from None
 
 
 def _yaml(text: str, source: str) -> Any:
@@ -369,16 +387,6 @@ def _yaml(text: str, source: str) -> Any:
     # ValueError: a date that is none, an int of more digits than Python reads.
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise ValueError(f"{source} is not valid YAML ({one_line(error)}). Correct it.") from error
-
-
-def _check_size(tree: dict[str, Any], path: Path) -> None:
-    """Refuse nested YAML aliases, with which a few lines expand to huge or infinite values."""
-    left, seen = [tree], 0
-    while left:
-        value, seen = left.pop(), seen + 1
-        if seen > MAX_VALUES:
-            raise ValueError(f"{path} holds more than {MAX_VALUES} values. Write them without aliases (*name).")
-        left += value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
 
 
 def _change(tree: dict[str, Any], change: str) -> None:
@@ -390,14 +398,27 @@ def _change(tree: dict[str, Any], change: str) -> None:
     for part in path:
         node = node[_index(part, node, key)] if isinstance(node, list) else node.setdefault(part, {})
         if not isinstance(node, (dict, list)):
-            raise ValueError(f"{change!r}: {part} is {node!r} and has no keys of its own.")
+            raise ValueError(f"{change!r}: {part} is {node!r} and has no keys.")
     node[_index(last, node, key) if isinstance(node, list) else last] = _yaml(text, shown(change))
 
 
 def _index(part: str, node: list[Any], key: str) -> int:
-    if not part.isdigit() or int(part) >= len(node):
-        raise ValueError(f"{key}: {part!r} is not a position in a list of {len(node)}; write 0 to {len(node) - 1}.")
+    if not part.isdecimal() or int(part) >= len(node):
+        raise ValueError(f"{key}: {part!r} is not an index into a list of {len(node)}; write 0 to {len(node) - 1}.")
     return int(part)
+
+
+def _source(mistake: Any, path: Path, changes: Sequence[str]) -> str:
+    """Where a mistake was made: `FILE: `, with the changes to its section, or nothing if a change made it."""
+    where = [str(part) for part in mistake["loc"]]
+    inside = []
+    for change in changes:
+        key = change.partition("=")[0].split(".")
+        if key == where[: len(key)]:
+            return ""
+        if where == key[: len(where)]:
+            inside.append(change)
+    return f"{path} with {' '.join(inside)}: " if inside else f"{path}: "
 
 
 def _readable(mistake: Any) -> str:
@@ -405,12 +426,15 @@ def _readable(mistake: Any) -> str:
     where = ".".join(str(part) for part in mistake["loc"])
     if mistake["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
         *parents, name = mistake["loc"]
-        return f"unknown key {where!r}{suggest(str(name), _keys(Settings, parents))}"
+        known = _keys(Settings, parents)
+        if not parents and (elsewhere := [f"{part}.{name}" for part in known if name in _keys(Settings, [part])]):
+            return f"unknown key {where!r}; did you mean {' or '.join(map(repr, elsewhere))}?"
+        return f"unknown key {where!r}{suggest(str(name), known)}"
     if mistake["type"] == "missing":
         return f"{where} is missing."
     message = mistake["msg"].removeprefix("Value error, ")
     own = mistake["type"] == "value_error" or isinstance(mistake["input"], (dict, list))
-    return f"{where}: {message}" + ("" if own else f", got {shown(mistake['input'])}")
+    return f"{where}: {message}".removeprefix(": ") + ("" if own else f", got {shown(mistake['input'])}")
 
 
 def _keys(section: Any, path: Sequence[str | int]) -> list[str]:
@@ -429,7 +453,3 @@ def _flat(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
             yield from _flat(inner, f"{prefix}.{key}" if prefix else key)
     else:
         yield prefix, value
-
-
-def _within(key: str, section: str) -> bool:
-    return key == section or key.startswith(f"{section}.")

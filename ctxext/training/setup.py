@@ -17,6 +17,7 @@ from ctxext.data.collators import Collator, check_positions
 from ctxext.data.packing import Packed, pack
 from ctxext.data.sources import read_source
 from ctxext.hub.adapters import check_all_saved
+from ctxext.hub.checkpoint import load_model
 from ctxext.models.text_config import text_config_of
 from ctxext.training.launch import data_parallel, engine_of
 from ctxext.training.loss import use_chunked_loss
@@ -34,33 +35,14 @@ def micro_batches_of(settings: Settings, accelerator: Accelerator) -> int:
     share = training.micro_batch_size * world
     if training.batch_size % share:
         raise ValueError(
-            f"training.batch_size is {training.batch_size}, which {world} processes cannot share in micro-batches of "
+            f"training.batch_size is {training.batch_size}, which {world} processes cannot split into micro-batches of "
             f"{training.micro_batch_size}. Make it a multiple of {share}, or lower training.micro_batch_size."
         )
     return training.batch_size // share
 
 
-def loading_arguments(settings: Settings, accelerator: Accelerator) -> dict[str, Any]:
-    """The loading arguments of the base: float32, its own dtype, or four bits."""
-    arguments: dict[str, Any] = {"attn_implementation": settings.training.attention}
-    if settings.trainable.quantization:
-        arguments["quantization_config"] = BitsAndBytesConfig(
-            load_in_4bit=True,
-            bnb_4bit_quant_type=settings.trainable.quantization,
-            bnb_4bit_compute_dtype=torch.bfloat16,
-        )
-        arguments["device_map"] = {"": accelerator.device}
-    whole = settings.trainable.kind == "full" or settings.training.precision == "fp32"
-    return {**arguments, "dtype": torch.float32 if whole or accelerator.device.type == "cpu" else "auto"}
-
-
 def packed_sources(settings: Settings, folder: Path, tokenizer: Any, length: int, model: Path) -> list[Packed]:
-    """The sources of the settings as rows of `length` tokens.
-
-    Args:
-        folder: the folder of the settings file, which its paths are relative to.
-        model: the checkpoint, whose vocabulary bounds the tokens.
-    """
+    """The sources of the settings, relative to `folder`, as rows of `length` tokens from the vocabulary of `model`."""
     vocab_size = text_config_of(AutoConfig.from_pretrained(model)).vocab_size
     options: dict[str, Any] = {"vocab_size": vocab_size, "num_proc": settings.data.processes}
     return [
@@ -78,11 +60,18 @@ def model_to_train(folder: Path, settings: Settings, accelerator: Accelerator, c
     Raises:
         ValueError, RuntimeError: the settings do not fit this model.
     """
-    training = settings.training
+    training, quantization, device = settings.training, settings.trainable.quantization, accelerator.device
+    exact = settings.trainable.kind == "full" or training.precision == "fp32" or device.type == "cpu"
+    loading: dict[str, Any] = {"dtype": torch.float32 if exact else "auto"}
+    if quantization:
+        loading["quantization_config"] = BitsAndBytesConfig(
+            load_in_4bit=True, bnb_4bit_quant_type=quantization, bnb_4bit_compute_dtype=torch.bfloat16
+        )
+        loading["device_map"] = {"": device}
     torch.manual_seed(training.seed)  # LoRA's first values
-    model: Any = AutoModelForCausalLM.from_pretrained(folder, **loading_arguments(settings, accelerator))
+    model = load_model(folder, AutoModelForCausalLM, attn_implementation=training.attention, **loading)
     vocab_size = text_config_of(model.config).vocab_size
-    model = attach_trainable(model, settings.trainable).to(accelerator.device)
+    model = attach_trainable(model, settings.trainable).to(device)
     check_all_saved(model)
     if engine_of(accelerator).group_size > 1:
         check_no_dropout(model)
@@ -107,7 +96,7 @@ def prepare(accelerator: Accelerator, model: nn.Module, optimizer: Any, settings
     rotary = {module: module.inv_freq.clone() for module in modules if hasattr(module, "inv_freq")}
     prepared = accelerator.prepare(model, optimizer)
     for module, table in rotary.items():
-        module.inv_freq = table.to(accelerator.device)  # which some of its versions cast
+        module.inv_freq = table.to(accelerator.device)  # some versions of DeepSpeed cast it
     return prepared
 
 

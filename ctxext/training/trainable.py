@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -24,9 +25,9 @@ if TYPE_CHECKING:
 def attach_trainable(model: PreTrainedModel, settings: TrainableSettings) -> nn.Module:
     """Freeze `model` except for the trained parameters, which become float32; returns a `PeftModel` for LoRA.
 
-    Training embeddings and norms with LoRA follows LongLoRA (Chen et al., 2024, section 3.3). They are PEFT's
+    Embeddings and norms beside LoRA follow LongLoRA (Chen et al., 2024, section 3.3). They are PEFT's
     `modules_to_save`, since PEFT does not save parameters that merely require gradients. Embeddings tied to the head
-    stay tied. An extended learned position table is also trained with LoRA.
+    stay tied. An extended learned position table is trained too.
 
     Raises:
         ValueError: no projection matches `settings.targets`.
@@ -39,15 +40,17 @@ def attach_trainable(model: PreTrainedModel, settings: TrainableSettings) -> nn.
     modules: Iterable[Any] = model.modules()
     for module in modules:
         if hasattr(module, "support_avx512bf16_for_cpu"):
-            # On a CPU, the first pass without gradients makes bitsandbytes repack four-bit weights for inference for
-            # good, and later training gets wrong gradients (with a warning).
+            # On a CPU, bitsandbytes repacks four-bit weights for inference in the first pass without gradients, for
+            # good; later training gets wrong gradients (with a warning).
             module.support_avx512bf16_for_cpu = False
-    also = [embedding_name(model)] if settings.embeddings else []
-    also += norm_names(model) if settings.norms else []
-    also += extended_tables(model)
-    tied = settings.embeddings and model.get_output_embeddings().weight is model.get_input_embeddings().weight
-    if tied and embedding_name(model) != "embed_tokens":  # the only name that PEFT ties to the head by itself
-        also.append(_name_in(model, model.get_output_embeddings()))
+    names = {module: path.rpartition(".")[2] for path, module in model.named_modules()}
+    embeddings, head = model.get_input_embeddings(), model.get_output_embeddings()
+    also = [names[embeddings]] if settings.embeddings else []
+    also += dict.fromkeys(name for module, name in names.items() if settings.norms and _is_norm(module))
+    also += _extended_tables(model)
+    tied = settings.embeddings and head.weight is embeddings.weight
+    if tied and names[embeddings] != "embed_tokens":  # the only name that PEFT ties to the head by itself
+        also.append(names[head])
     config = LoraConfig(
         task_type="CAUSAL_LM",
         r=settings.rank,
@@ -67,65 +70,43 @@ def attach_trainable(model: PreTrainedModel, settings: TrainableSettings) -> nn.
 def _targets(model: PreTrainedModel, settings: TrainableSettings) -> str | list[str]:
     if settings.targets == "all-linear":
         return "all-linear"
-    projections = projection_names(model)
-    if settings.targets == "attention":
-        inside = [(name, path) for name, path in projections if "attention" in path or "attn" in path]
-        # GPT-2's c_proj is also in the MLP.
-        outside = {name for name, path in projections if (name, path) not in inside}
-        own = (f"{path.rpartition('.')[2]}.{name}" if name in outside else name for name, path in inside)
-        chosen = sorted(set(own))
-        if not chosen:
-            raise ValueError(
-                f"{type(model).__name__} has no projections inside a module named attention. Name them in "
-                f"trainable.targets; there are {', '.join(sorted({name for name, _ in projections}))}."
-            )
-        return chosen
-    known = {name for name, _ in projections}
-    for name in settings.targets:
-        if name not in known:
-            raise ValueError(
-                f"trainable.targets: no projection is named {name!r}. There are {', '.join(sorted(known))}."
-            )
-    return settings.targets
-
-
-def projection_names(model: PreTrainedModel) -> list[tuple[str, str]]:
-    """The name and parent path of every linear layer except the head."""
     head = model.get_output_embeddings()
-    names = []
-    for path, module in model.named_modules():
-        if isinstance(module, (nn.Linear, Conv1D)) and module is not head:
-            parent, _, name = path.rpartition(".")
-            names.append((name, parent))
-    return names
+    names = {
+        path: path.rpartition(".")[2]
+        for path, module in model.named_modules()
+        if isinstance(module, (nn.Linear, Conv1D)) and module is not head
+    }
+    known = ", ".join(sorted({*names.values()}))
+    if settings.targets != "attention":
+        for name in settings.targets:
+            if name not in names.values():
+                raise ValueError(f"trainable.targets: no projection is named {name!r}. Available: {known}.")
+        return settings.targets
+    inside = [path for path in names if re.search(r"(attention|attn).*\.", path)]
+    # GPT-2's c_proj is also in the MLP, so its parent's name is needed.
+    outside = {names[path] for path in names.keys() - {*inside}}
+    chosen = {".".join(path.split(".")[-2:]) if names[path] in outside else names[path] for path in inside}
+    if not chosen:
+        raise ValueError(
+            f"{type(model).__name__} has no projections inside a module named attention. Name them in "
+            f"trainable.targets; available: {known}."
+        )
+    return sorted(chosen)
 
 
-def embedding_name(model: PreTrainedModel) -> str:
-    """The last part of the input embeddings' path, such as `embed_tokens`."""
-    return _name_in(model, model.get_input_embeddings())
+def _is_norm(module: nn.Module) -> bool:
+    """Whether it is called a norm, and has only one-dimensional weights."""
+    own = list(module.parameters(recurse=False))
+    return bool(own) and "norm" in type(module).__name__.lower() and all(weight.ndim == 1 for weight in own)
 
 
-def _name_in(model: nn.Module, wanted: nn.Module) -> str:
-    return next(path for path, module in model.named_modules() if module is wanted).rpartition(".")[2]
-
-
-def extended_tables(model: PreTrainedModel) -> list[str]:
+def _extended_tables(model: PreTrainedModel) -> list[str]:
     """The names of extended learned position tables, most of whose rows are new."""
     text_config = text_config_of(model.config)
     if has_rope(text_config) or live_mark(text_config) is None:
         return []
     found = find_encoding(model, text_config)
     return [path.rpartition(".")[2] for path in found.paths] if found is not None and found.name == "learned" else []
-
-
-def norm_names(model: PreTrainedModel) -> list[str]:
-    """The names of the norms, such as `input_layernorm`: modules with only one-dimensional weights."""
-    names: dict[str, Any] = {}
-    for path, module in model.named_modules():
-        own = list(module.parameters(recurse=False))
-        if own and "norm" in type(module).__name__.lower() and all(weight.ndim == 1 for weight in own):
-            names[path.rpartition(".")[2]] = None
-    return list(names)
 
 
 def trained_parameters(model: nn.Module) -> dict[str, torch.nn.Parameter]:
@@ -143,8 +124,8 @@ def check_no_dropout(model: nn.Module) -> None:
     }
     if found:
         raise ValueError(
-            f"processes that share a row cannot draw the dropout of one process, and the model's config has {found}. "
-            "Set them to 0 there, or train under another engine."
+            f"engines that split a row across processes do not support dropout, and the model's config has {found}. "
+            "Set them to 0, or use another engine."
         )
 
 
@@ -167,6 +148,6 @@ def check_rotary(model: nn.Module) -> None:
     for path, error in table_errors(model, text_config, parameters):
         if error > RotaryProof.FREQUENCY_BAR:
             raise RuntimeError(
-                f"the rotary frequencies at {path!r} are not what the model's config says. Something changed them "
-                "after loading; extend the checkpoint before it is loaded."
+                f"the rotary frequencies at {path!r} do not match the model's config: they changed after loading. "
+                "Extend the checkpoint before loading it."
             )

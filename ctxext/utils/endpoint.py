@@ -28,12 +28,11 @@ class Endpoint:
         model: None for the server's only model.
         api_key: None reads OPENAI_API_KEY. An empty key is not sent.
         timeout: seconds without data; without streaming, for a whole answer.
-        retries: number of retries after status 429 or 5xx or a broken connection, after 1, 2, 4... seconds or
-            Retry-After, whichever is longer.
+        retries: after status 429 or 5xx or a broken connection, at 1, 2, 4... seconds or Retry-After if that is longer.
 
     Attributes:
         name: the model's name in requests.
-        card: its entry of /v1/models.
+        card: its entry in /v1/models.
 
     Raises:
         ValueError: an argument is invalid, the address is not such a server's, or the server does not have this model.
@@ -41,21 +40,16 @@ class Endpoint:
     """
 
     def __init__(
-        self,
-        url: str,
-        *,
-        model: str | None = None,
-        api_key: str | None = None,
-        timeout: float = 600.0,
-        retries: int = 3,
+        self, url: str, *, model: str | None = None, api_key: str | None = None, timeout: float = 600, retries: int = 3
     ) -> None:
         if urlsplit(url).scheme not in ("http", "https") or not urlsplit(url).hostname:
-            raise ValueError(f"the url must begin with http:// or https://, got {url!r}. Pass http://localhost:8000.")
+            raise ValueError(
+                f"the url must begin with http:// or https://, got {url!r}. Pass a URL such as http://localhost:8000."
+            )
         if retries < 0 or not timeout > 0:
             raise ValueError(f"retries must be >= 0 and timeout > 0 seconds, got {retries} and {timeout}.")
         self.url = url.rstrip("/").removesuffix("/v1").rstrip("/")
-        self.timeout = timeout
-        self.retries = retries
+        self.timeout, self.retries = timeout, retries
         key = (os.environ.get("OPENAI_API_KEY", "") if api_key is None else api_key).strip()
         self._headers = {"Content-Type": "application/json", **({"Authorization": f"Bearer {key}"} if key else {})}
         self._opener = build_opener(_EveryStatus)
@@ -66,9 +60,9 @@ class Endpoint:
         """Send a request, with retries, and return the server's JSON object.
 
         Args:
-            path: behind /v1/.
+            path: after /v1/.
             body: sent by POST; None sends a GET.
-            about: the request in words, for error messages.
+            about: the request in words, for errors.
 
         Raises:
             ValueError: the server refuses the request, or does not answer with JSON.
@@ -102,37 +96,37 @@ class Endpoint:
     def _unreachable(self, url: str, reason: Any) -> OSError:
         if isinstance(reason, TimeoutError):
             return TimeoutError(
-                f"{url} was silent for {self.timeout:g} s. Allow it a longer timeout, or send fewer requests at a time."
+                f"{url} sent nothing for {self.timeout:g} s. Raise the timeout, or send fewer concurrent requests."
             )
         if isinstance(reason, (ConnectionResetError, ConnectionAbortedError, BrokenPipeError, IncompleteRead)):
-            return ConnectionResetError(f"{url} broke off the connection ({reason}). Look into the server's log.")
+            return ConnectionResetError(f"{url} closed the connection ({reason}). Check the server's log.")
         return ConnectionError(
-            f"{url} cannot be reached ({reason}). Start the server, or correct the address, such as "
+            f"{url} cannot be reached ({reason}). Start the server, or correct its URL, such as "
             "http://localhost:8000/v1."
         )
 
     def _refusal(self, url: str, status: int, headers: Message, message: str, about: str) -> Exception:
         """The error for a status other than 200; RuntimeError if a retry may help."""
         if status == 429 or status >= 500:
-            pause = f", and asks for {_retry_after(headers):.0f} s of rest" if "Retry-After" in headers else ""
+            pause = f", and asks to wait {_retry_after(headers):.0f} s" if "Retry-After" in headers else ""
             return RuntimeError(
-                f"{url} answers {status} ({message}){pause}. Send fewer requests at a time, allow "
-                f"more than {self.retries} retries, or look into the server's log."
+                f"{url} returned {status} ({message}){pause}. Send fewer concurrent requests, allow "
+                f"more than {self.retries} retries, or check the server's log."
             )
         if status in (401, 403):
             sent = "a" if "Authorization" in self._headers else "no"
             return PermissionError(
-                f"{url} answers {status} ({message}); {sent} key was sent. Set OPENAI_API_KEY, or in Python "
+                f"{url} returned {status} ({message}); {sent} key was sent. Set OPENAI_API_KEY, or in Python "
                 "pass api_key=."
             )
         if 300 <= status < 400:
-            return ValueError(f"{url} has moved to {headers.get('Location')}. Pass the new address.")
+            return ValueError(f"{url} has moved to {headers.get('Location')}. Pass the new URL.")
         if status == 404:
             return ValueError(
-                f"{url} answers 404 ({message}). Pass the server's address up to /v1, and see that it has that."
+                f"{url} returned 404 ({message}). Pass the server's URL up to /v1, and check that it has this endpoint."
             )
         return ValueError(
-            f"{url} refused {about} with {status}: {message}. If that is too long, serve a longer context "
+            f"{url} refused {about} with {status}: {message}. If the prompt is too long, serve a longer context "
             "(vLLM: --max-model-len, SGLang: --context-length, llama.cpp: -c), or measure at shorter lengths."
         )
 
@@ -150,8 +144,7 @@ class Endpoint:
 
 
 class _EveryStatus(HTTPErrorProcessor):
-    """Returns every status as a response, and follows no redirects: a POST would lose its prompt, and the key could
-    leak."""
+    """Returns every status as a response. Follows no redirect: a POST would lose its prompt, and the key could leak."""
 
     def http_response(self, request: Any, response: Any) -> Any:
         return response
@@ -165,13 +158,12 @@ def _json_object(url: str, raw: bytes) -> dict[str, Any]:
     except ValueError:
         value = None
     if not isinstance(value, dict):
-        raise ValueError(f"{url} answered no JSON object but {raw[:200]!r}. Is it an OpenAI-compatible server?")
+        raise ValueError(f"{url} returned no JSON object: {raw[:200]!r}. Is it an OpenAI-compatible server?")
     return value
 
 
 def _message(raw: bytes) -> str:
-    """The server's message: OpenAI's error.message, vLLM's and SGLang's message, FastAPI's detail, or the whole
-    body."""
+    """OpenAI's error.message, vLLM's and SGLang's message, FastAPI's detail, or the whole body."""
     try:
         said = json.loads(raw)
     except ValueError:

@@ -45,11 +45,7 @@ class JsonObject:
     entry: str = ""
 
     def get(self, name: str, kind: Kind) -> Any:
-        """The field `name`.
-
-        Raises:
-            ValueError: it is missing or invalid.
-        """
+        """The field `name`. Raises ValueError if it is missing or invalid."""
         if name not in self.content:
             raise ValueError(f"{self.file} lacks {self.entry}{name}, {kind.words}. Restore it, or write it again.")
         value = self.content[name]
@@ -61,11 +57,7 @@ class JsonObject:
         return value
 
     def part(self, name: str) -> JsonObject:
-        """The object in the field `name`.
-
-        Raises:
-            ValueError: there is none.
-        """
+        """The object in the field `name`. Raises ValueError if there is none."""
         return JsonObject(self.file, self.get(name, OBJECT), f"{self.entry}{name}.")
 
     def check(self, holds: bool, words: str) -> None:
@@ -80,26 +72,18 @@ class JsonObject:
             entry = f"{self.entry.rstrip('.')} in {self.file}" if self.entry else self.file
             version = f"; written by version {shown(self.content['version'])}" if "version" in self.content else ""
             raise ValueError(
-                f"{entry} is not as this version of ctxext writes it (missing or unknown: {wrong[:200]}{version}). "
+                f"{entry} does not match this version of ctxext (missing or unknown: {wrong[:200]}{version}). "
                 "Restore it, or write it again."
             )
 
 
 def read_json(path: Path) -> JsonObject:
-    """The JSON object in a file.
-
-    Raises:
-        ValueError: it does not hold a JSON object, or is not UTF-8.
-    """
+    """The JSON object in a file. Raises ValueError if there is none, or the file is not UTF-8."""
     return parsed_json(read_text(path), str(path))
 
 
 def parsed_json(text: str, file: str) -> JsonObject:
-    """Parse the JSON object in `text`; `file` is its name in errors.
-
-    Raises:
-        ValueError: it is not a valid JSON object.
-    """
+    """Parse the JSON object in `text`. Raises ValueError, naming `file`, if it is not a valid one."""
     try:
         content = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -111,15 +95,11 @@ def parsed_json(text: str, file: str) -> JsonObject:
 
 
 def read_text(path: Path) -> str:
-    """The text in a file.
-
-    Raises:
-        ValueError: it is not UTF-8.
-    """
+    """The text in a file. Raises ValueError if it is not UTF-8."""
     try:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is not UTF-8 ({error}). Save it as that.") from error
+        raise ValueError(f"{path} is not UTF-8 ({error}). Save it as UTF-8.") from error
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:

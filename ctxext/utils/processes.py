@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -42,14 +41,6 @@ class Processes:
 
         # nccl only sums tensors on its GPUs.
         return reduce(tensor.to(PartialState().device), "sum").to(tensor.device)
-
-    def gathered(self, values: list[Any]) -> list[Any]:
-        """The lists of all processes, concatenated."""
-        if self.world == 1:
-            return values
-        from accelerate.utils import gather_object
-
-        return list(gather_object(values))
 
 
 ALONE = Processes()

@@ -53,7 +53,9 @@ def _is_sequence(value: Any) -> bool:
 def check_rows(tokens: int) -> None:
     """Raise ValueError if a position table with one row per token would have more than MAX_ROWS rows."""
     if tokens > MAX_ROWS:
-        raise ValueError(f"{tokens} tokens are more than the {MAX_ROWS} rows that a table may have. Ask for fewer.")
+        raise ValueError(
+            f"{tokens} tokens exceed the limit of {MAX_ROWS} rows of a position table. Pass a shorter length."
+        )
 
 
 def finite(value: Any) -> Any:
@@ -93,11 +95,7 @@ def suggest(word: str, known: Sequence[str] | dict[str, Any]) -> str:
 
 
 def parse_tokens(text: str) -> int:
-    """`131072`, `128k` (times 1024) or `1m` (times 1024²) as a number of tokens.
-
-    Raises:
-        ValueError: it is not a number of tokens.
-    """
+    """`131072`, `128k` (times 1024) or `1m` (times 1024²) as a number of tokens; ValueError for anything else."""
     value = text.strip().lower().replace("_", "").replace(",", "")
     unit = {"k": 1024, "m": 1024**2}.get(value[-1:], 1)
     try:

@@ -3,7 +3,18 @@
 import pytest
 import torch
 from families import LENGTH, logits, tiny_model, token_ids
-from in_attention_reference import LATE, METHODS, SOFT, assert_rows, extended, padded, read, rows, slow_model, truth
+from in_attention_reference import (
+    LATE,
+    METHODS,
+    assert_rows,
+    extended,
+    padded,
+    read,
+    rows,
+    slow_model,
+    soft_model,
+    truth,
+)
 from live import rotary_of
 from transformers import Cache, DynamicCache, EncoderDecoderCache
 from transformers.cache_utils import CacheLayerMixin
@@ -26,7 +37,7 @@ UNTOUCHED = {
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
 @pytest.mark.parametrize("method", UNTOUCHED)
 def test_queries_within_the_trained_length_see_the_base_model(method: str, family: str) -> None:
-    stock, model, n_tokens = tiny_model(family, **SOFT), extended(method, family), UNTOUCHED[method]
+    stock, model, n_tokens = soft_model(family), extended(method, family), UNTOUCHED[method]
     ids = token_ids(n_tokens + 24, batch=2)
     want, found = (logits(one, ids, use_cache=False) for one in (stock, model))
     torch.testing.assert_close(found[:, :n_tokens], want[:, :n_tokens], atol=1e-5, rtol=0)
@@ -89,7 +100,7 @@ def assert_usable(model, method: str) -> None:
 
 
 def test_a_cache_from_before_the_extension_is_refused() -> None:
-    model = tiny_model("llama", **SOFT)
+    model = soft_model("llama")
     cache = filled(model)
     ctxext.extend_context(model, 4.0, "dynamic_ntk")
     with pytest.raises(ValueError, match=r"20 tokens from before the model was extended.*Start from an empty cache"):
@@ -98,7 +109,7 @@ def test_a_cache_from_before_the_extension_is_refused() -> None:
 
 
 def test_an_emptied_cache_from_before_the_extension_is_taken() -> None:
-    model = tiny_model("llama", **SOFT)
+    model = soft_model("llama")
     cache = filled(model)
     cache.reset()
     ctxext.extend_context(model, 4.0, "dynamic_ntk")
@@ -111,7 +122,9 @@ def test_a_cache_of_another_extension_is_refused(other: str) -> None:
     cache = filled(model)
     ctxext.restore_context(model)
     ctxext.extend_context(model, **LATE["dynamic_ntk"][0](rotary_of(model).inv_freq.numel()))
-    with pytest.raises(ValueError, match=r"this cache was filled under .*, but the model is extended by DynamicNTK"):
+    with pytest.raises(
+        ValueError, match=r"this cache was filled under .*, but the model is now extended by DynamicNTK"
+    ):
         one_more(model, cache)
     assert_usable(model, "dynamic_ntk")
 
@@ -122,7 +135,7 @@ def test_a_cache_that_outlives_its_extension_is_refused() -> None:
     ctxext.restore_context(model)
     with pytest.raises(RuntimeError, match=r"filled under DynamicNTK.*Start from an empty cache"):
         one_more(model, cache)
-    assert torch.equal(logits(model, rows()[0][None]), logits(tiny_model("llama", **SOFT), rows()[0][None]))
+    assert torch.equal(logits(model, rows()[0][None]), logits(soft_model("llama"), rows()[0][None]))
 
 
 def test_a_cache_serves_the_same_extension_again() -> None:
@@ -177,7 +190,7 @@ def test_a_layer_alone_says_that_it_has_no_positions() -> None:
     model = extended("dynamic_ntk")
     states = torch.randn(1, 4, 64)
     ones = torch.ones(1, 4, 16)
-    with pytest.raises(RuntimeError, match="without the positions of its tokens"):
+    with pytest.raises(RuntimeError, match="without token positions"):
         model.model.layers[0](states, position_embeddings=(ones, 0 * ones))
 
 

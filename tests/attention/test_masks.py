@@ -18,7 +18,7 @@ from transformers import DynamicCache, StaticCache
 from ctxext import extend_context
 from ctxext.attention import masks
 
-pytestmark = pytest.mark.usefixtures("float64_softmax")
+pytestmark = pytest.mark.usefixtures("float64")
 
 # Below the trained length, at it and beyond it, past two rungs and the sliding window.
 LENGTHS = (40, LENGTH, 150)

@@ -18,8 +18,11 @@ from families import tiny_model
 from typer.main import get_command
 
 import ctxext as package
-from ctxext.cli import commands
+from ctxext import YaRN
+from ctxext.assets import MODEL
+from ctxext.cli import app, commands
 from ctxext.cli.common import in_flags, parse_options, parse_tokens
+from ctxext.extension.method_file import SavedMethod
 
 
 def ctxext(*arguments: object, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
@@ -59,7 +62,7 @@ def test_options_are_json_or_words() -> None:
 
 @pytest.mark.parametrize("name", ["model", "existing", "factor", "say"])
 def test_arguments_are_no_options(name: str) -> None:
-    with pytest.raises(typer.BadParameter, match=f"{name} is not an option of a method"):
+    with pytest.raises(typer.BadParameter, match=f"{name} is not a method option"):
         parse_options([f"{name}=1"])
 
 
@@ -109,7 +112,7 @@ def test_a_method_of_ones_own_works_on_the_command_line(checkpoint: Path, tmp_pa
         ),
         (
             ["extend", "CHECKPOINT", "--length", "128", "--dry-run"],
-            "--length 128 has no meaning for it. Drop --length",
+            "--length 128 applies to dynamic methods only, and yarn does not depend on the length. Drop --length",
         ),
         (["extend", "CHECKPOINT", "--method", "yarm", "--dry-run"], "did you mean 'yarn'"),
         (["extend", "CHECKPOINT", "--option", "beta_fats=1", "--dry-run"], "did you mean 'beta_fast'"),
@@ -120,10 +123,16 @@ def test_a_method_of_ones_own_works_on_the_command_line(checkpoint: Path, tmp_pa
         ),
         (["extend", "CHECKPOINT", "--option", "config=1", "--dry-run"], "no option 'config'"),
         (["extend", "CHECKPOINT", "--option", "name=1", "--dry-run"], "no option 'name'"),
-        (["recommend", "CHECKPOINT", "-o", "best"], "--output must end in .json"),
+        (["compare", "CHECKPOINT", "--best", "best"], "--best must end in .json"),
         (["extend", "CHECKPOINT"], "--dry-run"),
         (["extend", "CHECKPOINT", "--method", "dca", "--length", "128", "--dry-run"], "has no static form"),
-        (["--import", "no_such_module", "methods"], "no_such_module"),
+        (["extend", "CHECKPOINT", "--method", "longrope", "--dry-run"], "Pass --option long_factor=VALUE"),
+        (["extend", "CHECKPOINT", "--method", "yarm", "--dry-run"], "ctxext --import MODULE"),
+        (
+            ["extend", "CHECKPOINT", "--method", "dynamic_yarn", "--length", "64", "--dry-run"],
+            "error: --length 64 extends nothing: this model already covers 64 tokens. Pass a length from 65 to 256.",
+        ),
+        (["--import", "no_such_module", "methods"], "error: --import no_such_module: there is no such module"),
     ],
 )
 def test_a_beginners_mistake_gets_a_remedy_and_no_traceback(checkpoint: Path, arguments: list[str], words: str) -> None:
@@ -139,9 +148,58 @@ def test_a_name_on_the_hub_that_cannot_be_reached_gets_one_line() -> None:
     run = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "HF_HUB_OFFLINE": "1"})
     assert run.returncode == 1
     assert run.stderr == (
-        "error: 'nobody/nothing' is not a folder here, and could not be downloaded: it cannot be reached from here. "
+        "error: 'nobody/nothing' is not a local folder and could not be downloaded: the hub cannot be reached. "
         "Check the connection (and HF_HUB_OFFLINE), or pass a local folder.\n"
     )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["extend", "m", "--factor", "four"], "--factor must be a number, such as 4, got 'four'."),
+        (["eval", "m", "--trials", "1.5"], "--trials must be a whole number, such as 4, got '1.5'."),
+        (
+            ["extend", "m", "--target-length", "abc"],
+            "--target-length: 'abc' is not a number of tokens; write 131072 or",
+        ),
+        (["extend", "m", "--nope"], "No such option: --nope. See ctxext extend --help."),
+        (["extend"], "Missing argument 'model'. See ctxext extend --help."),
+        (["nope"], "No such command 'nope'. See ctxext --help."),
+        (["compare", "m", "--no-fit"], "--no-fit works only with --minutes."),
+    ],
+)
+def test_a_usage_error_is_one_line(
+    arguments: list[str], said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["ctxext", *arguments])
+    with pytest.raises(SystemExit) as end:
+        app()
+    assert end.value.code == 2
+    written = capsys.readouterr().err
+    assert written.startswith(f"error: {said}")
+    assert written.count("\n") == 1
+
+
+def test_the_options_of_a_saved_method_are_not_changed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    SavedMethod(YaRN(factor=4)).save(tmp_path / "fitted.json")
+    arguments = ["extend", MODEL, "--method", tmp_path / "fitted.json", "--option", "beta_fast=1", "--dry-run"]
+    monkeypatch.setattr(sys, "argv", ["ctxext", *map(str, arguments)])
+    with pytest.raises(SystemExit):
+        app()
+    assert "error: --option beta_fast needs the name of a method" in capsys.readouterr().err
+
+
+def test_a_module_of_ones_own_that_lacks_another_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "mine_lacking.py").write_text("import no_such_module")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["ctxext", "--import", "mine_lacking", "methods"])
+    with pytest.raises(SystemExit):
+        app()
+    assert "it needs no_such_module, which is not installed" in capsys.readouterr().err
 
 
 INTERRUPTED = """
@@ -214,11 +272,15 @@ def test_every_argument_that_a_message_names_is_a_flag_on_the_command_line() -> 
         ("pass factor=2.5.", "pass --factor 2.5."),
         ("factor must be >= 1", "--factor must be >= 1"),
         ("Pass original_max_position_embeddings=, or wait", "Pass --original-max-position-embeddings, or wait"),
-        ("Load the original, or call restore_context(model).", "Load the original."),
+        ("Load the original model, or call restore_context(model).", "Load the original model."),
+        ("YaRN(factor=1.0, beta_fast=32.0) changes nothing", "yarn ×1 changes nothing"),
+        ("has Resonance(factor=4.0, base=YaRN(factor=4.0), at=(1, 2)).", "has resonance ×4."),
+        ("must be a number of tokens (an int), got 'a'", "must be a number of tokens, got 'a'"),
+        ("Pass long_factor=....", "Pass --option long_factor=VALUE, or a --method file that ctxext fit wrote."),
         ("Call restore_context(model), or use existing='replace'.", "Use --existing replace."),
         *((said, said) for said in (
             "/runs/factor=4/model is no folder", "factor=4/model is no folder", "runs/factor=4 is no folder",
-            "'factor=4' is no folder", "YaRN(factor=4)", "C:\\runs\\factor=4", "beta_fast=16", "rope_factor=4",
+            "'factor=4' is no folder", "rope_factor=4.", "C:\\runs\\factor=4", "beta_fast=16", "rope_factor=4",
             "original_max_position_embeddings in config.json must be a number",
         )),
     ],
@@ -234,7 +296,7 @@ def test_broken_weights_get_a_remedy_and_no_traceback(checkpoint: Path, tmp_path
     weights.write_bytes(weights.read_bytes()[:1000])
     run = ctxext("verify", tmp_path / "broken")
     assert run.returncode == 1
-    assert "a .safetensors file of the model is broken" in run.stderr
+    assert "a .safetensors file of the model is corrupt" in run.stderr
     assert "Traceback" not in run.stderr
 
 
@@ -243,4 +305,4 @@ def test_extend_promises_no_weights_that_are_not_there(checkpoint: Path, tmp_pat
     (tmp_path / "bare").mkdir()
     shutil.copy(checkpoint / "config.json", tmp_path / "bare")
     run = ctxext("extend", tmp_path / "bare", "-o", tmp_path / "out")
-    assert "there were no weights to take along" in " ".join(run.stderr.split())
+    assert "there were no weights to copy" in " ".join(run.stderr.split())

@@ -88,12 +88,21 @@ def test_a_saved_extension_is_exported(config_alone: Path, tmp_path: Path) -> No
 
 def test_an_extended_folder_needs_no_method(tmp_path: Path) -> None:
     extend_context(tiny_model("llama"), 4, "yarn").save_pretrained(tmp_path / "static")
-    assert "the checkpoint as it is" in export(tmp_path / "static", "--engine", "transformers").stdout
-    assert "the checkpoint as it is" in export(tmp_path / "static", "--engine", "transformers-v4").stdout
+    assert "the unchanged checkpoint" in export(tmp_path / "static", "--engine", "transformers").stdout
+    assert "the unchanged checkpoint" in export(tmp_path / "static", "--engine", "transformers-v4").stdout
     late = extend_context(tiny_model("llama"), 4, "dca", original_max_position_embeddings=32)
     with pytest.warns(UserWarning, match="saved unextended"):
         late.save_pretrained(tmp_path / "late")
     assert "ctxext.load" in str(export(tmp_path / "late", "--engine", "transformers").exception)
+
+
+def test_a_path_with_brackets_is_shown_whole(config_alone: Path, tmp_path: Path) -> None:
+    """Not read as markup, as `[bold]` would be."""
+    output = tmp_path / "out[bold]"
+    assert (
+        f"wrote a config.json for transformers, transformers-v4, vllm, sglang, llama.cpp to {output}\n"
+        in export(config_alone, "--method", "yarn", "-o", output).stderr
+    )
 
 
 @pytest.mark.parametrize("with_config", [False, True])
@@ -104,7 +113,7 @@ def test_an_adapter_is_to_be_merged_first(with_config: bool, tmp_path: Path) -> 
     for engine in ("all", "vllm"):
         said = str(export(tmp_path, "--engine", engine, "--method", "yarn").exception)
         assert f"ctxext merge {tmp_path} -o MERGED" in said
-        assert "modules_to_save (embed_tokens, norm), which vLLM's --enable-lora refuses" in said
+        assert "modules_to_save (embed_tokens, norm), which vLLM's --enable-lora does not support" in said
 
 
 @pytest.mark.slow
@@ -129,17 +138,20 @@ def test_a_gguf_file_comes_from_a_folder_and_from_another_gguf_file(tmp_path: Pa
         (["CONFIG", "--method", "yarm"], "did you mean 'yarn'"),
         (["CONFIG", "--method", "yarn", "-o", "CONFIG"], "exists already"),
         (["nowhere", "--method", "yarn"], "neither a folder"),
-        (["model.gguf", "--method", "yarn"], "Say --engine llama.cpp"),
-        (["model.gguf", "--method", "yarn", "--engine", "llama.cpp"], "Say -o OUT.gguf"),
-        (["CONFIG", "--method", "yarn", "-o", "out.gguf"], "Say --engine llama.cpp"),
-        (["CONFIG", "--method", "yarn", "--dtype", "Q8_0"], "--dtype Q8_0 is for a GGUF file"),
+        (["model.gguf", "--method", "yarn"], "Use --engine llama.cpp"),
+        (["model.gguf", "--method", "yarn", "--engine", "llama.cpp"], "Use -o OUT.gguf"),
+        (["CONFIG", "--method", "yarn", "-o", "out.gguf"], "Use --engine llama.cpp"),
+        (["CONFIG", "--method", "yarn", "--dtype", "Q8_0"], "--dtype Q8_0 applies only to GGUF output"),
         (["CONFIG", "--engine", "llama.cpp", "-o", "out.gguf", "--json"], "--json prints configs"),
         (
             ["model.gguf", "--engine", "llama.cpp", "-o", "out.gguf", "--dtype", "F16"],
-            "--dtype is for a GGUF file from",
+            "--dtype is for a GGUF file made from a folder",
         ),
-        (["model.gguf", "--engine", "llama.cpp", "-o", "out.gguf", "--probe"], "--probe is for a GGUF file from"),
-        (["CONFIG", "--method", "self_extend", "-o", "out"], "no engine takes this"),
+        (
+            ["model.gguf", "--engine", "llama.cpp", "-o", "out.gguf", "--probe"],
+            "--probe is for a GGUF file made from a folder",
+        ),
+        (["CONFIG", "--method", "self_extend", "-o", "out"], "no engine supports this extension"),
     ],
 )
 def test_a_beginners_mistake_gets_a_remedy(config_alone: Path, arguments: list[str], words: str) -> None:
@@ -164,7 +176,7 @@ def test_an_export_stands_whatever_becomes_of_its_probe(tmp_path: Path) -> None:
     (model / "model.safetensors").write_bytes(b"cut off")
     run = export(model, "--method", "yarn", "--engine", "vllm", "-o", tmp_path / "out")
     assert run.exit_code == 0
-    assert "no verify.json for ctxext verify" in run.stderr
+    assert "could not write verify.json for ctxext verify" in run.stderr
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["vllm"]
 
 
@@ -184,5 +196,5 @@ def test_an_export_holds_what_verify_compares_with(config_alone: Path, tmp_path:
     export(MODEL, *asked, tmp_path / "without", "--no-probe")
     assert not (tmp_path / "without" / PROBE).exists()
     said = export(config_alone, *asked, tmp_path / "alone").stderr
-    assert "no weights" in said
+    assert "no safetensors weights" in said
     assert (tmp_path / "alone/transformers/config.json").exists()

@@ -5,10 +5,13 @@ from __future__ import annotations
 import copy
 
 import pytest
+import torch
 from families import tiny_model
 from torch import nn
 
 from ctxext import extend_context, restore_context
+from ctxext.models.metadata import BESIDE
+from ctxext.patches.rotary import ReplaceRotary
 
 
 class Part(nn.Module):
@@ -34,6 +37,15 @@ def test_a_part_with_a_config_of_its_own_follows_only_where_it_says_the_same(sam
     assert model.part.config is held
 
 
+@pytest.mark.parametrize("method", ["dca", "dynamic_yarn", "yarn"])
+def test_autocast_around_it_changes_no_verdict(method: str) -> None:
+    alone = extend_context(tiny_model("llama"), 4, method).context_extension.proof
+    with torch.autocast("cpu", torch.bfloat16):
+        within = extend_context(tiny_model("llama"), 4, method).context_extension.proof
+        assert torch.is_autocast_enabled("cpu")
+    assert within == alone
+
+
 def test_a_shared_config_is_swapped_once_and_stays_shared() -> None:
     model = tiny_model("llama")
     config = model.config
@@ -43,3 +55,24 @@ def test_a_shared_config_is_swapped_once_and_stays_shared() -> None:
     assert model.config is not config
     restore_context(model)
     assert model.part.config is model.config is config
+
+
+def test_only_an_extension_that_holds_drops_the_reference_to_a_file_beside_the_model(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = tiny_model("llama")
+    setattr(model.config, BESIDE, "yarn ×4: 64 → 256 tokens")
+    before = model.config.to_dict()
+
+    def fail(self: ReplaceRotary, model: nn.Module, before: object) -> None:
+        raise RuntimeError("no proof")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ReplaceRotary, "prove", fail)
+        with pytest.raises(RuntimeError, match="no proof"):
+            extend_context(model, 4, "yarn")
+    assert model.config.to_dict() == before
+    extend_context(model, 4, "yarn")
+    assert BESIDE not in model.config.to_dict()
+    restore_context(model)
+    assert BESIDE not in model.config.to_dict()

@@ -168,8 +168,8 @@ def test_only_skipping_collators_give_a_mask_and_all_tensors_are_of_one_shape() 
         (PoSE(target_length=99), row_of(5, 5), "skips positions within one document, but a row holds 2"),
         (CREAM(target_length=99), row_of(5, 5, 5, padding=5), "but a row holds 3"),
         (PoSE(target_length=9), row_of(10), "target_length=9 positions, but a row has 10"),
-        (PoSE(target_length=9, chunks=4), row_of(3), "3 tokens cannot be parted into 4"),
-        (CREAM(target_length=9), row_of(2), "2 tokens has no head"),
+        (PoSE(target_length=9, chunks=4), row_of(3), "3 tokens cannot be split into 4"),
+        (CREAM(target_length=9), row_of(2), "2 tokens is too short for a head"),
         (PoSE(target_length=99), {**row_of(5), "index": None, "name": "emma#1"}, "emma#1 has none"),
     ],
 )
@@ -184,7 +184,7 @@ def test_bad_settings_are_refused() -> None:
         PoSE(target_length=99, chunks=1)
     with pytest.raises(ValueError, match=r"sigma must be > 0, got 0"):
         CREAM(target_length=99, sigma=0)
-    with pytest.raises(ValueError, match=r"one length, got \[5, 6\]"):
+    with pytest.raises(ValueError, match=r"the same length, got \[5, 6\]"):
         Plain()([row_of(5), row_of(6)])
 
 
@@ -225,9 +225,9 @@ def test_the_guard_passes_what_is_right_and_leaves_the_model_as_it_was(model, co
 @pytest.mark.parametrize(
     ("collator", "said"),
     [
-        (Unmasked(target_length=2048), "the last token does not see what comes before a gap"),
-        (Masked(), "packed documents see each other"),
-        (Restarting(), "does not see its beginning"),
+        (Unmasked(target_length=2048), "the last token does not attend across a gap"),
+        (Masked(), "packed documents attend to each other"),
+        (Restarting(), "does not attend to its beginning"),
     ],
 )
 def test_the_guard_refuses_what_transformers_would_misread(model, collator, said) -> None:
@@ -245,7 +245,7 @@ def test_the_guard_refuses_a_model_that_does_not_pass_its_arguments_on(model, co
         return forward(self, attention_mask=mask, **given)
 
     monkeypatch.setattr(type(model), "forward", meddled)
-    with pytest.raises(RuntimeError, match="see"):
+    with pytest.raises(RuntimeError, match="attend"):
         check_positions(model, collator, 512, VOCABULARY)
 
 

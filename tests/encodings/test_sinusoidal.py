@@ -9,8 +9,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from pictures import shift_matrix
 
-from ctxext.encodings.sinusoidal import Layout, shift_matrix, sinusoidal_frequencies, sinusoidal_table
+from ctxext.encodings.sinusoidal import Layout, sinusoidal_frequencies, sinusoidal_table
 
 DIM = 32
 POSITIONS = torch.arange(96)

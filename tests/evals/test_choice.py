@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from choice import Setting, chosen, claims, covered
 
 from ctxext.evals.choice import ACCURACY, LEVEL, LOSS, REGRESSION, choose, reasons, recommended, texts_needed
@@ -15,7 +17,7 @@ from ctxext.evals.control import Control, Form
 from ctxext.evals.perplexity import packed
 from ctxext.evals.results import Header, Results
 from ctxext.evals.summary import Summary
-from ctxext.fitting.recommend import staying
+from ctxext.fitting.race import staying
 
 RNG = np.random.default_rng
 
@@ -151,13 +153,45 @@ def test_ties_are_reported_with_why_one_is_named() -> None:
     for k in range(4):
         summary.header.variants[f"m{k}"]["portable"] = k in (2, 3)
     choice = chosen(summary, Setting(4))
-    assert (choice.variant, set(choice.tied), choice.behind) == ("m2", {"m0", "m1", "m3"}, {})
+    assert (choice.variant, set(choice.tied), choice.behind) == ("m3", {"m0", "m1", "m2"}, {})
     said = " ".join(reasons(summary, choice))
-    assert "m2 is named because plain transformers loads it and it comes first in the order of the run." in said
+    assert "m3 is recommended because plain transformers loads it and it measured best." in said
     assert "(95% interval, simultaneous over 4 methods)" in said
-    assert f"adjusted by Holm for {6 + 4 + 6 + 6} comparisons" in said
+    assert f"Holm-adjusted for {6 + 4 + 6 + 6} comparisons" in said
     assert f"fewer than {texts_needed(22)} independent texts (--trials)" in said
     assert "ehind" not in said
+
+
+@pytest.mark.parametrize("setting", [Setting(4, 0.9, trials=9, windows=10, shared=1.0), Setting(4, 0.5, trials=3)])
+def test_the_order_of_a_run_decides_nothing(setting: Setting) -> None:
+    summary = setting.summary(RNG(0))
+    names = [f"m{k}" for k in range(4)]
+    assert len({choose(summary, order).ranking for order in (names, names[::-1], ["m2", "m0", "m3", "m1"])}) == 1
+    # Identical methods are named by the alphabet.
+    twins = [{**r, "variant": v} for r in summary.records if r["variant"] == "m1" for v in ("none", *names)]
+    twin = choose(Summary(Results(Path("results.jsonl"), summary.header, twins)), names[::-1])
+    assert (twin.variant, "it comes first in the alphabet" in twin.decided) == ("m1", True)  # of m1 and m3, which load
+
+
+def worse_than_baseline(**setting: object) -> Summary:
+    """All methods do worse than the baseline."""
+    summary = Setting(3, 0.1, **setting).summary(RNG(0))  # type: ignore[arg-type]
+    for record in summary.records:
+        if record["variant"] == "none" and "score" in record:
+            record["score"] = 1.0
+        if record["variant"] != "none" and record["task"] == "perplexity":
+            losses = torch.full((record["length"] - 1,), record["loss"] + 1)
+            record |= {"loss": record["loss"] + 1, **packed(losses=losses)}
+    return summary
+
+
+@pytest.mark.parametrize("setting", [{"trials": 40}, {"trials": 2}, {"trials": 0, "windows": 16}])
+def test_a_method_that_is_worse_than_the_baseline_is_not_recommended(setting: dict[str, int]) -> None:
+    said = recommended(worse_than_baseline(**setting))
+    assert said.variant is None
+    assert re.match(r"No method is recommended. The best, m\d, is worse than the baseline \(.*, p = ", said.text)
+    better = {"trials": 40} if setting["trials"] else {"trials": 0, "windows": 16}
+    assert recommended(Setting(3, 0.9, **better).summary(RNG(0))).variant is not None
 
 
 def test_a_p_is_that_of_the_family_and_behind_is_said_with_it() -> None:

@@ -99,7 +99,7 @@ def test_the_form_stands_in_the_results_and_an_interrupted_run_keeps_it(
     target = LiveModel(models["bundled"], Prompter(tokenizer), "model")
     asked = asked_as_it_answers(target, GRID, text, path)
     assert (target.prompter.style, asked.prompter.style) == ("chat", "base")
-    assert "does not do" in capsys.readouterr().err
+    assert "the baseline fails the tasks" in capsys.readouterr().err
     Runner(asked, text, GRID, beyond=True).run(path, [Variant()])
     found = Control.of_header(read_results(path).header.about)
     assert found is not None

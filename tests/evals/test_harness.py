@@ -89,7 +89,7 @@ def test_what_is_extended_late_comes_back_unless_it_is_told_otherwise(tmp_path: 
     assert lm.get_model_info()["context_extension"]["method"]["name"] == "self_extend"
     assert lm.max_length == 2048
     assert load(pretrained=late, method="none").get_model_info()["context_extension"] is None
-    with pytest.raises(ValueError, match=r"extended already, by self_extend .*existing='replace'"):
+    with pytest.raises(ValueError, match=r"already extended by self_extend .*existing='replace'"):
         load(pretrained=late, method="yarn", factor=4)
     lm = load(pretrained=late, method="dynamic_ntk", factor=4, existing="replace")
     assert lm.get_model_info()["context_extension"]["method"]["name"] == "dynamic_ntk"

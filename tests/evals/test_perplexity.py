@@ -16,7 +16,9 @@ from ctxext.evals.haystack import Haystack
 from ctxext.evals.perplexity import (
     KeyTokens,
     Perplexity,
+    ShortContext,
     SlidingPerplexity,
+    TextTask,
     beginning,
     sliding_losses,
     stretches,
@@ -139,6 +141,17 @@ def test_key_tokens_follow_longppls_rule() -> None:
     expected = [bool(a - b > 0.5 and b < 9.0) for a, b in zip(near, far)]
     assert unpacked(record, "mask").tolist() == expected
     assert 0 < record["key_tokens"] == sum(expected) < len(expected)
+
+
+@pytest.mark.parametrize(
+    "task", [Perplexity(), ShortContext(), KeyTokens(long=64, short=16)], ids=lambda task: task.name
+)
+def test_no_loss_of_a_bos_of_two_tokens_counts(task: TextTask) -> None:
+    """As GLM's, whose second token the first would predict."""
+    tokenizer = tokenizer_of_kind("bundled")
+    haystack, model = Haystack.from_text(TEXT, tokenizer), tiny_model("llama", vocab_size=len(tokenizer))
+    window = task.window(Place(task.name, 150, None, 0, 0), haystack, (1, 2))
+    assert task.record(window, Engine(model))["tokens"] == 148
 
 
 def test_a_text_that_is_too_short_is_refused() -> None:

@@ -171,7 +171,7 @@ def test_hover_and_focus_show_the_figures_of_a_cell(measured: Results, open_page
     assert tip.inner_text().splitlines() == [
         "baseline: passkey",
         "1,024 tokens, depth 0%",
-        f"found {share.percent()}",
+        f"accuracy {share.percent()}",
         f"digit accuracy {mean([record['digits'] for record in records]):.0%}",
         f"mean log-probability {mean([record['logprob'] for record in records]):.2f}",
     ]
@@ -233,7 +233,7 @@ def test_more_samples_of_a_cell_than_fit_are_said(
 ) -> None:
     monkeypatch.setattr(report, "SAMPLES", 2)
     page = open_page(mixed)
-    assert "The page holds 2 samples of a cell, the failed ones first; mixed.jsonl holds all." in page.content()
+    assert "This page has up to 2 samples per cell, failed ones first; mixed.jsonl has all of them." in page.content()
     pick(page, mixed, "yarn", 1024, 0.0).click()
     assert page.locator(".picked .verdict").all_inner_texts() == ["✗ miss", "✓ hit"]
     assert pick(page, mixed, "yarn", 512, 0.0).get_attribute("aria-label").count("n=3") == 1

@@ -78,7 +78,7 @@ def test_other_measurements_are_not_mixed_in(tmp_path: Path, changes: dict, word
     path = tmp_path / "r.jsonl"
     write(path, [[record(0)]], merge=merged)
     files = {file: file.read_bytes() for file in tmp_path.iterdir()}
-    with pytest.raises(ValueError, match=rf"holds other measurements \({word}\)\. Give another file"):
+    with pytest.raises(ValueError, match=rf"holds other measurements \({word}\)\. Pass another file"):
         ResultsWriter(path, header(**changes))
     assert files == {file: file.read_bytes() for file in tmp_path.iterdir()}
 
@@ -102,7 +102,7 @@ def test_of_a_variant_that_differs_only_the_fields_that_do_are_named(tmp_path: P
     write(path, [[record(0, "yarn")]], merge=True, variants=yarn(4.0, 2048, "a"))
     with pytest.raises(ValueError, match="holds other") as error:
         ResultsWriter(path, header(variants=yarn(8.0, 4096, "b")))
-    assert "(variant yarn: extension.method.factor 4.0 → 8.0, limit 2048 → 4096). Give another" in str(error.value)
+    assert "(variant yarn: extension.method.factor 4.0 → 8.0, limit 2048 → 4096). Pass another" in str(error.value)
     assert "beta_fast" not in str(error.value)
     assert "fingerprint" not in str(error.value)
 
@@ -157,7 +157,7 @@ def test_nothing_there_is_said(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"none\.jsonl does not exist"):
         read_results(tmp_path / "none.jsonl")
     (tmp_path / "none.jsonl").write_text("")
-    with pytest.raises(ValueError, match="holds no results"):
+    with pytest.raises(ValueError, match="has no results"):
         read_results(tmp_path / "none.jsonl")
 
 

@@ -205,7 +205,7 @@ def test_a_filling_that_was_measured_wrong_is_not_taken(monkeypatch: pytest.Monk
 
 def shortest(name: str, **settings) -> int:
     """The length that a refusal of 60 tokens names."""
-    message = rf"a {name} prompt needs at least \d+ tokens with this tokenizer, got 60\. Leave it out"
+    message = rf"a {name} prompt needs at least \d+ tokens with this tokenizer, got 60\. Drop 60 from lengths="
     with pytest.raises(ValueError, match=message) as refused:
         draw(name, 60, **settings)
     return int(re.search(r"at least (\d+)", str(refused.value))[1])
@@ -857,7 +857,9 @@ def test_nvidia_lowers_what_is_too_long_by_a_step(monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize("name", ["niah_single_1", "niah_multikey_3", "vt", "cwe"])
 def test_where_nothing_fits_nvidias_loop_ends_in_an_error(name: str) -> None:
-    with pytest.raises(ValueError, match=rf"{name}: NVIDIA's code makes no prompt .* 150\. Leave it out"):
+    with pytest.raises(
+        ValueError, match=rf"{name}: the shortest prompt of NVIDIA's code, .* 150 tokens\. Drop 150 from lengths="
+    ):
         draw(name, 150, compat="nvidia")
 
 
@@ -871,7 +873,7 @@ def test_where_nothing_fits_nvidias_loop_ends_in_an_error(name: str) -> None:
         ("vt", {"hops": 0}, "chains and hops must be >= 1, got 1 and 0"),
         ("fwe", {"alpha": 1.0}, "alpha must be > 1, got 1"),
         ("qa_1", {"hops": 3}, "hops must be 1 or 2, got 3"),
-        ("qa_2", {"compat": "nvidia"}, "needs the documents that NVIDIA has, got data=None. Pass the dev file"),
+        ("qa_2", {"compat": "nvidia"}, "needs NVIDIA's documents, got data=None. Pass the dev file"),
     ],
 )
 def test_wrong_settings_are_refused(name: str, wrong: dict, message: str) -> None:

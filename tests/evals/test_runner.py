@@ -216,7 +216,7 @@ def test_a_method_that_keeps_no_cache_is_compared_and_not_recommended(loaded, tm
     summary = Summary(run(loaded, tmp_path / "r.jsonl", variants, **grid))
     assert summary.pooled("transformers_dynamic", ["passkey"], [768]).value > 0
     assert summary.pooled("pi", ["passkey"], [768]).value == 0
-    assert recommended(summary).variant == "pi"
+    assert recommended(summary).ranking == ("pi",)
 
 
 def test_a_run_of_a_method_with_lists_goes_on(loaded, tmp_path: Path) -> None:
@@ -275,9 +275,9 @@ class FakeTarget:
 
 
 def test_a_model_shorter_than_asked_is_refused(loaded, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="covers 512 tokens, and 768 were asked for"):
+    with pytest.raises(ValueError, match="supports 512 tokens, got 768"):
         run(loaded, tmp_path / "r.jsonl", [Variant()], beyond=False)
-    with pytest.raises(ValueError, match=r"covers 1,024 tokens, and 2,048 were asked for"):
+    with pytest.raises(ValueError, match=r"supports 1,024 tokens, got 2,048"):
         run(loaded, tmp_path / "r.jsonl", [Variant("pi", {"method": "pi", "factor": 2})], False, lengths=(2048,))
     assert list(tmp_path.iterdir()) == []
     run(loaded, tmp_path / "r.jsonl", VARIANTS[1:], beyond=False, trials=1, texts=())
@@ -286,16 +286,16 @@ def test_a_model_shorter_than_asked_is_refused(loaded, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "word"),
     [
-        ({"depths": (0.5, 1.5)}, "between 0 .* and 1 .*, got 1.5"),
+        ({"depths": (0.5, 1.5)}, "from 0 .* to 1 .*, got 1.5"),
         ({"depths": (float("nan"),)}, "got nan"),
         ({"depths": ()}, "at least one depth"),
         ({"lengths": ()}, "lengths must be"),
         ({"lengths": (512, 256)}, "ascending"),
-        ({"lengths": (0, 256)}, "> 0"),
+        ({"lengths": (0, 256)}, "positive"),
         ({"trials": 0}, "trials must be >= 1"),
         ({"windows": 0}, "windows must be >= 1"),
         ({"batch_size": 0}, "batch_size must be >= 1"),
-        ({"retrieval": (), "texts": (), "gate": ()}, "nothing to measure"),
+        ({"retrieval": (), "texts": (), "gate": ()}, "no tasks to measure"),
     ],
 )
 def test_a_wrong_grid_is_refused(changes: dict, word: str) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +12,7 @@ import pytest
 import torch
 
 from ctxext.evals.choice import choose, recommended
-from ctxext.evals.perplexity import packed
+from ctxext.evals.perplexity import packed, unpacked
 from ctxext.evals.results import Header, Results
 from ctxext.evals.summary import Summary
 
@@ -55,7 +57,7 @@ def test_the_one_that_finds_more_is_recommended_whatever_its_loss() -> None:
 def test_loss_decides_between_those_that_retrieval_does_not_tell_apart() -> None:
     chosen = recommended(summary({"none": 0.0, "a": 1.0, "b": 1.0}, {"none": 1.0, "a": 0.5, "b": 0.0}))
     assert chosen.variant == "b"
-    assert "Behind: a (loss +0.250 nats a token, p = 0.002 against b)." in chosen.text
+    assert "Behind: a (loss +0.250 nats per token, p = 0.002 against b)." in chosen.text
 
 
 def test_a_loss_that_is_not_surely_lower_does_not_decide() -> None:
@@ -64,7 +66,7 @@ def test_a_loss_that_is_not_surely_lower_does_not_decide() -> None:
     made.header.variants["a"]["portable"] = True
     chosen = recommended(made)
     assert chosen.variant == "a"
-    assert "Tied with bb: a is named because plain transformers loads it." in chosen.text
+    assert "Tied with bb: a is recommended because plain transformers loads it." in chosen.text
 
 
 def test_few_trials_do_not_let_a_method_that_finds_nothing_win() -> None:
@@ -82,9 +84,9 @@ def test_without_retrieval_loss_recommends_and_one_window_makes_no_claim() -> No
     assert recommended(summary({}, loss)).variant == "b"
     chosen = recommended(summary({}, loss, windows=1))
     assert chosen.variant == "b"
-    assert "Tied with a: b is named because its measured loss is the lowest." in chosen.text
+    assert "Tied with a: b is recommended because its measured loss is the lowest." in chosen.text
     chosen = recommended(summary({}, loss, windows=4))
-    assert "No difference in loss can be significant with fewer than 6 independent windows" in chosen.text
+    assert "No difference in loss can be significant with fewer than 7 independent windows" in chosen.text
 
 
 def test_nothing_beyond_the_trained_length_recommends_nothing() -> None:
@@ -114,6 +116,28 @@ def test_perplexity_of_prefix_and_band_and_bits_per_byte() -> None:
     assert positions[0] == 16
     np.testing.assert_allclose(np.diff(positions), 32, atol=1)  # 1,024 tokens in 32 bins
     np.testing.assert_allclose(sorted({round(math.log(value), 4) for value in values}), [4.005, 4.505], atol=1e-4)
+
+
+def test_a_shorter_window_of_one_variant_replaces_none_of_its_longer_ones() -> None:
+    """As where `ctxext eval` adds to a file of `ctxext compare`."""
+    made = summary({}, {"none": 0.5, "a": 0.5}, windows=8)
+    (longer,) = (r for r in made.of("a", "perplexity") if r["trial"] == 0)
+    losses = unpacked(longer, "losses")[:511]
+    extra = {**longer, "key": "shorter", "length": 512, "tokens": 511, **packed(losses=torch.tensor(losses))}
+    appended = Summary(replace(made._results, records=[*made.records, extra]))
+    for variant in ("none", "a"):
+        assert appended.perplexity(variant, 512) == made.perplexity(variant, 512)
+        assert len(appended.losses(variant, 512)) == 8
+
+
+def test_a_loss_that_is_missing_is_left_out() -> None:
+    made = summary({}, {"none": 0.5}, windows=2)
+    one, other = made.of("none", "perplexity")
+    broken = Summary(replace(made._results, records=[{**one, "loss": None}, other]))
+    assert broken.bits_per_byte("none", 1024) == pytest.approx(other["loss"] * 1023 / math.log(2) / other["bytes"])
+    nothing = Summary(replace(made._results, records=[{**r, "loss": None} for r in made.records]))
+    assert nothing.bits_per_byte("none", 1024) is None
+    json.dumps(nothing.to_dict(), allow_nan=False)
 
 
 def test_differences_are_paired_by_sample() -> None:

@@ -220,7 +220,7 @@ def test_extending_leaves_every_weight_byte_for_byte(tmp_path: Path) -> None:
 def test_scaling_that_is_there_is_kept_composed_or_replaced_as_asked(plain: Path, tmp_path: Path) -> None:
     once, out = tmp_path / "once.gguf", [tmp_path / f"{n}.gguf" for n in range(4)]
     extend_gguf(plain, once, 4)
-    with pytest.raises(ValueError, match="scaled already by ctxext"):
+    with pytest.raises(ValueError, match="already scaled by ctxext"):
         extend_gguf(once, out[0], 2)
     assert not out[0].exists()
     extend_gguf(once, out[0], 8, existing="replace")
@@ -382,8 +382,8 @@ def test_what_is_no_gguf_file_of_a_known_architecture_is_refused(plain: Path, tm
     [
         ({"model_type": "qwen2"}, "convert_hf_to_gguf.py"),
         ({"hidden_act": "gelu"}, "gelu"),
-        ({"model_type": "mistral", "sliding_window": 128}, "slides over 128"),
-        ({"rope_parameters": {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1250.0}}, "changes with the length"),
+        ({"model_type": "mistral", "sliding_window": 128}, "has a sliding window of 128"),
+        ({"rope_parameters": {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1250.0}}, "length-dependent"),
         ({"dtype": "Q4_K"}, "must be one of F32"),
     ],
 )
@@ -428,7 +428,7 @@ def test_factors_without_the_length_before_them_are_not_replaced_from_a_guess(pl
     writer.write_tensors_to_file()
     writer.close()
     for existing in ("refuse", "replace"):
-        with pytest.raises(ValueError, match=r"does not say from which length.*original_max_position_embeddings=8192"):
+        with pytest.raises(ValueError, match=r"not hold its original length.*original_max_position_embeddings=8192"):
             extend_gguf(scaled, tmp_path / "out.gguf", 4, existing=existing)
     plan = extend_gguf(scaled, tmp_path / "out.gguf", 4, existing="replace", original_max_position_embeddings=512)
     assert (plan.original_length, plan.target_length) == (512, 2048)

@@ -146,7 +146,7 @@ def test_a_server_that_is_wrong_near_the_target_is_not_live(wrong: str, twice: P
         assert verify(server.url, twice / "verify.json", far=0).verdict.is_live  # right in a short text
         verdict = verify(server.url, twice / "verify.json").verdict
     assert (verdict.name, verdict.asked_to) == ("live in short texts alone", 1024)
-    assert "ends before" in verdict.reason
+    assert "its cos/sin table is too short" in verdict.reason
 
 
 @pytest.mark.slow
@@ -175,7 +175,7 @@ def test_a_server_of_fewer_tokens_is_asked_as_far_as_it_serves(twice: Path, fold
     with LiveServer(model=model, max_length=900, prompt_scores="vllm") as server:
         answer = verify(server.url, twice / "verify.json")
     assert (answer.verdict.name, answer.verdict.asked_to) == ("live", 199)
-    assert answer.notes == ("nothing was asked beyond 199 of 1024 tokens",)
+    assert answer.notes == ("positions beyond 199 of 1024 tokens were not tested",)
 
 
 def test_a_server_that_refuses_what_it_says_it_serves_is_not_live(twice: Path) -> None:
@@ -186,7 +186,7 @@ def test_a_server_that_refuses_what_it_says_it_serves_is_not_live(twice: Path) -
 
     model = AutoModelForCausalLM.from_pretrained(twice).eval()
     with Boasting(model=model, max_length=900, prompt_scores="vllm") as server:
-        with pytest.raises(ValueError, match=r"answers nothing about 1023 tokens.*--far 0"):
+        with pytest.raises(ValueError, match=r"a request of 1023 tokens failed.*--far 0"):
             verify(server.url, twice / "verify.json")
         assert verify(server.url, twice / "verify.json", far=0).verdict.is_live
 
@@ -295,14 +295,21 @@ def test_a_probe_survives_its_file_and_no_edit_does(probe: Probe, tmp_path: Path
         replace(probe, noise_floor=math.nan).save(path)
     assert [each.name for each in path.parent.iterdir()] == [path.name]
     assert read_probe(path) == probe
-    for edit in ({"input_ids": [*probe.input_ids[:-1], 7]}, {"expected": {**probe.expected, "extended": [-1.0]}}):
+    edits = (
+        {"input_ids": [*probe.input_ids[:-1], 7]},
+        {"expected": {**probe.expected, "extended": [-1.0]}},
+        {"target_length": "2k"},  # which verify compares with a number
+        {"trained_length": None},
+        {"expected": {**probe.expected, "half": probe.expected["extended"]}},
+    )
+    for edit in edits:
         path.write_text(json.dumps({**json.loads(path.read_text()), **edit}))
         with pytest.raises(ValueError, match="was edited"):
             read_probe(path)
         probe.save(path)
     for other in ('{"text": 1}', '{"ctxext_results": 1}\n{"variant": "none"}', "[]", "\x89PNG"):
         path.write_text(other)
-        with pytest.raises(ValueError, match=r"verify\.json is not a probe\. Write one .* ctxext verify DIR -o"):
+        with pytest.raises(ValueError, match=r"verify\.json is not a probe\. Create one .*ctxext verify DIR -o"):
             read_probe(path)
     path.write_text(json.dumps({"fingerprint": 1, "expected": {}, "far": {}}))
     with pytest.raises(ValueError, match="is not a probe of ctxext"):
@@ -338,11 +345,11 @@ def hardly(model):
 @pytest.mark.parametrize(
     ("made", "says"),
     [
-        (late, "cannot be seen in a short text, as it rotates inside attention"),
-        (remapped, "cannot be seen in a short text, as it rotates inside attention"),
-        (of_the_call, "cannot be seen in a short text, as it follows the length"),
+        (late, "cannot be seen in a short text because it rotates inside attention"),
+        (remapped, "cannot be seen in a short text because it rotates inside attention"),
+        (of_the_call, "cannot be seen in a short text because it is length-dependent"),
         (as_trained, "nothing is extended"),
-        (hardly, "a short text cannot tell whether it is live"),
+        (hardly, "a short text cannot show whether it is live"),
     ],
 )
 def test_what_a_short_text_cannot_show_gets_no_probe(made: Callable, says: str, tokenizer) -> None:
@@ -352,14 +359,14 @@ def test_what_a_short_text_cannot_show_gets_no_probe(made: Callable, says: str, 
 
 def test_a_folder_that_only_ctxext_loads_extended_is_refused(tmp_path: Path) -> None:
     extend_folder(MODEL, tmp_path / "late", 4, "dynamic_yarn", say=lambda line: None)
-    with pytest.raises(ValueError, match=r"context_extension.json.*runs it as it was"):
+    with pytest.raises(ValueError, match=r"context_extension.json.*run the unextended model"):
         verify(tmp_path / "late")
 
 
 def test_files_and_servers_need_a_probe(tmp_path: Path) -> None:
     (tmp_path / "model.gguf").write_bytes(b"")
     for where in (tmp_path / "model.gguf", "http://127.0.0.1:1"):
-        with pytest.raises(ValueError, match=r"does not say what it should compute.*--probe verify\.json"):
+        with pytest.raises(ValueError, match=r"has no probe to compare with.*--probe verify\.json"):
             verify(where)
 
 
@@ -370,7 +377,7 @@ def test_the_probe_of_another_vocabulary_is_refused(probe: Probe, tmp_path: Path
 
 
 def test_a_server_without_log_probabilities_is_refused(probe_file: Path) -> None:
-    with LiveServer() as server, pytest.raises(ValueError, match="none of the forms of vLLM, SGLang and"):
+    with LiveServer() as server, pytest.raises(ValueError, match="no prompt log-probabilities in the format of vLLM"):
         verify(server.url, probe_file)
 
 
@@ -405,7 +412,10 @@ class OddServer(LiveServer):
     ],
 )
 def test_an_answer_about_other_tokens_is_refused(answer: dict[str, Any]) -> None:
-    with OddServer(answer=answer, prompt_scores="odd") as server, pytest.raises(ValueError, match="reads other tokens"):
+    with (
+        OddServer(answer=answer, prompt_scores="odd") as server,
+        pytest.raises(ValueError, match="log-probabilities of other tokens"),
+    ):
         served_logprobs(Endpoint(server.url), range(5, 45))
 
 
@@ -413,7 +423,7 @@ def test_an_answer_about_other_tokens_is_refused(answer: dict[str, Any]) -> None
 def test_an_answer_of_another_form_is_refused(logprobs: Any) -> None:
     with (
         OddServer(answer={"logprobs": logprobs}, prompt_scores="odd") as server,
-        pytest.raises(ValueError, match="in none of the forms"),
+        pytest.raises(ValueError, match="no prompt log-probabilities in the format"),
     ):
         served_logprobs(Endpoint(server.url), range(5, 45))
 
@@ -452,7 +462,7 @@ def test_log_probabilities_that_are_none_are_refused(probe: Probe) -> None:
     for wrong, says in (
         (torch.full((n,), math.nan), "NaN"),
         (torch.ones(n), "positive"),
-        (-torch.ones(n - 1), "other"),
+        (-torch.ones(n - 1), "its tokens differ"),
     ):
         with pytest.raises(ValueError, match=says):
             judge(probe, wrong.double())

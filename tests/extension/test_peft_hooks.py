@@ -121,9 +121,9 @@ def test_an_adapter_of_an_extended_model_comes_back_extended_or_not_at_all(
     for load in (AutoPeftModelForCausalLM.from_pretrained, AutoModelForCausalLM.from_pretrained):
         with pytest.raises((OSError, ValueError), match="extended by ctxext"):
             load(adapter)
-    with pytest.raises(ValueError, match=r"was trained under .* and this model is not extended"):
+    with pytest.raises(ValueError, match=r"was trained with .* but this model is not extended"):
         PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(MODEL), adapter)
-    with pytest.raises(ValueError, match=r"was trained under .* and this model is not extended"):
+    with pytest.raises(ValueError, match=r"was trained with .* but this model is not extended"):
         AutoModelForCausalLM.from_pretrained(MODEL).load_adapter(str(adapter))
     loaded.save_pretrained(tmp_path / "again")
     assert torch.equal(logits(ctxext.load(tmp_path / "again"), IDS), expected)
@@ -162,7 +162,7 @@ def test_an_adapter_and_metadata_of_two_are_refused(lost: str, tmp_path: Path) -
     else:
         subprocess.run([sys.executable, "-c", ANOTHER, MODEL, tmp_path], check=True, capture_output=True)
     with pytest.raises(
-        ValueError, match="is not beside it" if lost == "metadata" else "another adapter was saved there"
+        ValueError, match="json is missing" if lost == "metadata" else "another adapter has been saved there"
     ):
         ctxext.load(tmp_path)
 
@@ -174,9 +174,9 @@ def test_an_adapter_whose_base_was_renamed_by_hand_is_not_loaded_unextended(tmp_
     config["base_model_name_or_path"] = str(tmp_path / "moved")
     (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps(config))
     plain = AutoModelForCausalLM.from_pretrained(MODEL)
-    with pytest.raises(ValueError, match="If you moved the base, write '"):
+    with pytest.raises(ValueError, match="If you moved the base model, write '"):
         PeftModel.from_pretrained(plain, tmp_path / "adapter")
-    with pytest.raises(ValueError, match="If you moved the base, write '") as refused:
+    with pytest.raises(ValueError, match="If you moved the base model, write '") as refused:
         ctxext.load(tmp_path / "adapter")
     config["base_model_name_or_path"] = re.search("write '(.*)' there", str(refused.value))[1]
     (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps(config))
@@ -189,7 +189,7 @@ def test_an_adapter_is_not_put_on_another_extension(tmp_path: Path) -> None:
     loaded = PeftModel.from_pretrained(same, tmp_path).eval()
     assert torch.equal(logits(loaded, IDS), logits(adapted.eval(), IDS))
     other = ctxext.extend_context(AutoModelForCausalLM.from_pretrained(MODEL), 8)
-    with pytest.raises(ValueError, match=r"trained under yarn ×4.*extended by yarn ×8"):
+    with pytest.raises(ValueError, match=r"trained with yarn ×4.*extended by yarn ×8"):
         PeftModel.from_pretrained(other, tmp_path)
 
 
@@ -211,7 +211,7 @@ def test_an_adapter_on_a_base_of_other_weights_is_refused(tmp_path: Path) -> Non
     with torch.no_grad():
         other.model.layers[2].mlp.up_proj.weight.mul_(1.01)
     other.save_pretrained(tmp_path / "original")
-    with pytest.raises(ValueError, match=r"belongs to other weights than those in .*original"):
+    with pytest.raises(ValueError, match=r"does not belong to the weights in .*original"):
         ctxext.load(tmp_path / "adapter")
 
 

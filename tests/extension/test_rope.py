@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from families import from_config, tiny_config
-from transformers import AutoConfig, LlamaConfig
+from transformers import AutoConfig, LlamaConfig, Phi3Config
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from ctxext import describe_context, extend_config, extend_context
@@ -132,6 +132,45 @@ def test_a_pinned_dynamic_method_is_composed_with_by_its_turns(name: str) -> Non
     assert float((rescaled[turns >= 32] - 1).abs().max()) < 1e-9
 
 
+@pytest.mark.parametrize("method", ["dynamic_yarn", "dynamic_ntk", "transformers_dynamic", "longrope"])
+def test_a_method_frozen_below_the_target_is_a_plan_for_that_length(method: str) -> None:
+    config, dim = LlamaConfig(max_position_embeddings=512, hidden_size=256, num_attention_heads=4), 64
+    options = {"long_factor": (3.0,) * (dim // 2), "short_factor": (1.0,) * (dim // 2)} if method == "longrope" else {}
+    plan = plan_extension(config, FACTOR, method, length=1024, **options)
+    assert plan.summary == f"{plan.method.name} ×2: 512 → 1024 tokens"
+    assert plan.factor == plan.method.factor == 2.0
+    written = extend_config(config, FACTOR, method, length=1024, **options)
+    assert written.max_position_embeddings == 1024
+    assert written.rope_parameters.get("factor", 2.0) == 2.0
+    described = describe_context(written, target_length=4096)
+    assert (described.summary, described.reach) == (plan.summary, 1024)
+    again = plan_extension(config, method=plan.method)  # as from the metadata
+    assert (again.lengths, again.updates) == (plan.lengths, plan.updates)
+    dynamic = plan_extension(config, FACTOR, method, **options)
+    inv_freq, attention_factor = dynamic.method.scaled(plan.rope, torch.tensor(1024))
+    torch.testing.assert_close(plan.extended.inv_freq, inv_freq, rtol=1e-15, atol=0)
+    assert plan.extended.attention_factor == float(attention_factor)
+
+
+@pytest.mark.parametrize("existing", ["compose", "keep"])
+def test_a_native_longrope_that_was_kept_is_extended_again_as_without_it(existing: str) -> None:
+    longrope = {
+        "rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 64,
+        "short_factor": [1.0] * 8, "long_factor": [1, 1.1, 1.5, 2, 2.5, 3, 4, 4],
+    }  # fmt: skip
+    config = Phi3Config(
+        hidden_size=64, num_attention_heads=4, max_position_embeddings=256, original_max_position_embeddings=64,
+        pad_token_id=0, rope_parameters=longrope,
+    )  # fmt: skip
+    method = None if existing == "keep" else "yarn"
+    plain = plan_extension(config, 2, method, existing=existing)
+    again = plan_extension(extend_config(config, 2, existing="keep"), 2, method, existing=existing)
+    assert (plain.start, again.start, again.target_length) == (256, 512, 1024)
+    assert torch.equal(again.rope.inv_freq, plain.rope.inv_freq)
+    with pytest.raises(ValueError, match=r"existing='keep' keeps .*from 512.*existing='compose'"):
+        plan_extension(extend_config(config, 2, existing="keep"), 2)
+
+
 def test_resonance_rounds_the_wavelengths_in_use() -> None:
     plan = plan_extension(scaled_config("llama3", 128, 5e5), FACTOR, Resonance(factor=FACTOR), existing="compose")
     wavelengths = 2 * math.pi / plan.extended.inv_freq
@@ -142,7 +181,7 @@ def test_what_was_fitted_to_unscaled_frequencies_is_not_put_on_scaled_ones() -> 
     rope = RopeGeometry.plain(64, 1e4, LENGTH)
     method = LongRoPE(factor=FACTOR, long_factor=(2.0,) * 32, fitted_to=(1e4, LENGTH))
     assert method.rescale_factors(rope).shape == (32,)
-    with pytest.raises(ValueError, match=r"found for unscaled frequencies.*existing='replace'"):
+    with pytest.raises(ValueError, match=r"fitted to unscaled frequencies.*existing='replace'"):
         plan_extension(scaled_config("linear", 64, 1e4), method=method, existing="compose")
 
 
@@ -176,12 +215,12 @@ def test_replace_asks_for_a_length_that_nothing_says() -> None:
     config = tiny_config("llama", rope_parameters=LINEAR)
     composed = extend_config(config, 2, existing="compose")
     for unknown in (config, composed, extend_config(config, 2, existing="keep")):
-        with pytest.raises(ValueError, match=r"nothing says that.*Pass original_max_position_embeddings"):
+        with pytest.raises(ValueError, match=r"which is unknown for this model.*Pass original_max_position_embeddings"):
             plan_extension(unknown, 8, existing="replace")
         plan = plan_extension(unknown, 8, existing="replace", original_max_position_embeddings=32)
         assert (plan.start, plan.target_length) == (32, 256)
     assert read_context(config).original_length is None
-    assert "nothing says from which length" in str(describe_context(config))
+    assert "original length unknown" in str(describe_context(config))
     said = tiny_config("llama", rope_parameters={**LINEAR, "original_max_position_embeddings": 32})
     assert plan_extension(said, existing="replace").start == 32
     counted = tiny_config("llama", rope_parameters={**LINEAR, "rope_type": "dynamic"})

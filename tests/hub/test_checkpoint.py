@@ -66,7 +66,7 @@ def test_describe_offers_for_an_extended_folder_what_extend_takes(method: str, s
             assert would.startswith(plan.summary)
         else:
             assert would.startswith("refuse: ")
-            with pytest.raises(ValueError, match="is extended already"):
+            with pytest.raises(ValueError, match="is already extended"):
                 extend_folder(tmp_path / "out", tmp_path / "refused", 8, existing=existing)
 
 
@@ -175,7 +175,7 @@ def test_a_pinned_method_is_a_plain_checkpoint(source: Path, tmp_path: Path) -> 
 def test_a_late_extension_is_not_extended_again_and_does_not_outlive_another(source: Path, tmp_path: Path) -> None:
     extend_folder(source, tmp_path / "late", method="dca", factor=4, original_max_position_embeddings=32)
     for method in ("yarn", "self_extend"):
-        with pytest.raises(ValueError, match=r"extended already, by dca .*existing='replace'"):
+        with pytest.raises(ValueError, match=r"already extended by dca .*existing='replace'"):
             extend_folder(tmp_path / "late", tmp_path / "out", 4, method)
     again = extend_folder(tmp_path / "late", tmp_path / "out", 4, "yarn", existing="replace")
     assert not (tmp_path / "out" / RECORD).exists()
@@ -225,7 +225,7 @@ def test_a_failure_half_way_leaves_no_folder(source: Path, tmp_path: Path, monke
 
 def test_an_existing_folder_is_not_overwritten(source: Path, tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
-    with pytest.raises(FileExistsError, match="exists already"):
+    with pytest.raises(FileExistsError, match="already exists"):
         extend_folder(source, tmp_path / "out", factor=4)
 
 
@@ -245,7 +245,7 @@ def test_a_config_that_transformers_refuses_is_named(source: Path, tmp_path: Pat
     config = json.loads((source / "config.json").read_text())
     kind = {"model_type": "phi3"} if "rope_scaling" in changes else {}
     (folder / "config.json").write_text(json.dumps({**config, **kind, **changes}))
-    with pytest.raises(ValueError, match=r"transformers refuses .*broken/config\.json"):
+    with pytest.raises(ValueError, match=r"transformers rejects .*broken/config\.json"):
         extend_folder(folder, None, factor=4)
     (folder / "config.json").write_text(json.dumps(config)[:200])
     with pytest.raises(ValueError, match=r"broken/config\.json is not valid JSON"):
@@ -253,13 +253,13 @@ def test_a_config_that_transformers_refuses_is_named(source: Path, tmp_path: Pat
 
 
 def test_a_file_is_no_checkpoint(source: Path) -> None:
-    with pytest.raises(ValueError, match=r"config\.json is a file: a checkpoint is the folder"):
+    with pytest.raises(ValueError, match=r"config\.json is a file. Pass the folder"):
         checkpoint_folder(str(source / "config.json"))
 
 
 def test_a_place_where_nothing_can_be_written_is_named(source: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(OSError, match="file/out cannot be written there"):
+    with pytest.raises(OSError, match="file/out cannot be written"):
         extend_folder(source, tmp_path / "file/out", factor=4)
 
 
@@ -299,9 +299,9 @@ def test_metadata_of_a_model_that_was_replaced_is_refused(how: str, source: Path
         with torch.no_grad():
             other.model.layers[1].mlp.up_proj.weight.mul_(1.01)
         other.save_pretrained(folder)
-    with pytest.raises(ValueError, match=rf"{RECORD}.* another model was saved there since.* [Dd]elete {RECORD}"):
+    with pytest.raises(ValueError, match=rf"{RECORD}.* another model has been saved there since.* [Dd]elete {RECORD}"):
         ctxext.load(folder)
-    with pytest.raises(ValueError, match="another model was saved there"):
+    with pytest.raises(ValueError, match="another model has been saved there"):
         load(folder)
 
 
@@ -333,7 +333,7 @@ def test_metadata_belongs_to_the_config_beside_it(source: Path, tmp_path: Path) 
 def test_metadata_that_was_left_behind_is_asked_for(source: Path, tmp_path: Path) -> None:
     extend_folder(source, tmp_path / "out", 4, "dynamic_yarn")
     (tmp_path / "out" / RECORD).unlink()
-    with pytest.raises(ValueError, match=rf"extended by {RECORD}, which is not there"):
+    with pytest.raises(ValueError, match=rf"extended by {RECORD}, which is missing"):
         ctxext.load(tmp_path / "out")
 
 
@@ -342,7 +342,7 @@ def test_what_ctxext_load_would_refuse_is_not_written(source: Path, tmp_path: Pa
     shutil.copytree(source, pickled)
     (pickled / "model.safetensors").unlink()
     torch.save(ctxext.load(source).state_dict(), pickled / "pytorch_model.bin")
-    with pytest.raises(ValueError, match=r"pickled weights.* needs ctxext\.load.* save_pretrained it"):
+    with pytest.raises(ValueError, match=r"pickled weights.* needs ctxext\.load.* call save_pretrained"):
         extend_folder(pickled, tmp_path / "out", 4, "dynamic_yarn")
     assert not (tmp_path / "out").exists()
     extend_folder(pickled, tmp_path / "out", 4, "yarn")  # which plain transformers loads

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +15,14 @@ from families import LENGTH, tiny_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from peft import LoraConfig, get_peft_model
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
 import ctxext
 from ctxext import LongRoPE, SelfExtend, YaRN
+from ctxext.assets import MODEL
 from ctxext.cli import commands
+from ctxext.export.verify import verify
 from ctxext.extension.metadata_file import RECORD, read_record
 from ctxext.extension.method_file import SavedMethod, read_saved
 from ctxext.hub.adapters import AdapterBase, save_trained
@@ -139,6 +142,101 @@ def test_a_spoiled_file_is_read_or_refused_in_a_line_that_names_it(files: Files,
         assert path.read_bytes() == spoiled
     finally:
         path.write_bytes(files.whole[path])
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny extended model with its tokenizer."""
+    folder = tmp_path_factory.mktemp("checkpoint") / "yarn"
+    base = folder.with_name("base")
+    tiny_model("llama", vocab_size=4096).save_pretrained(base)
+    AutoTokenizer.from_pretrained(MODEL).save_pretrained(base)
+    extend_folder(base, folder, 4, "yarn")
+    return folder
+
+
+def spoil(folder: Path, file: str, way: tuple[Any, ...], value: Any) -> None:
+    *parents, last = way
+    content = held = json.loads((folder / file).read_text())
+    for key in parents:
+        held = held[key]
+    held[last] = value
+    (folder / file).write_text(json.dumps(content))
+
+
+def check_refusal(call: Callable[[], Any], file: Path) -> None:
+    """`call` returns, or fails in one line that names the file (or the config's class, or what was measured)."""
+    error = None
+    try:
+        call()
+    except (ValueError, OSError) as raised:
+        error = raised
+    assert error is None or "\n" not in str(error)
+    if type(error) is ValueError:
+        assert any(word in str(error) for word in (file.name, "Config", "tokens", "engine")), error
+
+
+ANY = [None, True, "", "x", [], ["a"], {}, {"a": 1}, 0, 1, -5, 3, 2**31, 0.5, 1e30, float("nan")]
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(data=st.data())
+def test_any_field_of_a_checkpoint_is_read_or_refused_in_a_line(checkpoint: Path, data: st.DataObject) -> None:
+    name = data.draw(st.sampled_from(["config.json", "config.json", "tokenizer_config.json"]), label="file")
+    file = checkpoint / name
+    whole = file.read_text()
+    ways = [way for way in places(json.loads(whole)) if way]
+    spoil(checkpoint, name, data.draw(st.sampled_from(ways), label="field"), data.draw(st.sampled_from(ANY)))
+    try:
+        check_refusal(lambda: ctxext.load(checkpoint), file)
+        check_refusal(lambda: verify(checkpoint, far=0), file)
+    finally:
+        file.unlink()
+        file.write_text(whole)
+
+
+@pytest.mark.parametrize(
+    ("file", "way", "value"),
+    [
+        *(("config.json", ("rope_scaling", name), value) for name, value in [("factor", ["a"]), ("rope_type", 1)]),
+        *(("config.json", (name,), v) for name, v in [("model_type", 1), ("eos_token_id", "x"), ("dtype", ["a"])]),
+        *(("tokenizer_config.json", (name,), v) for name, v in [("model_max_length", ""), ("pad_token", 3)]),
+    ],
+)
+def test_what_transformers_rejects_is_named(
+    file: str, way: tuple[str, ...], value: Any, checkpoint: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(checkpoint, tmp_path / "model")
+    spoil(tmp_path / "model", file, way, value)
+    with pytest.raises(ValueError, match=re.escape(str(tmp_path / "model" / file))):
+        verify(tmp_path / "model", far=0)
+    if file == "config.json":
+        with pytest.raises(ValueError, match=re.escape(str(tmp_path / "model" / file))):
+            ctxext.load(tmp_path / "model")
+
+
+def test_a_padding_token_outside_of_the_vocabulary_is_named(tmp_path: Path) -> None:
+    tiny_model("phi3").save_pretrained(tmp_path)
+    content = json.loads((tmp_path / "config.json").read_text())
+    del content["pad_token_id"]  # the default is 32000
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    with pytest.raises(ValueError, match=r"config\.json \(AssertionError: Padding_idx must be within"):
+        ctxext.load(tmp_path)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+def test_a_folder_without_tokenizer_is_told_so(family: str, tmp_path: Path) -> None:
+    """transformers makes an empty tokenizer for qwen2."""
+    extended = ctxext.extend_context(tiny_model(family), 4, "yarn")
+    extended.save_pretrained(tmp_path / "model")
+    says = f"{tmp_path / 'model'} has no tokenizer. Save it there too: tokenizer.save_pretrained("
+    for command in (
+        ["eval", "-o", str(tmp_path / "r.jsonl")],
+        ["compare", "-o", str(tmp_path / "r.jsonl")],
+        ["verify"],
+    ):
+        result = CliRunner().invoke(commands, [command[0], str(tmp_path / "model"), *command[1:]])
+        assert str(result.exception).startswith(says), command
 
 
 @pytest.mark.parametrize("name", ["late", "live"])

@@ -190,7 +190,7 @@ VARIANTS = {
     "yarn": {"model": "m", "extension": {"method": {"name": "yarn"}}},
     "pi": {"model": "m", "extension": {"method": "pi", "factor": 4}},
 }
-ABOUT = {"reach": 8, "trained_length": 4, "lengths": [4, 8], "text_tokens": 9000, "machine": "cpu"}
+ABOUT = {"reach": 8, "trained_length": 4, "lengths": [4, 8], "text_tokens": 9000, "eliminated": ["pi"]}
 TASKS = {"passkey": {"digits": 5}, "perplexity": {"windows": 2}, "short": {}, "key_tokens": {}}
 LOSSES = st.sampled_from([float("nan"), float("inf"), -float("inf"), 1e30, -1e30, 800.0, 0.0])
 

@@ -153,7 +153,7 @@ def test_no_length_means_the_full_reach(cls):
 def test_pinned_at_a_length_it_is_the_same_method_and_static(cls):
     method = cls.example(LLAMA, 4.0)
     if not method.is_dynamic:
-        with pytest.raises(ValueError, match="length=9000 has no meaning"):
+        with pytest.raises(ValueError, match="length=9000 applies to dynamic methods only"):
             method.at_length(LLAMA, 9000)
         return
     for length in (100, 8192, 20000, 99999):
@@ -378,7 +378,9 @@ def test_transformers_dynamic_reaches_factor_squared_minus_factor_plus_one(ratio
     method = TransformersDynamic(factor=4)
     found = method.rescale_factors(LLAMA, torch.tensor(int(ratio * 8192)))
     torch.testing.assert_close(found, NTKAware(factor=scale).rescale_factors(LLAMA), rtol=1e-14, atol=0)
-    assert method.at_length(LLAMA, int(ratio * 8192)) == NTKAware(factor=scale)
+    frozen = method.at_length(LLAMA, int(ratio * 8192))
+    assert torch.equal(frozen.rescale_factors(LLAMA), found)
+    assert frozen.factor == min(max(ratio, 1), 4)  # of the lengths, which is not the scale
     assert float(method.rescale_factors(LLAMA)[-1]) == pytest.approx(13)  # the full reach is 4 L
 
 
@@ -443,8 +445,8 @@ def test_longrope_switches_right_after_the_trained_length():
 
 @pytest.mark.parametrize(("length", "values"), [(100, SHORT), (8192, SHORT), (8193, LONG), (65536, LONG)])
 def test_longrope_pinned_at_a_length_is_one_of_its_lists(length, values):
-    method = replace(TWO_LISTS, attention_factor=1.1)
-    assert method.at_length(LLAMA, length) == LongRoPE(factor=8, long_factor=values, attention_factor=1.1)
+    method, factor = replace(TWO_LISTS, attention_factor=1.1), max(length / 8192, 1)
+    assert method.at_length(LLAMA, length) == LongRoPE(factor=factor, long_factor=values, attention_factor=1.1)
     assert not method.at_length(LLAMA, length).in_attention
     with pytest.raises(ValueError, match="start_tokens=4 has no static form"):
         replace(method, start_tokens=4).at_length(LLAMA, length)
@@ -555,7 +557,7 @@ def test_a_distance_is_asked_for_in_any_shape(cls):
 
 @every_remapping
 def test_a_remapping_method_has_no_static_form(cls):
-    with pytest.raises(ValueError, match=r"no static form, so length=9000 has no meaning.*'yarn'"):
+    with pytest.raises(ValueError, match=r"no static form, so length=9000 does not apply.*'yarn'"):
         cls.example(LLAMA, 4.0).at_length(LLAMA, 9000)
 
 
@@ -887,7 +889,7 @@ def test_a_users_own_remapping_enters_the_same_matrix(monkeypatch):
 @pytest.mark.parametrize(("name", "aliases"), [("yarn", []), ("linear", []), ("fresh", ["dynamic"])])
 def test_a_taken_name_is_refused_and_nothing_is_registered(name, aliases):
     before = list_methods()
-    with pytest.raises(ValueError, match="is taken by"):
+    with pytest.raises(ValueError, match="is already taken by"):
         register(name, aliases=aliases)(HalfPI)
     assert list_methods() == before
     with pytest.raises(ValueError, match="unknown method 'fresh'"):
@@ -945,7 +947,7 @@ def test_an_option_out_of_range_is_refused(name, options):
 @pytest.mark.parametrize(
     ("bad", "words"),
     [(0, "a number of tokens >= 1"), (-4, "a number of tokens >= 1")]
-    + [(bad, "a whole number") for bad in (2.5, True, "64", math.nan)],
+    + [(bad, "a whole number within ±134217728") for bad in (2.5, True, "64", math.nan, 10**9)],
 )
 @pytest.mark.parametrize(
     ("name", "option"),

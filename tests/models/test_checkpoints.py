@@ -89,7 +89,7 @@ def test_keep_raises_the_window_of_yarn_as_qwen_has_it_switched_on() -> None:
         kept = extend_config(config, existing="keep", **how)
         assert kept.max_position_embeddings == 131072
         assert kept.rope_parameters["factor"] == 4.0
-    with pytest.raises(ValueError, match=r"its context is 131072 \(which its scaling reaches\)"):
+    with pytest.raises(ValueError, match=r"its context is 131072 \(the maximum of its scaling\)"):
         extend_config(config, target_length=65536, existing="compose")
 
 

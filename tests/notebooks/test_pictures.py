@@ -14,7 +14,7 @@ from matplotlib.text import Text
 
 from ctxext.encodings.alibi import alibi_slopes
 from ctxext.encodings.relative_bias import relative_position_bucket
-from ctxext.encodings.rope import RopeGeometry, decay_bound, wavelengths
+from ctxext.encodings.rope import RopeGeometry, wavelengths
 from ctxext.encodings.sinusoidal import sinusoidal_table
 from ctxext.methods import PI, NTKAware, NTKByParts, YaRN
 
@@ -108,7 +108,9 @@ def test_score_peaks_where_the_key_was_turned_and_the_bound_steps_by_octaves():
     turned, equal = (torch.as_tensor(line.get_ydata()) for line in figure.axes[1].get_lines()[:2])
     assert (int(turned.argmax()), int(equal.argmax())) == (300, 0)
     steps = curves(figure, 0)["mean of each octave"]
-    octaves = [decay_bound(ROPE.inv_freq, torch.arange(2**k, min(2 ** (k + 1), 5000))).mean() for k in range(13)]
+    octaves = [
+        pictures.decay_bound(ROPE.inv_freq, torch.arange(2**k, min(2 ** (k + 1), 5000))).mean() for k in range(13)
+    ]
     torch.testing.assert_close(steps[:-1], torch.stack(octaves))
 
 

@@ -12,10 +12,11 @@ from site_checks import Patched, assert_same_state, state, through_pickle, tiny,
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, MusicgenForCausalLM, PreTrainedModel
 
+from ctxext import extend_context
 from ctxext.core.edit import Edit
 from ctxext.core.patch import FormulaProof
 from ctxext.core.probing import seen_by
-from ctxext.methods import SinusoidalExtrapolation, SinusoidalInterpolation
+from ctxext.methods import SinusoidalInterpolation
 from ctxext.patches import sinusoidal
 
 LENGTH, WIDTH, PAD = 64, 32, 1
@@ -128,11 +129,23 @@ def test_padding_keeps_its_row_of_zeros_and_moves_nobody(family: str) -> None:
     assert (together - alone).abs().max() < 1e-4
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @every_family
-def test_the_unscaled_method_leaves_the_stock_model(family: str) -> None:
+def test_the_unscaled_method_is_refused_in_every_dtype(family: str, dtype: torch.dtype) -> None:
+    """Such a model makes the same rows itself, so that only rounding could tell the two apart."""
+    model = model_of(family).to(dtype)
+    before = state(model)
+    with pytest.raises(ValueError, match=r"changes nothing in this model.*Use the model unextended"):
+        extend_context(model, 4, "sinusoidal_extrapolation")
+    assert_same_state(model, before)
+
+
+@every_family
+def test_next_to_no_scaling_leaves_the_stock_model(family: str) -> None:
     model = model_of(family)
     stock = output(model, 3 * LENGTH)
-    Patched(model, sinusoidal.find(model, model.config), SinusoidalExtrapolation(factor=4), 4 * LENGTH)
+    method = SinusoidalInterpolation(factor=1 + 1e-9)
+    Patched(model, sinusoidal.find(model, model.config), method, 4 * LENGTH)
     # The family takes its angles in float32.
     assert (output(model, 3 * LENGTH) - stock).abs().max() < 2e-3 * stock.abs().max()
 

@@ -133,7 +133,7 @@ def test_a_saved_method_is_pushed_and_named_as_a_method(base: Path, hub: LocalHu
         assert torch.equal(logits(model, IDS), logits(live, IDS))
     with pytest.raises(FileNotFoundError, match="is not an extension"):
         ctxext.extend_context(ctxext.load(base), method="meta/tiny")
-    with pytest.raises(FileNotFoundError, match="no such name"):
+    with pytest.raises(FileNotFoundError, match="does not exist or is private"):
         ctxext.extend_context(ctxext.load(base), method="ada/none")
 
 
@@ -206,8 +206,8 @@ def test_folders_of_the_hub_are_found_by_name_and_revision(base: Path, hub: Loca
 @pytest.mark.parametrize(
     ("name", "revision", "words"),
     [
-        ("meta/none", None, "no such name, or it is private"),
-        ("bob/hidden", None, "no such name, or it is private"),
+        ("meta/none", None, "it does not exist or is private"),
+        ("bob/hidden", None, "it does not exist or is private"),
         ("meta/tiny", "v9", "no branch, tag or commit 'v9'"),
         ("meta/-tiny", None, "-tiny.*Check the name and the connection"),
         ("./tiny", None, "[Cc]heck the path"),
@@ -273,13 +273,13 @@ def test_a_readme_that_is_there_is_kept_and_the_section_replaced(extended: Path,
 
 def test_a_readme_that_cannot_be_read_is_refused_beforehand(extended: Path, hub: LocalHub) -> None:
     (extended / "README.md").write_text("---\ntags: [\n---\n# Mine\n")
-    with pytest.raises(ValueError, match=r"metadata of the README\.md"):
+    with pytest.raises(ValueError, match=r"metadata of the existing README\.md"):
         push_to_hub(extended, "ada/tiny")
     assert "ada/tiny" not in hub.repositories
     # Nor one that is on the hub, where the folder has none.
     (extended / "README.md").unlink()
     before = hub.create("ada/tiny", {"README.md": b"---\ntags: [\n---\n# Mine\n"}).branches["main"]
-    with pytest.raises(ValueError, match=r"metadata of the README\.md"):
+    with pytest.raises(ValueError, match=r"metadata of the existing README\.md"):
         push_to_hub(extended, "ada/tiny")
     assert hub.repositories["ada/tiny"].branches["main"] == before
 
@@ -287,7 +287,7 @@ def test_a_readme_that_cannot_be_read_is_refused_beforehand(extended: Path, hub:
 def test_a_licence_that_is_not_found_is_said(extended: Path, hub: LocalHub, capsys: pytest.CaptureFixture[str]) -> None:
     for name, missing in (("meta/tiny", False), ("meta/none", True)):
         run("push", str(extended), "ada/tiny", "--base-model", name, "--dry-run")
-        assert ("licence not found" in capsys.readouterr().err) == missing
+        assert ("names no licence or cannot be read" in capsys.readouterr().err) == missing
 
 
 def test_a_card_leaves_the_history_of_a_fit_out(base: Path, hub: LocalHub, tmp_path: Path) -> None:
@@ -295,7 +295,7 @@ def test_a_card_leaves_the_history_of_a_fit_out(base: Path, hub: LocalHub, tmp_p
     SavedMethod(YaRN(factor=4), about).save(tmp_path / "fitted.json")
     with prepared(tmp_path / "fitted.json", "ada/fitted", base_model="meta/tiny") as push:
         text = push.card()
-    assert "<details><summary>Where it comes from</summary>" in text
+    assert "<details><summary>Provenance</summary>" in text
     assert "by steps" in text
     assert "12.5" not in text
 
@@ -328,7 +328,11 @@ def test_the_card_shows_the_numbers_of_the_results_file(hub: LocalHub, tmp_path:
     other = ctxext.extend_context(ctxext.load(MODEL), 2, "yarn")
     other.lm_head.weight.data[0] += 1
     other.save_pretrained(tmp_path / "other")
-    for folder, words in (("pi", "nothing measured"), ("fast", "nothing measured"), ("other", "another model")):
+    for folder, words in (
+        ("pi", "no results for this extension"),
+        ("fast", "no results for this extension"),
+        ("other", "another model"),
+    ):
         with pytest.raises(ValueError, match=words):
             push_to_hub(tmp_path / folder, "ada/long", results=results)
     with pytest.raises(ValueError, match=r"another model.*ctxext eval FOLDER"):
@@ -347,7 +351,7 @@ def test_results_of_eval_are_known_however_it_was_extended(how: str, hub: LocalH
         assert "| passkey, 128 tokens | 100% " in push.card()
     extend_folder(MODEL, tmp_path / "more", 3, "ntk")
     with (
-        pytest.raises(ValueError, match="nothing measured of this extension"),
+        pytest.raises(ValueError, match=r"this extension \(ntk ×3\), only for "),
         prepared(tmp_path / "more", "ada/long", results=results),
     ):
         pass
@@ -436,7 +440,7 @@ def test_a_failed_upload_says_what_and_can_be_tried_again(
 ) -> None:
     hub.create("ada/tiny", {"a.txt": b""})
     hub.faults.append(fault)
-    words = "no room is left" if fault.status == 403 else r"ada/tiny failed .* Run the same again"
+    words = "no room is left" if fault.status == 403 else r"ada/tiny failed .* Run the same command again"
     with pytest.raises(error, match=words):
         push_to_hub(extended, "ada/tiny")
     assert not hub.faults

@@ -166,9 +166,16 @@ LATE: dict[str, tuple[Callable[[int], dict[str, Any]], Formula]] = {
 METHODS = ["dynamic_ntk", "dynamic_yarn", "longrope", "longrope_start", "self_extend", "rerope", "dca"]
 
 
+def soft_model(family: str, **changes: Any) -> Any:
+    """A small model in float64, so that no CPU's rounding decides."""
+    model = tiny_model(family, **SOFT, **changes).double()
+    model.config._experts_implementation = "eager"  # the others have no kernel for float64
+    return model
+
+
 def extended(name: str, family: str = "llama", **changes: Any) -> Any:
     """A small model under the late method `name`."""
-    model = tiny_model(family, **SOFT, **changes)
+    model = soft_model(family, **changes)
     arguments, _ = LATE[name]
     return ctxext.extend_context(model, **arguments(rotary_of(model).inv_freq.numel()))
 
@@ -273,7 +280,7 @@ AttentionInterface.register("slow", _slow)
 
 
 def slow_model(name: str, family: str = "llama", **changes: Any) -> SlowModel:
-    return SlowModel(tiny_model(family, **SOFT, **changes), LATE[name][1])
+    return SlowModel(soft_model(family, **changes), LATE[name][1])
 
 
 def rows() -> list[Tensor]:

@@ -79,7 +79,7 @@ def test_a_checkpoint_of_other_settings_is_refused_by_name_and_changes_nothing(t
     path = save_checkpoint(tmp_path, model, optimizer, Progress(1), BINDING)
     other, fresh = make(seed=1)
     before = tensors_of(other)
-    with pytest.raises(ValueError, match=r"data\.length is 128, there 64"):
+    with pytest.raises(ValueError, match=r"data\.length is 128, was 64"):
         load_checkpoint(path, other, fresh, {**BINDING, "data.length": 128})
     assert not fresh.state
     assert all(torch.equal(tensor, before[name]) for name, tensor in tensors_of(other).items())
@@ -89,7 +89,7 @@ def test_a_checkpoint_of_other_parameters_is_refused(tmp_path: Path) -> None:
     model, optimizer = make(TrainableSettings(rank=4))
     path = save_checkpoint(tmp_path, model, optimizer, Progress(1), BINDING)
     other, fresh = make(LORA)
-    with pytest.raises(ValueError, match="holds 32 trained parameters"):
+    with pytest.raises(ValueError, match="has 32 trained parameters"):
         load_checkpoint(path, other, fresh, BINDING)
 
 
@@ -118,7 +118,7 @@ def test_a_full_disk_leaves_the_checkpoint_before_it_and_says_so(tmp_path: Path)
         [sys.executable, "-c", FULL_DISK, str(tmp_path), tests], capture_output=True, text=True, check=True
     )
     assert "step 2 could not be saved" in run.stdout
-    assert "step-00000001 is whole: make room and run the same command again" in run.stdout
+    assert "step-00000001 is complete: free disk space and run the same command again" in run.stdout
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
     model, optimizer = make()
     assert load_checkpoint(tmp_path / "step-00000001", model, optimizer, BINDING) == Progress(1)
@@ -170,15 +170,14 @@ def train(model, optimizer, steps):
         losses.append(total.item())
     return losses
 
-wait = dist.barrier if sharded else lambda: None
 model, optimizer = build(0)
 first = train(model, optimizer, range(2))
-save_checkpoint(folder, model, optimizer, Progress(2), BINDING, main=rank == 0, wait=wait)
+save_checkpoint(folder, model, optimizer, Progress(2), BINDING)
 then = train(model, optimizer, range(2, 4))
 again, fresh = build(1)
 assert load_checkpoint(folder / "step-00000002", again, fresh, BINDING) == Progress(2)
 assert train(again, fresh, range(2, 4)) == then
-tensors = gather_trained(again, rank == 0)
+tensors = gather_trained(again)
 if rank == 0:
     record = AdapterBase.of(MODEL, MODEL)
     save_trained(again, folder / "adapter", record, state_dict=tensors)

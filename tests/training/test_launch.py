@@ -87,7 +87,7 @@ def test_two_processes_that_would_be_one_are_refused(how: str, tmp_path: Path) -
     options = ["--cpu", "--num_processes", "2"] if how == "--cpu" else ["--config_file", str(file)]
     said, errors = run(*ACCELERATE, *options, PROBE, "{}")
     assert not said
-    assert "`accelerate launch` asked for 2 processes, got 1" in errors
+    assert "`accelerate launch` requested 2 processes, got 1" in errors
     assert f"ACCELERATE_USE_CPU=true accelerate launch --multi_gpu --num_processes 2 {PROBE}" in errors
 
 
@@ -95,7 +95,7 @@ def test_two_processes_that_would_be_one_are_refused(how: str, tmp_path: Path) -
 def test_two_trainings_that_know_nothing_of_each_other_are_refused() -> None:
     said, errors = run("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", PROBE, "{}", "partial")
     assert not said
-    assert "asked for 2 processes, got 1" in errors
+    assert "requested 2 processes, got 1" in errors
 
 
 @pytest.mark.slow
@@ -103,7 +103,7 @@ def test_sharding_that_a_cpu_would_drop_is_refused() -> None:
     options = ["--use_fsdp", "--fsdp_version", "2", "--num_processes", "2", "--main_process_port", "0"]
     said, errors = run(*ACCELERATE, *options, PROBE, "{}")
     assert not said
-    assert "`accelerate launch` asked for fsdp2, got ddp" in errors
+    assert "`accelerate launch` requested fsdp2, got ddp" in errors
     assert "recipes/accelerate/fsdp2.yaml" in errors
 
 
@@ -112,7 +112,7 @@ def test_zero3_that_a_cpu_would_drop_is_refused() -> None:
     file = str(ROOT / "recipes/accelerate/zero3_ulysses.yaml")
     said, errors = run(*ACCELERATE, "--cpu", "--config_file", file, "--num_processes", "8", PROBE, "{}")
     assert not said
-    assert "`accelerate launch` asked for ulysses, got single" in errors
+    assert "`accelerate launch` requested ulysses, got single" in errors
 
 
 @pytest.mark.parametrize(
@@ -134,7 +134,7 @@ def test_settings_that_a_plain_run_cannot_meet_are_refused_before_anything_start
 
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
     before = PartialState._shared_state.copy()
-    with pytest.raises(RuntimeError, match=r"the settings asked for .* accelerate launch"):
+    with pytest.raises(RuntimeError, match=r"the settings requested .* accelerate launch"):
         make_accelerator(engine, mixed_precision="no")
     assert PartialState._shared_state == before
 
@@ -142,7 +142,7 @@ def test_settings_that_a_plain_run_cannot_meet_are_refused_before_anything_start
 def test_a_precision_that_the_settings_would_override_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     launch = read_launch(["accelerate", "launch", "--cpu", "--mixed_precision", "bf16", "train.py"])
     monkeypatch.setattr("ctxext.training.launch.requested_launch", lambda: launch)
-    with pytest.raises(RuntimeError, match="mixed_precision=bf16, the settings for no"):
+    with pytest.raises(RuntimeError, match="mixed_precision=bf16, but the settings ask for no"):
         make_accelerator(EngineSettings(), mixed_precision="no")
 
 
@@ -176,17 +176,18 @@ def test_a_model_loads_whole_after_accelerate_has_registered_zero3(monkeypatch: 
         ("accelerate launch --multi_gpu --num-processes 3 train.py --num_processes 5", "ddp", 3),
         ("/usr/bin/python /usr/bin/accelerate launch --cpu --num_processes 2 train.py", "ddp", 2),
         ("python -u -m accelerate.commands.launch --cpu train.py", "single", 1),
-        ("/opt/bin/torchrun --nproc_per_node 2 --nnodes 3 train.py", "any", 6),
-        ("python -m torch.distributed.run --nnodes 1:4 train.py", "any", None),
     ],
 )
-def test_a_launcher_is_read_as_it_reads_itself(command: str, kind: str, processes: int | None) -> None:
+def test_a_launcher_is_read_as_it_reads_itself(command: str, kind: str, processes: int) -> None:
     launch = read_launch(command.split())
     assert launch
     assert (launch.engine.kind, launch.engine.processes) == (kind, processes)
 
 
-@pytest.mark.parametrize("command", ["python train.py", "bash", "python wrap.py accelerate launch train.py", ""])
+@pytest.mark.parametrize(
+    "command",
+    ["python train.py", "bash", "python wrap.py accelerate launch train.py", "", "torchrun --nnodes 3 train.py"],
+)
 def test_other_parents_are_no_launchers(command: str) -> None:
     assert read_launch(command.split()) is None
 
@@ -277,14 +278,14 @@ def test_packed_documents_and_hidden_tokens_are_refused_where_masks_are_dropped(
     mask[1, 6:] = 0
     with pytest.raises(ValueError, match="hides tokens"):
         check_batch(engine, rows(attention_mask=mask))
-    with pytest.raises(ValueError, match="shifted before the cut"):
+    with pytest.raises(ValueError, match="Shift labels before the split"):
         check_batch(engine, rows(labels=mask))
     check_batch(EngineSettings(kind="ddp", processes=2), rows(position_ids=packed, attention_mask=mask))
 
 
 def test_a_length_that_does_not_divide_is_refused() -> None:
     check_batch(SHARED, rows(6))
-    with pytest.raises(ValueError, match="4 divides, got 6 tokens"):
+    with pytest.raises(ValueError, match="divisible by 4, got 6 tokens"):
         check_batch(RING, rows(6))
 
 

@@ -152,7 +152,7 @@ def test_a_graph_that_is_kept_gives_the_same_gradient_twice() -> None:
 
 def test_shapes_that_do_not_fit_are_refused() -> None:
     hidden, weight, _, targets = problem()
-    with pytest.raises(ValueError, match="one target for each token"):
+    with pytest.raises(ValueError, match="one target per token"):
         linear_cross_entropy(hidden, weight, targets[1:])
 
 
@@ -222,7 +222,7 @@ def test_lora_on_the_head_is_refused() -> None:
 
 def test_a_head_that_does_more_is_refused_and_left_alone() -> None:
     model = from_config(AutoConfig.for_model("recurrent_gemma", **COMMON, logits_soft_cap=2.0))
-    with pytest.raises(RuntimeError, match="more than a linear head"):
+    with pytest.raises(RuntimeError, match="more than a linear layer"):
         use_chunked_loss(model)
     assert "forward" not in model.__dict__
     with pytest.raises(RuntimeError, match="output_router_logits"):
@@ -239,7 +239,7 @@ def test_the_proof_notices_a_wrong_loss() -> None:
     head = model.lm_head
     model.lm_head = torch.nn.Sequential(torch.nn.Identity(), copy.deepcopy(head), torch.nn.Tanh())
     model.get_output_embeddings = lambda: head
-    with pytest.raises(RuntimeError, match="more than a linear head"):
+    with pytest.raises(RuntimeError, match="more than a linear layer"):
         prove_loss(model)
     restore_loss(model)
     with pytest.raises(RuntimeError, match="nothing to restore"):

@@ -28,20 +28,23 @@ def test_every_bundled_config_is_valid_and_says_where_it_was_measured(path: Path
     [
         ("training.step=5", "unknown key 'training.step'; did you mean 'steps'?"),
         ("trianing.steps=5", "unknown key 'trianing'; did you mean 'training'?"),
+        ("steps=5", "unknown key 'steps'; did you mean 'training.steps'?"),
+        ("extension.options.length=4kk", "'4kk' is not a number of tokens; write 131072 or 128k"),
         ("data.sources.0.wieght=2", "unknown key 'data.sources.0.wieght'; did you mean 'weight'?"),
-        ("data.sources=[{path: a.txt}, {path: b/a.txt}]", "two sources are called a.txt"),
+        ("data.sources=[{path: a.txt}, {path: b/a.txt}]", "two sources are named a.txt"),
         ("engine.process=2", "unknown key 'engine.process'; did you mean 'processes'?"),
         ("training.learning_rate=-1", "training.learning_rate: Input should be greater than 0, got -1"),
-        ("trainable.kind=full", "embeddings, norms, rank, targets goes with kind: lora"),
-        ("data.sources.9.weight=1", "not a position in a list of 2"),
+        ("trainable.kind=full", "embeddings, norms, rank, targets needs kind: lora"),
+        ("data.sources.9.weight=1", "not an index into a list of 2"),
+        ("data.sources.².weight=1", "not an index into a list of 2"),
         ("data.sources.0.weight=0", "weight"),
         ("data.positions=pose", "Set documents: joined"),
-        ("training.tokens=1m", "give either steps or tokens"),
+        ("training.tokens=1m", "set either steps or tokens"),
         ("training.micro_batch_size=3", "must be a multiple of micro_batch_size, got 4 and 3"),
         ("data.length=0", "greater than or equal to 1"),
         ("extension.target_length=lots", "not a number of tokens"),
         ("model", "write KEY=VALUE"),
-        ("model.name=x", "has no keys of its own"),
+        ("model.name=x", "and has no keys"),
     ],
 )
 def test_a_mistake_is_named_with_its_remedy(change: str, said: str) -> None:
@@ -89,6 +92,22 @@ def test_every_mistake_is_named_at_once() -> None:
     with pytest.raises(ValueError, match=r"training\.step") as error:
         read_settings(TINY, ["training.step=5", "data.lenght=2k"])
     assert "'data.lenght'; did you mean 'length'?" in str(error.value)
+
+
+def test_a_mistake_is_blamed_on_its_source(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"^unknown key 'training\.stepss'"):
+        read_settings(TINY, ["training.stepss=3"])
+    with pytest.raises(ValueError, match=re.escape(f"{TINY} with training.tokens=1m: training: set either")):
+        read_settings(TINY, ["training.tokens=1m"])
+    path = tmp_path / "mine.yaml"
+    path.write_text(TINY.read_text() + "stepss: 3\n")
+    with pytest.raises(ValueError, match=re.escape(f"{path}: unknown key 'stepss'")):
+        read_settings(path, ["training.steps=3"])
+
+
+def test_a_frozen_length_is_read_as_other_lengths_are() -> None:
+    settings = read_settings(TINY, ["extension.method=dynamic_yarn", "extension.options.length=2k"])
+    assert settings.extension.options["length"] == 2048
 
 
 def test_the_command_line_changes_what_the_file_says() -> None:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from ctxext import __version__
+from ctxext.utils.machine import versions
 from survey.matrix import COMPARED, EXTENDED, FACTOR, VERDICTS, Row
 from survey.small import KINDS, LENGTH
 
@@ -22,16 +22,8 @@ def in_order(rows: Sequence[Row]) -> list[Row]:
 
 
 def write_json(rows: Sequence[Row], path: Path) -> None:
-    import torch
-    import transformers
-
     content = {
-        "versions": {
-            "ctxext": __version__,
-            "transformers": transformers.__version__,
-            "torch": torch.__version__,
-            "python": platform.python_version(),
-        },
+        "versions": {**versions(), "python": platform.python_version()},
         "factor": FACTOR,
         "trained_length": LENGTH,
         "compared_at": COMPARED,
@@ -44,13 +36,13 @@ def read_json(path: Path) -> list[Row]:
     """The rows that `write_json` wrote.
 
     Raises:
-        ValueError: the file is none of its kind.
+        ValueError: the file does not hold such rows.
     """
     try:
         return [Row(**row) for row in json.loads(path.read_text(encoding="utf-8"))["rows"]]
     except (KeyError, TypeError, json.JSONDecodeError) as error:
         raise ValueError(
-            f"{path} is no matrix of families ({error}); write one with `python -m survey --json`."
+            f"{path} does not hold a matrix of families ({error}); write one with `python -m survey --json`."
         ) from error
 
 
@@ -73,17 +65,14 @@ def _encoding(row: Row) -> str:
 
 def markdown(rows: Sequence[Row]) -> str:
     """A page: versions, counts, and a table for each encoding."""
-    import torch
-    import transformers
-
-    rows = in_order(rows)
+    rows, used = in_order(rows), versions()
     extended = sum(row.verdict in EXTENDED for row in rows)
     causal = [row for row in rows if row.kind == "causal"]
     causal_extended = sum(row.verdict in EXTENDED for row in causal)
     parts = [
         "# Families",
-        f"{len(rows)} model types of transformers {transformers.__version__} (torch {torch.__version__}, ctxext "
-        f"{__version__}), {extended} of them extended and proven; of the {len(causal)} causal language models "
+        f"{len(rows)} model types of transformers {used['transformers']} (torch {used['torch']}, ctxext "
+        f"{used['ctxext']}), {extended} of them extended and proven; of the {len(causal)} causal language models "
         f"{causal_extended}. Each is built small with random weights and a trained length of {LENGTH} tokens, extended "
         f"by `extend_context(model, factor={FACTOR:g})`, and compared at {COMPARED} tokens.",
         "Written by `make families`.",
@@ -121,7 +110,7 @@ def _table(lines: list[list[str]]) -> str:
 def changes(before: Sequence[Row], after: Sequence[Row]) -> tuple[list[str], list[str]]:
     """What changed from one matrix to a later one, a line each; and of those lines the regressions.
 
-    A regression is a model type that was extended and is not now; one that is gone is none.
+    A regression is a model type that was extended and no longer is; a removed model type is not one.
     """
     old, new = ({row.model_type: row for row in rows} for rows in (before, after))
     lines, regressions = [], []

@@ -1,7 +1,7 @@
 """lm-eval with extended models: a model named `ctxext`, and tasks that need no network.
 
-lm-eval finds models only in its own package, so its command line is entered here: `main` makes the
-model and the tasks known and hands over. In Python:
+lm-eval finds models only in its own package, so `main` registers the model and the tasks and starts lm-eval's command
+line. In Python:
 
     from ctxext.evals import harness
 
@@ -20,11 +20,7 @@ TASKS = Path(__file__).parent / "tasks"
 
 
 def register() -> None:
-    """Make the model `ctxext` known to lm-eval.
-
-    Raises:
-        ImportError: lm-eval is not installed.
-    """
+    """Register the model `ctxext` with lm-eval. Raises ImportError if lm-eval is not installed."""
     try:
         import lm_eval  # noqa: F401
     except ImportError as error:
@@ -36,11 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """lm-eval's command line, with the model `ctxext` and our tasks beside its own.
 
     Args:
-        arguments: as `lm-eval` takes them; None: those of this process.
-
-    Raises:
-        ImportError: lm-eval is not installed.
-        ValueError: as `lm-eval` and the model `ctxext` raise it.
+        arguments: those of `lm-eval`; None: of this process.
     """
     register()
     from lm_eval._cli import HarnessCLI
@@ -52,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     setup_logging()
     command_line = HarnessCLI()
     parsed = command_line.parse_args()
-    # A later path wins, so that a task of the user's may take the place of one of ours.
+    # The last path wins, so a task of the user can replace one of ours.
     theirs = getattr(parsed, "include_path", None)
     if theirs is None and getattr(parsed, "config", None):
         theirs = EvaluatorConfig.load_yaml_config(parsed.config).get("include_path")

@@ -1,4 +1,4 @@
-"""The model `ctxext` of lm-eval: its own `hf`, with the context extended as soon as the weights are there."""
+"""The model `ctxext` of lm-eval: its own `hf`, extended after the weights are loaded."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from ctxext.utils.values import suggest
 if TYPE_CHECKING:
     from lm_eval.api.model import CacheHook
 
-# What `extend_context` takes beside the model and the options of the method.
+# The arguments of `extend_context` besides the model and the options of the method.
 ARGUMENTS = [name for name in inspect.signature(extend_context).parameters if name not in ("model", "options")]
 UNEXTENDED = "none"
 
@@ -34,14 +34,13 @@ UNEXTENDED = "none"
 class ExtendedHFLM(HFLM):
     """`--model ctxext --model_args pretrained=PATH,method=yarn,factor=4,beta_fast=16`
 
-    The arguments are those of `hf`, those of `ctxext.extend_context`, and the options of the method.
-    With none of the latter two, the model is extended as the `context_extension.json` beside it says, if there is one;
-    with method=none it is not extended and is plain `hf`.
-    Every process loads and extends its own copy, so `accelerate launch` shares out the documents, on
+    The arguments are those of `hf`, those of `ctxext.extend_context`, and the options of the method. Without any of
+    the latter two, the model is extended by its `context_extension.json`, if there is one; with method=none it is plain
+    `hf`. With `accelerate launch` every process loads and extends its own copy and takes a share of the documents, on
     CPUs too.
 
     Args:
-        max_length: tokens at which prompts are cut from the left; default: the length extended to.
+        max_length: tokens at which prompts are cut from the left; default: the extended length.
 
     Raises:
         ValueError: a method, option or argument is unknown, `pretrained` is not a path or name, or
@@ -57,11 +56,13 @@ class ExtendedHFLM(HFLM):
         method = None  # the default of the model's position encoding
         if "method" in arguments:
             method = UNEXTENDED if arguments["method"] is None else str(arguments["method"])  # lm-eval reads None
-        known = extension_arguments(method)
+        known = _extension_arguments(method)
         extension = {name: arguments.pop(name) for name in known if name in arguments}
         if method == UNEXTENDED and len(extension) > 1:
             others = ", ".join(name for name in extension if name != "method")
-            raise ValueError(f"method=none does not extend the model, so {others} would have no effect. Drop one side.")
+            raise ValueError(
+                f"method=none does not extend the model, so {others} would have no effect. Drop one or the other."
+            )
         folder, record = _folder_of(os.fspath(pretrained), arguments), None
         if folder is not None and not extension:
             record = read_record(folder)
@@ -70,7 +71,7 @@ class ExtendedHFLM(HFLM):
         try:
             super().__init__(os.fspath(pretrained), **arguments)
         except TypeError as error:
-            # HFLM hands every argument that it does not know to transformers, whose model refuses it.
+            # HFLM passes unknown arguments to transformers, whose model refuses them.
             for name in arguments:
                 if f"unexpected keyword argument '{name}'" in str(error):
                     raise ValueError(f"unknown model argument {name!r}{suggest(name, known)}") from error
@@ -83,22 +84,21 @@ class ExtendedHFLM(HFLM):
             done = extension_of(self.model)
             assert done is not None
             self._max_length: int = self._max_length or done.plan.target_length
-            # With truncation=True the tokenizer would cut at the length that it was saved with.
+            # With truncation=True the tokenizer would cut at the length it was saved with.
             self.tokenizer.model_max_length = self._max_length
         if hasattr(self, "accelerator"):
-            # HFLM does so only where it sees several GPUs. On CPUs, or with one visible GPU a process, each
-            # process would take itself for the only one and do all the work.
+            # HFLM sets these only if it sees several GPUs. Otherwise (CPUs, one visible GPU per process) each process
+            # would do all the work.
             self._rank, self._world_size = self.accelerator.process_index, self.accelerator.num_processes
 
     def get_model_info(self) -> dict[str, Any]:
-        """What lm-eval writes under "config" in its results; `context_extension` is None if not extended."""
+        """The "config" in lm-eval's results; `context_extension` is None if not extended."""
         return {**super().get_model_info(), "max_length": self.max_length, "context_extension": self._describe()}
 
     def set_cache_hook(self, cache_hook: CacheHook) -> None:
-        """Called with the database of --use_cache.
+        """Called with the database of --use_cache, whose keys are the prompts alone.
 
-        Raises:
-            ValueError: it holds the answers of another model or extension: its keys are the prompts alone.
+        Raises ValueError if it holds the answers of another model or extension.
         """
         if cache_hook.dbdict is not None:
             mine = json.dumps([self.pretrained, self.revision, self.max_length, self._describe()], sort_keys=True)
@@ -106,7 +106,7 @@ class ExtendedHFLM(HFLM):
             if theirs != mine:
                 raise ValueError(
                     f"the cache holds the answers of another model: {theirs}, not {mine}. "
-                    "Pass --use_cache a path of its own for every model and extension."
+                    "Use a separate --use_cache path for every model and extension."
                 )
             cache_hook.dbdict["ctxext"] = mine
         super().set_cache_hook(cache_hook)
@@ -129,25 +129,14 @@ class ExtendedHFLM(HFLM):
 
 
 def _folder_of(pretrained: str, arguments: dict[str, Any]) -> Path | None:
-    """The folder, or that of the hub's cache, of the model's config.json and metadata; None where none is found."""
-    paths = [
-        cached_file(
-            pretrained,
-            name,
-            **{name: arguments[name] for name in ("revision", "subfolder") if arguments.get(name)},
-            _raise_exceptions_for_missing_entries=False,
-            _raise_exceptions_for_connection_errors=False,
-        )
-        for name in (RECORD, "config.json")
-    ]
+    """The folder, or that of the hub's cache, of the model's metadata or config.json; None if not found."""
+    where = {name: arguments[name] for name in ("revision", "subfolder") if arguments.get(name)}
+    quietly = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
+    paths = [cached_file(pretrained, name, **where, **quietly) for name in (RECORD, "config.json")]
     return next((Path(path).parent for path in paths if path is not None), None)
 
 
-def extension_arguments(method: str | None) -> list[str]:
-    """The names of all arguments that say how to extend by `method`; by any for None.
-
-    Raises:
-        ValueError: it is unknown.
-    """
+def _extension_arguments(method: str | None) -> list[str]:
+    """The names of all arguments for extending by `method` (None: by any)."""
     classes = list_methods() if method is None else [] if method == UNEXTENDED else [method_class(method)]
     return list(dict.fromkeys([*ARGUMENTS, *(field.name for cls in classes for field in fields(cls))]))

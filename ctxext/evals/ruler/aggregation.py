@@ -10,18 +10,18 @@ from random import Random
 from string import ascii_lowercase
 from typing import ClassVar
 
-from ctxext.evals.ruler.fitting import Draft, RulerTask, Scene, bare_tokens
+from ctxext.evals.ruler.fitting import Draft, RulerTask, bare_tokens
+from ctxext.evals.samples import Scene
 from ctxext.evals.words import distinct, nvidia_words, own_words, vocabulary
 
 
 @dataclass(frozen=True, kw_only=True)
 class CommonWords(RulerTask):
-    """Which ten words of a list come more often than the others? RULER, section 3.3.
-
-    A worked example comes before the list. Below 4096 tokens, words come 6 times and once, as NVIDIA has it.
+    """Which ten words are the most common in a list, after a worked example? RULER, section 3.3.
 
     Attributes:
-        freq_common, freq_uncommon: how often each of the ten comes, and each of the others.
+        freq_common, freq_uncommon: occurrences of each of the ten words and of each other word. Below 4096 tokens they
+            are 6 and 1, as in NVIDIA's code.
     """
 
     tokens_to_generate: ClassVar[int] = 120
@@ -36,17 +36,17 @@ class CommonWords(RulerTask):
     freq_common: int = 30
     freq_uncommon: int = 3
 
-    def fewest(self, scene: Scene) -> int:
+    def fewest(self) -> int:
         return self.common + 1
 
     def step(self, length: int) -> int:
         return 10
 
-    def right_answer(self, scene: Scene, draft: Draft) -> str:
+    def right_answer(self, draft: Draft) -> str:
         return " " + _numbered(list(draft.references))
 
     def draft(self, scene: Scene, rng: Random, units: int) -> Draft:
-        """Units: different words."""
+        """`units` counts different words."""
         if scene.place.length < 4096:
             of_example, example_often, often = 20, (3, 1), (6, 1)
         else:
@@ -56,7 +56,7 @@ class CommonWords(RulerTask):
             per_word = bare_tokens(scene.prompter, _numbered(lists.all[:100])) / 100 * often[1]
             enough = of_example + self.common + max(math.ceil(1.1 * scene.place.length / per_word), units)
             words = vocabulary(lists, scene.haystack.text, enough, rng)
-            # No word of an answer is a part of another word: "art" would be found in "start".
+            # No answer is part of another word: "art" would be found in "start".
             alone = (word for word in words if sum(word in other for other in words) == 1)
             common = list(islice(alone, 2 * self.common))
             rest = [word for word in words if word not in common]
@@ -66,10 +66,10 @@ class CommonWords(RulerTask):
             words = vocabulary(nvidia_words(), scene.haystack.text, units, rng)
             example_words, list_words = rng.sample(words, of_example), rng.sample(words, units)
         shown = self.template.format(context=self._list(rng, example_words, *example_often))
-        return Draft(
-            text=self.template.format(context=self._list(rng, list_words, *often)),
-            question=self.template.rpartition("\n")[2],
-            lead=self.lead,
+        return Draft.of(
+            self.template,
+            self.lead,
+            self._list(rng, list_words, *often),
             references=tuple(list_words[: self.common]),
             example=f"{shown}{self.lead} {_numbered(example_words[: self.common])}\n",
         )
@@ -82,7 +82,7 @@ class CommonWords(RulerTask):
 
 
 def _scattered(rng: Random, counts: dict[str, int]) -> list[str]:
-    """Each word as often as it is to come, in random order; one word more leaves the order of the others as it was."""
+    """Each word as often as `counts` says, in random order; a further word does not change the order of the others."""
     placed = []
     for word, count in counts.items():
         places = Random(rng.random())
@@ -96,12 +96,12 @@ def _numbered(words: list[str]) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class FrequentWords(RulerTask):
-    """Which three words of a coded text come most often? RULER, section 3.3.
+    """Which three words are the most frequent in a coded text? RULER, section 3.3.
 
-    The word of rank k comes ⌊N k^-α / ζ(α)⌋ times. The first is written "...", and is not asked for.
+    The word of rank k occurs ⌊N k^-α / ζ(α)⌋ times. The first is written "...", and is not asked for.
 
     Attributes:
-        alpha: of the zeta distribution; > 1.
+        alpha: exponent of the zeta distribution; > 1.
     """
 
     tokens_to_generate: ClassVar[int] = 50
@@ -120,30 +120,24 @@ class FrequentWords(RulerTask):
         if not 1 < self.alpha < math.inf:
             raise ValueError(f"alpha must be > 1, got {self.alpha:g}. RULER has 2.0.")
 
-    def fewest(self, scene: Scene) -> int:
-        # From here on the fourth rank, the last that is asked for, comes more often than the fifth.
+    def fewest(self) -> int:
+        # From here on, rank 4, the last that is asked for, occurs more often than rank 5.
         return math.ceil(zeta(self.alpha) / (4**-self.alpha - 5**-self.alpha))
 
     def step(self, length: int) -> int:
         return (length - self.tokens_to_generate) // 32
 
     def draft(self, scene: Scene, rng: Random, units: int) -> Draft:
-        """Units: the N of the distribution."""
+        """`units` is the N of the distribution."""
         size = (scene.place.length if self.exact else scene.place.length - self.tokens_to_generate) // 50
         code = distinct(lambda: "".join(rng.choices(ascii_lowercase, k=6)))
         ranked = ["...", *islice(code, max(size, 5) - 1)]
         total = zeta(self.alpha)
         often = {word: int(units * rank**-self.alpha / total) for rank, word in enumerate(ranked, 1)}
-        words = _scattered(rng, often)
-        return Draft(
-            text=self.template.format(context=" ".join(words)),
-            question=self.template.rpartition("\n")[2],
-            lead=self.lead,
-            references=tuple(ranked[1:4]),
-        )
+        return Draft.of(self.template, self.lead, " ".join(_scattered(rng, often)), references=tuple(ranked[1:4]))
 
     def nvidia_units(self, scene: Scene) -> int:
-        """In steps, from a sixth of the room for the prompt up to the first prompt that fills it."""
+        """In steps, from a sixth of the prompt's room up to the first prompt that fills it."""
         room, step = scene.place.length - self.tokens_to_generate, self.step(scene.place.length)
         units = room // 6
         while self.nvidia_tokens(scene, self.draft(scene, scene.place.rng("size"), units))[0] < room:
@@ -152,6 +146,6 @@ class FrequentWords(RulerTask):
 
 
 def zeta(alpha: float) -> float:
-    """Riemann's ζ for alpha > 1: the first terms, and the rest by Euler and Maclaurin."""
+    """Riemann's ζ for alpha > 1: the first terms, and the rest by the Euler-Maclaurin formula."""
     head = sum(math.pow(k, -alpha) for k in range(1, 1000))
     return head + math.pow(1000, -alpha) * (1000 / (alpha - 1) + 1 / 2 + alpha / 12_000)

@@ -1,6 +1,6 @@
-"""Documents about people and towns that do not exist, as many as are wanted, and questions about them.
+"""Invented documents about people and towns, and questions about them.
 
-No model has read them, so that an answer can only come from the prompt; and they need no download.
+No model has read them, so an answer can only come from the prompt. They need no download.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _MONTH = _list("January February March April May June July August September Octo
 
 @dataclass(frozen=True)
 class Fact:
-    """A sentence, and what to ask about "{subject}" if it is to be the answer; "" where nothing is asked."""
+    """A sentence, and the question about "{subject}" that it answers; "" if it answers none."""
 
     sentence: str
     question: str = ""
@@ -49,7 +49,7 @@ class Fact:
 
 @dataclass(frozen=True)
 class Story:
-    """A question, its answers, and the documents that have to be read for them."""
+    """A question, its answers, and the documents needed to answer it."""
 
     question: str
     answers: tuple[str, ...]
@@ -57,10 +57,9 @@ class Story:
 
 
 def invent(rng: Random, hops: int) -> tuple[Story, Iterator[str]]:
-    """A question, and documents without end that do not touch it.
+    """A question, and endless documents that contain neither its answer nor its names.
 
-    One document answers it; or, with two hops, another leads to the one that does. None of the other documents
-    holds the answer or a name that the question turns on.
+    One document answers it; with two hops, another leads to it.
     """
     while True:
         person, town = _person_name(rng), _town_name(rng)

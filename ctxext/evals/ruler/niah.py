@@ -1,4 +1,4 @@
-"""Needles in a haystack: sentences that give a key its value, among noise, essays or sentences like them."""
+"""Needles in a haystack: sentences that give a key its value, among noise, essays or similar sentences."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from typing import ClassVar, Literal
 from uuid import UUID
 
 from ctxext.evals.haystack import FILLER, Haystack, words_in
-from ctxext.evals.ruler.fitting import GAP, REST, Draft, RulerTask, Scene, tails
-from ctxext.evals.samples import Sample
+from ctxext.evals.ruler.fitting import GAP, REST, Draft, RulerTask, tails
+from ctxext.evals.samples import Sample, Scene
 from ctxext.evals.words import distinct, nvidia_words, own_words
 
 NOISE = FILLER.strip()
@@ -29,12 +29,11 @@ class Niah(RulerTask):
     """What are the special magic numbers for this key? RULER, section 3.1.
 
     Attributes:
-        haystack: "noise" - five short sentences, again and again; "essay" - natural text; "needle" - needles
-            with keys that are not asked for.
-        key, value: what these are: "words" - an adjective and a noun; "numbers" - of seven digits; "uuids".
-        keys: different keys; at least as many as are asked for.
-        values: needles of each key.
-        queries: keys that are asked for.
+        haystack: "noise", five short sentences, repeated; "essay", natural text; "needle", needles with other keys.
+        key, value: "words", an adjective and a noun; "numbers", of seven digits; "uuids".
+        keys: the number of different keys, at least `queries`.
+        values: needles per key.
+        queries: keys in the question.
     """
 
     looks_up: ClassVar[bool] = True
@@ -57,25 +56,24 @@ class Niah(RulerTask):
     def one_answer(self) -> bool:
         return self.queries * self.values == 1
 
-    def fewest(self, scene: Scene) -> int:
+    def fewest(self) -> int:
         return 16 if self.haystack == "essay" else max(self.keys, self.queries) * self.values - 1
 
     def step(self, length: int) -> int:
         return 500 if self.haystack == "essay" else 25 if length >= 4096 else 5
 
     def draft(self, scene: Scene, rng: Random, units: int) -> Draft:
-        """Units: tokens of the essay (NVIDIA's: its words), or lines."""
+        """`units` counts tokens of the essay (in mode "nvidia" words), or lines."""
         new_key, new_value = self._drawn(self.key, rng), self._drawn(self.value, rng)
         keys = list(islice(new_key, max(self.keys, self.queries)))
         values = {key: tuple(islice(new_value, self.values)) for key in keys}
         asked = rng.sample(keys, self.queries)
-        # Those asked for come first.
         in_order = [*asked, *(key for key in keys if key not in asked)]
         needles = [self._needle(key, value) for key in in_order for value in values[key]]
         fills: tuple[tuple[str, ...], ...]
         if self.haystack == "essay":
             context, before, rests = self._among_sentences(scene, rng, units, needles)
-            # Words of many tokens, as in code, would seldom fit exactly.
+            # Long words, as in code, would rarely fit exactly.
             fills = (tails(before) if before.count(" ") > len(before) / 12 else tails(before, r"\w"),)
         else:
             others = map(self._needle, new_key, new_value)
@@ -86,11 +84,11 @@ class Niah(RulerTask):
         if self.one_answer:
             template = template.replace("Some", "A").replace("are all", "is").replace("are", "is")
             lead, kind = lead.replace("are", "is"), kind.removesuffix("s")
-        facts = {"kind": kind, "query": ", ".join(asked[:-1]) + ", and " * (len(asked) > 1) + asked[-1]}
-        return Draft(
-            text=template.format(**facts, context=context),
-            question=template.rpartition("\n")[2].format(**facts),
-            lead=lead.format(**facts),
+        return Draft.of(
+            template,
+            lead,
+            context,
+            {"kind": kind, "query": ", ".join(asked[:-1]) + ", and " * (len(asked) > 1) + asked[-1]},
             references=tuple(value for key in asked for value in values[key]),
             needles=tuple(needles),
             fills=fills,
@@ -116,7 +114,7 @@ class Niah(RulerTask):
         return NEEDLE.format(kind=self.value, key=key, value=value)
 
     def _among_lines(self, rng: Random, lines: list[str], needles: list[str]) -> tuple[str, str]:
-        """The needles among all but two of the lines, each before one of them; and those two, for the gap."""
+        """The needles before random lines; and the first two lines, left out for the gap."""
         before, lines = "\n".join(lines[:2]), lines[2:]
         if self.exact:
             lines = [GAP, *lines]
@@ -128,7 +126,7 @@ class Niah(RulerTask):
     def _among_sentences(
         self, scene: Scene, rng: Random, units: int, needles: list[str]
     ) -> tuple[str, str, tuple[str, ...]]:
-        """The needles between sentences, at 40 depths; the text before that, for the gap; and what may follow it."""
+        """The needles between sentences, at RULER's depths; text for the gap before it, and for the rest after it."""
         words, starts, ends = _words(scene.haystack)
         n_words, n_tokens = len(words), len(scene.haystack.token_starts)
         if self.exact:
@@ -137,7 +135,7 @@ class Niah(RulerTask):
                     f"a {self.name} prompt of {scene.place.length} tokens needs a text of that many tokens, "
                     f"got {n_tokens}. Pass a longer text."
                 )
-            # Behind its end the text goes on with its beginning, so that a window may lie anywhere.
+            # The text continues with its beginning, so that a window may lie anywhere.
             copies = 4 + units // n_tokens
             end = rng.choice(scene.haystack.sentence_ends)
             back, token = divmod(scene.haystack.token_at(end) - units, n_tokens)
@@ -152,7 +150,7 @@ class Niah(RulerTask):
         places = sorted(bounds[int((len(bounds) - 1) * (depth / 100))] for depth in rng.sample(DEPTHS, len(needles)))
         texts = [_joined(words[a:b]) for a, b in pairwise([first, *places, last])]
         if self.exact:
-            # Before and behind the text, but between the needles at its very beginning and end.
+            # The gap and the rest touch the text, not the needles at its very beginning and end.
             texts[places.count(first)] = f"{GAP}{_space(words, first)}{texts[places.count(first)]}"
             texts[-1 - places.count(last)] += REST
         parts = [part for pair in zip(texts, [*rng.sample(needles, len(needles)), ""]) for part in pair][:-1]
@@ -165,10 +163,7 @@ class Niah(RulerTask):
 
 @lru_cache(maxsize=4)
 def _words(haystack: Haystack) -> tuple[list[str], list[int], list[int]]:
-    """The words of a text, where each begins in characters, and behind how many of them a sentence ends.
-
-    A word that space follows ends with one.
-    """
+    """The words of a text, each with the space after it; their starts in characters; sentence ends in words."""
     text, spans = haystack.text, words_in(haystack.text)
     starts = [start for start, _ in spans]
     words = [text[start:end] + " " * text[end].isspace() for start, end in spans]
@@ -180,5 +175,5 @@ def _joined(words: list[str]) -> str:
 
 
 def _space(words: list[str], place: int) -> str:
-    """What is between the words before and behind a place."""
+    """What is between the words before and after `place`."""
     return " " * words[place - 1].endswith(" ")

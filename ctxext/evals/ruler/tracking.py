@@ -10,21 +10,21 @@ from string import ascii_uppercase
 from typing import ClassVar
 
 from ctxext.evals.prompts import Prompter
-from ctxext.evals.ruler.fitting import GAP, Draft, RulerTask, Scene, bare_tokens, nvidia_search, tails
+from ctxext.evals.ruler.fitting import GAP, Draft, RulerTask, bare_tokens, nvidia_search, tails
 from ctxext.evals.ruler.niah import NOISE
-from ctxext.evals.samples import Place
+from ctxext.evals.samples import Place, Scene
 from ctxext.evals.words import distinct
 
 
 @dataclass(frozen=True, kw_only=True)
 class VariableTracking(RulerTask):
-    """Which variables have this value, by assignments of one to the next? RULER, section 3.2.
+    """Which variables have this value, through chains of assignments? RULER, section 3.2.
 
-    One worked example of at most 500 tokens comes before the text; its variables have three letters.
+    A worked example of at most 500 tokens comes before the text; its variables have three letters.
 
     Attributes:
-        chains: of assignments; the first of them is asked for.
-        hops: assignments of a variable to the next, in each chain.
+        chains: the number of chains; the question is about the first.
+        hops: assignments from one variable to the next in each chain.
     """
 
     tokens_to_generate: ClassVar[int] = 30
@@ -32,7 +32,7 @@ class VariableTracking(RulerTask):
         "Memorize and track the chain(s) of variable assignment hidden in the following text.\n\n{context}\n"
         "Question: Find all variables that are assigned the value {query} in the text above."
     )
-    # It ends with a space, and the example's answer begins with another.
+    # It ends with a space, and the answer of the example begins with another.
     lead: ClassVar[str] = (
         " Answer: According to the chain(s) of variable assignment in the text above, "
         "{variables} variables are assigned the value {query}, they are: "
@@ -46,27 +46,23 @@ class VariableTracking(RulerTask):
         if self.chains < 1 or self.hops < 1:
             raise ValueError(f"chains and hops must be >= 1, got {self.chains} and {self.hops}.")
 
-    def fewest(self, scene: Scene) -> int:
+    def fewest(self) -> int:
         return self.hops
 
     def step(self, length: int) -> int:
         return 10 if length >= 4096 else 5
 
     def draft(self, scene: Scene, rng: Random, units: int) -> Draft:
-        """Units: lines of noise."""
+        """`units` counts lines of noise."""
         example = self._example(scene, rng)
         gap = [GAP] if self.exact else []
         puzzle = self._puzzle(rng, [*gap, *[NOISE] * units], 5, self.hops, rng)
         before = f"{NOISE}\n{NOISE}"
         return replace(puzzle, example=f"{example}\n\n", fills=(tails(before), tails(before, r"\S")))
 
-    def right_answer(self, scene: Scene, draft: Draft) -> str:
-        # With commas, as most models write it; the example has spaces, which take fewer tokens.
-        return " " + ", ".join(draft.references)
-
     def _example(self, scene: Scene, rng: Random) -> str:
         lines = [NOISE] * _example_lines(self, scene.prompter)
-        # NVIDIA's code writes one example for each length, and renames its variables in every sample.
+        # NVIDIA's code writes one example per length, and renames its variables in every sample.
         layout = rng if self.exact else replace(scene.place, trial=0).rng("layout")
         puzzle = self._puzzle(rng, lines, 3, self._example_hops, layout)
         return f"{puzzle.text}{puzzle.lead} {' '.join(puzzle.references)}"
@@ -89,25 +85,25 @@ class VariableTracking(RulerTask):
                 lines.insert(place + k, assignments[k])
             chains.append((value, chain, assignments))
         value, variables, _ = chains[0]
-        # NVIDIA's example names this number even where it has fewer variables.
-        facts = {"query": value, "variables": self.hops + 1}
-        return Draft(
-            text=self.template.format(**facts, context="\n".join(lines)),
-            question=self.template.rpartition("\n")[2].format(**facts),
-            lead=self.lead.format(**facts),
+        return Draft.of(
+            self.template,
+            self.lead,
+            "\n".join(lines),
+            # NVIDIA's example names this number even if it has fewer variables.
+            {"query": value, "variables": self.hops + 1},
             references=tuple(variables),
             needles=tuple(step.strip() for *_, assignments in chains for step in assignments),
         )
 
     def nvidia_tokens(self, scene: Scene, draft: Draft) -> tuple[int, int]:
-        """With the example in the room that is left."""
+        """The example does not grow with the units."""
         grows, room = super().nvidia_tokens(scene, replace(draft, example=""))
         return grows, room + bare_tokens(scene.prompter, draft.example.removesuffix("\n"))
 
 
 @lru_cache(maxsize=64)
 def _example_lines(task: VariableTracking, prompter: Prompter) -> int:
-    """Lines of noise in the example: the most with which it has 500 tokens or fewer, its answer not counted."""
+    """The most lines of noise with which the example, without its answer, has at most 500 tokens."""
     rng = Place(task.name, 500, None, 0, 0).rng("example")
 
     def count(lines: int) -> int:

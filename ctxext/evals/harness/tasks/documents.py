@@ -25,19 +25,19 @@ from ctxext.evals.targets import known_lengths
 
 
 class PasskeyTask(ConfigurableTask):
-    """Whether the whole number is the likeliest continuation, which greedy decoding would then write, by length.
+    """Whether the number is the most likely continuation, as in greedy decoding, by length.
 
-    `ctxext eval` ends its prompts behind the space before the number. lm-eval moves a space from the end of a prompt to
-    the answer, so that here the model has to write it: one that begins a sentence instead is scored lower.
+    `ctxext eval` ends its prompts with the space before the number. lm-eval moves this space to the answer, so here the
+    model must write it: one that begins a sentence instead is scored lower.
     """
 
     def __init__(self, config: dict[str, Any]) -> None:
-        # lm-eval leaves the name of this class in the config, where its own constructor refuses it.
+        # lm-eval leaves the name of this class in the config, and its own constructor refuses it.
         super().__init__(config={name: value for name, value in config.items() if name != "class"})
         self._metrics = [_metric(length) for length in sorted(set(self.dataset["test"]["length"]))]
 
     def process_results(self, doc: dict[str, Any], results: list[tuple[float, bool]]) -> dict[str, float | None]:
-        # Every document names every length, for lm-eval gathers from all processes what the first one has.
+        # Every document has every metric, as lm-eval gathers those of the first process from all.
         ((_, hit),) = results
         return {name: float(hit) if name == _metric(doc["length"]) else None for name in self._metrics}
 
@@ -53,7 +53,7 @@ def _metric(length: int) -> str:
 
 
 def mean_of_present(values: Sequence[float | None]) -> float | None:
-    """The mean of the values that are there; None if none is (--limit left no prompt of that length)."""
+    """The mean of the values that are not None; None if all are (--limit left no prompt of that length)."""
     present = [value for value in values if value is not None]
     return sum(present) / len(present) if present else None
 
@@ -75,8 +75,9 @@ def passkey_documents(
     """Prompts of exactly `max_seq_lengths` tokens, answer and special tokens included, `trials` at every depth.
 
     Args:
-        max_seq_lengths: default: 1, 2 and 4 times the trained length of `pretrained`, and on as far as it is extended.
-        depths: where the number is in the text, 0 (start) to 1 (just before the question).
+        max_seq_lengths: default: 1, 2 and 4 times the trained length of `pretrained`, and further doublings up to its
+            extended length.
+        depths: of the number in the text, 0 (start) to 1 (just before the question).
         haystack: a file of natural text.
 
     Raises:
@@ -103,33 +104,26 @@ def passkey_documents(
     text = Haystack.from_file(Path(haystack), prompter.tokenizer, at_least=max(lengths))
     rows = []
     for turn, (trial, depth) in enumerate(product(range(trials), depths)):
-        # lm-eval deals documents out to the processes like cards, and --limit cuts from the end: rotated, all
-        # processes get long prompts, and a small limit leaves some of each length.
+        # lm-eval deals the documents to the processes in turn, and --limit cuts from the end. Rotate the lengths, so
+        # that all processes get long prompts, and a small limit leaves some of each length.
         first = turn % len(lengths)
-        rows += [
-            passkey_document(prompter, text, length, depth, trial, seed)
-            for length in (*lengths[first:], *lengths[:first])
-        ]
+        for length in (*lengths[first:], *lengths[:first]):
+            sample = Passkey().sample(Place("passkey", length, depth, trial, seed), prompter, text)
+            rows.append(
+                {
+                    "body": sample.body,
+                    "lead": sample.lead.strip(),  # lm-eval puts a space, or a new turn of the chat, before it
+                    "answer": f" {sample.answer.lstrip()}",
+                    "length": length,
+                    "depth": depth,
+                    "trial": trial,
+                }
+            )
     return {"test": Dataset.from_list(rows)}
 
 
-def passkey_document(
-    prompter: Prompter, haystack: Haystack, length: int, depth: float, trial: int, seed: int
-) -> dict[str, Any]:
-    """One prompt. The only place that knows how ctxext makes its samples."""
-    sample = Passkey().sample(Place("passkey", length, depth, trial, seed), prompter, haystack)
-    return {
-        "body": sample.body,
-        "lead": sample.lead.strip(),  # lm-eval puts a space before it, or the answer's turn of a chat
-        "answer": f" {sample.answer.lstrip()}",
-        "length": length,
-        "depth": depth,
-        "trial": trial,
-    }
-
-
 def novel_documents(*, chapters_per_document: int = 1, **_: Any) -> dict[str, Dataset]:
-    """Jane Austen's "Persuasion": its 24 chapters, or `chapters_per_document` of them together."""
+    """Jane Austen's "Persuasion", 24 chapters, with `chapters_per_document`."""
     chapters = re.split(r"^(?=Chapter \d+$)", PERSUASION.read_text(encoding="utf-8"), flags=re.MULTILINE)[1:]
     starts = range(0, len(chapters), chapters_per_document)
     texts = ["".join(chapters[start : start + chapters_per_document]).strip() for start in starts]

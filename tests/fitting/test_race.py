@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,21 +16,24 @@ from transformers import GPT2Config, LlamaConfig, LlamaForCausalLM
 
 from ctxext import extend_context, restore_context
 from ctxext.assets import MODEL, PERSUASION
-from ctxext.cli.recommend import recommended_table
-from ctxext.evals.choice import choose
+from ctxext.evals.choice import Recommendation, choose, recommended
 from ctxext.evals.control import Control, Form
-from ctxext.evals.haystack import read_prose
+from ctxext.evals.haystack import Haystack, read_prose
 from ctxext.evals.loading import load
-from ctxext.evals.perplexity import packed
+from ctxext.evals.needle import Passkey
+from ctxext.evals.perplexity import Perplexity, packed
 from ctxext.evals.prompts import Prompter
 from ctxext.evals.results import Header, Results, read_results
+from ctxext.evals.runner import Grid, Runner
+from ctxext.evals.screen import summary_table
 from ctxext.evals.summary import Summary
-from ctxext.extension.method_file import read_saved
+from ctxext.evals.targets import LiveModel, Variant, compared_variants
+from ctxext.extension.method_file import SavedMethod, read_saved
 from ctxext.extension.request import plan_extension
 from ctxext.fitting.episodes import split
 from ctxext.fitting.fit import fit
-from ctxext.fitting.recommend import FIRST, recommend, staying, why
-from ctxext.methods import YaRN
+from ctxext.fitting.race import FIRST, Race, saved_choice, staying, where_it_runs
+from ctxext.methods import ContextMethod, YaRN
 
 
 def measured(
@@ -126,26 +130,62 @@ def bundled():
     return model, Prompter(tokenizer)
 
 
+def race(
+    model: Any,
+    prompter: Prompter,
+    text: str,
+    factor: float,
+    path: Path,
+    *,
+    methods: Sequence[str | ContextMethod] = ("yarn",),
+    trained: int | None = None,
+    about: dict[str, Any] | None = None,
+    **options: Any,
+) -> Race:
+    variants = compared_variants(model.config, methods, factor, original_max_position_embeddings=trained)
+    target = LiveModel(model, prompter, "austen-4m", trained)
+    target.about |= about or {}
+    start = target.about["trained_length"]
+    lengths = (round(start * factor**0.5), round(start * factor))
+    grid = Grid(retrieval=(Passkey(),), texts=(Perplexity(),), lengths=lengths, gate=(start,))
+    haystack = Haystack.from_text(text, prompter.tokenizer, name="persuasion.txt")
+    return Race(Runner(target, haystack, grid, beyond=True), variants[1:], path, now=ticking(), **options)
+
+
+def best_of(made: Race, results: Results) -> tuple[Summary, Recommendation, SavedMethod]:
+    """As `ctxext compare --best` writes it."""
+    summary = Summary(results)
+    chosen = recommended(summary)
+    plan = made.target.plan(next(variant for variant in made.candidates if variant.name == chosen.variant))
+    return summary, chosen, saved_choice(summary, chosen.text, plan, made.fitted)
+
+
 @pytest.mark.slow
 def test_a_time_too_short_for_one_evaluation_is_refused_with_what_would_do(bundled, tmp_path: Path) -> None:
     model, prompter = bundled
-    with pytest.raises(ValueError, match=r"0.01 minutes is not enough .* Pass [\d.]+ minutes at least"):
-        recommend(model, prompter, read_prose(PERSUASION), 4, minutes=0.01, results=tmp_path / "r", now=ticking())
+    with pytest.raises(ValueError, match=r"0.01 minutes is not enough .* Pass --minutes [\d.]+, or fewer --methods"):
+        race(model, prompter, read_prose(PERSUASION), 4, tmp_path / "r", minutes=0.01).run()
     assert not hasattr(model, "context_extension")
 
 
 def test_a_text_shorter_than_the_target_is_refused(bundled, tmp_path: Path) -> None:
-    model, prompter = bundled
     with pytest.raises(ValueError, match="fewer than the target length of 2,048"):
-        recommend(model, prompter, read_prose(PERSUASION)[:4000], 4, minutes=1, results=tmp_path / "results.jsonl")
+        race(*bundled, read_prose(PERSUASION)[:4000], 4, tmp_path / "results.jsonl", minutes=1)
 
 
 def test_other_samples_are_not_touched(bundled, tmp_path: Path) -> None:
-    model, prompter = bundled
-    (tmp_path / "results.jsonl").write_text("mine")
-    with pytest.raises(ValueError, match="is there already"):
-        recommend(model, prompter, read_prose(PERSUASION), 4, minutes=1, results=tmp_path / "results.jsonl")
-    assert (tmp_path / "results.jsonl").read_text() == "mine"
+    for name in ("results.jsonl", "results.jsonl.part-0"):
+        (tmp_path / name).write_text("mine")
+        with pytest.raises(ValueError, match="exists already"):
+            race(*bundled, read_prose(PERSUASION), 4, tmp_path / "results.jsonl", minutes=1)
+        assert (tmp_path / name).read_text() == "mine"
+        (tmp_path / name).unlink()
+
+
+@pytest.mark.parametrize("minutes", [0.0, -1.0, float("nan"), float("inf")])
+def test_minutes_that_are_none_are_refused(bundled, tmp_path: Path, minutes: float) -> None:
+    with pytest.raises(ValueError, match="minutes must be a finite number > 0"):
+        race(*bundled, read_prose(PERSUASION), 4, tmp_path / "results.jsonl", minutes=minutes)
 
 
 @pytest.mark.slow
@@ -153,27 +193,26 @@ def test_a_recommendation_is_a_method_that_extend_context_takes(bundled, tmp_pat
     model, prompter = bundled
     before = {name: value.clone() for name, value in model.state_dict().items()}
     states: list[tuple[float, str]] = []
-    found = recommend(
+    made = race(
         model,
         prompter,
         read_prose(PERSUASION)[:2_400],
         2,
+        tmp_path / "results.jsonl",
         methods=["yarn", "dynamic_yarn"],
-        original_max_position_embeddings=128,
+        trained=128,
         minutes=0.2,
-        now=ticking(),
-        results=tmp_path / "results.jsonl",
-        names=("austen-4m", "persuasion.txt"),
         advance=lambda *state: states.append(state),
     )
-    assert found.variant in ("yarn", "dynamic_yarn")
-    assert min(found.texts.values()) >= FIRST
-    assert "too few to fit" in found.left_out["fitted"]
-    assert {*read_results(tmp_path / "results.jsonl").header.variants} == {*found.texts}
+    _, chosen, saved = best_of(made, made.run())
+    assert chosen.variant in ("yarn", "dynamic_yarn")
+    results = read_results(tmp_path / "results.jsonl")
+    texts = Counter(r["variant"] for r in results.records if r["task"] == "perplexity")
+    assert min(texts.values()) >= FIRST
+    assert "too few to fit" in made.no_fit
+    assert {*results.header.variants} == {*texts} == {"none", "yarn", "dynamic_yarn"}
     assert [share for share, _ in states] == sorted(share for share, _ in states)
-    assert found.speed.keys() == {"none", found.variant}
-    assert min(min(speed.prefill, speed.decode) for speed in found.speed.values()) > 0
-    found.saved.save(tmp_path / "extension.json")
+    saved.save(tmp_path / "extension.json")
     assert json.loads((tmp_path / "extension.json").read_text())["about"]["target_length"] == 256
     method = read_saved(tmp_path / "extension.json").method
     extend_context(model, method=method, original_max_position_embeddings=128)
@@ -187,34 +226,48 @@ def test_a_model_that_finds_nothing_in_a_short_text_is_recommended_a_method_by_i
     bundled, tmp_path: Path
 ) -> None:
     control = Control(Form("base"), 128, {str(Form("base")): {"passkey": 0.0}}, "key")
-    found = recommend(
-        small(bundled[1]), bundled[1], read_prose(PERSUASION)[:2_400], 2, methods=["yarn", "pi"], fitted=False,
-        minutes=0.1, now=ticking(), results=tmp_path / "results.jsonl", about={"control": control.describe()},
+    made = race(
+        small(bundled[1]), bundled[1], read_prose(PERSUASION)[:2_400], 2, tmp_path / "results.jsonl",
+        methods=["yarn", "pi"], fits=False, minutes=0.1, about={"control": control.describe()},
     )  # fmt: skip
-    assert "Not counted: passkey (0%)" in found.why
-    assert "retrieval accuracy" not in found.why
-    assert {figures["found"] for figures in found.saved.about["figures"].values()} == {None}
-    assert next(iter(recommended_table(found).columns[0].cells)) == found.variant
-    found.saved.save(tmp_path / "extension.json")
+    summary, chosen, saved = best_of(made, made.run())
+    assert "Not counted: passkey (0%)" in chosen.text
+    assert "retrieval accuracy" not in chosen.text
+    assert {figures["found"] for figures in saved.about["figures"].values()} == {None}
+    assert chosen.variant in list(summary_table(summary).columns[0].cells)
+    saved.save(tmp_path / "extension.json")
 
 
 @pytest.mark.slow
-def test_portable_leaves_out_what_no_config_can_say(bundled, tmp_path: Path) -> None:
-    found = recommend(
-        *bundled, read_prose(PERSUASION)[:2_400], 2, methods=["llama3", "self_extend"], portable=True,
-        original_max_position_embeddings=128, minutes=0.1, now=ticking(), results=tmp_path / "results.jsonl",
+def test_who_left_is_in_the_file_and_no_page_compares_it_again(bundled, tmp_path: Path) -> None:
+    made = race(
+        *bundled, read_prose(PERSUASION)[:60_000], 4, tmp_path / "results.jsonl", methods=["yarn", "pi", "llama3"],
+        fits=False, minutes=0.3,
     )  # fmt: skip
-    assert found.variant == "llama3"
-    assert found.texts.keys() == {"none", "llama3"}
-    assert found.left_out["self_extend"] == "config.json cannot express it, as it rotates inside attention."
+    summary, chosen, saved = best_of(made, made.run())
+    assert summary.eliminated == ["pi"]  # without fine-tuning it finds nothing
+    assert chosen.variant in ("yarn", "llama3")
+    assert "pi" not in chosen.ranking
+    assert "Dropped early, because others did better: pi." in chosen.text
+    assert saved.about["figures"].keys() == {"yarn", "pi", "llama3"}
+    texts = Counter(record["variant"] for record in summary.records if record["task"] == "perplexity")
+    assert texts["pi"] < texts["yarn"] == texts["llama3"]
+    # The same choice among the three as the rounds made: those that left count as compared.
+    assert "simultaneous over 3 methods" in chosen.text
+    # Measured to the end later, it is compared as the others are.
+    grid = replace(made.runner.grid, trials=texts["yarn"], windows=texts["yarn"])
+    dropped = Variant("pi", {"method": "pi", "factor": 4})
+    whole = Summary(replace(made.runner, grid=grid).run(tmp_path / "results.jsonl", [dropped]))
+    assert whole.eliminated == []
+    assert "pi" in recommended(whole).ranking
 
 
 def test_who_needs_a_config_learns_which_method_comes_first_there() -> None:
     summary = measured({"dynamic_ntk": 1.0, "ntk": 0.6, "yarn": 0.8}, {})
-    choice = choose(summary, ["dynamic_ntk", "ntk", "yarn"])
-    plan = plan_extension(LlamaConfig(max_position_embeddings=512), factor=2, method="dynamic_ntk")
-    said = why(summary, choice, plan, [])
-    assert "Of those that config.json can express, for servers too, yarn comes first" in said
+    config = LlamaConfig(max_position_embeddings=512)
+    plan = plan_extension(config, factor=2, method="dynamic_ntk")
+    said = where_it_runs(summary, recommended(summary), plan, config)
+    assert "The best method that config.json can express, for servers too, is yarn" in said
 
 
 def small(prompter: Prompter, **changes: object) -> LlamaForCausalLM:
@@ -234,15 +287,13 @@ def test_what_is_fitted_on_is_not_compared_on(bundled, tmp_path: Path, monkeypat
         # A fit has a clock of its own, which it follows where it is given minutes.
         return fit(*arguments, settings=replace(settings, minutes=None, evaluations=1), **options)
 
-    monkeypatch.setattr("ctxext.fitting.recommend.fit", one_evaluation)
+    monkeypatch.setattr("ctxext.fitting.race.fit", one_evaluation)
     model, prompter = small(bundled[1]), bundled[1]
     text = read_prose(PERSUASION)[:60_000]
-    found = recommend(
-        model, prompter, text, 2, methods=["yarn"], minutes=0.3, results=tmp_path / "results.jsonl", now=ticking()
-    )
-    assert found.texts.keys() == {"none", "yarn", "fitted"}
-    _, compared = split(text, prompter, 128, 256, held_out=0.5)
-    assert found.summary.header.identity["text"] == f"text {compared.haystack.fingerprint}"
+    results = race(model, prompter, text, 2, tmp_path / "results.jsonl", minutes=0.3).run()
+    assert results.header.variants.keys() == {"none", "yarn", "fitted"}
+    _, compared = split(text.strip() + "\n", prompter, 128, 256, held_out=0.5)
+    assert results.header.identity["text"] == f"persuasion.txt {compared.haystack.fingerprint}"
 
 
 @pytest.mark.slow
@@ -252,23 +303,21 @@ def test_a_fit_that_fails_is_left_out_and_the_rest_recommended(
     def no_memory(*arguments: object, **options: object) -> None:
         raise torch.OutOfMemoryError("out of memory")
 
-    monkeypatch.setattr("ctxext.fitting.recommend.fit", no_memory)
-    model, prompter = small(bundled[1]), bundled[1]
+    monkeypatch.setattr("ctxext.fitting.race.fit", no_memory)
     text = read_prose(PERSUASION)[:60_000]
-    found = recommend(
-        model, prompter, text, 2, methods=["yarn"], minutes=0.3, results=tmp_path / "results.jsonl", now=ticking()
-    )
-    assert (found.variant, found.left_out["fitted"]) == ("yarn", "out of memory")
+    made = race(small(bundled[1]), bundled[1], text, 2, tmp_path / "results.jsonl", minutes=0.3)
+    _, chosen, _ = best_of(made, made.run())
+    assert (chosen.variant, made.no_fit, made.fitted) == ("yarn", "out of memory", None)
 
 
 @pytest.mark.slow
 def test_a_model_in_training_is_measured_without_dropout_and_left_in_training(bundled, tmp_path: Path) -> None:
     model, text, losses = small(bundled[1], attention_dropout=0.5), read_prose(PERSUASION)[:60_000], []
     for training in (False, True):
-        path = tmp_path / f"{training}.jsonl"
         model.train(training)
-        recommend(model, bundled[1], text, 2, methods=["yarn"], fitted=False, minutes=0.2, results=path, now=ticking())
-        records = read_results(path).records
+        records = (
+            race(model, bundled[1], text, 2, tmp_path / f"{training}.jsonl", fits=False, minutes=0.2).run().records
+        )
         losses.append({r["key"]: r["loss"] for r in records if r["task"] == "perplexity" and r["trial"] == 0})
     assert model.training
     assert losses[0] == losses[1]
@@ -276,15 +325,20 @@ def test_a_model_in_training_is_measured_without_dropout_and_left_in_training(bu
 
 def test_what_transformers_saves_and_no_server_is_known_to_run_is_said_so() -> None:
     summary = measured({"hierarchical": 1.0}, {})
-    choice = choose(summary, ["hierarchical"])
-    plan = plan_extension(GPT2Config(n_positions=64), factor=2, method="hierarchical")
-    said = why(summary, choice, plan, [])
+    config = GPT2Config(n_positions=64)
+    plan = plan_extension(config, factor=2, method="hierarchical")
+    said = where_it_runs(summary, recommended(summary), plan, config)
     assert "config.json cannot express it" not in said
     assert "Plain transformers loads" in said
 
 
-def test_two_of_one_name_are_refused(bundled, tmp_path: Path) -> None:
-    model, prompter = bundled
+def test_two_of_one_name_are_refused(bundled) -> None:
     for methods in (["yarn", "yarn"], [YaRN(factor=2.0), YaRN(factor=2.0, beta_fast=16.0)]):
-        with pytest.raises(ValueError, match="'yarn' is there twice"):
-            recommend(model, prompter, read_prose(PERSUASION), 2, methods=methods, minutes=1, results=tmp_path / "r")
+        with pytest.raises(ValueError, match="'yarn' is given twice"):
+            compared_variants(bundled[0].config, methods, 2)
+
+
+def test_methods_that_need_training_or_options_are_not_tried_within_minutes() -> None:
+    tried = {variant.name for variant in compared_variants(LlamaConfig(), None, 2, zero_shot=True)}
+    assert {"none", "yarn", "llama3", "dynamic_yarn", "self_extend"} <= tried
+    assert not {"longrope", "drope", "cope", "transformers_dynamic"} & tried
