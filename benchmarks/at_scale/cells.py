@@ -1,0 +1,126 @@
+"""How the plan runs: a part is a list of cells, and each finished cell is kept, so that a stopped run resumes."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from ctxext.utils.machine import machine
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One measurement.
+
+    Attributes:
+        cost: floating-point operations, roughly; cells of a part take time in proportion.
+        run: measures it; what it returns is kept as JSON.
+    """
+
+    name: str
+    cost: float
+    run: Callable[[], Any]
+
+
+class Part(Protocol):
+    """A question and the cells that answer it."""
+
+    name: str
+    title: str
+
+    def cells(self) -> Sequence[Cell]:
+        """The most valuable first."""
+
+    def speed(self) -> float:
+        """Operations a second, of one timed pass on this machine."""
+
+    def record(self, kept: dict[str, Any]) -> dict[str, Any]:
+        """The figures of the cells that are done, as JSON; `kept` holds what each returned."""
+
+
+@dataclass
+class Store:
+    """The finished cells of a part, a JSON file each."""
+
+    folder: Path
+
+    def done(self, cells: Sequence[Cell]) -> dict[str, dict[str, Any]]:
+        paths = {cell.name: self._path(cell.name) for cell in cells}
+        return {name: json.loads(path.read_text()) for name, path in paths.items() if path.is_file()}
+
+    def keep(self, cell: Cell, seconds: float, value: Any) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        temporary = self._path(cell.name).with_suffix(".tmp")
+        temporary.write_text(json.dumps({"seconds": seconds, "machine": machine("cpu"), "value": value}))
+        temporary.replace(self._path(cell.name))
+
+    def _path(self, name: str) -> Path:
+        return self.folder / f"{name.replace(' ', '_').replace('/', '-')}.json"
+
+
+@dataclass
+class Budget:
+    """The time that a run may take, in seconds."""
+
+    seconds: float = math.inf
+    now: Callable[[], float] = time.perf_counter
+    began: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.began = self.now()
+
+    @property
+    def left(self) -> float:
+        return self.seconds - (self.now() - self.began)
+
+
+def minutes(seconds: float) -> str:
+    """Seconds for people."""
+    return (
+        f"{seconds:.0f} s"
+        if seconds < 90
+        else f"{seconds / 60:.0f} min"
+        if seconds < 5400
+        else f"{seconds / 3600:.1f} h"
+    )
+
+
+def run_part(part: Part, store: Store, budget: Budget, say: Callable[[str], None]) -> bool:
+    """Measure the missing cells of `part` while the budget lasts; whether all are done."""
+    cells = part.cells()
+    done = store.done(cells)
+    left = [cell for cell in cells if cell.name not in done]
+    if not left:
+        say(f"{part.name}: all {len(cells)} cells are done.")
+        return True
+    speed = part.speed()
+    ahead = sum(cell.cost for cell in left)
+    say(f"{part.name}: {part.title}. {len(left)} of {len(cells)} cells to measure, about {minutes(ahead / speed)}.")
+    left_over = TextColumn("{task.fields[left]} left  {task.description}")
+    spent = measured = 0.0
+    with Progress(BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), left_over) as progress:
+        bar = progress.add_task("", total=len(cells), completed=len(cells) - len(left), left=minutes(ahead / speed))
+        for cell in left:
+            expected = cell.cost / speed
+            if expected > budget.left:
+                say(
+                    f"{part.name}: {cell.name} would take about {minutes(expected)}, and "
+                    f"{minutes(max(0, budget.left))} are left. The same command resumes here."
+                )
+                return False
+            progress.update(bar, description=cell.name)
+            begun = budget.now()
+            value = cell.run()
+            seconds = budget.now() - begun
+            store.keep(cell, seconds, value)
+            spent, measured, ahead = spent + seconds, measured + cell.cost, ahead - cell.cost
+            speed = measured / spent if spent else speed
+            progress.update(bar, advance=1, left=minutes(ahead / speed))
+    return True

@@ -1,0 +1,174 @@
+"""Part 4: passkeys and perplexity of a public model at twice its length, by method, on four kinds of text."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from at_scale.cells import Cell
+from at_scale.models import forward_cost, model_of, operations_a_second
+from texts import TEXTS, fetch
+
+from ctxext.assets import PERSUASION
+from ctxext.evals.choice import all_figures
+from ctxext.evals.control import control, other_forms
+from ctxext.evals.haystack import Haystack
+from ctxext.evals.needle import Passkey
+from ctxext.evals.perplexity import Perplexity
+from ctxext.evals.prompts import Prompter
+from ctxext.evals.results import Results, read_results
+from ctxext.evals.runner import Grid, Runner
+from ctxext.evals.summary import Summary
+from ctxext.evals.targets import LiveModel, Variant, compared_variants
+from ctxext.methods import method_from_dict
+from ctxext.models.context import read_context
+
+METHODS = ("yarn", "llama3", "ntk_by_parts", "dynamic_yarn", "self_extend")
+FITTED = Path(__file__).parents[2] / "docs/fit/smollm2.json"  # λ fitted at ×2 on the first half of Persuasion
+DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
+FAR = 10**6  # between the trial numbers of two texts, which no file reaches
+
+
+@dataclass
+class Quality:
+    """Every cell is one variant on one text; rounds go over the texts, so that a stopped run has measured all methods.
+
+    Attributes:
+        folder: for the results files, one a text.
+        rounds: trials a length and text; two windows of perplexity a text and round.
+    """
+
+    folder: Path
+    device: str = "cpu"
+    tiny: bool = False
+    rounds: int = 1
+    name: str = field(default="quality", init=False)
+    title: str = field(default="passkeys and perplexity by method at ×2, four kinds of text", init=False)
+
+    @property
+    def lengths(self) -> tuple[int, int]:
+        """Tokens; the last is the target."""
+        return (640, 768) if self.tiny else (14336, 16384)
+
+    @property
+    def near(self) -> int:
+        """A length within the trained one."""
+        return 192 if self.tiny else 4096
+
+    @cached_property
+    def model(self) -> tuple[Any, Any]:
+        return model_of(self.tiny, self.device)
+
+    @cached_property
+    def texts(self) -> dict[str, str]:
+        book = PERSUASION.read_text(encoding="utf-8")
+        novel = book[book.index("\n\n", len(book) // 2) :]  # the half that nothing was fitted on
+        if self.tiny:
+            return {"novel": novel}
+        fetch()
+        return {
+            "novel": novel,
+            **{name: (TEXTS / f"{name}.txt").read_text() for name in ("essay", "manual", "lexicon")},
+        }
+
+    @cached_property
+    def variants(self) -> list[Variant]:
+        model, _ = self.model
+        methods = ("yarn", "self_extend") if self.tiny else METHODS
+        variants = compared_variants(model.config, methods, 2)
+        if not self.tiny:
+            saved = json.loads(FITTED.read_text(encoding="utf-8"))["method"]
+            variants.append(Variant("fitted", {"method": method_from_dict({"name": "longrope", **saved})}))
+        return variants
+
+    @cached_property
+    def targets(self) -> dict[str, tuple[LiveModel, Haystack]]:
+        """The model asked in the form in which the baseline answers on each text, and the text."""
+        model, tokenizer = self.model
+        made = {}
+        for name, text in self.texts.items():
+            haystack = Haystack.from_text(text, tokenizer, name=name)
+            target = LiveModel(model, Prompter(tokenizer), "austen-4m" if self.tiny else "SmolLM2-135M-Instruct")
+            found = control(target, [Passkey()], haystack, longest=self.near, others=other_forms(target.prompter))
+            target = target.asking(found.form.prompter(tokenizer))
+            target.about = target.about | {"control": found.describe()}
+            made[name] = target, haystack
+        return made
+
+    def cells(self) -> Sequence[Cell]:
+        cells, depths = [], DEPTHS[::2] if self.tiny else DEPTHS
+        for trial in range(1, self.rounds + 1):
+            for text in self.texts:
+                near = Grid(retrieval=(Passkey(),), lengths=(self.near,), depths=depths, trials=trial)
+                read = Grid(texts=(Perplexity(),), lengths=(self.near, *self.lengths), windows=2 * trial)
+                gate = Grid(lengths=(self.near,), gate=(self.near,), windows=2 * trial)
+                far = [replace(near, lengths=(length,)) for length in self.lengths]
+                passes = {
+                    "near": (near, self.near, 3),
+                    "short": (gate, self.near, 2),
+                    "text": (read, self.lengths[-1], 2),
+                    **{f"{grid.lengths[0]}": (grid, grid.lengths[0], 3) for grid in far},
+                }
+                for kind, (grid, length, n_passes) in passes.items():
+                    for variant in self.variants:
+                        cost = n_passes * forward_cost(self.model[0].config, length)
+                        run = self._cell(text, grid, variant)
+                        cells.append(Cell(f"{trial} {text} {kind} {variant.name}", cost, run))
+        return cells
+
+    def _cell(self, text: str, grid: Grid, variant: Variant) -> Any:
+        def run() -> None:
+            target, haystack = self.targets[text]
+            Runner(target, haystack, grid, beyond=True).run(self.folder / f"{text}.jsonl", [variant])
+
+        return run
+
+    def speed(self) -> float:
+        return operations_a_second(self.model[0], self.near)
+
+    def record(self, kept: dict[str, Any]) -> dict[str, Any]:
+        files = {name: read_results(path) for name in self.texts if (path := self.folder / f"{name}.jsonl").is_file()}
+        if not files:
+            return {}
+        lengths = [self.near, read_context(self.model[0].config).trained_length, *self.lengths]
+        by_text = {name: Summary(joined({name: one}, lengths)).to_dict()["figures"] for name, one in files.items()}
+        return {
+            **all_figures(Summary(joined(files, lengths))),
+            "texts": {
+                name: {
+                    "tokens": results.header.about["text_tokens"],
+                    "prompts": results.header.identity["prompts"],
+                    "control": results.header.about["control"],
+                    "figures": {
+                        variant: {key: figures[key] for key in ("retrieval", "perplexity")}
+                        for variant, figures in by_text[name].items()
+                    },
+                }
+                for name, results in files.items()
+            },
+        }
+
+
+def joined(files: dict[str, Results], lengths: Sequence[int]) -> Results:
+    """The results on several texts as those on one; the windows of different texts share nothing.
+
+    Args:
+        lengths: where perplexity by position is cut, in tokens.
+    """
+    first = next(iter(files.values()))
+    about = {key: value for key, value in first.header.about.items() if key not in ("text_tokens", "control")}
+    header = replace(
+        first.header,
+        identity={**first.header.identity, "text": ", ".join(files), "prompts": "as the baseline answers, by text"},
+        about={**about, "lengths": sorted(lengths)},
+    )
+    records = [
+        {**record, "trial": record["trial"] + k * FAR, "key": f"{name} {record['key']}"}
+        for k, (name, results) in enumerate(files.items())
+        for record in results.records
+    ]
+    return Results(first.path, header, records)

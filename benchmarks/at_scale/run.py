@@ -1,0 +1,72 @@
+"""The measurements that convince: public models, real lengths; one command, part by part.
+
+    python benchmarks/at_scale/run.py                        # every part that this machine can run
+    python benchmarks/at_scale/run.py --only quality --minutes 28
+    python benchmarks/at_scale/run.py --tiny                 # each part small, in seconds
+
+A part is a list of cells. Each finished cell is kept under runs/at_scale, so that the same command resumes; the figures
+of what is done so far are written to docs/at_scale.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from at_scale.cells import Budget, Store, run_part
+from at_scale.quality import Quality
+from at_scale.speed import Speed
+
+from ctxext.utils.machine import versions
+
+PARTS = {"quality": Quality, "speed": Speed}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", choices=PARTS, action="append", help="this part; may be repeated")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="stop before the cell that would take longer")
+    parser.add_argument("--tiny", action="store_true", help="the bundled model, few samples: a rehearsal")
+    parser.add_argument("--rounds", type=int, default=1, help="samples a cell, in multiples of the plan's")
+    parser.add_argument("--runs", type=Path, default=Path("runs/at_scale"), help="where finished cells are kept")
+    parser.add_argument("--output", type=Path, default=Path("docs/at_scale"), help="where the figures are written")
+    options = parser.parse_args()
+    device, budget = "cuda" if torch.cuda.is_available() else "cpu", Budget(60 * options.minutes)
+    for name in options.only or PARTS:
+        folder = options.runs / f"{name}{'-tiny' if options.tiny else ''}-{device}"
+        part = PARTS[name](folder, device, options.tiny, options.rounds)
+        store = Store(folder / "cells")
+        try:
+            complete = run_part(part, store, budget, print)
+        except KeyboardInterrupt:
+            print(f"{name}: interrupted. The same command resumes.")
+            complete = False
+        kept = store.done(part.cells())
+        record = {
+            "part": part.title,
+            "device": torch.cuda.get_device_name() if device == "cuda" else "cpu",
+            "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+            "threads": torch.get_num_threads(),
+            "versions": versions(),
+            "cells": len(kept),
+            "complete": complete,
+            "seconds": sum(cell["seconds"] for cell in kept.values()),
+            **part.record({cell: entry["value"] for cell, entry in kept.items()}),
+        }
+        path = options.output / f"{name}-{device}.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(record, indent=1) + "\n")
+        print(f"{name}: {len(kept)} cells in {path}.")
+        if not complete:
+            sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

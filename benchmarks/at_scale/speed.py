@@ -1,0 +1,114 @@
+"""Part 2: time and memory of prefill and decoding, patched over stock, at real lengths and random weights."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from at_scale.cells import Cell
+from at_scale.models import forward_cost, operations_a_second
+from attention import AGAIN, STOCK, Decoder, memory_growth, memory_in_a_process, prefill, prompt, random_models
+from report import WARM, Report, interleaved, over
+from transformers import DynamicCache
+
+STATIC, IN_ATTENTION = "yarn", ("dynamic_ntk", "self_extend", "dca", "rerope")
+NAMES = (STOCK, AGAIN, STATIC, *IN_ATTENTION)
+LLAMA_8B = {
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 128_256,
+    "tie_word_embeddings": False,
+}
+TINY = {"num_hidden_layers": 1, "vocab_size": 256}
+# At most, over stock; a static method is stock, but for noise.
+MOST = {"prefill": 1.3, "decode": 1.1, "memory": 1.1}
+
+
+@dataclass
+class Speed:
+    """Llama-3.1-8B's shape in bfloat16 on a GPU, SmolLM2's in float32 on a CPU.
+
+    Attributes:
+        rounds: of the prefill; a decode step is timed ten times as often.
+    """
+
+    folder: Path
+    device: str = "cpu"
+    tiny: bool = False
+    rounds: int = 1
+    name: str = field(default="speed", init=False)
+    title: str = field(default="time and memory over stock transformers", init=False)
+
+    @property
+    def shape(self) -> dict[str, Any]:
+        return TINY if self.tiny else LLAMA_8B if self.device == "cuda" else {"num_hidden_layers": 30}
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        return (256, 512) if self.tiny else (32_768, 131_072) if self.device == "cuda" else (4096, 8192)
+
+    @cached_property
+    def models(self) -> dict[str, Any]:
+        trained = max(self.lengths) // 4
+        return random_models(NAMES, trained, 2 * max(self.lengths), torch.device(self.device), **self.shape)
+
+    def cells(self) -> Sequence[Cell]:
+        config, cells = self.models[STOCK].config, []
+        for length in self.lengths:
+            once, rounds = forward_cost(config, length), 2 * self.rounds
+            cells.append(Cell(f"prefill {length}", len(NAMES) * rounds * once, lambda n=length: self.prefill(n)))
+            cells.append(Cell(f"decode {length}", once, lambda n=length: self.decode(n)))
+            cells += [
+                Cell(f"memory {length} {name}", once, lambda n=length, name=name: self.memory(name, n))
+                for name in NAMES
+                if name != AGAIN
+            ]
+        return cells
+
+    def speed(self) -> float:
+        return operations_a_second(self.models[STOCK], min(self.lengths) // 2)
+
+    def prefill(self, length: int) -> dict[str, list[float]]:
+        """Seconds of each model in each round."""
+        tokens = prompt(length, self.models[STOCK].device) % self.models[STOCK].config.vocab_size
+        works = {name: lambda model=model: prefill(model, tokens) for name, model in self.models.items()}
+        return interleaved(works, 2 * self.rounds, f"prefill of {length}")
+
+    def decode(self, length: int) -> dict[str, list[float]]:
+        """The same of a step behind a cache of `length` tokens."""
+        decoders = {
+            name: Decoder(model, [length], DynamicCache(config=model.config)) for name, model in self.models.items()
+        }
+        works = {name: decoder.step for name, decoder in decoders.items()}
+        times = interleaved(works, WARM + 10 * self.rounds, f"decode, {length} cached")
+        return {name: seconds[WARM:] for name, seconds in times.items()}
+
+    def memory(self, name: str, length: int) -> int:
+        """Bytes that a prefill takes at its peak, in a process of its own on a CPU, where memory is not given back."""
+        if self.device == "cuda" or self.tiny:
+            return memory_growth(self.models[name], length)
+        return memory_in_a_process(name, max(self.lengths) // 4, 2 * max(self.lengths), length, torch.device("cpu"))
+
+    def record(self, kept: dict[str, Any]) -> dict[str, Any]:
+        report = Report(self.name, seed=0)
+        for length in self.lengths:
+            for what in ("prefill", "decode"):
+                times = kept.get(f"{what} {length}")
+                for name in NAMES[1:] if times else ():
+                    most = MOST[what] if name in IN_ATTENTION else None
+                    report.add(
+                        f"{what} {length}: time, {name} over stock", over(times, name, STOCK, skip=0), at_most=most
+                    )
+            stock = kept.get(f"memory {length} {STOCK}")
+            for name in (STATIC, *IN_ATTENTION):
+                bytes_ = kept.get(f"memory {length} {name}")
+                if bytes_ and stock:
+                    report.add(f"prefill {length}: memory, {name} over stock", bytes_ / stock, at_most=MOST["memory"])
+        return {"shape": self.models[STOCK].config.to_dict(), "figures": report.figures, "measured": kept}
