@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import math
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, ClassVar
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -29,40 +30,54 @@ class Cell:
     run: Callable[[], Any]
 
 
-class Part(Protocol):
-    """A question and the cells that answer it."""
+@dataclass
+class Part(ABC):
+    """A question and the cells that answer it.
 
-    name: str
-    title: str
+    Attributes:
+        folder: for raw results.
+        tiny: small, on the bundled model or shape, in seconds.
+        rounds: samples a cell, in multiples of the plan's.
+    """
 
+    name: ClassVar[str]
+    title: ClassVar[str]
+
+    folder: Path
+    device: str = "cpu"
+    tiny: bool = False
+    rounds: int = 1
+
+    @abstractmethod
     def cells(self) -> Sequence[Cell]:
         """The most valuable first."""
 
+    @abstractmethod
     def speed(self) -> float:
         """Operations a second, of one timed pass on this machine."""
 
+    @abstractmethod
     def record(self, kept: dict[str, Any]) -> dict[str, Any]:
         """The figures of the cells that are done, as JSON; `kept` holds what each returned."""
 
 
 @dataclass
 class Store:
-    """The finished cells of a part, a JSON file each."""
+    """The finished cells of a part in one JSON file: seconds, machine and returned value of each, by name."""
 
-    folder: Path
+    path: Path
 
     def done(self, cells: Sequence[Cell]) -> dict[str, dict[str, Any]]:
-        paths = {cell.name: self._path(cell.name) for cell in cells}
-        return {name: json.loads(path.read_text()) for name, path in paths.items() if path.is_file()}
+        kept = json.loads(self.path.read_text()) if self.path.is_file() else {}
+        return {cell.name: kept[cell.name] for cell in cells if cell.name in kept}
 
-    def keep(self, cell: Cell, seconds: float, value: Any) -> None:
-        self.folder.mkdir(parents=True, exist_ok=True)
-        temporary = self._path(cell.name).with_suffix(".tmp")
-        temporary.write_text(json.dumps({"seconds": seconds, "machine": machine("cpu"), "value": value}))
-        temporary.replace(self._path(cell.name))
-
-    def _path(self, name: str) -> Path:
-        return self.folder / f"{name.replace(' ', '_').replace('/', '-')}.json"
+    def keep(self, cell: Cell, seconds: float, value: Any, device: str) -> None:
+        kept = json.loads(self.path.read_text()) if self.path.is_file() else {}
+        kept[cell.name] = {"seconds": round(seconds, 3), "machine": machine(device), "value": value}
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = self.path.with_suffix(".tmp")
+        temporary.write_text(json.dumps(kept, indent=0) + "\n")
+        temporary.replace(self.path)
 
 
 @dataclass
@@ -119,7 +134,7 @@ def run_part(part: Part, store: Store, budget: Budget, say: Callable[[str], None
             begun = budget.now()
             value = cell.run()
             seconds = budget.now() - begun
-            store.keep(cell, seconds, value)
+            store.keep(cell, seconds, value, part.device)
             spent, measured, ahead = spent + seconds, measured + cell.cost, ahead - cell.cost
             speed = measured / spent if spent else speed
             progress.update(bar, advance=1, left=minutes(ahead / speed))

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from report import SMOLLM2
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from ctxext.assets import MODEL
 
@@ -18,24 +18,30 @@ sys.path.append(str(Path(__file__).parents[2] / "recipes"))
 from smollm2 import fetch
 
 
-def fast_dtype(device: str) -> torch.dtype:
-    """bfloat16 where the machine multiplies it in hardware, else float32."""
-    flags = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").is_file() else ""
-    return torch.bfloat16 if device == "cuda" or "amx_bf16" in flags or "avx512_bf16" in flags else torch.float32
-
-
 @lru_cache(maxsize=1)
 def loaded(folder: Path, device: str, dtype: torch.dtype) -> tuple[Any, Any]:
-    """A model in eval mode and its tokenizer; SmolLM2 is fetched where it is missing."""
-    if folder == SMOLLM2:
-        fetch(folder)
+    """A model in eval mode and its tokenizer."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(device).eval()
     return model, AutoTokenizer.from_pretrained(folder)
 
 
 def model_of(tiny: bool, device: str) -> tuple[Any, Any]:
-    """SmolLM2, or the bundled model where the plan only rehearses."""
-    return loaded(MODEL, device, torch.float32) if tiny else loaded(SMOLLM2, device, fast_dtype(device))
+    """SmolLM2, or the bundled model where the plan only rehearses.
+
+    On a CPU in float32: a run resumes on another machine, and few CPUs multiply bfloat16 faster.
+    """
+    return loaded(folder_of(tiny), device, torch.bfloat16 if device == "cuda" and not tiny else torch.float32)
+
+
+def config_of(tiny: bool) -> Any:
+    return AutoConfig.from_pretrained(folder_of(tiny))
+
+
+def folder_of(tiny: bool) -> Path:
+    """Fetched where it is missing."""
+    if not tiny:
+        fetch(SMOLLM2)
+    return MODEL if tiny else SMOLLM2
 
 
 def forward_cost(config: Any, n_tokens: int) -> float:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from at_scale.cells import Cell
-from at_scale.models import forward_cost, model_of, operations_a_second
+from at_scale.cells import Cell, Part
+from at_scale.models import config_of, forward_cost, model_of, operations_a_second
 from texts import TEXTS, fetch
 
 from ctxext.assets import PERSUASION
@@ -34,20 +34,15 @@ FAR = 10**6  # between the trial numbers of two texts, which no file reaches
 
 
 @dataclass
-class Quality:
-    """Every cell is one variant on one text; rounds go over the texts, so that a stopped run has measured all methods.
+class Quality(Part):
+    """A cell is one variant on one text at one length; a text is done for all variants before the next one, so that a
+    stopped run has measured every method on the same texts.
 
-    Attributes:
-        folder: for the results files, one a text.
-        rounds: trials a length and text; two windows of perplexity a text and round.
+    `folder` gets a results file for each text. A round is one trial for each text and length, and two windows.
     """
 
-    folder: Path
-    device: str = "cpu"
-    tiny: bool = False
-    rounds: int = 1
-    name: str = field(default="quality", init=False)
-    title: str = field(default="passkeys and perplexity by method at ×2, four kinds of text", init=False)
+    name = "quality"
+    title = "passkeys and perplexity by method at ×2, four kinds of text"
 
     @property
     def lengths(self) -> tuple[int, int]:
@@ -64,6 +59,10 @@ class Quality:
         return model_of(self.tiny, self.device)
 
     @cached_property
+    def config(self) -> Any:
+        return config_of(self.tiny)
+
+    @cached_property
     def texts(self) -> dict[str, str]:
         book = PERSUASION.read_text(encoding="utf-8")
         novel = book[book.index("\n\n", len(book) // 2) :]  # the half that nothing was fitted on
@@ -77,9 +76,8 @@ class Quality:
 
     @cached_property
     def variants(self) -> list[Variant]:
-        model, _ = self.model
         methods = ("yarn", "self_extend") if self.tiny else METHODS
-        variants = compared_variants(model.config, methods, 2)
+        variants = compared_variants(self.config, methods, 2)
         if not self.tiny:
             saved = json.loads(FITTED.read_text(encoding="utf-8"))["method"]
             variants.append(Variant("fitted", {"method": method_from_dict({"name": "longrope", **saved})}))
@@ -115,7 +113,7 @@ class Quality:
                 }
                 for kind, (grid, length, n_passes) in passes.items():
                     for variant in self.variants:
-                        cost = n_passes * forward_cost(self.model[0].config, length)
+                        cost = n_passes * forward_cost(self.config, length)
                         run = self._cell(text, grid, variant)
                         cells.append(Cell(f"{trial} {text} {kind} {variant.name}", cost, run))
         return cells
@@ -134,7 +132,7 @@ class Quality:
         files = {name: read_results(path) for name in self.texts if (path := self.folder / f"{name}.jsonl").is_file()}
         if not files:
             return {}
-        lengths = [self.near, read_context(self.model[0].config).trained_length, *self.lengths]
+        lengths = [self.near, read_context(self.config).trained_length, *self.lengths]
         by_text = {name: Summary(joined({name: one}, lengths)).to_dict()["figures"] for name, one in files.items()}
         return {
             **all_figures(Summary(joined(files, lengths))),

@@ -4,8 +4,9 @@
     python benchmarks/at_scale/run.py --only quality --minutes 28
     python benchmarks/at_scale/run.py --tiny                 # each part small, in seconds
 
-A part is a list of cells. Each finished cell is kept under runs/at_scale, so that the same command resumes; the figures
-of what is done so far are written to docs/at_scale.
+A part is a list of cells. Finished cells and raw results are kept in docs/at_scale/raw, so that the same command
+resumes, on this or another machine; the figures of what is done so far are written to docs/at_scale. With --tiny, all
+of it goes to runs/at_scale-tiny.
 """
 
 from __future__ import annotations
@@ -35,14 +36,14 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=math.inf, help="stop before the cell that would take longer")
     parser.add_argument("--tiny", action="store_true", help="the bundled model, few samples: a rehearsal")
     parser.add_argument("--rounds", type=int, default=1, help="samples a cell, in multiples of the plan's")
-    parser.add_argument("--runs", type=Path, default=Path("runs/at_scale"), help="where finished cells are kept")
-    parser.add_argument("--output", type=Path, default=Path("docs/at_scale"), help="where the figures are written")
+    parser.add_argument("--output", type=Path, help="where figures and raw results are kept")
     options = parser.parse_args()
+    output = options.output or Path("runs/at_scale-tiny" if options.tiny else "docs/at_scale")
     device, budget = "cuda" if torch.cuda.is_available() else "cpu", Budget(60 * options.minutes)
     for name in options.only or PARTS:
-        folder = options.runs / f"{name}{'-tiny' if options.tiny else ''}-{device}"
+        folder = output / "raw" / f"{name}-{device}"
         part = PARTS[name](folder, device, options.tiny, options.rounds)
-        store = Store(folder / "cells")
+        store = Store(folder / "cells.json")
         try:
             complete = run_part(part, store, budget, print)
         except KeyboardInterrupt:
@@ -60,7 +61,7 @@ def main() -> None:
             "seconds": sum(cell["seconds"] for cell in kept.values()),
             **part.record({cell: entry["value"] for cell, entry in kept.items()}),
         }
-        path = options.output / f"{name}-{device}.json"
+        path = output / f"{name}-{device}.json"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(record, indent=1) + "\n")
         print(f"{name}: {len(kept)} cells in {path}.")

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import torch
-from at_scale.cells import Cell
+from at_scale.cells import Cell, Part
 from at_scale.models import forward_cost, operations_a_second
 from attention import AGAIN, STOCK, Decoder, memory_growth, memory_in_a_process, prefill, prompt, random_models
 from report import WARM, Report, interleaved, over
@@ -32,19 +31,14 @@ MOST = {"prefill": 1.3, "decode": 1.1, "memory": 1.1}
 
 
 @dataclass
-class Speed:
+class Speed(Part):
     """Llama-3.1-8B's shape in bfloat16 on a GPU, SmolLM2's in float32 on a CPU.
 
-    Attributes:
-        rounds: of the prefill; a decode step is timed ten times as often.
+    A prefill is timed in two rounds of each of `rounds`, a decode step in ten.
     """
 
-    folder: Path
-    device: str = "cpu"
-    tiny: bool = False
-    rounds: int = 1
-    name: str = field(default="speed", init=False)
-    title: str = field(default="time and memory over stock transformers", init=False)
+    name = "speed"
+    title = "time and memory over stock transformers"
 
     @property
     def shape(self) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from at_scale import run
-from at_scale.cells import Budget, Cell, Store, run_part
+from at_scale.cells import Budget, Cell, Part, Store, run_part
 from at_scale.quality import joined
 
 from ctxext.evals.results import Header, Results
@@ -27,13 +27,14 @@ class Clock:
 
 
 @dataclass
-class Counting:
+class Counting(Part):
     """Cells that take ten seconds each."""
 
-    clock: Clock
+    name = "counting"
+    title = "what a clock says"
+
+    clock: Clock = field(default_factory=Clock)
     ran: list[str] = field(default_factory=list)
-    name: str = "counting"
-    title: str = "what a clock says"
 
     def cells(self) -> Sequence[Cell]:
         def measured(name: str) -> Any:
@@ -55,7 +56,7 @@ class Counting:
 
 def test_a_run_stops_before_the_cell_that_would_take_too_long_and_resumes_there(tmp_path: Path) -> None:
     clock, said = Clock(), []
-    part, store = Counting(clock), Store(tmp_path)
+    part, store = Counting(tmp_path, clock=clock), Store(tmp_path / "cells.json")
     assert not run_part(part, store, Budget(25, clock), said.append)
     assert part.ran == ["a", "b"]
     assert "3 of 3 cells to measure, about 30 s" in said[0]
@@ -70,14 +71,12 @@ def test_a_run_stops_before_the_cell_that_would_take_too_long_and_resumes_there(
 def test_every_part_rehearses_on_a_cpu(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(
-        sys, "argv", ["run.py", "--tiny", "--runs", str(tmp_path / "runs"), "--output", str(tmp_path / "docs")]
-    )
+    monkeypatch.setattr(sys, "argv", ["run.py", "--tiny", "--output", str(tmp_path)])
     run.main()
     for part in run.PARTS:
-        record = json.loads((tmp_path / f"docs/{part}-cpu.json").read_text())
+        record = json.loads((tmp_path / f"{part}-cpu.json").read_text())
         assert record["complete"]
-        assert record["cells"] == len({*(tmp_path / "runs" / f"{part}-tiny-cpu/cells").glob("*.json")}) > 0
+        assert record["cells"] == len(json.loads((tmp_path / f"raw/{part}-cpu/cells.json").read_text())) > 0
     capsys.readouterr()
     run.main()
     assert capsys.readouterr().out.count("cells are done") == len(run.PARTS)
