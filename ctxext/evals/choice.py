@@ -39,13 +39,22 @@ class Comparison:
     alone: float
     clusters: int
 
+    @property
+    def suffices(self) -> bool:
+        """Whether it is enough to advise against `one`: significant before the adjustment, which protects claims and
+        not users; or any difference, if there are too few texts for that."""
+        return self.alone < LEVEL or self.clusters < texts_needed(1)
+
+    @property
+    def shown(self) -> str:
+        return f"{100 * self.value:+.1f} points" if self.measure == ACCURACY else f"{self.value:+.3f} nats per token"
+
     def __str__(self) -> str:
-        value = f"{100 * self.value:+.1f} points" if self.measure == ACCURACY else f"{self.value:+.3f} nats per token"
-        return f"{self.measure} {value}, p = {self.p:.2g}"
+        return f"{self.measure} {self.shown}, p = {self.p:.2g}"
 
 
 class Comparisons:
-    """All pairs of candidates by every measure, and each candidate's retrieval accuracy against the baseline's.
+    """All pairs of candidates by every measure, and each candidate's accuracy and loss against the baseline's.
 
     The p-values are from exact paired tests (`statistics.paired_test`), adjusted jointly by Holm's procedure: among
     equal methods, any is called better or worse in at most 5% of runs.
@@ -58,20 +67,16 @@ class Comparisons:
     """
 
     def __init__(self, summary: Summary, candidates: Sequence[str], left: int = 0) -> None:
-        short, longest = max(summary.lengths("short"), default=0), summary.beyond[-1]
-        pairs = list(combinations(candidates, 2))
-        tests = {(ACCURACY, *pair): _tested(summary, *pair) for pair in pairs}
-        against = {(ACCURACY, one, UNEXTENDED): _tested(summary, one, UNEXTENDED) for one in candidates}
-        if not any(against.values()):
-            against = {(LOSS, one, UNEXTENDED): summary.loss_test(one, UNEXTENDED, longest) for one in candidates}
-        tests |= against
+        short, longest = max(summary.lengths("short"), default=0), summary.loss_length or 0
+        pairs, baseline = list(combinations(candidates, 2)), [(one, UNEXTENDED) for one in candidates]
+        tests = {(ACCURACY, *pair): _tested(summary, *pair) for pair in pairs + baseline}
         tests |= {(LOSS, *pair): summary.loss_test(*pair, longest) for pair in pairs}
+        tests |= {(LOSS, *pair): _longest_loss_test(summary, *pair) for pair in baseline}
         tests |= {(REGRESSION, *pair): summary.loss_test(*pair, short, "short") for pair in pairs}
         found = {key: test for key, test in tests.items() if test is not None}
         started = len(candidates) + left
-        measures = {measure for measure, _, other in found if other != UNEXTENDED}
-        self.family = len(measures) * (started * (started - 1) // 2)
-        self.family += started * any(other == UNEXTENDED for _, _, other in found)
+        kinds = {(measure, other == UNEXTENDED) for measure, _, other in found}
+        self.family = sum(started if against else started * (started - 1) // 2 for _, against in kinds)
         adjusted = holm([test.p for test in found.values()], self.family)
         self._found = {
             key: Comparison(*key, test.value, p, test.p, test.clusters)
@@ -100,11 +105,11 @@ class Comparisons:
 
     def worse_than_baseline(self, one: str) -> Comparison | None:
         """As `Choice.worse`."""
-        found = self.between(ACCURACY, one, UNEXTENDED) or self.between(LOSS, one, UNEXTENDED)
-        if found is None:
-            return None
-        lost = -found.value if found.measure == ACCURACY else found.value - TIED_LOSS
-        return found if lost > 0 and (found.p < LEVEL or found.clusters < texts_needed(1)) else None
+        found, loss = (self.between(measure, one, UNEXTENDED) for measure in (ACCURACY, LOSS))
+        if found is not None and found.value < 0 and found.suffices:
+            return found
+        finds_more = found is not None and found.value > 0 and found.suffices
+        return loss if loss is not None and not finds_more and loss.value > TIED_LOSS and loss.suffices else None
 
     def texts(self, measure: str) -> int:
         """The largest number of independent texts in a comparison."""
@@ -126,9 +131,9 @@ class Choice:
         behind: the rest, each with the comparison that shows it, or None if its loss is not finite. Both lists begin
             with the best point estimate.
         decided: why `variant` was chosen among the tied ones; "" without ties.
-        gain: the difference of its retrieval accuracy to the baseline's.
-        worse: that difference, or without one that of its loss, if it is worse than the baseline: significantly, or
-            as measured if there are too few texts for any significance.
+        gain: its retrieval accuracy against the baseline's; without one, its loss.
+        worse: why it is not recommended: its retrieval accuracy is worse than the baseline's, or its loss is and it
+            does not find more (`Comparison.suffices`).
         needed: by measure, the number of independent texts that significance would need, if there were fewer.
         family: how many comparisons the p-values are adjusted for.
         started: the number of candidates.
@@ -156,7 +161,7 @@ def candidates_of(summary: Summary) -> list[str]:
     out = {UNEXTENDED, *summary.eliminated}
     extended = [v for v in summary.variants if v not in out and _is_for_use(summary, v)]
     asked = [v for v in extended if found_share(summary, v) is not None]
-    return asked or [v for v in extended if summary_loss(summary, v) < math.inf]
+    return asked or [v for v in extended if any(summary.loss(v, length) is not None for length in summary.beyond)]
 
 
 def choose(summary: Summary, candidates: Sequence[str], left: int = 0) -> Choice:
@@ -164,10 +169,11 @@ def choose(summary: Summary, candidates: Sequence[str], left: int = 0) -> Choice
 
     A candidate is behind if its retrieval accuracy beyond the trained length is significantly lower than another's; or,
     among the others, if its loss over windows of the longest length is not finite, or significantly larger than
-    another's by more than TIED_LOSS. The rest are tied. Among the tied, candidates that are worse before the adjustment
-    are set aside, and the cheapest of the rest is chosen: first one that plain transformers loads, then one without
-    significantly more short-context regression, then the best as measured. With too few texts for any
-    significant comparison, point estimates take precedence over cost. Missing measurements decide nothing.
+    another's by more than TIED_LOSS. The rest are tied. Among the tied, candidates that are worse than the baseline, or
+    than another before the adjustment, are set aside, and the cheapest of the rest is chosen: first one that plain
+    transformers loads, then one without significantly more short-context regression, then the best as measured. With
+    too few texts for any significant comparison, point estimates take precedence over cost. Missing measurements
+    decide nothing.
 
     Args:
         left: number of candidates eliminated earlier, which count as compared.
@@ -187,16 +193,19 @@ def choose(summary: Summary, candidates: Sequence[str], left: int = 0) -> Choice
     front = tests.front(LOSS, finite)
     lost = {v: tests.behind(ACCURACY, v, order) or tests.behind(LOSS, v, finite) for v in order if v not in front}
 
-    named, decided = front, []
+    worse = {v: found for v in front if (found := tests.worse_than_baseline(v))}
+    named, decided = [v for v in front if v not in worse] or front, []
+    if len(named) < len(front):
+        decided.append(f"{', '.join(v for v in worse)} did worse than the baseline")
     if measures and tests.texts(first := next(iter(measures))) < texts_needed(1):
-        best = min(measures[first].get(v, math.inf) for v in front)
-        named = [v for v in front if measures[first].get(v, math.inf) == best]
-        if len(named) < len(front):
-            decided.append(f"its measured {first} is the {'highest' if first == ACCURACY else 'lowest'}")
+        best = min(measures[first].get(v, math.inf) for v in named)
+        sound, named = named, [v for v in named if measures[first].get(v, math.inf) == best]
+        if len(named) < len(sound):
+            decided.append(f"no other measured a {'higher' if first == ACCURACY else 'lower'} {first}")
     likely = tests.front(LOSS, tests.front(ACCURACY, named, adjusted=False), adjusted=False)
     if len(likely) < len(named):
         decided.append("none of them beats it before the adjustment")
-    portable = [v for v in likely if v in summary.portable]
+    portable = [v for v in likely if v not in summary.not_portable]
     if 0 < len(portable) < len(likely):
         decided.append("plain transformers loads it")
     cheapest = tests.front(REGRESSION, portable or likely)
@@ -204,17 +213,23 @@ def choose(summary: Summary, candidates: Sequence[str], left: int = 0) -> Choice
         decided.append(f"its {REGRESSION} is lower")
     chosen, *rest = [v for v in order if v in cheapest]
     if rest:
-        alike = _measurement(summary, chosen) == _measurement(summary, rest[0])
-        decided.append("it comes first in the alphabet" if alike else "it measured best")
+        (_, finds, loses), (_, next_finds, next_loses) = (_measurement(summary, v) for v in (chosen, rest[0]))
+        decided.append(
+            f"its measured {ACCURACY} is the highest"
+            if finds < next_finds
+            else f"its measured {LOSS} is the lowest"
+            if loses < next_loses
+            else "it comes first in the alphabet"
+        )
     others = tuple(v for v in front if v != chosen)
     needed = texts_needed(tests.family)
     return Choice(
         chosen,
         others,
         lost,
-        decided=" and ".join(decided) if others else "",
-        gain=tests.between(ACCURACY, chosen, UNEXTENDED),
-        worse=tests.worse_than_baseline(chosen),
+        decided=", and ".join(decided) if others else "",
+        gain=tests.between(ACCURACY, chosen, UNEXTENDED) or tests.between(LOSS, chosen, UNEXTENDED),
+        worse=worse.get(chosen),
         needed={measure: needed for measure in measures if tests.texts(measure) < needed},
         family=tests.family,
         started=len(candidates) + left,
@@ -251,12 +266,15 @@ def recommended(summary: Summary) -> Recommendation:
         said = "No extended variant was measured beyond the trained length: nothing to recommend."
         return Recommendation(None, f"{said} {summary.not_counted}".rstrip())
     shared = summary.shared_by(candidates)
-    if found_share(summary, candidates[0]) is not None and found_share(shared, candidates[0]) is None:
+    asked = found_share(summary, candidates[0]) is not None
+    if found_share(shared, candidates[0]) is None if asked else shared.loss_length is None:
         return Recommendation(
             None,
             f"{', '.join(candidates)} have no samples in common beyond the trained length: nothing to recommend. "
-            "Measure them with the same tasks, lengths and trials.",
+            "Measure them with the same tasks, lengths, trials and windows.",
         )
+    if all(_is_broken(shared, v) for v in candidates):
+        return Recommendation(None, f"No method is recommended: the loss of {', '.join(candidates)} is not finite.")
     choice = choose(shared, candidates, left=len(summary.eliminated))
     chosen = None if choice.worse else choice.variant
     return Recommendation(chosen, " ".join(reasons(shared, choice)), choice.ranking)
@@ -272,8 +290,8 @@ def reasons(summary: Summary, choice: Choice) -> list[str]:
     name = choice.variant
     said = [f"Use {name}." if len(choice.ranking) > 1 else f"{name}:"]
     if choice.worse:
-        best = f"The best, {name}," if len(choice.ranking) > 1 else name
-        said = [f"No method is recommended. {best} is worse than the baseline ({choice.worse})."]
+        first = f"The first, {name}," if len(choice.ranking) > 1 else name
+        said = [f"No method is recommended. {first} did worse than the baseline ({choice.worse})."]
     share = found_share(summary, name, choice.started)
     if share is not None:
         asked_to = summary.lengths(*summary.deciding_tasks)[-1]
@@ -282,12 +300,15 @@ def reasons(summary: Summary, choice: Choice) -> list[str]:
             f"Beyond the trained {summary.trained_length:,} tokens, up to {asked_to:,}, its {ACCURACY} is "
             f"{share.percent()}{together}."
         )
-        if choice.gain is not None and not choice.worse:
-            value = f"{100 * choice.gain.value:+.1f} points against the baseline (p = {choice.gain.p:.2g})"
-            sure = choice.gain.p < LEVEL and choice.gain.value > 0
-            said.append(f"That is {value}{'' if sure else ', no evidence that it helps'}.")
-        elif summary.cannot_run and not choice.worse:
-            said.append(f"The baseline was not measured there: {summary.cannot_run}.")
+    if choice.gain is not None and not choice.worse:
+        what = "That" if choice.gain.measure == ACCURACY else f"Its {LOSS}"
+        sure = choice.gain.p < LEVEL and (choice.gain.value > 0) == (choice.gain.measure == ACCURACY)
+        said.append(
+            f"{what} is {choice.gain.shown} against the baseline (p = {choice.gain.p:.2g})"
+            f"{'' if sure else ', no evidence that it helps'}."
+        )
+    elif summary.cannot_run and not choice.worse:
+        said.append(f"The baseline was not measured there: {summary.cannot_run}.")
     if summary.not_counted:
         said.append(summary.not_counted)
     if choice.tied:
@@ -295,7 +316,7 @@ def reasons(summary: Summary, choice: Choice) -> list[str]:
         said.append(f"Tied with {', '.join(choice.tied)}: {name} {comes} because {choice.decided}.")
         said += [
             f"No difference in {measure} can be significant with fewer than {texts} independent "
-            f"{'texts (--trials)' if measure == ACCURACY else 'windows (--windows)'}."
+            f"{'texts' if measure == ACCURACY else 'windows'}."
             for measure, texts in choice.needed.items()
         ]
     if choice.behind:
@@ -325,7 +346,7 @@ def found_share(summary: Summary, variant: str, comparisons: int = 1) -> Interva
 
 def summary_loss(summary: Summary, variant: str) -> float:
     """In nats per token, over windows of the longest length; infinite if not measured or NaN."""
-    loss = summary.loss(variant, summary.beyond[-1])
+    loss = summary.loss(variant, summary.loss_length or 0)
     return loss if loss is not None and math.isfinite(loss) else math.inf
 
 
@@ -344,9 +365,15 @@ def _tested(summary: Summary, one: str, other: str) -> PairedTest | None:
     return summary.test(one, other, summary.deciding_tasks, summary.beyond)
 
 
+def _longest_loss_test(summary: Summary, one: str, other: str) -> PairedTest | None:
+    """On windows of the longest length beyond the trained one that both have."""
+    tests = (summary.loss_test(one, other, length) for length in reversed(summary.beyond))
+    return next((test for test in tests if test is not None), None)
+
+
 def _is_broken(summary: Summary, variant: str) -> bool:
     """Whether its loss was measured and is not finite."""
-    return summary.loss(variant, summary.beyond[-1]) is not None and summary_loss(summary, variant) == math.inf
+    return summary.loss(variant, summary.loss_length or 0) is not None and summary_loss(summary, variant) == math.inf
 
 
 def _is_for_use(summary: Summary, variant: str) -> bool:

@@ -65,6 +65,7 @@ def _section(anchor: str, results: Results) -> dict[str, Any]:
         "recommendation": [
             recommended(summary).text,
             *([f"Blank cells: {summary.cannot_run}."] if summary.cannot_run else []),
+            *([f"{summary.uneven}."] if summary.uneven else []),
         ],
         "comparison": _comparison(summary),
         "maps": [_maps(summary, task) for task in summary.retrieval_tasks],

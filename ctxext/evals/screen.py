@@ -254,8 +254,10 @@ def _caption(summary: Summary, gated: bool, key: int) -> str:
         windows, apart = summary.windows_apart
         if windows > apart:
             said.append(f"the {windows} longest windows overlap and count as {apart}: a longer --haystack avoids this")
+        if summary.uneven:
+            said.append(summary.uneven)
     if key:
-        said.append(f"keys: {counted(key, 'token')} that need long context, by LongPPL's rule")
+        said.append(f"keys: {counted(key, 'token')} judged to need long context, by LongPPL's rule")
     if gated:
         said.append("regression: loss increase over the baseline within the trained length")
     if summary.cannot_run:

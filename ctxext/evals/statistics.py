@@ -238,8 +238,9 @@ def paired_difference(
 
 
 def paired_loss_test(a: Scores, b: Scores, tokens: Sequence[int], clusters: Labels | None = None) -> PairedTest:
-    """Σ(aᵢ - bᵢ) / Σtokensᵢ, and the p-value of `paired_test`; arguments are those of `paired_loss_difference`."""
-    sums, counts = _loss_sums(a, b, tokens, clusters)
+    """Σ(aᵢ - bᵢ) / Σtokensᵢ, and the p-value of `paired_test`; arguments are those of `paired_loss_difference`, but one
+    cluster will do (p is 1)."""
+    sums, counts = _loss_sums(a, b, tokens, clusters, least=1)
     return PairedTest(float(sums.sum() / counts.sum()), _sign_flips(sums), len(sums))
 
 
@@ -322,14 +323,16 @@ def _paired(
     return _scores(a) - _scores(b), np.array(_numbered(labels)), np.array(_numbered(kinds))
 
 
-def _loss_sums(a: Scores, b: Scores, tokens: Sequence[int], clusters: Labels | None) -> tuple[Array, Array]:
+def _loss_sums(
+    a: Scores, b: Scores, tokens: Sequence[int], clusters: Labels | None, least: int = 2
+) -> tuple[Array, Array]:
     """For each cluster the difference in nats, and its tokens."""
     labels = range(len(a)) if clusters is None else clusters
     lengths, of = (len(a), len(b), len(tokens), len(labels)), _numbered(labels)
-    if len({*lengths}) > 1 or len({*of}) < 2:
+    if len({*lengths}) > 1 or len({*of}) < least:
         raise ValueError(
-            f"a, b, tokens and clusters must have equal lengths and at least two clusters, got lengths {lengths} and "
-            f"{len({*of})} distinct clusters."
+            f"a, b, tokens and clusters must have equal lengths and at least {least} clusters, got lengths {lengths} "
+            f"and {len({*of})} distinct clusters."
         )
     wrong = [window for window in zip(a, b, tokens) if not (window[2] > 0 and math.isfinite(window[0] - window[1]))]
     if wrong:

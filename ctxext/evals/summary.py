@@ -33,7 +33,7 @@ from ctxext.evals.statistics import (
     wilson,
 )
 from ctxext.evals.targets import UNEXTENDED
-from ctxext.utils.values import finite
+from ctxext.utils.values import counted, finite
 
 
 @dataclass(frozen=True)
@@ -52,9 +52,16 @@ class Gate:
 
 
 class Summary:
-    """The figures of one results file."""
+    """The figures of one results file.
 
-    def __init__(self, results: Results) -> None:
+    Perplexities are over the windows that all `compared` variants have, so that rows of a table can be compared.
+
+    Args:
+        compared: all variants but those dropped early, if None.
+        longest: ignore the losses of tokens beyond this position; None for none.
+    """
+
+    def __init__(self, results: Results, compared: Sequence[str] | None = None, longest: int | None = None) -> None:
         for part, name in (("identity", "seed"), ("about", "trained_length"), ("about", "lengths")):
             if name not in getattr(results.header, part):
                 raise ValueError(f"{results.path} has no {part}.{name} in its header. Restore it, or measure again.")
@@ -72,7 +79,7 @@ class Summary:
             raise ValueError(
                 f"{results.path} has a broken about.control in its header. Restore it, or measure again."
             ) from None
-        self._results = results
+        self._results, self._compared, self._longest = results, compared, longest
         self.header = results.header
         self.records = results.records
         self.trained_length: int = results.header.about["trained_length"]
@@ -125,11 +132,15 @@ class Summary:
         )
 
     def shared_by(self, variants: Sequence[str]) -> Summary:
-        """These figures, with retrieval only on the common samples of `variants`."""
+        """These figures, with retrieval on the common samples of `variants`, and losses on their common windows, up to
+        the longest length that they share."""
         keys = [{r["key"] for task in self.retrieval_tasks for r in self.of(v, task)} for v in variants]
         shared = set.intersection(*keys)
         records = [r for r in self.records if "score" not in r or r["key"] in shared]
-        return self if len(records) == len(self.records) else Summary(replace(self._results, records=records))
+        read = [v for v in variants if self.of(v, "perplexity")]
+        common = [n for n in self.read_lengths if set.intersection(*(self._windows_of(v, n) for v in read))]
+        longest = max(common, default=self.trained_length)
+        return Summary(replace(self._results, records=records), variants, longest)
 
     def lengths(self, *tasks: str) -> list[int]:
         return sorted({r["length"] for v in self.variants for task in tasks for r in self.of(v, task)})
@@ -138,8 +149,14 @@ class Summary:
     def read_lengths(self) -> list[int]:
         """The lengths with perplexity, from windows of that length or longer ones."""
         longest = max(self.lengths("perplexity"), default=0)
+        longest = longest if self._longest is None else min(longest, self._longest)
         wanted = {*self.header.about["lengths"], *self.lengths("perplexity", *self.retrieval_tasks)}
         return [length for length in sorted(wanted) if length <= longest]
+
+    @property
+    def loss_length(self) -> int | None:
+        """The longest length beyond the trained one with perplexity."""
+        return next((length for length in reversed(self.read_lengths) if length > self.trained_length), None)
 
     # -------------------------------------------------------------------------------------- retrieval
 
@@ -211,7 +228,7 @@ class Summary:
         if task == "sliding_perplexity":
             return {r["trial"]: unpacked(r, "losses") for r in records if r["length"] == length}
         # Windows of one trial begin at the same place, so a longer one holds the shorter.
-        fitting = sorted((r for r in records if r["length"] >= length), key=lambda r: -r["length"])
+        fitting = sorted((r for r in records if r["length"] >= length > 0), key=lambda r: -r["length"])
         return {r["trial"]: unpacked(r, "losses")[: length - r["length"] or None] for r in fitting}
 
     def perplexity(self, variant: str, length: int, after: int = 0, task: str = "perplexity") -> float | None:
@@ -221,15 +238,43 @@ class Summary:
 
     def loss(self, variant: str, length: int, after: int = 0, task: str = "perplexity") -> float | None:
         """The mean loss over the tokens from position `after` up to `length`, in nats."""
-        windows = self._loss_sums(variant, length, after, task).values()
+        sums = self._loss_sums(variant, length, after, task)
+        windows = [sums[trial] for trial in self._shown(variant, length, task)]
         tokens = sum(tokens for _, tokens in windows)
         return sum(total for total, _ in windows) / tokens if tokens else None
+
+    def _shown(self, variant: str, length: int, task: str = "perplexity") -> set[int]:
+        """The windows of `variant` that figures are over: those of all compared variants, or its own if it has none."""
+        compared = [v for v in self.variants if v not in self.eliminated] if self._compared is None else self._compared
+        own, having = self._windows_of(variant, length, task), [self._windows_of(v, length, task) for v in compared]
+        return own.intersection(*(windows for windows in having if windows)) or own
+
+    def _windows_of(self, variant: str, length: int, task: str = "perplexity") -> set[int]:
+        """The windows that hold `length` tokens."""
+        exact = task == "sliding_perplexity"
+        lengths = ((r["trial"], r["length"]) for r in self.of(variant, task))
+        return {trial for trial, held in lengths if (held == length if exact else held >= length > 0)}
+
+    @property
+    def uneven(self) -> str:
+        """Which variants have other windows of the longest length than those that perplexities are over, or ""."""
+        if not self.read_lengths:
+            return ""
+        longest = self.read_lengths[-1]
+        shown = {v: self._shown(v, longest) for v in self.variants}
+        most = max(map(len, shown.values()))
+        own = {v: len(self._windows_of(v, longest)) for v in self.variants}
+        others = ", ".join(f"{label(v)} {n}" for v, n in own.items() if n and n != most)
+        return (
+            others and f"perplexities are over the {counted(most, 'window')} that variants share (measured: {others})"
+        )
 
     def curve(self, variant: str, bins: int = 32) -> list[tuple[float, float]]:
         """Perplexity by position: (middle of the bin, perplexity there)."""
         lengths, points = self.read_lengths, []
         for after, length in pairwise([0, *lengths]):
-            if parts := list(self.losses(variant, length).values()):
+            shown, losses = self._shown(variant, length), self.losses(variant, length)
+            if parts := [losses[trial] for trial in losses if trial in shown]:
                 table = np.stack(parts).astype(float)[:, max(0, after - 1) :]
                 width = max(1, lengths[-1] // bins)
                 for low in range(0, table.shape[1], width):
@@ -239,6 +284,7 @@ class Summary:
 
     def bits_per_byte(self, variant: str, length: int, task: str = "perplexity") -> float | None:
         records = [r for r in self.of(variant, task) if r["length"] == length and r["loss"] is not None]
+        records = [r for r in records if r["trial"] in self._shown(variant, length, task)]
         if not records:
             return None
         return sum(r["loss"] * r["tokens"] for r in records) / math.log(2) / sum(r["bytes"] for r in records)
@@ -248,7 +294,8 @@ class Summary:
         lengths = self.lengths("key_tokens")
         masks = {r["trial"]: unpacked(r, "mask") for r in self.of(UNEXTENDED, "key_tokens")}
         losses = self.losses(variant, lengths[-1]) if lengths else {}
-        parts = [losses[trial][mask[: len(losses[trial])]] for trial, mask in masks.items() if trial in losses]
+        shown = self._shown(variant, lengths[-1]) if lengths else set()
+        parts = [losses[trial][mask[: len(losses[trial])]] for trial, mask in masks.items() if trial in shown]
         picked = np.concatenate(parts).astype(float) if parts else np.empty(0)
         return (_exp(picked.mean()), len(picked)) if len(picked) else None
 
@@ -260,10 +307,10 @@ class Summary:
         None with fewer than two independent windows.
         """
         windows = self._windows(one, other, length, after, task)
-        return paired_loss_difference(*windows) if windows else None
+        return paired_loss_difference(*windows) if windows and len({*windows[-1]}) > 1 else None
 
     def loss_test(self, one: str, other: str, length: int, task: str = "perplexity") -> PairedTest | None:
-        """As `loss_difference`, without the interval."""
+        """As `loss_difference`, without the interval; of one window, p is 1."""
         windows = self._windows(one, other, length, 0, task)
         return paired_loss_test(*windows) if windows else None
 
@@ -278,7 +325,7 @@ class Summary:
         one_sums, other_sums = ([losses[trial][0] for trial in trials] for losses in (ours, theirs))
         apart = self._apart(trials, length - after, task)
         # In float16 a loss may be NaN.
-        if len({*apart}) < 2 or not all(map(math.isfinite, (*one_sums, *other_sums))):
+        if not all(map(math.isfinite, (*one_sums, *other_sums))):
             return None
         return one_sums, other_sums, [ours[trial][1] for trial in trials], apart
 
@@ -378,9 +425,9 @@ class Summary:
         return [v for v in dropped if 0 < samples[v] < most]
 
     @property
-    def portable(self) -> set[str]:
-        """The variants whose saved config plain transformers runs."""
-        return {name for name, about in self.header.variants.items() if about.get("portable")}
+    def not_portable(self) -> set[str]:
+        """The variants whose extension config.json cannot express; unknown of a model that came extended."""
+        return {name for name, about in self.header.variants.items() if about.get("portable") is False}
 
 
 def _exp(loss: float) -> float:

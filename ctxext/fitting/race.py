@@ -56,7 +56,7 @@ def staying(summary: Summary, candidates: Sequence[str]) -> list[str]:
     A candidate is eliminated if its retrieval accuracy is significantly below the best's, or if it is not higher and
     its loss is larger by significantly more than TIED_LOSS.
     """
-    target = summary.beyond[-1]
+    target = summary.loss_length or 0
     best, *others = by_measurement(summary, candidates)
     stay = [best]
     for variant in others:
@@ -296,7 +296,7 @@ def where_it_runs(summary: Summary, chosen: Recommendation, plan: Plan, config: 
     if plan.is_portable:
         return "Plain transformers loads the saved model."
     said = f"config.json cannot express it, as {plan.why_not_portable}: reload it with ctxext.load."
-    plain = next((v for v in chosen.ranking if v in summary.portable), None)
+    plain = next((v for v in chosen.ranking if v not in summary.not_portable), None)
     if plain is None:
         return said
     return f"{said} The best method that config.json can express, for servers too, is {plain} (--portable)."

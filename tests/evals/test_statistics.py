@@ -456,7 +456,7 @@ def test_windows_of_one_stretch_count_as_one() -> None:
     twice = paired_loss_difference([*a, *a], [0] * 16, [*tokens, *tokens], [*range(8), *range(8)])
     assert twice[:4] == pytest.approx(paired_loss_difference(a, [0] * 8, tokens)[:4])
     assert twice.n == 16
-    with pytest.raises(ValueError, match="at least two clusters"):
+    with pytest.raises(ValueError, match="at least 2 clusters"):
         paired_loss_difference(a, [0] * 8, tokens, ["one"] * 8)
 
 
@@ -520,7 +520,7 @@ def test_a_base_that_answers_nothing_has_no_effective_length() -> None:
         (lambda: paired_difference([1, 0], [1, 0], ["x"]), "got 2, 2, 1 and 2"),
         (lambda: paired_test([1, 0], [1, 0], strata=["x"]), "got 2, 2, 2 and 1"),
         (lambda: paired_difference([1, 0], [math.nan, 0]), "from 0 to 1, got nan"),
-        (lambda: paired_loss_difference([1.0], [1.0], [5]), "equal lengths and at least two clusters"),
+        (lambda: paired_loss_difference([1.0], [1.0], [5]), "equal lengths and at least 2 clusters"),
         (lambda: paired_loss_difference([1.0, 2.0], [1.0, 2.0], [5]), r"got lengths \(2, 2, 1, 2\)"),
         (lambda: paired_loss_difference([1.0, math.nan], [1.0, 2.0], [5, 5]), r"\(nan, 2.0, 5\)"),
         (lambda: paired_loss_difference([1.0, 2.0], [1.0, 2.0], [5, 0]), r"\(2.0, 2.0, 0\)"),
