@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from itertools import pairwise
 from typing import Any
 
@@ -15,10 +15,11 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from ctxext.attention import keys
+from ctxext.attention import keys, tiles
 from ctxext.attention.masks import BlockMask, Rows, additive, block_mask, explicit
 from ctxext.attention.rotary import InAttentionRotary, Layer, rotate
-from ctxext.attention.softmax import Part, Softmax
+from ctxext.attention.softmax import Joined, Part, Softmax
+from ctxext.attention.tiles import Tile
 from ctxext.methods import Branch, PositionRemapping, RopeScaling
 
 # The keyword argument that passes the `Call` to each layer's attention function.
@@ -129,6 +130,9 @@ class Call:
             mask = None if is_causal or (mask.is_causal and n_queries == 1) else mask.whole()
         if mask is not None and additive_masks:
             mask = additive(mask, query.dtype)
+        elif mask is not None and mask.dtype != torch.bool:
+            # With float64 queries, torch's CPU kernel reads a float32 mask as if it were float64.
+            mask = mask.to(torch.promote_types(mask.dtype, query.dtype))
         groups = heads // key.shape[1]
         shared_mask = mask is None or mask.shape[1] == 1
         kwargs = {**kwargs, "is_causal": is_causal}
@@ -185,22 +189,28 @@ class Call:
                 output, _ = self._own(module, *rotated, value, mask, **kwargs)
                 whole = output if whole is None else torch.where((rungs == index)[..., None, None], output, whole)
             return whole, None
-        softmax = _softmax(module, kwargs)
+        runs, softmax = self.shared("runs", lambda: _runs(rungs)), _softmax(module, kwargs)
+        of_run: Any = None
+        if isinstance(mask, BlockMask) and not rotary.additive_masks and softmax.fused(query, key, value):
+            of_run = self.shared(("tiles", mask), lambda: _tiles_of_runs(mask, runs))
+        joined = None if of_run is None else Joined(softmax, query)
         outputs, weights = [], []
-        for start, stop in self.shared("runs", lambda: _runs(rungs)):
+        for index, (start, stop) in enumerate(runs):
             rows = Rows.of(mask, slice(start, stop), n_keys)
             used, end = rotary.of_rung(rungs[:, start]), rows.stop
             block = turned(query[:, :, start:stop], positions[:, start:stop], used)
             seen = turned(key[:, :, :end], places[:, :end], used)
-            if softmax.fused(query) and not rotary.additive_masks:
-                outputs += _in_blocks(softmax, block, seen, value, rows)
+            if joined is not None:
+                joined.add(of_run[index], block, seen, value, first=start)
                 continue
             here = {**kwargs, "position_ids": positions[:, start:stop]}
             all_rows = stop - start == n_queries  # then a causal mask need not be materialised
-            part = mask if all_rows and end == n_keys else rows.block(0, end)
+            part = mask if all_rows and end == n_keys else rows.block(slice(0, end))
             output, weight = self._own(module, block, seen, value[:, :, :end], part, **here)
             outputs.append(output)
             weights.append(weight)
+        if joined is not None:
+            return joined.result(query.dtype), None
         return torch.cat(outputs, dim=1), _joined(weights, n_keys)
 
     def _by_branch(
@@ -220,19 +230,34 @@ class Call:
         for index, branch in enumerate(branches):
             done = [seen[i] for i in range(index) if branches[i].key is branch.key]
             seen += done[:1] or [turned(key, ("key", index, n_keys), branch.key, places)]
+
+        def mask_of(branch: Branch, tile: Tile) -> Tensor:
+            held = branch.holds(positions[:, tile.rows, None], places[:, None, tile.columns])[:, None]
+            part = Rows.of(mask, tile.rows, n_keys).block(tile.columns)
+            if part is None or part.dtype == torch.bool:
+                return held if part is None else held & part
+            return part.masked_fill(~held, float("-inf"))
+
+        if softmax.fused(query, key, value):
+            name = "tiles", mask if isinstance(mask, BlockMask) else None, n_keys
+            of_branch = self.shared(name, lambda: _tiles_of_branches(branches, positions, places, mask))
+            if of_branch is not None:
+                joined = Joined(softmax, query)
+                for index, branch in enumerate(branches):
+                    if of_branch[index]:
+                        block = turned(query, ("at", index), branch.query, positions)
+                        masks = functools.partial(mask_of, branch)
+                        joined.add(of_branch[index], block, seen[index], value, mask=masks)
+                return joined.result(query.dtype), None
         size = softmax.block_size(query, n_keys)
         outputs = []
         for start in range(0, n_queries, size):
             rows = Rows.of(mask, slice(start, min(start + size, n_queries)), n_keys)
             here, parts = positions[:, rows.rows], []
             for index, branch in enumerate(branches):
-                possible, certain = (0, rows.stop), (0, 0)
-                if softmax.fused(query):
-                    extent = functools.partial(_extent, branch, here, places)
-                    possible, certain = self.shared(("extent", index, start, size, n_keys), extent)
-                if possible[1] > possible[0]:
-                    block = turned(query[:, :, rows.rows], ("at", index, start, size), branch.query, here)
-                    parts.append(Part(block, seen[index], _holds(branch, here, places), possible, certain))
+                block = turned(query[:, :, rows.rows], ("at", index, start, size), branch.query, here)
+                holds = branch.holds(here[:, :, None], places[:, None, : rows.stop])[:, None]
+                parts.append(Part(block, seen[index], holds))
             outputs.append(softmax(parts, value, rows))
         return torch.cat(outputs, dim=1), None
 
@@ -261,13 +286,32 @@ def _runs(rungs: Tensor) -> list[tuple[int, int]]:
     return list(pairwise(ends))
 
 
-def _in_blocks(softmax: Softmax, query: Tensor, key: Tensor, value: Tensor, rows: Rows) -> list[Tensor]:
-    size, outputs = softmax.block_size(query, key.shape[2]), []
-    for start in range(0, query.shape[2], size):
-        stop = min(start + size, query.shape[2])
-        here = Rows.of(rows.mask, slice(rows.rows.start + start, rows.rows.start + stop), key.shape[2])
-        outputs.append(softmax([Part(query[:, :, start:stop], key)], value, here))
-    return outputs
+def _tiles_of_runs(mask: BlockMask, runs: list[tuple[int, int]]) -> list[list[Tile]] | None:
+    """The tiles of each run of queries, counted from its first; None if some need a mask."""
+    ranges = mask.ranges()
+    if ranges is None:
+        return None
+    low, high = ranges
+    return _all(tiles.of_ranges((low[:, start:stop], high[:, start:stop])) for start, stop in runs)
+
+
+def _tiles_of_branches(
+    branches: tuple[Branch, ...], positions: Tensor, places: Tensor, mask: BlockMask | Tensor | None
+) -> list[list[Tile]] | None:
+    """The tiles of each branch; None if some need a mask, and the device's kernel takes none."""
+    seen = mask.ranges() if isinstance(mask, BlockMask) else None
+    ranges = [tiles.of_branch(branch, positions, places, seen) if seen else None for branch in branches]
+    found = _all(each and tiles.of_ranges(each) for each in ranges)
+    if found is None and positions.device.type == "cpu":
+        return [tiles.blocks(branch, positions, places) for branch in branches]
+    return found
+
+
+def _all(lists: Iterable[list[Tile] | None]) -> list[list[Tile]] | None:
+    """The lists, or None if one of them is None."""
+    found = list(lists)
+    known = [each for each in found if each is not None]
+    return known if len(known) == len(found) else None
 
 
 def _joined(weights: list[Tensor | None], n_keys: int) -> Tensor | None:
@@ -275,26 +319,6 @@ def _joined(weights: list[Tensor | None], n_keys: int) -> Tensor | None:
     if not weights or any(weight is None for weight in weights):
         return None
     return torch.cat([nn.functional.pad(w, (0, n_keys - w.shape[-1])) for w in weights if w is not None], dim=2)
-
-
-def _holds(branch: Branch, here: Tensor, places: Tensor) -> Callable[[int, int], Tensor]:
-    return lambda start, stop: branch.holds(here[:, :, None], places[:, None, start:stop])[:, None]
-
-
-def _extent(branch: Branch, here: Tensor, places: Tensor) -> tuple[tuple[int, int], tuple[int, int]]:
-    """The columns that contain every pair of the block in `branch`, and those where all pairs are in it."""
-    low, high = branch.bucket(here).aminmax(dim=1, keepdim=True)
-    bucket = branch.bucket(places)
-    possible = _span(((high - bucket >= branch.first) & (low - bucket < branch.stop)).any(0))
-    all_pairs = ((low - bucket >= branch.first) & (high - bucket < branch.stop)).all(0)
-    certain = _span(all_pairs)
-    return possible, certain if all_pairs[slice(*certain)].all() else (0, 0)
-
-
-def _span(columns: Tensor) -> tuple[int, int]:
-    """The first column that holds, and the one after the last; (0, 0) if none does."""
-    held = columns.nonzero()
-    return (int(held[0]), int(held[-1]) + 1) if len(held) else (0, 0)
 
 
 # ----------------------------------------------------------------------------------------- the hook

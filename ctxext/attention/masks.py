@@ -16,19 +16,44 @@ class BlockMask:
     """A lazy form of the (batch, 1, query, key) matrix of transformers' mask function.
 
     Attributes:
-        is_causal: whether it is a plain causal mask.
+        causal: whether it is a causal mask, but for padding.
         shape: of the whole matrix.
         make: arguments of `sdpa_mask`, without offsets and sizes.
         q_offset, kv_offset: cache slots before the first query and before the first key.
     """
 
-    is_causal: bool
+    causal: bool
     shape: tuple[int, int, int, int]
     make: dict[str, Any]
     q_offset: int
     kv_offset: int
 
     ndim = 4
+
+    @property
+    def is_causal(self) -> bool:
+        """Whether it is a plain causal mask."""
+        return self.causal and self.make["attention_mask"] is None
+
+    def ranges(self) -> tuple[Tensor, Tensor] | None:
+        """The first key that each query sees and the one after the last, each of shape (batch, query).
+
+        None if it may see other than one range of keys.
+        """
+        batch, _, n_queries, n_keys = self.shape
+        if not self.causal:
+            return None
+        padding, device = self.make["attention_mask"], self.make["device"]
+        high = torch.arange(n_queries, device=device)[None] + (self.q_offset - self.kv_offset + 1)
+        low, last = torch.zeros((batch, 1), dtype=torch.long, device=device), n_keys
+        if padding is not None:
+            here = padding[:, self.kv_offset : self.kv_offset + n_keys].to(device).bool()
+            low, last = here.int().argmax(1, keepdim=True), here.sum(1, keepdim=True)
+            last = last + low
+            columns = torch.arange(n_keys, device=device)
+            if not torch.equal(here, (columns >= low) & (columns < last)):
+                return None
+        return low.expand(batch, n_queries), high.clamp(max=last).expand(batch, n_queries)
 
     def block(self, rows: slice, columns: slice) -> Tensor:
         """Whether each query of `rows` attends to each key of `columns`: bool of shape (batch, 1, rows, columns)."""
@@ -82,9 +107,9 @@ def block_mask(
         "device": device,
     }
     # transformers allows the skip for plain causal masks, and for local ones if local_size is given.
-    is_causal = allow_is_causal_skip and attention_mask is None and (local_size is None or kv_length < local_size)
-    mask = BlockMask(is_causal, (batch_size, 1, q_length, kv_length), make, q_offset, kv_offset)
-    return mask.whole() if fixed or tracing or (q_length == 1 and not is_causal) else mask
+    causal = allow_is_causal_skip and (local_size is None or kv_length < local_size)
+    mask = BlockMask(causal, (batch_size, 1, q_length, kv_length), make, q_offset, kv_offset)
+    return mask.whole() if fixed or tracing or (q_length == 1 and not mask.is_causal) else mask
 
 
 def explicit(mask: BlockMask | Tensor | None, module: Any, query: Tensor, key: Tensor, is_causal: bool | None) -> Any:
@@ -116,26 +141,22 @@ class Rows:
         mask: None means no mask.
         rows: the queries.
         stop: no query of `rows` attends to keys from this column on.
-        certain: every query of `rows` attends to every key before this column.
     """
 
     mask: BlockMask | Tensor | None
     rows: slice
     stop: int
-    certain: int
 
     @classmethod
     def of(cls, mask: BlockMask | Tensor | None, rows: slice, n_keys: int) -> Rows:
-        if isinstance(mask, BlockMask) and mask.is_causal:
-            before = mask.q_offset - mask.kv_offset
-            return cls(mask, rows, min(n_keys, before + rows.stop), min(n_keys, before + rows.start + 1))
-        return cls(mask, rows, n_keys, n_keys if mask is None else 0)
+        if isinstance(mask, BlockMask) and mask.causal:
+            return cls(mask, rows, min(n_keys, mask.q_offset - mask.kv_offset + rows.stop))
+        return cls(mask, rows, n_keys)
 
-    def block(self, start: int, stop: int) -> Tensor | None:
-        """The bool or additive mask for the keys from `start` to `stop`; None if all are visible."""
-        if self.mask is None or stop <= self.certain:
+    def block(self, columns: slice) -> Tensor | None:
+        """The bool or additive mask for the keys in `columns`; None if all are visible."""
+        if self.mask is None:
             return None
-        columns = slice(start, stop)
         if isinstance(self.mask, BlockMask):
             return self.mask.block(self.rows, columns)
         return self.mask[:, :, self.rows, columns]

@@ -1,7 +1,8 @@
-"""Exact attention in blocks of queries, for methods with pair-dependent rotations.
+"""Exact attention for methods with pair-dependent rotations, with memory linear in the number of keys.
 
-Memory is linear in the number of keys. With the CPU's fused kernel, each branch is one call and the results are merged
-by their log-sum-exp; otherwise, and with gradients, softcaps or dropout, one softmax runs over the scores of a block.
+With a flash kernel, which returns the log-sum-exp of each query's scores beside its output, attention runs tile by tile
+and the results are joined. Otherwise (with gradients, softcaps or dropout) one softmax runs over the scores of a block
+of queries.
 """
 
 from __future__ import annotations
@@ -13,13 +14,13 @@ from typing import Any
 import torch
 from jaxtyping import Float
 from torch import Tensor
+from torch.backends.cuda import SDPAParams, can_use_flash_attention
 
 from ctxext.attention.masks import Rows
+from ctxext.attention.tiles import BLOCK, Tile
 
-# The most scores held at once without the fused kernel: 64 MiB in float32.
+# The most scores held at once without a flash kernel: 64 MiB in float32.
 SCORES = 2**24
-# Queries per block: fewer run slower, more waste work above the diagonal.
-BLOCK = 512
 
 
 @dataclass(frozen=True)
@@ -29,16 +30,12 @@ class Part:
     Attributes:
         query: rotated, of shape (batch, heads, rows, head_dim).
         key: rotated, of shape (batch, key heads, keys, head_dim).
-        holds: whether each pair of a row and a key from `start` to `stop` is in the branch, bool of shape (batch, 1,
-            rows, keys); None if all are.
-        possible, certain: columns that contain all its pairs, and columns where every pair is in it.
+        holds: whether each pair of a row and a key is in the branch, bool of shape (batch, 1, rows, keys).
     """
 
     query: Tensor
     key: Tensor
-    holds: Callable[[int, int], Tensor] | None = None
-    possible: tuple[int, int] | None = None
-    certain: tuple[int, int] | None = None
+    holds: Tensor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,51 +54,24 @@ class Softmax:
     sinks: Tensor | None = None
     dropout: float = 0.0
 
-    def fused(self, query: Tensor) -> bool:
-        """Whether the CPU's fused kernel can be used; its log-sum-exp has no gradient."""
-        return (
-            query.device.type == "cpu"
-            and not torch.is_grad_enabled()
-            and not torch.compiler.is_compiling()
-            and self.softcap is None
-            and self.dropout == 0.0
-        )
+    def fused(self, query: Tensor, key: Tensor, value: Tensor) -> bool:
+        """Whether a flash kernel can be used; its log-sum-exp has no gradient."""
+        if torch.is_grad_enabled() or torch.compiler.is_compiling() or self.softcap is not None or self.dropout:
+            return False
+        if query.device.type == "cpu":
+            return query.shape[3] == value.shape[3]
+        # The kernel itself, called without sdpa around it, does not pad heads to multiples of 8.
+        supported = query.device.type == "cuda" and query.shape[3] % 8 == 0
+        return supported and can_use_flash_attention(SDPAParams(query, key, value, None, 0.0, False, True))
 
     def block_size(self, query: Tensor, n_keys: int) -> int:
-        """The number of queries per block."""
+        """The number of queries per block without a flash kernel."""
         if torch.compiler.is_compiling():
             return query.shape[2]
-        if self.fused(query):
-            return BLOCK
         return max(16, min(BLOCK, SCORES // (query.shape[0] * query.shape[1] * n_keys)))
 
     def __call__(self, parts: list[Part], value: Tensor, rows: Rows) -> Float[Tensor, "batch rows heads dim"]:
         """The attention output of a block of queries; `parts` contain every pair exactly once."""
-        run = self._merged if self.fused(parts[0].query) else self._plain
-        return run(parts, value, rows).transpose(1, 2)
-
-    def _merged(self, parts: list[Part], value: Tensor, rows: Rows) -> Tensor:
-        found: Any = None
-        total: Any = None
-        for part in parts:
-            for start, stop, masked in _pieces(part, rows):
-                mask = _both(rows.block(start, stop), part.holds and part.holds(start, stop)) if masked else None
-                output, weight = _fused(part.query, part.key, value, start, stop, mask, self.scaling)
-                if total is None:
-                    found, total = output, weight
-                    continue
-                both = torch.logaddexp(total, weight)
-                # Both are -inf for a row without keys so far.
-                share = (weight - both).exp_().nan_to_num_(nan=0.0)[..., None].to(output.dtype)
-                found, total = torch.lerp(found, output, share), both
-        if found is None:
-            return torch.zeros_like(parts[0].query[..., : value.shape[-1]])
-        if self.sinks is not None:
-            sinks = self.sinks.to(total.dtype)[None, :, None]
-            found = found * (total - torch.logaddexp(total, sinks)).exp_()[..., None].to(found.dtype)
-        return found
-
-    def _plain(self, parts: list[Part], value: Tensor, rows: Rows) -> Tensor:
         query = parts[0].query
         batch, heads, n_rows, _ = query.shape
         n_keys, key_heads = rows.stop, value.shape[1]
@@ -109,11 +79,11 @@ class Softmax:
         for part in parts:
             grouped = part.query.reshape(batch, key_heads, -1, query.shape[-1])
             found = (grouped @ part.key[:, :, :n_keys].transpose(-1, -2)).view(batch, heads, n_rows, n_keys)
-            scores = found if scores is None else torch.where(part.holds(0, n_keys), found, scores)  # type: ignore[misc]
+            scores = found if scores is None else torch.where(part.holds, found, scores)
         scores = scores.to(torch.promote_types(scores.dtype, torch.float32)) * self.scaling
         if self.softcap is not None:
             scores = (scores / self.softcap).tanh() * self.softcap
-        mask = rows.block(0, n_keys)
+        mask = rows.block(slice(0, n_keys))
         lowest = torch.finfo(scores.dtype).min
         if mask is not None:
             scores = scores.masked_fill(~mask, lowest) if mask.dtype == torch.bool else scores + mask
@@ -124,36 +94,73 @@ class Softmax:
             weights = scores.softmax(-1)
         weights = torch.nn.functional.dropout(weights, self.dropout, training=self.dropout > 0).to(value.dtype)
         grouped = weights.view(batch, key_heads, -1, n_keys)
-        return (grouped @ value[:, :, :n_keys]).view(batch, heads, n_rows, value.shape[-1])
+        return (grouped @ value[:, :, :n_keys]).view(batch, heads, n_rows, value.shape[-1]).transpose(1, 2)
 
 
-def _pieces(part: Part, rows: Rows) -> list[tuple[int, int, bool]]:
-    """The columns of a part as (start, stop, whether some pair may be masked)."""
-    start, stop = part.possible or (0, rows.stop)
-    stop = min(stop, rows.stop)
-    if part.holds is None:
-        low, high = start, min(stop, rows.certain)
-    else:
-        low, high = part.certain or (start, start)
-        low, high = max(start, low), min(stop, high, rows.certain)
-    split = [(start, low, True), (low, high, False), (high, stop, True)]
-    pieces = split if low < high else [(start, stop, True)]
-    return [piece for piece in pieces if piece[1] > piece[0]]
+class Joined:
+    """The attention of queries, gathered tile by tile: outputs are averaged by the sum of their exponentiated scores.
+
+    Attributes:
+        output: of shape (batch, heads, query, dim); 0 for a query without keys.
+        total: the log-sum-exp of each query's scores so far, of shape (batch, heads, query).
+    """
+
+    def __init__(self, softmax: Softmax, query: Tensor) -> None:
+        self.softmax = softmax
+        batch, heads, n_queries, dim = query.shape
+        # As attention functions return it. In float32, as each tile rounds what it adds to.
+        dtype = torch.promote_types(query.dtype, torch.float32)
+        self.output = query.new_zeros((batch, n_queries, heads, dim), dtype=dtype).transpose(1, 2)
+        self.total = query.new_full((batch, heads, n_queries), float("-inf"), dtype=dtype)
+
+    def add(
+        self,
+        tiles: list[Tile],
+        query: Float[Tensor, "batch heads query dim"],
+        key: Float[Tensor, "batch kv_heads key dim"],
+        value: Float[Tensor, "batch kv_heads key dim"],
+        first: int = 0,
+        mask: Callable[[Tile], Tensor] | None = None,
+    ) -> None:
+        """Add tiles of rotated queries and keys.
+
+        Args:
+            first: the index in `output` of the first of `query`.
+            mask: of a masked tile, bool or additive, of shape (batch, 1, rows, columns).
+        """
+        for tile in tiles:
+            q, k, v = query[tile.batch, :, tile.rows], *(x[tile.batch, :, tile.columns] for x in (key, value))
+            if tile.shape == "upper":  # "lower", if both are read backwards
+                q, k, v = (x.flip(2) for x in (q, k, v))
+            used = mask(tile) if tile.shape == "masked" and mask is not None else None
+            output, weight = _flash(q, k, v, tile.shape in ("lower", "upper"), used, self.softmax.scaling)
+            if tile.shape == "upper":
+                output, weight = output.flip(2), weight.flip(2)
+            rows = slice(first + tile.rows.start, first + tile.rows.stop)
+            found, total = self.output[tile.batch, :, rows], self.total[tile.batch, :, rows]
+            both = torch.logaddexp(total, weight)
+            # Both are -inf for a row without keys so far.
+            share = (weight - both).exp_().nan_to_num_(nan=0.0)[..., None]
+            found.lerp_(output.to(found.dtype), share)
+            total.copy_(both)
+
+    def result(self, dtype: torch.dtype) -> Float[Tensor, "batch query heads dim"]:
+        if self.softmax.sinks is not None:
+            sinks = self.softmax.sinks.to(self.total.dtype)[None, :, None]
+            self.output *= (self.total - torch.logaddexp(self.total, sinks)).exp_()[..., None]
+        return self.output.transpose(1, 2).to(dtype)
 
 
-def _both(one: Tensor | None, other: Tensor | None) -> Tensor | None:
-    """Combine two masks, the first bool or additive, the second bool."""
-    if one is None or other is None:
-        return other if one is None else one
-    if one.dtype == torch.bool:
-        return one & other
-    return one.masked_fill(~other, float("-inf"))
-
-
-def _fused(
-    query: Tensor, key: Tensor, value: Tensor, start: int, stop: int, mask: Tensor | None, scaling: float
+def _flash(
+    query: Tensor, key: Tensor, value: Tensor, is_causal: bool, mask: Tensor | None, scaling: float
 ) -> tuple[Tensor, Tensor]:
     """Output of shape (batch, heads, rows, dim), and the log-sum-exp of each row's scores."""
+    if query.device.type != "cpu":
+        assert mask is None, "this device's flash kernel takes no mask"
+        attend = torch.ops.aten._scaled_dot_product_flash_attention
+        output, weight, *_ = attend(query, key, value, 0.0, is_causal, scale=scaling)
+        return output, weight
+    seen: Any = None
     if mask is not None and mask.dtype == torch.bool:
         seen = mask
         mask = torch.zeros(mask.shape, dtype=query.dtype).masked_fill_(~mask, float("-inf"))
@@ -161,7 +168,7 @@ def _fused(
         mask = mask.to(query.dtype)
         seen = mask > torch.finfo(mask.dtype).min
     output, weight = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        query, key[:, :, start:stop], value[:, :, start:stop], 0.0, False, attn_mask=mask, scale=scaling
+        query, key, value, 0.0, is_causal, attn_mask=mask, scale=scaling
     )
     if mask is not None:
         # The kernel returns 0 for a row without keys.

@@ -20,9 +20,7 @@ from transformers import Cache, DynamicCache, EncoderDecoderCache
 from transformers.cache_utils import CacheLayerMixin
 
 import ctxext
-from ctxext.attention import call, softmax
-from ctxext.encodings.rope import RopeGeometry
-from ctxext.methods import make_method
+from ctxext.attention import softmax
 
 # Tokens at which no distance is anything but itself: the trained length; the window and one; a chunk and one.
 UNTOUCHED = {
@@ -192,18 +190,3 @@ def test_a_layer_alone_says_that_it_has_no_positions() -> None:
     ones = torch.ones(1, 4, 16)
     with pytest.raises(RuntimeError, match="without token positions"):
         model.model.layers[0](states, position_embeddings=(ones, 0 * ones))
-
-
-@pytest.mark.parametrize("method", ["self_extend", "rerope", "dca"])
-def test_the_columns_of_a_branch_are_those_that_its_pairs_say(method: str) -> None:
-    """Nothing of a branch lies outside the possible columns, and nothing within the certain ones is not of it."""
-    rope = RopeGeometry.plain(16, 10000.0, LENGTH)
-    for start in range(0, 4 * LENGTH, 7):
-        here, places = torch.arange(start, start + 16)[None], torch.arange(start + 16)[None]
-        for branch in make_method(method, 4).branches(rope):
-            held = branch.holds(here[:, :, None], places[:, None])[0]
-            (first, end), (low, high) = call._extent(branch, here, places)
-            assert not held[:, :first].any()
-            assert not held[:, end:].any()
-            assert held[:, low:high].all()
-            assert not held.all(0).any() or high > low

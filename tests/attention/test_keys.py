@@ -21,7 +21,7 @@ from in_attention_reference import (
 from transformers import DynamicCache, QuantizedCache, StaticCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, StaticLayer, StaticSlidingWindowLayer
 
-from ctxext.attention import softmax
+from ctxext.attention import softmax, tiles
 from ctxext.attention.keys import stock_class
 
 ROOM = N_TOKENS + 9
@@ -42,7 +42,8 @@ KINDS = ["dynamic_ntk", "dynamic_ntk_copy", "self_extend", "dca"]
 
 @pytest.fixture(autouse=True)
 def _small_blocks(monkeypatch):
-    monkeypatch.setattr(softmax, "BLOCK", 24)
+    monkeypatch.setattr(tiles, "BLOCK", 24)
+    monkeypatch.setattr(softmax, "SCORES", 1)
 
 
 @pytest.mark.parametrize(

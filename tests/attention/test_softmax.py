@@ -18,7 +18,7 @@ from in_attention_reference import (
 )
 from transformers import DynamicCache
 
-from ctxext.attention import softmax
+from ctxext.attention import softmax, tiles
 from ctxext.attention.softmax import Softmax
 
 FAMILIES = {"llama": {}, "mistral": {"sliding_window": 96}, "qwen3": {}, "gpt_neox": {}, "gemma2": {}}
@@ -27,7 +27,7 @@ FAMILIES = {"llama": {}, "mistral": {"sliding_window": 96}, "qwen3": {}, "gpt_ne
 @pytest.fixture
 def small_blocks(monkeypatch):
     """Blocks whose edges fall within the test's rows, between the rungs, windows and chunks."""
-    monkeypatch.setattr(softmax, "BLOCK", 24)
+    monkeypatch.setattr(tiles, "BLOCK", 24)
     monkeypatch.setattr(softmax, "SCORES", 1)
 
 
@@ -155,6 +155,6 @@ def test_the_scores_that_are_held_at_once_are_bounded(n_keys: int) -> None:
     query = torch.empty(4, 8, 4096, 1)
     with torch.enable_grad():
         rows = Softmax(scaling=1.0).block_size(query, n_keys)
-    assert rows == softmax.BLOCK or rows == 16 or softmax.SCORES // 2 < 4 * 8 * rows * n_keys <= softmax.SCORES
-    assert 16 <= rows <= softmax.BLOCK
+    assert rows == tiles.BLOCK or rows == 16 or softmax.SCORES // 2 < 4 * 8 * rows * n_keys <= softmax.SCORES
+    assert 16 <= rows <= tiles.BLOCK
     assert (rows == 16) == (n_keys == 2**20)
