@@ -37,7 +37,8 @@ from ctxext.attention import keys
 from ctxext.training.estimate import PeakMemory
 
 STOCK, AGAIN = "stock", "stock again"
-NTK, COPY = "dynamic_ntk", "dynamic_ntk with a rotated copy"
+NTK, COPIED = "dynamic_ntk", " with a rotated copy"
+COPY = NTK + COPIED
 THEIR_DYNAMIC = "transformers' dynamic"
 DECODERS, PREFILLS = (STOCK, AGAIN, NTK, COPY), (STOCK, AGAIN, NTK, "self_extend", "dca", "rerope")
 # Tokens of the shorter rows of a batch of four, as a share of the longest.
@@ -59,8 +60,8 @@ SHORT = 256  # tokens of the pass that is not counted
 
 # At most, over stock.
 DECODE_TIME, KV_MEMORY = {NTK: 2.0, COPY: 1.15}, {NTK: 1.05, COPY: 1.55}
-PREFILL_TIME = {NTK: 1.3, "self_extend": 2.2, "dca": 2.2}
-PREFILL_MEMORY = {"self_extend": 1.3, "dca": 1.3}
+PREFILL_TIME = dict.fromkeys(PREFILLS[2:], 1.3)
+PREFILL_MEMORY = dict.fromkeys(PREFILLS[2:], 1.1)
 
 
 def random_models(
@@ -87,8 +88,8 @@ def random_models(
         if found:
             model.load_state_dict(next(iter(found.values())).state_dict(), assign=True)
         if config.rope_parameters["rope_type"] == "default":
-            copied = {"rotated_copy": True} if name == COPY else {}
-            extend_context(model, target_length=target, method=name.split()[0], **copied)
+            copied = name.endswith(COPIED)
+            extend_context(model, target_length=target, method=name.split()[0], rotated_copy=copied)
         found[name] = model
     return found
 

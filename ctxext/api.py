@@ -70,7 +70,8 @@ def extend_context(
             support "refuse" and "compose".
         length: freezes a dynamic method at its scale for this many tokens, which makes it static. They become the
             target: longer than the start, and at most the one that `factor` gives.
-        rotated_copy: for dynamic methods, also cache the rotated keys: faster decoding, 1.5 times the cache memory.
+        rotated_copy: for in-attention methods, also cache the rotated keys: faster decoding, 1.5 times the cache
+            memory.
         **options: fields of the method, such as `beta_fast=16`.
 
     Returns:

@@ -16,7 +16,7 @@ from transformers.cache_utils import Cache, DynamicCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ctxext.attention import keys, tiles
-from ctxext.attention.masks import BlockMask, Rows, additive, block_mask, explicit
+from ctxext.attention.masks import BlockMask, Rows, additive, block_mask, explicit, ranges_of
 from ctxext.attention.rotary import InAttentionRotary, Layer, rotate
 from ctxext.attention.softmax import Joined, Part, Softmax
 from ctxext.attention.tiles import Tile
@@ -100,8 +100,10 @@ class Call:
             times = self.shared("times", lambda: method.query_scaling(rotary.rope, positions))
             if times is not None:
                 query = query * times[:, None, :, None].to(query.dtype)
-            if n_queries > 1:
-                return self._by_branch(_softmax(module, kwargs), layer, places, query, key, value, mask)
+            store = self._store(module)
+            if n_queries > 1 or store is not None:
+                store = store if n_queries == 1 else None
+                return self._by_branch(_softmax(module, kwargs), layer, places, query, key, value, mask, store)
             # A single query: each key at its distance from the query.
             query = turned(query, "zero", lambda: rotary.plain(torch.zeros_like(positions)))
             key = turned(
@@ -117,7 +119,10 @@ class Call:
                 return self._by_rung(module, layer, rungs, places, query, key, value, mask, kwargs)
             used = self.shared("used", lambda: rotary.of_rung(rungs[:, 0]))
             query = turned(query, "queries", lambda: rotary.scaled(positions, *used))
-            key = self._rotated_keys(module, layer, places, key, rungs[:, 0], used)
+            on_rung = rungs[:, :1].expand(-1, n_keys)
+            key = self._rotated_keys(
+                self._store(module), layer, key, on_rung, lambda columns: rotary.scaled(places[:, columns], *used)
+            )
         return self._own(module, query, key, value, mask, **kwargs)
 
     def _own(self, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **kwargs: Any) -> Attended:
@@ -144,29 +149,45 @@ class Call:
             return output.transpose(1, 2).reshape(batch, 1, heads, value.shape[3]), None
         return self.rotary.attend(module, query, key, value, mask, **kwargs)
 
-    def _rotated_keys(
-        self, module: Any, layer: Layer, places: Tensor, key: Tensor, rung: Tensor, used: tuple[Tensor, Tensor]
-    ) -> Tensor:
-        """All keys rotated for a single query, from the cache's rotated copy if it has one."""
-
-        def turned(x: Tensor, where: Tensor, name: Any, room: Tensor | None = None) -> Tensor:
-            return rotate(x, self.shared(name, lambda: self.rotary.scaled(where, *used)), layer.convention, room)
-
+    def _store(self, module: Any) -> Any:
+        """The cache layer that keeps a rotated copy of its keys; None if none does."""
         store = None if self.cache is None else self.cache.layers[module.layer_idx]
-        n_keys = key.shape[2]
         tracked = torch.is_grad_enabled() or torch.compiler.is_compiling()
-        if not self.rotary.rotated_copy or store is None or store.is_compileable or tracked:
+        kept = self.rotary.rotated_copy and store is not None and not store.is_compileable and not tracked
+        return store if kept else None
+
+    def _rotated_keys(
+        self, store: Any, layer: Layer, key: Tensor, state: Tensor, table: Callable[[Any], tuple[Tensor, Tensor]]
+    ) -> Tensor:
+        """All keys rotated for a single query.
+
+        Args:
+            store: the cache layer that keeps them for the next query, or None.
+            state: what the rotation of a key at one position depends on, of shape (batch, keys).
+            table: cos and sin of some columns.
+        """
+
+        def turned(x: Tensor, columns: Any, name: Any, room: Tensor | None = None) -> Tensor:
+            return rotate(x, self.shared(name, lambda: table(columns)), layer.convention, room)
+
+        n_keys = key.shape[2]
+        if store is None:
             # All layers share one buffer.
             make = functools.partial(torch.empty, key.shape, dtype=torch.float32, device=key.device)
+            tracked = torch.is_grad_enabled() or torch.compiler.is_compiling()
             room = None if tracked else self.shared(("room", key.shape, key.device), make)
-            return turned(key, places, ("keys", n_keys), room)
+            return turned(key, slice(None), ("keys", n_keys), room)
         kept = store.rotated
-        fits = kept is not None and kept.shape[0] == key.shape[0] and kept.shape[2] == n_keys - 1
-        if fits and self.shared("steady", lambda: torch.equal(store.rung, rung)):
-            return store.append_rotated(turned(key[:, :, -1:], places[:, -1:], "new key"))
-        store.rotated, store.rung = turned(key, places, ("keys", n_keys)), rung
-        store._rotated_room = None
-        return store.rotated
+        if kept is not None and kept.shape[0] == key.shape[0] and kept.shape[2] == n_keys - 1:
+            moved = self.shared(("moved", n_keys), lambda: (state[:, :-1] != store.state).any(0).nonzero()[:, 0])
+            kept = store.append_rotated(turned(key[:, :, -1:], slice(-1, None), "new key"))
+            if len(moved):
+                kept[:, :, moved] = turned(key[:, :, moved], moved, ("moved keys", n_keys))
+        else:
+            kept = store.rotated = turned(key, slice(None), ("keys", n_keys))
+            store._rotated_room = None
+        store.state = state
+        return kept
 
     def _by_rung(
         self, module: Any, layer: Layer, rungs: Tensor, places: Tensor, query: Tensor, key: Tensor, value: Tensor,
@@ -214,9 +235,14 @@ class Call:
         return torch.cat(outputs, dim=1), _joined(weights, n_keys)
 
     def _by_branch(
-        self, softmax: Softmax, layer: Layer, places: Tensor, query: Tensor, key: Tensor, value: Tensor, mask: Any
-    ) -> Attended:
-        """Remapped positions: each block of queries attends within every branch, at the branch's positions."""
+        self, softmax: Softmax, layer: Layer, places: Tensor, query: Tensor, key: Tensor, value: Tensor, mask: Any,
+        store: Any,
+    ) -> Attended:  # fmt: skip
+        """Remapped positions: queries attend within every branch, at the branch's positions.
+
+        Args:
+            store: for a single query, the cache layer that keeps a copy of each key, rotated for the key's branch.
+        """
         rotary, method, positions = self.rotary, self.rotary.method, self.positions
         assert isinstance(method, PositionRemapping)
         n_queries, n_keys = query.shape[2], key.shape[2]
@@ -225,9 +251,19 @@ class Call:
         def turned(x: Tensor, name: Any, mapped: Callable[[Tensor], Tensor], where: Tensor) -> Tensor:
             return rotate(x, self.shared(name, lambda: rotary.plain(mapped(where.double()))), layer.convention)
 
+        def mapped_keys() -> Tensor:
+            at = places.double()
+            for branch in branches:
+                at = torch.where(branch.holds(positions, places), branch.key(places.double()), at)
+            return at
+
         # By index, as functions cannot be dictionary keys in a compiled graph; branches may share a function.
         seen: list[Tensor] = []
-        for index, branch in enumerate(branches):
+        if store is not None:
+            at = self.shared(("mapped", n_keys), mapped_keys)
+            seen = [self._rotated_keys(store, layer, key, at, lambda columns: rotary.plain(at[:, columns]))]
+            seen *= len(branches)
+        for index, branch in enumerate(branches if store is None else ()):
             done = [seen[i] for i in range(index) if branches[i].key is branch.key]
             seen += done[:1] or [turned(key, ("key", index, n_keys), branch.key, places)]
 
@@ -239,7 +275,7 @@ class Call:
             return part.masked_fill(~held, float("-inf"))
 
         if softmax.fused(query, key, value):
-            name = "tiles", mask if isinstance(mask, BlockMask) else None, n_keys
+            name = "tiles", mask, n_keys
             of_branch = self.shared(name, lambda: _tiles_of_branches(branches, positions, places, mask))
             if of_branch is not None:
                 joined = Joined(softmax, query)
@@ -288,7 +324,7 @@ def _runs(rungs: Tensor) -> list[tuple[int, int]]:
 
 def _tiles_of_runs(mask: BlockMask, runs: list[tuple[int, int]]) -> list[list[Tile]] | None:
     """The tiles of each run of queries, counted from its first; None if some need a mask."""
-    ranges = mask.ranges()
+    ranges = ranges_of(mask)
     if ranges is None:
         return None
     low, high = ranges
@@ -299,7 +335,7 @@ def _tiles_of_branches(
     branches: tuple[Branch, ...], positions: Tensor, places: Tensor, mask: BlockMask | Tensor | None
 ) -> list[list[Tile]] | None:
     """The tiles of each branch; None if some need a mask, and the device's kernel takes none."""
-    seen = mask.ranges() if isinstance(mask, BlockMask) else None
+    seen = ranges_of(mask)
     ranges = [tiles.of_branch(branch, positions, places, seen) if seen else None for branch in branches]
     found = _all(each and tiles.of_ranges(each) for each in ranges)
     if found is None and positions.device.type == "cpu":

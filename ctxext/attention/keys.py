@@ -29,14 +29,15 @@ class PositionedLayer:
         owner: the extension that computed the keys.
         incoming: positions of the next keys, of shape (batch, tokens); set before each forward pass.
         key_positions: positions of the keys returned by the last update, of shape (batch, keys).
-        rotated: a copy of the keys, rotated for each row's `rung`, if enabled.
+        rotated: a copy of the keys as the last single query saw them, if enabled.
+        state: what its rotations depended on, of shape (batch, keys).
     """
 
     owner: str
     incoming: Tensor | None
     key_positions: Tensor
     rotated: Tensor | None
-    rung: Tensor | None
+    state: Tensor | None
     _rotated_room: Tensor | None
     _places: CacheLayerMixin
 
@@ -71,7 +72,7 @@ class PositionedLayer:
 
 def _followed(name: str) -> Any:
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        self.rotated = self.rung = self._rotated_room = None
+        self.rotated = self.state = self._rotated_room = None
         getattr(self._places, name)(*args, **kwargs)
         return getattr(super(type(self), self), name)(*args, **kwargs)
 
@@ -153,7 +154,7 @@ def expect(cache: Cache, positions: Tensor, owner: str, n_layers: int) -> None:
             new = _blank(type(layer))
             new.__dict__.update(layer.__dict__)
             new.owner, new._places = owner, _places_for(layer)
-            new.rotated = new.rung = new._rotated_room = None
+            new.rotated = new.state = new._rotated_room = None
             layer = cache.layers[index] = new
         else:
             continue  # linear attention has no keys

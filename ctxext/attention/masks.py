@@ -35,26 +35,6 @@ class BlockMask:
         """Whether it is a plain causal mask."""
         return self.causal and self.make["attention_mask"] is None
 
-    def ranges(self) -> tuple[Tensor, Tensor] | None:
-        """The first key that each query sees and the one after the last, each of shape (batch, query).
-
-        None if it may see other than one range of keys.
-        """
-        batch, _, n_queries, n_keys = self.shape
-        if not self.causal:
-            return None
-        padding, device = self.make["attention_mask"], self.make["device"]
-        high = torch.arange(n_queries, device=device)[None] + (self.q_offset - self.kv_offset + 1)
-        low, last = torch.zeros((batch, 1), dtype=torch.long, device=device), n_keys
-        if padding is not None:
-            here = padding[:, self.kv_offset : self.kv_offset + n_keys].to(device).bool()
-            low, last = here.int().argmax(1, keepdim=True), here.sum(1, keepdim=True)
-            last = last + low
-            columns = torch.arange(n_keys, device=device)
-            if not torch.equal(here, (columns >= low) & (columns < last)):
-                return None
-        return low.expand(batch, n_queries), high.clamp(max=last).expand(batch, n_queries)
-
     def block(self, rows: slice, columns: slice) -> Tensor:
         """Whether each query of `rows` attends to each key of `columns`: bool of shape (batch, 1, rows, columns)."""
         mask: Any = sdpa_mask(
@@ -122,6 +102,33 @@ def explicit(mask: BlockMask | Tensor | None, module: Any, query: Tensor, key: T
         return mask
     n_queries, n_keys = query.shape[2], key.shape[2]
     return block_mask(query.shape[0], n_queries, n_keys, q_offset=n_keys - n_queries, device=query.device)
+
+
+def ranges_of(mask: BlockMask | Tensor | None) -> tuple[Tensor, Tensor] | None:
+    """The first key that each query sees and the one after the last, each of shape (batch, query).
+
+    None if some query may see other than one range of keys.
+    """
+    if isinstance(mask, Tensor) and mask.shape[1:3] == (1, 1) and mask.dtype == torch.bool:
+        return _one_range(mask[:, 0, 0])
+    if not isinstance(mask, BlockMask) or not mask.causal:
+        return None
+    (batch, _, n_queries, n_keys), device, padding = mask.shape, mask.make["device"], mask.make["attention_mask"]
+    low, last = torch.zeros((batch, 1), dtype=torch.long, device=device), torch.tensor(n_keys, device=device)
+    if padding is not None:
+        held = _one_range(padding[:, mask.kv_offset : mask.kv_offset + n_keys].to(device).bool())
+        if held is None:
+            return None
+        low, last = held
+    high = torch.arange(n_queries, device=device)[None] + (mask.q_offset - mask.kv_offset + 1)
+    return low.expand(batch, n_queries), high.clamp(max=last).expand(batch, n_queries)
+
+
+def _one_range(here: Tensor) -> tuple[Tensor, Tensor] | None:
+    """The first column of each row that holds, and the one after the last; None if some between do not."""
+    low, count = here.int().argmax(1, keepdim=True), here.sum(1, keepdim=True)
+    columns = torch.arange(here.shape[1], device=here.device)
+    return (low, low + count) if torch.equal(here, (columns >= low) & (columns < low + count)) else None
 
 
 def additive(mask: Tensor, dtype: torch.dtype) -> Tensor:

@@ -135,11 +135,11 @@ class RopeEncoding(Encoding):
             if why_not_portable is None:
                 new = {t.label: _portable(method, ropes[t.label], facts, t, softmax_factor) for t in seen_beyond}
                 parameters = new.get("", {**parameters, **new})  # nested if the old ones were
-        dynamic = isinstance(method, RopeScaling) and method.in_attention and not method.of_the_call
-        if request.rotated_copy and not dynamic:
+        cached = method is not None and method.in_attention and not getattr(method, "of_the_call", False)
+        if request.rotated_copy and not cached:
             raise ValueError(
-                "rotated_copy applies to methods whose scale depends on each query, such as dynamic_ntk, and "
-                f"not to {'native scaling' if method is None else method.name}. Leave it out."
+                "rotated_copy applies to methods that cache keys before rotation, such as dynamic_ntk and "
+                f"self_extend, and not to {'native scaling' if method is None else method.name}. Leave it out."
             )
         plan = RopePlan(
             encoding=self.name,

@@ -36,8 +36,9 @@ WINDOWS = {
     "gemma2-96": ("gemma2", {"sliding_window": 96}),
     "gemma2-32": ("gemma2", {}),
 }
-# One for each way through attention: scaled queries, the same from kept rotated keys, two branches, three.
-KINDS = ["dynamic_ntk", "dynamic_ntk_copy", "self_extend", "dca"]
+# One for each way through attention: scaled queries, two branches, three, and the same from kept rotated keys.
+COPIES = ["dynamic_ntk_copy", "self_extend_copy", "dca_copy"]
+KINDS = ["dynamic_ntk", "self_extend", "dca", *COPIES]
 
 
 @pytest.fixture(autouse=True)
@@ -49,7 +50,7 @@ def _small_blocks(monkeypatch):
 @pytest.mark.parametrize(
     ("method", "cache"),
     [
-        *((method, cache) for method in [*METHODS, "dynamic_ntk_copy"] for cache in ("dynamic", "static")),
+        *((method, cache) for method in [*METHODS, *COPIES, "rerope_copy"] for cache in ("dynamic", "static")),
         ("dynamic_ntk_fine", "dynamic"),
         ("dynamic_ntk", "unconfigured"),
     ],
@@ -95,7 +96,7 @@ def test_a_static_cache_with_room_left_needs_no_mask(method: str, windows: str, 
         assert_rows(read(model, {"input_ids": rows()[0][None]}, cache, chunks), want)
 
 
-@pytest.mark.parametrize("method", ["dynamic_ntk_copy", "self_extend"])
+@pytest.mark.parametrize("method", ["dynamic_ntk_copy", "self_extend", "self_extend_copy"])
 def test_right_padded_rows_go_on_where_they_ended(method: str) -> None:
     """With holes between the cached tokens of a row and its next ones: positions are explicit, the mask has them."""
     model, whole, n_new = extended(method), rows(), 12
@@ -238,28 +239,41 @@ def test_a_copy_of_a_cache_goes_its_own_way(cache: str, copied) -> None:
         assert_rows(follow(model, one, kept, new), want)
 
 
-def test_a_rotated_copy_is_not_that_of_other_rows_or_tokens() -> None:
+@pytest.mark.parametrize("method", COPIES)
+def test_a_rotated_copy_is_not_that_of_other_rows_or_tokens(method: str) -> None:
     """Beams on one rung change places; tokens are taken back, and as many others are read in their place."""
     whole, new = token_ids(130, batch=3), new_tokens(3)
     order, lost = torch.tensor([2, 0, 0]), 6
-    model, reordered, cropped = extended("dynamic_ntk_copy"), DynamicCache(), DynamicCache()
+    model, reordered, cropped = extended(method), DynamicCache(), DynamicCache()
     for store in (reordered, cropped):
         read(model, {"input_ids": whole}, store, [128, 1, 1])
     reordered.reorder_cache(order)
     found = read(model, {"input_ids": torch.cat([whole[order], new], 1)}, reordered, [1] * 11)
-    assert_rows(found, continued("dynamic_ntk_copy", list(whole[order]), new))
+    assert_rows(found, continued(method, list(whole[order]), new))
     cropped.crop(-lost)
     found = read(model, {"input_ids": torch.cat([whole[:, :-lost], new], 1)}, cropped, [lost, *[1] * 5])
-    assert_rows(found, continued("dynamic_ntk_copy", list(whole[:, :-lost]), new))
+    assert_rows(found, continued(method, list(whole[:, :-lost]), new))
 
 
-def test_a_rotated_copy_is_kept_and_grows_by_one_key() -> None:
-    model, store, _ = filled("dynamic_ntk_copy", "dynamic")
-    before = store.layers[0].rotated
+@pytest.mark.parametrize(("method", "moved"), [("dynamic_ntk_copy", 0), ("self_extend_copy", 1), ("dca_copy", 0)])
+def test_a_rotated_copy_is_kept_and_grows_by_one_key(method: str, moved: int) -> None:
+    """But for the key that leaves the window of exact distances of the row that grows."""
+    model, store, _ = filled(method, "dynamic")
+    before = store.layers[0].rotated.clone()
     read(model, padded([row[:151] for row in rows()], "left"), store, [1])
     after = store.layers[0].rotated
     assert after.shape[2] == before.shape[2] + 1 == 151
-    assert torch.equal(after[:, :, :150], before)
+    assert int((after[:, :, :150] != before).any(-1).any(1).sum()) == moved
+
+
+@pytest.mark.usefixtures("float64")
+@pytest.mark.parametrize("method", ["dynamic_ntk", "self_extend", "rerope", "dca"])
+def test_a_rotated_copy_changes_no_number(method: str) -> None:
+    batch, found = padded(rows(), "left"), []
+    for name in (method, f"{method}_copy"):
+        model = extended(name)
+        found.append(read(model, batch, DynamicCache(config=model.config), CHUNKS)[batch["attention_mask"].bool()])
+    torch.testing.assert_close(found[0], found[1], rtol=0, atol=1e-9)
 
 
 def test_storing_positions_leaves_the_stock_layers_alone() -> None:

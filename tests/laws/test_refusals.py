@@ -583,8 +583,8 @@ def test_a_layer_of_a_model_that_rotates_late_is_not_run_alone(llama: Any) -> No
         llama.model.layers[0](hidden, position_embeddings=llama.model.rotary_emb(hidden, positions))
 
 
-@pytest.mark.parametrize("method", ["yarn", "self_extend", "rerope", "dca", "transformers_dynamic"])
-def test_a_rotated_copy_is_for_scales_that_follow_each_query(llama: Any, method: str) -> None:
+@pytest.mark.parametrize("method", ["yarn", "transformers_dynamic"])
+def test_a_rotated_copy_is_for_methods_that_cache_keys_before_rotation(llama: Any, method: str) -> None:
     refuses(
         llama,
         ValueError,

@@ -162,6 +162,9 @@ LATE: dict[str, tuple[Callable[[int], dict[str, Any]], Formula]] = {
     "dca": (_named("dca"), dca),
     "dynamic_ntk_fine": (_named("dynamic_ntk", ratio=1.1), functools.partial(dynamic_ntk, ratio=1.1)),
     "dynamic_ntk_copy": (_named("dynamic_ntk", rotated_copy=True), dynamic_ntk),
+    "self_extend_copy": (_named("self_extend", rotated_copy=True), self_extend),
+    "rerope_copy": (_named("rerope", rotated_copy=True), rerope),
+    "dca_copy": (_named("dca", rotated_copy=True), dca),
 }
 METHODS = ["dynamic_ntk", "dynamic_yarn", "longrope", "longrope_start", "self_extend", "rerope", "dca"]
 
