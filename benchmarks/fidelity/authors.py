@@ -66,7 +66,8 @@ def grid() -> Iterator[tuple[Case, int, float, int, float]]:
 def load(path: Path) -> ModuleType:
     """The module in a file, without the package around it."""
     spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None and spec.loader is not None
+    assert spec is not None
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
@@ -152,6 +153,21 @@ def posgen(file: Path) -> Iterator[Case]:
         yield {**case, "attention_factor": getattr(made, "mscale", 1.0), "inv_freq": numbers(inv_freq)}
 
 
+def posgen_sequences(file: Path) -> Iterator[Case]:
+    """Sequences of the three subtasks from a few beginnings, by the classes that write their data."""
+
+    namespace = {"Dataset": object, "List": list, "PreTrainedTokenizerFast": None}
+    base = one_class(file, "SequenceDataset", **namespace)
+    for subtask, name in (("recursive", "recurrent"), ("cot", "cot"), ("semi_recursive", "semi_recurrent")):
+        class_name = "".join(part.capitalize() for part in name.split("_")) + "SequenceDataset"
+        made = one_class(file.with_name(f"{name}_sequence.py"), class_name, SequenceDataset=base)
+        # Their constructor makes files.
+        rule = made.__new__(made)
+        vars(rule).update(near_count=3, far_count=1, total_dependency_count=4, modular=17, arith_task="mod_addition")
+        for begin in ([0, 1, 2, 3], [0, 1, 2, 4], [0, 1, 2, 5], [0, 1, 2, 6]):
+            yield {"subtask": subtask, "numbers": rule._extend_sequence(list(begin), 256)}
+
+
 def one_class(file: Path, name: str, **namespace: Any) -> Any:
     """The class `name` of a file that itself needs an older transformers, executed as it is in `namespace`."""
     tree = ast.parse(file.read_text())
@@ -234,7 +250,8 @@ def chunkllama(file: Path) -> Iterator[Case]:
                 assert angles.nan_to_num().sub(angles.nan_to_num().round()).abs().max() < 0.2, "an unclear distance"
                 block = angles.round().nan_to_num(-1).long()
                 distances[begin : begin + len(block), first:last] = block
-        assert next(logits, None) is None and (distances.tril().ge(0) | distances.triu(1).bool()).all()
+        assert next(logits, None) is None
+        assert (distances.tril().ge(0) | distances.triu(1).bool()).all()
         rows = [row[: k + 1].tolist() for k, row in enumerate(distances)]
         yield {
             "length": trained,
@@ -246,16 +263,16 @@ def chunkllama(file: Path) -> Iterator[Case]:
 
 
 def longppl(file: Path) -> Iterator[Case]:
-    """Key tokens of the texts of longppl.py by their function, as intervals of characters."""
-    sys.path.append(str(Path(__file__).parent))
-    from key_tokens import SHORT, model_and_tokenizer, texts
+    """Key tokens of the texts of key_tokens.py by their function, as intervals of characters."""
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+    from fidelity.key_tokens import LENGTHS, SHORT, model_and_tokenizer, texts
 
     find = load(file).find_key_token
-    for bos in (False, True):
+    for bos, ends in ((False, "whole blocks"), (False, "a short last block"), (True, "whole blocks")):
         model, tokenizer = model_and_tokenizer(bos)
-        for text in texts(tokenizer):
+        for text in texts(tokenizer, LENGTHS[ends]):
             found = find(text, model, tokenizer, trunc_len=SHORT // 2, sliding_window=SHORT // 2)
-            yield {"bos": bos, "short": SHORT, "intervals": found.tolist()}
+            yield {"bos": bos, "ends": ends, "intervals": found.tolist()}
 
 
 YARN = ("jquesnelle/yarn", "995db5b575e75230b3384d658f8b944c9662f775")
@@ -264,20 +281,17 @@ SOURCES = {
     "yarn": Source(*YARN, "scaled_rope/LlamaYaRNScaledRotaryEmbedding.py", yarn),
     "ntk": Source(*YARN, "scaled_rope/LlamaNTKScaledRotaryEmbedding.py", ntk),
     "dynamic_yarn": Source(*YARN, "scaled_rope/LlamaDynamicYaRNScaledRotaryEmbedding.py", dynamic_yarn),
-    "longrope": Source(
-        "microsoft/LongRoPE", "c9e56aa54007c328399677232a489feec446e4b8", "rope/longrope.py", longrope
-    ),
+    "longrope": Source("microsoft/LongRoPE", "c9e56aa54007c328399677232a489feec446e4b8", "rope/longrope.py", longrope),
     "resonance": Source(
         *RESONANCE, "llama_finetuning/scaled_rope/LlamaYaRNScaledResonanceRotaryEmbedding.py", resonance
     ),
     "posgen": Source(*RESONANCE, "src/models/components/positional_embedding/rotary_resonance.py", posgen),
+    "posgen_sequences": Source(*RESONANCE, "src/data/components/base_sequence_dataset.py", posgen_sequences),
     "dca": Source(
         "HKUNLP/ChunkLlama", "2add4d7c99d24dcc1ab03414cc602abb2e28cf2c", "chunkllama_attn_replace.py", chunkllama
     ),
     "cope": Source("hrlics/CoPE", "ed52ba5e2d80aaea7577144109c572e93e84e537", "modeling_cope.py", cope),
-    "longppl": Source(
-        "PKU-ML/LongPPL", "1decd2a70d9ee78488adea49c088f8bc472f4938", "longppl/longppl.py", longppl
-    ),
+    "longppl": Source("PKU-ML/LongPPL", "1decd2a70d9ee78488adea49c088f8bc472f4938", "longppl/longppl.py", longppl),
 }
 
 

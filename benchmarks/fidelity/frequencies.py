@@ -1,4 +1,4 @@
-"""λ, attention factors and distances of ctxext beside `docs/fidelity/authors.json`, the numbers of the authors' code."""
+"""λ, attention factors and distances of ctxext beside those of the authors' code, in docs/fidelity/authors.json."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from functools import cache
 from typing import Any
 
 import torch
-from authors import GOLDEN, Case
-from row import Row
+from fidelity.authors import GOLDEN, Case
+from fidelity.row import Row
 
 from ctxext.encodings.rope import RopeGeometry
 from ctxext.methods import ABF, DualChunkAttention, DynamicYaRN, LongRoPE, NTKAware, Resonance, RopeScaling, YaRN
@@ -122,5 +122,9 @@ def rows(tiny: bool = False) -> Iterator[Row]:
     pairs = sum(n for _, _, n in settings)
     wrong = sum(wrong for _, wrong, _ in settings)
     yield Row(
-        "DCA: distances of query and key that differ", wrong, 0, part="dca", n=f"{len(settings)} settings, {pairs:,} pairs"
+        "DCA: distances of query and key that differ",
+        wrong,
+        0,
+        part="dca",
+        n=f"{len(settings)} settings, {pairs:,} pairs",
     )
