@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 
-.PHONY: demo test test-all lint at-scale smollm2 in-attention verify fit benchmark soak finetune positions families figures clean
+.PHONY: demo test test-all lint at-scale smollm2 in-attention verify fit benchmark soak finetune positions families figures fidelity clean
 
 $(VENV)/demo.stamp: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -79,6 +79,9 @@ finetune: $(VENV)/dev.stamp  ## the bundled model fine-tuned at four times its l
 positions: $(VENV)/dev.stamp  ## five position encodings trained alike at one length, read at four times it
 	$(BIN)/python benchmarks/train_short_test_long.py
 	$(BIN)/python docs/update_readme.py
+
+fidelity: $(VENV)/dev.stamp  ## beside the authors' code, longppl, lm-eval and a plain loop; training: posgen.py, cope.py
+	$(BIN)/python benchmarks/fidelity/run.py
 
 families: $(VENV)/dev.stamp  ## every model type of transformers built small, extended and compared
 	PYTHONPATH=tools $(BIN)/python -m survey --json docs/families.json --markdown docs/families.md

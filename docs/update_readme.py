@@ -331,6 +331,102 @@ def smollm2_table() -> str:
     return table(head, rows, note)
 
 
+def fidelity_table(section: str) -> str:
+    """Comparisons of a section of docs/fidelity/summary.json, one number a row."""
+    record = read("docs/fidelity/summary.json")
+    rows = []
+    for name, figure in record["figures"].items():
+        about = record["about"][name]
+        if about["section"] == section:
+            bar = figure["bar"].removeprefix("<= ") if figure["ok"] else f"{figure['bar']}: exceeded"
+            source = f"[{about['source']}]({about['link']})"
+            rows.append([name, f"{figure['value']:.2g}", bar, about["of"], source, f"`{about['command']}`"])
+    return table(["", "", "bar", "over", "the other side", "made by"], rows)
+
+
+def fidelity_ruler_table() -> str:
+    """RULER's tasks in lm-eval and here, of docs/fidelity/summary.json."""
+    tasks = read("docs/fidelity/summary.json")["ruler"]
+    rows = [
+        [
+            f"`{name}`",
+            *(f"{n:,}" for n in of["tokens"]),
+            "alike" if of["worded_alike"] else "not",
+            "; ".join(of["reasons"]),
+        ]
+        for name, of in tasks.items()
+    ]
+    head = ["task", "tokens, lm-eval", "tokens, NVIDIA's code and ours", "worded", "why"]
+    return table(head, rows, "The longest of three prompts at 4,096 tokens, one token a word, without the answer.")
+
+
+def percent_with_interval(found: dict[str, Any]) -> str:
+    ends = "" if found["low"] is None else f" [{found['low']:.1f}, {found['high']:.1f}]"
+    return f"{found['value']:.1f}{ends}"
+
+
+def posgen_table() -> str:
+    """Accuracy beyond 64 numbers in percent, the paper's and ours, of docs/fidelity/posgen.json."""
+    record = read("docs/fidelity/posgen.json")
+    subtasks = record["subtasks"]
+    names = {
+        "rope": "RoPE",
+        "resonance": "Resonance RoPE",
+        "yarn": "YaRN ×4",
+        "resonance_yarn": "Resonance YaRN ×4",
+        "yarn, ramp over 64": "YaRN ×4, ramp over the trained length",
+        "resonance_yarn, ramp over 64": "Resonance YaRN ×4, ramp over the trained length",
+    }
+    rows = []
+    for key, name in names.items():
+        row = [name]
+        for subtask, of in subtasks.items():
+            paper = record["paper"].get(key)
+            row += ["" if paper is None else f"{paper[subtask]:.2f}", percent_with_interval(of["found"][key]["beyond"])]
+        rows.append(row)
+    row = ["within 64, RoPE"]
+    for of in subtasks.values():
+        row += ["", percent_with_interval(of["found"]["rope"]["within"])]
+    rows.append(row)
+    head = ["", *(f"{subtask.replace('_', '-')}, {whose}" for subtask in subtasks for whose in ("paper", "ours"))]
+    settings = "; ".join(
+        f"{subtask.replace('_', '-')}: {counted(len(of['found']['rope']['beyond']['seeds']), 'seed')}, "
+        f"{of['setting']['steps']:,} steps"
+        for subtask, of in subtasks.items()
+    )
+    return table(
+        head, rows, f"Percent, 95% intervals over seeds. {settings}; from {link('docs/fidelity/posgen.json', 'docs')}."
+    )
+
+
+def posgen_difference_table() -> str:
+    """What rounding the wavelengths changes, paired by seed, of docs/fidelity/posgen.json."""
+    subtasks = read("docs/fidelity/posgen.json")["subtasks"]
+    rows = []
+    for key, name in (("resonance", "Resonance RoPE − RoPE"), ("resonance_yarn", "Resonance YaRN − YaRN")):
+        found = [of["found"][key]["against_unrounded"] for of in subtasks.values()]
+        rows.append([name, *(percent_with_interval(each) for each in found)])
+    head = ["points beyond 64", *(subtask.replace("_", "-") for subtask in subtasks)]
+    return table(head, rows, "Models of one seed see the same batches.")
+
+
+def cope_table() -> str:
+    """Loss beyond that of plain RoPE, of docs/fidelity/cope.json."""
+    record = read("docs/fidelity/cope.json")
+    ends = list(record["found"]["rope"])
+    rows = []
+    for name, found in record["found"].items():
+        cells = [
+            f"{found[end]['loss']['value']:.3f}" if name == "rope" else interval(found[end]["against_rope"])
+            for end in ends
+        ]
+        rows.append([f"{name} (loss, nats)" if name == "rope" else name, *cells])
+    head = ["loss more than plain RoPE's (nats)", *(f"at {int(end):,}" for end in ends)]
+    seeds = len(record["found"]["rope"][ends[0]]["loss"]["seeds"])
+    note = f"{counted(seeds, 'seed')}, 95% intervals over them; from {link('docs/fidelity/cope.json', 'docs')}."
+    return table(head, rows, note)
+
+
 TABLES = {
     "README.md": {
         "fit": partial(fit_table, False, "."),
@@ -356,6 +452,12 @@ TABLES = {
         "choice": choice_table,
         "evaluators": evaluators_table,
         "finetune": finetune_memory_table,
+    },
+    "docs/fidelity.md": {
+        **{section: partial(fidelity_table, section) for section in ("frequencies", "sliding", "key_tokens", "ruler")},
+        "ruler-tasks": fidelity_ruler_table,
+        "posgen": posgen_table,
+        "posgen-differences": posgen_difference_table,
     },
     "docs/engines.md": {"engines": engine_table},
     "docs/positions/README.md": {

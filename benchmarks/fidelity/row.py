@@ -22,7 +22,7 @@ class Row:
         name: what is compared, and in which unit.
         value: the number.
         at_most: the bar; None for a number without one.
-        part: the source: a part of authors.json, or an entry of `run.SOURCES`.
+        part: the source: a part of authors.json, or one that `run.origin` knows.
         n: over how many settings, tokens or samples.
     """
 

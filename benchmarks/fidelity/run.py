@@ -25,14 +25,20 @@ from report import Report
 COMMAND = "python benchmarks/fidelity/run.py"
 
 
-def source(part: str) -> str:
-    """Where the other side of a comparison comes from."""
+def origin(part: str) -> dict[str, str]:
+    """Where the other side of a comparison comes from, and the command that made it."""
     if part == "lm-eval":
-        return f"lm_eval {importlib.metadata.version('lm_eval')} on PyPI"
+        version = importlib.metadata.version("lm_eval")
+        return {"source": f"lm_eval {version}, ruler", "link": "https://pypi.org/project/lm_eval", "command": COMMAND}
     if part == "loop":
-        return "a loop over transformers, in sliding.py"
+        return {"source": "a loop in sliding.py", "link": "../benchmarks/fidelity/sliding.py", "command": COMMAND}
     of = frequencies.golden()[part]
-    return f"{of['repository']}/blob/{of['commit']}/{of['file']}"
+    repository = of["repository"].removeprefix("https://github.com/")
+    return {
+        "source": f"{repository}@{of['commit'][:7]}",
+        "link": f"{of['repository']}/blob/{of['commit']}/{of['file']}",
+        "command": of["command"],
+    }
 
 
 def sections(tiny: bool) -> Iterator[tuple[str, list[Row]]]:
@@ -51,7 +57,7 @@ def main() -> None:
     for section, rows in (*sections(args.tiny), ("ruler", list(ruler_lm_eval.rows(tasks)))):
         for row in rows:
             report.add(row.name, row.value, at_most=row.at_most)
-            about[row.name] = {"section": section, "of": row.n, "source": source(row.part)}
+            about[row.name] = {"section": section, "of": row.n, **origin(row.part)}
     ruler = {
         one.task: {"worded_alike": one.worded_alike, "tokens": one.tokens, "reasons": one.reasons} for one in tasks
     }

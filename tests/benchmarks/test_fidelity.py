@@ -1,0 +1,134 @@
+"""What ctxext computes is what the authors' code computed, and the comparisons of benchmarks/fidelity can fail."""
+
+from __future__ import annotations
+
+import copy
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fidelity import cope, frequencies, posgen, ruler_lm_eval, sliding
+from fidelity.authors import SOURCES
+from fidelity.row import spread
+
+ROOT = Path(__file__).parents[2]
+SUMMARY = json.loads((ROOT / "docs/fidelity/summary.json").read_text())
+
+CASES = [
+    pytest.param(part, case, id="-".join([part, *(str(case[key]) for key in ("model", "encoding", "factor") if key in case)]))
+    for part in frequencies.TITLES
+    for case in frequencies.compared(part)
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("part", "case"), CASES)
+def test_frequencies_and_attention_factors_are_the_authors(part: str, case: dict[str, Any]) -> None:
+    assert max(frequencies.difference(part, case)) <= frequencies.FLOAT32
+
+
+@pytest.mark.parametrize("part", frequencies.TITLES)
+def test_a_change_of_one_frequency_in_ten_thousand_is_seen(part: str) -> None:
+    for pair in (0, 1):
+        case = copy.deepcopy(frequencies.compared(part)[-1])
+        case["inv_freq"][pair] *= 1 + 1e-4
+        assert max(frequencies.difference(part, case)) > frequencies.FLOAT32
+
+
+def test_distances_of_dual_chunk_attention_are_the_authors() -> None:
+    settings = list(frequencies.distance_differences())
+    assert all(pairs > 1000 and wrong == 0 for _, wrong, pairs in settings)
+    # Whole chunks are farther apart than the next in some.
+    assert all(case["distances"][-1][0] == case["chunk_size"] for case, _, _ in settings[:3])
+
+
+def test_goldens_name_the_repository_commit_file_and_command() -> None:
+    golden = frequencies.golden()
+    assert set(golden) == set(SOURCES)
+    for part, source in SOURCES.items():
+        record = golden[part]
+        assert record["repository"].endswith(source.repository)
+        assert (record["commit"], record["file"]) == (source.commit, source.file)
+        assert record["command"].startswith(f"python benchmarks/fidelity/authors.py {part} ")
+        assert record["cases"]
+
+
+def test_sequences_of_posgen_are_the_authors() -> None:
+    differ, total = posgen.numbers_that_differ()
+    assert (differ, total) == (0, 3 * 4 * 256)
+
+
+@pytest.mark.parametrize(("subtask", "back"), [("recursive", 4), ("cot", 3)])
+def test_two_tokens_give_the_next_of_posgen_away(subtask: str, back: int) -> None:
+    # As docs/fidelity.md says: the sum's other terms cancel out.
+    rows = posgen.sequences(subtask, 50)[:, 1:]
+    shortcut = (2 * rows[:, back:-1] - rows[:, : -back - 1]) % posgen.MODULUS
+    first = posgen.GIVEN + 1  # the first number follows from all four
+    assert torch.equal(shortcut[:, first - back - 1 :], rows[:, first:])
+
+
+def test_a_spread_is_students() -> None:
+    found = spread([1.0, 2.0, 3.0, 4.0, 5.0])
+    assert found["value"] == 3.0
+    assert found["high"] - 3.0 == pytest.approx(2.776 * 1.5811 / 5**0.5, rel=1e-3)
+    assert spread([1.0])["low"] is None
+
+
+def test_every_number_of_the_page_has_a_source_and_a_command_and_keeps_its_bar() -> None:
+    assert SUMMARY["figures"].keys() == SUMMARY["about"].keys()
+    assert all(figure["ok"] for figure in SUMMARY["figures"].values())
+    for about in SUMMARY["about"].values():
+        assert about["source"]
+        assert about["link"]
+        assert about["command"].startswith("python benchmarks/fidelity/")
+    assert SUMMARY["ruler"].keys() == set(ruler_lm_eval.RULER)
+
+
+def test_losses_of_another_model_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    loop = sliding.token_by_token
+    monkeypatch.setattr(sliding, "token_by_token", lambda model, ids, first: loop(model, ids[:-1] + ids[:1], first))
+    found = {row.name: row for row in sliding.rows(tiny=True)}
+    row = found["sliding perplexity: loss of a token, largest difference (nats)"]
+    assert row.at_most is not None
+    assert row.value > row.at_most
+
+
+def test_an_unexpected_difference_from_lm_eval_is_counted() -> None:
+    alike = ruler_lm_eval.Compared("niah_single_1", True, (3858, 3953), 0, 24)
+    assert alike.unexplained == 0
+    assert replace(alike, worded_alike=False).unexplained == 1
+    assert replace(alike, tokens=(3953, 3953)).unexplained == 1
+
+
+@pytest.mark.slow
+def test_every_comparison_runs_tiny(tmp_path: Path) -> None:
+    command = [sys.executable, "benchmarks/fidelity/run.py", "--tiny", "--output", str(tmp_path / "summary.json")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count(" ok\n") == len(SUMMARY["figures"])
+
+
+@pytest.mark.slow
+def test_posgen_is_trained_read_and_resumed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    setting = posgen.Setting(steps=2, test_sequences=4, hidden=32, intermediate=32, sequences=40)
+    found = posgen.measured("recursive", 2, setting, tmp_path)
+    assert len(found["found"]["resonance_yarn"]["against_unrounded"]["seeds"]) == 2
+    assert capsys.readouterr().out.count("\n") == 4
+    assert posgen.measured("recursive", 2, setting, tmp_path) == found
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.slow
+def test_cope_is_trained_beside_its_baseline(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    small = cope.Setting(length=64, steps=2, hidden=32, windows=1, characters=20_000, vocab_size=300)
+    found = cope.measured(2, small, tmp_path)["found"]
+    assert set(cope.ARMS) < set(found)
+    assert found["rope"]["128"]["against_rope"]["value"] == 0
+    assert found["cope n=20"]["128"]["against_rope"]["value"] != 0
+    assert capsys.readouterr().out.count("\n") == 6
+    cope.measured(2, small, tmp_path)
+    assert capsys.readouterr().out == ""
