@@ -14,6 +14,7 @@ import importlib
 import importlib.util
 import json
 import math
+import platform
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -24,6 +25,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from ctxext.utils.machine import versions
 
 ROOT = Path(__file__).resolve().parents[2]
 GOLDEN = ROOT / "docs/fidelity/authors.json"
@@ -297,17 +300,21 @@ SOURCES = {
 
 def main(name: str, checkout: str) -> None:
     source = SOURCES[name]
-    git = ["git", "-C", checkout]
-    head = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
-    changed = subprocess.run([*git, "diff", "HEAD", "--", source.file], capture_output=True, text=True, check=True)
-    if head != source.commit or changed.stdout:
-        raise SystemExit(f"error: {checkout} must be at commit {source.commit}, with {source.file} as it is there.")
+    head, changed = (
+        subprocess.run(["git", "-C", checkout, *command], capture_output=True, text=True, check=True).stdout.strip()
+        for command in (["rev-parse", "HEAD"], ["diff", "HEAD", "--diff-filter=M", "--name-only"])
+    )
+    if head != source.commit or changed:
+        raise SystemExit(
+            f"error: {checkout} must be an unchanged clone at {source.commit}, got {head} {changed}".rstrip()
+        )
     golden = json.loads(GOLDEN.read_text()) if GOLDEN.is_file() else {}
     golden[name] = {
         "repository": f"https://github.com/{source.repository}",
         "commit": source.commit,
         "file": source.file,
         "command": f"python benchmarks/fidelity/authors.py {name} {source.repository.partition('/')[2]}",
+        "versions": {**versions(), "python": platform.python_version()},
         "cases": list(source.run(Path(checkout) / source.file)),
     }
     GOLDEN.parent.mkdir(parents=True, exist_ok=True)

@@ -19,11 +19,13 @@ from fidelity.row import spread
 ROOT = Path(__file__).parents[2]
 SUMMARY = json.loads((ROOT / "docs/fidelity/summary.json").read_text())
 
-CASES = [
-    pytest.param(part, case, id="-".join([part, *(str(case[key]) for key in ("model", "encoding", "factor") if key in case)]))
-    for part in frequencies.TITLES
-    for case in frequencies.compared(part)
-]  # fmt: skip
+
+def named(part: str, case: dict[str, Any]) -> Any:
+    setting = (str(case[key]) for key in ("model", "encoding", "factor") if key in case)
+    return pytest.param(part, case, id="-".join([part, *setting]))
+
+
+CASES = [named(part, case) for part in frequencies.TITLES for case in frequencies.compared(part)]
 
 
 @pytest.mark.parametrize(("part", "case"), CASES)
