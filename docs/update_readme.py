@@ -42,8 +42,9 @@ def link(file: str, page: str) -> str:
     return f"[{file}]({os.path.relpath(file, page)})"
 
 
-def interval(found: dict[str, float], digits: int = 3) -> str:
-    return f"{found['value']:+.{digits}f} [{found['low']:+.{digits}f}, {found['high']:+.{digits}f}]"
+def interval(found: dict[str, Any], digits: int = 3) -> str:
+    ends = "" if found["low"] is None else f" [{found['low']:+.{digits}f}, {found['high']:+.{digits}f}]"
+    return f"{found['value']:+.{digits}f}{ends}"
 
 
 def span(band: str) -> str:
@@ -360,8 +361,18 @@ def fidelity_ruler_table() -> str:
     return table(head, rows, "The longest of three prompts at 4,096 tokens, one token a word, without the answer.")
 
 
+POSGEN = {
+    "rope": "RoPE",
+    "resonance": "Resonance RoPE",
+    "yarn": "YaRN ×4",
+    "resonance_yarn": "Resonance YaRN ×4",
+    "yarn, ramp over 64": "YaRN ×4, ramp over the trained length",
+    "resonance_yarn, ramp over 64": "Resonance YaRN ×4, ramp over the trained length",
+}
+
+
 def percent_with_interval(found: dict[str, Any]) -> str:
-    ends = "" if found["low"] is None else f" [{found['low']:.1f}, {found['high']:.1f}]"
+    ends = "" if found["low"] is None else f" [{max(found['low'], 0):.1f}, {min(found['high'], 100):.1f}]"
     return f"{found['value']:.1f}{ends}"
 
 
@@ -369,16 +380,8 @@ def posgen_table() -> str:
     """Accuracy beyond 64 numbers in percent, the paper's and ours, of docs/fidelity/posgen.json."""
     record = read("docs/fidelity/posgen.json")
     subtasks = record["subtasks"]
-    names = {
-        "rope": "RoPE",
-        "resonance": "Resonance RoPE",
-        "yarn": "YaRN ×4",
-        "resonance_yarn": "Resonance YaRN ×4",
-        "yarn, ramp over 64": "YaRN ×4, ramp over the trained length",
-        "resonance_yarn, ramp over 64": "Resonance YaRN ×4, ramp over the trained length",
-    }
     rows = []
-    for key, name in names.items():
+    for key, name in POSGEN.items():
         row = [name]
         for subtask, of in subtasks.items():
             paper = record["paper"].get(key)
@@ -400,14 +403,17 @@ def posgen_table() -> str:
 
 
 def posgen_difference_table() -> str:
-    """What rounding the wavelengths changes, paired by seed, of docs/fidelity/posgen.json."""
+    """Differences of accuracy beyond 64 numbers, paired by seed, of docs/fidelity/posgen.json."""
     subtasks = read("docs/fidelity/posgen.json")["subtasks"]
     rows = []
-    for key, name in (("resonance", "Resonance RoPE − RoPE"), ("resonance_yarn", "Resonance YaRN − YaRN")):
-        found = [of["found"][key]["against_unrounded"] for of in subtasks.values()]
-        rows.append([name, *(percent_with_interval(each) for each in found)])
+    for name in next(iter(subtasks.values()))["differences"]:
+        found = [of["differences"][name] for of in subtasks.values()]
+        said = " − ".join(POSGEN[key] for key in name.split(" − "))
+        rows.append(
+            [said, *(interval(each, 1) if each["low"] is not None else f"{each['value']:+.1f}" for each in found)]
+        )
     head = ["points beyond 64", *(subtask.replace("_", "-") for subtask in subtasks)]
-    return table(head, rows, "Models of one seed see the same batches.")
+    return table(head, rows, "95% intervals over seeds; models of one seed see the same batches.")
 
 
 def cope_table() -> str:
@@ -458,6 +464,7 @@ TABLES = {
         "ruler-tasks": fidelity_ruler_table,
         "posgen": posgen_table,
         "posgen-differences": posgen_difference_table,
+        "cope": cope_table,
     },
     "docs/engines.md": {"engines": engine_table},
     "docs/positions/README.md": {

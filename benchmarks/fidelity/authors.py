@@ -139,7 +139,7 @@ def posgen(file: Path) -> Iterator[Case]:
     for package in ("src", "src.models", "src.models.components", "src.models.components.positional_embedding"):
         # Packages without their __init__, which imports the whole training code.
         sys.modules[package] = ModuleType(package)
-        sys.modules[package].__path__ = [str(file.parents[4] / package.replace(".", "/"))]  # type: ignore[attr-defined]
+        sys.modules[package].__path__ = [str(file.parents[4] / package.replace(".", "/"))]
     plain = importlib.import_module(f"{package}.rotary_scaled")
     rounded = importlib.import_module(f"{package}.rotary_resonance")
     dim, theta, trained, target = 64, 1e4, 65, 257
@@ -174,7 +174,7 @@ def posgen_sequences(file: Path) -> Iterator[Case]:
 def one_class(file: Path, name: str, **namespace: Any) -> Any:
     """The class `name` of a file that itself needs an older transformers, executed as it is in `namespace`."""
     tree = ast.parse(file.read_text())
-    body = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == name]
+    body: list[ast.stmt] = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == name]
     exec(compile(ast.Module(body, type_ignores=[]), str(file), "exec"), namespace)
     return namespace[name]
 

@@ -177,10 +177,11 @@ def cell(arm: str, seed: int, setting: Setting, runs: Path) -> dict[str, Any]:
     started = time.perf_counter()
     model = train(ARMS[arm], seed, setting)
     trained = time.perf_counter() - started
-    record = {"setting": asdict(setting), "seconds": round(trained), "found": readings(arm, model, setting)}
+    found = readings(arm, model, setting)
+    record = {"setting": asdict(setting), "seconds": round(trained), "found": found}
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(record))
-    print(path.stem, record["seconds"], record["found"][arm], flush=True)
+    print(path.stem, record["seconds"], found[arm], flush=True)
     return record
 
 

@@ -42,7 +42,7 @@ def texts(tokenizer: PreTrainedTokenizerBase, length: int) -> Iterator[str]:
         else:
             place = Place("passkey", length + 16, 0.1 + 0.07 * trial, trial, 0)
             ids = Passkey().sample(place, prompter, haystack).input_ids
-        text = tokenizer.decode(ids, skip_special_tokens=True)
+        text = str(tokenizer.decode(list(ids), skip_special_tokens=True))
         # Its beginning is cut off, as far as `length` tokens are left.
         starts = (a for a, _ in tokenizer(text, return_offsets_mapping=True, verbose=False)["offset_mapping"])
         yield next(text[a:] for a in starts if len(tokenizer(text[a:], verbose=False)["input_ids"]) == length)

@@ -81,6 +81,14 @@ PAPER = {
     "resonance_yarn": {"recursive": 98.30, "cot": 99.58, "semi_recursive": 48.46},
 }
 
+# What is compared by seed: models of one seed see the same batches.
+PAIRS = (
+    ("rope", "resonance"),
+    ("yarn", "resonance_yarn"),
+    ("rope", "yarn"),
+    ("yarn", "yarn, ramp over 64"),
+)
+
 
 def sequences(subtask: str, n: int, length: int = TARGET) -> Tensor:
     """`(n, 1 + length)`: the end-of-sequence token, four increasing numbers, and what the rule makes of them."""
@@ -200,11 +208,12 @@ def measured(subtask: str, seeds: int, setting: Setting, runs: Path) -> dict[str
     for name in names:
         of = [one["found"][name] for one in cells if name in one["found"]]
         found[name] = {kind: spread([100 * each[kind] for each in of]) for kind in ("within", "beyond", "first")}
-    for base, other in (("rope", "resonance"), ("yarn", "resonance_yarn")):
+    differences = {}
+    for base, other in PAIRS:
         more = [b - a for a, b in zip(found[base]["beyond"]["seeds"], found[other]["beyond"]["seeds"])]
-        found[other]["against_unrounded"] = spread(more)
+        differences[f"{other} − {base}"] = spread(more)
     seconds = [one["seconds"] for one in cells]
-    return {"setting": asdict(setting), "seconds_to_train": seconds, "found": found}
+    return {"setting": asdict(setting), "seconds_to_train": seconds, "found": found, "differences": differences}
 
 
 def steps_of(subtask: str, setting: Setting) -> Setting:

@@ -118,7 +118,7 @@ def test_every_comparison_runs_tiny(tmp_path: Path) -> None:
 def test_posgen_is_trained_read_and_resumed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     setting = posgen.Setting(steps=2, test_sequences=4, hidden=32, intermediate=32, sequences=40)
     found = posgen.measured("recursive", 2, setting, tmp_path)
-    assert len(found["found"]["resonance_yarn"]["against_unrounded"]["seeds"]) == 2
+    assert len(found["differences"]["resonance_yarn − yarn"]["seeds"]) == 2
     assert capsys.readouterr().out.count("\n") == 4
     assert posgen.measured("recursive", 2, setting, tmp_path) == found
     assert capsys.readouterr().out == ""
