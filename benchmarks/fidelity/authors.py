@@ -47,6 +47,8 @@ GEOMETRIES: dict[str, tuple[int, float, int]] = {
     "theta 100": (32, 1e2, 777),
 }
 FACTORS = (1.0, 1.5, 4.0, 32.0)
+# Every pair makes more than 32 turns, so that YaRN's ramp ends before it begins. No known model is like that.
+CROSSED = {"model": "crossed", "dim": 16, "theta": 10.0, "length": 32768, "factor": 4.0}
 
 
 @dataclass(frozen=True)
@@ -83,7 +85,8 @@ def numbers(values: Tensor) -> list[float]:
 
 def yarn(file: Path) -> Iterator[Case]:
     embedding = load(file).LlamaYaRNScaledRotaryEmbedding
-    for case, dim, theta, length, factor in grid():
+    crossed = (CROSSED, *(CROSSED[key] for key in ("dim", "theta", "length", "factor")))
+    for case, dim, theta, length, factor in (*grid(), crossed):
         # max_position_embeddings is the length of a table that is not looked at.
         made = embedding(
             dim, max_position_embeddings=1, base=theta, scale=factor, original_max_position_embeddings=length

@@ -41,6 +41,16 @@ def test_a_change_of_one_frequency_in_ten_thousand_is_seen(part: str) -> None:
         assert max(frequencies.difference(part, case)) > frequencies.FLOAT32
 
 
+def test_pairs_of_many_turns_are_kept_where_the_authors_ramp_crosses() -> None:
+    case = frequencies.golden()["yarn"]["cases"][-1]
+    assert case["model"] == "crossed"
+    rope = frequencies.geometry(case)
+    theirs = torch.tensor(case["inv_freq"], dtype=torch.float64)
+    ours, _ = frequencies.ours("yarn", case)
+    torch.testing.assert_close(theirs, rope.inv_freq / case["factor"], rtol=1e-6, atol=0)
+    torch.testing.assert_close(ours, rope.inv_freq, rtol=1e-6, atol=0)
+
+
 def test_distances_of_dual_chunk_attention_are_the_authors() -> None:
     settings = list(frequencies.distance_differences())
     assert all(pairs > 1000 and wrong == 0 for _, wrong, pairs in settings)
