@@ -202,7 +202,7 @@ def cope(file: Path) -> Iterator[Case]:
 
 
 def chunkllama(file: Path) -> Iterator[Case]:
-    """The distance between every query and key, read off the logits of their attention, which runs as it is.
+    """The distance between every query and key, and those of a decoding step, read off their attention's logits.
 
     Queries and keys are projected to constants, so that a logit is the cosine of distance × frequency. Their flash
     attention is replaced by a recorder of logits; the frequency is so low that the cosine gives the distance back.
@@ -265,7 +265,65 @@ def chunkllama(file: Path) -> Iterator[Case]:
             "local_window": module.local_window,
             "attention_factor": math.sqrt(scale),
             "distances": rows,
+            "decoded": decoded(module, trained, tokens),
         }
+
+
+def decoded(module: ModuleType, trained: int, tokens: int) -> list[int]:
+    """The distances from the last of `tokens` tokens by ChunkLlama's decoding step, which uses no flash attention.
+
+    Values are one-hot, so that the output is the attention to each key; logits are 16 cos(distance / 20).
+    """
+    dim, frequency, largest = 256, 0.05, 16.0
+    rotary = module.ChunkLlamaRotaryEmbedding(
+        # So long that no attention factor is applied; the last pair turns by `frequency`.
+        dim,
+        max_position_embeddings=16 * trained,
+        base=frequency ** (-dim / (dim - 2)),
+    )
+    unit = torch.nn.functional.one_hot(torch.tensor(dim // 2 - 1), dim).float()
+
+    class Cache:
+        keys = values = torch.zeros(1, 1, 0, dim)
+
+        def get_usable_length(self, new: int, layer: int) -> int:
+            return self.keys.shape[2]
+
+        def update(self, keys: Tensor, values: Tensor, layer: int, cache_kwargs: Any) -> tuple[Tensor, Tensor]:
+            self.keys, self.values = torch.cat([self.keys, keys], 2), torch.cat([self.values, values], 2)
+            return self.keys, self.values
+
+    cache = Cache()
+
+    def values(x: Tensor) -> Tensor:
+        seen = cache.keys.shape[2]
+        return torch.eye(dim)[None, seen : seen + x.shape[1]]
+
+    attention = SimpleNamespace(
+        q_proj=lambda x: (unit * largest * math.sqrt(dim)).expand(1, x.shape[1], dim).clone(),
+        k_proj=lambda x: unit.expand(1, x.shape[1], dim).clone(),
+        v_proj=values,
+        o_proj=lambda x: x,
+        num_heads=1,
+        num_key_value_heads=1,
+        num_key_value_groups=1,
+        head_dim=dim,
+        hidden_size=dim,
+        layer_idx=0,
+        rotary_emb=rotary,
+    )
+    for first, last in ((0, tokens - 1), (tokens - 1, tokens)):
+        output, _, _ = module.forward(
+            attention,
+            torch.zeros(1, last - first, dim),
+            position_ids=torch.arange(first, last)[None],
+            past_key_value=cache,
+        )
+    logits = output[0, -1, :tokens].double().log()
+    cosines = 1 + (logits - logits[-1]) / largest  # the last key is the query's own, at distance 0
+    distances = cosines.clamp(-1, 1).acos() / frequency
+    assert (distances - distances.round()).abs().max() < 0.2, "an unclear distance"
+    return [int(distance) for distance in distances.round().tolist()]
 
 
 def longppl(file: Path) -> Iterator[Case]:

@@ -94,7 +94,8 @@ def distance_differences() -> Iterator[tuple[Case, int, int]]:
         positions = torch.arange(len(rows))
         found = method.distance(rope, positions[:, None], positions[None])
         wrong = sum(int((found[k, : k + 1] != torch.tensor(row)).sum()) for k, row in enumerate(rows))
-        yield case, wrong, sum(map(len, rows))
+        wrong += int((found[-1] != torch.tensor(case["decoded"])).sum())
+        yield case, wrong, sum(map(len, rows)) + len(rows)
 
 
 TITLES = {
