@@ -377,21 +377,16 @@ def percent_with_interval(found: dict[str, Any]) -> str:
 
 
 def posgen_table() -> str:
-    """Accuracy beyond 64 numbers in percent, the paper's and ours, of docs/fidelity/posgen.json."""
+    """Accuracy beyond 64 numbers in percent, of docs/fidelity/posgen.json."""
     record = read("docs/fidelity/posgen.json")
     subtasks = record["subtasks"]
     rows = []
     for key, name in POSGEN.items():
-        row = [name]
-        for subtask, of in subtasks.items():
-            paper = record["paper"].get(key)
-            row += ["" if paper is None else f"{paper[subtask]:.2f}", percent_with_interval(of["found"][key]["beyond"])]
-        rows.append(row)
-    row = ["within 64, RoPE"]
-    for of in subtasks.values():
-        row += ["", percent_with_interval(of["found"]["rope"]["within"])]
-    rows.append(row)
-    head = ["", *(f"{subtask.replace('_', '-')}, {whose}" for subtask in subtasks for whose in ("paper", "ours"))]
+        rows.append([name, *(percent_with_interval(of["found"][key]["beyond"]) for of in subtasks.values())])
+    rows.append(
+        ["within 64, RoPE", *(percent_with_interval(of["found"]["rope"]["within"]) for of in subtasks.values())]
+    )
+    head = ["", *(subtask.replace("_", "-") for subtask in subtasks)]
     settings = "; ".join(
         f"{subtask.replace('_', '-')}: {counted(len(of['found']['rope']['beyond']['seeds']), 'seed')}, "
         f"{of['setting']['steps']:,} steps"

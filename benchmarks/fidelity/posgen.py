@@ -73,13 +73,6 @@ THEIRS = {
     "test_sequences": 1000,
     "seeds": 5,
 }
-# Table 1 of the paper: accuracy beyond 64 in percent. Copied by hand.
-PAPER = {
-    "rope": {"recursive": 65.29, "cot": 69.56, "semi_recursive": 17.96},
-    "resonance": {"recursive": 62.64, "cot": 75.25, "semi_recursive": 29.78},
-    "yarn": {"recursive": 95.93, "cot": 98.71, "semi_recursive": 33.70},
-    "resonance_yarn": {"recursive": 98.30, "cot": 99.58, "semi_recursive": 48.46},
-}
 
 # What is compared by seed: models of one seed see the same batches.
 PAIRS = (
@@ -256,7 +249,6 @@ def main() -> None:
         "machine": f"{platform.machine()}, {torch.get_num_threads()} threads",
         "versions": {**versions(), "python": platform.python_version()},
         "theirs": THEIRS,
-        "paper": PAPER,
         "subtasks": before | dict(run(args.subtasks, args.seeds, Setting(), args.runs)),
     }
     args.output.write_text(json.dumps(record, indent=1) + "\n")

@@ -125,12 +125,14 @@ class KeyTokens(TextTask):
     5.
 
     A token is a key token if the judge (the unextended model, within its trained length) loses `gain` nats more on it
-    with only `short` tokens of context, and less than `sure` nats with up to `long` tokens. So the judge finds tokens
-    that need more than `short` tokens of context, not more than `long`.
+    with a short context, and less than `sure` nats with a long one. Both are sliding windows that move by half their
+    size, so a token has between `short / 2` and `short` tokens of context, or `long / 2` and `long`. The judge finds
+    tokens that need more than `short` tokens, not more than `long`.
 
     Attributes:
-        long: the judge's context in tokens: its trained length.
-        short: the short context in tokens; the paper uses 4096 of 32768.
+        long: the long window in tokens: the judge's trained length.
+        short: the short window in tokens. In LongPPL's code a token has `trunc_len` to `trunc_len + sliding_window`
+            (4096 and 1024) of 32768; the two are equal where both are `short / 2`.
         gain, sure: nats, the paper's alpha and -beta.
     """
 
