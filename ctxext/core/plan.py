@@ -83,8 +83,8 @@ class Plan:
 
     @property
     def summary(self) -> str:
-        """`yarn ×4: 512 → 2048 tokens`"""
-        return summary_of(None if self.method is None else self.method.name, self.lengths)
+        """`yarn ×4: 512 → 2,048 tokens`"""
+        return summary_of(None if self.method is None else self.method.title, self.lengths)
 
     @property
     def figures(self) -> list[tuple[str, str]]:

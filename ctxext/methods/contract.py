@@ -58,6 +58,11 @@ class ContextMethod(ABC):
             _check_option(f"{field.name} of {getattr(self, 'name', type(self).__name__)!r}", field.type, value)
 
     @property
+    def title(self) -> str:
+        """Its name on screens and cards."""
+        return self.name
+
+    @property
     def in_attention(self) -> bool:
         """Whether it needs in-attention RoPE (`ctxext.attention`), which config.json cannot express."""
         return False

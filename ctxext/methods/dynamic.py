@@ -154,6 +154,10 @@ class LongRoPE(RopeScaling):
                 )
 
     @property
+    def title(self) -> str:
+        return self.name if self.fitted_to is None else f"{self.name} (fitted by ctxext fit)"
+
+    @property
     def is_dynamic(self) -> bool:
         return self.short_factor is not None and self.short_factor != self.long_factor
 

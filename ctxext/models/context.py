@@ -63,12 +63,12 @@ class ContextFacts:
 
     @property
     def summary(self) -> str:
-        """`yarn ×4: 512 → 2048 tokens` for an extension; only the name for native scaling."""
-        name = "plain RoPE" if self.scaling is None else self.scaling.name
+        """`yarn ×4: 512 → 2,048 tokens` for an extension; only the name for native scaling."""
+        name = "plain RoPE" if self.scaling is None else self.scaling.title
         if self.mark is not None:
             return summary_of(None if self.mark["existing"] == "keep" else name, self.lengths)
         if self.original_length is None:
-            return f"{name}: {self.reach} tokens"
+            return f"{name}: {self.reach:,} tokens"
         return f"{name}: {self.lengths.words}"
 
     def seen_beyond(self, length: int) -> tuple[RopeTable, ...]:

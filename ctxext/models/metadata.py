@@ -38,8 +38,8 @@ class Lengths:
 
     @property
     def words(self) -> str:
-        """`512 → 2048 tokens`"""
-        return f"{self.start} → {self.target} tokens"
+        """`512 → 2,048 tokens`"""
+        return f"{self.start:,} → {self.target:,} tokens"
 
     @classmethod
     def of_mark(cls, mark: dict[str, Any]) -> Lengths:
@@ -54,7 +54,7 @@ class Lengths:
 
 
 def summary_of(name: str | None, lengths: Lengths) -> str:
-    """`yarn ×4: 512 → 2048 tokens`; None means a kept native scaling."""
+    """`yarn ×4: 512 → 2,048 tokens`; None means a kept native scaling."""
     return f"{'native scaling kept' if name is None else name} ×{lengths.factor:g}: {lengths.words}"
 
 

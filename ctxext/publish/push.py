@@ -403,7 +403,7 @@ def _upload(api: HfApi, push: Push, private: bool | None, revision: str | None) 
         *(CommitOperationAdd(path, str(file)) for path, file in push.files.items()),
         *(CommitOperationDelete(path) for path in ([] if push.alone else replaced)),
     ]
-    name = push.extended.method.name
+    name = push.extended.method.title
     what = "extension" if push.alone else "extended model"
     message = f"Upload {what} ({name}, {push.extended.lengths.words})"
     commit = api.create_commit(push.repo_id, operations, commit_message=message, revision=revision)

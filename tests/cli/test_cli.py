@@ -86,7 +86,7 @@ def test_describe_reads_the_config_alone(checkpoint: Path, tmp_path: Path) -> No
     (tmp_path / "config.json").write_text((checkpoint / "config.json").read_text())
     run = ctxext("describe", tmp_path, "--target-length", "1k")
     assert run.returncode == 0, run.stderr
-    assert "yarn ×16: 64 → 1024 tokens" in run.stdout
+    assert "yarn ×16: 64 → 1,024 tokens" in run.stdout
 
 
 @pytest.mark.slow

@@ -108,7 +108,7 @@ def test_each_argument_reaches_its_owner() -> None:
     record = lm.get_model_info()["context_extension"]
     assert record["method"]["beta_fast"] == 16
     assert (record["original_max_position_embeddings"], record["max_position_embeddings"]) == (256, 1024)
-    assert record["summary"] == "yarn ×4: 256 → 1024 tokens"
+    assert record["summary"] == "yarn ×4: 256 → 1,024 tokens"
     assert lm.model.dtype == torch.bfloat16
 
 
@@ -318,7 +318,7 @@ def test_the_command_line_records_the_extension_and_knows_tasks_of_ones_own(
     results = json.loads(written.read_text())
     assert set(results["results"]) == {"ctxext_passkey", "mine"}
     record = results["config"]["context_extension"]
-    assert record["summary"] == "ntk ×2: 512 → 1024 tokens"
+    assert record["summary"] == "ntk ×2: 512 → 1,024 tokens"
     assert record["fields"]["rope_parameters"]["rope_theta"] > 1250
     assert results["config"]["max_length"] == 1024
 

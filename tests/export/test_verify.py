@@ -476,7 +476,7 @@ def test_the_command_succeeds_only_for_live(folders: dict[str, Path], tmp_path: 
     written = tmp_path / "verify.json"
     live = run(commands, ["verify", str(folders["extended"]), "-o", str(written)])
     assert live.exit_code == 0
-    assert live.stdout.startswith("LIVE  yarn ×4: 512 → 2048 tokens, in transformers")
+    assert live.stdout.startswith("LIVE  yarn ×4: 512 → 2,048 tokens, in transformers")
     assert "ctxext's own formulas" in live.stdout
     ignored = run(commands, ["verify", str(MODEL), "--probe", str(written), "--json"])
     assert ignored.exit_code == 1

@@ -366,7 +366,7 @@ def test_a_live_model_is_described_as_extended() -> None:
 def test_a_length_that_is_a_guess_can_be_corrected() -> None:
     model = model_of("xlnet")
     extend_context(model, 2, original_max_position_embeddings=1024)
-    assert model.context_extension.plan.summary == "distance_interpolation ×2: 1024 → 2048 tokens"
+    assert model.context_extension.plan.summary == "distance_interpolation ×2: 1,024 → 2,048 tokens"
 
 
 def test_a_folder_that_keeps_a_record_is_extended_anew_by_replace(tmp_path: Path) -> None:

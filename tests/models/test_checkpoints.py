@@ -78,7 +78,7 @@ def test_the_trained_length_is_not_always_what_the_config_says() -> None:
     description = describe_context(QWEN3, target_length=131072)
     assert description.trained_length == 32768
     assert "checkpoints.toml" in description.trained_length_source
-    assert description.would_do == "yarn ×4: 32768 → 131072 tokens"
+    assert description.would_do == "yarn ×4: 32,768 → 131,072 tokens"
     assert extend_config(QWEN3, 4).rope_parameters["original_max_position_embeddings"] == 32768
 
 
@@ -113,7 +113,7 @@ def test_linear_attention_keeps_no_kv_cache() -> None:
 
 @pytest.mark.parametrize(
     ("config", "encoding", "words"),
-    [(BertConfig(), "learned", "hierarchical ×4: 512 → 2048 tokens"), (JambaConfig(), "none", "just raise the limit")],
+    [(BertConfig(), "learned", "hierarchical ×4: 512 → 2,048 tokens"), (JambaConfig(), "none", "just raise the limit")],
 )
 def test_models_without_rope_are_described_not_crashed_on(config, encoding: str, words: str) -> None:
     description = describe_context(config)

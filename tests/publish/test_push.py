@@ -15,7 +15,7 @@ import transformers.utils.hub
 from families import logits, tiny_config, tiny_model, token_ids
 from hub import Fault, LocalHub
 from huggingface_hub import ModelCard, constants
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 import ctxext
 from ctxext.assets import MODEL, PERSUASION
@@ -119,6 +119,18 @@ def test_an_extension_alone_gives_the_same_logits_on_its_base(
     assert sum(map(len, files.values())) < 5000
     live = ctxext.extend_context(AutoModelForCausalLM.from_pretrained("meta/tiny").eval(), 4, method)
     assert torch.equal(logits(ctxext.load("ada/alone"), IDS), logits(live, IDS))
+
+
+def test_the_card_of_fitted_factors_says_that_they_were_fitted(base: Path, hub: LocalHub, tmp_path: Path) -> None:
+    config = AutoConfig.from_pretrained(base)
+    fitted_to = (config.rope_parameters["rope_theta"], config.max_position_embeddings)
+    SavedMethod(LongRoPE(factor=4.0, long_factor=(2.0,) * 8, fitted_to=fitted_to)).save(tmp_path / "fitted.json")
+    run("extend", str(base), "--method", str(tmp_path / "fitted.json"), "--output", str(tmp_path / "out"))
+    assert ctxext.describe_context(AutoConfig.from_pretrained(tmp_path / "out")).summary.startswith(
+        "longrope (fitted by ctxext fit) ×4: "
+    )
+    push_to_hub(tmp_path / "out", "ada/fitted", base_model="meta/tiny")
+    assert "extended by `longrope (fitted by ctxext fit)` (" in card_of(hub, "ada/fitted").text
 
 
 def test_a_saved_method_is_pushed_and_named_as_a_method(base: Path, hub: LocalHub, tmp_path: Path) -> None:
