@@ -110,6 +110,7 @@ class RopeEncoding(Encoding):
             )
 
         method, why_not_portable = None, None
+        frozen: tuple[str, ...] = ()
         tables, softmax_factor = ropes, facts.softmax_factor
         if existing == "keep":
             if request.method is not None or request.options or request.length is not None:
@@ -122,6 +123,9 @@ class RopeEncoding(Encoding):
             chosen = chosen_method(asked, lengths.factor, self.name, request.options)
             method = _checked_method(chosen, facts, request, rope, lengths)
             if request.length is not None:  # frozen there
+                if (request.factor or request.target_length) and request.length < lengths.target:
+                    now, then = f"{method.factor:g}", f"{lengths.factor:g}"
+                    frozen = (f"frozen at {request.length:,} tokens: the factor is {now}, not {then}.",)
                 lengths = replace(lengths, target=request.length, factor=method.factor)
             tables = _extended(method, ropes, seen_beyond, facts, lengths.target)
             softmax_factor = 1.0 if from_plain else softmax_factor
@@ -159,7 +163,7 @@ class RopeEncoding(Encoding):
             plan,
             updates=by_own_names(facts.text_config, _updates(plan, parameters)),
             patches=_patches(plan, softmax_factor),
-            notes=_notes(plan, seen_beyond),
+            notes=(*frozen, *_notes(plan, seen_beyond)),
         )
 
 

@@ -137,11 +137,12 @@ def test_a_method_frozen_below_the_target_is_a_plan_for_that_length(method: str)
     config, dim = LlamaConfig(max_position_embeddings=512, hidden_size=256, num_attention_heads=4), 64
     options = {"long_factor": (3.0,) * (dim // 2), "short_factor": (1.0,) * (dim // 2)} if method == "longrope" else {}
     plan = plan_extension(config, FACTOR, method, length=1024, **options)
-    assert plan.summary == f"{plan.method.name} ×2: 512 → 1024 tokens"
+    assert plan.summary == f"{plan.method.name} ×2: 512 → 1,024 tokens"
     assert plan.factor == plan.method.factor == 2.0
     written = extend_config(config, FACTOR, method, length=1024, **options)
     assert written.max_position_embeddings == 1024
     assert written.rope_parameters.get("factor", 2.0) == 2.0
+    assert plan.notes[0] == f"frozen at 1,024 tokens: the factor is 2, not {FACTOR:g}."
     described = describe_context(written, target_length=4096)
     assert (described.summary, described.reach) == (plan.summary, 1024)
     again = plan_extension(config, method=plan.method)  # as from the metadata
@@ -203,9 +204,9 @@ def test_gemma_3_is_replaced_from_the_length_that_it_was_pre_trained_at() -> Non
         "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
     }
     config = AutoConfig.for_model("gemma3_text", max_position_embeddings=131072, rope_parameters=rope)
-    assert plan_extension(config, existing="replace").summary == "yarn ×4: 32768 → 131072 tokens"
-    assert plan_extension(config, existing="compose").summary == "yarn ×4: 131072 → 524288 tokens"
-    with pytest.raises(ValueError, match=r"32768 → 131072 tokens.*original frequencies \(from 32768\)"):
+    assert plan_extension(config, existing="replace").summary == "yarn ×4: 32,768 → 131,072 tokens"
+    assert plan_extension(config, existing="compose").summary == "yarn ×4: 131,072 → 524,288 tokens"
+    with pytest.raises(ValueError, match=r"32,768 → 131,072 tokens.*original frequencies \(from 32768\)"):
         plan_extension(config)
     known = plan_extension(config, existing="replace", original_max_position_embeddings=8192)
     assert known.lengths.start == known.lengths.original == 8192
