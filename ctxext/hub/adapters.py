@@ -632,6 +632,7 @@ def write_model_card(folder: Path, base: AdapterBase, figures: Figures | None = 
         base=base,
         local=local,
         name=Path(base.base).name if local else base.base,
+        path=f"path/to/{Path(base.base).name}" if local else base.base,
         config={key: value for key, value in base.config.items() if key != "ctxext"},
         provenance={key: value for key, value in base.provenance.items() if key != "figures"},
         figures=figures,

@@ -607,8 +607,8 @@ def test_an_untied_model_merges_with_lora_on_its_head(tmp_path: Path) -> None:
 
 
 def test_the_card_s_ways_of_loading_work(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "original").symlink_to(run.original)
     (tmp_path / "path/to/this").mkdir(parents=True)
+    (tmp_path / "path/to/original").symlink_to(run.original)
     (tmp_path / "path/to/this/folder").symlink_to(run.adapter)
     monkeypatch.chdir(tmp_path)
     blocks = re.findall(r"^```python\n(.*?)^```$", (run.adapter / "README.md").read_text(), re.S | re.M)
