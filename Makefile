@@ -19,7 +19,7 @@ demo: $(VENV)/demo.stamp  ## a trained model breaks past its length, is extended
 
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist worksteal
 
-test: $(VENV)/dev.stamp  ## every law, and every block of this README
+test: $(VENV)/dev.stamp  ## all fast tests, and every block of the README
 	$(PYTEST) -m "not slow"
 
 test-all: test  ## and the whole of its products: kills, processes, notebooks, every method on every family
