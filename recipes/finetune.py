@@ -292,7 +292,7 @@ def finetune(settings: Settings, folder: Path, extended: Path, dry_run: bool) ->
             shutil.rmtree(output / "merged", ignore_errors=True)  # from an earlier, complete run
             merge(saved, output / "merged")
     said = f", estimated {duration(expected.seconds)} and {gib(expected.peak)}" if expected else ""
-    say(f"Saved {saved}. {steps:,} steps took {duration(done.seconds)} and {gib(done.peak)}{said}.")
+    say(f"Saved {saved}. {steps:,} step{'s' * (steps != 1)} took {duration(done.seconds)} and {gib(done.peak)}{said}.")
     accelerator.end_training()
 
 

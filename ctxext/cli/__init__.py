@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import gc
 import importlib
+import os
 import re
 import sys
 from typing import Annotated, NoReturn
@@ -46,13 +47,24 @@ commands.command()(demo)
 commands.command()(verify)
 
 
+def print_version(asked: bool) -> None:
+    if asked:
+        version()
+        raise typer.Exit
+
+
 @commands.callback()
 def options(
     plugin: Annotated[
         list[str] | None,
         typer.Option("--import", help="Python module to import first, such as one with your own methods."),
     ] = None,
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version.", is_eager=True, callback=print_version)
+    ] = False,
 ) -> None:
+    if not console.is_terminal:  # read by transformers and the hub, also in child processes
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     sys.path.insert(0, "")
     for module in plugin or ():
         try:

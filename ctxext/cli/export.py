@@ -92,6 +92,8 @@ def export(
             _gguf_of_folder(model, output, revision, dtype or "F32", how, probe is not False)
         common.say(f"wrote {output}")
         return
+    if output is not None and output.suffix[1:].isalpha():
+        raise ValueError(f"--output {output} looks like a file. Pass a new folder, or OUT.gguf for a GGUF file.")
     if dtype is not None:
         raise ValueError(
             f"--dtype {dtype} applies only to GGUF output. Use --engine llama.cpp -o OUT.gguf, or drop it."

@@ -10,6 +10,7 @@ import typer
 
 from ctxext.cli import common
 from ctxext.cli.common import console
+from ctxext.utils.values import size_in_words
 
 
 def extend(
@@ -30,7 +31,7 @@ def extend(
     If a position table grows, the weights are rewritten.
     """
     from ctxext.extension.metadata_file import RECORD
-    from ctxext.hub.checkpoint import checkpoint_folder, extend_folder
+    from ctxext.hub.checkpoint import TOKENIZER_FILES, checkpoint_folder, extend_folder
     from ctxext.methods import RopeScaling
 
     if dry_run == (output is not None):
@@ -62,8 +63,11 @@ def extend(
     if result.output is None:
         print(json.dumps(result.config, indent=2, ensure_ascii=False))
         return
-    how = f"{result.linked_bytes / 2**30:.2f} GiB linked, {result.copied_bytes / 2**30:.2f} GiB copied"
+    sizes = {"linked": result.linked_bytes, "copied": result.copied_bytes}
+    how = ", ".join(f"{size_in_words(size)} {word}" for word, size in sizes.items() if size) or "no weights"
     loads = common.loaded_by(result.output)
     weighs = any(path.suffix in (".safetensors", ".bin") for path in result.output.iterdir())
     said = f"{loads} loads it." if weighs else f"there were no weights to copy; once they are added, {loads} loads it."
     common.say(f"wrote {result.output} ({how}); {said}")
+    if not any(any(result.output.glob(pattern)) for pattern in TOKENIZER_FILES):
+        common.say(f"note: {model} has no tokenizer, so {result.output} has none. Save it there too.")

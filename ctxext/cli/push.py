@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.filesize import pick_unit_and_suffix
 
 from ctxext.cli.common import say
+from ctxext.utils.values import size_in_words
 
 
 def push(
@@ -31,16 +31,10 @@ def push(
         if dry_run:
             print(prepared_push.card())
         for path, size in prepared_push.sizes().items():
-            say(f"{_readable(size):>10}  {path}")
+            say(f"{size_in_words(size):>10}  {path}")
         for note in prepared_push.notes():
             say(f"note: {note}.")
         if dry_run:
             return
         url = upload(prepared_push, private=private, revision=revision)
     say(f"pushed: {url}")
-
-
-def _readable(size: int) -> str:
-    unit, name = pick_unit_and_suffix(size, ["B", "KiB", "MiB", "GiB"], 1024)
-    decimals = {"B": 0, "GiB": 2}.get(name, 1)
-    return f"{size / unit:.{decimals}f} {name}"

@@ -15,7 +15,7 @@ from ctxext.models.context import has_rope, no_encoding, read_context
 from ctxext.models.metadata import Lengths, live_mark, summary_of
 from ctxext.models.rope_tables import attention_layers, head_dim
 from ctxext.models.text_config import text_config_of
-from ctxext.utils.values import MAX_FACTOR, MAX_TOKENS, is_count, is_number
+from ctxext.utils.values import MAX_FACTOR, MAX_TOKENS, is_count, is_number, size_in_words
 
 BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1}
 
@@ -32,7 +32,7 @@ class ContextDescription:
         trained_length: in tokens; `trained_length_source` says where that number comes from.
         original_length: trained length in tokens before any scaling; None if unknown.
         scaling: the method in use, None for plain RoPE.
-        summary: the extension in place, such as `yarn ×4: 512 → 2048 tokens`; "" for plain RoPE.
+        summary: the extension in place, such as `yarn ×4: 512 → 2,048 tokens`; "" for plain RoPE.
         reach: the model's maximum context length in tokens; None if it has no hard limit (quality may still drop).
         checkpoint: what the table of known checkpoints says about this model.
         target_length: the target in tokens that was asked about.
@@ -78,8 +78,7 @@ class ContextDescription:
             if self.checkpoint.note:
                 rows.append(("note", self.checkpoint.note))
         if self.kv_cache_bytes is not None:
-            large = self.kv_cache_bytes >= 2**30
-            size = f"{self.kv_cache_bytes / 2**30:.2f} GiB" if large else f"{self.kv_cache_bytes / 2**20:.1f} MiB"
+            size = size_in_words(self.kv_cache_bytes)
             rows.append((f"KV cache at {self.target_length:,}", f"{size} per sequence in {self.kv_dtype}"))
         return [*rows, ("extend_context would", self.would_do), *(("", f"note: {note}") for note in self.notes)]
 
@@ -87,8 +86,9 @@ class ContextDescription:
         if self.scaling is None:
             return "none"
         how = f", {self.checkpoint.scaling}" if self.checkpoint and self.checkpoint.scaling != "none" else ""
-        origin = f"; {self.original_length} before any scaling" if self.original_length != self.trained_length else ""
-        origin = "; original length unknown" if self.original_length is None else origin
+        if self.original_length is None:
+            return f"{self.summary}{how}; original length unknown"
+        origin = f"; {self.original_length:,} before any scaling" if self.original_length != self.trained_length else ""
         return f"{self.summary}{how}{origin}"
 
     def __str__(self) -> str:

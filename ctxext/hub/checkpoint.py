@@ -37,7 +37,7 @@ from ctxext.models.text_config import text_config_of, text_section_of
 from ctxext.utils.download import hub_folder
 from ctxext.utils.json_files import read_json
 from ctxext.utils.screen import console
-from ctxext.utils.values import one_line
+from ctxext.utils.values import one_line, size_in_words
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -405,7 +405,7 @@ def _link_or_copy(folder: Path, building: Path, say: Callable[[str], None]) -> t
             to_copy.append((source, target))
     size = sum(source.stat().st_size for source, _ in to_copy)
     if to_copy:
-        say(f"cannot hard-link here, copying {len(to_copy)} files, {size / 2**30:.2f} GiB")
+        say(f"cannot hard-link here, copying {len(to_copy)} files, {size_in_words(size)}")
     for source, target in to_copy:
         shutil.copy2(source, target)
     return linked, size

@@ -81,6 +81,13 @@ def counted(n: float, noun: str) -> str:
     return f"{n:,} {noun}{'s' * (n != 1)}" if isinstance(n, int) else f"{n:g} {noun}{'s' * (n != 1)}"
 
 
+def size_in_words(size: int) -> str:
+    """`312 B`, `16.0 MiB` or `2.50 GiB`, of a number of bytes."""
+    power = 0 if size == 0 else min(3, (size.bit_length() - 1) // 10)
+    decimals, unit = ((0, "B"), (1, "KiB"), (1, "MiB"), (2, "GiB"))[power]
+    return f"{size / 1024**power:.{decimals}f} {unit}"
+
+
 def one_line(error: BaseException) -> str:
     """The message of another library's error, on one line of at most 300 characters."""
     text = re.sub(r"\s+", " ", str(error)).strip().rstrip(".") or type(error).__name__

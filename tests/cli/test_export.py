@@ -50,6 +50,12 @@ def test_a_reason_that_all_engines_share_is_said_once(tmp_path: Path) -> None:
     assert f"{', '.join(ENGINES)} cannot" in said
 
 
+def test_output_that_looks_like_a_file_is_refused(config_alone: Path, tmp_path: Path) -> None:
+    run = export(config_alone, "--method", "yarn", "--engine", "llama.cpp", "-o", tmp_path / "out.txt")
+    assert "Pass a new folder, or OUT.gguf" in str(run.exception)
+    assert not any(tmp_path.iterdir())
+
+
 def test_what_is_written_is_what_is_printed_for_programs(config_alone: Path, tmp_path: Path) -> None:
     run = export(config_alone, "--method", "pi", "--json", "-o", tmp_path / "out")
     told = json.loads(run.stdout)

@@ -24,7 +24,7 @@ from survey.small import small_model
 from transformers import AutoTokenizer
 from typer.main import get_command
 
-from ctxext import YaRN
+from ctxext import YaRN, __version__
 from ctxext.assets import MODEL, PERSUASION
 from ctxext.cli import app, commands, measuring
 from ctxext.evals.engine import Engine
@@ -291,8 +291,25 @@ def test_a_late_method_says_what_it_writes_and_how_to_freeze_it(late: Path, tmp_
     assert re.search("scaling in use +dynamic_ntk ×4", ctxext("describe", tmp_path / "late").out)
     said = " ".join(ctxext("describe", MODEL, "--method", "self_extend", "--factor", 2).out.split())
     assert (
-        "self_extend ×2: 512 → 1024 tokens; config.json cannot express it because it rotates inside attention" in said
+        "self_extend ×2: 512 → 1,024 tokens; config.json cannot express it because it rotates inside attention" in said
     )
+
+
+def test_extend_notes_a_missing_tokenizer_and_another_factor(tmp_path: Path) -> None:
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / "bare").mkdir(exist_ok=True)
+        shutil.copy(MODEL / name, tmp_path / "bare")
+    outcome = ctxext(
+        "extend", tmp_path / "bare", "--method", "dynamic_yarn", "--factor", 4, "--length", "1k", "-o", tmp_path / "out"
+    )
+    assert outcome.code == 0
+    assert "note: frozen at 1,024 tokens: the factor is 2, not 4." in outcome.said
+    assert "has no tokenizer" in outcome.said
+    assert "(16.1 MiB linked)" in outcome.said
+
+
+def test_the_version_is_printed() -> None:
+    assert ctxext("--version") == ctxext("version") == Outcome(0, f"{__version__}\n", "")
 
 
 def test_a_checkpoint_that_is_extended_late_can_start_again(late: Path, tmp_path: Path) -> None:

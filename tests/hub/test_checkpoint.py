@@ -108,7 +108,7 @@ def test_copying_says_how_much(source: Path, tmp_path: Path, monkeypatch: pytest
         == sum(p.stat().st_size for p in source.iterdir() if "config.json" not in p.name)
         + (source / "generation_config.json").stat().st_size
     )
-    assert "GiB" in said[0]
+    assert "KiB" in said[0]
 
 
 def test_links_of_the_hub_cache_are_followed(source: Path, tmp_path: Path) -> None:
