@@ -48,6 +48,11 @@ class Part(ABC):
     tiny: bool = False
     rounds: int = 1
 
+    @property
+    def missing(self) -> str | None:
+        """What this machine lacks for the part; None if it can run here."""
+        return None
+
     @abstractmethod
     def cells(self) -> Sequence[Cell]:
         """The most valuable first."""

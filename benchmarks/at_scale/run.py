@@ -22,12 +22,13 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from at_scale.cells import Budget, Store, run_part
+from at_scale.laws import Laws
 from at_scale.quality import Quality
 from at_scale.speed import Speed
 
 from ctxext.utils.machine import versions
 
-PARTS = {"quality": Quality, "speed": Speed}
+PARTS = {"quality": Quality, "speed": Speed, "laws": Laws}
 
 
 def main() -> None:
@@ -43,6 +44,9 @@ def main() -> None:
     for name in options.only or PARTS:
         folder = output / "raw" / f"{name}-{device}"
         part = PARTS[name](folder, device, options.tiny, options.rounds)
+        if part.missing:
+            print(f"{name}: not run: {part.missing}.")
+            continue
         store = Store(folder / "cells.json")
         try:
             complete = run_part(part, store, budget, print)

@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from ctxext.cli import common, measuring
+from ctxext.utils.extras import require
 
 
 def compare(
@@ -58,6 +59,7 @@ def compare(
 ) -> None:
     """Measure the baseline (the unextended model) and each method, and say which one to use and how certain that is."""
     began = time.perf_counter()
+    require("eval")
     from rich.console import Console
 
     from ctxext.evals.choice import recommended

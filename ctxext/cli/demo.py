@@ -12,6 +12,7 @@ import typer
 
 from ctxext.cli import measuring
 from ctxext.cli.common import console, say
+from ctxext.utils.extras import require
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -45,6 +46,7 @@ def demo(
     seed: measuring.Seed = 0,
 ) -> None:
     """Compare PI, NTK-aware, NTK-by-parts and YaRN with the unextended model, on real text."""
+    require("eval")
     from ctxext.assets import MODEL
     from ctxext.evals.choice import all_figures
     from ctxext.evals.loading import load, load_text

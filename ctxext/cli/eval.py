@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from ctxext.cli import common, measuring
+from ctxext.utils.extras import require
 
 
 def evaluate(
@@ -48,6 +49,7 @@ def evaluate(
     output: Annotated[Path, typer.Option("--output", "-o", help=measuring.RESULTS)] = Path("results.jsonl"),
 ) -> None:
     """Measure one model: retrieval, perplexity, and what an extension costs at short length."""
+    require("eval")
     from ctxext.evals.loading import default_lengths, known_by, load, load_text
     from ctxext.evals.prompts import Prompter
     from ctxext.evals.runner import Runner

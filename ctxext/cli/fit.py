@@ -9,6 +9,7 @@ import typer
 
 from ctxext.cli import measuring
 from ctxext.cli.common import Factor, Model, Revision, TargetLength, TrainedLength, console, name_of, say_written
+from ctxext.utils.extras import require
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -46,6 +47,7 @@ def fit(
     revision: Revision = None,
 ) -> None:
     """Learn the RoPE rescale factors and the attention factor that suit one model. Its weights do not change."""
+    require("eval")
     from ctxext.assets import PERSUASION
     from ctxext.evals.haystack import Haystack, read_prose
     from ctxext.evals.loading import load

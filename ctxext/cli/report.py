@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from ctxext.cli.common import say
+from ctxext.utils.extras import require
 
 
 def report(
@@ -18,6 +19,7 @@ def report(
     ] = None,
 ) -> None:
     """Write a self-contained HTML report: figures, tables, settings, and every failed sample."""
+    require("eval")
     from ctxext.evals.choice import all_figures
     from ctxext.evals.plots import save_figures
     from ctxext.evals.report import write_report

@@ -1,9 +1,5 @@
 """Training data: sources, packing, mixtures and collators."""
 
-from ctxext.utils.extras import require
-
-require("eval")
-
 from ctxext.data.collators import CREAM, Collator, Plain, PoSE, Skipping, check_positions, make_collator
 from ctxext.data.mixture import Mixture
 from ctxext.data.packing import Accounting, Packed, pack

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from ctxext.data.sources import Source
+from ctxext.utils.extras import require
 from ctxext.utils.values import suggest
 
 if TYPE_CHECKING:
@@ -105,6 +106,7 @@ def pack(
         ValueError: no row is filled or no token has a loss; joined documents with `max_document`; a tokenizer without
             chat template, or with one whose assistant turns cannot be located; a token outside the model's vocabulary.
     """
+    require("eval")
     from datasets import Features, Sequence, Value
 
     if documents not in ("separate", "joined"):

@@ -10,6 +10,7 @@ from glob import has_magic
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ctxext.utils.extras import require
 from ctxext.utils.values import MAX_TOKENS, shown, suggest
 
 if TYPE_CHECKING:
@@ -78,6 +79,7 @@ def read_source(source: Source, relative_to: Path) -> Dataset:
         FileNotFoundError: not found locally nor on the hub; the error lists the places.
         ValueError: an empty file, mixed or unknown file types, or a missing column.
     """
+    require("eval")
     from datasets import Dataset, DatasetDict, load_dataset, load_from_disk
 
     found = _find(source.path, relative_to)

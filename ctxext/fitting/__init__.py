@@ -1,5 +1,1 @@
 """Fit rescale factors to a model, and find the best method for it."""
-
-from ctxext.utils.extras import require
-
-require("eval")

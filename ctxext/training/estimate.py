@@ -11,7 +11,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-import psutil
 import torch
 
 
@@ -48,6 +47,8 @@ class PeakMemory:
         if self.cuda:
             cached = torch.cuda.memory_reserved(self.cuda) - torch.cuda.memory_allocated(self.cuda)
             return torch.cuda.mem_get_info(self.cuda)[0] + cached
+        import psutil
+
         return psutil.virtual_memory().available
 
 
