@@ -23,12 +23,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from at_scale.cells import Budget, Store, run_part
 from at_scale.laws import Laws
+from at_scale.planning import Planning
 from at_scale.quality import Quality
 from at_scale.speed import Speed
+from at_scale.training import Training
 
 from ctxext.utils.machine import versions
 
-PARTS = {"quality": Quality, "speed": Speed, "laws": Laws}
+PARTS = {"quality": Quality, "speed": Speed, "laws": Laws, "training": Training, "planning": Planning}
 
 
 def main() -> None:

@@ -3,8 +3,8 @@
     python benchmarks/at_scale/run.py --only training
     python benchmarks/at_scale/training.py --trainer ours --length 32768 --shape llama-8b    # one measurement
 
-Every measurement is a process of its own: a short step that is not counted, then whole ones on random tokens, of a model
-with random weights in bfloat16 (float32 on a CPU), LoRA of rank 16 on q, k, v and o, and AdamW.
+Every measurement is a process of its own: a short step that is not counted, then whole ones on random tokens. The model
+has random weights in bfloat16 (float32 on a CPU) and LoRA of rank 16 on q, k, v and o, trained with AdamW.
 
 - stock: `Trainer` and PEFT with `bf16=True, gradient_checkpointing=True`.
 - trl: `SFTTrainer` with the same and `use_liger_kernel=True`, if both are installed.

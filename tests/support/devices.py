@@ -44,7 +44,7 @@ class Form(NamedTuple):
 
 
 SMALL = Form("cpu", 64, {"initializer_range": 0.15})
-# Heads of 64 dimensions, as kernels of a GPU are written for, and weights whose products are as large as the small ones'.
+# Heads of 64 dimensions, which a GPU's kernels are made for; the weights' products are as large as the small ones'.
 LARGE = Form("cuda", 1024, {
     "hidden_size": 512, "intermediate_size": 1024, "num_attention_heads": 8, "num_hidden_layers": 4,
     "initializer_range": 0.05,

@@ -1,0 +1,256 @@
+"""Write the tables of docs/planning.md, and docs/planning.json: measured where it was measured, modelled where not.
+
+python docs/planning.py
+
+Measured: docs/at_scale/planning-*.json (`python benchmarks/at_scale/run.py --only planning`) and the stock model of
+docs/benchmarks/attention.json. Nothing is measured here.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from transformers import LlamaConfig
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
+
+from at_scale.planning import LENGTHS, SHAPES
+
+from ctxext.extension.describe import kv_cache_bytes
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGE, RECORD = ROOT / "docs/planning.md", ROOT / "docs/planning.json"
+MODELS = {"0.1B": "SmolLM2-135M", "1B": "Llama-3.2-1B", "8B": "Llama-3.1-8B", "70B": "Llama-3.1-70B"}
+
+
+@dataclass(frozen=True)
+class Device:
+    """What a pass is limited by, as reached: operations a second in prefill, bytes a second in decoding.
+
+    Attributes:
+        room: bytes for weights and cache; None if it is not asked.
+    """
+
+    name: str
+    operations: float
+    bandwidth: float
+    room: float | None = None
+
+
+# NVIDIA's dense bf16 peak and bandwidth, and the share of each that is assumed to be reached.
+PEAK, BANDWIDTH, REACHED, READ = 989.4e12, 3.35e12, 0.5, 0.6
+H100 = Device("H100 SXM, 80 GB", REACHED * PEAK, READ * BANDWIDTH, room=0.9 * 80e9)
+
+
+def config_of(shape: str) -> LlamaConfig:
+    return LlamaConfig(**SHAPES[shape])
+
+
+def layer_weights(config: Any) -> int:
+    """Weights that every token passes, without embeddings and head."""
+    heads = 2 * config.num_attention_heads + 2 * config.num_key_value_heads
+    attention = config.hidden_size * config.head_dim * heads
+    return config.num_hidden_layers * (attention + 3 * config.hidden_size * config.intermediate_size)
+
+
+def parameters(config: Any) -> int:
+    embeddings = config.vocab_size * config.hidden_size
+    return layer_weights(config) + embeddings * (1 if config.tie_word_embeddings else 2)
+
+
+def prefill_operations(config: Any, n_tokens: int) -> float:
+    """Two a weight and token; four a pair of a query and a key that it sees, and channel."""
+    channels = config.num_hidden_layers * config.num_attention_heads * config.head_dim
+    return 2.0 * layer_weights(config) * n_tokens + 2.0 * channels * n_tokens**2
+
+
+def decode_bytes(config: Any, n_tokens: int, bytes_each: int = 2) -> float:
+    """Read for one token: every weight, of the embeddings the head's alone, and the whole cache."""
+    weights = layer_weights(config) + config.vocab_size * config.hidden_size
+    return bytes_each * weights + kv_cache_bytes(config, n_tokens, bytes_each)
+
+
+def modelled(shape: str, length: int, device: Device = H100) -> dict[str, float]:
+    config = config_of(shape)
+    kv, weights = kv_cache_bytes(config, length, 2), 2 * parameters(config)
+    return {
+        "kv_bytes": kv,
+        "weight_bytes": weights,
+        "gpus": math.ceil((kv + weights) / device.room) if device.room else 1,
+        "prefill_seconds": prefill_operations(config, length) / device.operations,
+        "decode_seconds": decode_bytes(config, length) / device.bandwidth,
+    }
+
+
+# ------------------------------------------------------------------------------------ the model against measurements
+
+
+def points() -> list[dict[str, Any]]:
+    """Every measured point: source, device, config, length and what was measured."""
+    found = []
+    for path in sorted((ROOT / "docs/at_scale").glob("planning-*.json")):
+        record = json.loads(path.read_text())
+        for point in record["measured"]:
+            if point["fits"]:
+                where = f"{record['device']}, {record['threads']} thread{'s' * (record['threads'] > 1)}"
+                found.append({**point, "source": str(path.relative_to(ROOT)), "device": where})
+    path = ROOT / "docs/benchmarks/attention.json"
+    record = json.loads(path.read_text())
+    values = {name: figure["value"] for name, figure in record["figures"].items()}
+    common = {"shape": "0.1B", "layers": 6, "bytes_each": 4, "source": str(path.relative_to(ROOT))}
+    common["device"] = f"{record['device']}, {record['machine'].split(', ')[1]}"
+    for length in record["lengths"]:
+        what = f"decode, {length} cached, batch 1"
+        found.append({
+            **common, "length": length, "decode_seconds": values[f"{what}: ms a step, stock"] / 1000,
+            "kv_bytes": values[f"{what}: KV memory, stock (MB)"] * 1e6,
+        })  # fmt: skip
+    return found
+
+
+def compared(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Each point beside the model. Of a device, the shortest point sets operations and bytes a second; the others test.
+
+    So the errors are those of the model's form, in length and size; the share of its peak that a device reaches is not
+    tested by them.
+    """
+    rows: list[dict[str, Any]] = []
+    for source, device in dict.fromkeys((point["source"], point["device"]) for point in found):
+        here = [point for point in found if (point["source"], point["device"]) == (source, device)]
+        rates: dict[str, float] = {}
+        for point in sorted(here, key=lambda point: point["length"]):
+            config = config_of(point["shape"])
+            config.num_hidden_layers = point.get("layers", config.num_hidden_layers)
+            length, each = point["length"], point["bytes_each"]
+            work = {
+                "prefill_seconds": prefill_operations(config, length),
+                "decode_seconds": decode_bytes(config, length, each),
+            }
+            for what in ("kv_bytes", *work):
+                if what not in point:
+                    continue
+                row = {key: point[key] for key in ("shape", "length", "source", "device")} | {"what": what}
+                measured, sets_it = point[what], what in work and what not in rates
+                if sets_it:
+                    rates[what] = work[what] / measured
+                model = work[what] / rates[what] if what in work else kv_cache_bytes(config, length, each)
+                row |= {"measured": measured, "modelled": model, "error": None if sets_it else model / measured - 1}
+                rows.append(row)
+    return rows
+
+
+def published() -> dict[str, Any]:
+    """The share of the peak that a published prefill of 1M tokens reached: Llama-3.1-405B on 128 H100."""
+    config = LlamaConfig(
+        hidden_size=16_384, intermediate_size=53_248, num_hidden_layers=126, num_attention_heads=128,
+        num_key_value_heads=8, vocab_size=128_256,
+    )  # fmt: skip
+    reached = prefill_operations(config, 10**6) / 128 / 77
+    return {"source": "https://arxiv.org/abs/2411.01783", "seconds": 77, "gpus": 128, "share_of_peak": reached / PEAK}
+
+
+# ---------------------------------------------------------------------------------------------------------- the page
+
+
+def size(n_bytes: float) -> str:
+    return f"{n_bytes / 2**30:.1f} GiB" if n_bytes >= 2**30 else f"{n_bytes / 2**20:.0f} MiB"
+
+
+def duration(seconds: float) -> str:
+    for least, unit, scale in ((3600, "h", 3600), (90, "min", 60), (1, "s", 1)):
+        if seconds >= least:
+            return f"{seconds / scale:.1f} {unit}"
+    return f"{1000 * seconds:.1f} ms"
+
+
+def cell(measured: float | None, model: float, say: Any) -> str:
+    """Measured as it is; modelled in italics with ≈."""
+    return f"*≈ {say(model)}*" if measured is None else say(measured)
+
+
+def planning_rows(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    rows = []
+    for shape in SHAPES:
+        for name, length in LENGTHS.items():
+            of_gpu = [p for p in found if "H100" in p["device"] and (p["shape"], p["length"]) == (shape, length)]
+            rows.append({
+                "shape": shape, "length": length, "name": name, "modelled": modelled(shape, length),
+                "measured": of_gpu[0] if of_gpu else {},
+            })  # fmt: skip
+    return rows
+
+
+def blocks(rows: list[dict[str, Any]], tests: list[dict[str, Any]], paper: dict[str, Any]) -> dict[str, str]:
+    """The generated blocks of the page by name."""
+    body = [
+        f"| {row['shape']} ({MODELS[row['shape']]}) | {row['name']} | {size(row['modelled']['weight_bytes'])} | "
+        + " | ".join(
+            cell(row["measured"].get(what), row["modelled"][what], say)
+            for what, say in (("kv_bytes", size), ("prefill_seconds", duration), ("decode_seconds", duration))
+        )
+        + f" | {row['modelled']['gpus']} |"
+        for row in rows
+    ]
+    head = "| model | tokens | weights | KV cache | prefill, one H100 | decode step, one H100 | 80 GB GPUs needed |"
+    on_gpu = sum(bool(row["measured"]) for row in rows)
+    note = "Nothing was run on a GPU yet: every number with *≈*, in italics, is modelled."
+    if on_gpu:
+        note = f"{on_gpu} rows were measured on an H100 (plain numbers); those with *≈*, in italics, are modelled."
+    gpus = {row["shape"]: row["modelled"]["gpus"] for row in rows if row["name"] == "1M"}
+    return {
+        "table": "\n".join([head, "|---" * 7 + "|", *body, "", note]),
+        "checks": checks(tests),
+        "published": f"By the same count that is {paper['share_of_peak']:.0%} of the peak.",
+        "short": f"In short, one sequence of 1M tokens is served from {gpus['8B']} GPUs of 80 GB for an 8B, and from "
+        f"{gpus['70B']}, in practice 8, for a 70B.",
+    }
+
+
+def checks(tests: list[dict[str, Any]]) -> str:
+    """Every measured number beside the model."""
+    names = {"kv_bytes": "KV cache", "prefill_seconds": "prefill", "decode_seconds": "decode step"}
+    lines = ["| what | shape, tokens | measured | modelled | error | device | from |", "|---" * 7 + "|"]
+    for test in tests:
+        say = size if test["what"] == "kv_bytes" else duration
+        error = "sets the rate" if test["error"] is None else f"{test['error']:+.1%}"
+        file = Path(test["source"]).relative_to("docs")
+        lines.append(
+            f"| {names[test['what']]} | {test['shape']}, {test['length']:,} | {say(test['measured'])} | "
+            f"*≈ {say(test['modelled'])}* | {error} | {test['device']} | [{file.name}]({file}) |"
+        )
+    worst = [
+        f"{name} {max(errors):.1%}"
+        for what, name in names.items()
+        if (errors := [abs(test["error"]) for test in tests if test["what"] == what and test["error"] is not None])
+    ]
+    return "\n".join([*lines, "", f"Largest errors: {', '.join(worst)}."])
+
+
+def page(found: dict[str, str]) -> str:
+    """The page with its generated blocks replaced."""
+    text = PAGE.read_text(encoding="utf-8")
+    for name, block in found.items():
+        begin, end = f"<!-- begin {name} -->", f"<!-- end {name} -->"
+        text = text[: text.index(begin)] + f"{begin}\n{block}\n{end}" + text[text.index(end) + len(end) :]
+    return text
+
+
+def main() -> None:
+    found = points()
+    rows, tests, paper = planning_rows(found), compared(found), published()
+    RECORD.write_text(json.dumps({
+        "assumed": {"peak": PEAK, "bandwidth": BANDWIDTH, "share of peak": REACHED, "share of bandwidth": READ,
+                    "room": H100.room},
+        "rows": rows, "tests": tests, "published": paper,
+    }, indent=1) + "\n")  # fmt: skip
+    PAGE.write_text(page(blocks(rows, tests, paper)))
+    print(f"{PAGE.relative_to(ROOT)}: {len(rows)} rows, {len(tests)} measured numbers.")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,67 @@
+"""The planning page: its model counts what is there, and the page says what was measured and what was not."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from at_scale.planning import SHAPES
+from attention import STOCK, Decoder, cache_bytes, random_models
+from transformers import DynamicCache, LlamaForCausalLM
+
+ROOT = Path(__file__).resolve().parents[2]
+spec = importlib.util.spec_from_file_location("planning_page", ROOT / "docs/planning.py")
+planning: Any = importlib.util.module_from_spec(spec)
+sys.modules[spec.name] = planning
+spec.loader.exec_module(planning)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_parameters_are_those_of_the_model_but_for_its_norms(shape: str) -> None:
+    with torch.device("meta"):
+        model = LlamaForCausalLM(planning.config_of(shape))
+    norms = sum(p.numel() for name, p in model.named_parameters() if "norm" in name)
+    assert planning.parameters(model.config) == model.num_parameters() - norms
+
+
+def test_the_cache_is_as_large_as_counted() -> None:
+    shape = {**SHAPES["0.1B"], "num_hidden_layers": 2, "vocab_size": 64}
+    model = random_models((STOCK,), 64, 64, torch.device("cpu"), **shape)[STOCK]
+    decoder = Decoder(model, [50], DynamicCache(config=model.config))
+    assert cache_bytes(decoder.cache) == planning.kv_cache_bytes(model.config, 50, 4)
+
+
+def test_the_shortest_point_sets_the_rate_and_the_others_test_it() -> None:
+    common = {"shape": "0.1B", "bytes_each": 4, "source": "docs/x.json", "device": "cpu"}
+    config = planning.config_of("0.1B")
+    points = [{**common, "length": n, "decode_seconds": 2 * planning.decode_bytes(config, n, 4)} for n in (4096, 1024)]
+    points[0]["decode_seconds"] *= 1.25
+    short, long = planning.compared(points)
+    assert (short["length"], short["error"]) == (1024, None)
+    assert long["error"] == pytest.approx(1 / 1.25 - 1)
+
+
+def test_what_was_modelled_is_told_from_what_was_measured() -> None:
+    assert planning.cell(None, 3.0, planning.duration) == "*≈ 3.0 s*"
+    assert planning.cell(2.0, 3.0, planning.duration) == "2.0 s"
+    row = {"shape": "8B", "length": 2**17, "device": "NVIDIA H100 80GB HBM3, 8 threads", "prefill_seconds": 7.0}
+    (found,) = [row for row in planning.planning_rows([row]) if row["measured"]]
+    assert (found["shape"], found["name"]) == ("8B", "128k")
+    table = planning.blocks(planning.planning_rows([row]), [], planning.published())["table"]
+    assert "| 7.0 s | *≈ " in table
+    assert "1 rows were measured" in table
+
+
+def test_the_page_is_what_its_json_files_say() -> None:
+    found = planning.points()
+    rows, tests = planning.planning_rows(found), planning.compared(found)
+    text = planning.PAGE.read_text(encoding="utf-8")
+    assert planning.page(planning.blocks(rows, tests, planning.published())) == text
+    assert f"{planning.REACHED:.0%} of an H100's" in text
+    assert f"{planning.READ:.0%} of 3.35 TB/s" in text
+    assert json.loads(planning.RECORD.read_text(encoding="utf-8"))["tests"] == json.loads(json.dumps(tests))
