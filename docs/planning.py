@@ -13,6 +13,7 @@ import math
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from transformers import LlamaConfig
@@ -114,33 +115,34 @@ def points() -> list[dict[str, Any]]:
 
 
 def compared(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Each point beside the model. Of a device, the shortest point sets operations and bytes a second; the others test.
+    """Each point beside the model, with the rate that the median of the other points of its device and source reached.
 
     So the errors are those of the model's form, in length and size; the share of its peak that a device reaches is not
     tested by them.
     """
     rows: list[dict[str, Any]] = []
-    for source, device in dict.fromkeys((point["source"], point["device"]) for point in found):
-        here = [point for point in found if (point["source"], point["device"]) == (source, device)]
-        rates: dict[str, float] = {}
-        for point in sorted(here, key=lambda point: point["length"]):
-            config = config_of(point["shape"])
-            config.num_hidden_layers = point.get("layers", config.num_hidden_layers)
-            length, each = point["length"], point["bytes_each"]
-            work = {
-                "prefill_seconds": prefill_operations(config, length),
-                "decode_seconds": decode_bytes(config, length, each),
-            }
-            for what in ("kv_bytes", *work):
-                if what not in point:
-                    continue
-                row = {key: point[key] for key in ("shape", "length", "source", "device")} | {"what": what}
-                measured, sets_it = point[what], what in work and what not in rates
-                if sets_it:
-                    rates[what] = work[what] / measured
-                model = work[what] / rates[what] if what in work else kv_cache_bytes(config, length, each)
-                row |= {"measured": measured, "modelled": model, "error": None if sets_it else model / measured - 1}
-                rows.append(row)
+    for point in found:
+        config = config_of(point["shape"])
+        config.num_hidden_layers = point.get("layers", config.num_hidden_layers)
+        length, each = point["length"], point["bytes_each"]
+        work = {
+            "kv_bytes": kv_cache_bytes(config, length, each),
+            "prefill_seconds": prefill_operations(config, length),
+            "decode_seconds": decode_bytes(config, length, each),
+        }
+        common = {key: point[key] for key in ("shape", "length", "source", "device")}
+        rows += [
+            {**common, "what": what, "measured": point[what], "work": work[what]} for what in work if what in point
+        ]
+    for row in rows:
+        alike = [
+            other
+            for other in rows
+            if other is not row and all(other[key] == row[key] for key in ("source", "device", "what"))
+        ]
+        rate = median(other["work"] / other["measured"] for other in alike) if alike else None
+        row["modelled"] = row["work"] if row["what"] == "kv_bytes" else rate and row["work"] / rate
+        row["error"] = row["modelled"] and row["modelled"] / row["measured"] - 1
     return rows
 
 
@@ -217,11 +219,12 @@ def checks(tests: list[dict[str, Any]]) -> str:
     lines = ["| what | shape, tokens | measured | modelled | error | device | from |", "|---" * 7 + "|"]
     for test in tests:
         say = size if test["what"] == "kv_bytes" else duration
-        error = "sets the rate" if test["error"] is None else f"{test['error']:+.1%}"
+        if test["error"] is None:
+            continue
         file = Path(test["source"]).relative_to("docs")
         lines.append(
             f"| {names[test['what']]} | {test['shape']}, {test['length']:,} | {say(test['measured'])} | "
-            f"*≈ {say(test['modelled'])}* | {error} | {test['device']} | [{file.name}]({file}) |"
+            f"*≈ {say(test['modelled'])}* | {test['error']:+.1%} | {test['device']} | [{file.name}]({file}) |"
         )
     worst = [
         f"{name} {max(errors):.1%}"

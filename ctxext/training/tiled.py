@@ -99,7 +99,8 @@ class _Keep(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        (hidden,), found, sums = ctx.saved_tensors, [], [None for _ in ctx.trained]
+        (hidden,), found = ctx.saved_tensors, []
+        sums: list[Any] = [None for _ in ctx.trained]
         for tile, above in zip(hidden.split(ctx.tokens, dim=1), grad.split(ctx.tokens, dim=1)):
             inputs = tile.detach().requires_grad_()
             with torch.enable_grad(), torch.autocast(*ctx.autocast):

@@ -36,14 +36,16 @@ def test_the_cache_is_as_large_as_counted() -> None:
     assert cache_bytes(decoder.cache) == planning.kv_cache_bytes(model.config, 50, 4)
 
 
-def test_the_shortest_point_sets_the_rate_and_the_others_test_it() -> None:
+def test_each_point_is_modelled_at_the_rate_of_the_others() -> None:
     common = {"shape": "0.1B", "bytes_each": 4, "source": "docs/x.json", "device": "cpu"}
-    config = planning.config_of("0.1B")
-    points = [{**common, "length": n, "decode_seconds": 2 * planning.decode_bytes(config, n, 4)} for n in (4096, 1024)]
-    points[0]["decode_seconds"] *= 1.25
-    short, long = planning.compared(points)
-    assert (short["length"], short["error"]) == (1024, None)
-    assert long["error"] == pytest.approx(1 / 1.25 - 1)
+    work = {n: planning.decode_bytes(planning.config_of("0.1B"), n, 4) for n in (1024, 2048, 4096)}
+    points = [{**common, "length": n, "decode_seconds": 2 * bytes_} for n, bytes_ in work.items()]
+    points[1]["decode_seconds"] *= 1.25
+    errors = {row["length"]: row["error"] for row in planning.compared(points)}
+    assert errors[2048] == pytest.approx(1 / 1.25 - 1)
+    assert abs(errors[1024]) == abs(errors[4096]) < 0.13  # the median of two rates, one of which is off
+    (alone,) = planning.compared(points[:1])
+    assert alone["error"] is None
 
 
 def test_what_was_modelled_is_told_from_what_was_measured() -> None:
