@@ -71,7 +71,7 @@ _KINDS = {
     "summary": TEXT,
     "factor": FACTOR,
     "existing": EXISTING,
-    "original_max_position_embeddings": TOKENS,
+    "original_max_position_embeddings": or_none(TOKENS),
     "rotated_copy": FLAG,
 }
 
@@ -84,7 +84,8 @@ class Record:
         summary: the plan in one line.
         method: None if the native scaling was kept.
         factor: target length / start length.
-        original_max_position_embeddings: the trained length before any scaling, in tokens.
+        original_max_position_embeddings: the trained length before any scaling, in tokens; None if unknown, which only
+            existing scaling that is kept or composed with allows.
     """
 
     where: str
@@ -93,7 +94,7 @@ class Record:
     method: ContextMethod | None
     factor: float
     existing: Existing
-    original_max_position_embeddings: int
+    original_max_position_embeddings: int | None
     rotated_copy: bool
     model: BaseModel
 
@@ -104,8 +105,13 @@ class Record:
         values = {name: read.get(name, kind) for name, kind in _KINDS.items()}
         kept = values["existing"] == "keep" and read.content["method"] is None
         method = None if kept else method_from_dict(read.content["method"], read.file)
-        target = round(values["factor"] * values["original_max_position_embeddings"])
-        read.check(TOKENS.holds(target), f"factor × original_max_position_embeddings must be {TOKENS.words}")
+        original = values["original_max_position_embeddings"]
+        if original is None:  # as `Plan.to_dict` writes it for a linear scaling, whose config names no such length
+            unneeded = values["existing"] in ("keep", "compose")
+            read.check(unneeded, f"original_max_position_embeddings must be {TOKENS.words}")
+        else:
+            target = round(values["factor"] * original)
+            read.check(TOKENS.holds(target), f"factor × original_max_position_embeddings must be {TOKENS.words}")
         return cls(where=read.file, method=method, model=BaseModel.of_json(read.part("model")), **values)
 
     def arguments_for(self, config: Any) -> dict[str, Any]:

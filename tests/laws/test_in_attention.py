@@ -27,18 +27,23 @@ from live import (
     same,
     snapshot,
 )
+from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, LlamaForCausalLM
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from typer.testing import CliRunner
 
 import ctxext
 from ctxext import extend_context, restore_context, temporarily_extended
 from ctxext.attention import call, proof
 from ctxext.attention.rotary import InAttentionRotary
+from ctxext.cli import commands
 from ctxext.core.apply import extension_of
 from ctxext.extension.metadata_file import BESIDE, RECORD
+from ctxext.hub.checkpoint import extend_folder
 from ctxext.methods import DynamicNTK, NTKAware
 from ctxext.patches.in_attention import InAttentionProof
+from ctxext.publish.push import Extended
 
 IDS = token_ids(150)  # well beyond the trained 64
 matrix = pytest.mark.parametrize("method", LATE)
@@ -271,6 +276,60 @@ def test_law_8_scaling_that_was_there_before_is_brought_back(tmp_path: Path) -> 
         plain = AutoModelForCausalLM.from_pretrained(tmp_path / existing).eval()
         assert gap(plain, tiny_model("llama", rope_parameters=yarn)) == 0.0
         assert gap(ctxext.load(tmp_path / existing), model) == 0.0
+
+
+NATIVE = {
+    "linear": {},
+    "dynamic": {},
+    "yarn": {"original_max_position_embeddings": 32},
+    "llama3": {"original_max_position_embeddings": 32, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+    "longrope": {"original_max_position_embeddings": 32, "short_factor": [1.5] * 8, "long_factor": [1.5] * 8},
+}
+
+
+def scaled_natively(rope_type: str) -> Any:
+    parameters = {"rope_type": rope_type, "rope_theta": 1e4, "factor": 2.0, **NATIVE[rope_type]}
+    return tiny_model("llama", rope_parameters=parameters)
+
+
+@pytest.mark.filterwarnings("ignore:.*saved unextended")
+@pytest.mark.parametrize("existing", ["compose", "replace"])
+@pytest.mark.parametrize("rope_type", NATIVE)
+def test_law_8_whatever_native_scaling_is_extended_is_loaded_again(
+    rope_type: str, existing: str, tmp_path: Path
+) -> None:
+    # A linear scaling names no length before it, and a dynamic one has no frequencies to start from.
+    refused = {("linear", "replace"): "is unknown for this model", ("dynamic", "compose"): "length-dependent"}
+    for name in LATE:
+        model = scaled_natively(rope_type)
+        method = late(name, model, 2)
+        if reason := refused.get((rope_type, existing)):
+            with pytest.raises(ValueError, match=reason):
+                extend_context(model, method=method, existing=existing)
+            continue
+        if name == "longrope":  # fitted to other frequencies than these
+            method = replace(method, fitted_to=None)
+        extend_context(model, method=method, existing=existing)
+        model.save_pretrained(tmp_path / name)
+        again = ctxext.load(tmp_path / name)
+        assert again.context_extension.plan.lengths == model.context_extension.plan.lengths, name
+        assert gap(again, model) == 0.0, name
+
+
+@pytest.mark.parametrize("existing", ["compose", "keep"])
+def test_law_8_an_unknown_length_before_scaling_is_read_back_wherever_it_is_written(
+    existing: str, tmp_path: Path
+) -> None:
+    scaled_natively("linear").save_pretrained(tmp_path / "base")
+    method = None if existing == "keep" else "self_extend"
+    live = extend_context(AutoModelForCausalLM.from_pretrained(tmp_path / "base").eval(), 2, method, existing=existing)
+    expected = logits(live, IDS)
+    get_peft_model(live, LoraConfig(r=2, target_modules=["q_proj"])).save_pretrained(tmp_path / "adapter")
+    assert torch.equal(logits(ctxext.load(tmp_path / "adapter"), IDS), expected)
+    extend_folder(tmp_path / "base", tmp_path / "extended", 2, method, existing=existing)
+    assert torch.equal(logits(ctxext.load(tmp_path / "extended"), IDS), expected)
+    assert Extended.of_folder(tmp_path / "extended").lengths.original is None
+    assert CliRunner().invoke(commands, ["describe", str(tmp_path / "extended")]).exit_code == 0
 
 
 @pytest.mark.parametrize("method", DYNAMIC)
