@@ -23,6 +23,7 @@ from ctxext.methods import (
     as_longrope,
     scaled_rope_parameters,
 )
+from ctxext.methods.change import ROUNDING, score_change
 from ctxext.models.context import ContextFacts, read_context
 from ctxext.models.families import family_of
 from ctxext.models.metadata import Existing, Lengths, by_own_names
@@ -128,6 +129,11 @@ class RopeEncoding(Encoding):
                     frozen = (f"frozen at {request.length:,} tokens: the factor is {now}, not {then}.",)
                 lengths = replace(lengths, target=request.length, factor=method.factor)
             tables = _extended(method, ropes, seen_beyond, facts, lengths.target)
+            if method.in_attention and score_change(method, rope, lengths.target) <= ROUNDING:
+                raise ValueError(
+                    f"{method!r} changes nothing within the target of {lengths.target} tokens. Pass a larger factor, "
+                    "or other options."
+                )
             softmax_factor = 1.0 if from_plain else softmax_factor
             if isinstance(method, RopeScaling) and not method.in_attention:
                 why_not_portable = _why_not_portable(method, rope, facts)

@@ -15,6 +15,7 @@ from ctxext.core.edit import Edit
 from ctxext.core.patch import Patch, Proof
 from ctxext.encodings.rope import RopeGeometry
 from ctxext.methods import RopeMethod, geometry_in_use
+from ctxext.methods.change import neutral, score_change
 from ctxext.models.context import ContextFacts
 from ctxext.models.rope_tables import slides_over
 from ctxext.models.text_config import text_config_of
@@ -30,16 +31,21 @@ class InAttentionProof(Proof):
             attention, over all layers, relative to the largest value.
         output_error: relative RMS difference to the stock model's last hidden states with the original frequencies, at
             random positions within the trained length, with and without a cache.
-        effect: the same difference caused by the method, at random positions up to the target.
+        effect: the same difference caused by the method, at random positions up to the target. The other side is its
+            `neutral` twin, which runs the same code: a method without effect gives exactly 0 in every dtype.
+        score_change: what the formula says of the method's effect (`ctxext.methods.change`).
         output_bar: the largest accepted `output_error`.
         effect_bar: the smallest accepted `effect`.
+        score_bar: the smallest accepted `score_change`; the dtype's rounding.
     """
 
     rotation_error: float
     output_error: float
     effect: float
+    score_change: float
     output_bar: float
     effect_bar: float
+    score_bar: float
 
     def __str__(self) -> str:
         return (
@@ -54,6 +60,12 @@ class InAttentionProof(Proof):
                 f"with in-attention RoPE and its own frequencies, the output of {name} has a relative error of "
                 f"{self.output_error:.1e} (rounding explains {self.output_bar:.0e}). Its attention is not supported, "
                 "or the model is in 16 bits, where rounding may be larger: load it in float32."
+            )
+        if not self.score_change > self.score_bar:
+            return (
+                f"{summary} changes attention scores by {self.score_change:.1e} at most, which the rounding of this "
+                f"model's dtype ({self.score_bar:.1e}) hides. Load it in float32, or pass a larger factor or other "
+                "options."
             )
         if not self.effect > self.effect_bar:
             return f"{summary} does not change the output of {name} beyond its trained length."
@@ -174,13 +186,23 @@ class RotateInAttention(Patch):
         outputs = [self._run(model, run, base, before.inputs) for run in (proof.output, proof.cached_output)]
         output_error = max(proof.difference(output, before.stock) for output in outputs)
         far = self._probe(model, self.target_length)
-        unscaled = self._run(model, proof.output, base, far)
         new.in_use, new.phases = self._in_use, torch.promote_types(torch.float32, model.dtype)
+        new.set_method(neutral(self.method), self.rope)
+        unscaled = self._run(model, proof.output, base, far)
         new.set_method(self.method, self.rope)
         effect = proof.difference(self._run(model, proof.output, base, far), unscaled)
-        # In 16 bits a different summation order has more effect than a small factor.
-        effect_bar = 0.0 if _is_half(model) else max(self.EFFECT_BAR, 3 * output_error)
-        return InAttentionProof(before.rotation_error, output_error, effect, before.output_bar, effect_bar)
+        half = _is_half(model)
+        return InAttentionProof(
+            rotation_error=before.rotation_error,
+            output_error=output_error,
+            effect=effect,
+            score_change=score_change(self.method, self.rope, self.target_length),
+            output_bar=before.output_bar,
+            # In 16 bits a small factor has less effect than another summation order: that of the neutral twin is the
+            # same, and what rounding hides is judged by the formula.
+            effect_bar=0.0 if half else max(self.EFFECT_BAR, 3 * output_error),
+            score_bar=torch.finfo(model.dtype).eps if half else 0.0,
+        )
 
     @property
     def _trained(self) -> int:

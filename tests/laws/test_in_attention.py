@@ -23,6 +23,7 @@ from live import (
     cached_logits,
     late,
     padded_batch,
+    plain_rope,
     rotary_of,
     same,
     snapshot,
@@ -35,13 +36,15 @@ from typer.testing import CliRunner
 
 import ctxext
 from ctxext import extend_context, restore_context, temporarily_extended
+from ctxext.assets import MODEL
 from ctxext.attention import call, proof
 from ctxext.attention.rotary import InAttentionRotary
 from ctxext.cli import commands
 from ctxext.core.apply import extension_of
 from ctxext.extension.metadata_file import BESIDE, RECORD
 from ctxext.hub.checkpoint import extend_folder
-from ctxext.methods import DynamicNTK, NTKAware
+from ctxext.methods import DynamicNTK, LongRoPE, NTKAware
+from ctxext.methods.change import neutral
 from ctxext.patches.in_attention import InAttentionProof
 from ctxext.publish.push import Extended
 
@@ -130,6 +133,58 @@ def test_a_method_that_does_not_reach_attention_is_seen(method: str, monkeypatch
     monkeypatch.setattr(InAttentionRotary, "set_method", lambda self, method, rope: set_method(self, None, rope))
     model = tiny_model("llama")
     refused(model, RuntimeError, "does not change the output of LlamaForCausalLM", late(method, model))
+
+
+HALVES = [torch.bfloat16, torch.float16]
+half = pytest.mark.parametrize("dtype", HALVES, ids=str)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, *HALVES], ids=str)
+def test_a_method_that_reaches_no_token_is_refused_in_every_dtype(dtype: torch.dtype) -> None:
+    model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=dtype).eval()
+    before = snapshot(model, run=False)
+    options = {"long_factor": [2.0] * 32, "attention_factor": 1.0, "start_tokens": 4096}
+    with pytest.raises(ValueError, match="changes nothing within the target of 2048 tokens"):
+        extend_context(model, 4, "longrope", **options)
+    assert_unchanged(model, before)
+
+
+@half
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_a_change_that_rounding_hides_is_refused(family: str, dtype: torch.dtype) -> None:
+    model = tiny_model(family).to(dtype)
+    n_pairs = plain_rope(model).dim // 2
+    factors = [1.0] * (n_pairs - 1) + [1.00001]
+    method = LongRoPE(factor=4, long_factor=factors, attention_factor=1.0, start_tokens=4)
+    refused(model, RuntimeError, "hides. Load it in float32", method)
+
+
+@half
+@pytest.mark.parametrize("family", ["llama", "qwen3", "bundled"])
+def test_every_method_is_live_in_16_bits(family: str, dtype: torch.dtype) -> None:
+    for name in LATE:
+        bundled = family == "bundled"
+        model = AutoModelForCausalLM.from_pretrained(MODEL).eval() if bundled else tiny_model(family)
+        model = model.to(dtype)
+        found = extend_context(model, method=late(name, model)).context_extension.proof
+        assert found.effect > 0, name
+        assert found.score_change > 10 * found.score_bar, name
+
+
+@half
+@matrix
+def test_a_method_that_does_not_reach_attention_is_seen_in_16_bits(
+    method: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny_model("llama").to(dtype)
+    named = late(method, model)
+    set_method = InAttentionRotary.set_method
+
+    def keeping_the_neutral(self: Any, method: Any, rope: Any) -> None:
+        set_method(self, neutral(named) if method is named else method, rope)
+
+    monkeypatch.setattr(InAttentionRotary, "set_method", keeping_the_neutral)
+    refused(model, RuntimeError, "does not change the output of LlamaForCausalLM", named)
 
 
 # ------------------------------------------------------------------------- law 6: undo is bitwise
