@@ -136,11 +136,12 @@ class RotateInAttention(Patch):
         (site,) = standard_sites(model, self.facts)
         inputs = self._probe(model, self._trained)
         base = model.get_submodule(site.paths[0].rpartition(".")[0])
-        stock, bar = self._run(model, proof.output, base, inputs), proof.OUTPUT_BAR
-        if _is_half(model):
-            # In 16 bits, a different summation order alone moves the stock model's output by 10% and more.
-            again = self._run(model, proof.cached_output, base, inputs)
-            bar = max(proof.HALF_OUTPUT_BAR, 4 * proof.difference(again, stock))
+        with site.as_built():
+            stock, bar = self._run(model, proof.output, base, inputs), proof.OUTPUT_BAR
+            if _is_half(model):
+                # In 16 bits, a different summation order alone moves the stock model's output by 10% and more.
+                again = self._run(model, proof.cached_output, base, inputs)
+                bar = max(proof.HALF_OUTPUT_BAR, 4 * proof.difference(again, stock))
         return Seen(site, inputs, stock, bar)
 
     def write(self, edit: Edit, before: Seen) -> None:
@@ -157,14 +158,16 @@ class RotateInAttention(Patch):
         new.owner = f"{self.method!r}, trained at {self._trained} tokens"
         # For the comparison, phases are the stock model's: from its own table, in float32. From 8,192 tokens on, the
         # last bit of a frequency exceeds the bar, and the table may have been cast.
-        own, in_use = before.site.table("").double().cpu(), self._in_use
+        with before.site.as_built():
+            own, in_use = before.site.table("").double().cpu(), self._in_use
         same = own.shape == in_use.inv_freq.shape and torch.allclose(own, in_use.inv_freq, rtol=1e-2, atol=0.0)
         new.in_use, new.phases = replace(in_use, inv_freq=own) if same else in_use, torch.float32
         new.set_method(None, self.rope)
         new.layers = {}
 
         edit.set_config_field(config, "_attn_implementation_internal", call.IMPLEMENTATIONS[implementation])
-        rotated = self._run(model, proof.look, base, before.inputs, proof.Looker(new))
+        with before.site.as_built():
+            rotated = self._run(model, proof.look, base, before.inputs, proof.Looker(new))
         edit.replace_module(before.site.paths, new)
         unrotated = self._run(model, proof.look, base, before.inputs, proof.Looker(new, instead=rotated))
         try:

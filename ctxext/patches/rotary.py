@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar, cast
 
@@ -46,6 +47,28 @@ class RotarySite:
         """The frequencies of a layer type."""
         table: Tensor = getattr(self.module, of_label(label, "inv_freq"))
         return table
+
+    @contextmanager
+    def as_built(self) -> Iterator[None]:
+        """The module as before its first call, within a `with` block; its state is put back afterwards.
+
+        For transformers' dynamic scaling, whose module keeps the frequencies of its longest call until it sees one
+        shorter than the trained length.
+        """
+        held, buffers = {**self.module.__dict__}, {**self.module._buffers}
+        for label in self.labels:
+            built = getattr(self.module, of_label(label, "original_inv_freq"))
+            if built.device.type != "meta":
+                self.module._buffers[of_label(label, "inv_freq")] = built.clone()
+            if hasattr(self.module, "original_max_seq_len"):
+                setattr(self.module, of_label(label, "max_seq_len_cached"), self.module.original_max_seq_len)
+        try:
+            yield
+        finally:
+            for now, then in ((self.module.__dict__, held), (self.module._buffers, buffers)):
+                for name in now.keys() - then.keys():
+                    del now[name]
+                now.update(then)
 
     def laid_out(
         self, label: str, inv_freq: Float64[Tensor, " turning"], in_use: Float64[Tensor, " turning"]

@@ -506,6 +506,28 @@ def test_law_10_rows_padding_and_earlier_calls_do_not_matter(family: str, method
     assert torch.equal(logits(model, rows[0][None])[0], alone[0])
 
 
+@pytest.mark.parametrize("earlier", [LENGTH, 300], ids=lambda n: f"{n}-tokens")
+@pytest.mark.parametrize("rope_type", ["dynamic", "longrope"])
+def test_law_10_earlier_calls_of_a_natively_scaled_model_do_not_matter(rope_type: str, earlier: int) -> None:
+    for name in LATE:
+        cold, warm = scaled_natively(rope_type), scaled_natively(rope_type)
+        if rope_type == "longrope":  # whose frequencies of long calls are not those of short ones
+            for model in (cold, warm):
+                model.config.rope_parameters["long_factor"] = [2.0] * 8
+        logits(warm, token_ids(earlier))  # of 300 tokens: transformers keeps the grown frequencies
+        rotary, before = warm.model.rotary_emb, snapshot(warm, run=False)
+        held = {key: value for key, value in rotary.__dict__.items() if not key.startswith("_")}
+        for model in (cold, warm):
+            extend_context(model, method=late(name, model), existing="replace")
+        assert gap(cold, warm) == 0.0, name
+        restore_context(warm)
+        assert_unchanged(warm, before)
+        assert warm.model.rotary_emb is rotary
+        now = {key: value for key, value in rotary.__dict__.items() if not key.startswith("_")}
+        assert now.keys() == held.keys(), name
+        assert all(now[key] is held[key] for key in held), name
+
+
 # --------------------------------------------- law 11: frequencies do not depend on the weights' type
 
 casts = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
