@@ -69,7 +69,7 @@ def compare(
     from ctxext.evals.screen import asked_as_it_answers, finish, run_with_bar, share_bar
     from ctxext.evals.summary import Summary
     from ctxext.evals.targets import LiveModel, compared_variants
-    from ctxext.extension.method_file import check_method_file, check_writable
+    from ctxext.extension.method_file import check_apart, check_method_file, check_writable
     from ctxext.fitting.race import Race, check_start, saved_choice, where_it_runs
     from ctxext.hub.checkpoint import check_not_extended, checkpoint_folder
     from ctxext.utils.processes import Processes
@@ -77,6 +77,7 @@ def compare(
     check_writable(output)
     if best is not None:
         check_method_file(best, "--best")
+        check_apart(best, "--best", output, "the results, which go to --output")
     processes, timed = Processes.here(), minutes is not None
     if no_fit and not timed:
         raise typer.BadParameter("--no-fit works only with --minutes.")

@@ -25,19 +25,23 @@ def report(
     from ctxext.evals.report import write_report
     from ctxext.evals.results import read_results
     from ctxext.evals.summary import Summary
-    from ctxext.extension.method_file import check_writable
+    from ctxext.extension.method_file import check_apart, check_writable
     from ctxext.utils.json_files import write_json
 
     check_writable(output)
+    stems = [path.stem for path in results]
+    stems = [stem if stems.count(stem) == 1 else f"{stem}-{number}" for number, stem in enumerate(stems, 1)]
+    for path in results:
+        check_apart(output, "--output", path, "the results")
+        for stem in stems if figures is not None else ():
+            check_apart(figures / f"{stem}.json", "--figures: its", path, "the results")
     read = [read_results(path) for path in results]
     write_report(read, output)
     say(f"wrote {output}: open it in a browser.")
     if figures is not None:
         figures.mkdir(parents=True, exist_ok=True)
-        stems = [result.path.stem for result in read]
-        for number, (stem, result) in enumerate(zip(stems, read), 1):
-            stem, summary = stem if stems.count(stem) == 1 else f"{stem}-{number}", Summary(result)
-            figures_file = figures / f"{stem}.json"
+        for stem, result in zip(stems, read):
+            figures_file, summary = figures / f"{stem}.json", Summary(result)
             write_json(figures_file, all_figures(summary))
             for path in [figures_file, *save_figures(summary, figures, stem)]:
                 say(f"wrote {path}")

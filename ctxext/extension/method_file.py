@@ -62,6 +62,13 @@ def check_writable(path: Path) -> None:
         raise OSError(f"{path} {why}. Choose another file name.")
 
 
+def check_apart(path: Path, flag: str, other: Path, holds: str) -> None:
+    """Raise ValueError if `path`, which `flag` gave, is the file `other` with the content `holds`."""
+    same = path.exists() and other.exists() and path.samefile(other)  # also a hard link
+    if same or path.resolve() == other.resolve():
+        raise ValueError(f"{flag} {path} would overwrite {holds}. Choose another file name.")
+
+
 def read_saved(path: str | Path) -> SavedMethod:
     """Read a file of `SavedMethod.save`. Raises FileNotFoundError, or ValueError if it holds no valid method."""
     path = Path(path)
