@@ -70,7 +70,7 @@ def compare(
     from ctxext.evals.summary import Summary
     from ctxext.evals.targets import LiveModel, compared_variants
     from ctxext.extension.method_file import check_apart, check_method_file, check_writable
-    from ctxext.fitting.race import Race, check_start, saved_choice, where_it_runs
+    from ctxext.fitting.race import Race, check_start, left_beside, saved_choice, where_it_runs
     from ctxext.hub.checkpoint import check_not_extended, checkpoint_folder
     from ctxext.utils.processes import Processes
 
@@ -136,8 +136,14 @@ def compare(
         results = run_with_bar(runner, output, variants)
     else:
         race = Race(runner, variants[1:], output, minutes, fits=not no_fit, began=began)
-        with share_bar() as race.advance:
-            results, fitted, variants = race.run(), race.fitted, race.candidates
+        try:
+            with share_bar() as race.advance:
+                results, fitted, variants = race.run(), race.fitted, race.candidates
+        except BaseException:
+            if kept := left_beside(output):
+                common.say(f"Finished samples are kept in {kept}: ctxext report {output} reads them.")
+                common.say(f"A run with --minutes does not resume: remove {kept} before you repeat the command.")
+            raise
         if race.text_used_up:
             common.say("The text ran out before the time did. Pass a longer --haystack for more samples.")
         if race.no_fit:

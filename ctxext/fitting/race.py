@@ -75,10 +75,17 @@ def check_start(path: Path, minutes: float) -> None:
     """Raise ValueError unless `minutes` is a positive number and the results file is new."""
     if not 0 < minutes < math.inf:
         raise ValueError(f"minutes must be a finite number > 0, got {minutes}.")
-    if path.exists() or list(path.parent.glob(f"{path.name}.part-*")):
+    if found := str(path) if path.exists() else left_beside(path):
+        what = "" if path.exists() else " (samples of an unfinished run)"
         raise ValueError(
-            f"{path} exists already, and a run with --minutes does not resume. Remove it, or choose another --output."
+            f"{found} exists already{what}, and a run with --minutes does not resume. Remove it, or choose another "
+            "--output."
         )
+
+
+def left_beside(path: Path) -> str:
+    """The journals that an unfinished run left beside its results file; "" without any."""
+    return ", ".join(map(str, sorted(path.parent.glob(f"{path.name}.part-*"))))
 
 
 class Race:

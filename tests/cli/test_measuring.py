@@ -33,6 +33,7 @@ from ctxext.evals.results import read_results
 from ctxext.evals.screen import print_summary
 from ctxext.evals.summary import Summary
 from ctxext.extension.method_file import SavedMethod, read_saved
+from ctxext.fitting.race import Race
 from ctxext.methods import list_methods
 from ctxext.utils import endpoint
 
@@ -769,6 +770,27 @@ def test_compare_within_minutes_writes_a_method_and_says_why(tmp_path: Path) -> 
     assert f"--method {best}" in outcome.said
     assert {record["variant"] for record in read_results(results).records} == {"none", "pi", "yarn"}
     assert_remedy(ctxext("compare", MODEL, *asked, "-o", results), "results.jsonl exists already")
+
+
+def test_an_interrupted_compare_within_minutes_says_what_it_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measure, results = Race._measure, tmp_path / "results.jsonl"
+
+    def interrupted(self: Race, variant: Any, texts: int) -> None:
+        if variant.name != "none":
+            raise KeyboardInterrupt
+        measure(self, variant, texts)
+
+    monkeypatch.setattr(Race, "_measure", interrupted)
+    asked = ("--factor", "2", "--minutes", "60", "--methods", "pi", "--no-fit", "--lengths", "640", "-o", results)
+    outcome = ctxext("compare", MODEL, "--tasks", "perplexity", *asked)
+    assert outcome.code == 130
+    left = tmp_path / "results.jsonl.part-0"
+    assert f"Finished samples are kept in {left}" in outcome.said
+    assert [record["variant"] for record in read_results(results).records][:1] == ["none"]
+    again = ctxext("compare", MODEL, "--tasks", "perplexity", *asked)
+    assert_remedy(again, re.escape(f"{left} exists already (samples of an unfinished run)"))
 
 
 def test_portable_leaves_out_what_no_config_can_say(tmp_path: Path) -> None:

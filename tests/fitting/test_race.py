@@ -176,7 +176,7 @@ def test_a_text_shorter_than_the_target_is_refused(bundled, tmp_path: Path) -> N
 def test_other_samples_are_not_touched(bundled, tmp_path: Path) -> None:
     for name in ("results.jsonl", "results.jsonl.part-0"):
         (tmp_path / name).write_text("mine")
-        with pytest.raises(ValueError, match="exists already"):
+        with pytest.raises(ValueError, match=f"{tmp_path / name} exists already"):
             race(*bundled, read_prose(PERSUASION), 4, tmp_path / "results.jsonl", minutes=1)
         assert (tmp_path / name).read_text() == "mine"
         (tmp_path / name).unlink()
