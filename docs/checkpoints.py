@@ -165,7 +165,7 @@ def _words(found: dict[str, Any] | None) -> str:
 def page(found: list[dict[str, Any]]) -> str:
     """docs/checkpoints.md."""
     lines = [
-        "# Known checkpoints under each `existing=`",
+        "# What each `existing=` does to known checkpoints",
         "",
         f"What `extend_context(model, {FACTOR:g}, existing=…)` makes of every row of "
         "[checkpoints.toml](../ctxext/models/checkpoints.toml) with its default method, YaRN; `keep` takes no method.",

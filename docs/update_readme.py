@@ -221,7 +221,7 @@ def positions_table(each_seed: bool) -> str:
     def cell(at: dict, way: str) -> str:
         found = at.get(way, {"error": "not measured"})
         if "error" in found:
-            return found["error"].split(":")[0]
+            return "cannot run" if found["error"].startswith("IndexError") else found["error"].split(":")[0]
         if each_seed:
             return " ".join(f"{seed[way]['against']['value']:+.3f}" for seed in at["seeds"])
         return interval(found["against"])

@@ -99,7 +99,7 @@ class Extension:
             ("trained length", f"{self.plan.start} ({self.plan.start_source})"),
             ("target length", self.plan.target_length),
             ("saved as", self.plan.saved_as),
-            *(("proof", proof) for proof in self.proofs or ("none needed: no frequency changed",)),
+            *(("verified", proof) for proof in self.proofs or ("not needed: no frequency changed",)),
             *(("note", note) for note in self.plan.notes),
         ]
         return "\n".join([self.plan.summary, *(f"  {label:<16}  {value}" for label, value in rows)])

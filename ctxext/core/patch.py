@@ -66,8 +66,8 @@ class FormulaProof(Proof):
 
     def __str__(self) -> str:
         return (
-            f"off by {self.formula_error:.1e} from the formula; moves the output by {self.effect:.1e} in a forward "
-            f"pass of {self.n_tokens} tokens"
+            f"matches the formula (error {self.formula_error:.1e}) and changes the output by {self.effect:.1e} in a "
+            f"forward pass of {self.n_tokens} tokens"
         )
 
     def fault(self, name: str, summary: str) -> str | None:

@@ -245,8 +245,8 @@ class RotaryProof(Proof):
 
     def __str__(self) -> str:
         consumed = {True: "yes", False: "NO", None: "checked at the first forward pass"}[self.consumed]
-        output = "layout not compared" if self.output_error is None else f"off by {self.output_error:.1e}"
-        return f"frequencies off by {self.frequency_error:.1e}, cos and sin {output}, used by attention: {consumed}"
+        output = "not compared" if self.output_error is None else f"match (error {self.output_error:.1e})"
+        return f"frequencies match (error {self.frequency_error:.1e}), cos and sin {output}, used by attention: {consumed}"
 
     @property
     def is_pending(self) -> bool:

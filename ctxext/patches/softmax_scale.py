@@ -28,7 +28,7 @@ class SoftmaxProof(Proof):
     BAR: ClassVar[float] = 1e-6
 
     def __str__(self) -> str:
-        return f"softmax scale of {self.n_modules} attention modules off by {self.error:.1e}"
+        return f"softmax scale of {self.n_modules} attention modules matches (error {self.error:.1e})"
 
     def fault(self, name: str, summary: str) -> str | None:
         if not self.n_modules:

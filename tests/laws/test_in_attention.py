@@ -90,7 +90,7 @@ def test_each_query_stands_on_the_first_rung_that_holds_it() -> None:
 def test_the_receipt_says_what_was_seen_and_how_it_is_saved() -> None:
     model = patched("llama", "self_extend")
     seen = str(model.context_extension.proof)
-    for words in ("self_extend ×4: 64 → 256 tokens", f"saved as          {RECORD}", f"proof             {seen}"):
+    for words in ("self_extend ×4: 64 → 256 tokens", f"saved as          {RECORD}", f"verified          {seen}"):
         assert words in repr(model.context_extension)
     assert f"{model.context_extension.proof.effect:.1e}" in seen
     assert "self_extend ×4: 64 → 256 tokens" in repr(model)
