@@ -33,8 +33,8 @@ def report(
     stems = [stem if stems.count(stem) == 1 else f"{stem}-{number}" for number, stem in enumerate(stems, 1)]
     for path in results:
         check_apart(output, "--output", path, "the results")
-        for stem in stems if figures is not None else ():
-            check_apart(figures / f"{stem}.json", "--figures: its", path, "the results")
+        for figure in [figures / f"{stem}.json" for stem in stems] if figures is not None else ():
+            check_apart(figure, "--figures: its", path, "the results")
     read = [read_results(path) for path in results]
     write_report(read, output)
     say(f"wrote {output}: open it in a browser.")

@@ -246,7 +246,9 @@ class RotaryProof(Proof):
     def __str__(self) -> str:
         consumed = {True: "yes", False: "NO", None: "checked at the first forward pass"}[self.consumed]
         output = "not compared" if self.output_error is None else f"match (error {self.output_error:.1e})"
-        return f"frequencies match (error {self.frequency_error:.1e}), cos and sin {output}, used by attention: {consumed}"
+        return (
+            f"frequencies match (error {self.frequency_error:.1e}), cos and sin {output}, used by attention: {consumed}"
+        )
 
     @property
     def is_pending(self) -> bool:
