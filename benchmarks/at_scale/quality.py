@@ -54,6 +54,11 @@ class Quality(Part):
         """A length within the trained one."""
         return 192 if self.tiny else 4096
 
+    @property
+    def label(self) -> str:
+        """The model's name in the results."""
+        return "austen-4m" if self.tiny else "SmolLM2-135M-Instruct"
+
     @cached_property
     def model(self) -> tuple[Any, Any]:
         return model_of(self.tiny, self.device)
@@ -90,7 +95,7 @@ class Quality(Part):
         made = {}
         for name, text in self.texts.items():
             haystack = Haystack.from_text(text, tokenizer, name=name)
-            target = LiveModel(model, Prompter(tokenizer), "austen-4m" if self.tiny else "SmolLM2-135M-Instruct")
+            target = LiveModel(model, Prompter(tokenizer), self.label)
             found = control(target, [Passkey()], haystack, longest=self.near, others=other_forms(target.prompter))
             target = target.asking(found.form.prompter(tokenizer))
             target.about = target.about | {"control": found.describe()}

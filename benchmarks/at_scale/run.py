@@ -27,10 +27,12 @@ from at_scale.planning import Planning
 from at_scale.quality import Quality
 from at_scale.speed import Speed
 from at_scale.training import Training
+from at_scale.wider import Double, Gemma, Octuple, Quadruple
 
 from ctxext.utils.machine import versions
 
-PARTS = {"quality": Quality, "speed": Speed, "laws": Laws, "training": Training, "planning": Planning}
+WIDER = {part.name: part for part in (Double, Quadruple, Gemma, Octuple)}
+PARTS = {"quality": Quality, "speed": Speed, "laws": Laws, "training": Training, "planning": Planning, **WIDER}
 
 
 def main() -> None:
