@@ -5,6 +5,7 @@ SmolLM2 at ×2, ×4 and ×8 of 8,192 tokens, and Gemma-3-270M at ×4 of 32,768. 
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -99,7 +100,9 @@ class Wider(Quality):
     @property
     def learned(self) -> tuple[str, ...]:
         """Variants that are made by a cell of their own."""
-        return (FITTED, TUNED) if self.whole else ()
+        if not self.whole:
+            return ()
+        return (FITTED, TUNED) if importlib.util.find_spec("peft") else (FITTED,)
 
     @property
     def whole(self) -> bool:
@@ -137,9 +140,7 @@ class Wider(Quality):
 
     def _ruler_cells(self) -> list[Cell]:
         """The baseline within the trained length, then every variant on the tasks that it can do, at the target."""
-        names = (
-            ("niah_single_1", "niah_single_2") if self.tiny else tuple(name for name in RULER if name not in NO_DATA)
-        )
+        names = tuple(name for name in RULER if name not in NO_DATA)[: 2 if self.tiny else None]
         text, trials = next(iter(self.texts)), 2 if self.tiny else 30 * self.rounds
         near = 448 if self.tiny else self.near
 
@@ -256,6 +257,7 @@ class Wider(Quality):
             **super().record(kept),
             "ruler": {variant: figures["retrieval"] for variant, figures in ruler.items()},
             "ruler not run": {name: "asks for a file of questions" for name in NO_DATA},
+            "not made": [] if TUNED in self.learned or not self.whole else [f"{TUNED}: peft is not installed"],
             "made": {name: value for name, value in kept.items() if name.startswith("make ")},
         }
 

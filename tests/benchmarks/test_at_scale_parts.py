@@ -1,4 +1,4 @@
-"""The parts of the plan for a GPU: what a test's outcome, a step out of memory and the parts of a file are taken for."""
+"""The parts of the plan for a GPU: outcomes of tests, steps that do not fit, and the parts of a file."""
 
 from __future__ import annotations
 
@@ -26,9 +26,7 @@ def test_left_out(): pass
 """
 
 
-def test_a_failed_and_a_skipped_test_are_told_from_a_passed_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failed_and_skipped_tests_are_told_from_passed_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "test_outcomes.py"
     path.write_text(OUTCOMES)
     monkeypatch.setattr(laws, "TESTS", path)
@@ -73,9 +71,7 @@ def test_the_longest_length_that_fits_is_found(most: int) -> None:
 
 
 def out_of_memory(*args: object) -> None:
-    raise RuntimeError(
-        "[enforce fail at alloc_cpu.cpp:127] . DefaultCPUAllocator: can't allocate memory: you tried ..."
-    )
+    raise RuntimeError("[enforce fail at alloc_cpu.cpp:127] . DefaultCPUAllocator: can't allocate memory: you tried")
 
 
 def test_a_step_that_does_not_fit_is_recorded_and_any_other_error_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,6 +122,7 @@ def test_a_cell_has_thirty_prompts_or_more() -> None:
 def test_the_plan_needs_no_extra() -> None:
     """As on a machine with torch, transformers and what they bring: None in sys.modules is not installed."""
     missing = ["datasets", "pydantic", "lm_eval", "matplotlib", "accelerate", "peft", "psutil", "trl"]
-    code = f"import sys; sys.modules.update(dict.fromkeys({missing!r})); sys.path.insert(0, 'benchmarks'); import at_scale.run"
+    hide = f"import sys; sys.modules.update(dict.fromkeys({missing!r}))"
+    code = f"{hide}; sys.path.insert(0, 'benchmarks'); import at_scale.run"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
