@@ -155,7 +155,8 @@ def compare(
     use = recommended(summary)
     plan = next((target.plan(variant) for variant in variants if variant.name == use.variant), None)
     where = "" if plan is None else where_it_runs(summary, use, plan, loaded.config)
-    Console().print(where, highlight=False, markup=False)
+    if where:
+        Console().print(where, highlight=False, markup=False)
     if best is not None and plan is None:
         raise ValueError(f"none of these methods is recommended, so {best} is not written.")
     if best is not None and plan is not None:

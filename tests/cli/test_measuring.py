@@ -755,6 +755,14 @@ def test_the_base_of_a_longer_table_is_asked_for_nothing_beyond_its_own(tmp_path
 
 @pytest.mark.slow
 def test_compare_within_minutes_writes_a_method_and_says_why(tmp_path: Path) -> None:
+def test_compare_without_a_recommendation_ends_in_no_empty_line(tmp_path: Path) -> None:
+    grid = ("--tasks", "perplexity", "--lengths", "256,512", "--windows", "2", "-o", tmp_path / "results.jsonl")
+    outcome = ctxext("compare", MODEL, "--methods", "pi", "--factor", "4", *grid, "--best", tmp_path / "best.json")
+    assert "error: none of these methods is recommended" in outcome.said
+    assert outcome.out.strip()
+    assert not outcome.out.endswith("\n\n")
+
+
     """On a text that ends long before the time does, so that no clock decides."""
     text, best, results = tmp_path / "text.txt", tmp_path / "best.json", tmp_path / "results.jsonl"
     text.write_text(PERSUASION.read_text(encoding="utf-8")[:15_000], encoding="utf-8")
