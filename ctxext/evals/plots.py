@@ -40,7 +40,7 @@ def save_figures(summary: Summary, folder: Path, name: str) -> list[Path]:
         drawn["overview"] = partial(plot_overview, summary)
     for task, variant in product(summary.retrieval_tasks, summary.variants):
         if any(depth is not None for _, depth in summary.cells(variant, task)):
-            drawn[re.sub(r"[^\w.-]+", "_", f"{task}-{variant}")] = partial(plot_heatmap, summary, variant, task)
+            drawn[re.sub(r"[^\w.-]+", "_", f"{task}-{label(variant)}")] = partial(plot_heatmap, summary, variant, task)
     paths = []
     for (what, draw), suffix in product(drawn.items(), ("png", "svg")):
         paths.append(folder / f"{name}-{what}.{suffix}")
@@ -92,7 +92,7 @@ def plot_heatmap(summary: Summary, variant: str, task: str, path: Path) -> None:
     """
     if not summary.cells(variant, task):
         raise ValueError(
-            f"{task} was not measured on {variant}. Variants: {', '.join(summary.variants)}; "
+            f"{task} was not measured on {label(variant)}. Variants: {', '.join(map(label, summary.variants))}; "
             f"retrieval tasks: {', '.join(summary.retrieval_tasks) or 'none'}."
         )
     lengths, depths = grid_of(summary, task)

@@ -26,7 +26,7 @@ from ctxext.evals.choice import (
 )
 from ctxext.evals.results import Results, read_results
 from ctxext.evals.runner import Runner
-from ctxext.evals.summary import Summary
+from ctxext.evals.summary import Summary, label
 from ctxext.evals.targets import UNEXTENDED, LiveModel, Variant
 from ctxext.export.rules import ENGINES, NotExportable, export_for
 from ctxext.extension.method_file import SavedMethod
@@ -285,7 +285,7 @@ class Race:
         grid = replace(self.runner.grid, lengths=within or (self.trained,), trials=texts, windows=texts)
         before, begun = self._texts.get(variant.name, 0), self.now()
         told = f"texts {before + 1} to {texts}"
-        runner = replace(self.runner, grid=grid, advance=lambda name, _: self._tell(f"{name}: {told}"))
+        runner = replace(self.runner, grid=grid, advance=lambda name, _: self._tell(f"{label(name)}: {told}"))
         runner.run(self.path, [variant], merge=False)
         self._seconds[variant.name] = (self.now() - begun) / (texts - before)
         self._texts[variant.name] = texts

@@ -458,7 +458,7 @@ def test_report_writes_the_page_and_the_figures(compared: tuple[Path, Outcome], 
     assert html.lstrip().lower().startswith("<!doctype html>")
     assert "Use yarn." in html
     assert cost in html
-    names = ["overview", *(f"passkey-{variant}" for variant in ("none", "pi", "yarn"))]
+    names = ["overview", *(f"passkey-{variant}" for variant in ("baseline", "pi", "yarn"))]
     expected = {f"comparison-{name}.{suffix}" for name in names for suffix in ("png", "svg")}
     assert {path.name for path in figures.iterdir()} == {*expected, "comparison.json"}
     beginnings = {".png": b"\x89PNG", ".svg": b"<?xml", ".json": b"{"}
@@ -799,6 +799,8 @@ def test_an_interrupted_compare_within_minutes_says_what_it_left(
     assert [record["variant"] for record in read_results(results).records][:1] == ["none"]
     again = ctxext("compare", MODEL, "--tasks", "perplexity", *asked)
     assert_remedy(again, re.escape(f"{left} exists already (samples of an unfinished run)"))
+    assert "baseline: texts 1 to 2" in outcome.said
+    assert "none" not in outcome.said
 
 
 def test_portable_leaves_out_what_no_config_can_say(tmp_path: Path) -> None:

@@ -238,7 +238,7 @@ def test_text_of_a_cell_stands_out() -> None:
 @pytest.mark.slow
 def test_save_figures_writes_what_was_measured(tmp_path: Path) -> None:
     paths = plots.save_figures(made(variants=2), tmp_path, "run")
-    names = {"overview", "passkey-none", "passkey-yarn"}
+    names = {"overview", "passkey-baseline", "passkey-yarn"}
     assert {path.name for path in paths} == {f"run-{name}.{suffix}" for name in names for suffix in ("png", "svg")}
     assert all(path.stat().st_size > 1000 for path in paths)
     paths = plots.save_figures(made(parts=["perplexity"]), tmp_path, "less")
