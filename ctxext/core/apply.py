@@ -89,14 +89,15 @@ class Extension:
         return self.plan
 
     def __repr__(self) -> str:
-        changed = self.changed
+        changed, lengths = self.changed, self.plan.lengths
         if len(changed) > 4:
             changed = [*changed[:2], f"… {changed[-1]} ({len(changed)} modules)"]
         rows = [
             ("encoding", ENCODINGS[self.plan.encoding]),
             ("changed", ", ".join(changed) or "the config alone"),
             *self.plan.figures,
-            ("trained length", f"{self.plan.start} ({self.plan.start_source})"),
+            ("trained length", f"{lengths.trained} ({self.plan.trained_source})"),
+            *([("starts from", f"{lengths.start} tokens")] if lengths.start != lengths.trained else []),
             ("target length", self.plan.target_length),
             ("saved as", self.plan.saved_as),
             *(("verified", proof) for proof in self.proofs or ("not needed: no frequency changed",)),

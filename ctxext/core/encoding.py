@@ -100,7 +100,7 @@ class ModuleEncoding(Encoding):
             existing=request.existing,
             method=chosen,
             lengths=lengths,
-            start_source=now.source,
+            trained_source=now.source if original == now.trained_length else "before its extension by ctxext",
             updates=updates,
             patches=(now.patch(chosen, target),),
             why_not_portable=now.why_not_portable,

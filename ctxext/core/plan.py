@@ -33,7 +33,7 @@ class Plan:
     Attributes:
         encoding: as in `ContextMethod.encoding`.
         method: None where existing="keep" leaves the encoding alone.
-        start_source: where `lengths.start` comes from.
+        trained_source: where `lengths.trained` comes from.
         updates: new values of attributes of the text config.
         patches: the changes to a live model; empty if only the window widens.
         why_not_portable: why a saved model's weights and config cannot express it ("because ..."); None if they can.
@@ -46,7 +46,7 @@ class Plan:
     existing: Existing
     method: ContextMethod | None
     lengths: Lengths
-    start_source: str
+    trained_source: str
     updates: dict[str, Any]
     patches: tuple[Patch, ...] = ()
     why_not_portable: str | None = None

@@ -158,7 +158,8 @@ class RopeEncoding(Encoding):
             existing=existing,
             method=method,
             lengths=lengths,
-            start_source=facts.trained_length_source,
+            # With existing="replace", not the length of the scaled model.
+            trained_source=facts.trained_length_source if lengths.trained == facts.trained_length else "before scaling",
             rope=rope,
             tables=tables,
             updates={},

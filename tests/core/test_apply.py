@@ -6,10 +6,10 @@ import copy
 
 import pytest
 import torch
-from families import tiny_model
+from families import from_config, tiny_model
 from torch import nn
 
-from ctxext import extend_context, restore_context
+from ctxext import describe_context, extend_context, restore_context
 from ctxext.models.metadata import BESIDE
 from ctxext.patches.rotary import ReplaceRotary
 
@@ -76,3 +76,22 @@ def test_only_an_extension_that_holds_drops_the_reference_to_a_file_beside_the_m
     assert BESIDE not in model.config.to_dict()
     restore_context(model)
     assert BESIDE not in model.config.to_dict()
+
+
+def lengths_of(model: nn.Module) -> list[str]:
+    rows = repr(model.context_extension).splitlines()
+    return [" ".join(row.split()) for row in rows if row.strip().startswith(("trained", "starts", "target"))]
+
+
+def test_the_receipt_tells_the_trained_length_from_the_one_that_the_factor_counts_from() -> None:
+    model = extend_context(tiny_model("llama"), 4)
+    assert lengths_of(model) == ["trained length 64 (max_position_embeddings of the config)", "target length 256"]
+    again = from_config(model.config)  # as loaded from its saved copy
+    extend_context(again, 2, existing="compose")
+    assert lengths_of(again) == [
+        "trained length 64 (the config's extension metadata)", "starts from 256 tokens", "target length 512",
+    ]  # fmt: skip
+    assert describe_context(again).trained_length == 64
+    native = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16}
+    replaced = extend_context(tiny_model("llama", rope_parameters=native), 8, existing="replace")
+    assert lengths_of(replaced) == ["trained length 16 (before scaling)", "target length 128"]
