@@ -108,6 +108,7 @@ def fit_table(saved: SavedMethod) -> Table:
         "short": "change within the trained length (nats/token)",
         "text": "loss on longer text (nats/token)",
         "key": "passkey loss (nats)",
+        "total": "objective (lower is better)",
     }
     lengths = f"{about['trained_length']:,} to {about['target_length']:,} tokens"
     table = Table(title=f"{lengths}, on held-out text", title_justify="left")

@@ -20,6 +20,7 @@ import numpy as np
 import pytest
 from families import tiny_model
 from live_server import CHAT_TEMPLATE, LiveServer
+from rich.console import Console
 from survey.small import small_model
 from transformers import AutoTokenizer
 from typer.main import get_command
@@ -27,6 +28,7 @@ from typer.main import get_command
 from ctxext import YaRN, __version__
 from ctxext.assets import MODEL, PERSUASION
 from ctxext.cli import app, commands, measuring
+from ctxext.cli.fit import fit_table
 from ctxext.evals.engine import Engine
 from ctxext.evals.needle import Passkey
 from ctxext.evals.results import read_results
@@ -813,6 +815,17 @@ def test_portable_leaves_out_what_no_config_can_say(tmp_path: Path) -> None:
     assert all(about["portable"] for name, about in measured.items() if name != "none")
     outcome = ctxext("compare", MODEL, "--portable", "--methods", "llama3,self_extend", *grid)
     assert_remedy(outcome, "self_extend cannot be compared: config.json cannot express it")
+
+
+def test_fit_shows_the_objective_by_which_it_decides() -> None:
+    losses = {name: {"short": 0.01, "text": 3.0, "key": 1.0, "total": total} for name, total in
+              {"yarn": 4.25, "llama3": 4.5, "fitted": 4.125}.items()}  # fmt: skip
+    out = StringIO()
+    about = {"trained_length": 512, "target_length": 2048, "losses": losses}
+    Console(file=out, width=120).print(fit_table(SavedMethod(YaRN(factor=4), about)))
+    assert "objective" in out.getvalue()
+    shown = re.findall(r"(yarn|llama3|fitted) .* (\d\.\d{4})\W*$", out.getvalue(), re.M)
+    assert shown == [("yarn", "4.2500"), ("llama3", "4.5000"), ("fitted", "4.1250")]
 
 
 @pytest.mark.slow
