@@ -99,11 +99,17 @@ class Control:
             f"{form}: {', '.join(f'{task} {in_percent(share)}%' for task, share in found.items())}"
             for form, found in self.found.items()
         )
-        verdict = "It fails in every form, so retrieval says little about an extension. Using"
-        return (
-            f"Within {self.length:,} tokens the baseline fails the tasks in the first prompt form ({tried}). "
-            f"{verdict if self.failing else 'Using instead'}: {self.form}."
-        )
+        within = f"Within {self.length:,} tokens the baseline fails"
+        if not self.failing:
+            failed = ", ".join(task for task, share in self.found[first].items() if share < ENOUGH)
+            return f"{within} {failed} in the first prompt form ({tried}). Using instead: {self.form}."
+        failing, others = ", ".join(self.failing), len(self.found) > 1
+        counts = ", ".join(task for task in self.found[str(self.form)] if task not in self.failing)
+        verdict = "So retrieval says little about an extension, and is not counted."
+        if counts:
+            verdict = f"Not counted: {failing}, which says little about an extension. Counted: {counts}."
+        where = " in the first prompt form, and no other form solves every task" if others else ""
+        return f"{within} {failing}{where} ({tried}). {verdict} Using: {self.form}."
 
 
 def control(

@@ -84,6 +84,45 @@ def test_a_model_that_answers_in_no_form_keeps_the_first_and_that_is_said(models
     assert "retrieval says little" in found.said()
 
 
+BASE, CHAT_FORM = str(Form("base")), str(Form("chat"))
+
+
+@pytest.mark.parametrize(
+    ("used", "found", "said"),
+    [
+        (
+            "base",
+            {BASE: {"passkey": 1.0, "niah_single_1": 0.0}},
+            f"fails niah_single_1 ({BASE}: passkey 100%, niah_single_1 0%). Not counted: niah_single_1, which says "
+            f"little about an extension. Counted: passkey. Using: {BASE}.",
+        ),
+        (
+            "chat",
+            {CHAT_FORM: {"a": 1.0, "b": 0.5, "c": 0.0}, BASE: {"a": 0.0, "b": 1.0, "c": 1.0}},
+            f"fails b, c in the first prompt form, and no other form solves every task ({CHAT_FORM}: a 100%, b 50%, c "
+            f"0%; {BASE}: a 0%, b 100%, c 100%). Not counted: b, c, which says little about an extension. Counted: a. "
+            f"Using: {CHAT_FORM}.",
+        ),
+        (
+            "chat",
+            {CHAT_FORM: {"a": 0.0}, BASE: {"a": 0.5}},
+            f"fails a in the first prompt form, and no other form solves every task ({CHAT_FORM}: a 0%; {BASE}: a "
+            f"50%). So retrieval says little about an extension, and is not counted. Using: {CHAT_FORM}.",
+        ),
+        (
+            "base",
+            {CHAT_FORM: {"a": 1.0, "b": 0.0}, BASE: {"a": 1.0, "b": 1.0}},
+            f"fails b in the first prompt form ({CHAT_FORM}: a 100%, b 0%; {BASE}: a 100%, b 100%). Using instead: "
+            f"{BASE}.",
+        ),
+    ],
+)
+def test_what_is_said_names_the_tasks_that_failed_and_those_that_count(
+    used: Any, found: dict[str, dict[str, float]], said: str
+) -> None:
+    assert Control(Form(used), 512, found, "key").said() == f"Within 512 tokens the baseline {said}"
+
+
 def test_forms_to_fit_in_are_those_that_teacher_forcing_scores(tokenizer) -> None:
     forms = other_forms(Prompter(tokenizer, "chat"), begun=True)
     assert forms == [Form("base")]
@@ -99,7 +138,7 @@ def test_the_form_stands_in_the_results_and_an_interrupted_run_keeps_it(
     target = LiveModel(models["bundled"], Prompter(tokenizer), "model")
     asked = asked_as_it_answers(target, GRID, text, path)
     assert (target.prompter.style, asked.prompter.style) == ("chat", "base")
-    assert "the baseline fails the tasks" in capsys.readouterr().err
+    assert "the baseline fails passkey in the first prompt form" in capsys.readouterr().err
     Runner(asked, text, GRID, beyond=True).run(path, [Variant()])
     found = Control.of_header(read_results(path).header.about)
     assert found is not None
