@@ -78,9 +78,10 @@ def demo(
     text = load_text(haystack, tokenizer, 0)
     target = asked_as_it_answers(target, grid, text, output / "results.jsonl", free=False)
     runner = Runner(target, text, grid, beyond=True)
-    results = run_with_bar(runner, output / "results.jsonl", compared_variants(loaded.config, METHODS, factor))
+    variants = compared_variants(loaded.config, METHODS, factor)
+    results = run_with_bar(runner, output / "results.jsonl", variants)
     assert results is not None
-    summary = Summary(results)
+    summary = Summary(runner.asked(results, variants))  # the file may have more samples, of an earlier run
     (output / "summary.json").write_text(json.dumps(all_figures(summary), indent=1) + "\n")
     plot_overview(summary, output / "comparison.png")
     print_summary(summary)

@@ -6,7 +6,7 @@ Batches depend on the grid's settings alone, so a resumed run measures the same 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import product
 from pathlib import Path
@@ -229,6 +229,24 @@ class Runner:
     def count(self, variants: Sequence[Variant]) -> int:
         """The samples of this process, including those already measured."""
         return sum(len(batch) for variant in variants for batch in self._share(variant))
+
+    def asked(self, results: Results, variants: Sequence[Variant]) -> Results:
+        """The samples of this grid and these variants, without those that earlier runs left in the file."""
+        keys = {
+            (variant.name, self.key(batch.task, place))
+            for variant in variants
+            for batch in self._batches(variant)
+            for row in batch.rows
+            for place in row
+        }
+        names, tasks = {variant.name for variant in variants}, self._settings
+        header = replace(
+            results.header,
+            tasks={name: value for name, value in results.header.tasks.items() if name in tasks},
+            variants={name: value for name, value in results.header.variants.items() if name in names},
+        )
+        records = [record for record in results.records if (record["variant"], record["key"]) in keys]
+        return Results(results.path, header, records)
 
     def key(self, task: AnyTask, place: Place) -> str:
         """A hash of all inputs of the sample at `place`."""

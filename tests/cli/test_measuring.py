@@ -755,8 +755,6 @@ def test_the_base_of_a_longer_table_is_asked_for_nothing_beyond_its_own(tmp_path
     assert outcome.code == 0, outcome.err
 
 
-@pytest.mark.slow
-def test_compare_within_minutes_writes_a_method_and_says_why(tmp_path: Path) -> None:
 def test_compare_without_a_recommendation_ends_in_no_empty_line(tmp_path: Path) -> None:
     grid = ("--tasks", "perplexity", "--lengths", "256,512", "--windows", "2", "-o", tmp_path / "results.jsonl")
     outcome = ctxext("compare", MODEL, "--methods", "pi", "--factor", "4", *grid, "--best", tmp_path / "best.json")
@@ -765,6 +763,8 @@ def test_compare_without_a_recommendation_ends_in_no_empty_line(tmp_path: Path) 
     assert not outcome.out.endswith("\n\n")
 
 
+@pytest.mark.slow
+def test_compare_within_minutes_writes_a_method_and_says_why(tmp_path: Path) -> None:
     """On a text that ends long before the time does, so that no clock decides."""
     text, best, results = tmp_path / "text.txt", tmp_path / "best.json", tmp_path / "results.jsonl"
     text.write_text(PERSUASION.read_text(encoding="utf-8")[:15_000], encoding="utf-8")
@@ -799,10 +799,10 @@ def test_an_interrupted_compare_within_minutes_says_what_it_left(
     left = tmp_path / "results.jsonl.part-0"
     assert f"Finished samples are kept in {left}" in outcome.said
     assert [record["variant"] for record in read_results(results).records][:1] == ["none"]
-    again = ctxext("compare", MODEL, "--tasks", "perplexity", *asked)
-    assert_remedy(again, re.escape(f"{left} exists already (samples of an unfinished run)"))
     assert "baseline: texts 1 to 2" in outcome.said
     assert "none" not in outcome.said
+    again = ctxext("compare", MODEL, "--tasks", "perplexity", *asked)
+    assert_remedy(again, re.escape(f"{left} exists already (samples of an unfinished run)"))
 
 
 def test_portable_leaves_out_what_no_config_can_say(tmp_path: Path) -> None:
@@ -835,3 +835,10 @@ def test_demo_compares_saves_and_reloads_without_ctxext(tmp_path: Path) -> None:
     assert set(printed(outcome.out)) == {"baseline", "pi", "ntk", "ntk_by_parts", "yarn"}
     assert any(path.suffix == ".png" for path in (tmp_path / "demo").iterdir())
     assert "largest logit difference 0." in outcome.said
+    # A second run shows what it was asked for, though the file holds more.
+    again = ctxext("demo", "--lengths", "512,1k", "--trials", "0", "--windows", "2", "-o", tmp_path / "demo")
+    assert again.code == 0, again.err
+    assert "passkey" not in again.out
+    assert "passkey" in outcome.out
+    assert all(name in again.out for name in printed(outcome.out))
+    assert {r["task"] for r in read_results(tmp_path / "demo/results.jsonl").records} >= {"passkey", "perplexity"}
