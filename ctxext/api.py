@@ -148,6 +148,8 @@ def extend_config(
     Raises:
         ValueError: as `extend_context`, or if a config alone cannot express the extension.
     """
+    if isinstance(config, nn.Module):
+        raise TypeError(f"expected a config, got {type(config).__name__}. Pass model.config, or use extend_context.")
     plan = plan_extension(config, factor, method, **options)
     if plan.method is not None and not plan.is_portable:
         pin = ", or freeze it with length=" if plan.in_attention and isinstance(plan.method, RopeScaling) else ""

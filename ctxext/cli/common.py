@@ -23,6 +23,12 @@ PHRASES = {
     r"Pass (\w+)=\.\.\.\.": r"Pass --option \1=VALUE, or a --method file that ctxext fit wrote.",
     r"^options (.*) require a method name, but .* is an instance\. .*": r"--option \1 needs the name of a method, such "
     "as --method yarn, but a saved method has its options already. Drop --option, or pass a name.",
+    r"Pass (group_size|window|chunk_size)=": r"Pass --option \1=",
+    r"^(\w+) of '\w+' must": r"--option \1 must",
+    r"^evaluations and rows must be (.*), got (\w+) and (\w+)": r"--evaluations and --rows must be \1, got \2 and \3",
+    r"^a fit cannot start from (.*?)\. Known: (.*)\.": r"--start must be one of \2, got \1.",
+    r"Pass at least ([\d.]+) minutes, or one start": r"Pass --minutes \1, or one --start, such as yarn",
+    r"^(--evaluations.*) None": r"\1 the default",
     r" \(an int\)": "",
     r"Pass a larger factor or length, or other options": "Pass a larger --factor or --length, or another --option",
     r"^(unknown method .*)": r"\1 For a method of your own: ctxext --import MODULE ...",
@@ -60,13 +66,15 @@ def parse_tokens(text: str) -> int:
         raise typer.BadParameter(str(error)) from None
 
 
-def parse_pairs(pairs: Sequence[str] | None) -> dict[str, Any]:
+def parse_pairs(
+    pairs: Sequence[str] | None, form: str = "--option must be NAME=VALUE, such as beta_fast=16"
+) -> dict[str, Any]:
     """`["beta_fast=16", "truncate=false"]` by name; values are JSON, or plain words."""
     found = {}
     for pair in pairs or ():
         name, equals, text = pair.partition("=")
         if not equals:
-            raise typer.BadParameter(f"{pair!r} is not an option; write NAME=VALUE, such as beta_fast=16.")
+            raise typer.BadParameter(f"{form}; got {pair!r}.")
         try:
             found[name] = json.loads(text.lower() if text in ("True", "False") else text)
         except json.JSONDecodeError:
@@ -170,7 +178,9 @@ Model = Annotated[str, typer.Argument(help="A checkpoint: a folder, or a name on
 # Commands append their default.
 METHOD = "A method from `ctxext methods`, a .json file from `ctxext fit` or `compare`, or a hub extension (owner/name)"
 Method = Annotated[str | None, typer.Option(help=f"{METHOD}. Default for RoPE: yarn.")]
-Factor = Annotated[float | None, typer.Option(help="Target length / trained length. Default: 4, or the file's.")]
+Factor = Annotated[
+    float | None, typer.Option(help="Target length / trained length. Default: 4, or that of a --method file.")
+]
 TargetLength = Annotated[
     int | None,
     typer.Option(parser=parse_tokens, metavar="TOKENS", help="Target length in tokens, such as 131072 or 128k."),

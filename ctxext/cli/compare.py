@@ -158,7 +158,8 @@ def compare(
     if where:
         Console().print(where, highlight=False, markup=False)
     if best is not None and plan is None:
-        raise ValueError(f"none of these methods is recommended, so {best} is not written.")
+        short = f" No length beyond {trained:,} was measured." if max(grid.lengths) <= trained else ""
+        raise ValueError(f"none of these methods is recommended, so {best} is not written.{short}")
     if best is not None and plan is not None:
         saved_choice(summary, f"{use.text} {where}", plan, fitted).save(best)
         common.say_written(best, model, revision, original_max_position_embeddings, existing)

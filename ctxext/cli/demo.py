@@ -56,10 +56,15 @@ def demo(
     from ctxext.evals.screen import asked_as_it_answers, print_summary, run_with_bar
     from ctxext.evals.summary import Summary
     from ctxext.evals.targets import LiveModel, compared_variants
-    from ctxext.hub.checkpoint import check_not_extended
+    from ctxext.hub.checkpoint import check_not_extended, read_config
+    from ctxext.models.context import has_rope, read_context
+    from ctxext.models.text_config import text_config_of
 
     folder = MODEL if model is None else model
     check_not_extended(folder)
+    config = read_config(folder)
+    if has_rope(text_config_of(config)) and read_context(config).is_scaled:
+        raise ValueError(f"{folder} is already scaled ({read_context(config).summary}). Pass the unextended model.")
     # Loaded as in the fresh process at the end, so that the logits are bitwise comparable.
     loaded, tokenizer = load(folder, "float32", "cpu")
     target = LiveModel(loaded, Prompter(tokenizer, "base"), folder.name)

@@ -32,7 +32,7 @@ def describe(
 
     record, model = None, common.folder_of(model)
     with common.without_garbage_collection():
-        if Path(model).is_file():
+        if Path(model).is_file() and Path(model).suffix != ".safetensors":
             config = context_of_gguf(model)
         else:
             folder = checkpoint_folder(model, revision, config_only=True)
@@ -54,5 +54,5 @@ def describe(
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
     for label, value in description.rows():
-        table.add_row(label, common.in_flags(value))
+        table.add_row(label.replace("extend_context", "ctxext extend"), common.in_flags(value))
     Console().print(table, highlight=False)

@@ -99,11 +99,9 @@ def export(
             f"--dtype {dtype} applies only to GGUF output. Use --engine llama.cpp -o OUT.gguf, or drop it."
         )
     source, exports, refused = _exports(model, engine, revision, how)
+    if not exports and not as_json:
+        raise ValueError(f"no engine supports this extension. {' '.join(dict.fromkeys(refused.values()))}")
     if output is not None:
-        if not exports:
-            raise ValueError(
-                f"no engine supports this extension, so nothing is written. {' '.join(dict.fromkeys(refused.values()))}"
-            )
         _write_configs(output, exports)
         if probe is not False:
             _write_probe(Path(common.folder_of(model)), how, output / PROBE)
@@ -237,19 +235,19 @@ def _copied(text: str) -> None:
 
 
 def _show(export: EngineExport, source: dict[str, Any], output: Path | None) -> None:
-    _title(export.engine, f"since {export.least_version}")
-    where = "config.json (-o FOLDER writes it)" if output is None else str(output / export.engine / "config.json")
+    _title(export.engine, f"{export.least_version} or newer")
+    where = "this (-o FOLDER writes it)" if output is None else str(output / export.engine / "config.json")
     flags = list(export.flags)
     if any(len(flag) > LONG for flag in flags):
         at = next(i for i, flag in enumerate(flags) if len(flag) > LONG)
         flags = flags[: at - 1] + flags[at + 1 :]
-        _paragraph(f"with {where} instead of the checkpoint's:", "dim")
+        _paragraph(f"Replace the checkpoint's config.json by {where}, then:", "dim")
     if flags:
         _copied(_command(flags))
     elif export.config == source:
         _paragraph("the unchanged checkpoint.")
     else:
-        _paragraph(f"{where} instead of the checkpoint's, with", "dim")
+        _paragraph(f"Replace the checkpoint's config.json by {where}:", "dim")
         _copied("\n".join(_lines(export)))
     for warning in export.warnings:
         _paragraph(f"note: {warning}")

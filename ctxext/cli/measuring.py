@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ctxext.cli.common import parse_pairs, parse_tokens
+from ctxext.cli.common import parse_pairs
+from ctxext.utils import values
 from ctxext.utils.values import DTYPES
 
 if TYPE_CHECKING:
@@ -28,7 +29,8 @@ Tasks = Annotated[
     str,
     typer.Option(
         help="Comma-separated: passkey, needle, needles, needle_distractors, ruler or one of its 13 tasks, "
-        "perplexity, sliding_perplexity, key_tokens, short."
+        "perplexity, sliding_perplexity, key_tokens (perplexity of tokens that need long context), short (the "
+        "short-context regression)."
     ),
 ]
 Lengths = Annotated[str | None, typer.Option(help="Comma-separated lengths in tokens, such as 8k,32k.")]
@@ -64,7 +66,10 @@ Device = Annotated[str | None, typer.Option(help="Such as cuda:1 or cpu; `auto` 
 
 
 def parse_lengths(text: str) -> tuple[int, ...]:
-    return tuple(sorted({parse_tokens(part) for part in text.split(",")}))
+    try:
+        return tuple(sorted({values.parse_tokens(part) for part in text.split(",")}))
+    except ValueError as error:
+        raise typer.BadParameter(f"--lengths: {error}") from None
 
 
 def parse_depths(text: str) -> tuple[float, ...]:
@@ -77,16 +82,19 @@ def parse_depths(text: str) -> tuple[float, ...]:
             return tuple(k / (n - 1) for k in range(n)) if n > 1 else (0.5,)
         return tuple(dict.fromkeys(float(part) for part in text.split(",")))
     except ValueError:
-        raise typer.BadParameter(f"{text!r} is not a list of depths; write 0.1,0.5,0.9, or a number (11).") from None
+        raise typer.BadParameter(
+            f"--depths must be a list, such as 0.1,0.5,0.9, or a number, such as 11; got {text!r}."
+        ) from None
 
 
 def parse_settings(pairs: Sequence[str] | None) -> dict[str, dict[str, Any]]:
     """`["needle.distractors=3"]` as settings by task."""
     settings: dict[str, dict[str, Any]] = {}
-    for name, value in parse_pairs(pairs).items():
+    form = "--setting must be TASK.NAME=VALUE, such as passkey.digits=7"
+    for name, value in parse_pairs(pairs, form).items():
         task, dot, setting = name.partition(".")
         if not dot:
-            raise typer.BadParameter(f"{name!r} is not a setting; write TASK.NAME=VALUE, such as needle.distractors=3.")
+            raise typer.BadParameter(f"{form}; got {name!r}.")
         settings.setdefault(task, {})[setting] = value
     return settings
 
@@ -127,7 +135,9 @@ def make_grid(tasks: str, *, settings: Sequence[str] | None = None, trained_leng
                 raise ValueError(f"unknown setting {setting!r} of {name}{suggest(setting, usual)}")
             kind = type(usual[setting])
             if usual[setting] is not None and not isinstance(value, (int, float) if kind is float else kind):
-                raise ValueError(f"{name}.{setting} must be a value such as {usual[setting]!r}, got {value!r}.")
+                raise ValueError(
+                    f"--setting {name}.{setting} must be a value such as {usual[setting]!r}, got {value!r}."
+                )
         return make(**chosen)
 
     if "key_tokens" in names and "perplexity" not in names:

@@ -11,7 +11,7 @@ from ctxext.methods import list_methods
 
 
 def methods() -> None:
-    """Print every method with its formula, its options, its paper and the form in which it is saved."""
+    """Print every method with its formula, paper, saved form, and the names of its options."""
     from ctxext.core.plan import ENCODINGS
     from ctxext.extension.method_table import saved_as, sentence
 

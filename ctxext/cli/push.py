@@ -26,7 +26,7 @@ def push(
     from ctxext.publish.push import prepared, upload
 
     if not model.exists():
-        raise FileNotFoundError(f"{model} does not exist. Pass the folder of an extended checkpoint.")
+        raise FileNotFoundError(f"{model} does not exist. Pass an extended folder, or a saved method (.json).")
     with prepared(model, repo_id, base_model=base_model, results=results) as prepared_push:
         if dry_run:
             print(prepared_push.card())

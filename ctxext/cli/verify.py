@@ -1,4 +1,4 @@
-"""`ctxext verify`: is the extension live in that engine?"""
+"""`ctxext verify`: does that engine apply the extension?"""
 
 from __future__ import annotations
 
@@ -11,6 +11,13 @@ import typer
 from rich.table import Table
 
 from ctxext.cli.common import Revision, console, parse_tokens
+
+# What the engine's log-probabilities are compared with.
+MODELS = {
+    "extended": "extended model",
+    "unextended": "unextended model",
+    "without_temperature": "extension without its attention factor",
+}
 
 
 def parse_tokens_or_none(text: str) -> int:
@@ -51,9 +58,9 @@ def verify(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the answer as JSON.")] = False,
 ) -> None:
-    """Check whether the extension is live in an engine, on a short text and the end of a long one.
+    """Check whether an engine applies the extension, on a short text and the end of a long one.
 
-    The exit code is 0 only if it is.
+    The exit code is 0 only if it does.
     """
     from rich.console import Console
     from transformers.utils import logging
@@ -91,15 +98,15 @@ def verify(
         color = "green" if verdict.is_live else "red"
         screen.print(f"[bold {color}]{verdict.name.upper()}[/]  {read.summary}, in {answer.engine}", highlight=False)
         table = Table(box=None, padding=(0, 2, 0, 0))
-        table.add_column(f"distance over {len(read.input_ids)} tokens")
+        table.add_column(f"difference in log-probability over {len(read.input_ids)} tokens")
         table.add_column("nats per token", justify="right")
         for state, distance in verdict.distances.items():
             bold = "bold" if WORDS[state] == verdict.name else ""
-            table.add_row(f"to {WORDS[state]}", f"{distance:.4f}", style=bold)
+            table.add_row(f"to the {MODELS[state]}", f"{distance:.4f}", style=bold)
         if verdict.far_distance is not None:
-            table.add_row(f"to live, at {verdict.asked_to} tokens", f"{verdict.far_distance:.4f}")
-        table.add_row("noise of 16 bits", f"{read.noise_floor:.4f}", style="dim")
-        of_weights = "noise of 8-bit weights" if noise is None else "noise from --noise"
+            table.add_row(f"to the extended model, at {verdict.asked_to:,} tokens", f"{verdict.far_distance:.4f}")
+        table.add_row("expected 16-bit noise", f"{read.noise_floor:.4f}", style="dim")
+        of_weights = "expected 8-bit noise" if noise is None else "noise from --noise"
         table.add_row(of_weights, f"{verdict.limit / 1.5:.4f}", style="dim")
         screen.print(table, highlight=False)
         screen.print(f"{verdict.reason[0].upper()}{verdict.reason[1:]}.", highlight=False, markup=False)

@@ -166,7 +166,7 @@ ENCODINGS = {
 def chosen_method(method: str | ContextMethod, factor: float, encoding: str, options: dict[str, Any]) -> ContextMethod:
     """The method, built from its name and options if needed. Raises ValueError if it is for another encoding."""
     if isinstance(method, str):
-        check_encoding(method_class(method), encoding)
+        check_encoding(method_class(method, encoding), encoding)
         return make_method(method, factor, **options)
     if options:
         raise ValueError(

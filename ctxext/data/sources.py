@@ -132,7 +132,7 @@ def find_file(path: str, relative_to: Path) -> Path:
     """
     found = _find(path, relative_to)
     if found is None or not found.is_file():
-        raise FileNotFoundError(f"{path} was not found (looked in {relative_to.resolve()} and {Path.cwd()}).")
+        raise FileNotFoundError(f"{path} was not found ({_looked_in(relative_to)}).")
     return found
 
 
@@ -201,10 +201,14 @@ def _is_empty(path: Path) -> bool:
         return all(line.isspace() for line in file)  # stops at the first non-empty line
 
 
+def _looked_in(relative_to: Path) -> str:
+    return f"looked in {' and '.join(dict.fromkeys([str(relative_to.resolve()), str(Path.cwd())]))}"
+
+
 def _from_hub(source: Source, relative_to: Path) -> Dataset:
     from datasets import load_dataset
 
-    looked = f"looked in {relative_to.resolve()} and {Path.cwd()}"
+    looked = _looked_in(relative_to)
     is_file = _kind(Path(source.path)) is not None or has_magic(source.path)
     if is_file or not _HUB_NAME.fullmatch(source.path):
         raise FileNotFoundError(f"{source.path} was not found ({looked}). Correct the path of the source.")

@@ -15,7 +15,7 @@ Style = Literal["base", "chat", "thinking"]
 
 def check_style(style: str) -> None:
     if style not in get_args(Style):
-        raise ValueError(f"the prompt style must be one of {', '.join(get_args(Style))}, got {style!r}.")
+        raise ValueError(f"style must be one of {', '.join(get_args(Style))}, got {style!r}.")
 
 
 class Prompter:

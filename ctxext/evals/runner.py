@@ -206,9 +206,12 @@ class Runner:
         for variant in () if self.beyond else variants:
             reach = self.target.reach(variant)
             if reach is not None and longest > reach and not variant.gate_only:
+                by = "" if variant.extension is None else f" with {variant.name}"
+                remedy = "Extend it (--method yarn --target-length ...)" if variant.extension is None else "Pass"
+                remedy += f" target_length={longest}" if by else ""
                 raise ValueError(
-                    f"{self.target.name} supports {reach:,} tokens, got {longest:,}. Extend it "
-                    "(--method yarn --target-length ...), lower --lengths, or pass --beyond."
+                    f"{self.target.name}{by} supports {reach:,} tokens, got {longest:,}. {remedy}, lower --lengths, or "
+                    "pass --beyond."
                 )
         limits = [self.target.limit(variant) for variant in variants if not variant.gate_only]
         ends = [limit for limit in limits if limit is not None]

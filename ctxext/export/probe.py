@@ -56,7 +56,11 @@ MAX_FAR = 2**20
 
 State = Literal["extended", "unextended", "without_temperature"]
 # The verdict for each state.
-WORDS = {"extended": "live", "unextended": "ignored", "without_temperature": "live without the temperature"}
+WORDS = {
+    "extended": "applied",
+    "unextended": "ignored",
+    "without_temperature": "applied without the attention factor",
+}
 MEANING = {
     "extended": "it matches the extended model to within the noise of 8-bit weights",
     "unextended": "it runs the unextended model: its config, flags or version drop the extension; "
@@ -65,7 +69,7 @@ MEANING = {
     "`ctxext export` says what it needs",
 }
 NONE = "none of these"
-SHORT = "live in short texts alone"
+SHORT = "applied to short texts only"
 
 
 @dataclass(frozen=True)
@@ -173,7 +177,7 @@ class Verdict:
     """The state that an engine runs a model in.
 
     Attributes:
-        name: "live", "ignored", "live without the temperature" or "none of these".
+        name: "applied", "ignored", "applied without the attention factor" or "none of these".
         distances: mean |Δ log-probability|, nats per token, to each state of the probe.
         limit: the largest distance that noise explains, nats per token.
         reason: in words.
@@ -236,7 +240,7 @@ def judge(probe: Probe, logprobs: Float64[Tensor, " token"], noise: float | None
 
 
 def judge_far(probe: Probe, verdict: Verdict, length: int, logprobs: Float64[Tensor, " token"]) -> Verdict:
-    """Refine a verdict of "live" with the engine's log-probabilities of the last tokens of `probe.far_ids(length)`.
+    """Refine a verdict of "applied" with the engine's log-probabilities of the last tokens of `probe.far_ids(length)`.
 
     A cos/sin table that is too short, clamped or NaN past its end is right in a short text. On the bundled model such
     tables are off by 0.4 nats per token or more, 8-bit weights by 0.015.

@@ -154,7 +154,7 @@ def _extended(engine: str, config: PreTrainedConfig, plan: Plan | None) -> PreTr
     elif plan is None and not (facts := read_context(config)).is_scaled:
         raise ValueError(
             f"this config is not extended: plain RoPE with theta {facts.original_theta:g} and "
-            f"{facts.trained_length} tokens. Pass a method, such as yarn, and a factor or a target length."
+            f"{facts.trained_length} tokens. Pass method= with factor= or target_length=."
         )
     return extended
 

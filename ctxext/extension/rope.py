@@ -343,21 +343,20 @@ def _check_existing(facts: ContextFacts, existing: Existing) -> None:
 
 def _refuse_existing(facts: ContextFacts) -> str:
     by = "by ctxext " if facts.mark is not None else ""
-    original = facts.original_length or "original_max_position_embeddings=, which is then required"
-    replacing = f"existing='replace' starts again from the original frequencies (from {original})"
-    others: dict[Existing, str] = {
-        "keep": f"keeps the frequencies and only widens the window (factor counts from {facts.reach})",
-        "compose": f"scales on top of it (from {facts.reach})",
+    known, unknown = facts.original_length, "frequencies (with original_max_position_embeddings=)"
+    original = f"{known:,} tokens" if known else unknown
+    does: dict[Existing, str] = {
+        "compose": f"scale further, from {facts.reach:,} tokens",
+        "keep": f"only raise the maximum length, from {facts.reach:,} tokens",
+        "replace": f"start again from the original {original}",
     }
     offers = []
-    for existing, does in others.items():
+    for existing, words in does.items():
         with suppress(ValueError):
-            _check_existing(facts, existing)
-            offers.append(f"existing={existing!r} {does}")
-    return (
-        f"this model's RoPE is already scaled {by}({facts.summary}). Choose what to do with that: "
-        f"{'; '.join([*offers, replacing])}."
-    )
+            if existing != "replace":
+                _check_existing(facts, existing)
+            offers.append(f"existing={existing!r} to {words}")
+    return f"this model's RoPE is already scaled {by}({facts.summary}). Pass {', or '.join(offers)}."
 
 
 # ------------------------------------------------------------------------------------- the new config

@@ -71,7 +71,7 @@ def checkpoint_folder(name_or_path: str, revision: str | None = None, *, config_
         ValueError: it is a file or an adapter.
     """
     if Path(name_or_path).is_file():
-        raise ValueError(f"{name_or_path} is a file. Pass the folder that holds its config.json.")
+        raise ValueError(f"{name_or_path} is a file. Pass the checkpoint's folder: {Path(name_or_path).parent}.")
     folder = local_folder(name_or_path, revision, ["*.json"] if config_only else None)
     if not (folder / "config.json").is_file():
         refuse_adapter(folder, name_or_path)
@@ -94,6 +94,8 @@ def local_folder(name_or_path: str, revision: str | None, patterns: list[str] | 
         if revision is not None:
             raise ValueError(f"revision={revision!r} is for hub names, but {name_or_path!r} is a folder. Drop it.")
         return folder
+    if folder.suffix in (".gguf", ".safetensors"):
+        raise FileNotFoundError(f"{name_or_path} does not exist. Check the path.")
     if folder.is_absolute() or name_or_path.startswith(".") or name_or_path.count("/") != 1:
         raise FileNotFoundError(f"{name_or_path!r} is neither a folder nor a hub name (owner/name). Check the path.")
     return hub_folder(name_or_path, revision, patterns)
@@ -104,15 +106,8 @@ def refuse_adapter(folder: Path, name: str) -> None:
 
     vLLM's `--enable-lora` does not support `modules_to_save`, which adapters of `recipes/finetune.py` have.
     """
-    if not (folder / "adapter_config.json").is_file():
-        return
-    modules = read_json(folder / "adapter_config.json").content.get("modules_to_save")
-    listed = ", ".join(map(str, modules)) if isinstance(modules, list) else ""
-    raise ValueError(
-        f"{name} is an adapter"
-        + (f" with modules_to_save ({listed}), which vLLM's --enable-lora does not support" if listed else "")
-        + f". Merge it into a checkpoint first: ctxext merge {shlex.quote(name)} -o MERGED, then use MERGED."
-    )
+    if (folder / "adapter_config.json").is_file():
+        raise ValueError(f"{name} is an adapter. Merge it first: ctxext merge {shlex.quote(name)} -o MERGED.")
 
 
 def read_config(folder: str | Path, **how: Any) -> PreTrainedConfig:
@@ -149,6 +144,10 @@ def load_model(folder: Path, auto: Any = None, **from_pretrained: Any) -> Any:
     """
     if "config" not in from_pretrained:
         read_config(folder, **{name: from_pretrained[name] for name in {"trust_remote_code"} & from_pretrained.keys()})
+    if not any(path.suffix in (".safetensors", *PICKLED) for path in folder.iterdir()):
+        raise FileNotFoundError(
+            f"{folder} has no weights (model.safetensors). Copy them there, or pass a complete checkpoint."
+        )
     with rejecting(folder / "config.json", OSError, ImportError, SafetensorError):
         return (auto or architecture_of(folder)).from_pretrained(folder, **from_pretrained).eval()
 
@@ -187,8 +186,9 @@ def rejecting(file: Path, *others: type[Exception]) -> Iterator[None]:
         ) from error
 
 
-def check_not_extended(folder: Path, existing: str = "refuse") -> Record | None:
-    """The extension metadata in `folder` that existing="replace" replaces, or None.
+def check_not_extended(folder: Path, existing: str | None = None) -> Record | None:
+    """The extension metadata in `folder` that existing="replace" replaces, or None; `existing` is None where the caller
+    has no such argument.
 
     Raises:
         ValueError: there is one, and `existing` is not "replace".
@@ -196,9 +196,8 @@ def check_not_extended(folder: Path, existing: str = "refuse") -> Record | None:
     record = read_record(folder)
     if record is not None and existing != "replace":
         raise ValueError(
-            f"{folder} is already extended by {record.summary} (see its {RECORD}), and extensions of this kind cannot "
-            "be composed. Use it as it is, or extend the original model: load the folder that this one was made from, "
-            "or pass existing='replace' where that is supported."
+            f"{folder} is already extended by {record.summary} (see its {RECORD}), which cannot be scaled further. "
+            f"Pass the original model{'' if existing is None else ', or existing=' + repr('replace')}."
         )
     return record
 

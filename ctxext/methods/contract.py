@@ -353,10 +353,15 @@ def list_methods(encoding: str | None = None) -> list[type[ContextMethod]]:
     return [cls for cls in dict.fromkeys(_METHODS.values()) if encoding in (None, cls.encoding)]
 
 
-def method_class(name: str) -> type[ContextMethod]:
-    """The method registered as `name`, or under that alias. Raises ValueError for an unknown name."""
+def method_class(name: str, encoding: str | None = None) -> type[ContextMethod]:
+    """The method registered as `name`, or under that alias.
+
+    Raises:
+        ValueError: an unknown name; the error lists the methods for `encoding`, or all.
+    """
     if name not in _METHODS:
-        raise ValueError(f"unknown method {name!r}{suggest(name, _METHODS)}")
+        fitting = [known for known, cls in _METHODS.items() if encoding in (None, cls.encoding)]
+        raise ValueError(f"unknown method {name!r}{suggest(name, fitting)}")
     return _METHODS[name]
 
 
@@ -413,7 +418,7 @@ _KINDS: dict[str, Kind] = {
     "int": Kind(f"a whole number within ±{MAX_TOKENS}", partial(is_count, low=-MAX_TOKENS, high=MAX_TOKENS)),
     "float": Kind("a finite number", is_number),
     "str": TEXT,
-    "tuple[float, ...]": Kind("a list of finite numbers", are_numbers),
+    "tuple[float, ...]": Kind("a list of finite numbers, such as [1, 2.5]", are_numbers),
     "tuple[float, int]": Kind("a list of two numbers", lambda value: are_numbers(value) and len(value) == 2),
 }
 

@@ -268,7 +268,7 @@ class Resonance(RopeScaling):
             object.__setattr__(self, "rounds", make_method(self.rounds, self.factor))
         if not isinstance(self.rounds, RopeScaling) or self.rounds.in_attention:
             what = self.rounds.name if isinstance(self.rounds, ContextMethod) else shown(self.rounds)
-            raise ValueError(f"Resonance rounds static methods only, got {what}. Use 'yarn' or 'ntk'.")
+            raise ValueError(f"rounds of 'resonance' must be a static method, such as 'yarn' or 'ntk', got {what}.")
         if self.inner.factor != self.factor:
             raise ValueError(
                 f"Resonance has a factor of {self.factor}, but the method it rounds has {self.inner.factor}. "

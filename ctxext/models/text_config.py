@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from ctxext.utils.values import shown
+
 
 def text_config_of(config: Any) -> Any:
     """The sub-config of the text model (of an encoder-decoder, the decoder's), or the config itself.
@@ -12,7 +14,7 @@ def text_config_of(config: Any) -> Any:
     would be lost. Raises TypeError if `config` is not a config, ValueError if its text config is not.
     """
     if not hasattr(config, "get_text_config"):
-        raise TypeError(f"expected a transformers config, got {config!r}. Load one with AutoConfig.from_pretrained.")
+        raise TypeError(f"expected a model or a transformers config, got {shown(config)}.")
     found = config.get_text_config(decoder=True)
     if not hasattr(found, "get_text_config"):
         raise ValueError(

@@ -386,7 +386,10 @@ def _yaml(text: str, source: str) -> Any:
         return yaml.safe_load(text)
     # ValueError: a date that is none, an int of more digits than Python reads.
     except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise ValueError(f"{source} is not valid YAML ({one_line(error)}). Correct it.") from error
+        said = one_line(error)
+        if isinstance(error, yaml.MarkedYAMLError) and (mark := error.problem_mark) is not None:
+            said = f"line {mark.line + 1}, column {mark.column + 1}: {error.problem}"
+        raise ValueError(f"{source} is not valid YAML ({said}). Correct it.") from error
 
 
 def _change(tree: dict[str, Any], change: str) -> None:
@@ -421,6 +424,10 @@ def _source(mistake: Any, path: Path, changes: Sequence[str]) -> str:
     return f"{path} with {' '.join(inside)}: " if inside else f"{path}: "
 
 
+# What a value must be, by the beginning of pydantic's name of the mistake.
+KINDS = {"int": "an integer", "float": "a number", "bool": "true or false", "string": "text"}
+
+
 def _readable(mistake: Any) -> str:
     """One line per mistake: the key, the fault, and the nearest existing key."""
     where = ".".join(str(part) for part in mistake["loc"])
@@ -429,9 +436,11 @@ def _readable(mistake: Any) -> str:
         known = _keys(Settings, parents)
         if not parents and (elsewhere := [f"{part}.{name}" for part in known if name in _keys(Settings, [part])]):
             return f"unknown key {where!r}; did you mean {' or '.join(map(repr, elsewhere))}?"
-        return f"unknown key {where!r}{suggest(str(name), known)}"
+        return f"unknown key {where!r}{suggest(where, ['.'.join(map(str, [*parents, key])) for key in known])}"
     if mistake["type"] == "missing":
         return f"{where} is missing."
+    if kind := KINDS.get(mistake["type"].partition("_")[0]):
+        return f"{where} must be {kind}, got {shown(mistake['input'])}"
     message = mistake["msg"].removeprefix("Value error, ")
     own = mistake["type"] == "value_error" or isinstance(mistake["input"], (dict, list))
     return f"{where}: {message}".removeprefix(": ") + ("" if own else f", got {shown(mistake['input'])}")

@@ -28,9 +28,9 @@ from ctxext.hub.checkpoint import extend_folder
 from ctxext.utils.endpoint import Endpoint
 
 TOLD = {
-    "extended": "live",
+    "extended": "applied",
     "unextended": "ignored",
-    "without_temperature": "live without the temperature",
+    "without_temperature": "applied without the attention factor",
 }
 
 
@@ -145,7 +145,7 @@ def test_a_server_that_is_wrong_near_the_target_is_not_live(wrong: str, twice: P
     with LiveServer(model=model, max_length=1024, prompt_scores=form) as server:
         assert verify(server.url, twice / "verify.json", far=0).verdict.is_live  # right in a short text
         verdict = verify(server.url, twice / "verify.json").verdict
-    assert (verdict.name, verdict.asked_to) == ("live in short texts alone", 1024)
+    assert (verdict.name, verdict.asked_to) == ("applied to short texts only", 1024)
     assert "its cos/sin table is too short" in verdict.reason
 
 
@@ -155,7 +155,7 @@ def test_a_server_that_is_right_near_the_target_is_live(form: str, twice: Path) 
     model = AutoModelForCausalLM.from_pretrained(twice, dtype=torch.bfloat16).eval()
     with LiveServer(model=model, max_length=1024, prompt_scores=form) as server:
         answer = verify(server.url, twice / "verify.json")
-        assert (answer.verdict.name, answer.verdict.asked_to, answer.notes) == ("live", 1024, ())
+        assert (answer.verdict.name, answer.verdict.asked_to, answer.notes) == ("applied", 1024, ())
         assert answer.verdict.far_distance < 0.02
         lengths = [len(body["prompt"]) for _, body in server.requests]
     # Once a token near the target, or all of a prompt where that cannot be.
@@ -166,7 +166,7 @@ def test_llama_cpp_and_transformers_are_asked_near_the_target(twice: Path, tmp_p
     write_gguf(twice, tmp_path / "model.gguf")
     for where in (twice, tmp_path / "model.gguf"):
         verdict = verify(where, twice / "verify.json").verdict
-        assert (verdict.name, verdict.asked_to) == ("live", 1024)
+        assert (verdict.name, verdict.asked_to) == ("applied", 1024)
         assert verdict.far_distance < 0.01
 
 
@@ -174,7 +174,7 @@ def test_a_server_of_fewer_tokens_is_asked_as_far_as_it_serves(twice: Path, fold
     model = AutoModelForCausalLM.from_pretrained(twice).eval()
     with LiveServer(model=model, max_length=900, prompt_scores="vllm") as server:
         answer = verify(server.url, twice / "verify.json")
-    assert (answer.verdict.name, answer.verdict.asked_to) == ("live", 199)
+    assert (answer.verdict.name, answer.verdict.asked_to) == ("applied", 199)
     assert answer.notes == ("positions beyond 199 of 1024 tokens were not tested",)
 
 
@@ -214,7 +214,7 @@ def test_half_way_between_two_states_is_neither(probe: Probe) -> None:
     extended, unextended = (torch.tensor(probe.expected[s], dtype=torch.float64) for s in ("extended", "unextended"))
     between = (extended + unextended) / 2
     assert judge(probe, between, noise=1.0).name == "none of these"
-    assert judge(probe, 0.7 * extended + 0.3 * unextended, noise=1.0).name == "live"
+    assert judge(probe, 0.7 * extended + 0.3 * unextended, noise=1.0).name == "applied"
 
 
 def test_the_verdict_stands_clear_of_the_noise(probe: Probe) -> None:
@@ -476,7 +476,7 @@ def test_the_command_succeeds_only_for_live(folders: dict[str, Path], tmp_path: 
     written = tmp_path / "verify.json"
     live = run(commands, ["verify", str(folders["extended"]), "-o", str(written)])
     assert live.exit_code == 0
-    assert live.stdout.startswith("LIVE  yarn ×4: 512 → 2,048 tokens, in transformers")
+    assert live.stdout.startswith("APPLIED  yarn ×4: 512 → 2,048 tokens, in transformers")
     assert "ctxext's own formulas" in live.stdout
     ignored = run(commands, ["verify", str(MODEL), "--probe", str(written), "--json"])
     assert ignored.exit_code == 1

@@ -60,7 +60,7 @@ def test_describe_offers_for_an_extended_folder_what_extend_takes(method: str, s
     assert offered == ["replace"]
     for existing in get_args(Existing):
         again = ["describe", str(tmp_path / "out"), "--existing", existing, "--factor", "8"]
-        would = " ".join(CliRunner().invoke(commands, again).stdout.split("extend_context would")[1].split())
+        would = " ".join(CliRunner().invoke(commands, again).stdout.split("ctxext extend would")[1].split())
         if existing in offered:
             plan = extend_folder(tmp_path / "out", tmp_path / "again", 8, existing=existing).plan
             assert would.startswith(plan.summary)
@@ -84,7 +84,7 @@ def test_describe_offers_for_an_extended_config_what_can_be_planned(method: str)
     model = tiny_model("llama")
     config = ctxext.extend_context(model, method=late(method, model)).config
     offered = offers(ctxext.describe_context(config, 8).would_do)
-    assert offered == (["keep", "compose", "replace"] if method == "yarn" else ["replace"])
+    assert offered == (["compose", "keep", "replace"] if method == "yarn" else ["replace"])
     for existing in offered:
         assert not ctxext.describe_context(config, 8, existing=existing).would_do.startswith("refuse: ")
 
@@ -253,7 +253,7 @@ def test_a_config_that_transformers_refuses_is_named(source: Path, tmp_path: Pat
 
 
 def test_a_file_is_no_checkpoint(source: Path) -> None:
-    with pytest.raises(ValueError, match=r"config\.json is a file. Pass the folder"):
+    with pytest.raises(ValueError, match=r"config\.json is a file. Pass the checkpoint's folder: "):
         checkpoint_folder(str(source / "config.json"))
 
 

@@ -218,7 +218,7 @@ def test_a_dry_run_says_what_it_would_take_and_trains_nothing(main, tmp_path: Pa
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        (("training.step=9",), "unknown key 'training.step'; did you mean 'steps'?"),
+        (("training.step=9",), "unknown key 'training.step'; did you mean 'training.steps'?"),
         (("training.micro_batch_size=4", "engine.processes=2"), "the settings requested 2 processes, got 1"),
         (("data.sources.0.path=nowhere.txt",), "nowhere.txt was not found"),
         (("extension.target_length=512", "extension.factor=null"), "covers 512 tokens"),
@@ -297,4 +297,4 @@ def test_the_command_line_takes_a_config_by_name() -> None:
         text=True,
     )
     assert run.returncode != 0
-    assert "did you mean 'steps'" in run.stderr
+    assert "did you mean 'training.steps'" in run.stderr

@@ -26,13 +26,13 @@ def test_every_bundled_config_is_valid_and_says_where_it_was_measured(path: Path
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ("training.step=5", "unknown key 'training.step'; did you mean 'steps'?"),
+        ("training.step=5", "unknown key 'training.step'; did you mean 'training.steps'?"),
         ("trianing.steps=5", "unknown key 'trianing'; did you mean 'training'?"),
         ("steps=5", "unknown key 'steps'; did you mean 'training.steps'?"),
         ("extension.options.length=4kk", "'4kk' is not a number of tokens; write 131072 or 128k"),
-        ("data.sources.0.wieght=2", "unknown key 'data.sources.0.wieght'; did you mean 'weight'?"),
+        ("data.sources.0.wieght=2", "unknown key 'data.sources.0.wieght'; did you mean 'data.sources.0.weight'?"),
         ("data.sources=[{path: a.txt}, {path: b/a.txt}]", "two sources are named a.txt"),
-        ("engine.process=2", "unknown key 'engine.process'; did you mean 'processes'?"),
+        ("engine.process=2", "unknown key 'engine.process'; did you mean 'engine.processes'?"),
         ("training.learning_rate=-1", "training.learning_rate: Input should be greater than 0, got -1"),
         ("trainable.kind=full", "embeddings, norms, rank, targets needs kind: lora"),
         ("data.sources.9.weight=1", "not an index into a list of 2"),
@@ -91,7 +91,7 @@ def test_commands_in_the_recipes_readme_fit_their_launchers() -> None:
 def test_every_mistake_is_named_at_once() -> None:
     with pytest.raises(ValueError, match=r"training\.step") as error:
         read_settings(TINY, ["training.step=5", "data.lenght=2k"])
-    assert "'data.lenght'; did you mean 'length'?" in str(error.value)
+    assert "'data.lenght'; did you mean 'data.length'?" in str(error.value)
 
 
 def test_a_mistake_is_blamed_on_its_source(tmp_path: Path) -> None:

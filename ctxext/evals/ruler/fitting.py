@@ -194,7 +194,7 @@ class RulerTask(RetrievalTask):
         if spare(fewest) < 0:
             raise ValueError(
                 f"a {self.name} prompt needs at least {length - spare(fewest)} tokens with this tokenizer, "
-                f"got {length}. Drop {length} from lengths=."
+                f"got {length}. Drop {length} from lengths=, or {self.name} from the tasks."
             )
         draft = write(fewest)
         least, most = (draft.extra(scene.prompter, GAP, draft.fills[0][end]) for end in (-1, 0))
