@@ -57,7 +57,9 @@ def print_version(asked: bool) -> None:
 def options(
     plugin: Annotated[
         list[str] | None,
-        typer.Option("--import", help="Python module to import first, such as one with your own methods."),
+        typer.Option(
+            "--import", metavar="MODULE", help="Python module to import first, such as one with your own methods."
+        ),
     ] = None,
     version: Annotated[
         bool, typer.Option("--version", help="Print the version.", is_eager=True, callback=print_version)

@@ -255,6 +255,14 @@ def test_a_config_that_transformers_refuses_is_named(source: Path, tmp_path: Pat
 def test_a_file_is_no_checkpoint(source: Path) -> None:
     with pytest.raises(ValueError, match=r"config\.json is a file. Pass the checkpoint's folder: "):
         checkpoint_folder(str(source / "config.json"))
+    with pytest.raises(FileNotFoundError, match=r"^none\.gguf does not exist"):
+        checkpoint_folder("none.gguf")
+
+
+def test_a_folder_without_weights_is_named(source: Path, tmp_path: Path) -> None:
+    shutil.copy(source / "config.json", tmp_path)
+    with pytest.raises(FileNotFoundError, match=r"has no weights \(model\.safetensors\)"):
+        ctxext.load(tmp_path)
 
 
 def test_a_place_where_nothing_can_be_written_is_named(source: Path, tmp_path: Path) -> None:
