@@ -84,6 +84,10 @@ class QuestionAnswering(RulerTask):
         super().__post_init__()
         if self.hops not in (1, 2):
             raise ValueError(f"hops must be 1 or 2, got {self.hops}.")
+        if self.data is not None and not Path(self.data).is_file():
+            raise FileNotFoundError(
+                f"data of {self.name}: {self.data} does not exist. Pass the JSON file of SQuAD or HotpotQA."
+            )
         if not self.exact and self.data is None:
             raise ValueError(
                 f"{self.name} with compat='nvidia' needs NVIDIA's documents, got data=None. "
