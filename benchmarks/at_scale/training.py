@@ -47,8 +47,7 @@ from ctxext.training.tiled import use_tiled_mlp
 
 STOCK, TRL, OURS, TILED, OFFLOADED = "stock", "trl", "ours", "ours in tiles", "ours in tiles, offloaded"
 TRAINERS = (STOCK, TRL, OURS, TILED, OFFLOADED)
-NEEDS = {STOCK: ("peft", "accelerate"), TRL: ("peft", "trl", "datasets", "liger_kernel")}
-OURS_NEEDS = ("peft",)
+NEEDS = {TRL: ("peft", "trl", "datasets", "liger_kernel")}  # the others PEFT alone, which brings accelerate
 SHAPES: dict[str, dict[str, Any]] = {
     "llama-8b": LLAMA_8B,
     "tiny": {
@@ -268,7 +267,7 @@ class Training(Part):
     def trainers(self) -> dict[str, str | None]:
         """Those of the plan, with what each lacks here."""
         lacking = {
-            name: [package for package in NEEDS.get(name, OURS_NEEDS) if importlib.util.find_spec(package) is None]
+            name: [package for package in NEEDS.get(name, ("peft",)) if importlib.util.find_spec(package) is None]
             for name in (STOCK, TRL, TILED) if not self.tiny or name != TRL
         }  # fmt: skip
         lacking |= {} if self.tiny else {OURS: [], OFFLOADED: []}

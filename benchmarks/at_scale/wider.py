@@ -35,10 +35,8 @@ from ctxext.fitting.gradient import GradientSettings
 from ctxext.training.loss import restore_loss, use_chunked_loss
 from ctxext.training.tiled import restore_mlp, use_tiled_mlp
 
-METHODS = (
-    "pi", "ntk", "ntk_by_parts", "yarn", "llama3", "abf", "resonance", "dynamic_ntk", "dynamic_yarn", "self_extend",
-    "rerope", "dca",
-)  # fmt: skip
+STATIC = ("pi", "ntk", "ntk_by_parts", "yarn", "llama3", "abf", "resonance")
+IN_ATTENTION = ("dynamic_ntk", "dynamic_yarn", "self_extend", "rerope", "dca")
 NEEDLES = ("passkey", "needle", "needles", "needle_distractors")
 NO_DATA = ("qa_1", "qa_2")  # ask for the files of SQuAD and HotpotQA
 POSSIBLE = 0.5  # of RULER a model is asked beyond its length what it finds this often within it
@@ -55,6 +53,8 @@ class Wider(Quality):
 
     factor: ClassVar[int]
     trained: ClassVar[int] = 8192
+    methods: ClassVar[tuple[str, ...]] = STATIC + IN_ATTENTION
+    fitted: ClassVar[bool] = True
     steps: ClassVar[int] = 200
 
     @property
@@ -93,7 +93,7 @@ class Wider(Quality):
 
     @cached_property
     def variants(self) -> list[Variant]:
-        methods = ("yarn",) if self.tiny else METHODS
+        methods = ("yarn",) if self.tiny else self.methods
         found = compared_variants(self.config, methods, self.factor)
         return [*found, *(Variant(name) for name in self.learned)]
 
@@ -102,7 +102,8 @@ class Wider(Quality):
         """Variants that are made by a cell of their own."""
         if not self.whole:
             return ()
-        return (FITTED, TUNED) if importlib.util.find_spec("peft") else (FITTED,)
+        made = {FITTED: self.fitted, TUNED: importlib.util.find_spec("peft") is not None}
+        return tuple(name for name, possible in made.items() if possible)
 
     @property
     def whole(self) -> bool:
@@ -279,10 +280,12 @@ class Octuple(Wider):
 
 @dataclass
 class Gemma(Wider):
-    """Its windows of 512 leave one layer in six to extend."""
+    """Its windows of 512 leave one layer in six to extend; in-attention RoPE and fits refuse tables by layer type."""
 
-    name, title, factor = "quality-gemma", "Gemma-3-270M at ×4, every method that its layers allow, RULER, fit, LoRA", 4
+    name, title, factor = "quality-gemma", "Gemma-3-270M at ×4, every static method, RULER, LoRA", 4
     trained = 32_768
+    methods = STATIC
+    fitted = False
 
     @property
     def label(self) -> str:

@@ -183,7 +183,7 @@ def test_an_extended_model_moves_between_devices(form: Form, method: str) -> Non
 @every_method
 def test_a_saved_model_loads_onto_its_device(form: Form, dtype: torch.dtype, method: str, tmp_path: Any) -> None:
     """`device_map="auto"`, as people load a model that may not fit on one GPU."""
-    pytest.importorskip("accelerate")
+    pytest.importorskip("accelerate.hooks")  # recipes/accelerate passes for a package of that name
     model = extend_context(form.model(dtype), 4, method)
     with warnings.catch_warnings():  # of what config.json cannot express
         warnings.simplefilter("ignore")
@@ -199,7 +199,7 @@ def test_a_model_spread_over_a_device_and_the_cpu_is_extended_and_restored(
     form: Form, method: str, tmp_path: Any
 ) -> None:
     """The last layer is held on the CPU and moved to the device for every pass, by accelerate's hooks."""
-    accelerate = pytest.importorskip("accelerate")
+    accelerate = pytest.importorskip("accelerate.big_modeling")
     last = form.model().config.num_hidden_layers - 1
     inside = [name for name, _ in form.model().model.named_children() if name != "layers"]
     spread = {f"model.layers.{index}": form.device for index in range(last)}
