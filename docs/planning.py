@@ -22,6 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
 
 from at_scale.planning import LENGTHS, SHAPES
 
+from ctxext.evals.statistics import in_percent
 from ctxext.extension.describe import kv_cache_bytes
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -207,7 +208,7 @@ def blocks(rows: list[dict[str, Any]], tests: list[dict[str, Any]], paper: dict[
     return {
         "table": "\n".join([head, "|---" * 7 + "|", *body, "", note]),
         "checks": checks(tests),
-        "published": f"By the same count that is {paper['share_of_peak']:.0%} of the peak.",
+        "published": f"By the same count that is {in_percent(paper['share_of_peak'])}% of the peak.",
         "short": f"In short, one sequence of 1M tokens is served from {gpus['8B']} GPUs of 80 GB for an 8B, and from "
         f"{gpus['70B']}, in practice 8, for a 70B.",
     }
@@ -227,7 +228,7 @@ def checks(tests: list[dict[str, Any]]) -> str:
             f"*≈ {say(test['modelled'])}* | {test['error']:+.1%} | {test['device']} | [{file.name}]({file}) |"
         )
     worst = [
-        f"{name} {max(errors):.1%}"
+        f"{name} {in_percent(max(errors), 1)}%"
         for what, name in names.items()
         if (errors := [abs(test["error"]) for test in tests if test["what"] == what and test["error"] is not None])
     ]

@@ -88,7 +88,7 @@ def run_with_bar(runner: Runner, path: Path, variants: Sequence[Variant], *, mer
 
             def advance(name: str, samples: int) -> None:
                 progress.start()
-                progress.update(bar, advance=samples, description=name)
+                progress.update(bar, advance=samples, description=label(name))
                 done[name] += samples
                 if samples and done[name] == total[name] and not (quiet or console.is_terminal):
                     _say(f"{label(name)}: {counted(total[name], 'sample')} done")
