@@ -12,9 +12,7 @@ from ctxext.utils.extras import require
 
 
 def report(
-    results: Annotated[
-        list[Path], typer.Argument(metavar="RESULTS...", help="Results files of ctxext eval or ctxext compare.")
-    ],
+    results: Annotated[list[Path], typer.Argument(help="Results files of ctxext eval or ctxext compare.")],
     output: Annotated[Path, typer.Option("--output", "-o", help="The HTML file to write.")] = Path("report.html"),
     figures: Annotated[
         Path | None, typer.Option(help="A folder for the figures as PNG and SVG, and their numbers as JSON.")
