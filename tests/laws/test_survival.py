@@ -460,7 +460,7 @@ def test_a_reloaded_checkpoint_knows_that_it_is_extended(method: str, resaved: b
     if resaved:
         model = reload(model, tmp_path / "theirs")
     before = snapshot(model)
-    with pytest.raises(ValueError, match=r"already scaled by ctxext .*'keep'.*'compose'.*'replace'"):
+    with pytest.raises(ValueError, match=r"already scaled by ctxext .*'compose'.*'keep'.*'replace'"):
         extend_context(model)
     assert_unchanged(model, before)
     # From the original frequencies, which is also how a factor is lowered.
@@ -507,7 +507,7 @@ def test_a_users_checkpoint_is_read_where_the_method_is_not_registered(
         model = extend_context(tiny_model("llama"), method="halved")
         again = reload(model, tmp_path)
     assert torch.equal(logits(again, IDS), logits(model, IDS))
-    with pytest.raises(ValueError, match=r"already scaled.*'keep'.*'compose'.*'replace'"):
+    with pytest.raises(ValueError, match=r"already scaled.*'compose'.*'keep'.*'replace'"):
         extend_context(again)
     extend_context(again, 2, existing="replace")
     assert torch.equal(logits(again, IDS), logits(extend_context(tiny_model("llama"), 2), IDS))
