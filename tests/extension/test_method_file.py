@@ -47,7 +47,7 @@ def test_factors_found_for_another_geometry_are_refused() -> None:
         ('{"method": {"name": "yarm", "factor": 4}}', "did you mean 'yarn'"),
         (
             json.dumps({"method": {**FITTED.to_dict(), "long_factor": [1.0] * 7 + [float("nan")]}}),
-            "finite numbers, got nan",
+            r"finite numbers, such as \[1, 2.5\], got nan",
         ),
         (json.dumps({"method": {**FITTED.to_dict(), "long_factor": [1.0] * 7 + [0.0]}}), "finite numbers > 0"),
         (json.dumps({"method": {**FITTED.to_dict(), "long_factor": [1.0] * 7 + [-2.0]}}), "finite numbers > 0"),
