@@ -336,6 +336,8 @@ def reasons(summary: Summary, choice: Choice) -> list[str]:
     if summary.eliminated:
         names = ", ".join(summary.eliminated)
         said.append(f"Dropped early, because others did better: {names}.")
+    if said == [f"{name}:"]:
+        return [f"Only {name} was measured beyond the trained length: nothing to compare it with."]
     return said
 
 

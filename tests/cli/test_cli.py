@@ -119,7 +119,7 @@ def test_a_method_of_ones_own_works_on_the_command_line(checkpoint: Path, tmp_pa
         (["extend", "CHECKPOINT", "--option", "truncate=no", "--dry-run"], "must be true or false, got 'no'"),
         (
             ["extend", "CHECKPOINT", "--option", "beta_fast=abc", "--dry-run"],
-            "beta_fast of 'yarn' must be a finite number, got 'abc'",
+            "--option beta_fast must be a finite number, got 'abc'",
         ),
         (["extend", "CHECKPOINT", "--option", "config=1", "--dry-run"], "no option 'config'"),
         (["extend", "CHECKPOINT", "--option", "name=1", "--dry-run"], "no option 'name'"),

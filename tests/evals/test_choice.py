@@ -294,6 +294,11 @@ def test_a_loss_alone_is_said_against_the_baseline() -> None:
     assert said.startswith("a: Its loss is -0.500 nats per token against the baseline (p = 0.00049).")
 
 
+def test_one_method_without_a_baseline_is_compared_with_nothing() -> None:
+    said = recommended(results_of(["none", "a"], {}, {"none": {(256, 0): 4.0}, "a": flat(3.5)})).text
+    assert said == "Only a was measured beyond the trained length: nothing to compare it with."
+
+
 def test_a_model_that_came_extended_is_not_set_aside_as_if_it_could_not_be_saved() -> None:
     """A fine-tune's own result has no plan, so that nothing is known of its config."""
     made = results_of(["none", "untrained", "trained"], nothing_found("none", "untrained", "trained"),
