@@ -196,12 +196,11 @@ def test_a_recommendation_is_a_method_that_extend_context_takes(bundled, tmp_pat
     made = race(
         model,
         prompter,
-        read_prose(PERSUASION)[:2_400],
+        read_prose(PERSUASION)[:6_000],
         2,
         tmp_path / "results.jsonl",
         methods=["yarn", "dynamic_yarn"],
-        trained=128,
-        minutes=0.2,
+        minutes=0.5,
         advance=lambda *state: states.append(state),
     )
     _, chosen, saved = best_of(made, made.run())
@@ -213,10 +212,10 @@ def test_a_recommendation_is_a_method_that_extend_context_takes(bundled, tmp_pat
     assert {*results.header.variants} == {*texts} == {"none", "yarn", "dynamic_yarn"}
     assert [share for share, _ in states] == sorted(share for share, _ in states)
     saved.save(tmp_path / "extension.json")
-    assert json.loads((tmp_path / "extension.json").read_text())["about"]["target_length"] == 256
+    assert json.loads((tmp_path / "extension.json").read_text())["about"]["target_length"] == 1024
     method = read_saved(tmp_path / "extension.json").method
-    extend_context(model, method=method, original_max_position_embeddings=128)
-    assert model.context_extension.plan.target_length == 256
+    extend_context(model, method=method)
+    assert model.context_extension.plan.target_length == 1024
     restore_context(model)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
