@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -83,6 +84,7 @@ class Summary:
         self.header = results.header
         self.records = results.records
         self.trained_length: int = results.header.about["trained_length"]
+        self._held: dict[tuple[str, int, str], dict[int, Record]] = {}
         self._summed: dict[tuple[str, int, int, str], dict[int, tuple[float, int]]] = {}
 
     @cached_property
@@ -138,7 +140,7 @@ class Summary:
         shared = set.intersection(*keys)
         records = [r for r in self.records if "score" not in r or r["key"] in shared]
         read = [v for v in variants if self.of(v, "perplexity")]
-        common = [n for n in self.read_lengths if set.intersection(*(self._windows_of(v, n) for v in read))]
+        common = [n for n in self.read_lengths if set.intersection(*({*self._windows_of(v, n)} for v in read))]
         longest = max(common, default=self.trained_length)
         return Summary(replace(self._results, records=records), variants, longest)
 
@@ -224,12 +226,8 @@ class Summary:
 
     def losses(self, variant: str, length: int, task: str = "perplexity") -> dict[int, np.ndarray]:
         """By window, the losses in nats of the first `length` tokens, possibly from a longer window."""
-        records = self.of(variant, task)
-        if task == "sliding_perplexity":
-            return {r["trial"]: unpacked(r, "losses") for r in records if r["length"] == length}
-        # Windows of one trial begin at the same place, so a longer one holds the shorter.
-        fitting = sorted((r for r in records if r["length"] >= length > 0), key=lambda r: -r["length"])
-        return {r["trial"]: unpacked(r, "losses")[: length - r["length"] or None] for r in fitting}
+        held = self._windows_of(variant, length, task)
+        return {trial: unpacked(r, "losses")[: length - r["length"] or None] for trial, r in held.items()}
 
     def perplexity(self, variant: str, length: int, after: int = 0, task: str = "perplexity") -> float | None:
         """exp of the mean loss over the tokens from position `after` up to `length`."""
@@ -246,14 +244,18 @@ class Summary:
     def _shown(self, variant: str, length: int, task: str = "perplexity") -> set[int]:
         """The windows of `variant` that figures are over: those of all compared variants, or its own if it has none."""
         compared = [v for v in self.variants if v not in self.eliminated] if self._compared is None else self._compared
-        own, having = self._windows_of(variant, length, task), [self._windows_of(v, length, task) for v in compared]
-        return own.intersection(*(windows for windows in having if windows)) or own
+        own, *having = ({*self._windows_of(v, length, task)} for v in (variant, *compared))
+        return own.intersection(*filter(None, having)) or own
 
-    def _windows_of(self, variant: str, length: int, task: str = "perplexity") -> set[int]:
-        """The windows that hold `length` tokens."""
-        exact = task == "sliding_perplexity"
-        lengths = ((r["trial"], r["length"]) for r in self.of(variant, task))
-        return {trial for trial, held in lengths if (held == length if exact else held >= length > 0)}
+    def _windows_of(self, variant: str, length: int, task: str = "perplexity") -> dict[int, Record]:
+        """The shortest record of each window that holds `length` tokens."""
+        name = variant, length, task
+        if name not in self._held:
+            # Windows of one trial begin at the same place, so a longer one holds the shorter; sliding ones do not.
+            fits = operator.eq if task == "sliding_perplexity" else operator.ge
+            records = sorted(self.of(variant, task), key=lambda r: -r["length"]) if length > 0 else ()
+            self._held[name] = {r["trial"]: r for r in records if fits(r["length"], length)}
+        return self._held[name]
 
     @property
     def uneven(self) -> str:
