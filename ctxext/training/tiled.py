@@ -13,12 +13,13 @@ import torch
 from torch import Tensor, nn
 
 from ctxext.core.apply import transformers_model
+from ctxext.core.edit import Edit
 
 BAR = 1e-5  # of the largest output, in float32; products of fewer rows may round otherwise
 
 
-def use_tiled_mlp(model: nn.Module, tokens: int = 4096) -> int:
-    """Make the MLP of every layer run on `tokens` tokens at a time; returns how many there are. Exact but for rounding.
+def use_tiled_mlp(model: nn.Module, tokens: int = 4096) -> Edit:
+    """Make the MLP of every layer run on `tokens` tokens at a time, until `undo` of the result. Exact but for rounding.
 
     Under gradient checkpointing this costs no time where the MLP is the last of a layer: the layer is recomputed up to
     the MLP's input, and the MLP once, tile by tile, in the backward pass. Call it after PEFT has wrapped the model. It
@@ -34,27 +35,18 @@ def use_tiled_mlp(model: nn.Module, tokens: int = 4096) -> int:
         raise ValueError(f"{type(model).__name__} has no module named mlp in each of its layers, so none was tiled.")
     for mlp in mlps:
         _check(mlp, transformers_model(model).config.get_text_config(decoder=True).hidden_size)
-    for mlp in mlps:
-        mlp.forward = functools.partial(_forward, mlp.forward, list(mlp.parameters()), tokens)
-    return len(mlps)
-
-
-def restore_mlp(model: nn.Module) -> None:
-    """Undo `use_tiled_mlp`."""
-    for module in model.modules():
-        if _is_tiled(module):
-            del module.forward
-
-
-def _is_tiled(module: nn.Module) -> bool:
-    forward = module.__dict__.get("forward")
-    return isinstance(forward, functools.partial) and forward.func is _forward
+    edit, tiled = Edit(model), {id(mlp) for mlp in mlps}
+    for path, module in model.named_modules():
+        if id(module) in tiled:
+            forward = functools.partial(_forward, module.forward, list(module.parameters()), tokens)
+            edit.set_attribute(path, "forward", forward)
+    return edit
 
 
 @torch.no_grad()
 def _check(mlp: nn.Module, width: int) -> None:
-    if _is_tiled(mlp):
-        raise ValueError("the MLPs are tiled already. Call restore_mlp(model) to undo it.")
+    if getattr(mlp.__dict__.get("forward"), "func", None) is _forward:
+        raise ValueError("the MLPs are tiled already. Call undo() of what use_tiled_mlp returned first.")
     if any(isinstance(module, nn.Dropout) and module.p > 0 for module in mlp.modules()):
         raise ValueError("an MLP with dropout cannot be tiled, since it is run twice. Set its dropout to 0.")
     weight = next(mlp.parameters())

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ctxext import extend_context
 from ctxext.training.loss import use_chunked_loss
-from ctxext.training.tiled import restore_mlp, use_tiled_mlp
+from ctxext.training.tiled import use_tiled_mlp
 
 IDS = token_ids(150)
 TOKENS = 37  # the last tile is shorter
@@ -42,7 +42,7 @@ def test_logits_and_gradients_are_those_of_the_whole_mlp(family: str, checkpoint
     if checkpointed:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     wanted, logits = gradients(model), model(input_ids=IDS).logits
-    assert use_tiled_mlp(model, TOKENS) == 2
+    assert len(use_tiled_mlp(model, TOKENS).undos) == 2
     assert_same(gradients(model), wanted)
     torch.testing.assert_close(model(input_ids=IDS).logits, logits, rtol=1e-9, atol=1e-12)
 
@@ -90,10 +90,10 @@ def test_each_token_passes_an_mlp_twice(checkpointed: bool) -> None:
 def test_restoring_it_leaves_nothing_behind() -> None:
     model = exact()
     before = [sorted(module.__dict__) for module in model.modules()]
-    use_tiled_mlp(model, TOKENS)
+    edit = use_tiled_mlp(model, TOKENS)
     with pytest.raises(ValueError, match="tiled already"):
         use_tiled_mlp(model, TOKENS)
-    restore_mlp(model)
+    edit.undo()
     assert [sorted(module.__dict__) for module in model.modules()] == before
 
 
