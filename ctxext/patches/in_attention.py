@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from ctxext.attention import call, proof
 from ctxext.attention.rotary import InAttentionRotary, Layer
+from ctxext.core.consumed import readers
 from ctxext.core.edit import Edit
 from ctxext.core.patch import Patch, Proof
 from ctxext.encodings.rope import RopeGeometry
@@ -134,6 +135,10 @@ class RotateInAttention(Patch):
 
     def observe(self, model: Any) -> Seen:
         (site,) = standard_sites(model, self.facts)
+        with site.as_built():
+            fault = readers(model, [site.module]).fault(self._name(model))
+        if fault is not None:  # otherwise such a layer would pass for one without positions
+            raise ValueError(fault)
         inputs = self._probe(model, self._trained)
         base = model.get_submodule(site.paths[0].rpartition(".")[0])
         with site.as_built():

@@ -18,7 +18,7 @@ import torch
 from jaxtyping import Float, Float64
 from torch import Tensor, nn
 
-from ctxext.core.consumed import is_consumed
+from ctxext.core.consumed import Readers, readers
 from ctxext.core.edit import Edit, mixed_class
 from ctxext.core.patch import Patch, Proof
 from ctxext.core.probing import on_meta
@@ -231,20 +231,20 @@ class RotaryProof(Proof):
             from the extended config) and the method's formula.
         output_error: largest difference between the module's cos and sin and the formula's; None if the output's layout
             is unknown.
-        consumed: whether a forward pass reads the module's output; None until the first forward pass of a model
+        consumed: the attention layers that use the module's output; None until the first forward pass of a model
             extended on meta.
     """
 
     frequency_error: float
     output_error: float | None
-    consumed: bool | None
+    consumed: Readers | None
 
     # Float32 tables against float64 formulas: powers of theta agree to about 1e-6.
     FREQUENCY_BAR: ClassVar[float] = 1e-5
     OUTPUT_BAR: ClassVar[float] = 1e-3
 
     def __str__(self) -> str:
-        consumed = {True: "yes", False: "NO", None: "checked at the first forward pass"}[self.consumed]
+        consumed = "checked at the first forward pass" if self.consumed is None else self.consumed
         output = "not compared" if self.output_error is None else f"match (error {self.output_error:.1e})"
         return (
             f"frequencies match (error {self.frequency_error:.1e}), cos and sin {output}, used by attention: {consumed}"
@@ -261,12 +261,12 @@ class RotaryProof(Proof):
                 f"{name} does not do what {summary!r} says: frequencies differ by {self.frequency_error:.1e}, cos and "
                 f"sin by {output_error:.1e}. This family reads its config in a non-standard way."
             )
-        if self.consumed is False:
+        if self.consumed is not None and not self.consumed:
             return (
                 f"no attention layer of {name} uses its rotary embedding, so replacing it has no effect. This family "
                 "is not supported."
             )
-        return None
+        return None if self.consumed is None else self.consumed.fault(name)
 
 
 @dataclass(frozen=True)
@@ -323,7 +323,7 @@ class ReplaceRotary(Patch):
         consumed = None
         if not on_meta(model):
             replaced = all(isinstance(module, ExtendedRotary) for module in modules)
-            consumed = replaced and is_consumed(model, modules, [site.module for site, _ in before])
+            consumed = readers(model, modules, [site.module for site, _ in before]) if replaced else Readers()
         return RotaryProof(frequency_error, max(found, default=None), consumed)
 
     def _laid_out(self, site: RotarySite, table: Any) -> Tensor:

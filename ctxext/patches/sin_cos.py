@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from ctxext.core.consumed import are_read
+from ctxext.core.consumed import Readers, are_read
 from ctxext.core.edit import Edit
 from ctxext.core.patch import Patch
 from ctxext.encodings.rope import RopeGeometry, cos_sin
@@ -50,10 +50,9 @@ class GrowSinCos(Patch):
             edit.set_attribute(path, "max_positions", self.target_length)
 
     def prove(self, model: nn.Module, before: Any) -> RotaryProof:
-        tables = [model.get_submodule(path).get_buffer(SIN_COS) for path in sin_cos_paths(model)]
-        expected = sin_cos_table(self.target_length, self.extended)
-        error = max(_error(table, expected) for table in tables)
-        return RotaryProof(error, error, are_read(model, tables))
+        paths, expected = sin_cos_paths(model), sin_cos_table(self.target_length, self.extended)
+        error = max(_error(model.get_submodule(path).get_buffer(SIN_COS), expected) for path in paths)
+        return RotaryProof(error, error, Readers(reading=tuple(paths) if are_read(model, paths, SIN_COS) else ()))
 
 
 def sin_cos_paths(model: nn.Module) -> list[str]:

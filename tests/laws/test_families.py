@@ -395,11 +395,17 @@ def test_a_table_of_sines_that_was_changed_by_hand_is_refused() -> None:
         extend_context(model)
 
 
-def test_a_table_of_sines_that_nothing_reads_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("touched", [False, True])
+def test_a_table_of_sines_that_nothing_uses_is_refused(touched: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     model = build("gptj")
     for layer in model.transformer.h[1:]:
-        fixed = layer.attn.embed_positions
-        monkeypatch.setattr(layer.attn, "_get_embed_positions", lambda ids, fixed=fixed: fixed.repeat(1, 1, 1))
+
+        def kept(ids: Any, attention: Any = layer.attn, fixed: Any = layer.attn.embed_positions) -> Any:
+            if touched:
+                attention.embed_positions.double()
+            return fixed.repeat(1, 1, 1)
+
+        monkeypatch.setattr(layer.attn, "_get_embed_positions", kept)
     before = snapshot(model, run=False)
     with pytest.raises(RuntimeError, match="no attention layer of GPTJForCausalLM uses"):
         extend_context(model)
@@ -556,7 +562,7 @@ def test_a_module_that_nothing_uses_needs_no_reader() -> None:
         model.get_submodule(path).register_forward_hook(lambda *_, path=path: calls.append(path))
     logits(model, IDS)
     assert calls == ["model.rotary_embs.0"], "granite_swa uses its first rotary embedding now"
-    assert extend_context(model).context_extension.proof.consumed is True
+    assert extend_context(model).context_extension.proof.consumed
 
 
 def test_a_layer_that_still_calls_what_was_replaced_is_refused() -> None:

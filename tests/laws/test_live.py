@@ -209,7 +209,7 @@ def test_law_5_a_rotary_embedding_held_outside_the_module_tree_is_refused() -> N
 def test_law_5_the_receipt_proves_what_was_done(family: str) -> None:
     model = patched(family, "yarn")
     receipt = model.context_extension
-    assert receipt.proof.consumed is True
+    assert receipt.proof.consumed
     assert receipt.proof.frequency_error < 1e-5
     assert receipt.proof.output_error is not None
     assert receipt.proof.output_error < 1e-3
@@ -258,7 +258,7 @@ def test_law_6_an_interrupted_proof_leaves_nothing_behind(monkeypatch: pytest.Mo
 
     model = tiny_model("qwen3_5")
     before = snapshot(model)
-    monkeypatch.setattr(rotary, "is_consumed", interrupt)
+    monkeypatch.setattr(rotary, "readers", interrupt)
     with pytest.raises(KeyboardInterrupt):
         extend_context(model)
     assert_unchanged(model, before)

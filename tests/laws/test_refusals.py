@@ -214,7 +214,7 @@ def test_a_model_whose_every_window_is_short_is_refused() -> None:
 
 def test_a_window_longer_than_the_trained_length_is_no_reason_to_refuse() -> None:
     model = tiny_model("mistral", sliding_window=2 * LENGTH)
-    assert extend_context(model).context_extension.proof.consumed is True
+    assert extend_context(model).context_extension.proof.consumed
 
 
 @pytest.mark.parametrize(("model_type", "kind"), [("funnel", "masked"), ("reformer", "causal"), ("cpmant", "causal")])

@@ -134,7 +134,7 @@ def test_a_model_extended_on_meta_is_proven_at_its_first_forward(family: str) ->
     source = tiny_model(family)
     materialise(model, source)
     assert torch.equal(logits(model, IDS), logits(extended(family), IDS))
-    assert model.context_extension.proof.consumed is True
+    assert model.context_extension.proof.consumed
     assert not model._forward_pre_hooks
     restore_context(model)
     assert torch.equal(logits(model, IDS), logits(source, IDS))
@@ -169,10 +169,10 @@ def test_the_deferred_proof_runs_inside_generate_and_on_copies() -> None:
     materialise(model, tiny_model("llama"))
     twin = copy.deepcopy(model)
     model.generate(IDS[:, :5], max_new_tokens=2, do_sample=False)
-    assert model.context_extension.proof.consumed is True
+    assert model.context_extension.proof.consumed
     assert twin.context_extension.proof.consumed is None
     logits(twin, IDS)
-    assert twin.context_extension.proof.consumed is True
+    assert twin.context_extension.proof.consumed
 
 
 # ---------------------------------------------------------------------------------------- copies
@@ -278,7 +278,7 @@ def test_a_dispatched_model_is_extended_and_restored(family: str, dispatch: str,
     hooked = hasattr(rotary_of(model), "_hf_hook")
     assert torch.equal(logits(model, IDS), stock)
     extend_context(model)
-    assert model.context_extension.proof.consumed is True
+    assert model.context_extension.proof.consumed
     assert hasattr(rotary_of(model), "_hf_hook") == hooked
     assert torch.equal(logits(model, IDS), logits(extended(family), IDS))
     restore_context(model)
@@ -585,7 +585,7 @@ def test_a_model_extended_on_meta_compiles(fresh_dynamo: Any) -> None:
     fast = compiled(model, "torch.compile")
     torch.testing.assert_close(logits(fast, IDS), logits(extended(), IDS), rtol=0, atol=1e-5)
     logits(model, IDS)  # where the compiled pass could not look, an eager one does
-    assert extension_of(fast).proof.consumed is True
+    assert extension_of(fast).proof.consumed
 
 
 def test_a_data_parallel_wrapper_is_seen_through(tmp_path: Any) -> None:
