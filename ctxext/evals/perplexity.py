@@ -188,15 +188,18 @@ def beginning(seed: int, trial: int) -> float:
 def stretches(trials: Sequence[int], seed: int, span: int, n_tokens: int) -> list[int]:
     """For each window of `Perplexity` its stretch of text, the unit of independence.
 
-    Windows of `span` tokens are independent if a text of `n_tokens` holds them without overlap. Otherwise, neighbouring
-    windows are grouped into as many stretches as fit without overlap.
+    There are as many stretches as windows of `span` tokens that do not overlap in a text of `n_tokens`, which is a ring;
+    windows that overlap are neighbours in one, as far as that number goes.
     """
-    held = max(1, n_tokens // span)
-    if len(trials) <= held:
-        return list(range(len(trials)))
-    order = sorted(range(len(trials)), key=lambda k: beginning(seed, trials[k]))
+    begun, share = [beginning(seed, trial) for trial in trials], span / n_tokens
+    order, apart, end = sorted(range(len(trials)), key=begun.__getitem__), 0, 0.0
+    for k in order:
+        if begun[k] >= end:
+            apart, end = apart + 1, begun[k] + share
+    if apart > 1 and end - 1 > begun[order[0]]:
+        apart -= 1
     of = [0] * len(trials)
-    for stretch, members in enumerate(np.array_split(order, held)):
+    for stretch, members in enumerate(np.array_split(order, max(1, apart))):
         for k in members:
             of[k] = stretch
     return of

@@ -25,7 +25,7 @@ from ctxext.evals.statistics import (
     PairedTest,
     effective_length,
     in_percent,
-    macro_average,
+    mean_share,
     paired_difference,
     paired_loss_difference,
     paired_loss_test,
@@ -177,15 +177,15 @@ class Summary:
 
         Samples of a trial share a text and form a cluster; `comparisons` as in `wilson`.
         """
-        parts, wanted = [], set(lengths)
+        measured, wanted = [], set(lengths)
         for task in tasks:
             clusters: dict[Hashable, list[float]] = defaultdict(list)
             for record in self.of(variant, task):
                 if record["length"] in wanted:
                     clusters[record["length"], record["trial"]].append(record["score"])
             if clusters:
-                parts.append(pooled_share(clusters, comparisons))
-        return macro_average(parts) if parts else None
+                measured.append(clusters)
+        return mean_share(measured, comparisons) if measured else None
 
     def by_length(self, variant: str, *tasks: str) -> dict[int, Interval]:
         """The accuracy at each length, macro-averaged over tasks."""

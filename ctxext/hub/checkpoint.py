@@ -10,6 +10,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +30,7 @@ from ctxext.extension.metadata_file import (
 from ctxext.extension.method_file import PROBE
 from ctxext.extension.request import check_on_paper, plan_extension
 from ctxext.extension.rope import RopePlan
-from ctxext.extension.saving import version_4_keys
+from ctxext.extension.saving import save_portable, version_4_keys
 from ctxext.methods import ContextMethod, method_from_dict
 from ctxext.models.config_fields import check_config, check_counts
 from ctxext.models.metadata import live_mark
@@ -260,6 +261,8 @@ def _naming(record: Record) -> Iterator[None]:
 def extended_as_saved(model: Any, record: Record | None) -> Any:
     """Extend the model in place by its `saved_extension`; returns it in eval mode."""
     if record is None:
+        if live_mark(text_config_of(model.config)) is not None:  # saved again, older engines are to read it as well
+            model.save_pretrained = partial(save_portable, model)
         return model.eval()
     # It describes the folder, not the model: saving writes new metadata.
     model.config.__dict__.pop(BESIDE, None)

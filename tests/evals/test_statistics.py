@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import cache
 from itertools import pairwise, product
 
 import numpy as np
@@ -19,7 +20,7 @@ from ctxext.evals.statistics import (
     effective_length,
     holm,
     in_percent,
-    macro_average,
+    mean_share,
     paired_difference,
     paired_loss_difference,
     paired_test,
@@ -204,22 +205,42 @@ def test_a_pooled_share_covers_where_samples_are_alike_and_wilson_does_not(trial
 # The mean over tasks
 
 
+def answers(hits: int, n: int) -> dict[int, list[float]]:
+    return {k: [float(k < hits)] for k in range(n)}
+
+
 def test_each_task_weighs_the_same_however_many_samples_it_has() -> None:
-    easy, hard = wilson(500, 500), wilson(0, 10)
-    assert macro_average([easy, hard]).value == 0.5
-    assert macro_average([easy, hard]).n == 510
-    assert macro_average([hard]) == hard
+    easy, hard = answers(500, 500), answers(0, 10)
+    assert mean_share([easy, hard]).value == 0.5
+    assert mean_share([easy, hard]).n == 510
+    assert mean_share([hard]) == pooled_share(hard)
     many, few = [1.0] * 50, [0.0] * 2
     assert paired_test(many + few, [0.0] * 52, strata=["many"] * 50 + ["few"] * 2).value == 0.5
     assert paired_difference(many + few, [0.0] * 52, strata=["many"] * 50 + ["few"] * 2).value == 0.5
 
 
-@pytest.mark.parametrize("shares", [(0.9, 0.5), (0.98, 0.95, 0.9, 0.6)])
-def test_a_mean_over_tasks_covers(shares: tuple[float, ...]) -> None:
-    rng, truth = np.random.default_rng(0), float(np.mean(shares))
-    sizes = [10 * (k + 1) for k in range(len(shares))]
-    runs = [macro_average([wilson(rng.binomial(n, p), n) for n, p in zip(sizes, shares)]) for _ in range(2000)]
-    assert np.mean([covers(run, truth) for run in runs]) >= 0.94
+@pytest.mark.parametrize(
+    ("rates", "sizes"),
+    [
+        ((0.9, 0.5), (10, 20)),
+        ((0.98, 0.95, 0.9, 0.6), (10, 20, 30, 40)),
+        ((0.9,) * 13, (5,) * 13),
+        ((0.9,) * 13, (10,) * 13),
+        ((0.98,) * 13, (20,) * 13),
+        ((0.5,) * 13, (10,) * 13),
+        ((1.0,) * 8 + (0.6, 0.3, 0.1, 0.9, 0.5), (10,) * 13),
+        ((1.0,) * 6 + (0.1,) * 7, (10,) * 13),
+        ((1.0, 0.1), (500, 10)),
+        ((1.0, 0.2), (50, 10)),
+    ],
+)
+def test_a_mean_over_tasks_covers(rates: tuple[float, ...], sizes: tuple[int, ...]) -> None:
+    rng, runs = np.random.default_rng(0), []
+    known = cache(lambda hits: mean_share([answers(k, n) for k, n in zip(hits, sizes)]))
+    for _ in range(1000):
+        run = known(tuple(rng.binomial(sizes, rates).tolist()))
+        runs.append(run.low - 1e-12 <= np.mean(rates) <= run.high + 1e-12)
+    assert np.mean(runs) >= 0.93
 
 
 # Many comparisons
@@ -512,7 +533,7 @@ def test_a_base_that_answers_nothing_has_no_effective_length() -> None:
         (lambda: pooled_share({}), "got 0 clusters"),
         (lambda: pooled_share({"a": [1], "b": []}), r"without samples: \['b'\]"),
         (lambda: pooled_share({"a": [1, 1.5]}), "from 0 to 1, got 1.5"),
-        (lambda: macro_average([]), "at least one task, got none"),
+        (lambda: mean_share([]), "at least one task, got none"),
         (lambda: holm([0.1, 0.2], 1), "at most family=1; got 2"),
         (lambda: holm([0.1, math.nan], 2), r"wrong: \[nan\]"),
         (lambda: paired_difference([], []), "got 0, 0, 0 and 0"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import re
@@ -131,6 +132,15 @@ def test_the_config_speaks_both_dialects_and_keeps_other_keys(source: Path, tmp_
     assert config["rope_theta"] == config["rope_parameters"]["rope_theta"] == 10_000.0
     assert config["max_position_embeddings"] == 256
     assert config["a_key_of_theirs"] == {"kept": True}
+
+
+def test_a_reloaded_model_is_saved_as_it_was(source: Path, tmp_path: Path) -> None:
+    """With the keys of version 4, without which transformers 4 loads plain RoPE."""
+    extend_folder(source, tmp_path / "first", factor=4, method="yarn")
+    copy.deepcopy(ctxext.load(tmp_path / "first")).save_pretrained(tmp_path / "second")
+    first, second = (json.loads((tmp_path / name / "config.json").read_text()) for name in ("first", "second"))
+    assert {"rope_scaling", "rope_theta"} <= first.keys()
+    assert {**second, "dtype": None} == {**first, "dtype": None}
 
 
 def test_the_tokenizer_allows_the_new_length(source: Path, tmp_path: Path) -> None:
