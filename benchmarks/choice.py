@@ -108,6 +108,7 @@ def equal_settings() -> dict[str, list[Setting]]:
         Setting(0, 0.5, trials=20, depths=5, shared=0.5, alike=0.5),
         Setting(0, 0.95, trials=20, depths=3, tasks=2, shared=0.9, alike=0.8),
         Setting(0, 0.3, trials=4, depths=5, lengths=2, shared=0.5, alike=0.3, windows=4),
+        Setting(0, 0.9, trials=10, tasks=13),
         Setting(0, 0.7, trials=0, windows=16),
         Setting(0, 0.7, trials=10, depths=2, windows=24, tails="t2"),
     ]
@@ -125,7 +126,7 @@ def claims(choice: Choice) -> bool:
 
 def covered(summary: Summary, setting: Setting, choice: Choice) -> bool:
     """Whether the interval of the best method as measured holds the truth."""
-    best = by_measurement(summary, [choice.variant, *choice.tied, *choice.behind])[0]
+    best = by_measurement(summary, choice.ranking)[0]
     share = found_share(summary, best, choice.started)
     return share is None or share.low <= setting.rate <= share.high
 

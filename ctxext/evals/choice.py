@@ -9,7 +9,7 @@ from itertools import combinations
 from typing import Any
 
 from ctxext.evals.statistics import Difference, Interval, PairedTest, holm, in_percent
-from ctxext.evals.summary import Summary
+from ctxext.evals.summary import Summary, label
 from ctxext.evals.targets import UNEXTENDED
 from ctxext.methods import ContextMethod, RopeScaling, list_methods
 
@@ -93,7 +93,7 @@ class Comparisons:
     def behind(self, measure: str, one: str, others: Sequence[str], adjusted: bool = True) -> Comparison | None:
         """The most significant comparison in which `one` is worse; None if it ties with all others."""
         worse = -1 if measure == ACCURACY else 1
-        margin = TIED_LOSS if measure == LOSS else 0.0
+        margin = 0.0 if measure == ACCURACY else TIED_LOSS
         against = [c for other in others if other != one and (c := self.between(measure, one, other))]
         lost = [c for c in against if (c.p if adjusted else c.alone) < LEVEL and worse * c.value > margin]
         return min(lost, key=lambda c: (c.alone, -abs(c.value)), default=None)
@@ -110,6 +110,15 @@ class Comparisons:
             return found
         finds_more = found is not None and found.value > 0 and found.suffices
         return loss if loss is not None and not finds_more and loss.value > TIED_LOSS and loss.suffices else None
+
+    def against_baseline(self, one: str) -> list[Comparison]:
+        """By retrieval accuracy, then by loss, as far as measured."""
+        return [found for measure in (ACCURACY, LOSS) if (found := self.between(measure, one, UNEXTENDED))]
+
+    def helps(self, one: str) -> bool:
+        """As `Choice.helps`."""
+        found = self.against_baseline(one)
+        return not found or any(c.value > 0 if c.measure == ACCURACY else c.value < -TIED_LOSS for c in found)
 
     def texts(self, measure: str) -> int:
         """The largest number of independent texts in a comparison."""
@@ -128,12 +137,14 @@ class Choice:
     Attributes:
         variant: the one to use.
         tied: the others that are not significantly worse than any candidate.
-        behind: the rest, each with the comparison that shows it, or None if its loss is not finite. Both lists begin
-            with the best point estimate.
+        behind: those that are significantly worse than one of these or the baseline, each with the comparison that
+            shows it, or None if its loss is not finite.
+        aside: the rest: those that `worse` is said of. All lists begin with the best point estimate.
         decided: why `variant` was chosen among the tied ones; "" without ties.
         gain: its retrieval accuracy against the baseline's; without one, its loss.
         worse: why it is not recommended: its retrieval accuracy is worse than the baseline's, or its loss is and it
             does not find more (`Comparison.suffices`).
+        helps: whether its retrieval accuracy is higher, or its loss lower, than the baseline's, or that is unknown.
         needed: by measure, the number of independent texts that significance would need, if there were fewer.
         family: how many comparisons the p-values are adjusted for.
         started: the number of candidates.
@@ -142,9 +153,11 @@ class Choice:
     variant: str
     tied: tuple[str, ...]
     behind: dict[str, Comparison | None]
+    aside: dict[str, Comparison]
     decided: str
     gain: Comparison | None
     worse: Comparison | None
+    helps: bool
     needed: dict[str, int]
     family: int
     started: int
@@ -152,7 +165,7 @@ class Choice:
     @property
     def ranking(self) -> tuple[str, ...]:
         """All candidates, best first."""
-        return self.variant, *self.tied, *self.behind
+        return self.variant, *self.tied, *self.behind, *self.aside
 
 
 def candidates_of(summary: Summary) -> list[str]:
@@ -167,13 +180,14 @@ def candidates_of(summary: Summary) -> list[str]:
 def choose(summary: Summary, candidates: Sequence[str], left: int = 0) -> Choice:
     """The candidate to use.
 
-    A candidate is behind if its retrieval accuracy beyond the trained length is significantly lower than another's; or,
-    among the others, if its loss over windows of the longest length is not finite, or significantly larger than
-    another's by more than TIED_LOSS. The rest are tied. Among the tied, candidates that are worse than the baseline, or
-    than another before the adjustment, are set aside, and the cheapest of the rest is chosen: first one that plain
+    Candidates whose loss is not finite, or that are worse than the baseline, are set aside first, unless that leaves
+    none. Of the others, a candidate is behind if its retrieval accuracy beyond the trained length is significantly
+    lower than another's; or, among the rest, if its loss over windows of the longest length is significantly larger
+    than another's by more than TIED_LOSS. The rest are tied. Among the tied, those no better than the baseline, or
+    worse than another before the adjustment, are passed over, and the cheapest is chosen: first one that plain
     transformers loads, then one without significantly more short-context regression, then the best as measured. With
-    too few texts for any significant comparison, point estimates take precedence over cost. Missing measurements
-    decide nothing.
+    too few texts for any significant comparison, point estimates take precedence over cost. Missing measurements decide
+    nothing.
 
     Args:
         left: number of candidates eliminated earlier, which count as compared.
@@ -185,51 +199,61 @@ def choose(summary: Summary, candidates: Sequence[str], left: int = 0) -> Choice
         raise ValueError("there are no candidates to choose from. Measure at least one extended variant.")
     tests = Comparisons(summary, candidates, left)
     order = by_measurement(summary, candidates)
-    missed = {v: -share.value for v in order if (share := found_share(summary, v))}
-    losses = {v: loss for v in order if (loss := summary_loss(summary, v)) < math.inf}
-    measures = {measure: least for measure, least in ((ACCURACY, missed), (LOSS, losses)) if least}
-    level = tests.front(ACCURACY, order)
-    finite = [v for v in level if not _is_broken(summary, v)] or level
-    front = tests.front(LOSS, finite)
-    lost = {v: tests.behind(ACCURACY, v, order) or tests.behind(LOSS, v, finite) for v in order if v not in front}
+    worse = {v: found for v in order if (found := tests.worse_than_baseline(v))}
+    usable = [v for v in order if not _is_broken(summary, v)] or order
+    sound = [v for v in usable if v not in worse] or usable
+    level = tests.front(ACCURACY, sound)
+    front = tests.front(LOSS, level)
+    behind: dict[str, Comparison | None] = {}
+    for v in order:
+        found = tests.behind(ACCURACY, v, [*sound, UNEXTENDED]) or tests.behind(LOSS, v, [*level, UNEXTENDED])
+        if v not in front and (found or v not in usable):
+            behind[v] = found if v in usable else None
+    aside = {v: found for v, found in worse.items() if v not in front and v not in behind}
 
-    worse = {v: found for v in front if (found := tests.worse_than_baseline(v))}
-    named, decided = [v for v in front if v not in worse] or front, []
-    if len(named) < len(front):
-        decided.append(f"{', '.join(v for v in worse)} did worse than the baseline")
-    if measures and tests.texts(first := next(iter(measures))) < texts_needed(1):
-        best = min(measures[first].get(v, math.inf) for v in named)
-        sound, named = named, [v for v in named if measures[first].get(v, math.inf) == best]
-        if len(named) < len(sound):
-            decided.append(f"no other measured a {'higher' if first == ACCURACY else 'lower'} {first}")
+    named, decided = front, list[str]()
+    shares = {v: share.value for v in order if (share := found_share(summary, v))}
+    estimates = shares or {v: -summary_loss(summary, v) for v in order if _all_have_losses(summary, candidates)}
+    measures = [name for name, known in ((ACCURACY, shares), (LOSS, summary.loss_length)) if known]
+
+    def keep(those: Sequence[str], why: str) -> list[str]:
+        if 0 < len(those) < len(named):
+            decided.append(f"among those {why}" if decided and not why.startswith("plain") else why)
+        return list(those) or named
+
+    if estimates and tests.texts(measures[0]) < texts_needed(1):
+        best = max(estimates[v] for v in named)
+        named = keep(
+            [v for v in named if estimates[v] == best],
+            f"no other measured a {'higher' if shares else 'lower'} {measures[0]}",
+        )
+    named = keep([v for v in named if tests.helps(v)], "it measured better than the baseline")
     likely = tests.front(LOSS, tests.front(ACCURACY, named, adjusted=False), adjusted=False)
-    if len(likely) < len(named):
-        decided.append("none of them beats it before the adjustment")
-    portable = [v for v in likely if v not in summary.not_portable]
-    if 0 < len(portable) < len(likely):
-        decided.append("plain transformers loads it")
-    cheapest = tests.front(REGRESSION, portable or likely)
-    if len(cheapest) < len(portable or likely):
-        decided.append(f"its {REGRESSION} is lower")
-    chosen, *rest = [v for v in order if v in cheapest]
+    named = keep(likely, "none beats it before the adjustment")
+    named = keep([v for v in named if v not in summary.not_portable], "plain transformers loads it")
+    named = keep(tests.front(REGRESSION, named), f"its {REGRESSION} is lower")
+    chosen, *rest = [v for v in order if v in named]
     if rest:
-        (_, finds, loses), (_, next_finds, next_loses) = (_measurement(summary, v) for v in (chosen, rest[0]))
-        decided.append(
+        finds, loses = ([_measurement(summary, v, candidates)[k] for v in (chosen, rest[0])] for k in (1, 2))
+        keep(
+            [chosen],
             f"its measured {ACCURACY} is the highest"
-            if finds < next_finds
+            if finds[0] < finds[1]
             else f"its measured {LOSS} is the lowest"
-            if loses < next_loses
-            else "it comes first in the alphabet"
+            if loses[0] < loses[1]
+            else "it comes first in the alphabet",
         )
     others = tuple(v for v in front if v != chosen)
     needed = texts_needed(tests.family)
     return Choice(
         chosen,
         others,
-        lost,
+        behind,
+        aside,
         decided=", and ".join(decided) if others else "",
-        gain=tests.between(ACCURACY, chosen, UNEXTENDED) or tests.between(LOSS, chosen, UNEXTENDED),
+        gain=next(iter(tests.against_baseline(chosen)), None),
         worse=worse.get(chosen),
+        helps=tests.helps(chosen),
         needed={measure: needed for measure in measures if tests.texts(measure) < needed},
         family=tests.family,
         started=len(candidates) + left,
@@ -238,13 +262,18 @@ def choose(summary: Summary, candidates: Sequence[str], left: int = 0) -> Choice
 
 def by_measurement(summary: Summary, candidates: Sequence[str]) -> list[str]:
     """The candidates ordered by point estimates, best first; equal ones by name, as the order of a run says nothing."""
-    return sorted(candidates, key=lambda v: (_measurement(summary, v), v))
+    return sorted(candidates, key=lambda v: (_measurement(summary, v, candidates), v))
 
 
-def _measurement(summary: Summary, variant: str) -> tuple[bool, float, float]:
-    """Smaller is better."""
+def _measurement(summary: Summary, variant: str, candidates: Sequence[str]) -> tuple[bool, float, float]:
+    """Smaller is better; losses count where all candidates have one."""
     share = found_share(summary, variant)
-    return _is_broken(summary, variant), -share.value if share else 0.0, summary_loss(summary, variant)
+    loss = summary_loss(summary, variant) if _all_have_losses(summary, candidates) else 0.0
+    return _is_broken(summary, variant), -share.value if share else 0.0, loss
+
+
+def _all_have_losses(summary: Summary, candidates: Sequence[str]) -> bool:
+    return all(summary.loss(v, summary.loss_length or 0) is not None for v in candidates)
 
 
 @dataclass(frozen=True)
@@ -275,8 +304,14 @@ def recommended(summary: Summary) -> Recommendation:
         )
     if all(_is_broken(shared, v) for v in candidates):
         return Recommendation(None, f"No method is recommended: the loss of {', '.join(candidates)} is not finite.")
+    factors = {v: factor for v in candidates if (factor := _factor(summary, v))}
+    if len({*factors.values()}) > 1:
+        shown = ", ".join(f"{v} ×{factor:g}" for v, factor in factors.items())
+        return Recommendation(
+            None, f"Nothing is recommended, because the factors differ ({shown}). Measure every method at one factor."
+        )
     choice = choose(shared, candidates, left=len(summary.eliminated))
-    chosen = None if choice.worse else choice.variant
+    chosen = None if choice.worse or not choice.helps else choice.variant
     return Recommendation(chosen, " ".join(reasons(shared, choice)), choice.ranking)
 
 
@@ -288,10 +323,14 @@ def all_figures(summary: Summary) -> dict[str, Any]:
 def reasons(summary: Summary, choice: Choice) -> list[str]:
     """The reasons for the choice, as sentences."""
     name = choice.variant
-    said = [f"Use {name}." if len(choice.ranking) > 1 else f"{name}:"]
+    gain = choice.gain
+    sure = gain is None or (gain.p < LEVEL and (gain.value > 0) == (gain.measure == ACCURACY))
+    said = [f"{name}:" if len(choice.ranking) == 1 else f"Use {name}." if sure else f"Best as measured: {name}."]
+    first, advised = f"The first, {name}," if len(choice.ranking) > 1 else name, choice.helps and not choice.worse
     if choice.worse:
-        first = f"The first, {name}," if len(choice.ranking) > 1 else name
         said = [f"No method is recommended. {first} did worse than the baseline ({choice.worse})."]
+    elif not choice.helps:
+        said = [f"No method is recommended. {first} measured no better than the baseline."]
     share = found_share(summary, name, choice.started)
     if share is not None:
         asked_to = summary.lengths(*summary.deciding_tasks)[-1]
@@ -300,11 +339,10 @@ def reasons(summary: Summary, choice: Choice) -> list[str]:
             f"Beyond the trained {summary.trained_length:,} tokens, up to {asked_to:,}, its {ACCURACY} is "
             f"{share.percent()}{together}."
         )
-    if choice.gain is not None and not choice.worse:
-        what = "That" if choice.gain.measure == ACCURACY else f"Its {LOSS}"
-        sure = choice.gain.p < LEVEL and (choice.gain.value > 0) == (choice.gain.measure == ACCURACY)
+    if gain is not None and not choice.worse:
+        what = "That" if gain.measure == ACCURACY else f"Its {LOSS}"
         said.append(
-            f"{what} is {choice.gain.shown} against the baseline (p = {choice.gain.p:.2g})"
+            f"{what} is {gain.shown} against the baseline (p = {gain.p:.2g})"
             f"{'' if sure else ', no evidence that it helps'}."
         )
     elif summary.cannot_run and not choice.worse:
@@ -312,7 +350,7 @@ def reasons(summary: Summary, choice: Choice) -> list[str]:
     if summary.not_counted:
         said.append(summary.not_counted)
     if choice.tied:
-        comes = "comes first" if choice.worse else "is recommended"
+        comes = "is recommended" if advised else "comes first"
         said.append(f"Tied with {', '.join(choice.tied)}: {name} {comes} because {choice.decided}.")
         said += [
             f"No difference in {measure} can be significant with fewer than {texts} independent "
@@ -321,10 +359,13 @@ def reasons(summary: Summary, choice: Choice) -> list[str]:
         ]
     if choice.behind:
         shown = [
-            f"{v} ({f'{found} against {found.other}' if found else 'its loss is not finite'})"
+            f"{v} ({f'{found} against {label(found.other)}' if found else 'its loss is not finite'})"
             for v, found in choice.behind.items()
         ]
         said.append(f"Behind: {'; '.join(shown)}.")
+    if choice.aside:
+        shown = [f"{v} ({found})" for v, found in choice.aside.items()]
+        said.append(f"Set aside, as measured worse than the baseline: {'; '.join(shown)}.")
     if choice.family > 1:
         said.append(f"p-values are from exact paired tests, Holm-adjusted for {choice.family} comparisons.")
     gate = summary.gate(name)
@@ -374,8 +415,16 @@ def _longest_loss_test(summary: Summary, one: str, other: str) -> PairedTest | N
 
 
 def _is_broken(summary: Summary, variant: str) -> bool:
-    """Whether its loss was measured and is not finite."""
-    return summary.loss(variant, summary.loss_length or 0) is not None and summary_loss(summary, variant) == math.inf
+    """Whether its loss was measured, beyond the trained length or within, and is not finite."""
+    short = max(summary.lengths("short"), default=0)
+    losses = summary.loss(variant, summary.loss_length or 0), summary.loss(variant, short, task="short")
+    return any(loss is not None and not math.isfinite(loss) for loss in losses)
+
+
+def _factor(summary: Summary, variant: str) -> float | None:
+    """The factor that a variant is extended by."""
+    factor = (summary.header.variants[variant].get("extension") or {}).get("factor")
+    return factor if isinstance(factor, int | float) else None
 
 
 def _is_for_use(summary: Summary, variant: str) -> bool:

@@ -188,8 +188,8 @@ def beginning(seed: int, trial: int) -> float:
 def stretches(trials: Sequence[int], seed: int, span: int, n_tokens: int) -> list[int]:
     """For each window of `Perplexity` its stretch of text, the unit of independence.
 
-    There are as many stretches as windows of `span` tokens that do not overlap in a text of `n_tokens`, which is a ring;
-    windows that overlap are neighbours in one, as far as that number goes.
+    There are as many stretches as windows of `span` tokens that do not overlap in a text of `n_tokens`, which is a
+    ring; windows that overlap are neighbours in one, as far as that number goes.
     """
     begun, share = [beginning(seed, trial) for trial in trials], span / n_tokens
     order, apart, end = sorted(range(len(trials)), key=begun.__getitem__), 0, 0.0

@@ -417,7 +417,7 @@ def test_compare_recommends_with_its_share_its_regression_and_its_n(compared: tu
     _, records = lines(path)
     beyond = [r["hit"] for r in records if (r["variant"], r["task"], r["length"]) == ("yarn", "passkey", 1024)]
     said = " ".join(outcome.out.split())
-    assert "Use yarn." in said
+    assert "Best as measured: yarn." in said
     assert re.search(
         rf"accuracy is {sum(beyond) / len(beyond):.0%} \[[\d.]+, [\d.]+\] n={len(beyond)} \(95% interval", said
     )
@@ -460,7 +460,7 @@ def test_report_writes_the_page_and_the_figures(compared: tuple[Path, Outcome], 
     assert outcome.code == 0, outcome.err
     html, cost = page.read_text(encoding="utf-8"), regression(lines(compared[0])[1], "yarn")
     assert html.lstrip().lower().startswith("<!doctype html>")
-    assert "Use yarn." in html
+    assert "Best as measured: yarn." in html
     assert cost in html
     names = ["overview", *(f"passkey-{variant}" for variant in ("baseline", "pi", "yarn"))]
     expected = {f"comparison-{name}.{suffix}" for name in names for suffix in ("png", "svg")}

@@ -89,7 +89,7 @@ def test_of_tied_ones_that_run_alike_the_cheapest_within_the_trained_length_is_c
     summary = measured({"a": 1.0, "b": 1.0, "late": 1.0}, {}, {"a": 0.1, "b": 0.05})
     choice = choose(summary, ["a", "b", "late"])
     assert choice.variant == "b"
-    assert choice.decided == "plain transformers loads it, and its short-context regression is lower"
+    assert choice.decided == "plain transformers loads it, and among those its short-context regression is lower"
 
 
 @pytest.mark.parametrize("broken", [{"a"}, {"a", "b"}])
