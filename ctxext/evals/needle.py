@@ -17,7 +17,7 @@ from typing import ClassVar, NamedTuple
 
 from ctxext.evals.haystack import Haystack
 from ctxext.evals.prompts import Prompter
-from ctxext.evals.samples import Place, RetrievalTask, Sample, Scene, register_task, written
+from ctxext.evals.samples import Place, RetrievalTask, Sample, Scene, TooShort, register_task, written
 from ctxext.evals.words import distinct
 
 OWNERS = (
@@ -166,9 +166,7 @@ def _window_for(hidden: Hidden, breaks: int, task: HiddenNumbers, scene: Scene, 
 
     needed = count(haystack.sentence_ends[0], haystack.sentence_ends[0])
     if length <= needed:
-        raise ValueError(
-            f"a {task.name} prompt needs at least {needed + 1} tokens, got {length}. Drop {length} from lengths=."
-        )
+        raise TooShort(f"a {task.name} prompt needs at least {needed + 1} tokens with this tokenizer, got {length}.")
     found = haystack.exact_window(length, length - needed, count, rng)
     return found and window(*found)
 

@@ -15,7 +15,7 @@ from typing import Any
 from ctxext.evals.haystack import Haystack
 from ctxext.evals.perplexity import KeyTokens, ShortContext, TextTask
 from ctxext.evals.results import Header, Record, Results, ResultsWriter
-from ctxext.evals.samples import Place, RetrievalTask, fingerprint
+from ctxext.evals.samples import Place, RetrievalTask, TooShort, fingerprint
 from ctxext.evals.targets import Target, Variant
 from ctxext.utils.machine import versions
 from ctxext.utils.processes import ALONE, Processes
@@ -220,9 +220,16 @@ class Runner:
                 f"{self.target.name} cannot run past {most:,} tokens, the end of its position table, got "
                 f"{longest:,}. Extend it (--method, --target-length ...), or lower --lengths."
             )
+        shortest = min(self.grid.lengths + self.grid.gate)
         for task in self.grid.retrieval:
-            place = task.places([min(self.grid.lengths)], self.grid.depths, 1, self.grid.seed)[0]
-            task.sample(place, self.target.prompter, self.haystack)
+            place = task.places([shortest], self.grid.depths, 1, self.grid.seed)[0]
+            try:
+                task.sample(place, self.target.prompter, self.haystack)
+            except TooShort as error:
+                drop = f"Drop {shortest} from lengths=, or {task.name} from the tasks."
+                if shortest in self.grid.gate:
+                    drop = f"`short` measures every task there, so drop {task.name} or `short` from the tasks."
+                raise ValueError(f"{error} {drop}") from None
         batches = [batch for variant in variants for batch in self._batches(variant)]
         windows = {batch.rows[0][0]: batch.task for batch in batches if isinstance(batch.task, TextTask)}
         for place, reads in windows.items():

@@ -140,6 +140,10 @@ def written(
     )
 
 
+class TooShort(ValueError):
+    """A task's prompt needs more tokens than it got."""
+
+
 class RetrievalTask(ABC):
     """A retrieval task: a frozen dataclass whose fields are its settings.
 
@@ -157,7 +161,8 @@ class RetrievalTask(ABC):
         """The sample of this place.
 
         Raises:
-            ValueError: the length is too short for the prompt, or longer than the text.
+            TooShort: the length is too short for the prompt.
+            ValueError: it is longer than the text.
         """
 
     def ambiguous(self, haystack: Haystack) -> ValueError:

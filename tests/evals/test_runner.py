@@ -310,6 +310,13 @@ def test_a_length_too_short_for_a_task_is_refused_before_the_work(loaded, tmp_pa
     assert not [*tmp_path.iterdir()]
 
 
+def test_a_trained_length_too_short_for_a_task_is_refused_before_the_work(loaded, tmp_path: Path) -> None:
+    """The task `short` adds that length."""
+    with pytest.raises(ValueError, match=r"got 64\. `short` measures every task there, so drop needle or `short`"):
+        run(loaded, tmp_path / "r.jsonl", retrieval=(Needle(needles=6),), texts=(), gate=(64,), lengths=(768,))
+    assert not [*tmp_path.iterdir()]
+
+
 class FailsAtTheSecondTrial(Needle):
     def sample(self, place: Place, *about: Any) -> Sample:
         if place.trial:

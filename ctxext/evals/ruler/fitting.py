@@ -19,7 +19,7 @@ from typing import Any, ClassVar, Literal
 
 from ctxext.evals.haystack import Haystack, words_in
 from ctxext.evals.prompts import Prompter
-from ctxext.evals.samples import Place, RetrievalTask, Sample, Scene, written
+from ctxext.evals.samples import Place, RetrievalTask, Sample, Scene, TooShort, written
 from ctxext.evals.words import nvidia_words, own_words
 
 # Where a draft has room, before its haystack and at its end. Replaced before any tokenizer sees them.
@@ -192,10 +192,8 @@ class RulerTask(RetrievalTask):
 
         fewest = self.fewest()
         if spare(fewest) < 0:
-            raise ValueError(
-                f"a {self.name} prompt needs at least {length - spare(fewest)} tokens with this tokenizer, "
-                f"got {length}. Drop {length} from lengths=, or {self.name} from the tasks."
-            )
+            needed = length - spare(fewest)
+            raise TooShort(f"a {self.name} prompt needs at least {needed} tokens with this tokenizer, got {length}.")
         draft = write(fewest)
         least, most = (draft.extra(scene.prompter, GAP, draft.fills[0][end]) for end in (-1, 0))
         units = _search(spare, fewest, most - least, length / 2048)
