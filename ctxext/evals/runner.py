@@ -19,6 +19,7 @@ from ctxext.evals.samples import Place, RetrievalTask, TooShort, fingerprint
 from ctxext.evals.targets import Target, Variant
 from ctxext.utils.machine import versions
 from ctxext.utils.processes import ALONE, Processes
+from ctxext.utils.values import MAX_TOKENS
 
 AnyTask = RetrievalTask | TextTask
 
@@ -60,6 +61,8 @@ class Grid:
                 raise ValueError(f"{name} must be >= 1, got {getattr(self, name)}.")
         if self.gate and self.windows < 2:
             raise ValueError("windows must be >= 2 for the task `short`, got 1. Pass windows=8, or drop the task.")
+        if not 0 <= self.seed <= MAX_TOKENS:  # as results files hold it
+            raise ValueError(f"seed must be 0 to {MAX_TOKENS}, got {self.seed}.")
         if self.batch_size is not None and self.batch_size < 1:
             raise ValueError(f"batch_size must be >= 1, got {self.batch_size}.")
         if not self.depths:

@@ -186,7 +186,7 @@ class TrainingSettings(Section):
     loss: Literal["chunked", "stock"] = "chunked"
     checkpoint_every: Positive = 50
     keep_checkpoints: Positive = 2
-    seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
+    seed: Annotated[int, Field(ge=0, le=MAX_TOKENS)] = 0
 
     @model_validator(mode="after")
     def _one_budget(self) -> TrainingSettings:

@@ -590,6 +590,7 @@ REMEDIES = {
     "no depth": ((*PASSKEY, *SMALL, "--depths", "deep"), "--depths must be a list, such as 0.1,0.5,0.9"),
     "no length": ((*PASSKEY, "--lengths", "abc"), "'abc' is not a number of tokens; write 131072 or 128k"),
     "no trial": ((*PASSKEY, *SMALL, "--trials", "0"), "error: --trials must be >= 1, got 0"),
+    "a seed below 0": ((*PASSKEY, *SMALL, "--seed", "-1"), "error: --seed must be 0 to 134217728, got -1."),
     "one window": (("--tasks", "short", *SMALL, "--method", "yarn", "--windows", "1"),
                    "error: --windows must be >= 2 for the task `short`, got 1. Pass --windows 8, or drop the task"),
     "empty haystack": ((*PASSKEY, *SMALL, "--haystack", "empty.txt"), r"empty\.txt is empty\. Pass a text"),

@@ -295,6 +295,8 @@ def test_a_model_shorter_than_asked_is_refused(loaded, tmp_path: Path) -> None:
         ({"trials": 0}, "trials must be >= 1"),
         ({"windows": 0}, "windows must be >= 1"),
         ({"batch_size": 0}, "batch_size must be >= 1"),
+        ({"seed": -1}, "seed must be 0 to 134217728, got -1"),
+        ({"seed": 2**27 + 1}, "seed must be 0 to 134217728, got 134217729"),
         ({"retrieval": (), "texts": (), "gate": ()}, "no tasks to measure"),
     ],
 )

@@ -42,6 +42,7 @@ def test_every_bundled_config_is_valid_and_says_where_it_was_measured(path: Path
         ("training.tokens=1m", "set either steps or tokens"),
         ("training.micro_batch_size=3", "must be a multiple of micro_batch_size, got 4 and 3"),
         ("data.length=0", "greater than or equal to 1"),
+        ("training.seed=134217729", "training.seed: Input should be less than or equal to 134217728"),
         ("extension.target_length=lots", "not a number of tokens"),
         ("model", "write KEY=VALUE"),
         ("model.name=x", "and has no keys"),
