@@ -41,8 +41,8 @@ def load(
     logging.disable_progress_bar()
     if device is None:
         device = f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if torch.cuda.is_available() else "cpu"
-    if device.startswith("cuda") and not torch.cuda.is_available():
-        raise ValueError(f"device {device!r} is not available: torch sees no CUDA GPU. Drop --device, or pass cpu.")
+    if device not in (known := devices()):
+        raise ValueError(f"device {device!r} is not available to torch. Pass one of {', '.join(known)}.")
     if dtype not in DTYPES:
         raise ValueError(f"unknown dtype {dtype!r}. Pass one of {', '.join(DTYPES)}.")
     if dtype == "auto" and device == "cpu":
@@ -55,6 +55,14 @@ def load(
     with rejecting(folder / "config.json", ValueError):
         check_causal(model)
     return extended_as_saved(model, extension), tokenizer
+
+
+def devices() -> list[str]:
+    """The values of `--device` on this machine."""
+    import torch
+
+    kind, n = torch.accelerator.current_accelerator(), torch.accelerator.device_count()
+    return ["auto", "cpu", *([kind.type, *(f"{kind.type}:{k}" for k in range(n))] if kind and n else [])]
 
 
 def known_by(folder: Path) -> dict[str, Any]:

@@ -610,6 +610,7 @@ REMEDIES = {
                                      "perplexity.bos=false"), "Set bos for both"),
     "key tokens alone": ((*KEY_TOKENS, *SMALL), "Add perplexity to --tasks"),
     "method's option without a method": ((*PASSKEY, *SMALL, "--factor", "4"), "work only with --method"),
+    "unknown device": ((*PASSKEY, *SMALL, "--device", "tpu"), "device 'tpu' is not available to torch. Pass "),
     "unknown dtype": ((*PASSKEY, *SMALL, "--dtype", "float33"), "'float33'.*bfloat16"),
     "a dtype of whole numbers": ((*PASSKEY, *SMALL, "--dtype", "int8"), "'int8'. Pass one of auto, bfloat16,"),
     "a method of another factor": ((*PASSKEY, *SMALL, "--method", "fitted.json", "--factor", "8"),
