@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ctxext.cli import measuring
-from ctxext.cli.common import console, say
+from ctxext.cli.common import console, name_of, say
 from ctxext.utils.extras import require
 
 if TYPE_CHECKING:
@@ -37,7 +37,10 @@ def demo(
         "ctxext-demo"
     ),
     model: Annotated[
-        Path | None, typer.Option(help="Folder of another checkpoint. Default: the bundled model.")
+        str | None,
+        typer.Option(
+            help="Another checkpoint: a folder, or a name on the hub (owner/name). Default: the bundled model."
+        ),
     ] = None,
     haystack: measuring.Text = None,
     lengths: measuring.Lengths = None,
@@ -56,23 +59,28 @@ def demo(
     from ctxext.evals.screen import asked_as_it_answers, print_summary, run_with_bar
     from ctxext.evals.summary import Summary
     from ctxext.evals.targets import LiveModel, compared_variants
-    from ctxext.hub.checkpoint import check_not_extended, read_config
+    from ctxext.hub.checkpoint import check_not_extended, checkpoint_folder, read_config
     from ctxext.models.context import has_rope, read_context
     from ctxext.models.text_config import text_config_of
 
-    folder = MODEL if model is None else model
+    if trials < 0:
+        raise typer.BadParameter(f"--trials must be >= 0, got {trials}.")
+    model = model or str(MODEL)
+    folder, name = checkpoint_folder(model), name_of(model)
     check_not_extended(folder)
     config = read_config(folder)
     if has_rope(text_config_of(config)) and read_context(config).is_scaled:
-        raise ValueError(f"{folder} is already scaled ({read_context(config).summary}). Pass the unextended model.")
+        raise ValueError(f"{name} is already scaled ({read_context(config).summary}). Pass the unextended model.")
     # Loaded as in the fresh process at the end, so that the logits are bitwise comparable.
     loaded, tokenizer = load(folder, "float32", "cpu")
-    target = LiveModel(loaded, Prompter(tokenizer, "base"), folder.name)
+    target = LiveModel(loaded, Prompter(tokenizer, "base"), name)
     trained = target.about["trained_length"]
     chosen = measuring.parse_lengths(lengths) if lengths else (trained, 2 * trained, 4 * trained)
+    if max(chosen) <= trained:
+        raise typer.BadParameter(f"--lengths must exceed the trained length of {trained:,} tokens, got {lengths}.")
     factor = max(chosen) / trained
     console.print(
-        f"[bold]{folder.name}[/]: {loaded.num_parameters() / 1e6:.1f} million parameters, "
+        f"[bold]{name}[/]: {loaded.num_parameters() / 1e6:.1f} million parameters, "
         f"trained at {trained:,} tokens. Measuring at {', '.join(f'{length:,}' for length in chosen)}.",
         highlight=False,
     )

@@ -836,6 +836,22 @@ def test_fit_shows_the_objective_by_which_it_decides() -> None:
     assert shown == [("yarn", "4.2500"), ("llama3", "4.5000"), ("fitted", "4.1250")]
 
 
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--lengths", "4"), "error: --lengths must exceed the trained length of 512 tokens, got 4."),
+        (("--lengths", "256,512"), "error: --lengths must exceed the trained length of 512 tokens, got 256,512."),
+        (("--trials", "-1"), "error: --trials must be >= 0, got -1."),
+        (("--model", "nope"), "error: 'nope' is neither a folder nor a hub name"),
+        (("--model", "."), "error: '.' holds no config.json"),
+    ],
+)
+def test_a_mistake_in_demo_names_its_flag(arguments: tuple[str, ...], words: str, desk: Path) -> None:
+    before = sorted(desk.iterdir())
+    assert_remedy(ctxext("demo", *arguments), words)
+    assert sorted(desk.iterdir()) == before
+
+
 @pytest.mark.slow
 def test_demo_compares_saves_and_reloads_without_ctxext(tmp_path: Path) -> None:
     outcome = ctxext("demo", "--lengths", "512,1k", "--trials", "1", "--windows", "2", "-o", tmp_path / "demo")
