@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ctxext.cli import measuring
-from ctxext.cli.common import Factor, Model, Revision, TargetLength, TrainedLength, console, name_of, say_written
+from ctxext.cli.common import Factor, Model, Revision, TargetLength, TrainedLength, console, name_of, say, say_written
 from ctxext.utils.extras import require
 
 if TYPE_CHECKING:
@@ -95,7 +95,7 @@ def fit(
         console.print(fit_table(saved))
         if saved.about.get("kept_start"):
             start = saved.about["start"]
-            console.print(f"The fitted factors are no better than {start} on held-out text. Keeping {start}.")
+            say(f"The fitted factors are no better than {start} on held-out text, so {start} itself is saved.")
         say_written(output, model, revision, original_max_position_embeddings)
 
 

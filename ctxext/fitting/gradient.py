@@ -111,14 +111,14 @@ class Fit:
     """The outcome of a fit.
 
     Attributes:
-        method: the rescale factors and the attention factor found.
+        method: the rescale factors and the attention factor found, or the start.
         start: the starting point, one of STARTS.
         tried: the validation losses of every start tried, by name and kind, and their weighted sum.
         history: the seconds and losses of each evaluation.
         kept_start: whether `method` is the start itself, as the learned one was worse on held-out text.
     """
 
-    method: LongRoPE
+    method: RopeScaling
     start: str
     tried: dict[str, dict[str, float]]
     history: list[dict[str, float]] = field(default_factory=list)
@@ -427,9 +427,8 @@ def fit_by_gradient(
     numbers = best[1]
     fitted = _as_method(ramp.rescale_factors(numbers), ramp.attention_factor(numbers), rope, factor)
     tried["fitted"] = check.losses(model, live, fitted, settings)
-    if kept := tried["fitted"]["total"] > tried[start]["total"]:
-        fitted = _as_method(starts[start].rescale_factors(rope), starts[start].attention_scaling(rope), rope, factor)
-    return Fit(fitted, start, tried, history, kept)
+    kept = tried["fitted"]["total"] > tried[start]["total"]
+    return Fit(starts[start] if kept else fitted, start, tried, history, kept)
 
 
 def _as_method(

@@ -58,7 +58,7 @@ def fitted(model: Any, **settings: Any) -> Fit:
 def test_a_fit_is_a_function_of_its_seed() -> None:
     model = model_that_reads()
     before = snapshot(model)
-    one, same, other = fitted(model), fitted(model), fitted(model, seed=1)
+    one, same, other = (fitted(model, seed=seed) for seed in (1, 1, 5))  # none of them keeps its start
     assert_unchanged(model, before)
     assert one.method == same.method != other.method
     assert one.tried == same.tried
@@ -77,9 +77,7 @@ def test_what_is_worse_than_its_start_on_other_text_is_not_given_out(monkeypatch
     monkeypatch.setattr(Ramp, "rescale_factors", lambda ramp, numbers: torch.full_like(ramp.octaves, 10.0) + numbers[0])
     with LiveFactors(model) as live, frozen(model):
         found = fit_by_gradient(model, live, *parts, GradientSettings(start="yarn", evaluations=1, rows=1))
-        yarn = YaRN(factor=1.5)
-        assert found.method.long_factor == tuple(yarn.rescale_factors(live.rope).tolist())
-        assert found.method.attention_factor == float(yarn.attention_scaling(live.rope))
+    assert found.method == YaRN(factor=1.5)
     assert found.kept_start
     assert found.tried["fitted"]["total"] > found.tried["yarn"]["total"]
 
@@ -96,7 +94,8 @@ def test_the_evaluation_that_loses_least_is_given_out(monkeypatch: pytest.Monkey
 
 
 def test_recomputing_changes_no_fit() -> None:
-    kept, recomputed = (fitted(model_that_reads(), recompute=choice) for choice in (False, True))
+    kept, recomputed = (fitted(model_that_reads(), seed=1, recompute=choice) for choice in (False, True))
+    assert not kept.kept_start
     assert recomputed.method.long_factor == pytest.approx(kept.method.long_factor, rel=1e-6)
     assert recomputed.method.attention_factor == pytest.approx(kept.method.attention_factor, rel=1e-6)
 
