@@ -36,22 +36,17 @@ class SavedMethod:
 
 
 def check_method_file(path: Path, flag: str = "--output") -> None:
-    """Check the output path of a method file, which `flag` gave, and its suffix.
+    """Check the output path of a new method file, which `flag` gave, and its suffix.
 
     Raises:
         ValueError: another suffix.
-        OSError: as `check_writable`; FileExistsError if it holds something other than a method.
+        OSError: as `check_writable`; FileExistsError if it exists.
     """
     if path.suffix != SUFFIX:
         raise ValueError(f"{flag} must end in {SUFFIX}: --method would read {str(path)!r} as a name.")
     check_writable(path)
     if path.exists():
-        try:
-            read_saved(path)
-        except ValueError:
-            raise FileExistsError(
-                f"{path} exists and is not a method file of ctxext. Pass {flag} another file name, or remove it."
-            ) from None
+        raise FileExistsError(f"{path} already exists. Pass {flag} another file name, or remove it first.")
 
 
 def check_writable(path: Path) -> None:
