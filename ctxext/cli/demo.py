@@ -59,10 +59,12 @@ def demo(
     from ctxext.evals.screen import asked_as_it_answers, print_summary, run_with_bar
     from ctxext.evals.summary import Summary
     from ctxext.evals.targets import LiveModel, compared_variants
+    from ctxext.extension.method_file import check_writable
     from ctxext.hub.checkpoint import check_not_extended, checkpoint_folder, read_config
     from ctxext.models.context import has_rope, read_context
     from ctxext.models.text_config import text_config_of
 
+    check_writable(output / "results.jsonl")
     if trials < 0:
         raise typer.BadParameter(f"--trials must be >= 0, got {trials}.")
     model = model or str(MODEL)

@@ -16,7 +16,7 @@ from rich.text import Text
 
 from ctxext.cli import common
 from ctxext.cli.common import console
-from ctxext.extension.method_file import PROBE
+from ctxext.extension.method_file import PROBE, check_writable
 from ctxext.utils.values import one_line
 
 if TYPE_CHECKING:
@@ -86,6 +86,7 @@ def export(
             )
         if output is None or output.suffix != ".gguf":
             raise ValueError(f"GGUF output needs a .gguf file name, got --output {output}. Use -o OUT.gguf.")
+        check_writable(output)
         if is_gguf:
             _extend_gguf(model, output, how)
         else:

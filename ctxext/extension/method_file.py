@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass, field
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 from typing import Any
 
 from ctxext.extension.metadata_file import RECORD, Record, read_record
@@ -51,10 +51,14 @@ def check_method_file(path: Path, flag: str = "--output") -> None:
 
 def check_writable(path: Path) -> None:
     """Raise OSError, before the work starts, if `path` is a folder or its folder cannot be written to."""
+    if path.is_dir():
+        raise OSError(f"{path} is a folder. Choose another file name.")
     parent = next(folder for folder in path.absolute().parents if folder.exists())
-    if path.is_dir() or not parent.is_dir() or not os.access(parent, os.W_OK):
-        why = "is a folder" if path.is_dir() else f"cannot be written in {parent}"
-        raise OSError(f"{path} {why}. Choose another file name.")
+    try:
+        with NamedTemporaryFile(dir=parent, prefix=".ctxext-"):  # permissions alone do not tell: /proc has them
+            pass
+    except OSError:
+        raise OSError(f"{path} cannot be written in {parent}. Choose another file name.") from None
 
 
 def check_apart(path: Path, flag: str, other: Path, holds: str) -> None:

@@ -149,6 +149,7 @@ def test_a_gguf_file_comes_from_a_folder_and_from_another_gguf_file(tmp_path: Pa
         (["model.gguf", "--method", "yarn"], "Use --engine llama.cpp"),
         (["model.gguf", "--method", "yarn", "--engine", "llama.cpp"], "Use -o OUT.gguf"),
         (["CONFIG", "--method", "yarn", "-o", "out.gguf"], "Use --engine llama.cpp"),
+        (["CONFIG", "--engine", "llama.cpp", "-o", "/proc/out.gguf"], "/proc/out.gguf cannot be written in /proc"),
         (["CONFIG", "--method", "yarn", "--dtype", "Q8_0"], "--dtype Q8_0 applies only to GGUF output"),
         (["CONFIG", "--engine", "llama.cpp", "-o", "out.gguf", "--json"], "--json prints configs"),
         (

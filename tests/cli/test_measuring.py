@@ -695,6 +695,19 @@ def test_a_mistake_gets_a_remedy_and_leaves_no_trace(mistake: str, desk: Path, s
         (("report", "based.json", "--figures", "."), "--figures: its based.json would overwrite the results"),
         (("compare", MODEL, "-o", "new.json", "--best", "./new.json"), "--best new.json would overwrite the results"),
         (("eval", MODEL, "-o", "."), "is a folder"),
+        *(
+            (
+                (*command, "/proc/new.json"),
+                "error: /proc/new.json cannot be written in /proc. Choose another file name.",
+            )
+            for command in (
+                ("eval", MODEL, "-o"),
+                ("fit", MODEL, "-o"),
+                ("compare", MODEL, "--best"),
+                ("report", "based.jsonl", "-o"),
+            )
+        ),
+        (("demo", "-o", "/proc/new"), "error: /proc/new/results.jsonl cannot be written in /proc"),
         (("report", "based.jsonl", "corrupt.jsonl"), "corrupt.jsonl is corrupt at line 3.*Restore it"),
     ],
 )
