@@ -49,6 +49,7 @@ def compare(
     style: measuring.PromptStyle = None,
     answer_tokens: measuring.AnswerTokens = None,
     generate: measuring.Generate = False,
+    beyond: measuring.Beyond = False,
     batch_size: measuring.BatchSize = None,
     dtype: measuring.Dtype = "auto",
     device: measuring.Device = None,
@@ -126,7 +127,12 @@ def compare(
         batch_size=batch_size,
         seed=seed,
     )
-    text = load_text(haystack, tokenizer, max(grid.lengths) if grid.retrieval and not timed else 0)
+    if (longest := max(grid.lengths)) > reach and not beyond:
+        raise typer.BadParameter(
+            f"the target is {reach:,} tokens, got --lengths up to {longest:,}. Pass --target-length {longest}, lower "
+            "--lengths, or pass --beyond."
+        )
+    text = load_text(haystack, tokenizer, longest if grid.retrieval and not timed else 0)
     runner = Runner(target, text, grid, beyond=True, processes=processes)
     runner.check(variants)
     free, quiet = style is None and answer_tokens is None, processes.rank > 0
@@ -158,7 +164,7 @@ def compare(
     if where:
         Console().print(where, highlight=False, markup=False)
     if best is not None and plan is None:
-        short = f" No length beyond {trained:,} was measured." if max(grid.lengths) <= trained else ""
+        short = f" No length beyond {trained:,} was measured." if longest <= trained else ""
         raise ValueError(f"none of these methods is recommended, so {best} is not written.{short}")
     if best is not None and plan is not None:
         saved_choice(summary, f"{use.text} {where}", plan, fitted).save(best)

@@ -33,7 +33,7 @@ def evaluate(
     style: measuring.PromptStyle = None,
     answer_tokens: measuring.AnswerTokens = None,
     generate: measuring.Generate = False,
-    beyond: Annotated[bool, typer.Option("--beyond", help="Allow lengths beyond the model's maximum length.")] = False,
+    beyond: measuring.Beyond = False,
     server: Annotated[
         str | None,
         typer.Option(help="Evaluate the model served at this OpenAI-compatible URL; MODEL then names its tokenizer."),

@@ -57,6 +57,7 @@ AnswerTokens = Annotated[
 Generate = Annotated[
     bool, typer.Option("--generate", help="Generate every answer, even where teacher forcing would suffice.")
 ]
+Beyond = Annotated[bool, typer.Option("--beyond", help="Allow lengths beyond the model's maximum length.")]
 BatchSize = Annotated[int | None, typer.Option(help="Trials per batch. Default: as many as fit in 8,192 tokens.")]
 Seed = Annotated[int, typer.Option(help="Random seed for texts, positions and numbers.")]
 Dtype = Annotated[

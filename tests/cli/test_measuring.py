@@ -687,6 +687,10 @@ def test_a_mistake_gets_a_remedy_and_leaves_no_trace(mistake: str, desk: Path, s
         (("fit", MODEL, "-o", "fitted.json"), "fitted.json already exists. Pass --output another file name, or remove"),
         (("compare", MODEL, "--minutes", "1", "--lengths", "256"), "covers 512 tokens. Pass .* --lengths 1024"),
         (("compare", MODEL, "--no-fit"), "--no-fit works only with --minutes"),
+        (
+            ("compare", MODEL, "--methods", "yarn", "--lengths", "512,4k"),
+            "the target is 2,048 tokens, got --lengths up to 4,096. Pass --target-length 4096, lower .* pass --beyond",
+        ),
         (("verify", MODEL, "--probe", "based.jsonl"), "based.jsonl is not a probe. Create one .*ctxext verify DIR"),
         (("report", "nowhere.jsonl"), "nowhere.jsonl does not exist. Create it with ctxext eval"),
         (("report", "figure.png"), "figure.png is not a results file"),
