@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -27,6 +29,7 @@ def describe(
     from ctxext.export.gguf import context_of_gguf
     from ctxext.extension.describe import describe
     from ctxext.extension.metadata_file import read_record
+    from ctxext.extension.request import plan_extension
     from ctxext.hub.checkpoint import checkpoint_folder, extended_json, planned_as_saved, read_config
     from ctxext.models.text_config import text_config_of
 
@@ -39,17 +42,21 @@ def describe(
             config, record = read_config(folder), read_record(folder)
     if record is not None:  # as in ctxext.load
         planned_as_saved(config, record).apply_to(text_config_of(config))
-    description = describe(
-        config,
-        factor,
-        target_length,
-        # An extension with extension metadata is not in the config.
-        planned=None if record is None else lambda **how: extended_json(folder, **how)[0],
-        method=method,
-        original_max_position_embeddings=original_max_position_embeddings,
-        existing=existing,
-        **common.parse_options(option),
-    )
+    # An extension with extension metadata is not in the config.
+    planned = None if record is None else lambda **how: extended_json(folder, **how)[0]
+    model_is: dict[str, Any] = {
+        "original_max_position_embeddings": original_max_position_embeddings,
+        "existing": existing,
+    }
+    asked = {"factor": factor, "target_length": target_length, "method": method, **common.parse_options(option)}
+    plan = planned or partial(plan_extension, config)
+    try:
+        plan(**model_is)
+    except ValueError:  # the model's, which its description says
+        pass
+    else:
+        plan(**model_is, **asked)  # an error is in the arguments
+    description = describe(config, **asked, planned=planned, **model_is)
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")

@@ -691,6 +691,12 @@ def test_a_mistake_gets_a_remedy_and_leaves_no_trace(mistake: str, desk: Path, s
             ("compare", MODEL, "--methods", "yarn", "--lengths", "512,4k"),
             "the target is 2,048 tokens, got --lengths up to 4,096. Pass --target-length 4096, lower .* pass --beyond",
         ),
+        (("describe", MODEL, "--method", "yran"), "error: unknown method 'yran'; did you mean 'yarn'?"),
+        (
+            ("describe", MODEL, "--factor", "2", "--target-length", "4k"),
+            "error: pass --factor or --target-length, not both",
+        ),
+        (("describe", MODEL, "--option", "beta_fats=1"), "did you mean 'beta_fast'?"),
         (("verify", MODEL, "--probe", "based.jsonl"), "based.jsonl is not a probe. Create one .*ctxext verify DIR"),
         (("report", "nowhere.jsonl"), "nowhere.jsonl does not exist. Create it with ctxext eval"),
         (("report", "figure.png"), "figure.png is not a results file"),
@@ -719,6 +725,13 @@ def test_so_does_a_path_or_a_name_that_is_wrong(arguments: tuple[Any, ...], word
     before = sorted(desk.iterdir())
     assert_remedy(ctxext(*arguments), words)
     assert sorted(desk.iterdir()) == before
+
+
+def test_a_model_that_cannot_be_extended_is_described_with_the_reason(tmp_path: Path) -> None:
+    assert ctxext("extend", MODEL, "-o", tmp_path / "extended").code == 0
+    outcome = ctxext("describe", tmp_path / "extended", "--factor", "8")
+    assert outcome.code == 0
+    assert re.search("ctxext extend would +refuse: .* is already scaled", " ".join(outcome.out.split())), outcome.out
 
 
 def test_a_page_is_written_into_a_folder_that_is_not_there_yet(desk: Path) -> None:
