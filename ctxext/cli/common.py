@@ -135,8 +135,8 @@ def one_line_of(error: Any) -> str:
             return f"{flag} must be {kind}, such as 4, got {wrong['input']!r}."
     if isinstance(error, typer.BadParameter) and error.message:
         return f"{flag}: {error.message}" if flag else error.message
-    said = error.format_message().rstrip(".")
-    return f"{said}. See {context.command_path} --help." if context else f"{said}."
+    said = re.sub(r"([^.?])$", r"\1.", error.format_message())
+    return f"{said} See {context.command_path} --help." if context else said
 
 
 def folder_of(model: str) -> str:

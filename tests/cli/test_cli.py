@@ -165,6 +165,7 @@ def test_a_name_on_the_hub_that_cannot_be_reached_gets_one_line() -> None:
         (["extend", "m", "--nope"], "No such option: --nope. See ctxext extend --help."),
         (["extend"], "Missing argument 'model'. See ctxext extend --help."),
         (["nope"], "No such command 'nope'. See ctxext --help."),
+        (["extent"], "No such command 'extent'. Did you mean 'extend'? See ctxext --help."),
         (["compare", "m", "--no-fit"], "--no-fit works only with --minutes."),
     ],
 )
