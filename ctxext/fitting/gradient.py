@@ -73,8 +73,10 @@ class GradientSettings:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.evaluations < 1 or (self.rows is not None and self.rows < 1):
-            raise ValueError(f"evaluations and rows must be >= 1, got {self.evaluations} and {self.rows}.")
+        for name in ("evaluations", "rows"):
+            count = getattr(self, name)
+            if count is not None and count < 1:
+                raise ValueError(f"{name} must be >= 1, got {count}.")
         for name in ("short", "text", "retrieval", "minutes"):
             value, least = getattr(self, name), " > 0" if name == "minutes" else " >= 0"
             if value is not None and not (0 <= value < math.inf and (value or name != "minutes")):

@@ -266,8 +266,8 @@ def test_processes_end_at_the_evaluation_at_which_their_clocks_mean_to() -> None
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"evaluations": 0}, "evaluations and rows must be >= 1, got 0 and None"),
-        ({"rows": 0}, "evaluations and rows must be >= 1, got 8 and 0"),
+        ({"evaluations": 0}, "evaluations must be >= 1, got 0"),
+        ({"rows": 0}, "rows must be >= 1, got 0"),
         ({"minutes": 0.0}, "minutes must be a finite number > 0, got 0"),
         ({"minutes": math.nan}, "minutes must be a finite number > 0, got nan"),
         ({"text": -1.0}, "text must be a finite number >= 0"),
