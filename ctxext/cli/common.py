@@ -9,6 +9,7 @@ import re
 import shlex
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -24,7 +25,6 @@ PHRASES = {
     r"^options (.*) require a method name, but .* is an instance\. .*": r"--option \1 needs the name of a method, such "
     "as --method yarn, but a saved method has its options already. Drop --option, or pass a name.",
     r"Pass (group_size|window|chunk_size)=": r"Pass --option \1=",
-    r"^(\w+) of '\w+' must": r"--option \1 must",
     r"^a fit cannot start from (.*?)\. Known: (.*)\.": r"--start must be one of \2, got \1.",
     r"Pass at least ([\d.]+) minutes, or one start": r"Pass --minutes \1, or one --start, such as yarn",
     r" \(an int\)": "",
@@ -101,8 +101,8 @@ def in_flags(said: str) -> str:
 
     from ctxext.methods import list_methods
 
-    options = [option for command in get_command(commands).commands.values() for option in command.params]  # type: ignore[attr-defined]
-    flags = {o.name: max(o.opts, key=len) for o in options if o.param_type_name == "option" and not o.is_flag}
+    params = [param for command in get_command(commands).commands.values() for param in command.params]  # type: ignore[attr-defined]
+    flags = {p.name: max(p.opts, key=len) for p in params if p.param_type_name == "option" and not p.is_flag}
     names = "|".join(flags)
     methods = {cls.__name__: cls.name for cls in list_methods()}
     said = re.sub(
@@ -110,6 +110,8 @@ def in_flags(said: str) -> str:
         lambda found: f"{methods[found[1]]} ×{float(found[2]):g}",
         said,
     )
+    options = "|".join({field.name for cls in list_methods() for field in fields(cls)} - flags.keys())
+    said = re.sub(rf"^({options})(?: of '\w+')?(?= must | has )", r"--option \1", said)
     for pattern, phrase in PHRASES.items():
         said = re.sub(pattern, phrase, said)
     said = re.sub(rf"^({names})(?= must be )", lambda found: flags[found[1]], said)
