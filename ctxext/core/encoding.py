@@ -79,7 +79,7 @@ class ModuleEncoding(Encoding):
         if target <= now.trained_length:
             raise ValueError(
                 f"this model already covers {target} tokens: its context is {now.trained_length} "
-                f"({now.source}). Pass a longer target, or use the model unextended."
+                f"({now.source}). Pass a larger factor= or target_length=, or use the model unextended."
             )
         if now.limit is not None:
             check_rows(target)
@@ -119,7 +119,7 @@ class ModuleEncoding(Encoding):
                 f"original_max_position_embeddings={given} does not apply: the length of {ENCODINGS[self.name]} is "
                 f"its trained length, {self.trained_length} tokens ({self.source}). Leave it out."
             )
-        return replace(self, trained_length=given, source="passed as an argument")
+        return replace(self, trained_length=given, source="passed as original_max_position_embeddings=")
 
     def _check_existing(self, existing: str, mark: dict[str, Any] | None) -> None:
         if existing not in ("refuse", "compose") or (existing == "compose" and mark is None):

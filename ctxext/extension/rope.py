@@ -184,8 +184,8 @@ def _lengths(facts: ContextFacts, request: Request, method: str | ContextMethod,
     factor, target = factor_and_target(request.factor, request.target_length, method, start)
     if target <= start:
         raise ValueError(
-            f"this model already covers {target} tokens: its context is {start} ({source}). Pass a longer "
-            "target, or use the model unextended."
+            f"this model already covers {target} tokens: its context is {start} ({source}). Pass a larger "
+            "factor= or target_length=, or use the model unextended."
         )
     if family_of(facts.text_config).sin_cos_tables:
         check_rows(target)

@@ -692,6 +692,10 @@ def test_a_mistake_gets_a_remedy_and_leaves_no_trace(mistake: str, desk: Path, s
             "the target is 2,048 tokens, got --lengths up to 4,096. Pass --target-length 4096, lower .* pass --beyond",
         ),
         (("fit", MODEL, "-o", "new.json", "--evaluations", "-1"), "error: --evaluations must be >= 1, got -1."),
+        (
+            ("extend", MODEL, "--factor", "1", "--original-max-position-embeddings", "4k", "--dry-run"),
+            r"is 4096 \(passed as --original-max-position-embeddings\). Pass a larger --factor or --target-length, or",
+        ),
         (("describe", MODEL, "--method", "yran"), "error: unknown method 'yran'; did you mean 'yarn'?"),
         (
             ("describe", MODEL, "--factor", "2", "--target-length", "4k"),

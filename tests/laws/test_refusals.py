@@ -142,7 +142,7 @@ def test_a_target_length_that_is_no_number_of_tokens_is_refused(llama: Any, targ
 
 @pytest.mark.parametrize("arguments", [{"target_length": 64}, {"target_length": 16}, {"factor": 1}, {"factor": 1.001}])
 def test_a_target_that_is_covered_already_is_refused(llama: Any, arguments: Any) -> None:
-    said = "already covers", "64 (max_position_embeddings of the config)", "Pass a longer target"
+    said = "already covers", "64 (max_position_embeddings of the config)", "Pass a larger factor= or target_length="
     refuses(llama, ValueError, *said, **arguments)
 
 
