@@ -95,6 +95,8 @@ def app() -> None:
         code = commands(prog_name="ctxext", standalone_mode=False)
     except (ValueError, RuntimeError, OSError, ImportError, ArithmeticError, SafetensorError) as error:
         said = re.sub(r"^\[Errno -?\d+\] ", "", str(error)) or type(error).__name__
+        if isinstance(error, OSError) and error.filename is not None:  # Python's own
+            said = f"{error.filename} cannot be read or written ({error.strerror}). Pass another path."
         if isinstance(error, SafetensorError):  # it names no file
             said = f"a .safetensors file of the model is corrupt ({said}). Download it again."
         if not {"finetune", "lm-eval"} & {*sys.argv}:  # their arguments have the library's names

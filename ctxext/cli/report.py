@@ -35,6 +35,7 @@ def report(
         check_apart(output, "--output", path, "the results")
         for figure in [figures / f"{stem}.json" for stem in stems] if figures is not None else ():
             check_apart(figure, "--figures: its", path, "the results")
+            check_writable(figure)
     read = [read_results(path) for path in results]
     write_report(read, output)
     say(f"wrote {output}: open it in a browser.")

@@ -114,6 +114,8 @@ def read_results(path: str | Path) -> Results:
 
 
 def _read_all(path: Path) -> Results | None:
+    if path.is_dir():
+        raise ValueError(f"{path} is a folder, not a results file. Pass a file of ctxext eval or ctxext compare.")
     files = ([path] if path.exists() else []) + sorted(path.parent.glob(f"{path.name}.part-*"))
     header: Header | None = None
     records: dict[tuple[str, str], Record] = {}

@@ -705,6 +705,12 @@ def test_a_mistake_gets_a_remedy_and_leaves_no_trace(mistake: str, desk: Path, s
         (("verify", MODEL, "--probe", "based.jsonl"), "based.jsonl is not a probe. Create one .*ctxext verify DIR"),
         (("report", "nowhere.jsonl"), "nowhere.jsonl does not exist. Create it with ctxext eval"),
         (("report", "figure.png"), "figure.png is not a results file"),
+        (("report", MODEL), "austen-4m is a folder, not a results file. Pass a file of ctxext eval or ctxext compare"),
+        (
+            ("report", "based.jsonl", "-o", "/proc/x.html"),
+            "/proc/x.html cannot be .*(Pass another path|Choose another)",
+        ),
+        (("report", "based.jsonl", "--figures", "short.txt"), "short.txt/based.json cannot be written in .*short.txt"),
         (("report", "based.jsonl", "-o", "."), "is a folder"),
         (("report", "based.jsonl", "-o", "./based.jsonl"), "--output based.jsonl would overwrite the results"),
         (("report", "based.json", "--figures", "."), "--figures: its based.json would overwrite the results"),
