@@ -3,21 +3,14 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.table import Table
 
-from ctxext.cli.common import Revision, console, parse_tokens
-
-# What the engine's log-probabilities are compared with.
-MODELS = {
-    "extended": "extended model",
-    "unextended": "unextended model",
-    "without_temperature": "extension without its attention factor",
-}
+from ctxext.cli.common import Revision, console, in_flags, parse_tokens
 
 
 def parse_tokens_or_none(text: str) -> int:
@@ -66,7 +59,7 @@ def verify(
     from transformers.utils import logging
 
     from ctxext.export import verify as engines
-    from ctxext.export.probe import WORDS
+    from ctxext.export.probe import MODELS, WORDS
     from ctxext.extension.method_file import check_writable
 
     if output is not None:
@@ -78,7 +71,8 @@ def verify(
         answer = engines.verify(where, probe, revision=revision, model=model, noise=noise, far=far, say=status.update)
     if output is not None:
         answer.probe.save(output)
-    verdict, read = answer.verdict, answer.probe
+    read, notes = answer.probe, [in_flags(note) for note in answer.notes]
+    verdict = replace(answer.verdict, reason=in_flags(answer.verdict.reason))
     if as_json:
         told = {
             "engine": answer.engine,
@@ -90,7 +84,7 @@ def verify(
             "extension": read.summary,
             "tokens": len(read.input_ids),
             "target_length": read.target_length,
-            "notes": answer.notes,
+            "notes": notes,
         }
         print(json.dumps(told, indent=2, ensure_ascii=False))
     else:
@@ -110,7 +104,7 @@ def verify(
         table.add_row(of_weights, f"{verdict.limit / 1.5:.4f}", style="dim")
         screen.print(table, highlight=False)
         screen.print(f"{verdict.reason[0].upper()}{verdict.reason[1:]}.", highlight=False, markup=False)
-        for note in answer.notes:
+        for note in notes:
             screen.print(f"note: {note}.", highlight=False, markup=False)
         if output is not None:
             screen.print(f"wrote {output}.", highlight=False, markup=False)

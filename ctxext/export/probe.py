@@ -55,6 +55,12 @@ FAR_LIMIT = 16384
 MAX_FAR = 2**20
 
 State = Literal["extended", "unextended", "without_temperature"]
+# What the engine's log-probabilities are compared with.
+MODELS = {
+    "extended": "extended model",
+    "unextended": "unextended model",
+    "without_temperature": "extension without its attention factor",
+}
 # The verdict for each state.
 WORDS = {
     "extended": "applied",
@@ -68,7 +74,7 @@ MEANING = {
     "without_temperature": "it rescales the frequencies, but does not multiply cos and sin by the attention factor; "
     "`ctxext export` says what it needs",
 }
-NONE = "none of these"
+NONE = "no match"
 SHORT = "applied to short texts only"
 
 
@@ -177,7 +183,7 @@ class Verdict:
     """The state that an engine runs a model in.
 
     Attributes:
-        name: "applied", "ignored", "applied without the attention factor" or "none of these".
+        name: "applied", "ignored", "applied without the attention factor" or "no match".
         distances: mean |Δ log-probability|, nats per token, to each state of the probe.
         limit: the largest distance that noise explains, nats per token.
         reason: in words.
@@ -231,11 +237,11 @@ def judge(probe: Probe, logprobs: Float64[Tensor, " token"], noise: float | None
     if not distances[nearest] <= limit:
         name = NONE
         reason = (
-            "another model, tokenizer or factor, or weights of fewer than 8 bits (set noise for those); "
-            f"nearest is {WORDS[nearest]!r}"
+            f"another model, tokenizer or factor; pass noise= for weights below 8 bits. Closest: the {MODELS[nearest]}"
         )
     elif (other := next(others, None)) is not None:
-        name, reason = NONE, f"as near to {WORDS[other]!r} as to {WORDS[nearest]!r}: its noise is too large to tell"
+        name = NONE
+        reason = f"as close to the {MODELS[other]} as to the {MODELS[nearest]}: its noise is too large to tell"
     return Verdict(name, distances, limit, reason, len(probe.input_ids))
 
 

@@ -65,8 +65,9 @@ def verify(
         model: the model to ask, if the server has several.
         api_key: for a server; None reads OPENAI_API_KEY.
         noise: as in `judge`.
-        far: check positions near the target as well, up to this many tokens; None for as many as the probe covers and
-            the engine serves, 0 for none. This costs one prompt of that length, or 8 without a prefix cache.
+        far: check positions near the target as well, up to this many tokens, more than the trained length; None for as
+            many as the probe covers and the engine serves, 0 for none. This costs one prompt of that length, or 8
+            without a prefix cache.
         say: called with progress messages.
 
     Raises:
@@ -100,11 +101,19 @@ def verify(
         raise ValueError(f"{where} is a server address without a scheme. Write http://{where}.")
     else:
         read, engine = _plain_transformers(checkpoint_folder(where, revision), probe, far, say)
+    short = max(read.trained_length, 2 * len(read.input_ids))
+    if far and far <= short:
+        raise ValueError(
+            f"far={far} tests no position beyond a short text, which is up to {short} tokens here. Pass "
+            f"far={read.target_length}, or far=0 to skip this check."
+        )
     verdict, notes = judge(read, engine.logprobs(read.input_ids), noise), list(engine.notes)
     length = read.far_length(min(math.inf if far is None else far, engine.limit))
     if verdict.is_live and length > 0:
         say(f"reading a text of {length} tokens, to test positions near the target (--far 0 skips this)")
         verdict = judge_far(read, verdict, length, engine.tail(read.far_ids(length)))
+    if verdict.is_live and far and length < far:
+        notes.append(f"far={far} is longer than what can be tested: {verdict.asked_to} tokens were")
     if verdict.is_live and verdict.asked_to < read.target_length:
         notes.append(f"positions beyond {verdict.asked_to} of {read.target_length} tokens were not tested")
     return Verification(engine.name, where, read, verdict, tuple(notes))

@@ -708,7 +708,7 @@ def test_a_mistake_gets_a_remedy_and_leaves_no_trace(mistake: str, desk: Path, s
         (("report", MODEL), "austen-4m is a folder, not a results file. Pass a file of ctxext eval or ctxext compare"),
         (
             ("report", "based.jsonl", "-o", "/proc/x.html"),
-            "/proc/x.html cannot be .*(Pass another path|Choose another)",
+            "/proc/x.html cannot be .*(Pass|Choose) another",
         ),
         (("report", "based.jsonl", "--figures", "short.txt"), "short.txt/based.json cannot be written in .*short.txt"),
         (("report", "based.jsonl", "-o", "."), "is a folder"),

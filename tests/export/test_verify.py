@@ -191,6 +191,15 @@ def test_a_server_that_refuses_what_it_says_it_serves_is_not_live(twice: Path) -
         assert verify(server.url, twice / "verify.json", far=0).verdict.is_live
 
 
+def test_a_text_that_tests_nothing_far_is_refused_and_a_lowered_one_is_said(twice: Path) -> None:
+    with pytest.raises(ValueError, match=r"far=10 tests no position beyond .* Pass far=1024, or far=0"):
+        verify(twice, far=10)
+    answer = verify(twice, far=4096)
+    assert answer.verdict.asked_to == 1024
+    assert "far=4096 is longer than what can be tested: 1024 tokens were" in answer.notes
+    assert not any("longer than" in note for note in verify(twice, far=1024).notes)
+
+
 def test_llama_cpps_server_gives_over_http_what_llama_cpp_computes(folders: dict[str, Path], tmp_path: Path) -> None:
     write_gguf(folders["extended"], tmp_path / "extended.gguf")
     ids = list(range(5, 45))
@@ -199,21 +208,28 @@ def test_llama_cpps_server_gives_over_http_what_llama_cpp_computes(folders: dict
         assert (served - model.logprobs(ids)).abs().max() < 1e-3
 
 
-def test_what_no_state_explains_is_none_of_these(probe: Probe, tokenizer) -> None:
+def test_what_no_state_explains_is_no_match(probe: Probe, tokenizer) -> None:
     model = bundled()
     for factor in (2, 8):
         extend_context(model, factor, "yarn")
-        assert judge(probe, logprobs_of(model, probe.input_ids)).name == "none of these"
+        assert judge(probe, logprobs_of(model, probe.input_ids)).name == "no match"
         restore_context(model)
     another = tiny_model("llama", vocab_size=4096)
-    assert judge(probe, logprobs_of(another, probe.input_ids)).name == "none of these"
+    assert judge(probe, logprobs_of(another, probe.input_ids)).name == "no match"
+
+
+def test_no_match_names_the_flag_for_low_precision_and_the_closest_model(probe: Probe) -> None:
+    off = torch.tensor(probe.expected["extended"], dtype=torch.float64) - 0.05
+    assert judge(probe, off).reason == (
+        "another model, tokenizer or factor; pass noise= for weights below 8 bits. Closest: the extended model"
+    )
 
 
 def test_half_way_between_two_states_is_neither(probe: Probe) -> None:
     """Noise as large as you like may be stated: what is as near to one state as to another is still not told."""
     extended, unextended = (torch.tensor(probe.expected[s], dtype=torch.float64) for s in ("extended", "unextended"))
     between = (extended + unextended) / 2
-    assert judge(probe, between, noise=1.0).name == "none of these"
+    assert judge(probe, between, noise=1.0).name == "no match"
     assert judge(probe, 0.7 * extended + 0.3 * unextended, noise=1.0).name == "applied"
 
 
