@@ -101,7 +101,7 @@ def export(
         )
     source, exports, refused = _exports(model, engine, revision, how)
     if not exports and not as_json:
-        raise ValueError(f"no engine supports this extension. {' '.join(dict.fromkeys(refused.values()))}")
+        raise ValueError(f"no engine supports this extension: {' '.join(dict.fromkeys(refused.values()))}")
     if output is not None:
         _write_configs(output, exports)
         if probe is not False:

@@ -162,19 +162,21 @@ def _extended(engine: str, config: PreTrainedConfig, plan: Plan | None) -> PreTr
 def _why_live_only(plan: Plan) -> str:
     assert plan.method is not None
     name = plan.method.name
-    where = f" ctxext.load runs {name} in transformers."
     if plan.in_attention and isinstance(plan.method, RopeScaling):
         return (
-            f"config.json cannot express {name} because {plan.why_not_portable}. Nearest: {name} frozen at one length "
-            f"(--length {plan.target_length}), which is static, or 'yarn'.{where}"
+            f"config.json cannot express {name} because {plan.why_not_portable}. Freeze it at one length "
+            f"(--length {plan.target_length}), use 'yarn', or run it in transformers with ctxext.load."
         )
     if plan.in_attention:
         return (
-            f"{name} maps positions inside attention, which config.json cannot express. Nearest: 'yarn' for the "
-            f"same length.{where}"
+            f"{name} maps positions inside attention, which config.json cannot express. Use 'yarn' for the same "
+            "length, or run it in transformers with ctxext.load."
         )
-    nearest = "" if plan.encoding != "rope" else " Nearest: a method that its config accepts, such as 'pi'."
-    return f"config.json cannot express {name} here because {plan.why_not_portable}.{nearest}{where}"
+    other = "Use a method that its config accepts, such as 'pi', or run" if plan.encoding == "rope" else "Run"
+    return (
+        f"config.json cannot express {name} here because {plan.why_not_portable}. {other} it in transformers with "
+        "ctxext.load."
+    )
 
 
 def _rope_type(table: RopeTable) -> str:
