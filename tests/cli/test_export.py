@@ -81,7 +81,9 @@ def test_one_engine_s_refusal_is_an_error_and_among_all_a_line(config_alone: Pat
     told = json.loads(export(config_alone, "--method", "dynamic_ntk", "--json").stdout)
     assert {frozenset(each) for each in told.values()} == {frozenset({"refused"})}
     assert "Freeze it at one length" in told["sglang"]["refused"]
-    assert "Freeze it at one length" in str(export(config_alone, "--method", "dynamic_ntk", "--engine", "vllm").exception)
+    assert "Freeze it at one length" in str(
+        export(config_alone, "--method", "dynamic_ntk", "--engine", "vllm").exception
+    )
     pinned = export(config_alone, "--method", "dynamic_ntk", "--length", 128, "--engine", "vllm")
     assert pinned.exit_code == 0, pinned.exception
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -190,3 +193,19 @@ def test_the_command_writes_what_it_found_and_tells_a_regression_by_its_exit_cod
     assert "gone" not in run.output, "gpt2 was not asked about"
     assert {row.model_type: row.verdict for row in report.read_json(written)} == {"llama": "native", "mamba": "refused"}
     assert "`llama`" in page.read_text()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["lama"], "error: the installed transformers has no model type lama. Did you mean "),
+        (["--kind", "causl"], "error: --kind must be one of causal, seq2seq"),
+    ],
+)
+def test_a_mistake_on_its_command_line_is_one_line(arguments: list[str], said: str) -> None:
+    command = [sys.executable, "-m", "survey", *arguments]
+    path = os.pathsep.join([str(Path(matrix.__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
+    run = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": path})
+    assert run.returncode == 1
+    assert run.stderr.startswith(said)
+    assert run.stderr.count("\n") == 1

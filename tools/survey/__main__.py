@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated
 
@@ -72,10 +73,12 @@ def _chosen(names: list[str], kind: str | None) -> dict[str, str]:
     from survey.small import KINDS, model_types
 
     if kind is not None and kind not in KINDS:
-        raise ValueError(f"kind must be one of {', '.join(KINDS)}; got {kind!r}.")
+        raise ValueError(f"--kind must be one of {', '.join(KINDS)}, got {kind!r}.")
     known = model_types()
     if unknown := [name for name in names if name not in known]:
-        raise ValueError(f"the installed transformers has no model type {', '.join(unknown)}; it has {len(known)}.")
+        near = list(dict.fromkeys(match for name in unknown for match in get_close_matches(name, known)))
+        remedy = f"Did you mean {' or '.join(near)}?" if near else "Leave it out to try all."
+        raise ValueError(f"the installed transformers has no model type {', '.join(unknown)}. {remedy}")
     return {name: its for name, its in known.items() if (not names or name in names) and (kind is None or its == kind)}
 
 
@@ -83,4 +86,7 @@ app = typer.Typer(add_completion=False)
 app.command()(families)
 
 if __name__ == "__main__":
-    app()
+    try:
+        app()
+    except (ValueError, OSError) as error:
+        raise SystemExit(f"error: {error}") from None
