@@ -159,6 +159,15 @@ def test_readme_block_runs(file: str, index: int, tmp_path: Path) -> None:
     subprocess.run([sys.executable, str(block)], check=True, cwd=tmp_path)
 
 
+def test_examples_of_plugins_print_nothing_when_ctxext_imports_them(tmp_path: Path) -> None:
+    plugins = [block for block in python_blocks(ROOT / "CONTRIBUTING.md") if "@register" in block]
+    assert len(plugins) == 2
+    for number, block in enumerate(plugins):
+        (tmp_path / f"plugin{number}.py").write_text(block)
+        run = subprocess.run([sys.executable, "-c", f"import plugin{number}"], cwd=tmp_path, capture_output=True)
+        assert (run.returncode, run.stdout) == (0, b"")
+
+
 def test_readme_commands_are_known() -> None:
     """Each `ctxext …` line of the README parses: its options exist."""
     from typer.main import get_command
