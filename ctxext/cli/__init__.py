@@ -14,7 +14,7 @@ import typer
 from safetensors import SafetensorError
 
 from ctxext import __version__
-from ctxext.cli.common import commands, console, in_flags, one_line_of
+from ctxext.cli.common import commands, console, in_flags, one_line_of, say
 from ctxext.cli.compare import compare
 from ctxext.cli.demo import demo
 from ctxext.cli.describe import describe
@@ -108,6 +108,8 @@ def app() -> None:
         if type(error).__name__ == "NoArgsIsHelpError":  # the help is printed
             raise SystemExit(2) from None
         _end(one_line_of(error), getattr(error, "exit_code", 2), error)
+    if code == 130:  # Ctrl-C, which typer turns into an exit code
+        say("interrupted")
     raise SystemExit(code if isinstance(code, int) else 0)
 
 

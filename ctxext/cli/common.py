@@ -28,6 +28,11 @@ PHRASES = {
     r"^a fit cannot start from (.*?)\. Known: (.*)\.": r"--start must be one of \2, got \1.",
     r"Pass at least ([\d.]+) minutes, or one start": r"Pass --minutes \1, or one --start, such as yarn",
     r" \(an int\)": "",
+    r"Pass a longer text, or a smaller factor": "Pass a longer --text, or a smaller --factor",
+    r"Pass a longer text: repeating it would let the model copy": "Pass a longer --haystack",
+    r"Pass a longer text or fewer windows": "Pass a longer --haystack or fewer --windows",
+    r"^the url must (?=.*, got '(?!http))": "--server must ",  # that of verify begins with http
+    r"got torch\.(\w+)": r"got '\1'",
     r"Pass a larger factor or length, or other options": "Pass a larger --factor or --length, or another --option",
     r"^(unknown method .*)": r"\1 For a method of your own: ctxext --import MODULE ...",
 }

@@ -59,7 +59,9 @@ def fit(
     from ctxext.extension.method_file import check_method_file
     from ctxext.fitting.fit import fit as run
     from ctxext.fitting.gradient import GradientSettings
-    from ctxext.hub.checkpoint import check_not_extended, checkpoint_folder
+    from ctxext.hub.checkpoint import check_not_extended, checkpoint_folder, read_config
+    from ctxext.models.context import has_rope, read_context
+    from ctxext.models.text_config import text_config_of
     from ctxext.utils.processes import Processes
 
     check_method_file(output)
@@ -70,25 +72,32 @@ def fit(
     prose = read_prose(path)
     folder = checkpoint_folder(model, revision)
     check_not_extended(folder)
+    config = read_config(folder)
+    if has_rope(text_config_of(config)) and read_context(config).is_scaled:
+        raise ValueError(f"{model} is already extended. Pass the original checkpoint.")
     loaded, tokenizer = load(folder, dtype, device, bare=True)
     target = LiveModel(loaded, Prompter(tokenizer, style), name_of(model), original_max_position_embeddings)  # type: ignore[arg-type]
-    haystack = Haystack.from_text(prose, tokenizer)
+    haystack = Haystack.from_text(prose, tokenizer, name=path.name)
     grid = Grid(retrieval=(Passkey(),), lengths=(target.about["trained_length"],), seed=seed)
-    # Only forms whose answers can be scored by teacher forcing.
-    target = asked_as_it_answers(target, grid, haystack, free=style is None, begun=True, quiet=here.rank > 0)
-    with share_bar("fitting", quiet=here.rank > 0) as advance:
-        saved = run(
-            loaded,
-            target.prompter,
-            prose,
-            factor,
-            target_length=target_length,
-            original_max_position_embeddings=original_max_position_embeddings,
-            settings=settings,
-            names=(target.name, path.name),
-            advance=advance,
-            processes=here,
-        )
+    try:
+        # Only forms whose answers can be scored by teacher forcing.
+        target = asked_as_it_answers(target, grid, haystack, free=style is None, begun=True, quiet=here.rank > 0)
+        with share_bar("fitting", quiet=here.rank > 0) as advance:
+            saved = run(
+                loaded,
+                target.prompter,
+                prose,
+                factor,
+                target_length=target_length,
+                original_max_position_embeddings=original_max_position_embeddings,
+                settings=settings,
+                names=(target.name, path.name),
+                advance=advance,
+                processes=here,
+            )
+    except KeyboardInterrupt:
+        say(f"A fit does not resume: {output} was not written.")
+        raise
     saved.about["control"] = target.about["control"]
     if here.rank == 0:
         saved.save(output)

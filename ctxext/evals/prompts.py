@@ -39,7 +39,7 @@ class Prompter:
         if style is not None:
             check_style(style)
         if style in ("chat", "thinking") and not template:
-            raise ValueError(f"style {style!r} needs a chat template, and this tokenizer has none. Use style 'base'.")
+            raise ValueError(f"style={style!r} needs a chat template, and this tokenizer has none. Use style='base'.")
         self.tokenizer = tokenizer
         if answer_tokens is not None and answer_tokens < 1:
             raise ValueError(f"answer_tokens must be >= 1, got {answer_tokens}.")

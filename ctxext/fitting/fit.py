@@ -63,7 +63,7 @@ def fit(
     if prompter.answer_tokens is not None:
         raise ValueError(
             f"a prompter of style {prompter.style!r} leaves {prompter.answer_tokens} tokens for a free-form "
-            "answer, and a fit scores answers token by token. Use style 'base' or 'chat', without answer_tokens."
+            "answer, and a fit scores answers token by token. Use style='base' or style='chat', without answer_tokens."
         )
     live = LiveFactors(model, original_max_position_embeddings)
     trained = live.rope.original_max_position_embeddings

@@ -283,6 +283,7 @@ def test_every_argument_that_a_message_names_is_a_flag_on_the_command_line() -> 
         ("has Resonance(factor=4.0, base=YaRN(factor=4.0), at=(1, 2)).", "has resonance ×4."),
         ("must be a number of tokens (an int), got 'a'", "must be a number of tokens, got 'a'"),
         ("Pass long_factor=....", "Pass --option long_factor=VALUE, or a --method file that ctxext fit wrote."),
+        ("dtype must be one of float32, got torch.int8.", "--dtype must be one of float32, got 'int8'."),
         ("Call restore_context(model), or use existing='replace'.", "Use --existing replace."),
         *((said, said) for said in (
             "/runs/factor=4/model is no folder", "factor=4/model is no folder", "runs/factor=4 is no folder",

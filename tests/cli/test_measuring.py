@@ -22,10 +22,10 @@ from families import tiny_model
 from live_server import CHAT_TEMPLATE, LiveServer
 from rich.console import Console
 from survey.small import small_model
-from transformers import AutoTokenizer
+from transformers import AutoConfig, AutoTokenizer
 from typer.main import get_command
 
-from ctxext import YaRN, __version__
+from ctxext import YaRN, __version__, extend_config
 from ctxext.assets import MODEL, PERSUASION
 from ctxext.cli import app, commands, measuring
 from ctxext.cli.fit import fit_table
@@ -603,7 +603,8 @@ REMEDIES = {
     "setting of a task not asked for": ((*PASSKEY, *SMALL, "--setting", "needle.needles=3"), "needle.*--tasks"),
     "setting of a wrong kind": ((*PASSKEY, *SMALL, "--setting", "passkey.digits=five"), "digits.*'five'"),
     "setting of a wrong size": ((*PASSKEY, *SMALL, "--setting", "passkey.digits=0"), "digits must be >= 1, got 0"),
-    "text too short for a window": ((*PERPLEXITY, *SMALL, "--haystack", "short.txt"), "longer than the text"),
+    "text too short for a window": ((*PERPLEXITY, *SMALL, "--haystack", "short.txt"),
+                                    r"longer than the text.* Pass a longer --haystack\.$"),
     "no base": (("--tasks", "short", *SMALL), "Pass --method, or the baseline as --base"),
     "base for nothing": ((*PASSKEY, *SMALL, "--base", MODEL), "Add one of them to --tasks"),
     "key tokens of other windows": (("--tasks", "perplexity,key_tokens", *SMALL, "--method", "yarn", "--setting",
@@ -618,7 +619,8 @@ REMEDIES = {
                                    "--factor out, or create the method with that factor .* ctxext fit"),
     "a method that is a probe": ((*PASSKEY, *SMALL, "--method", "verify.json"), "verify.json holds no method. Pass "),
     "a method that is a results file": ((*PASSKEY, *SMALL, "--method", "based.jsonl"), "based.jsonl is not a method"),
-    "no chat template": ((*PASSKEY, *SMALL, "--style", "chat"), "Use style 'base'"),
+    "no chat template": ((*PASSKEY, *SMALL, "--style", "chat"), "--style chat needs .*Use --style base"),
+    "a server without a scheme": ((*PASSKEY, *SMALL, "--server", "localhost:9"), "--server must begin with http"),
     "losses of a server": ((*PERPLEXITY, *SMALL, "--server", "SERVER"), "perplexity needs .*Use only retrieval tasks"),
     "no server": ((*PASSKEY, *SMALL, "--server", "http://localhost:1"), "Start the server"),
     "results of another seed": ((*PASSKEY, *SMALL, "--seed", "1", "-o", "based.jsonl"),
@@ -634,6 +636,9 @@ def desk(tmp_path: Path, based: tuple[Path, Outcome], monkeypatch: pytest.Monkey
     monkeypatch.chdir(tmp_path)
     (tmp_path / "empty.txt").write_text("")
     (tmp_path / "short.txt").write_text("One two three. Four.")
+    (tmp_path / "prose.txt").write_text("It is a truth universally acknowledged. " * 40)
+    (tmp_path / "extended").mkdir()
+    extend_config(AutoConfig.from_pretrained(MODEL), 8).save_pretrained(tmp_path / "extended")
     (tmp_path / "figure.png").write_bytes(b"\x89PNG\r\n\x1a\n" + bytes(range(256)))
     shutil.copy(based[0], tmp_path)
     SavedMethod(YaRN(factor=4)).save(tmp_path / "fitted.json")
@@ -661,10 +666,10 @@ def assert_remedy(outcome: Outcome, words: str) -> None:
 @pytest.mark.parametrize("mistake", REMEDIES)
 def test_a_mistake_gets_a_remedy_and_leaves_no_trace(mistake: str, desk: Path, server: LiveServer) -> None:
     arguments, words = REMEDIES[mistake]
-    before = {path.name: path.read_bytes() for path in desk.iterdir()}
+    before = {path.name: path.read_bytes() for path in desk.iterdir() if path.is_file()}
     outcome = ctxext("eval", MODEL, *(server.url if argument == "SERVER" else argument for argument in arguments))
     assert_remedy(outcome, words)
-    assert {path.name: path.read_bytes() for path in desk.iterdir()} == before
+    assert {path.name: path.read_bytes() for path in desk.iterdir() if path.is_file()} == before
     assert server.requests == []
 
 
@@ -685,6 +690,9 @@ def test_a_mistake_gets_a_remedy_and_leaves_no_trace(mistake: str, desk: Path, s
         (("compare", MODEL, "--methods", "yarn,yarn"), "'yarn' is given twice.* Name each method once"),
         (("compare", MODEL, "--best", "fitted.json"), "fitted.json already exists. Pass --best another file name"),
         (("fit", MODEL, "-o", "fitted.json"), "fitted.json already exists. Pass --output another file name, or remove"),
+        (("fit", MODEL, "-o", "f.json", "--text", "empty.txt"), "empty.txt is empty"),
+        (("fit", MODEL, "-o", "f.json", "--text", "prose.txt"), "Pass a longer --text, or a smaller --factor"),
+        (("fit", "extended", "-o", "f.json"), r"extended is already extended\. Pass the original checkpoint\."),
         (("compare", MODEL, "--minutes", "1", "--lengths", "256"), "covers 512 tokens. Pass .* --lengths 1024"),
         (("compare", MODEL, "--no-fit"), "--no-fit works only with --minutes"),
         (
@@ -852,6 +860,17 @@ def test_an_interrupted_compare_within_minutes_says_what_it_left(
     assert "none" not in outcome.said
     again = ctxext("compare", MODEL, "--tasks", "perplexity", *asked)
     assert_remedy(again, re.escape(f"{left} exists already (samples of an unfinished run)"))
+
+
+def test_an_interrupted_fit_says_that_nothing_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*args: Any, **kwargs: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("ctxext.fitting.fit.fit_by_gradient", interrupted)
+    outcome = ctxext("fit", MODEL, "-o", tmp_path / "fitted.json")
+    assert outcome.code == 130
+    assert f"A fit does not resume: {tmp_path / 'fitted.json'} was not written. interrupted" in outcome.said
+    assert not any(tmp_path.iterdir())
 
 
 def test_portable_leaves_out_what_no_config_can_say(tmp_path: Path) -> None:
