@@ -42,6 +42,7 @@ commands = typer.Typer(
     help="Extend the context window of Hugging Face language models, and verify the result.",
     no_args_is_help=True,
     add_completion=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_show_locals=False,
 )
 

@@ -93,7 +93,7 @@ def compare(
     loaded, tokenizer = load(folder, dtype, device, bare=True)
     variants = compared_variants(
         loaded.config,
-        [name.strip() for name in methods.split(",")] if methods else None,
+        [name.strip() for name in methods.split(",")] if methods is not None else None,
         factor,
         zero_shot=timed,
         target_length=target_length,
@@ -109,7 +109,8 @@ def compare(
             continue
         variants.remove(variant)
         if methods is not None or len(variants) == 1:
-            raise ValueError(f"{variant.name} cannot be compared: {refusal}")
+            remedy = f" Drop --portable, or {variant.name}." if target.refusal(variant) is None else ""
+            raise ValueError(f"{variant.name} cannot be compared: {refusal}{remedy}")
         if processes.rank == 0:
             common.say(f"skipping {variant.name}: {common.in_flags(refusal)}")
     trained = target.about["trained_length"]
@@ -119,7 +120,7 @@ def compare(
         tasks,
         settings=setting,
         trained_length=trained,
-        lengths=measuring.parse_lengths(lengths) if lengths else usual,
+        lengths=measuring.parse_lengths(lengths) if lengths is not None else usual,
         depths=measuring.parse_depths(depths),
         trials=trials,
         windows=windows,

@@ -114,7 +114,7 @@ def evaluate(
         tasks,
         settings=setting,
         trained_length=trained,
-        lengths=measuring.parse_lengths(lengths) if lengths else default_lengths(trained, reach),
+        lengths=default_lengths(trained, reach) if lengths is None else measuring.parse_lengths(lengths),
         depths=measuring.parse_depths(depths),
         trials=trials,
         windows=windows,

@@ -219,6 +219,8 @@ def compared_variants(
     names = [cls.name for cls in known] if methods is None else methods
     made: list[ContextMethod] = []
     for name in names:
+        if name in (UNEXTENDED, "baseline"):
+            raise ValueError("the baseline is always measured, and it is not a method. Leave it out.")
         check_made_for(name, plan.original_length or plan.start)
         method = opened(name)
         if isinstance(method, ContextMethod):

@@ -682,6 +682,10 @@ def test_a_mistake_gets_a_remedy_and_leaves_no_trace(mistake: str, desk: Path, s
         (("compare", MODEL, "--methods", "yarn,pie"), "unknown method 'pie'; did you mean 'pi'?"),
         (("compare", MODEL, "--methods", "yarn", "--factor", "0.5"), "factor must be >= 1, got 0.5"),
         (("compare", MODEL, "--methods", "yarn,fitted.json", "--factor", "8"), "--factor 8 conflicts"),
+        (("compare", MODEL, "--methods", ""), "unknown method ''. Known: pi"),
+        (("compare", MODEL, "--lengths", ""), "--lengths: '' is not a number of tokens"),
+        (("eval", MODEL, "--lengths", ""), "--lengths: '' is not a number of tokens"),
+        (("compare", MODEL, "--methods", "baseline,yarn"), "the baseline is always measured.* Leave it out"),
         (("compare", MODEL, "--minutes", "0"), "--minutes must be a finite number > 0, got 0"),
         (
             ("compare", MODEL, "--minutes", "1", "-o", "based.jsonl"),
@@ -768,6 +772,12 @@ def test_help_shows_and_explains_every_option(name: str, monkeypatch: pytest.Mon
     for parameter in get_command(commands).commands[name].params:
         assert all(option in shown for option in parameter.opts), parameter.name
         assert parameter.help, f"{parameter.name} has no help"
+
+
+def test_h_is_help_in_every_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in {*get_command(commands).commands} - {"lm-eval"}:  # that has its own
+        assert ctxext(name, "-h") == ctxext(name, "--help"), name
+    assert "Usage: " in ctxext("-h").out
 
 
 def test_every_task_that_the_help_names_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -882,7 +892,7 @@ def test_portable_leaves_out_what_no_config_can_say(tmp_path: Path) -> None:
     assert {"none", "llama3", "yarn"} <= measured.keys()
     assert all(about["portable"] for name, about in measured.items() if name != "none")
     outcome = ctxext("compare", MODEL, "--portable", "--methods", "llama3,self_extend", *grid)
-    assert_remedy(outcome, "self_extend cannot be compared: config.json cannot express it")
+    assert_remedy(outcome, "self_extend cannot be compared: config.json cannot express it.* Drop --portable")
 
 
 def test_fit_shows_the_objective_by_which_it_decides() -> None:
