@@ -82,7 +82,7 @@ class Record:
 
     Attributes:
         summary: the plan in one line.
-        method: None if the native scaling was kept.
+        method: None if the current scaling was kept.
         factor: target length / start length.
         original_max_position_embeddings: the trained length before any scaling, in tokens; None if unknown, which only
             existing scaling that is kept or composed with allows.

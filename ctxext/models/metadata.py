@@ -54,8 +54,8 @@ class Lengths:
 
 
 def summary_of(name: str | None, lengths: Lengths) -> str:
-    """`yarn ×4: 512 → 2,048 tokens`; None means a kept native scaling."""
-    return f"{'native scaling kept' if name is None else name} ×{lengths.factor:g}: {lengths.words}"
+    """`yarn ×4: 512 → 2,048 tokens`; None means that the current scaling is kept."""
+    return f"{'current scaling kept' if name is None else name} ×{lengths.factor:g}: {lengths.words}"
 
 
 def by_own_names(text_config: Any, updates: dict[str, Any]) -> dict[str, Any]:

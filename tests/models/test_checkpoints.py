@@ -103,7 +103,7 @@ def test_the_kv_cache_is_counted_from_heads_and_layers() -> None:
     description = describe_context(LLAMA31, 2, existing="keep")
     assert description.target_length == 262144
     assert description.kv_cache_bytes == 32 * 2**30  # 32 layers, 8 heads of 128, keys and values, two bytes
-    assert description.would_do.startswith("native scaling kept ×2")
+    assert description.would_do.startswith("current scaling kept ×2")
 
 
 def test_linear_attention_keeps_no_kv_cache() -> None:
