@@ -6,6 +6,7 @@ import copy
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -40,7 +41,7 @@ class Extension:
 
     @property
     def method(self) -> ContextMethod | None:
-        """The method; None if the native scaling was kept and only the window widened."""
+        """The method; None if the current scaling was kept and only the window widened."""
         return self.plan.method
 
     @property
@@ -229,8 +230,11 @@ def transformers_model(model: nn.Module) -> PreTrainedModel:
     modules = model.modules() if isinstance(model, nn.Module) else ()
     found = next((m for m in modules if isinstance(m, PreTrainedModel)), None)
     if found is None:
+        remedy = "For a config alone, use extend_config."
+        if isinstance(model, (str, Path)):
+            remedy = "Load it first with AutoModelForCausalLM.from_pretrained."
         raise TypeError(
             f"expected a transformers model (or one wrapped by PEFT, torch.compile or DDP), got "
-            f"{type(model).__name__}. For a config alone, use extend_config."
+            f"{type(model).__name__}. {remedy}"
         )
     return found

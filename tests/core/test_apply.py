@@ -95,3 +95,8 @@ def test_the_receipt_tells_the_trained_length_from_the_one_that_the_factor_count
     native = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16}
     replaced = extend_context(tiny_model("llama", rope_parameters=native), 8, existing="replace")
     assert lengths_of(replaced) == ["trained length 16 (before scaling)", "target length 128"]
+
+
+def test_a_path_in_place_of_a_model_is_to_be_loaded_first() -> None:
+    with pytest.raises(TypeError, match=r"got str\. Load it first with AutoModelForCausalLM\.from_pretrained\."):
+        extend_context("my-model", factor=4)
