@@ -113,7 +113,7 @@ def plot(runs: dict[str, dict[str, Any]], path: Path) -> None:
     far.tick_params(labelbottom=False)
     loss.axhline(base, color="#555555", linewidth=1, linestyle=(0, (4, 3)))
     loss.annotate(
-        f"base within {short:,} tokens", (0.01, base), xycoords=("axes fraction", "data"),
+        f"baseline within {short:,} tokens", (0.01, base), xycoords=("axes fraction", "data"),
         xytext=(0, -4), textcoords="offset points", va="top", fontsize=8, color="#555555",
     )  # fmt: skip
     loss.set_ylabel(f"loss of the last {tail['tokens']} of {long:,} tokens (nats)")

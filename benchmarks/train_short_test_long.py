@@ -177,7 +177,7 @@ def plot(summary: dict[str, Any], path: Path) -> None:
     figure = Figure(figsize=(11.0, 3.6), layout="constrained", dpi=120)
     panels = np.ravel(figure.subplots(1, len(summary["positions"]), sharey=True))
     for axes, (position, found) in zip(panels, summary["positions"].items()):
-        for way, name, dashes in (("stock", "not extended", "-"), ("extended", found["method"], (0, (4, 1.5)))):
+        for way, name, dashes in (("stock", "baseline", "-"), ("extended", found["method"], (0, (4, 1.5)))):
             curves = [curve for curve in found["curves"][way] if curve is not None]
             if not curves:
                 continue
@@ -189,7 +189,7 @@ def plot(summary: dict[str, Any], path: Path) -> None:
             axes.plot(middle, np.mean(curves, axis=0), **style, linewidth=2, label=label)
         ends = [end for end, at in found["lengths"].items() if "error" in at["stock"]]
         if ends:
-            axes.annotate("cannot be read\nbeyond, not extended", (length, 0.6), xycoords=("data", "axes fraction"),
+            axes.annotate("the baseline cannot\nread beyond", (length, 0.6), xycoords=("data", "axes fraction"),
                           xytext=(4, 0), textcoords="offset points", fontsize=8, color="#555555")  # fmt: skip
         axes.axvline(length, color="#555555", linewidth=0.8, linestyle=(0, (1, 2)))
         axes.set_title(NAMES[position], fontsize=10, color=COLORS[position])

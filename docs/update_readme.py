@@ -1,4 +1,5 @@
-"""Regenerate the tables of the documents: methods from the registry, numbers from the JSON of `make figures`.
+"""Regenerate the tables and the comparisons' figures of the documents: methods from the registry, numbers from the
+JSON of `make figures`.
 
 python docs/update_readme.py
 """
@@ -11,8 +12,10 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+from ctxext.evals.plots import plot_overview
 from ctxext.evals.statistics import Interval, in_percent
 from ctxext.export.readings import engine_table
 from ctxext.extension.method_table import method_table
@@ -469,6 +472,38 @@ TABLES = {
 }
 
 
+class SavedSummary:
+    """The figures of a summary.json in the form that `plot_overview` reads; they have no depths."""
+
+    def __init__(self, file: str) -> None:
+        summary = read(file)
+        self.figures: dict[str, Any] = summary["figures"]
+        self.header, self.trained_length = SimpleNamespace(**summary), summary["about"]["trained_length"]
+        self.variants, first = list(self.figures), next(iter(self.figures.values()))
+        self.retrieval_tasks = list(first["retrieval"])
+        self.read_lengths = [int(band.partition("-")[2]) for band in first["perplexity"]]
+
+    def lengths(self, *tasks: str) -> list[int]:
+        return self.read_lengths
+
+    def curve(self, variant: str) -> list[list[float]]:
+        return self.figures[variant]["curve"]
+
+    def cells(self, variant: str, task: str) -> dict[tuple[int, None], Interval]:
+        return {(int(n), None): Interval(**share) for n, share in self.figures[variant]["retrieval"][task].items()}
+
+    of = cells
+
+    def titled(self, task: str) -> str:
+        return task
+
+
+FIGURES = {
+    "docs/demo/summary.json": "docs/demo/comparison.png",
+    "docs/smollm2/summary.json": "docs/smollm2/comparison.png",
+}
+
+
 def updated(text: str, tables: dict[str, Callable[[], str]]) -> str:
     """`text` with the text between its markers regenerated."""
     for name, table in tables.items():
@@ -484,3 +519,5 @@ if __name__ == "__main__":
     for file, tables in TABLES.items():
         path = ROOT / file
         path.write_text(updated(path.read_text(), tables))
+    for file, figure in FIGURES.items():
+        plot_overview(SavedSummary(file), ROOT / figure)

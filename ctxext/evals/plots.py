@@ -79,7 +79,7 @@ def plot_overview(summary: Summary, path: Path) -> None:
             _add_color_bar(summary, task, figure, image, figure.axes[curves:])
             figure.supxlabel(f"length, as a multiple of the trained {summary.trained_length:,} tokens", fontsize=10)
         shown = ["perplexity by position"] * curves + (
-            [] if task is None else [f"{summary.titled(task)} by length and depth"]
+            [] if task is None else [f"{summary.titled(task)} by length{' and depth' * (depths != [None])}"]
         )
         _set_title(figure, f"{model_name(summary)}: {', and '.join(shown)}")
 
@@ -249,4 +249,4 @@ def _add_color_bar(
     bar = figure.colorbar(image, ax=axes, shrink=0.95, pad=0.015, aspect=18, ticks=[0, 0.5, 1])
     bar.ax.set_yticklabels(["0%", "50%", "100%"])
     bar.outline.set_visible(False)
-    bar.set_label(f"retrieval accuracy, n = {n} per cell")
+    bar.set_label(f"retrieval accuracy,\nn = {n} per cell")
