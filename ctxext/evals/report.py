@@ -112,7 +112,9 @@ def _columns(summary: Summary) -> Iterator[tuple[str, str, dict[str, Figure | No
     effective = {v: summary.effective_length(v, summary.deciding_tasks) for v in variants}
     for rule in ("RULER", "85% of own"):
         reached = {v: found.get(rule) for v, found in effective.items()}
-        cells = {v: r and Figure(_tokens(r.length), f"certain: {_tokens(r.certain)}") for v, r in reached.items()}
+        cells = {
+            v: r and Figure(_tokens(r.length), f"with 95% confidence: {_tokens(r.certain)}") for v, r in reached.items()
+        }
         yield "effective length (tokens)", rule, cells
     gates = {v: summary.gate(v) for v in variants if v != UNEXTENDED}
     group = f"short-context regression (within {summary.trained_length:,} tokens)"
@@ -255,10 +257,14 @@ def _settings(summary: Summary) -> list[tuple[str, list[tuple[str, str]]]]:
     header = summary.header
     return [
         ("Measured with", [(name, _plain(value)) for name, value in header.identity.items()]),
-        ("Model and machine", [(name.replace("_", " "), _plain(value)) for name, value in header.about.items()]),
+        ("Model and machine", [(_name(name), _plain(value)) for name, value in header.about.items()]),
         ("Variants", [(label(name), _plain(value)) for name, value in header.variants.items()]),
         ("Tasks", [(name, _plain(value)) for name, value in header.tasks.items()]),
     ]
+
+
+def _name(name: str) -> str:
+    return {"reach": "maximum context length"}.get(name, name.replace("_", " "))
 
 
 def _plain(value: Any) -> str:

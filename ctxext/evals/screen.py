@@ -147,7 +147,13 @@ def print_summary(summary: Summary) -> None:
     if len(summary.retrieval_tasks) > 2:
         tables += [task_table(summary, variant) for variant in summary.variants]
     for table in tables:
+        # rich would wrap both at the table's width.
+        title, table.title = table.title, None
+        caption, table.caption = table.caption, None
+        screen.print(title, style="table.title", highlight=False, markup=False)
         screen.print(*_fitting(table, screen), sep="")
+        if caption is not None:
+            screen.print(caption, style="table.caption", highlight=False, markup=False)
     if len(summary.variants) > 1:
         screen.print(recommended(summary).text, highlight=False, markup=False)
 
@@ -175,7 +181,7 @@ def summary_table(summary: Summary) -> Table:
         column("bits per", "byte")
     key = next((found[1] for variant in summary.variants if (found := summary.key_tokens(variant))), 0)
     if key:
-        column("ppl of", "keys")
+        column("ppl of", "key tokens")
     gates = {variant: summary.gate(variant) for variant in summary.variants}
     gated = any(gate.loss for name, gate in gates.items() if name != UNEXTENDED)
     if gated:
@@ -194,7 +200,7 @@ def summary_table(summary: Summary) -> Table:
             loss = None if variant == UNEXTENDED else gates[variant].loss
             row.append("" if loss is None else f"{loss.value:+.3f}\n[dim]±{(loss.high - loss.low) / 2:.3f}[/]")
         table.add_row(*row)
-    table.caption, table.caption_justify = _caption(summary, gated, key), "left"
+    table.caption = _caption(summary, gated, key)
     return table
 
 
@@ -221,13 +227,11 @@ def _fitting(table: Table, screen: Console) -> Iterator[Table]:
             if Measurement.get(screen, unbounded, part).maximum <= screen.width:
                 break
         columns = columns[n:]
-        part.caption = None if columns else table.caption
         yield part
-        table.title = None
 
 
 def _table(title: str, first: str) -> Table:
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, padding=0)
+    table = Table(title=title, box=box.SIMPLE_HEAD, pad_edge=False, padding=0)
     table.add_column(first, no_wrap=True)
     return table
 
@@ -257,7 +261,7 @@ def _caption(summary: Summary, gated: bool, key: int) -> str:
         if summary.uneven:
             said.append(summary.uneven)
     if key:
-        said.append(f"keys: {counted(key, 'token')} judged to need long context, by LongPPL's rule")
+        said.append(f"key tokens: {counted(key, 'token')} judged to need long context, by LongPPL's rule")
     if gated:
         said.append("regression: loss increase over the baseline within the trained length")
     if summary.cannot_run:

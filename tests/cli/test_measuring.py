@@ -454,6 +454,18 @@ def test_no_number_is_cut_off_however_narrow_the_terminal(
         assert {*shares, beyond, cost} <= {*numbers}
 
 
+def test_title_and_caption_are_as_wide_as_the_terminal(
+    compared: tuple[Path, Outcome], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    results = read_results(compared[0])
+    results.records = [record for record in results.records if record["task"] == "passkey"]
+    monkeypatch.setenv("COLUMNS", "150")
+    print_summary(Summary(results))
+    shown = capsys.readouterr().out.splitlines()
+    assert shown[0] == "austen-4m, trained at 512 tokens"
+    assert any(re.match(r"retrieval: up to \d+ samples? per cell, unadjusted 95% intervals", line) for line in shown)
+
+
 def test_report_writes_the_page_and_the_figures(compared: tuple[Path, Outcome], tmp_path: Path) -> None:
     page, figures = tmp_path / "page.html", tmp_path / "new/figures"
     outcome = ctxext("report", compared[0], "-o", page, "--figures", figures)
@@ -805,7 +817,7 @@ def test_key_tokens_are_shown_where_the_unextended_model_is_not_read(tmp_path: P
     )
     outcome = ctxext("eval", MODEL, "--method", "yarn", "--factor", "2", *tasks, "-o", tmp_path / "results.jsonl")
     assert outcome.code == 0, outcome.err
-    assert "ppl of" in outcome.out
+    assert "key tokens" in outcome.out
     assert "judged to need long context" in " ".join(outcome.out.split())
     assert "Only yarn was measured beyond the trained length" in " ".join(outcome.out.split())
 

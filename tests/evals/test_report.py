@@ -423,3 +423,11 @@ def test_page_asks_nothing_of_the_network_and_keeps_no_losses(measured: Results,
 def test_no_results_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="needs results, got none"):
         write_report([], tmp_path / "report.html")
+
+
+def test_settings_and_effective_lengths_are_in_words(measured: Results, tmp_path: Path) -> None:
+    write_report([measured], tmp_path / "report.html")
+    text = (tmp_path / "report.html").read_text()
+    assert "maximum context length" in text
+    assert "with 95% confidence: none" in text
+    assert ">reach<" not in text
