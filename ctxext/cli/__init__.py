@@ -28,6 +28,7 @@ from ctxext.cli.methods import methods
 from ctxext.cli.push import push
 from ctxext.cli.report import report
 from ctxext.cli.verify import verify
+from ctxext.utils.four_bits import hold_warnings
 
 for command in (describe, extend, fit, export, finetune, merge, methods, push, evaluate, compare, report):
     commands.command("eval" if command is evaluate else None)(command)
@@ -67,6 +68,7 @@ def options(
 ) -> None:
     if not console.is_terminal:  # read by transformers and the hub, also in child processes
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    hold_warnings()
     sys.path.insert(0, "")
     for module in plugin or ():
         try:

@@ -36,6 +36,7 @@ from ctxext.models.config_fields import check_config, check_counts
 from ctxext.models.metadata import live_mark
 from ctxext.models.text_config import text_config_of, text_section_of
 from ctxext.utils.download import hub_folder
+from ctxext.utils.four_bits import release_warnings
 from ctxext.utils.json_files import read_json
 from ctxext.utils.screen import console
 from ctxext.utils.values import one_line, size_in_words
@@ -150,7 +151,10 @@ def load_model(folder: Path, auto: Any = None, **from_pretrained: Any) -> Any:
             f"{folder} has no weights (model.safetensors). Copy them there, or pass a complete checkpoint."
         )
     with rejecting(folder / "config.json", OSError, ImportError, SafetensorError):
-        return (auto or architecture_of(folder)).from_pretrained(folder, **from_pretrained).eval()
+        model = (auto or architecture_of(folder)).from_pretrained(folder, **from_pretrained).eval()
+    if getattr(model, "is_loaded_in_4bit", False):
+        release_warnings()
+    return model
 
 
 def load_tokenizer(folder: Path) -> Any:
