@@ -299,10 +299,11 @@ def parts_table(file: str) -> str:
         factor, _, changed = what.partition(" ")
         changed = re.sub(r", seed \d+", "", changed)
         found.setdefault((factor, changed), {}).setdefault(kind, []).append(value)
+    named = {"none": "baseline", "no keys": "no passkeys in the loss"}
     rows = []
     for (factor, changed), by_kind in found.items():
         share, key, perplexity, short = (sum(by_kind[kind]) / len(by_kind[kind]) for kind in kinds)
-        rows.append([factor, changed, f"{in_percent(share, 1)}%", f"{key:.4f}", f"{perplexity:.2f}", f"{short:+.2%}"])
+        rows.append([factor, named.get(changed, changed), f"{in_percent(share, 1)}%", f"{key:.4f}", f"{perplexity:.2f}", f"{short:+.2%}"])
     head = ["", "", "passkeys found", "loss of a passkey (nats)", "perplexity", "loss increase within 512"]
     return table(head, rows)
 
@@ -328,7 +329,7 @@ def smollm2_table() -> str:
         rows.append([name, *shares, f"{key:.2f}", f"{perplexity:.2f}", f"{short:+.2%}"])
     texts = ", ".join(f"{count} of {int(length):,}" for length, count in settings["trials"].items())
     note = (
-        f"Texts, each with {len(settings['depths'])} keys: {texts} tokens; {settings['windows']} windows of 16,384 and "
+        f"Texts, each with {len(settings['depths'])} passkeys: {texts} tokens; {settings['windows']} windows of 16,384 and "
         f"{settings['short_windows']} of 8,192; the fit: {figures['the fit in seconds'] / 60:.0f} min "
         f"({record['machine']}); from {link('docs/fit/smollm2.json', 'docs/fit')}."
     )
@@ -345,7 +346,7 @@ def fidelity_table(section: str) -> str:
             bar = figure["bar"].removeprefix("<= ") if figure["ok"] else f"{figure['bar']}: exceeded"
             source = f"[{about['source']}]({about['link']})"
             rows.append([name, f"{figure['value']:.2g}", bar, about["of"], source, f"`{about['command']}`"])
-    return table(["", "", "bar", "over", "the other side", "made by"], rows)
+    return table(["", "", "bar", "over", "compared with", "made by"], rows)
 
 
 def fidelity_ruler_table() -> str:
