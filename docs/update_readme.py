@@ -303,7 +303,16 @@ def parts_table(file: str) -> str:
     rows = []
     for (factor, changed), by_kind in found.items():
         share, key, perplexity, short = (sum(by_kind[kind]) / len(by_kind[kind]) for kind in kinds)
-        rows.append([factor, named.get(changed, changed), f"{in_percent(share, 1)}%", f"{key:.4f}", f"{perplexity:.2f}", f"{short:+.2%}"])
+        rows.append(
+            [
+                factor,
+                named.get(changed, changed),
+                f"{in_percent(share, 1)}%",
+                f"{key:.4f}",
+                f"{perplexity:.2f}",
+                f"{short:+.2%}",
+            ]
+        )
     head = ["", "", "passkeys found", "loss of a passkey (nats)", "perplexity", "loss increase within 512"]
     return table(head, rows)
 

@@ -229,3 +229,14 @@ def test_the_comparisons_figures_are_drawn_from_their_json(file: str, tmp_path: 
         for share in figure["retrieval"].get("passkey", {}).values():
             assert f">{share['value']:.0%}<".replace("%", "") in drawn
             assert f"n = {share['n']} per cell" in drawn
+
+
+RETIRED = (
+    r"\bkin\b|short-context gate|carry their rope|what a saved config can say|the other side|not come back|told apart"
+)
+
+
+@pytest.mark.parametrize("path", [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))],
+                         ids=lambda path: str(path.relative_to(ROOT)))  # fmt: skip
+def test_documents_use_no_retired_words(path: Path) -> None:
+    assert re.findall(RETIRED, path.read_text()) == []

@@ -72,7 +72,7 @@ def markdown(rows: Sequence[Row]) -> str:
     parts = [
         "# Families",
         f"{len(rows)} model types of transformers {used['transformers']} (torch {used['torch']}, ctxext "
-        f"{used['ctxext']}), {extended} of them extended and proven; of the {len(causal)} causal language models "
+        f"{used['ctxext']}), {extended} of them extended and verified; of the {len(causal)} causal language models "
         f"{causal_extended}. Each is built small with random weights and a trained length of {LENGTH} tokens, extended "
         f"by `extend_context(model, factor={FACTOR:g})`, and compared at {COMPARED} tokens.",
         "Written by `make families`.",
