@@ -338,8 +338,8 @@ def smollm2_table() -> str:
         rows.append([name, *shares, f"{key:.2f}", f"{perplexity:.2f}", f"{short:+.2%}"])
     texts = ", ".join(f"{count} of {int(length):,}" for length, count in settings["trials"].items())
     note = (
-        f"Texts, each with {len(settings['depths'])} passkeys: {texts} tokens; {settings['windows']} windows of 16,384 and "
-        f"{settings['short_windows']} of 8,192; the fit: {figures['the fit in seconds'] / 60:.0f} min "
+        f"Texts, each with {len(settings['depths'])} passkeys: {texts} tokens; {settings['windows']} windows of 16,384 "
+        f"and {settings['short_windows']} of 8,192; the fit: {figures['the fit in seconds'] / 60:.0f} min "
         f"({record['machine']}); from {link('docs/fit/smollm2.json', 'docs/fit')}."
     )
     return table(head, rows, note)
