@@ -240,3 +240,10 @@ RETIRED = (
                          ids=lambda path: str(path.relative_to(ROOT)))  # fmt: skip
 def test_documents_use_no_retired_words(path: Path) -> None:
     assert re.findall(RETIRED, path.read_text()) == []
+
+
+def test_readme_is_short_and_narrow() -> None:
+    """About 900 words, and no line over 110 characters, outside tables; code may not be wider either."""
+    without_tables = re.sub(r"<!-- begin.*?<!-- end \w+ -->", "", (ROOT / "README.md").read_text(), flags=re.S)
+    assert [line for line in without_tables.splitlines() if len(line) > 110] == []
+    assert len(re.sub(r"```.*?```", "", without_tables, flags=re.S).split()) <= 900
