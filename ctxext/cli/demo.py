@@ -77,7 +77,7 @@ def demo(
     loaded, tokenizer = load(folder, "float32", "cpu")
     target = LiveModel(loaded, Prompter(tokenizer, "base"), name)
     trained = target.about["trained_length"]
-    chosen = measuring.parse_lengths(lengths) if lengths else (trained, 2 * trained, 4 * trained)
+    chosen = measuring.parse_lengths(lengths) if lengths is not None else (trained, 2 * trained, 4 * trained)
     if max(chosen) <= trained:
         raise typer.BadParameter(f"--lengths must exceed the trained length of {trained:,} tokens, got {lengths}.")
     factor = max(chosen) / trained

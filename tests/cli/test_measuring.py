@@ -697,6 +697,7 @@ def test_a_mistake_gets_a_remedy_and_leaves_no_trace(mistake: str, desk: Path, s
         (("compare", MODEL, "--methods", ""), "unknown method ''. Known: pi"),
         (("compare", MODEL, "--lengths", ""), "--lengths: '' is not a number of tokens"),
         (("eval", MODEL, "--lengths", ""), "--lengths: '' is not a number of tokens"),
+        (("demo", "--lengths", ""), "--lengths: '' is not a number of tokens"),
         (("compare", MODEL, "--methods", "baseline,yarn"), "the baseline is always measured.* Leave it out"),
         (("compare", MODEL, "--minutes", "0"), "--minutes must be a finite number > 0, got 0"),
         (
