@@ -210,7 +210,7 @@ def test_a_thinking_model_is_scored_by_what_it_says_after_its_thoughts() -> None
 
 def test_bad_input_is_refused_with_a_remedy() -> None:
     tokenizer = tokenizer_of_kind("bundled")
-    with pytest.raises(ValueError, match=r"at least 5. tokens, got 20"):
+    with pytest.raises(ValueError, match=r"at least 5. tokens with this tokenizer, got 20"):
         made(Passkey(), 20, 0.5)
     with pytest.raises(ValueError, match="Pass a longer text"):
         made(Passkey(), 200_000, 0.5)
