@@ -196,6 +196,9 @@ _KINDS = {
 def _reader(path: Path) -> GGUFReader:
     if not path.is_file():
         raise FileNotFoundError(f"{path} is not a file. Pass the path of a GGUF file.")
+    with path.open("rb") as file:
+        if file.read(4) != b"GGUF":
+            raise ValueError(f"{path} is neither a checkpoint folder nor a GGUF file. Check the path.")
     base: Any = _gguf().GGUFReader
 
     class Reader(base):
@@ -210,7 +213,7 @@ def _reader(path: Path) -> GGUFReader:
     try:
         reader = Reader(path)
     except (ValueError, IndexError, KeyError, OverflowError, RecursionError) as error:
-        raise ValueError(f"{path} is not a complete GGUF file ({one_line(error)}). {_AGAIN}") from error
+        raise ValueError(f"{path} is not a complete GGUF file. {_AGAIN}") from error
     if reader.byte_order != "I":
         raise ValueError(f"{path} has the opposite byte order. Convert it with the gguf package's gguf-convert-endian.")
     return cast("GGUFReader", reader)

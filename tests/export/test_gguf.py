@@ -355,9 +355,12 @@ def test_what_metadata_cannot_say_is_refused_where_the_graph_takes_no_factors(
 
 def test_what_is_no_gguf_file_of_a_known_architecture_is_refused(plain: Path, tmp_path: Path) -> None:
     cut, out = tmp_path / "cut.gguf", tmp_path / "out.gguf"
-    for content in (b"", b"nothing", plain.read_bytes()[:5000], plain.read_bytes()[:-5000]):
+    no_file, part = "neither a checkpoint folder nor a GGUF file. Check", "not a complete GGUF file. Download"
+    cases = [(b"", no_file), (b"nothing", no_file)]
+    cases += [(plain.read_bytes()[:n], part) for n in (4, 5000, 5001, -5000)]
+    for content, said in cases:
         cut.write_bytes(content)
-        with pytest.raises(ValueError, match="not a complete GGUF"):
+        with pytest.raises(ValueError, match=said):
             extend_gguf(cut, out)
     with pytest.raises(FileNotFoundError, match="is not a file"):
         extend_gguf(tmp_path / "nowhere.gguf", out)
