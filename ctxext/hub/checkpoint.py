@@ -77,9 +77,11 @@ def checkpoint_folder(name_or_path: str, revision: str | None = None, *, config_
     folder = local_folder(name_or_path, revision, ["*.json"] if config_only else None)
     if not (folder / "config.json").is_file():
         refuse_adapter(folder, name_or_path)
+        remedy = "Pass a folder that save_pretrained wrote, or a hub name (owner/name)."
+        if (folder / RECORD).is_file():
+            remedy = f"Its {RECORD} is only an extension: ctxext.load applies it."
         raise FileNotFoundError(
-            f"{name_or_path!r} holds no config.json, so it is not a transformers checkpoint."
-            + (f" Its {RECORD} is only an extension: ctxext.load applies it." if (folder / RECORD).is_file() else "")
+            f"{name_or_path!r} holds no config.json, so it is not a transformers checkpoint. {remedy}"
         )
     return folder
 
@@ -99,7 +101,10 @@ def local_folder(name_or_path: str, revision: str | None, patterns: list[str] | 
     if folder.suffix in (".gguf", ".safetensors"):
         raise FileNotFoundError(f"{name_or_path} does not exist. Check the path.")
     if folder.is_absolute() or name_or_path.startswith(".") or name_or_path.count("/") != 1:
-        raise FileNotFoundError(f"{name_or_path!r} is neither a folder nor a hub name (owner/name). Check the path.")
+        raise FileNotFoundError(
+            f"{name_or_path!r} is neither a folder nor a hub name. Check the path, or pass the full hub name, such as "
+            "openai-community/gpt2."
+        )
     return hub_folder(name_or_path, revision, patterns)
 
 
