@@ -34,7 +34,7 @@ from ctxext.evals.prompts import Prompter, Style
 from ctxext.evals.ruler import RULER, fitting, niah
 from ctxext.evals.ruler.aggregation import zeta
 from ctxext.evals.ruler.niah import DEPTHS, NOISE
-from ctxext.evals.samples import Place, Sample, list_tasks, make_task
+from ctxext.evals.samples import Place, Sample, TooShort, list_tasks, make_task
 from ctxext.evals.words import distinct, nvidia_words, own_words
 
 FORCED = {"niah_single_1", "niah_single_2", "niah_single_3", "niah_multikey_1", "niah_multikey_2", "niah_multikey_3"}
@@ -858,7 +858,7 @@ def test_nvidia_lowers_what_is_too_long_by_a_step(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize("name", ["niah_single_1", "niah_multikey_3", "vt", "cwe"])
 def test_where_nothing_fits_nvidias_loop_ends_in_an_error(name: str) -> None:
     with pytest.raises(
-        ValueError, match=rf"{name}: the shortest prompt of NVIDIA's code, .* 150 tokens\. Drop 150 from lengths="
+        TooShort, match=rf"{name}: the shortest prompt of NVIDIA's code, .* 150 tokens \(those of compat"
     ):
         draw(name, 150, compat="nvidia")
 

@@ -222,9 +222,9 @@ class RulerTask(RetrievalTask):
                     raise self.ambiguous(scene.haystack)
                 return sample
             units = units - step if units > step else units
-        raise ValueError(
+        raise TooShort(
             f"{self.name}: the shortest prompt of NVIDIA's code, with {units} units, is longer than {length} "
-            f"tokens. Drop {length} from lengths=, or set compat='exact'."
+            "tokens (those of compat='exact' are shorter)."
         )
 
     def nvidia_units(self, scene: Scene) -> int:
