@@ -33,7 +33,7 @@ from ctxext.extension.method_file import read_saved
 from ctxext.fitting.fit import fit
 from ctxext.fitting.gradient import GradientSettings
 from ctxext.training.loss import restore_loss, use_chunked_loss
-from ctxext.training.tiled import restore_mlp, use_tiled_mlp
+from ctxext.training.tiled import use_tiled_mlp
 
 STATIC = ("pi", "ntk", "ntk_by_parts", "yarn", "llama3", "abf", "resonance")
 IN_ATTENTION = ("dynamic_ntk", "dynamic_yarn", "self_extend", "rerope", "dca")
@@ -216,7 +216,7 @@ class Wider(Quality):
         lora = LoraConfig(r=16, target_modules=["q_proj", "k_proj", "v_proj", "o_proj"], task_type="CAUSAL_LM")
         model = get_peft_model(extended, lora)
         use_chunked_loss(model)
-        use_tiled_mlp(model)
+        tiled = use_tiled_mlp(model)
         extended.gradient_checkpointing_enable({"use_reentrant": False})
         model.enable_input_require_grads()
         ids = tokenizer(self.learnt, add_special_tokens=False, return_tensors="pt").input_ids[0]
@@ -237,7 +237,7 @@ class Wider(Quality):
             optimizer.step()
             optimizer.zero_grad()
             losses.append(loss.item())
-        restore_mlp(model)
+        tiled.undo()
         restore_loss(model)
         model.merge_and_unload().save_pretrained(self.folder / "tuned")
         tokenizer.save_pretrained(self.folder / "tuned")
