@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -26,7 +27,8 @@ class Readers:
     Attributes:
         reading: their output changes with the tables.
         blind: it changes with neither the tables nor the order of earlier tokens (layers without positions).
-        astray: it changes with the order alone, although other layers of their class read the tables.
+        astray: it changes with the order alone, although they are, or hold, attention of a class that reads the tables
+            elsewhere.
         inline: whether tables are read by operations outside of such layers.
     """
 
@@ -77,9 +79,15 @@ def readers(model: nn.Module, modules: list[nn.Module], replaced: Iterable[nn.Mo
     elsewhere = [_is_touched(model, module) for module in watch.unclaimed]
     if called or not all(elsewhere):
         return Readers()
-    kinds = {type(model.get_submodule(path)) for path in watch.reading}
+    if not watch.reading and not watch.ordered:  # layers without positions, or with zeros for weights
+        elsewhere += [_is_touched(model, module) for module in watch.claimed]
     # Linear attention depends on the order without any tables.
-    astray = [path for path in watch.ordered if type(model.get_submodule(path)) in kinds]
+    kinds = tuple({type(model.get_submodule(path)) for path in watch.reading})
+    astray = [
+        path
+        for path in watch.ordered
+        if any(isinstance(module, kinds) for module in model.get_submodule(path).modules())
+    ]
     return Readers(tuple(watch.reading), tuple(watch.blind), tuple(astray), any(elsewhere))
 
 
@@ -156,14 +164,16 @@ class _Watch:
         return {self.owners[storage][1] for storage in storages & self.owners.keys()}
 
     def _reads(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> bool:
-        """Whether noise in place of the tables changes what a module returns, more than running it twice does."""
+        """Whether noise in place of the tables changes what a module returns, more than running it again does."""
 
         def noise(tensor: Tensor) -> Tensor:
             return _noise(tensor) if _storage(tensor) in self.owners else tensor
 
-        output, again = _output(module, args, kwargs), _output(module, args, kwargs)
+        output = _output(module, args, kwargs)
         changed = _output(module, *tree_map_only(Tensor, noise, (args, kwargs)))
-        return not _gap(changed, output) <= _gap(again, output)  # NaN is a change
+        again = _output(module, args, kwargs)  # last, so that what the module stores is its own
+        effect, chance = _gap(changed, output), _gap(again, output)
+        return effect > 4 * chance or (math.isnan(effect) and not math.isnan(chance))
 
 
 def _is_ordered(module: nn.Module, args: Any, kwargs: Any) -> bool:

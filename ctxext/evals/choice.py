@@ -118,7 +118,7 @@ class Comparisons:
     def helps(self, one: str) -> bool:
         """As `Choice.helps`."""
         found = self.against_baseline(one)
-        return not found or any(c.value > 0 if c.measure == ACCURACY else c.value < -TIED_LOSS for c in found)
+        return not found or any(map(_is_better, found))
 
     def texts(self, measure: str) -> int:
         """The largest number of independent texts in a comparison."""
@@ -141,7 +141,7 @@ class Choice:
             shows it, or None if its loss is not finite.
         aside: the rest: those that `worse` is said of. All lists begin with the best point estimate.
         decided: why `variant` was chosen among the tied ones; "" without ties.
-        gain: its retrieval accuracy against the baseline's; without one, its loss.
+        gain: its retrieval accuracy against the baseline's; if that is not higher, its loss where that is lower.
         worse: why it is not recommended: its retrieval accuracy is worse than the baseline's, or its loss is and it
             does not find more (`Comparison.suffices`).
         helps: whether its retrieval accuracy is higher, or its loss lower, than the baseline's, or that is unknown.
@@ -243,7 +243,7 @@ def choose(summary: Summary, candidates: Sequence[str], left: int = 0) -> Choice
             if loses[0] < loses[1]
             else "it comes first in the alphabet",
         )
-    others = tuple(v for v in front if v != chosen)
+    others, against = tuple(v for v in front if v != chosen), tests.against_baseline(chosen)
     needed = texts_needed(tests.family)
     return Choice(
         chosen,
@@ -251,7 +251,7 @@ def choose(summary: Summary, candidates: Sequence[str], left: int = 0) -> Choice
         behind,
         aside,
         decided=", and ".join(decided) if others else "",
-        gain=next(iter(tests.against_baseline(chosen)), None),
+        gain=next(filter(_is_better, against), next(iter(against), None)),
         worse=worse.get(chosen),
         helps=tests.helps(chosen),
         needed={measure: needed for measure in measures if tests.texts(measure) < needed},
@@ -274,6 +274,11 @@ def _measurement(summary: Summary, variant: str, candidates: Sequence[str]) -> t
 
 def _all_have_losses(summary: Summary, candidates: Sequence[str]) -> bool:
     return all(summary.loss(v, summary.loss_length or 0) is not None for v in candidates)
+
+
+def _is_better(comparison: Comparison) -> bool:
+    """Whether `one` is better by more than a negligible difference, certain or not."""
+    return comparison.value > 0 if comparison.measure == ACCURACY else comparison.value < -TIED_LOSS
 
 
 @dataclass(frozen=True)

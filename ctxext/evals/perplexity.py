@@ -188,20 +188,23 @@ def beginning(seed: int, trial: int) -> float:
 def stretches(trials: Sequence[int], seed: int, span: int, n_tokens: int) -> list[int]:
     """For each window of `Perplexity` its stretch of text, the unit of independence.
 
-    There are as many stretches as windows of `span` tokens that do not overlap in a text of `n_tokens`, which is a
-    ring; windows that overlap are neighbours in one, as far as that number goes.
+    In the order of the text, which is a ring of `n_tokens`, a stretch begins with a window that does not overlap the
+    first of the stretch before. So the first windows of all stretches are apart.
     """
-    begun, share = [beginning(seed, trial) for trial in trials], span / n_tokens
-    order, apart, end = sorted(range(len(trials)), key=begun.__getitem__), 0, 0.0
-    for k in order:
-        if begun[k] >= end:
-            apart, end = apart + 1, begun[k] + share
-    if apart > 1 and end - 1 > begun[order[0]]:
-        apart -= 1
-    of = [0] * len(trials)
-    for stretch, members in enumerate(np.array_split(order, max(1, apart))):
-        for k in members:
-            of[k] = stretch
+    if not trials:
+        return []
+    begun, share = [beginning(seed, trial) for trial in trials], span / max(1, n_tokens)
+    order = sorted(range(len(trials)), key=begun.__getitem__)
+    gaps = [(begun[k] - begun[before]) % 1 for before, k in zip([order[-1], *order], order)]
+    widest = gaps.index(max(gaps))
+    of, stretch, first = [0] * len(trials), -1, -1.0
+    for k in order[widest:] + order[:widest]:
+        place = (begun[k] - begun[order[widest]]) % 1
+        if first < 0 or place >= first + share:
+            stretch, first = stretch + 1, place
+        of[k] = stretch
+    if first + share > 1:  # the last stretch reaches around into the first
+        of = [0 if each == stretch else each for each in of]
     return of
 
 

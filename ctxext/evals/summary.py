@@ -140,7 +140,7 @@ class Summary:
         shared = set.intersection(*keys)
         records = [r for r in self.records if "score" not in r or r["key"] in shared]
         read = [v for v in variants if self.of(v, "perplexity")]
-        common = [n for n in self.read_lengths if set.intersection(*({*self._windows_of(v, n)} for v in read))]
+        common = [n for n in self.read_lengths if read and set.intersection(*({*self._windows_of(v, n)} for v in read))]
         longest = max(common, default=self.trained_length)
         return Summary(replace(self._results, records=records), variants, longest)
 

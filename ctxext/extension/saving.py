@@ -88,7 +88,7 @@ def _follow_up(model: PreTrainedModel, folder: Path) -> bool:
         (folder / name).unlink(missing_ok=True)
     is_adapter = bool(getattr(model, "_hf_peft_config_loaded", False))  # by `model.add_adapter`
     if is_adapter:
-        carry_extension(model, [folder])
+        carry_extension(model if ATTRIBUTE in model.__dict__ else None, [folder])
     return is_adapter
 
 

@@ -80,3 +80,40 @@ def test_linear_attention_that_is_given_the_tables_needs_no_rotation() -> None:
     with probing(model):
         found = readers(model, [model.model.rotary_emb])
     assert (found.reading, found.blind, found.astray) == (("model.layers.0.self_attn",), (), ())
+
+
+@pytest.mark.parametrize("projection", ["q_proj", "o_proj"])
+def test_zeros_for_weights_are_no_reason_to_refuse(projection: str) -> None:
+    """As before training; no output tells whether the tables are read, which an operation does."""
+    model = tiny_model("llama")
+    for layer in model.model.layers:
+        getattr(layer.self_attn, projection).weight.data.zero_()
+    assert "used by attention: yes" in repr(extend_context(model, factor=4).context_extension)
+
+
+def test_a_layer_that_hands_its_attention_other_tables_is_refused() -> None:
+    model: Any = tiny_model("llama")
+    own, layer = copy.deepcopy(model.model.rotary_emb), model.model.layers[1]
+    stock = layer.forward
+
+    def forward(hidden_states: Any, *args: Any, position_embeddings: Any = None, **kwargs: Any) -> Any:
+        tables = own(hidden_states, torch.arange(hidden_states.shape[1])[None])
+        return stock(hidden_states, *args, position_embeddings=tables, **kwargs)
+
+    layer.forward = forward
+    with pytest.raises(RuntimeError, match=r"model\.layers\.1 of LlamaForCausalLM do not use its rotary embedding"):
+        extend_context(model, factor=4)
+
+
+def test_a_subclass_that_rotates_by_itself_is_refused() -> None:
+    model: Any = tiny_model("llama")
+    own, attention = copy.deepcopy(model.model.rotary_emb), model.model.layers[1].self_attn
+
+    class Own(type(attention)):  # type: ignore[misc]
+        def forward(self, hidden_states: Any, position_embeddings: Any = None, **kwargs: Any) -> Any:
+            tables = own(hidden_states, torch.arange(hidden_states.shape[1])[None])
+            return super().forward(hidden_states, position_embeddings=tables, **kwargs)
+
+    attention.__class__ = Own
+    with pytest.raises(RuntimeError, match="do not use its rotary embedding"):
+        extend_context(model, factor=4)

@@ -474,3 +474,15 @@ def test_one_that_is_no_better_than_the_baseline_does_not_hide_one_that_is() -> 
     said = recommended(results_of(["none", "a", "b"], found, losses, not_portable="b"))
     assert said.variant == "b"
     assert "Tied with a: b is recommended because it measured better than the baseline." in said.text
+
+
+def test_a_loss_that_decides_is_said() -> None:
+    found = dict.fromkeys(["none", "a"], [1] * 8)
+    said = recommended(results_of(["none", "a"], found, {"none": flat(4.0), "a": flat(3.5)}))
+    assert said.variant == "a"
+    assert "Its loss is -0.500 nats per token against the baseline (p = 0.00098)." in said.text
+
+
+def test_perplexity_of_the_baseline_alone_decides_nothing() -> None:
+    made = results_of(["none", "a"], {"none": [0] * 8, "a": [1] * 8}, {"none": flat(4.0)})
+    assert recommended(made).variant == "a"

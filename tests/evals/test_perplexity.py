@@ -128,6 +128,13 @@ def test_windows_by_stretches_cover_where_windows_that_share_tokens_do_not(held:
     assert plain / 400 <= 0.86
 
 
+def test_a_stretch_joins_windows_that_overlap_and_parts_those_that_do_not() -> None:
+    assert [round(beginning(0, trial), 3) for trial in range(3)] == [0.844, 0.462, 0.08]
+    first, alone, around = stretches(range(3), 0, 30_000, 100_000)  # the first reaches around into the last
+    assert first == around != alone
+    assert stretches([], 0, 10, 100) == []
+
+
 def test_key_tokens_follow_longppls_rule() -> None:
     tokenizer = tokenizer_of_kind("bundled")
     haystack, bos = Haystack.from_text(TEXT, tokenizer), Prompter(tokenizer).special

@@ -156,7 +156,7 @@ def best_of(made: Race, results: Results) -> tuple[Summary, Recommendation, Save
     """As `ctxext compare --best` writes it."""
     summary = Summary(results)
     chosen = recommended(summary)
-    plan = made.target.plan(next(variant for variant in made.candidates if variant.name == chosen.variant))
+    plan = made.target.plan(next(variant for variant in made.candidates if variant.name == chosen.ranking[0]))
     return summary, chosen, saved_choice(summary, chosen.text, plan, made.fitted)
 
 
@@ -233,7 +233,7 @@ def test_a_model_that_finds_nothing_in_a_short_text_is_recommended_a_method_by_i
     assert "Not counted: passkey (0%)" in chosen.text
     assert "retrieval accuracy" not in chosen.text
     assert {figures["found"] for figures in saved.about["figures"].values()} == {None}
-    assert chosen.variant in list(summary_table(summary).columns[0].cells)
+    assert chosen.ranking[0] in list(summary_table(summary).columns[0].cells)
     saved.save(tmp_path / "extension.json")
 
 
@@ -306,7 +306,7 @@ def test_a_fit_that_fails_is_left_out_and_the_rest_recommended(
     text = read_prose(PERSUASION)[:60_000]
     made = race(small(bundled[1]), bundled[1], text, 2, tmp_path / "results.jsonl", minutes=0.3)
     _, chosen, _ = best_of(made, made.run())
-    assert (chosen.variant, made.no_fit, made.fitted) == ("yarn", "out of memory", None)
+    assert (chosen.ranking, made.no_fit, made.fitted) == (("yarn",), "out of memory", None)
 
 
 @pytest.mark.slow

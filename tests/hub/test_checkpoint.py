@@ -143,6 +143,15 @@ def test_a_reloaded_model_is_saved_as_it_was(source: Path, tmp_path: Path) -> No
     assert {**second, "dtype": None} == {**first, "dtype": None}
 
 
+def test_a_reloaded_model_saves_the_adapter_that_was_added_to_it(source: Path, tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    extend_folder(source, tmp_path / "extended", factor=4, method="yarn")
+    model = ctxext.load(tmp_path / "extended")
+    model.add_adapter(peft.LoraConfig(target_modules="all-linear", r=4))
+    model.save_pretrained(tmp_path / "adapter")
+    assert (tmp_path / "adapter/adapter_model.safetensors").is_file()
+
+
 def test_the_tokenizer_allows_the_new_length(source: Path, tmp_path: Path) -> None:
     extend_folder(source, tmp_path / "out", factor=4)
     assert json.loads((tmp_path / "out/tokenizer_config.json").read_text()) == {"model_max_length": 256, "kept": 1}
