@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
 from ctxext.cli import common
-from ctxext.models.metadata import Existing
+from ctxext.models.metadata import EXISTING
 
 
 def describe(
@@ -49,8 +49,8 @@ def describe(
         "original_max_position_embeddings": original_max_position_embeddings,
         "existing": existing,
     }
-    if existing not in get_args(Existing):
-        raise ValueError(f"--existing must be one of {', '.join(get_args(Existing))}, got {existing!r}.")
+    if not EXISTING.holds(existing):
+        raise ValueError(f"--existing must be {EXISTING.words}, got {existing!r}.")
     asked = {"factor": factor, "target_length": target_length, "method": method, **common.parse_options(option)}
     plan = planned or partial(plan_extension, config)
     try:

@@ -139,7 +139,7 @@ class Choice:
         tied: the others that are not significantly worse than any candidate.
         behind: those that are significantly worse than one of these or the baseline, each with the comparison that
             shows it, or None if its loss is not finite.
-        aside: the rest: those that `worse` is said of. All lists begin with the best point estimate.
+        aside: the rest, which measured worse than the baseline. All lists begin with the best point estimate.
         decided: why `variant` was chosen among the tied ones; "" without ties.
         gain: its retrieval accuracy against the baseline's; if that is not higher, its loss where that is lower.
         worse: why it is not recommended: its retrieval accuracy is worse than the baseline's, or its loss is and it
@@ -213,7 +213,8 @@ def choose(summary: Summary, candidates: Sequence[str], left: int = 0) -> Choice
 
     named, decided = front, list[str]()
     shares = {v: share.value for v in order if (share := found_share(summary, v))}
-    estimates = shares or {v: -summary_loss(summary, v) for v in order if _all_have_losses(summary, candidates)}
+    with_losses = _all_have_losses(summary, candidates)
+    estimates = shares or ({v: -summary_loss(summary, v) for v in order} if with_losses else {})
     measures = [name for name, known in ((ACCURACY, shares), (LOSS, summary.loss_length)) if known]
 
     def keep(those: Sequence[str], why: str) -> list[str]:
@@ -234,7 +235,7 @@ def choose(summary: Summary, candidates: Sequence[str], left: int = 0) -> Choice
     named = keep(tests.front(REGRESSION, named), f"its {REGRESSION} is lower")
     chosen, *rest = [v for v in order if v in named]
     if rest:
-        finds, loses = ([_measurement(summary, v, candidates)[k] for v in (chosen, rest[0])] for k in (1, 2))
+        finds, loses = ([_measurement(summary, v, with_losses)[k] for v in (chosen, rest[0])] for k in (1, 2))
         keep(
             [chosen],
             f"its measured {ACCURACY} is the highest"
@@ -262,13 +263,14 @@ def choose(summary: Summary, candidates: Sequence[str], left: int = 0) -> Choice
 
 def by_measurement(summary: Summary, candidates: Sequence[str]) -> list[str]:
     """The candidates ordered by point estimates, best first; equal ones by name, as the order of a run says nothing."""
-    return sorted(candidates, key=lambda v: (_measurement(summary, v, candidates), v))
+    with_losses = _all_have_losses(summary, candidates)
+    return sorted(candidates, key=lambda v: (_measurement(summary, v, with_losses), v))
 
 
-def _measurement(summary: Summary, variant: str, candidates: Sequence[str]) -> tuple[bool, float, float]:
-    """Smaller is better; losses count where all candidates have one."""
+def _measurement(summary: Summary, variant: str, with_losses: bool) -> tuple[bool, float, float]:
+    """Smaller is better; losses count `with_losses`, where all candidates have one."""
     share = found_share(summary, variant)
-    loss = summary_loss(summary, variant) if _all_have_losses(summary, candidates) else 0.0
+    loss = summary_loss(summary, variant) if with_losses else 0.0
     return _is_broken(summary, variant), -share.value if share else 0.0, loss
 
 
