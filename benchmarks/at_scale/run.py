@@ -22,6 +22,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from at_scale.cells import Budget, Store, run_part
+from at_scale.corners import Corners
 from at_scale.laws import Laws
 from at_scale.planning import Planning
 from at_scale.quality import Quality
@@ -32,7 +33,15 @@ from at_scale.wider import Double, Gemma, Octuple, Quadruple
 from ctxext.utils.machine import versions
 
 WIDER = {part.name: part for part in (Double, Quadruple, Gemma, Octuple)}
-PARTS = {"quality": Quality, "speed": Speed, "laws": Laws, "training": Training, "planning": Planning, **WIDER}
+PARTS = {
+    "quality": Quality,
+    "speed": Speed,
+    "laws": Laws,
+    "training": Training,
+    "planning": Planning,
+    **WIDER,
+    "corners": Corners,
+}
 
 
 def main() -> None:

@@ -1,0 +1,198 @@
+"""Part 6: where the ramp of rescale factors should begin and end, on models that differ in theta, length and training.
+
+Each model gets a grid of corners and attention factors in YaRN's form, which config.json can express, beside the named
+static methods; and a probe: within the trained length, the pairs of one octave of turns interpolated alone.
+Two rules are tested, each on a model that had no part in choosing it: the corners that are best on the other models,
+and corners where the probe's loss passes thresholds that are best on the other models.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import torch
+from at_scale.cells import Cell, Part
+from at_scale.corner_rules import Grid, Point, by_rule, label
+from at_scale.models import config_of, forward_cost, operations_a_second
+from fit import DEPTHS, halves, measure
+from report import SMOLLM2
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from ctxext import temporarily_extended
+from ctxext.assets import MODEL, PERSUASION
+from ctxext.encodings.rope import RopeGeometry, rotations
+from ctxext.evals.prompts import Prompter
+from ctxext.evals.targets import UNEXTENDED
+from ctxext.methods import ContextMethod, LongRoPE, YaRN, make_method
+
+NAMED = ("pi", "ntk", "ntk_by_parts", "yarn", "llama3", "abf", "resonance")
+SLOW, FAST, TEMPERATURES = (0.25, 0.5, 1.0, 2.0), (1.0, 2.0, 4.0, 8.0, 32.0), (0.0, 0.05, 0.1)
+GRID: tuple[Point, ...] = tuple(point for point in product(SLOW, FAST, TEMPERATURES) if point[0] < point[1])
+LARGE = {(0.25, 1.0), (0.5, 2.0), (0.5, 8.0), (1.0, 4.0), (1.0, 8.0), (1.0, 32.0), (2.0, 32.0)}
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model, and how much is measured on it.
+
+    Attributes:
+        trained: tokens; `factor` times as many are the target.
+        steps: of recipes/pretrain.py, for a model that is trained first; None if the model is there already.
+        options: of the same, beside theta, length and steps.
+        trials: texts that hide a passkey at each of `depths`: of the trained length, its doubles and the target.
+        windows, short_windows: of text, of the target and the trained length.
+    """
+
+    name: str
+    rope_theta: float = 1250.0
+    trained: int = 512
+    steps: int | None = None
+    options: tuple[str, ...] = ()
+    factor: int = 4
+    dim: int = 64
+    trials: int = 8
+    depths: tuple[float, ...] = DEPTHS
+    windows: int = 16
+    short_windows: int = 24
+    named: tuple[str, ...] = NAMED
+    grid: tuple[Point, ...] = GRID
+
+    @property
+    def folder(self) -> Path:
+        if self.steps is not None:
+            return Path("runs/corners") / self.name.replace(" ", "-")
+        return SMOLLM2 if self.name in str(SMOLLM2) else MODEL
+
+    def ready(self) -> dict[str, Any] | None:
+        """Train the model, unless it is there; its training record."""
+        if self.steps is None:
+            return None
+        record = self.folder / "training.json"
+        if not record.is_file():
+            recipe = Path(__file__).parents[2] / "recipes/pretrain.py"
+            given = {"--rope-theta": self.rope_theta, "--length": self.trained, "--steps": self.steps}
+            words = [str(word) for pair in {**given, "--output": self.folder}.items() for word in pair]
+            subprocess.run([sys.executable, str(recipe), *words, *self.options], check=True)
+        return json.loads(record.read_text())
+
+    def methods(self) -> dict[str, ContextMethod | None]:
+        named = {name: make_method(name, float(self.factor)) for name in self.named}
+        return {UNEXTENDED: None, **named, **{label(point): self.ramp(*point) for point in self.grid}}
+
+    def ramp(self, slow: float, fast: float, c: float) -> YaRN:
+        form = {"factor": float(self.factor), "truncate": False, "attention_factor": 1 + c * math.log(self.factor)}
+        return YaRN(beta_slow=slow, beta_fast=fast, **form)
+
+    def probes(self) -> dict[str, ContextMethod | None]:
+        """By log2 of turns: the pairs of that octave interpolated, and no others."""
+        octaves = rotations(RopeGeometry.plain(self.dim, self.rope_theta, self.trained)).log2().floor().int()
+        probes: dict[str, ContextMethod | None] = {UNEXTENDED: None}
+        for octave in octaves.unique().tolist():
+            factors = torch.where(octaves == octave, float(self.factor), 1.0)
+            probes[str(octave)] = LongRoPE(factor=self.factor, long_factor=(*factors.tolist(),), attention_factor=1.0)
+        return probes
+
+
+SMALL = {"trials": 2, "windows": 2, "short_windows": 2, "named": ("yarn",), "grid": GRID[:2]}
+UNTRAINED = ("--hidden-size", "64", "--vocab-size", "512", "--batch-tokens", "1024")
+TINY = (Subject("bundled", **SMALL), Subject("untrained", steps=2, options=UNTRAINED, dim=16, **SMALL))
+SUBJECTS = (
+    Subject("bundled"),
+    # A tenth of the steps at the full length, where the bundled model has 45%.
+    Subject("briefly at 512", steps=700, options=("--grow", "0.3", "0.9")),
+    Subject("theta 20,000", rope_theta=20000.0, steps=700),
+    Subject("1,024 tokens", trained=1024, steps=700),
+    Subject(
+        "SmolLM2-135M-Instruct", 100000.0, 8192, factor=2, trials=1, depths=(0.0, 0.5, 1.0), windows=1, short_windows=2,
+        named=("ntk_by_parts", "yarn", "llama3"), grid=tuple(p for p in GRID if p[:2] in LARGE and p[2] != 0.05),
+    ),
+)  # fmt: skip
+
+
+@lru_cache(maxsize=1)
+def opened(folder: Path) -> tuple[Any, Prompter]:
+    return AutoModelForCausalLM.from_pretrained(folder).eval(), Prompter(AutoTokenizer.from_pretrained(folder))
+
+
+@dataclass
+class Corners(Part):
+    """A cell is one method on one model, or one octave of a model's probe."""
+
+    name = "corners"
+    title = "corners of the ramp, by model"
+
+    @property
+    def subjects(self) -> Sequence[Subject]:
+        return TINY if self.tiny else SUBJECTS
+
+    def cells(self) -> Sequence[Cell]:
+        cells = []
+        for subject in self.subjects:
+            cost = partial(forward_cost, config_of(subject.folder != SMOLLM2))
+            target, trained = cost(subject.factor * subject.trained), cost(subject.trained)
+            near = {subject.trained: subject.trials}
+            far = near | {subject.trained * 2**k: subject.trials for k in range(1, subject.factor.bit_length())}
+            shared = (1 + len(subject.depths)) / 2  # passes for the prompts of one text, which begin alike
+            short = subject.short_windows * trained
+            if subject.steps is not None:
+                training = 3 * subject.steps * 8192 / subject.trained * trained
+                cells.append(Cell(f"{subject.name}: ready", training, subject.ready))
+            for octave, method in subject.probes().items():
+                passes = short + subject.trials * shared * trained
+                cells.append(
+                    Cell(f"{subject.name}: octave {octave}", passes, self._measured(subject, method, near, False))
+                )
+            for name, method in subject.methods().items():
+                passes = subject.windows * target + subject.trials * shared * (target + 2 * trained) + short
+                cells.append(Cell(f"{subject.name}: {name}", passes, self._measured(subject, method, far, True)))
+        return cells
+
+    def _measured(
+        self, subject: Subject, method: ContextMethod | None, trials: dict[int, int], read: bool
+    ) -> Callable[[], dict[str, Any]]:
+        def run() -> dict[str, Any]:
+            subject.ready()
+            model, prompter = opened(subject.folder)
+            # Of SmolLM2 the half that a fit learns from: its methods are compared on the other.
+            text = halves()[0] if subject.folder == SMOLLM2 else PERSUASION.read_text(encoding="utf-8")
+            windows = subject.windows if read else 0
+            with nullcontext() if method is None else temporarily_extended(model, method=method):
+                found = measure(
+                    model, prompter, text, trials, subject.trained, subject.depths, windows, subject.short_windows
+                )
+            keys: dict[str, list[list[float]]] = {}
+            for key in found["keys"]:
+                texts = keys.setdefault(str(key["length"]), [])
+                if key["trial"] == len(texts):
+                    texts.append([])
+                texts[-1].append(round(-key["logprob"], 6))
+            rounded = {kind: [round(loss, 6) for loss in found[kind]] for kind in ("long", "short")}
+            hits = {n: sum(key["hit"] for key in found["keys"] if key["length"] == int(n)) for n in keys}
+            return {"keys": keys, "hits": hits, "stretches": found["stretches"], **rounded}
+
+        return run
+
+    def speed(self) -> float:
+        return operations_a_second(opened(MODEL)[0], 2048)
+
+    def record(self, kept: dict[str, Any]) -> dict[str, Any]:
+        grids, training = {}, {}
+        for subject in self.subjects:
+            start = f"{subject.name}: "
+            found = {name.removeprefix(start): value for name, value in kept.items() if name.startswith(start)}
+            training[subject.name] = found.pop("ready", None)
+            probe = {name.removeprefix("octave "): found.pop(name) for name in [*found] if name.startswith("octave ")}
+            if len(found) == len(subject.methods()) and len(probe) == len(subject.probes()):
+                grids[subject.name] = Grid(found, subject.grid, probe)
+        models = {name: {"training": training[name], **grid.describe()} for name, grid in grids.items()}
+        return {"models": models, "rules": by_rule(grids)}
