@@ -31,7 +31,7 @@ from ctxext.export.rules import NotExportable, export_for
 from ctxext.models.context import read_context
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.append(str(ROOT / "tests"))
+sys.path.append(str(ROOT / "tests/support"))
 from families import FAMILIES, tiny_model  # noqa: E402
 
 OLDER = "4.57.6"
