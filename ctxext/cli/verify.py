@@ -49,19 +49,31 @@ def verify(
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Write the probe to this file, for other engines.")
     ] = None,
+    expect: Annotated[
+        str,
+        typer.Option(
+            metavar="VERDICT",
+            help="The verdict for which the exit code is 0: applied, ignored, applied-without-the-attention-factor, "
+            "applied-to-short-texts-only or no-match.",
+        ),
+    ] = "applied",
     as_json: Annotated[bool, typer.Option("--json", help="Print the answer as JSON.")] = False,
 ) -> None:
     """Check whether an engine applies the extension, on a short text and the end of a long one.
 
-    The exit code is 0 only if it does.
+    The exit code is 0 only if it does, or if --expect names another verdict and that is found.
     """
     from rich.console import Console
     from transformers.utils import logging
 
     from ctxext.export import verify as engines
-    from ctxext.export.probe import MODELS, WORDS
+    from ctxext.export.probe import MODELS, NONE, SHORT, WORDS
     from ctxext.extension.method_file import check_writable
+    from ctxext.utils.values import suggest
 
+    verdicts = {name.replace(" ", "-"): name for name in (*WORDS.values(), NONE, SHORT)}
+    if expect not in verdicts:
+        raise ValueError(f"unknown verdict --expect {expect}{suggest(expect, verdicts)}")
     if output is not None:
         if output.exists():
             raise FileExistsError(f"{output} exists already. Choose another name, or remove it first.")
@@ -78,6 +90,7 @@ def verify(
             "engine": answer.engine,
             "where": answer.where,
             "live": verdict.is_live,
+            "expected": verdicts[expect],
             **asdict(verdict),
             "noise_floor": read.noise_floor,
             "coarse_floor": read.coarse_floor,
@@ -89,7 +102,7 @@ def verify(
         print(json.dumps(told, indent=2, ensure_ascii=False))
     else:
         screen = Console()
-        color = "green" if verdict.is_live else "red"
+        color = "green" if verdict.name == verdicts[expect] else "red"
         screen.print(f"[bold {color}]{verdict.name.upper()}[/]  {read.summary}, in {answer.engine}", highlight=False)
         table = Table(box=None, padding=(0, 2, 0, 0))
         table.add_column(f"difference in log-probability over {len(read.input_ids)} tokens")
@@ -108,5 +121,5 @@ def verify(
             screen.print(f"note: {note}.", highlight=False, markup=False)
         if output is not None:
             screen.print(f"wrote {output}.", highlight=False, markup=False)
-    if not verdict.is_live:
+    if verdict.name != verdicts[expect]:
         raise typer.Exit(1)

@@ -25,7 +25,7 @@ class Endpoint:
 
     Args:
         url: with or without /v1, such as "http://localhost:8000".
-        model: None for the server's only model.
+        model: None for the server's only model. A name is trusted where the server does not list its models.
         api_key: None reads OPENAI_API_KEY. An empty key is not sent.
         timeout: seconds without data; without streaming, for a whole answer.
         retries: after status 429 or 5xx or a broken connection, at 1, 2, 4... seconds or Retry-After if that is longer.
@@ -132,10 +132,20 @@ class Endpoint:
 
     def _card(self, model: str | None) -> dict[str, Any]:
         """The entry of `model`, or of the only model, in /v1/models."""
-        listed = self.call("models").get("data")
+        try:
+            listed = self.call("models").get("data")
+        except (ValueError, RuntimeError):  # refused, or an error of the server
+            if model is None:
+                raise
+            listed = None
         cards = {card["id"]: card for card in listed or () if isinstance(card, dict) and "id" in card}
+        if not cards and model is not None:
+            return {"id": model}
         if not cards:
-            raise ValueError(f"{self.url}/v1/models lists no model. Is it an OpenAI-compatible server, and ready?")
+            raise ValueError(
+                f"{self.url}/v1/models lists no model. Is it an OpenAI-compatible server, and ready? If it does not "
+                "list its models, name one with --model."
+            )
         if model is None and len(cards) > 1:
             raise ValueError(f"{self.url} serves {len(cards)} models. Name one of them: {', '.join(cards)}.")
         if model is not None and model not in cards:

@@ -385,6 +385,21 @@ def test_the_model_is_the_one_that_is_served(live: LiveServer, samples: list[Sam
         ServedModel(live.url, style="base")
 
 
+@pytest.mark.parametrize("how", ["error", "missing", "none"])
+def test_a_named_model_is_trusted_where_the_server_lists_none(
+    live: LiveServer, samples: list[Sample], monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    """`transformers serve` answers /v1/models with 500, or with an empty list."""
+    answers = {"error": (500, {"error": "no cache folder"}), "missing": (404, {"error": "no /v1/models here"}),
+               "none": (200, {"data": []})}  # fmt: skip
+    monkeypatch.setattr(live, "listing", answers[how])
+    served = ServedModel(live.url, style="base", model="austen-4m", retries=0)
+    assert (served.name, served.max_length) == ("austen-4m", None)
+    assert served.answer(samples[0])
+    with pytest.raises((ValueError, RuntimeError)):
+        ServedModel(live.url, style="base", retries=0)
+
+
 def test_a_fingerprint_is_of_the_model_and_not_of_its_address(live: LiveServer) -> None:
     here = ServedModel(live.url, style="base")
     assert ServedModel(live.url, style="base").fingerprint == here.fingerprint

@@ -502,6 +502,18 @@ def test_the_command_succeeds_only_for_live(folders: dict[str, Path], tmp_path: 
     assert isinstance(again.exception, FileExistsError)
 
 
+def test_the_exit_code_is_that_of_the_expected_verdict(folders: dict[str, Path], probe_file: Path) -> None:
+    def code(folder: Path, *more: str) -> int:
+        return CliRunner().invoke(commands, ["verify", str(folder), "--probe", str(probe_file), *more]).exit_code
+
+    assert code(MODEL) == 1
+    assert code(MODEL, "--expect", "ignored") == 0
+    assert code(folders["extended"], "--expect", "ignored") == 1
+    assert code(folders["without_temperature"], "--expect", "applied-without-the-attention-factor") == 0
+    unknown = CliRunner().invoke(commands, ["verify", str(MODEL), "--expect", "ignore"])
+    assert "unknown verdict --expect ignore; did you mean 'ignored'?" in str(unknown.exception)
+
+
 def test_another_model_s_probe_is_refused_by_llama_cpp_too(
     probe: Probe, folders: dict[str, Path], tmp_path: Path
 ) -> None:

@@ -54,6 +54,7 @@ class LiveServer:
     Attributes:
         port: 0 takes a free one.
         names: of the models in /v1/models, which are all the same.
+        listing: status and JSON of /v1/models instead of these.
         extra_token: put a token in front of each prompt, as another tokenizer would.
         chat_template: None: /v1/chat/completions is refused.
         thought: put in front of each chat answer; with `reasoning_field`, delivered in that field of the message.
@@ -67,6 +68,7 @@ class LiveServer:
 
     port: int = 0
     names: tuple[str, ...] = ("austen-4m",)
+    listing: tuple[int, dict[str, Any]] | None = None
     api_key: str | None = None
     max_length: int = 512
     extra_token: bool = False
@@ -223,7 +225,7 @@ class _Handler(BaseHTTPRequestHandler):
         if not self.allowed():
             self.reply(*_error(401, "invalid key"))
         elif self.path == "/v1/models":
-            self.reply(200, self.live.cards())
+            self.reply(*(self.live.listing or (200, self.live.cards())))
         else:
             self.reply(*_error(404, f"no {self.path} here"))
 
