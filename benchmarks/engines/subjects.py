@@ -1,0 +1,121 @@
+"""What is served: the bundled model, and small random ones of other families with the same tokenizer; as they are, and
+extended by each method, with what transformers makes of them."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from ctxext.assets import MODEL, PERSUASION
+from ctxext.export.probe import Probe, logprobs_of, make_probe, read_probe
+from ctxext.export.rules import EngineExport, export_for
+from ctxext.extension.request import plan_extension
+from ctxext.hub.checkpoint import extend_folder, read_config
+from ctxext.methods import LongRoPE, RopeScaling, list_methods
+from ctxext.models.context import read_context
+
+RUNS = Path("runs/engines")
+FACTOR, TRAINED = 4, 512
+TARGET = FACTOR * TRAINED
+FOLDER, OVERRIDES = "extended folder", "unextended folder and overrides"
+
+COMMON: dict[str, Any] = dict(
+    vocab_size=4096, hidden_size=256, intermediate_size=384, num_hidden_layers=2, num_attention_heads=4,
+    num_key_value_heads=2, head_dim=64, max_position_embeddings=TRAINED, initializer_range=0.1, bos_token_id=0,
+    eos_token_id=1, pad_token_id=1,
+)  # fmt: skip
+FAMILIES: dict[str, dict[str, Any]] = {
+    "mistral": {"sliding_window": None},
+    "qwen2": {},
+    "qwen3": {},
+    "phi3": {"original_max_position_embeddings": TRAINED, "sliding_window": None},
+    "gemma3_text": {"sliding_window": 256, "layer_types": ["sliding_attention", "full_attention"]},
+    "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 128,
+                "rope_parameters": {"rope_type": "default", "rope_theta": 150000.0}},
+    "deepseek_v3": {"q_lora_rank": 64, "kv_lora_rank": 64, "qk_nope_head_dim": 64, "qk_rope_head_dim": 64,
+                    "v_head_dim": 64, "head_dim": None, "num_key_value_heads": 4, "first_k_dense_replace": 2,
+                    "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1,
+                    "moe_intermediate_size": 64},
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model at ×4 of 512 tokens."""
+
+    name: str
+
+    @cached_property
+    def base(self) -> Path:
+        """The unextended checkpoint."""
+        if self.name == "bundled":
+            return MODEL
+        folder = RUNS / self.name / "base"
+        if not (folder / "model.safetensors").is_file():
+            torch.manual_seed(0)
+            values = {name: value for name, value in {**COMMON, **FAMILIES[self.name]}.items()
+                      if value is not None or name == "sliding_window"}  # fmt: skip
+            model = AutoModelForCausalLM.from_config(AutoConfig.for_model(self.name, **values), dtype=torch.float32)
+            model.save_pretrained(folder)
+            AutoTokenizer.from_pretrained(MODEL).save_pretrained(folder)
+        return folder
+
+    @cached_property
+    def methods(self) -> dict[str, RopeScaling]:
+        """Every static method, and one that no formula gives."""
+        rope = read_context(read_config(self.base)).rope
+        made = [method.example(rope, FACTOR) for method in list_methods("rope")]
+        static = {each.name: each for each in made if isinstance(each, RopeScaling) and not each.in_attention}
+        wave = torch.linspace(0, 9, rope.dim // 2).sin() + torch.linspace(1, 3, rope.dim // 2)
+        wavy = LongRoPE(factor=FACTOR, attention_factor=1.07, long_factor=tuple(wave.clamp(min=0.9).tolist()))
+        return {**static, "longrope": wavy}
+
+    def extended(self, method: str) -> Path:
+        """The extended checkpoint."""
+        folder = RUNS / self.name / method
+        if not folder.is_dir():
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            extend_folder(self.base, folder, method=self.methods[method], say=lambda line: None)
+        return folder
+
+    def export(self, engine: str, method: str, form: str) -> EngineExport:
+        """Raises NotExportable."""
+        config = read_config(self.base)
+        if form == FOLDER:
+            folder = self.extended(method)
+            source = json.loads((folder / "config.json").read_text())
+            return export_for(engine, read_config(folder), model=str(folder), source=source)
+        plan = plan_extension(config, method=self.methods[method])
+        source = json.loads((self.base / "config.json").read_text())
+        return export_for(engine, config, plan, model=str(self.base), source=source)
+
+    # --------------------------------------------------------------------------------- by transformers
+
+    def text(self) -> list[int]:
+        """One token fewer than the target, to leave room for one that is generated."""
+        tokenizer = AutoTokenizer.from_pretrained(MODEL)
+        return list(tokenizer(PERSUASION.read_text(encoding="utf-8")[5000:16000]).input_ids[: TARGET - 1])
+
+    def reference(self, method: str | None) -> list[float]:
+        """log p of each token of `text` but the first, by plain transformers in float32; None: unextended."""
+        path = RUNS / self.name / f"{method or 'unextended'}.json"
+        if not path.is_file():
+            model = AutoModelForCausalLM.from_pretrained(
+                self.base if method is None else self.extended(method), dtype=torch.float32
+            )
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(json.dumps(logprobs_of(model.eval(), self.text()).tolist()))
+        return json.loads(path.read_text())
+
+    def probe(self, method: str) -> Probe:
+        path = RUNS / self.name / f"{method}.verify.json"
+        if not path.is_file():
+            model = AutoModelForCausalLM.from_pretrained(self.extended(method), dtype=torch.float32)
+            make_probe(model.eval(), AutoTokenizer.from_pretrained(MODEL)).save(path)
+        return read_probe(path)

@@ -1,0 +1,53 @@
+"""Runs in vLLM's own environment: what its server would do with a command line, without HTTP.
+
+Reads one JSON object a line, `{"arguments": [...], "prompts": [[ids], ...]}`; parses the arguments of `vllm serve` with
+vLLM's own parser, starts the engine, and writes a line with the log-probabilities of each prompt's tokens but the
+first (`{"logprobs": [[...], ...]}`, null where one is not finite), or with `{"error": "..."}`.
+"""
+
+import gc
+import json
+import math
+import os
+import sys
+
+os.environ |= {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "ERROR",
+    "HF_HUB_OFFLINE": "1",
+}  # fmt: skip
+answers = os.fdopen(os.dup(1), "w")
+os.dup2(2, 1)  # the engine prints
+
+from vllm import LLM, SamplingParams  # noqa: E402
+from vllm.engine.arg_utils import EngineArgs  # noqa: E402
+from vllm.entrypoints.launchers.cli_args import make_arg_parser  # noqa: E402
+from vllm.utils.argparse_utils import FlexibleArgumentParser  # noqa: E402
+
+
+def measured(arguments, prompts, environment=()):
+    os.environ.pop("VLLM_ALLOW_LONG_MAX_MODEL_LEN", None)
+    os.environ.update(environment)
+    parsed = make_arg_parser(FlexibleArgumentParser()).parse_args(arguments)
+    if parsed.model_tag is not None:
+        parsed.model = parsed.model_tag
+    engine = LLM.from_engine_args(EngineArgs.from_cli_args(parsed))
+    try:
+        wanted = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=0)
+        found = engine.generate([{"prompt_token_ids": ids} for ids in prompts], wanted, use_tqdm=False)
+        values = [
+            [entry[token].logprob for entry, token in zip(one.prompt_logprobs[1:], ids[1:])]
+            for one, ids in zip(found, prompts)
+        ]
+        return [[value if math.isfinite(value) else None for value in each] for each in values]
+    finally:
+        engine.llm_engine.engine_core.shutdown()
+        del engine
+        gc.collect()
+
+
+for line in sys.stdin:
+    try:
+        answer = {"logprobs": measured(**json.loads(line))}
+    except (Exception, SystemExit) as error:
+        answer = {"error": f"{type(error).__name__}: {error}"[:2000]}
+    print(json.dumps(answer), file=answers, flush=True)

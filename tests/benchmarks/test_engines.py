@@ -1,0 +1,110 @@
+"""Engines against transformers: what is right is exact, and what is wrong is said."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from engines import run, subjects
+from engines.conformance import Conformance, EngineError, InLlamaCpp, InMLX, InVLLM
+from engines.subjects import FOLDER, OVERRIDES, Subject
+from transformers import AutoModelForCausalLM
+
+from ctxext import extend_context
+from ctxext.export.probe import logprobs_of
+
+
+@pytest.fixture
+def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(subjects, "RUNS", tmp_path)
+    return tmp_path
+
+
+class Pretended(Conformance):
+    """transformers in the place of an engine, extended as the request says."""
+
+    name = "pretended"
+    title = "transformers"
+
+    def ready(self) -> dict[str, Any]:
+        return {}
+
+    def served(self, subject: Subject, method: str, form: str) -> tuple[dict[str, Any], tuple[str, ...]]:
+        return {"base": str(subject.base), "method": method, "factor": 4.0}, ("serve",)
+
+    def ask(self, request: dict[str, Any], prompts: Sequence[Sequence[int]]) -> list[torch.Tensor]:
+        model = AutoModelForCausalLM.from_pretrained(request["base"], dtype=torch.float32).eval()
+        if request["factor"] > 1:
+            extend_context(model, request["factor"], request["method"])
+        return [logprobs_of(model, ids) for ids in prompts]
+
+
+@pytest.mark.slow
+def test_what_is_served_as_meant_is_exact_and_what_is_not_is_named(runs: Path) -> None:
+    part = Pretended(runs)
+    found = part.compared(Subject("bundled"), "yarn", FOLDER)
+    assert found["exact"]
+    assert found["verdict"] == "applied"
+    assert found["mean"] < 1e-6 < found["effect"]
+    request = part.served(Subject("bundled"), "yarn", FOLDER)[0]
+    for factor, verdict in ((1.0, "ignored"), (8.0, "no match")):
+        wrong = part.judged(Subject("bundled"), "yarn", {**request, "factor": factor})
+        assert wrong["verdict"] == verdict
+        assert wrong["mean"] > 0.01
+        assert part.mistaken("yarn", {**request, "factor": factor}, (verdict,))["right"]
+        assert not part.mistaken("yarn", {**request, "factor": factor}, ("applied",))["right"]
+
+
+def test_an_engine_that_does_not_start_is_neither_exact_nor_refused(
+    runs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: Any) -> Any:
+        raise EngineError("no kernel")
+
+    monkeypatch.setattr(Pretended, "judged", broken)
+    part = Pretended(runs)
+    found = part.compared(Subject("bundled"), "yarn", FOLDER)
+    assert found["error"] == "no kernel"
+    kept = {"environment": {}, "one": found, "two": {"refused": "because"}, "three": {"exact": True}}
+    record = part.record(kept)
+    assert (record["neither"], record["exact"], record["refused by export"]) == (["one"], 1, 1)
+    assert part.mistaken("yarn", {}, ("does not start",))["right"]
+
+
+@pytest.mark.parametrize("engine", [InVLLM, InMLX, InLlamaCpp])
+def test_every_method_has_a_cell_in_every_form(engine: type[Conformance], runs: Path) -> None:
+    part = engine(runs)
+    names = [cell.name for cell in part.cells()]
+    assert len(names) == len(set(names))
+    for subject in part.subjects:
+        for method in subject.methods:
+            assert {f"{subject.name} {method} {form}" for form in part.forms} <= set(names)
+
+
+def test_the_mistakes_of_vllm_are_mistakes(runs: Path) -> None:
+    """None of their overrides is the one that export prints."""
+    part = InVLLM(runs)
+    mistakes = [cell for cell in part.negatives()]
+    right = json.dumps(Subject("bundled").export("vllm", "yarn", OVERRIDES).config["rope_parameters"])
+    assert len(mistakes) >= 14
+    for cell in mistakes:
+        (_, request, expected) = cell.run.args
+        assert expected
+        assert right not in request["arguments"][4] or "text_config" in request["arguments"][4]
+
+
+@pytest.mark.slow
+def test_llama_cpp_is_exact_in_both_forms(
+    runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("engines.conformance.RUNS", tmp_path)
+    monkeypatch.setattr(sys, "argv", ["run.py", "--tiny", "--only", "llama.cpp", "--output", str(tmp_path)])
+    with pytest.raises(SystemExit) as ended:
+        run.main()
+    assert ended.value.code == 0
+    assert "4 exact, 0 refused by export, 0 neither" in capsys.readouterr().out
