@@ -1,0 +1,82 @@
+"""Write the conformance vectors of this folder: `python conformance/generate.py`. docs/conformance.md describes them.
+
+Every number of the RoPE files is computed in 50 digits and rounded once, so the files are the same on every machine.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from cases import FILES, SOURCES, Case
+from mpmath import mpf
+from reference import Rope, plain, rope
+
+HERE = Path(__file__).parent
+# Raise the first number if a value or a field changes its meaning, the second if cases are added.
+HEADER = {"version": "1.0", "license": "Apache-2.0", "description": "docs/conformance.md of ctxext"}
+
+
+def vector(case: Case) -> dict[str, Any]:
+    """A case as it is written."""
+    exact = rope(case.config, case.length)
+    pairs = len(exact.inv_freq)
+    unscaled = plain(case.geometry.head_dim if case.method == "proportional" else 2 * pairs, mpf(case.geometry.theta))
+    trained = case.geometry.trained
+    positions = sorted({at for at in (0, 1, 7, trained - 1, trained, case.length - 1) if at < case.length})
+    shown = sorted({0, 1, pairs // 4, pairs // 2, pairs - 1})
+    cos, sin = exact.cos_sin(positions, shown)
+    return {
+        "name": case.name,
+        "source": SOURCES[case.method],
+        "note": case.note,
+        "config": case.config,
+        "length": case.length,
+        "original_theta": case.geometry.theta,
+        "attention_factor": float(exact.attention_factor),
+        "rescale_factors": [float(was / now) if now else None for was, now in zip(unscaled, exact.inv_freq)],
+        "inv_freq": [float(each) for each in exact.inv_freq],
+        "positions": positions,
+        "pairs": shown,
+        "cos": [[float(each) for each in row] for row in cos],
+        "sin": [[float(each) for each in row] for row in sin],
+        "known_wrong": {
+            words: {"seen_in": seen_in, **differing(rope(config, case.length), exact)}
+            for words, (seen_in, config) in case.misread.items()
+        },
+    }
+
+
+def differing(misread: Rope, exact: Rope) -> dict[str, Any]:
+    """The numbers of a wrong reading that are wrong."""
+    numbers: dict[str, Any] = {}
+    if misread.attention_factor != exact.attention_factor:
+        numbers["attention_factor"] = float(misread.attention_factor)
+    if misread.inv_freq != exact.inv_freq:
+        numbers["inv_freq"] = [float(each) for each in misread.inv_freq]
+    return numbers
+
+
+def rope_file(name: str) -> dict[str, Any]:
+    return {**HEADER, "cases": [vector(case) for case in FILES[name]]}
+
+
+def as_text(content: dict[str, Any]) -> str:
+    """JSON with a line for each field of each case."""
+
+    def lines(fields: dict[str, Any], indent: str) -> str:
+        return ",\n".join(f"{indent}{json.dumps(key)}: {json.dumps(value)}" for key, value in fields.items())
+
+    cases = ",\n".join(f"  {{\n{lines(case, '   ')}\n  }}" for case in content["cases"])
+    header = {key: value for key, value in content.items() if key != "cases"}
+    return f'{{\n{lines(header, " ")},\n "cases": [\n{cases}\n ]\n}}\n'
+
+
+def main() -> None:
+    for name in FILES:
+        (HERE / name).write_text(as_text(rope_file(name)), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,191 @@
+"""The conformance vectors: three implementations agree with them, and the checker rejects every known wrong reading."""
+
+from __future__ import annotations
+
+import copy
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import check
+import generate
+import pytest
+import torch
+from cases import FILES, GRID, SOURCES
+from reference import parameters_of, ramp_ends
+from transformers import AutoConfig
+from transformers.models.glm.modeling_glm import GlmRotaryEmbedding
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+from transformers.models.phi.modeling_phi import PhiRotaryEmbedding
+from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding
+
+from ctxext.encodings.rope import RopeGeometry, cos_sin
+from ctxext.methods import geometry_in_use, make_method
+from ctxext.models.context import read_context
+
+CASES = [pytest.param(case, id=case["name"]) for case in check.cases()]
+Values = tuple[list[float], float]
+
+
+def read_by_transformers(config: dict[str, Any]) -> Any:
+    return AutoConfig.for_model(**copy.deepcopy(config))
+
+
+# --------------------------------------------------------------------------------- three implementations
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_the_files_are_what_the_generator_writes(name: str) -> None:
+    assert (check.HERE / name).read_text(encoding="utf-8") == generate.as_text(generate.rope_file(name))
+
+
+# transformers moves the field beside rope_parameters into them only when it computes frequencies.
+LATE = pytest.mark.xfail(reason="read_context reads the one in rope_parameters", strict=True)
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(*case.values, id=case.id, marks=[LATE] * (case.id == "original-twice")) for case in CASES]
+)
+def test_ctxext_reads_every_config_as_the_vectors_do(case: dict[str, Any]) -> None:
+    (table,) = read_context(read_by_transformers(case["config"])).tables
+    trained = table.parameters.get("original_max_position_embeddings", table.limit)
+    short = case["length"] <= trained
+    found = geometry_in_use(table.of_turning_pairs, table.rotary_dim, table.limit, within=short)
+    inv_freq = torch.cat([found.inv_freq, torch.zeros(table.n_zero, dtype=torch.float64)])
+    exact = torch.tensor(case["inv_freq"], dtype=torch.float64)
+    torch.testing.assert_close(inv_freq, exact, rtol=1e-13, atol=0)
+    assert found.attention_factor == pytest.approx(case["attention_factor"], rel=1e-14)
+    tables = cos_sin(torch.tensor(case["positions"]), inv_freq, found.attention_factor)
+    for values, key in zip(tables, ("cos", "sin")):
+        exact = torch.tensor(case[key], dtype=torch.float64)
+        torch.testing.assert_close(values[:, case["pairs"]], exact, rtol=0, atol=1e-9)  # a million times float64's
+
+
+@pytest.mark.parametrize("name", ["linear", "ntk", "abf", "yarn", "llama3"])
+def test_ctxext_writes_the_configs_and_rescale_factors_of_the_grid(name: str) -> None:
+    found = [case for case in check.cases() if case["name"].startswith(f"{name}-d")]
+    for (row, factor), case in zip(GRID, found, strict=True):
+        method, plain = make_method(name, factor), RopeGeometry.plain(row.head_dim, row.theta, row.trained)
+        written = method.rope_parameters(plain)
+        assert written.pop("rope_theta") == pytest.approx(case["config"]["rope_parameters"]["rope_theta"], rel=1e-14)
+        defaults = {"beta_fast": 32.0, "beta_slow": 1.0} if name == "yarn" else {}
+        assert written == {k: v for k, v in case["config"]["rope_parameters"].items() if k != "rope_theta"} | defaults
+        exact = torch.tensor(case["rescale_factors"], dtype=torch.float64)
+        torch.testing.assert_close(method.rescale_factors(plain), exact, rtol=1e-13, atol=0)
+
+
+ROTARY = {
+    "llama": LlamaRotaryEmbedding,
+    "glm": GlmRotaryEmbedding,
+    "phi": PhiRotaryEmbedding,
+    "phi3": Phi3RotaryEmbedding,
+}
+
+
+def in_transformers(config: dict[str, Any], length: int, positions: list[int]) -> tuple[Any, Any, Any]:
+    """transformers' rotary module, and its cos and sin at `positions` of a sequence of `length` tokens."""
+    rotary = ROTARY[config["model_type"]](read_by_transformers(config))
+    cos, sin = rotary(torch.zeros(1), torch.tensor([[*positions, length - 1]]))
+    pairs = len(rotary.inv_freq)
+    return rotary, cos[0, :-1, :pairs].tolist(), sin[0, :-1, :pairs].tolist()
+
+
+def transformers_rope(config: dict[str, Any], length: int) -> Values:
+    rotary, *_ = in_transformers(config, length, [])
+    return rotary.inv_freq.tolist(), rotary.attention_scaling
+
+
+def test_transformers_passes_with_half_of_the_tolerance(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(check, "RTOL", check.RTOL / 2)
+    assert check.check_rope(transformers_rope) == 0
+    assert check.check_cos_sin(lambda *asked: in_transformers(*asked)[1:]) == 0
+    assert capsys.readouterr().out == 2 * f"{len(CASES)} cases checked, 0 not supported\n"
+
+
+# ------------------------------------------------------------------------------------------ the checker
+
+
+@pytest.fixture
+def printed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """What the checker prints of an engine that has these numbers for one case; "" if it passes."""
+
+    def run(case: dict[str, Any], inv_freq: list[float], attention_factor: float) -> str:
+        monkeypatch.setattr(check, "cases", lambda: iter([case]))
+        failures = check.check_rope(lambda config, length: (inv_freq, attention_factor))
+        line = capsys.readouterr().out.removesuffix("1 cases checked, 0 not supported\n")
+        assert failures == bool(line)
+        return line
+
+    return run
+
+
+def misreadings() -> Iterator[Any]:
+    for case in check.cases():
+        for words in case["known_wrong"]:
+            yield pytest.param(case, words, id=f"{case['name']}: {words}")
+
+
+@pytest.mark.parametrize(("case", "words"), misreadings())
+def test_every_known_wrong_reading_is_rejected_by_its_name(
+    case: dict[str, Any], words: str, printed: Callable[..., str]
+) -> None:
+    wrong = {**case, **case["known_wrong"][words]}
+    line = printed(case, wrong["inv_freq"], wrong["attention_factor"])
+    assert line == f"{case['name']}: as if {words} ({case['note']})\n"
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_number_that_no_float32_explains_is_rejected(case: dict[str, Any], printed: Callable[..., str]) -> None:
+    inv_freq, attention_factor = case["inv_freq"], case["attention_factor"]
+    assert not printed(case, inv_freq, attention_factor)
+    assert not printed(case, [each * (1 + 1e-6) for each in inv_freq], attention_factor)
+    for wrong in (attention_factor * (1 + 3e-6), attention_factor * (1 - 3e-6), float("nan")):
+        assert printed(case, inv_freq, wrong)
+    for pair, exact in enumerate(inv_freq):
+        off = [*inv_freq[:pair], exact * (1 + 3e-6) + 1e-12, *inv_freq[pair + 1 :]]
+        assert printed(case, off, attention_factor)
+    assert printed(case, inv_freq[:-1], attention_factor)
+    assert printed(case, inv_freq[::-1], attention_factor)
+
+
+def test_a_table_that_ends_at_the_trained_length_is_rejected(capsys: pytest.CaptureFixture[str]) -> None:
+    def clamped(config: dict[str, Any], length: int, positions: list[int]) -> Any:
+        return in_transformers(config, length, [min(at, 2047) for at in positions])[1:]
+
+    assert check.check_cos_sin(clamped) > 0
+    names = {line.partition(":")[0] for line in capsys.readouterr().out.splitlines()[:-1]}
+    assert names == {case.values[0]["name"] for case in CASES if case.values[0]["length"] > 2048}
+
+
+def test_no_case_is_decided_by_rounding() -> None:
+    """YaRN rounds its ramp's ends to whole pairs, and float32 may do so another way where they are nearly whole."""
+    ends = []
+    for case in check.cases():
+        parameters = parameters_of(case["config"])
+        if parameters.get("rope_type") == "yarn" or parameters.get("type") == "yarn":
+            ends += ramp_ends(parameters, 2 * len(case["inv_freq"]), parameters["rope_theta"])
+    assert len(ends) > 80
+    assert min(abs(each - round(each)) for each in ends) > 1e-3
+
+
+def test_every_case_has_a_name_of_its_own_and_a_source() -> None:
+    found = [case.values[0] for case in CASES]
+    assert [f"{name}.json" for name in check.FILES] == list(FILES)
+    assert len({case["name"] for case in found}) == len(found) > 130
+    assert {case["source"] for case in found} <= set(SOURCES.values())
+    assert sum(path.stat().st_size for path in check.HERE.glob("*.json")) < 1e6
+
+
+def test_the_example_passes_without_torch_and_numpy() -> None:
+    command = [sys.executable, "-S", check.HERE / "example.py"]  # -S: without site-packages
+    run = subprocess.run(command, capture_output=True, text=True, check=True)
+    passed = [case for case in check.cases() if _kind(case["config"]) in ("default", "yarn")]
+    assert run.stdout == f"{len(passed)} cases checked, {len(CASES) - len(passed)} not supported\n"
+
+
+def _kind(config: dict[str, Any]) -> str:
+    given = config.get("rope_scaling") or config["rope_parameters"]
+    return given.get("rope_type") or given["type"]
