@@ -320,3 +320,17 @@ FILES = {
     "partial.json": [*partial_cases()],
     "reading.json": [*reading_cases()],
 }
+
+# The bundled model, ctxext/assets/austen-4m, and its `rope_parameters` by method.
+AUSTEN = Geometry(64, 1250.0, 512)
+BUNDLED = {
+    "baseline": default(AUSTEN),
+    "linear": linear(AUSTEN),
+    "ntk": ntk(AUSTEN),
+    "abf": abf(AUSTEN),
+    "yarn": yarn(AUSTEN),
+    "yarn-truncate-false": yarn(AUSTEN, truncate=False),
+    "yarn-attention-factor-1": yarn(AUSTEN, attention_factor=1.0),
+    "llama3": llama3(AUSTEN),
+    "longrope": longrope(AUSTEN),
+}

@@ -73,3 +73,15 @@ def check_cos_sin(cos_sin: Callable[[Case, int, list[int]], tuple[Any, Any]]) ->
             failures += 1
             print(f"{case['name']}: {len(wrong)} wrong; {wrong[0]}")
     return failures
+
+
+def check_logprobs(logprobs: Callable[[Case, list[int]], Sequence[float]], atol: float = 1e-3) -> int:
+    """Check logprobs(config fields, token_ids), log p(token_ids[k] | token_ids[:k]) in nats for k = 1, 2, ..."""
+    content, failures = json.loads((HERE / "logprobs.json").read_text(encoding="utf-8")), 0
+    for case, found in answered(content["cases"], lambda case: logprobs(case["config"], content["token_ids"])):
+        exact = dict(zip(content["positions"], case["logprobs"]))
+        wrong = [at for at, value in exact.items() if not abs(found[at - 1] - value) <= atol]  # NaN is wrong
+        if wrong:
+            failures += 1
+            print(f"{case['name']}: {len(wrong)} of {len(exact)} positions, from {wrong[0]} to {wrong[-1]}")
+    return failures

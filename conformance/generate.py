@@ -9,9 +9,12 @@ import json
 from pathlib import Path
 from typing import Any
 
-from cases import FILES, SOURCES, Case
+from cases import AUSTEN, BUNDLED, FILES, SOURCES, Case, Config
 from mpmath import mpf
-from reference import Rope, plain, rope
+from reference import Rope, logprobs, plain, rope, sha256
+from transformers import AutoTokenizer
+
+from ctxext.assets import MODEL, PERSUASION
 
 HERE = Path(__file__).parent
 # Raise the first number if a value or a field changes its meaning, the second if cases are added.
@@ -58,6 +61,45 @@ def differing(misread: Rope, exact: Rope) -> dict[str, Any]:
     return numbers
 
 
+# --------------------------------------------------------------------------------- log-probabilities
+
+LENGTH = 4 * AUSTEN.trained
+# Dense at the start, around the trained length and at the end.
+POSITIONS = sorted({*range(1, 9), *range(32, LENGTH, 48), *range(508, 517), *range(LENGTH - 5, LENGTH)})
+
+
+def probe_ids() -> list[int]:
+    """The first tokens of the held-out novel's text, with the BOS."""
+    text = PERSUASION.read_text(encoding="utf-8")[3000:15000]
+    return AutoTokenizer.from_pretrained(MODEL)(text).input_ids[:LENGTH]
+
+
+def logprobs_of(name: str, token_ids: list[int]) -> list[float]:
+    """In nats, at POSITIONS, rounded to what float64 gives on every machine."""
+    config = json.loads((MODEL / "config.json").read_text()) | extended(name)
+    found = logprobs(MODEL / "model.safetensors", config, rope(config, LENGTH), token_ids)
+    return [round(float(found[at - 1]), 10) for at in POSITIONS]
+
+
+def extended(name: str) -> Config:
+    """The fields that a method replaces in the model's config.json."""
+    return {"max_position_embeddings": LENGTH, "rope_parameters": BUNDLED[name]}
+
+
+def logprob_file() -> dict[str, Any]:
+    token_ids = probe_ids()
+    return {
+        **HEADER,
+        "model": "ctxext/assets/austen-4m",
+        "sha256": sha256(MODEL / "model.safetensors"),
+        "token_ids": token_ids,
+        "positions": POSITIONS,
+        "cases": [
+            {"name": name, "config": extended(name), "logprobs": logprobs_of(name, token_ids)} for name in BUNDLED
+        ],
+    }
+
+
 def rope_file(name: str) -> dict[str, Any]:
     return {**HEADER, "cases": [vector(case) for case in FILES[name]]}
 
@@ -76,6 +118,7 @@ def as_text(content: dict[str, Any]) -> str:
 def main() -> None:
     for name in FILES:
         (HERE / name).write_text(as_text(rope_file(name)), encoding="utf-8")
+    (HERE / "logprobs.json").write_text(as_text(logprob_file()), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What a config means, exactly: RoPE in 50 digits.
+"""What a config means, exactly: RoPE in 50 digits, and the bundled model's log-probabilities in float64.
 
 Plain formulas that share no code with ctxext or transformers. `generate.py` writes them into the files of this folder;
 the tests compare both libraries with those.
@@ -6,10 +6,15 @@ the tests compare both libraries with those.
 
 from __future__ import annotations
 
+import hashlib
+from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from cases import Config
 from mpmath import ceil, cos, floor, log, mp, mpf, pi, sin, sqrt
+from safetensors.torch import load_file
+from torch import Tensor
 
 mp.dps = 50
 
@@ -128,3 +133,48 @@ def longrope(parameters: dict[str, Any], inv_freq: list[mpf], factor: mpf, lengt
     if attention_factor is None:
         attention_factor = sqrt(1 + log(factor) / log(original)) if factor > 1 else 1
     return Rope([each / mpf(by) for each, by in zip(inv_freq, factors)], mpf(attention_factor))
+
+
+# ------------------------------------------------------------------------------- log-probabilities
+
+
+def sha256(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+@torch.inference_mode()
+def logprobs(weights: Path, config: Config, turned: Rope, token_ids: list[int]) -> Tensor:
+    """log p(token_ids[k] | token_ids[:k]) in nats for k >= 1, of a LLaMA with tied embeddings, all in float64."""
+    weight = {name: value.double() for name, value in load_file(weights).items()}
+    heads, layers, eps = config["num_attention_heads"], config["num_hidden_layers"], config["rms_norm_eps"]
+    inv_freq = torch.tensor([float(each) for each in turned.inv_freq], dtype=torch.float64)
+    angles = torch.arange(len(token_ids))[:, None] * inv_freq
+    cosines, sines = (table * float(turned.attention_factor) for table in (angles.cos(), angles.sin()))
+
+    def norm(x: Tensor, name: str) -> Tensor:
+        return x * (x.square().mean(-1, keepdim=True) + eps).rsqrt() * weight[f"{name}.weight"]
+
+    def linear(x: Tensor, name: str) -> Tensor:
+        return x @ weight[f"{name}.weight"].T
+
+    def by_head(x: Tensor) -> Tensor:
+        return x.unflatten(-1, (heads, -1)).transpose(0, 1)
+
+    def rotated(x: Tensor) -> Tensor:
+        first, second = x.chunk(2, dim=-1)  # pair i is dimensions i and i + d/2
+        return torch.cat([first * cosines - second * sines, second * cosines + first * sines], dim=-1)
+
+    x = weight["model.embed_tokens.weight"][token_ids]
+    future = torch.ones(len(token_ids), len(token_ids), dtype=torch.bool).triu(1)
+    for layer in range(layers):
+        block = f"model.layers.{layer}"
+        hidden = norm(x, f"{block}.input_layernorm")
+        query, key, value = (by_head(linear(hidden, f"{block}.self_attn.{part}_proj")) for part in "qkv")
+        scores = rotated(query) @ rotated(key).transpose(1, 2) / query.shape[-1] ** 0.5
+        mixed = scores.masked_fill(future, -torch.inf).softmax(-1) @ value
+        x = x + linear(mixed.transpose(0, 1).flatten(1), f"{block}.self_attn.o_proj")
+        hidden = norm(x, f"{block}.post_attention_layernorm")
+        gate, up = (linear(hidden, f"{block}.mlp.{part}_proj") for part in ("gate", "up"))
+        x = x + linear(torch.nn.functional.silu(gate) * up, f"{block}.mlp.down_proj")
+    logits = norm(x, "model.norm")[:-1] @ weight["model.embed_tokens.weight"].T
+    return logits.log_softmax(-1).gather(-1, torch.tensor(token_ids[1:])[:, None])[:, 0]

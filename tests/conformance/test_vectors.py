@@ -3,28 +3,35 @@
 from __future__ import annotations
 
 import copy
+import json
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from itertools import combinations
+from pathlib import Path
 from typing import Any
 
 import check
 import generate
 import pytest
 import torch
-from cases import FILES, GRID, SOURCES
+from cases import BUNDLED, FILES, GRID, SOURCES
 from reference import parameters_of, ramp_ends
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.glm.modeling_glm import GlmRotaryEmbedding
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from transformers.models.phi.modeling_phi import PhiRotaryEmbedding
 from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding
 
+from ctxext.assets import MODEL
 from ctxext.encodings.rope import RopeGeometry, cos_sin
+from ctxext.export.gguf import extend_gguf, write_gguf
+from ctxext.export.llama_cpp import GGUFModel
 from ctxext.methods import geometry_in_use, make_method
 from ctxext.models.context import read_context
 
 CASES = [pytest.param(case, id=case["name"]) for case in check.cases()]
+LOGPROBS = json.loads((check.HERE / "logprobs.json").read_text(encoding="utf-8"))
 Values = tuple[list[float], float]
 
 
@@ -189,3 +196,67 @@ def test_the_example_passes_without_torch_and_numpy() -> None:
 def _kind(config: dict[str, Any]) -> str:
     given = config.get("rope_scaling") or config["rope_parameters"]
     return given.get("rope_type") or given["type"]
+
+
+# ----------------------------------------------------------------------------------- log-probabilities
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, id=case["name"], marks=[] if case["name"] == "yarn" else pytest.mark.slow)
+        for case in LOGPROBS["cases"]
+    ],
+)
+def test_log_probabilities_are_what_the_generator_writes(case: dict[str, Any]) -> None:
+    assert case["logprobs"] == pytest.approx(generate.logprobs_of(case["name"], LOGPROBS["token_ids"]), abs=1e-9)
+
+
+def test_the_log_probabilities_are_of_the_bundled_model_and_its_methods() -> None:
+    assert LOGPROBS["sha256"] == generate.sha256(MODEL / "model.safetensors")
+    configs = {case["name"]: case["config"] for case in LOGPROBS["cases"]}
+    assert configs == {name: generate.extended(name) for name in BUNDLED}
+    assert (LOGPROBS["token_ids"], LOGPROBS["positions"]) == (generate.probe_ids(), generate.POSITIONS)
+    assert len(LOGPROBS["token_ids"]) == LOGPROBS["positions"][-1] + 1 == 2048
+
+
+def test_no_two_methods_have_the_same_log_probabilities() -> None:
+    for one, other in combinations(LOGPROBS["cases"], 2):
+        apart = [abs(a - b) for a, b in zip(one["logprobs"], other["logprobs"], strict=True)]
+        assert max(apart) > 0.1, (one["name"], other["name"])
+
+
+def transformers_logprobs(config: dict[str, Any], token_ids: list[int]) -> list[float]:
+    model = AutoModelForCausalLM.from_pretrained(MODEL, **copy.deepcopy(config)).eval()
+    ids = torch.tensor([token_ids])
+    with torch.inference_mode():
+        found = model(input_ids=ids).logits[0, :-1].double().log_softmax(-1)
+    return found.gather(-1, ids[0, 1:, None])[:, 0].tolist()
+
+
+def test_transformers_gives_the_log_probabilities() -> None:
+    assert check.check_logprobs(transformers_logprobs) == 0
+
+
+def test_an_engine_that_drops_the_scaling_is_rejected(capsys: pytest.CaptureFixture[str]) -> None:
+    plain = transformers_logprobs({}, LOGPROBS["token_ids"])
+    assert check.check_logprobs(lambda config, ids: plain) == len(BUNDLED) - 1
+    names = [line.partition(":")[0] for line in capsys.readouterr().out.splitlines()[:-1]]
+    assert names == [name for name in BUNDLED if name != "baseline"]
+
+
+@pytest.mark.slow
+def test_llama_cpp_gives_the_log_probabilities(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    names = {json.dumps(BUNDLED[name]): name for name in ("linear", "ntk", "yarn", "llama3")}
+    write_gguf(MODEL, tmp_path / "plain.gguf")
+
+    def logprobs(config: dict[str, Any], token_ids: list[int]) -> dict[int, float]:
+        name = names.get(json.dumps(config["rope_parameters"]))
+        if name is None:
+            raise NotImplementedError
+        extend_gguf(tmp_path / "plain.gguf", tmp_path / name, method=make_method(name, 4))
+        with GGUFModel(tmp_path / name) as engine:
+            return {at - 1: float(engine.logprobs(token_ids[: at + 1], at)[0]) for at in LOGPROBS["positions"]}
+
+    assert check.check_logprobs(logprobs) == 0
+    assert capsys.readouterr().out == f"{len(names)} cases checked, {len(BUNDLED) - len(names)} not supported\n"
