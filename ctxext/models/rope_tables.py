@@ -72,6 +72,10 @@ def rope_tables(text_config: Any, parameters: dict[str, Any]) -> tuple[RopeTable
     """The tables of `rope_parameters`, those of the layers with the largest window first."""
     nested = {label: value for label, value in parameters.items() if isinstance(value, dict)}
     if not nested:
+        # Beside rope_parameters it wins; transformers moves it in only when it computes frequencies.
+        trained = getattr(text_config, "original_max_position_embeddings", None)
+        if trained is not None and parameters.get("rope_type") in ("llama3", "yarn", "longrope"):
+            parameters = {**parameters, "original_max_position_embeddings": trained}
         slides = set(attention_layers(text_config)) <= {"sliding_attention"}
         return (_rope_table(text_config, "", parameters, slides or family_of(text_config).rope_window is not None),)
     # `_rope_type_labels` names the tables if they are not named after layer types.

@@ -47,13 +47,7 @@ def test_the_files_are_what_the_generator_writes(name: str) -> None:
     assert (check.HERE / name).read_text(encoding="utf-8") == generate.as_text(generate.rope_file(name))
 
 
-# transformers moves the field beside rope_parameters into them only when it computes frequencies.
-LATE = pytest.mark.xfail(reason="read_context reads the one in rope_parameters", strict=True)
-
-
-@pytest.mark.parametrize(
-    "case", [pytest.param(*case.values, id=case.id, marks=[LATE] * (case.id == "original-twice")) for case in CASES]
-)
+@pytest.mark.parametrize("case", CASES)
 def test_ctxext_reads_every_config_as_the_vectors_do(case: dict[str, Any]) -> None:
     (table,) = read_context(read_by_transformers(case["config"])).tables
     trained = table.parameters.get("original_max_position_embeddings", table.limit)
