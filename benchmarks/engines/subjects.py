@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from ctxext.assets import MODEL, PERSUASION
-from ctxext.export.probe import Probe, logprobs_of, make_probe, read_probe
+from ctxext.assets import MODEL
+from ctxext.export.probe import MAX_TOKENS, TEXT, Probe, logprobs_of, make_probe, read_probe
 from ctxext.export.rules import EngineExport, export_for
 from ctxext.extension.request import plan_extension
 from ctxext.hub.checkpoint import extend_folder, read_config
@@ -98,9 +98,9 @@ class Subject:
     # --------------------------------------------------------------------------------- by transformers
 
     def text(self) -> list[int]:
-        """One token fewer than the target, to leave room for one that is generated."""
-        tokenizer = AutoTokenizer.from_pretrained(MODEL)
-        return list(tokenizer(PERSUASION.read_text(encoding="utf-8")[5000:16000]).input_ids[: TARGET - 1])
+        """A probe's long text, one token shorter than the target, to leave room for a generated one."""
+        ids = AutoTokenizer.from_pretrained(MODEL)(TEXT).input_ids[:MAX_TOKENS]
+        return list(ids * (TARGET // len(ids) + 1))[: TARGET - 1]
 
     def reference(self, method: str | None) -> list[float]:
         """log p of each token of `text` but the first, by plain transformers in float32; None: unextended."""
@@ -114,6 +114,7 @@ class Subject:
         return json.loads(path.read_text())
 
     def probe(self, method: str) -> Probe:
+        """Raises ValueError if the method changes a short text too little to tell."""
         path = RUNS / self.name / f"{method}.verify.json"
         if not path.is_file():
             model = AutoModelForCausalLM.from_pretrained(self.extended(method), dtype=torch.float32)
