@@ -35,9 +35,9 @@ _VERSION_4_TYPES = frozenset({"default", "linear", "dynamic", "yarn", "llama3", 
 _PHI_3_TYPES = frozenset({"default", "longrope"})
 _TWO_FIELDS = frozenset({"chameleon", "fuyu", "hunyuan_v1_dense", "hunyuan_v1_moe", "olmo", "olmo2"})
 # Families with interleaved pairs (2i, 2i + 1), which the longrope classes of vLLM and SGLang do not support.
-_INTERLEAVED = frozenset({"cohere", "cohere2", "ernie4_5", "ernie4_5_moe", "glm", "glm4", "helium"})
+INTERLEAVED = frozenset({"cohere", "cohere2", "ernie4_5", "ernie4_5_moe", "glm", "glm4", "helium"})
 # The length fields of configs with RoPE that vLLM and SGLang read besides max_position_embeddings.
-_LENGTHS = (
+LENGTHS = (
     "n_positions", "max_seq_len", "seq_length", "model_max_length", "max_sequence_length", "max_seq_length", "seq_len",
 )  # fmt: skip
 # transformers' model types whose name differs from llama.cpp's architecture.
@@ -262,7 +262,7 @@ def _refuse_unserved(engine: str, text_config: Any, table: RopeTable, target: in
         return
     if kind == "proportional" and parameters.get("factor", 1.0) != 1.0:
         raise NotExportable(f"{READINGS[f'{engine}-proportional']} ({name}). Nearest: 'ntk', which is a base.")
-    if kind == "longrope" and name.removesuffix("_text") in _INTERLEAVED:
+    if kind == "longrope" and name.removesuffix("_text") in INTERLEAVED:
         raise NotExportable(f"{READINGS[f'{engine}-longrope-pairs']}, and {name} has these. {yarn}")
     if "mrope_section" in parameters:
         raise NotExportable(f"{READINGS[f'{engine}-mrope']}, and {name} has it. {yarn}")
@@ -289,7 +289,7 @@ def _server(engine: str, facts: ContextFacts, section: dict[str, Any], target: i
     # Never suggest an environment variable that lifts the length check: past its table an engine computes NaN silently.
     length = math.ceil(target / parameters["factor"]) if multiplied else target
     section[text_config.attribute_map.get("max_position_embeddings", "max_position_embeddings")] = length
-    section.update({name: length for name in _LENGTHS if section.get(name) is not None})
+    section.update({name: length for name in LENGTHS if section.get(name) is not None})
     if "original_max_position_embeddings" in section.keys() & parameters.keys():  # beside them it wins (Phi-3)
         section["original_max_position_embeddings"] = parameters["original_max_position_embeddings"]
     return _warn(*warnings)

@@ -20,7 +20,7 @@ from transformers import AutoConfig, PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from ctxext import PI, LongRoPE, RopeScaling, YaRN, list_methods
-from ctxext.export.rules import _INTERLEAVED, ENGINES, NotExportable, export_for
+from ctxext.export.rules import ENGINES, INTERLEAVED, NotExportable, export_for
 from ctxext.extension.request import plan_extension
 from ctxext.extension.rope import RopePlan
 from ctxext.models.context import read_context
@@ -388,7 +388,7 @@ def test_a_nested_config_is_overridden_where_the_engine_merges_and_replaced_wher
     assert sglang.config["text_config"]["rope_parameters"]["rope_type"] == "yarn"
 
 
-@pytest.mark.parametrize("family", sorted(_INTERLEAVED))
+@pytest.mark.parametrize("family", sorted(INTERLEAVED))
 def test_the_families_refused_for_their_pairs_have_such(family: str) -> None:
     code = Path(transformers.__file__).parent / f"models/{family}/modeling_{family}.py"
     assert re.search(r"def rotate_half\(x\):.*?\.\.\., 0?::2\]", code.read_text(), re.S)

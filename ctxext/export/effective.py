@@ -1,0 +1,452 @@
+"""What a server really does with a config and a command line: frequencies, attention factor, length and table.
+
+An engine's reading of `rope_parameters` is translated into transformers' meaning, so that the frequencies come from the
+same maths as an extension's. `readings.py` holds the evidence for each rule.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from ctxext.encodings.rope import RopeGeometry
+from ctxext.export.commands import Command
+from ctxext.export.readings import READINGS, Reading
+from ctxext.export.rules import INTERLEAVED, LENGTHS
+from ctxext.models.config_fields import NEEDED, ROPE_FIELDS, check_config
+from ctxext.models.families import family_of
+from ctxext.models.rope_tables import RopeTable, length_limit, rope_tables
+from ctxext.models.text_config import path_to_text, text_config_of, text_section_of
+from ctxext.utils.values import shown
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+# The versions that the rules were read in: the oldest, and the newest, which is the default.
+VERSIONS = {"vllm": ("0.12", "0.32"), "sglang": ("0.5.10", "0.5.23"), "llama.cpp": ("2025-12", "2026-11")}
+ROPE_KEYS = ("rope_parameters", "rope_scaling")
+BARE_KEYS = ("rope_type", "type", "factor")  # only within those
+# Bases that an engine's model class falls back to where rope_parameters lack one; 10000 for all others.
+_THETAS = {
+    "vllm": {
+        "qwen2": 1e6, "qwen3": 1e6, "exaone4": 1e6, "exaone_moe": 1e6, "ernie4_5_moe": 5e5, "ernie4_5_vl_moe": 5e5,
+        "falcon_h1": 1e11,
+    },
+    "sglang": {"qwen3": 1e6},
+}  # fmt: skip
+# The length fields of a config.
+CAPACITY = ("max_position_embeddings", *LENGTHS)
+
+
+@dataclass(frozen=True)
+class Remark:
+    """A part of the line or config that the engine does not use as written.
+
+    Attributes:
+        field: its name there.
+        reading: the evidence.
+        fatal: whether the engine refuses to start.
+    """
+
+    field: str
+    reading: Reading
+    fatal: bool = False
+
+
+@dataclass(frozen=True)
+class Effective:
+    """What an engine does.
+
+    Attributes:
+        tables: the frequencies (radians per token) and the multiplier of cos and sin, by label of the table.
+        limit: the maximum length in tokens that it derives from the config.
+        length: the maximum length in tokens that it serves; `limit` if the line asks for none.
+        rows: of its table of cos and sin, in tokens, beyond which there is no valid position; None if it grows.
+        remarks: what it refuses or does not use.
+    """
+
+    tables: dict[str, RopeGeometry]
+    limit: int
+    length: int
+    rows: int | None
+    remarks: tuple[Remark, ...]
+
+
+def version_of(engine: str, text: str | None) -> tuple[int, ...]:
+    """A version as numbers, the newest known one by default. Raises ValueError if it is too old or not a version."""
+    oldest, newest = VERSIONS[engine]
+    if not re.fullmatch(r"v?\d+([.-]\d+)*", text or newest):
+        raise ValueError(f"--engine-version must look like {newest} for {engine}, got {text!r}. Correct it.")
+    version = tuple(int(part) for part in re.findall(r"\d+", text or newest))
+    if version < tuple(int(part) for part in re.findall(r"\d+", oldest)):
+        raise ValueError(
+            f"ctxext knows {engine} from {oldest} on, got {text}. Pass a later --engine-version, or upgrade the server."
+        )
+    return version
+
+
+def effective(
+    command: Command, config: PreTrainedConfig, source: dict[str, Any], version: str | None = None
+) -> Effective:
+    """What the engine of `command` does with the checkpoint of `config`.
+
+    Args:
+        source: its config.json.
+        version: of the engine; the newest known one by default.
+
+    Raises:
+        ValueError: an unsupported version, an invalid config, or a graph of llama.cpp that ctxext does not know.
+    """
+    numbers = version_of(command.engine, version)
+    _check_rope(command.overrides)
+    if command.engine == "llama.cpp":
+        return _llama_cpp(command, numbers, config)
+    server = _Server(command.engine, numbers, config, source, command.overrides)
+    for flag in ("--rope-scaling", "--rope-theta"):
+        if flag in command.options:
+            server.remark(flag, "rope-scaling", fatal=True)
+    return server.serve(command.length)
+
+
+def _check_rope(overrides: dict[str, Any], path: str = "") -> None:
+    """Raise ValueError, naming the key, if a rope key of overrides is not an object, or a base not a number."""
+    for key, value in overrides.items():
+        if key in ROPE_KEYS and not isinstance(value, dict):
+            raise ValueError(f"{path}{key} must be an object, got {shown(value)}. Write {{}} around its keys.")
+        if key == "rope_theta" and not ROPE_FIELDS[key].holds(value):
+            raise ValueError(f"{path}{key} must be {ROPE_FIELDS[key].words}, got {shown(value)}. Correct it.")
+        if isinstance(value, dict):
+            _check_rope(value, f"{path}{key}.")
+
+
+def kind_of(parameters: dict[str, Any]) -> str:
+    """The rope_type of one table's parameters."""
+    return str(parameters.get("rope_type") or parameters.get("type") or "default")
+
+
+def each_table(parameters: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The tables of `rope_parameters` by label; "" where they are flat."""
+    nested = [(label, value) for label, value in parameters.items() if isinstance(value, dict)]
+    yield from nested or [("", parameters)]
+
+
+def _growth(factor: float, mscale: float = 1.0) -> float:
+    """0.1 mscale ln(factor) + 1, the YaRN paper's multiplier of cos and sin; 1 for factors up to 1."""
+    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1
+
+
+def _latent_growth(parameters: dict[str, Any]) -> float:
+    """The multiplier in the DeepSeek families: an mscale of 1 and an mscale_all_dim of 0 where left out."""
+    mscale, all_dim = parameters.get("mscale"), parameters.get("mscale_all_dim")
+    above = _growth(parameters["factor"], 1.0 if mscale is None else mscale)
+    return above / _growth(parameters["factor"], 0.0 if all_dim is None else all_dim)
+
+
+def meant_scale(table: RopeTable, latent: bool) -> float:
+    """The multiplier of cos and sin that a table's parameters ask for, by whichever key they use.
+
+    attention_factor is transformers'; attn_factor, mscale and long_mscale are the engines' own.
+    """
+    parameters, kind = table.parameters, kind_of(table.parameters)
+    if parameters.get("attention_factor") is None:
+        if kind == "yarn" and "attn_factor" in parameters:
+            return _growth(parameters["factor"]) * float(parameters["attn_factor"])
+        if kind == "yarn" and latent:
+            return _latent_growth(parameters)
+        if kind == "longrope" and parameters.get("long_mscale"):
+            return float(parameters["long_mscale"])
+    return table.in_use.attention_factor
+
+
+class _Server:
+    """The way of vLLM and SGLang from a config and its overrides to frequencies."""
+
+    def __init__(
+        self,
+        engine: str,
+        version: tuple[int, ...],
+        config: PreTrainedConfig,
+        source: dict[str, Any],
+        overrides: dict[str, Any],
+    ) -> None:
+        self.engine, self.version, self.remarks = engine, version, list[Remark]()
+        self.text = copy.deepcopy(text_config_of(config))
+        self.path = [name for name, _ in path_to_text(config)]
+        # vLLM up to 0.19 runs on transformers 4.
+        self.is_version_4 = engine == "vllm" and version < (0, 20)
+        if self.is_version_4:
+            self.read_version_4(text_section_of(copy.deepcopy(source), config), overrides)
+        self.before = copy.deepcopy(self.text.rope_parameters)
+        self.override(overrides)
+        self.complete()
+
+    def remark(self, field: str, name: str, fatal: bool = False) -> None:
+        self.remarks.append(Remark(field, READINGS[f"{self.engine}-{name}"], fatal))
+
+    # ------------------------------------------------------------------------------ the merged config
+
+    def read_version_4(self, section: dict[str, Any], overrides: dict[str, Any]) -> None:
+        """Read rope_theta and rope_scaling of a config.json before rope_parameters, as with transformers 4."""
+        if any(label for label, _ in each_table(self.text.rope_parameters)):
+            return  # parameters for each layer type had no common format
+        section = {**section, **{key: value for key, value in overrides.items() if not isinstance(value, dict)}}
+        parameters = dict(section.get("rope_scaling") or self.text.rope_parameters)
+        parameters.setdefault("rope_type", parameters.get("type", "default"))
+        for name, older in {"rope_theta": "rope_theta", **family_of(self.text).version_4_names}.items():
+            parameters[name] = section.get(older, 10000.0 if name == "rope_theta" else parameters.get(name))
+        self.text.rope_parameters = parameters
+
+    def override(self, overrides: dict[str, Any], depth: int = 0) -> None:
+        """Set what `overrides` holds for the text config, which is `path` below the config."""
+        for key, value in overrides.items():
+            field = ".".join((*self.path[:depth], key))
+            if depth < len(self.path):
+                if key == self.path[depth] and isinstance(value, dict):
+                    if self.engine == "sglang" and self.version < (0, 5, 17):
+                        self.remark("--json-model-override-args", "overrides", fatal=True)
+                    self.override(value, depth + 1)
+                elif key in (*ROPE_KEYS, *BARE_KEYS, *CAPACITY, "rope_theta"):
+                    self.remark(field, "misplaced")
+            elif key == "rope_scaling" and self.is_version_4:
+                if value != overrides.get("rope_parameters"):
+                    self.remark(field, "rope-scaling-key")
+            elif key in ROPE_KEYS:
+                self.override_rope(value, field, nested=depth > 0)
+            elif key == "text_config":
+                self.remark(field, "flat-model", fatal=True)
+            elif key == "rope_theta":  # before any rope_parameters
+                wanted = {**self.text.rope_parameters, **overrides.get("rope_parameters", {})}.get("rope_theta")
+                if not self.is_version_4 and value != wanted:
+                    self.remark(field, "theta-key")
+            elif key in BARE_KEYS:
+                self.remark(field, "bare")
+            elif key == "max_model_len":
+                self.remark(field, "unknown-key")
+            else:
+                try:
+                    setattr(self.text, key, copy.deepcopy(value))
+                except Exception as error:  # transformers' own checks, of many types
+                    raise ValueError(f"{field} of this model cannot be {shown(value)}. Correct it.") from error
+
+    def override_rope(self, value: dict[str, Any], field: str, nested: bool) -> None:
+        """Replace `rope_parameters`, or merge into them, as the engine does."""
+        merges = nested if self.engine == "vllm" else not nested and self.version >= (0, 5, 23)
+        current = self.text.rope_parameters if merges else {}
+        parameters = {**copy.deepcopy(current), **copy.deepcopy(value)}
+        for label in current.keys() & value.keys():
+            if isinstance(current[label], dict) and isinstance(value[label], dict) and self.engine == "vllm":
+                parameters[label] = {**current[label], **value[label]}
+        tables = any(isinstance(each, dict) for each in self.before.values())
+        if not tables and (labels := [label for label, _ in each_table(parameters) if label]):
+            raise ValueError(f"{field} holds {labels[0]!r}, but this model has one table for all layers. Leave it out.")
+        if tables and not all(isinstance(each, dict) for each in parameters.values()):
+            self.remark(field, "layer-types", fatal=not merges)
+            return
+        self.text.rope_parameters = parameters
+
+    def complete(self) -> None:
+        """Fill in what the engine assumes, and note what it refuses or loses."""
+        for label, table in each_table(self.text.rope_parameters):
+            before = self.before.get(label, {}) if label else self.before
+            if table.get("rope_type") != table.get("type", table.get("rope_type")):
+                # vLLM has patched `type` before the overrides are set; SGLang prefers rope_type.
+                self.remark("type", "type", fatal=self.engine == "vllm" and "rope_type" not in table)
+            table.setdefault("rope_type", table.get("type", "default"))
+            if "rope_theta" not in table:
+                table["rope_theta"] = _THETAS[self.engine].get(self.text.model_type, 10000.0)
+                if table["rope_theta"] != before["rope_theta"]:
+                    self.remark("rope_theta", "theta-lost")
+            kind = kind_of(table)
+            needed = ("factor", "original_max_position_embeddings") if kind == "yarn" else NEEDED.get(kind, ())
+            for name in needed:
+                if name not in table:
+                    self.remark(f"{name} of {kind}", "missing", fatal=self.engine == "vllm")
+                    table[name] = length_limit(self.text) if name.startswith("original") else 1.0
+            for name in ("mrope_section", "partial_rotary_factor"):
+                if name in before and name not in table:
+                    self.remark(name, "replaced")
+        check_config(self.text)
+
+    # ------------------------------------------------------------------------------------ the numbers
+
+    def serve(self, asked: int | None) -> Effective:
+        tables = rope_tables(self.text, self.text.rope_parameters)
+        limit = self.limit()
+        default = limit
+        if self.engine == "vllm" and any(kind_of(table.parameters) == "longrope" for table in tables):
+            default = getattr(self.text, "original_max_position_embeddings", None) or limit
+        length = asked or default
+        geometries = {table.label: self.read(table, length) for table in tables}
+        return Effective(geometries, limit, length, self.rows(tables[0]), tuple(dict.fromkeys(self.remarks)))
+
+    def limit(self) -> int:
+        """The maximum length in tokens that the engine derives from the config."""
+        whole, text = self.text.rope_parameters, self.text
+        given = {name: value for name in CAPACITY if isinstance(value := getattr(text, name, None), int)}
+        if self.engine == "sglang":
+            keys = ("max_sequence_length", "seq_length", "max_seq_len", "model_max_length", "max_position_embeddings")
+            fixed = "original_max_position_embeddings" in whole or whole.get("rope_type") == "llama3"
+            return int(next(given[name] for name in keys if name in given) * (1 if fixed else whole.get("factor") or 1))
+        exempt = given.get("model_max_length", 0)
+        length, factor = exempt or min(given.values()), 1.0
+        for _, table in () if "gemma3" in text.model_type else each_table(whole):
+            kind = kind_of(table)
+            if kind == "yarn" and self.version < (0, 30):
+                factor, length = table["factor"], table["original_max_position_embeddings"]
+            elif kind not in ("longrope", "llama3", "yarn"):
+                factor = table.get("factor") or factor
+        return int(max(length * factor, exempt))
+
+    def rows(self, table: RopeTable) -> int | None:
+        """Positions of the table of cos and sin; SGLang's grows."""
+        if self.engine == "sglang":
+            return None
+        kind, parameters = kind_of(table.parameters), table.parameters
+        if kind == "yarn" or (family_of(self.text).softmax_mscale and kind != "default"):
+            rows = parameters["original_max_position_embeddings"] * parameters["factor"]
+        else:
+            multiplied = kind == "linear" or (kind == "dynamic" and self.version < (0, 22))
+            rows = length_limit(self.text) * (parameters["factor"] if multiplied else 1)
+        return math.ceil(rows * (4 if "mrope_section" in parameters else 1))  # for the positions of a video
+
+    def read(self, table: RopeTable, length: int) -> RopeGeometry:
+        """The frequencies and the multiplier that the engine computes for a table."""
+        kind, parameters = kind_of(table.parameters), dict(table.parameters)
+        latent = family_of(self.text).softmax_mscale
+        if kind == "yarn" or (latent and kind != "default"):
+            if latent and not parameters.pop("truncate", True):
+                self.remark("truncate", "mla-truncate")
+            scale = self.yarn_scale(parameters, latent)
+            parameters = {name: value for name, value in parameters.items() if name not in ("mscale", "mscale_all_dim")}
+            parameters |= {"rope_type": "yarn", "attention_factor": scale}
+        elif kind == "dynamic":
+            newer = self.engine == "vllm" and self.version >= (0, 22)
+            self.remark('rope_type "dynamic"', "dynamic-new" if newer else "dynamic")
+            factor, power = parameters["factor"], table.rotary_dim / (table.rotary_dim - 2)
+            parameters["rope_type"] = "default"
+            if not newer:  # the base of NTK-aware scaling at max_position_embeddings * factor tokens
+                parameters["rope_theta"] *= (factor * factor - (factor - 1)) ** power
+        elif kind == "longrope":
+            parameters |= self.longrope(table, length)
+        elif kind == "proportional" and parameters.pop("factor", 1.0) != 1.0:
+            self.remark("factor of proportional RoPE", "proportional")
+        if kind not in ("default", "yarn") and "mrope_section" in parameters:
+            self.remark("mrope_section", "mrope")
+        found = replace(table, parameters=parameters).in_use
+        meant = meant_scale(table, latent)
+        if kind in ("yarn", "longrope") and not math.isclose(found.attention_factor, meant, rel_tol=1e-6):
+            self.remark(*self.dropped(kind, latent, table.parameters))
+        return found
+
+    def dropped(self, kind: str, latent: bool, parameters: dict[str, Any]) -> tuple[str, str]:
+        """The field that the engine does not read as transformers does, and the name of the reading."""
+        if kind == "longrope":
+            return "attention_factor", "longrope"
+        if latent:
+            return "attention_factor", "mla-attention-factor"
+        if self.engine == "sglang" or "attention_factor" in parameters:
+            return "attention_factor", "attention-factor"
+        return ("attn_factor", "attention-factor-new") if "attn_factor" in parameters else ("mscale", "mscale")
+
+    def yarn_scale(self, parameters: dict[str, Any], latent: bool) -> float:
+        """The multiplier of cos and sin for yarn, by the keys that this version reads."""
+        older = self.engine == "vllm" and self.version < (0, 30)
+        scale = _growth(parameters["factor"])
+        mscale, all_dim = parameters.get("mscale"), parameters.get("mscale_all_dim")
+        if latent:
+            scale = _latent_growth(parameters)
+        elif mscale and all_dim and not older:
+            scale = _growth(parameters["factor"], mscale) / _growth(parameters["factor"], all_dim)
+        if older or (self.engine == "sglang" and not latent):
+            return scale * (parameters.get("attn_factor") or 1.0)
+        return scale if latent else parameters.get("attention_factor") or scale
+
+    def longrope(self, table: RopeTable, length: int) -> dict[str, Any]:
+        """The list in use at `length`, for all lengths, and its multiplier."""
+        if self.text.model_type.removesuffix("_text") in INTERLEAVED:
+            self.remark("longrope", "longrope-pairs", fatal=True)
+        parameters, limit = table.parameters, length_limit(self.text)
+        original = parameters.get("original_max_position_embeddings") or limit
+        if list(parameters["short_factor"]) != list(parameters["long_factor"]):
+            self.remark(
+                "short_factor and long_factor", "longrope-lists" if self.engine == "vllm" else "longrope-switch"
+            )
+        name = "long" if length > original else "short"
+        own = math.sqrt(1 + math.log(limit / original) / math.log(original)) if limit > original else 1.0
+        factors = parameters[f"{name}_factor"]
+        scale = parameters.get(f"{name}_mscale") or own
+        return {"short_factor": factors, "long_factor": factors, "attention_factor": scale}
+
+
+# ----------------------------------------------------------------------------------------- llama.cpp
+
+
+def file_parameters(config: PreTrainedConfig) -> RopeTable:
+    """The only table of a config, as convert_hf_to_gguf.py would write it. Raises ValueError if there are more."""
+    text = text_config_of(config)
+    tables = rope_tables(text, text.rope_parameters)
+    if len(tables) > 1 or family_of(text).softmax_mscale:
+        raise ValueError(
+            f"ctxext does not know llama.cpp's graph for {text.model_type}. Check the running server instead: "
+            "ctxext verify http://localhost:8080 --probe FILE."
+        )
+    return tables[0]
+
+
+def _llama_cpp(command: Command, version: tuple[int, ...], config: PreTrainedConfig) -> Effective:
+    """The constructor of llama_context: flags replace what the file of `config` holds."""
+    table, remarks = file_parameters(config), list[Remark]()
+    before, limit = table.parameters, table.limit
+
+    def remark(field: str, name: str) -> None:
+        remarks.append(Remark(field, READINGS[f"llama.cpp-{name}"]))
+
+    kept = kind_of(before)
+    scale = command.number("--rope-scale") or 1 / (command.number("--rope-freq-scale") or 1.0)
+    kind = command.options.get("--rope-scaling", kept if kept in ("linear", "yarn") else "linear")
+    factor = scale if scale != 1.0 else before.get("factor", 1.0) if kept in ("linear", "yarn") else 1.0
+    extrapolates = command.number("--yarn-ext-factor")
+    if kept not in ("default", "linear", "yarn") and (factor != 1.0 or "--rope-scaling" in command.options):
+        remark("the scaling of the file", "scaled-file")
+    parameters: dict[str, Any] = {
+        "rope_type": "default",
+        "rope_theta": command.number("--rope-freq-base") or before["rope_theta"],
+    }
+    multiplier, keys = 1.0, metadata(command)
+    if kind == "yarn" and extrapolates != 0.0:
+        original = int(command.number("--yarn-orig-ctx") or before.get("original_max_position_embeddings") or limit)
+        parameters |= {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original}
+        for name, usual in (("beta_fast", 32.0), ("beta_slow", 1.0)):
+            value = command.number(f"--yarn-{name.replace('_', '-')}")
+            parameters[name] = value if value is not None else before.get(name) or usual
+        multiplier = _growth(factor)
+        if command.number("--yarn-attn-factor") not in (None, 1.0):
+            remark("--yarn-attn-factor", "attn-flag")
+        if factor == 1.0:
+            remark("--rope-scaling yarn", "no-scale")
+    elif kind != "none" and factor != 1.0:
+        parameters |= {"rope_type": "linear", "factor": factor}
+    if parameters["rope_type"] != "yarn":
+        multiplier = command.number("--yarn-attn-factor") or 1.0
+    multiplier *= keys.get("attn_factor", 1.0)
+    if kept in ("llama3", "longrope") and parameters["rope_type"] == "default":  # rope_freqs.weight
+        parameters = {**before, "rope_theta": parameters["rope_theta"]}
+        multiplier *= table.in_use.attention_factor
+    geometry = replace(replace(table, parameters=parameters).in_use, attention_factor=multiplier)
+    cap = int(keys.get("context_length", limit))
+    if version >= (2026, 9) and parameters["rope_type"] == "yarn" and factor != 1.0:
+        cap = max(cap, math.floor(parameters["original_max_position_embeddings"] * factor))
+    length = min(command.length or cap, cap)
+    if command.length is not None and command.length > cap:
+        remark("--ctx-size", "length" if version < (2026, 9) else "length-new")
+    return Effective({table.label: geometry}, cap, length, None, tuple(remarks))
+
+
+def metadata(command: Command) -> dict[str, float]:
+    """The numbers of --override-kv, by the last part of their key."""
+    pairs = re.findall(r"\.(\w+)=(?:int|float):([\d.eE+-]+)", command.options.get("--override-kv", ""))
+    return {name: float(value) for name, value in pairs}

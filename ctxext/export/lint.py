@@ -1,0 +1,363 @@
+"""Check a server's command line: what its author meant, what the engine does, and the line that is right."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+
+from ctxext.encodings.rope import RopeGeometry
+from ctxext.export.commands import Command, parse_overrides
+from ctxext.export.effective import (
+    BARE_KEYS,
+    ROPE_KEYS,
+    VERSIONS,
+    Effective,
+    each_table,
+    effective,
+    file_parameters,
+    kind_of,
+    meant_scale,
+    metadata,
+)  # fmt: skip
+from ctxext.export.readings import READINGS, Reading
+from ctxext.export.rules import EngineExport, export_for
+from ctxext.extension.request import plan_extension
+from ctxext.methods import ABF, TransformersDynamic, YaRN, method_from_rope_parameters
+from ctxext.models.config_fields import ROPE_FIELDS, check_config
+from ctxext.models.context import ContextFacts, read_context
+from ctxext.models.families import family_of
+from ctxext.models.rope_tables import RopeTable, rope_tables
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+Severity = Literal["wrong", "warning"]
+# Keys of rope_parameters that belong to the model, not to a scaling.
+_OF_THE_MODEL = ("rope_theta", "partial_rotary_factor", "mrope_section", "mrope_interleaved")
+_GUARDS = {"vllm": "VLLM_ALLOW_LONG_MAX_MODEL_LEN", "sglang": "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"}
+_ON = ("1", "true", "True", "yes", "on")
+_KINDS = ("default", "linear", "dynamic", "yarn", "longrope", "llama3", "proportional")
+# The model's own way of serving two lists, if not transformers'.
+_AT_A_PRICE = (READINGS["vllm-longrope-lists"], READINGS["sglang-longrope-switch"])
+# A factor this many times the one that the served length needs is reported.
+_TOO_LARGE = 2.0
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Something that a line does not do as written.
+
+    Attributes:
+        severity: "wrong": the model is not served as meant, or not at all. "warning": it is, at a price or by luck.
+        words: a sentence or two for the user.
+        reading: how the engine reads the field, with evidence; None if the mistake is in the numbers.
+    """
+
+    severity: Severity
+    words: str
+    reading: Reading | None = None
+
+
+@dataclass(frozen=True)
+class Lint:
+    """The result of checking a line.
+
+    Attributes:
+        does: what the engine does, in a line.
+        findings: the wrong ones first.
+        right: what to run instead; None if nothing is wrong.
+        why_not: why there is no `right` although something is wrong; "" otherwise.
+    """
+
+    engine: str
+    version: str
+    does: str
+    findings: tuple[Finding, ...]
+    right: EngineExport | None
+    why_not: str
+
+    @property
+    def is_wrong(self) -> bool:
+        return any(finding.severity == "wrong" for finding in self.findings)
+
+
+@dataclass(frozen=True)
+class _Meant:
+    """What the author of a line meant: the scaling's own parameters and the whole tables, on this model's base."""
+
+    block: dict[str, Any]
+    tables: tuple[RopeTable, ...]
+
+    @property
+    def first(self) -> RopeTable:
+        return self.tables[0]
+
+    @property
+    def kind(self) -> str:
+        return kind_of(self.first.parameters)
+
+
+def lint(
+    command: Command,
+    config: PreTrainedConfig,
+    source: dict[str, Any],
+    version: str | None = None,
+    edited: tuple[PreTrainedConfig, dict[str, Any]] | None = None,
+) -> Lint:
+    """Compare what `command` asks for with what its engine does.
+
+    Args:
+        config: of the model as published, with its config.json in `source`.
+        version: of the engine; the newest known one by default.
+        edited: the config that is served, and its config.json, if it is another one.
+
+    Raises:
+        ValueError: as `effective` and `read_context`, or the line's rope parameters are not valid ones.
+    """
+    facts = read_context(config)
+    served, served_source = edited or (config, source)
+    does = effective(command, served, served_source, version)
+    meant = _meant(command, facts, read_context(served))
+    found = [*_remarks(does), *_origin(meant, facts)]
+    if not any(remark.fatal for remark in does.remarks):
+        found += [*_numbers(does, meant, facts), *_lengths(command, does, meant, facts)]
+    findings = tuple(sorted(dict.fromkeys(found), key=lambda finding: finding.severity != "wrong"))
+    right, why_not = None, ""
+    if any(finding.severity == "wrong" for finding in findings):
+        try:
+            right = _right(command, meant, facts, config, source)
+        except ValueError as error:
+            why_not = str(error)
+    return Lint(command.engine, version or VERSIONS[command.engine][1], _summary(does), findings, right, why_not)
+
+
+# --------------------------------------------------------------------------------- what the author meant
+
+
+def _blocks(overrides: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """The rope parameters in overrides, wherever they stand."""
+    if any(key in overrides for key in BARE_KEYS):
+        yield {key: value for key, value in overrides.items() if key in ROPE_FIELDS}
+    for key, value in overrides.items():
+        if isinstance(value, dict):
+            yield from (value,) if key in ROPE_KEYS else _blocks(value)
+
+
+def _meant(command: Command, facts: ContextFacts, served: ContextFacts) -> _Meant:
+    if command.engine == "llama.cpp":
+        return _meant_by_flags(command, facts)
+    block = next(_blocks(command.overrides), None)
+    if "--rope-scaling" in command.options:
+        block = parse_overrides(command.options["--rope-scaling"], "--rope-scaling")
+    theta = command.overrides.get("rope_theta", command.number("--rope-theta"))
+    if block is None and theta is None:
+        own = served.whole_parameters
+        return _Meant(own if own != facts.whole_parameters else {}, served.tables)
+    block = {**({} if theta is None else {"rope_theta": theta}), **(block or {})}
+    parameters = copy.deepcopy(facts.whole_parameters)
+    for label, given in each_table(block):
+        if label and not isinstance(parameters.get(label), dict):
+            known = ", ".join(each for each, _ in each_table(parameters)) or "without a name"
+            raise ValueError(f"rope_parameters hold {label!r}, but this model's tables are {known}. Correct it.")
+        place = label or facts.tables[0].label
+        before = parameters[place] if place else parameters
+        filled = {**{key: before[key] for key in _OF_THE_MODEL if key in before}, **given, "rope_type": kind_of(given)}
+        if filled["rope_type"] in ("yarn", "llama3"):
+            filled.setdefault("original_max_position_embeddings", _original(facts))
+        parameters = {**parameters, place: filled} if place else filled
+    text_config = copy.deepcopy(facts.text_config)
+    text_config.rope_parameters = parameters
+    check_config(text_config)
+    tables = rope_tables(text_config, parameters)
+    if unknown := [kind for table in tables if (kind := kind_of(table.parameters)) not in _KINDS]:
+        raise ValueError(f"unsupported rope_type {unknown[0]!r}. Known: {', '.join(_KINDS)}.")
+    return _Meant(block, tables)
+
+
+def _meant_by_flags(command: Command, facts: ContextFacts) -> _Meant:
+    """llama.cpp's flags, where a factor that is left out is the one that the length needs."""
+    table = file_parameters(facts.text_config)
+    scale = command.number("--rope-scale") or 1 / (command.number("--rope-freq-scale") or 1.0)
+    kind = command.options.get("--rope-scaling", "linear" if scale != 1.0 else "default")
+    block: dict[str, Any] = {}
+    if theta := command.number("--rope-freq-base"):
+        block["rope_theta"] = theta
+    if kind in ("linear", "yarn"):
+        if scale == 1.0:
+            scale = max(1.0, (command.length or 0) / facts.trained_length)
+        block |= {"rope_type": kind, "factor": scale}
+    if kind == "yarn":
+        original = command.number("--yarn-orig-ctx") or table.limit
+        block["original_max_position_embeddings"] = int(original)
+        block |= {
+            name: value
+            for name in ("beta_fast", "beta_slow")
+            if (value := command.number(f"--yarn-{name.replace('_', '-')}")) is not None
+        }
+        flag, key = command.number("--yarn-attn-factor") or 1.0, metadata(command).get("attn_factor", 1.0)
+        if flag * key != 1:
+            block["attn_factor"] = flag * key
+    kept = table.parameters if "rope_type" not in block else {"rope_theta": table.parameters["rope_theta"]}
+    return _Meant(block, (replace(table, parameters={"rope_type": "default", **kept, **block}),))
+
+
+# ------------------------------------------------------------------------------------------- the findings
+
+
+def _remarks(does: Effective) -> Iterator[Finding]:
+    for remark in does.remarks:
+        end = " The server does not start." if remark.fatal else ""
+        severity: Severity = "warning" if remark.reading in _AT_A_PRICE else "wrong"
+        yield Finding(severity, f"{remark.field} {remark.reading.does}.{end}", remark.reading)
+
+
+def _numbers(does: Effective, meant: _Meant, facts: ContextFacts) -> Iterator[Finding]:
+    """Differences between the frequencies and multipliers that were meant and those that are used."""
+    latent = family_of(facts.text_config).softmax_mscale
+    for table in meant.tables:
+        used, wanted = does.tables.get(table.label), table.in_use
+        if used is None:
+            continue
+        where = f" in {table.label}" if table.label else ""
+        scale = meant_scale(table, latent)
+        if not _equal(used, wanted) and any(_equal(used, facts.rope_of(own)) for own in facts.tables):
+            yield Finding("wrong", f"the scaling is not applied{where}: the frequencies are the model's own.")
+            continue
+        if not _equal(used, wanted):
+            yield Finding("wrong", f"{_difference(used, wanted)}{where}.")
+        if not math.isclose(used.attention_factor, scale, rel_tol=1e-6):
+            ratio = (used.attention_factor / scale) ** 2
+            words = f"cos and sin{where} are multiplied by {used.attention_factor:.4g}, not by {scale:.4g}: attention "
+            yield Finding("wrong", words + f"logits are {ratio:.3g} times those meant.")
+
+
+def _equal(one: RopeGeometry, other: RopeGeometry) -> bool:
+    return one.inv_freq.shape == other.inv_freq.shape and torch.allclose(
+        one.inv_freq, other.inv_freq, rtol=1e-5, atol=0
+    )
+
+
+def _difference(used: RopeGeometry, wanted: RopeGeometry) -> str:
+    if used.inv_freq.shape != wanted.inv_freq.shape:
+        return f"{used.dim} dimensions of each head are rotated instead of {wanted.dim}"
+    if used.rope_theta != wanted.rope_theta:
+        return f"the frequencies are those of theta {used.rope_theta:.9g} instead of {wanted.rope_theta:.9g}"
+    worst = float((used.inv_freq / wanted.inv_freq).log().abs().max().exp())
+    return f"the frequencies differ from those meant, by up to {worst:.3g} times"
+
+
+def _origin(meant: _Meant, facts: ContextFacts) -> Iterator[Finding]:
+    """A scaling and numbers that do not belong to this checkpoint."""
+    if _replaces_own(meant, facts):
+        scaling, known = kind_of(facts.rope_parameters), facts.checkpoint
+        words = f"{meant.kind} replaces the model's own {scaling} scaling, which it was trained with. Leave that; for "
+        yield Finding("warning" if known is None else "wrong", words + "longer prompts raise max_position_embeddings.")
+    for label, block in each_table(meant.block):
+        own = facts.original_thetas.get(label, facts.original_theta)
+        theta = block.get("rope_theta")
+        if theta is not None and theta < own * (1 - 1e-6):
+            yield Finding("wrong", f"rope_theta is {theta:.9g}, but this model was trained with {own:.9g}.")
+        elif theta is not None and theta > own * (1 + 1e-6) and kind_of(block) != "default":
+            words = f"rope_theta is {theta:.9g}, but this model was trained with {own:.9g}: both the base and "
+            yield Finding("warning", words + f"{kind_of(block)} scale.")
+        given, right = block.get("original_max_position_embeddings"), _original(facts)
+        if given is not None and given != right:
+            known = facts.checkpoint
+            where = "its config" if known is None else f"{known.name}: {known.source}"
+            words = f"the original length is {given:g}, but this model was trained at {right} tokens ({where})."
+            yield Finding("warning" if known is None else "wrong", words)
+
+
+def _replaces_own(meant: _Meant, facts: ContextFacts) -> bool:
+    """Whether a scaling that the checkpoint was trained with gives way to one of another type."""
+    bolted_on = facts.checkpoint is not None and facts.checkpoint.scaling == "bolted-on"
+    return facts.is_scaled and not bolted_on and bool(meant.block) and meant.kind != kind_of(facts.rope_parameters)
+
+
+def _original(facts: ContextFacts) -> int:
+    """The trained length before any scaling, in tokens."""
+    recipe = {} if facts.checkpoint is None else facts.checkpoint.recipe
+    return int(recipe.get("original_max_position_embeddings") or facts.original_length or facts.trained_length)
+
+
+def _lengths(command: Command, does: Effective, meant: _Meant, facts: ContextFacts) -> Iterator[Finding]:
+    engine, kind, parameters = command.engine, meant.kind, meant.first.parameters
+    guard = _GUARDS.get(engine, "")
+    is_open = command.environment.get(guard) in _ON
+    if does.length > does.limit and not is_open:
+        name = "yarn-length-new" if engine == "vllm" and kind == "yarn" else "length"
+        words = f"a length of {does.length} is rejected, as this config allows {does.limit}: the server does not start."
+        yield Finding("wrong", words, READINGS[f"{engine}-{name}"])
+    if does.rows is not None and does.rows < does.length and (is_open or does.length <= does.limit):
+        words = f"the cos/sin table has {does.rows} rows, fewer than {does.length}: logits are NaN beyond."
+        yield Finding("wrong", words, READINGS["vllm-long-override"] if is_open else None)
+    elif is_open:
+        words = f"{guard} switches the length check off. The right overrides do not need it."
+        yield Finding("warning", words, READINGS[f"{engine}-long-override"])
+    if not meant.block and not facts.is_scaled:
+        trained = facts.trained_length
+        if (command.length or 0) > trained and (is_open or does.length <= does.limit):
+            words = f"{does.length} tokens are served without scaling; this model was trained at {trained}."
+            yield Finding("wrong" if does.length > does.limit else "warning", words)
+    elif meant.block and kind in ("linear", "yarn"):
+        factor = float(parameters.get("factor") or 1.0)
+        original = parameters.get("original_max_position_embeddings") or _original(facts)
+        reach, needed = math.ceil(original * factor), max(1.0, does.length / original, (command.length or 0) / original)
+        if does.length > reach:
+            yield Finding("wrong", f"{does.length} tokens are served, but factor {factor:g} reaches only {reach}.")
+        elif needed * _TOO_LARGE <= factor:
+            words = f"factor {factor:g} is more than {does.length} tokens need ({needed:.3g}). It costs accuracy on "
+            yield Finding("warning", words + "short prompts: lower it, or serve longer prompts.")
+
+
+# ------------------------------------------------------------------------------------------ the right line
+
+
+def _right(
+    command: Command, meant: _Meant, facts: ContextFacts, config: PreTrainedConfig, source: dict[str, Any]
+) -> EngineExport:
+    """The export of what was meant, from the length that this checkpoint was trained at.
+
+    A model that was trained with a scaling keeps it, unless the line has other numbers for the same type.
+    """
+    table, target, original = meant.first, command.model or "MODEL", _original(facts)
+    given = float(table.parameters.get("factor") or 1.0) if meant.block else 1.0
+    if facts.is_scaled and (not meant.block or _replaces_own(meant, facts) or given * original <= facts.reach):
+        plan = None
+        if (command.length or 0) > facts.reach:
+            plan = plan_extension(config, target_length=command.length, existing="keep")
+        return export_for(command.engine, config, plan, model=target, source=source)
+    if facts.checkpoint is None:  # what its author says of a model that is not in the table
+        original = int(table.parameters.get("original_max_position_embeddings") or original)
+    needed = (command.length or 0) / original
+    factor = max(needed, 1.0) if 1 < needed * _TOO_LARGE <= given else max(given, needed, 1.0)
+    method = method_from_rope_parameters(table.of_turning_pairs, table.limit)
+    theta = float(table.parameters["rope_theta"])
+    if method is not None and meant.block and not isinstance(method, TransformersDynamic):
+        method = replace(method, factor=factor)
+    elif method is None and theta > facts.original_theta:
+        method = ABF(factor=factor, rope_theta=theta)
+    else:
+        method = YaRN(factor=factor)
+    existing = "replace" if facts.is_scaled else "refuse"
+    plan = plan_extension(config, method=method, existing=existing, original_max_position_embeddings=original)
+    return export_for(command.engine, config, plan, model=target, source=source)
+
+
+def _summary(does: Effective) -> str:
+    """Frequencies, multiplier and length of the first table, in a line."""
+    (_, first), *others = does.tables.items()
+    kind = "plain RoPE" if first.is_plain else f"frequencies divided by up to {_largest(first):.3g}"
+    more = f" (and {len(others)} more tables)" if others else ""
+    multiplier = "" if first.attention_factor == 1 else f", cos and sin × {first.attention_factor:.4g}"
+    return f"theta {first.rope_theta:.9g}, {kind}{multiplier}{more}; {does.length:,} tokens, of {does.limit:,} allowed"
+
+
+def _largest(rope: RopeGeometry) -> float:
+    plain = RopeGeometry.plain(rope.dim, rope.rope_theta, rope.original_max_position_embeddings)
+    return float((plain.inv_freq / rope.inv_freq).max())

@@ -1,0 +1,169 @@
+"""Export and lint are two sides of one law: what an engine does with an exported line is what was meant."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from families import LENGTH, tiny_config
+from transformers import AutoConfig, PreTrainedConfig
+
+from ctxext import RopeScaling, YaRN, list_methods
+from ctxext.export.commands import Command, parse_command
+from ctxext.export.effective import VERSIONS, Effective, effective, meant_scale, version_of
+from ctxext.export.lint import lint
+from ctxext.export.rules import NotExportable, export_for
+from ctxext.extension.request import plan_extension
+from ctxext.models.context import read_context
+from ctxext.models.families import family_of
+from ctxext.models.text_config import text_config_of
+
+FACTOR = 4
+ENGINES = {
+    "vllm": ("0.12", "0.19.1", "0.20", "0.29", "0.30", "0.32"),
+    "sglang": ("0.5.10", "0.5.17", "0.5.23"),
+    "llama.cpp": ("2025-12", "2026-09"),
+}
+LATENT = {"max_position_embeddings": LENGTH, "num_hidden_layers": 2}
+
+
+def config_of(family: str) -> PreTrainedConfig:
+    if family == "deepseek_v3":
+        return AutoConfig.for_model(family, **LATENT)
+    if family == "gemma3":
+        text = {"max_position_embeddings": LENGTH, "num_hidden_layers": 6, "sliding_window": 16, "head_dim": 32}
+        return AutoConfig.for_model(family, text_config=text)
+    return tiny_config(family)
+
+
+FAMILIES = ("llama", "qwen2", "qwen3", "phi3", "gpt_neox", "qwen3_5", "gemma3", "deepseek_v3")
+METHODS: dict[str, Any] = {
+    **{method.name: method for method in list_methods("rope")},
+    "yarn with options": YaRN(factor=FACTOR, beta_fast=4, beta_slow=0.25, attention_factor=1.3),
+    "yarn not truncated": YaRN(factor=FACTOR, truncate=False),
+}
+
+
+def method_for(name: str, config: PreTrainedConfig) -> RopeScaling:
+    method = METHODS[name]
+    return method if isinstance(method, RopeScaling) else method.example(read_context(config).rope, FACTOR)
+
+
+def exported(engine: str, family: str, name: str) -> tuple[PreTrainedConfig, dict[str, Any], Any, Any]:
+    config = config_of(family)
+    source = json.loads(config.to_json_string())
+    plan = plan_extension(config, method=method_for(name, config))
+    return config, source, plan, export_for(engine, config, plan, source=source)
+
+
+def cells() -> list[tuple[str, str, str]]:
+    """What `export_for` supports by a line alone, without a new file."""
+    found = []
+    for engine in ENGINES:
+        for family in FAMILIES:
+            for name in METHODS:
+                try:
+                    *_, export = exported(engine, family, name)
+                except (NotExportable, ValueError, NotImplementedError):
+                    continue
+                if "OUT.gguf" not in export.flags:
+                    found.append((engine, family, name))
+    return found
+
+
+def check(does: Effective, plan: Any, config: PreTrainedConfig) -> None:
+    extended = text_config_of(_applied(plan, config))
+    facts = read_context(extended)
+    for table in facts.tables:
+        used = does.tables[table.label]
+        torch.testing.assert_close(used.inv_freq, table.in_use.inv_freq, rtol=1e-6, atol=0)
+        meant = meant_scale(table, family_of(extended).softmax_mscale)
+        assert used.attention_factor == pytest.approx(meant, rel=1e-6)
+    assert plan.target_length <= does.limit < plan.target_length + FACTOR
+    assert does.length == plan.target_length
+    assert does.rows is None or does.rows >= does.length
+    assert not any(remark.fatal for remark in does.remarks)
+
+
+def _applied(plan: Any, config: PreTrainedConfig) -> PreTrainedConfig:
+    extended = type(config).from_dict(config.to_dict())
+    plan.apply_to(text_config_of(extended))
+    return extended
+
+
+@pytest.mark.parametrize(("engine", "family", "name"), cells())
+def test_an_exported_line_does_what_was_meant_in_every_version(engine: str, family: str, name: str) -> None:
+    config, source, plan, export = exported(engine, family, name)
+    command = parse_command(export.flags)
+    for version in ENGINES[engine]:
+        served, served_source = config, source
+        if engine == "sglang" and command.overrides == {}:  # the config.json is to be replaced
+            served_source = export.config
+            served = type(config).from_dict(served_source)
+        check(effective(command, served, served_source, version), plan, config)
+        found = lint(command, config, source, version, None if served is config else (served, served_source))
+        assert not found.is_wrong, found.findings
+
+
+def test_the_law_covers_every_engine_and_family_and_a_wrong_line_breaks_it() -> None:
+    covered = cells()
+    assert {engine for engine, *_ in covered} == set(ENGINES)
+    assert {family for _, family, _ in covered} == set(FAMILIES)
+    config, source, plan, export = exported("vllm", "llama", "yarn")
+    command = parse_command([flag.replace('"factor": 4.0', '"factor": 3.9') for flag in export.flags])
+    with pytest.raises(AssertionError):
+        check(effective(command, config, source), plan, config)
+
+
+RECORDED = [
+    (recorded["vllm"], case)
+    for path in sorted(Path(__file__).parent.glob("vllm_*.json"))
+    for recorded in [json.loads(path.read_text())]
+    for case in recorded["cases"]
+]
+
+
+@pytest.mark.parametrize(("version", "case"), RECORDED, ids=range(len(RECORDED)))
+def test_what_vllm_itself_did_is_what_is_said_of_it(version: str, case: dict[str, Any]) -> None:
+    """Recorded by benchmarks/vllm_reads.py, which knows nothing of ctxext."""
+    config = AutoConfig.for_model(**json.loads(json.dumps(case["config"])))
+    command = Command("vllm", overrides=case["overrides"], length=case["asked"])
+    said, did = effective(command, config, case["config"], version), case["does"]
+    starts = said.length <= said.limit and not any(remark.fatal for remark in said.remarks)
+    assert starts == did["starts"]
+    if starts:
+        assert (said.length, said.rows) == (did["length"], did["rows"])
+        found = said.tables[""]
+        torch.testing.assert_close(
+            found.inv_freq, torch.tensor(did["inv_freq"], dtype=torch.float64), rtol=1e-6, atol=0
+        )
+        assert found.attention_factor == pytest.approx(did["attention_factor"], rel=1e-6)
+
+
+@pytest.mark.parametrize(("engine", "version", "attn_factor"), [
+    ("vllm", "0.29", 1.5), ("vllm", "0.30", 1.0), ("sglang", "0.5.23", 1.0),
+])  # fmt: skip
+def test_latent_attention_has_a_multiplier_of_its_own(engine: str, version: str, attn_factor: float) -> None:
+    """DeepseekScalingRotaryEmbedding: an mscale of 1 and an mscale_all_dim of 0 where left out."""
+    config = config_of("deepseek_v3")
+    yarn = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": LENGTH}
+    for terms, usual in (({}, 1.0), ({"mscale": 0.7}, 0.7), ({"mscale_all_dim": 0.5}, 1.0)):
+        parameters = {**yarn, **terms, "attn_factor": 1.5, "attention_factor": 2.0}
+        does = effective(Command(engine, overrides={"rope_parameters": parameters}), config, config.to_dict(), version)
+        below = 0.1 * terms.get("mscale_all_dim", 0.0) * math.log(4) + 1
+        assert does.tables[""].attention_factor == pytest.approx((0.1 * usual * math.log(4) + 1) / below * attn_factor)
+        assert [remark.field for remark in does.remarks] == ["attention_factor"]
+
+
+def test_versions_that_are_too_old_or_none_are_refused() -> None:
+    assert version_of("vllm", None) == (0, 32)
+    assert version_of("llama.cpp", "2026-09") == (2026, 9)
+    with pytest.raises(ValueError, match=r"knows vllm from 0\.12 on, got 0\.8\.5"):
+        version_of("vllm", "0.8.5")
+    with pytest.raises(ValueError, match=r"must look like 0\.32 for vllm, got 'newest'"):
+        version_of("vllm", "newest")
+    assert set(VERSIONS) == set(ENGINES)
