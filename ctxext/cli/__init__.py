@@ -23,6 +23,7 @@ from ctxext.cli.export import export
 from ctxext.cli.extend import extend
 from ctxext.cli.finetune import finetune
 from ctxext.cli.fit import fit
+from ctxext.cli.lint import lint
 from ctxext.cli.merge import merge
 from ctxext.cli.methods import methods
 from ctxext.cli.push import push
@@ -46,6 +47,7 @@ def lm_eval(context: typer.Context) -> None:
 
 commands.command()(demo)
 commands.command()(verify)
+commands.command()(lint)
 
 
 def print_version(asked: bool) -> None:

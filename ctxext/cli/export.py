@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 import tempfile
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -230,7 +231,7 @@ def _paragraph(text: str, style: str = "") -> None:
     Console().print(Padding(Text(text, style=style), (0, 0, 0, 2)))
 
 
-def _copied(text: str) -> None:
+def copied(text: str) -> None:
     """Print lines for copying, without wrapping."""
     Console().print(text, soft_wrap=True, highlight=False, markup=False)
 
@@ -244,18 +245,18 @@ def _show(export: EngineExport, source: dict[str, Any], output: Path | None) -> 
         flags = flags[: at - 1] + flags[at + 1 :]
         _paragraph(f"Replace the checkpoint's config.json by {where}, then:", "dim")
     if flags:
-        _copied(_command(flags))
+        copied(command_lines(flags))
     elif export.config == source:
         _paragraph("the unchanged checkpoint.")
     else:
         _paragraph(f"Replace the checkpoint's config.json by {where}:", "dim")
-        _copied("\n".join(_lines(export)))
+        copied("\n".join(_lines(export)))
     for warning in export.warnings:
         _paragraph(f"note: {warning}")
     print()
 
 
-def _command(words: list[str]) -> str:
+def command_lines(words: Sequence[str]) -> str:
     """A shell command with one option per line."""
     lines: list[str] = []
     for word in words:

@@ -1,0 +1,162 @@
+"""`ctxext lint`: is the extension live on that command line?"""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.padding import Padding
+from rich.text import Text
+
+from ctxext.cli import common
+from ctxext.cli.export import command_lines, copied
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+    from ctxext.export.lint import Lint
+
+_COLOURS = {"wrong": "bold red", "warning": "yellow"}
+
+
+def lint(
+    line: Annotated[
+        str,
+        typer.Argument(
+            help="A server's command line in quotes, a file that holds one, - for the standard input, an overrides "
+            "object in JSON, or an edited config.json."
+        ),
+    ],
+    model: Annotated[
+        str | None,
+        typer.Option(
+            help="The model as published: a folder, its config.json, a hub name, or the config itself in JSON. "
+            "Default: the model that the line names.",
+        ),
+    ] = None,
+    engine: Annotated[
+        str | None, typer.Option(help="vllm, sglang or llama.cpp, if LINE is not a command line.")
+    ] = None,
+    engine_version: Annotated[
+        str | None,
+        typer.Option(
+            metavar="VERSION", help="Such as 0.29 (of llama.cpp, its month: 2026-08). Default: the newest known one."
+        ),
+    ] = None,
+    target_length: common.TargetLength = None,
+    revision: common.Revision = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
+) -> None:
+    """Say what an engine really does with a command line: what it ignores, replaces or rejects, and the line that is
+    right.
+
+    Reads only the config. The exit code is 1 if something is wrong.
+    """
+    with common.without_garbage_collection():
+        from ctxext.export.commands import SERVERS, Command, parse_command, parse_overrides
+        from ctxext.export.lint import lint
+        from ctxext.utils.values import suggest
+
+    text = _text(line)
+    edited = None
+    if text.lstrip().startswith("{"):
+        if engine not in SERVERS:
+            known = suggest(engine, tuple(SERVERS)) if engine else f". Known: {', '.join(SERVERS)}."
+            raise ValueError(f"--engine must name the server that reads this JSON, got {engine!r}{known}")
+        content = parse_overrides(text, "LINE")
+        command = Command(engine, length=target_length)
+        if "model_type" in content:
+            edited = _config(content, "LINE")
+        else:
+            command = replace(command, overrides=content)
+    else:
+        command = parse_command(text)
+        if engine not in (None, command.engine):
+            raise ValueError(f"--engine {engine} contradicts LINE, which starts {command.engine}. Drop --engine.")
+        if target_length is not None:
+            command = replace(command, length=target_length)
+    named = model or command.model
+    if edited is not None and model is None:
+        config, source = edited
+    elif named is None or not named.strip(".…"):
+        raise ValueError("LINE names no model. Pass --model, such as --model Qwen/Qwen3-8B or --model config.json.")
+    else:
+        config, source = _published(named, revision)
+    found = lint(command, config, source, engine_version, edited)
+    if as_json:
+        print(json.dumps({**asdict(found), "is_wrong": found.is_wrong}, indent=2))
+    else:
+        _show(found, named)
+    if found.is_wrong:
+        raise typer.Exit(1)
+
+
+def _text(line: str) -> str:
+    """The line itself, or what a file or the standard input holds."""
+    from ctxext.utils.json_files import read_text
+
+    if line == "-":
+        return sys.stdin.read()
+    is_path = len(line) < 1000 and not any(mark in line for mark in ' \n{"')
+    return read_text(Path(line)) if is_path and Path(line).is_file() else line
+
+
+def _config(content: dict[str, Any], where: str) -> tuple[PreTrainedConfig, dict[str, Any]]:
+    from transformers import AutoConfig
+
+    from ctxext.hub.checkpoint import rejecting
+    from ctxext.models.config_fields import check_config, check_counts
+
+    check_counts(content)
+    with rejecting(Path(where)):
+        config = AutoConfig.for_model(**content)
+    check_config(config)
+    return config, content
+
+
+def _published(name: str, revision: str | None) -> tuple[PreTrainedConfig, dict[str, Any]]:
+    """The config of a model and its config.json."""
+    from ctxext.export.commands import parse_overrides
+    from ctxext.export.gguf import context_of_gguf
+    from ctxext.hub import checkpoint
+    from ctxext.utils.json_files import read_json
+
+    if name.lstrip().startswith("{"):
+        return _config(parse_overrides(name, "--model"), "--model")
+    if Path(name).suffix == ".gguf" and Path(name).is_file():
+        config = context_of_gguf(name)
+        return config, json.loads(config.to_json_string())
+    if name.endswith(".gguf"):
+        raise ValueError(
+            f"{name} is not on this machine. Pass the model that it was made from, such as --model Qwen/Qwen3-8B."
+        )
+    if Path(name).suffix == ".json" and Path(name).is_file():
+        return _config(read_json(Path(name)).content, name)
+    folder = checkpoint.checkpoint_folder(name, revision, config_only=True)
+    return checkpoint.read_config(folder), read_json(folder / "config.json").content
+
+
+def _show(found: Lint, model: str | None) -> None:
+    console = Console()
+    console.print(Text.assemble((f"{found.engine} {found.version}", "bold"), (f"  {model or ''}", "dim")))
+    console.print(Padding(Text(found.does), (0, 0, 0, 2)))
+    for finding in found.findings:
+        severity = (f"{finding.severity}: ", _COLOURS[finding.severity])
+        console.print(Text.assemble(severity, common.in_flags(finding.words)))
+        if (reading := finding.reading) is not None:
+            evidence = Text(f"{reading.engine} {reading.versions}; {reading.known}", style="dim")
+            console.print(Padding(evidence, (0, 0, 0, 2)))
+    if found.right is not None:
+        console.print("The right line, to which your other options can be added:")
+        copied(command_lines(found.right.flags))
+        for warning in found.right.warnings:
+            console.print(Padding(Text(f"note: {warning}"), (0, 0, 0, 2)))
+    elif found.is_wrong:
+        console.print(Text(f"There is no line that does what was meant: {common.in_flags(found.why_not)}"))
+    elif not found.findings:
+        console.print(Text("Nothing is wrong.", style="green"))
