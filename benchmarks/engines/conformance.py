@@ -27,7 +27,7 @@ from ctxext.hub.checkpoint import read_config
 EXACT = 1e-5
 APPLIED, IGNORED, COLD = WORDS["extended"], WORDS["unextended"], WORDS["without_temperature"]
 HERE = Path(__file__).parent
-NO_PROBE = "no probe"
+NO_PROBE, DOWN = "no probe", "does not start"
 GGUF = "extended GGUF file"
 FLOAT32 = ("--dtype", "float32", "--enforce-eager", "--skip-tokenizer-init")
 LAST = 64  # tokens
@@ -130,7 +130,7 @@ class Conformance(Part, ABC):
         try:
             found = self.judged(Subject("bundled"), method, request)
         except EngineError as error:
-            found = {"verdict": "does not start", "error": str(error)}
+            found = {"verdict": DOWN, "error": str(error)}
         return {"right": found["verdict"] in expected, "expected": list(expected), **found}
 
     def record(self, kept: dict[str, Any]) -> dict[str, Any]:
@@ -213,14 +213,20 @@ class InVLLM(InItsEnvironment):
             add("without theta", method, {
                 **long, **stale, "rope_parameters": {k: v for k, v in scaled.items() if k != "rope_theta"}
             }, NONE, IGNORED)  # fmt: skip
-            add("nested in text_config", method, {**long, "text_config": {"rope_parameters": scaled}}, IGNORED)
+            add("nested in text_config", method, {**long, "text_config": {"rope_parameters": scaled}}, DOWN)
             if method != "llama3":
                 cold = {name: 1.0 for name in ("attention_factor", "attn_factor", "short_mscale", "long_mscale")
                         if name in scaled or name == "attention_factor"}  # fmt: skip
                 add("temperature removed", method, {**long, "rope_parameters": {**scaled, **cold}}, COLD)
             if method != "resonance":
                 for wrong in (2.0, 8.0):
-                    add(f"factor {wrong:g}", method, {**long, "rope_parameters": {**scaled, "factor": wrong}}, NONE)
+                    add(
+                        f"factor {wrong:g}",
+                        method,
+                        {**long, "rope_parameters": {**scaled, "factor": wrong}},
+                        NONE,
+                        SHORT,
+                    )
             short = {"rope_parameters": scaled, "max_position_embeddings": 1024}
             if method == "llama3":
                 add("a table of half the target", method, short, SHORT,

@@ -38,7 +38,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gemma3_text": {"sliding_window": 256, "layer_types": ["sliding_attention", "full_attention"]},
     "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 128,
                 "rope_parameters": {"rope_type": "default", "rope_theta": 150000.0}},
-    "deepseek_v3": {"q_lora_rank": 64, "kv_lora_rank": 64, "qk_nope_head_dim": 64, "qk_rope_head_dim": 64,
+    "deepseek_v3": {"q_lora_rank": 64, "kv_lora_rank": 512, "qk_nope_head_dim": 64, "qk_rope_head_dim": 64,
                     "v_head_dim": 64, "head_dim": None, "num_key_value_heads": 4, "first_k_dense_replace": 2,
                     "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1,
                     "moe_intermediate_size": 64},

@@ -187,6 +187,11 @@ class _Server:
     def remark(self, field: str, name: str, fatal: bool = False) -> None:
         self.remarks.append(Remark(field, READINGS[f"{self.engine}-{name}"], fatal))
 
+    @property
+    def only_yarn(self) -> bool:
+        """Whether the model's class reads any `rope_parameters` as yarn."""
+        return self.engine == "vllm" and self.text.model_type == "gpt_oss"
+
     # ------------------------------------------------------------------------------ the merged config
 
     def read_version_4(self, section: dict[str, Any], overrides: dict[str, Any]) -> None:
@@ -262,10 +267,17 @@ class _Server:
                     self.remark("rope_theta", "theta-lost")
             kind = kind_of(table)
             needed = ("factor", "original_max_position_embeddings") if kind == "yarn" else NEEDED.get(kind, ())
+            if self.only_yarn:
+                needed = ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow")
             for name in needed:
                 if name not in table:
-                    self.remark(f"{name} of {kind}", "missing", fatal=self.engine == "vllm")
-                    table[name] = length_limit(self.text) if name.startswith("original") else 1.0
+                    row = "gpt-oss" if self.only_yarn else "missing"
+                    self.remark(f"{name} of {kind}", row, fatal=self.engine == "vllm")
+                    if not name.startswith("beta"):
+                        table[name] = length_limit(self.text) if name.startswith("original") else 1.0
+            if self.only_yarn and kind != "yarn":
+                self.remark(f'rope_type "{kind}"', "gpt-oss")
+                table["rope_type"] = "yarn"
             for name in ("mrope_section", "partial_rotary_factor"):
                 if name in before and name not in table:
                     self.remark(name, "replaced")
@@ -348,6 +360,8 @@ class _Server:
             return "attention_factor", "longrope"
         if latent:
             return "attention_factor", "mla-attention-factor"
+        if self.only_yarn:
+            return "attention_factor", "gpt-oss"
         if self.engine == "sglang" or "attention_factor" in parameters:
             return "attention_factor", "attention-factor"
         return ("attn_factor", "attention-factor-new") if "attn_factor" in parameters else ("mscale", "mscale")
@@ -356,6 +370,8 @@ class _Server:
         """The multiplier of cos and sin for yarn, by the keys that this version reads."""
         older = self.engine == "vllm" and self.version < (0, 30)
         scale = _growth(parameters["factor"])
+        if self.only_yarn:
+            return scale
         mscale, all_dim = parameters.get("mscale"), parameters.get("mscale_all_dim")
         if latent:
             scale = _latent_growth(parameters)

@@ -256,7 +256,8 @@ def judge_far(probe: Probe, verdict: Verdict, length: int, logprobs: Float64[Ten
         return replace(verdict, asked_to=length, far_distance=distance)
     reason = (
         f"the last positions of {length} tokens are off by {distance:.2g} nats per token, although a short text is "
-        "right: its cos/sin table is too short, or it truncates or shifts long prompts. See `ctxext export`"
+        "right: its cos/sin table is too short, it truncates or shifts long prompts, or its factor is another one. See "
+        "`ctxext export`"
     )
     return replace(verdict, name=SHORT, reason=reason, asked_to=length, far_distance=distance)
 

@@ -134,6 +134,10 @@ _ROWS = {
     "vllm-mla-truncate": (">= 0.12", "truncate of yarn in the DeepSeek families",
         "is ignored: the ramp's ends are always rounded",
         f"read: {VLLM}@07b12f1b:vllm/model_executor/layers/rotary_embedding/__init__.py"),
+    "vllm-gpt-oss": (">= 0.12", "rope_parameters of gpt-oss",
+        "are read as yarn, whatever their rope_type, and must hold factor, original_max_position_embeddings, beta_fast "
+        "and beta_slow; attention_factor is ignored",
+        "run: benchmarks/engines/run.py; read: vllm/model_executor/models/gpt_oss.py in the wheel of 0.32.0"),
     "vllm-mscale": ("<= 0.29", "mscale and mscale_all_dim of yarn", "are ignored outside the DeepSeek families",
         f"read: vllm-project/vllm#48621, {_VLLM_WHEELS} 0.29.0 and 0.30.0"),
     "vllm-longrope": (">= 0.12", "attention_factor and factor of longrope",

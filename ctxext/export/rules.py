@@ -256,6 +256,10 @@ def _refuse_unserved(engine: str, text_config: Any, table: RopeTable, target: in
                 f"{READINGS['vllm-yarn-rows']} (here {rows}), fewer than the target of {target}. Nearest: "
                 f"a target of {rows} tokens, or existing='compose'."
             )
+    if engine == "vllm" and name == "gpt_oss":
+        own = 0.1 * math.log(max(1.0, parameters.get("factor", 1.0))) + 1
+        if kind != "yarn" or not math.isclose(table.in_use.attention_factor, own):
+            raise NotExportable(f"{READINGS['vllm-gpt-oss']}. {yarn}")
     if kind == "yarn" and latent and not parameters.get("truncate", True):
         raise NotExportable(f"{READINGS[f'{engine}-mla-truncate']} ({name}). Nearest: 'yarn' with truncate=true.")
     if kind in ("default", "yarn"):

@@ -40,7 +40,7 @@ def config_of(family: str) -> PreTrainedConfig:
     return tiny_config(family)
 
 
-FAMILIES = ("llama", "qwen2", "qwen3", "phi3", "gpt_neox", "qwen3_5", "gemma3", "deepseek_v3")
+FAMILIES = ("llama", "qwen2", "qwen3", "phi3", "gpt_neox", "qwen3_5", "gemma3", "deepseek_v3", "gpt_oss")
 METHODS: dict[str, Any] = {
     **{method.name: method for method in list_methods("rope")},
     "yarn with options": YaRN(factor=FACTOR, beta_fast=4, beta_slow=0.25, attention_factor=1.3),
@@ -167,3 +167,26 @@ def test_versions_that_are_too_old_or_none_are_refused() -> None:
     with pytest.raises(ValueError, match=r"must look like 0\.32 for vllm, got 'newest'"):
         version_of("vllm", "newest")
     assert set(VERSIONS) == set(ENGINES)
+
+
+def test_vllm_reads_yarn_alone_for_gpt_oss() -> None:
+    """As it was run: KeyErrors for other rope types, and an attention factor that is ignored."""
+    for name in METHODS:
+        if name in ("yarn", "yarn not truncated"):
+            assert ("vllm", "gpt_oss", name) in cells()
+        elif name != "transformers_dynamic":
+            with pytest.raises((NotExportable, ValueError)):
+                exported("vllm", "gpt_oss", name)
+    config = config_of("gpt_oss")
+    source = json.loads(config.to_json_string())
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": LENGTH, "rope_theta": 150000.0}
+    for parameters, fatal in (
+        ({"rope_type": "linear", "factor": 4.0, "rope_theta": 150000.0}, True),
+        (yarn, True),
+        ({**yarn, "beta_fast": 32.0, "beta_slow": 1.0, "attention_factor": 1.0}, False),
+    ):
+        overrides = json.dumps({"rope_parameters": parameters, "max_position_embeddings": 4 * LENGTH})
+        does = effective(parse_command(["vllm", "serve", "DIR", "--hf-overrides", overrides]), config, source)
+        assert any(remark.fatal for remark in does.remarks) == fatal
+        assert any("gpt-oss" in str(remark.reading) for remark in does.remarks)
+        assert does.tables[""].attention_factor == pytest.approx(0.1 * math.log(4) + 1)
