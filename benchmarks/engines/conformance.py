@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -15,7 +16,7 @@ from typing import Any, ClassVar
 import torch
 from at_scale.cells import Cell, Part
 from engines.environments import MLX, VLLM, Environment
-from engines.subjects import FAMILIES, FOLDER, OVERRIDES, RUNS, TARGET, Subject
+from engines.subjects import FAMILIES, FOLDER, OVERRIDES, RUNS, TARGET, TRAINED, Subject
 
 from ctxext.export.gguf import extend_gguf, why_not_written, write_gguf
 from ctxext.export.llama_cpp import GGUFModel
@@ -27,6 +28,8 @@ from ctxext.hub.checkpoint import read_config
 EXACT = 1e-5
 APPLIED, IGNORED, COLD = WORDS["extended"], WORDS["unextended"], WORDS["without_temperature"]
 HERE = Path(__file__).parent
+CONFIG = "unextended folder, config.json replaced"
+UNEXTENDED = "unextended"
 NO_PROBE, DOWN = "no probe", "does not start"
 GGUF = "extended GGUF file"
 FLOAT32 = ("--dtype", "float32", "--enforce-eager", "--skip-tokenizer-init")
@@ -54,6 +57,7 @@ class Conformance(Part, ABC):
     def cells(self) -> Sequence[Cell]:
         cells = [Cell("environment", 60, self.ready)]
         for subject in self.subjects:
+            cells.append(Cell(f"{subject.name} {UNEXTENDED}", 8, partial(self.unextended, subject)))
             methods = ("yarn", "llama3") if self.tiny else subject.methods
             for method in methods:
                 cells += [
@@ -73,6 +77,10 @@ class Conformance(Part, ABC):
     @abstractmethod
     def served(self, subject: Subject, method: str, form: str) -> tuple[dict[str, Any], tuple[str, ...]]:
         """What `ask` is given, and the command line that stands for it. Raises NotExportable."""
+
+    @abstractmethod
+    def plain(self, subject: Subject) -> dict[str, Any]:
+        """What `ask` is given for the unextended model."""
 
     @abstractmethod
     def ask(self, request: dict[str, Any], prompts: Sequence[Sequence[int]]) -> list[torch.Tensor]:
@@ -126,6 +134,17 @@ class Conformance(Part, ABC):
         )
         return {"exact": exact, **found, "command": list(command)}
 
+    def unextended(self, subject: Subject) -> dict[str, Any]:
+        """How far the engine is from transformers without any extension, within the trained length."""
+        text = subject.text()[: TRAINED - 1]
+        expected = torch.tensor(subject.reference(None)[: TRAINED - 2], dtype=torch.float64)
+        try:
+            (found,) = self.ask(self.plain(subject), [text])
+        except EngineError as error:
+            return {"error": str(error)}
+        mean = float((found - expected[-len(found) :]).abs().mean())
+        return {"exact": mean < self.bar, "mean": mean, "positions": len(found)}
+
     def mistaken(self, method: str, request: dict[str, Any], expected: tuple[str, ...]) -> dict[str, Any]:
         try:
             found = self.judged(Subject("bundled"), method, request)
@@ -134,18 +153,24 @@ class Conformance(Part, ABC):
         return {"right": found["verdict"] in expected, "expected": list(expected), **found}
 
     def record(self, kept: dict[str, Any]) -> dict[str, Any]:
-        counted = [value for value in kept.values() if isinstance(value, dict)]
+        cells = {name: value for name, value in kept.items() if name != "environment"}
+        models = [name for name in cells if name.endswith(f" {UNEXTENDED}") and "right" not in cells[name]]
+        plain = {name.removesuffix(f" {UNEXTENDED}"): cells.pop(name) for name in models}
+        differs = {name: value for name, value in plain.items() if not value.get("exact")}
+        mistakes = [value for value in cells.values() if "right" in value]
+        wrong = [name for name, value in cells.items()
+                 if not (value.get("exact") or "refused" in value or "right" in value)]  # fmt: skip
         return {
             "environment": kept.get("environment"),
-            "exact": sum(bool(value.get("exact")) for value in counted),
-            "refused by export": sum("refused" in value for value in counted),
-            "neither": [name for name, value in kept.items()
-                        if name != "environment" and "right" not in value
-                        and not (value.get("exact") or "refused" in value)],
-            "mistakes": sum("right" in value for value in counted),
-            "mistakes judged right": sum(bool(value.get("right")) for value in counted),
-            "cells": kept,
-        }  # fmt: skip
+            "exact": sum(bool(value.get("exact")) for value in cells.values()),
+            "refused by export": sum("refused" in value for value in cells.values()),
+            "differs unextended": differs,
+            "of these not exact": [name for name in wrong if name.split()[0] in differs],
+            "neither": [name for name in wrong if name.split()[0] not in differs],
+            "mistakes": len(mistakes),
+            "mistakes judged right": sum(value["right"] for value in mistakes),
+            "cells": cells,
+        }
 
 
 @dataclass
@@ -196,6 +221,9 @@ class InVLLM(InItsEnvironment):
         command = subject.export("vllm", method, form).flags
         return {"arguments": [*command[2:], *FLOAT32]}, command
 
+    def plain(self, subject: Subject) -> dict[str, Any]:
+        return {"arguments": [str(subject.base), "--max-model-len", str(TRAINED), *FLOAT32]}
+
     def negatives(self) -> list[Cell]:
         base = str(Subject("bundled").base)
         cells = []
@@ -240,11 +268,27 @@ class InMLX(InItsEnvironment):
     title = f"mlx-lm {MLX.version} on a CPU"
     environment = MLX
     worker = "mlx_worker.py"
-    forms = (FOLDER,)
+    forms = (CONFIG,)
 
     def served(self, subject: Subject, method: str, form: str) -> tuple[dict[str, Any], tuple[str, ...]]:
-        folder = str(subject.extended(method))
-        return {"folder": folder}, ("mlx_lm.server", "--model", folder)
+        export, folder = subject.export("mlx", method, OVERRIDES), RUNS / subject.name / f"{method}, mlx"
+        if not folder.is_dir():
+            shutil.copytree(subject.base, folder)
+            (folder / "config.json").write_text(json.dumps(export.config))
+        return {"folder": str(folder)}, ("mlx_lm.server", "--model", str(folder))
+
+    def plain(self, subject: Subject) -> dict[str, Any]:
+        """With the bases where most of its classes read them; as transformers 5 alone writes them, they are lost."""
+        folder = RUNS / subject.name / "base, mlx"
+        if not folder.is_dir():
+            config = json.loads((subject.base / "config.json").read_text())
+            tables = config["rope_parameters"]
+            config["rope_theta"] = tables.get("full_attention", tables)["rope_theta"]
+            if "sliding_attention" in tables:
+                config["rope_local_base_freq"] = tables["sliding_attention"]["rope_theta"]
+            shutil.copytree(subject.base, folder)
+            (folder / "config.json").write_text(json.dumps(config))
+        return {"folder": str(folder)}
 
 
 @dataclass
@@ -259,6 +303,12 @@ class InLlamaCpp(Conformance):
     def ready(self) -> dict[str, Any]:
         return {"versions": {"xllamacpp": metadata.version("xllamacpp")}}
 
+    def plain(self, subject: Subject) -> dict[str, Any]:
+        file = RUNS / subject.name / "base.gguf"
+        if not file.is_file():
+            write_gguf(subject.base, file)
+        return {"file": str(file)}
+
     def served(self, subject: Subject, method: str, form: str) -> tuple[dict[str, Any], tuple[str, ...]]:
         command = subject.export("llama.cpp", method, FOLDER if form == FOLDER else OVERRIDES).flags
         file = RUNS / subject.name / f"{method}, {form}.gguf"
@@ -268,10 +318,7 @@ class InLlamaCpp(Conformance):
             if form == FOLDER:
                 write_gguf(subject.extended(method), file)
             else:
-                base = RUNS / subject.name / "base.gguf"
-                if not base.is_file():
-                    write_gguf(subject.base, base)
-                extend_gguf(base, file, method=subject.methods[method])
+                extend_gguf(Path(self.plain(subject)["file"]), file, method=subject.methods[method])
         return {"file": str(file)}, command
 
     def ask(self, request: dict[str, Any], prompts: Sequence[Sequence[int]]) -> list[torch.Tensor]:

@@ -42,6 +42,8 @@ def main() -> None:
                   **part.record(kept)}  # fmt: skip
         (options.output / f"{name}.json").write_text(json.dumps(record, indent=1) + "\n")
         wrong = [cell for cell, value in kept.items() if value.get("right") is False]
+        for cell, value in record["differs unextended"].items():
+            print(f"{name}: {cell} differs without any extension: {value.get('error') or value['mean']}")
         for cell in (*record["neither"], *wrong):
             value = kept[cell]
             print(f"{name}: {cell}: {value.get('error') or (value['verdict'], value['mean'])}")

@@ -32,7 +32,7 @@ def export(
         str, typer.Argument(help="A checkpoint (a folder, its config.json, or a name on the hub), or a GGUF file.")
     ],
     engine: Annotated[
-        str, typer.Option(help="transformers, transformers-v4, vllm, sglang, llama.cpp, or all of them.")
+        str, typer.Option(help="transformers, transformers-v4, vllm, sglang, mlx, llama.cpp, or all of them.")
     ] = "all",
     factor: common.Factor = None,
     target_length: common.TargetLength = None,
@@ -269,7 +269,7 @@ def command_lines(words: Sequence[str]) -> str:
 
 def _lines(export: EngineExport) -> list[str]:
     """The context keys of a config.json, with long lists abbreviated."""
-    names = ["rope_theta", "rope_scaling"] if export.engine == "transformers-v4" else ["rope_parameters"]
+    names = ["rope_theta", "rope_scaling"] if export.engine in ("transformers-v4", "mlx") else ["rope_parameters"]
     nested = [value for value in export.config.values() if isinstance(value, dict) and "rope_parameters" in value]
     section = nested[0] if nested else export.config
     found = {name: section[name] for name in ("max_position_embeddings", *names) if section.get(name) is not None}

@@ -37,6 +37,7 @@ _SGLANG_ROPE = f"{SGLANG}@108c36c0:python/sglang/srt/layers/rotary_embedding"
 _SGLANG_LENGTH = f"{SGLANG}@001adf56:python/sglang/srt/configs/model_config.py"
 _LLAMA_CPP_CONTEXT = f"{LLAMA_CPP}@001d906a:src/llama-context.cpp"
 _VERSIONS = "run: benchmarks/versions.py"
+_MLX = "run: benchmarks/engines/run.py; read: mlx_lm/models/rope_utils.py in the wheel of 0.32.2"
 _VLLM_RUN = "run: benchmarks/vllm_reads.py"
 _VLLM_OVERRIDES = "vllm/config/model.py (_apply_dict_overrides) in the wheels of 0.12.0, 0.19.1, 0.29.0 and 0.32.0"
 _SGLANG_CONFIG = "sglang/srt/utils/hf_transformers/config.py (get_config) in the wheels of"
@@ -222,6 +223,20 @@ _ROWS = {
         "uses one static base, computed for max_position_embeddings * factor", f"read: {_SGLANG_ROPE}/factory.py"),
     "sglang-proportional": (">= 0.5.10", "factor of proportional RoPE", "is ignored",
         f"read: {_SGLANG_ROPE}/factory.py"),
+    # ------------------------------------------------------------------------------------------ mlx-lm
+    "mlx-config": (">= 0.32", "rope_parameters",
+        "are ignored by most classes (Llama, Qwen2): rope_theta and rope_scaling are read, and without them the base "
+        "is the class's default", _MLX),
+    "mlx-attention-factor": (">= 0.32", "attention_factor of yarn",
+        "is ignored; ctxext writes an mscale of the same effect", _MLX),
+    "mlx-truncate": (">= 0.32", "truncate of yarn",
+        "is ignored: the ramp's ends are always rounded; ctxext writes longrope instead", _MLX),
+    "mlx-longrope": (">= 0.32", "attention_factor of longrope",
+        "is ignored: the multiplier is computed from max_position_embeddings and original_max_position_embeddings, "
+        "which ctxext sets accordingly; long_factor is used for every sequence", _MLX),
+    "mlx-dynamic": (">= 0.32", 'rope_type "dynamic"',
+        "computes its base from each call, so cached keys keep another base",
+        "read: mlx_lm/models/rope_utils.py in the wheel of 0.32.2"),
     # --------------------------------------------------------------------------------------- llama.cpp
     "llama.cpp-yarn": (">= December 2025", "yarn", "multiplies cos and sin by 0.1 ln(factor) + 1, as the paper does",
         f"read: ggml-org/llama.cpp#18006, {_LLAMA_CPP_CONTEXT}"),
@@ -251,7 +266,7 @@ _ROWS = {
     "llama.cpp-dynamic": ("all", 'rope_type "dynamic"', "is dropped by the converter",
         f"read: {LLAMA_CPP}:convert_hf_to_gguf.py"),
 }  # fmt: skip
-_NAMES = {"vllm": "vLLM", "sglang": "SGLang"}
+_NAMES = {"vllm": "vLLM", "sglang": "SGLang", "mlx": "mlx-lm"}
 READINGS = {key: Reading(_NAMES.get(engine := key.partition("-")[0], engine), *row) for key, row in _ROWS.items()}
 
 

@@ -28,7 +28,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 _LEAST = {
-    "transformers": "5.0", "transformers-v4": "4.57", "vllm": "0.12", "sglang": "0.5.10", "llama.cpp": "December 2025",
+    "transformers": "5.0", "transformers-v4": "4.57", "vllm": "0.12", "sglang": "0.5.10", "mlx": "0.32",
+    "llama.cpp": "December 2025",
 }  # fmt: skip
 ENGINES = tuple(_LEAST)
 _VERSION_4_TYPES = frozenset({"default", "linear", "dynamic", "yarn", "llama3", "longrope"})
@@ -40,6 +41,8 @@ INTERLEAVED = frozenset({"cohere", "cohere2", "ernie4_5", "ernie4_5_moe", "glm",
 LENGTHS = (
     "n_positions", "max_seq_len", "seq_length", "model_max_length", "max_sequence_length", "max_seq_length", "seq_len",
 )  # fmt: skip
+# The model types whose class in mlx-lm was run (benchmarks/engines/run.py).
+_MLX_TYPES = ("llama", "mistral", "qwen2", "qwen3", "phi3", "gemma3_text", "gpt_oss")
 # transformers' model types whose name differs from llama.cpp's architecture.
 _GGUF_NAMES = {"mistral": "llama", "mixtral": "llama"}
 _AS_IT_WAS = "MODEL.gguf is the file of the unextended model; a file of the extended one already holds the extension."
@@ -113,6 +116,9 @@ def export_for(
         _transformers("transformers", facts, section, target, as_it_is)
         before = None if plan is None else read_context(config).tables[0]
         return EngineExport(engine, _LEAST[engine], written, *_llama_cpp(model, facts, target, before))
+    if engine == "mlx":
+        warnings = _mlx(facts, section, target)
+        return EngineExport(engine, _LEAST[engine], written, (), warnings)
     warnings = _server(engine, facts, section, target)
     changed = {name: value for name, value in written.items() if source.get(name) != value and name != "ctxext"}
     if engine == "vllm":
@@ -223,22 +229,19 @@ def _transformers(
 
 
 def _in_three_fields(table: RopeTable, target: int) -> dict[str, Any]:
-    """A table of Phi-3 for version 4, which derives the attention factor from the two lengths.
-
-    a = sqrt(1 + ln(max / original) / ln(original)) holds at original = max^(1 / a²), a whole number or not.
-    """
-    scaling = table.in_use.attention_factor
-    if scaling < 1:
-        raise NotExportable(
-            f"{READINGS['transformers-4-phi3']}, and no two lengths give {scaling:.4g}. Nearest: transformers 5."
-        )
-    original = target ** (1 / scaling**2)
-    whole = round(original)
+    """A table of Phi-3 for version 4, which derives the attention factor from the two lengths."""
+    original = _original_for(table.in_use.attention_factor, target, "transformers-4-phi3")
     lists = {name: table.parameters[name] for name in ("short_factor", "long_factor")}
-    return {
-        "rope_scaling": {"type": "longrope", **lists},
-        "original_max_position_embeddings": whole if math.isclose(original, whole) else original,
-    }
+    return {"rope_scaling": {"type": "longrope", **lists}, "original_max_position_embeddings": original}
+
+
+def _original_for(scale: float, target: int, reading: str) -> float:
+    """The original length for which sqrt(1 + ln(target / original) / ln(original)) is `scale`: target^(1 / scale²),
+    a whole number or not."""
+    if scale < 1:
+        raise NotExportable(f"{READINGS[reading]}, and no two lengths give {scale:.4g}. Nearest: transformers 5.")
+    original = target ** (1 / scale**2)
+    return round(original) if math.isclose(original, round(original)) else original
 
 
 # ---------------------------------------------------------------------------------- vLLM and SGLang
@@ -333,6 +336,53 @@ def _in_server_words(engine: str, text_config: Any, table: RopeTable, target: in
         elif engine == "sglang":
             parameters["original_max_position_embeddings"] = target
     return parameters, warnings
+
+
+# -------------------------------------------------------------------------------------------- mlx-lm
+
+
+def _mlx(facts: ContextFacts, section: dict[str, Any], target: int) -> tuple[str, ...]:
+    """Write `section` for mlx-lm: `rope_theta` and `rope_scaling`. Returns the warnings.
+
+    Its longrope takes any λ, and any attention factor of 1 or more by the two lengths (`_original_for`).
+    """
+    name, table = facts.text_config.model_type, facts.tables[0]
+    if name not in _MLX_TYPES:
+        raise NotExportable(
+            f"mlx-lm's class for {name} was not run (run: {', '.join(_MLX_TYPES)}). Check it yourself: compare "
+            "log-probabilities with those in a probe of ctxext verify."
+        )
+    parameters, kind, scale = table.of_turning_pairs, _rope_type(table), table.in_use.attention_factor
+    theta, factor = parameters["rope_theta"], parameters.get("factor") or 1.0
+    for name in ("rope_scaling", "rope_parameters", "original_max_position_embeddings", "ctxext"):
+        section.pop(name, None)
+    section["rope_theta"], section["max_position_embeddings"] = theta, target
+    if len(facts.tables) > 1:
+        local = facts.tables[1]
+        if _rope_type(local) != "default":
+            raise NotExportable("mlx-lm has no scaling for layers with a sliding window. Nearest: transformers.")
+        section["rope_local_base_freq"] = local.parameters["rope_theta"]
+    warnings, scaling = ["mlx-config"], dict[str, Any]()
+    by_list = family_of(facts.text_config).rope_types == _PHI_3_TYPES and kind != "default"
+    if kind in ("linear", "llama3") and not by_list:
+        scaling = {key: value for key, value in parameters.items() if key != "rope_theta"}
+    elif kind == "yarn" and parameters.get("truncate", True) and factor > 1 and not by_list:
+        given = ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow")
+        scaling = {key: parameters[key] for key in given if parameters.get(key) is not None}
+        if not math.isclose(scale, 0.1 * math.log(factor) + 1):
+            scaling |= {"mscale": (scale - 1) / (0.1 * math.log(factor)), "mscale_all_dim": 0}
+            warnings.append("mlx-attention-factor")
+    elif kind != "default":
+        warnings.append("mlx-truncate" if kind == "yarn" else "mlx-longrope")
+        plain = table.plain(table.parameters["rope_theta"], table.limit)
+        factors = (plain.inv_freq / table.in_use.inv_freq).tolist()
+        original = _original_for(scale, target, "mlx-longrope")
+        section["original_max_position_embeddings"] = original  # where Phi-3's class reads it
+        scaling = {"short_factor": factors, "long_factor": factors, "original_max_position_embeddings": original}
+        kind = "longrope"
+    if scaling:
+        section["rope_scaling"] = {"rope_type": kind, "type": kind, **scaling}
+    return _warn(*warnings)
 
 
 # ----------------------------------------------------------------------------------------- llama.cpp

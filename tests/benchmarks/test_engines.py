@@ -37,6 +37,9 @@ class Pretended(Conformance):
     def served(self, subject: Subject, method: str, form: str) -> tuple[dict[str, Any], tuple[str, ...]]:
         return {"base": str(subject.base), "method": method, "factor": 4.0}, ("serve",)
 
+    def plain(self, subject: Subject) -> dict[str, Any]:
+        return {"base": str(subject.base), "method": "", "factor": 1.0}
+
     def ask(self, request: dict[str, Any], prompts: Sequence[Sequence[int]]) -> list[torch.Tensor]:
         model = AutoModelForCausalLM.from_pretrained(request["base"], dtype=torch.float32).eval()
         if request["factor"] > 1:
@@ -51,6 +54,7 @@ def test_what_is_served_as_meant_is_exact_and_what_is_not_is_named(runs: Path) -
     assert found["exact"]
     assert found["verdict"] == "applied"
     assert found["mean"] < 1e-6 < found["effect"]
+    assert part.unextended(Subject("bundled"))["exact"]
     request = part.served(Subject("bundled"), "yarn", FOLDER)[0]
     for factor, verdict in ((1.0, "ignored"), (8.0, "no match")):
         wrong = part.judged(Subject("bundled"), "yarn", {**request, "factor": factor})
@@ -70,9 +74,12 @@ def test_an_engine_that_does_not_start_is_neither_exact_nor_refused(
     part = Pretended(runs)
     found = part.compared(Subject("bundled"), "yarn", FOLDER)
     assert found["error"] == "no kernel"
-    kept = {"environment": {}, "one": found, "two": {"refused": "because"}, "three": {"exact": True}}
+    kept = {"environment": {}, "one yarn": found, "two yarn": {"refused": "because"}, "three yarn": {"exact": True},
+            "one unextended": {"exact": True}}  # fmt: skip
     record = part.record(kept)
-    assert (record["neither"], record["exact"], record["refused by export"]) == (["one"], 1, 1)
+    assert (record["neither"], record["exact"], record["refused by export"]) == (["one yarn"], 1, 1)
+    differs = part.record({**kept, "one unextended": {"exact": False, "mean": 0.9}})
+    assert (differs["neither"], differs["of these not exact"]) == ([], ["one yarn"])
     assert part.mistaken("yarn", {}, ("does not start",))["right"]
 
 

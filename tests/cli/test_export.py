@@ -112,7 +112,7 @@ def test_a_path_with_brackets_is_shown_whole(config_alone: Path, tmp_path: Path)
     """Not read as markup, as `[bold]` would be."""
     output = tmp_path / "out[bold]"
     assert (
-        f"wrote a config.json for transformers, transformers-v4, vllm, sglang, llama.cpp to {output}\n"
+        f"wrote a config.json for transformers, transformers-v4, vllm, sglang, mlx, llama.cpp to {output}\n"
         in export(config_alone, "--method", "yarn", "-o", output).stderr
     )
 
