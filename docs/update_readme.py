@@ -208,6 +208,43 @@ def attention_table() -> str:
     return table(["relative to stock", "", "bar"], rows)
 
 
+def engines_ran_table() -> str:
+    """By method, the models on which each engine was exact, of docs/engines/*.json."""
+    records = [read(f"docs/engines/{path.name}") for path in sorted((ROOT / "docs/engines").glob("*.json"))]
+    columns = []
+    for record in records:
+        by_method: dict[str, dict[str, list[str]]] = {}
+        for name, cell in record["cells"].items():
+            model, _, rest = name.partition(" ")
+            if "right" in cell:
+                continue
+            kind = "exact" if cell.get("exact") else "refused" if "refused" in cell else "not exact"
+            models = by_method.setdefault(rest.partition(" ")[0], {}).setdefault(kind, [])
+            if model not in models:
+                models.append(model)
+        columns.append(by_method)
+    rows = []
+    for method in columns[0]:
+        row = [f"`{method}`"]
+        for column in columns:
+            kinds = column.get(method, {})
+            total = len({model for models in kinds.values() for model in models})
+            said = f"{len(kinds.get('exact', []))} of {total}"
+            others = {kind: models for kind, models in kinds.items() if kind != "exact"}
+            row.append(said + "".join(f"; {kind}: {', '.join(models)}" for kind, models in others.items()))
+        rows.append(row)
+    dates = ", ".join(f"{record['engine']}, {record['date']}" for record in records)
+    wrong = [f"{record['mistakes judged right']} of {record['mistakes']}" for record in records if record["mistakes"]]
+    positions = next(cell["positions"] for cell in records[-1]["cells"].values() if "positions" in cell)
+    note = (
+        f"Models that an engine runs exactly: in float32, mean difference of log-probabilities from transformers below "
+        f"1e-5 nats (llama.cpp 1e-4) at {positions:,} positions up to the target (llama.cpp: the last 64), and `ctxext "
+        f"verify` says applied. Run on a CPU: {dates}. `ctxext verify` judged {', '.join(wrong)} mistaken configs "
+        "correctly. From [engines/](engines)."
+    )
+    return table(["method", *(record["engine"] for record in records)], rows, note)
+
+
 def positions_table(each_seed: bool) -> str:
     """Train short, test long, of docs/positions/summary.json: means over seeds, or the value of each seed."""
     summary = read("docs/positions/summary.json")
@@ -474,7 +511,7 @@ TABLES = {
         "posgen-differences": posgen_difference_table,
         "cope": cope_table,
     },
-    "docs/engines.md": {"engines": engine_table},
+    "docs/engines.md": {"engines": engine_table, "engines-ran": engines_ran_table},
     "docs/positions/README.md": {
         "positions": partial(positions_table, each_seed=False),
         "seeds": partial(positions_table, each_seed=True),

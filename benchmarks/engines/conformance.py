@@ -127,12 +127,12 @@ class Conformance(Part, ABC):
             found = self.judged(subject, method, request)
         except EngineError as error:
             return {"error": str(error), "command": list(command)}
-        exact = (
-            found["mean"] is not None
-            and found["mean"] < self.bar
-            and found["verdict"].partition(":")[0] in (APPLIED, NO_PROBE)
-        )
-        return {"exact": exact, **found, "command": list(command)}
+        return {**found, "command": list(command)}
+
+    def exact(self, cell: dict[str, Any]) -> bool:
+        """Whether the engine computes the same, and `ctxext verify` says so where it was asked."""
+        applied = cell.get("verdict", APPLIED).partition(":")[0] in (APPLIED, NO_PROBE)
+        return applied and cell.get("mean") is not None and cell["mean"] < self.bar
 
     def unextended(self, subject: Subject) -> dict[str, Any]:
         """How far the engine is from transformers without any extension, within the trained length."""
@@ -143,7 +143,7 @@ class Conformance(Part, ABC):
         except EngineError as error:
             return {"error": str(error)}
         mean = float((found - expected[-len(found) :]).abs().mean())
-        return {"exact": mean < self.bar, "mean": mean, "positions": len(found)}
+        return {"mean": mean, "positions": len(found)}
 
     def mistaken(self, method: str, request: dict[str, Any], expected: tuple[str, ...]) -> dict[str, Any]:
         try:
@@ -153,10 +153,14 @@ class Conformance(Part, ABC):
         return {"right": found["verdict"] in expected, "expected": list(expected), **found}
 
     def record(self, kept: dict[str, Any]) -> dict[str, Any]:
-        cells = {name: value for name, value in kept.items() if name != "environment"}
+        cells = {
+            name: value if {"right", "refused"} & value.keys() else {**value, "exact": self.exact(value)}
+            for name, value in kept.items()
+            if name != "environment"
+        }
         models = [name for name in cells if name.endswith(f" {UNEXTENDED}") and "right" not in cells[name]]
         plain = {name.removesuffix(f" {UNEXTENDED}"): cells.pop(name) for name in models}
-        differs = {name: value for name, value in plain.items() if not value.get("exact")}
+        differs = {name: value for name, value in plain.items() if not value["exact"]}
         mistakes = [value for value in cells.values() if "right" in value]
         wrong = [name for name, value in cells.items()
                  if not (value.get("exact") or "refused" in value or "right" in value)]  # fmt: skip
@@ -267,6 +271,7 @@ class InMLX(InItsEnvironment):
     name = "mlx-lm"
     title = f"mlx-lm {MLX.version} on a CPU"
     environment = MLX
+    bar = 3e-5  # its CPU kernels round otherwise
     worker = "mlx_worker.py"
     forms = (CONFIG,)
 

@@ -1,7 +1,7 @@
 """Engines run, not read: every static method served as `ctxext export` says, against transformers.
 
     python benchmarks/engines/run.py                  # every engine
-    python benchmarks/engines/run.py --only mlx-lm    # one; finished cells are kept, the same command resumes
+    python benchmarks/engines/run.py --only mlx-lm    # one; finished cells are kept in runs/engines, it resumes there
 
 Each engine has its own environment, at pinned versions, under ~/.cache/ctxext/engines (CTXEXT_ENGINES). Figures go to
 docs/engines/ENGINE.json; the exit code is 1 if an engine is neither exact nor refused by export, or a mistake passes.
@@ -12,12 +12,14 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from at_scale.cells import Budget, Store, run_part
 from engines.conformance import InLlamaCpp, InMLX, InVLLM
+from engines.subjects import RUNS
 
 from ctxext.utils.machine import machine, versions
 
@@ -28,18 +30,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", choices=ENGINES, action="append", help="this engine; may be repeated")
     parser.add_argument("--tiny", action="store_true", help="two methods of the bundled model")
-    parser.add_argument("--output", type=Path, default=Path("docs/engines"))
+    parser.add_argument("--output", type=Path, default=Path("docs/engines"), help="for the figures")
+    parser.add_argument("--state", type=Path, default=RUNS / "state", help="for finished cells and the workers' logs")
     options = parser.parse_args()
     short = False
     for name in options.only or ENGINES:
-        folder = options.output / "raw" / name
+        folder = options.state / name
         folder.mkdir(parents=True, exist_ok=True)
         part = ENGINES[name](folder, "cpu", options.tiny)
         store = Store(folder / "cells.json")
         complete = run_part(part, store, Budget(), print)
         kept = {cell: entry["value"] for cell, entry in store.done(part.cells()).items()}
-        record = {"engine": part.title, "machine": machine("cpu"), "versions": versions(), "complete": complete,
-                  **part.record(kept)}  # fmt: skip
+        record = {"engine": part.title, "date": time.strftime("%Y-%m-%d"), "machine": machine("cpu"),
+                  "versions": versions(), "complete": complete, **part.record(kept)}  # fmt: skip
+        options.output.mkdir(parents=True, exist_ok=True)
         (options.output / f"{name}.json").write_text(json.dumps(record, indent=1) + "\n")
         wrong = [cell for cell, value in kept.items() if value.get("right") is False]
         for cell, value in record["differs unextended"].items():

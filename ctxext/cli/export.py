@@ -46,7 +46,12 @@ def export(
     revision: common.Revision = None,
     output: Annotated[
         Path | None,
-        typer.Option("--output", "-o", help="A new folder with one config.json per engine, or a new .gguf file."),
+        typer.Option(
+            "--output",
+            "-o",
+            help="A new folder with a folder for each engine, ready to serve (weights are linked; for a config alone, "
+            "config.json only), or a new .gguf file.",
+        ),
     ] = None,
     dtype: Annotated[
         str | None,
@@ -100,11 +105,13 @@ def export(
         raise ValueError(
             f"--dtype {dtype} applies only to GGUF output. Use --engine llama.cpp -o OUT.gguf, or drop it."
         )
-    source, exports, refused = _exports(model, engine, revision, how)
+    if output is not None and output.exists():
+        raise FileExistsError(f"{output} exists already. Choose another folder, or remove it first.")
+    folder, source, exports, refused = _exports(model, engine, revision, how, output)
     if not exports and not as_json:
         raise ValueError(f"no engine supports this extension: {' '.join(dict.fromkeys(refused.values()))}")
     if output is not None:
-        _write_configs(output, exports)
+        _write_folders(output, exports, folder)
         if probe is not False:
             _write_probe(Path(common.folder_of(model)), how, output / PROBE)
     if as_json:
@@ -156,7 +163,7 @@ def _write_probe(folder: Path, how: dict[str, Any], path: Path) -> None:
     from ctxext.export.probe import make_probe
     from ctxext.hub.checkpoint import load_model, load_tokenizer
 
-    if not any(folder.glob("*.safetensors")):
+    if not has_weights(folder):
         common.say(f"no safetensors weights in {folder}: {PROBE}, for ctxext verify, is not written")
         return
     common.say(f"loading the weights to write {path.name} (--no-probe skips it)")
@@ -173,9 +180,10 @@ def _write_probe(folder: Path, how: dict[str, Any], path: Path) -> None:
 
 
 def _exports(
-    model: str, engine: str, revision: str | None, how: dict[str, Any]
-) -> tuple[dict[str, Any], list[EngineExport], dict[str, str]]:
-    """The current config.json, each engine's export, and the refusals; a single engine's refusal is raised."""
+    model: str, engine: str, revision: str | None, how: dict[str, Any], output: Path | None
+) -> tuple[Path, dict[str, Any], list[EngineExport], dict[str, str]]:
+    """The checkpoint's folder, its config.json, each engine's export, and the refusals; that of a single engine is
+    raised."""
     with common.without_garbage_collection():
         from ctxext.export.rules import ENGINES, NotExportable, export_for
         from ctxext.extension.metadata_file import BESIDE, read_record
@@ -196,28 +204,42 @@ def _exports(
         plan = checkpoint.planned_as_saved(config, record)
     source = read_json(folder / "config.json").content
     source.pop(BESIDE, None)  # describes this folder, not its export
+    ready = output is not None and has_weights(folder)
+
+    def exported(name: str) -> EngineExport:
+        served = str(output / name) if output is not None and ready and name != "llama.cpp" else path
+        return export_for(name, config, plan, model=served, source=source, ready=ready)
+
     if engine != "all":
-        return source, [export_for(engine, config, plan, model=path, source=source)], {}
+        return folder, source, [exported(engine)], {}
     exports, refused = [], {}
     for name in ENGINES:
         try:
-            exports.append(export_for(name, config, plan, model=path, source=source))
+            exports.append(exported(name))
         except NotExportable as error:
             refused[name] = common.in_flags(str(error))
-    return source, exports, refused
+    return folder, source, exports, refused
 
 
-def _write_configs(output: Path, exports: list[EngineExport]) -> None:
-    from ctxext.hub.checkpoint import written_whole
+def has_weights(folder: Path) -> bool:
+    return any(folder.glob("*.safetensors"))
 
-    if output.exists():
-        raise FileExistsError(f"{output} exists already. Choose another folder, or remove it first.")
+
+def _write_folders(output: Path, exports: list[EngineExport], folder: Path) -> None:
+    """One folder for each engine: its config.json, and the rest of the checkpoint, if its weights are there."""
+    from ctxext.hub.checkpoint import link_with_config, written_whole
+
+    ready = has_weights(folder)
     with written_whole(output) as building:
         for each in exports:
             (building / each.engine).mkdir()
-            text = json.dumps(each.config, indent=2, ensure_ascii=False)
-            (building / each.engine / "config.json").write_text(text + "\n", encoding="utf-8")
-    common.say(f"wrote a config.json for {', '.join(each.engine for each in exports)} to {output}")
+            if ready:
+                link_with_config(folder, building / each.engine, each.config, each.length, common.say)
+            else:
+                text = json.dumps(each.config, indent=2, ensure_ascii=False)
+                (building / each.engine / "config.json").write_text(text + "\n", encoding="utf-8")
+    what = "a folder that is ready to serve" if ready else "a config.json"
+    common.say(f"wrote {what} for {', '.join(each.engine for each in exports)} to {output}")
 
 
 # ------------------------------------------------------------------------------------------ the screen
@@ -246,6 +268,8 @@ def _show(export: EngineExport, source: dict[str, Any], output: Path | None) -> 
         _paragraph(f"Replace the checkpoint's config.json by {where}, then:", "dim")
     if flags:
         copied(command_lines(flags))
+    elif output is not None and (output / export.engine).is_dir() and has_weights(output / export.engine):
+        _paragraph(f"{output / export.engine} is the checkpoint to load.")
     elif export.config == source:
         _paragraph("the unchanged checkpoint.")
     else:

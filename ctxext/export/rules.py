@@ -42,7 +42,7 @@ LENGTHS = (
     "n_positions", "max_seq_len", "seq_length", "model_max_length", "max_sequence_length", "max_seq_length", "seq_len",
 )  # fmt: skip
 # The model types whose class in mlx-lm was run (benchmarks/engines/run.py).
-_MLX_TYPES = ("llama", "mistral", "qwen2", "qwen3", "phi3", "gemma3_text", "gpt_oss")
+_MLX_TYPES = ("llama", "mistral", "qwen2", "qwen3", "phi3", "gemma3_text")
 # transformers' model types whose name differs from llama.cpp's architecture.
 _GGUF_NAMES = {"mistral": "llama", "mixtral": "llama"}
 _AS_IT_WAS = "MODEL.gguf is the file of the unextended model; a file of the extended one already holds the extension."
@@ -59,9 +59,10 @@ class EngineExport:
     Attributes:
         least_version: the oldest version of the engine that reads these keys in this way.
         config: the complete config.json for this engine.
-        flags: the command line; empty for transformers. It contains the changes of `config`, so that the checkpoint
-            needs no edit.
+        flags: the command line; empty for transformers, and for mlx unless the folder is ready. It contains the changes
+            of `config`, so that the checkpoint needs no edit.
         warnings: how versions of the engine read a field in use, a sentence each.
+        length: tokens that it serves; 0 if the config of a model without RoPE states none.
     """
 
     engine: str
@@ -69,6 +70,7 @@ class EngineExport:
     config: dict[str, Any]
     flags: tuple[str, ...]
     warnings: tuple[str, ...]
+    length: int
 
 
 def export_for(
@@ -78,6 +80,7 @@ def export_for(
     *,
     model: str = "DIR",
     source: dict[str, Any] | None = None,
+    ready: bool = False,
 ) -> EngineExport:
     """What `engine` needs to serve the extension `plan` of `config`; without a plan, the extension that `config`
     already has.
@@ -86,6 +89,7 @@ def export_for(
         engine: one of `ENGINES`.
         model: the checkpoint's name on the command line.
         source: its current config.json, whose other keys are kept; by default `config` itself.
+        ready: `model` will hold the config that is returned, so the command line needs no overrides.
 
     Raises:
         NotExportable: the engine cannot serve it.
@@ -100,13 +104,17 @@ def export_for(
     section = text_section_of(written, extended)
     section.update({} if plan is None else copy.deepcopy(plan.updates))
     if not has_rope(text_config_of(extended)):
-        return EngineExport(engine, _LEAST[engine], written, (), ())
+        stated = getattr(text_config_of(extended), "max_position_embeddings", None) or 0
+        reach = stated if plan is None else plan.target_length
+        return EngineExport(engine, _LEAST[engine], written, (), (), reach)
     facts = read_context(extended)
     target = facts.reach if plan is None else plan.target_length
     as_it_is = plan is None and "rope_parameters" not in section  # written for version 4, which 5 reads as well
     if engine.startswith("transformers"):
         warnings = _transformers(engine, facts, section, target, as_it_is)
-        return EngineExport(engine, _LEAST[engine], copy.deepcopy(source) if as_it_is else written, (), warnings)
+        return EngineExport(
+            engine, _LEAST[engine], copy.deepcopy(source) if as_it_is else written, (), warnings, target
+        )
     if any(_rope_type(table) == "dynamic" for table in facts.tables):
         raise NotExportable(
             f"{READINGS[f'{engine}-dynamic']}, unlike in transformers. Nearest: 'ntk' or 'yarn', with "
@@ -115,14 +123,16 @@ def export_for(
     if engine == "llama.cpp":
         _transformers("transformers", facts, section, target, as_it_is)
         before = None if plan is None else read_context(config).tables[0]
-        return EngineExport(engine, _LEAST[engine], written, *_llama_cpp(model, facts, target, before))
+        return EngineExport(engine, _LEAST[engine], written, *_llama_cpp(model, facts, target, before), target)
     if engine == "mlx":
         warnings = _mlx(facts, section, target)
-        return EngineExport(engine, _LEAST[engine], written, (), warnings)
+        launch = ("mlx_lm.server", "--model", model) if ready else ()
+        return EngineExport(engine, _LEAST[engine], written, launch, warnings, target)
     warnings = _server(engine, facts, section, target)
-    changed = {name: value for name, value in written.items() if source.get(name) != value and name != "ctxext"}
+    there = written if ready else source
+    changed = {name: value for name, value in written.items() if there.get(name) != value and name != "ctxext"}
     if engine == "vllm":
-        if source.get("rope_scaling") and "rope_scaling" not in written:  # an override cannot remove a key
+        if there.get("rope_scaling") and "rope_scaling" not in written:  # an override cannot remove a key
             changed["rope_scaling"] = written["rope_parameters"]
         flags = ["vllm", "serve", model, "--max-model-len", str(target)]
         flags += ["--hf-overrides", json.dumps(changed)] if changed else []
@@ -132,7 +142,7 @@ def export_for(
             warnings += (f"{READINGS['sglang-overrides']}: replace the checkpoint's config.json by the export.",)
         elif changed:
             flags += ["--json-model-override-args", json.dumps(changed)]
-    return EngineExport(engine, _LEAST[engine], written, tuple(flags), warnings)
+    return EngineExport(engine, _LEAST[engine], written, tuple(flags), warnings, target)
 
 
 def _extended(engine: str, config: PreTrainedConfig, plan: Plan | None) -> PreTrainedConfig:
@@ -354,8 +364,8 @@ def _mlx(facts: ContextFacts, section: dict[str, Any], target: int) -> tuple[str
         )
     parameters, kind, scale = table.of_turning_pairs, _rope_type(table), table.in_use.attention_factor
     theta, factor = parameters["rope_theta"], parameters.get("factor") or 1.0
-    for name in ("rope_scaling", "rope_parameters", "original_max_position_embeddings", "ctxext"):
-        section.pop(name, None)
+    for key in ("rope_scaling", "rope_parameters", "original_max_position_embeddings", "ctxext"):
+        section.pop(key, None)
     section["rope_theta"], section["max_position_embeddings"] = theta, target
     if len(facts.tables) > 1:
         local = facts.tables[1]
@@ -377,7 +387,13 @@ def _mlx(facts: ContextFacts, section: dict[str, Any], target: int) -> tuple[str
         plain = table.plain(table.parameters["rope_theta"], table.limit)
         factors = (plain.inv_freq / table.in_use.inv_freq).tolist()
         original = _original_for(scale, target, "mlx-longrope")
-        section["original_max_position_embeddings"] = original  # where Phi-3's class reads it
+        if family_of(facts.text_config).rope_types == _PHI_3_TYPES:
+            if not isinstance(original, int):
+                raise NotExportable(
+                    f"{READINGS['mlx-longrope']}, and {name} takes a whole number there, none of which gives "
+                    f"{scale:.4g}. Nearest: 'pi' or 'ntk'."
+                )
+            section["original_max_position_embeddings"] = original
         scaling = {"short_factor": factors, "long_factor": factors, "original_max_position_embeddings": original}
         kind = "longrope"
     if scaling:

@@ -356,6 +356,20 @@ def extend_folder(
     return ExtendedFolder(output, plan, config, linked, copied)
 
 
+def link_with_config(
+    folder: Path, building: Path, config: dict[str, Any], target_length: int, say: Callable[[str], None]
+) -> None:
+    """Link the checkpoint in `folder` into the empty folder `building`, with another config.json.
+
+    Args:
+        target_length: in tokens, for the tokenizer's config.
+        say: called with progress messages.
+    """
+    _link_or_copy(folder, building, say)
+    _write_json(building / "config.json", config)
+    _write_tokenizer_config(folder, building, target_length)
+
+
 def _fingerprint(folder: Path, plan: Plan) -> str | None:
     """The fingerprint of the weights that the metadata will belong to; None if there are none yet."""
     if any(folder.glob("*.safetensors")):

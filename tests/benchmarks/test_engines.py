@@ -51,10 +51,10 @@ class Pretended(Conformance):
 def test_what_is_served_as_meant_is_exact_and_what_is_not_is_named(runs: Path) -> None:
     part = Pretended(runs)
     found = part.compared(Subject("bundled"), "yarn", FOLDER)
-    assert found["exact"]
+    assert part.exact(found)
     assert found["verdict"] == "applied"
     assert found["mean"] < 1e-6 < found["effect"]
-    assert part.unextended(Subject("bundled"))["exact"]
+    assert part.exact(part.unextended(Subject("bundled")))
     request = part.served(Subject("bundled"), "yarn", FOLDER)[0]
     for factor, verdict in ((1.0, "ignored"), (8.0, "no match")):
         wrong = part.judged(Subject("bundled"), "yarn", {**request, "factor": factor})
@@ -74,11 +74,11 @@ def test_an_engine_that_does_not_start_is_neither_exact_nor_refused(
     part = Pretended(runs)
     found = part.compared(Subject("bundled"), "yarn", FOLDER)
     assert found["error"] == "no kernel"
-    kept = {"environment": {}, "one yarn": found, "two yarn": {"refused": "because"}, "three yarn": {"exact": True},
-            "one unextended": {"exact": True}}  # fmt: skip
+    kept = {"environment": {}, "one yarn": found, "two yarn": {"refused": "because"}, "three yarn": {"mean": 1e-6},
+            "one unextended": {"mean": 1e-6}}  # fmt: skip
     record = part.record(kept)
     assert (record["neither"], record["exact"], record["refused by export"]) == (["one yarn"], 1, 1)
-    differs = part.record({**kept, "one unextended": {"exact": False, "mean": 0.9}})
+    differs = part.record({**kept, "one unextended": {"mean": 0.9}})
     assert (differs["neither"], differs["of these not exact"]) == ([], ["one yarn"])
     assert part.mistaken("yarn", {}, ("does not start",))["right"]
 
@@ -110,7 +110,11 @@ def test_llama_cpp_is_exact_in_both_forms(
     runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("engines.conformance.RUNS", tmp_path)
-    monkeypatch.setattr(sys, "argv", ["run.py", "--tiny", "--only", "llama.cpp", "--output", str(tmp_path)])
+    monkeypatch.setattr(
+        sys,
+        "argv",
+        ["run.py", "--tiny", "--only", "llama.cpp", "--output", str(tmp_path), "--state", str(tmp_path / "state")],
+    )
     with pytest.raises(SystemExit) as ended:
         run.main()
     assert ended.value.code == 0

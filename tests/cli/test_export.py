@@ -10,7 +10,7 @@ import peft
 import pytest
 from click.testing import Result
 from families import tiny_model
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoModelForCausalLM
 from typer.testing import CliRunner
 
 from ctxext import LongRoPE, extend_context
@@ -20,6 +20,7 @@ from ctxext.export.probe import read_probe
 from ctxext.export.rules import ENGINES
 from ctxext.extension.method_file import PROBE, SavedMethod
 from ctxext.hub.checkpoint import extend_folder
+from ctxext.models.context import read_context
 
 
 def export(*arguments: object) -> Result:
@@ -211,3 +212,24 @@ def test_an_export_holds_what_verify_compares_with(config_alone: Path, tmp_path:
     said = export(config_alone, *asked, tmp_path / "alone").stderr
     assert "no safetensors weights" in said
     assert (tmp_path / "alone/transformers/config.json").exists()
+
+
+def test_a_folder_is_ready_to_serve(tmp_path: Path) -> None:
+    """Its config is the export, its weights are linked, and the command line needs no override."""
+    output = tmp_path / "out"
+    run = export(MODEL, "--method", "ntk_by_parts", "--factor", 4, "--no-probe", "-o", output)
+    assert "wrote a folder that is ready to serve for transformers," in run.stderr
+    assert "--hf-overrides" not in run.stdout
+    assert f"vllm serve {output / 'vllm'}" in run.stdout.replace(" \\\n   ", "")
+    assert f"mlx_lm.server --model {output / 'mlx'}" in run.stdout.replace(" \\\n   ", "")
+    for engine in ("transformers", "vllm", "sglang", "mlx"):
+        folder = output / engine
+        assert (folder / "model.safetensors").samefile(MODEL / "model.safetensors")
+        assert json.loads((folder / "tokenizer_config.json").read_text())["model_max_length"] == 2048
+        assert (folder / "tokenizer.json").is_file()
+    told = json.loads(export(MODEL, "--method", "ntk_by_parts", "--factor", 4, "--json").stdout)
+    assert json.loads((output / "vllm/config.json").read_text()) == told["vllm"]["config"]
+    model = AutoModelForCausalLM.from_pretrained(output / "transformers")
+    assert read_context(model.config).summary == "ntk_by_parts ×4: 512 → 2,048 tokens"
+    again = export(MODEL, "--method", "yarn", "--factor", 4, "-o", output)
+    assert isinstance(again.exception, FileExistsError)
