@@ -80,7 +80,7 @@ class Conformance(Part, ABC):
 
     @abstractmethod
     def plain(self, subject: Subject) -> dict[str, Any]:
-        """What `ask` is given for the unextended model."""
+        """What `ask` is given for the unextended model. Raises NotExportable."""
 
     @abstractmethod
     def ask(self, request: dict[str, Any], prompts: Sequence[Sequence[int]]) -> list[torch.Tensor]:
@@ -140,6 +140,8 @@ class Conformance(Part, ABC):
         expected = torch.tensor(subject.reference(None)[: TRAINED - 2], dtype=torch.float64)
         try:
             (found,) = self.ask(self.plain(subject), [text])
+        except NotExportable as error:
+            return {"refused": str(error)}
         except EngineError as error:
             return {"error": str(error)}
         mean = float((found - expected[-len(found) :]).abs().mean())
@@ -160,7 +162,7 @@ class Conformance(Part, ABC):
         }
         models = [name for name in cells if name.endswith(f" {UNEXTENDED}") and "right" not in cells[name]]
         plain = {name.removesuffix(f" {UNEXTENDED}"): cells.pop(name) for name in models}
-        differs = {name: value for name, value in plain.items() if not value["exact"]}
+        differs = {name: value for name, value in plain.items() if value.get("exact") is False}
         mistakes = [value for value in cells.values() if "right" in value]
         wrong = [name for name, value in cells.items()
                  if not (value.get("exact") or "refused" in value or "right" in value)]  # fmt: skip
@@ -303,12 +305,14 @@ class InLlamaCpp(Conformance):
     name = "llama.cpp"
     title = "llama.cpp's server (xllamacpp)"
     forms = (FOLDER, GGUF)
-    bar = 1e-4  # its CPU kernels round otherwise
+    bar = 2e-4  # its CPU kernels round otherwise
 
     def ready(self) -> dict[str, Any]:
         return {"versions": {"xllamacpp": metadata.version("xllamacpp")}}
 
     def plain(self, subject: Subject) -> dict[str, Any]:
+        if (why := why_not_written(read_config(subject.base))) is not None:
+            raise NotExportable(why)
         file = RUNS / subject.name / "base.gguf"
         if not file.is_file():
             write_gguf(subject.base, file)
@@ -317,13 +321,12 @@ class InLlamaCpp(Conformance):
     def served(self, subject: Subject, method: str, form: str) -> tuple[dict[str, Any], tuple[str, ...]]:
         command = subject.export("llama.cpp", method, FOLDER if form == FOLDER else OVERRIDES).flags
         file = RUNS / subject.name / f"{method}, {form}.gguf"
+        base = self.plain(subject)["file"]
         if not file.is_file():
-            if (why := why_not_written(read_config(subject.base))) is not None:
-                raise NotExportable(why)
             if form == FOLDER:
                 write_gguf(subject.extended(method), file)
             else:
-                extend_gguf(Path(self.plain(subject)["file"]), file, method=subject.methods[method])
+                extend_gguf(Path(base), file, method=subject.methods[method])
         return {"file": str(file)}, command
 
     def ask(self, request: dict[str, Any], prompts: Sequence[Sequence[int]]) -> list[torch.Tensor]:

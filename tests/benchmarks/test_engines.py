@@ -106,16 +106,23 @@ def test_the_mistakes_of_vllm_are_mistakes(runs: Path) -> None:
 
 
 @pytest.mark.slow
-def test_llama_cpp_is_exact_in_both_forms(
-    runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(("engine", "exact"), [("llama.cpp", 4), ("mlx-lm", 2)])
+def test_the_small_engines_are_exact(
+    engine: str,
+    exact: int,
+    runs: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr("engines.conformance.RUNS", tmp_path)
-    monkeypatch.setattr(
-        sys,
-        "argv",
-        ["run.py", "--tiny", "--only", "llama.cpp", "--output", str(tmp_path), "--state", str(tmp_path / "state")],
-    )
+    """mlx-lm gets its environment from the package index, unless it is in the cache."""
+    monkeypatch.setattr("engines.conformance.RUNS", runs)
+    arguments = ["--tiny", "--only", engine, "--output", str(runs), "--state", str(runs / "state")]
+    monkeypatch.setattr(sys, "argv", ["run.py", *arguments])
     with pytest.raises(SystemExit) as ended:
         run.main()
+    said = capsys.readouterr().out
+    assert f"{exact} exact, 0 refused by export, 0 neither" in said
     assert ended.value.code == 0
-    assert "4 exact, 0 refused by export, 0 neither" in capsys.readouterr().out
+    record = json.loads((runs / f"{engine}.json").read_text())
+    assert record["complete"]
+    assert not record["differs unextended"]
