@@ -168,6 +168,7 @@ class Conformance(Part, ABC):
                  if not (value.get("exact") or "refused" in value or "right" in value)]  # fmt: skip
         return {
             "environment": kept.get("environment"),
+            "bar": self.bar,
             "exact": sum(bool(value.get("exact")) for value in cells.values()),
             "refused by export": sum("refused" in value for value in cells.values()),
             "differs unextended": differs,
@@ -219,7 +220,7 @@ class InItsEnvironment(Conformance):
 @dataclass
 class InVLLM(InItsEnvironment):
     name = "vllm"
-    title = f"vLLM {VLLM.version} (CPU build), by its own parser and engine"
+    title = f"vLLM {VLLM.version} (CPU build)"
     environment = VLLM
     worker = "vllm_worker.py"
 
@@ -271,7 +272,7 @@ class InVLLM(InItsEnvironment):
 @dataclass
 class InMLX(InItsEnvironment):
     name = "mlx-lm"
-    title = f"mlx-lm {MLX.version} on a CPU"
+    title = f"mlx-lm {MLX.version}"
     environment = MLX
     bar = 3e-5  # its CPU kernels round otherwise
     worker = "mlx_worker.py"
@@ -303,7 +304,7 @@ class InLlamaCpp(Conformance):
     """Through the wheel xllamacpp, which carries llama.cpp's own server."""
 
     name = "llama.cpp"
-    title = "llama.cpp's server (xllamacpp)"
+    title = f"llama.cpp's server (xllamacpp {metadata.version('xllamacpp')})"
     forms = (FOLDER, GGUF)
     bar = 2e-4  # its CPU kernels round otherwise
 
