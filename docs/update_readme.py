@@ -233,13 +233,14 @@ def engines_ran_table() -> str:
             others = {kind: models for kind, models in kinds.items() if kind != "exact"}
             row.append(said + "".join(f"; {kind}: {', '.join(models)}" for kind, models in others.items()))
         rows.append(row)
-    bars = ", ".join(f"{record['bar']:g} ({record['engine'].split()[0]})" for record in records)
+    names = [record["engine"].split()[0].partition("'")[0] for record in records]
+    bars = ", ".join(f"{record['bar']:g} ({name})" for name, record in zip(names, records))
     wrong = [f"{record['mistakes judged right']} of {record['mistakes']}" for record in records if record["mistakes"]]
     positions = next(cell["positions"] for cell in records[-1]["cells"].values() if "positions" in cell)
     note = (
-        f"Models that an engine runs exactly, of each column's total: in float32, the mean difference of log-probabilities "
-        f"from transformers is below {bars} nats, at {positions:,} positions up to the target (llama.cpp: the last 64), "
-        f"and `ctxext verify` says applied. Run on a CPU, {records[0]['date']}. On vLLM `ctxext verify` judged "
+        "Models that an engine runs exactly, of all: in float32, the mean difference of log-probabilities from "
+        f"transformers is below {bars} nats, at {positions:,} positions up to the target (llama.cpp: the last 64), and "
+        f"`ctxext verify` says applied. Run on a CPU, {records[0]['date']}. On vLLM `ctxext verify` judged "
         f"{', '.join(wrong)} mistaken configs correctly. From [engines/](engines)."
     )
     return table(["method", *(record["engine"] for record in records)], rows, note)
