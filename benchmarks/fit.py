@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from matplotlib.figure import Figure
 from report import Report, kept, options
 from rich.progress import track
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -404,6 +403,8 @@ def add_part(
 
 def draw(table: dict[Any, dict[str, Any]], path: Path) -> None:
     """λ by pair: each fit, and the two formulas that it may begin at, from the table of a summary."""
+    from matplotlib.figure import Figure  # at_scale imports this module where matplotlib may be missing
+
     figure = Figure(figsize=(3 * len(table), 3.4), layout="constrained")
     for axes, (factor, part) in zip(figure.subplots(1, len(table), squeeze=False)[0], table.items()):
         formulas = {"yarn": "--", "llama3": ":"}
