@@ -38,7 +38,7 @@ _SGLANG_LENGTH = f"{SGLANG}@001adf56:python/sglang/srt/configs/model_config.py"
 _LLAMA_CPP_CONTEXT = f"{LLAMA_CPP}@001d906a:src/llama-context.cpp"
 _VERSIONS = "run: benchmarks/versions.py"
 _MLX = "run: benchmarks/engines/run.py; read: mlx_lm/models/rope_utils.py in the wheel of 0.32.2"
-_VLLM_RUN = "run: benchmarks/vllm_reads.py"
+_VLLM_RUN = "run: benchmarks/engines/vllm_reads.py"
 _VLLM_OVERRIDES = "vllm/config/model.py (_apply_dict_overrides) in the wheels of 0.12.0, 0.19.1, 0.29.0 and 0.32.0"
 _SGLANG_CONFIG = "sglang/srt/utils/hf_transformers/config.py (get_config) in the wheels of"
 

