@@ -262,8 +262,8 @@ class InVLLM(InItsEnvironment):
                         NONE,
                         SHORT,
                     )
-            short = {"rope_parameters": scaled, "max_position_embeddings": 1024}
             if method == "llama3":
+                short = {"rope_parameters": scaled, "max_position_embeddings": TARGET // 2}
                 add("a table of half the target", method, short, SHORT,
                     environment={"VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1"})  # fmt: skip
         return cells

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from ctxext.encodings.rope import RopeGeometry
 from ctxext.export.commands import Command
 from ctxext.export.readings import READINGS, Reading
-from ctxext.export.rules import INTERLEAVED, LENGTHS
+from ctxext.export.rules import INTERLEAVED, LENGTHS, yarn_growth
 from ctxext.models.config_fields import NEEDED, ROPE_FIELDS, check_config
 from ctxext.models.families import family_of
 from ctxext.models.rope_tables import RopeTable, length_limit, rope_tables
@@ -134,16 +134,11 @@ def each_table(parameters: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]
     yield from nested or [("", parameters)]
 
 
-def _growth(factor: float, mscale: float = 1.0) -> float:
-    """0.1 mscale ln(factor) + 1, the YaRN paper's multiplier of cos and sin; 1 for factors up to 1."""
-    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1
-
-
 def _latent_growth(parameters: dict[str, Any]) -> float:
     """The multiplier in the DeepSeek families: an mscale of 1 and an mscale_all_dim of 0 where left out."""
     mscale, all_dim = parameters.get("mscale"), parameters.get("mscale_all_dim")
-    above = _growth(parameters["factor"], 1.0 if mscale is None else mscale)
-    return above / _growth(parameters["factor"], 0.0 if all_dim is None else all_dim)
+    above = yarn_growth(parameters["factor"], 1.0 if mscale is None else mscale)
+    return above / yarn_growth(parameters["factor"], 0.0 if all_dim is None else all_dim)
 
 
 def meant_scale(table: RopeTable, latent: bool) -> float:
@@ -154,7 +149,7 @@ def meant_scale(table: RopeTable, latent: bool) -> float:
     parameters, kind = table.parameters, kind_of(table.parameters)
     if parameters.get("attention_factor") is None:
         if kind == "yarn" and "attn_factor" in parameters:
-            return _growth(parameters["factor"]) * float(parameters["attn_factor"])
+            return yarn_growth(parameters["factor"]) * float(parameters["attn_factor"])
         if kind == "yarn" and latent:
             return _latent_growth(parameters)
         if kind == "longrope" and parameters.get("long_mscale"):
@@ -369,14 +364,14 @@ class _Server:
     def yarn_scale(self, parameters: dict[str, Any], latent: bool) -> float:
         """The multiplier of cos and sin for yarn, by the keys that this version reads."""
         older = self.engine == "vllm" and self.version < (0, 30)
-        scale = _growth(parameters["factor"])
+        scale = yarn_growth(parameters["factor"])
         if self.only_yarn:
             return scale
         mscale, all_dim = parameters.get("mscale"), parameters.get("mscale_all_dim")
         if latent:
             scale = _latent_growth(parameters)
         elif mscale and all_dim and not older:
-            scale = _growth(parameters["factor"], mscale) / _growth(parameters["factor"], all_dim)
+            scale = yarn_growth(parameters["factor"], mscale) / yarn_growth(parameters["factor"], all_dim)
         if older or (self.engine == "sglang" and not latent):
             return scale * (parameters.get("attn_factor") or 1.0)
         return scale if latent else parameters.get("attention_factor") or scale
@@ -439,7 +434,7 @@ def _llama_cpp(command: Command, version: tuple[int, ...], config: PreTrainedCon
         for name, usual in (("beta_fast", 32.0), ("beta_slow", 1.0)):
             value = command.number(f"--yarn-{name.replace('_', '-')}")
             parameters[name] = value if value is not None else before.get(name) or usual
-        multiplier = _growth(factor)
+        multiplier = yarn_growth(factor)
         if command.number("--yarn-attn-factor") not in (None, 1.0):
             remark("--yarn-attn-factor", "attn-flag")
         if factor == 1.0:

@@ -195,6 +195,11 @@ def _why_live_only(plan: Plan) -> str:
     )
 
 
+def yarn_growth(factor: float, mscale: float = 1.0) -> float:
+    """0.1 mscale ln(factor) + 1, the YaRN paper's multiplier of cos and sin; 1 for factors up to 1."""
+    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1
+
+
 def _rope_type(table: RopeTable) -> str:
     return str(table.parameters.get("rope_type") or table.parameters.get("type") or "default")
 
@@ -270,7 +275,7 @@ def _refuse_unserved(engine: str, text_config: Any, table: RopeTable, target: in
                 f"a target of {rows} tokens, or existing='compose'."
             )
     if engine == "vllm" and name == "gpt_oss":
-        own = 0.1 * math.log(max(1.0, parameters.get("factor", 1.0))) + 1
+        own = yarn_growth(parameters.get("factor", 1.0))
         if kind != "yarn" or not math.isclose(table.in_use.attention_factor, own):
             raise NotExportable(f"{READINGS['vllm-gpt-oss']}. {yarn}")
     if kind == "yarn" and latent and not parameters.get("truncate", True):
@@ -333,7 +338,7 @@ def _in_server_words(engine: str, text_config: Any, table: RopeTable, target: in
     elif kind == "yarn":
         if {"attention_factor", "mscale"} & parameters.keys():
             warnings.append(f"{engine}-attention-factor")
-        usual = 0.1 * math.log(parameters["factor"]) + 1
+        usual = yarn_growth(parameters["factor"])
         for name in ("mscale", "mscale_all_dim", "attention_factor", "attn_factor"):
             parameters.pop(name, None)
         if not math.isclose(scaling, usual):
@@ -379,7 +384,7 @@ def _mlx(facts: ContextFacts, section: dict[str, Any], target: int) -> tuple[str
     elif kind == "yarn" and parameters.get("truncate", True) and factor > 1 and not by_list:
         given = ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow")
         scaling = {key: parameters[key] for key in given if parameters.get(key) is not None}
-        if not math.isclose(scale, 0.1 * math.log(factor) + 1):
+        if not math.isclose(scale, yarn_growth(factor)):
             scaling |= {"mscale": (scale - 1) / (0.1 * math.log(factor)), "mscale_all_dim": 0}
             warnings.append("mlx-attention-factor")
     elif kind != "default":
@@ -454,7 +459,7 @@ def _llama_cpp(
         for beta, paper in (("beta_fast", 32.0), ("beta_slow", 1.0)):
             if (parameters.get(beta) or paper) != paper:
                 flags += [f"--yarn-{beta.replace('_', '-')}", f"{parameters[beta]:.9g}"]
-        ratio = table.in_use.attention_factor / (0.1 * math.log(parameters["factor"]) + 1)
+        ratio = table.in_use.attention_factor / yarn_growth(parameters["factor"])
         if not math.isclose(ratio, 1.0):
             keys += f",{architecture}.rope.scaling.attn_factor=float:{ratio:.9g}"
             warnings += _warn("llama.cpp-attn-flag")

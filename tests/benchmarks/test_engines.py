@@ -1,4 +1,4 @@
-"""Engines against transformers: what is right is exact, and what is wrong is said."""
+"""`make engines`: an engine is exact, refused by export, or reported as a defect."""
 
 from __future__ import annotations
 
