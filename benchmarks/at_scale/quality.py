@@ -35,8 +35,8 @@ FAR = 10**6  # between the trial numbers of two texts, which no file reaches
 
 @dataclass
 class Quality(Part):
-    """A cell is one variant on one text at one length; a text is done for all variants before the next one, so that a
-    stopped run has measured every method on the same texts.
+    """A cell is one variant on one text at one length; a text is done for all named methods before the next one, so
+    that a stopped run has measured every method on the same texts. The fitted one comes last: it may be fitted anew.
 
     `folder` gets a results file for each text. A round is one trial for each text and length, and two windows.
     """
@@ -121,7 +121,7 @@ class Quality(Part):
                         cost = n_passes * forward_cost(self.config, length)
                         run = self._cell(text, grid, variant)
                         cells.append(Cell(f"{trial} {text} {kind} {variant.name}", cost, run))
-        return cells
+        return sorted(cells, key=lambda cell: cell.name.endswith(" fitted"))
 
     def _cell(self, text: str, grid: Grid, variant: Variant) -> Any:
         def run() -> None:
