@@ -226,19 +226,14 @@ def has_weights(folder: Path) -> bool:
 
 
 def _write_folders(output: Path, exports: list[EngineExport], folder: Path) -> None:
-    """One folder for each engine: its config.json, and the rest of the checkpoint, if its weights are there."""
+    """One folder for each engine: its config.json, and the rest of the checkpoint."""
     from ctxext.hub.checkpoint import link_with_config, written_whole
 
-    ready = has_weights(folder)
     with written_whole(output) as building:
         for each in exports:
             (building / each.engine).mkdir()
-            if ready:
-                link_with_config(folder, building / each.engine, each.config, each.length, common.say)
-            else:
-                text = json.dumps(each.config, indent=2, ensure_ascii=False)
-                (building / each.engine / "config.json").write_text(text + "\n", encoding="utf-8")
-    what = "a folder that is ready to serve" if ready else "a config.json"
+            link_with_config(folder, building / each.engine, each.config, each.length, common.say)
+    what = "a folder that is ready to serve" if has_weights(folder) else "a config.json"
     common.say(f"wrote {what} for {', '.join(each.engine for each in exports)} to {output}")
 
 

@@ -347,27 +347,32 @@ def extend_folder(
             origin = plan.original_length
             extend_context(model, method=plan.method, existing=plan.existing, original_max_position_embeddings=origin)
             model.save_pretrained(building)
-        linked, copied = _link_or_copy(folder, building, say)
-        if not plan.changes_weights:
-            _write_json(building / "config.json", config)
+        saved = None if plan.changes_weights else config
+        linked, copied = link_with_config(folder, building, saved, plan.target_length, say)
         if not plan.is_portable:
             write_record(building, plan, weights=weights)
-        _write_tokenizer_config(folder, building, plan.target_length)
     return ExtendedFolder(output, plan, config, linked, copied)
 
 
 def link_with_config(
-    folder: Path, building: Path, config: dict[str, Any], target_length: int, say: Callable[[str], None]
-) -> None:
-    """Link the checkpoint in `folder` into the empty folder `building`, with another config.json.
+    folder: Path, building: Path, config: dict[str, Any] | None, target_length: int, say: Callable[[str], None]
+) -> tuple[int, int]:
+    """Link the checkpoint in `folder` into the folder `building`, with another config.json.
 
     Args:
+        building: empty, or with a saved model, whose config and weights stay.
+        config: None where `building` has one.
         target_length: in tokens, for the tokenizer's config.
         say: called with progress messages.
+
+    Returns:
+        The bytes linked, and those copied.
     """
-    _link_or_copy(folder, building, say)
-    _write_json(building / "config.json", config)
+    done = _link_or_copy(folder, building, say)
+    if config is not None:
+        _write_json(building / "config.json", config)
     _write_tokenizer_config(folder, building, target_length)
+    return done
 
 
 def _fingerprint(folder: Path, plan: Plan) -> str | None:
