@@ -20,6 +20,7 @@ from engines.subjects import FAMILIES, FOLDER, OVERRIDES, RUNS, TARGET, TRAINED,
 
 from ctxext.export.gguf import extend_gguf, why_not_written, write_gguf
 from ctxext.export.llama_cpp import GGUFModel
+from ctxext.export.lora import with_adapter
 from ctxext.export.probe import FAR_TOKENS, MAX_TOKENS, NONE, SHORT, WORDS, judge, judge_far
 from ctxext.export.rules import NotExportable
 from ctxext.hub.checkpoint import read_config
@@ -230,6 +231,22 @@ class InVLLM(InItsEnvironment):
 
     def plain(self, subject: Subject) -> dict[str, Any]:
         return {"arguments": [str(subject.base), "--max-model-len", str(TRAINED), *FLOAT32]}
+
+    def cells(self) -> Sequence[Cell]:
+        return [*super().cells(), Cell("bundled yarn with an adapter", 10, self.with_adapter)]
+
+    def with_adapter(self) -> dict[str, Any]:
+        """An adapter beside its extended base, against PEFT."""
+        subject = Subject("bundled")
+        folder, expected = subject.adapter("yarn")
+        command = with_adapter(subject.export("vllm", "yarn", FOLDER), folder).flags
+        try:
+            (found,) = self.ask({"arguments": [*command[2:], *FLOAT32]}, [subject.text()])
+        except EngineError as error:
+            return {"error": str(error), "command": list(command)}
+        apart, effect = ((found - each).abs() for each in (expected, torch.tensor(subject.reference("yarn"))))
+        return {"mean": float(apart.mean()), "max": float(apart.max()), "effect": float(effect.mean()),
+                "positions": len(apart), "command": list(command)}  # fmt: skip
 
     def negatives(self) -> list[Cell]:
         base = str(Subject("bundled").base)

@@ -9,6 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import peft
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
@@ -113,6 +114,21 @@ class Subject:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(json.dumps(logprobs_of(model.eval(), self.text()).tolist()))
         return json.loads(path.read_text())
+
+    def adapter(self, method: str) -> tuple[Path, torch.Tensor]:
+        """A random LoRA adapter on the extended checkpoint, and log p of each token of `text` but the first with it."""
+        folder = RUNS / self.name / f"{method} adapter"
+        model = AutoModelForCausalLM.from_pretrained(self.extended(method), dtype=torch.float32)
+        torch.manual_seed(0)
+        lora = peft.LoraConfig(
+            r=4,
+            target_modules=["q_proj", "k_proj", "v_proj", "up_proj"],
+            init_lora_weights=False,
+            task_type="CAUSAL_LM",
+        )
+        adapted = peft.get_peft_model(model, lora).eval()
+        adapted.save_pretrained(folder)
+        return folder, logprobs_of(adapted, self.text())
 
     def probe(self, method: str) -> Probe:
         """Raises ValueError if the method changes a short text too little to tell."""

@@ -1,8 +1,9 @@
 """Runs in vLLM's own environment: what its server would do with a command line, without HTTP.
 
 Reads one JSON object a line, `{"arguments": [...], "prompts": [[ids], ...]}`; parses the arguments of `vllm serve` with
-vLLM's own parser, starts the engine, and writes a line with the log-probabilities of each prompt's tokens but the
-first (`{"logprobs": [[...], ...]}`, null where one is not finite), or with `{"error": "..."}`.
+vLLM's own parser, starts the engine, and writes a line with the log-probabilities of each prompt's tokens but the first
+(`{"logprobs": [[...], ...]}`, null where one is not finite), or with `{"error": "..."}`. If the arguments name an
+adapter, it is asked under that.
 """
 
 import gc
@@ -21,6 +22,7 @@ os.dup2(2, 1)  # the engine prints
 from vllm import LLM, SamplingParams  # noqa: E402
 from vllm.engine.arg_utils import EngineArgs  # noqa: E402
 from vllm.entrypoints.launchers.cli_args import make_arg_parser  # noqa: E402
+from vllm.lora.request import LoRARequest  # noqa: E402
 from vllm.utils.argparse_utils import FlexibleArgumentParser  # noqa: E402
 
 
@@ -33,7 +35,9 @@ def measured(arguments, prompts, environment=()):
     engine = LLM.from_engine_args(EngineArgs.from_cli_args(parsed))
     try:
         wanted = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=0)
-        found = engine.generate([{"prompt_token_ids": ids} for ids in prompts], wanted, use_tqdm=False)
+        adapters = [LoRARequest(each.name, 1, each.path) for each in parsed.lora_modules or ()]
+        asked = [{"prompt_token_ids": ids} for ids in prompts]
+        found = engine.generate(asked, wanted, use_tqdm=False, lora_request=adapters[0] if adapters else None)
         values = [
             [entry[token].logprob for entry, token in zip(one.prompt_logprobs[1:], ids[1:])]
             for one, ids in zip(found, prompts)

@@ -107,7 +107,10 @@ def export(
         )
     if output is not None and output.exists():
         raise FileExistsError(f"{output} exists already. Choose another folder, or remove it first.")
-    folder, source, exports, refused = _exports(model, engine, revision, how, output)
+    adapter = Path(model)
+    if with_adapter := (adapter / "adapter_config.json").is_file():
+        model, how = _base_of_adapter(adapter, engine, how)
+    folder, source, exports, refused = _exports(model, engine, revision, how, output, adapter if with_adapter else None)
     if not exports and not as_json:
         raise ValueError(f"no engine supports this extension: {' '.join(dict.fromkeys(refused.values()))}")
     if output is not None:
@@ -180,11 +183,12 @@ def _write_probe(folder: Path, how: dict[str, Any], path: Path) -> None:
 
 
 def _exports(
-    model: str, engine: str, revision: str | None, how: dict[str, Any], output: Path | None
+    model: str, engine: str, revision: str | None, how: dict[str, Any], output: Path | None, adapter: Path | None
 ) -> tuple[Path, dict[str, Any], list[EngineExport], dict[str, str]]:
     """The checkpoint's folder, its config.json, each engine's export, and the refusals; that of a single engine is
     raised."""
     with common.without_garbage_collection():
+        from ctxext.export.lora import with_adapter
         from ctxext.export.rules import ENGINES, NotExportable, export_for
         from ctxext.extension.metadata_file import BESIDE, read_record
         from ctxext.hub import checkpoint
@@ -195,7 +199,6 @@ def _exports(
             raise ValueError(f"unknown engine {engine!r}{suggest(engine, ('all', *ENGINES))}")
         path = common.folder_of(model)
         folder = checkpoint.checkpoint_folder(path, revision, config_only=True)
-        checkpoint.refuse_adapter(folder, path)
         config = checkpoint.read_config(folder)
     record, plan = read_record(folder), None
     if how:
@@ -208,7 +211,8 @@ def _exports(
 
     def exported(name: str) -> EngineExport:
         served = str(output / name) if output is not None and ready and name != "llama.cpp" else path
-        return export_for(name, config, plan, model=served, source=source, ready=ready)
+        export = export_for(name, config, plan, model=served, source=source, ready=ready)
+        return export if adapter is None else with_adapter(export, adapter)
 
     if engine != "all":
         return folder, source, [exported(engine)], {}
@@ -219,6 +223,24 @@ def _exports(
         except NotExportable as error:
             refused[name] = common.in_flags(str(error))
     return folder, source, exports, refused
+
+
+def _base_of_adapter(adapter: Path, engine: str, how: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    """The base that serves an adapter, and the arguments that extend it."""
+    from ctxext.export.lora import merge_first, why_merge
+    from ctxext.hub.adapters import served_base
+
+    if engine not in ("all", "vllm"):
+        raise ValueError(merge_first(str(adapter), "is an adapter"))
+    if why := why_merge(adapter):
+        raise ValueError(merge_first(str(adapter), why))
+    if how:
+        raise ValueError(
+            f"{adapter} is an adapter, and is served with the extension that it was trained with. Drop the options of "
+            "the method."
+        )
+    base, how = served_base(adapter)
+    return str(base), how
 
 
 def has_weights(folder: Path) -> bool:

@@ -383,6 +383,23 @@ def _found(folder: Path) -> _Found:
     return _Found(folder, base, config)
 
 
+def served_base(folder: Path) -> tuple[Path, dict[str, Any]]:
+    """The base of the adapter in `folder`, and the arguments of `extend_context` that extend it; {} if it is extended.
+
+    Raises:
+        FileNotFoundError, ValueError: the base is not found, or was changed, or is only found unextended.
+    """
+    found = _found(folder)
+    if found.extension is not None:
+        return found.base, found.extension.arguments_for(found.config)
+    if found.record is not None and not found.record.agrees(read_config(found.base)):
+        raise ValueError(
+            f"the extended base that {folder} was trained on is gone; {found.base} is the original model. Extend it "
+            "again into a folder 'base' beside the adapter, or merge the adapter: ctxext merge."
+        )
+    return found.base, {}
+
+
 def _places(folder: Path) -> tuple[Path, ...]:
     """The places searched for a base besides the one that the adapter names."""
     here = folder.resolve()

@@ -126,7 +126,7 @@ def test_an_adapter_is_to_be_merged_first(with_config: bool, tmp_path: Path) -> 
     for engine in ("all", "vllm"):
         said = str(export(tmp_path, "--engine", engine, "--method", "yarn").exception)
         assert f"ctxext merge {tmp_path} -o MERGED" in said
-        assert "is an adapter. Merge it first: ctxext merge " in said
+        assert "is an adapter with modules_to_save, which vLLM rejects. Merge it first: ctxext merge " in said
 
 
 @pytest.mark.slow
