@@ -28,6 +28,7 @@ from ctxext.cli.merge import merge
 from ctxext.cli.methods import methods
 from ctxext.cli.push import push
 from ctxext.cli.report import report
+from ctxext.cli.serve import serve
 from ctxext.cli.verify import verify
 from ctxext.utils.four_bits import hold_warnings
 
@@ -46,6 +47,7 @@ def lm_eval(context: typer.Context) -> None:
 
 
 commands.command()(demo)
+commands.command()(serve)
 commands.command()(verify)
 commands.command()(lint)
 

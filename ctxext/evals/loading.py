@@ -24,7 +24,6 @@ def load(
     Args:
         bare: ignore the folder's `context_extension.json`.
     """
-    import torch
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
@@ -39,6 +38,20 @@ def load(
     )
 
     logging.disable_progress_bar()
+    placed = placement(dtype, device)
+    check_continues_text(read_config(folder))
+    extension = None if bare else saved_extension(folder)
+    tokenizer = load_tokenizer(folder)
+    model = load_model(folder, AutoModelForCausalLM, **placed)
+    with rejecting(folder / "config.json", ValueError):
+        check_causal(model)
+    return extended_as_saved(model, extension), tokenizer
+
+
+def placement(dtype: str, device: str | None) -> dict[str, Any]:
+    """Arguments of `from_pretrained` for `--dtype` and `--device`."""
+    import torch
+
     if device is None:
         device = f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if torch.cuda.is_available() else "cpu"
     if device not in (known := devices()):
@@ -47,14 +60,7 @@ def load(
         raise ValueError(f"unknown dtype {dtype!r}. Pass one of {', '.join(DTYPES)}.")
     if dtype == "auto" and device == "cpu":
         dtype = "float32"
-    check_continues_text(read_config(folder))
-    extension = None if bare else saved_extension(folder)
-    tokenizer = load_tokenizer(folder)
-    device_map = device if device != "cpu" else None
-    model = load_model(folder, AutoModelForCausalLM, dtype=dtype, device_map=device_map)
-    with rejecting(folder / "config.json", ValueError):
-        check_causal(model)
-    return extended_as_saved(model, extension), tokenizer
+    return {"dtype": dtype, "device_map": device if device != "cpu" else None}
 
 
 def devices() -> list[str]:

@@ -9,6 +9,7 @@ EXTRAS = {
     "eval": ("datasets", "matplotlib"),
     "train": ("accelerate", "datasets", "matplotlib", "peft", "psutil"),
     "export": ("gguf",),
+    "serve": ("fastapi", "openai", "uvicorn"),
 }
 
 

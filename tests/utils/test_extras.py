@@ -51,6 +51,7 @@ main()
     ("command", "extra"),
     [
         ("report RESULTS", "eval"),
+        ("serve MODEL", "serve"),
         pytest.param("eval MODEL", "eval", marks=pytest.mark.slow),
         pytest.param("finetune --config tiny_yarn_4x", "train", marks=pytest.mark.slow),
     ],
