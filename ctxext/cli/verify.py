@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.table import Table
@@ -46,6 +46,7 @@ def verify(
             "Default: the smallest of the target length, 16k and the served length.",
         ),
     ] = None,
+    timeout: Annotated[float, typer.Option(help="Timeout for each answer of a server, in seconds.")] = 600.0,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Write the probe to this file, for other engines.")
     ] = None,
@@ -54,7 +55,8 @@ def verify(
         typer.Option(
             metavar="VERDICT",
             help="The verdict for which the exit code is 0: applied, ignored, applied-without-the-attention-factor, "
-            "applied-to-short-texts-only or no-match.",
+            "applied-to-short-texts-only or no-match; without log-probabilities probably-applied, probably-ignored or "
+            "no-verdict.",
         ),
     ] = "applied",
     as_json: Annotated[bool, typer.Option("--json", help="Print the answer as JSON.")] = False,
@@ -67,11 +69,11 @@ def verify(
     from transformers.utils import logging
 
     from ctxext.export import verify as engines
-    from ctxext.export.probe import MODELS, NONE, SHORT, WORDS
+    from ctxext.export.probe import MAYBE, MAYBE_NOT, MODELS, NONE, PASSKEYS, SHORT, UNKNOWN, WORDS
     from ctxext.extension.method_file import check_writable
     from ctxext.utils.values import suggest
 
-    verdicts = {name.replace(" ", "-"): name for name in (*WORDS.values(), NONE, SHORT)}
+    verdicts = {name.replace(" ", "-"): name for name in (*WORDS.values(), NONE, SHORT, MAYBE, MAYBE_NOT, UNKNOWN)}
     if expect not in verdicts:
         raise ValueError(f"unknown verdict --expect {expect}{suggest(expect, verdicts)}")
     if output is not None:
@@ -80,7 +82,8 @@ def verify(
         check_writable(output)
     logging.disable_progress_bar()  # it would break the status line
     with console.status("starting") as status:
-        answer = engines.verify(where, probe, revision=revision, model=model, noise=noise, far=far, say=status.update)
+        how: dict[str, Any] = {"revision": revision, "model": model, "noise": noise, "far": far, "timeout": timeout}
+        answer = engines.verify(where, probe, **how, say=status.update)
     if output is not None:
         answer.probe.save(output)
     read, notes = answer.probe, [in_flags(note) for note in answer.notes]
@@ -105,16 +108,22 @@ def verify(
         color = "green" if verdict.name == verdicts[expect] else "red"
         screen.print(f"[bold {color}]{verdict.name.upper()}[/]  {read.summary}, in {answer.engine}", highlight=False)
         table = Table(box=None, padding=(0, 2, 0, 0))
-        table.add_column(f"difference in log-probability over {len(read.input_ids)} tokens")
-        table.add_column("nats per token", justify="right")
-        for state, distance in verdict.distances.items():
-            bold = "bold" if WORDS[state] == verdict.name else ""
-            table.add_row(f"to the {MODELS[state]}", f"{distance:.4f}", style=bold)
-        if verdict.far_distance is not None:
-            table.add_row(f"to the extended model, at {verdict.asked_to:,} tokens", f"{verdict.far_distance:.4f}")
-        table.add_row("expected 16-bit noise", f"{read.noise_floor:.4f}", style="dim")
-        of_weights = "expected 8-bit noise" if noise is None else "noise from --noise"
-        table.add_row(of_weights, f"{verdict.limit / 1.5:.4f}", style="dim")
+        if verdict.passkeys is not None:
+            table.add_column("prompt length")
+            table.add_column("passkeys found", justify="right")
+            for length, found in verdict.passkeys.items():
+                table.add_row(f"{length:,} tokens", f"{found} of {PASSKEYS}")
+        else:
+            table.add_column(f"difference in log-probability over {len(read.input_ids)} tokens")
+            table.add_column("nats per token", justify="right")
+            for state, distance in verdict.distances.items():
+                bold = "bold" if WORDS[state] == verdict.name else ""
+                table.add_row(f"to the {MODELS[state]}", f"{distance:.4f}", style=bold)
+            if verdict.far_distance is not None:
+                table.add_row(f"to the extended model, at {verdict.asked_to:,} tokens", f"{verdict.far_distance:.4f}")
+            table.add_row("expected 16-bit noise", f"{read.noise_floor:.4f}", style="dim")
+            of_weights = "expected 8-bit noise" if noise is None else "noise from --noise"
+            table.add_row(of_weights, f"{verdict.limit / 1.5:.4f}", style="dim")
         screen.print(table, highlight=False)
         screen.print(f"{verdict.reason[0].upper()}{verdict.reason[1:]}.", highlight=False, markup=False)
         for note in notes:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from jaxtyping import Float64
+from jaxtyping import Bool, Float64
 from torch import Tensor
 
 from ctxext import __version__
@@ -76,6 +76,10 @@ MEANING = {
 }
 NONE = "no match"
 SHORT = "applied to short texts only"
+# By generated passkeys alone. With 95% confidence, 5 of 8 or more means a rate above 25% (one-sided exact p = 0.027), 1
+# of 8 or fewer one below 50% (p = 0.035).
+MAYBE, MAYBE_NOT, UNKNOWN = "probably applied", "probably ignored", "no verdict"
+PASSKEYS, MANY, FEW = 8, 5, 1
 
 
 @dataclass(frozen=True)
@@ -94,6 +98,8 @@ class Probe:
         coarse_floor: the same with weights rounded to 8 bits.
         summary: the extension in words.
         dtype: of the model that gave the log-probabilities.
+        cuts: for k from 1, the number of characters of the text that are its first k tokens when they stand alone; 0
+            where no number is.
     """
 
     text: str
@@ -107,6 +113,7 @@ class Probe:
     target_length: int
     dtype: str
     versions: dict[str, str]
+    cuts: tuple[int, ...] = ()
 
     @property
     def fingerprint(self) -> str:
@@ -154,13 +161,16 @@ def read_probe(path: Path) -> Probe:
         fingerprint = said.pop("fingerprint")
         expected = {state: tuple(values) for state, values in said.pop("expected").items()}
         far = {int(length): tuple(values) for length, values in said.pop("far").items()}
-        probe = Probe(**{**said, "input_ids": tuple(said["input_ids"])}, expected=expected, far=far)
+        cuts = tuple(said.pop("cuts", ()))
+        probe = Probe(**{**said, "input_ids": tuple(said["input_ids"])}, expected=expected, far=far, cuts=cuts)
         whole = (
             all(len(values) == len(probe.input_ids) - 1 for values in expected.values())
             and all(len(values) == FAR_TOKENS for values in far.values())
             and all(len(probe.input_ids) < length <= MAX_FAR for length in far)
             and all(are_numbers(values, high=1e-3) for values in (*expected.values(), *far.values()))
             and all(is_count(token, 0) for token in probe.input_ids)
+            and len(cuts) in (0, len(probe.input_ids))
+            and all(is_count(cut, 0, len(probe.text)) for cut in cuts)
             and all(is_number(floor, 0) for floor in (probe.noise_floor, probe.coarse_floor))
             and all(TOKENS.holds(length) for length in (probe.trained_length, probe.target_length))
             and all(isinstance(text, str) for text in (probe.text, probe.summary))
@@ -184,11 +194,12 @@ class Verdict:
 
     Attributes:
         name: "applied", "ignored", "applied without the attention factor" or "no match".
-        distances: mean |Δ log-probability|, nats per token, to each state of the probe.
+        distances: mean |Δ log-probability|, nats per token, to each state of the probe; empty without any.
         limit: the largest distance that noise explains, nats per token.
         reason: in words.
         asked_to: the longest text that was tested, in tokens.
         far_distance: the distance to the extended model near the target; None if that was not tested.
+        passkeys: by prompt length in tokens, the number found of `PASSKEYS`; None if they were not asked for.
     """
 
     name: str
@@ -197,13 +208,19 @@ class Verdict:
     reason: str
     asked_to: int
     far_distance: float | None = None
+    passkeys: dict[int, int] | None = None
 
     @property
     def is_live(self) -> bool:
         return self.name == WORDS["extended"]
 
 
-def judge(probe: Probe, logprobs: Float64[Tensor, " token"], noise: float | None = None) -> Verdict:
+def judge(
+    probe: Probe,
+    logprobs: Float64[Tensor, " token"],
+    noise: float | None = None,
+    asked: Bool[Tensor, " token"] | None = None,
+) -> Verdict:
     """The state nearest to an engine's log-probabilities, if it is near enough and clearly nearer than any other.
 
     Near enough means within 1.5 times the noise of 8-bit weights. Clearly nearer means a paired comparison over the
@@ -217,6 +234,7 @@ def judge(probe: Probe, logprobs: Float64[Tensor, " token"], noise: float | None
         logprobs: the engine's, of `probe.input_ids[1:]`, in nats.
         noise: mean |Δ log-probability|, nats per token, that the engine's precision explains, for weights of fewer than
             8 bits.
+        asked: the tokens to compare; None for all.
 
     Raises:
         ValueError: not one number per token, or numbers that are not log-probabilities.
@@ -229,6 +247,8 @@ def judge(probe: Probe, logprobs: Float64[Tensor, " token"], noise: float | None
     if not bool((logprobs <= 1e-3).all()):  # NaN too
         raise ValueError("the engine returned NaN or positive log-probabilities. Check its log.")
     apart = {s: (logprobs - torch.tensor(v, dtype=torch.float64)).abs() for s, v in probe.expected.items()}
+    if asked is not None:
+        apart = {state: each[asked] for state, each in apart.items()}
     distances = {state: float(each.mean()) for state, each in apart.items()}
     nearest = min(distances, key=distances.__getitem__)
     limit = 1.5 * (probe.coarse_floor if noise is None else noise)
@@ -260,6 +280,49 @@ def judge_far(probe: Probe, verdict: Verdict, length: int, logprobs: Float64[Ten
         "`ctxext export`"
     )
     return replace(verdict, name=SHORT, reason=reason, asked_to=length, far_distance=distance)
+
+
+def judge_passkeys(probe: Probe, within: tuple[int, int], near: tuple[int, int]) -> Verdict:
+    """A weaker verdict, by passkeys that the served model found of `PASSKEYS`: for servers without log-probabilities.
+
+    Args:
+        within, near: the prompt length in tokens and the number found, within the trained length and near the target.
+    """
+    (short, found), (long, found_near) = within, near
+    counts = f"it found {found_near} of {PASSKEYS} passkeys at {long:,} tokens and {found} of {PASSKEYS} at {short:,}"
+    if found < MANY:
+        name, why = UNKNOWN, "a model that finds few within its trained length says nothing beyond it"
+    elif found_near >= MANY:
+        name, why = (
+            MAYBE,
+            (
+                "with 95% confidence over 25% near the target, where an unextended model finds almost none; another "
+                "factor, a lost attention factor or another model cannot be told from this"
+            ),
+        )
+    elif found_near <= FEW:
+        name, why = (
+            MAYBE_NOT,
+            (
+                "with 95% confidence under 50% near the target; an extended model that retrieves badly there looks the "
+                "same, so compare with `ctxext eval` on the folder"
+            ),
+        )
+    else:
+        name, why = UNKNOWN, "too many for an unextended model, too few for one that retrieves there"
+    why += ". The server returns no log-probabilities of prompts, so no more can be told"
+    return Verdict(name, {}, 0.0, f"{counts}: {why}", long, passkeys={short: found, long: found_near})
+
+
+def passkey_prompt(text: str, characters: int, trial: int) -> tuple[str, str]:
+    """A prompt of about so many characters with a passkey near its start, and the passkey."""
+    key = str(10_000 + (7_919 * (trial + 1)) % 90_000)
+    needle = f" The pass key is {key}. Remember it. {key} is the pass key. "
+    question = " What is the pass key? The pass key is"
+    room = characters - len(needle) - len(question)
+    words = (text + " ") * (room // len(text) + 1)
+    start = words.rfind(" ", 0, int(room * (0.05 + 0.01 * trial)) + 2)
+    return words[:start] + needle + words[start:room].strip() + question, key
 
 
 def _clearly_nearer(near: Float64[Tensor, " token"], far: Float64[Tensor, " token"]) -> bool:
@@ -324,6 +387,7 @@ def make_probe(
             "transformers": transformers.__version__,
             "python": platform.python_version(),
         },
+        cuts=_cuts(tokenizer, text, ids),
     )
     # The extended state must be separable in 16 bits; the other two need not be separable from each other.
     live, ignored = (torch.tensor(probe.expected[state], dtype=torch.float64) for state in ("extended", "unextended"))
@@ -335,6 +399,14 @@ def make_probe(
             "long lengths instead: ctxext eval."
         )
     return replace(probe, far=_far_values(model, probe, min(facts.reach, FAR_LIMIT if far is None else far, MAX_FAR)))
+
+
+def _cuts(tokenizer: PreTrainedTokenizerBase, text: str, ids: Sequence[int]) -> tuple[int, ...]:
+    """`Probe.cuts`; empty if the tokenizer does not know where its tokens end."""
+    if not tokenizer.is_fast:
+        return ()
+    ends = [end for _, end in tokenizer(text, return_offsets_mapping=True)["offset_mapping"][: len(ids)]]
+    return tuple(end if tokenizer(text[:end])["input_ids"] == ids[:k] else 0 for k, end in enumerate(ends, 1))
 
 
 def _far_values(model: PreTrainedModel, probe: Probe, length: int) -> dict[int, tuple[float, ...]]:

@@ -8,7 +8,6 @@ import re
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +16,17 @@ from jaxtyping import Float64
 from torch import Tensor
 
 from ctxext.export.probe import (
+    FAR_LIMIT,
     FAR_TOKENS,
+    PASSKEYS,
     Probe,
     Verdict,
     judge,
     judge_far,
+    judge_passkeys,
     logprobs_of,
     make_probe,
+    passkey_prompt,
     probe_beside,
     read_probe,
 )
@@ -54,6 +57,7 @@ def verify(
     api_key: str | None = None,
     noise: float | None = None,
     far: int | None = None,
+    timeout: float = 600,
     say: Callable[[str], None] = lambda line: None,
 ) -> Verification:
     """Verify an extension in plain transformers (a folder or hub name), llama.cpp (a .gguf file) or a server (its URL).
@@ -68,6 +72,7 @@ def verify(
         far: check positions near the target as well, up to this many tokens, more than the trained length; None for as
             many as the probe covers and the engine serves, 0 for none. This costs one prompt of that length, or 8
             without a prefix cache.
+        timeout: for each answer of a server, in seconds.
         say: called with progress messages.
 
     Raises:
@@ -96,7 +101,12 @@ def verify(
                 f"verify DIR -o {PROBE}`, and pass it: --probe {PROBE}."
             )
         read = read_probe(probe)
-        engine = _server(where, model, api_key, say) if is_server else _llama_cpp(Path(where), read, far, say)
+        if is_server:
+            endpoint = Endpoint(where, model=model, api_key=api_key, timeout=timeout)
+            say(f"querying {endpoint.name} at {endpoint.url}")
+            engine = _server(endpoint, read)
+        else:
+            engine = _llama_cpp(Path(where), read, far, say)
     elif re.fullmatch(r"[\w.-]+:\d+(/.*)?", where):
         raise ValueError(f"{where} is a server address without a scheme. Write http://{where}.")
     else:
@@ -107,9 +117,19 @@ def verify(
             f"far={far} tests no position beyond a short text, which is up to {short} tokens here. Pass "
             f"far={read.target_length}, or far=0 to skip this check."
         )
-    verdict, notes = judge(read, engine.logprobs(read.input_ids), noise), list(engine.notes)
-    length = read.far_length(min(math.inf if far is None else far, engine.limit))
+    notes = list(engine.notes)
+    if engine.logprobs is None:
+        if far == 0:
+            raise ValueError(
+                f"{endpoint.url} returns no log-probabilities of prompts, so far=0 leaves nothing to test."
+            )
+        say("asking for passkeys, as the server returns no log-probabilities of prompts")
+        verdict = judge_passkeys(read, *_passkeys(endpoint, read, min(far or FAR_LIMIT, engine.limit)))
+        return Verification(engine.name, where, read, verdict, tuple(notes))
+    verdict = judge(read, engine.logprobs(read.input_ids), noise, engine.asked)
+    length = read.far_length(min(math.inf if far is None else far, engine.limit)) if engine.tail else 0
     if verdict.is_live and length > 0:
+        assert engine.tail is not None
         say(f"reading a text of {length} tokens, to test positions near the target (--far 0 skips this)")
         verdict = judge_far(read, verdict, length, engine.tail(read.far_ids(length)))
     if verdict.is_live and far and length < far:
@@ -124,14 +144,16 @@ class _Engine:
     """A model in an engine. A new engine is a function that returns one of these.
 
     Attributes:
-        logprobs: of every token of a text but the first.
-        tail: of the last `FAR_TOKENS` tokens of a long text.
+        logprobs: of every token of a text but the first; None: it returns none.
+        tail: of the last `FAR_TOKENS` tokens of a long text; None: it takes no token ids.
+        asked: the tokens that have one in `logprobs`; None for all.
         limit: the longest text that it serves, in tokens.
     """
 
     name: str
-    logprobs: Callable[[Sequence[int]], Tensor]
-    tail: Callable[[Sequence[int]], Tensor]
+    logprobs: Callable[[Sequence[int]], Tensor] | None
+    tail: Callable[[Sequence[int]], Tensor] | None
+    asked: Tensor | None = None
     limit: float = math.inf
     notes: tuple[str, ...] = ()
 
@@ -216,9 +238,16 @@ def _llama_cpp(path: Path, probe: Probe, far: int | None, say: Callable[[str], N
 # -------------------------------------------------------------------------------------- servers
 
 
-def _server(url: str, model: str | None, api_key: str | None, say: Callable[[str], None]) -> _Engine:
-    endpoint = Endpoint(url, model=model, api_key=api_key)
-    say(f"querying {endpoint.name} at {endpoint.url}")
+class NoLogprobs(ValueError):
+    """The server refuses to return log-probabilities in one of the known forms, or ignores the request for them."""
+
+
+def _server(endpoint: Endpoint, probe: Probe) -> _Engine:
+    served: Any = endpoint.card.get("max_model_len")  # of vLLM and SGLang
+    known: dict[str, Any] = {
+        "name": f"{endpoint.card.get('owned_by') or 'OpenAI-compatible'} server, model {endpoint.name!r}",
+        "limit": served if is_number(served) else math.inf,
+    }
 
     def tail(ids: Sequence[int]) -> Tensor:
         try:
@@ -229,13 +258,14 @@ def _server(url: str, model: str | None, api_key: str | None, say: Callable[[str
                 "serve fewer, verify with --far 0."
             ) from error
 
-    served: Any = endpoint.card.get("max_model_len")  # of vLLM and SGLang
-    return _Engine(
-        name=f"{endpoint.card.get('owned_by') or 'OpenAI-compatible'} server, model {endpoint.name!r}",
-        logprobs=partial(served_logprobs, endpoint),
-        tail=tail,
-        limit=served if is_number(served) else math.inf,
-    )
+    with suppress(NoLogprobs):
+        found = served_logprobs(endpoint, probe.input_ids)
+        return _Engine(logprobs=lambda ids: found, tail=tail, **known)
+    with suppress(NoLogprobs):
+        by_text, asked = _by_text(endpoint, probe)
+        notes = ("the server takes no token ids, so only the short text was sent",)
+        return _Engine(logprobs=lambda ids: by_text, tail=None, asked=asked, notes=notes, **known)
+    return _Engine(logprobs=None, tail=None, **known)
 
 
 def served_logprobs(endpoint: Endpoint, input_ids: Sequence[int]) -> Float64[Tensor, " token"]:
@@ -246,7 +276,8 @@ def served_logprobs(endpoint: Endpoint, input_ids: Sequence[int]) -> Float64[Ten
     true token, and the reported log-probability is the one before the bias.
 
     Raises:
-        ValueError: the server returns none of these, or those of other tokens.
+        NoLogprobs: the server returns none of these.
+        ValueError: it returns those of other tokens, or reads fewer tokens than were sent.
         ConnectionError, TimeoutError, PermissionError, RuntimeError: as in `Endpoint.call`.
     """
     ids = list(input_ids)
@@ -259,7 +290,7 @@ def _tail(endpoint: Endpoint, ids: list[int]) -> Tensor:
     whole prompt, a server would compute logits of the whole vocabulary at every position."""
     try:
         return _drawn(endpoint, ids, FAR_TOKENS)
-    except ValueError:
+    except NoLogprobs:
         found = _of_a_prompt(endpoint, ids)
         if found is None:
             raise
@@ -275,7 +306,7 @@ def _of_a_prompt(endpoint: Endpoint, ids: list[int]) -> Tensor | None:
     for form, read in forms:
         try:
             choice = _choice(endpoint, ids, form)
-        except ValueError:  # rejected; a server without this feature rejects the next form as well
+        except NoLogprobs:  # a server without this feature rejects the next form as well
             continue
         found = read(choice, ids)
         if found == []:
@@ -292,20 +323,45 @@ def _drawn(endpoint: Endpoint, ids: list[int], n: int) -> Tensor:
     """Those of the last `n` tokens, one request each."""
     values = [_drawn_logprob(endpoint, ids[:k], ids[k]) for k in range(len(ids) - n, len(ids))]
     if min(values) > -1e-3:
-        raise ValueError(
+        raise NoLogprobs(
             f"{endpoint.url} returns log-probabilities computed after sampling, not the model's own. "
             "Serve it with vLLM, SGLang or llama.cpp, or verify the file: ctxext verify model.gguf."
         )
     return torch.tensor(values, dtype=torch.float64)
 
 
-def _choice(endpoint: Endpoint, ids: list[int], form: dict[str, Any]) -> dict[str, Any]:
-    body = {"model": endpoint.name, "prompt": ids, "max_tokens": 1, "temperature": 0, **form}
-    completion = endpoint.call("completions", body, f"the log-probabilities of {len(ids)} tokens")
+def _choice(endpoint: Endpoint, prompt: list[int] | str, form: dict[str, Any]) -> dict[str, Any]:
+    """The completion of a prompt, as `form` asks for it.
+
+    Raises:
+        NoLogprobs: the server refuses the request, or returns no completion.
+        ValueError: it reads fewer tokens than were sent.
+    """
+    body = {"model": endpoint.name, "prompt": prompt, "max_tokens": 1, "temperature": 0, **form}
+    try:
+        completion = endpoint.call("completions", body, "the log-probabilities of a prompt")
+    except ValueError as error:
+        raise NoLogprobs(str(error)) from error
     choices = completion.get("choices")
     if not (isinstance(choices, list) and choices and isinstance(choices[0], dict)):
-        raise ValueError(f"{endpoint.url}/v1/completions returned no completion. Is it an OpenAI-compatible server?")
-    return choices[0]
+        raise NoLogprobs(f"{endpoint.url}/v1/completions returned no completion. Is it an OpenAI-compatible server?")
+    n_read = _tokens_read(completion)
+    if isinstance(prompt, list) and n_read is not None and n_read < len(prompt):
+        raise ValueError(_truncated(endpoint, n_read, f"{len(prompt)}"))
+    return {**choices[0], "n_read": n_read}
+
+
+def _tokens_read(completion: dict[str, Any]) -> int | None:
+    usage = completion.get("usage")
+    n_read = usage.get("prompt_tokens") if isinstance(usage, dict) else None
+    return n_read if is_count(n_read, 1) else None
+
+
+def _truncated(endpoint: Endpoint, n_read: int, sent: str) -> str:
+    return (
+        f"{endpoint.url} read {n_read} of {sent} tokens: it truncates prompts. Serve a longer context (vLLM: "
+        "--max-model-len, llama.cpp: -c, Ollama: OLLAMA_CONTEXT_LENGTH), or verify a shorter one with --far."
+    )
 
 
 # Both return None if the answer has another form, and an empty list if its tokens differ. An extra token is a BOS that
@@ -345,8 +401,97 @@ def _drawn_logprob(endpoint: Endpoint, prompt: list[int], token: int) -> float:
         if choice["logprobs"]["tokens"][0] == f"token_id:{token}":
             drawn = {"id": token, "logprob": choice["logprobs"]["token_logprobs"][0]}
     if drawn.get("id") != token or not isinstance(drawn.get("logprob"), float):
-        raise ValueError(
+        raise NoLogprobs(
             f"{endpoint.url} returns no prompt log-probabilities in the format of vLLM, SGLang or "
             "llama.cpp. Serve the model with one of these, or verify its folder or file instead."
         )
     return float(drawn["logprob"])
+
+
+# ---------------------------------------------------------------------- servers that take text only
+
+
+def _by_text(endpoint: Endpoint, probe: Probe) -> tuple[Tensor, Tensor]:
+    """The log-probabilities of the probe's tokens by mlx_lm.server, one request each, and which tokens have one.
+
+    The text is cut where it has the same tokens by itself (`Probe.cuts`). mlx-lm reports log-probabilities after the
+    logit bias: of a token with probability p and bias b, q = p exp(b) / (1 - p + p exp(b)). This is solved for p.
+
+    Raises:
+        NoLogprobs: the server returns none in this form, or the text cannot be cut at half of the tokens.
+        ValueError: it reads other tokens.
+    """
+    # Longest first, and none of one token: mlx-lm 0.32.2 caches prompt and answer, and its generation thread ends at a
+    # prompt that is exactly what the cache holds.
+    places = [k for k in range(len(probe.input_ids) - 1, 1, -1) if probe.cuts and probe.cuts[k - 1]]
+    if 2 * len(places) < len(probe.input_ids):
+        raise NoLogprobs("the probe's text cannot be cut into prompts.")
+    found = torch.full((len(probe.input_ids) - 1,), -math.inf, dtype=torch.float64)
+    for k in places:
+        found[k - 1] = _unbiased(endpoint, probe, k)
+    return found, found > -math.inf
+
+
+def _unbiased(endpoint: Endpoint, probe: Probe, k: int) -> float:
+    token, prompt = probe.input_ids[k], probe.text[: probe.cuts[k - 1]]
+    bias = 3 - probe.expected["extended"][k - 1]  # as large as needed: q must differ from 1
+    for _ in range(4):
+        choice = _choice(endpoint, prompt, {"logprobs": True, "logit_bias": {str(token): bias}})
+        if choice["n_read"] not in (None, k, k + 1):  # with a BOS that the server adds
+            raise ValueError(
+                f"{endpoint.url} reads {choice['n_read']} tokens where this model has {k}: it serves another model or "
+                "tokenizer. Serve this one, or pass the probe of the served model."
+            )
+        drawn: dict[str, Any] = {}
+        with suppress(KeyError, TypeError, IndexError, ValueError):
+            drawn = dict(choice["logprobs"]["content"][0])
+        logprob = drawn.get("logprob")
+        if not isinstance(logprob, float) or not -math.inf < logprob < -1e-6:
+            break
+        if drawn.get("id") == token:
+            return logprob - math.log(math.exp(logprob) - math.expm1(logprob) * math.exp(bias))
+        bias += 6
+    raise NoLogprobs(f"{endpoint.url} returns no log-probabilities in mlx-lm's format.")
+
+
+# -------------------------------------------------------------- servers without log-probabilities
+
+
+def _passkeys(endpoint: Endpoint, probe: Probe, limit: float) -> tuple[tuple[int, int], tuple[int, int]]:
+    """The length in tokens and the number of passkeys of `PASSKEYS` found, within the trained length and near the
+    target."""
+    per_token = len(probe.text) / _ask(endpoint, probe.text)[1]
+    if not (near := min(probe.target_length, limit)) > probe.trained_length:
+        raise ValueError(
+            f"no prompt up to {near:,.0f} tokens goes beyond the trained length of {probe.trained_length:,}, and the "
+            "server returns no log-probabilities. Serve a longer context, or pass a larger --far."
+        )
+    lengths = [int(0.9 * length) for length in (probe.trained_length, near)]
+    found = []
+    for length in lengths:
+        hits = 0
+        for trial in range(PASSKEYS):
+            prompt, key = passkey_prompt(probe.text, int(length * per_token), trial)
+            answer, n_read = _ask(endpoint, prompt)
+            if n_read < 0.75 * length:
+                raise ValueError(_truncated(endpoint, n_read, f"about {length}"))
+            hits += key in answer
+        found.append(hits)
+    return (lengths[0], found[0]), (lengths[1], found[1])
+
+
+def _ask(endpoint: Endpoint, prompt: str) -> tuple[str, int]:
+    """The continuation of a text, and the tokens read."""
+    body = {"model": endpoint.name, "prompt": prompt, "max_tokens": 12, "temperature": 0}
+    completion = endpoint.call("completions", body, f"a prompt of {len(prompt)} characters")
+    n_read = _tokens_read(completion)
+    try:
+        answer = completion["choices"][0]["text"]
+    except (KeyError, IndexError, TypeError):
+        answer = None
+    if not isinstance(answer, str) or n_read is None:
+        raise ValueError(
+            f"{endpoint.url}/v1/completions returned no text with usage.prompt_tokens. Is it an OpenAI-compatible "
+            "server? Otherwise verify the folder or file."
+        )
+    return answer, n_read

@@ -96,7 +96,8 @@ class Endpoint:
     def _unreachable(self, url: str, reason: Any) -> OSError:
         if isinstance(reason, TimeoutError):
             return TimeoutError(
-                f"{url} sent nothing for {self.timeout:g} s. Raise the timeout, or send fewer concurrent requests."
+                f"{url} sent nothing for {self.timeout:g} s. Raise the timeout (--timeout), or send fewer concurrent "
+                "requests."
             )
         if isinstance(reason, (ConnectionResetError, ConnectionAbortedError, BrokenPipeError, IncompleteRead)):
             return ConnectionResetError(f"{url} closed the connection ({reason}). Check the server's log.")
@@ -167,6 +168,11 @@ def _json_object(url: str, raw: bytes) -> dict[str, Any]:
         value = json.loads(raw)
     except ValueError:
         value = None
+    if raw.lstrip().startswith((b"data:", b"event:")):
+        raise ValueError(
+            f"{url} streams its answer, although the request does not ask for it: {raw[:80]!r}. Turn streaming off in "
+            "the server or proxy, or pass the URL of the server behind it."
+        )
     if not isinstance(value, dict):
         raise ValueError(f"{url} returned no JSON object: {raw[:200]!r}. Is it an OpenAI-compatible server?")
     return value

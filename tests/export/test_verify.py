@@ -5,15 +5,20 @@ from __future__ import annotations
 import json
 import math
 import shutil
+import socket
+import subprocess
+import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from engines.environments import MLX
 from families import tiny_model, token_ids
-from live_server import LiveServer
+from live_server import Fault, LiveServer
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
@@ -22,9 +27,20 @@ from ctxext.assets import MODEL
 from ctxext.cli import commands
 from ctxext.export.gguf import write_gguf
 from ctxext.export.llama_cpp import GGUFModel
-from ctxext.export.probe import MAX_TOKENS, Probe, in_state, judge, logprobs_of, make_probe, read_probe
+from ctxext.export.probe import (
+    MAX_TOKENS,
+    Probe,
+    in_state,
+    judge,
+    judge_passkeys,
+    logprobs_of,
+    make_probe,
+    passkey_prompt,
+    read_probe,
+)
+from ctxext.export.rules import export_for
 from ctxext.export.verify import served_logprobs, verify
-from ctxext.hub.checkpoint import extend_folder
+from ctxext.hub.checkpoint import extend_folder, read_config
 from ctxext.utils.endpoint import Endpoint
 
 TOLD = {
@@ -98,6 +114,139 @@ def test_a_server_is_in_the_state_of_its_model(
     with LiveServer(model=model, prompt_scores=form) as server:
         assert verify(server.url, probe_file).verdict.name == TOLD[state]
         assert len(server.requests) == {"vllm": 1, "sglang": 2}[form]
+
+
+# ------------------------------------------------------------- servers that say less, or go wrong
+
+
+def as_served(state: str, folders: dict[str, Path]):
+    """The model of a state, or another one with the same tokenizer."""
+    if state == "another model":
+        return tiny_model("llama", vocab_size=4096, max_position_embeddings=2048)
+    return AutoModelForCausalLM.from_pretrained(folders[state]).eval()
+
+
+@pytest.mark.parametrize("state", [*TOLD, "another model"])
+def test_a_server_that_takes_text_alone_is_in_the_state_of_its_model(
+    state: str, folders: dict[str, Path], probe_file: Path
+) -> None:
+    """mlx-lm's gives log-probabilities after the logit bias."""
+    with LiveServer(model=as_served(state, folders), prompt_scores="mlx") as server:
+        answer = verify(server.url, probe_file)
+    assert answer.verdict.name == TOLD.get(state, "no match")
+    if state in TOLD:
+        assert answer.verdict.distances[state] < 1e-3
+    assert answer.notes[0] == "the server takes no token ids, so only the short text was sent"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not MLX.python.is_file(), reason="make engines creates mlx-lm's environment")
+def test_mlx_lm_s_own_server_applies_what_export_writes(folders: dict[str, Path], tmp_path: Path) -> None:
+    export, folder = export_for("mlx", read_config(folders["extended"])), tmp_path / "mlx"
+    shutil.copytree(folders["extended"], folder)
+    (folder / "config.json").write_text(json.dumps(export.config))
+    make_probe(AutoModelForCausalLM.from_pretrained(folders["extended"]), AutoTokenizer.from_pretrained(MODEL)).save(
+        tmp_path / "verify.json"
+    )
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [MLX.python, "-m", "mlx_lm", "server", "--model", folder, "--port", str(port)]
+    process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+    try:
+        for _ in range(120):
+            with suppress(ConnectionError, ValueError):
+                answer = verify(f"http://127.0.0.1:{port}", tmp_path / "verify.json", model=str(folder))
+                break
+            assert process.poll() is None
+            time.sleep(1)
+    finally:
+        process.kill()
+    assert answer.verdict.name == "applied"
+    assert answer.verdict.distances["extended"] < 1e-3
+
+
+PASSKEYS_SAY = {
+    "extended": ("probably applied", {460: 8, 921: 8}),
+    "unextended": ("probably ignored", {460: 8, 921: 0}),
+    "without_temperature": ("probably applied", {460: 8, 921: 8}),  # which it cannot tell, and says
+    "another model": ("no verdict", {460: 0, 921: 0}),
+}
+
+
+@pytest.mark.parametrize("state", PASSKEYS_SAY)
+def test_without_log_probabilities_passkeys_tell_what_they_can(
+    state: str, folders: dict[str, Path], probe_file: Path
+) -> None:
+    with LiveServer(model=as_served(state, folders), max_length=1024) as server:
+        verdict = verify(server.url, probe_file).verdict
+    assert (verdict.name, verdict.passkeys) == PASSKEYS_SAY[state]
+    assert not verdict.is_live
+    assert "The server returns no log-probabilities of prompts" in verdict.reason
+    if verdict.name == "probably applied":
+        assert "another factor, a lost attention factor or another model cannot be told from this" in verdict.reason
+
+
+def test_between_many_and_few_passkeys_there_is_no_verdict(probe: Probe) -> None:
+    names = [judge_passkeys(probe, (400, 8), (900, found)).name for found in range(9)]
+    assert names == 2 * ["probably ignored"] + 3 * ["no verdict"] + 4 * ["probably applied"]
+    assert {judge_passkeys(probe, (400, 4), (900, found)).name for found in range(9)} == {"no verdict"}
+
+
+def test_every_passkey_prompt_holds_its_own_passkey_once_near_its_start(probe: Probe) -> None:
+    made = [passkey_prompt(probe.text, 5000, trial) for trial in range(8)]
+    assert len({key for _, key in made}) == 8
+    for prompt, key in made:
+        assert prompt.count(key) == 2  # in two sentences, side by side
+        assert prompt.index(key) < 0.2 * len(prompt)
+        assert 4900 < len(prompt) <= 5000
+
+
+@pytest.mark.parametrize("form", ["vllm", "sglang", ""])
+def test_a_server_that_truncates_prompts_is_named(form: str, twice: Path) -> None:
+    @dataclass
+    class Boasting(LiveServer):
+        def cards(self) -> dict[str, Any]:
+            return {"data": [{**card, "max_model_len": 1024} for card in super().cards()["data"]]}
+
+    model = AutoModelForCausalLM.from_pretrained(twice).eval()
+    with (
+        Boasting(model=model, max_length=512, truncates=True, prompt_scores=form) as server,
+        pytest.raises(ValueError, match=r"read 5\d\d of (about )?\d+ tokens: it truncates prompts\. Serve a longer"),
+    ):
+        verify(server.url, twice / "verify.json")
+
+
+def test_a_server_that_only_streams_is_named(probe_file: Path) -> None:
+    with LiveServer() as server:
+        server.faults.extend(8 * [Fault(200, b'data: {"choices": []}\n\n')])
+        with pytest.raises(ValueError, match=r"streams its answer, although.* Turn streaming off"):
+            verify(server.url, probe_file)
+
+
+def test_a_server_that_is_down_or_slow_is_named(probe_file: Path) -> None:
+    with LiveServer() as server:
+        server.faults.append(Fault(200, seconds=5))
+        with pytest.raises(TimeoutError, match=r"sent nothing for 0\.5 s\. Raise the timeout"):
+            verify(server.url, probe_file, timeout=0.5)
+    with pytest.raises(ConnectionError, match=r"cannot be reached .* Start the server"):
+        verify(server.url, probe_file)
+
+
+def test_a_model_that_is_not_served_is_named(probe_file: Path) -> None:
+    with (
+        LiveServer() as server,
+        pytest.raises(ValueError, match="serves no model 'austin-4m'; did you mean 'austen-4m'"),
+    ):
+        verify(server.url, probe_file, model="austin-4m")
+
+
+def test_nothing_is_tested_where_nothing_can_be(probe_file: Path) -> None:
+    with LiveServer() as server:
+        with pytest.raises(ValueError, match=r"far=0 leaves nothing to test"):
+            verify(server.url, probe_file, far=0)
+        with pytest.raises(ValueError, match="no prompt up to 512 tokens goes beyond the trained length of 512"):
+            verify(server.url, probe_file)
 
 
 # ------------------------------------------------------------------------------ near the target
@@ -316,6 +465,7 @@ def test_a_probe_survives_its_file_and_no_edit_does(probe: Probe, tmp_path: Path
         {"expected": {**probe.expected, "extended": [-1.0]}},
         {"target_length": "2k"},  # which verify compares with a number
         {"trained_length": None},
+        {"cuts": [*probe.cuts[:-1], 10_000]},
         {"expected": {**probe.expected, "half": probe.expected["extended"]}},
     )
     for edit in edits:
@@ -390,11 +540,6 @@ def test_the_probe_of_another_vocabulary_is_refused(probe: Probe, tmp_path: Path
     replace(probe, input_ids=(*probe.input_ids[:-1], 90000)).save(tmp_path / "other.json")
     with pytest.raises(ValueError, match="vocabulary ends at"):
         verify(folders["extended"], tmp_path / "other.json")
-
-
-def test_a_server_without_log_probabilities_is_refused(probe_file: Path) -> None:
-    with LiveServer() as server, pytest.raises(ValueError, match="no prompt log-probabilities in the format of vLLM"):
-        verify(server.url, probe_file)
 
 
 @pytest.mark.parametrize("form", ["vllm", "sglang"])

@@ -60,7 +60,9 @@ class LiveServer:
         thought: put in front of each chat answer; with `reasoning_field`, delivered in that field of the message.
         repetition_penalty: where a request states none, as vLLM takes it from generation_config.json.
         refused_fields: fields of a request that are an error, as for OpenAI.
-        prompt_scores: how log-probabilities of a prompt are given: "vllm", "sglang" or "" for not at all.
+        prompt_scores: how log-probabilities of a prompt are given: "vllm", "sglang" or "" for not at all. "mlx" takes
+            prompts of text alone and gives those of the new token, after the logit bias.
+        truncates: read the last `max_length` tokens of a longer prompt, without an error.
         faults: for the next POSTs, in their order.
         requests: the path and body of each POST, in the order of arrival.
         peak: the largest number of POSTs at a time.
@@ -79,6 +81,7 @@ class LiveServer:
     refused_fields: tuple[str, ...] = ()
     usage: bool = True
     prompt_scores: str = ""
+    truncates: bool = False
     model: Any = None  # None: the bundled one
     faults: deque[Fault] = field(default_factory=deque)
     requests: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
@@ -141,6 +144,10 @@ class LiveServer:
             return _error(404, f"The model `{body['model']}` does not exist.")
         if body.get("temperature") != 0:
             return _error(400, "this server decodes greedily: pass temperature 0")
+        if self.prompt_scores == "mlx" and not isinstance(body.get("prompt"), str):
+            return _error(400, "text input must be of type `str`")
+        if self.prompt_scores == "mlx" and not isinstance(body.get("logprobs", False), bool):
+            return _error(400, "logprobs must be of type bool")
         if chat and not self.chat_template:
             return _error(400, "you must provide a chat template, as the tokenizer has none")
         if chat:
@@ -156,6 +163,8 @@ class LiveServer:
             ids = self.tokenizer(body["prompt"], verbose=False)["input_ids"]
         ids = [*([self.tokenizer.bos_token_id] if self.extra_token else []), *ids]
         n_new = body.get("max_tokens", 16)
+        if self.truncates:
+            ids = ids[-(self.max_length - n_new) :]
         if len(ids) + n_new > self.max_length:
             return _error(
                 400,
@@ -213,6 +222,12 @@ class LiveServer:
                 {str(i): {"logprob": float(row[i]), "rank": int((row > row[i]).sum()) + 1} for i in {best, token}}
                 for row, best, token in zip(logprobs, likely, ids[1:])
             ]
+        if self.prompt_scores == "mlx" and body.get("logprobs"):
+            biased = logprobs[-1].clone()
+            for token, bias in body.get("logit_bias", {}).items():
+                biased[int(token)] += bias
+            score, drawn = biased.log_softmax(-1).max(-1)
+            choice["logprobs"] = {"content": [{"id": int(drawn), "logprob": float(score)}]}
         if self.prompt_scores == "sglang" and body.get("echo") and body.get("logprobs"):
             own = [float(row[token]) for row, token in zip(logprobs, ids[1:])]
             choice["logprobs"] = {"token_logprobs": [None, *own, float(logprobs[-1].max())]}
