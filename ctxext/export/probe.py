@@ -14,7 +14,7 @@ import math
 import platform
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -23,12 +23,14 @@ from jaxtyping import Bool, Float64
 from torch import Tensor
 
 from ctxext import __version__
-from ctxext.core.apply import extension_of
+from ctxext.core.apply import ATTRIBUTE, apply, extension_of, restore
 from ctxext.core.edit import Edit
+from ctxext.core.plan import Plan
 from ctxext.core.probing import in_eval_mode
 from ctxext.core.rotary_module import of_label
 from ctxext.encodings.rope import RopeGeometry
 from ctxext.extension.method_file import PROBE
+from ctxext.extension.saving import saver
 from ctxext.models.context import ContextFacts, read_context
 from ctxext.patches import rotary
 from ctxext.utils.json_files import TOKENS, read_json, write_json
@@ -93,6 +95,8 @@ class Probe:
             frequencies alone).
         far: by length in tokens, beyond the trained one: the extended model's log-probabilities of the last
             `FAR_TOKENS` tokens of `far_ids`.
+        far_unextended: the same of the unextended model, for a method that may change nothing in a short text: only
+            these positions show it. Empty for others.
         noise_floor: mean |Δ log-probability|, nats per token, of the same model in bfloat16 with chunked prefill; the
             largest over the states.
         coarse_floor: the same with weights rounded to 8 bits.
@@ -114,6 +118,7 @@ class Probe:
     dtype: str
     versions: dict[str, str]
     cuts: tuple[int, ...] = ()
+    far_unextended: dict[int, tuple[float, ...]] = field(default_factory=dict)
 
     @property
     def fingerprint(self) -> str:
@@ -160,14 +165,22 @@ def read_probe(path: Path) -> Probe:
     try:
         fingerprint = said.pop("fingerprint")
         expected = {state: tuple(values) for state, values in said.pop("expected").items()}
-        far = {int(length): tuple(values) for length, values in said.pop("far").items()}
+        far, far_unextended = (
+            {int(length): tuple(values) for length, values in said.pop(name, {}).items()}
+            for name in ("far", "far_unextended")
+        )
         cuts = tuple(said.pop("cuts", ()))
-        probe = Probe(**{**said, "input_ids": tuple(said["input_ids"])}, expected=expected, far=far, cuts=cuts)
+        said["input_ids"] = tuple(said["input_ids"])
+        probe = Probe(**said, expected=expected, far=far, far_unextended=far_unextended, cuts=cuts)
         whole = (
             all(len(values) == len(probe.input_ids) - 1 for values in expected.values())
-            and all(len(values) == FAR_TOKENS for values in far.values())
+            and all(len(values) == FAR_TOKENS for values in (*far.values(), *far_unextended.values()))
+            and far_unextended.keys() in (set(), far.keys())
             and all(len(probe.input_ids) < length <= MAX_FAR for length in far)
-            and all(are_numbers(values, high=1e-3) for values in (*expected.values(), *far.values()))
+            and all(
+                are_numbers(values, high=1e-3)
+                for values in (*expected.values(), *far.values(), *far_unextended.values())
+            )
             and all(is_count(token, 0) for token in probe.input_ids)
             and len(cuts) in (0, len(probe.input_ids))
             and all(is_count(cut, 0, len(probe.text)) for cut in cuts)
@@ -282,6 +295,35 @@ def judge_far(probe: Probe, verdict: Verdict, length: int, logprobs: Float64[Ten
     return replace(verdict, name=SHORT, reason=reason, asked_to=length, far_distance=distance)
 
 
+def judge_by_length(
+    probe: Probe,
+    logprobs: Float64[Tensor, " token"],
+    length: int,
+    tail: Float64[Tensor, " last"],
+    noise: float | None = None,
+) -> Verdict:
+    """`judge` for a method that may change nothing in a short text (`Probe.far_unextended`): `logprobs` of the short
+    text tell the model, `tail` near the target whether it is extended."""
+    limit = 1.5 * (probe.coarse_floor if noise is None else noise)
+    short = min(float((logprobs - torch.tensor(v, dtype=torch.float64)).abs().mean()) for v in probe.expected.values())
+    far: dict[State, tuple[float, ...]] = {
+        "extended": probe.far[length],
+        "unextended": probe.far_unextended[length],
+    }
+    apart = {state: (tail - torch.tensor(v, dtype=torch.float64)).abs() for state, v in far.items()}
+    distances = {state: float(each.mean()) for state, each in apart.items()}
+    nearest, other = sorted(distances, key=distances.__getitem__)
+    name, reason = WORDS[nearest], MEANING[nearest]
+    if not short <= limit:
+        name, reason = NONE, f"another model or tokenizer: a short text is off by {short:.2g} nats per token"
+    elif not (distances[nearest] <= 2 * limit and _clearly_nearer(apart[nearest], apart[other])):
+        name, reason = (
+            NONE,
+            f"another method or factor: near the target it matches neither. Closest: the {MODELS[nearest]}",
+        )
+    return Verdict(name, distances, limit, reason, length)
+
+
 def judge_passkeys(probe: Probe, within: tuple[int, int], near: tuple[int, int]) -> Verdict:
     """A weaker verdict, by passkeys that the served model found of `PASSKEYS`: for servers without log-probabilities.
 
@@ -336,10 +378,11 @@ def _clearly_nearer(near: Float64[Tensor, " token"], far: Float64[Tensor, " toke
 def make_probe(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, text: str = TEXT, far: int | None = None
 ) -> Probe:
-    """Make a probe of a model whose config expresses its extension, extended live or loaded from a folder.
+    """Make a probe of an extended model: extended live, or loaded from a folder.
 
     The frequencies and attention factor of every state come from our formulas, not from transformers' reading of the
-    config. The model is unchanged afterwards; two bfloat16 copies are made temporarily to measure the noise.
+    config. A method inside attention is compared with the restored model, at the end of a long text alone. The model
+    is unchanged afterwards; two bfloat16 copies are made temporarily to measure the noise.
 
     Args:
         text: truncated to 200 tokens, or to the trained length.
@@ -350,8 +393,11 @@ def make_probe(
         ValueError: the model is not extended, the extension changes nothing within the trained length or also the
             softmax scale, or it changes this text by less than the noise of 16 bits.
     """
-    import transformers
-
+    extension = extension_of(model)
+    if extension is not None and extension.plan.in_attention:
+        if getattr(extension.plan.method, "of_the_call", False):
+            raise ValueError(_cannot_tell(extension.plan.summary, "its frequencies depend on the whole call"))
+        return _probe_by_length(model, tokenizer, text, far, extension.plan)
     facts = _facts(model)
     ids = tokenizer(text)["input_ids"][: min(MAX_TOKENS, facts.lengths.start)]
     fine: Any = copy.deepcopy(model)
@@ -381,12 +427,7 @@ def make_probe(
         trained_length=facts.lengths.start,
         target_length=facts.reach,
         dtype=str(model.dtype).removeprefix("torch."),
-        versions={
-            "ctxext": __version__,
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-            "python": platform.python_version(),
-        },
+        versions=_versions(),
         cuts=_cuts(tokenizer, text, ids),
     )
     # The extended state must be separable in 16 bits; the other two need not be separable from each other.
@@ -401,6 +442,64 @@ def make_probe(
     return replace(probe, far=_far_values(model, probe, min(facts.reach, FAR_LIMIT if far is None else far, MAX_FAR)))
 
 
+def _probe_by_length(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, text: str, far: int | None, plan: Plan
+) -> Probe:
+    """`make_probe` for a method inside attention: what tells is the end of a long text, where the model is extended and
+    where it is restored."""
+    ids = tokenizer(text)["input_ids"][: min(MAX_TOKENS, plan.start)]
+    probe = Probe(
+        text=text,
+        input_ids=tuple(ids),
+        far={},
+        expected={},
+        noise_floor=0.0,
+        coarse_floor=0.0,
+        summary=plan.summary,
+        trained_length=plan.start,
+        target_length=plan.target_length,
+        dtype=str(model.dtype).removeprefix("torch."),
+        versions=_versions(),
+        cuts=_cuts(tokenizer, text, ids),
+    )
+    lengths = _far_lengths(probe, min(plan.target_length, FAR_LIMIT if far is None else far, MAX_FAR))
+    if not lengths:
+        raise ValueError(
+            f"{plan.summary} may change nothing within {plan.start:,} tokens, and far={far} tests no further. Pass "
+            f"far={plan.target_length}."
+        )
+    extended, extended_far = logprobs_of(model, ids), _tails(model, probe, lengths)
+    restore(model, model.__dict__[ATTRIBUTE])
+    try:
+        unextended, unextended_far = logprobs_of(model, ids), _tails(model, probe, lengths)
+        fine: Any = copy.deepcopy(model)
+        fine = fine.to(torch.bfloat16)
+        noise = float((logprobs_of(fine, ids, 48) - unextended).abs().mean())
+        coarse = float((logprobs_of(_in_8_bits(fine), ids, 48) - unextended).abs().mean())
+    finally:
+        apply(model, plan, saver(plan))
+    values: dict[State, Tensor] = {"extended": extended, "unextended": unextended}
+    return replace(
+        probe,
+        expected={state: tuple(round(value, 6) for value in each.tolist()) for state, each in values.items()},
+        far=extended_far,
+        far_unextended=unextended_far,
+        noise_floor=noise,
+        coarse_floor=coarse,
+    )
+
+
+def _versions() -> dict[str, str]:
+    import transformers
+
+    return {
+        "ctxext": __version__,
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "python": platform.python_version(),
+    }
+
+
 def _cuts(tokenizer: PreTrainedTokenizerBase, text: str, ids: Sequence[int]) -> tuple[int, ...]:
     """`Probe.cuts`; empty if the tokenizer does not know where its tokens end."""
     if not tokenizer.is_fast:
@@ -409,17 +508,26 @@ def _cuts(tokenizer: PreTrainedTokenizerBase, text: str, ids: Sequence[int]) -> 
     return tuple(end if tokenizer(text[:end])["input_ids"] == ids[:k] else 0 for k, end in enumerate(ends, 1))
 
 
-def _far_values(model: PreTrainedModel, probe: Probe, length: int) -> dict[int, tuple[float, ...]]:
-    """`Probe.far` at `length` tokens, and at halves of it down to the trained length, for servers with shorter
-    limits."""
+def _far_lengths(probe: Probe, length: int) -> list[int]:
     lengths = []
     while length > max(probe.trained_length, 2 * len(probe.input_ids)):
         lengths.append(length)
         length //= 2
+    return lengths
+
+
+def _far_values(model: PreTrainedModel, probe: Probe, length: int) -> dict[int, tuple[float, ...]]:
+    """`Probe.far` at `length` tokens, and at halves of it down to the trained length, for servers with shorter
+    limits."""
+    lengths = _far_lengths(probe, length)
     if not lengths:
         return {}
     with in_state(model, "extended"):
-        values = logprobs_of(model, probe.far_ids(lengths[0]), 256)
+        return _tails(model, probe, lengths)
+
+
+def _tails(model: PreTrainedModel, probe: Probe, lengths: Sequence[int]) -> dict[int, tuple[float, ...]]:
+    values = logprobs_of(model, probe.far_ids(lengths[0]), 256)
     return {each: tuple(round(v, 6) for v in values[each - 2 - FAR_TOKENS : each - 2].tolist()) for each in lengths}
 
 

@@ -22,6 +22,7 @@ from ctxext.export.probe import (
     Probe,
     Verdict,
     judge,
+    judge_by_length,
     judge_far,
     judge_passkeys,
     logprobs_of,
@@ -32,7 +33,14 @@ from ctxext.export.probe import (
 )
 from ctxext.extension.metadata_file import RECORD, read_record
 from ctxext.extension.method_file import PROBE
-from ctxext.hub.checkpoint import checkpoint_folder, load_model, load_tokenizer, rejecting
+from ctxext.hub.checkpoint import (
+    checkpoint_folder,
+    extended_as_saved,
+    load_model,
+    load_tokenizer,
+    rejecting,
+    saved_extension,
+)
 from ctxext.utils.endpoint import Endpoint
 from ctxext.utils.values import MAX_TOKENS, is_count, is_number, shown
 
@@ -126,8 +134,21 @@ def verify(
         say("asking for passkeys, as the server returns no log-probabilities of prompts")
         verdict = judge_passkeys(read, *_passkeys(endpoint, read, min(far or FAR_LIMIT, engine.limit)))
         return Verification(engine.name, where, read, verdict, tuple(notes))
-    verdict = judge(read, engine.logprobs(read.input_ids), noise, engine.asked)
     length = read.far_length(min(math.inf if far is None else far, engine.limit)) if engine.tail else 0
+    if read.far_unextended:
+        if length == 0 or engine.tail is None:
+            raise ValueError(
+                f"{read.summary} may change nothing in a short text, and {engine.name} was sent no long one. Serve at "
+                f"least {min(read.far)} tokens, take token ids as prompts, or raise far."
+            )
+        say(f"reading a text of {length} tokens")
+        verdict = judge_by_length(
+            read, engine.logprobs(read.input_ids), length, engine.tail(read.far_ids(length)), noise
+        )
+        if length < read.target_length:
+            notes.append(f"positions beyond {length} of {read.target_length} tokens were not tested")
+        return Verification(engine.name, where, read, verdict, tuple(notes))
+    verdict = judge(read, engine.logprobs(read.input_ids), noise, engine.asked)
     if verdict.is_live and length > 0:
         assert engine.tail is not None
         say(f"reading a text of {length} tokens, to test positions near the target (--far 0 skips this)")
@@ -167,14 +188,14 @@ def _plain_transformers(
     """The model as plain transformers loads it, and its probe."""
     import transformers
 
-    if read_record(folder) is not None:
-        raise ValueError(
-            f"{folder} stores its extension in {RECORD}, as config.json cannot express it: plain transformers "
-            "and every other engine run the unextended model. Load it with ctxext.load, or extend with a static method "
-            "such as 'yarn'."
-        )
-    say(f"loading {folder} with plain transformers")
+    record = read_record(folder)
+    by = f"transformers {transformers.__version__}"
+    say(f"loading {folder} with plain transformers" if record is None else f"loading {folder} with ctxext.load")
     model = load_model(folder, use_safetensors=True)
+    own: tuple[str, ...] = ()
+    if record is not None:
+        model, by = extended_as_saved(model, saved_extension(folder)), f"{by} with ctxext.load"
+        own = (f"its extension is in {RECORD}, so every other engine runs the unextended model: use ctxext serve",)
     if model.get_output_embeddings() is None:
         raise ValueError(
             f"{folder} is a {type(model).__name__}, without a language-modelling head, so it has no log-probabilities. "
@@ -187,14 +208,16 @@ def _plain_transformers(
     say("reading the probe")
     if path is None and (folder / PROBE).is_file():
         path = folder / PROBE
-    own: tuple[str, ...] = ()
     if path is None:
         say("creating the probe from the config")
-        own = ("the probe was made from this folder's config by ctxext's own formulas",)
+        own = (
+            *own,
+            "the probe was made from this folder's config by ctxext's own formulas",
+        )
     probe = make_probe(model, tokenizer, far=far) if path is None else read_probe(path)
     tokens = tokenizer(probe.text)["input_ids"]
     return probe, _Engine(
-        name=f"transformers {transformers.__version__}",
+        name=by,
         logprobs=lambda ids: logprobs_of(model, ids),
         tail=lambda ids: logprobs_of(model, ids, 256)[-FAR_TOKENS:],
         notes=(*own, *_checked_tokens(probe, tokens, model.config.get_text_config(decoder=True).vocab_size)),

@@ -24,9 +24,9 @@ from ctxext.evals.haystack import Haystack
 from ctxext.evals.prompts import Prompter
 from ctxext.evals.samples import make_task
 from ctxext.evals.server import ServedModel
-from ctxext.export.probe import logprobs_of
+from ctxext.export.probe import logprobs_of, make_probe
 from ctxext.export.serve import make_app
-from ctxext.export.verify import served_logprobs
+from ctxext.export.verify import served_logprobs, verify
 from ctxext.hub.checkpoint import extend_folder, load_tokenizer
 from ctxext.utils.endpoint import Endpoint
 
@@ -132,6 +132,13 @@ def test_eval_gets_the_extended_model_s_answers(url: str, folder: Path) -> None:
     served = ServedModel(url, style="base")
     assert served.max_length == 1024
     assert [sample.score(answer) for sample, answer in served.answers(samples)] == [1.0] * 4
+
+
+def test_verify_says_applied(url: str, folder: Path) -> None:
+    make_probe(ctxext.load(folder, dtype=torch.float32), load_tokenizer(folder)).save(folder.parent / "verify.json")
+    verdict = verify(url, folder.parent / "verify.json").verdict
+    assert (verdict.name, verdict.asked_to) == ("applied", 1024)
+    assert verdict.distances["extended"] < 1e-4
 
 
 @pytest.mark.parametrize("method", ["dca", "rerope", "dynamic_yarn", "transformers_dynamic", "yarn"])

@@ -22,6 +22,7 @@ from live_server import Fault, LiveServer
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
+import ctxext
 from ctxext import extend_context, restore_context
 from ctxext.assets import MODEL
 from ctxext.cli import commands
@@ -114,6 +115,37 @@ def test_a_server_is_in_the_state_of_its_model(
     with LiveServer(model=model, prompt_scores=form) as server:
         assert verify(server.url, probe_file).verdict.name == TOLD[state]
         assert len(server.requests) == {"vllm": 1, "sglang": 2}[form]
+
+
+# ------------------------------------------------------------------- methods inside attention
+
+
+@pytest.mark.parametrize("method", ["self_extend", "dynamic_yarn"])
+def test_a_method_inside_attention_is_told_by_the_end_of_a_long_text(method: str, tmp_path: Path) -> None:
+    extend_folder(MODEL, tmp_path / "model", 2, method, say=lambda line: None)
+    model = ctxext.load(tmp_path / "model", dtype=torch.float32)
+    before = logprobs_of(model, range(5, 605))
+    made = make_probe(model, AutoTokenizer.from_pretrained(MODEL))
+    assert torch.equal(logprobs_of(model, range(5, 605)), before)
+    made.save(tmp_path / "verify.json")
+    assert read_probe(tmp_path / "verify.json") == made
+    here = verify(tmp_path / "model", tmp_path / "verify.json")
+    assert (here.verdict.name, here.verdict.asked_to) == ("applied", 1024)
+    assert here.engine.endswith("with ctxext.load")
+    another = extend_context(bundled(), 2, "rerope")
+    for served, name in (
+        (model.to(torch.bfloat16), "applied"),
+        (bundled(torch.bfloat16), "ignored"),
+        (another, "no match"),
+        (tiny_model("llama", vocab_size=4096), "no match"),
+    ):
+        with LiveServer(model=served, max_length=1024, prompt_scores="vllm") as server:
+            assert verify(server.url, tmp_path / "verify.json").verdict.name == name
+    with (
+        LiveServer(model=model, max_length=600, prompt_scores="vllm") as server,
+        pytest.raises(ValueError, match=r"may change nothing in a short text.* Serve at least 1024 tokens"),
+    ):
+        verify(server.url, tmp_path / "verify.json")
 
 
 # ------------------------------------------------------------- servers that say less, or go wrong
@@ -487,12 +519,8 @@ def test_a_probe_survives_its_file_and_no_edit_does(probe: Probe, tmp_path: Path
 # ------------------------------------------------------------------------------------ the refusals
 
 
-def late(model):
-    return extend_context(model, 4, "dynamic_yarn")
-
-
-def remapped(model):
-    return extend_context(model, 2, "self_extend")
+def whole(model):
+    return extend_context(model, 4, "transformers_dynamic")
 
 
 def as_trained(model):
@@ -511,8 +539,7 @@ def hardly(model):
 @pytest.mark.parametrize(
     ("made", "says"),
     [
-        (late, "cannot be seen in a short text because it rotates inside attention"),
-        (remapped, "cannot be seen in a short text because it rotates inside attention"),
+        (whole, "cannot be seen in a short text because its frequencies depend on the whole call"),
         (of_the_call, "cannot be seen in a short text because it is length-dependent"),
         (as_trained, "nothing is extended"),
         (hardly, "a short text cannot show whether it is live"),
@@ -521,12 +548,6 @@ def hardly(model):
 def test_what_a_short_text_cannot_show_gets_no_probe(made: Callable, says: str, tokenizer) -> None:
     with pytest.raises(ValueError, match=says):
         make_probe(made(bundled()), tokenizer)
-
-
-def test_a_folder_that_only_ctxext_loads_extended_is_refused(tmp_path: Path) -> None:
-    extend_folder(MODEL, tmp_path / "late", 4, "dynamic_yarn", say=lambda line: None)
-    with pytest.raises(ValueError, match=r"context_extension.json.*run the unextended model"):
-        verify(tmp_path / "late")
 
 
 def test_files_and_servers_need_a_probe(tmp_path: Path) -> None:
