@@ -6,6 +6,7 @@ import json
 import shutil
 import subprocess
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -21,7 +22,7 @@ from engines.subjects import FAMILIES, FOLDER, OVERRIDES, RUNS, TARGET, TRAINED,
 from ctxext.export.gguf import extend_gguf, why_not_written, write_gguf
 from ctxext.export.llama_cpp import GGUFModel
 from ctxext.export.lora import with_adapter
-from ctxext.export.probe import FAR_TOKENS, MAX_TOKENS, NONE, SHORT, WORDS, judge, judge_far
+from ctxext.export.probe import FAR_TOKENS, MAX_TOKENS, NONE, SHORT, WORDS, Probe, judge, judge_far
 from ctxext.export.rules import NotExportable
 from ctxext.hub.checkpoint import read_config
 
@@ -39,6 +40,15 @@ LAST = 64  # tokens
 
 class EngineError(RuntimeError):
     """The engine did not start, or rejected a prompt."""
+
+
+def said_of(probe: Probe, short: torch.Tensor, text: torch.Tensor) -> str:
+    """The verdict of `ctxext verify`, from an engine's log-probabilities of a probe's short and long text."""
+    try:
+        verdict = judge(probe, short)
+        return (judge_far(probe, verdict, TARGET, text[-FAR_TOKENS:]) if verdict.is_live else verdict).name
+    except ValueError as error:
+        return f"error: {error}"
 
 
 @dataclass
@@ -104,12 +114,7 @@ class Conformance(Part, ABC):
         apart = (text - expected[-len(text) :]).abs()
         effect = (torch.tensor(subject.reference(None), dtype=torch.float64) - expected).abs()[-len(text) :]
         if probe is not None:
-            try:
-                verdict = judge(probe, short)
-                verdict = judge_far(probe, verdict, TARGET, text[-FAR_TOKENS:]) if verdict.is_live else verdict
-                said = verdict.name
-            except ValueError as error:
-                said = f"error: {error}"
+            said = said_of(probe, short, text)
         return {
             "verdict": said,
             "mean": None if apart.isnan().any() else float(apart.mean()),
@@ -151,9 +156,20 @@ class Conformance(Part, ABC):
     def mistaken(self, method: str, request: dict[str, Any], expected: tuple[str, ...]) -> dict[str, Any]:
         try:
             found = self.judged(Subject("bundled"), method, request)
+            verdicts = Counter([found["verdict"], *self.repeated(Subject("bundled"), method, request)])
         except EngineError as error:
-            found = {"verdict": DOWN, "error": str(error)}
-        return {"right": found["verdict"] in expected, "expected": list(expected), **found}
+            found, verdicts = {"verdict": DOWN, "error": str(error)}, Counter([DOWN])
+        right = sum(verdicts[name] for name in expected)
+        return {"right": right == verdicts.total(), "judged right": right, "verdicts": dict(verdicts),
+                "expected": list(expected), **found}  # fmt: skip
+
+    def repeated(self, subject: Subject, method: str, request: dict[str, Any]) -> list[str]:
+        """The verdicts of `rounds` - 1 probes of other texts."""
+        probes = [probe for k in range(1, self.rounds) if (probe := subject.probe_of_novel(method, k))]
+        if not probes:
+            return []
+        found = self.ask(request, [ids for probe in probes for ids in (probe.input_ids, probe.far_ids(TARGET))])
+        return [said_of(probe, *pair) for probe, pair in zip(probes, zip(found[::2], found[1::2]))]
 
     def record(self, kept: dict[str, Any]) -> dict[str, Any]:
         cells = {
@@ -165,6 +181,8 @@ class Conformance(Part, ABC):
         plain = {name.removesuffix(f" {UNEXTENDED}"): cells.pop(name) for name in models}
         differs = {name: value for name, value in plain.items() if value.get("exact") is False}
         mistakes = [value for value in cells.values() if "right" in value]
+        # Kept by an earlier version, a mistake has one verdict.
+        judged = [sum(value.get("verdicts", {"": 1}).values()) for value in mistakes]
         wrong = [name for name, value in cells.items()
                  if not (value.get("exact") or "refused" in value or "right" in value)]  # fmt: skip
         return {
@@ -175,8 +193,8 @@ class Conformance(Part, ABC):
             "differs unextended": differs,
             "of these not exact": [name for name in wrong if name.split()[0] in differs],
             "neither": [name for name in wrong if name.split()[0] not in differs],
-            "mistakes": len(mistakes),
-            "mistakes judged right": sum(value["right"] for value in mistakes),
+            "mistakes": sum(judged),
+            "mistakes judged right": sum(value.get("judged right", int(value["right"])) for value in mistakes),
             "cells": cells,
         }
 
@@ -255,7 +273,8 @@ class InVLLM(InItsEnvironment):
         def add(name: str, method: str, overrides: dict[str, Any], *expected: str, **more: Any) -> None:
             arguments = [base, "--max-model-len", str(TARGET), "--hf-overrides", json.dumps(overrides), *FLOAT32]
             run = partial(self.mistaken, method, {"arguments": arguments, **more}, expected)
-            cells.append(Cell(f"mistake: {method}, {name}", 8, run))
+            texts = f", {self.rounds} texts" if self.rounds > 1 else ""
+            cells.append(Cell(f"mistake: {method}, {name}{texts}", 8 * self.rounds, run))
 
         for method in ("yarn", "resonance", "llama3"):
             right = Subject("bundled").export("vllm", method, OVERRIDES).config

@@ -30,6 +30,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", choices=ENGINES, action="append", help="this engine; may be repeated")
     parser.add_argument("--tiny", action="store_true", help="two methods of the bundled model")
+    parser.add_argument("--rounds", type=int, default=1, help="texts that judge each mistake, each with a probe")
     parser.add_argument("--output", type=Path, default=Path("docs/engines"), help="for the figures")
     parser.add_argument("--state", type=Path, default=RUNS / "state", help="for finished cells and the workers' logs")
     options = parser.parse_args()
@@ -37,7 +38,7 @@ def main() -> None:
     for name in options.only or ENGINES:
         folder = options.state / name
         folder.mkdir(parents=True, exist_ok=True)
-        part = ENGINES[name](folder, "cpu", options.tiny)
+        part = ENGINES[name](folder, "cpu", options.tiny, options.rounds)
         store = Store(folder / "cells.json")
         complete = run_part(part, store, Budget(), print)
         kept = {cell: entry["value"] for cell, entry in store.done(part.cells()).items()}

@@ -13,7 +13,7 @@ import peft
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from ctxext.assets import MODEL
+from ctxext.assets import MODEL, PERSUASION
 from ctxext.export.probe import MAX_TOKENS, TEXT, Probe, logprobs_of, make_probe, read_probe
 from ctxext.export.rules import EngineExport, export_for
 from ctxext.extension.request import plan_extension
@@ -136,4 +136,16 @@ class Subject:
         if not path.is_file():
             model = AutoModelForCausalLM.from_pretrained(self.extended(method), dtype=torch.float32)
             make_probe(model.eval(), AutoTokenizer.from_pretrained(MODEL)).save(path)
+        return read_probe(path)
+
+    def probe_of_novel(self, method: str, k: int) -> Probe | None:
+        """A probe of another text, the k-th 5,000 characters of a novel; None if the method changes it too little."""
+        path = RUNS / self.name / f"{method}.{k}.verify.json"
+        if not path.is_file():
+            model = AutoModelForCausalLM.from_pretrained(self.extended(method), dtype=torch.float32)
+            text = PERSUASION.read_text(encoding="utf-8")[5000 * k : 5000 * (k + 1)]
+            try:
+                make_probe(model.eval(), AutoTokenizer.from_pretrained(MODEL), text).save(path)
+            except ValueError:
+                return None
         return read_probe(path)

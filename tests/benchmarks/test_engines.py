@@ -48,6 +48,17 @@ class Pretended(Conformance):
 
 
 @pytest.mark.slow
+def test_a_mistake_is_judged_with_as_many_texts_as_asked(runs: Path) -> None:
+    part = Pretended(runs, rounds=3)
+    request = part.served(Subject("bundled"), "yarn", FOLDER)[0]
+    found = part.mistaken("yarn", {**request, "factor": 8.0}, ("no match",))
+    assert (found["right"], found["judged right"], found["verdicts"]) == (True, 3, {"no match": 3})
+    assert part.mistaken("yarn", {**request, "factor": 1.0}, ("no match",))["judged right"] == 0
+    record = part.record({"mistake: one": found, "mistake: of before": {"right": True}})
+    assert (record["mistakes"], record["mistakes judged right"]) == (4, 4)
+
+
+@pytest.mark.slow
 def test_what_is_served_as_meant_is_exact_and_what_is_not_is_named(runs: Path) -> None:
     part = Pretended(runs)
     found = part.compared(Subject("bundled"), "yarn", FOLDER)
