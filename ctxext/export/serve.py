@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from fastapi import FastAPI, HTTPException
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import JSONResponse, StreamingResponse
 from transformers.cli.serving.chat_completion import ChatCompletionHandler
 from transformers.cli.serving.completion import CompletionHandler
 from transformers.cli.serving.model_manager import ModelManager
@@ -131,7 +131,7 @@ class _Completions(CompletionHandler):
         super().__init__(model_manager, state)
         self._manager = state.only
 
-    async def handle_request(self, body: dict[str, Any], request_id: str) -> Response:
+    async def handle_request(self, body: dict[str, Any], request_id: str) -> StreamingResponse | JSONResponse:
         prompt, scored = body.get("prompt"), body.get("logprobs") is not None
         if isinstance(prompt, str) and not scored and not body.get("echo"):
             return await super().handle_request(body, request_id)
