@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any
 from ctxext.encodings.rope import RopeGeometry
 from ctxext.export.commands import Command
 from ctxext.export.readings import READINGS, Reading
-from ctxext.export.rules import INTERLEAVED, LENGTHS, yarn_growth
+from ctxext.export.rules import INTERLEAVED, LENGTHS
+from ctxext.methods import yarn_growth
 from ctxext.models.config_fields import NEEDED, ROPE_FIELDS, check_config
 from ctxext.models.families import family_of
 from ctxext.models.rope_tables import RopeTable, length_limit, rope_tables

@@ -8,7 +8,6 @@ can express: a base, linear scaling, and YaRN with the paper's betas.
 from __future__ import annotations
 
 import json
-import math
 import tempfile
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -23,7 +22,7 @@ from ctxext.extension.metadata_file import RECORD, read_record
 from ctxext.extension.request import plan_extension
 from ctxext.extension.rope import RopePlan
 from ctxext.hub.checkpoint import load_tokenizer, read_config
-from ctxext.methods import ContextMethod, RopeScaling, geometry_in_use, longrope_parameters
+from ctxext.methods import ContextMethod, RopeScaling, geometry_in_use, longrope_parameters, yarn_growth
 from ctxext.models.config_fields import ROPE_FIELDS, check_config
 from ctxext.models.context import read_context
 from ctxext.models.metadata import check_mark
@@ -381,7 +380,7 @@ def _rope(
         said |= {".rope.scaling.type": kind, ".rope.scaling.factor": float(parameters["factor"])}
         if kind == "yarn":
             # It multiplies the paper's temperature, which llama.cpp always applies.
-            said[".rope.scaling.attn_factor"] = rope.attention_factor / (0.1 * math.log(parameters["factor"]) + 1)
+            said[".rope.scaling.attn_factor"] = rope.attention_factor / yarn_growth(parameters["factor"])
         return said, None
     if kind != "default":
         raise ValueError(

@@ -15,7 +15,7 @@ from ctxext.core.plan import ENCODINGS, Plan
 from ctxext.export.gguf import ARCHITECTURES, why_not_written
 from ctxext.export.readings import READINGS
 from ctxext.extension.saving import version_4_keys
-from ctxext.methods import RopeScaling
+from ctxext.methods import RopeScaling, yarn_growth
 from ctxext.models.config_fields import check_config
 from ctxext.models.context import ContextFacts, has_rope, read_context
 from ctxext.models.families import family_of
@@ -193,11 +193,6 @@ def _why_live_only(plan: Plan) -> str:
         f"config.json cannot express {name} here because {plan.why_not_portable}. {other} it in transformers with "
         "ctxext.load."
     )
-
-
-def yarn_growth(factor: float, mscale: float = 1.0) -> float:
-    """0.1 mscale ln(factor) + 1, the YaRN paper's multiplier of cos and sin; 1 for factors up to 1."""
-    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1
 
 
 def _rope_type(table: RopeTable) -> str:

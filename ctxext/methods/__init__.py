@@ -25,7 +25,9 @@ from ctxext.methods.tables import (
     Hierarchical, RowInterpolation, SinusoidalExtrapolation, SinusoidalInterpolation, Tiling,
 )  # fmt: skip
 from ctxext.methods.biases import AlibiScaling, DistanceInterpolation, MaxDistanceScaling
-from ctxext.methods.native import as_longrope, geometry_in_use, method_from_rope_parameters, scaled_rope_parameters
+from ctxext.methods.native import (
+    as_longrope, geometry_in_use, method_from_rope_parameters, scaled_rope_parameters, yarn_growth,
+)  # fmt: skip
 # isort: on
 
 __all__ = [
@@ -36,5 +38,5 @@ __all__ = [
     "SinusoidalInterpolation", "SlopeScaling", "TableResizing", "Tiling", "TransformersDynamic", "YaRN",
     "as_longrope", "check_factor", "geometry_in_use", "list_methods", "longrope_parameters", "make_method",
     "method_class", "method_from_dict", "method_from_rope_parameters", "over_lengths", "register",
-    "scaled_rope_parameters",
+    "scaled_rope_parameters", "yarn_growth",
 ]  # fmt: skip

@@ -50,8 +50,7 @@ def method_from_rope_parameters(parameters: dict[str, Any], max_position_embeddi
         case "yarn":
             mscale, all_dim = parameters.get("mscale"), parameters.get("mscale_all_dim")
             if attention_factor is None and mscale and all_dim:
-                grow = 0.1 * math.log(factor)
-                attention_factor = (mscale * grow + 1) / (all_dim * grow + 1)
+                attention_factor = yarn_growth(factor, mscale) / yarn_growth(factor, all_dim)
             return YaRN(
                 factor=factor,
                 beta_fast=parameters.get("beta_fast") or 32.0,
@@ -62,6 +61,11 @@ def method_from_rope_parameters(parameters: dict[str, Any], max_position_embeddi
     raise ValueError(
         f"unsupported rope_type {rope_type!r}; ctxext reads default, linear, dynamic, yarn, longrope and llama3."
     )
+
+
+def yarn_growth(factor: float, mscale: float = 1.0) -> float:
+    """0.1 mscale ln(factor) + 1, the YaRN paper's multiplier of cos and sin; 1 for factors up to 1."""
+    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1
 
 
 def geometry_in_use(

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import copy
-import math
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
 from ctxext.encodings.rope import RopeGeometry
-from ctxext.methods import RopeMethod, method_from_dict
+from ctxext.methods import RopeMethod, method_from_dict, yarn_growth
 from ctxext.models.checkpoints import Checkpoint, known_checkpoint
 from ctxext.models.config_fields import check_config
 from ctxext.models.families import family_of
@@ -239,4 +238,4 @@ def softmax_factor_of(text_config: Any, parameters: dict[str, Any]) -> float:
     if not family_of(text_config).softmax_mscale or parameters.get("rope_type", "default") == "default":
         return 1.0
     factor = parameters.get("factor") or 1.0
-    return 1.0 if factor <= 1 else 0.1 * (parameters.get("mscale_all_dim") or 0.0) * math.log(factor) + 1
+    return yarn_growth(factor, parameters.get("mscale_all_dim") or 0.0)
