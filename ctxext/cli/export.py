@@ -98,6 +98,7 @@ def export(
         else:
             _gguf_of_folder(model, output, revision, dtype or "F32", how, probe is not False)
         common.say(f"wrote {output}")
+        _show_server(output)
         return
     if output is not None and output.suffix[1:].isalpha():
         raise ValueError(f"--output {output} looks like a file. Pass a new folder, or OUT.gguf for a GGUF file.")
@@ -127,6 +128,14 @@ def export(
         _title(", ".join(name for name, its in refused.items() if its == why), "cannot")
         _paragraph(why, "yellow")
         print()
+
+
+def _show_server(file: Path) -> None:
+    """Print the command line that serves a GGUF file."""
+    from ctxext.export.gguf import context_of_gguf
+
+    length = context_of_gguf(file).max_position_embeddings
+    copied(command_lines(("llama-server", "-m", str(file), "--ctx-size", str(length))))
 
 
 def _extend_gguf(model: str, output: Path, how: dict[str, Any]) -> None:

@@ -1,19 +1,20 @@
 """Extend GGUF files (llama.cpp's format) without changing their weights, or write them from a folder.
 
-If llama.cpp's graph for an architecture takes frequency factors, any λ is stored in the tensor `rope_freqs.weight`, and
-the multiplier of cos and sin in `{arch}.rope.scaling.attn_factor`. Other architectures support only what the metadata
-can express: a base, linear scaling, and YaRN with the paper's betas.
+If llama.cpp's graph for an architecture takes frequency factors, any λ is stored in the tensor `rope_freqs.weight` (for
+phi3 in two tensors), and the multiplier of cos and sin in `{arch}.rope.scaling.attn_factor`. Other architectures
+support only what the metadata can express: a base, linear scaling, and YaRN with the paper's betas.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 
@@ -48,6 +49,8 @@ if TYPE_CHECKING:
     Stored = tuple[str, np.ndarray, GGMLQuantizationType]
 
 ROPE_FACTORS = "rope_freqs.weight"
+# Of phi3: llama.cpp takes the first for context sizes beyond the original length, and the second up to it.
+LONG_AND_SHORT = ("rope_factors_long.weight", "rope_factors_short.weight")
 # Our own key: the extension metadata, as under `ctxext` in a config.
 MARK = "ctxext.extension"
 CONVERTER = "Convert it with llama.cpp's own convert_hf_to_gguf.py, then extend the file."
@@ -59,22 +62,28 @@ class Architecture:
 
     Attributes:
         model_type: its name in transformers.
-        takes_factors: whether its graph divides the frequencies by the factors in the file.
-        source: where this was read.
+        factors: the tensors by whose numbers its graph divides the frequencies; none if it takes no factors.
+        full_every: one layer in so many has full attention, the others a window, unless the file says otherwise.
+        windowed_rope: how its layers with a window rotate: as the others ("same"), or by a base of their own and
+            without scaling ("own"); the multiplier of cos and sin is that of all layers.
     """
 
     model_type: str
-    takes_factors: bool
-    source: str
+    factors: tuple[str, ...] = ()
+    full_every: int = 1
+    windowed_rope: Literal["same", "own"] = "same"
 
 
-# Whether `ggml_rope_ext` is given `model.get_rope_factors(...)` or a null pointer.
+# Read in src/models/ of llama.cpp b11549: what each graph gives `ggml_rope_ext`.
 ARCHITECTURES = {
-    "llama": Architecture("llama", True, "ggml-org/llama.cpp@069be0ae src/models/llama.cpp"),
-    "granite": Architecture("granite", True, "ggml-org/llama.cpp@02eabed8 src/models/granite.cpp"),
-    "qwen2": Architecture("qwen2", False, "ggml-org/llama.cpp@0215468f src/models/qwen2.cpp"),
-    "qwen3": Architecture("qwen3", False, "ggml-org/llama.cpp@069be0ae src/models/qwen3.cpp"),
-    "qwen3moe": Architecture("qwen3_moe", False, "ggml-org/llama.cpp@069be0ae src/models/qwen3moe.cpp"),
+    "llama": Architecture("llama", (ROPE_FACTORS,)),
+    "granite": Architecture("granite", (ROPE_FACTORS,)),
+    "phi3": Architecture("phi3", LONG_AND_SHORT),
+    "qwen2": Architecture("qwen2"),
+    "qwen3": Architecture("qwen3"),
+    "qwen3moe": Architecture("qwen3_moe"),
+    "gemma3": Architecture("gemma3_text", full_every=6, windowed_rope="own"),
+    "gpt-oss": Architecture("gpt_oss", full_every=2),
 }
 
 
@@ -134,6 +143,40 @@ class _File:
         return next((tensor.data for tensor in self.reader.tensors if tensor.name == name), None)
 
     @property
+    def graph(self) -> Architecture:
+        return ARCHITECTURES[self.architecture]
+
+    @property
+    def factors(self) -> tuple[np.ndarray, ...]:
+        """The factors in the file that its graph takes."""
+        found, pairs = {name: self.tensor(name) for name in self.graph.factors}, self.rotary_dim // 2
+        for name, factors in found.items():
+            if factors is not None and not (factors.shape == (pairs,) and are_numbers(factors.tolist(), 1e-6, 1e6)):
+                raise ValueError(f"{name} in {self.path} must be {pairs} numbers from 1e-6 to 1e6. {_AGAIN}")
+        there = tuple(factors for factors in found.values() if factors is not None)
+        if there and len(there) < len(found):
+            raise ValueError(f"{self.path} must hold {' and '.join(found)}, got one of them. {_AGAIN}")
+        return there
+
+    @property
+    def window(self) -> int | None:
+        """The sliding window in tokens of some layers, or of all for phi3; None without one."""
+        return self.get(".attention.sliding_window") or None
+
+    @property
+    def layer_types(self) -> list[str]:
+        """The kind of attention of each layer, in transformers' words."""
+        layers, pattern = self.number(".block_count"), self.get(".attention.sliding_window_pattern")
+        every = self.graph.full_every if pattern is None else pattern
+        if self.window is None:
+            slides = [False] * layers
+        elif isinstance(every, list):
+            slides = [bool(each) for each in every[:layers]]
+        else:
+            slides = [every == 0 or layer % every < every - 1 for layer in range(layers)]
+        return ["sliding_attention" if each else "full_attention" for each in slides]
+
+    @property
     def head_dim(self) -> int:
         return self.number(".attention.key_length", self.number(".embedding_length") // self.heads)
 
@@ -148,13 +191,10 @@ class _File:
     @property
     def rope_parameters(self) -> dict[str, Any]:
         """How llama.cpp reads the file, as transformers' `rope_parameters`."""
-        factors, pairs = self.tensor(ROPE_FACTORS), self.rotary_dim // 2
-        if factors is not None and not (factors.shape == (pairs,) and are_numbers(factors.tolist(), 1e-6, 1e6)):
-            raise ValueError(f"{ROPE_FACTORS} in {self.path} must be {pairs} numbers from 1e-6 to 1e6. {_AGAIN}")
         values = {key: self.get(key) for key in _KINDS if key.startswith(".rope.")}
         values[".context_length"] = self.number(".context_length")
         try:
-            return _as_rope_parameters(values, self.rotary_dim, factors)
+            return _as_rope_parameters(self.architecture, values, self.rotary_dim, self.factors)
         except ValueError as error:
             raise ValueError(f"{self.path}: {error}") from error
 
@@ -180,10 +220,20 @@ _KINDS = {
     ".attention.head_count": _SIZE,
     ".attention.head_count_kv": _SIZE,
     ".attention.key_length": _SIZE,
+    ".attention.sliding_window": _COUNT,
+    ".attention.sliding_window_pattern": Kind(
+        f"{_COUNT.words}, or a list of them",
+        lambda value: (
+            all(isinstance(each, bool) or _COUNT.holds(each) for each in value)
+            if isinstance(value, list)
+            else _COUNT.holds(value)
+        ),
+    ),
     ".rope.dimension_count": Kind(
         f"an even number from 4 to {MAX_ROTARY}", lambda value: is_count(value, 4, MAX_ROTARY) and value % 2 == 0
     ),
     ".rope.freq_base": ROPE_FIELDS["rope_theta"],
+    ".rope.freq_base_swa": ROPE_FIELDS["rope_theta"],
     ".rope.scale_linear": _or_zero(FACTOR),
     ".rope.scaling.type": TEXT,
     ".rope.scaling.factor": _or_zero(FACTOR),
@@ -218,11 +268,29 @@ def _reader(path: Path) -> GGUFReader:
     return cast("GGUFReader", reader)
 
 
-def _as_rope_parameters(values: dict[str, Any], rotary_dim: int, factors: np.ndarray | None) -> dict[str, Any]:
+def _as_rope_parameters(
+    architecture: str, values: dict[str, Any], rotary_dim: int, factors: Sequence[np.ndarray]
+) -> dict[str, Any]:
     """The metadata's RoPE (`_KINDS`) and factors as `rope_parameters`, read as llama.cpp reads it.
 
     `llama_model::load_hparams` and the constructor of `llama_context`, ggml-org/llama.cpp.
     """
+    parameters, attention_factor = _of_full_attention(values, rotary_dim, factors)
+    graph, base = ARCHITECTURES[architecture], values.get(".rope.freq_base_swa")
+    if graph.windowed_rope == "same":
+        if graph.full_every > 1 and base not in (None, values[".rope.freq_base"]):
+            raise ValueError(f"its windowed layers have a base of {base:g}, and {graph.model_type} has one for all.")
+        return parameters
+    if attention_factor != 1.0:
+        raise ValueError(f"its attn_factor of {attention_factor:g} multiplies cos and sin of windowed layers too.")
+    local = {"rope_type": "default", "rope_theta": float(base or 10000.0)}
+    return {"full_attention": parameters, "sliding_attention": local}
+
+
+def _of_full_attention(
+    values: dict[str, Any], rotary_dim: int, factors: Sequence[np.ndarray]
+) -> tuple[dict[str, Any], float]:
+    """`rope_parameters` of the layers with full attention, and the file's own multiplier of cos and sin."""
     length = values[".context_length"]
     original = int(values.get(".rope.scaling.original_context_length") or length)
     kind = values.get(".rope.scaling.type") or "linear"
@@ -236,19 +304,17 @@ def _as_rope_parameters(values: dict[str, Any], rotary_dim: int, factors: np.nda
         parameters |= {"rope_type": "linear", "factor": scale}
         if values.get(".rope.scaling.original_context_length"):
             parameters["original_max_position_embeddings"] = original
-    elif kind not in ("linear", "none"):
-        raise ValueError(
-            f"the file's scaling {kind!r} has two tables, and llama.cpp picks one by context size. "
-            "Extend the folder that it was converted from."
-        )
-    if factors is None and attention_factor == 1.0:
-        return parameters
+    elif kind not in ("linear", "none") and not (kind == "longrope" and len(factors) == 2):
+        raise ValueError(f"the file's scaling {kind!r} is unsupported. Extend the folder that it was converted from.")
+    if not factors and attention_factor == 1.0:
+        return parameters, 1.0
     plain = RopeGeometry.plain(rotary_dim, parameters["rope_theta"], original)
     rope = geometry_in_use(parameters, rotary_dim, length)
     rescale = plain.inv_freq / rope.inv_freq
-    if factors is not None:
-        rescale *= torch.from_numpy(factors.copy()).double()
-    return longrope_parameters(rescale, rope.attention_factor * attention_factor, max(1.0, length / original), plain)
+    by_size = [rescale * torch.from_numpy(each.copy()).double() for each in factors] or [rescale]
+    multiplier = rope.attention_factor * attention_factor
+    found = longrope_parameters(by_size[0], multiplier, max(1.0, length / original), plain)
+    return found | {"short_factor": by_size[-1].tolist()}, attention_factor
 
 
 def context_of_gguf(path: str | Path) -> PreTrainedConfig:
@@ -264,7 +330,7 @@ def context_of_gguf(path: str | Path) -> PreTrainedConfig:
 def _config(file: _File) -> PreTrainedConfig:
     from transformers import AutoConfig
 
-    parameters = file.rope_parameters
+    parameters, context_length = file.rope_parameters, file.number(".context_length")
     if file.rotary_dim != file.head_dim:
         parameters["partial_rotary_factor"] = file.rotary_dim / file.head_dim
     embedding = file.tensor("token_embd.weight")
@@ -275,11 +341,16 @@ def _config(file: _File) -> PreTrainedConfig:
         "num_key_value_heads": file.number(".attention.head_count_kv", file.heads),
         "head_dim": file.head_dim,
         "vocab_size": len(file.get("tokenizer.ggml.tokens") or ()) if embedding is None else embedding.shape[0],
-        "max_position_embeddings": file.number(".context_length"),
+        "max_position_embeddings": context_length,
         "rope_parameters": parameters,
     }
+    if file.graph.full_every > 1:
+        values |= {"sliding_window": file.window, "layer_types": file.layer_types}
+    if file.architecture == "phi3":  # beside rope_parameters, where it wins
+        original = file.get(".rope.scaling.original_context_length") or context_length
+        values |= {"sliding_window": file.window, "original_max_position_embeddings": original}
     try:
-        config = AutoConfig.for_model(ARCHITECTURES[file.architecture].model_type, **values)
+        config = AutoConfig.for_model(file.graph.model_type, **values)
         check_config(config)
     except Exception as error:  # transformers raises many exception types
         raise ValueError(f"{file.path} describes no valid model: {one_line(error)}. {_AGAIN}") from error
@@ -328,17 +399,24 @@ def extend_gguf(
             f"{plan.method.name} rotates inside attention, which a GGUF file cannot express. {frozen} a static method "
             "such as 'yarn'."
         )
-    prefix = f"{file.architecture}."
-    metadata = {
-        name.removeprefix(file.architecture) if name.startswith(prefix) else name: (file.value(field), *field.types)
-        for name, field in file.reader.fields.items()
-        if not name.startswith(("GGUF.", "general.architecture", f"{prefix}rope.scal", MARK))
-    }
+    if file.graph.full_every == 1 and file.window is not None and file.window < plan.target_length:
+        raise ValueError(
+            f"{source} has a sliding window of {file.window} tokens, which llama.cpp ignores for "
+            f"{file.architecture!r}: beyond it, it runs another model. Nearest: a target of {file.window} tokens."
+        )
     rope, factors = _rope(
         file.architecture, plan.extended, plan.updates["rope_parameters"], plan.target_length, plan.original_length
     )
-    metadata |= rope | _mark(plan.updates["ctxext"], rope, factors, file.rotary_dim)
-    tensors = [(each.name, each.data, each.tensor_type) for each in file.reader.tensors if each.name != ROPE_FACTORS]
+    prefix = f"{file.architecture}."
+    dropped = ["GGUF.", "general.architecture", f"{prefix}rope.scal", f"{prefix}rope.freq_base_swa", MARK]
+    metadata = {
+        name.removeprefix(file.architecture) if name.startswith(prefix) else name: (file.value(field), *field.types)
+        for name, field in file.reader.fields.items()
+        if not name.startswith(tuple(dropped))
+    }
+    metadata |= rope | _mark(plan.updates["ctxext"], file.architecture, rope, factors, file.rotary_dim)
+    names = (ROPE_FACTORS, *LONG_AND_SHORT)
+    tensors = [(each.name, each.data, each.tensor_type) for each in file.reader.tensors if each.name not in names]
     _write(output, file.architecture, metadata, tensors, factors, int(file.reader.alignment))
     return plan
 
@@ -346,7 +424,7 @@ def extend_gguf(
 def _check_original_known(file: _File, arguments: dict[str, Any]) -> None:
     """Refuse existing="replace" where the original length is unknown: Llama 3.1's files hold scaled factors alone."""
     told = (".rope.scaling.original_context_length", MARK)
-    known = file.tensor(ROPE_FACTORS) is None or any(file.get(key) is not None for key in told)
+    known = not file.factors or any(file.get(key) is not None for key in told)
     if known or arguments.get("original_max_position_embeddings") is not None:
         return
     if arguments.get("existing", "refuse") in ("refuse", "replace"):
@@ -365,12 +443,21 @@ def _rope(
     Args:
         parameters: the same as `rope_parameters`, for architectures without frequency factors.
     """
+    graph = ARCHITECTURES[architecture]
     said = {".context_length": length, ".rope.freq_base": rope.rope_theta, ".rope.scaling.type": "none"}
     if original is not None:
         said[".rope.scaling.original_context_length"] = original
+    if graph.windowed_rope == "own":
+        local, parameters = parameters["sliding_attention"], parameters["full_attention"]
+        if local["rope_type"] != "default":
+            raise ValueError(
+                f"llama.cpp's graph for {architecture!r} scales no layers with a window, and "
+                f"{local['rope_type']!r} is set for these. Nearest: scale the layers with full attention alone."
+            )
+        said[".rope.freq_base_swa"] = float(local["rope_theta"])
     if rope.is_plain:
         return said, None
-    if ARCHITECTURES[architecture].takes_factors:
+    if graph.factors:
         said[".rope.scaling.attn_factor"] = rope.attention_factor
         return said, (inverse_frequencies(rope.dim, rope.rope_theta) / rope.inv_freq).float().numpy()
     kind = parameters["rope_type"]
@@ -378,26 +465,35 @@ def _rope(
     betas = (parameters.get("beta_fast", 32), parameters.get("beta_slow", 1), parameters.get("truncate", True))
     if kind == "linear" or (kind == "yarn" and betas == (32, 1, True)):
         said |= {".rope.scaling.type": kind, ".rope.scaling.factor": float(parameters["factor"])}
-        if kind == "yarn":
+        ratio = rope.attention_factor / yarn_growth(parameters["factor"])
+        if kind == "yarn" and graph.windowed_rope == "same":
             # It multiplies the paper's temperature, which llama.cpp always applies.
-            said[".rope.scaling.attn_factor"] = rope.attention_factor / yarn_growth(parameters["factor"])
+            said[".rope.scaling.attn_factor"] = ratio
+        elif kind == "yarn" and not math.isclose(ratio, 1.0):
+            raise ValueError(
+                f"llama.cpp multiplies cos and sin by attn_factor in the windowed layers of {architecture!r} too, so "
+                f"an attention factor of {rope.attention_factor:.4g} cannot be expressed. Use 'yarn' with its own, "
+                "'ntk' or 'pi'."
+            )
         return said, None
     if kind != "default":
         raise ValueError(
-            f"llama.cpp's graph for {architecture!r} takes no frequency factors "
-            f"({ARCHITECTURES[architecture].source}), so it cannot express {kind!r} with these options. Use 'ntk', "
-            "'pi', or 'yarn' or 'ntk_by_parts' with beta_fast=32, beta_slow=1 and truncate=True."
+            f"llama.cpp's graph for {architecture!r} takes no frequency factors, so it cannot express {kind!r} with "
+            "these options. Use 'ntk', 'pi', or 'yarn' with beta_fast=32, beta_slow=1 and truncate=True."
         )
     return said, None
 
 
-def _mark(mark: dict[str, Any], rope: dict[str, Any], factors: np.ndarray | None, rotary_dim: int) -> dict[str, Any]:
+def _mark(
+    mark: dict[str, Any], architecture: str, rope: dict[str, Any], factors: np.ndarray | None, rotary_dim: int
+) -> dict[str, Any]:
     """Our metadata, with the values that the file will be read as, so that later edits of the file invalidate it."""
     stored = {
         key: torch.tensor(value, dtype=torch.float32).item() if isinstance(value, float) else value
         for key, value in rope.items()
     }
-    read = _as_rope_parameters(stored, rotary_dim, factors)
+    tensors = () if factors is None else (factors,) * len(ARCHITECTURES[architecture].factors)
+    read = _as_rope_parameters(architecture, stored, rotary_dim, tensors)
     return {MARK: json.dumps({**mark, "fields": {"rope_parameters": read}}, sort_keys=True)}
 
 
@@ -457,7 +553,7 @@ def write_gguf(folder: str | Path, output: str | Path, dtype: str = "F32") -> No
     )
     metadata |= said
     if facts.mark is not None:
-        metadata |= _mark(facts.mark, said, factors, rope.dim)
+        metadata |= _mark(facts.mark, "llama", said, factors, rope.dim)
     _write(output, "llama", metadata, _weights(folder, config, dtype), factors)
 
 
@@ -632,8 +728,8 @@ def _write(
         writer.add_key_value(f"{architecture}{key}" if key.startswith(".") else key, content, kind, *inner[-1:])
     for name, array, kind in tensors:
         writer.add_tensor(name, array, raw_dtype=kind)
-    if factors is not None:
-        writer.add_tensor(ROPE_FACTORS, factors)
+    for name in ARCHITECTURES[architecture].factors if factors is not None else ():
+        writer.add_tensor(name, factors)
     output.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{output.name}.", dir=output.parent) as building:
         path = Path(building) / output.name

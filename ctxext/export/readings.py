@@ -36,6 +36,8 @@ _VLLM_WHEELS = "vllm/model_executor/layers/rotary_embedding/__init__.py in the w
 _SGLANG_ROPE = f"{SGLANG}@108c36c0:python/sglang/srt/layers/rotary_embedding"
 _SGLANG_LENGTH = f"{SGLANG}@001adf56:python/sglang/srt/configs/model_config.py"
 _LLAMA_CPP_CONTEXT = f"{LLAMA_CPP}@001d906a:src/llama-context.cpp"
+_LLAMA_CPP_MODELS = f"{LLAMA_CPP} b11549:src/models/"
+_LLAMA_CPP_RUN = "run: tests/export/test_gguf_families.py"
 _VERSIONS = "run: benchmarks/versions.py"
 _MLX = "run: benchmarks/engines/run.py; read: mlx_lm/models/rope_utils.py in the wheel of 0.32.2"
 _VLLM_RUN = "run: benchmarks/engines/vllm_reads.py"
@@ -258,8 +260,23 @@ _ROWS = {
         "changes nothing without --rope-scale: the scale is 1, whatever --ctx-size and --yarn-orig-ctx are",
         f"read: {_LLAMA_CPP_CONTEXT}"),
     "llama.cpp-factors": ("all", "the tensor rope_freqs.weight",
-        "divides the frequencies in graphs that use it (llama), and is ignored in others (qwen2, qwen3)",
-        f"run: tests/export/test_gguf.py; read: {LLAMA_CPP}@069be0ae:src/models/"),
+        "divides the frequencies in graphs that use it (llama, granite); phi3 has rope_factors_long.weight and "
+        "rope_factors_short.weight; qwen2, qwen3, gemma3 and gpt-oss have none",
+        f"run: tests/export/test_gguf.py, test_gguf_families.py; read: {_LLAMA_CPP_MODELS}"),
+    "llama.cpp-window": ("b11549", "sliding_window",
+        "is ignored in llama (Mistral) and phi3: every layer has full attention", f"read: {_LLAMA_CPP_MODELS}"),
+    "llama.cpp-local": ("b11549", "the windowed layers of gemma3",
+        "take their base from rope.freq_base_swa, and no scaling", f"{_LLAMA_CPP_RUN}; read: {_LLAMA_CPP_MODELS}"),
+    "llama.cpp-local-factor": ("b11549", "rope.scaling.attn_factor",
+        "multiplies cos and sin of gemma3's windowed layers too, so yarn is exact with its own attention factor alone",
+        f"read: {_LLAMA_CPP_MODELS}, src/llama-context.cpp"),
+    "llama.cpp-flags-windows": ("b11549", "--rope-scale and --rope-freq-base",
+        "do not reach the windowed layers of gpt-oss; the keys of the file do",
+        f"read: {_LLAMA_CPP_MODELS}, src/llama-model.cpp (get_rope_freq_base)"),
+    "llama.cpp-group-attention": ("b11549", "--grp-attn-n and --grp-attn-w",
+        "are options of llama-completion alone, not of llama-server, and shift keys in the cache in steps of a whole "
+        "window: not the paper's self_extend",
+        f"read: {LLAMA_CPP} b11549:common/arg.cpp, tools/completion/completion.cpp"),
     "llama.cpp-scaled-file": ("all", "a file that holds a scaling",
         "keeps it under most flags: --rope-freq-base leaves the scaling, and no flag removes rope_freqs.weight",
         f"read: {_LLAMA_CPP_CONTEXT}"),

@@ -15,7 +15,7 @@ from ctxext.core.plan import ENCODINGS, Plan
 from ctxext.export.gguf import ARCHITECTURES, why_not_written
 from ctxext.export.readings import READINGS
 from ctxext.extension.saving import version_4_keys
-from ctxext.methods import RopeScaling, yarn_growth
+from ctxext.methods import RopeScaling, SelfExtend, yarn_growth
 from ctxext.models.config_fields import check_config
 from ctxext.models.context import ContextFacts, has_rope, read_context
 from ctxext.models.families import family_of
@@ -150,7 +150,7 @@ def _extended(engine: str, config: PreTrainedConfig, plan: Plan | None) -> PreTr
     extended = copy.deepcopy(config)
     if plan is not None:
         if plan.method is not None and not plan.is_portable:
-            raise NotExportable(_why_live_only(plan))
+            raise NotExportable(_why_live_only(engine, plan))
         if plan.changes_weights:
             name = plan.method.name if plan.method else "this"
             raise NotExportable(
@@ -175,9 +175,14 @@ def _extended(engine: str, config: PreTrainedConfig, plan: Plan | None) -> PreTr
     return extended
 
 
-def _why_live_only(plan: Plan) -> str:
+def _why_live_only(engine: str, plan: Plan) -> str:
     assert plan.method is not None
     name = plan.method.name
+    if engine == "llama.cpp" and isinstance(plan.method, SelfExtend):
+        return (
+            f"{READINGS['llama.cpp-group-attention']}. Nearest: 'yarn' for the same length, or {name} in transformers "
+            "with ctxext.load."
+        )
     if plan.in_attention and isinstance(plan.method, RopeScaling):
         return (
             f"config.json cannot express {name} because {plan.why_not_portable}. Freeze it at one length "
@@ -421,23 +426,35 @@ def _llama_cpp(
         return of_extended, (f"OUT.gguf, written by {how}, holds the extension: do not repeat it in flags.",)
     name = _GGUF_NAMES.get(config.model_type, config.model_type)
     architecture = next((key for key, graph in ARCHITECTURES.items() if graph.model_type == name), None)
-    if architecture is None or len(facts.tables) > 1:
+    if architecture is None:
         known = ", ".join((*(each.model_type for each in ARCHITECTURES.values()), *_GGUF_NAMES))
         raise NotExportable(
             f"llama.cpp's graph for {config.model_type} is not supported (supported: {known}). "
             "Nearest: convert the extended folder with llama.cpp's convert_hf_to_gguf.py, and verify the file."
         )
-    if kind not in ("default", "linear") and not (kind == "yarn" and parameters.get("truncate", True)):
-        if not ARCHITECTURES[architecture].takes_factors:
-            why = READINGS["llama.cpp-truncate"] if kind == "yarn" else READINGS["llama.cpp-factors"]
-            raise NotExportable(f"{why}. Nearest for {config.model_type}: 'yarn' as in the paper, 'ntk' or 'pi'.")
+    graph, truncated = ARCHITECTURES[architecture], parameters.get("truncate", True)
+    nearest = f"Nearest for {config.model_type}: 'yarn' as in the paper, 'ntk' or 'pi'."
+    if table.window is not None and table.window < target:
+        raise NotExportable(f"{READINGS['llama.cpp-window']}. Nearest: a target of {table.window} tokens, or vLLM.")
+    if any(_rope_type(local) != "default" for local in facts.tables[1:]):
+        raise NotExportable(f"{READINGS['llama.cpp-local']}. Nearest: scale the layers with full attention alone.")
+    ratio = table.in_use.attention_factor / yarn_growth(parameters.get("factor", 1.0)) if kind == "yarn" else 1.0
+    if graph.windowed_rope == "own" and not math.isclose(ratio, 1.0):
+        raise NotExportable(f"{READINGS['llama.cpp-local-factor']}. {nearest}")
+    in_flags = kind in ("default", "linear") or (kind == "yarn" and truncated)
+    in_keys = in_flags and (parameters.get("beta_fast") or 32, parameters.get("beta_slow") or 1) == (32, 1)
+    missed = graph.full_every > 1 and graph.windowed_rope == "same"
+    if not in_flags or missed:
+        if not (graph.factors or in_keys):
+            raise NotExportable(f"{READINGS['llama.cpp-factors' if truncated else 'llama.cpp-truncate']}. {nearest}")
         how = "write it with ctxext export, --engine llama.cpp -o OUT.gguf"
         if unwritten is not None:
             how = (
                 "convert the original with llama.cpp's convert_hf_to_gguf.py, and extend that file, ctxext export "
                 "MODEL.gguf --engine llama.cpp … -o OUT.gguf"
             )
-        return of_extended, (f"the frequencies are stored in the file: {how}.",)
+        stored = f"the frequencies are stored in the file: {how}."
+        return of_extended, (stored, *(_warn("llama.cpp-flags-windows") if missed else ()))
     if before is not None and _rope_type(before) != "default" and before.parameters != parameters:
         raise NotExportable(
             f"{READINGS['llama.cpp-scaled-file']}. Nearest: extend the file itself: ctxext export MODEL.gguf --engine "
@@ -454,7 +471,6 @@ def _llama_cpp(
         for beta, paper in (("beta_fast", 32.0), ("beta_slow", 1.0)):
             if (parameters.get(beta) or paper) != paper:
                 flags += [f"--yarn-{beta.replace('_', '-')}", f"{parameters[beta]:.9g}"]
-        ratio = table.in_use.attention_factor / yarn_growth(parameters["factor"])
         if not math.isclose(ratio, 1.0):
             keys += f",{architecture}.rope.scaling.attn_factor=float:{ratio:.9g}"
             warnings += _warn("llama.cpp-attn-flag")

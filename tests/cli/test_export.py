@@ -137,7 +137,8 @@ def test_a_gguf_file_comes_from_a_folder_and_from_another_gguf_file(tmp_path: Pa
     how = ("--engine", "llama.cpp", "--factor", 4, "--method", "yarn", "-o")
     assert export(MODEL / "config.json", *how, tmp_path / "a.gguf").exit_code == 0
     assert export(MODEL, "--engine", "llama.cpp", "-o", tmp_path / "plain.gguf").exit_code == 0
-    assert export(tmp_path / "plain.gguf", *how, tmp_path / "b.gguf").exit_code == 0
+    run = export(tmp_path / "plain.gguf", *how, tmp_path / "b.gguf")
+    assert f"llama-server -m {tmp_path / 'b.gguf'} \\\n    --ctx-size 2048\n" in run.stdout
     reached = [context_of_gguf(tmp_path / f"{name}.gguf").max_position_embeddings for name in ("plain", "a", "b")]
     assert reached == [512, 2048, 2048]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.gguf", "a.verify.json", "b.gguf", "plain.gguf"]

@@ -277,6 +277,43 @@ def test_llama_cpp_is_told_the_frequencies_by_its_command_line(name: str) -> Non
     assert f"llama.context_length=int:{plan.target_length}" in export.flags[-1]
 
 
+def test_llama_cpp_serves_what_its_flags_do_not_reach_from_a_file() -> None:
+    """gpt-oss scales its windowed layers too, by the file's keys alone, and Phi-3's factors are tensors."""
+    for family, name in (("gpt_oss", "yarn"), ("gpt_oss", "ntk"), ("phi3", "resonance")):
+        config = tiny_config(family)
+        export = export_for("llama.cpp", config, plan_extension(config, 4, name))
+        assert export.flags == ("llama-server", "-m", "OUT.gguf", "--ctx-size", str(4 * LENGTH))
+        assert "convert_hf_to_gguf.py, and extend that file" in export.warnings[0]
+    assert len(export_for("llama.cpp", config, plan_extension(config, 4, "yarn")).warnings) == 1
+
+
+@pytest.mark.parametrize(
+    ("family", "method", "said"),
+    [
+        ("qwen3", "llama3", r"qwen2, qwen3, gemma3 and gpt-oss have none. Nearest for qwen3: 'yarn'"),
+        ("gemma3_text", "ntk_by_parts", r"multiplies cos and sin of gemma3's windowed layers too.*Nearest"),
+        ("gemma3_text", "resonance", r"have none. Nearest for gemma3_text: 'yarn'"),
+        ("gpt_oss", YaRN(factor=4, beta_fast=4), r"have none. Nearest for gpt_oss: 'yarn' as in the paper"),
+        ("gpt_oss", YaRN(factor=4, truncate=False), "always rounded. Nearest for gpt_oss"),
+        ("llama", "self_extend", r"llama-completion alone, not of llama-server.*Nearest: 'yarn'"),
+    ],
+)
+def test_what_llama_cpp_cannot_run_is_refused_with_the_nearest(family: str, method: Any, said: str) -> None:
+    config = tiny_config(family) if family != "gemma3_text" else AutoConfig.for_model(
+        family, max_position_embeddings=LENGTH, sliding_window=32, num_hidden_layers=6
+    )  # fmt: skip
+    factor = 4 if isinstance(method, str) else None
+    with pytest.raises(NotExportable, match=said):
+        export_for("llama.cpp", config, plan_extension(config, factor, method))
+
+
+def test_a_window_that_llama_cpp_ignores_is_refused_where_it_would_matter() -> None:
+    config = tiny_config("phi3", sliding_window=2 * LENGTH)
+    export_for("llama.cpp", config, plan_extension(config, 2, "yarn"))
+    with pytest.raises(NotExportable, match=f"full attention. Nearest: a target of {2 * LENGTH} tokens"):
+        export_for("llama.cpp", config, plan_extension(config, 4, "yarn"))
+
+
 @pytest.mark.parametrize("name", STATIC)
 def test_the_two_lengths_of_phi_3_give_version_4_the_attention_factor(name: str) -> None:
     config = tiny_config("phi3")
