@@ -6,10 +6,13 @@ import json
 import os
 import subprocess
 import sys
+import tarfile
+import tempfile
 import time
 import venv
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -81,3 +84,22 @@ VLLM = Environment(
     also_named=("vllm", "0.32.0+cpu"),
 )  # fmt: skip
 MLX = Environment("mlx-lm", "0.32.2", ("mlx-lm==0.32.2", "mlx[cpu]==0.32.4"))
+
+
+def llama_cpp_source() -> Path:
+    """The folder of llama.cpp's converter, of the version that xllamacpp runs: its source distribution holds it."""
+    wanted = f"xllamacpp=={metadata.version('xllamacpp')}"
+    folder = CACHE / wanted
+    if not folder.is_dir():
+        CACHE.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=CACHE) as temporary:
+            pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "download", "--quiet", "--no-deps"]
+            subprocess.run([*pip, "--no-binary", "xllamacpp", "--dest", temporary, wanted], check=True)
+            (archive,) = Path(temporary).glob("*.tar.gz")
+            parts = ("convert_hf_to_gguf.py", "conversion/", "gguf-py/gguf/")
+            with tarfile.open(archive) as source:
+                kept = [each for each in source.getmembers() if each.name.partition("/llama.cpp/")[2].startswith(parts)]
+                source.extractall(temporary, kept, filter="data")
+            (found,) = Path(temporary).glob("*/thirdparty/llama.cpp")
+            found.rename(folder)
+    return folder

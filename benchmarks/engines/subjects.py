@@ -36,7 +36,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2": {},
     "qwen3": {},
     "phi3": {"original_max_position_embeddings": TRAINED, "sliding_window": None},
-    "gemma3_text": {"sliding_window": 256, "num_hidden_layers": 6,
+    # Its scalar is the head dimension in Gemma-3 up to 12B, and llama.cpp takes it so.
+    "gemma3_text": {"sliding_window": 256, "num_hidden_layers": 6, "query_pre_attn_scalar": 64,
                     "layer_types": [*["sliding_attention"] * 5, "full_attention"]},
     "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 128,
                 "rope_parameters": {"rope_type": "default", "rope_theta": 150000.0}},

@@ -32,7 +32,11 @@ def export(
         str, typer.Argument(help="A checkpoint (a folder, its config.json, or a name on the hub), or a GGUF file.")
     ],
     engine: Annotated[
-        str, typer.Option(help="transformers, transformers-v4, vllm, sglang, mlx, llama.cpp, or all of them.")
+        str,
+        typer.Option(
+            help="transformers, transformers-v4, vllm, sglang, mlx, exllamav3, lmdeploy, llama.cpp, ollama, or all of "
+            "them."
+        ),
     ] = "all",
     factor: common.Factor = None,
     target_length: common.TargetLength = None,
@@ -86,22 +90,27 @@ def export(
             raise ValueError(
                 f"{name} is for a GGUF file made from a folder: a GGUF file's weights are copied. Drop {name}."
             )
-        if engine != "llama.cpp":
+        if engine not in ("llama.cpp", "ollama"):
             raise ValueError(
-                f"GGUF files are exported only for llama.cpp, got --engine {engine}. Use --engine llama.cpp."
+                f"GGUF files are exported only for llama.cpp and Ollama, got --engine {engine}. Use --engine llama.cpp."
             )
         if output is None or output.suffix != ".gguf":
             raise ValueError(f"GGUF output needs a .gguf file name, got --output {output}. Use -o OUT.gguf.")
         check_writable(output)
+        modelfile = output.with_suffix(".Modelfile")
+        if engine == "ollama" and modelfile.exists():
+            raise FileExistsError(f"{modelfile} exists already. Remove it first, or choose another name.")
         if is_gguf:
             _extend_gguf(model, output, how)
         else:
             _gguf_of_folder(model, output, revision, dtype or "F32", how, probe is not False)
         common.say(f"wrote {output}")
-        _show_server(output)
+        _show_server(output, modelfile if engine == "ollama" else None)
         return
     if output is not None and output.suffix[1:].isalpha():
         raise ValueError(f"--output {output} looks like a file. Pass a new folder, or OUT.gguf for a GGUF file.")
+    if engine == "ollama" and output is not None:
+        raise ValueError(f"Ollama is given a GGUF file, got --output {output}. Use -o OUT.gguf.")
     if dtype is not None:
         raise ValueError(
             f"--dtype {dtype} applies only to GGUF output. Use --engine llama.cpp -o OUT.gguf, or drop it."
@@ -130,12 +139,17 @@ def export(
         print()
 
 
-def _show_server(file: Path) -> None:
-    """Print the command line that serves a GGUF file."""
+def _show_server(file: Path, modelfile: Path | None) -> None:
+    """Print the command line that serves a GGUF file; Ollama's `modelfile` is written."""
     from ctxext.export.gguf import context_of_gguf
 
     length = context_of_gguf(file).max_position_embeddings
-    copied(command_lines(("llama-server", "-m", str(file), "--ctx-size", str(length))))
+    if modelfile is None:
+        copied(command_lines(("llama-server", "-m", str(file), "--ctx-size", str(length))))
+        return
+    modelfile.write_text(f"FROM ./{file.name}\nPARAMETER num_ctx {length}\n", encoding="utf-8")
+    common.say(f"wrote {modelfile}")
+    copied(command_lines(("ollama", "create", file.stem, "-f", str(modelfile))))
 
 
 def _extend_gguf(model: str, output: Path, how: dict[str, Any]) -> None:
@@ -219,7 +233,9 @@ def _exports(
     ready = output is not None and has_weights(folder)
 
     def exported(name: str) -> EngineExport:
-        served = str(output / name) if output is not None and ready and name != "llama.cpp" else path
+        served = path
+        if output is not None and ready and name not in ("llama.cpp", "ollama"):
+            served = str(output / name)
         export = export_for(name, config, plan, model=served, source=source, ready=ready)
         return export if adapter is None else with_adapter(export, adapter)
 
@@ -260,6 +276,7 @@ def _write_folders(output: Path, exports: list[EngineExport], folder: Path) -> N
     """One folder for each engine: its config.json, and the rest of the checkpoint."""
     from ctxext.hub.checkpoint import link_with_config, written_whole
 
+    exports = [each for each in exports if each.engine != "ollama"]  # which imports folders without their yarn
     with written_whole(output) as building:
         for each in exports:
             (building / each.engine).mkdir()

@@ -9,12 +9,13 @@ from __future__ import annotations
 import copy
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from ctxext.encodings.rope import RopeGeometry
 from ctxext.export.commands import Command
+from ctxext.export.gguf import ARCHITECTURES
 from ctxext.export.readings import READINGS, Reading
 from ctxext.export.rules import INTERLEAVED, LENGTHS
 from ctxext.methods import yarn_growth
@@ -398,20 +399,26 @@ class _Server:
 
 
 def file_parameters(config: PreTrainedConfig) -> RopeTable:
-    """The only table of a config, as convert_hf_to_gguf.py would write it. Raises ValueError if there are more."""
+    """The table of a config that flags change, as convert_hf_to_gguf.py would write it."""
+    return _file_tables(config)[0]
+
+
+def _file_tables(config: PreTrainedConfig) -> Sequence[RopeTable]:
+    """That table, and those of layers that keep their own base. Raises ValueError if llama.cpp's graph is unknown."""
     text = text_config_of(config)
     tables = rope_tables(text, text.rope_parameters)
-    if len(tables) > 1 or family_of(text).softmax_mscale:
+    own = any(graph.model_type == text.model_type and graph.windowed_rope == "own" for graph in ARCHITECTURES.values())
+    if (len(tables) > 1 and not own) or family_of(text).softmax_mscale:
         raise ValueError(
             f"ctxext does not know llama.cpp's graph for {text.model_type}. Check the running server instead: "
             "ctxext verify http://localhost:8080 --probe FILE."
         )
-    return tables[0]
+    return tables
 
 
 def _llama_cpp(command: Command, version: tuple[int, ...], config: PreTrainedConfig) -> Effective:
     """The constructor of llama_context: flags replace what the file of `config` holds."""
-    table, remarks = file_parameters(config), list[Remark]()
+    (table, *local), remarks = _file_tables(config), list[Remark]()
     before, limit = table.parameters, table.limit
 
     def remark(field: str, name: str) -> None:
@@ -444,7 +451,8 @@ def _llama_cpp(command: Command, version: tuple[int, ...], config: PreTrainedCon
         parameters |= {"rope_type": "linear", "factor": factor}
     if parameters["rope_type"] != "yarn":
         multiplier = command.number("--yarn-attn-factor") or 1.0
-    multiplier *= keys.get("attn_factor", 1.0)
+    of_all = keys.get("attn_factor", 1.0)
+    multiplier *= of_all
     if kept in ("llama3", "longrope") and parameters["rope_type"] == "default":  # rope_freqs.weight
         parameters = {**before, "rope_theta": parameters["rope_theta"]}
         multiplier *= table.in_use.attention_factor
@@ -455,7 +463,8 @@ def _llama_cpp(command: Command, version: tuple[int, ...], config: PreTrainedCon
     length = min(command.length or cap, cap)
     if command.length is not None and command.length > cap:
         remark("--ctx-size", "length" if version < (2026, 9) else "length-new")
-    return Effective({table.label: geometry}, cap, length, None, tuple(remarks))
+    tables = {table.label: geometry, **{other.label: replace(other.in_use, attention_factor=of_all) for other in local}}
+    return Effective(tables, cap, length, None, tuple(remarks))
 
 
 def metadata(command: Command) -> dict[str, float]:

@@ -44,6 +44,16 @@ class GGUFModel:
         path = Path(path)
         if not path.is_file():
             raise FileNotFoundError(f"{path} is not a file. Pass the path of a GGUF file.")
+        try:
+            self._server: Any = xllamacpp.Server(self._parameters(xllamacpp, path, n_ctx, threads))
+            # Wait until the server's loop answers: a server closed before its loop starts hangs forever.
+            self._server.handle_metrics()
+        except RuntimeError as error:
+            raise ValueError(f"llama.cpp could not load {path} ({error}). Is it complete and supported?") from error
+        self.path = path
+
+    def _parameters(self, xllamacpp: Any, path: Path, n_ctx: int | None, threads: int | None) -> Any:
+        """What llama-server's command line would set."""
         params = xllamacpp.CommonParams()
         params.model.path = str(path)
         params.n_ctx = n_ctx or 0
@@ -56,13 +66,7 @@ class GGUFModel:
         params.cache_ram_mib = params.n_ctx_checkpoints = 0
         params.verbosity = -1
         params.endpoint_metrics = True
-        try:
-            self._server: Any = xllamacpp.Server(params)
-            # Wait until the server's loop answers: a server closed before its loop starts hangs forever.
-            self._server.handle_metrics()
-        except RuntimeError as error:
-            raise ValueError(f"llama.cpp could not load {path} ({error}). Is it complete and supported?") from error
-        self.path = path
+        return params
 
     @property
     def vocab_size(self) -> int:

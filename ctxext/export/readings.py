@@ -36,6 +36,8 @@ _VLLM_WHEELS = "vllm/model_executor/layers/rotary_embedding/__init__.py in the w
 _SGLANG_ROPE = f"{SGLANG}@108c36c0:python/sglang/srt/layers/rotary_embedding"
 _SGLANG_LENGTH = f"{SGLANG}@001adf56:python/sglang/srt/configs/model_config.py"
 _LLAMA_CPP_CONTEXT = f"{LLAMA_CPP}@001d906a:src/llama-context.cpp"
+_EXLLAMA = "read: exllamav3/util/rope.py in the wheel of 1.6.5"
+_LMDEPLOY = "read: lmdeploy/pytorch/nn/rotary_embedding.py, backends/default/rotary_embedding.py in the wheel of 0.18.0"
 _LLAMA_CPP_MODELS = f"{LLAMA_CPP} b11549:src/models/"
 _LLAMA_CPP_RUN = "run: tests/export/test_gguf_families.py"
 _VERSIONS = "run: benchmarks/versions.py"
@@ -239,6 +241,25 @@ _ROWS = {
     "mlx-dynamic": (">= 0.32", 'rope_type "dynamic"',
         "computes its base from each call, so cached keys keep another base",
         "read: mlx_lm/models/rope_utils.py in the wheel of 0.32.2"),
+    # -------------------------------------------------------------------------------------- ExLlamaV3
+    "exllamav3-yarn": (">= 1.6", "factor of yarn",
+        "is ignored: max_position_embeddings / original_max_position_embeddings is used, and ctxext writes their "
+        "product",
+        _EXLLAMA),
+    "exllamav3-longrope": (">= 1.6", "attention_factor of longrope",
+        "is ignored: the multiplier is computed from max_position_embeddings and original_max_position_embeddings, "
+        "which ctxext sets accordingly; long_factor is used wherever the first is greater", _EXLLAMA),
+    "exllamav3-theta": (">= 1.6", "rope_theta and rope_scaling", "are taken before rope_parameters",
+        "read: exllamav3/model/config.py (read_rope_settings_default) in the wheel of 1.6.5"),
+    "exllamav3-dynamic": (">= 1.6", 'rope_type "dynamic"', "is rejected", _EXLLAMA),
+    # --------------------------------------------------------------------------------------- LMDeploy
+    "lmdeploy-yarn": (">= 0.18", "attention_factor and truncate of yarn",
+        "are honoured by the PyTorch engine, as in transformers", _LMDEPLOY),
+    "lmdeploy-longrope": (">= 0.18", "attention_factor of longrope",
+        "is ignored: the multiplier is computed from max_position_embeddings and original_max_position_embeddings, "
+        "which ctxext sets accordingly; the list is chosen by the largest position of a batch", _LMDEPLOY),
+    "lmdeploy-dynamic": (">= 0.18", 'rope_type "dynamic"',
+        "computes its base from the largest position of a batch, so cached keys keep another base", _LMDEPLOY),
     # --------------------------------------------------------------------------------------- llama.cpp
     "llama.cpp-yarn": (">= December 2025", "yarn", "multiplies cos and sin by 0.1 ln(factor) + 1, as the paper does",
         f"read: ggml-org/llama.cpp#18006, {_LLAMA_CPP_CONTEXT}"),
@@ -282,8 +303,21 @@ _ROWS = {
         f"read: {_LLAMA_CPP_CONTEXT}"),
     "llama.cpp-dynamic": ("all", 'rope_type "dynamic"', "is dropped by the converter",
         f"read: {LLAMA_CPP}:convert_hf_to_gguf.py"),
+    # ----------------------------------------------------------------------------------------- Ollama
+    "ollama-server": (">= August 2026", "a GGUF file",
+        "is served by llama.cpp's own llama-server (b10488), at num_ctx tokens, at most the file's context_length",
+        "read: ollama/ollama@fb307609:llm/llama_server.go, llm/server.go"),
+    "ollama-import": (">= August 2026", "rope_parameters and yarn",
+        "are dropped where a folder of Llama is imported, which reads linear and llama3 of rope_scaling: import a GGUF "
+        "file",
+        "read: ollama/ollama@fb307609:convert/convert_llama.go"),
+    "ollama-dynamic": ("all", 'rope_type "dynamic"', "has no place in a GGUF file",
+        "read: ollama/ollama@fb307609:llm/llama_server.go"),
 }  # fmt: skip
-_NAMES = {"vllm": "vLLM", "sglang": "SGLang", "mlx": "mlx-lm"}
+_NAMES = {
+    "vllm": "vLLM", "sglang": "SGLang", "mlx": "mlx-lm", "exllamav3": "ExLlamaV3", "lmdeploy": "LMDeploy",
+    "ollama": "Ollama",
+}  # fmt: skip
 READINGS = {key: Reading(_NAMES.get(engine := key.partition("-")[0], engine), *row) for key, row in _ROWS.items()}
 
 

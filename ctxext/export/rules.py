@@ -1,6 +1,6 @@
 """What each engine needs to serve an extension: its config.json and command line. No model, no weights.
 
-transformers, vLLM, SGLang and llama.cpp read the same keys differently; `readings.py` says how, with evidence.
+Engines read the same keys differently; `readings.py` says how, with evidence.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 _LEAST = {
     "transformers": "5.0", "transformers-v4": "4.57", "vllm": "0.12", "sglang": "0.5.10", "mlx": "0.32",
-    "llama.cpp": "December 2025",
+    "exllamav3": "1.6", "lmdeploy": "0.18", "llama.cpp": "December 2025", "ollama": "August 2026",
 }  # fmt: skip
 ENGINES = tuple(_LEAST)
 _VERSION_4_TYPES = frozenset({"default", "linear", "dynamic", "yarn", "llama3", "longrope"})
@@ -43,6 +43,8 @@ LENGTHS = (
 )  # fmt: skip
 # The model types whose class in mlx-lm was run (benchmarks/engines/run.py).
 _MLX_TYPES = ("llama", "mistral", "qwen2", "qwen3", "phi3", "gemma3_text")
+# The model types whose class in ExLlamaV3 and LMDeploy was read: one table, by their common rotary code.
+_COMMON_TYPES = ("llama", "mistral", "qwen2", "qwen3", "phi3", "gpt_oss")
 # transformers' model types whose name differs from llama.cpp's architecture.
 _GGUF_NAMES = {"mistral": "llama", "mixtral": "llama"}
 _AS_IT_WAS = "MODEL.gguf is the file of the unextended model; a file of the extended one already holds the extension."
@@ -59,8 +61,8 @@ class EngineExport:
     Attributes:
         least_version: the oldest version of the engine that reads these keys in this way.
         config: the complete config.json for this engine.
-        flags: the command line; empty for transformers, and for mlx unless the folder is ready. It contains the changes
-            of `config`, so that the checkpoint needs no edit.
+        flags: the command line; empty for transformers and ExLlamaV3, and for mlx and LMDeploy unless the folder is
+            ready. It contains the changes of `config`, so that the checkpoint needs no edit.
         warnings: how versions of the engine read a field in use, a sentence each.
         length: tokens that it serves; 0 if the config of a model without RoPE states none.
     """
@@ -120,14 +122,26 @@ def export_for(
             f"{READINGS[f'{engine}-dynamic']}, unlike in transformers. Nearest: 'ntk' or 'yarn', with "
             "existing='replace'."
         )
-    if engine == "llama.cpp":
+    if engine in ("llama.cpp", "ollama"):
         _transformers("transformers", facts, section, target, as_it_is)
         before = None if plan is None else read_context(config).tables[0]
-        return EngineExport(engine, _LEAST[engine], written, *_llama_cpp(model, facts, target, before), target)
-    if engine == "mlx":
-        warnings = _mlx(facts, section, target)
-        launch = ("mlx_lm.server", "--model", model) if ready else ()
-        return EngineExport(engine, _LEAST[engine], written, launch, warnings, target)
+        return EngineExport(engine, _LEAST[engine], written, *_llama_cpp(engine, model, facts, target, before), target)
+    if engine in ("mlx", "exllamav3", "lmdeploy"):
+        launch = {
+            "mlx": ("mlx_lm.server", "--model", model),
+            "lmdeploy": (
+                "lmdeploy",
+                "serve",
+                "api_server",
+                model,
+                "--backend",
+                "pytorch",
+                "--session-len",
+                str(target),
+            ),
+        }.get(engine, ())
+        warnings = _mlx(facts, section, target) if engine == "mlx" else _by_length(engine, facts, section, target)
+        return EngineExport(engine, _LEAST[engine], written, launch if ready else (), warnings, target)
     warnings = _server(engine, facts, section, target)
     there = written if ready else source
     changed = {name: value for name, value in written.items() if there.get(name) != value and name != "ctxext"}
@@ -178,7 +192,7 @@ def _extended(engine: str, config: PreTrainedConfig, plan: Plan | None) -> PreTr
 def _why_live_only(engine: str, plan: Plan) -> str:
     assert plan.method is not None
     name = plan.method.name
-    if engine == "llama.cpp" and isinstance(plan.method, SelfExtend):
+    if engine in ("llama.cpp", "ollama") and isinstance(plan.method, SelfExtend):
         return (
             f"{READINGS['llama.cpp-group-attention']}. Nearest: 'yarn' for the same length, or {name} in transformers "
             "with ctxext.load."
@@ -406,23 +420,74 @@ def _mlx(facts: ContextFacts, section: dict[str, Any], target: int) -> tuple[str
     return _warn(*warnings)
 
 
-# ----------------------------------------------------------------------------------------- llama.cpp
+# -------------------------------------------------------------------------------- ExLlamaV3 and LMDeploy
+
+
+def _by_length(engine: str, facts: ContextFacts, section: dict[str, Any], target: int) -> tuple[str, ...]:
+    """Write `section` for ExLlamaV3 and LMDeploy: the keys of transformers 5. Returns the warnings.
+
+    Both compute longrope's attention factor from the two lengths (`_original_for`), and ExLlamaV3 yarn's factor.
+    """
+    name, table = facts.text_config.model_type, facts.tables[0]
+    if name not in _COMMON_TYPES:
+        known = ", ".join(_COMMON_TYPES)
+        raise NotExportable(f"{engine}'s class for {name} was not read (read: {known}). Nearest: vLLM.")
+    parameters, kind, length = dict(table.parameters), _rope_type(table), target
+    for key in ("rope_scaling", "original_max_position_embeddings", "ctxext"):
+        section.pop(key, None)
+    warnings = []
+    if kind == "yarn":
+        parameters = {key: value for key, value in parameters.items() if not key.startswith("mscale")}
+        parameters["attention_factor"] = table.in_use.attention_factor
+    if engine == "exllamav3" and kind == "yarn":
+        warnings.append("exllamav3-yarn")
+        product = parameters["original_max_position_embeddings"] * parameters["factor"]
+        kind, length = ("yarn", int(product)) if product == int(product) >= target else ("longrope", target)
+    if kind == "longrope":
+        warnings.append(f"{engine}-longrope")
+        if parameters.get("short_factor") != parameters.get("long_factor"):
+            raise NotExportable(f"{READINGS[f'{engine}-longrope']}, for every length. Nearest: vLLM.")
+        scale = table.in_use.attention_factor
+        plain = table.plain(parameters["rope_theta"], table.limit)
+        factors = (plain.inv_freq / table.in_use.inv_freq).tolist()
+        original = _original_for(scale, target, f"{engine}-longrope")
+        if engine == "lmdeploy" and family_of(facts.text_config).rope_types == _PHI_3_TYPES:
+            if not isinstance(original, int):
+                raise NotExportable(
+                    f"{READINGS['lmdeploy-longrope']}, and {name} takes a whole number there, none of which gives "
+                    f"{scale:.4g}. Nearest: 'pi' or 'ntk'."
+                )
+            section["original_max_position_embeddings"] = original
+        parameters = {
+            **{key: parameters[key] for key in ("rope_theta", "partial_rotary_factor") if key in parameters},
+            "rope_type": "longrope", "short_factor": factors, "long_factor": factors,
+            "original_max_position_embeddings": original, "attention_factor": scale,
+        }  # fmt: skip
+    section["rope_parameters"], section["max_position_embeddings"] = parameters, length
+    section["rope_theta"] = parameters["rope_theta"]  # where ExLlamaV3 looks first
+    return _warn(*warnings)
+
+
+# ------------------------------------------------------------------------------- llama.cpp and Ollama
 
 
 def _llama_cpp(
-    model: str, facts: ContextFacts, target: int, before: RopeTable | None
+    engine: str, model: str, facts: ContextFacts, target: int, before: RopeTable | None
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """The command line and its warnings. Flags extend a GGUF file of the unextended checkpoint as far as they can.
 
     Args:
+        engine: "llama.cpp", or "ollama", which passes no such flag.
         before: the table before the plan; None without one.
     """
     config, table = facts.text_config, facts.tables[0]
     parameters, kind = table.parameters, _rope_type(table)
-    of_extended = ("llama-server", "-m", "OUT.gguf", "--ctx-size", str(target))
+    of_extended: tuple[str, ...] = ("llama-server", "-m", "OUT.gguf", "--ctx-size", str(target))
+    if engine == "ollama":
+        of_extended = ("ollama", "create", "NAME", "-f", "OUT.Modelfile")
     unwritten = why_not_written(config)
     if before is None and unwritten is None:
-        how = f"ctxext export {model} --engine llama.cpp -o OUT.gguf"
+        how = f"ctxext export {model} --engine {engine} -o OUT.gguf"
         return of_extended, (f"OUT.gguf, written by {how}, holds the extension: do not repeat it in flags.",)
     name = _GGUF_NAMES.get(config.model_type, config.model_type)
     architecture = next((key for key, graph in ARCHITECTURES.items() if graph.model_type == name), None)
@@ -444,14 +509,14 @@ def _llama_cpp(
     in_flags = kind in ("default", "linear") or (kind == "yarn" and truncated)
     in_keys = in_flags and (parameters.get("beta_fast") or 32, parameters.get("beta_slow") or 1) == (32, 1)
     missed = graph.full_every > 1 and graph.windowed_rope == "same"
-    if not in_flags or missed:
+    if not in_flags or missed or engine == "ollama":
         if not (graph.factors or in_keys):
             raise NotExportable(f"{READINGS['llama.cpp-factors' if truncated else 'llama.cpp-truncate']}. {nearest}")
-        how = "write it with ctxext export, --engine llama.cpp -o OUT.gguf"
+        how = f"write it with ctxext export, --engine {engine} -o OUT.gguf"
         if unwritten is not None:
             how = (
                 "convert the original with llama.cpp's convert_hf_to_gguf.py, and extend that file, ctxext export "
-                "MODEL.gguf --engine llama.cpp … -o OUT.gguf"
+                f"MODEL.gguf --engine {engine} … -o OUT.gguf"
             )
         stored = f"the frequencies are stored in the file: {how}."
         return of_extended, (stored, *(_warn("llama.cpp-flags-windows") if missed else ()))

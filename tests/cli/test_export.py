@@ -45,12 +45,12 @@ def test_a_config_alone_is_exported_for_every_engine(config_alone: Path) -> None
 
 
 def test_a_reason_that_all_engines_share_is_said_once(tmp_path: Path) -> None:
-    extend_folder(MODEL, tmp_path / "out", factor=4, method="self_extend", say=lambda line: None)
+    extend_folder(MODEL, tmp_path / "out", factor=4, method="rerope", say=lambda line: None)
     run = export(tmp_path / "out")
     assert run.exit_code == 1
     said = str(run.exception)
     assert said == (
-        "no engine supports this extension: self_extend maps positions inside attention, which config.json cannot "
+        "no engine supports this extension: rerope maps positions inside attention, which config.json cannot "
         "express. Use 'yarn' for the same length, or run it in transformers with ctxext.load."
     )
 
@@ -64,7 +64,8 @@ def test_output_that_looks_like_a_file_is_refused(config_alone: Path, tmp_path: 
 def test_what_is_written_is_what_is_printed_for_programs(config_alone: Path, tmp_path: Path) -> None:
     run = export(config_alone, "--method", "pi", "--json", "-o", tmp_path / "out")
     told = json.loads(run.stdout)
-    for engine in ENGINES:
+    assert not (tmp_path / "out/ollama").exists()  # it would drop the scaling of a folder
+    for engine in told.keys() - {"ollama"}:
         assert json.loads((tmp_path / "out" / engine / "config.json").read_text()) == told[engine]["config"]
     assert AutoConfig.from_pretrained(tmp_path / "out/transformers").max_position_embeddings == 256
     assert json.loads((tmp_path / "out/vllm/config.json").read_text())["max_position_embeddings"] == 64
@@ -113,8 +114,8 @@ def test_a_path_with_brackets_is_shown_whole(config_alone: Path, tmp_path: Path)
     """Not read as markup, as `[bold]` would be."""
     output = tmp_path / "out[bold]"
     assert (
-        f"wrote a config.json for transformers, transformers-v4, vllm, sglang, mlx, llama.cpp to {output}\n"
-        in export(config_alone, "--method", "yarn", "-o", output).stderr
+        f"wrote a config.json for transformers, transformers-v4, vllm, sglang, mlx, exllamav3, lmdeploy, llama.cpp to "
+        f"{output}\n" in export(config_alone, "--method", "yarn", "-o", output).stderr
     )
 
 
@@ -193,6 +194,18 @@ def test_an_export_stands_whatever_becomes_of_its_probe(tmp_path: Path) -> None:
     assert run.exit_code == 0
     assert "could not write verify.json for ctxext verify" in run.stderr
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["vllm"]
+
+
+def test_ollama_gets_a_modelfile_beside_the_file(tmp_path: Path) -> None:
+    how = ("--engine", "ollama", "--factor", 4, "--method", "yarn", "--no-probe", "-o", tmp_path / "a.gguf")
+    run = export(MODEL, *how)
+    assert (tmp_path / "a.Modelfile").read_text() == "FROM ./a.gguf\nPARAMETER num_ctx 2048\n"
+    assert f"ollama create a -f {tmp_path / 'a.Modelfile'}\n" in run.stdout
+    (tmp_path / "a.gguf").unlink()
+    assert isinstance(export(MODEL, *how).exception, FileExistsError)
+    refused = export(MODEL, "--engine", "ollama", "--method", "yarn", "-o", tmp_path / "folder").exception
+    assert "Use -o OUT.gguf" in str(refused)
+    assert [path.name for path in tmp_path.iterdir()] == ["a.Modelfile"]
 
 
 def test_a_probe_that_is_there_is_not_overwritten(tmp_path: Path) -> None:

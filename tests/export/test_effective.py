@@ -190,3 +190,16 @@ def test_vllm_reads_yarn_alone_for_gpt_oss() -> None:
         assert any(remark.fatal for remark in does.remarks) == fatal
         assert any("gpt-oss" in str(remark.reading) for remark in does.remarks)
         assert does.tables[""].attention_factor == pytest.approx(0.1 * math.log(4) + 1)
+
+
+def test_a_key_for_all_layers_reaches_the_windowed_ones_of_gemma_and_a_flag_does_not() -> None:
+    config = config_of("gemma3")
+    words = ["llama-server", "-m", "gemma.gguf", "--rope-scaling", "yarn", "--rope-scale", "4"]
+    plain = effective(parse_command(words), config, config.to_dict())
+    keyed = [*words, "--override-kv", "gemma3.rope.scaling.attn_factor=float:1.5"]
+    keyed = effective(parse_command(keyed), config, config.to_dict())
+    windowed = next(label for label in plain.tables if "sliding" in label)
+    assert plain.tables[windowed].attention_factor == 1.0
+    assert keyed.tables[windowed].attention_factor == 1.5
+    (whole,) = plain.tables.keys() - {windowed}
+    assert plain.tables[whole].attention_factor == pytest.approx(0.1 * math.log(4) + 1)

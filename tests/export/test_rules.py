@@ -200,6 +200,58 @@ def llama_cpp_reads(config: PreTrainedConfig, flags: tuple[str, ...]) -> tuple[t
     return plain({"rope_theta": theta}, config.head_dim) / scale, attn_factor
 
 
+# ----------------------------------------------------------- ExLlamaV3 and LMDeploy, by their public code
+
+
+def exllama_reads(config: dict[str, Any]) -> tuple[torch.Tensor, float]:
+    """`read_rope_settings_default` and RoPE of ExLlamaV3 1.6.5: the raw config.json, and lengths before a factor."""
+    scaling = config.get("rope_scaling") or config["rope_parameters"]
+    share = config.get("partial_rotary_factor", scaling.get("partial_rotary_factor", 1.0))
+    head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    read = {**scaling, "rope_theta": config.get("rope_theta", scaling.get("rope_theta"))}
+    rotary_dim, length = int(head_dim * share), config["max_position_embeddings"]
+    match scaling["rope_type"]:
+        case "default":
+            return plain(read, rotary_dim), 1.0
+        case "linear":
+            return plain(read, rotary_dim) / scaling["factor"], 1.0
+        case "llama3":
+            return server_llama3(read, rotary_dim), 1.0
+        case "yarn":
+            factor = length / scaling["original_max_position_embeddings"]
+            multiplier = scaling.get("attention_factor") or 0.1 * math.log(factor) + 1
+            return server_yarn({**read, "factor": factor}, rotary_dim), multiplier
+        case "longrope":
+            original = scaling["original_max_position_embeddings"]
+            factors = scaling["long_factor" if length > original else "short_factor"]
+            scale = math.sqrt(1 + math.log(length / original) / math.log(original)) if length > original else 1.0
+            return plain(read, rotary_dim) / torch.tensor(factors, dtype=torch.float32), scale
+    raise ValueError(f"Unknown rope_type: {scaling['rope_type']}")
+
+
+def lmdeploy_reads(config: PreTrainedConfig) -> tuple[torch.Tensor, float]:
+    """`build_rotary_params` and the default classes of LMDeploy 0.18.0, as transformers loads the config."""
+    parameters, length = config.rope_parameters, config.max_position_embeddings
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    rotary_dim = int(head_dim * parameters.get("partial_rotary_factor", 1.0))
+    match parameters["rope_type"]:
+        case "default":
+            return plain(parameters, rotary_dim), 1.0
+        case "linear":
+            return plain(parameters, rotary_dim) / parameters["factor"], 1.0
+        case "llama3":
+            return server_llama3(parameters, rotary_dim), 1.0
+        case "yarn":
+            usual = 0.1 * math.log(parameters["factor"]) + 1
+            return server_yarn(parameters, rotary_dim), parameters.get("attention_factor", usual)
+        case "longrope":
+            original = parameters["original_max_position_embeddings"]
+            scale = math.sqrt(1 + math.log(length / original) / math.log(original)) if length > original else 1.0
+            factors = torch.tensor(parameters["long_factor"], dtype=torch.float32)
+            return plain(parameters, rotary_dim) / factors, scale
+    raise ValueError(parameters["rope_type"])
+
+
 # ------------------------------------------------------------------------------------------- the laws
 
 
@@ -308,10 +360,11 @@ def test_what_llama_cpp_cannot_run_is_refused_with_the_nearest(family: str, meth
 
 
 def test_a_window_that_llama_cpp_ignores_is_refused_where_it_would_matter() -> None:
-    config = tiny_config("phi3", sliding_window=2 * LENGTH)
-    export_for("llama.cpp", config, plan_extension(config, 2, "yarn"))
-    with pytest.raises(NotExportable, match=f"full attention. Nearest: a target of {2 * LENGTH} tokens"):
-        export_for("llama.cpp", config, plan_extension(config, 4, "yarn"))
+    for family in ("phi3", "mistral"):
+        config = tiny_config(family, sliding_window=2 * LENGTH)
+        export_for("llama.cpp", config, plan_extension(config, 2, "yarn"))
+        with pytest.raises(NotExportable, match=f"full attention. Nearest: a target of {2 * LENGTH} tokens"):
+            export_for("llama.cpp", config, plan_extension(config, 4, "yarn"))
 
 
 @pytest.mark.parametrize("name", STATIC)
@@ -337,7 +390,7 @@ def test_an_extended_checkpoint_is_served_as_it_is_where_its_config_says_enough(
     for engine in ENGINES:
         export = export_for(engine, extended, source=source)
         assert not any("override" in flag and "kv" not in flag for flag in export.flags)
-        if engine != "llama.cpp":
+        if engine not in ("llama.cpp", "ollama"):
             of_plan = export_for(engine, config, plan, source=json.loads(config.to_json_string()))
             assert of_plan.warnings == export.warnings
 
@@ -350,6 +403,42 @@ def test_llama_cpp_is_not_told_to_extend_a_file_of_an_extended_folder() -> None:
     assert export.flags == ("llama-server", "-m", "OUT.gguf", "--ctx-size", str(TARGET))
     assert "ctxext export mine --engine llama.cpp -o OUT.gguf" in export.warnings[0]
     assert "file of the unextended model" in export_for("llama.cpp", config, plan).warnings[0]
+
+
+@pytest.mark.parametrize("family", ["llama", "phi3", "gpt_oss"])
+@pytest.mark.parametrize("name", STATIC)
+def test_exllamav3_and_lmdeploy_read_what_was_meant_or_are_refused(name: str, family: str) -> None:
+    config = tiny_config(family)
+    plan = plan_extension(config, method=method_for(config, name))
+    stale = {**json.loads(config.to_json_string()), "rope_scaling": {"rope_type": "yarn", "factor": 2.0}}
+    exllama = export_for("exllamav3", config, plan, source={**stale, "rope_theta": 5.0})
+    check(*exllama_reads(exllama.config), plan)
+    assert exllama.config["max_position_embeddings"] >= plan.target_length
+    original = plan.target_length ** (1 / plan.extended.attention_factor**2)
+    if family == "phi3" and not math.isclose(original, round(original)):
+        with pytest.raises(NotExportable, match="takes a whole number there"):
+            export_for("lmdeploy", config, plan)
+        return
+    lmdeploy = export_for("lmdeploy", config, plan, source=stale, ready=True, model="DIR")
+    check(*lmdeploy_reads(loaded(lmdeploy.config)), plan)
+    assert lmdeploy.flags[-4:] == ("--backend", "pytorch", "--session-len", str(plan.target_length))
+
+
+def test_a_class_that_was_not_read_is_refused() -> None:
+    config = tiny_config("olmo2")
+    for engine in ("exllamav3", "lmdeploy"):
+        with pytest.raises(NotExportable, match=r"class for olmo2 was not read .*Nearest: vLLM"):
+            export_for(engine, config, plan_extension(config, 4, "ntk"))
+
+
+def test_ollama_is_given_a_file_and_no_flags() -> None:
+    for family in ("llama", "qwen3"):
+        config = tiny_config(family)
+        export = export_for("ollama", config, plan_extension(config, 4, "yarn"))
+        assert export.flags == ("ollama", "create", "NAME", "-f", "OUT.Modelfile")
+        assert "--engine ollama" in export.warnings[0]
+    with pytest.raises(NotExportable, match="Nearest for qwen3: 'yarn' as in the paper"):
+        export_for("ollama", config, plan_extension(config, method=YaRN(factor=4, beta_fast=4)))
 
 
 @pytest.mark.parametrize("name", ["seq_length", "model_max_length", "max_seq_len"])
@@ -517,7 +606,7 @@ def test_a_file_that_is_not_written_here_is_to_be_converted_first(family: str) -
 
 
 def test_flags_are_for_the_file_that_cannot_be_written() -> None:
-    config = AutoConfig.for_model("mistral", max_position_embeddings=LENGTH, sliding_window=2 * LENGTH)
+    config = tiny_config("qwen2")
     source = export_for("transformers", config, plan_extension(config, 4, "yarn")).config
     assert "--yarn-orig-ctx" in export_for("llama.cpp", loaded(source), source=source).flags
 
