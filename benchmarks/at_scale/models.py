@@ -26,11 +26,8 @@ def loaded(folder: Path, device: str, dtype: torch.dtype) -> tuple[Any, Any]:
 
 
 def model_of(tiny: bool, device: str) -> tuple[Any, Any]:
-    """SmolLM2, or the bundled model where the plan only rehearses.
-
-    On a CPU in float32: a run resumes on another machine, and few CPUs multiply bfloat16 faster.
-    """
-    return loaded(folder_of(tiny), device, torch.bfloat16 if device == "cuda" and not tiny else torch.float32)
+    """SmolLM2 in bfloat16, as it is served, or the bundled model in float32 where the plan only rehearses."""
+    return loaded(folder_of(tiny), device, torch.float32 if tiny else torch.bfloat16)
 
 
 def config_of(tiny: bool) -> Any:

@@ -312,10 +312,13 @@ def recommended(summary: Summary) -> Recommendation:
     if all(_is_broken(shared, v) for v in candidates):
         return Recommendation(None, f"No method is recommended: the loss of {', '.join(candidates)} is not finite.")
     factors = {v: factor for v in candidates if (factor := _factor(summary, v))}
-    if len({*factors.values()}) > 1:
+    least = min(factors.values(), default=1.0) * summary.trained_length
+    if len({*factors.values()}) > 1 and summary.beyond[-1] > least:
         shown = ", ".join(f"{v} ×{factor:g}" for v, factor in factors.items())
         return Recommendation(
-            None, f"Nothing is recommended, because the factors differ ({shown}). Measure every method at one factor."
+            None,
+            f"Nothing is recommended, because the factors differ ({shown}) and lengths beyond the smallest target were "
+            f"measured. Measure up to {least:,.0f} tokens, or every method at one factor.",
         )
     choice = choose(shared, candidates, left=len(summary.eliminated))
     chosen = None if choice.worse or not choice.helps else choice.variant
