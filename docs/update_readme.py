@@ -61,12 +61,12 @@ def comparison_table(file: str, page: str = ".") -> str:
     figures = summary["figures"]
     asked, bands = figures["none"]["retrieval"].get("passkey", {}), list(figures["none"]["perplexity"])
     trained = summary["about"]["trained_length"]
-    gated = any((figure["gate"] or {}).get("loss") for figure in figures.values())
+    gates = [gate for figure in figures.values() if (gate := figure["gate"] or {}).get("loss")]
     head = [
         "method",
         *(f"passkey at {int(length):,}" for length in asked),
         *(f"perplexity at {span(band)}" for band in bands),
-        *([f"regression within {trained:,} (nats)"] if gated else []),
+        *(f"regression within {gate.get('length', trained):,} (nats)" for gate in gates[:1]),
     ]
     rows = []
     for method, figure in figures.items():
@@ -75,7 +75,7 @@ def comparison_table(file: str, page: str = ".") -> str:
         loss = (figure["gate"] or {}).get("loss")
         name = "baseline" if method == "none" else f"`{method}`"
         rows.append([name, *found, *(f"{value:.1f}" for value in figure["perplexity"].values())])
-        if gated:
+        if gates:
             rows[-1].append(interval(loss) if loss and method != "none" else "")
     note = f"{counted(summary['windows'], 'window')} of {int(bands[-1].split('-')[-1]):,} tokens, "
     note += f"seed {summary['identity']['seed']}; from {link(file, page)}."
@@ -484,6 +484,7 @@ TABLES = {
         "fit": partial(fit_table, False, "."),
         "methods": method_table,
         "demo": partial(comparison_table, "docs/demo/summary.json"),
+        "quality": partial(comparison_table, "docs/at_scale/quality-cpu.json"),
     },
     "recipes/README.md": {"finetune": finetune_table},
     "docs/fit/README.md": {
@@ -549,6 +550,7 @@ class SavedSummary:
 FIGURES = {
     "docs/demo/summary.json": "docs/demo/comparison.png",
     "docs/smollm2/summary.json": "docs/smollm2/comparison.png",
+    "docs/at_scale/quality-cpu.json": "docs/at_scale/quality-cpu.png",
 }
 
 

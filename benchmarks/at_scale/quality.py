@@ -28,6 +28,7 @@ from ctxext.methods import method_from_dict
 from ctxext.models.context import read_context
 
 METHODS = ("yarn", "llama3", "ntk_by_parts", "dynamic_yarn", "self_extend")
+GROWN = (3, 4)  # larger factors of yarn at the same lengths
 FITTED = Path(__file__).parents[2] / "docs/fit/smollm2.json"  # λ fitted at ×2 on the first half of Persuasion
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
 FAR = 10**6  # between the trial numbers of two texts, which no file reaches
@@ -36,7 +37,8 @@ FAR = 10**6  # between the trial numbers of two texts, which no file reaches
 @dataclass
 class Quality(Part):
     """A cell is one variant on one text at one length; a text is done for all named methods before the next one, so
-    that a stopped run has measured every method on the same texts. The fitted one comes last: it may be fitted anew.
+    that a stopped run has measured every method on the same texts. Then come larger factors, with the lengths up to
+    which the baseline itself finds passkeys; and the fitted one last, as it may be fitted anew.
 
     `folder` gets a results file for each text. A round is one trial for each text and length, and two windows.
     """
@@ -53,6 +55,11 @@ class Quality(Part):
     def near(self) -> int:
         """A length within the trained one."""
         return 192 if self.tiny else 4096
+
+    @property
+    def own(self) -> tuple[int, ...]:
+        """Lengths up to the trained one, for the baseline alone."""
+        return (384, 512) if self.tiny else (6144, 8192)
 
     @property
     def label(self) -> str:
@@ -84,6 +91,7 @@ class Quality(Part):
         methods = ("yarn", "self_extend") if self.tiny else METHODS
         variants = compared_variants(self.config, methods, 2)
         if not self.tiny:
+            variants += [Variant(f"yarn_x{factor}", {"factor": factor, "method": "yarn"}) for factor in GROWN]
             saved = json.loads(FITTED.read_text(encoding="utf-8"))["method"]
             variants.append(Variant("fitted", {"method": method_from_dict({"name": "longrope", **saved})}))
         return variants
@@ -121,12 +129,21 @@ class Quality(Part):
                         cost = n_passes * forward_cost(self.config, length)
                         run = self._cell(text, grid, variant)
                         cells.append(Cell(f"{trial} {text} {kind} {variant.name}", cost, run))
-        return sorted(cells, key=lambda cell: cell.name.endswith(" fitted"))
+                for length in self.own:
+                    run = self._cell(text, replace(near, lengths=(length,)), self.variants[0], "own")
+                    cells.append(Cell(f"{trial} {text} {length} own", 3 * forward_cost(self.config, length), run))
+        later = ("own", *(variant.name for variant in self.variants[1 + len(METHODS) :]))
+        rank = {word: k for k, word in enumerate(later, 1)}
+        return sorted(cells, key=lambda cell: rank.get(cell.name.split()[-1], 0))
 
-    def _cell(self, text: str, grid: Grid, variant: Variant) -> Any:
+    def file(self, text: str, kind: str = "") -> Path:
+        """The results on a text."""
+        return self.folder / f"{text}{'-' * bool(kind)}{kind}.jsonl"
+
+    def _cell(self, text: str, grid: Grid, variant: Variant, kind: str = "") -> Any:
         def run() -> None:
             target, haystack = self.targets[text]
-            Runner(target, haystack, grid, beyond=True).run(self.folder / f"{text}.jsonl", [variant])
+            Runner(target, haystack, grid, beyond=True).run(self.file(text, kind), [variant])
 
         return run
 
@@ -134,13 +151,14 @@ class Quality(Part):
         return operations_a_second(self.model[0], self.near)
 
     def record(self, kept: dict[str, Any]) -> dict[str, Any]:
-        files = {name: read_results(path) for name in self.texts if (path := self.folder / f"{name}.jsonl").is_file()}
+        files = {name: read_results(path) for name in self.texts if (path := self.file(name)).is_file()}
         if not files:
             return {}
         lengths = [self.near, read_context(self.config).trained_length, *self.lengths]
         by_text = {name: Summary(joined({name: one}, lengths)).to_dict()["figures"] for name, one in files.items()}
         return {
             **all_figures(Summary(joined(files, lengths))),
+            "own": {name: by_depth(path) for name in files if (path := self.file(name, "own")).is_file()},
             "texts": {
                 name: {
                     "tokens": results.header.about["text_tokens"],
@@ -154,6 +172,14 @@ class Quality(Part):
                 for name, results in files.items()
             },
         }
+
+
+def by_depth(path: Path) -> dict[str, dict[str, float]]:
+    """The share of passkeys found, by length and depth."""
+    found: dict[str, dict[str, list[float]]] = {}
+    for record in read_results(path).records:
+        found.setdefault(str(record["length"]), {}).setdefault(f"{record['depth']:g}", []).append(record["score"])
+    return {n: {depth: sum(each) / len(each) for depth, each in depths.items()} for n, depths in found.items()}
 
 
 def joined(files: dict[str, Results], lengths: Sequence[int]) -> Results:

@@ -175,7 +175,7 @@ class Wider(Quality):
         """The tasks of which the baseline scores POSSIBLE or more at `near` tokens; tiny, all."""
         if self.tiny:
             return list(names)
-        summary = Summary(read_results(self.folder / f"{next(iter(self.texts))}-ruler.jsonl"))
+        summary = Summary(read_results(self.file(next(iter(self.texts)), "ruler")))
         return [name for name in names if summary.by_length("none", name)[near].value >= POSSIBLE]
 
     def _cell(self, text: str, grid: Grid, variant: Variant, kind: str = "") -> Any:
@@ -186,8 +186,7 @@ class Wider(Quality):
                 asked = Variant(FITTED, {"method": read_saved(self.folder / "fitted.json").method})
             elif variant.name == TUNED:
                 target = self.tuned(target)
-            path = self.folder / f"{text}{'-' * bool(kind)}{kind}.jsonl"
-            Runner(target, haystack, grid, beyond=True).run(path, [asked])
+            Runner(target, haystack, grid, beyond=True).run(self.file(text, kind), [asked])
 
         return run
 
@@ -252,7 +251,7 @@ class Wider(Quality):
         return target
 
     def record(self, kept: dict[str, Any]) -> dict[str, Any]:
-        path = self.folder / f"{next(iter(self.texts))}-ruler.jsonl"
+        path = self.file(next(iter(self.texts)), "ruler")
         ruler = Summary(read_results(path)).to_dict()["figures"] if path.is_file() else {}
         return {
             **super().record(kept),

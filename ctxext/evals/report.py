@@ -117,7 +117,8 @@ def _columns(summary: Summary) -> Iterator[tuple[str, str, dict[str, Figure | No
         }
         yield "effective length (tokens)", rule, cells
     gates = {v: summary.gate(v) for v in variants if v != UNEXTENDED}
-    group = f"short-context regression (within {summary.trained_length:,} tokens)"
+    within = next((gate.length for gate in gates.values()), summary.trained_length)
+    group = f"short-context regression (windows of {within:,} tokens)"
     yield group, "nats per token", {v: _difference(gate.loss, 1, 3) for v, gate in gates.items()}
     yield group, "same top token", {v: _share(gate.agreement, digits=1) for v, gate in gates.items()}
     for task in tasks:

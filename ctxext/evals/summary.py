@@ -42,11 +42,13 @@ class Gate:
     """An extended model compared with its baseline within the trained length.
 
     Attributes:
+        length: of the windows, in tokens.
         loss: the loss increase in nats per token; paired by window.
         agreement: the share of positions with the same most likely token.
         retrieval: the difference of retrieval accuracy, by task.
     """
 
+    length: int
     loss: Difference | None
     agreement: Interval | None
     retrieval: dict[str, Difference]
@@ -360,7 +362,7 @@ class Summary:
 
     def gate(self, variant: str) -> Gate:
         """The short-context regression of `variant`."""
-        lengths = self.lengths("short")
+        length = max(self.lengths("short"), default=self.trained_length)
         top1 = {r["trial"]: unpacked(r, "top1") for r in self.of(UNEXTENDED, "short")}
         same = {
             r["trial"]: unpacked(r, "top1") == top1[r["trial"]] for r in self.of(variant, "short") if r["trial"] in top1
@@ -368,7 +370,8 @@ class Summary:
         within = [length for length in self.lengths(*self.retrieval_tasks) if length <= self.trained_length]
         retrieval = {task: self.difference(variant, UNEXTENDED, [task], within) for task in self.retrieval_tasks}
         return Gate(
-            loss=self.loss_difference(variant, UNEXTENDED, lengths[-1], task="short") if same else None,
+            length=length,
+            loss=self.loss_difference(variant, UNEXTENDED, length, task="short") if same else None,
             agreement=pooled_share({k: v.astype(float) for k, v in same.items()}) if same else None,
             retrieval={task: difference for task, difference in retrieval.items() if difference is not None},
         )
@@ -394,6 +397,7 @@ class Summary:
                 "curve": self.curve(variant),
                 "key_tokens": self.key_tokens(variant),
                 "gate": {
+                    "length": gate.length,
                     "loss": gate.loss and gate.loss._asdict(),
                     "agreement": gate.agreement and gate.agreement._asdict(),
                     "retrieval": {task: difference._asdict() for task, difference in gate.retrieval.items()},

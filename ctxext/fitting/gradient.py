@@ -201,7 +201,7 @@ class Validation:
         parts = [short_loss(model, live, episode, lambda: live.use(method)) for episode in self.short]
         live.use(method)
         parts += [row_losses(model, episode) for episode in self.rows]
-        found = {kind: torch.stack([part[kind] for part in parts if kind in part]) for kind in KINDS}
+        found = {kind: torch.stack(values) for kind in KINDS if (values := [p[kind] for p in parts if kind in p])}
         total = sum(float(settings.weighed(kind, values).mean()) for kind, values in found.items())
         return {**{kind: float(values.mean()) for kind, values in found.items()}, "total": total}
 

@@ -77,6 +77,8 @@ def test_every_part_rehearses_on_a_cpu(
         record = json.loads((tmp_path / f"{part}-cpu.json").read_text())
         assert record["complete"]
         assert record["cells"] == len(json.loads((tmp_path / f"raw/{part}-cpu/cells.json").read_text())) > 0
+    own = json.loads((tmp_path / "quality-cpu.json").read_text())["own"]
+    assert own == {"novel": {length: {"0": 1.0, "0.5": 1.0, "1": 1.0} for length in ("384", "512")}}
     capsys.readouterr()
     run.main()
     assert capsys.readouterr().out.count("cells are done") == len(run.PARTS)

@@ -441,7 +441,9 @@ def test_a_negligible_regression_does_not_outweigh_retrieval() -> None:
         for v, loss in short.items() for trial in range(24)
     ]  # fmt: skip
     header = replace(made.header, tasks={**made.header.tasks, "short": {}})
-    said = recommended(Summary(Results(Path("results.jsonl"), header, [*made.records, *records])))
+    summary = Summary(Results(Path("results.jsonl"), header, [*made.records, *records]))
+    assert summary.gate("a").length == 256
+    said = recommended(summary)
     assert said.variant == "a"
     assert "because its measured retrieval accuracy is the highest" in said.text
 
