@@ -233,15 +233,22 @@ def engines_ran_table() -> str:
             others = {kind: models for kind, models in kinds.items() if kind != "exact"}
             row.append(said + "".join(f"; {kind}: {', '.join(models)}" for kind, models in others.items()))
         rows.append(row)
-    names = [record["engine"].split()[0].partition("'")[0] for record in records]
+    names = [re.sub(r"'s server.*| \d.*", "", record["engine"]) for record in records]
     bars = ", ".join(f"{record['bar']:g} ({name})" for name, record in zip(names, records))
-    wrong = [f"{record['mistakes judged right']} of {record['mistakes']}" for record in records if record["mistakes"]]
+    judged = [
+        f"{record['mistakes judged right']} of {record['mistakes']} on {name}"
+        for name, record in zip(names, records)
+        if record["mistakes"]
+    ]
     positions = next(cell["positions"] for cell in records[-1]["cells"].values() if "positions" in cell)
+    exceptions = ["llama.cpp: the last 64"]
+    exceptions += [f"{name}: {record['compared']}" for name, record in zip(names, records) if "compared" in record]
     note = (
         "Models that an engine runs exactly, of all: in float32, the mean difference of log-probabilities from "
-        f"transformers is below {bars} nats, at {positions:,} positions up to the target (llama.cpp: the last 64), and "
-        f"`ctxext verify` says applied. Run on a CPU, {records[0]['date']}. On vLLM `ctxext verify` judged "
-        f"{', '.join(wrong)} mistaken configs correctly. From [engines/](engines)."
+        f"transformers is below {bars} nats, at {positions:,} positions up to the target ({'; '.join(exceptions)}), "
+        "and `ctxext verify` says applied, where it gets log-probabilities. Run on a CPU, "
+        f"{max(record['date'] for record in records)}. `ctxext verify` judged mistaken configs correctly: "
+        f"{', '.join(judged)}. From [engines/](engines)."
     )
     return table(["method", *(record["engine"] for record in records)], rows, note)
 

@@ -20,10 +20,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from at_scale.cells import Budget, Store, run_part
 from engines.conformance import InLlamaCpp, InMLX, InVLLM
 from engines.subjects import RUNS
+from engines.transformers_serve import InTransformersServe
 
 from ctxext.utils.machine import machine, versions
 
-ENGINES = {part.name: part for part in (InLlamaCpp, InMLX, InVLLM)}
+ENGINES = {part.name: part for part in (InLlamaCpp, InMLX, InTransformersServe, InVLLM)}
 
 
 def main() -> None:
@@ -51,7 +52,7 @@ def main() -> None:
             print(f"{name}: {cell} differs without any extension: {value.get('error') or value['mean']}")
         for cell in (*record["neither"], *wrong):
             value = kept[cell]
-            print(f"{name}: {cell}: {value.get('error') or (value['verdict'], value['mean'])}")
+            print(f"{name}: {cell}: {value.get('error') or (value.get('verdict'), value.get('mean'))}")
         short |= bool(record["neither"] or wrong)
         print(f"{name}: {record['exact']} exact, {record['refused by export']} refused by export, "
               f"{len(record['neither'])} neither; {record['mistakes judged right']} of {record['mistakes']} mistakes "

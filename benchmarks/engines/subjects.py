@@ -133,11 +133,14 @@ class Subject:
 
     def probe(self, method: str) -> Probe:
         """Raises ValueError if the method changes a short text too little to tell."""
-        path = RUNS / self.name / f"{method}.verify.json"
+        path = self.probe_path(method)
         if not path.is_file():
             model = AutoModelForCausalLM.from_pretrained(self.extended(method), dtype=torch.float32)
             make_probe(model.eval(), AutoTokenizer.from_pretrained(MODEL)).save(path)
         return read_probe(path)
+
+    def probe_path(self, method: str) -> Path:
+        return RUNS / self.name / f"{method}.verify.json"
 
     def probe_of_novel(self, method: str, k: int) -> Probe | None:
         """A probe of another text, the k-th 5,000 characters of a novel; None if the method changes it too little."""

@@ -12,7 +12,8 @@ import pytest
 import torch
 from engines import run, subjects
 from engines.conformance import Conformance, EngineError, InLlamaCpp, InMLX, InVLLM
-from engines.subjects import FOLDER, OVERRIDES, Subject
+from engines.subjects import FOLDER, OVERRIDES, TARGET, Subject
+from engines.transformers_serve import LABELS, PLACES, InTransformersServe, label_logprobs, labels, pieces, read
 from transformers import AutoModelForCausalLM
 
 from ctxext import extend_context
@@ -94,7 +95,7 @@ def test_an_engine_that_does_not_start_is_neither_exact_nor_refused(
     assert part.mistaken("yarn", {}, ("does not start",))["right"]
 
 
-@pytest.mark.parametrize("engine", [InVLLM, InMLX, InLlamaCpp])
+@pytest.mark.parametrize("engine", [InVLLM, InMLX, InLlamaCpp, InTransformersServe])
 def test_every_method_has_a_cell_in_every_form(engine: type[Conformance], runs: Path) -> None:
     part = engine(runs)
     names = [cell.name for cell in part.cells()]
@@ -116,8 +117,33 @@ def test_the_mistakes_of_vllm_are_mistakes(runs: Path) -> None:
         assert right not in request["arguments"][4] or "text_config" in request["arguments"][4]
 
 
+def test_labels_are_compared_where_the_marks_are_up_to_the_target() -> None:
+    texts = pieces(TARGET - 1)
+    ids = [token for each in read(texts) for token in each]
+    assert (len(texts), len(labels())) == (PLACES, LABELS)
+    assert 0.95 * TARGET < len(ids) < TARGET
+    assert read(list(labels())) == [[token] for token in labels().values()]
+    model = AutoModelForCausalLM.from_pretrained(Subject("bundled").base, dtype=torch.float32).eval()
+    found = label_logprobs(model, texts[:3])
+    short = torch.tensor([[token for each in read(texts[:2]) for token in each]])
+    expected = model(short).logits[0, -1, list(labels().values())].double().log_softmax(-1)
+    torch.testing.assert_close(found[1], expected, atol=1e-5, rtol=0)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(("engine", "exact"), [("llama.cpp", 4), ("mlx-lm", 2)])
+def test_transformers_serving_the_unextended_folder_is_not_exact(runs: Path) -> None:
+    part, subject = InTransformersServe(runs), Subject("bundled")
+    assert part.exact(part.judged(subject, "yarn", part.served(subject, "yarn", FOLDER)[0]))
+    wrong = part.judged(subject, "yarn", part.plain(subject))
+    assert not part.exact(wrong)
+    assert wrong["mean"] > 0.01
+    assert part.exact(part.unextended(subject))
+    with pytest.raises(EngineError, match="returned 500"):
+        part.answered(str(runs / "nowhere"), pieces(TARGET - 1))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("engine", "exact"), [("llama.cpp", 4), ("mlx-lm", 2), ("transformers-serve", 2)])
 def test_the_small_engines_are_exact(
     engine: str,
     exact: int,
