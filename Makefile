@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 
-.PHONY: demo test test-all lint at-scale smollm2 in-attention verify fit benchmark soak finetune positions families figures fidelity engines clean
+.PHONY: demo test test-all lint at-scale smollm2 in-attention verify fit benchmark soak finetune positions families figures fidelity engines engines-versions clean
 
 $(VENV)/demo.stamp: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -85,6 +85,10 @@ fidelity: $(VENV)/dev.stamp  ## beside the authors' code, longppl, lm-eval and a
 
 engines: $(VENV)/dev.stamp  ## every static method in each engine, in an environment of its own, against transformers
 	$(BIN)/python benchmarks/engines/run.py
+
+engines-versions: $(VENV)/dev.stamp  ## the config and rotary code of every minor version of vLLM, run alone
+	$(BIN)/python benchmarks/engines/versions.py
+	$(BIN)/python docs/update_readme.py
 
 families: $(VENV)/dev.stamp  ## every model type of transformers built small, extended and compared
 	PYTHONPATH=tools $(BIN)/python -m survey --json docs/families.json --markdown docs/families.md

@@ -253,6 +253,33 @@ def engines_ran_table() -> str:
     return table(["method", *(record["engine"] for record in records)], rows, note)
 
 
+def engine_versions_table() -> str:
+    """Where releases of vLLM differ on a case, of docs/engine_versions.json."""
+    record, rows = read("docs/engine_versions.json"), []
+    releases = list(record["vllm"])
+    for case in record["cases"]:
+        if len(case["did"]) == 1:
+            continue
+        overrides = json.dumps(case["overrides"]).replace("|", "\\|")
+        did = []
+        for each in case["did"]:
+            does, versions = each["does"], each["versions"]
+            assert versions == releases[releases.index(versions[0]) :][: len(versions)], "a meaning that came back"
+            span = f"{versions[0]} to {versions[-1]}" if len(versions) > 1 else versions[0]
+            words = "does not start"
+            if does["starts"]:
+                words = f"{does['length']} tokens, {does['rows']} rows, cos and sin × {does['attention_factor']:.4g}, "
+                words += f"slowest pair {does['inv_freq'][-1]:.3g}"
+            did.append(f"{span}: {words}")
+        rows.append([case["config"]["model_type"], f"`{overrides}`", str(case["asked"] or "none"), "<br>".join(did)])
+    note = (
+        f"{len(record['cases']) - len(rows)} of {len(record['cases'])} cases give the same in every release, "
+        f"{releases[0]} to {releases[-1]}. Run on a CPU, {record['date']}, on transformers "
+        f"{' and '.join(dict.fromkeys(record['vllm'].values()))}. From [engine_versions.json](engine_versions.json)."
+    )
+    return table(["model", "overrides", "`--max-model-len`", "what vLLM does"], rows, note)
+
+
 def positions_table(each_seed: bool) -> str:
     """Train short, test long, of docs/positions/summary.json: means over seeds, or the value of each seed."""
     summary = read("docs/positions/summary.json")
@@ -507,7 +534,11 @@ TABLES = {
         "posgen-differences": posgen_difference_table,
         "cope": cope_table,
     },
-    "docs/engines.md": {"engines": engine_table, "engines-ran": engines_ran_table},
+    "docs/engines.md": {
+        "engines": engine_table,
+        "engines-ran": engines_ran_table,
+        "engine-versions": engine_versions_table,
+    },
     "docs/positions/README.md": {
         "positions": partial(positions_table, each_seed=False),
         "seeds": partial(positions_table, each_seed=True),

@@ -259,8 +259,11 @@ class _Server:
                 self.remark("type", "type", fatal=self.engine == "vllm" and "rope_type" not in table)
             table.setdefault("rope_type", table.get("type", "default"))
             if "rope_theta" not in table:
-                table["rope_theta"] = _THETAS[self.engine].get(self.text.model_type, 10000.0)
-                if table["rope_theta"] != before["rope_theta"]:
+                own = _THETAS[self.engine].get(self.text.model_type)
+                table["rope_theta"] = 10000.0 if own is None else own
+                if self.engine == "vllm" and self.version < (0, 13) and own is None:
+                    self.remark("rope_theta", "theta-missing", fatal=True)
+                elif table["rope_theta"] != before["rope_theta"]:
                     self.remark("rope_theta", "theta-lost")
             kind = kind_of(table)
             needed = ("factor", "original_max_position_embeddings") if kind == "yarn" else NEEDED.get(kind, ())

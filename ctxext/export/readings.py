@@ -43,6 +43,7 @@ _LLAMA_CPP_RUN = "run: tests/export/test_gguf_families.py"
 _VERSIONS = "run: benchmarks/versions.py"
 _MLX = "run: benchmarks/engines/run.py; read: mlx_lm/models/rope_utils.py in the wheel of 0.32.2"
 _VLLM_RUN = "run: benchmarks/engines/vllm_reads.py"
+_VLLM_VERSIONS = "run: benchmarks/engines/versions.py"
 _VLLM_OVERRIDES = "vllm/config/model.py (_apply_dict_overrides) in the wheels of 0.12.0, 0.19.1, 0.29.0 and 0.32.0"
 _SGLANG_CONFIG = "sglang/srt/utils/hf_transformers/config.py (get_config) in the wheels of"
 
@@ -74,7 +75,8 @@ _ROWS = {
     "vllm-transformers-4": ("0.12 to 0.19", "rope_theta",
         "overrides the one in rope_parameters, even by its default, and rope_scaling overrides rope_parameters: "
         "these versions run on transformers 4, so both are written with equal values",
-        "read: vllm/transformers_utils/config.py (patch_rope_parameters) in the wheels of 0.12.0, 0.19.1 and 0.20.2"),
+        f"{_VLLM_VERSIONS}; read: vllm/transformers_utils/config.py (patch_rope_parameters) in the wheels of 0.12.0, "
+        "0.19.1 and 0.20.2"),
     "vllm-rope-scaling": (">= 0.12", "--rope-scaling", "was removed; pass rope_parameters in --hf-overrides",
         "read: vllm-project/vllm#28006"),
     "vllm-overrides": (">= 0.12", "--hf-overrides",
@@ -93,7 +95,8 @@ _ROWS = {
         "are not read: write an object for each layer type, such as full_attention",
         "read: vllm/model_executor/models/gemma3.py in the wheel of 0.32.0"),
     "vllm-rope-scaling-key": ("0.12 to 0.19", "rope_scaling in --hf-overrides",
-        "is ignored, as rope_parameters were read before: write rope_parameters", f"read: {_VLLM_OVERRIDES}"),
+        "is ignored, as rope_parameters were read before: write rope_parameters",
+        f"{_VLLM_VERSIONS}; read: {_VLLM_OVERRIDES}"),
     "vllm-type": (">= 0.12", "type in place of rope_type in --hf-overrides",
         "stops the start with KeyError 'rope_type'; merged into a nested text config, it leaves the rope_type there",
         f"{_VLLM_RUN}; read: {_VLLM_OVERRIDES}"),
@@ -103,6 +106,9 @@ _ROWS = {
         "is lost with the rope_parameters that it replaces: the model class's own base is used, which is 1e6 for Qwen2 "
         "and Qwen3, and 10000 for most",
         f"{_VLLM_RUN}; read: vllm/model_executor/models/ (set_default_rope_theta) and {_VLLM_WHEELS} 0.32.0"),
+    "vllm-theta-missing": ("0.12", "a rope_theta missing from the override",
+        "stops the start with KeyError 'rope_theta', except in model classes with a base of their own (Qwen2, Qwen3)",
+        f"{_VLLM_VERSIONS}; read: {_VLLM_WHEELS} 0.12.0 and 0.13.0"),
     "vllm-replaced": (">= 0.12", "a mrope_section or partial_rotary_factor missing from the override",
         "is lost with the rope_parameters that it replaces", f"read: {_VLLM_OVERRIDES}"),
     "vllm-missing": (">= 0.12", "a factor or original_max_position_embeddings",
@@ -113,7 +119,7 @@ _ROWS = {
         "is the maximum length served, multiplied by factor for linear scaling. A longer --max-model-len is "
         "rejected", f"read: {_LENGTH_WHEELS}"),
     "vllm-yarn-length": ("<= 0.29", "max_position_embeddings beside yarn",
-        "is ignored: original_max_position_embeddings * factor is served", f"read: {_LENGTH_WHEELS}"),
+        "is ignored: original_max_position_embeddings * factor is served", f"{_VLLM_VERSIONS}; read: {_LENGTH_WHEELS}"),
     "vllm-yarn-length-new": (">= 0.30", "max_position_embeddings beside yarn",
         "is the maximum length, and factor is not counted: an override with yarn needs the new length there too",
         f"{_VLLM_RUN}; read: vllm-project/vllm#56446"),
@@ -126,10 +132,10 @@ _ROWS = {
         "is only read for pooling models with absolute positions", f"read: {_LENGTH_WHEELS}"),
     "vllm-attention-factor": ("<= 0.29", "attention_factor of yarn",
         "is ignored; ctxext also writes attn_factor, a multiplier of 0.1 ln(factor) + 1",
-        f"read: vllm-project/vllm#48351, {_VLLM_WHEELS} 0.12.0, 0.19.1, 0.25.1 and 0.29.0"),
+        f"{_VLLM_VERSIONS}; read: vllm-project/vllm#48351, {_VLLM_WHEELS} 0.12.0, 0.19.1, 0.25.1 and 0.29.0"),
     "vllm-attention-factor-new": (">= 0.30", "attention_factor of yarn",
         "is the multiplier of cos and sin, as in transformers, and attn_factor is ignored",
-        f"read: {_VLLM_WHEELS} 0.30.0 and 0.32.0"),
+        f"{_VLLM_VERSIONS}; read: {_VLLM_WHEELS} 0.30.0 and 0.32.0"),
     "vllm-mla-attention-factor": (">= 0.12", "attention_factor of yarn in the DeepSeek families",
         "is ignored, and from 0.30 attn_factor as well; ctxext also writes an mscale of the same effect",
         f"read: {_VLLM_WHEELS} 0.29.0, 0.30.0 and 0.32.0"),
@@ -144,7 +150,7 @@ _ROWS = {
         "and beta_slow; attention_factor is ignored",
         "run: benchmarks/engines/run.py; read: vllm/model_executor/models/gpt_oss.py in the wheel of 0.32.0"),
     "vllm-mscale": ("<= 0.29", "mscale and mscale_all_dim of yarn", "are ignored outside the DeepSeek families",
-        f"read: vllm-project/vllm#48621, {_VLLM_WHEELS} 0.29.0 and 0.30.0"),
+        f"{_VLLM_VERSIONS}; read: vllm-project/vllm#48621, {_VLLM_WHEELS} 0.29.0 and 0.30.0"),
     "vllm-longrope": (">= 0.12", "attention_factor and factor of longrope",
         "are ignored; short_mscale and long_mscale multiply cos and sin", f"read: {_VLLM_ROPE}/__init__.py"),
     "vllm-longrope-lists": (">= 0.12", "long_factor",
