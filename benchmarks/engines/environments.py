@@ -85,6 +85,18 @@ VLLM = Environment(
 )  # fmt: skip
 MLX = Environment("mlx-lm", "0.32.2", ("mlx-lm==0.32.2", "mlx[cpu]==0.32.4"))
 
+ONNX = Environment(
+    "onnxruntime-genai", "0.18.0",
+    ("onnxruntime-genai==0.18.0", "onnxruntime==1.32.0", "onnx==1.23.2", "onnx-ir==1.1.0", "torch==2.13.0",
+     "transformers==5.23.0"),
+)  # fmt: skip
+OPENVINO = Environment(
+    # The torchvision that comes along is for another build of torch.
+    "openvino", "2026.4.1",
+    ("openvino==2026.4.1", "openvino-genai==2026.4.1.0", "optimum-intel==2.2.0", "nncf==3.4.0", "torch==2.13.0"),
+    without=("torchvision",),
+)  # fmt: skip
+
 
 def llama_cpp_source() -> Path:
     """The folder of llama.cpp's converter, of the version that xllamacpp runs: its source distribution holds it."""

@@ -34,8 +34,8 @@ def export(
     engine: Annotated[
         str,
         typer.Option(
-            help="transformers, transformers-v4, vllm, sglang, mlx, exllamav3, lmdeploy, llama.cpp, ollama, or all of "
-            "them."
+            help="transformers, transformers-v4, vllm, sglang, mlx, exllamav3, lmdeploy, onnxruntime-genai, openvino, "
+            "llama.cpp, ollama, or all of them."
         ),
     ] = "all",
     factor: common.Factor = None,
@@ -337,6 +337,8 @@ def command_lines(words: Sequence[str]) -> str:
 def _lines(export: EngineExport) -> list[str]:
     """The context keys of a config.json, with long lists abbreviated."""
     names = ["rope_theta", "rope_scaling"] if export.engine in ("transformers-v4", "mlx") else ["rope_parameters"]
+    if export.engine == "onnxruntime-genai":
+        names.append("architectures")
     nested = [value for value in export.config.values() if isinstance(value, dict) and "rope_parameters" in value]
     section = nested[0] if nested else export.config
     found = {name: section[name] for name in ("max_position_embeddings", *names) if section.get(name) is not None}

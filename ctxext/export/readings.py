@@ -38,6 +38,10 @@ _SGLANG_LENGTH = f"{SGLANG}@001adf56:python/sglang/srt/configs/model_config.py"
 _LLAMA_CPP_CONTEXT = f"{LLAMA_CPP}@001d906a:src/llama-context.cpp"
 _EXLLAMA = "read: exllamav3/util/rope.py in the wheel of 1.6.5"
 _LMDEPLOY = "read: lmdeploy/pytorch/nn/rotary_embedding.py, backends/default/rotary_embedding.py in the wheel of 0.18.0"
+_ORT = "onnxruntime_genai/models/builders/"
+_ORT_BASE = f"run: benchmarks/engines/run.py; read: {_ORT}base.py in the wheel of 0.18.0"
+_ORT_LLAMA = f"run: benchmarks/engines/run.py; read: {_ORT}llama.py, mistral.py and phi.py in the wheel of 0.18.0"
+_OPENVINO = "read: optimum/exporters/openvino/model_patcher.py in the wheel of 2.2.0"
 _LLAMA_CPP_MODELS = f"{LLAMA_CPP} b11549:src/models/"
 _LLAMA_CPP_RUN = "run: tests/export/test_gguf_families.py"
 _VERSIONS = "run: benchmarks/versions.py"
@@ -266,6 +270,31 @@ _ROWS = {
         "which ctxext sets accordingly; the list is chosen by the largest position of a batch", _LMDEPLOY),
     "lmdeploy-dynamic": (">= 0.18", 'rope_type "dynamic"',
         "computes its base from the largest position of a batch, so cached keys keep another base", _LMDEPLOY),
+    # ----------------------------------------------------------------------------- ONNX Runtime GenAI
+    "onnxruntime-genai-class": (">= 0.18", "rope_parameters of LLaMA",
+        "are read for llama3 alone, and every other type builds plain RoPE without a message; which class builds the "
+        "graph is decided by architectures, so ctxext writes the one that reads this type", _ORT_LLAMA),
+    "onnxruntime-genai-yarn": (">= 0.18", "yarn",
+        "takes beta_fast and beta_slow without defaults, never rounds the ramp's ends, rejects a ramp that ends "
+        "outside the pairs, and multiplies cos and sin by mscale; attention_factor and truncate are ignored. ctxext "
+        "writes betas whose ends are the rounded ones", _ORT_BASE),
+    "onnxruntime-genai-longrope": (">= 0.18", "longrope",
+        "is read by the class of Phi-3 alone, with short_mscale and long_mscale; attention_factor is ignored",
+        _ORT_LLAMA),
+    "onnxruntime-genai-types": (">= 0.18", "any other rope_type",
+        "is rejected by the class of each model but those of LLaMA and Phi-3", _ORT_BASE),
+    "onnxruntime-genai-length": (">= 0.18", "max_position_embeddings",
+        "is the number of rows of the cos/sin table, and max_length", _ORT_BASE),
+    "onnxruntime-genai-dynamic": (">= 0.18", 'rope_type "dynamic"',
+        "is rejected, or builds plain RoPE for LLaMA", f"read: {_ORT}base.py and llama.py in the wheel of 0.18.0"),
+    # --------------------------------------------------------------------------------------- OpenVINO
+    "openvino-config": (">= optimum-intel 2.2", "rope_parameters",
+        "are read by transformers 5, whose model is traced: every static type and attention_factor is kept", _OPENVINO),
+    "openvino-longrope": (">= optimum-intel 2.2", "longrope",
+        "has a forward pass of its own, where short_mscale and long_mscale replace attention_factor", _OPENVINO),
+    "openvino-dynamic": (">= optimum-intel 2.2", 'rope_type "dynamic"',
+        "is traced once, at the length of the example", "read: optimum/exporters/openvino/model_patcher.py, "
+        "transformers' modeling_rope_utils.py in the wheels of 2.2.0 and 5.5.4"),
     # --------------------------------------------------------------------------------------- llama.cpp
     "llama.cpp-yarn": (">= December 2025", "yarn", "multiplies cos and sin by 0.1 ln(factor) + 1, as the paper does",
         f"read: ggml-org/llama.cpp#18006, {_LLAMA_CPP_CONTEXT}"),
@@ -322,7 +351,7 @@ _ROWS = {
 }  # fmt: skip
 _NAMES = {
     "vllm": "vLLM", "sglang": "SGLang", "mlx": "mlx-lm", "exllamav3": "ExLlamaV3", "lmdeploy": "LMDeploy",
-    "ollama": "Ollama",
+    "ollama": "Ollama", "onnxruntime": "ONNX Runtime GenAI", "openvino": "OpenVINO",
 }  # fmt: skip
 READINGS = {key: Reading(_NAMES.get(engine := key.partition("-")[0], engine), *row) for key, row in _ROWS.items()}
 

@@ -29,7 +29,8 @@ if TYPE_CHECKING:
 
 _LEAST = {
     "transformers": "5.0", "transformers-v4": "4.57", "vllm": "0.12", "sglang": "0.5.10", "mlx": "0.32",
-    "exllamav3": "1.6", "lmdeploy": "0.18", "llama.cpp": "December 2025", "ollama": "August 2026",
+    "exllamav3": "1.6", "lmdeploy": "0.18", "onnxruntime-genai": "0.18", "openvino": "optimum-intel 2.2",
+    "llama.cpp": "December 2025", "ollama": "August 2026",
 }  # fmt: skip
 ENGINES = tuple(_LEAST)
 _VERSION_4_TYPES = frozenset({"default", "linear", "dynamic", "yarn", "llama3", "longrope"})
@@ -45,6 +46,12 @@ LENGTHS = (
 _MLX_TYPES = ("llama", "mistral", "qwen2", "qwen3", "phi3", "gemma3_text")
 # The model types whose class in ExLlamaV3 and LMDeploy was read: one table, by their common rotary code.
 _COMMON_TYPES = ("llama", "mistral", "qwen2", "qwen3", "phi3", "gpt_oss")
+# The model types whose class in ONNX Runtime GenAI's builder was run (benchmarks/engines/run.py); in the first group,
+# weights and graph are those of its classes for Mistral and Phi-3 as well.
+_ORT_COMMON = ("llama", "mistral", "qwen2", "phi3")
+_ORT_TYPES = (*_ORT_COMMON, "qwen3")
+# The model types that optimum-intel was tried with.
+_OPENVINO_TYPES = ("llama",)
 # transformers' model types whose name differs from llama.cpp's architecture.
 _GGUF_NAMES = {"mistral": "llama", "mixtral": "llama"}
 _AS_IT_WAS = "MODEL.gguf is the file of the unextended model; a file of the extended one already holds the extension."
@@ -61,8 +68,9 @@ class EngineExport:
     Attributes:
         least_version: the oldest version of the engine that reads these keys in this way.
         config: the complete config.json for this engine.
-        flags: the command line; empty for transformers and ExLlamaV3, and for mlx and LMDeploy unless the folder is
-            ready. It contains the changes of `config`, so that the checkpoint needs no edit.
+        flags: the command line; empty for transformers and ExLlamaV3, and for mlx, LMDeploy, ONNX Runtime GenAI and
+            OpenVINO unless the folder is ready. It contains the changes of `config`, so that the checkpoint needs no
+            edit.
         warnings: how versions of the engine read a field in use, a sentence each.
         length: tokens that it serves; 0 if the config of a model without RoPE states none.
     """
@@ -126,6 +134,13 @@ def export_for(
         _transformers("transformers", facts, section, target, as_it_is)
         before = None if plan is None else read_context(config).tables[0]
         return EngineExport(engine, _LEAST[engine], written, *_llama_cpp(engine, model, facts, target, before), target)
+    if engine in ("onnxruntime-genai", "openvino"):
+        if engine == "openvino":
+            warnings = _openvino(facts, section, target, as_it_is)
+        else:
+            warnings = _onnxruntime(facts, section, written, target)
+        launch = build_command(engine, model) if ready or written == source else ()
+        return EngineExport(engine, _LEAST[engine], written, launch, warnings, target)
     if engine in ("mlx", "exllamav3", "lmdeploy"):
         launch = {
             "mlx": ("mlx_lm.server", "--model", model),
@@ -466,6 +481,116 @@ def _by_length(engine: str, facts: ContextFacts, section: dict[str, Any], target
     section["rope_parameters"], section["max_position_embeddings"] = parameters, length
     section["rope_theta"] = parameters["rope_theta"]  # where ExLlamaV3 looks first
     return _warn(*warnings)
+
+
+# ------------------------------------------------------------------ ONNX Runtime GenAI and OpenVINO
+
+
+def build_command(engine: str, model: str) -> tuple[str, ...]:
+    """The command that builds the engine's own model from a folder."""
+    if engine == "openvino":
+        task = ("--task", "text-generation-with-past")
+        return ("optimum-cli", "export", "openvino", "--model", model, *task, f"{model.rstrip('/')}-openvino")
+    builder = ("python", "-m", "onnxruntime_genai.models.builder", "--input", model)
+    return (*builder, "--output", f"{model.rstrip('/')}-onnx", "--precision", "fp32", "--execution_provider", "cpu")
+
+
+def _openvino(facts: ContextFacts, section: dict[str, Any], target: int, as_it_is: bool) -> tuple[str, ...]:
+    """Write `section` for optimum-intel, which traces the model of transformers 5. Returns the warnings."""
+    name = facts.text_config.model_type
+    if name not in _OPENVINO_TYPES:
+        known = ", ".join(_OPENVINO_TYPES)
+        raise NotExportable(
+            f"optimum-intel's export of {name} was not tried (tried: {known}). Nearest: transformers, or vLLM."
+        )
+    kinds = {_rope_type(table) for table in facts.tables}
+    _transformers("transformers", facts, section, target, as_it_is)
+    if "longrope" not in kinds:
+        return ()
+    for table in facts.tables:  # beside attention_factor they win
+        if {"short_mscale", "long_mscale"} & table.parameters.keys():
+            raise NotExportable(
+                f"{READINGS['openvino-longrope']}. Nearest: write the folder with ctxext extend, and export that."
+            )
+    return _warn("openvino-longrope")
+
+
+def _onnxruntime(facts: ContextFacts, section: dict[str, Any], written: dict[str, Any], target: int) -> tuple[str, ...]:
+    """Write `section` for the model builder of ONNX Runtime GenAI. Returns the warnings.
+
+    Its class for LLaMA reads llama3 alone, that for Mistral linear and yarn, and that for Phi-3 longrope. Which class
+    it takes is decided by `architectures`, and the weights are loaded by model_type.
+    """
+    name, table = facts.text_config.model_type, facts.tables[0]
+    if name not in _ORT_TYPES or section is not written:
+        known = ", ".join(_ORT_TYPES)
+        raise NotExportable(
+            f"ONNX Runtime GenAI's builder was not run with {name} (run: {known}). Nearest: openvino, or vLLM."
+        )
+    if table.window is not None and table.window < target:
+        raise NotExportable(
+            f"ONNX Runtime GenAI's builder was not run with a sliding window. Nearest: a target of {table.window} "
+            "tokens, or vLLM."
+        )
+    parameters, kind, warnings = dict(table.parameters), _rope_type(table), list[str]()
+    theta, scale, partial = parameters["rope_theta"], table.in_use.attention_factor, table.rotary_dim < table.head_dim
+    original = int(parameters.get("original_max_position_embeddings") or target)
+    found: dict[str, Any] = {"rope_type": kind, "rope_theta": theta}
+    if "partial_rotary_factor" in parameters:
+        found["partial_rotary_factor"] = parameters["partial_rotary_factor"]
+    ends = _ramp(parameters, table.rotary_dim) if kind == "yarn" and not partial else None
+    by_list = False
+    if kind == "default":
+        original = target
+    elif kind == "llama3" and name == "llama":
+        found |= {key: parameters[key] for key in ("factor", "low_freq_factor", "high_freq_factor")}
+    elif kind == "linear" and name != "phi3":
+        found["factor"], original = parameters["factor"], target
+    elif ends is not None and name != "phi3":
+        turns = [original / (2 * math.pi * theta ** (2 * end / table.rotary_dim)) for end in ends]
+        found |= {"factor": parameters["factor"], "beta_fast": turns[0], "beta_slow": turns[1], "mscale": scale}
+        warnings.append("onnxruntime-genai-yarn")
+    elif name in _ORT_COMMON:
+        if parameters.get("short_factor") != parameters.get("long_factor"):
+            raise NotExportable(
+                "ONNX Runtime GenAI's builder was not run with two lists of factors. Nearest: vLLM, or 'yarn'."
+            )
+        by_list = True
+        factors = (table.plain(theta, table.limit).inv_freq / table.in_use.inv_freq).tolist()
+        original = min(original, target - 1)  # the class that reads lists is taken where the two lengths differ
+        found |= {"rope_type": "longrope", "type": "longrope", "short_factor": factors, "long_factor": factors,
+                  "short_mscale": scale, "long_mscale": scale, "factor": target / original,
+                  "attention_factor": scale}  # fmt: skip
+        warnings.append("onnxruntime-genai-longrope")
+    else:
+        raise NotExportable(
+            f"{READINGS['onnxruntime-genai-types']}, so {kind} cannot be written for {name} here. Nearest: 'yarn' with "
+            "its usual betas, 'ntk' or 'pi'."
+        )
+    if name != "phi3" and by_list:
+        written["architectures"] = ["Phi3ForCausalLM"]
+    elif name == "llama" and found["rope_type"] in ("linear", "yarn"):
+        written["architectures"] = ["MistralForCausalLM"]
+    if name == "llama" and kind != "default":
+        warnings.insert(0, "onnxruntime-genai-class")
+    for key in ("rope_scaling", "original_max_position_embeddings", "ctxext"):
+        section.pop(key, None)
+    section |= {"rope_parameters": found, "rope_theta": theta, "max_position_embeddings": target}
+    if original != target or name == "phi3":
+        found["original_max_position_embeddings"] = section["original_max_position_embeddings"] = original
+    return _warn(*warnings)
+
+
+def _ramp(parameters: dict[str, Any], dims: int) -> tuple[float, float] | None:
+    """The ends of yarn's ramp in pairs, rounded where transformers rounds them; None if the builder rejects them."""
+    theta, length = parameters["rope_theta"], parameters["original_max_position_embeddings"]
+    low, high = (
+        dims * math.log(length / (2 * math.pi * (parameters.get(beta) or paper))) / (2 * math.log(theta))
+        for beta, paper in (("beta_fast", 32.0), ("beta_slow", 1.0))
+    )
+    if parameters.get("truncate", True):
+        low, high = math.floor(low), math.ceil(high)
+    return (low, high) if 0 < low < high < dims / 2 - 1 else None
 
 
 # ------------------------------------------------------------------------------- llama.cpp and Ollama

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from engines import run, subjects
+from engines.built import InONNX, InOpenVINO
 from engines.conformance import Conformance, EngineError, InLlamaCpp, InMLX, InVLLM
 from engines.subjects import FOLDER, OVERRIDES, TARGET, Subject
 from engines.transformers_serve import LABELS, PLACES, InTransformersServe, label_logprobs, labels, pieces, read
@@ -95,7 +96,7 @@ def test_an_engine_that_does_not_start_is_neither_exact_nor_refused(
     assert part.mistaken("yarn", {}, ("does not start",))["right"]
 
 
-@pytest.mark.parametrize("engine", [InVLLM, InMLX, InLlamaCpp, InTransformersServe])
+@pytest.mark.parametrize("engine", [InVLLM, InMLX, InLlamaCpp, InTransformersServe, InONNX, InOpenVINO])
 def test_every_method_has_a_cell_in_every_form(engine: type[Conformance], runs: Path) -> None:
     part = engine(runs)
     names = [cell.name for cell in part.cells()]
@@ -143,7 +144,9 @@ def test_transformers_serving_the_unextended_folder_is_not_exact(runs: Path) -> 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("engine", "exact"), [("llama.cpp", 4), ("mlx-lm", 2), ("transformers-serve", 2)])
+@pytest.mark.parametrize(
+    ("engine", "exact"), [("llama.cpp", 4), ("mlx-lm", 2), ("transformers-serve", 2), ("onnxruntime-genai", 4)]
+)
 def test_the_small_engines_are_exact(
     engine: str,
     exact: int,

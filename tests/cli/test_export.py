@@ -114,7 +114,8 @@ def test_a_path_with_brackets_is_shown_whole(config_alone: Path, tmp_path: Path)
     """Not read as markup, as `[bold]` would be."""
     output = tmp_path / "out[bold]"
     assert (
-        f"wrote a config.json for transformers, transformers-v4, vllm, sglang, mlx, exllamav3, lmdeploy, llama.cpp to "
+        f"wrote a config.json for transformers, transformers-v4, vllm, sglang, mlx, exllamav3, lmdeploy, "
+        f"onnxruntime-genai, openvino, llama.cpp to "
         f"{output}\n" in export(config_alone, "--method", "yarn", "-o", output).stderr
     )
 
