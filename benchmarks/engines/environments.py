@@ -84,6 +84,7 @@ VLLM = Environment(
     also_named=("vllm", "0.32.0+cpu"),
 )  # fmt: skip
 MLX = Environment("mlx-lm", "0.32.2", ("mlx-lm==0.32.2", "mlx[cpu]==0.32.4"))
+LITELLM = Environment("litellm", "1.108.7", ("litellm[proxy]==1.108.7",))
 
 ONNX = Environment(
     "onnxruntime-genai", "0.18.0",

@@ -12,7 +12,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 import torch
-from fastapi import FastAPI, HTTPException
+from fastapi import FastAPI, HTTPException, Request
 from fastapi.responses import JSONResponse, StreamingResponse
 from transformers.cli.serving.chat_completion import ChatCompletionHandler
 from transformers.cli.serving.completion import CompletionHandler
@@ -44,7 +44,7 @@ def make_app(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, name: s
     extension = extension_of(model)
     whole = extension is not None and getattr(extension.plan.method, "of_the_call", False)
     manager, state = _OneModel(model, tokenizer, name, limit), _OneManager(_Bounded(limit, whole))
-    return build_server(
+    app = build_server(
         manager,
         ChatCompletionHandler(manager, state),
         completion_handler=_Completions(manager, state),
@@ -53,6 +53,15 @@ def make_app(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, name: s
         systemone_handler=SystemOneHandler(manager, state),
         generation_state=state,
     )
+    app.add_exception_handler(HTTPException, _openai_error)
+    return app
+
+
+async def _openai_error(request: Request, error: Exception) -> JSONResponse:
+    """An error as OpenAI's API and vLLM give it. Clients and proxies drop the message of FastAPI's own form."""
+    assert isinstance(error, HTTPException)
+    told = {"message": error.detail, "type": "invalid_request_error", "param": None, "code": error.status_code}
+    return JSONResponse({"error": told}, error.status_code)
 
 
 class _OneModel(ModelManager):
@@ -105,8 +114,9 @@ class _Bounded(GenerateManager):
         if room < 1:
             raise HTTPException(
                 400,
-                f"the prompt has {self.limit - room} tokens, but this model serves {self.limit} with the answer. "
-                "Shorten the prompt, or extend the model further.",
+                # As OpenAI and vLLM begin it: proxies know by these words that a longer model should be asked.
+                f"This model's maximum context length is {self.limit} tokens with the answer, but the prompt has "
+                f"{self.limit - room}. Shorten the prompt, or extend the model further.",
             )
         gen_config.max_new_tokens = min(gen_config.max_new_tokens, room)
         gen_config.use_cache = not self.whole

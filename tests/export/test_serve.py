@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from threading import Thread
+from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
 import pytest
@@ -104,8 +105,11 @@ def test_a_text_and_its_tokens_are_one_prompt(url: str, folder: Path) -> None:
 @pytest.mark.parametrize(
     ("body", "says"),
     [
-        ({"prompt": [5] * 1024}, "the prompt has 1024 tokens, but this model serves 1024 with the answer"),
-        ({"prompt": [5] * 1024, "echo": True, "logprobs": 1}, "the prompt has 1024 tokens"),
+        (
+            {"prompt": [5] * 1024},
+            "This model's maximum context length is 1024 tokens with the answer, but the prompt has 1024.",
+        ),
+        ({"prompt": [5] * 1024, "echo": True, "logprobs": 1}, "the prompt has 1024"),
         ({"prompt": [4096]}, "a list of token ids below 4096"),
         ({"prompt": [[5, 6]]}, "a list of token ids below 4096"),
         ({"prompt": [5], "logprobs": 1, "logit_bias": {"7": 100}}, "without stream and logit_bias"),
@@ -117,6 +121,15 @@ def test_what_it_cannot_serve_is_refused(url: str, body: dict, says: str) -> Non
     endpoint = Endpoint(url)
     with pytest.raises(ValueError, match=re.escape(says)):
         endpoint.call("completions", {"model": "austen", "temperature": 0, "max_tokens": 1, **body})
+
+
+def test_an_error_has_openai_s_form(url: str) -> None:
+    body = json.dumps({"model": "austen", "prompt": [5] * 1024, "max_tokens": 1}).encode()
+    request = Request(f"{url}/v1/completions", body, {"Content-Type": "application/json"})
+    with pytest.raises(HTTPError) as refused:
+        urlopen(request)
+    assert refused.value.code == 400
+    assert json.load(refused.value)["error"]["message"].startswith("This model's maximum context length is 1024")
 
 
 def test_an_answer_ends_at_the_maximum_length(url: str) -> None:
