@@ -505,7 +505,6 @@ TABLES = {
     "README.md": {
         "fit": partial(fit_table, False, "."),
         "methods": method_table,
-        "demo": partial(comparison_table, "docs/demo/summary.json"),
         "quality": partial(comparison_table, "docs/at_scale/quality-cpu.json"),
     },
     "recipes/README.md": {"finetune": finetune_table},
