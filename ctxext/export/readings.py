@@ -291,7 +291,8 @@ _ROWS = {
     "openvino-config": (">= optimum-intel 2.2", "rope_parameters",
         "are read by transformers 5, whose model is traced: every static type and attention_factor is kept", _OPENVINO),
     "openvino-longrope": (">= optimum-intel 2.2", "longrope",
-        "has a forward pass of its own, where short_mscale and long_mscale replace attention_factor", _OPENVINO),
+        "has a forward pass of its own, which fails for gpt-oss, and where short_mscale and long_mscale replace "
+        "attention_factor", _OPENVINO),
     "openvino-dynamic": (">= optimum-intel 2.2", 'rope_type "dynamic"',
         "is traced once, at the length of the example", "read: optimum/exporters/openvino/model_patcher.py, "
         "transformers' modeling_rope_utils.py in the wheels of 2.2.0 and 5.5.4"),

@@ -50,8 +50,8 @@ _COMMON_TYPES = ("llama", "mistral", "qwen2", "qwen3", "phi3", "gpt_oss")
 # weights and graph are those of its classes for Mistral and Phi-3 as well.
 _ORT_COMMON = ("llama", "mistral", "qwen2", "phi3")
 _ORT_TYPES = (*_ORT_COMMON, "qwen3")
-# The model types that optimum-intel was tried with.
-_OPENVINO_TYPES = ("llama",)
+# The model types that optimum-intel was run with.
+_OPENVINO_TYPES = ("llama", "mistral", "qwen2", "qwen3", "phi3", "gpt_oss")
 # transformers' model types whose name differs from llama.cpp's architecture.
 _GGUF_NAMES = {"mistral": "llama", "mixtral": "llama"}
 _AS_IT_WAS = "MODEL.gguf is the file of the unextended model; a file of the extended one already holds the extension."
@@ -501,12 +501,14 @@ def _openvino(facts: ContextFacts, section: dict[str, Any], target: int, as_it_i
     if name not in _OPENVINO_TYPES:
         known = ", ".join(_OPENVINO_TYPES)
         raise NotExportable(
-            f"optimum-intel's export of {name} was not tried (tried: {known}). Nearest: transformers, or vLLM."
+            f"optimum-intel's export of {name} was not run, or fails (run: {known}). Nearest: transformers, or vLLM."
         )
     kinds = {_rope_type(table) for table in facts.tables}
     _transformers("transformers", facts, section, target, as_it_is)
     if "longrope" not in kinds:
         return ()
+    if name == "gpt_oss":
+        raise NotExportable(f"optimum-intel's export fails for longrope of {name}. Nearest: 'yarn', 'ntk' or 'pi'.")
     for table in facts.tables:  # beside attention_factor they win
         if {"short_mscale", "long_mscale"} & table.parameters.keys():
             raise NotExportable(

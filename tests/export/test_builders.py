@@ -110,13 +110,14 @@ def test_the_command_builds_the_folder_that_was_written() -> None:
     ("engine", "family", "said"),
     [
         ("onnxruntime-genai", "olmo2", r"was not run with olmo2 \(run: llama.*Nearest: openvino"),
-        ("openvino", "olmo2", r"export of olmo2 was not tried \(tried: llama.*Nearest: transformers"),
+        ("openvino", "gpt_oss", "fails for longrope of gpt_oss. Nearest: 'yarn'"),
+        ("openvino", "olmo2", r"export of olmo2 was not run, or fails \(run: llama.*Nearest: transformers"),
     ],
 )
 def test_a_model_that_was_not_run_is_refused(engine: str, family: str, said: str) -> None:
     config = tiny_config(family)
     with pytest.raises(NotExportable, match=said):
-        export_for(engine, config, plan_extension(config, 4, "ntk"))
+        export_for(engine, config, plan_extension(config, 4, "resonance"))
 
 
 def test_a_window_two_lists_and_a_dynamic_type_are_refused() -> None:
@@ -132,6 +133,13 @@ def test_a_window_two_lists_and_a_dynamic_type_are_refused() -> None:
     written["rope_parameters"] |= {"short_factor": [1.0] * len(lists), "long_factor": list(lists)}
     with pytest.raises(NotExportable, match="two lists of factors"):
         export_for("onnxruntime-genai", AutoConfig.for_model(**written), source=written)
+    config = config_of("llama")
+    written = export_for("transformers", config, plan_extension(config, 4, "resonance")).config
+    assert "short_mscale" in export_for("openvino", AutoConfig.for_model(**written), source=written).warnings[0]
+    del written["rope_scaling"]
+    written["rope_parameters"] |= {"short_mscale": 1.1, "long_mscale": 1.1}
+    with pytest.raises(NotExportable, match=r"replace attention_factor. Nearest: write the folder"):
+        export_for("openvino", AutoConfig.for_model(**written), source=written)
     dynamic = config_of("llama", rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0})
     for engine in ("onnxruntime-genai", "openvino"):
         with pytest.raises(NotExportable, match="'ntk' or 'yarn'"):
