@@ -399,7 +399,7 @@ def smollm2_table() -> str:
     ]
     note = (
         f"Two rows of 16,384 tokens, a passkey at the beginning or in the middle; the fit took "
-        f"{record['figures']['the fit in seconds']['value'] / 60:.0f} min ({record['machine']}); from "
+        f"{values('docs/fit/smollm2.json')['the fit in seconds'] / 60:.0f} min ({record['machine']}); from "
         f"{link('docs/fit/smollm2.json', 'docs/fit')}."
     )
     return table(["start", "text (nats per token)", "passkey (nats)", "objective"], rows, note)

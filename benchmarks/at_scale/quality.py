@@ -23,7 +23,7 @@ from ctxext.evals.prompts import Prompter
 from ctxext.evals.results import Results, read_results
 from ctxext.evals.runner import Grid, Runner
 from ctxext.evals.summary import Summary
-from ctxext.evals.targets import LiveModel, Variant, compared_variants
+from ctxext.evals.targets import UNEXTENDED, LiveModel, Variant, compared_variants
 from ctxext.methods import method_from_dict
 from ctxext.models.context import read_context
 
@@ -175,11 +175,11 @@ class Quality(Part):
 
 
 def by_depth(path: Path) -> dict[str, dict[str, float]]:
-    """The share of passkeys found, by length and depth."""
-    found: dict[str, dict[str, list[float]]] = {}
-    for record in read_results(path).records:
-        found.setdefault(str(record["length"]), {}).setdefault(f"{record['depth']:g}", []).append(record["score"])
-    return {n: {depth: sum(each) / len(each) for depth, each in depths.items()} for n, depths in found.items()}
+    """The share of passkeys found by the baseline, by length and depth."""
+    found: dict[str, dict[str, float]] = {}
+    for (length, depth), share in Summary(read_results(path)).cells(UNEXTENDED, "passkey").items():
+        found.setdefault(str(length), {})[f"{depth:g}"] = share.value
+    return found
 
 
 def joined(files: dict[str, Results], lengths: Sequence[int]) -> Results:

@@ -41,7 +41,7 @@ class Builds(InItsEnvironment):
         command = build_command(self.engine, str(folder))
         output = next(word for word in command if word.startswith(f"{folder}-"))
         shutil.rmtree(output, ignore_errors=True)
-        return {"build": [*command, *self.more], "output": output}, build_command(self.engine, str(folder))
+        return {"command": [*command, *self.more], "output": output}, command
 
     def plain(self, subject: Subject) -> dict[str, Any]:
         config = json.loads((subject.base / "config.json").read_text())

@@ -1,28 +1,21 @@
 """Runs in OpenVINO's own environment. Reads one JSON object a line,
-`{"build": [...], "output": "...", "prompts": [[ids], ...]}`; builds the model by that command, unless it is there, and
-writes a line with the log-probabilities of each prompt's tokens but the first, or `{"error": "..."}`."""
+`{"command": [...], "output": "...", "prompts": [[ids], ...]}`; builds the model by that command, unless it is there,
+and writes a line with the log-probabilities of each prompt's tokens but the first, or `{"error": "..."}`."""
 
-import json
+from answering import answer_requests, build, logprobs_of  # isort: split
+
 import os
-import subprocess
 import sys
 
-answers = os.fdopen(os.dup(1), "w")
-os.dup2(2, 1)
-
-import numpy as np  # noqa: E402
-import openvino  # noqa: E402
+import numpy as np
+import openvino
 
 FLOAT32 = {"INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f32"}
 
 
-def measured(build, output, prompts):
+def measured(command, output, prompts):
     file = os.path.join(output, "openvino_model.xml")
-    if not os.path.isfile(file):
-        command = [os.path.join(os.path.dirname(sys.executable), build[0]), *build[1:]]
-        made = subprocess.run(command, capture_output=True, text=True, check=False)
-        if made.returncode or not os.path.isfile(file):
-            raise RuntimeError(f"{build[0]}: {made.stderr.strip().splitlines()[-1]}")
+    build(command[0], [os.path.join(os.path.dirname(sys.executable), command[0]), *command[1:]], file)
     model = openvino.Core().compile_model(file, "CPU", FLOAT32)
     inputs = {name for each in model.inputs for name in each.get_names()}
     found = []
@@ -36,16 +29,8 @@ def measured(build, output, prompts):
         }
         request = model.create_infer_request()  # with a state of its own
         logits = request.infer({name: value for name, value in given.items() if name in inputs})[model.output("logits")]
-        logprobs = logits[0].astype(np.float64)
-        logprobs -= logprobs.max(-1, keepdims=True)
-        logprobs -= np.log(np.exp(logprobs).sum(-1, keepdims=True))
-        found.append(logprobs[np.arange(n), ids[1:]].tolist())
-    return [[value if abs(value) < float("inf") else None for value in each] for each in found]
+        found.append(logprobs_of(logits[0], ids))
+    return found
 
 
-for line in sys.stdin:
-    try:
-        answer = {"logprobs": measured(**json.loads(line))}
-    except Exception as error:
-        answer = {"error": f"{type(error).__name__}: {error}"[:2000]}
-    print(json.dumps(answer), file=answers, flush=True)
+answer_requests(measured)

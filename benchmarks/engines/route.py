@@ -11,28 +11,25 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import secrets
-import socket
-import subprocess
 import sys
 import tempfile
 import time
-import urllib.error
-import urllib.request
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from engines.environments import LITELLM
+from engines.servers import running
 from engines.subjects import TARGET, TRAINED
+from finetuning import free_port
 from transformers import AutoTokenizer
 
 from ctxext.assets import MODEL, PERSUASION
 from ctxext.hub.checkpoint import extend_folder
+from ctxext.utils.endpoint import Endpoint
 from ctxext.utils.machine import machine, versions
 
 CONFIG = Path("recipes/route_by_length/litellm.yaml").resolve()
@@ -50,48 +47,15 @@ router_settings: {{enable_pre_call_checks: true}}
 """
 
 
-def free_port() -> int:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        return int(taken.getsockname()[1])
-
-
-@contextmanager
-def running(command: Sequence[str], url: str, log: Path, **environment: str) -> Iterator[None]:
-    """The process, from when its `url` answers.
-
-    Raises RuntimeError with the end of its log if it ends, or does not answer within 300 seconds.
-    """
-    with log.open("w") as out:
-        process = subprocess.Popen(command, stdout=out, stderr=out, env={**os.environ, **environment})
-    try:
-        end = time.monotonic() + 300
-        while True:
-            try:
-                urllib.request.urlopen(url, timeout=5)
-                break
-            except OSError as error:
-                if process.poll() is not None or time.monotonic() > end:
-                    raise RuntimeError(f"{command[0]} does not answer:\n{log.read_text()[-3000:]}") from error
-            time.sleep(0.5)
-        yield
-    finally:
-        process.terminate()
-        process.wait(30)
-
-
 KEY = f"sk-{secrets.token_hex(16)}"  # LiteLLM does not start without one
 
 
-def ask(url: str, **body: Any) -> dict[str, Any]:
+def ask(server: Endpoint, **body: Any) -> dict[str, Any]:
     """The completion, or {"error": its text}."""
-    headers = {"Content-Type": "application/json", "Authorization": f"Bearer {KEY}"}
-    request = urllib.request.Request(f"{url}/completions", json.dumps(body).encode(), headers)
     try:
-        with urllib.request.urlopen(request, timeout=300) as answer:
-            return json.load(answer)
-    except urllib.error.HTTPError as error:
-        return {"error": error.read().decode()}
+        return server.call("completions", {"model": server.name, **body})
+    except ValueError as error:
+        return {"error": str(error)}
 
 
 def scores(answer: dict[str, Any]) -> list[float] | None:
@@ -99,13 +63,19 @@ def scores(answer: dict[str, Any]) -> list[float] | None:
     return None if "error" in answer else answer["choices"][0]["logprobs"]["token_logprobs"][1:]
 
 
-def routed(proxy: str, direct: dict[str, str], prompts: dict[int, str]) -> list[dict[str, Any]]:
-    """For each prompt, the server whose log-probabilities the proxy's answer has, bit for bit."""
+def routed(url: str, direct: dict[str, str], prompts: dict[int, str]) -> list[dict[str, Any]]:
+    """For each prompt, the server whose log-probabilities the proxy's answer has, bit for bit.
+
+    Args:
+        url: of the proxy; `direct`: of each server.
+    """
+    proxy = Endpoint(url, model="my-model", api_key=KEY, retries=0)
+    servers = {name: Endpoint(each, model=name, api_key=KEY, retries=0) for name, each in direct.items()}
     rows = []
     for tokens, prompt in prompts.items():
         asked = {"prompt": prompt, "max_tokens": 1, "temperature": 0, "echo": True, "logprobs": 1}
-        found = ask(proxy, model="my-model", **asked)
-        by = {name: scores(ask(url, model=name, **asked)) for name, url in direct.items()}
+        found = ask(proxy, **asked)
+        by = {name: scores(ask(server, **asked)) for name, server in servers.items()}
         mine = scores(found)
         equal = [name for name, values in by.items() if values is not None and values == mine]
         expected = "plain" if tokens < TRAINED else "extended" if tokens < TARGET else None

@@ -8,14 +8,10 @@ from __future__ import annotations
 
 import atexit
 import json
-import os
-import socket
-import subprocess
 import sys
-import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
 from pathlib import Path
@@ -25,7 +21,9 @@ import torch
 import transformers
 from at_scale.cells import Cell
 from engines.conformance import Conformance, EngineError
+from engines.servers import running
 from engines.subjects import FOLDER, TARGET, TRAINED, Subject
+from finetuning import free_port
 from jaxtyping import Float64
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -39,7 +37,6 @@ from ctxext.utils.endpoint import Endpoint
 PLACES, LABELS = 64, 16  # at most 64 questions a request
 # A question's instructions are the text up to its mark.
 TEMPLATE = "{% for question in questions %}{{ question.instructions }}<|mark|>{% endfor %}"
-STARTS = 180  # seconds
 
 
 def read(texts: Sequence[str]) -> list[list[int]]:
@@ -102,21 +99,13 @@ class InTransformersServe(Conformance):
         """The server, which ends with this process."""
         settings = self.folder / "decision.json"
         settings.write_text(json.dumps({"labels": {"choice": list(labels())}, "chat_template": TEMPLATE}))
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
+        url = f"http://127.0.0.1:{(port := free_port())}"
         command = [str(Path(sys.executable).with_name("transformers")), "serve", "--device", "cpu"]
         command += ["--dtype", "float32", "--decision-config", str(settings), "--port", str(port)]
-        log = (self.folder / "server.log").open("a")
-        process = subprocess.Popen(command, stdout=log, stderr=log, env={**os.environ, "HF_HUB_OFFLINE": "1"})
-        atexit.register(process.terminate)
-        began = time.perf_counter()
-        while process.poll() is None and time.perf_counter() - began < STARTS:
-            with socket.socket() as tried:
-                if tried.connect_ex(("127.0.0.1", port)) == 0:
-                    return f"http://127.0.0.1:{port}"
-            time.sleep(0.5)
-        raise EngineError(f"{' '.join(command)} did not start in {STARTS} s; see {log.name}")
+        stack = ExitStack()
+        atexit.register(stack.close)
+        stack.enter_context(running(command, f"{url}/health", self.folder / "server.log", HF_HUB_OFFLINE="1"))
+        return url
 
     def served(self, subject: Subject, method: str, form: str) -> tuple[dict[str, Any], tuple[str, ...]]:
         folder = subject.extended(method)
@@ -126,7 +115,7 @@ class InTransformersServe(Conformance):
         return {"folder": str(subject.base.resolve())}
 
     def ask(self, request: dict[str, Any], prompts: Sequence[Sequence[int]]) -> list[Tensor]:
-        raise NotImplementedError("transformers serve returns no log-probabilities of prompts")
+        raise EngineError("transformers serve returns no log-probabilities of prompts; see answered")
 
     def answered(self, folder: str, texts: Sequence[str]) -> Float64[Tensor, "place label"]:
         """log p of each label after each piece, by the server. Raises EngineError."""

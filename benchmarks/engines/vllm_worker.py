@@ -6,24 +6,21 @@ vLLM's own parser, starts the engine, and writes a line with the log-probabiliti
 adapter, it is asked under that.
 """
 
+from answering import answer_requests  # isort: split
+
 import gc
-import json
-import math
 import os
-import sys
 
 os.environ |= {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "ERROR",
     "HF_HUB_OFFLINE": "1",
 }  # fmt: skip
-answers = os.fdopen(os.dup(1), "w")
-os.dup2(2, 1)  # the engine prints
 
-from vllm import LLM, SamplingParams  # noqa: E402
-from vllm.engine.arg_utils import EngineArgs  # noqa: E402
-from vllm.entrypoints.launchers.cli_args import make_arg_parser  # noqa: E402
-from vllm.lora.request import LoRARequest  # noqa: E402
-from vllm.utils.argparse_utils import FlexibleArgumentParser  # noqa: E402
+from vllm import LLM, SamplingParams
+from vllm.engine.arg_utils import EngineArgs
+from vllm.entrypoints.launchers.cli_args import make_arg_parser
+from vllm.lora.request import LoRARequest
+from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 
 def measured(arguments, prompts, environment=()):
@@ -38,20 +35,14 @@ def measured(arguments, prompts, environment=()):
         adapters = [LoRARequest(each.name, 1, each.path) for each in parsed.lora_modules or ()]
         asked = [{"prompt_token_ids": ids} for ids in prompts]
         found = engine.generate(asked, wanted, use_tqdm=False, lora_request=adapters[0] if adapters else None)
-        values = [
+        return [
             [entry[token].logprob for entry, token in zip(one.prompt_logprobs[1:], ids[1:])]
             for one, ids in zip(found, prompts)
         ]
-        return [[value if math.isfinite(value) else None for value in each] for each in values]
     finally:
         engine.llm_engine.engine_core.shutdown()
         del engine
         gc.collect()
 
 
-for line in sys.stdin:
-    try:
-        answer = {"logprobs": measured(**json.loads(line))}
-    except (Exception, SystemExit) as error:
-        answer = {"error": f"{type(error).__name__}: {error}"[:2000]}
-    print(json.dumps(answer), file=answers, flush=True)
+answer_requests(measured)

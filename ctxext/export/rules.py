@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ctxext.core.plan import ENCODINGS, Plan
+from ctxext.encodings.rope import RopeGeometry, correction_dim
 from ctxext.export.gguf import ARCHITECTURES, why_not_written
 from ctxext.export.readings import READINGS
 from ctxext.extension.saving import version_4_keys
@@ -535,13 +536,13 @@ def _onnxruntime(facts: ContextFacts, section: dict[str, Any], written: dict[str
             "tokens, or vLLM."
         )
     parameters, kind, warnings = dict(table.parameters), _rope_type(table), list[str]()
-    theta, scale, partial = parameters["rope_theta"], table.in_use.attention_factor, table.rotary_dim < table.head_dim
+    theta, scale = parameters["rope_theta"], table.in_use.attention_factor
     original = int(parameters.get("original_max_position_embeddings") or target)
     found: dict[str, Any] = {"rope_type": kind, "rope_theta": theta}
     if "partial_rotary_factor" in parameters:
         found["partial_rotary_factor"] = parameters["partial_rotary_factor"]
-    ends = _ramp(parameters, table.rotary_dim) if kind == "yarn" and not partial else None
-    by_list = False
+    whole = table.rotary_dim == table.head_dim
+    ends = _ramp(parameters, table.plain(theta, original)) if kind == "yarn" and whole else None
     if kind == "default":
         original = target
     elif kind == "llama3" and name == "llama":
@@ -557,7 +558,6 @@ def _onnxruntime(facts: ContextFacts, section: dict[str, Any], written: dict[str
             raise NotExportable(
                 "ONNX Runtime GenAI's builder was not run with two lists of factors. Nearest: vLLM, or 'yarn'."
             )
-        by_list = True
         factors = (table.plain(theta, table.limit).inv_freq / table.in_use.inv_freq).tolist()
         original = min(original, target - 1)  # the class that reads lists is taken where the two lengths differ
         found |= {"rope_type": "longrope", "type": "longrope", "short_factor": factors, "long_factor": factors,
@@ -569,7 +569,7 @@ def _onnxruntime(facts: ContextFacts, section: dict[str, Any], written: dict[str
             f"{READINGS['onnxruntime-genai-types']}, so {kind} cannot be written for {name} here. Nearest: 'yarn' with "
             "its usual betas, 'ntk' or 'pi'."
         )
-    if name != "phi3" and by_list:
+    if name != "phi3" and found["rope_type"] == "longrope":
         written["architectures"] = ["Phi3ForCausalLM"]
     elif name == "llama" and found["rope_type"] in ("linear", "yarn"):
         written["architectures"] = ["MistralForCausalLM"]
@@ -583,16 +583,14 @@ def _onnxruntime(facts: ContextFacts, section: dict[str, Any], written: dict[str
     return _warn(*warnings)
 
 
-def _ramp(parameters: dict[str, Any], dims: int) -> tuple[float, float] | None:
+def _ramp(parameters: dict[str, Any], rope: RopeGeometry) -> tuple[float, float] | None:
     """The ends of yarn's ramp in pairs, rounded where transformers rounds them; None if the builder rejects them."""
-    theta, length = parameters["rope_theta"], parameters["original_max_position_embeddings"]
     low, high = (
-        dims * math.log(length / (2 * math.pi * (parameters.get(beta) or paper))) / (2 * math.log(theta))
-        for beta, paper in (("beta_fast", 32.0), ("beta_slow", 1.0))
+        correction_dim(parameters.get(beta) or paper, rope) for beta, paper in (("beta_fast", 32.0), ("beta_slow", 1.0))
     )
     if parameters.get("truncate", True):
         low, high = math.floor(low), math.ceil(high)
-    return (low, high) if 0 < low < high < dims / 2 - 1 else None
+    return (low, high) if 0 < low < high < rope.dim / 2 - 1 else None
 
 
 # ------------------------------------------------------------------------------- llama.cpp and Ollama
