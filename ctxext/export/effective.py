@@ -150,10 +150,9 @@ def meant_scale(table: RopeTable, latent: bool) -> float:
     """
     parameters, kind = table.parameters, kind_of(table.parameters)
     if parameters.get("attention_factor") is None:
-        if kind == "yarn" and "attn_factor" in parameters:
-            return yarn_growth(parameters["factor"]) * float(parameters["attn_factor"])
-        if kind == "yarn" and latent:
-            return _latent_growth(parameters)
+        if kind == "yarn":
+            scale = _latent_growth(parameters) if latent else table.in_use.attention_factor
+            return scale * float(parameters.get("attn_factor") or 1.0)
         if kind == "longrope" and parameters.get("long_mscale"):
             return float(parameters["long_mscale"])
     return table.in_use.attention_factor
@@ -358,13 +357,15 @@ class _Server:
         """The field that the engine does not read as transformers does, and the name of the reading."""
         if kind == "longrope":
             return "attention_factor", "longrope"
-        if latent:
+        if latent and "attention_factor" in parameters:
             return "attention_factor", "mla-attention-factor"
         if self.only_yarn:
             return "attention_factor", "gpt-oss"
-        if self.engine == "sglang" or "attention_factor" in parameters:
+        if "attention_factor" in parameters:
             return "attention_factor", "attention-factor"
-        return ("attn_factor", "attention-factor-new") if "attn_factor" in parameters else ("mscale", "mscale")
+        if self.engine == "vllm" and self.version >= (0, 30):
+            return "attn_factor", "attn-factor"
+        return "mscale", "mscale"
 
     def yarn_scale(self, parameters: dict[str, Any], latent: bool) -> float:
         """The multiplier of cos and sin for yarn, by the keys that this version reads."""
@@ -375,9 +376,9 @@ class _Server:
         mscale, all_dim = parameters.get("mscale"), parameters.get("mscale_all_dim")
         if latent:
             scale = _latent_growth(parameters)
-        elif mscale and all_dim and not older:
+        elif mscale and all_dim and not older and not (self.engine == "sglang" and self.version < (0, 5, 16)):
             scale = yarn_growth(parameters["factor"], mscale) / yarn_growth(parameters["factor"], all_dim)
-        if older or (self.engine == "sglang" and not latent):
+        if older or self.engine == "sglang":
             return scale * (parameters.get("attn_factor") or 1.0)
         return scale if latent else parameters.get("attention_factor") or scale
 

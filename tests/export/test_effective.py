@@ -145,7 +145,7 @@ def test_what_vllm_itself_did_is_what_is_said_of_it(version: str, case: dict[str
 
 
 @pytest.mark.parametrize(("engine", "version", "attn_factor"), [
-    ("vllm", "0.29", 1.5), ("vllm", "0.30", 1.0), ("sglang", "0.5.23", 1.0),
+    ("vllm", "0.29", 1.5), ("vllm", "0.30", 1.0), ("sglang", "0.5.10", 1.5), ("sglang", "0.5.23", 1.5),
 ])  # fmt: skip
 def test_latent_attention_has_a_multiplier_of_its_own(engine: str, version: str, attn_factor: float) -> None:
     """DeepseekScalingRotaryEmbedding: an mscale of 1 and an mscale_all_dim of 0 where left out."""
@@ -157,6 +157,37 @@ def test_latent_attention_has_a_multiplier_of_its_own(engine: str, version: str,
         below = 0.1 * terms.get("mscale_all_dim", 0.0) * math.log(4) + 1
         assert does.tables[""].attention_factor == pytest.approx((0.1 * usual * math.log(4) + 1) / below * attn_factor)
         assert [remark.field for remark in does.remarks] == ["attention_factor"]
+
+
+GROWN = 0.1 * math.log(4) + 1
+BY_TERMS = (0.7 * 0.1 * math.log(4) + 1) / (0.3 * 0.1 * math.log(4) + 1)
+TERMS = {"mscale": 0.7, "mscale_all_dim": 0.3}
+
+
+@pytest.mark.parametrize(("engine", "version", "keys", "multiplier", "dropped"), [
+    ("vllm", "0.29", TERMS, GROWN, ["mscale"]),
+    ("vllm", "0.30", TERMS, BY_TERMS, []),
+    ("sglang", "0.5.15", TERMS, GROWN, ["mscale"]),
+    ("sglang", "0.5.16", TERMS, BY_TERMS, []),
+    ("vllm", "0.29", {"attn_factor": 1.5}, 1.5 * GROWN, []),
+    ("vllm", "0.30", {"attn_factor": 1.5}, GROWN, ["attn_factor"]),
+    ("sglang", "0.5.15", {"attn_factor": 1.5, **TERMS}, 1.5 * GROWN, ["mscale"]),
+    ("sglang", "0.5.16", {"attn_factor": 1.5, **TERMS}, 1.5 * BY_TERMS, []),
+])  # fmt: skip
+def test_a_dropped_term_of_yarns_multiplier_is_named(
+    engine: str, version: str, keys: dict[str, float], multiplier: float, dropped: list[str]
+) -> None:
+    config = config_of("llama")
+    parameters = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": LENGTH}
+    command = Command(engine, overrides={"rope_parameters": {**parameters, **keys}})
+    does = effective(command, config, config.to_dict(), version)
+    assert does.tables[""].attention_factor == pytest.approx(multiplier)
+    assert [remark.field for remark in does.remarks] == dropped
+    for remark in does.remarks:
+        assert remark.reading.field.startswith(remark.field)
+        sign, bound = remark.reading.versions.split()
+        numbers, at = version_of(engine, version), version_of(engine, bound)
+        assert numbers <= at if sign == "<=" else numbers >= at
 
 
 def test_versions_that_are_too_old_or_none_are_refused() -> None:
