@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from at_scale.cells import Cell, Part
 from engines.environments import MLX, VLLM, Environment, llama_cpp_source
-from engines.subjects import FAMILIES, FOLDER, OVERRIDES, RUNS, TARGET, TRAINED, Subject
+from engines.subjects import FAMILIES, FOLDER, OVERRIDES, RUNS, TARGET, Subject
 
 from ctxext.export.commands import parse_command
 from ctxext.export.gguf import extend_gguf, why_not_written, write_gguf
@@ -29,6 +29,7 @@ from ctxext.export.lora import with_adapter
 from ctxext.export.probe import FAR_TOKENS, MAX_TOKENS, NONE, SHORT, WORDS, Probe, judge, judge_far
 from ctxext.export.rules import NotExportable
 from ctxext.hub.checkpoint import read_config
+from ctxext.models.text_config import text_section_of
 
 # Mean |Δ log-probability| of an engine that computes the same in float32, in nats per token.
 EXACT = 1e-5
@@ -46,11 +47,11 @@ class EngineError(RuntimeError):
     """The engine did not start, or rejected a prompt."""
 
 
-def said_of(probe: Probe, short: torch.Tensor, text: torch.Tensor) -> str:
+def said_of(probe: Probe, short: torch.Tensor, text: torch.Tensor, target: int) -> str:
     """The verdict of `ctxext verify`, from an engine's log-probabilities of a probe's short and long text."""
     try:
         verdict = judge(probe, short)
-        return (judge_far(probe, verdict, TARGET, text[-FAR_TOKENS:]) if verdict.is_live else verdict).name
+        return (judge_far(probe, verdict, target, text[-FAR_TOKENS:]) if verdict.is_live else verdict).name
     except ValueError as error:
         return f"error: {error}"
 
@@ -64,7 +65,7 @@ class Conformance(Part, ABC):
 
     @property
     def subjects(self) -> Sequence[Subject]:
-        return [Subject(name) for name in (("bundled",) if self.tiny else ("bundled", *FAMILIES))]
+        return [Subject(name) for name in (("bundled",) if self.tiny else ("bundled", *FAMILIES, "smollm2"))]
 
     def speed(self) -> float:
         return 1.0  # costs are seconds
@@ -72,11 +73,12 @@ class Conformance(Part, ABC):
     def cells(self) -> Sequence[Cell]:
         cells = [Cell("environment", 60, self.ready)]
         for subject in self.subjects:
-            cells.append(Cell(f"{subject.name} {UNEXTENDED}", 8, partial(self.unextended, subject)))
+            cost = 300 if subject.is_public else 8
+            cells.append(Cell(f"{subject.name} {UNEXTENDED}", cost, partial(self.unextended, subject)))
             methods = ("yarn", "llama3") if self.tiny else subject.methods
             for method in methods:
                 cells += [
-                    Cell(f"{subject.name} {method} {form}", 8, partial(self.compared, subject, method, form))
+                    Cell(f"{subject.name} {method} {form}", cost, partial(self.compared, subject, method, form))
                     for form in self.forms
                 ]
         return cells + self.negatives()
@@ -118,7 +120,7 @@ class Conformance(Part, ABC):
         apart = (text - expected[-len(text) :]).abs()
         effect = (torch.tensor(subject.reference(None), dtype=torch.float64) - expected).abs()[-len(text) :]
         if probe is not None:
-            said = said_of(probe, short, text)
+            said = said_of(probe, short, text, subject.target)
         return {
             "verdict": said,
             "mean": None if apart.isnan().any() else float(apart.mean()),
@@ -146,8 +148,8 @@ class Conformance(Part, ABC):
 
     def unextended(self, subject: Subject) -> dict[str, Any]:
         """How far the engine is from transformers without any extension, within the trained length."""
-        text = subject.text()[: TRAINED - 1]
-        expected = torch.tensor(subject.reference(None)[: TRAINED - 2], dtype=torch.float64)
+        text = subject.text()[: subject.trained - 1]
+        expected = torch.tensor(subject.reference(None)[: subject.trained - 2], dtype=torch.float64)
         try:
             (found,) = self.ask(self.plain(subject), [text])
         except NotExportable as error:
@@ -172,8 +174,8 @@ class Conformance(Part, ABC):
         probes = [probe for k in range(1, self.rounds) if (probe := subject.probe_of_novel(method, k))]
         if not probes:
             return []
-        found = self.ask(request, [ids for probe in probes for ids in (probe.input_ids, probe.far_ids(TARGET))])
-        return [said_of(probe, *pair) for probe, pair in zip(probes, zip(found[::2], found[1::2]))]
+        found = self.ask(request, [ids for probe in probes for ids in (probe.input_ids, probe.far_ids(subject.target))])
+        return [said_of(probe, *pair, subject.target) for probe, pair in zip(probes, zip(found[::2], found[1::2]))]
 
     def record(self, kept: dict[str, Any]) -> dict[str, Any]:
         cells = {
@@ -249,10 +251,13 @@ class InVLLM(InItsEnvironment):
 
     def served(self, subject: Subject, method: str, form: str) -> tuple[dict[str, Any], tuple[str, ...]]:
         command = subject.export("vllm", method, form).flags
-        return {"arguments": [*command[2:], *FLOAT32]}, command
+        return {"arguments": [*command[2:], *self.more(subject)]}, command
+
+    def more(self, subject: Subject) -> tuple[str, ...]:
+        return (*FLOAT32, "--language-model-only") if subject.name == "gemma3" else FLOAT32
 
     def plain(self, subject: Subject) -> dict[str, Any]:
-        return {"arguments": [str(subject.base), "--max-model-len", str(TRAINED), *FLOAT32]}
+        return {"arguments": [str(subject.base), "--max-model-len", str(subject.trained), *self.more(subject)]}
 
     def cells(self) -> Sequence[Cell]:
         return [*super().cells(), Cell("bundled yarn with an adapter", 10, self.with_adapter)]
@@ -330,10 +335,11 @@ class InMLX(InItsEnvironment):
         folder = RUNS / subject.name / "base, mlx"
         if not folder.is_dir():
             config = json.loads((subject.base / "config.json").read_text())
-            tables = config["rope_parameters"]
-            config["rope_theta"] = tables.get("full_attention", tables)["rope_theta"]
+            text = text_section_of(config, read_config(subject.base))
+            tables = text["rope_parameters"]
+            text["rope_theta"] = tables.get("full_attention", tables)["rope_theta"]
             if "sliding_attention" in tables:
-                config["rope_local_base_freq"] = tables["sliding_attention"]["rope_theta"]
+                text["rope_local_base_freq"] = tables["sliding_attention"]["rope_theta"]
             shutil.copytree(subject.base, folder)
             (folder / "config.json").write_text(json.dumps(config))
         return {"folder": str(folder)}
@@ -342,9 +348,9 @@ class InMLX(InItsEnvironment):
 class WithOptions(GGUFModel):
     """llama.cpp's server with the RoPE options of its command line."""
 
-    def __init__(self, path: str, options: dict[str, str]) -> None:
+    def __init__(self, path: str, target: int, options: dict[str, str]) -> None:
         self.options = options
-        super().__init__(path, n_ctx=TARGET)
+        super().__init__(path, n_ctx=target)
 
     def _parameters(self, xllamacpp: Any, *rest: Any) -> Any:
         params = super()._parameters(xllamacpp, *rest)
@@ -409,7 +415,7 @@ class InLlamaCpp(Conformance):
         elif not file.is_file():
             convert = [sys.executable, str(HERE / "llama_cpp_convert.py"), str(llama_cpp_source())]
             subprocess.run([*convert, str(subject.base), str(file)], check=True, capture_output=True)
-        return {"file": str(file)}
+        return {"file": str(file), "target": subject.target}
 
     def written_by_us(self, subject: Subject) -> bool:
         return why_not_written(read_config(subject.base)) is None
@@ -423,7 +429,7 @@ class InLlamaCpp(Conformance):
         if form == FOLDER and "MODEL.gguf" in command:
             options = parse_command(command).options
             with_keys(base, file, options.pop("--override-kv"))
-            return {"file": str(file), "options": options}, command
+            return {"file": str(file), "target": subject.target, "options": options}, command
         if form == FOLDER and self.written_by_us(subject):
             write_gguf(subject.extended(method), file)
         else:
@@ -431,12 +437,12 @@ class InLlamaCpp(Conformance):
                 extend_gguf(base, file, method=subject.methods[method])
             except ValueError as error:
                 raise NotExportable(str(error)) from error
-        return {"file": str(file)}, command
+        return {"file": str(file), "target": subject.target}, command
 
     def ask(self, request: dict[str, Any], prompts: Sequence[Sequence[int]]) -> list[torch.Tensor]:
         """Of prompts longer than a probe, those of the last tokens alone: each takes a request."""
         try:
-            with WithOptions(request["file"], request.get("options", {})) as model:
+            with WithOptions(request["file"], request["target"], request.get("options", {})) as model:
                 return [model.logprobs(ids, 1 if len(ids) <= MAX_TOKENS else len(ids) - LAST) for ids in prompts]
         except ValueError as error:
             raise EngineError(str(error)) from error

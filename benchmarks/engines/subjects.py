@@ -1,9 +1,10 @@
-"""What is served: the bundled model, and small random ones of other families with the same tokenizer; as they are, and
-extended by each method, with what transformers makes of them."""
+"""What is served: the bundled model, small random ones of other families with the same tokenizer, and SmolLM2; as they
+are, and extended by each method, with what transformers makes of them."""
 
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -21,7 +22,11 @@ from ctxext.hub.checkpoint import extend_folder, read_config
 from ctxext.methods import LongRoPE, RopeScaling, list_methods
 from ctxext.models.context import read_context
 
+sys.path.append(str(Path(__file__).parents[2] / "recipes"))
+from smollm2 import fetch
+
 RUNS = Path("runs/engines")
+SMOLLM2 = Path("runs/SmolLM2-135M-Instruct")
 FACTOR, TRAINED = 4, 512
 TARGET = FACTOR * TRAINED
 FOLDER, OVERRIDES = "extended folder", "unextended folder and overrides"
@@ -45,38 +50,72 @@ FAMILIES: dict[str, dict[str, Any]] = {
                     "v_head_dim": 64, "head_dim": None, "num_key_value_heads": 4, "first_k_dense_replace": 2,
                     "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1,
                     "moe_intermediate_size": 64},
+    # As people have it: nested, with a vision model.
+    "gemma3": {"vision_config": {"model_type": "siglip_vision_model", "hidden_size": 32, "intermediate_size": 48,
+                                 "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 56, "patch_size": 14},
+               "mm_tokens_per_image": 4, "boi_token_index": 4, "eoi_token_index": 5, "image_token_index": 6,
+               "vocab_size": 4096},  # which mlx-lm reads there
 }  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Subject:
-    """A model at ×4 of 512 tokens."""
+    """A model at ×4 of 512 tokens; SmolLM2 at ×2 of 8,192."""
 
     name: str
+
+    @property
+    def is_public(self) -> bool:
+        return self.name == "smollm2"
+
+    @property
+    def trained(self) -> int:
+        """Tokens."""
+        return 8192 if self.is_public else TRAINED
+
+    @property
+    def target(self) -> int:
+        """Tokens."""
+        return self.trained * (2 if self.is_public else FACTOR)
 
     @cached_property
     def base(self) -> Path:
         """The unextended checkpoint."""
         if self.name == "bundled":
             return MODEL
+        if self.is_public:
+            fetch(SMOLLM2)
+            return SMOLLM2
         folder = RUNS / self.name / "base"
         if not (folder / "model.safetensors").is_file():
             torch.manual_seed(0)
-            values = {name: value for name, value in {**COMMON, **FAMILIES[self.name]}.items()
-                      if value is not None or name == "sliding_window"}  # fmt: skip
-            model = AutoModelForCausalLM.from_config(AutoConfig.for_model(self.name, **values), dtype=torch.float32)
+            model = AutoModelForCausalLM.from_config(self._random_config(), dtype=torch.float32)
             model.save_pretrained(folder)
             AutoTokenizer.from_pretrained(MODEL).save_pretrained(folder)
         return folder
+
+    def _random_config(self) -> Any:
+        more = FAMILIES[self.name]
+        text = f"{self.name}_text" if "vision_config" in more else self.name
+        values = {name: value for name, value in {**COMMON, **FAMILIES[text]}.items()
+                  if value is not None or name == "sliding_window"}  # fmt: skip
+        if text == self.name:
+            return AutoConfig.for_model(self.name, **values)
+        return AutoConfig.for_model(self.name, **more, text_config={**values, "model_type": text})
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        return AutoTokenizer.from_pretrained(self.base)
 
     @cached_property
     def methods(self) -> dict[str, RopeScaling]:
         """Every static method, and one that no formula gives."""
         rope = read_context(read_config(self.base)).rope
-        made = [method.example(rope, FACTOR) for method in list_methods("rope")]
+        factor = self.target / self.trained
+        made = [method.example(rope, factor) for method in list_methods("rope")]
         static = {each.name: each for each in made if isinstance(each, RopeScaling) and not each.in_attention}
         wave = torch.linspace(0, 9, rope.dim // 2).sin() + torch.linspace(1, 3, rope.dim // 2)
-        wavy = LongRoPE(factor=FACTOR, attention_factor=1.07, long_factor=tuple(wave.clamp(min=0.9).tolist()))
+        wavy = LongRoPE(factor=factor, attention_factor=1.07, long_factor=tuple(wave.clamp(min=0.9).tolist()))
         return {**static, "longrope": wavy}
 
     def extended(self, method: str) -> Path:
@@ -102,8 +141,8 @@ class Subject:
 
     def text(self) -> list[int]:
         """A probe's long text, one token shorter than the target, to leave room for a generated one."""
-        ids = AutoTokenizer.from_pretrained(MODEL)(TEXT).input_ids[:MAX_TOKENS]
-        return list(ids * (TARGET // len(ids) + 1))[: TARGET - 1]
+        ids = self.tokenizer(TEXT).input_ids[:MAX_TOKENS]
+        return list(ids * (self.target // len(ids) + 1))[: self.target - 1]
 
     def reference(self, method: str | None) -> list[float]:
         """log p of each token of `text` but the first, by plain transformers in float32; None: unextended."""
@@ -136,7 +175,7 @@ class Subject:
         path = self.probe_path(method)
         if not path.is_file():
             model = AutoModelForCausalLM.from_pretrained(self.extended(method), dtype=torch.float32)
-            make_probe(model.eval(), AutoTokenizer.from_pretrained(MODEL)).save(path)
+            make_probe(model.eval(), self.tokenizer).save(path)
         return read_probe(path)
 
     def probe_path(self, method: str) -> Path:
@@ -149,7 +188,7 @@ class Subject:
             model = AutoModelForCausalLM.from_pretrained(self.extended(method), dtype=torch.float32)
             text = PERSUASION.read_text(encoding="utf-8")[5000 * k : 5000 * (k + 1)]
             try:
-                make_probe(model.eval(), AutoTokenizer.from_pretrained(MODEL), text).save(path)
+                make_probe(model.eval(), self.tokenizer, text).save(path)
             except ValueError:
                 return None
         return read_probe(path)

@@ -302,13 +302,18 @@ def copied(text: str) -> None:
 
 
 def _show(export: EngineExport, source: dict[str, Any], output: Path | None) -> None:
+    from ctxext.export.rules import changes
+
     _title(export.engine, f"{export.least_version} or newer")
-    where = "this (-o FOLDER writes it)" if output is None else str(output / export.engine / "config.json")
+    where = None if output is None else str(output / export.engine / "config.json")
     flags = list(export.flags)
     if any(len(flag) > LONG for flag in flags):
         at = next(i for i, flag in enumerate(flags) if len(flag) > LONG)
         flags = flags[: at - 1] + flags[at + 1 :]
-        _paragraph(f"Replace the checkpoint's config.json by {where}, then:", "dim")
+        where = where or "the one that -o FOLDER writes"
+        _paragraph(
+            f"The overrides are too long to print. Replace the checkpoint's config.json by {where}, then:", "dim"
+        )
     if flags:
         copied(command_lines(flags))
     elif output is not None and (output / export.engine).is_dir() and has_weights(output / export.engine):
@@ -316,8 +321,13 @@ def _show(export: EngineExport, source: dict[str, Any], output: Path | None) -> 
     elif export.config == source:
         _paragraph("the unchanged checkpoint.")
     else:
-        _paragraph(f"Replace the checkpoint's config.json by {where}:", "dim")
-        copied("\n".join(_lines(export)))
+        _paragraph(
+            f"Replace the checkpoint's config.json by {where}:"
+            if where
+            else "Change these keys of the checkpoint's config.json (-o FOLDER writes it):",
+            "dim",
+        )
+        copied("\n".join(_lines(changes(source, export.config))))
     for warning in export.warnings:
         _paragraph(f"note: {warning}")
     print()
@@ -334,15 +344,9 @@ def command_lines(words: Sequence[str]) -> str:
     return "  " + " \\\n    ".join(lines)
 
 
-def _lines(export: EngineExport) -> list[str]:
-    """The context keys of a config.json, with long lists abbreviated."""
-    names = ["rope_theta", "rope_scaling"] if export.engine in ("transformers-v4", "mlx") else ["rope_parameters"]
-    if export.engine == "onnxruntime-genai":
-        names.append("architectures")
-    nested = [value for value in export.config.values() if isinstance(value, dict) and "rope_parameters" in value]
-    section = nested[0] if nested else export.config
-    found = {name: section[name] for name in ("max_position_embeddings", *names) if section.get(name) is not None}
-    return [f'  "{name}": {json.dumps(_ends(value), ensure_ascii=False)}' for name, value in found.items()]
+def _lines(changed: dict[str, Any]) -> list[str]:
+    """The keys of a config.json, with long lists abbreviated."""
+    return [f'  "{name}": {json.dumps(_ends(value), ensure_ascii=False)}' for name, value in changed.items()]
 
 
 def _ends(value: Any) -> Any:

@@ -44,7 +44,7 @@ LENGTHS = (
     "n_positions", "max_seq_len", "seq_length", "model_max_length", "max_sequence_length", "max_seq_length", "seq_len",
 )  # fmt: skip
 # The model types whose class in mlx-lm was run (benchmarks/engines/run.py).
-_MLX_TYPES = ("llama", "mistral", "qwen2", "qwen3", "phi3", "gemma3_text")
+_MLX_TYPES = ("llama", "mistral", "qwen2", "qwen3", "phi3", "gemma3_text", "gemma3")
 # The model types whose class in ExLlamaV3 and LMDeploy was read: one table, by their common rotary code.
 _COMMON_TYPES = ("llama", "mistral", "qwen2", "qwen3", "phi3", "gpt_oss")
 # The model types whose class in ONNX Runtime GenAI's builder was run (benchmarks/engines/run.py); in the first group,
@@ -137,7 +137,7 @@ def export_for(
         return EngineExport(engine, _LEAST[engine], written, *_llama_cpp(engine, model, facts, target, before), target)
     if engine in ("onnxruntime-genai", "openvino"):
         if engine == "openvino":
-            warnings = _openvino(facts, section, target, as_it_is)
+            warnings = _openvino(facts, section, written, target, as_it_is)
         else:
             warnings = _onnxruntime(facts, section, written, target)
         launch = build_command(engine, model) if ready or written == source else ()
@@ -156,16 +156,23 @@ def export_for(
                 str(target),
             ),
         }.get(engine, ())
-        warnings = _mlx(facts, section, target) if engine == "mlx" else _by_length(engine, facts, section, target)
+        if engine == "mlx":
+            warnings = _mlx(facts, section, written, target)
+        else:
+            warnings = _by_length(engine, facts, section, written, target)
         return EngineExport(engine, _LEAST[engine], written, launch if ready else (), warnings, target)
     warnings = _server(engine, facts, section, target)
     there = written if ready else source
-    changed = {name: value for name, value in written.items() if there.get(name) != value and name != "ctxext"}
+    changed = changes(there, written)
     if engine == "vllm":
-        if there.get("rope_scaling") and "rope_scaling" not in written:  # an override cannot remove a key
-            changed["rope_scaling"] = written["rope_parameters"]
+        if text_section_of(copy.deepcopy(there), extended).get("rope_scaling") and "rope_scaling" not in section:
+            # An override cannot remove a key.
+            text_section_of(changed, extended)["rope_scaling"] = section["rope_parameters"]
         flags = ["vllm", "serve", model, "--max-model-len", str(target)]
-        flags += ["--hf-overrides", json.dumps(changed)] if changed else []
+        if section is not written and changed and _left_by_merge(text_config_of(config), section):
+            warnings += (f"{READINGS['vllm-overrides']}: replace the checkpoint's config.json by the export.",)
+        elif changed:
+            flags += ["--hf-overrides", json.dumps(changed)]
     else:
         flags = ["python", "-m", "sglang.launch_server", "--model-path", model, "--context-length", str(target)]
         if changed and section is not written:
@@ -173,6 +180,22 @@ def export_for(
         elif changed:
             flags += ["--json-model-override-args", json.dumps(changed)]
     return EngineExport(engine, _LEAST[engine], written, tuple(flags), warnings, target)
+
+
+def changes(source: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:
+    """The keys of `config` that are new or have another value than in `source`, in nested configs as well."""
+    return {
+        name: changes(source[name], value) if name.endswith("_config") and isinstance(source.get(name), dict) else value
+        for name, value in config.items()
+        if source.get(name) != value and name != "ctxext"
+    }
+
+
+def _left_by_merge(text_config: PreTrainedConfig, section: dict[str, Any]) -> bool:
+    """Whether keys of `text_config.rope_parameters` would stay where those of `section` are merged into them."""
+    old, new = text_config.rope_parameters or {}, section["rope_parameters"]
+    pairs = [(old, new), *((old[name], new[name]) for name in old.keys() & new.keys() if isinstance(old[name], dict))]
+    return any(one.keys() - other.keys() for one, other in pairs)
 
 
 def _extended(engine: str, config: PreTrainedConfig, plan: Plan | None) -> PreTrainedConfig:
@@ -228,6 +251,11 @@ def _why_live_only(engine: str, plan: Plan) -> str:
         f"config.json cannot express {name} here because {plan.why_not_portable}. {other} it in transformers with "
         "ctxext.load."
     )
+
+
+def _class_of(written: dict[str, Any], facts: ContextFacts) -> str:
+    """The model type by which an engine picks its class: the outer one of a nested config."""
+    return str(written.get("model_type") or facts.text_config.model_type)
 
 
 def _rope_type(table: RopeTable) -> str:
@@ -386,12 +414,12 @@ def _in_server_words(engine: str, text_config: Any, table: RopeTable, target: in
 # -------------------------------------------------------------------------------------------- mlx-lm
 
 
-def _mlx(facts: ContextFacts, section: dict[str, Any], target: int) -> tuple[str, ...]:
+def _mlx(facts: ContextFacts, section: dict[str, Any], written: dict[str, Any], target: int) -> tuple[str, ...]:
     """Write `section` for mlx-lm: `rope_theta` and `rope_scaling`. Returns the warnings.
 
     Its longrope takes any λ, and any attention factor of 1 or more by the two lengths (`_original_for`).
     """
-    name, table = facts.text_config.model_type, facts.tables[0]
+    name, table = _class_of(written, facts), facts.tables[0]
     if name not in _MLX_TYPES:
         raise NotExportable(
             f"mlx-lm's class for {name} was not run (run: {', '.join(_MLX_TYPES)}). Check it yourself: compare "
@@ -439,12 +467,14 @@ def _mlx(facts: ContextFacts, section: dict[str, Any], target: int) -> tuple[str
 # -------------------------------------------------------------------------------- ExLlamaV3 and LMDeploy
 
 
-def _by_length(engine: str, facts: ContextFacts, section: dict[str, Any], target: int) -> tuple[str, ...]:
+def _by_length(
+    engine: str, facts: ContextFacts, section: dict[str, Any], written: dict[str, Any], target: int
+) -> tuple[str, ...]:
     """Write `section` for ExLlamaV3 and LMDeploy: the keys of transformers 5. Returns the warnings.
 
     Both compute longrope's attention factor from the two lengths (`_original_for`), and ExLlamaV3 yarn's factor.
     """
-    name, table = facts.text_config.model_type, facts.tables[0]
+    name, table = _class_of(written, facts), facts.tables[0]
     if name not in _COMMON_TYPES:
         known = ", ".join(_COMMON_TYPES)
         raise NotExportable(f"{engine}'s class for {name} was not read (read: {known}). Nearest: vLLM.")
@@ -496,9 +526,11 @@ def build_command(engine: str, model: str) -> tuple[str, ...]:
     return (*builder, "--output", f"{model.rstrip('/')}-onnx", "--precision", "fp32", "--execution_provider", "cpu")
 
 
-def _openvino(facts: ContextFacts, section: dict[str, Any], target: int, as_it_is: bool) -> tuple[str, ...]:
+def _openvino(
+    facts: ContextFacts, section: dict[str, Any], written: dict[str, Any], target: int, as_it_is: bool
+) -> tuple[str, ...]:
     """Write `section` for optimum-intel, which traces the model of transformers 5. Returns the warnings."""
-    name = facts.text_config.model_type
+    name = _class_of(written, facts)
     if name not in _OPENVINO_TYPES:
         known = ", ".join(_OPENVINO_TYPES)
         raise NotExportable(
@@ -524,8 +556,8 @@ def _onnxruntime(facts: ContextFacts, section: dict[str, Any], written: dict[str
     Its class for LLaMA reads llama3 alone, that for Mistral linear and yarn, and that for Phi-3 longrope. Which class
     it takes is decided by `architectures`, and the weights are loaded by model_type.
     """
-    name, table = facts.text_config.model_type, facts.tables[0]
-    if name not in _ORT_TYPES or section is not written:
+    name, table = _class_of(written, facts), facts.tables[0]
+    if name not in _ORT_TYPES:
         known = ", ".join(_ORT_TYPES)
         raise NotExportable(
             f"ONNX Runtime GenAI's builder was not run with {name} (run: {known}). Nearest: openvino, or vLLM."

@@ -44,6 +44,15 @@ def test_a_config_alone_is_exported_for_every_engine(config_alone: Path) -> None
     assert [path.name for path in config_alone.iterdir()] == ["config.json"]
 
 
+def test_the_changed_keys_of_a_nested_config_are_printed(tmp_path: Path) -> None:
+    AutoConfig.for_model("gemma3").save_pretrained(tmp_path)
+    for engine, keys in (("mlx", "rope_scaling"), ("transformers", "rope_parameters")):
+        run = export(tmp_path, "--factor", 4, "--method", "yarn", "--engine", engine)
+        (line,) = [line for line in run.output.splitlines() if line.startswith('  "text_config": {')]
+        assert keys in line
+        assert "hidden_size" not in line
+
+
 def test_a_reason_that_all_engines_share_is_said_once(tmp_path: Path) -> None:
     extend_folder(MODEL, tmp_path / "out", factor=4, method="rerope", say=lambda line: None)
     run = export(tmp_path / "out")

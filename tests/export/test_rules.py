@@ -24,6 +24,7 @@ from ctxext.export.rules import ENGINES, INTERLEAVED, NotExportable, export_for
 from ctxext.extension.request import plan_extension
 from ctxext.extension.rope import RopePlan
 from ctxext.models.context import read_context
+from ctxext.models.text_config import text_config_of
 
 FACTOR = 4
 TARGET = FACTOR * LENGTH
@@ -508,10 +509,31 @@ def test_a_nested_config_is_overridden_where_the_engine_merges_and_replaced_wher
     config = tiny_config("qwen3_5")
     plan = plan_extension(config, 4, "yarn")
     vllm, sglang = export_for("vllm", config, plan), export_for("sglang", config, plan)
-    assert json.loads(vllm.flags[-1]).keys() == {"text_config"}
+    override = json.loads(vllm.flags[-1])
+    assert override.keys() == {"text_config"}
+    assert {"rope_parameters", "max_position_embeddings"} <= override["text_config"].keys()
+    assert not {"hidden_size", "layer_types", "vocab_size"} & override["text_config"].keys()
     assert "--json-model-override-args" not in sglang.flags
     assert "replace the checkpoint's config.json" in sglang.warnings[-1]
     assert sglang.config["text_config"]["rope_parameters"]["rope_type"] == "yarn"
+
+
+def test_a_key_that_a_merge_would_leave_is_not_overridden() -> None:
+    config = tiny_config("qwen3_5")
+    plan_extension(config, 4, "ntk_by_parts").apply_to(text_config_of(config))  # with attention_factor
+    vllm = export_for("vllm", config, plan_extension(config, 4, "yarn", existing="replace"))
+    assert "--hf-overrides" not in vllm.flags
+    assert "replace the checkpoint's config.json" in vllm.warnings[-1]
+    kept = export_for("vllm", config, plan_extension(config, 8, "ntk_by_parts", existing="replace"))
+    assert "--hf-overrides" in kept.flags
+
+
+@pytest.mark.parametrize("engine", ["mlx", "exllamav3", "lmdeploy", "onnxruntime-genai", "openvino"])
+def test_an_engine_is_refused_by_the_class_that_it_takes_for_a_nested_config(engine: str) -> None:
+    text = tiny_config("mistral", num_hidden_layers=1).to_dict()
+    config = AutoConfig.for_model("mistral3", text_config=text)
+    with pytest.raises(NotExportable, match=r"(?s)mistral3 .*\((run|read): .*mistral,"):
+        export_for(engine, config, plan_extension(config, 4, "yarn"))
 
 
 @pytest.mark.parametrize("family", sorted(INTERLEAVED))
