@@ -254,6 +254,38 @@ def engines_ran_table() -> str:
     return table(["method", *(record["engine"] for record in records)], rows, note)
 
 
+def in_vllm_table() -> str:
+    """By in-attention method, how far vLLM with the plugin is from transformers, of docs/engines/vllm-plugin.json."""
+    record = read("docs/engines/vllm-plugin.json")
+    cells: dict[str, dict[str, dict[str, Any]]] = {}
+    for name, cell in record["compared"].items():
+        model, method, form = name.split(" ", 2)
+        if form == "extended folder":
+            cells.setdefault(method, {})[model] = cell
+    models = list(next(iter(cells.values())))
+    rows = [
+        [f"`{method}`", *(f"{cell['mean']:.1e}, {cell['continuations']['mean']:.1e}" for cell in by_model.values())]
+        for method, by_model in cells.items()
+    ]
+    whole = [cell for by_model in cells.values() for cell in by_model.values()]
+    effects, continued = [cell["effect"] for cell in whole], [cell["continuations"] for cell in whole]
+    greedy, tokens = (sum(each[name] for each in continued) for name in ("greedy", "tokens"))
+    prompts = ", ".join(f"{length:,}" for length in continued[0]["prompts"])
+    over_http = record["compared"]["bundled self_extend vllm serve"]
+    note = (
+        "Mean difference of log-probabilities from `ctxext.load`, in nats: of the tokens of a prompt of "
+        f"{whole[0]['positions'] + 1:,} tokens, then of tokens that are generated after prompts of {prompts} tokens in "
+        f"one batch. The methods change the former by {min(effects):.3f} to {max(effects):.3f} nats. Of {tokens:,} "
+        f"generated tokens, {greedy:,} are those that transformers generates. Prompts are read "
+        f"{record['batched tokens']} tokens at a time. The server, `vllm serve` with `self_extend`, differs by "
+        f"{over_http['mean']:.1e} nats, and `ctxext verify --far {over_http['verified to']}` says of it: "
+        f"{over_http['verdict']}. {record['mistakes judged right']} of {record['mistakes']} unsupported settings are "
+        f"refused. {record['engine']}, in float32, {record['date']}; from "
+        f"{link('docs/engines/vllm-plugin.json', 'docs')}."
+    )
+    return table(["method", *models], rows, note)
+
+
 def engine_versions_table() -> str:
     """Where releases of vLLM differ on a case, of docs/engine_versions.json."""
     record, rows = read("docs/engine_versions.json"), []
@@ -538,6 +570,7 @@ TABLES = {
         "engines": engine_table,
         "engines-ran": engines_ran_table,
         "engine-versions": engine_versions_table,
+        "in-vllm": in_vllm_table,
     },
     "docs/positions/README.md": {
         "positions": partial(positions_table, each_seed=False),

@@ -11,11 +11,14 @@ os.dup2(2, 1)
 
 def answer_requests(measured):
     """Answer each line of JSON with the log-probabilities that `measured(**request)` returns, null where one is not
-    finite, or with the error."""
+    finite, or with the error. It may return them as "logprobs" of a dict, which is sent whole."""
     for line in sys.stdin:
         try:
             found = measured(**json.loads(line))
-            answer = {"logprobs": [[value if abs(value) < float("inf") else None for value in each] for each in found]}
+            answer = found if isinstance(found, dict) else {"logprobs": found}
+            answer["logprobs"] = [
+                [value if abs(value) < float("inf") else None for value in each] for each in answer["logprobs"]
+            ]
         except (Exception, SystemExit) as error:
             answer = {"error": f"{type(error).__name__}: {error}"[:2000]}
         print(json.dumps(answer), file=answers, flush=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -219,9 +220,23 @@ class InItsEnvironment(Conformance):
     def _process(self) -> subprocess.Popen[str]:
         log = (self.folder / "worker.log").open("a")
         command = [str(self.environment.python), str(HERE / self.worker)]
-        return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True)
+        variables = {**os.environ, **self.variables()}
+        return subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True, env=variables
+        )
+
+    def variables(self) -> dict[str, str]:
+        """Environment variables of the worker."""
+        return {}
 
     def ask(self, request: dict[str, Any], prompts: Sequence[Sequence[int]]) -> list[torch.Tensor]:
+        return [
+            torch.tensor([float("nan") if value is None else value for value in each], dtype=torch.float64)
+            for each in self.answer(request, prompts)["logprobs"]
+        ]
+
+    def answer(self, request: dict[str, Any], prompts: Sequence[Sequence[int]]) -> dict[str, Any]:
+        """The worker's answer. Raises EngineError."""
         process = self._process
         assert process.stdin is not None
         assert process.stdout is not None
@@ -236,10 +251,7 @@ class InItsEnvironment(Conformance):
         answer = json.loads(line)
         if "error" in answer:
             raise EngineError(answer["error"])
-        return [
-            torch.tensor([float("nan") if value is None else value for value in each], dtype=torch.float64)
-            for each in answer["logprobs"]
-        ]
+        return answer
 
 
 @dataclass

@@ -20,12 +20,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from at_scale.cells import Budget, Store, run_part
 from engines.built import InONNX, InOpenVINO
 from engines.conformance import InLlamaCpp, InMLX, InVLLM
+from engines.in_vllm import InVLLMPlugin
 from engines.subjects import RUNS
 from engines.transformers_serve import InTransformersServe
 
 from ctxext.utils.machine import machine, versions
 
-ENGINES = {part.name: part for part in (InLlamaCpp, InMLX, InONNX, InOpenVINO, InTransformersServe, InVLLM)}
+ENGINES = {part.name: part for part in (InLlamaCpp, InMLX, InONNX, InOpenVINO, InTransformersServe, InVLLM,
+                                         InVLLMPlugin)}  # fmt: skip
 
 
 def main() -> None:

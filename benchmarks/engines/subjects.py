@@ -144,21 +144,23 @@ class Subject:
         ids = self.tokenizer(TEXT).input_ids[:MAX_TOKENS]
         return list(ids * (self.target // len(ids) + 1))[: self.target - 1]
 
+    def loaded(self, method: str | None) -> Any:
+        """By plain transformers, in float32; None: unextended."""
+        folder = self.base if method is None else self.extended(method)
+        return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
     def reference(self, method: str | None) -> list[float]:
         """log p of each token of `text` but the first, by plain transformers in float32; None: unextended."""
         path = RUNS / self.name / f"{method or 'unextended'}.json"
         if not path.is_file():
-            model = AutoModelForCausalLM.from_pretrained(
-                self.base if method is None else self.extended(method), dtype=torch.float32
-            )
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(json.dumps(logprobs_of(model.eval(), self.text()).tolist()))
+            path.write_text(json.dumps(logprobs_of(self.loaded(method), self.text()).tolist()))
         return json.loads(path.read_text())
 
     def adapter(self, method: str) -> tuple[Path, torch.Tensor]:
         """A random LoRA adapter on the extended checkpoint, and log p of each token of `text` but the first with it."""
         folder = RUNS / self.name / f"{method} adapter"
-        model = AutoModelForCausalLM.from_pretrained(self.extended(method), dtype=torch.float32)
+        model = self.loaded(method)
         torch.manual_seed(0)
         lora = peft.LoraConfig(
             r=4,
@@ -174,8 +176,7 @@ class Subject:
         """Raises ValueError if the method changes a short text too little to tell."""
         path = self.probe_path(method)
         if not path.is_file():
-            model = AutoModelForCausalLM.from_pretrained(self.extended(method), dtype=torch.float32)
-            make_probe(model.eval(), self.tokenizer).save(path)
+            make_probe(self.loaded(method), self.tokenizer).save(path)
         return read_probe(path)
 
     def probe_path(self, method: str) -> Path:
@@ -185,10 +186,10 @@ class Subject:
         """A probe of another text, the k-th 5,000 characters of a novel; None if the method changes it too little."""
         path = RUNS / self.name / f"{method}.{k}.verify.json"
         if not path.is_file():
-            model = AutoModelForCausalLM.from_pretrained(self.extended(method), dtype=torch.float32)
+            model = self.loaded(method)
             text = PERSUASION.read_text(encoding="utf-8")[5000 * k : 5000 * (k + 1)]
             try:
-                make_probe(model.eval(), self.tokenizer, text).save(path)
+                make_probe(model, self.tokenizer, text).save(path)
             except ValueError:
                 return None
         return read_probe(path)

@@ -13,6 +13,7 @@ import torch
 from engines import run, subjects
 from engines.built import InONNX, InOpenVINO
 from engines.conformance import Conformance, EngineError, InLlamaCpp, InMLX, InVLLM
+from engines.in_vllm import InVLLMPlugin
 from engines.subjects import FOLDER, OVERRIDES, TARGET, Subject
 from engines.transformers_serve import LABELS, PLACES, InTransformersServe, label_logprobs, labels, pieces, read
 from transformers import AutoModelForCausalLM
@@ -96,7 +97,7 @@ def test_an_engine_that_does_not_start_is_neither_exact_nor_refused(
     assert part.mistaken("yarn", {}, ("does not start",))["right"]
 
 
-@pytest.mark.parametrize("engine", [InVLLM, InMLX, InLlamaCpp, InTransformersServe, InONNX, InOpenVINO])
+@pytest.mark.parametrize("engine", [InVLLM, InMLX, InLlamaCpp, InTransformersServe, InONNX, InOpenVINO, InVLLMPlugin])
 def test_every_method_has_a_cell_in_every_form(engine: type[Conformance], runs: Path) -> None:
     part = engine(runs)
     names = [cell.name for cell in part.cells()]
