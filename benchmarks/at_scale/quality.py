@@ -37,8 +37,8 @@ FAR = 10**6  # between the trial numbers of two texts, which no file reaches
 @dataclass
 class Quality(Part):
     """A cell is one variant on one text at one length; a text is done for all named methods before the next one, so
-    that a stopped run has measured every method on the same texts. Then come larger factors, with the lengths up to
-    which the baseline itself finds passkeys; and the fitted one last, as it may be fitted anew.
+    that a stopped run has measured every method on the same texts. Then come the lengths up to which the baseline
+    itself finds passkeys, the fitted one, and larger factors.
 
     `folder` gets a results file for each text. A round is one trial for each text and length, and two windows.
     """
@@ -91,9 +91,9 @@ class Quality(Part):
         methods = ("yarn", "self_extend") if self.tiny else METHODS
         variants = compared_variants(self.config, methods, 2)
         if not self.tiny:
-            variants += [Variant(f"yarn_x{factor}", {"factor": factor, "method": "yarn"}) for factor in GROWN]
             saved = json.loads(FITTED.read_text(encoding="utf-8"))["method"]
             variants.append(Variant("fitted", {"method": method_from_dict({"name": "longrope", **saved})}))
+            variants += [Variant(f"yarn_x{factor}", {"factor": factor, "method": "yarn"}) for factor in GROWN]
         return variants
 
     @cached_property

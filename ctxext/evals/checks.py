@@ -29,6 +29,7 @@ FIELDS = {
     "got": TEXT, "question": TEXT, "expected": _WORDS,
     "contexts": Kind("a list of lists of strings", lambda each: isinstance(each, list) and all(map(are_words, each))),
     "needle_tokens": Kind("a list of whole numbers", partial(are_numbers, low=0, high=MAX_TOKENS)),
+    "start": or_none(_COUNT),
 }  # fmt: skip
 OF_RETRIEVAL = ("digits", "logprob", "got", "expected", "question", "contexts", "needle_tokens", "tokens")
 OF_TEXT = ("tokens", "bytes", "losses")

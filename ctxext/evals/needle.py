@@ -135,6 +135,7 @@ class HiddenNumbers(RetrievalTask):
             references=hidden.numbers,
             metric="numbers",
             begun=prompter.begins,
+            start=scene.haystack.token_at(window.start) % scene.haystack.n_tokens,
         )
 
 

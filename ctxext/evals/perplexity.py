@@ -185,25 +185,29 @@ def beginning(seed: int, trial: int) -> float:
     return (Random(seed).random() + trial * GOLDEN) % 1
 
 
-def stretches(trials: Sequence[int], seed: int, span: int, n_tokens: int) -> list[int]:
-    """For each window of `Perplexity` its stretch of text, the unit of independence.
+def stretches(begun: Sequence[float], spans: Sequence[float], n_tokens: int) -> list[int]:
+    """For each passage its stretch of text, the unit of independence.
 
-    In the order of the text, which is a ring of `n_tokens`, a stretch begins with a window that does not overlap the
-    first of the stretch before. So the first windows of all stretches are apart.
+    In the order of the text, which is a ring, a stretch begins with a passage that does not overlap the first of the
+    stretch before. So the first passages of all stretches are apart.
+
+    Args:
+        begun: where each passage begins, in tokens.
+        spans: the length of each, in tokens.
+        n_tokens: of the text.
     """
-    if not trials:
+    if not begun:
         return []
-    begun, share = [beginning(seed, trial) for trial in trials], span / max(1, n_tokens)
-    order = sorted(range(len(trials)), key=begun.__getitem__)
-    gaps = [(begun[k] - begun[before]) % 1 for before, k in zip([order[-1], *order], order)]
+    order = sorted(range(len(begun)), key=begun.__getitem__)
+    gaps = [(begun[k] - begun[before]) % n_tokens for before, k in zip([order[-1], *order], order)]
     widest = gaps.index(max(gaps))
-    of, stretch, first = [0] * len(trials), -1, -1.0
+    of, stretch, end = [0] * len(begun), -1, 0.0
     for k in order[widest:] + order[:widest]:
-        place = (begun[k] - begun[order[widest]]) % 1
-        if first < 0 or place >= first + share:
-            stretch, first = stretch + 1, place
+        place = (begun[k] - begun[order[widest]]) % n_tokens
+        if stretch < 0 or place >= end:
+            stretch, end = stretch + 1, place + spans[k]
         of[k] = stretch
-    if first + share > 1:  # the last stretch reaches around into the first
+    if end > n_tokens:  # the last stretch reaches around into the first
         of = [0 if each == stretch else each for each in of]
     return of
 

@@ -88,6 +88,7 @@ class Sample:
         answer_tokens: the token limit of a generated answer. `n_prompt + answer_tokens` is the place's length.
         begun: whether the prompt ends with `lead`, so that the model completes the answer.
         needles: the hidden sentences in order; `needle_tokens` are their start indices in `input_ids`.
+        start: the haystack's token at which its text begins; None without a haystack.
     """
 
     place: Place
@@ -103,6 +104,7 @@ class Sample:
     begun: bool
     needles: tuple[str, ...] = ()
     needle_tokens: tuple[int, ...] = ()
+    start: int | None = None
 
     def numbers(self, text: str) -> list[str]:
         """The numbers of an answer (`numbers_in`) with at least as many digits as the shortest reference, in order."""

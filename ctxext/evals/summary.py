@@ -15,7 +15,7 @@ import numpy as np
 
 from ctxext.evals.checks import CorruptLine, check_alike
 from ctxext.evals.control import ENOUGH, Control
-from ctxext.evals.perplexity import stretches, unpacked
+from ctxext.evals.perplexity import beginning, stretches, unpacked
 from ctxext.evals.results import Record, Results
 from ctxext.evals.statistics import (
     RULER_THRESHOLD,
@@ -177,14 +177,15 @@ class Summary:
     ) -> Interval | None:
         """The accuracy over all depths of some lengths, macro-averaged over the measured tasks.
 
-        Samples of a trial share a text and form a cluster; `comparisons` as in `wilson`.
+        Samples whose texts overlap form a cluster; `comparisons` as in `wilson`.
         """
         measured, wanted = [], set(lengths)
+        passages = self._passages(wanted)
         for task in tasks:
             clusters: dict[Hashable, list[float]] = defaultdict(list)
             for record in self.of(variant, task):
                 if record["length"] in wanted:
-                    clusters[record["length"], record["trial"]].append(record["score"])
+                    clusters[passages[task, record["length"], record["trial"]]].append(record["score"])
             if clusters:
                 measured.append(clusters)
         return mean_share(measured, comparisons) if measured else None
@@ -215,14 +216,32 @@ class Summary:
     def _pairs(self, one: str, other: str, tasks: Sequence[str], lengths: Iterable[int]) -> list[list[Any]]:
         """The scores of both, texts and tasks of the common samples."""
         wanted = set(lengths)
+        passages = self._passages(wanted)
         theirs = {r["key"]: r["score"] for task in tasks for r in self.of(other, task) if r["length"] in wanted}
         pairs = [
-            (r["score"], theirs[r["key"]], (task, r["length"], r["trial"]), task)
+            (r["score"], theirs[r["key"]], passages[task, r["length"], r["trial"]], task)
             for task in tasks
             for r in self.of(one, task)
             if r["key"] in theirs
         ]
         return [list(part) for part in zip(*pairs)]
+
+    def _passages(self, lengths: set[int]) -> dict[tuple[str, int, int], Hashable]:
+        """By task, length and trial, the stretch of text of its prompts: one for those that overlap within a task.
+
+        All depths of a trial share a passage. Where none is recorded, as for prompts without a text, it is its own.
+        """
+        held, found = self.header.about.get("text_tokens"), dict[tuple[str, int, int], Hashable]()
+        for task in self.retrieval_tasks:
+            begun: dict[tuple[int, int], int] = {}
+            for record in (r for v in self.variants for r in self.of(v, task) if r["length"] in lengths):
+                place = record["length"], record["trial"]
+                found[(task, *place)] = task, *place
+                if held is not None and record.get("start") is not None:
+                    begun.setdefault(place, record["start"])
+            of = stretches(list(begun.values()), [length for length, _ in begun], held or 0)
+            found |= {(task, *place): (task, stretch) for place, stretch in zip(begun, of)}
+        return found
 
     # ------------------------------------------------------------------------------------- perplexity
 
@@ -349,7 +368,8 @@ class Summary:
         held = self.header.about.get("text_tokens")
         if held is None or task == "sliding_perplexity":
             return list(range(len(trials)))
-        return stretches(trials, self.header.identity["seed"], span, held)
+        begun = [beginning(self.header.identity["seed"], trial) * held for trial in trials]
+        return stretches(begun, [span] * len(trials), held)
 
     @property
     def windows_apart(self) -> tuple[int, int]:

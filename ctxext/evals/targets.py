@@ -334,6 +334,7 @@ def outcome(sample: Sample, text: str, logprob: float | None = None) -> Record:
         "expected": list(sample.references),
         "question": sample.question,
         "needle_tokens": list(sample.needle_tokens),
+        "start": sample.start,
         "contexts": contexts,
         "tokens": len(sample.input_ids),
         "answer_tokens": sample.answer_tokens,

@@ -169,3 +169,15 @@ def test_windows_that_share_tokens_count_as_the_text_holds_apart(held: int, apar
     made.header.about["text_tokens"] = held
     assert made.windows_apart == (12, apart)
     assert (made.loss_difference("a", "none", 1024) is None) == (apart == 1)
+
+
+def test_prompts_whose_texts_overlap_count_as_one() -> None:
+    made = summary({"none": 0.0, "a": 1.0}, {})
+    assert made.test("a", "none", ["passkey"], [1024]).clusters == 12
+    alone = made.pooled("a", ["passkey"], [512, 1024])
+    for held, apart in ((10**6, 12), (1024, 1), (2500, 2)):
+        made.header.about["text_tokens"] = held
+        for record in made.records:
+            record["start"] = record["trial"] * 7777 % held
+        assert made.test("a", "none", ["passkey"], [1024]).clusters == apart
+    assert made.pooled("a", ["passkey"], [512, 1024]).low < alone.low
