@@ -170,6 +170,9 @@ class InVLLMPlugin(InItsEnvironment):
             refused("an untried family", "model_type 'phi3'", InAttentionSubject("phi3"), "self_extend"),
             refused("an fp8 cache", "--kv-cache-dtype fp8", bundled, "self_extend", "--kv-cache-dtype", "fp8"),
             refused("bfloat16", "torch.bfloat16", bundled, "self_extend", "--dtype", "bfloat16"),
+            refused("adapters", "adapters", bundled, "self_extend", "--enable-lora"),
+            refused("speculative decoding", "speculative decoding", bundled, "self_extend", "--speculative-config",
+                    json.dumps({"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3})),
             refused("more tokens than the target", "reaches 2048 tokens", bundled, "self_extend", "--max-model-len",
                     "4096", "--hf-overrides", json.dumps({"max_position_embeddings": 4096})),
         ]  # fmt: skip
