@@ -86,8 +86,9 @@ fidelity: $(VENV)/dev.stamp  ## beside the authors' code, longppl, lm-eval and a
 engines: $(VENV)/dev.stamp  ## every static method in each engine, in an environment of its own, against transformers
 	$(BIN)/python benchmarks/engines/run.py
 
-engines-versions: $(VENV)/dev.stamp  ## the config and rotary code of every minor version of vLLM, run alone
+engines-versions: $(VENV)/dev.stamp  ## the config and rotary code of every release of vLLM and SGLang, run alone
 	$(BIN)/python benchmarks/engines/versions.py
+	$(BIN)/python benchmarks/engines/versions.py --engine sglang
 	$(BIN)/python docs/update_readme.py
 
 families: $(VENV)/dev.stamp  ## every model type of transformers built small, extended and compared

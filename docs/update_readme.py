@@ -286,10 +286,10 @@ def in_vllm_table() -> str:
     return table(["method", *models], rows, note)
 
 
-def engine_versions_table() -> str:
-    """Where releases of vLLM differ on a case, of docs/engine_versions.json."""
-    record, rows = read("docs/engine_versions.json"), []
-    releases = list(record["vllm"])
+def engine_versions_table(engine: str, path: str) -> str:
+    """Where releases of an engine differ on a case."""
+    record, rows = read(path), []
+    releases, lengths = list(record[engine]), {"vllm": "--max-model-len", "sglang": "--context-length"}
     for case in record["cases"]:
         if len(case["did"]) == 1:
             continue
@@ -301,16 +301,17 @@ def engine_versions_table() -> str:
             span = f"{versions[0]} to {versions[-1]}" if len(versions) > 1 else versions[0]
             words = "does not start"
             if does["starts"]:
-                words = f"{does['length']} tokens, {does['rows']} rows, cos and sin × {does['attention_factor']:.4g}, "
+                table_rows = "" if does["rows"] is None else f"{does['rows']} rows, "
+                words = f"{does['length']} tokens, {table_rows}cos and sin × {does['attention_factor']:.4g}, "
                 words += f"slowest pair {does['inv_freq'][-1]:.3g}"
             did.append(f"{span}: {words}")
         rows.append([case["config"]["model_type"], f"`{overrides}`", str(case["asked"] or "none"), "<br>".join(did)])
     note = (
         f"{len(record['cases']) - len(rows)} of {len(record['cases'])} cases give the same in every release, "
         f"{releases[0]} to {releases[-1]}. Run on a CPU, {record['date']}, on transformers "
-        f"{' and '.join(dict.fromkeys(record['vllm'].values()))}. From [engine_versions.json](engine_versions.json)."
+        f"{', '.join(dict.fromkeys(record[engine].values()))}. From {link(path, 'docs')}."
     )
-    return table(["model", "overrides", "`--max-model-len`", "what vLLM does"], rows, note)
+    return table(["model", "overrides", f"`{lengths[engine]}`", "what it does"], rows, note)
 
 
 def positions_table(each_seed: bool) -> str:
@@ -569,7 +570,8 @@ TABLES = {
     "docs/engines.md": {
         "engines": engine_table,
         "engines-ran": engines_ran_table,
-        "engine-versions": engine_versions_table,
+        "engine-versions": partial(engine_versions_table, "vllm", "docs/engine_versions.json"),
+        "sglang-versions": partial(engine_versions_table, "sglang", "docs/sglang_versions.json"),
         "in-vllm": in_vllm_table,
     },
     "docs/positions/README.md": {

@@ -1,9 +1,8 @@
 """What vLLM itself does with overrides: the length that it allows, its frequencies, its multiplier and its table.
 
-versions.py runs it in an environment with vLLM's CPU build; no weights are needed. By itself it writes the cases of
-vllm_cases.py to a file:
+versions.py runs it in an environment with vLLM's CPU build; no weights are needed:
 
-    ENV/bin/python benchmarks/engines/vllm_reads.py OUTPUT.json
+    PYTHONPATH=WHEEL ENV/bin/python benchmarks/engines/vllm_reads.py CASES.json OUTPUT.json
 """
 
 from __future__ import annotations
@@ -24,7 +23,6 @@ import vllm
 from vllm.config import ModelConfig, VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.rotary_embedding import get_rope
 from vllm.transformers_utils.config import set_default_rope_theta
-from vllm_cases import CASES
 
 
 def read(config: dict[str, Any], overrides: dict[str, Any], asked: int | None) -> dict[str, Any]:
@@ -63,16 +61,11 @@ def read(config: dict[str, Any], overrides: dict[str, Any], asked: int | None) -
         }
 
 
-def main(path: str, more: str = "") -> None:
-    """Write every case, and those in the file `more`, with what vLLM does."""
-    added = json.loads(Path(more).read_text()) if more else []
-    cases = [
-        {"config": config, "overrides": overrides, "asked": asked, "does": read(config, overrides, asked)}
-        for config, overrides, asked in [*CASES, *added]
-    ]
-    lines = ",\n".join(json.dumps(case) for case in cases)
-    versions = f'"vllm": "{vllm.__version__}", "transformers": "{transformers.__version__}"'
-    Path(path).write_text(f'{{{versions}, "cases": [\n{lines}\n]}}\n')
+def main(cases: str, output: str) -> None:
+    """Write what vLLM does with each case of a file."""
+    does = [read(*case) for case in json.loads(Path(cases).read_text())]
+    told = {"version": vllm.__version__, "transformers": transformers.__version__, "does": does}
+    Path(output).write_text(json.dumps(told))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The Python files of an engine's wheel, unpacked but not installed, under the cache folder."""
+"""An engine's wheel without its libraries, unpacked but not installed, under the cache folder."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PIP = (sys.executable, "-m", "pip", "--disable-pip-version-check")
 
 
 def unpacked(name: str, version: str) -> Path:
-    """The folder of a wheel's Python files. The wheel itself, of up to 500 MB, is not kept."""
+    """The folder of a wheel's files but compiled libraries. The wheel itself, of up to 500 MB, is not kept."""
     folder = CACHE / "wheels" / f"{name}-{version}"
     if not folder.is_dir():
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -23,7 +23,7 @@ def unpacked(name: str, version: str) -> Path:
             subprocess.run([*PIP, *wanted, "--dest", temporary], check=True)
             (wheel,) = Path(temporary).glob("*.whl")
             with ZipFile(wheel) as file:
-                kept = [each for each in file.namelist() if each.endswith(".py")]
+                kept = [each for each in file.namelist() if not each.endswith(".so")]
                 file.extractall(Path(temporary, "kept"), kept)
             Path(temporary, "kept").rename(folder)
     return folder

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 # The versions that the rules were read in: the oldest, and the newest, which is the default.
-VERSIONS = {"vllm": ("0.12", "0.32"), "sglang": ("0.5.10", "0.5.23"), "llama.cpp": ("2025-12", "2026-11")}
+VERSIONS = {"vllm": ("0.12", "0.33"), "sglang": ("0.5.10", "0.5.23"), "llama.cpp": ("2025-12", "2026-11")}
 ROPE_KEYS = ("rope_parameters", "rope_scaling")
 BARE_KEYS = ("rope_type", "type", "factor")  # only within those
 # Bases that an engine's model class falls back to where rope_parameters lack one; 10000 for all others.
@@ -39,6 +39,11 @@ _THETAS = {
         "falcon_h1": 1e11,
     },
     "sglang": {"qwen3": 1e6},
+}  # fmt: skip
+# The first release of SGLang whose class starts without a rope_theta; 1.0 where none does yet.
+_NEED_THETA = {
+    "qwen3": (0, 5, 11), "qwen2": (0, 5, 18), "qwen2_moe": (0, 5, 18), "qwen3_moe": (0, 5, 18), "deepseek_v3": (1,),
+    "deepseek_v2": (1,), "gpt_oss": (1,), "granite": (1,), "mixtral": (1,), "olmo": (1,), "phi": (1,),
 }  # fmt: skip
 # The length fields of a config.
 CAPACITY = ("max_position_embeddings", *LENGTHS)
@@ -178,6 +183,7 @@ class _Server:
             self.read_version_4(text_section_of(copy.deepcopy(source), config), overrides)
         self.before = copy.deepcopy(self.text.rope_parameters)
         self.override(overrides)
+        self.has_original = "original_max_position_embeddings" in self.text.rope_parameters
         self.complete()
 
     def remark(self, field: str, name: str, fatal: bool = False) -> None:
@@ -260,7 +266,10 @@ class _Server:
             if "rope_theta" not in table:
                 own = _THETAS[self.engine].get(self.text.model_type)
                 table["rope_theta"] = 10000.0 if own is None else own
-                if self.engine == "vllm" and self.version < (0, 13) and own is None:
+                first = _NEED_THETA.get(self.text.model_type, ())
+                if self.engine == "vllm":
+                    first = (0, 13) if own is None else ()
+                if self.version < first:
                     self.remark("rope_theta", "theta-missing", fatal=True)
                 elif table["rope_theta"] != before["rope_theta"]:
                     self.remark("rope_theta", "theta-lost")
@@ -300,7 +309,7 @@ class _Server:
         given = {name: value for name in CAPACITY if isinstance(value := getattr(text, name, None), int)}
         if self.engine == "sglang":
             keys = ("max_sequence_length", "seq_length", "max_seq_len", "model_max_length", "max_position_embeddings")
-            fixed = "original_max_position_embeddings" in whole or whole.get("rope_type") == "llama3"
+            fixed = self.has_original or whole.get("rope_type") == "llama3"
             return int(next(given[name] for name in keys if name in given) * (1 if fixed else whole.get("factor") or 1))
         exempt = given.get("model_max_length", 0)
         length, factor = exempt or min(given.values()), 1.0
@@ -313,16 +322,18 @@ class _Server:
         return int(max(length * factor, exempt))
 
     def rows(self, table: RopeTable) -> int | None:
-        """Positions of the table of cos and sin; SGLang's grows."""
-        if self.engine == "sglang":
-            return None
+        """Positions of the table of cos and sin; None where it grows, as most of SGLang's do."""
         kind, parameters = kind_of(table.parameters), table.parameters
-        if kind == "yarn" or (family_of(self.text).softmax_mscale and kind != "default"):
+        is_yarn = kind == "yarn" or (family_of(self.text).softmax_mscale and kind != "default")
+        if self.engine == "sglang" and (not is_yarn or self.version >= (0, 5, 21)):
+            return None
+        if is_yarn:
             rows = parameters["original_max_position_embeddings"] * parameters["factor"]
         else:
             multiplied = kind == "linear" or (kind == "dynamic" and self.version < (0, 22))
             rows = length_limit(self.text) * (parameters["factor"] if multiplied else 1)
-        return math.ceil(rows * (4 if "mrope_section" in parameters else 1))  # for the positions of a video
+        for_video = 4 if self.engine == "vllm" and "mrope_section" in parameters else 1
+        return math.ceil(rows * for_video)
 
     def read(self, table: RopeTable, length: int) -> RopeGeometry:
         """The frequencies and the multiplier that the engine computes for a table."""
@@ -331,6 +342,9 @@ class _Server:
         if kind == "yarn" or (latent and kind != "default"):
             if latent and not parameters.pop("truncate", True):
                 self.remark("truncate", "mla-truncate")
+            terms = parameters.keys() & {"mscale", "mscale_all_dim"}
+            if self.engine == "sglang" and self.version >= (0, 5, 16) and terms and "mrope_section" in parameters:
+                self.remark(min(terms), "mrope-mscale", fatal=True)
             scale = self.yarn_scale(parameters, latent)
             parameters = {name: value for name, value in parameters.items() if name not in ("mscale", "mscale_all_dim")}
             parameters |= {"rope_type": "yarn", "attention_factor": scale}

@@ -294,8 +294,10 @@ def _lengths(command: Command, does: Effective, meant: _Meant, facts: ContextFac
         words = f"a length of {does.length} is rejected, as this config allows {does.limit}: the server does not start."
         yield Finding("wrong", words, READINGS[f"{engine}-{name}"])
     if does.rows is not None and does.rows < does.length and (is_open or does.length <= does.limit):
-        words = f"the cos/sin table has {does.rows} rows, fewer than {does.length}: logits are NaN beyond."
-        yield Finding("wrong", words, READINGS["vllm-long-override"] if is_open else None)
+        beyond = "logits are NaN" if engine == "vllm" else "the frequencies are others"
+        words = f"the cos/sin table has {does.rows} rows, fewer than {does.length}: {beyond} beyond."
+        name = "sglang-yarn-rows" if engine == "sglang" else "vllm-long-override" if is_open else ""
+        yield Finding("wrong", words, READINGS.get(name))
     elif is_open:
         words = f"{guard} switches the length check off. The right overrides do not need it."
         yield Finding("warning", words, READINGS[f"{engine}-long-override"])

@@ -78,7 +78,7 @@ def test_a_script_an_overrides_object_and_an_edited_config_are_read(model: Path,
 
 def test_programs_get_severity_words_and_evidence(model: Path) -> None:
     told = json.loads(lint(REMOVED, "--model", model, "--json").stdout)
-    assert (told["engine"], told["version"], told["is_wrong"]) == ("vllm", "0.32", True)
+    assert (told["engine"], told["version"], told["is_wrong"]) == ("vllm", "0.33", True)
     assert told["findings"][0]["severity"] == "wrong"
     assert told["findings"][0]["reading"]["known"] == "read: vllm-project/vllm#28006"
     assert told["right"]["flags"][:3] == ["vllm", "serve", "Qwen/Qwen3-8B"]

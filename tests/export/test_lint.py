@@ -96,3 +96,12 @@ def test_the_config_of_the_model_is_left_as_it_is() -> None:
         if case.model == "Qwen3.5":
             lint(parse_command(case.line), config, source, case.version)
     assert json.dumps([config.to_dict(), source], default=str) == before
+
+
+@pytest.mark.parametrize(("version", "is_short"), [("0.5.20", True), ("0.5.21", False)])
+def test_sglang_lengthens_yarns_table_wrongly_up_to_a_version(version: str, is_short: bool) -> None:
+    config, source = loaded("Qwen3-8B")
+    yarn = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 2.0, "original_max_position_embeddings": 32768}
+    command = Command("sglang", overrides={"rope_parameters": yarn, "max_position_embeddings": 131072})
+    found = lint(command, config, source, version)
+    assert ("has 65536 rows, fewer than 131072: the frequencies are others beyond" in told(found)) == is_short

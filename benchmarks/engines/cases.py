@@ -1,4 +1,4 @@
-"""Configs, overrides of them, and lengths, that vLLM is asked about. No imports but the standard library's."""
+"""Configs, overrides of them, and lengths, that engines are asked about. No imports but the standard library's."""
 
 from __future__ import annotations
 
@@ -44,3 +44,25 @@ CASES: list[tuple[dict[str, Any], dict[str, Any], int | None]] = [
     (LLAMA_3_1, {}, None),
     (LLAMA_3_1, {"rope_parameters": {"rope_type": "linear", "factor": 2.0}}, None),
 ]  # fmt: skip
+
+QWEN2 = {**LLAMA, "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "rope_theta": 1000000.0}
+DEEPSEEK = {
+    **LLAMA, "architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", "moe_intermediate_size": 128,
+    "n_routed_experts": 8, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1,
+    "q_lora_rank": 64, "kv_lora_rank": 64, "qk_nope_head_dim": 64, "qk_rope_head_dim": 64, "v_head_dim": 64,
+}  # fmt: skip
+SGLANG_CASES: list[tuple[dict[str, Any], dict[str, Any], int | None]] = [
+    (QWEN2, {"rope_parameters": {**YARN, "original_max_position_embeddings": 8192}}, None),
+    (QWEN3, {"max_position_embeddings": 131072}, None),
+    (QWEN3, {"model_max_length": 20480}, None),
+    (LLAMA, {"rope_parameters": SHORT, "max_position_embeddings": 65536}, None),
+    (LLAMA, {"rope_parameters": {**SHORT, "attn_factor": 0.8, "mscale": 0.7, "mscale_all_dim": 0.3}}, None),
+    (LLAMA, {"rope_parameters": {**SHORT, "mscale": 0.7, "mscale_all_dim": 0.3, "mrope_section": [8, 12, 12]}}, None),
+    (LLAMA, {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 500000.0}}, None),
+    (DEEPSEEK, {}, None),
+    (DEEPSEEK, {"rope_parameters": {**YARN, "original_max_position_embeddings": 8192}}, None),
+    (DEEPSEEK, {"rope_parameters": SHORT, "max_position_embeddings": 32768}, 32768),
+    (DEEPSEEK, {"rope_parameters": {**SHORT, "mscale": 0.7, "mscale_all_dim": 0.3}}, None),
+    (DEEPSEEK, {"rope_parameters": {**SHORT, "attn_factor": 1.5, "attention_factor": 2.0}}, None),
+    (DEEPSEEK, {"rope_parameters": {**SHORT, "truncate": False, "beta_fast": 16.0}}, None),
+]
