@@ -303,20 +303,23 @@ def judge_by_length(
     noise: float | None = None,
 ) -> Verdict:
     """`judge` for a method that may change nothing in a short text (`Probe.far_unextended`): `logprobs` of the short
-    text tell the model, `tail` near the target whether it is extended."""
+    text tell the model, `tail` near the target whether it is extended.
+
+    Clearly nearer means three times as near. `judge`'s paired comparison needs more tokens: a few that differ by a
+    hundred times as much as others fail it at a distance of 0.
+    """
     limit = 1.5 * (probe.coarse_floor if noise is None else noise)
     short = min(float((logprobs - torch.tensor(v, dtype=torch.float64)).abs().mean()) for v in probe.expected.values())
     far: dict[State, tuple[float, ...]] = {
         "extended": probe.far[length],
         "unextended": probe.far_unextended[length],
     }
-    apart = {state: (tail - torch.tensor(v, dtype=torch.float64)).abs() for state, v in far.items()}
-    distances = {state: float(each.mean()) for state, each in apart.items()}
+    distances = {state: float((tail - torch.tensor(v, dtype=torch.float64)).abs().mean()) for state, v in far.items()}
     nearest, other = sorted(distances, key=distances.__getitem__)
     name, reason = WORDS[nearest], MEANING[nearest]
     if not short <= limit:
         name, reason = NONE, f"another model or tokenizer: a short text is off by {short:.2g} nats per token"
-    elif not (distances[nearest] <= 2 * limit and _clearly_nearer(apart[nearest], apart[other])):
+    elif not (distances[nearest] <= 2 * limit and distances[other] >= 3 * distances[nearest]):
         name, reason = (
             NONE,
             f"another method or factor: near the target it matches neither. Closest: the {MODELS[nearest]}",
@@ -478,12 +481,21 @@ def _probe_by_length(
         coarse = float((logprobs_of(_in_8_bits(fine), ids, 48) - unextended).abs().mean())
     finally:
         apply(model, plan, saver(plan))
+    apart = {each: float((torch.tensor(extended_far[each]) - torch.tensor(unextended_far[each])).abs().mean())
+             for each in lengths}  # fmt: skip
+    # `judge_by_length` wants one state three times as near; noise may be twice that measured.
+    lengths = [each for each in lengths if apart[each] > 6 * noise]
+    if not lengths:
+        raise ValueError(
+            f"{probe.summary} changes the end of a text of {max(apart)} tokens by {apart[max(apart)]:.2g} nats each, "
+            f"and 16-bit rounding by {noise:.2g}: it cannot show whether it is live. Measure with ctxext eval."
+        )
     values: dict[State, Tensor] = {"extended": extended, "unextended": unextended}
     return replace(
         probe,
         expected={state: tuple(round(value, 6) for value in each.tolist()) for state, each in values.items()},
-        far=extended_far,
-        far_unextended=unextended_far,
+        far={each: extended_far[each] for each in lengths},
+        far_unextended={each: unextended_far[each] for each in lengths},
         noise_floor=noise,
         coarse_floor=coarse,
     )

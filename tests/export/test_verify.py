@@ -26,6 +26,7 @@ import ctxext
 from ctxext import extend_context, restore_context
 from ctxext.assets import MODEL
 from ctxext.cli import commands
+from ctxext.encodings.rope import RopeGeometry
 from ctxext.export.gguf import write_gguf
 from ctxext.export.llama_cpp import GGUFModel
 from ctxext.export.probe import (
@@ -42,6 +43,7 @@ from ctxext.export.probe import (
 from ctxext.export.rules import export_for
 from ctxext.export.verify import served_logprobs, verify
 from ctxext.hub.checkpoint import extend_folder, read_config
+from ctxext.methods import list_methods
 from ctxext.utils.endpoint import Endpoint
 
 TOLD = {
@@ -146,6 +148,23 @@ def test_a_method_inside_attention_is_told_by_the_end_of_a_long_text(method: str
         pytest.raises(ValueError, match=r"may change nothing in a short text.* Serve at least 1024 tokens"),
     ):
         verify(server.url, tmp_path / "verify.json")
+
+
+# Not transformers_dynamic: it gets no probe.
+ROPE = [each for each in list_methods("rope") if not getattr(each, "of_the_call", False)]
+
+
+@pytest.mark.parametrize("factor", [4, *(pytest.param(each, marks=pytest.mark.slow) for each in (2, 8))])
+@pytest.mark.parametrize("method", ROPE, ids=lambda each: each.name)
+def test_every_method_is_applied_in_its_own_folder_and_ignored_by_the_unextended_model(
+    method: Any, factor: int, tmp_path: Path
+) -> None:
+    rope = RopeGeometry.plain(bundled().config.head_dim, 10000.0, 512)
+    extend_folder(MODEL, tmp_path / "model", method=method.example(rope, factor), say=lambda line: None)
+    own = verify(tmp_path / "model")
+    assert (own.verdict.name, own.verdict.asked_to) == ("applied", 512 * factor)
+    own.probe.save(tmp_path / "verify.json")
+    assert verify(MODEL, tmp_path / "verify.json").verdict.name == "ignored"
 
 
 # ------------------------------------------------------------- servers that say less, or go wrong
@@ -536,12 +555,17 @@ def hardly(model):
     return extend_context(model, 1.01, "ntk")
 
 
+def hardly_in_attention(model):
+    return extend_context(model, 560 / 512, "dynamic_ntk")
+
+
 @pytest.mark.parametrize(
     ("made", "says"),
     [
         (whole, "cannot be seen in a short text because its frequencies depend on the whole call"),
         (of_the_call, "cannot be seen in a short text because it is length-dependent"),
         (as_trained, "nothing is extended"),
+        (hardly_in_attention, "changes the end of a text of 560 tokens by .* cannot show whether it is live"),
         (hardly, "a short text cannot show whether it is live"),
     ],
 )
