@@ -38,6 +38,7 @@ COMMON: dict[str, Any] = dict(
 )  # fmt: skip
 FAMILIES: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": None},
+    "mistral_window": {"model_type": "mistral", "sliding_window": 1024},
     "qwen2": {},
     "qwen3": {},
     "phi3": {"original_max_position_embeddings": TRAINED, "sliding_window": None},
@@ -100,7 +101,7 @@ class Subject:
         values = {name: value for name, value in {**COMMON, **FAMILIES[text]}.items()
                   if value is not None or name == "sliding_window"}  # fmt: skip
         if text == self.name:
-            return AutoConfig.for_model(self.name, **values)
+            return AutoConfig.for_model(values.pop("model_type", self.name), **values)
         return AutoConfig.for_model(self.name, **more, text_config={**values, "model_type": text})
 
     @cached_property

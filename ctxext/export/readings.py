@@ -200,6 +200,12 @@ _ROWS = {
     "sglang-type": (">= 0.5.10", "type beside another rope_type", "is ignored: write rope_type", _SGLANG_VERSIONS),
     "sglang-theta-key": (">= 0.5.10", "a top-level rope_theta in --json-model-override-args",
         "is ignored: the base is the one in rope_parameters", _SGLANG_VERSIONS),
+    "sglang-window": (">= 0.5.10", "sliding_window",
+        "is ignored in Llama, Mistral, Mixtral, Qwen2, Qwen3 and Phi-3: every layer has full attention",
+        "read: sglang/srt/models/llama.py, mistral.py, mixtral.py, qwen2.py and qwen3.py in the wheel of 0.5.23"),
+    "sglang-partial": (">= 0.5.10", "partial_rotary_factor in rope_parameters",
+        "is not read (Llama, Phi-3): ctxext writes it beside them as well",
+        "read: sglang/srt/models/llama.py in the wheel of 0.5.23"),
     "sglang-theta-lost": (">= 0.5.10", "a rope_theta missing from the override",
         "is lost with the rope_parameters that it replaces: the classes that start without it use 10000 (1e6 for "
         "Qwen3); from 0.5.23 only inside text_config", _SGLANG_VERSIONS),
@@ -263,7 +269,13 @@ _ROWS = {
     "mlx-dynamic": (">= 0.32", 'rope_type "dynamic"',
         "computes its base from each call, so cached keys keep another base",
         "read: mlx_lm/models/rope_utils.py in the wheel of 0.32.2"),
+    "mlx-window": (">= 0.32", "sliding_window",
+        "is ignored in Mistral, Qwen2, Qwen3 and Phi-3: every layer has full attention",
+        "read: mlx_lm/models/llama.py, qwen2.py, qwen3.py and phi3.py in the wheel of 0.32.2"),
     # -------------------------------------------------------------------------------------- ExLlamaV3
+    "exllamav3-window": (">= 1.6", "sliding_window",
+        "is ignored in Mistral, Qwen2, Qwen3 and Phi-3: every layer has full attention",
+        "read: exllamav3/architecture in the wheel of 1.6.5"),
     "exllamav3-yarn": (">= 1.6", "factor of yarn",
         "is ignored: max_position_embeddings / original_max_position_embeddings is used, and ctxext writes their "
         "product",

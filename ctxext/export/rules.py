@@ -21,7 +21,7 @@ from ctxext.models.config_fields import check_config
 from ctxext.models.context import ContextFacts, has_rope, read_context
 from ctxext.models.families import family_of
 from ctxext.models.metadata import live_mark
-from ctxext.models.rope_tables import RopeTable
+from ctxext.models.rope_tables import RopeTable, attention_layers
 from ctxext.models.text_config import text_config_of, text_section_of
 from ctxext.utils.values import suggest
 
@@ -53,6 +53,12 @@ _ORT_COMMON = ("llama", "mistral", "qwen2", "phi3")
 _ORT_TYPES = (*_ORT_COMMON, "qwen3")
 # The model types that optimum-intel was run with.
 _OPENVINO_TYPES = ("llama", "mistral", "qwen2", "qwen3", "phi3", "gpt_oss")
+# The model types whose sliding windows an engine ignores.
+_WINDOWLESS = {
+    "mlx": ("mistral", "qwen2", "qwen3", "phi3"),
+    "sglang": ("llama", "mistral", "mixtral", "qwen2", "qwen3", "phi3"),
+    "exllamav3": ("mistral", "qwen2", "qwen3", "phi3"),
+}
 # transformers' model types whose name differs from llama.cpp's architecture.
 _GGUF_NAMES = {"mistral": "llama", "mixtral": "llama"}
 _AS_IT_WAS = "MODEL.gguf is the file of the unextended model; a file of the extended one already holds the extension."
@@ -131,6 +137,10 @@ def export_for(
             f"{READINGS[f'{engine}-dynamic']}, unlike in transformers. Nearest: 'ntk' or 'yarn', with "
             "existing='replace'."
         )
+    slides = "sliding_attention" in attention_layers(facts.text_config)
+    window = facts.text_config.sliding_window if slides else None
+    if window is not None and window < target and facts.text_config.model_type in _WINDOWLESS.get(engine, ()):
+        raise NotExportable(f"{READINGS[f'{engine}-window']}. Nearest: a target of {window} tokens, or vLLM.")
     if engine in ("llama.cpp", "ollama"):
         _transformers("transformers", facts, section, target, as_it_is)
         before = None if plan is None else read_context(config).tables[0]
@@ -361,8 +371,11 @@ def _server(engine: str, facts: ContextFacts, section: dict[str, Any], target: i
     for name in ("rope_scaling", "rope_theta", "ctxext"):
         section.pop(name, None)
     section["rope_parameters"] = parameters
+    older = version_4_keys(text_config, parameters)
+    if engine == "sglang":  # reads the share of the head that rotates at the top level alone
+        section.update({name: value for name, value in older.items() if name not in ("rope_theta", "rope_scaling")})
     if engine == "vllm":  # until 0.19 with transformers 4
-        section.update(version_4_keys(text_config, parameters))
+        section.update(older)
         if family_of(text_config).rope_types == _PHI_3_TYPES or text_config.model_type in _TWO_FIELDS:
             section.pop("rope_scaling", None)  # rejected in any other form
     multiplied = parameters.get("rope_type") == "linear" and "original_max_position_embeddings" not in parameters
@@ -430,6 +443,10 @@ def _mlx(facts: ContextFacts, section: dict[str, Any], written: dict[str, Any], 
     for key in ("rope_scaling", "rope_parameters", "original_max_position_embeddings", "ctxext"):
         section.pop(key, None)
     section["rope_theta"], section["max_position_embeddings"] = theta, target
+    if "partial_rotary_factor" in parameters:
+        if name != "phi3":
+            raise NotExportable(f"mlx-lm's class for {name} reads no partial_rotary_factor. Nearest: vLLM.")
+        section["partial_rotary_factor"] = parameters["partial_rotary_factor"]
     if len(facts.tables) > 1:
         local = facts.tables[1]
         if _rope_type(local) != "default":
@@ -438,7 +455,9 @@ def _mlx(facts: ContextFacts, section: dict[str, Any], written: dict[str, Any], 
     warnings, scaling = ["mlx-config"], dict[str, Any]()
     by_list = family_of(facts.text_config).rope_types == _PHI_3_TYPES and kind != "default"
     if kind in ("linear", "llama3") and not by_list:
-        scaling = {key: value for key, value in parameters.items() if key != "rope_theta"}
+        scaling = {
+            key: value for key, value in parameters.items() if key not in ("rope_theta", "partial_rotary_factor")
+        }
     elif kind == "yarn" and parameters.get("truncate", True) and factor > 1 and not by_list:
         given = ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow")
         scaling = {key: parameters[key] for key in given if parameters.get(key) is not None}
@@ -572,7 +591,7 @@ def _onnxruntime(facts: ContextFacts, section: dict[str, Any], written: dict[str
     original = int(parameters.get("original_max_position_embeddings") or target)
     found: dict[str, Any] = {"rope_type": kind, "rope_theta": theta}
     if "partial_rotary_factor" in parameters:
-        found["partial_rotary_factor"] = parameters["partial_rotary_factor"]
+        found["partial_rotary_factor"] = section["partial_rotary_factor"] = parameters["partial_rotary_factor"]
     whole = table.rotary_dim == table.head_dim
     ends = _ramp(parameters, table.plain(theta, original)) if kind == "yarn" and whole else None
     if kind == "default":

@@ -528,6 +528,36 @@ def test_a_key_that_a_merge_would_leave_is_not_overridden() -> None:
     assert "--hf-overrides" in kept.flags
 
 
+@pytest.mark.parametrize("engine", ["mlx", "sglang", "exllamav3", "llama.cpp", "onnxruntime-genai"])
+def test_an_engine_that_ignores_the_window_is_refused_beyond_it(engine: str) -> None:
+    config = tiny_config("mistral", sliding_window=2 * LENGTH)
+    with pytest.raises(NotExportable, match=f"window.*Nearest: a target of {2 * LENGTH} tokens"):
+        export_for(engine, config, plan_extension(config, 4, "yarn"))
+    for wide in (plan_extension(config, 2, "yarn"), plan_extension(tiny_config("mistral"), 4, "yarn")):
+        assert export_for(engine, config if wide.target_length == 2 * LENGTH else tiny_config("mistral"), wide)
+    assert export_for("vllm", config, plan_extension(config, 4, "yarn"))
+
+
+def test_some_windowed_layers_are_enough() -> None:
+    config = tiny_config(
+        "qwen2", use_sliding_window=True, sliding_window=LENGTH, layer_types=["full_attention", "sliding_attention"]
+    )
+    with pytest.raises(NotExportable, match=f"a target of {LENGTH} tokens"):
+        export_for("mlx", config, plan_extension(config, 4, "yarn"))
+
+
+@pytest.mark.parametrize("engine", ["mlx", "sglang", "vllm", "transformers", "onnxruntime-genai"])
+@pytest.mark.parametrize("method", ["ntk", "abf"])
+def test_the_share_of_the_head_that_rotates_is_written_where_it_is_read(engine: str, method: str) -> None:
+    config = tiny_config("phi3")
+    config.rope_parameters["partial_rotary_factor"] = 0.5
+    source = json.loads(config.to_json_string())
+    source.pop("partial_rotary_factor", None)  # as transformers 5 saves it
+    written = export_for(engine, config, plan_extension(config, 4, method), source=source).config
+    assert written["partial_rotary_factor"] == 0.5
+    assert "partial_rotary_factor" not in written.get("rope_scaling", {}) or engine != "mlx"
+
+
 @pytest.mark.parametrize("engine", ["mlx", "exllamav3", "lmdeploy", "onnxruntime-genai", "openvino"])
 def test_an_engine_is_refused_by_the_class_that_it_takes_for_a_nested_config(engine: str) -> None:
     text = tiny_config("mistral", num_hidden_layers=1).to_dict()
