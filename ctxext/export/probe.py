@@ -51,8 +51,11 @@ TEXT = (
     "brave men, living and dead, who struggled here, have consecrated it, far above our poor power to add or detract."
 )
 MAX_TOKENS = 199
-# Near the target: the last tokens of the repeated text, and its default and largest length.
-FAR_TOKENS = 8
+# Near the target: the last tokens of the long text, and its default and largest length. A passkey at its beginning is
+# asked for at its end, as a repeated text alone hardly shows that its beginning was truncated: the passkey's tokens
+# show that. `FAR_TEXT` tokens of the text follow, as tokens predicted with certainty do not show a wrong table.
+FAR_TOKENS = 12
+FAR_TEXT = 8
 FAR_LIMIT = 16384
 MAX_FAR = 2**20
 
@@ -82,6 +85,9 @@ SHORT = "applied to short texts only"
 # of 8 or fewer one below 50% (p = 0.035).
 MAYBE, MAYBE_NOT, UNKNOWN = "probably applied", "probably ignored", "no verdict"
 PASSKEYS, MANY, FEW = 8, 5, 1
+NEEDLE = " The pass key is {key}. Remember it. {key} is the pass key. "
+QUESTION = " What is the pass key? The pass key is"
+KEY = "71934"
 
 
 @dataclass(frozen=True)
@@ -102,6 +108,8 @@ class Probe:
         coarse_floor: the same with weights rounded to 8 bits.
         summary: the extension in words.
         dtype: of the model that gave the log-probabilities.
+        far_start, far_end: the token ids around the repeated text of `far_ids`: a passkey, and the question for it with
+            its answer and `FAR_TEXT` tokens of the text.
         cuts: for k from 1, the number of characters of the text that are its first k tokens when they stand alone; 0
             where no number is.
     """
@@ -119,11 +127,14 @@ class Probe:
     versions: dict[str, str]
     cuts: tuple[int, ...] = ()
     far_unextended: dict[int, tuple[float, ...]] = field(default_factory=dict)
+    far_start: tuple[int, ...] = ()
+    far_end: tuple[int, ...] = ()
 
     @property
     def fingerprint(self) -> str:
-        """A fingerprint of the text and its token ids."""
-        return hashlib.sha256(json.dumps([self.text, list(self.input_ids)]).encode()).hexdigest()[:16]
+        """A fingerprint of the text and of all token ids."""
+        ids = [list(each) for each in (self.input_ids, self.far_start, self.far_end)]
+        return hashlib.sha256(json.dumps([self.text, *ids]).encode()).hexdigest()[:16]
 
     def save(self, path: Path) -> None:
         """Write it as JSON, atomically."""
@@ -134,8 +145,20 @@ class Probe:
         return max((length for length in self.far if at_most is None or length <= at_most), default=0)
 
     def far_ids(self, length: int) -> list[int]:
-        """The repeated text, one token shorter than `length` to leave room for a generated one."""
-        return (list(self.input_ids) * (length // len(self.input_ids) + 1))[: length - 1]
+        """A passkey, the text repeated, and the question for the passkey with its answer: one token shorter than
+        `length`, to leave room for a generated one."""
+        room = length - 1 - len(self.far_start) - len(self.far_end)
+        repeated = (list(self.input_ids) * (room // len(self.input_ids) + 1))[:room]
+        return [*self.far_start, *repeated, *self.far_end]
+
+    @property
+    def short_length(self) -> int:
+        """The length up to which no text of `far_ids` is made, in tokens."""
+        return max(self.trained_length, 2 * len(self.input_ids), 2 * len(self.far_start + self.far_end))
+
+    def shows_truncation(self, length: int) -> bool:
+        """Whether the extended model finds the passkey of `far_ids(length)`, which it cannot without its beginning."""
+        return sum(self.far[length][:-FAR_TEXT]) > -1.0
 
 
 def probe_beside(gguf: Path) -> Path:
@@ -170,22 +193,22 @@ def read_probe(path: Path) -> Probe:
             for name in ("far", "far_unextended")
         )
         cuts = tuple(said.pop("cuts", ()))
-        said["input_ids"] = tuple(said["input_ids"])
+        said.update({name: tuple(said[name]) for name in ("input_ids", "far_start", "far_end")})
         probe = Probe(**said, expected=expected, far=far, far_unextended=far_unextended, cuts=cuts)
         whole = (
             all(len(values) == len(probe.input_ids) - 1 for values in expected.values())
             and all(len(values) == FAR_TOKENS for values in (*far.values(), *far_unextended.values()))
             and far_unextended.keys() in (set(), far.keys())
-            and all(len(probe.input_ids) < length <= MAX_FAR for length in far)
             and all(
                 are_numbers(values, high=1e-3)
                 for values in (*expected.values(), *far.values(), *far_unextended.values())
             )
-            and all(is_count(token, 0) for token in probe.input_ids)
+            and all(is_count(token, 0) for token in probe.input_ids + probe.far_start + probe.far_end)
             and len(cuts) in (0, len(probe.input_ids))
             and all(is_count(cut, 0, len(probe.text)) for cut in cuts)
             and all(is_number(floor, 0) for floor in (probe.noise_floor, probe.coarse_floor))
             and all(TOKENS.holds(length) for length in (probe.trained_length, probe.target_length))
+            and all(probe.short_length < length <= MAX_FAR for length in far)
             and all(isinstance(text, str) for text in (probe.text, probe.summary))
             and {"extended", "unextended"} <= expected.keys() <= WORDS.keys()
         )
@@ -240,7 +263,7 @@ def judge(
     tokens: the mean of |Δ| to the other state minus |Δ| to this one is at least three times its standard error. This
     separates states that differ by less than the noise of a single token.
 
-    Rounding weights to 8 bits changes a small model as much as a slightly wrong factor, so such factors pass as live:
+    Rounding weights to 8 bits changes a small model as much as a slightly wrong factor, so such factors pass this text:
     ×3.5 and ×4.5 for yarn ×4 on the bundled model, ×3 and ×5 on SmolLM2-135M; ×2 and ×8 do not.
 
     Args:
@@ -282,7 +305,7 @@ def judge_far(probe: Probe, verdict: Verdict, length: int, logprobs: Float64[Ten
     """Refine a verdict of "applied" with the engine's log-probabilities of the last tokens of `probe.far_ids(length)`.
 
     A cos/sin table that is too short, clamped or NaN past its end is right in a short text. On the bundled model such
-    tables are off by 0.4 nats per token or more, 8-bit weights by 0.015.
+    tables are off by 0.8 nats per token or more, a truncated prompt by 0.6, 8-bit weights by 0.015.
     """
     distance = float((logprobs - torch.tensor(probe.far[length], dtype=torch.float64)).abs().mean())
     if distance <= 2 * verdict.limit:
@@ -322,7 +345,8 @@ def judge_by_length(
     elif not (distances[nearest] <= 2 * limit and distances[other] >= 3 * distances[nearest]):
         name, reason = (
             NONE,
-            f"another method or factor: near the target it matches neither. Closest: the {MODELS[nearest]}",
+            f"another method or factor, or truncated prompts: near the target it matches neither. Closest: the "
+            f"{MODELS[nearest]}",
         )
     return Verdict(name, distances, limit, reason, length)
 
@@ -362,12 +386,11 @@ def judge_passkeys(probe: Probe, within: tuple[int, int], near: tuple[int, int])
 def passkey_prompt(text: str, characters: int, trial: int) -> tuple[str, str]:
     """A prompt of about so many characters with a passkey near its start, and the passkey."""
     key = str(10_000 + (7_919 * (trial + 1)) % 90_000)
-    needle = f" The pass key is {key}. Remember it. {key} is the pass key. "
-    question = " What is the pass key? The pass key is"
-    room = characters - len(needle) - len(question)
+    needle = NEEDLE.format(key=key)
+    room = characters - len(needle) - len(QUESTION)
     words = (text + " ") * (room // len(text) + 1)
     start = words.rfind(" ", 0, int(room * (0.05 + 0.01 * trial)) + 2)
-    return words[:start] + needle + words[start:room].strip() + question, key
+    return words[:start] + needle + words[start:room].strip() + QUESTION, key
 
 
 def _clearly_nearer(near: Float64[Tensor, " token"], far: Float64[Tensor, " token"]) -> bool:
@@ -389,8 +412,8 @@ def make_probe(
 
     Args:
         text: truncated to 200 tokens, or to the trained length.
-        far: largest length for positions near the target, which costs one forward pass of that length; 0 for none; None
-            for `FAR_LIMIT` or the target, whichever is smaller.
+        far: largest length for positions near the target, which costs a forward pass of that length and of its
+            halves; 0 for none; None for `FAR_LIMIT` or the target, whichever is smaller.
 
     Raises:
         ValueError: the model is not extended, the extension changes nothing within the trained length or also the
@@ -432,6 +455,7 @@ def make_probe(
         dtype=str(model.dtype).removeprefix("torch."),
         versions=_versions(),
         cuts=_cuts(tokenizer, text, ids),
+        **_around(tokenizer, text, ids),
     )
     # The extended state must be separable in 16 bits; the other two need not be separable from each other.
     live, ignored = (torch.tensor(probe.expected[state], dtype=torch.float64) for state in ("extended", "unextended"))
@@ -464,6 +488,7 @@ def _probe_by_length(
         dtype=str(model.dtype).removeprefix("torch."),
         versions=_versions(),
         cuts=_cuts(tokenizer, text, ids),
+        **_around(tokenizer, text, ids),
     )
     lengths = _far_lengths(probe, min(plan.target_length, FAR_LIMIT if far is None else far, MAX_FAR))
     if not lengths:
@@ -520,9 +545,21 @@ def _cuts(tokenizer: PreTrainedTokenizerBase, text: str, ids: Sequence[int]) -> 
     return tuple(end if tokenizer(text[:end])["input_ids"] == ids[:k] else 0 for k, end in enumerate(ends, 1))
 
 
+def _around(tokenizer: PreTrainedTokenizerBase, text: str, ids: Sequence[int]) -> dict[str, Any]:
+    """`Probe.far_start` and `Probe.far_end`."""
+
+    def plain(words: str) -> list[int]:
+        return list(tokenizer(words, add_special_tokens=False)["input_ids"])
+
+    text_ids = plain(text)
+    bos = [] if list(ids[:1]) == text_ids[:1] else ids[:1]
+    end = [*plain(f"{QUESTION} {KEY}"), *text_ids[:FAR_TEXT]]
+    return {"far_start": (*bos, *plain(NEEDLE.format(key=KEY))), "far_end": tuple(end)}
+
+
 def _far_lengths(probe: Probe, length: int) -> list[int]:
     lengths = []
-    while length > max(probe.trained_length, 2 * len(probe.input_ids)):
+    while length > probe.short_length:
         lengths.append(length)
         length //= 2
     return lengths
@@ -539,8 +576,8 @@ def _far_values(model: PreTrainedModel, probe: Probe, length: int) -> dict[int, 
 
 
 def _tails(model: PreTrainedModel, probe: Probe, lengths: Sequence[int]) -> dict[int, tuple[float, ...]]:
-    values = logprobs_of(model, probe.far_ids(lengths[0]), 256)
-    return {each: tuple(round(v, 6) for v in values[each - 2 - FAR_TOKENS : each - 2].tolist()) for each in lengths}
+    ends = {each: logprobs_of(model, probe.far_ids(each), 256)[-FAR_TOKENS:] for each in lengths}
+    return {each: tuple(round(value, 6) for value in end.tolist()) for each, end in ends.items()}
 
 
 def _facts(model: PreTrainedModel) -> ContextFacts:

@@ -78,7 +78,7 @@ def verify(
         api_key: for a server; None reads OPENAI_API_KEY.
         noise: as in `judge`.
         far: check positions near the target as well, up to this many tokens, more than the trained length; None for as
-            many as the probe covers and the engine serves, 0 for none. This costs one prompt of that length, or 8
+            many as the probe covers and the engine serves, 0 for none. This costs one prompt of that length, or 12
             without a prefix cache.
         timeout: for each answer of a server, in seconds.
         say: called with progress messages.
@@ -119,10 +119,9 @@ def verify(
         raise ValueError(f"{where} is a server address without a scheme. Write http://{where}.")
     else:
         read, engine = _plain_transformers(checkpoint_folder(where, revision), probe, far, say)
-    short = max(read.trained_length, 2 * len(read.input_ids))
-    if far and far <= short:
+    if far and far <= read.short_length:
         raise ValueError(
-            f"far={far} tests no position beyond a short text, which is up to {short} tokens here. Pass "
+            f"far={far} tests no position beyond a short text, which is up to {read.short_length} tokens here. Pass "
             f"far={read.target_length}, or far=0 to skip this check."
         )
     notes = list(engine.notes)
@@ -135,6 +134,11 @@ def verify(
         verdict = judge_passkeys(read, *_passkeys(endpoint, read, min(far or FAR_LIMIT, engine.limit)))
         return Verification(engine.name, where, read, verdict, tuple(notes))
     length = read.far_length(min(math.inf if far is None else far, engine.limit)) if engine.tail else 0
+    if is_server and length > 0 and not read.shows_truncation(length):
+        notes.append(
+            f"the extended model does not find a passkey in a text of {length} tokens, so a server that truncates long "
+            "prompts is recognised by its usage.prompt_tokens alone"
+        )
     if read.far_unextended:
         if length == 0 or engine.tail is None:
             raise ValueError(

@@ -30,10 +30,13 @@ from ctxext.encodings.rope import RopeGeometry
 from ctxext.export.gguf import write_gguf
 from ctxext.export.llama_cpp import GGUFModel
 from ctxext.export.probe import (
+    FAR_TOKENS,
     MAX_TOKENS,
     Probe,
     in_state,
     judge,
+    judge_by_length,
+    judge_far,
     judge_passkeys,
     logprobs_of,
     make_probe,
@@ -253,19 +256,58 @@ def test_every_passkey_prompt_holds_its_own_passkey_once_near_its_start(probe: P
         assert 4900 < len(prompt) <= 5000
 
 
+@dataclass
+class Boasting(LiveServer):
+    """One that states a longer maximum length than it has."""
+
+    stated: int = 1024
+
+    def cards(self) -> dict[str, Any]:
+        return {"data": [{**card, "max_model_len": self.stated} for card in super().cards()["data"]]}
+
+
 @pytest.mark.parametrize("form", ["vllm", "sglang", ""])
 def test_a_server_that_truncates_prompts_is_named(form: str, twice: Path) -> None:
-    @dataclass
-    class Boasting(LiveServer):
-        def cards(self) -> dict[str, Any]:
-            return {"data": [{**card, "max_model_len": 1024} for card in super().cards()["data"]]}
-
     model = AutoModelForCausalLM.from_pretrained(twice).eval()
     with (
         Boasting(model=model, max_length=512, truncates=True, prompt_scores=form) as server,
         pytest.raises(ValueError, match=r"read 5\d\d of (about )?\d+ tokens: it truncates prompts\. Serve a longer"),
     ):
         verify(server.url, twice / "verify.json")
+
+
+@pytest.mark.parametrize("method", ["yarn", "self_extend"])
+def test_a_long_text_truncated_at_either_end_is_told_by_its_last_tokens(method: str, tokenizer) -> None:
+    model = extend_context(bundled(), 4, method)
+    made = make_probe(model, tokenizer)
+    whole = made.far_ids(2048)
+    assert len(whole) == 2047
+    assert made.shows_truncation(2048)
+
+    def judged(prompt: list[int]) -> str:
+        tail = logprobs_of(model, [*prompt, *whole[-FAR_TOKENS:]], 256)[-FAR_TOKENS:]
+        short = torch.tensor(made.expected["extended"], dtype=torch.float64)
+        if made.far_unextended:
+            return judge_by_length(made, short, 2048, tail).name
+        return judge_far(made, judge(made, short), 2048, tail).name
+
+    prompt = whole[:-FAR_TOKENS]
+    assert judged(prompt) == "applied"
+    for kept in (500, 1000, 1500, len(prompt) - 10 * 199, len(prompt) - 199, len(prompt) - 20):
+        assert judged(prompt[-kept:]) != "applied"
+        assert judged(prompt[:kept]) != "applied"
+
+
+@pytest.mark.parametrize("method", ["yarn", "pi"])
+def test_a_server_that_truncates_without_saying_so_is_not_live(method: str, tokenizer, tmp_path: Path) -> None:
+    model = extend_context(bundled(), 2, method)
+    make_probe(model, tokenizer).save(tmp_path / "verify.json")
+    for kept, name in ((1024, "applied"), (800, "applied to short texts only")):
+        with Boasting(model=model, max_length=kept, truncates=True, usage=False, prompt_scores="vllm") as server:
+            answer = verify(server.url, tmp_path / "verify.json")
+        assert (answer.verdict.name, answer.verdict.asked_to) == (name, 1024)
+        # PI finds no passkeys without training.
+        assert any("does not find a passkey" in note for note in answer.notes) == (method == "pi")
 
 
 def test_a_server_that_only_streams_is_named(probe_file: Path) -> None:
@@ -359,7 +401,7 @@ def test_a_server_that_is_right_near_the_target_is_live(form: str, twice: Path) 
         assert answer.verdict.far_distance < 0.02
         lengths = [len(body["prompt"]) for _, body in server.requests]
     # Once a token near the target, or all of a prompt where that cannot be.
-    assert lengths == {"vllm": [199, *range(1015, 1023)], "sglang": [199, 199, 1015, 1023, 1023]}[form]
+    assert lengths == {"vllm": [199, *range(1011, 1023)], "sglang": [199, 199, 1011, 1023, 1023]}[form]
 
 
 def test_llama_cpp_and_transformers_are_asked_near_the_target(twice: Path, tmp_path: Path) -> None:
@@ -379,13 +421,8 @@ def test_a_server_of_fewer_tokens_is_asked_as_far_as_it_serves(twice: Path, fold
 
 
 def test_a_server_that_refuses_what_it_says_it_serves_is_not_live(twice: Path) -> None:
-    @dataclass
-    class Boasting(LiveServer):
-        def cards(self) -> dict[str, Any]:
-            return {"data": [{**card, "max_model_len": 4096} for card in super().cards()["data"]]}
-
     model = AutoModelForCausalLM.from_pretrained(twice).eval()
-    with Boasting(model=model, max_length=900, prompt_scores="vllm") as server:
+    with Boasting(model=model, stated=4096, max_length=900, prompt_scores="vllm") as server:
         with pytest.raises(ValueError, match=r"a request of 1023 tokens failed.*--far 0"):
             verify(server.url, twice / "verify.json")
         assert verify(server.url, twice / "verify.json", far=0).verdict.is_live
@@ -517,6 +554,7 @@ def test_a_probe_survives_its_file_and_no_edit_does(probe: Probe, tmp_path: Path
         {"target_length": "2k"},  # which verify compares with a number
         {"trained_length": None},
         {"cuts": [*probe.cuts[:-1], 10_000]},
+        {"far_end": probe.far_end[1:]},
         {"expected": {**probe.expected, "half": probe.expected["extended"]}},
     )
     for edit in edits:

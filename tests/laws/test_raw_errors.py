@@ -434,7 +434,7 @@ def test_no_checkpoint_raises_a_raw_error_and_what_is_refused_changes_nothing(
 @given(st.data())
 def test_no_probe_raises_a_raw_error(data: st.DataObject) -> None:
     probe = Probe(
-        "a b c", (1, 2, 3), {"extended": (-1.0, -2.0), "unextended": (-2.0, -1.0)}, {128: (-1.0,) * 8}, 0.1, 0.2,
+        "a b c", (1, 2, 3), {"extended": (-1.0, -2.0), "unextended": (-2.0, -1.0)}, {128: (-1.0,) * 12}, 0.1, 0.2,
         "yarn", 64, 128, "float32", {},
     )  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
