@@ -181,11 +181,11 @@ class Subject:
         return read_probe(path)
 
     def probe_path(self, method: str) -> Path:
-        return RUNS / self.name / f"{method}.verify.json"
+        return RUNS / self.name / f"{method}.probe.json"
 
     def probe_of_novel(self, method: str, k: int) -> Probe | None:
         """A probe of another text, the k-th 5,000 characters of a novel; None if the method changes it too little."""
-        path = RUNS / self.name / f"{method}.{k}.verify.json"
+        path = RUNS / self.name / f"{method}.{k}.probe.json"
         if not path.is_file():
             model = self.loaded(method)
             text = PERSUASION.read_text(encoding="utf-8")[5000 * k : 5000 * (k + 1)]
