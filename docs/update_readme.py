@@ -55,10 +55,10 @@ def span(band: str) -> str:
     return "–".join(f"{int(end):,}" for end in band.split("-"))
 
 
-def comparison_table(file: str, page: str = ".") -> str:
+def comparison_table(file: str, page: str = ".", without: tuple[str, ...] = ()) -> str:
     """Passkey, perplexity and the short-context regression of a summary, for a page in the folder `page`."""
     summary = read(file)
-    figures = summary["figures"]
+    figures = {name: figure for name, figure in summary["figures"].items() if name not in without}
     asked, bands = figures["none"]["retrieval"].get("passkey", {}), list(figures["none"]["perplexity"])
     trained = summary["about"]["trained_length"]
     gates = [gate for figure in figures.values() if (gate := figure["gate"] or {}).get("loss")]
@@ -81,7 +81,7 @@ def comparison_table(file: str, page: str = ".") -> str:
     note += f"seed {summary['identity']['seed']}; from {link(file, page)}."
     if asked:
         n = next(iter(asked.values()))["n"]
-        note = f"{n} prompts per cell, 95% intervals; prompts that share a text count together; {note}"
+        note = f"{n} prompts per cell, 95% intervals; prompts of one text count as one; {note}"
     return table(head, rows, note)
 
 
@@ -538,7 +538,9 @@ TABLES = {
     "README.md": {
         "fit": partial(fit_table, False, "."),
         "methods": method_table,
-        "quality": partial(comparison_table, "docs/at_scale/quality-cpu.json"),
+        "quality": partial(
+            comparison_table, "docs/at_scale/quality-cpu.json", without=("fitted", "yarn_x3", "yarn_x4")
+        ),
     },
     "recipes/README.md": {"finetune": finetune_table},
     "docs/fit/README.md": {

@@ -150,6 +150,19 @@ class Quality(Part):
     def speed(self) -> float:
         return operations_a_second(self.model[0], self.near)
 
+    def against(self, summary: Summary, other: str) -> dict[str, Any]:
+        """The paired differences of each variant from another: loss beyond the trained length, and passkeys there."""
+        trained, target = read_context(self.config).trained_length, self.lengths[-1]
+        found = {
+            variant: {
+                "loss": summary.loss_difference(variant, other, target, trained),
+                "passkey": summary.difference(variant, other, ["passkey"], self.lengths),
+            }
+            for variant in summary.variants
+            if variant != other
+        }
+        return {name: {key: each and each._asdict() for key, each in value.items()} for name, value in found.items()}
+
     def record(self, kept: dict[str, Any]) -> dict[str, Any]:
         files = {name: read_results(path) for name in self.texts if (path := self.file(name)).is_file()}
         if not files:
@@ -158,6 +171,7 @@ class Quality(Part):
         by_text = {name: Summary(joined({name: one}, lengths)).to_dict()["figures"] for name, one in files.items()}
         return {
             **all_figures(Summary(joined(files, lengths))),
+            "against yarn": self.against(Summary(joined(files, lengths)), "yarn"),
             "own": {name: by_depth(path) for name in files if (path := self.file(name, "own")).is_file()},
             "texts": {
                 name: {

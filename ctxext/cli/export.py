@@ -281,7 +281,7 @@ def _write_folders(output: Path, exports: list[EngineExport], folder: Path) -> N
         for each in exports:
             (building / each.engine).mkdir()
             link_with_config(folder, building / each.engine, each.config, each.length, common.say)
-    what = "a folder that is ready to serve" if has_weights(folder) else "a config.json"
+    what = "the checkpoint with its config.json" if has_weights(folder) else "a config.json"
     common.say(f"wrote {what} for {', '.join(each.engine for each in exports)} to {output}")
 
 

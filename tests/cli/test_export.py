@@ -242,7 +242,7 @@ def test_a_folder_is_ready_to_serve(tmp_path: Path) -> None:
     """Its config is the export, its weights are linked, and the command line needs no override."""
     output = tmp_path / "out"
     run = export(MODEL, "--method", "ntk_by_parts", "--factor", 4, "--no-probe", "-o", output)
-    assert "wrote a folder that is ready to serve for transformers," in run.stderr
+    assert "wrote the checkpoint with its config.json for transformers," in run.stderr
     assert "--hf-overrides" not in run.stdout
     assert f"vllm serve {output / 'vllm'}" in run.stdout.replace(" \\\n   ", "")
     assert f"mlx_lm.server --model {output / 'mlx'}" in run.stdout.replace(" \\\n   ", "")
