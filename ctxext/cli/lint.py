@@ -62,12 +62,13 @@ def lint(
         from ctxext.export.lint import lint
         from ctxext.utils.values import suggest
 
+    if engine is not None and engine not in SERVERS:
+        raise ValueError(f"unknown engine {engine!r}{suggest(engine, tuple(SERVERS))}")
     text = _text(line)
     edited = None
     if text.lstrip().startswith("{"):
-        if engine not in SERVERS:
-            known = suggest(engine, tuple(SERVERS)) if engine else f". Known: {', '.join(SERVERS)}."
-            raise ValueError(f"--engine must name the server that reads this JSON, got {engine!r}{known}")
+        if engine is None:
+            raise ValueError(f"LINE is JSON: name the server that reads it with --engine. Known: {', '.join(SERVERS)}.")
         content = parse_overrides(text, "LINE")
         command = Command(engine, length=target_length)
         if "model_type" in content:
@@ -81,6 +82,8 @@ def lint(
         if target_length is not None:
             command = replace(command, length=target_length)
     named = model or command.model
+    if named and not (command.model or "").strip(".…") and not named.endswith((".json", "}")):
+        command = replace(command, model=named)  # which the right line repeats
     if edited is not None and model is None:
         config, source = edited
     elif named is None or not named.strip(".…"):
@@ -102,8 +105,11 @@ def _text(line: str) -> str:
 
     if line == "-":
         return sys.stdin.read()
-    is_path = len(line) < 1000 and not any(mark in line for mark in ' \n{"')
-    return read_text(Path(line)) if is_path and Path(line).is_file() else line
+    if len(line) >= 1000 or any(mark in line for mark in ' \n{"'):
+        return line
+    if not Path(line).is_file():
+        raise ValueError(f"{line} is neither a command line nor a file. Put the command line in quotes.")
+    return read_text(Path(line))
 
 
 def _config(content: dict[str, Any], where: str) -> tuple[PreTrainedConfig, dict[str, Any]]:

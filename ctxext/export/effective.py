@@ -90,10 +90,19 @@ def version_of(engine: str, text: str | None) -> tuple[int, ...]:
         raise ValueError(f"--engine-version must look like {newest} for {engine}, got {text!r}. Correct it.")
     version = tuple(int(part) for part in re.findall(r"\d+", text or newest))
     if version < tuple(int(part) for part in re.findall(r"\d+", oldest)):
-        raise ValueError(
-            f"ctxext knows {engine} from {oldest} on, got {text}. Pass a later --engine-version, or upgrade the server."
-        )
+        raise ValueError(f"ctxext knows {engine} from {oldest} on, got {text}. Upgrade the server.")
     return version
+
+
+def version_for(command: Command, version: str | None) -> str:
+    """`version`, or the one that the line states, or the newest known one. Raises ValueError if two contradict."""
+    if version and command.version:
+        numbers = version_of(command.engine, version), version_of(command.engine, command.version)
+        if any(one != other for one, other in zip(*numbers, strict=False)):
+            raise ValueError(
+                f"--engine-version {version} contradicts LINE, whose image is {command.version}. Drop --engine-version."
+            )
+    return command.version or version or VERSIONS[command.engine][1]
 
 
 def effective(
@@ -103,12 +112,12 @@ def effective(
 
     Args:
         source: its config.json.
-        version: of the engine; the newest known one by default.
+        version: of the engine; by default the line's own, or the newest known one.
 
     Raises:
         ValueError: an unsupported version, an invalid config, or a graph of llama.cpp that ctxext does not know.
     """
-    numbers = version_of(command.engine, version)
+    numbers = version_of(command.engine, version_for(command, version))
     _check_rope(command.overrides)
     if command.engine == "llama.cpp":
         return _llama_cpp(command, numbers, config)
@@ -279,7 +288,8 @@ class _Server:
                 needed = ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow")
             for name in needed:
                 if name not in table:
-                    row = "gpt-oss" if self.only_yarn else "missing"
+                    is_original = self.engine == "sglang" and name.startswith("original")
+                    row = "gpt-oss" if self.only_yarn else "missing-original" if is_original else "missing"
                     self.remark(f"{name} of {kind}", row, fatal=self.engine == "vllm")
                     if not name.startswith("beta"):
                         table[name] = length_limit(self.text) if name.startswith("original") else 1.0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -23,6 +23,8 @@ from ctxext.export.effective import (
     kind_of,
     meant_scale,
     metadata,
+    version_for,
+    version_of,
 )  # fmt: skip
 from ctxext.export.readings import READINGS, Reading
 from ctxext.export.rules import EngineExport, export_for
@@ -40,10 +42,13 @@ Severity = Literal["wrong", "warning"]
 # Keys of rope_parameters that belong to the model, not to a scaling.
 _OF_THE_MODEL = ("rope_theta", "partial_rotary_factor", "mrope_section", "mrope_interleaved")
 _GUARDS = {"vllm": "VLLM_ALLOW_LONG_MAX_MODEL_LEN", "sglang": "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"}
-_ON = ("1", "true", "True", "yes", "on")
+# Lower-cased, in the wheels of vLLM 0.19.1 and 0.32.0 (envs.py), and of SGLang 0.5.10 and 0.5.23 (EnvBool).
+_ON = {"vllm": ("1", "true"), "sglang": ("1", "true", "yes", "y")}
 _KINDS = ("default", "linear", "dynamic", "yarn", "longrope", "llama3", "proportional")
 # The model's own way of serving two lists, if not transformers'.
 _AT_A_PRICE = (READINGS["vllm-longrope-lists"], READINGS["sglang-longrope-switch"])
+# Defaults that are only reported where the frequencies differ from those meant.
+_HARMLESS = (READINGS["sglang-missing-original"],)
 # A factor this many times the one that the served length needs is reported.
 _TOO_LARGE = 2.0
 
@@ -113,7 +118,7 @@ def lint(
 
     Args:
         config: of the model as published, with its config.json in `source`.
-        version: of the engine; the newest known one by default.
+        version: of the engine; by default the line's own, or the newest known one.
         edited: the config that is served, and its config.json, if it is another one.
 
     Raises:
@@ -121,11 +126,15 @@ def lint(
     """
     facts = read_context(config)
     served, served_source = edited or (config, source)
+    version = version_for(command, version)
     does = effective(command, served, served_source, version)
     meant = _meant(command, facts, read_context(served))
-    found = [*_remarks(does), *_origin(meant, facts)]
+    found = [*_newer(command.engine, version), *_origin(meant, facts)]
+    numbers: list[Finding] = []
     if not any(remark.fatal for remark in does.remarks):
-        found += [*_numbers(does, meant, facts), *_lengths(command, does, meant, facts)]
+        numbers = [*_numbers(does, meant, facts)]
+        found += [*numbers, *_lengths(command, does, meant, facts)]
+    found = [*_remarks(does, harmless=() if numbers else _HARMLESS), *found]
     findings = tuple(sorted(dict.fromkeys(found), key=lambda finding: finding.severity != "wrong"))
     right, why_not = None, ""
     if any(finding.severity == "wrong" for finding in findings):
@@ -133,7 +142,7 @@ def lint(
             right = _right(command, meant, facts, config, source)
         except ValueError as error:
             why_not = str(error)
-    return Lint(command.engine, version or VERSIONS[command.engine][1], _summary(does), findings, right, why_not)
+    return Lint(command.engine, version, _summary(does), findings, right, why_not)
 
 
 # --------------------------------------------------------------------------------- what the author meant
@@ -209,8 +218,19 @@ def _meant_by_flags(command: Command, facts: ContextFacts) -> _Meant:
 # ------------------------------------------------------------------------------------------- the findings
 
 
-def _remarks(does: Effective) -> Iterator[Finding]:
+def _newer(engine: str, version: str) -> Iterator[Finding]:
+    newest = VERSIONS[engine][1]
+    known = version_of(engine, newest)
+    if version_of(engine, version)[: len(known)] > known:
+        yield Finding(
+            "warning", f"ctxext knows {engine} up to {newest}, and judges {version} by the rules of {newest}."
+        )
+
+
+def _remarks(does: Effective, harmless: Sequence[Reading]) -> Iterator[Finding]:
     for remark in does.remarks:
+        if remark.reading in harmless:
+            continue
         end = " The server does not start." if remark.fatal else ""
         severity: Severity = "warning" if remark.reading in _AT_A_PRICE else "wrong"
         yield Finding(severity, f"{remark.field} {remark.reading.does}.{end}", remark.reading)
@@ -288,7 +308,7 @@ def _original(facts: ContextFacts) -> int:
 def _lengths(command: Command, does: Effective, meant: _Meant, facts: ContextFacts) -> Iterator[Finding]:
     engine, kind, parameters = command.engine, meant.kind, meant.first.parameters
     guard = _GUARDS.get(engine, "")
-    is_open = command.environment.get(guard) in _ON
+    is_open = command.environment.get(guard, "").strip().lower() in _ON.get(engine, ())
     if does.length > does.limit and not is_open:
         name = "yarn-length-new" if engine == "vllm" and kind == "yarn" else "length"
         words = f"a length of {does.length} is rejected, as this config allows {does.limit}: the server does not start."
@@ -303,7 +323,7 @@ def _lengths(command: Command, does: Effective, meant: _Meant, facts: ContextFac
         yield Finding("warning", words, READINGS[f"{engine}-long-override"])
     if not meant.block and not facts.is_scaled:
         trained = facts.trained_length
-        if (command.length or 0) > trained and (is_open or does.length <= does.limit):
+        if min(command.length or 0, does.length) > trained and (is_open or does.length <= does.limit):
             words = f"{does.length} tokens are served without scaling; this model was trained at {trained}."
             yield Finding("wrong" if does.length > does.limit else "warning", words)
     elif meant.block and kind in ("linear", "yarn"):

@@ -76,6 +76,14 @@ def test_a_script_an_overrides_object_and_an_edited_config_are_read(model: Path,
     assert lint(edited, "--engine", "sglang").exit_code == 0
 
 
+def test_the_right_line_names_the_model_that_the_user_names(model: Path) -> None:
+    overrides = f'{{"rope_scaling": {YARN}}}'
+    how = ("--engine", "vllm", "--target-length", "128k", "--json")
+    for line in (overrides, RIGHT.replace("Qwen/Qwen3-8B", "...").replace("131072", "999999")):
+        told = json.loads(lint(line, *(how if line == overrides else how[-1:]), "--model", model.parent).stdout)
+        assert told["right"]["flags"][:3] == ["vllm", "serve", str(model.parent)]
+
+
 def test_programs_get_severity_words_and_evidence(model: Path) -> None:
     told = json.loads(lint(REMOVED, "--model", model, "--json").stdout)
     assert (told["engine"], told["version"], told["is_wrong"]) == ("vllm", "0.33", True)
@@ -92,7 +100,9 @@ def test_a_model_may_be_pasted(model: Path) -> None:
     (("ollama run qwen3",), "no server found in 'ollama run qwen3'"),
     (("vllm serve ... --max-model-len 4096",), "LINE names no model. Pass --model"),
     (("vllm serve no/such/model",), "is neither a folder nor a hub name"),
-    (('{"rope_parameters": {}}',), "--engine must name the server that reads this JSON, got None"),
+    (('{"rope_parameters": {}}',), "LINE is JSON: name the server that reads it with --engine"),
+    (("nope.sh",), r"nope\.sh is neither a command line nor a file"),
+    ((RIGHT, "--engine", "vlm"), "unknown engine 'vlm'; did you mean 'vllm'"),
     (('{"rope_parameters": {}}', "--engine", "vlm"), "did you mean 'vllm'"),
     (('{"a": 1,}', "--engine", "vllm"), "LINE is not valid JSON: .* at character \\d+, near"),
     ((RIGHT, "--engine", "sglang"), "--engine sglang contradicts LINE, which starts vllm"),

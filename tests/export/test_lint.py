@@ -105,3 +105,54 @@ def test_sglang_lengthens_yarns_table_wrongly_up_to_a_version(version: str, is_s
     command = Command("sglang", overrides={"rope_parameters": yarn, "max_position_embeddings": 131072})
     found = lint(command, config, source, version)
     assert ("has 65536 rows, fewer than 131072: the frequencies are others beyond" in told(found)) == is_short
+
+
+def test_the_image_states_the_version_unless_the_user_contradicts_it() -> None:
+    yarn = '{"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768, '
+    overrides = f'{yarn}"rope_theta": 1e6}}}}'
+    line = f"docker run vllm/vllm-openai:TAG --model a/b --max-model-len 131072 --hf-overrides '{overrides}'"
+    config, source = loaded("Qwen3-8B")
+    for tag, is_wrong in (("v0.29.0", False), ("v0.30.0", True)):
+        found = lint(parse_command(line.replace("TAG", tag)), config, source)
+        assert (found.version, found.is_wrong) == (tag[1:], is_wrong)
+    command = parse_command(line.replace("TAG", "v0.29.0"))
+    assert lint(command, config, source, "0.29").findings == ()
+    with pytest.raises(ValueError, match=r"--engine-version 0\.30 contradicts LINE, whose image is 0\.29\.0\. Drop"):
+        lint(command, config, source, "0.30")
+    with pytest.raises(ValueError, match=r"knows vllm from 0\.12 on, got 0\.10\.2"):
+        lint(parse_command(line.replace("TAG", "v0.10.2")), config, source)
+
+
+@pytest.mark.parametrize("engine", VERSIONS)
+def test_a_version_later_than_the_known_ones_is_judged_with_a_warning(engine: str) -> None:
+    newest = VERSIONS[engine][1]
+    for version, says in ((f"{newest}.1", ""), ("9999", f"knows {engine} up to {newest}, and judges 9999 by")):
+        found = lint(Command(engine, "a/b"), *loaded("Llama-2-7B"), version)
+        assert not found.is_wrong
+        assert (says in told(found)) if says else not found.findings
+
+
+@pytest.mark.parametrize(("engine", "value", "is_on"), [
+    ("vllm", "1", True), ("vllm", "TRUE", True), ("vllm", " True ", True), ("vllm", "yes", False), ("vllm", "0", False),
+    ("sglang", "Y", True), ("sglang", "Yes", True), ("sglang", "on", False), ("sglang", "no", False),
+])  # fmt: skip
+def test_a_guard_is_on_for_the_values_that_its_engine_takes(engine: str, value: str, is_on: bool) -> None:
+    guards = {"vllm": "VLLM_ALLOW_LONG_MAX_MODEL_LEN", "sglang": "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"}
+    command = Command(engine, "a/b", length=8192, environment={guards[engine]: value})
+    assert ("8192 is rejected" in told(lint(command, *loaded("Llama-2-7B")))) != is_on
+
+
+def test_a_capped_length_within_the_trained_one_needs_no_scaling() -> None:
+    line = "llama-server -m a.gguf -c 32768 --rope-scaling none --rope-scale 4"
+    assert told(lint(parse_command(line), *loaded("Llama-3-8B"))).startswith("wrong: --ctx-size is capped")
+    assert "without scaling" not in told(lint(parse_command(line), *loaded("Llama-3-8B")))
+
+
+def test_an_original_length_that_sglang_takes_from_the_config_is_only_reported_where_it_is_another() -> None:
+    yarn = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 500000.0}
+    for more, says in (
+        ({}, ""),
+        ({"max_position_embeddings": 32768}, "original_max_position_embeddings of yarn is taken from"),
+    ):
+        found = lint(Command("sglang", "a/b", {"rope_parameters": yarn, **more}), *loaded("Llama-3-8B"))
+        assert (says in told(found)) if says else found.findings == ()
