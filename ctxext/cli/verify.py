@@ -69,7 +69,7 @@ def verify(
     from transformers.utils import logging
 
     from ctxext.export import verify as engines
-    from ctxext.export.probe import MAYBE, MAYBE_NOT, MODELS, NONE, PASSKEYS, SHORT, UNKNOWN, WORDS
+    from ctxext.export.probe import FAR_TOKENS, MAYBE, MAYBE_NOT, MODELS, NONE, PASSKEYS, SHORT, UNKNOWN, WORDS
     from ctxext.extension.method_file import check_writable
     from ctxext.utils.values import suggest
 
@@ -114,7 +114,9 @@ def verify(
             for length, found in verdict.passkeys.items():
                 table.add_row(f"{length:,} tokens", f"{found} of {PASSKEYS}")
         else:
-            table.add_column(f"difference in log-probability over {len(read.input_ids)} tokens")
+            short = f"{len(read.input_ids)} tokens"
+            compared = f"the last {FAR_TOKENS} of {verdict.asked_to:,} tokens" if read.far_unextended else short
+            table.add_column(f"difference in log-probability over {compared}")
             table.add_column("nats per token", justify="right")
             for state, distance in verdict.distances.items():
                 bold = "bold" if WORDS[state] == verdict.name else ""

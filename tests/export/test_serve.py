@@ -229,7 +229,7 @@ def test_temperature_and_top_p_sample_and_a_seed_repeats(url: str) -> None:
     assert streamed(url, prompt=IDS[:100], max_tokens=20, temperature=1, seed=7)[0] == drawn(temperature=1, seed=7)
 
 
-def test_sampling_at_temperature_1_draws_beyond_the_50_likeliest_tokens(url: str, folder: Path) -> None:
+def test_sampling_draws_beyond_the_50_likeliest_tokens(url: str, folder: Path) -> None:
     """Which is where transformers' default top_k would end."""
     model, tokenizer = ctxext.load(folder, dtype=torch.float32), load_tokenizer(folder)
     with torch.inference_mode():

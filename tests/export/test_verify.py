@@ -730,6 +730,14 @@ def test_the_command_succeeds_only_for_live(folders: dict[str, Path], tmp_path: 
     assert isinstance(again.exception, FileExistsError)
 
 
+def test_the_command_names_the_tokens_that_it_compared(folders: dict[str, Path], tmp_path: Path) -> None:
+    extend_folder(MODEL, tmp_path / "model", 2, "dca", say=lambda line: None)
+    for folder, tokens in ((folders["extended"], "199"), (tmp_path / "model", "the last 12 of 1,024")):
+        told = CliRunner().invoke(commands, ["verify", str(folder)])
+        assert told.exit_code == 0
+        assert f"difference in log-probability over {tokens} tokens" in " ".join(told.stdout.split())
+
+
 def test_the_exit_code_is_that_of_the_expected_verdict(folders: dict[str, Path], probe_file: Path) -> None:
     def code(folder: Path, *more: str) -> int:
         return CliRunner().invoke(commands, ["verify", str(folder), "--probe", str(probe_file), *more]).exit_code
