@@ -51,6 +51,18 @@ DEEPSEEK = {
     "n_routed_experts": 8, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1,
     "q_lora_rank": 64, "kv_lora_rank": 64, "qk_nope_head_dim": 64, "qk_rope_head_dim": 64, "v_head_dim": 64,
 }  # fmt: skip
+# Configs of transformers 5 on a version that knows no rope_parameters: the base of the config's class.
+_BASE = {"rope_parameters": {"rope_type": "default", "rope_theta": 2000000.0}}
+_MIXTRAL = {**SHAPE, **_BASE, "architectures": ["MixtralForCausalLM"], "model_type": "mixtral",
+            "max_position_embeddings": 32768}  # fmt: skip
+_COHERE = {**SHAPE, **_BASE, "architectures": ["CohereForCausalLM"], "model_type": "cohere",
+           "max_position_embeddings": 8192}  # fmt: skip
+_NO_BASE = {key: value for key, value in LLAMA.items() if key != "rope_theta"}
+VLLM_CASES: list[tuple[dict[str, Any], dict[str, Any], int | None]] = [
+    (_MIXTRAL, {}, None),
+    (_COHERE, {}, None),
+    ({**_NO_BASE, **_BASE}, {}, None),
+]
 SGLANG_CASES: list[tuple[dict[str, Any], dict[str, Any], int | None]] = [
     (QWEN2, {"rope_parameters": {**YARN, "original_max_position_embeddings": 8192}}, None),
     (QWEN3, {"max_position_embeddings": 131072}, None),

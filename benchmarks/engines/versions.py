@@ -23,7 +23,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from engines.cases import CASES, LLAMA, SGLANG_CASES
+from engines.cases import CASES, LLAMA, SGLANG_CASES, VLLM_CASES
 from engines.environments import VLLM
 from engines.subjects import RUNS
 from engines.wheels import beside, unpacked
@@ -48,8 +48,11 @@ def _on(transformers: str) -> tuple[str, ...]:
 
 # By release, the packages that are put before those of the environment, which has transformers 5.19.0.
 RELEASES: dict[str, dict[str, tuple[str, ...]]] = {
-    "vllm": {f"0.{minor}.0": TRANSFORMERS_4 if minor < 20 else GGUF for minor in range(12, 34)}
-    | {"0.31.0": (*GGUF, "transformers==5.17.0", HUB_1)},
+    "vllm": {
+        **{f"0.{minor}.0": TRANSFORMERS_4 for minor in range(12, 20)},
+        **dict.fromkeys(("0.19.1", *(f"0.{minor}.0" for minor in range(20, 34))), GGUF),
+        "0.31.0": (*GGUF, "transformers==5.17.0", HUB_1),
+    },
     "sglang": {  # what each wheel requires
         "0.5.10": _on("5.3.0"),
         **dict.fromkeys(("0.5.11", "0.5.12"), _on("5.6.0")),
@@ -106,7 +109,7 @@ def main() -> None:
     if unknown := set(releases) - RELEASES[engine].keys():
         parser.error(f"unknown releases of {engine}: {', '.join(unknown)}. Known: {', '.join(RELEASES[engine])}")
     VLLM.ready(print)
-    cases = [*CASES, *(SGLANG_CASES if engine == "sglang" else ()), *exported(engine)]
+    cases = [*CASES, *(SGLANG_CASES if engine == "sglang" else VLLM_CASES), *exported(engine)]
     grouped, on = list[dict[str, Any]](), dict[str, str]()
     for release in releases:
         began, record = time.perf_counter(), run(engine, release, cases)

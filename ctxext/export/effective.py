@@ -45,6 +45,20 @@ _NEED_THETA = {
     "qwen3": (0, 5, 11), "qwen2": (0, 5, 18), "qwen2_moe": (0, 5, 18), "qwen3_moe": (0, 5, 18), "deepseek_v3": (1,),
     "deepseek_v2": (1,), "gpt_oss": (1,), "granite": (1,), "mixtral": (1,), "olmo": (1,), "phi": (1,),
 }  # fmt: skip
+# Defaults of config classes in transformers 4.57.6 (configuration_*.py in the wheel) that version 5 does not share.
+_DEFAULTS_4: dict[str, dict[str, Any]] = {
+    "apertus": {"rope_scaling": {
+        "rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 8192, "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+    }},
+    "gpt_oss": {"rope_scaling": {
+        "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
+        "original_max_position_embeddings": 4096,
+    }},
+    "cohere": {"rope_theta": 1e4}, "falcon_h1": {"rope_theta": 1e5}, "kyutai_speech_to_text": {"rope_theta": 1e5},
+    "olmo3": {"rope_theta": 1e4}, "persimmon": {"rope_theta": 25e3}, "qwen3_vl_moe_text": {"rope_theta": 5e6},
+    "qwen3_vl_text": {"rope_theta": 5e6},
+}  # fmt: skip
 # The length fields of a config.
 CAPACITY = ("max_position_embeddings", *LENGTHS)
 
@@ -186,8 +200,8 @@ class _Server:
         self.engine, self.version, self.remarks = engine, version, list[Remark]()
         self.text = copy.deepcopy(text_config_of(config))
         self.path = [name for name, _ in path_to_text(config)]
-        # vLLM up to 0.19 runs on transformers 4.
-        self.is_version_4 = engine == "vllm" and version < (0, 20)
+        # vLLM up to 0.19.0 requires transformers < 5.
+        self.is_version_4 = engine == "vllm" and version < (0, 19, 1)
         if self.is_version_4:
             self.read_version_4(text_section_of(copy.deepcopy(source), config), overrides)
         self.before = copy.deepcopy(self.text.rope_parameters)
@@ -206,14 +220,16 @@ class _Server:
     # ------------------------------------------------------------------------------ the merged config
 
     def read_version_4(self, section: dict[str, Any], overrides: dict[str, Any]) -> None:
-        """Read rope_theta and rope_scaling of a config.json before rope_parameters, as with transformers 4."""
+        """Read rope_theta and rope_scaling before rope_parameters, even as the class's defaults: transformers 4."""
         if any(label for label, _ in each_table(self.text.rope_parameters)):
             return  # parameters for each layer type had no common format
-        section = {**section, **{key: value for key, value in overrides.items() if not isinstance(value, dict)}}
+        usual = {"rope_theta": getattr(self.text, "default_theta", 1e4), **_DEFAULTS_4.get(self.text.model_type, {})}
+        scalars = {key: value for key, value in overrides.items() if not isinstance(value, dict)}
+        section = {**usual, **section, **scalars}
         parameters = dict(section.get("rope_scaling") or self.text.rope_parameters)
         parameters.setdefault("rope_type", parameters.get("type", "default"))
         for name, older in {"rope_theta": "rope_theta", **family_of(self.text).version_4_names}.items():
-            parameters[name] = section.get(older, 10000.0 if name == "rope_theta" else parameters.get(name))
+            parameters[name] = section.get(older, usual.get(name, parameters.get(name)))
         self.text.rope_parameters = parameters
 
     def override(self, overrides: dict[str, Any], depth: int = 0) -> None:

@@ -77,11 +77,12 @@ _ROWS = {
     # -------------------------------------------------------------------------------------------- vLLM
     "vllm-config": (">= 0.12", "rope_parameters", "is read, instead of rope_scaling",
         "read: vllm-project/vllm#28542"),
-    "vllm-transformers-4": ("0.12 to 0.19", "rope_theta",
-        "overrides the one in rope_parameters, even by its default, and rope_scaling overrides rope_parameters: "
-        "these versions run on transformers 4, so both are written with equal values",
-        f"{_VLLM_VERSIONS}; read: vllm/transformers_utils/config.py (patch_rope_parameters) in the wheels of 0.12.0, "
-        "0.19.1 and 0.20.2"),
+    "vllm-transformers-4": ("0.12 to 0.19.0", "rope_theta",
+        "overrides the one in rope_parameters, even by the default of the config's class, and rope_scaling overrides "
+        "rope_parameters: these versions require transformers 4, so both are written with equal values. 0.19.1 also "
+        "allows transformers 5, which pip installs",
+        f"{_VLLM_VERSIONS}; read: vllm/transformers_utils/config.py (patch_rope_parameters) and METADATA in the wheels "
+        "of 0.19.0 and 0.19.1, configuration_*.py in that of transformers 4.57.6"),
     "vllm-rope-scaling": (">= 0.12", "--rope-scaling", "was removed; pass rope_parameters in --hf-overrides",
         "read: vllm-project/vllm#28006"),
     "vllm-overrides": (">= 0.12", "--hf-overrides",
@@ -99,13 +100,13 @@ _ROWS = {
     "vllm-layer-types": (">= 0.12", "flat rope_parameters for a model with one object per layer type",
         "are not read: write an object for each layer type, such as full_attention",
         "read: vllm/model_executor/models/gemma3.py in the wheel of 0.32.0"),
-    "vllm-rope-scaling-key": ("0.12 to 0.19", "rope_scaling in --hf-overrides",
+    "vllm-rope-scaling-key": ("0.12 to 0.19.0", "rope_scaling in --hf-overrides",
         "is ignored, as rope_parameters were read before: write rope_parameters",
         f"{_VLLM_VERSIONS}; read: {_VLLM_OVERRIDES}"),
     "vllm-type": (">= 0.12", "type in place of rope_type in --hf-overrides",
         "stops the start with KeyError 'rope_type'; merged into a nested text config, it leaves the rope_type there",
         f"{_VLLM_RUN}; read: {_VLLM_OVERRIDES}"),
-    "vllm-theta-key": (">= 0.20", "a top-level rope_theta in --hf-overrides",
+    "vllm-theta-key": (">= 0.19.1", "a top-level rope_theta in --hf-overrides",
         "is ignored: the base is the one in rope_parameters", _VLLM_RUN),
     "vllm-theta-lost": (">= 0.12", "a rope_theta missing from the override",
         "is lost with the rope_parameters that it replaces: the model class's own base is used, which is 1e6 for Qwen2 "

@@ -374,7 +374,7 @@ def _server(engine: str, facts: ContextFacts, section: dict[str, Any], target: i
     older = version_4_keys(text_config, parameters)
     if engine == "sglang":  # reads the share of the head that rotates at the top level alone
         section.update({name: value for name, value in older.items() if name not in ("rope_theta", "rope_scaling")})
-    if engine == "vllm":  # until 0.19 with transformers 4
+    if engine == "vllm":  # up to 0.19.0 with transformers 4
         section.update(older)
         if family_of(text_config).rope_types == _PHI_3_TYPES or text_config.model_type in _TWO_FIELDS:
             section.pop("rope_scaling", None)  # rejected in any other form

@@ -24,7 +24,7 @@ from ctxext.models.text_config import text_config_of
 
 FACTOR = 4
 ENGINES = {
-    "vllm": ("0.12", "0.19.1", "0.20", "0.29", "0.30", "0.33"),
+    "vllm": ("0.12", "0.19", "0.19.1", "0.29", "0.30", "0.33"),
     "sglang": ("0.5.10", "0.5.17", "0.5.23"),
     "llama.cpp": ("2025-12", "2026-09"),
 }
@@ -202,6 +202,25 @@ def test_versions_that_are_too_old_or_none_are_refused() -> None:
     with pytest.raises(ValueError, match=r"must look like 0\.33 for vllm, got 'newest'"):
         version_of("vllm", "newest")
     assert set(VERSIONS) == set(ENGINES)
+
+
+@pytest.mark.parametrize(("family", "base"), [
+    ("mixtral", 1e6), ("cohere", 1e4), ("persimmon", 25e3), ("gpt_neox", 1e4), ("llama", 1e4), ("qwen2_moe", 1e4),
+])  # fmt: skip
+def test_before_transformers_5_the_base_is_the_default_of_the_configs_class(family: str, base: float) -> None:
+    source = {"model_type": family, "rope_parameters": {"rope_type": "default", "rope_theta": 2e6}}
+    for version, theta in (("0.19.0", base), ("0.19.1", 2e6)):
+        config = AutoConfig.for_model(**json.loads(json.dumps(source)))
+        assert effective(Command("vllm"), config, source, version).tables[""].rope_theta == theta
+
+
+def test_before_transformers_5_a_default_scaling_replaces_rope_parameters() -> None:
+    yarn = {"rope_type": "yarn", "factor": 64.0, "original_max_position_embeddings": 4096, "rope_theta": 150000.0}
+    source = {"model_type": "gpt_oss", "rope_parameters": {**yarn, "beta_fast": 32.0, "beta_slow": 1.0}}
+    for version, factor in (("0.19.0", 32), ("0.19.1", 64)):
+        config = AutoConfig.for_model(**json.loads(json.dumps(source)))
+        used = effective(Command("vllm"), config, source, version).tables[""]
+        assert used.attention_factor == pytest.approx(0.1 * math.log(factor) + 1)
 
 
 def test_vllm_reads_yarn_alone_for_gpt_oss() -> None:

@@ -168,15 +168,15 @@ WRONG = (
         "vllm serve Qwen/Qwen2.5-32B-Instruct --seed 42 --generation-config vllm --port 8020 --tensor-parallel-size 2 "
         '--max-model-len 131072 --hf-overrides \'{"rope_scaling":{"factor":4, "original_max_position_embeddings": '
         '32768, "rope_type":"yarn"}}\' --enable-auto-tool-choice --tool-call-parser hermes',
-        "Qwen2.5-32B", _INDEXED, "Up to 0.19 an override of rope_scaling comes too late to be read.",
+        "Qwen2.5-32B", _INDEXED, "Up to 0.19.0 an override of rope_scaling comes too late to be read.",
         ("rope_scaling is ignored", "the scaling is not applied", "131072 is rejected, as this config allows 32768"),
-        "0.19.1",
+        "0.19",
     ),
     Case(
         "vllm serve Qwen/Qwen3-8B --hf-overrides '{\"rope_scaling\": {\"rope_type\": \"yarn\", \"factor\": 4.0, "
         "\"original_max_position_embeddings\": 32768}}'",
         "Qwen3-8B", "https://github.com/ls1intum/edutelligence/issues/744, the extra_args of a comment",
-        "Up to 0.19 an override of rope_scaling comes too late to be read.",
+        "Up to 0.19.0 an override of rope_scaling comes too late to be read.",
         ("rope_scaling is ignored",), "0.16",
     ),
     Case(
@@ -385,7 +385,7 @@ RIGHT = (
     Case(
         "vllm serve Qwen/Qwen2.5-32B-Instruct --max-model-len 131072 --hf-overrides '{\"rope_scaling\":{\"factor\":4, "
         "\"original_max_position_embeddings\": 32768, \"rope_type\":\"yarn\"}}'",
-        "Qwen2.5-32B", _INDEXED, "From 0.20 rope_scaling is another name of rope_parameters.", version="0.29",
+        "Qwen2.5-32B", _INDEXED, "From 0.19.1 rope_scaling is another name of rope_parameters.", version="0.29",
     ),
     Case(
         f"VLLM_ALLOW_LONG_MAX_MODEL_LEN=1 vllm serve ... --hf-overrides '{_CARD}' --max-model-len 1000000",
