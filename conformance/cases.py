@@ -288,7 +288,7 @@ def reading_cases() -> Iterator[Case]:
         "a theta that is missing in rope_parameters is 10000", rope_theta=1e4
     )
     yield case("theta-twice", QWEN3, whole, "the one in rope_parameters wins", rope_theta=5e5).wrong(
-        "the one outside rope_parameters wins", "vLLM 0.12 to 0.19 (read)", rope_theta=5e5
+        "the one outside rope_parameters wins", "vLLM 0.12 to 0.19.0 (read)", rope_theta=5e5
     )
     yield case("theta-nowhere", LLAMA2, {"rope_type": "linear", "factor": 4.0}, "without rope_theta it is 10000")
     quotient = "the factor is max_position_embeddings / original length"

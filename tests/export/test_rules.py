@@ -115,7 +115,7 @@ def vllm_reads(config: PreTrainedConfig, older: bool = False) -> tuple[torch.Ten
 
 
 def with_transformers_4(config: dict[str, Any]) -> PreTrainedConfig:
-    """`patch_rope_parameters` of vLLM 0.12 to 0.19, whose classes of transformers 4 have a theta by default."""
+    """`patch_rope_parameters` of vLLM 0.12 to 0.19.0, whose classes of transformers 4 have a theta by default."""
     read = loaded(config)
     parameters = dict(config.get("rope_scaling") or config["rope_parameters"])
     parameters["rope_theta"] = config.get("rope_theta", config.get("rotary_emb_base", 10000.0))
