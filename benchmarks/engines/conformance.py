@@ -116,12 +116,13 @@ class Conformance(Part, ABC):
             probe = subject.probe(method)
         except ValueError as error:
             probe, said = None, f"{NO_PROBE}: {error}"
-        text, short = self.ask(request, [subject.text(), probe.input_ids if probe else subject.text()[:2]])
+        probed = [probe.input_ids, probe.far_ids(subject.target)] if probe else []
+        text, *answers = self.ask(request, [subject.text(), *probed])
         expected = torch.tensor(subject.reference(method), dtype=torch.float64)
         apart = (text - expected[-len(text) :]).abs()
         effect = (torch.tensor(subject.reference(None), dtype=torch.float64) - expected).abs()[-len(text) :]
         if probe is not None:
-            said = said_of(probe, short, text, subject.target)
+            said = said_of(probe, *answers, subject.target)
         return {
             "verdict": said,
             "mean": None if apart.isnan().any() else float(apart.mean()),
