@@ -34,7 +34,7 @@ from ctxext.encodings.rope import RopeGeometry
 from ctxext.evals.engine import Engine
 from ctxext.evals.haystack import Haystack
 from ctxext.evals.needle import Passkey
-from ctxext.evals.perplexity import Perplexity, beginning, stretches
+from ctxext.evals.perplexity import Perplexity, window_stretches
 from ctxext.evals.prompts import Prompter
 from ctxext.evals.samples import Place, fingerprint
 from ctxext.evals.statistics import Difference, paired_difference, paired_loss_difference
@@ -245,11 +245,7 @@ def measure(
     return {
         "keys": keys,
         "long": losses(max(trials), windows),
-        "stretches": stretches(
-            [beginning(SEED, trial) * haystack.n_tokens for trial in range(windows)],
-            [max(trials)] * windows,
-            haystack.n_tokens,
-        ),
+        "stretches": window_stretches(range(windows), SEED, max(trials), haystack.n_tokens),
         "short": losses(trained, short_windows),
     }
 

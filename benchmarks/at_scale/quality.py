@@ -169,9 +169,10 @@ class Quality(Part):
             return {}
         lengths = [self.near, read_context(self.config).trained_length, *self.lengths]
         by_text = {name: Summary(joined({name: one}, lengths)).to_dict()["figures"] for name, one in files.items()}
+        summary = Summary(joined(files, lengths))
         return {
-            **all_figures(Summary(joined(files, lengths))),
-            "against yarn": self.against(Summary(joined(files, lengths)), "yarn"),
+            **all_figures(summary),
+            "against yarn": self.against(summary, "yarn"),
             "own": {name: by_depth(path) for name in files if (path := self.file(name, "own")).is_file()},
             "texts": {
                 name: {

@@ -212,6 +212,11 @@ def stretches(begun: Sequence[float], spans: Sequence[float], n_tokens: int) -> 
     return of
 
 
+def window_stretches(trials: Sequence[int], seed: int, span: int, n_tokens: int) -> list[int]:
+    """`stretches` of windows of `Perplexity`, of `span` tokens each."""
+    return stretches([beginning(seed, trial) * n_tokens for trial in trials], [span] * len(trials), n_tokens)
+
+
 def piece(haystack: Haystack, start: int, length: int, bos: Sequence[int], scored_from: int) -> Window:
     """`bos` and then the text as a ring from token `start`, `length` tokens in all."""
     body, n = length - len(bos), haystack.n_tokens

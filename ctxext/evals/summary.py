@@ -15,7 +15,7 @@ import numpy as np
 
 from ctxext.evals.checks import CorruptLine, check_alike
 from ctxext.evals.control import ENOUGH, Control
-from ctxext.evals.perplexity import beginning, stretches, unpacked
+from ctxext.evals.perplexity import stretches, unpacked, window_stretches
 from ctxext.evals.results import Record, Results
 from ctxext.evals.statistics import (
     RULER_THRESHOLD,
@@ -180,12 +180,12 @@ class Summary:
         Samples whose texts overlap form a cluster; `comparisons` as in `wilson`.
         """
         measured, wanted = [], set(lengths)
-        passages = self._passages(wanted)
         for task in tasks:
+            passages = self._passages(task, wanted)
             clusters: dict[Hashable, list[float]] = defaultdict(list)
             for record in self.of(variant, task):
                 if record["length"] in wanted:
-                    clusters[passages[task, record["length"], record["trial"]]].append(record["score"])
+                    clusters[passages[record["length"], record["trial"]]].append(record["score"])
             if clusters:
                 measured.append(clusters)
         return mean_share(measured, comparisons) if measured else None
@@ -216,32 +216,40 @@ class Summary:
     def _pairs(self, one: str, other: str, tasks: Sequence[str], lengths: Iterable[int]) -> list[list[Any]]:
         """The scores of both, texts and tasks of the common samples."""
         wanted = set(lengths)
-        passages = self._passages(wanted)
+        passages = {task: self._passages(task, wanted) for task in tasks}
         theirs = {r["key"]: r["score"] for task in tasks for r in self.of(other, task) if r["length"] in wanted}
         pairs = [
-            (r["score"], theirs[r["key"]], passages[task, r["length"], r["trial"]], task)
+            (r["score"], theirs[r["key"]], (task, passages[task][r["length"], r["trial"]]), task)
             for task in tasks
             for r in self.of(one, task)
             if r["key"] in theirs
         ]
         return [list(part) for part in zip(*pairs)]
 
-    def _passages(self, lengths: set[int]) -> dict[tuple[str, int, int], Hashable]:
-        """By task, length and trial, the stretch of text of its prompts: one for those that overlap within a task.
+    @cached_property
+    def _begun(self) -> dict[str, dict[tuple[int, int], int | None]]:
+        """By task, where in the text the prompts of each length and trial begin, in tokens; None if not recorded.
 
-        All depths of a trial share a passage. Where none is recorded, as for prompts without a text, it is its own.
+        All depths of a trial share a passage.
         """
-        held, found = self.header.about.get("text_tokens"), dict[tuple[str, int, int], Hashable]()
+        found: dict[str, dict[tuple[int, int], int | None]] = defaultdict(dict)
         for task in self.retrieval_tasks:
-            begun: dict[tuple[int, int], int] = {}
-            for record in (r for v in self.variants for r in self.of(v, task) if r["length"] in lengths):
+            for record in (record for variant in self.variants for record in self.of(variant, task)):
                 place = record["length"], record["trial"]
-                found[(task, *place)] = task, *place
-                if held is not None and record.get("start") is not None:
-                    begun.setdefault(place, record["start"])
-            of = stretches(list(begun.values()), [length for length, _ in begun], held or 0)
-            found |= {(task, *place): (task, stretch) for place, stretch in zip(begun, of)}
+                if found[task].get(place) is None:
+                    found[task][place] = record.get("start")
         return found
+
+    def _passages(self, task: str, lengths: set[int]) -> dict[tuple[int, int], Hashable]:
+        """By length and trial, the stretch of text of the prompts: one for those that overlap.
+
+        Where none is recorded, as for prompts without a text, it is their own.
+        """
+        held = self.header.about.get("text_tokens")
+        places = {place: start for place, start in self._begun[task].items() if place[0] in lengths}
+        begun = {place: start for place, start in places.items() if start is not None and held is not None}
+        of = stretches(list(begun.values()), [length for length, _ in begun], held or 0)
+        return {place: place for place in places} | dict(zip(begun, of))
 
     # ------------------------------------------------------------------------------------- perplexity
 
@@ -368,8 +376,7 @@ class Summary:
         held = self.header.about.get("text_tokens")
         if held is None or task == "sliding_perplexity":
             return list(range(len(trials)))
-        begun = [beginning(self.header.identity["seed"], trial) * held for trial in trials]
-        return stretches(begun, [span] * len(trials), held)
+        return window_stretches(trials, self.header.identity["seed"], span, held)
 
     @property
     def windows_apart(self) -> tuple[int, int]:

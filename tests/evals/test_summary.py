@@ -176,6 +176,7 @@ def test_prompts_whose_texts_overlap_count_as_one() -> None:
     assert made.test("a", "none", ["passkey"], [1024]).clusters == 12
     alone = made.pooled("a", ["passkey"], [512, 1024])
     for held, apart in ((10**6, 12), (1024, 1), (2500, 2)):
+        made = summary({"none": 0.0, "a": 1.0}, {})
         made.header.about["text_tokens"] = held
         for record in made.records:
             record["start"] = record["trial"] * 7777 % held
