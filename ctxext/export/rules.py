@@ -137,6 +137,8 @@ def export_for(
             f"{READINGS[f'{engine}-dynamic']}, unlike in transformers. Nearest: 'ntk' or 'yarn', with "
             "existing='replace'."
         )
+    # By which an engine picks its class: the outer one of a nested config.
+    name = str(written.get("model_type") or facts.text_config.model_type)
     slides = "sliding_attention" in attention_layers(facts.text_config)
     window = facts.text_config.sliding_window if slides else None
     if window is not None and window < target and facts.text_config.model_type in _WINDOWLESS.get(engine, ()):
@@ -147,9 +149,9 @@ def export_for(
         return EngineExport(engine, _LEAST[engine], written, *_llama_cpp(engine, model, facts, target, before), target)
     if engine in ("onnxruntime-genai", "openvino"):
         if engine == "openvino":
-            warnings = _openvino(facts, section, written, target, as_it_is)
+            warnings = _openvino(name, facts, section, target, as_it_is)
         else:
-            warnings = _onnxruntime(facts, section, written, target)
+            warnings = _onnxruntime(name, facts, section, written, target)
         launch = build_command(engine, model) if ready or written == source else ()
         return EngineExport(engine, _LEAST[engine], written, launch, warnings, target)
     if engine in ("mlx", "exllamav3", "lmdeploy"):
@@ -167,9 +169,9 @@ def export_for(
             ),
         }.get(engine, ())
         if engine == "mlx":
-            warnings = _mlx(facts, section, written, target)
+            warnings = _mlx(name, facts, section, target)
         else:
-            warnings = _by_length(engine, facts, section, written, target)
+            warnings = _by_length(engine, name, facts, section, target)
         return EngineExport(engine, _LEAST[engine], written, launch if ready else (), warnings, target)
     warnings = _server(engine, facts, section, target)
     there = written if ready else source
@@ -261,11 +263,6 @@ def _why_live_only(engine: str, plan: Plan) -> str:
         f"config.json cannot express {name} here because {plan.why_not_portable}. {other} it in transformers with "
         "ctxext.load."
     )
-
-
-def _class_of(written: dict[str, Any], facts: ContextFacts) -> str:
-    """The model type by which an engine picks its class: the outer one of a nested config."""
-    return str(written.get("model_type") or facts.text_config.model_type)
 
 
 def _rope_type(table: RopeTable) -> str:
@@ -427,12 +424,12 @@ def _in_server_words(engine: str, text_config: Any, table: RopeTable, target: in
 # -------------------------------------------------------------------------------------------- mlx-lm
 
 
-def _mlx(facts: ContextFacts, section: dict[str, Any], written: dict[str, Any], target: int) -> tuple[str, ...]:
+def _mlx(name: str, facts: ContextFacts, section: dict[str, Any], target: int) -> tuple[str, ...]:
     """Write `section` for mlx-lm: `rope_theta` and `rope_scaling`. Returns the warnings.
 
     Its longrope takes any λ, and any attention factor of 1 or more by the two lengths (`_original_for`).
     """
-    name, table = _class_of(written, facts), facts.tables[0]
+    table = facts.tables[0]
     if name not in _MLX_TYPES:
         raise NotExportable(
             f"mlx-lm's class for {name} was not run (run: {', '.join(_MLX_TYPES)}). Check it yourself: compare "
@@ -486,14 +483,12 @@ def _mlx(facts: ContextFacts, section: dict[str, Any], written: dict[str, Any], 
 # -------------------------------------------------------------------------------- ExLlamaV3 and LMDeploy
 
 
-def _by_length(
-    engine: str, facts: ContextFacts, section: dict[str, Any], written: dict[str, Any], target: int
-) -> tuple[str, ...]:
+def _by_length(engine: str, name: str, facts: ContextFacts, section: dict[str, Any], target: int) -> tuple[str, ...]:
     """Write `section` for ExLlamaV3 and LMDeploy: the keys of transformers 5. Returns the warnings.
 
     Both compute longrope's attention factor from the two lengths (`_original_for`), and ExLlamaV3 yarn's factor.
     """
-    name, table = _class_of(written, facts), facts.tables[0]
+    table = facts.tables[0]
     if name not in _COMMON_TYPES:
         known = ", ".join(_COMMON_TYPES)
         raise NotExportable(f"{engine}'s class for {name} was not read (read: {known}). Nearest: vLLM.")
@@ -545,11 +540,8 @@ def build_command(engine: str, model: str) -> tuple[str, ...]:
     return (*builder, "--output", f"{model.rstrip('/')}-onnx", "--precision", "fp32", "--execution_provider", "cpu")
 
 
-def _openvino(
-    facts: ContextFacts, section: dict[str, Any], written: dict[str, Any], target: int, as_it_is: bool
-) -> tuple[str, ...]:
+def _openvino(name: str, facts: ContextFacts, section: dict[str, Any], target: int, as_it_is: bool) -> tuple[str, ...]:
     """Write `section` for optimum-intel, which traces the model of transformers 5. Returns the warnings."""
-    name = _class_of(written, facts)
     if name not in _OPENVINO_TYPES:
         known = ", ".join(_OPENVINO_TYPES)
         raise NotExportable(
@@ -569,13 +561,15 @@ def _openvino(
     return _warn("openvino-longrope")
 
 
-def _onnxruntime(facts: ContextFacts, section: dict[str, Any], written: dict[str, Any], target: int) -> tuple[str, ...]:
+def _onnxruntime(
+    name: str, facts: ContextFacts, section: dict[str, Any], written: dict[str, Any], target: int
+) -> tuple[str, ...]:
     """Write `section` for the model builder of ONNX Runtime GenAI. Returns the warnings.
 
     Its class for LLaMA reads llama3 alone, that for Mistral linear and yarn, and that for Phi-3 longrope. Which class
     it takes is decided by `architectures`, and the weights are loaded by model_type.
     """
-    name, table = _class_of(written, facts), facts.tables[0]
+    table = facts.tables[0]
     if name not in _ORT_TYPES:
         known = ", ".join(_ORT_TYPES)
         raise NotExportable(
