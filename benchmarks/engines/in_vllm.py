@@ -143,8 +143,7 @@ class InVLLMPlugin(InItsEnvironment):
                 asked = {"prompt": text, "max_tokens": 1, "temperature": 0, "prompt_logprobs": 0}
                 server = Endpoint(url, model=command[2], retries=0)
                 answer = server.call("completions", {"model": command[2], **asked})
-                # At the target, the last eight tokens of this model's probe cannot tell it from the unextended one.
-                verdict = verify(url, subject.probe_path(method), far=TARGET // 2).verdict
+                verdict = verify(url, subject.probe_path(method)).verdict
         except EngineError as error:
             return {"error": str(error), "command": list(command)}
         entries = zip(answer["choices"][0]["prompt_logprobs"][1:], text[1:])
