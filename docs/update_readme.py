@@ -279,8 +279,8 @@ def in_vllm_table() -> str:
         f"generated tokens, {greedy:,} are those that transformers generates. Prompts are read "
         f"{record['batched tokens']} tokens at a time. The server, `vllm serve` with `self_extend`, differs by "
         f"{over_http['mean']:.1e} nats, and `ctxext verify` says of it, up to {over_http['verified to']:,} "
-        f"tokens: {over_http['verdict']}. {record['mistakes judged right']} of {record['mistakes']} unsupported settings "
-        f"are refused. {record['engine']}, in float32, {record['date']}; from "
+        f"tokens: {over_http['verdict']}. {record['mistakes judged right']} of {record['mistakes']} unsupported "
+        f"settings are refused. {record['engine']}, in float32, {record['date']}; from "
         f"{link('docs/engines/vllm-plugin.json', 'docs')}."
     )
     return table(["method", *models], rows, note)
