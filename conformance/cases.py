@@ -146,7 +146,7 @@ LLAMA2, LLAMA3, LLAMA3_1B = Geometry(), Geometry(128, 5e5, 8192), Geometry(64, 5
 QWEN3, DEEPSEEK, PHI3, GPT_OSS = Geometry(128, 1e6, 32768), Geometry(64), Geometry(96), Geometry(64, 1.5e5)
 GROWTH = 0.1 * math.log(4)  # YaRN's attention factor at 4 times the length is 1 more
 
-MLX, ORT, EXLLAMA = "mlx-lm 0.32.2 (run)", "ONNX Runtime GenAI 0.18 (read)", "ExLlamaV3 (read)"
+MLX, ORT, EXLLAMA = "mlx-lm 0.32.2 (run)", "ONNX Runtime GenAI 0.18 (run)", "ExLlamaV3 (read)"
 BOTH = "vLLM >= 0.12 and SGLang >= 0.5.10 (read)"
 OLD_VLLM = "vLLM <= 0.29 outside the DeepSeek families (read)"
 
@@ -179,6 +179,11 @@ def yarn_edges() -> Iterator[Case]:
             "TensorRT-LLM before #16379 (read)",
             attention_factor=1.3 * GROWTH + 1,
         )
+    )
+    yield (
+        edge("attention-factor-0.8", f"{replaces}, below 1 too", attention_factor=0.8)
+        .wrong("attention_factor is ignored", ignorant, attention_factor=None)
+        .wrong("attention_factor is at least 1", attention_factor=1.0)
     )
     yield edge("betas", "other turns than 32 and 1 bound the ramp", beta_fast=16.0, beta_slow=2.0).wrong(
         "the betas are ignored", "llama.cpp, GGUF files of llama and qwen (read)", beta_fast=None, beta_slow=None
@@ -283,6 +288,9 @@ def reading_cases() -> Iterator[Case]:
     older = {"rope_theta": 1e6, "rope_scaling": {**whole, "type": "yarn"}}
     del older["rope_scaling"]["rope_type"], older["rope_scaling"]["rope_theta"]
     yield case("older-keys", QWEN3, None, "the format of transformers 4", method="yarn", **older)
+    yield case("type-and-rope-type", LLAMA2, {**short, "type": "linear"}, "rope_type wins over type").wrong(
+        "type wins over rope_type", rope_type="linear"
+    )
     bare = {key: value for key, value in whole.items() if key != "rope_theta"}
     yield case("theta-outside", QWEN3, bare, "rope_theta outside rope_parameters counts", rope_theta=1e6).wrong(
         "a theta that is missing in rope_parameters is 10000", rope_theta=1e4

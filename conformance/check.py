@@ -3,7 +3,8 @@
     from check import check_rope
     check_rope(rope)  # rope(config, length) -> (inv_freq, attention_factor); prints a line for each failure
 
-Every check returns the number of failures. A function may raise NotImplementedError for what its engine lacks.
+Every check returns the number of failures. A function may raise NotImplementedError for what its engine lacks; if it
+does so for every case, the check raises ValueError.
 """
 
 import json
@@ -35,6 +36,8 @@ def answered(cases: Iterable[Case], ask: Callable[[Case], Any]) -> Iterator[tupl
             checked += 1
             yield case, answer
     print(f"{checked} cases checked, {unsupported} not supported")
+    if not checked:
+        raise ValueError("the engine supports none of the cases, so nothing was checked.")
 
 
 def agrees(expected: Case, inv_freq: Sequence[float], attention_factor: float) -> bool:

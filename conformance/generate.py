@@ -18,7 +18,7 @@ from ctxext.assets import MODEL, PERSUASION
 
 HERE = Path(__file__).parent
 # Raise the first number if a value or a field changes its meaning, the second if cases are added.
-HEADER = {"version": "1.0", "license": "Apache-2.0", "description": "docs/conformance.md of ctxext"}
+HEADER = {"version": "1.1", "license": "Apache-2.0", "description": "docs/conformance.md of ctxext"}
 
 
 def vector(case: Case) -> dict[str, Any]:

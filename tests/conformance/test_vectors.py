@@ -123,6 +123,15 @@ def printed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str])
     return run
 
 
+def test_an_engine_that_supports_nothing_does_not_pass() -> None:
+    def unsupported(*_: Any) -> Any:
+        raise NotImplementedError
+
+    for checked in (check.check_rope, check.check_cos_sin, check.check_logprobs):
+        with pytest.raises(ValueError, match="supports none of the cases"):
+            checked(unsupported)
+
+
 def misreadings() -> Iterator[Any]:
     for case in check.cases():
         for words in case["known_wrong"]:
