@@ -53,14 +53,18 @@ _ORT_COMMON = ("llama", "mistral", "qwen2", "phi3")
 _ORT_TYPES = (*_ORT_COMMON, "qwen3")
 # The model types that optimum-intel was run with.
 _OPENVINO_TYPES = ("llama", "mistral", "qwen2", "qwen3", "phi3", "gpt_oss")
-# The model types whose sliding windows an engine ignores.
+# transformers' model types whose name differs from llama.cpp's architecture.
+_GGUF_NAMES = {"mistral": "llama", "mixtral": "llama"}
+_GGUF_WINDOWLESS = (*(graph.model_type for graph in ARCHITECTURES.values() if graph.full_every == 1), *_GGUF_NAMES)
+# The model types whose sliding windows an engine ignores, or was not run with.
 _WINDOWLESS = {
     "mlx": ("mistral", "qwen2", "qwen3", "phi3"),
     "sglang": ("llama", "mistral", "mixtral", "qwen2", "qwen3", "phi3"),
     "exllamav3": ("mistral", "qwen2", "qwen3", "phi3"),
+    "onnxruntime-genai": _ORT_TYPES,
+    "llama.cpp": _GGUF_WINDOWLESS,
+    "ollama": _GGUF_WINDOWLESS,
 }
-# transformers' model types whose name differs from llama.cpp's architecture.
-_GGUF_NAMES = {"mistral": "llama", "mixtral": "llama"}
 _AS_IT_WAS = "MODEL.gguf is the file of the unextended model; a file of the extended one already holds the extension."
 
 
@@ -142,7 +146,8 @@ def export_for(
     slides = "sliding_attention" in attention_layers(facts.text_config)
     window = facts.text_config.sliding_window if slides else None
     if window is not None and window < target and facts.text_config.model_type in _WINDOWLESS.get(engine, ()):
-        raise NotExportable(f"{READINGS[f'{engine}-window']}. Nearest: a target of {window} tokens, or vLLM.")
+        why = READINGS.get(f"{engine}-window", f"{engine} was not run with a sliding window")
+        raise NotExportable(f"{why}. Nearest: a target of {window} tokens, or vLLM.")
     if engine in ("llama.cpp", "ollama"):
         _transformers("transformers", facts, section, target, as_it_is)
         before = None if plan is None else read_context(config).tables[0]
@@ -575,11 +580,6 @@ def _onnxruntime(
         raise NotExportable(
             f"ONNX Runtime GenAI's builder was not run with {name} (run: {known}). Nearest: openvino, or vLLM."
         )
-    if table.window is not None and table.window < target:
-        raise NotExportable(
-            f"ONNX Runtime GenAI's builder was not run with a sliding window. Nearest: a target of {table.window} "
-            "tokens, or vLLM."
-        )
     parameters, kind, warnings = dict(table.parameters), _rope_type(table), list[str]()
     theta, scale = parameters["rope_theta"], table.in_use.attention_factor
     original = int(parameters.get("original_max_position_embeddings") or target)
@@ -669,8 +669,6 @@ def _llama_cpp(
         )
     graph, truncated = ARCHITECTURES[architecture], parameters.get("truncate", True)
     nearest = f"Nearest for {config.model_type}: 'yarn' as in the paper, 'ntk' or 'pi'."
-    if table.window is not None and table.window < target:
-        raise NotExportable(f"{READINGS['llama.cpp-window']}. Nearest: a target of {table.window} tokens, or vLLM.")
     if any(_rope_type(local) != "default" for local in facts.tables[1:]):
         raise NotExportable(f"{READINGS['llama.cpp-local']}. Nearest: scale the layers with full attention alone.")
     ratio = table.in_use.attention_factor / yarn_growth(parameters.get("factor", 1.0)) if kind == "yarn" else 1.0

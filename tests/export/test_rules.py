@@ -542,8 +542,9 @@ def test_some_windowed_layers_are_enough() -> None:
     config = tiny_config(
         "qwen2", use_sliding_window=True, sliding_window=LENGTH, layer_types=["full_attention", "sliding_attention"]
     )
-    with pytest.raises(NotExportable, match=f"a target of {LENGTH} tokens"):
-        export_for("mlx", config, plan_extension(config, 4, "yarn"))
+    for engine in ("mlx", "llama.cpp", "onnxruntime-genai"):
+        with pytest.raises(NotExportable, match=f"a target of {LENGTH} tokens"):
+            export_for(engine, config, plan_extension(config, 4, "yarn"))
 
 
 @pytest.mark.parametrize("engine", ["mlx", "sglang", "vllm", "transformers", "onnxruntime-genai"])
