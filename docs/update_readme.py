@@ -198,6 +198,38 @@ def choice_table() -> str:
     ])  # fmt: skip
 
 
+def speed_table() -> str:
+    """Time and memory over stock transformers, of docs/at_scale/speed-cpu.json."""
+    file = "docs/at_scale/speed-cpu.json"
+    record, figures = read(file), values(file)
+    lengths = sorted({int(name.partition(":")[0].split()[1]) for name in figures})
+    columns = {
+        f"{title} {length:,}": f"{what} {length}: {kind}"
+        for what, kind, title in (
+            ("prefill", "time", "prefill of"),
+            ("prefill", "memory", "memory, prefill of"),
+            ("decode", "time", "decode step after"),
+        )
+        for length in lengths
+    }
+    names = [
+        name.split(", ")[1].removesuffix(" over stock") for name in figures if "prefill" in name and "time" in name
+    ]
+    rows = [
+        [name if name == "stock again" else f"`{name}`"]
+        + [
+            f"{figures[key]:.2f}" if (key := f"{column}, {name} over stock") in figures else ""
+            for column in columns.values()
+        ]
+        for name in dict.fromkeys(names)
+    ]
+    note = (
+        f"Times over stock transformers' of the same run, float32, {record['cpu_capability']}, "
+        f"{counted(record['threads'], 'thread')}; from {link(file, 'docs/at_scale')}."
+    )
+    return table(["", *columns], rows, note)
+
+
 def attention_table() -> str:
     """What in-attention RoPE costs, of docs/benchmarks/attention.json."""
     rows = [
@@ -557,6 +589,7 @@ TABLES = {
         "smollm2-16k": partial(comparison_table, "docs/compare/smollm2-16k.json", "docs"),
         "cost": attention_table,
     },
+    "docs/at_scale/README.md": {"speed": speed_table},
     "docs/benchmarks/README.md": {
         "choice": choice_table,
         "evaluators": evaluators_table,
