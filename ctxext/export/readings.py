@@ -286,7 +286,7 @@ _ROWS = {
     "exllamav3-longrope": (">= 1.6", "attention_factor of longrope",
         "is ignored: the multiplier is computed from max_position_embeddings and original_max_position_embeddings, "
         "which ctxext sets accordingly; long_factor is used wherever the first is greater", _EXLLAMA),
-    "exllamav3-theta": (">= 1.6", "rope_theta and rope_scaling", "are taken before rope_parameters",
+    "exllamav3-theta": (">= 1.6", "rope_theta and rope_scaling", "take precedence over rope_parameters",
         "read: exllamav3/model/config.py (read_rope_settings_default) in the wheel of 1.6.5"),
     "exllamav3-dynamic": (">= 1.6", 'rope_type "dynamic"', "is rejected", _EXLLAMA),
     # --------------------------------------------------------------------------------------- LMDeploy
