@@ -84,7 +84,7 @@ fidelity: $(VENV)/dev.stamp  ## beside the authors' code, longppl, lm-eval and a
 	$(BIN)/python benchmarks/fidelity/run.py
 
 engines: $(VENV)/dev.stamp  ## every static method in each engine, in an environment of its own, against transformers
-	$(BIN)/python benchmarks/engines/run.py
+	$(BIN)/python benchmarks/engines/run.py --rounds 20
 
 engines-versions: $(VENV)/dev.stamp  ## the config and rotary code of every release of vLLM and SGLang, run alone
 	$(BIN)/python benchmarks/engines/versions.py

@@ -36,7 +36,9 @@ def logprobs_of(logits, ids):
     """log p of each of `ids` but the first, from a row of logits before each."""
     import numpy as np
 
-    logprobs = logits.astype(np.float64)
-    logprobs -= logprobs.max(-1, keepdims=True)
-    logprobs -= np.log(np.exp(logprobs).sum(-1, keepdims=True))
-    return logprobs[np.arange(len(ids) - 1), ids[1:]].tolist()
+    found = []
+    for row, following in zip(logits, ids[1:]):
+        row = row.astype(np.float64)
+        row -= row.max()
+        found.append(float(row[following] - np.log(np.exp(row).sum())))
+    return found

@@ -9,11 +9,14 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import engines.subjects
-from engines.conformance import CONFIG, InItsEnvironment
+from at_scale.cells import Cell
+from engines.conformance import CONFIG, IGNORED, InItsEnvironment
 from engines.environments import ONNX, OPENVINO
 from engines.subjects import FOLDER, OVERRIDES, Subject
 
 from ctxext.export.rules import build_command
+
+LENGTH = "max_position_embeddings"
 
 
 @dataclass
@@ -43,9 +46,13 @@ class Builds(InItsEnvironment):
         shutil.rmtree(output, ignore_errors=True)
         return {"command": [*command, *self.more], "output": output}, command
 
-    def plain(self, subject: Subject) -> dict[str, Any]:
+    def wrongly_served(self, subject: Subject, scaling: str) -> dict[str, Any]:
+        config = subject.export(self.engine, scaling, FOLDER).config
+        return self.built(subject, scaling, subject.extended(scaling), {**config, LENGTH: subject.target})[0]
+
+    def plain(self, subject: Subject, tokens: int) -> dict[str, Any]:
         config = json.loads((subject.base / "config.json").read_text())
-        return self.built(subject, "base", subject.base, config)[0]
+        return self.built(subject, f"base, {tokens} tokens", subject.base, {**config, LENGTH: tokens})[0]
 
 
 @dataclass
@@ -54,6 +61,16 @@ class InONNX(Builds):
     title = f"ONNX Runtime GenAI {ONNX.version}"
     environment = ONNX
     worker = "onnx_worker.py"
+
+    def negatives(self) -> list[Cell]:
+        """Also the extended folder as it is, whose class ignores yarn."""
+
+        def as_saved() -> dict[str, Any]:
+            folder = Subject("bundled").extended("yarn")
+            config = json.loads((folder / "config.json").read_text())
+            return self.built(Subject("bundled"), "yarn, as saved", folder, config)[0]
+
+        return [*super().negatives(), self.mistake("yarn", "config.json as saved", as_saved, IGNORED)]
 
 
 @dataclass

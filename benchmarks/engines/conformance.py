@@ -9,7 +9,7 @@ import subprocess
 import sys
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from importlib import metadata
@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from at_scale.cells import Cell, Part
 from engines.environments import MLX, VLLM, Environment, llama_cpp_source
-from engines.subjects import FAMILIES, FOLDER, OVERRIDES, RUNS, TARGET, Subject
+from engines.subjects import FAMILIES, FOLDER, MISTAKES, OVERRIDES, RUNS, TARGET, Subject
 from engines.wheels import beside
 
 from ctxext.export.commands import parse_command
@@ -73,21 +73,44 @@ class Conformance(Part, ABC):
         return 1.0  # costs are seconds
 
     def cells(self) -> Sequence[Cell]:
-        cells = [Cell("environment", 60, self.ready)]
-        for subject in self.subjects:
-            cost = 300 if subject.is_public else 8
-            cells.append(Cell(f"{subject.name} {UNEXTENDED}", cost, partial(self.unextended, subject)))
-            methods = ("yarn", "llama3") if self.tiny else subject.methods
-            for method in methods:
-                cells += [
-                    Cell(f"{subject.name} {method} {form}", cost, partial(self.compared, subject, method, form))
-                    for form in self.forms
-                ]
-        return cells + self.negatives()
+        """The public model last, which takes hours, and in one form: the bundled one, of its family, has every form."""
+        small = [subject for subject in self.subjects if not subject.is_public]
+        public = [subject for subject in self.subjects if subject.is_public]
+        return [
+            Cell("environment", 60, self.ready),
+            *(cell for subject in small for cell in self.comparisons(subject, self.forms)),
+            *self.negatives(),
+            *(cell for subject in public for cell in self.comparisons(subject, self.forms[:1])),
+        ]
+
+    def comparisons(self, subject: Subject, forms: Sequence[str]) -> list[Cell]:
+        cost = 300 if subject.is_public else 8
+        methods = ("yarn", "llama3") if self.tiny else subject.methods
+        return [
+            Cell(f"{subject.name} {UNEXTENDED}", cost, partial(self.unextended, subject)),
+            *(
+                Cell(f"{subject.name} {method} {form}", cost, partial(self.compared, subject, method, form))
+                for method in methods
+                for form in forms
+            ),
+        ]
 
     def negatives(self) -> list[Cell]:
-        """Mistakes, on the bundled model."""
-        return []
+        """Mistakes, on the bundled model: another factor, another attention factor, no extension."""
+        subject, cells = Subject("bundled"), []
+        for method, mistakes in MISTAKES.items():
+            cells.append(self.mistake(method, UNEXTENDED, partial(self.plain, subject, TARGET), IGNORED))
+            for wrong in mistakes:
+                expected = (COLD,) if wrong == "temperature removed" else (NONE, SHORT)
+                cells.append(
+                    self.mistake(method, wrong, partial(self.wrongly_served, subject, f"{method}, {wrong}"), *expected)
+                )
+        return cells
+
+    def mistake(self, method: str, wrong: str, request: Callable[[], dict[str, Any]], *expected: str) -> Cell:
+        texts = f", {self.rounds} texts" if self.rounds > 1 else ""
+        run = partial(self.mistaken, method, request, expected)
+        return Cell(f"mistake: {method}, {wrong}{texts}", 8 * self.rounds, run)
 
     @abstractmethod
     def ready(self) -> dict[str, Any]:
@@ -97,9 +120,13 @@ class Conformance(Part, ABC):
     def served(self, subject: Subject, method: str, form: str) -> tuple[dict[str, Any], tuple[str, ...]]:
         """What `ask` is given, and the command line that stands for it. Raises NotExportable."""
 
+    def wrongly_served(self, subject: Subject, scaling: str) -> dict[str, Any]:
+        """What `ask` is given for one of `MISTAKES`."""
+        return self.served(subject, scaling, self.forms[0])[0]
+
     @abstractmethod
-    def plain(self, subject: Subject) -> dict[str, Any]:
-        """What `ask` is given for the unextended model. Raises NotExportable."""
+    def plain(self, subject: Subject, tokens: int) -> dict[str, Any]:
+        """What `ask` is given for the unextended model and prompts of up to `tokens`. Raises NotExportable."""
 
     @abstractmethod
     def ask(self, request: dict[str, Any], prompts: Sequence[Sequence[int]]) -> list[torch.Tensor]:
@@ -117,13 +144,13 @@ class Conformance(Part, ABC):
             probe = subject.probe(method)
         except ValueError as error:
             probe, said = None, f"{NO_PROBE}: {error}"
-        probed = [probe.input_ids, probe.far_ids(subject.target)] if probe else []
-        text, *answers = self.ask(request, [subject.text(), *probed])
+        text, *short = self.ask(request, [subject.text(), *([probe.input_ids] if probe else [])])
         expected = torch.tensor(subject.reference(method), dtype=torch.float64)
         apart = (text - expected[-len(text) :]).abs()
         effect = (torch.tensor(subject.reference(None), dtype=torch.float64) - expected).abs()[-len(text) :]
         if probe is not None:
-            said = said_of(probe, *answers, subject.target)
+            assert probe.far_ids(subject.target) == subject.text()
+            said = said_of(probe, *short, text, subject.target)
         return {
             "verdict": said,
             "mean": None if apart.isnan().any() else float(apart.mean()),
@@ -154,7 +181,7 @@ class Conformance(Part, ABC):
         text = subject.text()[: subject.trained - 1]
         expected = torch.tensor(subject.reference(None)[: subject.trained - 2], dtype=torch.float64)
         try:
-            (found,) = self.ask(self.plain(subject), [text])
+            (found,) = self.ask(self.plain(subject, subject.trained), [text])
         except NotExportable as error:
             return {"refused": str(error)}
         except EngineError as error:
@@ -162,8 +189,9 @@ class Conformance(Part, ABC):
         mean = float((found - expected[-len(found) :]).abs().mean())
         return {"mean": mean, "positions": len(found)}
 
-    def mistaken(self, method: str, request: dict[str, Any], expected: tuple[str, ...]) -> dict[str, Any]:
+    def mistaken(self, method: str, made: Callable[[], dict[str, Any]], expected: tuple[str, ...]) -> dict[str, Any]:
         try:
+            request = made()
             found = self.judged(Subject("bundled"), method, request)
             verdicts = Counter([found["verdict"], *self.repeated(Subject("bundled"), method, request)])
         except EngineError as error:
@@ -190,7 +218,6 @@ class Conformance(Part, ABC):
         plain = {name.removesuffix(f" {UNEXTENDED}"): cells.pop(name) for name in models}
         differs = {name: value for name, value in plain.items() if value.get("exact") is False}
         mistakes = [value for value in cells.values() if "right" in value]
-        # Kept by an earlier version, a mistake has one verdict.
         judged = [sum(value.get("verdicts", {"": 1}).values()) for value in mistakes]
         wrong = [name for name, value in cells.items()
                  if not (value.get("exact") or "refused" in value or "right" in value)]  # fmt: skip
@@ -274,8 +301,8 @@ class InVLLM(InItsEnvironment):
     def more(self, subject: Subject) -> tuple[str, ...]:
         return (*FLOAT32, "--language-model-only") if subject.name == "gemma3" else FLOAT32
 
-    def plain(self, subject: Subject) -> dict[str, Any]:
-        return {"arguments": [str(subject.base), "--max-model-len", str(subject.trained), *self.more(subject)]}
+    def plain(self, subject: Subject, tokens: int) -> dict[str, Any]:
+        return {"arguments": [str(subject.base), "--max-model-len", str(tokens), *self.more(subject)]}
 
     def cells(self) -> Sequence[Cell]:
         return [*super().cells(), Cell("bundled yarn with an adapter", 10, self.with_adapter)]
@@ -299,9 +326,7 @@ class InVLLM(InItsEnvironment):
 
         def add(name: str, method: str, overrides: dict[str, Any], *expected: str, **more: Any) -> None:
             arguments = [base, "--max-model-len", str(TARGET), "--hf-overrides", json.dumps(overrides), *FLOAT32]
-            run = partial(self.mistaken, method, {"arguments": arguments, **more}, expected)
-            texts = f", {self.rounds} texts" if self.rounds > 1 else ""
-            cells.append(Cell(f"mistake: {method}, {name}{texts}", 8 * self.rounds, run))
+            cells.append(self.mistake(method, name, lambda: {"arguments": arguments, **more}, *expected))
 
         for method in ("yarn", "resonance", "llama3"):
             right = Subject("bundled").export("vllm", method, OVERRIDES).config
@@ -341,6 +366,11 @@ class InMLX(InItsEnvironment):
     worker = "mlx_worker.py"
     forms = (CONFIG,)
 
+    @property
+    def subjects(self) -> Sequence[Subject]:
+        """Without the public model, of which its CPU build reads nine tokens a second."""
+        return [subject for subject in super().subjects if not subject.is_public]
+
     def served(self, subject: Subject, method: str, form: str) -> tuple[dict[str, Any], tuple[str, ...]]:
         export, folder = subject.export("mlx", method, OVERRIDES), RUNS / subject.name / f"{method}, mlx"
         if not folder.is_dir():
@@ -348,7 +378,20 @@ class InMLX(InItsEnvironment):
             (folder / "config.json").write_text(json.dumps(export.config))
         return {"folder": str(folder)}, ("mlx_lm.server", "--model", str(folder))
 
-    def plain(self, subject: Subject) -> dict[str, Any]:
+    def negatives(self) -> list[Cell]:
+        """Also a config as transformers 5 alone writes it: mlx-lm reads no `rope_parameters`."""
+
+        def as_saved() -> dict[str, Any]:
+            folder, wrong = Subject("bundled").extended("yarn"), RUNS / "bundled" / "yarn, no rope_scaling, mlx"
+            config = json.loads((folder / "config.json").read_text())
+            shutil.copytree(folder, wrong, dirs_exist_ok=True)
+            kept = {name: value for name, value in config.items() if name not in ("rope_scaling", "rope_theta")}
+            (wrong / "config.json").write_text(json.dumps(kept))
+            return {"folder": str(wrong)}
+
+        return [*super().negatives(), self.mistake("yarn", "neither rope_scaling nor rope_theta", as_saved, NONE)]
+
+    def plain(self, subject: Subject, tokens: int) -> dict[str, Any]:
         """With the bases where most of its classes read them; as transformers 5 alone writes them, they are lost."""
         folder = RUNS / subject.name / "base, mlx"
         if not folder.is_dir():
@@ -423,17 +466,36 @@ class InLlamaCpp(Conformance):
     forms = (FOLDER, GGUF)
     bar = 5e-4  # its CPU kernels round otherwise, and its GELU (Gemma) reads a table in float16
 
+    def negatives(self) -> list[Cell]:
+        """Also an extended file with a base on the command line."""
+
+        def another_base() -> dict[str, Any]:
+            return {**self.wrongly_served(Subject("bundled"), "yarn"), "options": {"--rope-freq-base": "10000"}}
+
+        return [*super().negatives(), self.mistake("yarn", "--rope-freq-base 10000", another_base, NONE)]
+
+    def wrongly_served(self, subject: Subject, scaling: str) -> dict[str, Any]:
+        return self._up_to(subject.target, self.served(subject, scaling, FOLDER)[0])
+
+    def _up_to(self, tokens: int, request: dict[str, Any]) -> dict[str, Any]:
+        """The same file with another context length: the server rejects longer prompts."""
+        file = Path(request["file"])
+        longer = file.with_name(f"{file.stem}, {tokens} tokens.gguf")
+        with_keys(file, longer, f"llama.context_length=int:{tokens}")
+        return {**request, "file": str(longer), "tokens": tokens}
+
     def ready(self) -> dict[str, Any]:
         return {"versions": {"xllamacpp": metadata.version("xllamacpp")}}
 
-    def plain(self, subject: Subject) -> dict[str, Any]:
+    def plain(self, subject: Subject, tokens: int) -> dict[str, Any]:
         file = RUNS / subject.name / "base.gguf"
         if not file.is_file() and self.written_by_us(subject):
             write_gguf(subject.base, file)
         elif not file.is_file():
             convert = [sys.executable, str(HERE / "llama_cpp_convert.py"), str(llama_cpp_source())]
             subprocess.run([*convert, str(subject.base), str(file)], check=True, capture_output=True)
-        return {"file": str(file), "target": subject.target}
+        request = {"file": str(file), "tokens": tokens}
+        return request if tokens <= subject.trained else self._up_to(tokens, request)
 
     def written_by_us(self, subject: Subject) -> bool:
         return why_not_written(read_config(subject.base)) is None
@@ -442,12 +504,12 @@ class InLlamaCpp(Conformance):
         """The extended folder as a file; where ctxext writes none, the original's file with what export prints."""
         command = subject.export("llama.cpp", method, FOLDER if form == FOLDER else OVERRIDES).flags
         file = RUNS / subject.name / f"{method}, {form}.gguf"
-        base = Path(self.plain(subject)["file"])
+        base = Path(self.plain(subject, subject.trained)["file"])
         file.unlink(missing_ok=True)
         if form == FOLDER and "MODEL.gguf" in command:
             options = parse_command(command).options
             with_keys(base, file, options.pop("--override-kv"))
-            return {"file": str(file), "target": subject.target, "options": options}, command
+            return {"file": str(file), "tokens": subject.target, "options": options}, command
         if form == FOLDER and self.written_by_us(subject):
             write_gguf(subject.extended(method), file)
         else:
@@ -455,12 +517,12 @@ class InLlamaCpp(Conformance):
                 extend_gguf(base, file, method=subject.methods[method])
             except ValueError as error:
                 raise NotExportable(str(error)) from error
-        return {"file": str(file), "target": subject.target}, command
+        return {"file": str(file), "tokens": subject.target}, command
 
     def ask(self, request: dict[str, Any], prompts: Sequence[Sequence[int]]) -> list[torch.Tensor]:
         """Of prompts longer than a probe, those of the last tokens alone: each takes a request."""
         try:
-            with WithOptions(request["file"], request["target"], request.get("options", {})) as model:
+            with WithOptions(request["file"], request["tokens"], request.get("options", {})) as model:
                 return [model.logprobs(ids, 1 if len(ids) <= MAX_TOKENS else len(ids) - LAST) for ids in prompts]
         except ValueError as error:
             raise EngineError(str(error)) from error

@@ -87,7 +87,7 @@ class InVLLMPlugin(InItsEnvironment):
         batched = ("--max-num-batched-tokens", str(BATCHED), "--skip-tokenizer-init")
         return {"arguments": [*command[2:], *batched]}, command
 
-    def plain(self, subject: Subject) -> dict[str, Any]:
+    def plain(self, subject: Subject, tokens: int) -> dict[str, Any]:
         raise NotImplementedError("the plugin refuses unextended models")
 
     # ---------------------------------------------------------------------------------- measuring

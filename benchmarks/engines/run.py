@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 import time
 from pathlib import Path
@@ -34,17 +35,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", choices=ENGINES, action="append", help="this engine; may be repeated")
     parser.add_argument("--tiny", action="store_true", help="two methods of the bundled model")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="stop before the cell that would take longer")
     parser.add_argument("--rounds", type=int, default=1, help="texts that judge each mistake, each with a probe")
     parser.add_argument("--output", type=Path, default=Path("docs/engines"), help="for the figures")
     parser.add_argument("--state", type=Path, default=RUNS / "state", help="for finished cells and the workers' logs")
     options = parser.parse_args()
-    short = False
+    short, budget = False, Budget(60 * options.minutes)
     for name in options.only or ENGINES:
         folder = options.state / name
         folder.mkdir(parents=True, exist_ok=True)
         part = ENGINES[name](folder, "cpu", options.tiny, options.rounds)
         store = Store(folder / "cells.json")
-        complete = run_part(part, store, Budget(), print)
+        complete = run_part(part, store, budget, print)
         kept = {cell: entry["value"] for cell, entry in store.done(part.cells()).items()}
         record = {"engine": part.title, "date": time.strftime("%Y-%m-%d"), "machine": machine("cpu"),
                   "versions": versions(), "complete": complete, **part.record(kept)}  # fmt: skip

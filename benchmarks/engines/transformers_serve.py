@@ -116,7 +116,7 @@ class InTransformersServe(Conformance):
         folder = subject.extended(method)
         return {"folder": str(folder.resolve())}, ("transformers", "serve", str(folder))
 
-    def plain(self, subject: Subject) -> dict[str, Any]:
+    def plain(self, subject: Subject, tokens: int) -> dict[str, Any]:
         return {"folder": str(subject.base.resolve())}
 
     def ask(self, request: dict[str, Any], prompts: Sequence[Sequence[int]]) -> list[Tensor]:
@@ -163,7 +163,7 @@ class InTransformersServe(Conformance):
     def unextended(self, subject: Subject) -> dict[str, Any]:
         texts = pieces(TRAINED)
         try:
-            found = self.answered(self.plain(subject)["folder"], texts)
+            found = self.answered(self.plain(subject, TRAINED)["folder"], texts)
         except EngineError as error:
             return {"error": str(error)}
         with self.model(subject, None) as model:

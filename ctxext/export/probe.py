@@ -145,11 +145,8 @@ class Probe:
         return max((length for length in self.far if at_most is None or length <= at_most), default=0)
 
     def far_ids(self, length: int) -> list[int]:
-        """A passkey, the text repeated, and the question for the passkey with its answer: one token shorter than
-        `length`, to leave room for a generated one."""
-        room = length - 1 - len(self.far_start) - len(self.far_end)
-        repeated = (list(self.input_ids) * (room // len(self.input_ids) + 1))[:room]
-        return [*self.far_start, *repeated, *self.far_end]
+        """`long_text` of this probe."""
+        return long_text(self.input_ids, self.far_start, self.far_end, length)
 
     @property
     def short_length(self) -> int:
@@ -159,6 +156,14 @@ class Probe:
     def shows_truncation(self, length: int) -> bool:
         """Whether the extended model finds the passkey of `far_ids(length)`, which it cannot without its beginning."""
         return sum(self.far[length][:-FAR_TEXT]) > -1.0
+
+
+def long_text(ids: Sequence[int], start: Sequence[int], end: Sequence[int], length: int) -> list[int]:
+    """A passkey, the text repeated, and the question for the passkey with its answer: one token shorter than `length`,
+    to leave room for a generated one."""
+    room = length - 1 - len(start) - len(end)
+    repeated = (list(ids) * (room // len(ids) + 1))[:room]
+    return [*start, *repeated, *end]
 
 
 def probe_beside(gguf: Path) -> Path:
@@ -455,7 +460,7 @@ def make_probe(
         dtype=str(model.dtype).removeprefix("torch."),
         versions=_versions(),
         cuts=_cuts(tokenizer, text, ids),
-        **_around(tokenizer, text, ids),
+        **around(tokenizer, text, ids),
     )
     # The extended state must be separable in 16 bits; the other two need not be separable from each other.
     live, ignored = (torch.tensor(probe.expected[state], dtype=torch.float64) for state in ("extended", "unextended"))
@@ -488,7 +493,7 @@ def _probe_by_length(
         dtype=str(model.dtype).removeprefix("torch."),
         versions=_versions(),
         cuts=_cuts(tokenizer, text, ids),
-        **_around(tokenizer, text, ids),
+        **around(tokenizer, text, ids),
     )
     lengths = _far_lengths(probe, min(plan.target_length, FAR_LIMIT if far is None else far, MAX_FAR))
     if not lengths:
@@ -545,7 +550,7 @@ def _cuts(tokenizer: PreTrainedTokenizerBase, text: str, ids: Sequence[int]) -> 
     return tuple(end if tokenizer(text[:end])["input_ids"] == ids[:k] else 0 for k, end in enumerate(ends, 1))
 
 
-def _around(tokenizer: PreTrainedTokenizerBase, text: str, ids: Sequence[int]) -> dict[str, Any]:
+def around(tokenizer: PreTrainedTokenizerBase, text: str, ids: Sequence[int]) -> dict[str, Any]:
     """`Probe.far_start` and `Probe.far_end`."""
 
     def plain(words: str) -> list[int]:
