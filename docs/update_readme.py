@@ -241,31 +241,14 @@ def attention_table() -> str:
 
 
 def engines_ran_table() -> str:
-    """By method, the models on which each engine was exact, of docs/engines/*.json."""
+    """By model for yarn, then by method, where each engine was exact, of docs/engines/*.json."""
     every = [read(f"docs/engines/{path.name}") for path in sorted((ROOT / "docs/engines").glob("*.json"))]
     records = [record for record in every if "cells" in record]
-    columns = []
-    for record in records:
-        by_method: dict[str, dict[str, list[str]]] = {}
-        for name, cell in record["cells"].items():
-            model, _, rest = name.partition(" ")
-            if "right" in cell:
-                continue
-            kind = "exact" if cell.get("exact") else "refused" if "refused" in cell else "not exact"
-            models = by_method.setdefault(rest.partition(" ")[0], {}).setdefault(kind, [])
-            if model not in models:
-                models.append(model)
-        columns.append(by_method)
-    rows = []
-    for method in columns[0]:
-        row = [f"`{method}`"]
-        for column in columns:
-            kinds = column.get(method, {})
-            total = len({model for models in kinds.values() for model in models})
-            said = f"{len(kinds.get('exact', []))} of {total}"
-            others = {kind: models for kind, models in kinds.items() if kind != "exact"}
-            row.append(said + "".join(f"; {kind}: {', '.join(models)}" for kind, models in others.items()))
-        rows.append(row)
+    columns = [_kinds(record["cells"]) for record in records]
+    models, methods = (list(dict.fromkeys(pair[k] for column in columns for pair in column)) for k in (0, 1))
+    lights = {"exact": "🟢", "refused": "🔴", "not exact": "🟡", None: ""}
+    by_model = [[model, *(lights[column.get((model, "yarn"))] for column in columns)] for model in models]
+    by_method = [[f"`{method}`", *(_count(column, method) for column in columns)] for method in methods]
     names = [re.sub(r"'s server.*| \d.*", "", record["engine"]) for record in records]
     bars = ", ".join(f"{record['bar']:g} ({name})" for name, record in zip(names, records))
     judged = [
@@ -276,14 +259,36 @@ def engines_ran_table() -> str:
     positions = next(cell["positions"] for cell in records[-1]["cells"].values() if "positions" in cell)
     exceptions = ["llama.cpp: the last 64"]
     exceptions += [f"{name}: {record['compared']}" for name, record in zip(names, records) if "compared" in record]
+    legend = (
+        "`yarn` by model: 🟢 exact, 🔴 `ctxext export` refuses it, 🟡 the engine already fails or differs on the "
+        "unextended model, empty: not run."
+    )
     note = (
-        "Models that an engine runs exactly, of all: in float32, the mean difference of log-probabilities from "
-        f"transformers is below {bars} nats, at {positions:,} positions up to the target ({'; '.join(exceptions)}), "
-        "and `ctxext verify` says applied, where it gets log-probabilities. Run on a CPU, "
+        "Models on which each method is exact, of those run. Exact: in float32, the mean difference of "
+        f"log-probabilities from transformers is below {bars} nats, at {positions:,} positions up to the target "
+        f"({'; '.join(exceptions)}), and `ctxext verify` says applied, where it gets log-probabilities. Run on a CPU, "
         f"{max(record['date'] for record in records)}. `ctxext verify` judged mistaken configs correctly: "
         f"{', '.join(judged)}. From [engines/](engines)."
     )
-    return table(["method", *(record["engine"] for record in records)], rows, note)
+    engines = [record["engine"] for record in records]
+    return "\n\n".join([table(["model", *engines], by_model, legend), table(["method", *names], by_method, note)])
+
+
+def _kinds(cells: dict[str, dict[str, Any]]) -> dict[tuple[str, str], str]:
+    """By model and method: exact if every form is, refused, or not exact."""
+    kinds: dict[tuple[str, str], str] = {}
+    for name, cell in cells.items():
+        model, _, rest = name.partition(" ")
+        if "right" not in cell and "adapter" not in name:
+            kind = "exact" if cell.get("exact") else "refused" if "refused" in cell else "not exact"
+            pair = (model, rest.partition(" ")[0])
+            kinds[pair] = kind if kinds.get(pair, kind) == kind else "not exact"
+    return kinds
+
+
+def _count(column: dict[tuple[str, str], str], method: str) -> str:
+    kinds = [kind for (_, name), kind in column.items() if name == method]
+    return f"{kinds.count('exact')} of {len(kinds)}"
 
 
 def in_vllm_table() -> str:

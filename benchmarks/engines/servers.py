@@ -36,4 +36,7 @@ def running(command: Sequence[str], url: str, log: Path, **environment: str) -> 
         yield
     finally:
         process.terminate()
-        process.wait(30)
+        try:
+            process.wait(30)
+        except subprocess.TimeoutExpired:
+            process.kill()

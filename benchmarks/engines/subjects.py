@@ -4,6 +4,7 @@ are, and extended by each method, with what transformers makes of them."""
 from __future__ import annotations
 
 import json
+import os
 import sys
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -102,7 +103,7 @@ class Subject:
     def base(self) -> Path:
         """The unextended checkpoint."""
         if self.name == "bundled":
-            return MODEL
+            return Path(os.path.relpath(MODEL))
         if self.is_public:
             fetch(SMOLLM2)
             return SMOLLM2
