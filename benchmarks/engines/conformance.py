@@ -368,7 +368,7 @@ class InMLX(InItsEnvironment):
 
     @property
     def subjects(self) -> Sequence[Subject]:
-        """Without the public model, of which its CPU build reads nine tokens a second."""
+        """Without the public model: its CPU build takes a minute for 512 tokens of it."""
         return [subject for subject in super().subjects if not subject.is_public]
 
     def served(self, subject: Subject, method: str, form: str) -> tuple[dict[str, Any], tuple[str, ...]]:
