@@ -34,10 +34,10 @@ def describe(
     from ctxext.hub.checkpoint import checkpoint_folder, extended_json, planned_as_saved, read_config
     from ctxext.models.text_config import text_config_of
 
-    record, model = None, common.folder_of(model)
+    record, model, command = None, common.folder_of(model), "ctxext extend"
     with common.without_garbage_collection():
         if Path(model).is_file() and Path(model).suffix != ".safetensors":
-            config = context_of_gguf(model)
+            config, command = context_of_gguf(model), "ctxext export"
         else:
             folder = checkpoint_folder(model, revision, config_only=True)
             config, record = read_config(folder), read_record(folder)
@@ -64,5 +64,5 @@ def describe(
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
     for label, value in description.rows():
-        table.add_row(label.replace("extend_context", "ctxext extend"), common.in_flags(value))
+        table.add_row(label.replace("extend_context", command), common.in_flags(value))
     Console().print(table, highlight=False)

@@ -242,12 +242,17 @@ _KINDS = {
 }
 
 
-def _reader(path: Path) -> GGUFReader:
+def check_magic(path: Path) -> None:
+    """Raise FileNotFoundError or ValueError unless `path` begins as a GGUF file does."""
     if not path.is_file():
         raise FileNotFoundError(f"{path} is not a file. Pass the path of a GGUF file.")
     with path.open("rb") as file:
         if file.read(4) != b"GGUF":
             raise ValueError(f"{path} is neither a checkpoint folder nor a GGUF file. Check the path.")
+
+
+def _reader(path: Path) -> GGUFReader:
+    check_magic(path)
     base: Any = _gguf().GGUFReader
 
     class Reader(base):

@@ -15,6 +15,7 @@ import torch
 from jaxtyping import Float64
 from torch import Tensor
 
+from ctxext.export.gguf import check_magic
 from ctxext.export.probe import (
     FAR_LIMIT,
     FAR_TOKENS,
@@ -84,7 +85,7 @@ def verify(
         say: called with progress messages.
 
     Raises:
-        ValueError: no probe for a file or a server, or one of another model; or as `make_probe`.
+        ValueError: no probe for a file or a server, or one of another model; no GGUF file; or as `make_probe`.
         FileNotFoundError: no such checkpoint, file or probe.
         ImportError: a GGUF file, without `ctxext[llama-cpp]`.
         ConnectionError, TimeoutError, PermissionError, RuntimeError: as in `ctxext.utils.endpoint.Endpoint`.
@@ -100,6 +101,7 @@ def verify(
     if is_gguf:
         if not Path(where).is_file():
             raise FileNotFoundError(f"{where} does not exist. Check the path.")
+        check_magic(Path(where))
         beside = (probe_beside(Path(where)), Path(where).with_name(PROBE))
         probe = probe or next((path for path in beside if path.is_file()), None)
     if is_server or is_gguf:

@@ -39,6 +39,7 @@ from ctxext.extension.request import model_on_meta
 from ctxext.extension.saving import save_portable
 from ctxext.hub.checkpoint import (
     check_not_extended,
+    check_weights,
     checkpoint_folder,
     extended_as_saved,
     load_model,
@@ -499,6 +500,7 @@ def _load_adapter(found: _Found, is_trainable: bool = False, **from_pretrained: 
     require("train")
     from peft import PeftModel
 
+    check_weights(found.folder)
     of_base = saved_extension(found.base)
     model = load_model(found.base, config=found.config, use_safetensors=True, **from_pretrained)
     if found.record is not None:

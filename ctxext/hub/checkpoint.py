@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from torch import OutOfMemoryError
 
 from ctxext.api import extend_context
@@ -39,7 +39,7 @@ from ctxext.utils.download import hub_folder
 from ctxext.utils.four_bits import release_warnings
 from ctxext.utils.json_files import read_json
 from ctxext.utils.screen import console
-from ctxext.utils.values import one_line, size_in_words
+from ctxext.utils.values import one_line, shown, size_in_words
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -72,8 +72,6 @@ def checkpoint_folder(name_or_path: str, revision: str | None = None, *, config_
         FileNotFoundError: no such folder, or it holds no config.json.
         ValueError: it is a file or an adapter.
     """
-    if Path(name_or_path).is_file():
-        raise ValueError(f"{name_or_path} is a file. Pass the checkpoint's folder: {Path(name_or_path).parent}.")
     folder = local_folder(name_or_path, revision, ["*.json"] if config_only else None)
     if not (folder / "config.json").is_file():
         refuse_adapter(folder, name_or_path)
@@ -91,9 +89,17 @@ def local_folder(name_or_path: str, revision: str | None, patterns: list[str] | 
 
     Raises:
         FileNotFoundError: no such folder.
-        ValueError: a `revision` of a local folder.
+        ValueError: it is a file, or a `revision` of a local folder.
     """
     folder = Path(name_or_path)
+    if folder.is_file():
+        remedy = "Pass a folder that save_pretrained wrote, or a hub name (owner/name)."
+        if folder.suffix == ".gguf":
+            how = f"ctxext export {shlex.quote(name_or_path)} --engine llama.cpp --factor 4 -o OUT.gguf"
+            raise ValueError(f"{name_or_path} is a GGUF file, not a checkpoint folder. To extend it: {how}")
+        if (folder.absolute().parent / "config.json").is_file():
+            remedy = f"Pass the checkpoint's folder: {folder.absolute().parent}"
+        raise ValueError(f"{name_or_path} is a file. {remedy}")
     if folder.is_dir():
         if revision is not None:
             raise ValueError(f"revision={revision!r} is for hub names, but {name_or_path!r} is a folder. Drop it.")
@@ -129,14 +135,50 @@ def read_config(folder: str | Path, **how: Any) -> PreTrainedConfig:
     from transformers import AutoConfig
 
     path = Path(folder) / "config.json"
+    content = read_json(path).content
     try:
-        check_counts(read_json(path).content)
+        check_counts(content)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
-    with rejecting(path):
-        config = AutoConfig.from_pretrained(folder, **how)
+    try:
+        with rejecting(path):
+            config = AutoConfig.from_pretrained(folder, **how)
+    except ValueError:
+        _check_model_type(content, path)
+        raise
     check_config(config)
     return config
+
+
+def _check_model_type(content: dict[str, Any], path: Path) -> None:
+    """Raise ValueError if a config.json without code of its own has no model_type, or one unknown to transformers."""
+    import transformers
+    from transformers import CONFIG_MAPPING
+
+    kind = content.get("model_type")
+    if kind is None and "auto_map" not in content:
+        raise ValueError(f"{path} has no model_type, such as llama. Add it, or download the file again.")
+    if isinstance(kind, str) and kind not in CONFIG_MAPPING and "auto_map" not in content:
+        raise ValueError(
+            f"transformers {transformers.__version__} does not know model_type {shown(kind)}. Upgrade transformers, or "
+            f"correct model_type in {path}."
+        )
+
+
+def check_weights(folder: Path) -> None:
+    """Raise ValueError if a safetensors file in `folder` is cut or missing. Reads only headers and sizes."""
+    index = folder / "model.safetensors.index.json"
+    named = read_json(index).part("weight_map").content.values() if index.is_file() else ()
+    for path in sorted({*folder.glob("*.safetensors"), *(folder / str(name) for name in named)}):
+        if not path.is_file():
+            raise ValueError(f"{folder} lacks {path.name}, which {index.name} names. Download it again.")
+        try:
+            with safe_open(path, "pt"):
+                pass
+        except SafetensorError as error:
+            raise ValueError(
+                f"{path} is not a complete safetensors file ({one_line(error)}). Download it again."
+            ) from error
 
 
 def load_model(folder: Path, auto: Any = None, **from_pretrained: Any) -> Any:
@@ -146,7 +188,7 @@ def load_model(folder: Path, auto: Any = None, **from_pretrained: Any) -> Any:
         auto: an auto class; None for `architecture_of` the folder.
 
     Raises:
-        ValueError: transformers rejects it; or as `read_config`.
+        ValueError: transformers rejects it; or as `read_config` and `check_weights`.
         OSError: it has no weights.
     """
     if "config" not in from_pretrained:
@@ -155,6 +197,7 @@ def load_model(folder: Path, auto: Any = None, **from_pretrained: Any) -> Any:
         raise FileNotFoundError(
             f"{folder} has no weights (model.safetensors). Copy them there, or pass a complete checkpoint."
         )
+    check_weights(folder)
     with rejecting(folder / "config.json", OSError, ImportError, SafetensorError):
         model = (auto or architecture_of(folder)).from_pretrained(folder, **from_pretrained).eval()
     if getattr(model, "is_loaded_in_4bit", False):
@@ -332,13 +375,14 @@ def extend_folder(
 
     Raises:
         FileExistsError: `output` exists.
-        ValueError: as `ctxext.extend_context`. Nothing is written on errors.
+        ValueError: as `ctxext.extend_context` and `check_weights`. Nothing is written on errors.
     """
     plan, config = extended_json(folder, factor=factor, method=method, **arguments)
     if output is None:
         return ExtendedFolder(None, plan, config)
     if output.exists():
         raise FileExistsError(f"{output} already exists. Choose another folder, or remove it first.")
+    check_weights(folder)
     weights = None if plan.is_portable else _fingerprint(folder, plan)
     with written_whole(output) as building:
         if plan.changes_weights:

@@ -613,10 +613,16 @@ def test_what_a_short_text_cannot_show_gets_no_probe(made: Callable, says: str, 
 
 
 def test_files_and_servers_need_a_probe(tmp_path: Path) -> None:
-    (tmp_path / "model.gguf").write_bytes(b"")
+    (tmp_path / "model.gguf").write_bytes(b"GGUF")
     for where in (tmp_path / "model.gguf", "http://127.0.0.1:1"):
         with pytest.raises(ValueError, match=r"has no probe to compare with.*--probe verify\.json"):
             verify(where)
+
+
+def test_a_file_that_is_no_gguf_file_is_named(tmp_path: Path) -> None:
+    (tmp_path / "model.gguf").write_text("a text")
+    with pytest.raises(ValueError, match=r"model\.gguf is neither a checkpoint folder nor a GGUF file"):
+        verify(tmp_path / "model.gguf")
 
 
 def test_the_probe_of_another_vocabulary_is_refused(probe: Probe, tmp_path: Path, folders: dict[str, Path]) -> None:

@@ -235,6 +235,44 @@ def test_errors_leave_no_files(source: Path, tmp_path: Path, arguments: dict, er
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
 
 
+@pytest.mark.parametrize("size", [4, 1000, -1])
+def test_cut_weights_are_refused_before_anything_is_written(source: Path, tmp_path: Path, size: int) -> None:
+    weights = source / "model.safetensors"
+    os.truncate(weights, size % weights.stat().st_size)
+    with pytest.raises(ValueError, match=r"model\.safetensors is not a complete safetensors file .* Download it again"):
+        extend_folder(source, tmp_path / "out", factor=4)
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
+
+
+def test_a_missing_shard_is_named(tmp_path: Path) -> None:
+    tiny_model("llama").save_pretrained(tmp_path / "source", max_shard_size="50KB")
+    extend_folder(tmp_path / "source", tmp_path / "whole", factor=4)
+    shard = sorted((tmp_path / "source").glob("*.safetensors"))[1]
+    shard.unlink()
+    with pytest.raises(ValueError, match=f"lacks {shard.name}, which model.safetensors.index.json names"):
+        extend_folder(tmp_path / "source", tmp_path / "out", factor=4)
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [("frobnicator", "does not know model_type 'frobnicator'. Upgrade transformers, or"), (None, "has no model_type")],
+)
+def test_a_model_type_that_transformers_does_not_know_is_named(source: Path, kind: str | None, words: str) -> None:
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps({**config, "model_type": kind} if kind else
+                                                   {k: v for k, v in config.items() if k != "model_type"}))  # fmt: skip
+    with pytest.raises(ValueError, match=words):
+        extend_folder(source, None, factor=4)
+
+
+def test_a_file_is_no_folder_and_the_right_command_is_named(source: Path) -> None:
+    with pytest.raises(ValueError, match=r"is a file. Pass the checkpoint's folder: .*source$"):
+        checkpoint_folder(str(source / "model.safetensors"))
+    (source / "m.gguf").write_bytes(b"GGUF")
+    with pytest.raises(ValueError, match=r"is a GGUF file, .* ctxext export \S*m\.gguf --engine llama\.cpp"):
+        checkpoint_folder(str(source / "m.gguf"))
+
+
 def test_a_failure_half_way_leaves_no_folder(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ctxext.hub.checkpoint._write_tokenizer_config", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
