@@ -500,7 +500,7 @@ def _load_adapter(found: _Found, is_trainable: bool = False, **from_pretrained: 
     require("train")
     from peft import PeftModel
 
-    check_weights(found.folder)
+    check_weights(found.folder, "adapter_model.safetensors")
     of_base = saved_extension(found.base)
     model = load_model(found.base, config=found.config, use_safetensors=True, **from_pretrained)
     if found.record is not None:

@@ -165,11 +165,17 @@ def _check_model_type(content: dict[str, Any], path: Path) -> None:
         )
 
 
-def check_weights(folder: Path) -> None:
-    """Raise ValueError if a safetensors file in `folder` is cut or missing. Reads only headers and sizes."""
-    index = folder / "model.safetensors.index.json"
-    named = read_json(index).part("weight_map").content.values() if index.is_file() else ()
-    for path in sorted({*folder.glob("*.safetensors"), *(folder / str(name) for name in named)}):
+def check_weights(folder: Path, name: str = "model.safetensors") -> None:
+    """Raise ValueError if `folder`'s weights, in one safetensors file or in shards, are cut or missing.
+
+    Reads only headers and sizes, of what transformers loads: the one file before the shards, and no other file.
+    """
+    index = folder / f"{name}.index.json"
+    paths = [folder / name]
+    if not paths[0].is_file():
+        named = read_json(index).part("weight_map").content.values() if index.is_file() else ()
+        paths = sorted({folder / str(each) for each in named})
+    for path in paths:
         if not path.is_file():
             raise ValueError(f"{folder} lacks {path.name}, which {index.name} names. Download it again.")
         try:
