@@ -299,7 +299,7 @@ def _minutes(seconds: float) -> str:
 def where_it_runs(summary: Summary, chosen: Recommendation, plan: Plan, config: Any) -> str:
     """What runs the saved model of a recommended variant, in a sentence or two."""
     if engines := [engine for engine in ENGINES if _runs(engine, config, plan)]:
-        return f"Its saved config runs in {', '.join(engines)}."
+        return f"Engines that run the saved model: {', '.join(engines)}. ctxext export prints how."
     if plan.is_portable:
         return "Plain transformers loads the saved model."
     said = f"config.json cannot express it, as {plan.why_not_portable}: reload it with ctxext.load."

@@ -845,6 +845,15 @@ def test_compare_without_a_recommendation_ends_in_no_empty_line(tmp_path: Path) 
     assert not outcome.out.endswith("\n\n")
 
 
+def test_compare_says_what_else_its_file_has(tmp_path: Path) -> None:
+    asked = ("--lengths", "1k", "--trials", "1", "--depths", "2", "--tasks", "passkey", "-o", tmp_path / "a.jsonl")
+    first, second = (ctxext("compare", MODEL, "--methods", method, *asked) for method in ("pi", "yarn"))
+    assert (first.code, second.code) == (0, 0)
+    assert "also has samples" not in first.said
+    assert f"{tmp_path / 'a.jsonl'} also has samples of pi, which are kept" in second.said
+    assert {"baseline", "pi", "yarn"} == set(printed(second.out))
+
+
 @pytest.mark.slow
 def test_compare_within_minutes_writes_a_method_and_says_why(tmp_path: Path) -> None:
     """On a text that ends long before the time does, so that no clock decides."""
@@ -857,7 +866,7 @@ def test_compare_within_minutes_writes_a_method_and_says_why(tmp_path: Path) -> 
     assert chosen.method.name in ("pi", "yarn")
     said = " ".join(outcome.out.split())
     assert chosen.about["recommendation"] in said
-    assert "Its saved config runs in transformers" in said
+    assert "Engines that run the saved model: transformers, " in said
     assert "The text ran out" in outcome.said
     assert f"--method {best}" in outcome.said
     assert {record["variant"] for record in read_results(results).records} == {"none", "pi", "yarn"}
