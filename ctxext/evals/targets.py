@@ -214,7 +214,7 @@ def compared_variants(
     Raises:
         ValueError: as `extend_context` if no method fits; an unknown or repeated name.
     """
-    plan = plan_extension(config, factor, "pi" if has_rope(text_config_of(config)) else None, **how)
+    plan = plan_extension(config, factor, _first(methods) if has_rope(text_config_of(config)) else None, **how)
     known = [cls for cls in list_methods(plan.encoding) if not zero_shot or _is_zero_shot(cls)]
     names = [cls.name for cls in known] if methods is None else methods
     made: list[ContextMethod] = []
@@ -238,6 +238,12 @@ def compared_variants(
     return [Variant(), *(Variant(name, {"method": method, **kept}) for name, method in zip(written, made))]
 
 
+def _first(methods: Sequence[str | ContextMethod] | None) -> str:
+    """The method that a plan for all of them is made with: one that factor 1 suits, if any is given."""
+    suited = {name for cls in list_methods("rope") if cls.changes_trained for name in (cls.name, *cls.aliases)}
+    return next((name for name in methods or () if isinstance(name, str) and name in suited), "pi")
+
+
 def _is_zero_shot(cls: type[ContextMethod]) -> bool:
     return "zero-shot" in cls.training and all(f.name == "factor" or f.default is not MISSING for f in fields(cls))
 
@@ -246,7 +252,8 @@ def _example(cls: type[ContextMethod], plan: Plan) -> ContextMethod:
     check_encoding(cls, plan.encoding)
     if isinstance(plan, RopePlan):
         assert issubclass(cls, RopeMethod)
-        return cls.example(plan.rope, plan.factor)
+        made = cls.example(plan.rope, plan.factor)
+        return made if made.factor == plan.factor else cls(factor=plan.factor)  # which says what it reaches
     return cls(factor=plan.factor)
 
 

@@ -21,6 +21,7 @@ from ctxext.methods import (
     RopeMethod,
     RopeScaling,
     as_longrope,
+    method_class,
     scaled_rope_parameters,
 )
 from ctxext.methods.change import ROUNDING, score_change
@@ -182,7 +183,8 @@ def _lengths(facts: ContextFacts, request: Request, method: str | ContextMethod,
     if start > facts.trained_length:
         source = "the maximum of its scaling"
     factor, target = factor_and_target(request.factor, request.target_length, method, start)
-    if target <= start:
+    kind = method_class(method) if isinstance(method, str) else type(method)
+    if target < start or (target == start and not kind.changes_trained):
         raise ValueError(
             f"this model already covers {target} tokens: its context is {start} ({source}). Pass a larger "
             "factor= or target_length=, or use the model unextended."

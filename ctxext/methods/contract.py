@@ -41,6 +41,8 @@ class ContextMethod(ABC):
 
     name: ClassVar[str]
     aliases: ClassVar[tuple[str, ...]]
+    # Whether it changes a model within its trained length, so that factor 1 means something.
+    changes_trained: ClassVar[bool] = False
     paper: ClassVar[Paper]
     encoding: ClassVar[str]
     training: ClassVar[str] = "zero-shot or fine-tuned"

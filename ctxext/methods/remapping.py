@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ctxext.encodings.rope import RopeGeometry
-from ctxext.methods.contract import Branch, Paper, PositionRemapping, register
+from ctxext.methods.contract import Branch, Paper, PositionRemapping, check_attention_factor, register
 
 
 def _as_it_is(positions: Tensor) -> Tensor:
@@ -123,6 +123,83 @@ class ReRoPE(_Windowed):
         if not self.log_n:
             return None
         return ((positions.double() + 1).log() / math.log(rope.original_max_position_embeddings)).clamp(min=1)
+
+
+@register("string")
+@dataclass(frozen=True, kw_only=True)
+class STRING(_Windowed):
+    """Distances d < shift are kept; beyond, they become d - shift + window. An et al. (2024), equation 3.
+
+    It replaces the largest distances, which training hardly saw, by smaller ones: it changes a model within its trained
+    length (factor 1) too, and reaches less than twice that length.
+
+    Attributes:
+        shift: S in tokens; None takes a third of the trained length, and what the factor needs if that is more. The
+            authors suggest 0.25 to 0.4 of it.
+        window: W in tokens, the distance that S becomes; None takes 128, at most a sixteenth of the trained length.
+            The authors suggest 128 to 512.
+        attention_factor: multiplies queries and keys. 1 in the paper; the authors' code takes 0.1 ln 2 + 1.
+    """
+
+    paper: ClassVar[Paper] = Paper("STRING: shifted rotary positions", 2024, "https://arxiv.org/abs/2410.18745")
+    changes_trained: ClassVar[bool] = True
+
+    shift: int | None = None
+    window: int | None = None
+    attention_factor: float = 1.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_attention_factor(self.attention_factor)
+
+    @classmethod
+    def example(cls, rope: RopeGeometry, factor: float) -> STRING:
+        """Up to the largest factor that it reaches."""
+        return cls(factor=min(factor, cls(factor=factor)._largest_factor(rope)))
+
+    def _largest_factor(self, rope: RopeGeometry) -> float:
+        """With S at most the trained length."""
+        return 2 - self._window(rope) / rope.original_max_position_embeddings
+
+    def _window(self, rope: RopeGeometry) -> int:
+        trained = rope.original_max_position_embeddings
+        return self._tokens("window", min(128, max(1, trained // 16)), trained)
+
+    def sizes(self, rope: RopeGeometry) -> tuple[int, int]:
+        """S and W, in tokens."""
+        trained, window = rope.original_max_position_embeddings, self._window(rope)
+        needed = math.ceil((self.factor - 1) * trained) + window
+        shift = self._tokens("shift", min(max(trained // 3, needed), trained), trained + 1)
+        if shift <= window:
+            raise ValueError(
+                f"shift must be larger than window, got {shift} and {window}. Leave both out to use the defaults."
+            )
+        return shift, window
+
+    def branches(self, rope: RopeGeometry) -> tuple[Branch, ...]:
+        shift, window = self.sizes(rope)
+        near = Branch(-math.inf, shift, _as_it_is, _as_it_is, _as_it_is)
+        return near, Branch(shift, math.inf, _as_it_is, lambda positions: positions - shift + window, _as_it_is)
+
+    def reach(self, rope: RopeGeometry) -> float:
+        shift, window = self.sizes(rope)
+        return rope.original_max_position_embeddings + shift - window
+
+    def check_reach(self, rope: RopeGeometry, target_length: int) -> None:
+        if self.reach(rope) < target_length:
+            shift, window = self.sizes(rope)
+            trained = rope.original_max_position_embeddings
+            most = math.floor(100 * self._largest_factor(rope)) / 100
+            raise ValueError(
+                f"string with shift={shift} and window={window} covers {self.reach(rope):.0f} tokens from {trained}, "
+                f"not {target_length}. Leave shift out, and pass a factor up to {most:g}; beyond, use 'self_extend' or "
+                "'dca'."
+            )
+
+    def query_scaling(self, rope: RopeGeometry, positions: Tensor) -> Tensor | None:
+        if self.attention_factor == 1:
+            return None
+        return torch.full(positions.shape, self.attention_factor**2, dtype=torch.float64, device=positions.device)
 
 
 @register("dca", aliases=["dual_chunk"])

@@ -17,7 +17,7 @@ from ctxext.encodings.rope import RopeGeometry
 from ctxext.methods import make_method
 
 ROPE = RopeGeometry.plain(16, 10000.0, LENGTH)
-REMAPPING = ["self_extend", "rerope", "dca"]
+REMAPPING = ["self_extend", "rerope", "dca", "string"]
 
 
 def pairs(found: list[tiles.Tile], batch: int, n_queries: int, n_keys: int) -> Tensor:

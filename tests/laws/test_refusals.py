@@ -606,6 +606,14 @@ def test_a_group_that_cannot_cover_the_length_is_refused_with_the_one_that_can(l
     extend_context(llama, method="self_extend", group_size=5)
 
 
+def test_the_trained_length_is_a_target_only_of_a_method_that_changes_it(llama: Any) -> None:
+    for wrong in ({"factor": 1}, {"target_length": 64}):
+        refuses(llama, ValueError, "already covers 64 tokens", method="self_extend", **wrong)
+    refuses(llama, ValueError, "already covers 32 tokens", method="string", target_length=32)
+    extension = extend_context(llama, 1, "string").context_extension
+    assert (extension.plan.target_length, extension.method.factor) == (64, 1.0)
+
+
 @pytest.mark.parametrize("method", REMAPPING)
 def test_a_method_that_remaps_positions_refuses_a_length(llama: Any, method: str) -> None:
     refuses(llama, ValueError, method, "no static form", "Drop length=", "'yarn'", method=method, length=200)
@@ -615,6 +623,7 @@ OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "self_extend": ("below the trained length of 64, got 64", {"window": 64}),
     "rerope": ("below the trained length of 64, got 100", {"window": 100}),
     "dca": ("smaller than chunk_size, got 32 and 32", {"chunk_size": 32, "local_window": 32}),
+    "string": ("covers 124 tokens from 64, not 256", {"window": 4}),
     "dynamic_ntk": ("ratio must be at least 1.01, got 1", {"ratio": 1}),
     "longrope": ("short_factor has 3 numbers", {"long_factor": (2.0,) * 8, "short_factor": (1.0,) * 3}),
 }

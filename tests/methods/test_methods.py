@@ -52,6 +52,7 @@ from ctxext.methods import (
     register,
     scaled_rope_parameters,
 )
+from ctxext.methods.remapping import STRING
 
 LLAMA = RopeGeometry.plain(128, 500000.0, 8192)
 Law = Callable[[type[RopeMethod]], None]
@@ -491,16 +492,18 @@ def test_longrope_agrees_with_transformers_on_both_sides_of_the_switch(length):
 # ------------------------------------------------------------------- methods that remap positions
 
 SMALL = cases([16], [8, 64, 100], [1e4], [1.5, 4.0, 8.0])
-OPTIONS: dict[type[PositionRemapping], list[dict[str, int]]] = {
+OPTIONS: dict[type[PositionRemapping], list[dict[str, Any]]] = {
     SelfExtend: [{}, {"group_size": 20, "window": 5}, {"group_size": 16, "window": 1}],
     ReRoPE: [{}, {"window": 5}, {"window": 1}],
     DualChunkAttention: [{}, {"chunk_size": 7, "local_window": 3}, {"chunk_size": 6, "local_window": 1}],
+    STRING: [{}, {"attention_factor": 1.07}],
 }
 
 
 def made(cls: type[PositionRemapping]) -> Iterator[tuple[PositionRemapping, RopeGeometry, int]]:
     """The method with each of its options at each size, and the tokens that it is asked to reach."""
-    for (rope, factor), options in product(SMALL, OPTIONS.get(cls, [{}])):
+    for (rope, asked), options in product(SMALL, OPTIONS.get(cls, [{}])):
+        factor = cls.example(rope, asked).factor
         yield cls(factor=factor, **options), rope, round(factor * rope.original_max_position_embeddings)
 
 
@@ -537,6 +540,22 @@ def test_every_distance_within_reach_is_a_trained_one(cls):
             assert found.max() < rope.original_max_position_embeddings
 
 
+def test_string_shifts_what_the_trained_length_hardly_saw():
+    """A third of the trained length at factor 1, as in the authors' README; more where the factor needs it."""
+    assert STRING(factor=1).sizes(LLAMA) == (8192 // 3, 128)
+    assert STRING(factor=1.5).sizes(LLAMA) == (4096 + 128, 128)
+    query = torch.tensor([2729, 2730, 8191])
+    assert STRING(factor=1).distance(LLAMA, query, torch.tensor(0)).tolist() == [2729, 128, 8191 - 2730 + 128]
+    assert STRING(factor=1).reach(LLAMA) == 8192 + 2730 - 128
+    with pytest.raises(ValueError, match=r"covers 16256 tokens from 8192, not 16384.*factor up to 1.98; beyond, use"):
+        STRING(factor=2).check_reach(LLAMA, 16384)
+    with pytest.raises(ValueError, match=r"shift must be larger than window, got 100 and 128\. Leave both out"):
+        STRING(factor=1, shift=100).branches(LLAMA)
+    scaling = STRING(factor=1, attention_factor=1.5).query_scaling(LLAMA, query)
+    assert scaling.tolist() == [2.25] * 3
+    assert STRING(factor=1).query_scaling(LLAMA, query) is None
+
+
 @every_remapping
 def test_some_distances_are_remapped_and_that_to_itself_never(cls):
     for method, rope, target in made(cls):
@@ -568,7 +587,8 @@ def window_of(method: PositionRemapping, rope: RopeGeometry) -> int:
     return method.window or trained // 4
 
 
-@pytest.mark.parametrize("cls", OPTIONS, ids=lambda cls: cls.name)
+# STRING's farthest distances look near by design.
+@pytest.mark.parametrize("cls", [cls for cls in OPTIONS if cls is not STRING], ids=lambda cls: cls.name)
 def test_distances_are_exact_up_to_the_window(cls):
     for method, rope, target in made(cls):
         query, key = pairs(target)
@@ -957,6 +977,8 @@ def test_an_option_out_of_range_is_refused(name, options):
         ("rerope", "window"),
         ("dca", "chunk_size"),
         ("dca", "local_window"),
+        ("string", "shift"),
+        ("string", "window"),
     ],
 )
 def test_what_is_no_number_of_tokens_is_refused(name, option, bad, words):

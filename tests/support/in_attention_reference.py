@@ -123,6 +123,13 @@ def rerope(query: Tensor, key: Tensor, inv_freq: Tensor) -> Angles:
     return remapped((query - key).clamp(max=WINDOW), inv_freq, times)
 
 
+def string(query: Tensor, key: Tensor, inv_freq: Tensor) -> Angles:
+    """d - S + W from d = S on, with the S that half as many tokens again need, and W = L/16."""
+    local = LENGTH // 16
+    shift, apart = LENGTH // 2 + local, query - key
+    return remapped(torch.where(apart >= shift, apart - shift + local, apart), inv_freq)
+
+
 def dca(query: Tensor, key: Tensor, inv_freq: Tensor) -> Angles:
     """Chunks of c = s - w tokens: p - k in the same one, min(p mod c + c, s) - k in the next, s - k in later ones."""
     size, local = LENGTH * 3 // 4, LENGTH // 8
@@ -160,13 +167,14 @@ LATE: dict[str, tuple[Callable[[int], dict[str, Any]], Formula]] = {
     "self_extend": (_named("self_extend"), self_extend),
     "rerope": (_named("rerope"), rerope),
     "dca": (_named("dca"), dca),
+    "string": (lambda n_pairs: {"factor": 1.5, "method": "string"}, string),
     "dynamic_ntk_fine": (_named("dynamic_ntk", ratio=1.1), functools.partial(dynamic_ntk, ratio=1.1)),
     "dynamic_ntk_copy": (_named("dynamic_ntk", rotated_copy=True), dynamic_ntk),
     "self_extend_copy": (_named("self_extend", rotated_copy=True), self_extend),
     "rerope_copy": (_named("rerope", rotated_copy=True), rerope),
     "dca_copy": (_named("dca", rotated_copy=True), dca),
 }
-METHODS = ["dynamic_ntk", "dynamic_yarn", "longrope", "longrope_start", "self_extend", "rerope", "dca"]
+METHODS = ["dynamic_ntk", "dynamic_yarn", "longrope", "longrope_start", "self_extend", "rerope", "dca", "string"]
 
 
 def soft_model(family: str, **changes: Any) -> Any:
