@@ -68,7 +68,7 @@ def compare(
     from ctxext.evals.prompts import Prompter
     from ctxext.evals.runner import Runner
     from ctxext.evals.screen import asked_as_it_answers, finish, run_with_bar, share_bar
-    from ctxext.evals.summary import Summary
+    from ctxext.evals.summary import Summary, label
     from ctxext.evals.targets import LiveModel, compared_variants
     from ctxext.extension.method_file import check_apart, check_method_file, check_writable
     from ctxext.fitting.race import Race, check_start, left_beside, saved_choice, where_it_runs
@@ -159,6 +159,9 @@ def compare(
         return
     finish(results, output)
     summary = Summary(results)
+    names = {variant.name for variant in variants}
+    if others := [label(name) for name in summary.variants if name not in names]:
+        common.say(f"{output} already had the samples of {', '.join(others)}.")
     use = recommended(summary)
     plan = next((target.plan(variant) for variant in variants if variant.name == use.variant), None)
     where = "" if plan is None else where_it_runs(summary, use, plan, loaded.config)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from copy import copy
 from dataclasses import replace
@@ -79,8 +79,6 @@ def run_with_bar(runner: Runner, path: Path, variants: Sequence[Variant], *, mer
         runner.check(variants)
         total = {variant.name: runner.count([variant]) for variant in variants}
         samples = counted(sum(total.values()), "sample")
-        if merge and not quiet and (others := _others_in(path, total)):
-            _say(f"{path} also has samples of {', '.join(others)}, which are kept")
         if not (quiet or console.is_terminal):
             _say(f"measuring {counted(len(total), 'variant')}: {', '.join(map(label, total))} ({samples})")
         with _started_late(
@@ -102,13 +100,6 @@ def run_with_bar(runner: Runner, path: Path, variants: Sequence[Variant], *, mer
         if not isinstance(error, ValueError) and list(path.parent.glob(f"{path.name}.part-*")):
             console.print(f"Finished samples are kept beside {path}; run the same command to resume.", soft_wrap=True)
         raise
-
-
-def _others_in(path: Path, variants: Collection[str]) -> list[str]:
-    """Variants that a results file has samples of, beside `variants`; none if it cannot be read: the run reports it."""
-    with suppress(OSError, ValueError, KeyError, TypeError):
-        return [label(name) for name in Summary(read_results(path)).variants if name not in variants]
-    return []
 
 
 @contextmanager

@@ -205,7 +205,7 @@ def compared_variants(
     zero_shot: bool = False,
     **how: Any,
 ) -> list[Variant]:
-    """The unextended model, and one variant for each of `methods` (None: every registered method).
+    """The unextended model, and one variant for each of `methods` (None: every registered one that reaches the target).
 
     Args:
         factor, how: as in `extend_context`. A method whose required options are missing uses its `example`.
@@ -216,7 +216,7 @@ def compared_variants(
     """
     plan = plan_extension(config, factor, _first(methods) if has_rope(text_config_of(config)) else None, **how)
     known = [cls for cls in list_methods(plan.encoding) if not zero_shot or _is_zero_shot(cls)]
-    names = [cls.name for cls in known] if methods is None else methods
+    names = [cls.name for cls in known if _example(cls, plan).factor == plan.factor] if methods is None else methods
     made: list[ContextMethod] = []
     for name in names:
         if name in (UNEXTENDED, "baseline"):
@@ -225,7 +225,7 @@ def compared_variants(
         method = opened(name)
         if isinstance(method, ContextMethod):
             factor_and_target(factor, how.get("target_length"), method, plan.start)
-        made.append(method if isinstance(method, ContextMethod) else _example(method_class(str(method)), plan))
+        made.append(method if isinstance(method, ContextMethod) else _of_factor(method_class(str(method)), plan))
     kept = {name: value for name, value in how.items() if name != "target_length"}
     # Named by the argument: two files may hold the same method.
     written = [name if isinstance(name, str) else name.name for name in names]
@@ -252,9 +252,14 @@ def _example(cls: type[ContextMethod], plan: Plan) -> ContextMethod:
     check_encoding(cls, plan.encoding)
     if isinstance(plan, RopePlan):
         assert issubclass(cls, RopeMethod)
-        made = cls.example(plan.rope, plan.factor)
-        return made if made.factor == plan.factor else cls(factor=plan.factor)  # which says what it reaches
+        return cls.example(plan.rope, plan.factor)
     return cls(factor=plan.factor)
+
+
+def _of_factor(cls: type[ContextMethod], plan: Plan) -> ContextMethod:
+    """An example with the plan's factor, even if the method does not reach it: its refusal says so."""
+    made = _example(cls, plan)
+    return made if made.factor == plan.factor else cls(factor=plan.factor)
 
 
 def known_lengths(config: Any) -> tuple[int, int]:

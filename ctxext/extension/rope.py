@@ -183,7 +183,7 @@ def _lengths(facts: ContextFacts, request: Request, method: str | ContextMethod,
     if start > facts.trained_length:
         source = "the maximum of its scaling"
     factor, target = factor_and_target(request.factor, request.target_length, method, start)
-    kind = method_class(method) if isinstance(method, str) else type(method)
+    kind = method_class(method, "rope") if isinstance(method, str) else type(method)
     if target < start or (target == start and not kind.changes_trained):
         raise ValueError(
             f"this model already covers {target} tokens: its context is {start} ({source}). Pass a larger "

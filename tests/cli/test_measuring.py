@@ -354,7 +354,7 @@ def test_compare_leaves_out_what_a_model_refuses_and_says_why(tmp_path: Path) ->
     outcome = ctxext("compare", tmp_path / "falcon", *grid, tmp_path / "results.jsonl")
     assert outcome.code == 0, outcome.err
     header, _ = lines(tmp_path / "results.jsonl")
-    late = {"dynamic_ntk", "dynamic_yarn", "transformers_dynamic", "self_extend", "rerope", "dca"}
+    late = {"dynamic_ntk", "dynamic_yarn", "transformers_dynamic", "self_extend", "rerope", "dca", "string"}
     assert set(header["variants"]) == {"none", *(cls.name for cls in list_methods("rope"))} - late
     assert "skipping dca: FalconForCausalLM" in outcome.said
     outcome = ctxext("compare", tmp_path / "falcon", "--methods", "yarn,dca", *grid, tmp_path / "more.jsonl")
@@ -849,8 +849,8 @@ def test_compare_says_what_else_its_file_has(tmp_path: Path) -> None:
     asked = ("--lengths", "1k", "--trials", "1", "--depths", "2", "--tasks", "passkey", "-o", tmp_path / "a.jsonl")
     first, second = (ctxext("compare", MODEL, "--methods", method, *asked) for method in ("pi", "yarn"))
     assert (first.code, second.code) == (0, 0)
-    assert "also has samples" not in first.said
-    assert f"{tmp_path / 'a.jsonl'} also has samples of pi, which are kept" in second.said
+    assert "already had" not in first.said
+    assert f"{tmp_path / 'a.jsonl'} already had the samples of pi." in second.said
     assert {"baseline", "pi", "yarn"} == set(printed(second.out))
 
 
