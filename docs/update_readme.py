@@ -243,13 +243,13 @@ def attention_table() -> str:
 def engines_ran_table() -> str:
     """By model for yarn, then by method, where each engine was exact, of docs/engines/*.json."""
     every = [read(f"docs/engines/{path.name}") for path in sorted((ROOT / "docs/engines").glob("*.json"))]
-    records = [record for record in every if "cells" in record]
+    records = [record for record in every if "environment" in record and "cells" in record]
     columns = [_kinds(record["cells"]) for record in records]
     models, methods = (list(dict.fromkeys(pair[k] for column in columns for pair in column)) for k in (0, 1))
     lights = {"exact": "🟢", "refused": "🔴", "not exact": "🟡", None: ""}
     by_model = [[model, *(lights[column.get((model, "yarn"))] for column in columns)] for model in models]
     by_method = [[f"`{method}`", *(_count(column, method) for column in columns)] for method in methods]
-    names = [re.sub(r"'s server.*| \d.*", "", record["engine"]) for record in records]
+    names = [_engine_name(record) for record in records]
     bars = ", ".join(f"{record['bar']:g} ({name})" for name, record in zip(names, records))
     judged = [
         f"{record['mistakes judged right']} of {record['mistakes']} on {name}"
@@ -272,6 +272,41 @@ def engines_ran_table() -> str:
     )
     engines = [record["engine"] for record in records]
     return "\n\n".join([table(["model", *engines], by_model, legend), table(["method", *names], by_method, note)])
+
+
+def _engine_name(record: dict[str, Any]) -> str:
+    """Without the version."""
+    return re.sub(r"'s server.*| \d.*", "", record["engine"])
+
+
+def engines_smollm2_table() -> str:
+    """How far each engine is from transformers on SmolLM2, of docs/engines/smollm2.json."""
+    record = read("docs/engines/smollm2.json")
+    cells = {**record["unextended"], **record["cells"]}
+    engines, methods = (list(dict.fromkeys(name.split()[k] for name in cells)) for k in (0, 1))
+    titles = [_engine_name(read(f"docs/engines/{engine}.json")) for engine in engines]
+
+    def shown(cell: dict[str, Any] | None) -> str:
+        if cell is None:
+            return "not run"
+        if "refused" in cell:
+            return "🔴"
+        light = "🟢" if cell["exact"] else "🟡"
+        return f"{light} {cell['mean']:.1e}" if cell.get("mean") is not None else f"{light} {cell['error']}"
+
+    rows = []
+    for method in methods:
+        found = [cells.get(f"{engine} {method}") for engine in engines]
+        effect, loss = ([cell[name] for cell in found if cell and name in cell] for name in ("effect", "loss"))
+        of_method = f"{effect[0]:.2f}" if effect else "", f"{max(loss):.2f}" if loss else ""
+        rows.append([f"`{method}`" if effect else method, *of_method, *map(shown, found)])
+    note = (
+        "SmolLM2-135M-Instruct, float32, on a text of 16,383 tokens (unextended: 8,191): mean difference of "
+        "log-probabilities from transformers, in nats; llama.cpp: of the last 64 tokens. Effect: how far the method moves "
+        "them. 🟢: below the engine's bar above, times the loss where that is above 1 nat, as rounding grows with it. "
+        f"{record['date']}; from {link('docs/engines/smollm2.json', 'docs')}."
+    )
+    return table(["method", "effect", "loss", *titles], rows, note)
 
 
 def _kinds(cells: dict[str, dict[str, Any]]) -> dict[tuple[str, str], str]:
@@ -610,6 +645,7 @@ TABLES = {
     "docs/engines.md": {
         "engines": engine_table,
         "engines-ran": engines_ran_table,
+        "engines-smollm2": engines_smollm2_table,
         "engine-versions": partial(engine_versions_table, "vllm", "docs/engine_versions.json"),
         "sglang-versions": partial(engine_versions_table, "sglang", "docs/sglang_versions.json"),
         "in-vllm": in_vllm_table,

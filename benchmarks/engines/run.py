@@ -22,13 +22,14 @@ from at_scale.cells import Budget, Store, run_part
 from engines.built import InONNX, InOpenVINO
 from engines.conformance import InLlamaCpp, InMLX, InVLLM
 from engines.in_vllm import InVLLMPlugin
+from engines.public import OnPublicModel
 from engines.subjects import RUNS
 from engines.transformers_serve import InTransformersServe
 
 from ctxext.utils.machine import machine, versions
 
 ENGINES = {part.name: part for part in (InLlamaCpp, InMLX, InONNX, InOpenVINO, InTransformersServe, InVLLM,
-                                         InVLLMPlugin)}  # fmt: skip
+                                         InVLLMPlugin, OnPublicModel)}  # fmt: skip
 
 
 def main() -> None:

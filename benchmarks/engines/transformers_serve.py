@@ -89,7 +89,7 @@ class InTransformersServe(Conformance):
     @property
     def subjects(self) -> Sequence[Subject]:
         """Those with the bundled model's tokenizer, of which the labels are, and without an image processor."""
-        return [subject for subject in super().subjects if subject.name not in ("gemma3", "smollm2")]
+        return [subject for subject in super().subjects if subject.name != "gemma3"]
 
     def cells(self) -> Sequence[Cell]:
         methods = ("yarn",) if self.tiny else tuple(Subject("bundled").methods)

@@ -11,10 +11,11 @@ from typing import Any
 
 import pytest
 import torch
-from engines import run, subjects
+from engines import public, run, subjects
 from engines.built import InONNX, InOpenVINO
 from engines.conformance import Conformance, EngineError, InLlamaCpp, InMLX, InVLLM
 from engines.in_vllm import InVLLMPlugin
+from engines.public import METHODS, OnPublicModel
 from engines.subjects import FOLDER, OVERRIDES, TARGET, Subject
 from engines.transformers_serve import LABELS, PLACES, InTransformersServe, label_logprobs, labels, pieces, read
 from transformers import AutoModelForCausalLM
@@ -106,8 +107,37 @@ def test_every_method_has_a_cell_in_every_form(engine: type[Conformance], runs: 
     assert len(names) == len(set(names))
     for subject in part.subjects:
         for method in subject.methods:
-            forms = part.forms[:1] if subject.is_public else part.forms
-            assert {f"{subject.name} {method} {form}" for form in forms} <= set(names)
+            assert {f"{subject.name} {method} {form}" for form in part.forms} <= set(names)
+
+
+def test_the_public_model_is_extended_by_every_rope_type_that_a_config_may_have(runs: Path) -> None:
+    def rope_type(method: str) -> str:
+        folder = Subject("bundled").extended(method)
+        return json.loads((folder / "config.json").read_text())["rope_parameters"]["rope_type"]
+
+    types = {method: rope_type(method) for method in Subject("bundled").methods}
+    chosen = [types[method] for method in METHODS]
+    assert sorted(chosen) == sorted(set(types.values()))
+    names = [cell.name for cell in OnPublicModel(runs).cells()]
+    assert len(names) == len(set(names)) == 4 + 6 * 4
+
+
+@pytest.mark.slow
+def test_an_engine_may_round_on_the_public_model_but_not_differ(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(public, "ENGINES", (Pretended,))
+    part = OnPublicModel(runs, tiny=True)
+    kept = {cell.name: cell.run() for cell in part.cells()}
+    record = part.record({**kept})
+    assert (record["exact"], record["neither"], record["differs unextended"]) == (1, [], {})
+    cell = kept["pretended yarn"]
+    assert cell["loss"] > 2
+    for mean, exact in ((0.99e-5 * cell["loss"], True), (1.01e-5 * cell["loss"], False)):
+        served = part.record({**kept, "pretended yarn": {**cell, "mean": mean}})
+        assert served["cells"]["pretended yarn"]["exact"] is exact
+    certain = part.record({**kept, "pretended yarn": {**cell, "loss": 0.1}})
+    assert certain["cells"]["pretended yarn"]["bar"] == 1e-5
+    ignored = part.record({**kept, "pretended yarn": {**cell, "verdict": "ignored"}})
+    assert ignored["neither"] == ["pretended yarn"]
 
 
 def test_the_mistakes_of_vllm_are_mistakes(runs: Path) -> None:
