@@ -302,8 +302,9 @@ def engines_smollm2_table() -> str:
         rows.append([f"`{method}`" if effect else method, *of_method, *map(shown, found)])
     note = (
         "SmolLM2-135M-Instruct, float32, on a text of 16,383 tokens (unextended: 8,191): mean difference of "
-        "log-probabilities from transformers, in nats; llama.cpp: of the last 64 tokens. Effect: how far the method moves "
-        "them. 🟢: below the engine's bar above, times the loss where that is above 1 nat, as rounding grows with it. "
+        "log-probabilities from transformers, in nats; llama.cpp: of the last 64 tokens. Effect: how far the method "
+        "moves them. 🟢: below the engine's bar above, times the loss where that is above 1 nat, as rounding grows with "
+        "it. "
         f"{record['date']}; from {link('docs/engines/smollm2.json', 'docs')}."
     )
     return table(["method", "effect", "loss", *titles], rows, note)

@@ -72,32 +72,36 @@ class Call:
         self.rotary = rotary
         self.positions = positions
         self.cache = cache
-        # Values shared by all layers are computed by the first one that needs them.
+        # Values that layers share are computed by the first one that needs them.
         self._shared: dict[Any, Any] = {}
+        self._given: list[tuple[Tensor, Tensor | None]] = []
 
-    def shared(self, name: Any, make: Callable[[], Any]) -> Any:
-        if name not in self._shared:
-            self._shared[name] = make()
-        return self._shared[name]
+    def shared(self, layer: Layer, name: Any, make: Callable[[], Any]) -> Any:
+        """What all layers with the table of `layer` share under `name`."""
+        known = layer.label, name
+        if known not in self._shared:
+            self._shared[known] = make()
+        return self._shared[known]
 
     def attend(self, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **kwargs: Any) -> Attended:
         """The attention of one layer; arguments are (batch, heads, tokens, head_dim), as in transformers."""
         rotary, method, positions = self.rotary, self.rotary.method, self.positions
         layer = rotary.layers[module.layer_idx]
+        tables = rotary.of(layer.label)
         mask = explicit(mask, module, query, key, kwargs.get("is_causal"))
         if layer.convention.pairs == "none":
             return self._own(module, query, key, value, mask, **kwargs)
         n_queries, n_keys = query.shape[2], key.shape[2]
-        places = keys.positions_of(self.cache, module.layer_idx, n_keys, positions)
+        places = self._places(module, key)
 
         def turned(x: Tensor, name: Any, make: Callable[[], tuple[Tensor, Tensor]]) -> Tensor:
-            return rotate(x, self.shared(name, make), layer.convention)
+            return rotate(x, self.shared(layer, name, make), layer.convention)
 
         if layer.within or method is None:
-            query = turned(query, "plain", lambda: rotary.as_it_was(positions))
-            key = turned(key, ("plain", layer.within, n_keys), lambda: rotary.as_it_was(places))
+            query = turned(query, "plain", lambda: tables.as_it_was(positions))
+            key = turned(key, ("plain", layer.within, n_keys), lambda: tables.as_it_was(places))
         elif isinstance(method, PositionRemapping):
-            times = self.shared("times", lambda: method.query_scaling(rotary.rope, positions))
+            times = self.shared(layer, "times", lambda: method.query_scaling(tables.rope, positions))
             if times is not None:
                 query = query * times[:, None, :, None].to(query.dtype)
             store = self._store(module)
@@ -105,25 +109,38 @@ class Call:
                 store = store if n_queries == 1 else None
                 return self._by_branch(_softmax(module, kwargs), layer, places, query, key, value, mask, store)
             # A single query: each key at its distance from the query.
-            query = turned(query, "zero", lambda: rotary.plain(torch.zeros_like(positions)))
+            query = turned(query, "zero", lambda: tables.plain(torch.zeros_like(positions)))
             key = turned(
-                key, ("behind", n_keys), lambda: rotary.plain(-method.distance(rotary.rope, positions, places))
+                key, ("behind", n_keys), lambda: tables.plain(-method.distance(tables.rope, positions, places))
             )
         elif isinstance(method, RopeScaling) and method.of_the_call:
-            used = self.shared("used", lambda: rotary.of_length(positions.amax(1) + 1))
-            query = turned(query, "queries", lambda: rotary.scaled(positions, *used))
-            key = turned(key, "keys", lambda: rotary.scaled(places, *used))
+            used = self.shared(layer, "used", lambda: tables.of_length(positions.amax(1) + 1))
+            query = turned(query, "queries", lambda: tables.scaled(positions, *used))
+            key = turned(key, "keys", lambda: tables.scaled(places, *used))
         else:
-            rungs = self.shared("rungs", lambda: rotary.rungs(positions))
+            rungs = self.shared(layer, "rungs", lambda: tables.rungs(positions))
             if n_queries > 1:
                 return self._by_rung(module, layer, rungs, places, query, key, value, mask, kwargs)
-            used = self.shared("used", lambda: rotary.of_rung(rungs[:, 0]))
-            query = turned(query, "queries", lambda: rotary.scaled(positions, *used))
+            used = self.shared(layer, "used", lambda: tables.of_rung(rungs[:, 0]))
+            query = turned(query, "queries", lambda: tables.scaled(positions, *used))
             on_rung = rungs[:, :1].expand(-1, n_keys)
             key = self._rotated_keys(
-                self._store(module), layer, key, on_rung, lambda columns: rotary.scaled(places[:, columns], *used)
+                self._store(module), layer, key, on_rung, lambda columns: tables.scaled(places[:, columns], *used)
             )
         return self._own(module, query, key, value, mask, **kwargs)
+
+    def _places(self, module: Any, key: Tensor) -> Tensor:
+        """The positions of a layer's keys, of shape (batch, keys)."""
+        places = keys.positions_of(self.cache, module.layer_idx, key.shape[2], self.positions)
+        if getattr(module.config, "num_kv_shared_layers", 0):  # the last layers are given the keys of earlier ones
+            places = next((its for known, its in self._given if known is key), places)
+            self._given.append((key, places))
+        if places is None:
+            raise RuntimeError(
+                f"layer {module.layer_idx} attends to {key.shape[2]} keys whose positions are unknown: the model has a "
+                "custom KV cache. Use a method that changes frequencies, such as 'yarn'."
+            )
+        return places
 
     def _own(self, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **kwargs: Any) -> Attended:
         """Call the model's own attention function; with mask None every query attends to every key."""
@@ -168,18 +185,18 @@ class Call:
         """
 
         def turned(x: Tensor, columns: Any, name: Any, room: Tensor | None = None) -> Tensor:
-            return rotate(x, self.shared(name, lambda: table(columns)), layer.convention, room)
+            return rotate(x, self.shared(layer, name, lambda: table(columns)), layer.convention, room)
 
         n_keys = key.shape[2]
         if store is None:
             # All layers share one buffer.
             make = functools.partial(torch.empty, key.shape, dtype=torch.float32, device=key.device)
             tracked = torch.is_grad_enabled() or torch.compiler.is_compiling()
-            room = None if tracked else self.shared(("room", key.shape, key.device), make)
+            room = None if tracked else self.shared(layer, ("room", key.shape, key.device), make)
             return turned(key, slice(None), ("keys", n_keys), room)
         kept = store.rotated
         if kept is not None and kept.shape[0] == key.shape[0] and kept.shape[2] == n_keys - 1:
-            moved = self.shared(("moved", n_keys), lambda: (state[:, :-1] != store.state).any(0).nonzero()[:, 0])
+            moved = self.shared(layer, ("moved", n_keys), lambda: (state[:, :-1] != store.state).any(0).nonzero()[:, 0])
             kept = store.append_rotated(turned(key[:, :, -1:], slice(-1, None), "new key"))
             if len(moved):
                 kept[:, :, moved] = turned(key[:, :, moved], moved, ("moved keys", n_keys))
@@ -194,31 +211,31 @@ class Call:
         mask: Any, kwargs: dict[str, Any],
     ) -> Attended:  # fmt: skip
         """Scaled frequencies: each run of queries on one rung rotates the keys that it sees by that rung."""
-        rotary, positions = self.rotary, self.positions
+        tables, positions = self.rotary.of(layer.label), self.positions
         n_queries, n_keys = query.shape[2], key.shape[2]
 
         # Not shared between layers: the tables of all rungs would be as large as the keys.
         def turned(x: Tensor, where: Tensor, used: tuple[Tensor, Tensor]) -> Tensor:
-            return rotate(x, rotary.scaled(where, *used), layer.convention)
+            return rotate(x, tables.scaled(where, *used), layer.convention)
 
         if torch.compiler.is_compiling():
             # The rung of each query is unknown here, so each rung is computed for all queries.
             whole: Any = None
-            for index in range(rotary.rung_lengths.shape[0]):
-                used = rotary.of_rung(torch.full_like(rungs[:, 0], index))
+            for index in range(tables.n_rungs):
+                used = tables.of_rung(torch.full_like(rungs[:, 0], index))
                 rotated = turned(query, positions, used), turned(key, places, used)
                 output, _ = self._own(module, *rotated, value, mask, **kwargs)
                 whole = output if whole is None else torch.where((rungs == index)[..., None, None], output, whole)
             return whole, None
-        runs, softmax = self.shared("runs", lambda: _runs(rungs)), _softmax(module, kwargs)
+        runs, softmax = self.shared(layer, "runs", lambda: _runs(rungs)), _softmax(module, kwargs)
         of_run: Any = None
-        if isinstance(mask, BlockMask) and not rotary.additive_masks and softmax.fused(query, key, value):
-            of_run = self.shared(("tiles", mask), lambda: _tiles_of_runs(mask, runs))
+        if isinstance(mask, BlockMask) and not self.rotary.additive_masks and softmax.fused(query, key, value):
+            of_run = self.shared(layer, ("tiles", mask), lambda: _tiles_of_runs(mask, runs))
         joined = None if of_run is None else Joined(softmax, query)
         outputs, weights = [], []
         for index, (start, stop) in enumerate(runs):
             rows = Rows.of(mask, slice(start, stop), n_keys)
-            used, end = rotary.of_rung(rungs[:, start]), rows.stop
+            used, end = tables.of_rung(rungs[:, start]), rows.stop
             block = turned(query[:, :, start:stop], positions[:, start:stop], used)
             seen = turned(key[:, :, :end], places[:, :end], used)
             if joined is not None:
@@ -243,13 +260,13 @@ class Call:
         Args:
             store: for a single query, the cache layer that keeps a copy of each key, rotated for the key's branch.
         """
-        rotary, method, positions = self.rotary, self.rotary.method, self.positions
+        tables, method, positions = self.rotary.of(layer.label), self.rotary.method, self.positions
         assert isinstance(method, PositionRemapping)
         n_queries, n_keys = query.shape[2], key.shape[2]
-        branches = self.shared("branches", lambda: method.branches(rotary.rope))
+        branches = self.shared(layer, "branches", lambda: method.branches(tables.rope))
 
         def turned(x: Tensor, name: Any, mapped: Callable[[Tensor], Tensor], where: Tensor) -> Tensor:
-            return rotate(x, self.shared(name, lambda: rotary.plain(mapped(where.double()))), layer.convention)
+            return rotate(x, self.shared(layer, name, lambda: tables.plain(mapped(where.double()))), layer.convention)
 
         def mapped_keys() -> Tensor:
             at = places.double()
@@ -260,8 +277,8 @@ class Call:
         # By index, as functions cannot be dictionary keys in a compiled graph; branches may share a function.
         seen: list[Tensor] = []
         if store is not None:
-            at = self.shared(("mapped", n_keys), mapped_keys)
-            seen = [self._rotated_keys(store, layer, key, at, lambda columns: rotary.plain(at[:, columns]))]
+            at = self.shared(layer, ("mapped", n_keys), mapped_keys)
+            seen = [self._rotated_keys(store, layer, key, at, lambda columns: tables.plain(at[:, columns]))]
             seen *= len(branches)
         for index, branch in enumerate(branches if store is None else ()):
             done = [seen[i] for i in range(index) if branches[i].key is branch.key]
@@ -276,7 +293,7 @@ class Call:
 
         if softmax.fused(query, key, value):
             name = "tiles", mask, n_keys
-            of_branch = self.shared(name, lambda: _tiles_of_branches(branches, positions, places, mask))
+            of_branch = self.shared(layer, name, lambda: _tiles_of_branches(branches, positions, places, mask))
             if of_branch is not None:
                 joined = Joined(softmax, query)
                 for index, branch in enumerate(branches):
@@ -374,7 +391,7 @@ class BeforeForward:
 
     def __call__(self, base: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[()], dict[str, Any]]:
         given = {**dict(zip(self.parameters, args)), **kwargs}
-        rotary: InAttentionRotary = getattr(base, self.rotary_name)
+        rotary: InAttentionRotary = base.get_submodule(self.rotary_name)
         if base.config._attn_implementation not in IMPLEMENTATIONS.values():
             raise RuntimeError(
                 f"the attention implementation was set to {base.config._attn_implementation!r} after the model was "
@@ -388,10 +405,13 @@ class BeforeForward:
         if positions is None:
             seen = cache.get_seq_length() if cache is not None else 0
             positions = torch.arange(tokens.shape[1], device=tokens.device)[None] + seen
+        if positions.ndim == 3 and bool((positions == positions[:1]).all()):  # mrope, of text alone
+            positions = positions[0]
         if positions.ndim != 2:
             raise ValueError(
-                f"in-attention RoPE needs positions of shape (batch, tokens), got {tuple(positions.shape)}. "
-                "Multi-dimensional positions (mrope) are not supported."
+                f"in-attention RoPE needs one position a token, got positions of shape {tuple(positions.shape)} that "
+                "differ by axis, as those of images do (mrope). Pass text alone, or use a method that changes "
+                "frequencies, such as 'yarn'."
             )
         attentions = given.get("output_attentions") or getattr(base.config, "output_attentions", False)
         if attentions and isinstance(rotary.method, PositionRemapping):

@@ -161,15 +161,13 @@ def expect(cache: Cache, positions: Tensor, owner: str, n_layers: int) -> None:
         layer.incoming = positions
 
 
-def positions_of(cache: Cache | None, layer_idx: int, n_keys: int, queries: Tensor) -> Tensor:
-    """The positions of the keys in attention, (batch, keys): the cache layer's, or without a cache the queries' own."""
+def positions_of(cache: Cache | None, layer_idx: int, n_keys: int, queries: Tensor) -> Tensor | None:
+    """The positions of the keys in attention, (batch, keys): the cache layer's, or without a cache the queries' own.
+
+    None if the layer attends to other keys, such as those of an earlier layer.
+    """
     if cache is not None:
         layer = cache.layers[layer_idx]
         if isinstance(layer, PositionedLayer) and layer.incoming is None:
             return layer.key_positions
-    if n_keys != queries.shape[1]:
-        raise RuntimeError(
-            f"layer {layer_idx} attends to {n_keys} keys whose positions are unknown: the model has a custom KV "
-            "cache. Use a method that changes frequencies, such as 'yarn'."
-        )
-    return queries
+    return queries if n_keys == queries.shape[1] else None

@@ -6,21 +6,21 @@ embedding returning the identity) under every known convention of rotation.
 
 from __future__ import annotations
 
-from itertools import pairwise
-from typing import Any
+import math
+from collections.abc import Callable
+from itertools import pairwise, product
+from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ctxext.attention.call import KEYWORD
 from ctxext.attention.masks import additive
 from ctxext.attention.rotary import Convention, InAttentionRotary, rotate
 
+PAIRS: tuple[Literal["half_split", "interleaved"], ...] = ("half_split", "interleaved")
 CONVENTIONS = (
-    Convention("half_split"),
-    Convention("interleaved"),
-    Convention("half_split", sign=-1),
-    Convention("interleaved", sign=-1),
+    *(Convention(pairs, sign, last) for last in (False, True) for sign in (1, -1) for pairs in PAIRS),
     Convention("none"),
 )
 # Relative to the largest value: for float32 phases, and for cos and sin rounded to 16 bits.
@@ -34,17 +34,20 @@ class Looker:
 
     Attributes:
         seen: the recorded queries and keys, by layer.
+        modules: the layers' modules.
         instead: queries and keys to substitute, by layer, so that every layer has the same inputs in both passes.
     """
 
     def __init__(self, rotary: InAttentionRotary, instead: dict[int, tuple[Tensor, Tensor]] | None = None) -> None:
         self.rotary = rotary
         self.seen: dict[int, tuple[Tensor, Tensor]] = {}
+        self.modules: list[nn.Module] = []
         self.instead = instead
 
     def attend(self, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **kwargs: Any) -> Any:
         index = module.layer_idx
         self.seen[index] = query, key
+        self.modules.append(module)
         if self.instead is not None:
             query, key = self.instead[index]
         whole = mask.whole() if hasattr(mask, "whole") else mask
@@ -108,24 +111,36 @@ def conventions(
     unrotated: dict[int, tuple[Tensor, Tensor]],
     rotary: InAttentionRotary,
     positions: Tensor,
-) -> tuple[dict[int, Convention], float]:
-    """For each layer, the convention that rotates queries and keys as the stock model does, and the largest error.
+    expected: Callable[[int], str | None],
+) -> tuple[dict[int, tuple[str, Convention]], float]:
+    """For each layer, the table and the convention that rotate as the stock model does, and the largest error.
+
+    Args:
+        expected: the label of a layer's table by the config, which is preferred where several tables fit.
 
     Raises ValueError if none fits, e.g. if a norm follows RoPE or queries are scaled by position.
     """
-    found: dict[int, Convention] = {}
+    found: dict[int, tuple[str, Convention]] = {}
     worst = 0.0
     for index, wanted in sorted(stock.items()):
-        errors = {}
-        for convention in CONVENTIONS:
+        bar = HALF_BAR if wanted[0].dtype in (torch.float16, torch.bfloat16) else EXACT_BAR
+        errors: dict[tuple[str, Convention], float] = {}
+        for label, convention in product(rotary.in_use, CONVENTIONS):
             gaps = []
             for want, plain in zip(wanted, unrotated[index]):
-                at = rotary.as_it_was(positions.to(plain.device))
-                got = plain if convention.pairs == "none" else rotate(plain, at, convention)
+                got = plain
+                if convention.pairs != "none":
+                    at = rotary.of(label).as_it_was(positions.to(plain.device))
+                    if 2 * at[0].shape[-1] > plain.shape[-1]:  # of layers with larger heads
+                        gaps.append(math.inf)
+                        continue
+                    got = rotate(plain, at, convention)
                 gaps.append(float((got - want).abs().max() / want.abs().max().clamp(min=1e-30)))
-            errors[convention] = max(gaps)
-        best = min(errors, key=lambda convention: errors[convention])
-        if errors[best] > (HALF_BAR if wanted[0].dtype in (torch.float16, torch.bfloat16) else EXACT_BAR):
+            errors[label, convention] = max(gaps)
+        named = expected(index)
+        best = min(errors, key=lambda each: (errors[each] > bar, each[0] != named, errors[each]))
+        if errors[best] > bar:
+            best = min(errors, key=lambda each: errors[each])
             raise ValueError(
                 f"layer {index} transforms queries and keys other than by rotation (the best known rotation differs "
                 f"from the stock model by {errors[best]:.1e}), which in-attention RoPE does not support. "

@@ -8,22 +8,25 @@ from typing import Any, Literal
 
 import torch
 from jaxtyping import Float, Int, Shaped
-from torch import Tensor
+from torch import Tensor, nn
 
-from ctxext.core.rotary_module import ExtendedRotary
+from ctxext.core.rotary_module import ExtendedRotary, of_label
 from ctxext.encodings.rope import RopeGeometry
 from ctxext.methods import ContextMethod, RopeScaling
 
 
 @dataclass(frozen=True)
 class Convention:
-    """How a layer rotates: which two dimensions form a pair, and the direction.
+    """How a layer rotates: which two dimensions form a pair, the direction, and which dimensions of a head.
 
-    "none" is a layer without RoPE.
+    Attributes:
+        pairs: "none" is a layer without RoPE.
+        last: whether the last dimensions of a head rotate, as in latent attention, and not the first.
     """
 
     pairs: Literal["half_split", "interleaved", "none"] = "half_split"
     sign: int = 1
+    last: bool = False
 
 
 @dataclass(frozen=True)
@@ -31,10 +34,12 @@ class Layer:
     """In-attention RoPE of one layer.
 
     Attributes:
+        label: the layer type whose table it uses; "" for the only one.
         convention: how queries and keys are rotated.
         within: its sliding window is at most the trained length, so its RoPE is unchanged.
     """
 
+    label: str
     convention: Convention
     within: bool
 
@@ -44,8 +49,9 @@ class InAttentionRotary(ExtendedRotary):
 
     Attributes:
         method: the method; None for the stock frequencies, as in the proof.
-        rope: the RoPE that the method starts from.
-        in_use: the frequencies before the extension, which layers with a short window keep.
+        ropes: by label, the RoPE that the method starts from, of the layers that see beyond the trained length.
+        in_use: by label, the frequencies before the extension, which layers with a short window keep.
+        pairs: by label, how many pairs a head has, of which the last may not rotate (proportional RoPE).
         layers: the layers, by index.
         attend: the model's own attention function.
         additive_masks: whether it takes additive masks, as eager attention does.
@@ -55,8 +61,9 @@ class InAttentionRotary(ExtendedRotary):
     """
 
     method: ContextMethod | None
-    rope: RopeGeometry
-    in_use: RopeGeometry
+    ropes: dict[str, RopeGeometry]
+    in_use: dict[str, RopeGeometry]
+    pairs: dict[str, int]
     layers: dict[int, Layer]
     attend: Callable[..., Any]
     additive_masks: bool
@@ -64,33 +71,42 @@ class InAttentionRotary(ExtendedRotary):
     owner: str
     phases: torch.dtype
 
-    # Float32 and integer buffers, which follow the module's device; `exact` undoes casts.
-    rung_inv_freq: Tensor
-    rung_scaling: Tensor
-    rung_lengths: Tensor
-    start_inv_freq: Tensor
-    in_use_inv_freq: Tensor
+    def set_method(self, method: ContextMethod | None, ropes: dict[str, RopeGeometry]) -> None:
+        """Compute the tables in float64, and round them once.
 
-    def set_method(self, method: ContextMethod | None, rope: RopeGeometry) -> None:
-        """Compute the tables in float64, and round them once."""
-        self.method, self.rope = method, rope
-        if isinstance(method, RopeScaling):
-            lengths = method.ladder(rope)
-            inv_freq, scalings = method.scaled(rope, lengths)
-        else:
-            lengths = torch.tensor([rope.original_max_position_embeddings])
-            inv_freq, scalings = rope.inv_freq[None], torch.tensor([rope.attention_factor], dtype=torch.float64)
-        tables = {
-            "rung_inv_freq": inv_freq.float(),
-            "rung_scaling": scalings.float(),
-            "rung_lengths": lengths,
-            "start_inv_freq": rope.inv_freq.float(),
-            "in_use_inv_freq": self.in_use.inv_freq.float(),
-        }
-        self.exact.update(tables)
-        device = self.inv_freq.device  # type: ignore[attr-defined]
+        They are float32 and integer buffers, which follow the module's device; `exact` undoes casts.
+        """
+        self.method, self.ropes = method, ropes
+        for label, before in self.in_use.items():
+            self._store(label, in_use_inv_freq=self.padded(label, before.inv_freq).float())
+        for label, rope in ropes.items():
+            if isinstance(method, RopeScaling):
+                lengths = method.ladder(rope)
+                inv_freq, scalings = method.scaled(rope, lengths)
+            else:
+                lengths = torch.tensor([rope.original_max_position_embeddings])
+                inv_freq, scalings = rope.inv_freq[None], torch.tensor([rope.attention_factor], dtype=torch.float64)
+            self._store(
+                label,
+                rung_inv_freq=self.padded(label, inv_freq).float(),
+                rung_scaling=scalings.float(),
+                rung_lengths=lengths,
+                start_inv_freq=self.padded(label, rope.inv_freq).float(),
+            )
+
+    def _store(self, label: str, **tables: Tensor) -> None:
+        device = next(iter(self.buffers())).device  # type: ignore[attr-defined]
         for name, table in tables.items():
-            self.register_buffer(name, table.to(device, copy=True), persistent=False)  # type: ignore[attr-defined]
+            self.exact[of_label(label, name)] = table
+            self.register_buffer(of_label(label, name), table.to(device, copy=True), persistent=False)  # type: ignore[attr-defined]
+
+    def padded(self, label: str, inv_freq: Tensor) -> Tensor:
+        """With zeros for the pairs that do not rotate."""
+        return nn.functional.pad(inv_freq, (0, self.pairs[label] - inv_freq.shape[-1]))
+
+    def of(self, label: str) -> Tables:
+        """The tables of a layer type."""
+        return Tables(self, label)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         self.phases = torch.promote_types(torch.float32, fn(torch.empty(0, dtype=self.phases)).dtype)
@@ -106,27 +122,49 @@ class InAttentionRotary(ExtendedRotary):
 
         return forward
 
-    # ---------------------------------------------------------------------------------- cos and sin
+
+@dataclass(frozen=True)
+class Tables:
+    """cos and sin of the layers of one type."""
+
+    rotary: InAttentionRotary
+    label: str
+
+    def _buffer(self, name: str) -> Tensor:
+        found: Tensor = getattr(self.rotary, of_label(self.label, name))
+        return found
+
+    @property
+    def rope(self) -> RopeGeometry:
+        """The RoPE that the method starts from."""
+        return self.rotary.ropes[self.label]
+
+    @property
+    def n_rungs(self) -> int:
+        """Rungs of the method's ladder of lengths."""
+        return self._buffer("rung_lengths").shape[0]
 
     def rungs(self, positions: Int[Tensor, "*batch"]) -> Int[Tensor, "*batch"]:
         """The ladder rung of each position."""
-        last = self.rung_lengths.shape[0] - 1
-        return torch.searchsorted(self.rung_lengths.to(positions.device), positions + 1).clamp(max=last)
+        lengths = self._buffer("rung_lengths").to(positions.device)
+        return torch.searchsorted(lengths, positions + 1).clamp(max=self.n_rungs - 1)
 
     def as_it_was(self, positions: Shaped[Tensor, "batch n"]) -> tuple[Tensor, Tensor]:
         """cos and sin before the extension, of shape (batch, n, pair)."""
-        return self._cos_sin(positions, self.in_use_inv_freq, self.in_use.attention_factor)
+        before = self.rotary.in_use[self.label]
+        return self._cos_sin(positions, self._buffer("in_use_inv_freq"), before.attention_factor)
 
     def plain(self, positions: Shaped[Tensor, "batch n"]) -> tuple[Tensor, Tensor]:
         """cos and sin with the frequencies that the method starts from, of shape (batch, n, pair)."""
-        return self._cos_sin(positions, self.start_inv_freq, self.rope.attention_factor)
+        return self._cos_sin(positions, self._buffer("start_inv_freq"), self.rope.attention_factor)
 
     def scaled(
         self, positions: Int[Tensor, "batch n"], inv_freq: Float[Tensor, "batch pair"], scaling: Float[Tensor, " batch"]
     ) -> tuple[Tensor, Tensor]:
         """cos and sin with frequencies and a multiplier for each row, of shape (batch, n, pair)."""
         cos, sin = self._cos_sin(positions, inv_freq[:, None], scaling[:, None, None])
-        start = self.method.start_tokens if isinstance(self.method, RopeScaling) else 0
+        method = self.rotary.method
+        start = method.start_tokens if isinstance(method, RopeScaling) else 0
         if start:
             plain_cos, plain_sin = self.plain(positions)
             first = (positions < start)[..., None]
@@ -135,17 +173,19 @@ class InAttentionRotary(ExtendedRotary):
 
     def of_rung(self, rung: Int[Tensor, " batch"]) -> tuple[Tensor, Tensor]:
         """Frequencies (batch, pair) and multiplier (batch) of a rung for each row."""
-        device = rung.device
-        return self.rung_inv_freq.to(device)[rung], self.rung_scaling.to(device)[rung]
+        inv_freq, scaling = self._buffer("rung_inv_freq"), self._buffer("rung_scaling")
+        return inv_freq.to(rung.device)[rung], scaling.to(rung.device)[rung]
 
     def of_length(self, length: Int[Tensor, " batch"]) -> tuple[Tensor, Tensor]:
         """Frequencies (batch, pair) and multiplier (batch) of a method whose scale depends on the whole call."""
-        assert isinstance(self.method, RopeScaling)
-        inv_freq, scaling = self.method.scaled(self.rope, length.cpu())
-        return inv_freq.float().to(length.device), scaling.float().to(length.device)
+        method = self.rotary.method
+        assert isinstance(method, RopeScaling)
+        inv_freq, scaling = method.scaled(self.rope, length.cpu())
+        padded = self.rotary.padded(self.label, inv_freq)
+        return padded.float().to(length.device), scaling.float().to(length.device)
 
     def _cos_sin(self, positions: Tensor, inv_freq: Tensor, times: float | Tensor) -> tuple[Tensor, Tensor]:
-        angles = positions[..., None].to(self.phases) * inv_freq.to(positions.device)
+        angles = positions[..., None].to(self.rotary.phases) * inv_freq.to(positions.device)
         return angles.cos() * times, angles.sin() * times
 
 
@@ -155,34 +195,38 @@ def rotate(
     convention: Convention,
     room: Float[Tensor, "batch heads n dim"] | None = None,
 ) -> Float[Tensor, "batch heads n dim"]:
-    """Rotate the first 2 · pair dimensions of each head, in float32; the others are unchanged.
+    """Rotate the first 2 · pair dimensions of each head (or the last), in float32; the others are unchanged.
 
     Args:
         room: a float32 buffer for the result, used if no gradient is needed.
     """
     cos, sin = cos_sin[0][:, None], cos_sin[1][:, None] * convention.sign
-    n_pairs = cos.shape[-1]
+    n_pairs, dim = cos.shape[-1], x.shape[-1]
     exact = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
-    first, second = _of_pairs(exact, n_pairs, convention)
+    turning = slice(dim - 2 * n_pairs, dim) if convention.last else slice(0, 2 * n_pairs)
+    still = slice(0, dim - 2 * n_pairs) if convention.last else slice(2 * n_pairs, dim)
+    first, second = _of_pairs(exact[..., turning], convention)
     if torch.is_grad_enabled() or torch.compiler.is_compiling():
         turned = [first * cos - second * sin, second * cos + first * sin]
         if convention.pairs == "interleaved":
             turned = [torch.stack(turned, dim=-1).flatten(-2)]
-        return torch.cat([*turned, exact[..., 2 * n_pairs :]], dim=-1).to(x.dtype)
+        whole = [exact[..., still], *turned] if convention.last else [*turned, exact[..., still]]
+        return torch.cat(whole, dim=-1).to(x.dtype)
     # The same without intermediate tensors, in pieces that fit a core's cache.
     result = room if room is not None and exact.dtype == room.dtype else exact.new_empty(exact.shape)
     step = 512 if x.device.type == "cpu" else x.shape[2]
     for start in range(0, x.shape[2], step):
         one, other, c, s, out = (t[:, :, start : start + step] for t in (first, second, cos, sin, result))
-        low, high = _of_pairs(out, n_pairs, convention)
+        low, high = _of_pairs(out[..., turning], convention)
         torch.mul(one, c, out=low).addcmul_(other, s, value=-1)
         torch.mul(other, c, out=high).addcmul_(one, s)
-    result[..., 2 * n_pairs :] = exact[..., 2 * n_pairs :]
+    result[..., still] = exact[..., still]
     return result.to(x.dtype)
 
 
-def _of_pairs(x: Tensor, n_pairs: int, convention: Convention) -> tuple[Tensor, Tensor]:
+def _of_pairs(x: Tensor, convention: Convention) -> tuple[Tensor, Tensor]:
     """The first and the second dimension of each pair."""
     if convention.pairs == "half_split":
-        return x[..., :n_pairs], x[..., n_pairs : 2 * n_pairs]
-    return x[..., 0 : 2 * n_pairs : 2], x[..., 1 : 2 * n_pairs : 2]
+        half = x.shape[-1] // 2
+        return x[..., :half], x[..., half:]
+    return x[..., 0::2], x[..., 1::2]

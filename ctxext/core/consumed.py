@@ -286,3 +286,54 @@ def _is_touched(model: nn.Module, module: nn.Module) -> bool:
     finally:
         handle.remove()
     return see.read
+
+
+class _SeeReaders(TorchDispatchMode):
+    """Notes in which module, the innermost one running, an operation reads the outputs of a rotary module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.outputs: dict[int, Tensor] = {}
+        self.running: list[tuple[str, nn.Module]] = []
+        self.found: dict[str, nn.Module] = {}
+
+    def returned(self, module: nn.Module, args: Any, output: Any) -> None:
+        self.outputs.update({_storage(tensor): tensor for tensor in _tensors(output)})
+
+    def around(self, path: str) -> tuple[Callable[..., None], Callable[..., None]]:
+        """The hooks before and after the module at `path`."""
+
+        def before(module: nn.Module, args: Any) -> None:
+            self.running.append((path, module))
+
+        def after(module: nn.Module, args: Any, output: Any) -> None:
+            self.running.pop()
+
+        return before, after
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = _tensors((args, kwargs or {})) if self.outputs and self.running else ()
+        if any(_storage(tensor) in self.outputs for tensor in given):
+            path, module = self.running[-1]
+            self.found[path] = module
+        return func(*args, **(kwargs or {}))
+
+
+def modules_that_read(model: nn.Module, rotary: nn.Module) -> dict[str, nn.Module]:
+    """The modules with operations that read what `rotary` returns, by path, in a forward pass of `N_TOKENS` tokens."""
+    see = _SeeReaders()
+    handles = []
+    for path, module in model.named_modules():
+        if module is rotary:
+            handles.append(module.register_forward_hook(see.returned))
+        else:
+            before, after = see.around(path)
+            handles.append(module.register_forward_pre_hook(before))
+            handles.append(module.register_forward_hook(after))
+    try:
+        with see:
+            _run(model)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return see.found

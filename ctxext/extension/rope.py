@@ -48,15 +48,20 @@ class RopePlan(Plan):
     """The plan of an extension of rotary position embeddings.
 
     Attributes:
-        rope: the RoPE that the method starts from.
+        ropes: the RoPE that the method starts from, by label.
         tables: the extended frequencies and attention factors, by label; for a dynamic method, those at its target
             length.
     """
 
     method: RopeMethod | None
     facts: ContextFacts
-    rope: RopeGeometry
+    ropes: dict[str, RopeGeometry]
     tables: dict[str, RopeGeometry]
+
+    @property
+    def rope(self) -> RopeGeometry:
+        """Of the first table, of the layers with the largest window."""
+        return self.ropes[self.facts.tables[0].label]
 
     @property
     def extended(self) -> RopeGeometry:
@@ -161,7 +166,7 @@ class RopeEncoding(Encoding):
             lengths=lengths,
             # With existing="replace", not the length of the scaled model.
             trained_source=facts.trained_length_source if lengths.trained == facts.trained_length else "before scaling",
-            rope=rope,
+            ropes=ropes,
             tables=tables,
             updates={},
             why_not_portable=why_not_portable,
@@ -212,7 +217,7 @@ def _checked_method(
                 f"length from {lengths.start + 1} to {lengths.target}."
             )
     if method.in_attention:
-        _refuse_in_attention(facts, request.existing)
+        _refuse_in_attention(facts, request.existing, method, rope)
     raised = getattr(method, "rope_theta", None)
     if facts.tables[0].n_zero and raised is not None:
         raise ValueError(
@@ -233,9 +238,9 @@ def _extended(
     """Every table under `method`. Tables of short sliding windows are kept, as are those of a method that remaps
     positions."""
     if isinstance(method, PositionRemapping):
-        (rope,) = ropes.values()
-        method.branches(rope)
-        method.check_reach(rope, target_length)
+        for table in seen_beyond:
+            method.branches(ropes[table.label])
+            method.check_reach(ropes[table.label], target_length)
         return ropes
     assert isinstance(method, RopeScaling)
     extended = {table.label: facts.rope_of(table) for table in facts.tables}
@@ -263,7 +268,8 @@ def _patches(plan: RopePlan, softmax_factor: float) -> tuple[Patch, ...]:
     if method.in_attention:
         from ctxext.patches.in_attention import RotateInAttention  # it imports transformers
 
-        return (RotateInAttention(facts, method, plan.rope, target, plan.summary, plan.rotated_copy),)
+        ropes = {table.label: plan.ropes[table.label] for table in facts.seen_beyond(plan.start)}
+        return (RotateInAttention(facts, method, ropes, target, plan.summary, plan.rotated_copy),)
     if family_of(facts.text_config).sin_cos_tables:
         return (GrowSinCos(facts.rope, plan.extended, target),)
     replaced = ReplaceRotary(facts, plan.tables, plan.summary, writes_tables=not plan.is_portable)
@@ -275,19 +281,15 @@ def _patches(plan: RopePlan, softmax_factor: float) -> tuple[Patch, ...]:
 # ------------------------------------------------------------------------------------------ refusals
 
 
-def _refuse_in_attention(facts: ContextFacts, existing: Existing) -> None:
-    config, table = facts.text_config, facts.tables[0]
+def _refuse_in_attention(facts: ContextFacts, existing: Existing, method: RopeMethod, rope: RopeGeometry) -> None:
+    config = facts.text_config
     family = family_of(config)
     name = f"{type(config).__name__} (model_type {config.model_type!r})"
     reasons = {
         "is an encoder-decoder model, which in-attention RoPE does not support": getattr(
             config, "is_encoder_decoder", False
         ),
-        "has multi-dimensional positions (mrope), which in-attention RoPE does not support": table.parameters.get(
-            "mrope_section"
-        ),
         "has a sin/cos table in each layer, which in-attention RoPE does not support": family.sin_cos_tables,
-        "has rotary tables per layer type, which in-attention RoPE does not support": table.label or table.n_zero,
         f"{family.refuse_in_attention}, which in-attention RoPE does not support": family.refuse_in_attention,
         "scales its softmax by mscale_all_dim, which in-attention RoPE does not replace": (
             existing == "replace" and facts.softmax_factor != 1.0
@@ -296,6 +298,12 @@ def _refuse_in_attention(facts: ContextFacts, existing: Existing) -> None:
     for reason, holds in reasons.items():
         if holds:
             raise ValueError(f"{name} {reason}. Use a method that changes frequencies, such as 'yarn'.")
+    if family.softmax_mscale and isinstance(method, RopeScaling) and float(method.attention_scaling(rope)) != 1.0:
+        raise ValueError(
+            f"{name} has latent attention, where an attention factor belongs to the whole softmax, but in-attention "
+            "RoPE multiplies cos and sin by it. Pass attention_factor=1, use dynamic_ntk, or use a method that changes "
+            "frequencies, such as 'yarn'."
+        )
     if existing == "compose" and facts.scaling is not None and facts.scaling.in_attention:
         raise ValueError(
             f"{name} has native scaling ({facts.scaling.name}) that is length-dependent and cannot be composed. Use "

@@ -49,7 +49,6 @@ class Family:
 STANDARD = Family()
 
 _NEOX_NAMES = {"rope_theta": "rotary_emb_base", "partial_rotary_factor": "rotary_pct"}
-_QUERIES = "also scales its queries by position, with the same parameters"
 
 # fmt: off
 FAMILIES: dict[str, Family] = {
@@ -82,13 +81,10 @@ FAMILIES: dict[str, Family] = {
     "deepseek_v4": Family(window_labels=frozenset({"main"})),
     "encoder-decoder": Family(refuse="consists of two models: extend its encoder and its decoder separately"),
     "speech-encoder-decoder": Family(refuse="consists of two models: extend its decoder separately"),
-    # Queries are also scaled by a function of position and original_max_position_embeddings.
-    "ministral3": Family(refuse_in_attention=_QUERIES),
     # Its default table covers the whole head and ignores partial_rotary_factor.
     "mistral4": Family(
         rope_types=frozenset({"linear", "yarn", "llama3", "longrope"}),
         softmax_mscale=True,
-        refuse_in_attention=_QUERIES,
     ),
     **{name: Family(softmax_mscale=True) for name in (
         "axk1", "axk2", "bailing_hybrid", "deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite", "glm_moe_dsa",

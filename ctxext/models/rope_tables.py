@@ -144,6 +144,12 @@ def attention_layers(text_config: Any) -> list[str]:
     return [layer for layer in layers if "attention" in layer and layer != "linear_attention"]
 
 
+def label_of_layer(text_config: Any, layer: int) -> str | None:
+    """The layer type of a layer, which its table is named by in most families; None if the config lists none."""
+    types = getattr(text_config, "layer_types", None)
+    return types[layer] if types else None
+
+
 def slides_over(text_config: Any, layer: int) -> int | None:
     """The sliding window of a layer in tokens; None for full attention."""
     types = getattr(text_config, "layer_types", None) or attention_layers(text_config)

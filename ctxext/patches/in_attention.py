@@ -4,21 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from ctxext.attention import call, proof
 from ctxext.attention.rotary import InAttentionRotary, Layer
-from ctxext.core.consumed import readers
+from ctxext.core.consumed import modules_that_read, readers
 from ctxext.core.edit import Edit
 from ctxext.core.patch import Patch, Proof
+from ctxext.core.rotary_module import of_label
 from ctxext.encodings.rope import RopeGeometry
 from ctxext.methods import RopeMethod, geometry_in_use
 from ctxext.methods.change import neutral, score_change
 from ctxext.models.context import ContextFacts
-from ctxext.models.rope_tables import slides_over
+from ctxext.models.rope_tables import label_of_layer, slides_over
 from ctxext.models.text_config import text_config_of
 from ctxext.patches.rotary import RotarySite, standard_sites
 
@@ -80,6 +83,7 @@ class Seen:
     Attributes:
         inputs: tokens at random positions within the trained length.
         stock: the stock model's output for them.
+        reading: the modules with operations on cos and sin, by path.
         output_bar: the largest accepted difference from it.
         rotation_error: as in the proof; set while the patch is written.
     """
@@ -87,6 +91,7 @@ class Seen:
     site: RotarySite
     inputs: dict[str, Tensor]
     stock: Tensor
+    reading: dict[str, nn.Module]
     output_bar: float
     rotation_error: float = float("nan")
 
@@ -97,13 +102,13 @@ class RotateInAttention(Patch):
 
     Attributes:
         facts: the config's context.
-        rope: the RoPE that the method starts from.
+        ropes: by layer type, the RoPE that the method starts from, of the layers that see beyond the trained length.
         summary: of the plan.
     """
 
     facts: ContextFacts
     method: RopeMethod
-    rope: RopeGeometry
+    ropes: dict[str, RopeGeometry]
     target_length: int
     summary: str
     rotated_copy: bool
@@ -112,15 +117,13 @@ class RotateInAttention(Patch):
     EFFECT_BAR: ClassVar[float] = 1e-5
 
     def check(self, model: nn.Module) -> None:
-        sites, name = standard_sites(model, self.facts), self._name(model)
+        name = self._name(model)
         devices = {str(device) for device in getattr(model, "hf_device_map", {}).values()} - {"cpu", "disk"}
         if len(devices) > 1:
             raise ValueError(
                 f"{name} is spread over {', '.join(sorted(devices))}, but in-attention RoPE needs one device. Load it "
                 "on one, or use a method that changes frequencies, such as 'yarn'."
             )
-        if len(sites) != 1:
-            raise ValueError(f"{name} has {len(sites)} rotary embeddings, but in-attention RoPE needs exactly one.")
         if not model._can_set_attn_implementation():  # type: ignore[operator]
             raise ValueError(
                 f"{name} has custom attention code that does not use transformers' attention interface, which "
@@ -134,70 +137,82 @@ class RotateInAttention(Patch):
             )
 
     def observe(self, model: Any) -> Seen:
-        (site,) = standard_sites(model, self.facts)
+        site, reading = self._used(model)
         with site.as_built():
             fault = readers(model, [site.module]).fault(self._name(model))
         if fault is not None:  # otherwise such a layer would pass for one without positions
             raise ValueError(fault)
+        inside = {part for module in reading.values() for part in [*module.modules()][1:]}
+        self._refuse_readers(model, {path: module for path, module in reading.items() if module in inside})
         inputs = self._probe(model, self._trained)
-        base = model.get_submodule(site.paths[0].rpartition(".")[0])
+        base = model.get_submodule(_base_of(model, site)[0])
         with site.as_built():
             stock, bar = self._run(model, proof.output, base, inputs), proof.OUTPUT_BAR
             if _is_half(model):
                 # In 16 bits, a different summation order alone moves the stock model's output by 10% and more.
                 again = self._run(model, proof.cached_output, base, inputs)
                 bar = max(proof.HALF_OUTPUT_BAR, 4 * proof.difference(again, stock))
-        return Seen(site, inputs, stock, bar)
+        return Seen(site, inputs, stock, reading, bar)
 
     def write(self, edit: Edit, before: Seen) -> None:
         model: Any = edit.model
         config, implementation = text_config_of(model.config), self._implementation(model)
-        parent, _, leaf = before.site.paths[0].rpartition(".")
+        parent, leaf = _base_of(model, before.site)
         base = model.get_submodule(parent)
         new = before.site.build(config, self.summary, InAttentionRotary)
         assert isinstance(new, InAttentionRotary)
-        new.attention_scaling = 1.0  # type: ignore[assignment]
+        for label in self._in_use:
+            setattr(new, of_label(label, "attention_scaling"), 1.0)
         new.attend = call.own_attention(model, implementation)
         new.additive_masks = implementation == "eager"
         new.rotated_copy = self.rotated_copy
         new.owner = f"{self.method!r}, trained at {self._trained} tokens"
         # For the comparison, phases are the stock model's: from its own table, in float32. From 8,192 tokens on, the
         # last bit of a frequency exceeds the bar, and the table may have been cast.
+        new.in_use, new.pairs, new.phases = self._in_use, {}, torch.float32
         with before.site.as_built():
-            own, in_use = before.site.table("").double().cpu(), self._in_use
-        same = own.shape == in_use.inv_freq.shape and torch.allclose(own, in_use.inv_freq, rtol=1e-2, atol=0.0)
-        new.in_use, new.phases = replace(in_use, inv_freq=own) if same else in_use, torch.float32
-        new.set_method(None, self.rope)
+            for label, in_use in new.in_use.items():
+                own, n_turning = before.site.table(label).double().cpu(), len(in_use.inv_freq)
+                new.pairs[label] = len(own)
+                if torch.allclose(own[:n_turning], in_use.inv_freq, rtol=1e-2, atol=0.0):
+                    new.in_use[label] = replace(in_use, inv_freq=own[:n_turning])
+        new.set_method(None, self.ropes)
         new.layers = {}
 
         edit.set_config_field(config, "_attn_implementation_internal", call.IMPLEMENTATIONS[implementation])
+        looker = proof.Looker(new)
         with before.site.as_built():
-            rotated = self._run(model, proof.look, base, before.inputs, proof.Looker(new))
+            rotated = self._run(model, proof.look, base, before.inputs, looker)
+        attending = {*looker.modules}
+        others = {path: one for path, one in before.reading.items() if attending.isdisjoint(one.modules())}
+        self._refuse_readers(model, others)
         edit.replace_module(before.site.paths, new)
         unrotated = self._run(model, proof.look, base, before.inputs, proof.Looker(new, instead=rotated))
         try:
-            found, before.rotation_error = proof.conventions(rotated, unrotated, new, before.inputs["position_ids"])
+            at, by_config = before.inputs["position_ids"], partial(label_of_layer, config)
+            found, before.rotation_error = proof.conventions(rotated, unrotated, new, at, by_config)
         except ValueError as error:
             raise ValueError(f"{self._name(model)}: {error}") from None
-        for index, convention in found.items():
+        for index, (label, convention) in found.items():
             window = slides_over(config, index)
-            new.layers[index] = Layer(convention, within=window is not None and window <= self._trained)
+            within = label not in self.ropes or (window is not None and window <= self._trained)
+            new.layers[index] = Layer(label, convention, within)
         if all(layer.within or layer.convention.pairs == "none" for layer in new.layers.values()):
             raise ValueError(f"{self._name(model)} has no RoPE layer that attends beyond the trained length.")
         hook = call.BeforeForward(base, leaf, int(config.num_hidden_layers))
         edit.add_forward_pre_hook(parent, hook, with_kwargs=True)
 
     def prove(self, model: Any, before: Seen) -> InAttentionProof:
-        parent, _, leaf = before.site.paths[0].rpartition(".")
+        parent, leaf = _base_of(model, before.site)
         base = model.get_submodule(parent)
-        new: InAttentionRotary = getattr(base, leaf)
+        new: Any = base.get_submodule(leaf)
         outputs = [self._run(model, run, base, before.inputs) for run in (proof.output, proof.cached_output)]
         output_error = max(proof.difference(output, before.stock) for output in outputs)
         far = self._probe(model, self.target_length)
         new.in_use, new.phases = self._in_use, torch.promote_types(torch.float32, model.dtype)
-        new.set_method(neutral(self.method), self.rope)
+        new.set_method(neutral(self.method), self.ropes)
         unscaled = self._run(model, proof.output, base, far)
-        new.set_method(self.method, self.rope)
+        new.set_method(self.method, self.ropes)
         effect = proof.difference(self._run(model, proof.output, base, far), unscaled)
         half = _is_half(model)
         return InAttentionProof(
@@ -212,14 +227,44 @@ class RotateInAttention(Patch):
             score_bar=torch.finfo(model.dtype).eps if half else 0.0,
         )
 
+    def _used(self, model: nn.Module) -> tuple[RotarySite, dict[str, nn.Module]]:
+        """The rotary embedding of the model, and what reads it; some families hold another that nothing uses."""
+        sites = standard_sites(model, self.facts)
+        found = []
+        for site in sites:
+            with site.as_built():
+                if reading := modules_that_read(model, site.module):
+                    found.append((site, reading))
+        if len(found) != 1:
+            raise ValueError(
+                f"{self._name(model)} has {len(sites)} rotary embeddings, of which {len(found)} are used, but "
+                "in-attention RoPE needs exactly one. Use a method that changes frequencies, such as 'yarn'."
+            )
+        return found[0]
+
+    def _refuse_readers(self, model: nn.Module, others: dict[str, nn.Module]) -> None:
+        """Raise ValueError if there are `others`: indexers, which choose the keys that attention sees."""
+        for path, module in others.items():
+            raise ValueError(
+                f"{self._name(model)} also rotates in {path} ({type(module).__name__}), outside of the attention that "
+                "in-attention RoPE reaches. Use a method that changes frequencies, such as 'yarn'."
+            )
+
+    @property
+    def rope(self) -> RopeGeometry:
+        """Of the layers with the largest window."""
+        return next(iter(self.ropes.values()))
+
     @property
     def _trained(self) -> int:
         return self.rope.original_max_position_embeddings
 
     @property
-    def _in_use(self) -> RopeGeometry:
-        limit = self.facts.text_config.max_position_embeddings
-        return geometry_in_use(self.facts.rope_parameters, self.facts.rotary_dim, limit, within=True)
+    def _in_use(self) -> dict[str, RopeGeometry]:
+        return {
+            table.label: geometry_in_use(table.of_turning_pairs, table.rotary_dim, table.limit, within=True)
+            for table in self.facts.tables
+        }
 
     def _name(self, model: nn.Module) -> str:
         return f"{type(model).__name__} (model_type {self.facts.text_config.model_type!r})"
@@ -244,3 +289,12 @@ class RotateInAttention(Patch):
 
 def _is_half(model: Any) -> bool:
     return model.dtype in (torch.float16, torch.bfloat16)
+
+
+def _base_of(model: nn.Module, site: RotarySite) -> tuple[str, str]:
+    """The path of the model that runs a rotary embedding, and the embedding's path within it."""
+    parent, _, leaf = site.paths[0].rpartition(".")
+    while not isinstance(model.get_submodule(parent), PreTrainedModel):  # such as a list of rotary embeddings
+        parent, _, name = parent.rpartition(".")
+        leaf = f"{name}.{leaf}"
+    return parent, leaf

@@ -34,7 +34,7 @@ STOCK = 1e-4
 def test_a_method_that_scales_nothing_is_found_out(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_model("llama")
     stock = logits(model, IDS)
-    monkeypatch.setattr(rotary.InAttentionRotary, "scaled", lambda self, positions, *used: self.as_it_was(positions))
+    monkeypatch.setattr(rotary.Tables, "scaled", lambda self, positions, *used: self.as_it_was(positions))
     with pytest.raises(RuntimeError, match="does not change the output"):
         extend_context(model, 4, method)
     assert torch.equal(logits(model, IDS), stock)

@@ -1,5 +1,8 @@
 """In-attention RoPE against a slow formula that builds every pair of tokens by itself."""
 
+from itertools import product
+from typing import Any
+
 import pytest
 import torch
 from families import token_ids
@@ -22,6 +25,22 @@ from ctxext.attention import softmax, tiles
 from ctxext.attention.softmax import Softmax
 
 FAMILIES = {"llama": {}, "mistral": {"sliding_window": 96}, "qwen3": {}, "gpt_neox": {}, "gemma2": {}}
+# A table for each type of layer; dimensions that turn at the end of a head; positions with several axes; pairs that do
+# not turn, in heads of two sizes.
+UNUSUAL: dict[str, dict[str, Any]] = {
+    "gemma3_text": {"head_dim": 16, "layer_types": ["sliding_attention", "full_attention"], "sliding_window": 32},
+    "deepseek_v3": {
+        **{"q_lora_rank": 32, "kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 16},
+        **{"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "n_shared_experts": 1},
+        **{"moe_intermediate_size": 32, "num_key_value_heads": 4},
+    },
+    "qwen3_5": {},
+    "gemma4_text": {
+        **{"head_dim": 16, "global_head_dim": 32, "hidden_size_per_layer_input": 8, "num_kv_shared_layers": 0},
+        **{"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 32},
+        "vocab_size_per_layer_input": 128,
+    },
+}
 
 
 @pytest.fixture
@@ -50,6 +69,23 @@ def test_whole_in_chunks_and_in_a_padded_batch_it_is_the_slow_truth(family: str,
     assert_rows(read(model, alone, None, [N_TOKENS]), want[:1])
     assert_rows(read(model, alone, DynamicCache(config=model.config), CHUNKS), want[:1])
     assert_rows(read(model, batch, None, [N_TOKENS]), want, mask)
+
+
+@pytest.mark.usefixtures("small_blocks")
+@pytest.mark.parametrize(
+    ("family", "method"),
+    [
+        (family, method)
+        for family, method in product(UNUSUAL, ["dynamic_ntk", "longrope_start", "self_extend", "rerope"])
+        if (family, method) != ("deepseek_v3", "longrope_start")  # whose attention factor is not 1
+    ],
+)
+def test_unusual_tables_are_those_of_the_slow_truth(family: str, method: str) -> None:
+    model, want = extended(method, family, **UNUSUAL[family]), truth(method, family, **UNUSUAL[family])
+    alone, batch = {"input_ids": rows()[0][None]}, padded(rows(), "right")
+    assert_rows(read(model, alone, None, [N_TOKENS]), want[:1])
+    assert_rows(read(model, alone, DynamicCache(config=model.config), CHUNKS), want[:1])
+    assert_rows(read(model, batch, None, [N_TOKENS]), want, batch["attention_mask"])
 
 
 @pytest.mark.parametrize("method", [*METHODS, "dynamic_ntk_fine"])

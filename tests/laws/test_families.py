@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 from families import COMMON as SHAPE
-from families import LENGTH, logits, token_ids
+from families import LENGTH, logits, tiny_model, token_ids
 from live import assert_unchanged, snapshot
 from survey.matrix import examine
 from survey.small import small_model
@@ -238,10 +238,8 @@ def test_scaling_of_one_type_of_layer_is_there_already(existing: Any) -> None:
 @pytest.mark.parametrize(
     ("model_type", "reason"),
     [
-        ("gemma3_text", "rotary tables per layer type"),
         ("gptj", "a sin/cos table in each layer"),
         ("phimoe", "recomputes its frequencies"),
-        ("ministral3", "scales its queries by position"),
         ("moshi", "2 rotary embeddings"),
     ],
 )
@@ -251,6 +249,40 @@ def test_what_cannot_be_rotated_late_says_why(model_type: str, reason: str, meth
     with pytest.raises(ValueError, match=reason):
         extend_context(model, method=method, **arguments(model))
     assert_unchanged(model, before)
+
+
+@pytest.mark.parametrize("model_type", ["deepseek_v32", "qwen4_exp_text"])
+def test_an_indexer_that_rotates_too_is_refused_by_its_path(model_type: str) -> None:
+    """It chooses keys by its own rotated queries; over a few tokens it chooses all, so no output would tell."""
+    model = small_model(model_type, "causal")
+    with pytest.raises(ValueError, match=r"also rotates in model\.layers\.\d\.self_attn\.indexer"):
+        extend_context(model, 4, "self_extend")
+
+
+@pytest.mark.parametrize("model_type", ["gemma3n_text", "granite_swa", "ministral3", "olmo3"])
+def test_what_rotates_in_its_own_way_is_rotated_in_attention(model_type: str) -> None:
+    """Keys of an earlier layer, an unused rotary embedding, scaled queries, a table for each type of layer."""
+    row = examine(model_type, "causal")
+    assert (row.verdict, row.in_attention, row.in_attention_reason) == ("native", True, None)
+
+
+def test_an_attention_factor_does_not_reach_half_of_latent_attention() -> None:
+    model = build("deepseek_v3")
+    with pytest.raises(ValueError, match="an attention factor belongs to the whole softmax"):
+        extend_context(model, 4, "dynamic_yarn")
+    extend_context(model, 4, "dynamic_yarn", attention_factor=1.0)
+    assert float(model.model.rotary_emb.rung_scaling.max()) == 1.0
+
+
+def test_positions_with_several_axes_are_those_of_text_alone() -> None:
+    model = extend_context(tiny_model("qwen3_5"), 4, "self_extend")
+    text = torch.arange(IDS.shape[1])[None]
+    expected = logits(model, IDS)
+    assert torch.equal(logits(model, IDS, position_ids=text.expand(3, 1, -1)), expected)
+    image = text.expand(3, 1, -1).clone()
+    image[1, 0, 20:24] = 20
+    with pytest.raises(ValueError, match="differ by axis, as those of images do"):
+        logits(model, IDS, position_ids=image)
 
 
 # ------------------------------------------------------------------------------- proportional RoPE

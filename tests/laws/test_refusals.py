@@ -503,7 +503,7 @@ def test_a_softmax_scale_of_latent_attention_is_kept_by_keep() -> None:
 
 # --------------------------------------------------------------------------- what is not rotated in attention
 
-CANNOT = {"falcon": "custom attention code", "qwen3_5": "multi-dimensional positions (mrope)"}
+CANNOT = {"falcon": "custom attention code"}
 
 
 @pytest.mark.parametrize("method", LATE)
@@ -514,10 +514,10 @@ def test_a_family_that_cannot_rotate_late_is_refused_by_name(family: str, method
     refuses(model, ValueError, name, CANNOT[family], "'yarn'", method=late(method, model))
 
 
-@pytest.mark.parametrize("model_type", ["stablelm", "gpt_neox_japanese", "deepseek_v3", "nemotron"])
+@pytest.mark.parametrize("model_type", ["stablelm", "gpt_neox_japanese", "nemotron"])
 def test_other_attention_than_the_known_is_refused_by_name(model_type: str) -> None:
-    # Without keyword arguments in its layers, with code of its own, with a part of each head that is not rotated.
-    model = build(model_type, **(MLA if model_type == "deepseek_v3" else {}))
+    # Without keyword arguments in its layers, with code of its own.
+    model = build(model_type)
     for method in ("dynamic_ntk", "self_extend"):
         refuses(model, ValueError, f"(model_type '{model_type}')", "'yarn'", method=method)
 
@@ -687,7 +687,7 @@ def test_an_unusual_family_is_rotated_as_it_rotates(model_type: str) -> None:
         ({"factor": 0.5}, "factor must be >= 1, got 0.5"),
         ({"factor": 4, "target_length": 256}, "not both"),
         ({"target_length": 64}, "already covers 64"),
-        ({"method": "dynamic_ntk"}, "multi-dimensional positions"),
+        ({"method": "dynamic_ntk", "length": 64}, "extends nothing"),
         ({"method": "self_extend", "length": 256}, "no static form"),
         ({"existing": "keep"}, "plain RoPE"),
     ],

@@ -48,7 +48,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 def tiny_config(family: str, **changes: Any) -> PreTrainedConfig:
     """A config of `family` with two attention layers of 4 heads, trained (so to say) at LENGTH."""
-    values = {**COMMON, **FAMILIES[family], **changes}
+    values = {**COMMON, **FAMILIES.get(family, {}), **changes}
     values = {key: value for key, value in values.items() if value is not None or key == "sliding_window"}
     if family == "qwen3_5":
         text = {

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import json
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -180,30 +181,53 @@ METHODS = ["dynamic_ntk", "dynamic_yarn", "longrope", "longrope_start", "self_ex
 def soft_model(family: str, **changes: Any) -> Any:
     """A small model in float64, so that no CPU's rounding decides."""
     model = tiny_model(family, **SOFT, **changes).double()
-    model.config._experts_implementation = "eager"  # the others have no kernel for float64
+    model.config.get_text_config(
+        decoder=True
+    )._experts_implementation = "eager"  # the others have no kernel for float64
     return model
+
+
+def frequencies(model: Any) -> tuple[dict[str, Tensor], dict[str, int]]:
+    """The frequencies that turn, and the number of all, by the type of layer; "" if all layers have the same."""
+    rotary, parameters = rotary_of(model), model.config.get_text_config(decoder=True).rope_parameters
+    found, numbers = {}, {}
+    for label, its in ({k: v for k, v in parameters.items() if isinstance(v, dict)} or {"": parameters}).items():
+        numbers[label] = n_pairs = getattr(rotary, f"{label}_inv_freq" if label else "inv_freq").numel()
+        # Proportional RoPE: exponents count all pairs, and the last ones do not turn.
+        share = its["partial_rotary_factor"] if its["rope_type"] == "proportional" else 1
+        found[label] = (its["rope_theta"] ** -(torch.arange(n_pairs).double() / n_pairs))[: round(share * n_pairs)]
+    return found, numbers
 
 
 def extended(name: str, family: str = "llama", **changes: Any) -> Any:
     """A small model under the late method `name`."""
     model = soft_model(family, **changes)
     arguments, _ = LATE[name]
-    return ctxext.extend_context(model, **arguments(rotary_of(model).inv_freq.numel()))
+    tables, _ = frequencies(model)
+    return ctxext.extend_context(model, **arguments(len(tables.get("full_attention", tables.get("")))))
 
 
 # ------------------------------------------------------------------------------ the slow forward
 
 
 class Rotation:
-    """⟨R q, k⟩ of every pair of tokens: dimensions i and i + d/2 turn together, those that are not rotary stay."""
+    """⟨R q, k⟩ of every pair of tokens: dimensions i and i + d/2 turn together, those that are not rotary stay.
 
-    def __init__(self, angles: Angles) -> None:
-        apart = angles.apart.movedim(-1, 0)
+    Args:
+        n_pairs: with those that do not turn (proportional RoPE).
+        last: the rotary dimensions are a head's last, as in latent attention.
+    """
+
+    def __init__(self, angles: Angles, n_pairs: int, last: bool) -> None:
+        apart = nn.functional.pad(angles.apart, (0, n_pairs - angles.apart.shape[-1])).movedim(-1, 0)
         self.cos, self.sin = apart.cos() * angles.times, apart.sin() * angles.times
         self.score_times = angles.score_times
+        self.last = last
 
     def scores(self, query: Tensor, key: Tensor) -> Tensor:
         n_pairs = len(self.cos)
+        if self.last:
+            query, key = (x.roll(2 * n_pairs, -1) for x in (query, key))
         total = query[..., 2 * n_pairs :] @ key[..., 2 * n_pairs :].transpose(-1, -2)
         for pair, (cos, sin) in enumerate(zip(self.cos, self.sin)):
             q1, q2 = query[..., pair, None], query[..., pair + n_pairs, None]
@@ -223,23 +247,27 @@ class SlowModel:
     def __init__(self, model: nn.Module, formula: Formula) -> None:
         self.model = copy.deepcopy(model)
         self.formula = formula
-        self.rotations: dict[Formula, Rotation] = {}
+        self.rotations: dict[tuple[Formula, str], Rotation] = {}
         self.seen: dict[int, tuple[Tensor, Tensor]] = {}
         self.seen_from = 0
-        rotary = rotary_of(self.model)
-        theta = self.model.config.rope_parameters["rope_theta"]
-        n_pairs = rotary.inv_freq.numel()
-        self.inv_freq = theta ** -(torch.arange(n_pairs).double() / n_pairs)
+        rotary, config = rotary_of(self.model), self.model.config.get_text_config(decoder=True)
+        self.inv_freq, self.n_pairs = frequencies(self.model)
+        self.labels = [""] * config.num_hidden_layers if "" in self.inv_freq else config.layer_types
+        self.last = config.model_type.startswith("deepseek")
         stock = rotary.forward
         rotary.forward = lambda x, position_ids, *rest: stock(x, torch.zeros_like(position_ids), *rest)
         # A name without a mask of its own: attention gets none, and makes its own.
-        self.model.config._attn_implementation_internal = "slow"
+        config._attn_implementation_internal = "slow"
 
     def __call__(self, ids: Tensor, positions: Tensor | None = None) -> Tensor:
         """Logits of shape (token, vocabulary) of one row of tokens."""
         at = torch.arange(len(ids)) if positions is None else positions
         query, key = at[:, None].double(), at[None].double()
-        self.rotations = {formula: Rotation(formula(query, key, self.inv_freq)) for formula in {self.formula, plain}}
+        self.rotations = {
+            (formula, label): Rotation(formula(query, key, inv_freq), self.n_pairs[label], self.last)
+            for formula in {self.formula, plain}
+            for label, inv_freq in self.inv_freq.items()
+        }
         with _running(self):
             return self.model(ids[None], position_ids=at[None], use_cache=False).logits[0]
 
@@ -248,7 +276,8 @@ class SlowModel:
         mask, window = slot[:, None] >= slot, kwargs.get("sliding_window")
         if window is not None:
             mask &= slot[:, None] - slot < window
-        rotation = self.rotations[plain if window is not None and window <= LENGTH else self.formula]
+        formula = plain if window is not None and window <= LENGTH else self.formula
+        rotation = self.rotations[formula, self.labels[module.layer_idx]]
         output = self._softmax(rotation, mask, query, key, value, **kwargs)
         if self.seen:
             later = self._softmax(rotation, mask, query, *self.seen[module.layer_idx], **kwargs)
@@ -301,15 +330,15 @@ def rows() -> list[Tensor]:
 
 
 @functools.cache
-def _truth(name: str, family: str, changes: tuple[tuple[str, Any], ...]) -> list[Tensor]:
-    model = slow_model(name, family, **dict(changes))
+def _truth(name: str, family: str, changes: str) -> list[Tensor]:
+    model = slow_model(name, family, **json.loads(changes))
     with torch.no_grad():
         return [model(row) for row in rows()]
 
 
 def truth(name: str, family: str = "llama", **changes: Any) -> list[Tensor]:
     """The logits of each of `rows()`."""
-    return _truth(name, family, tuple(changes.items()))
+    return _truth(name, family, json.dumps(changes))
 
 
 # --------------------------------------------------------------------------------- ways of reading

@@ -20,7 +20,7 @@ LATE = [cls.name for cls in list_methods("rope") if cls.at_length is not RopeMet
 REMAPPING = [cls.name for cls in list_methods() if issubclass(cls, PositionRemapping)]
 DYNAMIC = [name for name in LATE if name not in REMAPPING]
 EXACT_UNDER_A_CACHE = [name for name in LATE if name != "transformers_dynamic"]
-LATE_FAMILIES = [family for family in FAMILIES if family not in ("falcon", "qwen3_5")]
+LATE_FAMILIES = [family for family in FAMILIES if family != "falcon"]
 
 
 def text_config(model: nn.Module) -> Any:

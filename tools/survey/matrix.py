@@ -49,6 +49,8 @@ class Row:
             not run.
         restored: whether weights, buffers, config and logits after `restore_context` were bitwise those before.
         temperature: whether YaRN's attention factor moves the logits; None where another method was used.
+        in_attention: of extended causal models with RoPE, whether Self-Extend runs and restores too; None of others.
+        in_attention_reason: why it does not.
     """
 
     model_type: str
@@ -62,6 +64,8 @@ class Row:
     effect: float | None = None
     restored: bool | None = None
     temperature: bool | None = None
+    in_attention: bool | None = None
+    in_attention_reason: str | None = None
 
 
 def examine(model_type: str, kind: str) -> Row:
@@ -104,7 +108,25 @@ def _extend(model: PreTrainedModel, row: Row) -> Row:
         return replace(row, reason=_words(error))
     if (wrong := _what_is_wrong(row)) is not None:
         return replace(row, reason=wrong)
-    return replace(row, verdict="formula" if row.native_difference is None else "native")
+    row = replace(row, verdict="formula" if row.native_difference is None else "native")
+    if row.kind == "causal" and row.encoding == "rope":
+        reason = _not_in_attention(model, existing, before)
+        row = replace(row, in_attention=reason is None, in_attention_reason=reason)
+    return row
+
+
+def _not_in_attention(model: PreTrainedModel, existing: dict[str, Any], before: dict[str, Any]) -> str | None:
+    """Why Self-Extend, which rotates inside attention, does not run on a model; None if it does."""
+    try:
+        extend_context(model, FACTOR, "self_extend", **existing)
+        whole = stock_logits(model, COMPARED)
+        first = stock_logits(model, COMPARED - 1)  # causal
+        restore_context(model)
+    except Exception as error:  # a row for every model: its own code raises many kinds
+        return _words(error)
+    if not _difference(whole[:, :-1], first) <= EFFECT * float(whole.abs().max()):
+        return "the last token moves earlier logits"
+    return None if _same(before, _state(model)) else "restore_context left something behind"
 
 
 def _what_is_wrong(row: Row) -> str | None:

@@ -73,7 +73,8 @@ def markdown(rows: Sequence[Row]) -> str:
         "# Families",
         f"{len(rows)} model types of transformers {used['transformers']} (torch {used['torch']}, ctxext "
         f"{used['ctxext']}), {extended} of them extended and verified; of the {len(causal)} causal language models "
-        f"{causal_extended}. Each is built small with random weights and a trained length of {LENGTH} tokens, extended "
+        f"{causal_extended}, {sum(row.in_attention is True for row in rows)} of them also inside attention "
+        f"(`self_extend`). Each is built small with random weights and a trained length of {LENGTH} tokens, extended "
         f"by `extend_context(model, factor={FACTOR:g})`, and compared at {COMPARED} tokens.",
         "Written by `make families`.",
         "\n".join(f"- *{verdict}*: {meaning}" for verdict, meaning in VERDICTS.items()),
@@ -85,7 +86,9 @@ def markdown(rows: Sequence[Row]) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-_HEADING = ["model type", "kind", "verdict", "method", "largest effect", "restored", "temperature", "reason"]
+_HEADING = [
+    "model type", "kind", "verdict", "method", "largest effect", "restored", "temperature", "in attention", "reason"
+]  # fmt: skip
 
 
 def _cells(row: Row) -> list[str]:
@@ -97,7 +100,9 @@ def _cells(row: Row) -> list[str]:
     if row.effect is None and row.verdict in EXTENDED:
         effect = "the stock model stops"
     restored, temperature = yes(row.restored, ("bitwise", "NOT")), yes(row.temperature, ("live", "dead"))
-    return [f"`{row.model_type}`", row.kind, row.verdict, method or "", effect, restored, temperature, row.reason or ""]
+    inside = yes(row.in_attention, ("yes", f"no: {row.in_attention_reason}"))
+    cells = [f"`{row.model_type}`", row.kind, row.verdict, method or "", effect, restored, temperature, inside]
+    return [*cells, row.reason or ""]
 
 
 def _table(lines: list[list[str]]) -> str:
@@ -123,6 +128,11 @@ def changes(before: Sequence[Row], after: Sequence[Row]) -> tuple[list[str], lis
         elif was.verdict != now.verdict:
             lines.append(f"changed: {name}: {was.verdict} → {_words(now)}")
             if was.verdict in EXTENDED and now.verdict not in EXTENDED:
+                regressions.append(lines[-1])
+        elif was.in_attention != now.in_attention and was.in_attention is not None:
+            lines.append(f"changed: {name}: in attention {was.in_attention} → {now.in_attention} "
+                         f"({now.in_attention_reason})")  # fmt: skip
+            if was.in_attention:
                 regressions.append(lines[-1])
     return lines, regressions
 
