@@ -21,7 +21,7 @@ ENGINES: tuple[type[Conformance], ...] = (InVLLM, InLlamaCpp, InOpenVINO, InONNX
 
 @dataclass
 class OnPublicModel(Part):
-    """A cell is one method in one engine: the fast engines first, and method by method, as transformers takes minutes too."""
+    """A cell is one method in one engine: fast engines first, method by method, as transformers takes minutes too."""
 
     name = "smollm2"
     title = "SmolLM2-135M-Instruct at 16,384 tokens in the engines"
