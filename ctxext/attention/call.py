@@ -85,7 +85,7 @@ class Call:
 
     def attend(self, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **kwargs: Any) -> Attended:
         """The attention of one layer; arguments are (batch, heads, tokens, head_dim), as in transformers."""
-        rotary, method, positions = self.rotary, self.rotary.method, self.positions
+        rotary, method, positions = self.rotary, self.rotary.untempered, self.positions
         layer = rotary.layers[module.layer_idx]
         tables = rotary.of(layer.label)
         mask = explicit(mask, module, query, key, kwargs.get("is_causal"))
@@ -97,13 +97,15 @@ class Call:
         def turned(x: Tensor, name: Any, make: Callable[[], tuple[Tensor, Tensor]]) -> Tensor:
             return rotate(x, self.shared(layer, name, make), layer.convention)
 
+        whole = rotary.method
+        if whole is not None and not layer.within:
+            times = self.shared(layer, "times", lambda: whole.query_scaling(tables.rope, positions))
+            if times is not None:
+                query = query * times[:, None, :, None].to(query.dtype)
         if layer.within or method is None:
             query = turned(query, "plain", lambda: tables.as_it_was(positions))
             key = turned(key, ("plain", layer.within, n_keys), lambda: tables.as_it_was(places))
         elif isinstance(method, PositionRemapping):
-            times = self.shared(layer, "times", lambda: method.query_scaling(tables.rope, positions))
-            if times is not None:
-                query = query * times[:, None, :, None].to(query.dtype)
             store = self._store(module)
             if n_queries > 1 or store is not None:
                 store = store if n_queries == 1 else None
@@ -260,7 +262,7 @@ class Call:
         Args:
             store: for a single query, the cache layer that keeps a copy of each key, rotated for the key's branch.
         """
-        tables, method, positions = self.rotary.of(layer.label), self.rotary.method, self.positions
+        tables, method, positions = self.rotary.of(layer.label), self.rotary.untempered, self.positions
         assert isinstance(method, PositionRemapping)
         n_queries, n_keys = query.shape[2], key.shape[2]
         branches = self.shared(layer, "branches", lambda: method.branches(tables.rope))
@@ -414,9 +416,9 @@ class BeforeForward:
                 "frequencies, such as 'yarn'."
             )
         attentions = given.get("output_attentions") or getattr(base.config, "output_attentions", False)
-        if attentions and isinstance(rotary.method, PositionRemapping):
+        if attentions and isinstance(rotary.untempered, PositionRemapping):
             raise ValueError(
-                f"{rotary.method.name} does not materialise attention weights, so output_attentions=True is not "
+                f"{rotary.untempered.name} does not materialise attention weights, so output_attentions=True is not "
                 "supported. Leave it out."
             )
         given["position_ids"] = positions
@@ -430,10 +432,10 @@ class BeforeForward:
 
     def _cache(self, base: Any, rotary: InAttentionRotary, given: dict[str, Any]) -> Cache | None:
         cache, use_cache = given.get("past_key_values"), given.get("use_cache")
-        if isinstance(rotary.method, RopeScaling) and rotary.method.of_the_call:
+        if isinstance(rotary.untempered, RopeScaling) and rotary.untempered.of_the_call:
             if cache is not None or use_cache:
                 raise ValueError(
-                    f"{rotary.method.name} has one scale for the whole call, so keys cannot be cached. Pass "
+                    f"{rotary.untempered.name} has one scale for the whole call, so keys cannot be cached. Pass "
                     "use_cache=False, or use dynamic_ntk, which is exact with a cache."
                 )
             given["use_cache"] = False

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ctxext.core.rotary_module import ExtendedRotary, of_label
 from ctxext.encodings.rope import RopeGeometry
-from ctxext.methods import ContextMethod, RopeScaling
+from ctxext.methods import RopeMethod, RopeScaling
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class InAttentionRotary(ExtendedRotary):
         phases: the dtype of angles, cos and sin: float32, and float64 in a float64 model.
     """
 
-    method: ContextMethod | None
+    method: RopeMethod | None
     ropes: dict[str, RopeGeometry]
     in_use: dict[str, RopeGeometry]
     pairs: dict[str, int]
@@ -71,18 +71,19 @@ class InAttentionRotary(ExtendedRotary):
     owner: str
     phases: torch.dtype
 
-    def set_method(self, method: ContextMethod | None, ropes: dict[str, RopeGeometry]) -> None:
+    def set_method(self, method: RopeMethod | None, ropes: dict[str, RopeGeometry]) -> None:
         """Compute the tables in float64, and round them once.
 
         They are float32 and integer buffers, which follow the module's device; `exact` undoes casts.
         """
         self.method, self.ropes = method, ropes
+        inner = self.untempered
         for label, before in self.in_use.items():
             self._store(label, in_use_inv_freq=self.padded(label, before.inv_freq).float())
         for label, rope in ropes.items():
-            if isinstance(method, RopeScaling):
-                lengths = method.ladder(rope)
-                inv_freq, scalings = method.scaled(rope, lengths)
+            if isinstance(inner, RopeScaling):
+                lengths = inner.ladder(rope)
+                inv_freq, scalings = inner.scaled(rope, lengths)
             else:
                 lengths = torch.tensor([rope.original_max_position_embeddings])
                 inv_freq, scalings = rope.inv_freq[None], torch.tensor([rope.attention_factor], dtype=torch.float64)
@@ -93,6 +94,11 @@ class InAttentionRotary(ExtendedRotary):
                 rung_lengths=lengths,
                 start_inv_freq=self.padded(label, rope.inv_freq).float(),
             )
+
+    @property
+    def untempered(self) -> RopeMethod | None:
+        """The method that gives frequencies and positions."""
+        return None if self.method is None else self.method.untempered
 
     def _store(self, label: str, **tables: Tensor) -> None:
         device = next(iter(self.buffers())).device  # type: ignore[attr-defined]
@@ -163,7 +169,7 @@ class Tables:
     ) -> tuple[Tensor, Tensor]:
         """cos and sin with frequencies and a multiplier for each row, of shape (batch, n, pair)."""
         cos, sin = self._cos_sin(positions, inv_freq[:, None], scaling[:, None, None])
-        method = self.rotary.method
+        method = self.rotary.untempered
         start = method.start_tokens if isinstance(method, RopeScaling) else 0
         if start:
             plain_cos, plain_sin = self.plain(positions)
@@ -178,7 +184,7 @@ class Tables:
 
     def of_length(self, length: Int[Tensor, " batch"]) -> tuple[Tensor, Tensor]:
         """Frequencies (batch, pair) and multiplier (batch) of a method whose scale depends on the whole call."""
-        method = self.rotary.method
+        method = self.rotary.untempered
         assert isinstance(method, RopeScaling)
         inv_freq, scaling = method.scaled(self.rope, length.cpu())
         padded = self.rotary.padded(self.label, inv_freq)

@@ -260,7 +260,7 @@ def _why_live_only(engine: str, plan: Plan) -> str:
         )
     if plan.in_attention:
         return (
-            f"{name} maps positions inside attention, which config.json cannot express. Use 'yarn' for the same "
+            f"{name} works inside attention, which config.json cannot express. Use 'yarn' for the same "
             "length, or run it in transformers with ctxext.load."
         )
     other = "Use a method that its config accepts, such as 'pi', or run" if plan.encoding == "rope" else "Run"

@@ -237,6 +237,7 @@ def _extended(
 ) -> dict[str, RopeGeometry]:
     """Every table under `method`. Tables of short sliding windows are kept, as are those of a method that remaps
     positions."""
+    whole, method = method, method.untempered
     if isinstance(method, PositionRemapping):
         for table in seen_beyond:
             method.branches(ropes[table.label])
@@ -253,7 +254,7 @@ def _extended(
         extended[table.label] = replace(
             rope, inv_freq=inv_freq, attention_factor=rope.attention_factor if in_softmax else float(attention_factor)
         )
-    if unchanged:
+    if unchanged and whole is method:
         raise ValueError(
             f"{method!r} changes nothing: every frequency and the attention factor stay the same. "
             "Pass a larger factor or length, or other options."
@@ -298,7 +299,8 @@ def _refuse_in_attention(facts: ContextFacts, existing: Existing, method: RopeMe
     for reason, holds in reasons.items():
         if holds:
             raise ValueError(f"{name} {reason}. Use a method that changes frequencies, such as 'yarn'.")
-    if family.softmax_mscale and isinstance(method, RopeScaling) and float(method.attention_scaling(rope)) != 1.0:
+    inner = method.untempered
+    if family.softmax_mscale and isinstance(inner, RopeScaling) and float(inner.attention_scaling(rope)) != 1.0:
         raise ValueError(
             f"{name} has latent attention, where an attention factor belongs to the whole softmax, but in-attention "
             "RoPE multiplies cos and sin by it. Pass attention_factor=1, use dynamic_ntk, or use a method that changes "

@@ -18,9 +18,10 @@ from ctxext.methods.contract import (
 
 # `list_methods` keeps this order.
 from ctxext.methods.scaling import ABF, PI, DroPE, Llama3, NTKAware, NTKByParts, Resonance, YaRN
-import ctxext.methods.clipped  # noqa: F401, it registers cope
+import ctxext.methods.clipped
 from ctxext.methods.dynamic import DynamicNTK, DynamicYaRN, LongRoPE, TransformersDynamic
 from ctxext.methods.remapping import DualChunkAttention, ReRoPE, SelfExtend
+import ctxext.methods.temperature  # noqa: F401, it registers query_temperature
 from ctxext.methods.tables import (
     Hierarchical, RowInterpolation, SinusoidalExtrapolation, SinusoidalInterpolation, Tiling,
 )  # fmt: skip

@@ -20,6 +20,7 @@ def score_change(method: RopeMethod, rope: RopeGeometry, target_length: int) -> 
 
     Over a grid of queries and keys within `target_length` tokens, and all pairs; 0 if the method changes nothing.
     """
+    times, method = method.query_scaling, method.untempered
     start = method.start_tokens if isinstance(method, RopeScaling) else 0
     trained = rope.original_max_position_embeddings
     edges = torch.tensor([1, start - 1, start, trained - 1, trained])
@@ -27,9 +28,9 @@ def score_change(method: RopeMethod, rope: RopeGeometry, target_length: int) -> 
     places = torch.cat([spread, edges.clamp(0, target_length - 1)]).sort().values
     query, key = places[:, None], places[None, :]
     angle = (query - key)[..., None] * rope.inv_freq
+    queries = times(rope, places)
+    size = torch.ones(len(places), 1, 1).double() if queries is None else queries.double()[:, None, None]
     if isinstance(method, PositionRemapping):
-        times = method.query_scaling(rope, places)
-        size = torch.ones(len(places), 1, 1).double() if times is None else times.double()[:, None, None]
         turned = method.distance(rope, query, key)[..., None] * rope.inv_freq
     else:
         assert isinstance(method, RopeScaling)
@@ -41,7 +42,7 @@ def score_change(method: RopeMethod, rope: RopeGeometry, target_length: int) -> 
         inv_freq, scaling = inv_freq[:, None], scaling[:, None, None] / rope.attention_factor
         first_query, first_key = (query < start)[..., None], (key < start)[..., None]
         one = torch.ones_like(scaling)
-        size = torch.where(first_query, one, scaling) * torch.where(first_key, one, scaling)
+        size = size * torch.where(first_query, one, scaling) * torch.where(first_key, one, scaling)
         turned = query[..., None] * torch.where(first_query, rope.inv_freq, inv_freq)
         turned = turned - key[..., None] * torch.where(first_key, rope.inv_freq, inv_freq)
     change = torch.polar(size.expand_as(turned).contiguous(), turned) - torch.polar(torch.ones_like(angle), angle)
@@ -94,6 +95,8 @@ def _as_it_is(positions: Tensor) -> Tensor:
 
 def neutral(method: RopeMethod) -> RopeMethod:
     """A method that changes nothing and is computed like `method`, so that a difference is the method's effect."""
+    if method.untempered is not method:
+        return replace(method, base=neutral(method.untempered), beta=0.0)  # type: ignore[call-arg]
     if isinstance(method, PositionRemapping):
         return _Unmapped(factor=method.factor, of=method)
     assert isinstance(method, RopeScaling)

@@ -96,6 +96,15 @@ class RopeMethod(ContextMethod):
             "Drop length=."
         )
 
+    @property
+    def untempered(self) -> RopeMethod:
+        """The method that gives frequencies and positions: itself, unless it adds a temperature to another."""
+        return self
+
+    def query_scaling(self, rope: RopeGeometry, positions: Int[Tensor, "*batch"]) -> Float64[Tensor, "*batch"] | None:
+        """A multiplier of each query; None for none."""
+        return None
+
     @classmethod
     def example(cls, rope: RopeGeometry, factor: float) -> RopeMethod:
         """An instance for `rope`, for the tests and the method table."""
@@ -242,10 +251,6 @@ class PositionRemapping(RopeMethod):
 
     def check_reach(self, rope: RopeGeometry, target_length: int) -> None:
         """Raise ValueError, naming options that suffice, unless `target_length` tokens are covered."""
-
-    def query_scaling(self, rope: RopeGeometry, positions: Int[Tensor, "*batch"]) -> Tensor | None:
-        """A multiplier of each query; None for none."""
-        return None
 
     def distance(self, rope: RopeGeometry, query: Tensor, key: Tensor) -> Float64[Tensor, "*pairs"]:
         """The effective distance in tokens between positions `query` and `key` (which broadcast)."""

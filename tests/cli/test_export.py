@@ -59,7 +59,7 @@ def test_a_reason_that_all_engines_share_is_said_once(tmp_path: Path) -> None:
     assert run.exit_code == 1
     said = str(run.exception)
     assert said == (
-        "no engine supports this extension: rerope maps positions inside attention, which config.json cannot "
+        "no engine supports this extension: rerope works inside attention, which config.json cannot "
         "express. Use 'yarn' for the same length, or run it in transformers with ctxext.load."
     )
 

@@ -174,8 +174,8 @@ def test_description_survives_json(cls):
 
 
 def replace_factor(method: RopeMethod, factor: Any) -> RopeMethod:
-    inner = {"rounds": replace(method.inner, factor=factor)} if isinstance(method, Resonance) else {}
-    return replace(method, factor=factor, **inner)
+    within = {name: getattr(method, name) for name in ("rounds", "base") if hasattr(method, name)}
+    return replace(method, factor=factor, **{name: replace(each, factor=factor) for name, each in within.items()})
 
 
 @every_method
@@ -393,7 +393,8 @@ def test_a_pinned_dynamic_yarn_keeps_its_options():
 @every_method
 def test_what_no_config_can_say_rotates_late(cls):
     method = cls.example(LLAMA, 4.0)
-    assert method.in_attention == (isinstance(method, PositionRemapping) or cls in DYNAMIC)
+    tempered = method.untempered is not method
+    assert method.in_attention == (isinstance(method, PositionRemapping) or cls in DYNAMIC or tempered)
 
 
 # ------------------------------------------------------------------------ the ladder of scales
@@ -554,6 +555,27 @@ def test_string_shifts_what_the_trained_length_hardly_saw():
     scaling = STRING(factor=1, attention_factor=1.5).query_scaling(LLAMA, query)
     assert scaling.tolist() == [2.25] * 3
     assert STRING(factor=1).query_scaling(LLAMA, query) is None
+
+
+def test_a_query_temperature_is_that_of_the_models_that_have_it():
+    """transformers' function of Ministral 3, and Llama 4's for positions counted from 0."""
+    from transformers.models.ministral3.modeling_ministral3 import get_llama_4_attn_scale
+
+    positions = torch.tensor([[0, 8191, 8192, 16383, 16384, 100_000]])
+    found = make_method("query_temperature", 16.0).query_scaling(LLAMA, positions)
+    wanted = get_llama_4_attn_scale(positions, 0.1, 8192)[0, 0, :, 0]
+    torch.testing.assert_close(found[0], wanted.double(), rtol=1e-6, atol=0)
+    tempered = make_method("query_temperature", 16.0, base="rerope")
+    own = make_method("rerope", 16.0).query_scaling(LLAMA, positions)
+    torch.testing.assert_close(tempered.query_scaling(LLAMA, positions), found * own, rtol=1e-12, atol=0)
+    for wrong, message in (
+        ({"base": "transformers_dynamic"}, "base of 'query_temperature' must be another method"),
+        ({"base": "query_temperature"}, "base of 'query_temperature' must be another method"),
+        ({"base": YaRN(factor=2)}, "factor of 16.0, but its base has 2.0"),
+        ({"beta": -1.0}, "beta must be a number from 0 to 10"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            make_method("query_temperature", 16.0, **wrong)
 
 
 @every_remapping

@@ -131,6 +131,17 @@ def string(query: Tensor, key: Tensor, inv_freq: Tensor) -> Angles:
     return remapped(torch.where(apart >= shift, apart - shift + local, apart), inv_freq)
 
 
+def query_temperature(query: Tensor, key: Tensor, inv_freq: Tensor) -> Angles:
+    """Position Interpolation, and the score of a query times 1 + 0.2 ln(1 + ⌊p / L⌋)."""
+    return remapped((query - key) / FACTOR, inv_freq, 1 + 0.2 * (1 + (query / LENGTH).floor()).log())
+
+
+def tempered_rerope(query: Tensor, key: Tensor, inv_freq: Tensor) -> Angles:
+    """ReRoPE, whose own log n is multiplied with 1 + 0.1 ln(1 + ⌊p / L⌋)."""
+    apart, _, times = rerope(query, key, inv_freq)
+    return Angles(apart, score_times=times * (1 + 0.1 * (1 + (query / LENGTH).floor()).log()))
+
+
 def dca(query: Tensor, key: Tensor, inv_freq: Tensor) -> Angles:
     """Chunks of c = s - w tokens: p - k in the same one, min(p mod c + c, s) - k in the next, s - k in later ones."""
     size, local = LENGTH * 3 // 4, LENGTH // 8
@@ -168,6 +179,8 @@ LATE: dict[str, tuple[Callable[[int], dict[str, Any]], Formula]] = {
     "self_extend": (_named("self_extend"), self_extend),
     "rerope": (_named("rerope"), rerope),
     "dca": (_named("dca"), dca),
+    "query_temperature": (_named("query_temperature", base="pi", beta=0.2), query_temperature),
+    "tempered_rerope": (_named("query_temperature", base="rerope"), tempered_rerope),
     "string": (lambda n_pairs: {"factor": 1.5, "method": "string"}, string),
     "dynamic_ntk_fine": (_named("dynamic_ntk", ratio=1.1), functools.partial(dynamic_ntk, ratio=1.1)),
     "dynamic_ntk_copy": (_named("dynamic_ntk", rotated_copy=True), dynamic_ntk),
@@ -175,7 +188,8 @@ LATE: dict[str, tuple[Callable[[int], dict[str, Any]], Formula]] = {
     "rerope_copy": (_named("rerope", rotated_copy=True), rerope),
     "dca_copy": (_named("dca", rotated_copy=True), dca),
 }
-METHODS = ["dynamic_ntk", "dynamic_yarn", "longrope", "longrope_start", "self_extend", "rerope", "dca", "string"]
+METHODS = ["dynamic_ntk", "dynamic_yarn", "longrope", "longrope_start", "self_extend", "rerope", "dca", "string",
+           "query_temperature", "tempered_rerope"]  # fmt: skip
 
 
 def soft_model(family: str, **changes: Any) -> Any:

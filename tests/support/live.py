@@ -18,7 +18,7 @@ METHODS = [cls.name for cls in list_methods() if issubclass(cls, RopeScaling)]
 # Every method that rotates inside attention, and the families whose attention lets it.
 LATE = [cls.name for cls in list_methods("rope") if cls.at_length is not RopeMethod.at_length]
 REMAPPING = [cls.name for cls in list_methods() if issubclass(cls, PositionRemapping)]
-DYNAMIC = [name for name in LATE if name not in REMAPPING]
+DYNAMIC = [name for name in LATE if name not in (*REMAPPING, "query_temperature")]
 EXACT_UNDER_A_CACHE = [name for name in LATE if name != "transformers_dynamic"]
 LATE_FAMILIES = [family for family in FAMILIES if family != "falcon"]
 
