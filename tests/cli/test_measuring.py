@@ -18,7 +18,7 @@ from unittest.mock import patch
 
 import numpy as np
 import pytest
-from families import tiny_model
+from families import tiny_config, tiny_model
 from live_server import CHAT_TEMPLATE, LiveServer
 from rich.console import Console
 from survey.small import small_model
@@ -37,6 +37,7 @@ from ctxext.evals.summary import Summary
 from ctxext.extension.method_file import SavedMethod, read_saved
 from ctxext.fitting.race import Race
 from ctxext.methods import list_methods
+from ctxext.models.context import read_context
 from ctxext.utils import endpoint
 
 PASSKEY = ("--tasks", "passkey")
@@ -354,8 +355,9 @@ def test_compare_leaves_out_what_a_model_refuses_and_says_why(tmp_path: Path) ->
     outcome = ctxext("compare", tmp_path / "falcon", *grid, tmp_path / "results.jsonl")
     assert outcome.code == 0, outcome.err
     header, _ = lines(tmp_path / "results.jsonl")
-    late = {"dynamic_ntk", "dynamic_yarn", "transformers_dynamic", "self_extend", "rerope", "dca", "string"}
-    assert set(header["variants"]) == {"none", *(cls.name for cls in list_methods("rope"))} - late
+    rope = read_context(tiny_config("falcon")).rope
+    static = {cls.name for cls in list_methods("rope") if not cls.example(rope, 1.5).in_attention}
+    assert set(header["variants"]) == {"none", *static}
     assert "skipping dca: FalconForCausalLM" in outcome.said
     outcome = ctxext("compare", tmp_path / "falcon", "--methods", "yarn,dca", *grid, tmp_path / "more.jsonl")
     assert_remedy(outcome, "dca cannot be compared: FalconForCausalLM")
