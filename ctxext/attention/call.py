@@ -134,7 +134,8 @@ class Call:
     def _places(self, module: Any, key: Tensor) -> Tensor:
         """The positions of a layer's keys, of shape (batch, keys)."""
         places = keys.positions_of(self.cache, module.layer_idx, key.shape[2], self.positions)
-        if getattr(module.config, "num_kv_shared_layers", 0):  # the last layers are given the keys of earlier ones
+        config = getattr(module, "config", None)
+        if getattr(config, "num_kv_shared_layers", 0):  # the last layers are given the keys of earlier ones
             places = next((its for known, its in self._given if known is key), places)
             self._given.append((key, places))
         if places is None:
