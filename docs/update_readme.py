@@ -297,17 +297,15 @@ def engines_smollm2_table() -> str:
     rows = []
     for method in methods:
         found = [cells.get(f"{engine} {method}") for engine in engines]
-        effect, loss = ([cell[name] for cell in found if cell and name in cell] for name in ("effect", "loss"))
-        of_method = f"{effect[0]:.2f}" if effect else "", f"{max(loss):.2f}" if loss else ""
-        rows.append([f"`{method}`" if effect else method, *of_method, *map(shown, found)])
+        effect = [cell["effect"] for cell in found if cell and "effect" in cell]
+        rows.append([f"`{method}`" if effect else method, f"{effect[0]:.2f}" if effect else "", *map(shown, found)])
     note = (
         "SmolLM2-135M-Instruct, float32, on a text of 16,383 tokens (unextended: 8,191): mean difference of "
         "log-probabilities from transformers, in nats; llama.cpp: of the last 64 tokens. Effect: how far the method "
-        "moves them. 🟢: below the engine's bar above, times the loss where that is above 1 nat, as rounding grows with "
-        "it. "
+        "moves them. 🟢: below three times the engine's bar above, as rounding adds up over 30 layers and 16,384 keys. "
         f"{record['date']}; from {link('docs/engines/smollm2.json', 'docs')}."
     )
-    return table(["method", "effect", "loss", *titles], rows, note)
+    return table(["method", "effect", *titles], rows, note)
 
 
 def _kinds(cells: dict[str, dict[str, Any]]) -> dict[tuple[str, str], str]:
