@@ -181,7 +181,8 @@ class RopeScaling(RopeMethod):
 
     @property
     def in_attention(self) -> bool:
-        return self.is_dynamic or self.start_tokens > 0
+        scales_queries = type(self).query_scaling is not RopeMethod.query_scaling
+        return self.is_dynamic or self.start_tokens > 0 or scales_queries
 
 
 def _checked(compute: Callable[..., Tensor]) -> Callable[..., Tensor]:

@@ -1,11 +1,15 @@
 """Laws of in-attention RoPE: trained lengths left alone, rows independent, true gradients, separate caches."""
 
+from dataclasses import dataclass
+from typing import ClassVar
+
 import pytest
 import torch
 from families import LENGTH, logits, tiny_model, token_ids
 from in_attention_reference import (
     LATE,
     METHODS,
+    N_TOKENS,
     assert_rows,
     extended,
     padded,
@@ -21,6 +25,8 @@ from transformers.cache_utils import CacheLayerMixin
 
 import ctxext
 from ctxext.attention import softmax
+from ctxext.encodings.rope import RopeGeometry
+from ctxext.methods import PI
 
 # Tokens at which no distance is anything but itself: the trained length; the window and one; a chunk and one.
 UNTOUCHED = {
@@ -190,3 +196,18 @@ def test_a_layer_alone_says_that_it_has_no_positions() -> None:
     ones = torch.ones(1, 4, 16)
     with pytest.raises(RuntimeError, match="without token positions"):
         model.model.layers[0](states, position_embeddings=(ones, 0 * ones))
+
+
+def test_a_method_of_ones_own_scales_its_queries() -> None:
+    """Its frequencies are those of a static method, which a config could express: its queries are not."""
+
+    @dataclass(frozen=True, kw_only=True)
+    class LouderPI(PI):
+        name: ClassVar[str] = "louder_pi"
+
+        def query_scaling(self, rope: RopeGeometry, positions: torch.Tensor) -> torch.Tensor:
+            return 1 + 0.2 * (positions.double() / LENGTH).floor().log1p()
+
+    model = ctxext.extend_context(soft_model("llama"), method=LouderPI(factor=4.0))
+    assert not model.context_extension.plan.is_portable
+    assert_rows(read(model, {"input_ids": rows()[0][None]}, None, [N_TOKENS]), truth("query_temperature")[:1])
