@@ -7,7 +7,7 @@ import importlib.util
 # Packages that are not dependencies of torch, transformers and typer.
 EXTRAS = {
     "eval": ("datasets", "matplotlib"),
-    "train": ("accelerate", "datasets", "matplotlib", "peft", "psutil", "pydantic"),
+    "train": ("accelerate", "datasets", "matplotlib", "peft", "psutil"),
     "export": ("gguf",),
     "serve": ("fastapi", "openai", "uvicorn"),
 }

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from families import LENGTH, logits, tiny_config, tiny_model, token_ids
-from live import LATE, REMAPPING, assert_unchanged, late, plain_rope, rotary_of, snapshot
+from live import DYNAMIC, LATE, REMAPPING, assert_unchanged, late, plain_rope, rotary_of, snapshot
 from peft import LoraConfig, get_peft_model
 from survey.small import small_model
 from torch import nn
@@ -641,7 +641,7 @@ def test_no_config_can_say_it(method: str) -> None:
     before = config.to_dict()
     with pytest.raises(ValueError, match=rf"config\.json cannot express {method}") as caught:
         extend_config(config, method=late(method, tiny_model("llama")))
-    assert ("length=" in str(caught.value)) == (method not in REMAPPING)
+    assert ("length=" in str(caught.value)) == (method in DYNAMIC)
     assert config.to_dict() == before
 
 
