@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
 
+import engines.subjects
 from at_scale.cells import Cell, Part
 from engines.built import InONNX, InOpenVINO
 from engines.conformance import UNEXTENDED, Conformance, InLlamaCpp, InVLLM
@@ -37,7 +38,7 @@ class OnPublicModel(Part):
     def engines(self) -> dict[str, Conformance]:
         made = {}
         for engine in ENGINES:
-            folder = self.folder / engine.name
+            folder = engines.subjects.RUNS / "state" / self.name / engine.name  # for the workers' logs
             folder.mkdir(parents=True, exist_ok=True)
             made[engine.name] = engine(folder, self.device, self.tiny, self.rounds)
         return made
@@ -55,6 +56,7 @@ class OnPublicModel(Part):
         return sorted(cells, key=lambda cell: cell.cost)
 
     def measured(self, engine: Conformance, method: str) -> dict[str, Any]:
+        engine.ready()  # where a run resumes on another machine
         if method == UNEXTENDED:
             return engine.unextended(self.subject)
         return engine.compared(self.subject, method, engine.forms[0])

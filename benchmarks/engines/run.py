@@ -39,11 +39,13 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=math.inf, help="stop before the cell that would take longer")
     parser.add_argument("--rounds", type=int, default=1, help="texts that judge each mistake, each with a probe")
     parser.add_argument("--output", type=Path, default=Path("docs/engines"), help="for the figures")
-    parser.add_argument("--state", type=Path, default=RUNS / "state", help="for finished cells and the workers' logs")
+    parser.add_argument("--state", type=Path, help="for finished cells; by default, those of the public model are kept "
+                        "beside its figures, as they take hours, and the others in runs/engines")  # fmt: skip
     options = parser.parse_args()
     short, budget = False, Budget(60 * options.minutes)
     for name in options.only or ENGINES:
-        folder = options.state / name
+        kept_in = options.output / "raw" if name == OnPublicModel.name else RUNS / "state"
+        folder = (options.state or kept_in) / name
         folder.mkdir(parents=True, exist_ok=True)
         part = ENGINES[name](folder, "cpu", options.tiny, options.rounds)
         store = Store(folder / "cells.json")
