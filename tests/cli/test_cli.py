@@ -303,7 +303,8 @@ def test_broken_weights_get_a_remedy_and_no_traceback(checkpoint: Path, tmp_path
     weights.write_bytes(weights.read_bytes()[:1000])
     run = ctxext("verify", tmp_path / "broken")
     assert run.returncode == 1
-    assert "a .safetensors file of the model is corrupt" in run.stderr
+    assert "model.safetensors is not a complete safetensors file" in run.stderr
+    assert "Download it again" in run.stderr
     assert "Traceback" not in run.stderr
 
 
