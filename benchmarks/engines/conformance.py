@@ -152,7 +152,6 @@ class Conformance(Part, ABC):
             "max": None if apart.isnan().any() else float(apart.max()),
             "not finite": int(apart.isnan().sum()),
             "effect": float(effect.mean()),
-            "loss": -float(expected[-len(text) :].mean()),
             "positions": len(apart),
         }
 
@@ -183,7 +182,7 @@ class Conformance(Part, ABC):
         except EngineError as error:
             return {"error": str(error)}
         mean = float((found - expected[-len(found) :]).abs().mean())
-        return {"mean": mean, "loss": -float(expected[-len(found) :].mean()), "positions": len(found)}
+        return {"mean": mean, "positions": len(found)}
 
     def mistaken(self, method: str, made: Callable[[], dict[str, Any]], expected: tuple[str, ...]) -> dict[str, Any]:
         try:

@@ -252,24 +252,38 @@ class _Consumed(BaseException):
     """Raised to stop the forward pass once the rotary output was used."""
 
 
-class _SeeConsumed(TorchDispatchMode):
-    """Watches for operations that read the outputs of a module."""
+class _SeeReads(TorchDispatchMode):
+    """Watches for operations that read the outputs of a module, and calls `noticed` at each."""
 
-    def __init__(self, stop: bool) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.stop = stop
-        self.outputs: dict[int, Tensor] = {}
-        self.read = False
+        self.outputs: dict[int, Tensor] = {}  # by storage; held, so that no address is reused
 
     def returned(self, module: nn.Module, args: Any, output: Any) -> None:
         self.outputs.update({_storage(tensor): tensor for tensor in _tensors(output)})
 
+    def noticed(self) -> None:
+        raise NotImplementedError
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if self.outputs:
-            self.read |= any(_storage(tensor) in self.outputs for tensor in _tensors((args, kwargs or {})))
-            if self.read and self.stop:
-                raise _Consumed
+        given = _tensors((args, kwargs or {})) if self.outputs else ()
+        if any(_storage(tensor) in self.outputs for tensor in given):
+            self.noticed()
         return func(*args, **(kwargs or {}))
+
+
+class _SeeConsumed(_SeeReads):
+    """Whether anything reads them."""
+
+    def __init__(self, stop: bool) -> None:
+        super().__init__()
+        self.stop = stop
+        self.read = False
+
+    def noticed(self) -> None:
+        self.read = True
+        if self.stop:
+            raise _Consumed
 
 
 def _is_touched(model: nn.Module, module: nn.Module) -> bool:
@@ -288,17 +302,13 @@ def _is_touched(model: nn.Module, module: nn.Module) -> bool:
     return see.read
 
 
-class _SeeReaders(TorchDispatchMode):
-    """Notes in which module, the innermost one running, an operation reads the outputs of a rotary module."""
+class _SeeReaders(_SeeReads):
+    """In which module, the innermost one running, each read is."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.outputs: dict[int, Tensor] = {}
         self.running: list[tuple[str, nn.Module]] = []
         self.found: dict[str, nn.Module] = {}
-
-    def returned(self, module: nn.Module, args: Any, output: Any) -> None:
-        self.outputs.update({_storage(tensor): tensor for tensor in _tensors(output)})
 
     def around(self, path: str) -> tuple[Callable[..., None], Callable[..., None]]:
         """The hooks before and after the module at `path`."""
@@ -311,12 +321,10 @@ class _SeeReaders(TorchDispatchMode):
 
         return before, after
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = _tensors((args, kwargs or {})) if self.outputs and self.running else ()
-        if any(_storage(tensor) in self.outputs for tensor in given):
+    def noticed(self) -> None:
+        if self.running:
             path, module = self.running[-1]
             self.found[path] = module
-        return func(*args, **(kwargs or {}))
 
 
 def modules_that_read(model: nn.Module, rotary: nn.Module) -> dict[str, nn.Module]:

@@ -161,8 +161,6 @@ class RotateInAttention(Patch):
         base = model.get_submodule(parent)
         new = before.site.build(config, self.summary, InAttentionRotary)
         assert isinstance(new, InAttentionRotary)
-        for label in self._in_use:
-            setattr(new, of_label(label, "attention_scaling"), 1.0)
         new.attend = call.own_attention(model, implementation)
         new.additive_masks = implementation == "eager"
         new.rotated_copy = self.rotated_copy
@@ -174,6 +172,7 @@ class RotateInAttention(Patch):
             for label, in_use in new.in_use.items():
                 own, n_turning = before.site.table(label).double().cpu(), len(in_use.inv_freq)
                 new.pairs[label] = len(own)
+                setattr(new, of_label(label, "attention_scaling"), 1.0)
                 if torch.allclose(own[:n_turning], in_use.inv_freq, rtol=1e-2, atol=0.0):
                     new.in_use[label] = replace(in_use, inv_freq=own[:n_turning])
         new.set_method(None, self.ropes)
@@ -244,7 +243,8 @@ class RotateInAttention(Patch):
 
     def _refuse_readers(self, model: nn.Module, others: dict[str, nn.Module]) -> None:
         """Raise ValueError if there are `others`: indexers, which choose the keys that attention sees."""
-        for path, module in others.items():
+        if others:
+            path, module = next(iter(others.items()))
             raise ValueError(
                 f"{self._name(model)} also rotates in {path} ({type(module).__name__}), outside of the attention that "
                 "in-attention RoPE reaches. Use a method that changes frequencies, such as 'yarn'."

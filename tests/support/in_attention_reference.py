@@ -195,9 +195,8 @@ METHODS = ["dynamic_ntk", "dynamic_yarn", "longrope", "longrope_start", "self_ex
 def soft_model(family: str, **changes: Any) -> Any:
     """A small model in float64, so that no CPU's rounding decides."""
     model = tiny_model(family, **SOFT, **changes).double()
-    model.config.get_text_config(
-        decoder=True
-    )._experts_implementation = "eager"  # the others have no kernel for float64
+    config = model.config.get_text_config(decoder=True)
+    config._experts_implementation = "eager"  # the others have no kernel for float64
     return model
 
 
