@@ -23,10 +23,9 @@ from typing import Any
 import torch
 from at_scale.cells import Cell, Part
 from at_scale.corner_rules import Grid, Point, by_rule, label
-from at_scale.models import config_of, forward_cost, operations_a_second
+from at_scale.models import config_of, forward_cost, loaded, operations_a_second
 from fit import DEPTHS, halves, measure
 from report import SMOLLM2
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ctxext import temporarily_extended
 from ctxext.assets import MODEL, PERSUASION
@@ -38,7 +37,9 @@ from ctxext.methods import ContextMethod, LongRoPE, YaRN, make_method
 NAMED = ("pi", "ntk", "ntk_by_parts", "yarn", "llama3", "abf", "resonance")
 SLOW, FAST, TEMPERATURES = (0.25, 0.5, 1.0, 2.0), (1.0, 2.0, 4.0, 8.0, 32.0), (0.0, 0.05, 0.1)
 GRID: tuple[Point, ...] = tuple(point for point in product(SLOW, FAST, TEMPERATURES) if point[0] < point[1])
-LARGE = {(0.25, 1.0), (0.5, 2.0), (0.5, 8.0), (1.0, 4.0), (1.0, 8.0), (1.0, 32.0), (2.0, 32.0)}
+# Of every model; the rules compare models at these alone.
+COMMON = {(0.25, 1.0), (0.5, 2.0), (0.5, 8.0), (1.0, 4.0), (1.0, 8.0), (1.0, 32.0), (2.0, 32.0)}
+COARSE = tuple(point for point in GRID if point[:2] in COMMON and point[2] != 0.05)
 
 
 @dataclass(frozen=True)
@@ -109,19 +110,21 @@ TINY = (Subject("bundled", **SMALL), Subject("untrained", steps=2, options=UNTRA
 SUBJECTS = (
     Subject("bundled"),
     # A tenth of the steps at the full length, where the bundled model has 45%.
-    Subject("briefly at 512", steps=700, options=("--grow", "0.3", "0.9")),
-    Subject("theta 20,000", rope_theta=20000.0, steps=700),
-    Subject("1,024 tokens", trained=1024, steps=700),
+    Subject("briefly at 512", steps=700, options=("--grow", "0.3", "0.9"), grid=COARSE),
+    Subject("theta 20,000", rope_theta=20000.0, steps=700, grid=COARSE),
+    Subject("1,024 tokens", trained=1024, steps=700, grid=COARSE),
     Subject(
-        "SmolLM2-135M-Instruct", 100000.0, 8192, factor=2, trials=1, depths=(0.0, 0.5, 1.0), windows=1, short_windows=2,
-        named=("ntk_by_parts", "yarn", "llama3"), grid=tuple(p for p in GRID if p[:2] in LARGE and p[2] != 0.05),
+        "SmolLM2-135M-Instruct", 100000.0, 8192, factor=2, trials=1, depths=(0.0, 0.5, 1.0), windows=2, short_windows=2,
+        named=("ntk_by_parts", "yarn", "llama3"), grid=COARSE,
     ),
 )  # fmt: skip
 
 
 @lru_cache(maxsize=1)
 def opened(folder: Path) -> tuple[Any, Prompter]:
-    return AutoModelForCausalLM.from_pretrained(folder).eval(), Prompter(AutoTokenizer.from_pretrained(folder))
+    """A public model in bfloat16, as it is served."""
+    model, tokenizer = loaded(folder, "cpu", torch.bfloat16 if folder == SMOLLM2 else torch.float32)
+    return model, Prompter(tokenizer)
 
 
 @dataclass
