@@ -95,10 +95,10 @@ class Subject:
         return YaRN(beta_slow=slow, beta_fast=fast, **form)
 
     def probes(self) -> dict[str, ContextMethod | None]:
-        """By log2 of turns: the pairs of that octave interpolated, and no others."""
+        """By log2 of turns, up to the fastest corner: the pairs of that octave interpolated, and no others."""
         octaves = rotations(RopeGeometry.plain(self.dim, self.rope_theta, self.trained)).log2().floor().int()
         probes: dict[str, ContextMethod | None] = {UNEXTENDED: None}
-        for octave in octaves.unique().tolist():
+        for octave in octaves[octaves <= math.log2(FAST[-1])].unique().tolist():
             factors = torch.where(octaves == octave, float(self.factor), 1.0)
             probes[str(octave)] = LongRoPE(factor=self.factor, long_factor=(*factors.tolist(),), attention_factor=1.0)
         return probes
@@ -115,7 +115,7 @@ SUBJECTS = (
     Subject("1,024 tokens", trained=1024, steps=700, grid=COARSE),
     Subject(
         "SmolLM2-135M-Instruct", 100000.0, 8192, factor=2, trials=1, depths=(0.0, 0.5, 1.0), windows=2, short_windows=2,
-        named=("ntk_by_parts", "yarn", "llama3"), grid=COARSE,
+        named=("ntk_by_parts", "yarn", "llama3"), grid=tuple(point for point in COARSE if point[2] == 0.1),
     ),
 )  # fmt: skip
 
