@@ -1,4 +1,4 @@
-"""Methods that clip the slowest frequencies."""
+"""Methods that clip or drop the slowest frequencies."""
 
 from __future__ import annotations
 
@@ -40,4 +40,32 @@ class CoPE(RopeScaling):
         if n:
             share = torch.linspace(0, 1, n, dtype=torch.float64) if n > 1 else torch.ones(1, dtype=torch.float64)
             factors[n_pairs - n :] = (2 / (1 + (math.pi * share).cos())).clamp(max=NO_ROTATION)
+        return over_lengths(factors, length)
+
+
+@register("p_rope")
+@dataclass(frozen=True, kw_only=True)
+class PRoPE(RopeScaling):
+    """λ_i = 1 for the fastest share p of the pairs, 1e12 for the others, which keep no position. Barbero et al. (2024).
+
+    The models of the paper are trained so from scratch, and Gemma-4 is: transformers' `proportional`. On another model
+    it is meant to be followed by training. `drope` is p = 0.
+
+    Attributes:
+        p: the share of pairs that rotate; ⌊p · pairs⌋ of them do. The paper's best is 0.75.
+    """
+
+    paper: ClassVar[Paper] = Paper("p-RoPE (Round and Round We Go!)", 2024, "https://arxiv.org/abs/2410.06205")
+    training: ClassVar[str] = "fine-tuned"
+
+    p: float = 0.75
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 <= self.p <= 1:
+            raise ValueError(f"p must be a share of the pairs, from 0 to 1, got {self.p}.")
+
+    def rescale_factors(self, rope: RopeGeometry, length: Tensor | None = None) -> Tensor:
+        factors = torch.full_like(rope.inv_freq, NO_ROTATION)
+        factors[: math.floor(self.p * len(factors))] = 1
         return over_lengths(factors, length)

@@ -26,7 +26,7 @@ METHODS: dict[str, Any] = {
     "yarn not truncated": YaRN(factor=FACTOR, truncate=False),
     "yarn from the first pair": YaRN(factor=FACTOR, beta_fast=400),
 }
-IN_LISTS = ("llama3", "drope", "resonance", "cope", "longrope", "yarn from the first pair")
+IN_LISTS = ("llama3", "drope", "p_rope", "resonance", "cope", "longrope", "yarn from the first pair")
 
 
 def config_of(family: str, **more: Any) -> Any:

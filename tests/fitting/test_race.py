@@ -341,4 +341,4 @@ def test_two_of_one_name_are_refused(bundled) -> None:
 def test_methods_that_need_training_or_options_are_not_tried_within_minutes() -> None:
     tried = {variant.name for variant in compared_variants(LlamaConfig(), None, 2, zero_shot=True)}
     assert {"none", "yarn", "llama3", "dynamic_yarn", "self_extend"} <= tried
-    assert not {"longrope", "drope", "cope", "transformers_dynamic"} & tried
+    assert not {"longrope", "drope", "p_rope", "cope", "transformers_dynamic"} & tried

@@ -94,8 +94,8 @@ def scaled_frequencies(method: RopeScaling, rope: RopeGeometry, length: Tensor |
 
 # ----------------------------------------------------------- law 1: factor 1 changes nothing at all
 
-# DroPE drops every frequency, CoPE the slowest ones and Resonance rounds every wavelength, whatever the factor.
-NO_FUNCTION_OF_THE_FACTOR = ("cope", "drope", "resonance")
+# DroPE drops every frequency, p-RoPE and CoPE the slowest, and Resonance rounds every wavelength, whatever the factor.
+NO_FUNCTION_OF_THE_FACTOR = ("cope", "drope", "p_rope", "resonance")
 
 
 @every_scaling
@@ -333,6 +333,25 @@ def test_cope_slows_the_pairs_that_finish_no_turn_down_to_a_standstill():
     assert changed.sum() == unfinished.sum() - 1  # the first of them keeps its own
     with pytest.raises(ValueError, match="from 2 to 64, got 65"):
         make_method("cope", 4.0, clipped=65).rescale_factors(LLAMA)
+
+
+@pytest.mark.parametrize("p", [0, 0.25, 0.3, 0.75, 1])
+def test_p_rope_drops_the_pairs_that_transformers_drops(p):
+    config = LlamaConfig(
+        head_dim=LLAMA.dim,
+        rope_parameters={"rope_type": "proportional", "rope_theta": LLAMA.rope_theta, "partial_rotary_factor": p},
+    )
+    theirs, _ = modeling_rope_utils.ROPE_INIT_FUNCTIONS["proportional"](config)
+    ours = scaled_frequencies(make_method("p_rope", 4.0, p=p), LLAMA)
+    torch.testing.assert_close(ours.float(), theirs, rtol=1e-6, atol=1e-11)
+    if p == 0:
+        assert torch.equal(ours, scaled_frequencies(DroPE(factor=4), LLAMA))
+
+
+@pytest.mark.parametrize("p", [-0.1, 1.1])
+def test_p_rope_refuses_what_is_no_share(p):
+    with pytest.raises(ValueError, match="from 0 to 1"):
+        make_method("p_rope", 4.0, p=p)
 
 
 def test_drope_turns_nothing_at_a_million_tokens():
