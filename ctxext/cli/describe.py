@@ -4,13 +4,19 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Annotated, Any
 
+import typer
 from rich.console import Console
 from rich.table import Table
 
 from ctxext.cli import common
 from ctxext.models.metadata import EXISTING
+from ctxext.utils.extras import require
+
+if TYPE_CHECKING:
+    from ctxext.core.plan import Plan
+    from ctxext.extension.pairs import PairTurns
 
 
 def describe(
@@ -22,11 +28,17 @@ def describe(
     original_max_position_embeddings: common.TrainedLength = None,
     existing: common.HowExisting = "refuse",
     revision: common.Revision = None,
+    plot: Annotated[bool, typer.Option("--plot", help="Draw the turns of each pair, before and after.")] = False,
+    figure: Annotated[Path | None, typer.Option(help="The same as a PNG or SVG file.")] = None,
 ) -> None:
     """Print the context length and position encoding of a checkpoint or GGUF file, and what extending it would do.
 
     Reads only the config or the file's metadata.
     """
+    if figure is not None:
+        require("eval")
+        if figure.suffix not in (".png", ".svg"):
+            raise ValueError(f"--figure must end in .png or .svg, got {figure}.")
     from ctxext.export.gguf import context_of_gguf
     from ctxext.extension.describe import describe
     from ctxext.extension.metadata_file import read_record
@@ -66,3 +78,25 @@ def describe(
     for label, value in description.rows():
         table.add_row(label.replace("extend_context", command), common.in_flags(value))
     Console().print(table, highlight=False)
+    if plot or figure is not None:
+        found = _pairs(plan(**model_is, **asked))
+        for turns in found if plot else ():
+            Console().print("", *turns.chart(), sep="\n", highlight=False, markup=False)
+        if figure is not None:
+            from ctxext.evals.plots import plot_pairs
+
+            plot_pairs(found, figure)
+            common.say(f"Wrote {figure}.")
+
+
+def _pairs(plan: Plan) -> list[PairTurns]:
+    from ctxext.core.plan import ENCODINGS
+    from ctxext.extension.pairs import pair_turns
+    from ctxext.extension.rope import RopePlan
+
+    if not isinstance(plan, RopePlan):
+        raise ValueError(
+            "--plot and --figure draw the frequencies of rotary position embeddings, and this model has "
+            f"{ENCODINGS[plan.encoding]}. Leave them out."
+        )
+    return pair_turns(plan)

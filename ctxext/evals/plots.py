@@ -22,6 +22,7 @@ from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocato
 from ctxext.evals.statistics import in_percent
 from ctxext.evals.summary import Summary, label
 from ctxext.evals.targets import UNEXTENDED
+from ctxext.extension.pairs import PairTurns
 
 # Okabe and Ito (2008), darkened for thin lines on white; with the dashes, enough for 18 lines.
 COLORS = ("#0072b2", "#d55e00", "#00875f", "#b0468a", "#b37400", "#2f8fc4")
@@ -106,6 +107,35 @@ def plot_heatmap(summary: Summary, variant: str, task: str, path: Path) -> None:
 
 
 # ----------------------------------------------------------------------------- what the report needs too
+
+
+def plot_pairs(found: Sequence[PairTurns], path: Path) -> None:
+    """The turns of each pair within the trained length and, extended, within the target: a panel for each table."""
+    with _saved(path, 7.0, 3.6 * len(found)) as figure:
+        panels = figure.subplots(len(found), 1, squeeze=False)[:, 0]
+        for turns, axes in zip(found, panels):
+            pairs = np.arange(len(turns.trained))
+            # A pair that does not rotate is drawn below the slowest.
+            lowest = float(turns.trained.min()) / 2
+            target = turns.target.clamp(min=lowest).numpy()
+            seen = ~turns.new.numpy()
+            axes.axhspan(lowest / 2, 1, color="0.94", zorder=0)
+            axes.plot(pairs, turns.trained, "o", mfc="none", color="0.45", ms=5)
+            axes.plot(pairs[seen], target[seen], "o", color=COLORS[0], ms=4)
+            axes.plot(pairs[~seen], target[~seen], "X", color=COLORS[1], ms=6)
+            axes.set_yscale("log", base=2)
+            axes.yaxis.set_major_formatter(
+                FuncFormatter(lambda value, _: f"{value:,.0f}" if value >= 1 else f"1/{1 / value:,.0f}")
+            )
+            axes.set_ylim(lowest / 2, None)
+            axes.set_ylabel("turns (log scale)")
+            axes.set_title(turns.title, loc="left", fontsize=11)
+            names = [f"within {turns.trained_length:,} tokens", f"within {turns.target_length:,}, extended"]
+            names.append("the same, at phases never trained")
+            axes.legend([axes.lines[k] for k in range(3)], names, fontsize=8, frameon=False, loc="upper right")
+            axes.text(0, 0.75, "no full turn", fontsize=8, color="0.4", va="top")
+            axes.spines[["top", "right"]].set_visible(False)
+        panels[-1].set_xlabel("pair of rotary dimensions, fastest first")
 
 
 def model_name(summary: Summary) -> str:

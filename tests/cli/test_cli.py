@@ -90,6 +90,16 @@ def test_describe_reads_the_config_alone(checkpoint: Path, tmp_path: Path) -> No
 
 
 @pytest.mark.slow
+def test_describe_draws_the_turns_of_each_pair(checkpoint: Path, tmp_path: Path) -> None:
+    figure = tmp_path / "pairs.svg"
+    run = ctxext("describe", checkpoint, "--factor", "2", "--method", "ntk", "--plot", "--figure", figure)
+    assert run.returncode == 0, run.stderr
+    assert "fastest first: ○ within 64 tokens" in run.stdout
+    assert "Extended, " in run.stdout
+    assert "at phases never trained" in figure.read_text()
+
+
+@pytest.mark.slow
 def test_a_method_of_ones_own_works_on_the_command_line(checkpoint: Path, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(
         "from dataclasses import dataclass\nfrom ctxext import PI, Paper, register\n"
@@ -106,6 +116,8 @@ def test_a_method_of_ones_own_works_on_the_command_line(checkpoint: Path, tmp_pa
     [
         (["extend", "nowhere", "--dry-run"], "neither a folder"),
         (["extend", "CHECKPOINT", "--factor", "0.5", "--dry-run"], "error: --factor must be >= 1, got 0.5"),
+        (["describe", "CHECKPOINT", "--figure", "p.doc"], "error: --figure must end in .png or .svg, got p.doc"),
+        (["describe", "CHECKPOINT", "--method", "rerope", "--plot"], "error: rerope keeps every frequency"),
         (
             ["extend", "CHECKPOINT", "--existing", "keep", "--dry-run"],
             "error: --existing keep needs a model",

@@ -22,6 +22,7 @@ from ctxext.evals.perplexity import packed
 from ctxext.evals.results import Header, Record, Results
 from ctxext.evals.statistics import in_percent
 from ctxext.evals.summary import Summary
+from ctxext.extension.pairs import PairTurns
 from ctxext.methods import list_methods
 
 METHODS = (
@@ -95,6 +96,18 @@ def test_figure_is_written_as_png_and_as_svg(name: str, tmp_path: Path) -> None:
     assert width > 500
     assert height > 300
     assert any("tiny" in text for text in words(tmp_path / "figure.svg"))
+
+
+def test_pairs_are_drawn_as_points_at_their_turns(tmp_path: Path, drawn: list[Figure]) -> None:
+    trained = torch.tensor([8.0, 2.0, 0.5, 0.25], dtype=torch.float64)
+    found = PairTurns("ntk ×4: 2 → 8 tokens", 2, 8, trained, torch.tensor([32.0, 6.0, 1.0, 0.25], dtype=torch.float64))
+    plots.plot_pairs([found, found], tmp_path / "pairs.svg")
+    for panel in drawn[-1].axes:
+        before, seen, new = (list(zip(*line.get_data())) for line in panel.lines)
+        assert before == [(0, 8), (1, 2), (2, 0.5), (3, 0.25)]
+        assert seen == [(0, 32), (1, 6), (3, 0.25)]
+        assert new == [(2, 1)]
+    assert "turns (log scale)" in words(tmp_path / "pairs.svg")
 
 
 def test_overview_shows_each_share_of_each_variant(tmp_path: Path) -> None:
