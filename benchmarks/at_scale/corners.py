@@ -79,7 +79,8 @@ class Subject:
         if self.steps is None:
             return None
         record = self.folder / "training.json"
-        if not record.is_file():
+        # The recipe saves on the way, too.
+        if not record.is_file() or json.loads(record.read_text())["steps"] < self.steps:
             recipe = Path(__file__).parents[2] / "recipes/pretrain.py"
             given = {"--rope-theta": self.rope_theta, "--length": self.trained, "--steps": self.steps}
             words = [str(word) for pair in {**given, "--output": self.folder}.items() for word in pair]

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import math
+from pathlib import Path
 from random import Random
 from typing import Any
 
 import pytest
 from at_scale.corner_rules import Grid, by_rule, common, label, of_others, of_probe
-from at_scale.corners import GRID, SUBJECTS, Subject
+from at_scale.corners import FAST, GRID, SUBJECTS, UNTRAINED, Subject
 
 from ctxext.encodings.rope import RopeGeometry, rotations
 from ctxext.evals.targets import UNEXTENDED
@@ -101,12 +103,25 @@ def test_one_text_gives_no_interval() -> None:
 
 
 @pytest.mark.parametrize("subject", SUBJECTS, ids=lambda subject: subject.name)
-def test_probes_interpolate_each_pair_once(subject: Subject) -> None:
+def test_probes_interpolate_each_pair_up_to_the_fastest_corner_once(subject: Subject) -> None:
     rope = RopeGeometry.plain(subject.dim, subject.rope_theta, subject.trained)
     factors = [method.rescale_factors(rope) for method in subject.probes().values() if method is not None]
-    assert sum((factor != 1).int() for factor in factors).tolist() == [1] * 32
+    assert sum((factor != 1).int() for factor in factors).tolist() == (rotations(rope) < 2 * FAST[-1]).int().tolist()
     for octave, method in subject.probes().items():
         if method is not None:
             turns = rotations(rope)[method.rescale_factors(rope) != 1]
             assert (turns >= 2.0 ** int(octave)).all()
             assert (turns < 2.0 ** (int(octave) + 1)).all()
+
+
+@pytest.mark.slow
+def test_a_training_that_was_stopped_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    subject = Subject("small", steps=2, options=UNTRAINED, dim=16)
+    assert subject.ready()["steps"] == 2
+    record = subject.folder / "training.json"
+    record.write_text(json.dumps({"steps": 1}))
+    assert subject.ready()["steps"] == 2
+    written = record.stat().st_mtime_ns
+    assert subject.ready()["steps"] == 2
+    assert record.stat().st_mtime_ns == written
