@@ -129,9 +129,10 @@ def compare(
         seed=seed,
     )
     if (longest := max(grid.lengths)) > reach and not beyond:
+        instead = "Pass" if factor is None else "Replace --factor by"
         raise typer.BadParameter(
-            f"the target is {reach:,} tokens, got --lengths up to {longest:,}. Pass --target-length {longest}, lower "
-            "--lengths, or pass --beyond."
+            f"the target is {reach:,} tokens, got --lengths up to {longest:,}. {instead} --target-length {longest}, "
+            "lower --lengths, or pass --beyond."
         )
     text = load_text(haystack, tokenizer, longest if grid.retrieval and not timed else 0)
     runner = Runner(target, text, grid, beyond=True, processes=processes)

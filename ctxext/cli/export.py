@@ -75,6 +75,9 @@ def export(
 
     Reads only the config. With -o the weights are loaded too, for the probe; --no-probe skips it.
     """
+    with common.without_garbage_collection():
+        from ctxext.export.rules import GGUF_ENGINES
+
     how = {
         "factor": factor, "target_length": target_length, "method": method, "length": length,
         "original_max_position_embeddings": original_max_position_embeddings, **common.parse_options(option),
@@ -90,7 +93,7 @@ def export(
             raise ValueError(
                 f"{name} is for a GGUF file made from a folder: a GGUF file's weights are copied. Drop {name}."
             )
-        if engine not in ("llama.cpp", "ollama"):
+        if engine not in GGUF_ENGINES:
             raise ValueError(
                 f"GGUF files are exported only for llama.cpp and Ollama, got --engine {engine}. Use --engine llama.cpp."
             )
@@ -109,8 +112,8 @@ def export(
         return
     if output is not None and output.suffix[1:].isalpha():
         raise ValueError(f"--output {output} looks like a file. Pass a new folder, or OUT.gguf for a GGUF file.")
-    if engine == "ollama" and output is not None:
-        raise ValueError(f"Ollama is given a GGUF file, got --output {output}. Use -o OUT.gguf.")
+    if engine in GGUF_ENGINES and output is not None:
+        raise ValueError(f"{engine} reads a GGUF file, got the folder --output {output}. Use -o OUT.gguf.")
     if dtype is not None:
         raise ValueError(
             f"--dtype {dtype} applies only to GGUF output. Use --engine llama.cpp -o OUT.gguf, or drop it."
@@ -212,7 +215,7 @@ def _exports(
     raised."""
     with common.without_garbage_collection():
         from ctxext.export.lora import with_adapter
-        from ctxext.export.rules import ENGINES, NotExportable, export_for
+        from ctxext.export.rules import ENGINES, GGUF_ENGINES, NotExportable, export_for
         from ctxext.extension.metadata_file import BESIDE, read_record
         from ctxext.hub import checkpoint
         from ctxext.utils.json_files import read_json
@@ -234,7 +237,7 @@ def _exports(
 
     def exported(name: str) -> EngineExport:
         served = path
-        if output is not None and ready and name not in ("llama.cpp", "ollama"):
+        if output is not None and ready and name not in GGUF_ENGINES:
             served = str(output / name)
         export = export_for(name, config, plan, model=served, source=source, ready=ready)
         return export if adapter is None else with_adapter(export, adapter)
@@ -274,9 +277,10 @@ def has_weights(folder: Path) -> bool:
 
 def _write_folders(output: Path, exports: list[EngineExport], folder: Path) -> None:
     """One folder for each engine: its config.json, and the rest of the checkpoint."""
+    from ctxext.export.rules import GGUF_ENGINES
     from ctxext.hub.checkpoint import link_with_config, written_whole
 
-    exports = [each for each in exports if each.engine != "ollama"]  # which imports folders without their yarn
+    exports = [each for each in exports if each.engine not in GGUF_ENGINES]
     with written_whole(output) as building:
         for each in exports:
             (building / each.engine).mkdir()

@@ -210,8 +210,10 @@ class Runner:
             reach = self.target.reach(variant)
             if reach is not None and longest > reach and not variant.gate_only:
                 by = "" if variant.extension is None else f" with {variant.name}"
-                remedy = "Extend it (--method yarn --target-length ...)" if variant.extension is None else "Pass"
-                remedy += f" target_length={longest}" if by else ""
+                remedy = "Extend it (--method yarn --target-length ...)"
+                if variant.extension is not None:
+                    instead = "Replace factor= by" if "factor" in variant.extension else "Pass"
+                    remedy = f"{instead} target_length={longest}"
                 raise ValueError(
                     f"{self.target.name}{by} supports {reach:,} tokens, got {longest:,}. {remedy}, lower --lengths, or "
                     "pass --beyond."

@@ -34,6 +34,7 @@ _LEAST = {
     "llama.cpp": "December 2025", "ollama": "August 2026",
 }  # fmt: skip
 ENGINES = tuple(_LEAST)
+GGUF_ENGINES = ("llama.cpp", "ollama")  # which read a GGUF file, not a folder
 _VERSION_4_TYPES = frozenset({"default", "linear", "dynamic", "yarn", "llama3", "longrope"})
 _PHI_3_TYPES = frozenset({"default", "longrope"})
 _TWO_FIELDS = frozenset({"chameleon", "fuyu", "hunyuan_v1_dense", "hunyuan_v1_moe", "olmo", "olmo2"})
@@ -148,7 +149,7 @@ def export_for(
     if window is not None and window < target and facts.text_config.model_type in _WINDOWLESS.get(engine, ()):
         why = READINGS.get(f"{engine}-window", f"{engine} was not run with a sliding window")
         raise NotExportable(f"{why}. Nearest: a target of {window} tokens, or vLLM.")
-    if engine in ("llama.cpp", "ollama"):
+    if engine in GGUF_ENGINES:
         _transformers("transformers", facts, section, target, as_it_is)
         before = None if plan is None else read_context(config).tables[0]
         return EngineExport(engine, _LEAST[engine], written, *_llama_cpp(engine, model, facts, target, before), target)
@@ -248,7 +249,7 @@ def _extended(engine: str, config: PreTrainedConfig, plan: Plan | None) -> PreTr
 def _why_live_only(engine: str, plan: Plan) -> str:
     assert plan.method is not None
     name = plan.method.name
-    if engine in ("llama.cpp", "ollama") and isinstance(plan.method, SelfExtend):
+    if engine in GGUF_ENGINES and isinstance(plan.method, SelfExtend):
         return (
             f"{READINGS['llama.cpp-group-attention']}. Nearest: 'yarn' for the same length, or {name} in transformers "
             "with ctxext.load."
@@ -658,7 +659,7 @@ def _llama_cpp(
     unwritten = why_not_written(config)
     if before is None and unwritten is None:
         how = f"ctxext export {model} --engine {engine} -o OUT.gguf"
-        return of_extended, (f"OUT.gguf, written by {how}, holds the extension: do not repeat it in flags.",)
+        return of_extended, (f"write OUT.gguf first: {how}. It holds the extension: do not repeat it in flags.",)
     name = _GGUF_NAMES.get(config.model_type, config.model_type)
     architecture = next((key for key, graph in ARCHITECTURES.items() if graph.model_type == name), None)
     if architecture is None:

@@ -368,7 +368,10 @@ def _refuse_existing(facts: ContextFacts) -> str:
             if existing != "replace":
                 _check_existing(facts, existing)
             offers.append(f"existing={existing!r} to {words}")
-    return f"this model's RoPE is already scaled {by}({facts.summary}). Pass {', or '.join(offers)}."
+    return (
+        f"this model's RoPE is already scaled {by}({facts.summary}), and is used like that without method= and "
+        f"factor=. To change it, pass {', or '.join(offers)}."
+    )
 
 
 # ------------------------------------------------------------------------------------- the new config

@@ -124,7 +124,7 @@ def test_a_path_with_brackets_is_shown_whole(config_alone: Path, tmp_path: Path)
     output = tmp_path / "out[bold]"
     assert (
         f"wrote a config.json for transformers, transformers-v4, vllm, sglang, mlx, exllamav3, lmdeploy, "
-        f"onnxruntime-genai, openvino, llama.cpp to "
+        f"onnxruntime-genai, openvino to "
         f"{output}\n" in export(config_alone, "--method", "yarn", "-o", output).stderr
     )
 
@@ -162,6 +162,8 @@ def test_a_gguf_file_comes_from_a_folder_and_from_another_gguf_file(tmp_path: Pa
         (["CONFIG", "--method", "yarn", "--engine", "vlm"], "did you mean 'vllm'"),
         (["CONFIG", "--method", "yarm"], "did you mean 'yarn'"),
         (["CONFIG", "--method", "yarn", "-o", "CONFIG"], "exists already"),
+        (["CONFIG", "--method", "yarn", "--engine", "llama.cpp", "-o", "new"], "llama.cpp reads a GGUF file"),
+        (["CONFIG", "--method", "yarn", "--engine", "ollama", "-o", "new"], "ollama reads a GGUF file"),
         (["nowhere", "--method", "yarn"], "neither a folder"),
         (["model.gguf", "--method", "yarn"], "Use --engine llama.cpp"),
         (["model.gguf", "--method", "yarn", "--engine", "llama.cpp"], "Use -o OUT.gguf"),
