@@ -21,11 +21,12 @@ from typer.testing import CliRunner
 from ctxext import describe_context, extend_context
 from ctxext.assets import MODEL, PERSUASION
 from ctxext.cli import commands
+from ctxext.encodings.rope import RopeGeometry
 from ctxext.export.gguf import ARCHITECTURES, context_of_gguf, extend_gguf, write_gguf
 from ctxext.export.llama_cpp import GGUFModel
 from ctxext.extension.method_file import SavedMethod
 from ctxext.extension.rope import RopePlan
-from ctxext.methods import PI, ContextMethod, LongRoPE, NTKAware, NTKByParts, YaRN
+from ctxext.methods import PI, ContextMethod, LongRoPE, NTKAware, NTKByParts, RopeScaling, YaRN, list_methods
 from ctxext.models.context import read_context
 
 FACTOR = 4.0
@@ -405,6 +406,22 @@ def test_more_tokens_than_the_context_holds_are_refused(plain: Path, ids: list[i
             model.logprobs(ids, START)
         with pytest.raises(ValueError, match="start must be"):
             model.logprobs(ids[:1])
+
+
+STATIC = [
+    made
+    for kind in list_methods("rope")
+    for made in [kind.example(RopeGeometry.plain(64, 1250.0, 512), FACTOR)]
+    if isinstance(made, RopeScaling) and not made.in_attention
+]
+
+
+@pytest.mark.parametrize("method", STATIC, ids=lambda method: method.name)
+def test_a_written_file_is_read_and_extended_again(method: ContextMethod, plain: Path, tmp_path: Path) -> None:
+    extend_gguf(plain, tmp_path / "once.gguf", method=method)
+    assert context_of_gguf(tmp_path / "once.gguf").max_position_embeddings == FACTOR * 512
+    again = extend_gguf(tmp_path / "once.gguf", tmp_path / "twice.gguf", factor=2, method="pi", existing="compose")
+    assert again.target_length == 2 * FACTOR * 512
 
 
 def test_describe_reads_a_gguf_file(plain: Path, tmp_path: Path) -> None:
