@@ -175,15 +175,16 @@ class Llama3(RopeScaling):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 1e-6 <= self.low_freq_factor < self.high_freq_factor <= 1e6:
+        if not 1e-6 <= self.low_freq_factor <= self.high_freq_factor <= 1e6:
             raise ValueError(
-                f"high_freq_factor must exceed low_freq_factor > 0, got "
+                f"high_freq_factor must be at least low_freq_factor > 0, got "
                 f"{self.high_freq_factor} and {self.low_freq_factor}. Llama 3.1 uses 4 and 1."
             )
 
     def rescale_factors(self, rope: RopeGeometry, length: Tensor | None = None) -> Tensor:
         width = self.high_freq_factor - self.low_freq_factor
-        keep = ((rotations(rope) - self.low_freq_factor) / width).clamp(0, 1)
+        beyond = rotations(rope) - self.low_freq_factor
+        keep = (beyond / width).clamp(0, 1) if width else (beyond >= 0).double()  # a step, as in Llama 4 Scout
         return over_lengths(1 / (1 - (1 - keep) * (1 - 1 / self.factor)), length)
 
     def rope_parameters(self, rope: RopeGeometry) -> dict[str, Any]:

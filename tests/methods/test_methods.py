@@ -291,6 +291,21 @@ def test_llama3_by_hand():
     assert narrow.tolist() == pytest.approx([1, 1 / 0.5625, 8], rel=1e-12)
 
 
+def test_llama3_with_equal_factors_is_a_step_as_in_llama_4_scout():
+    rope = with_turns(3, 1.001, 0.999, 0.5)
+    factors = Llama3(factor=16, low_freq_factor=1, high_freq_factor=1).rescale_factors(rope)
+    assert factors.tolist() == pytest.approx([1, 1, 16, 16], rel=1e-12)
+    scout = {
+        "rope_type": "llama3", "rope_theta": 500000.0, "factor": 16.0, "low_freq_factor": 1.0,
+        "high_freq_factor": 1.0, "original_max_position_embeddings": 8192,
+    }  # fmt: skip
+    config = LlamaConfig(head_dim=128, max_position_embeddings=131072, rope_parameters=scout)
+    theirs, _ = modeling_rope_utils.ROPE_INIT_FUNCTIONS["llama3"](config)
+    plain = RopeGeometry.plain(128, 500000.0, 8192)
+    ours = scaled_frequencies(Llama3(factor=16, low_freq_factor=1, high_freq_factor=1), plain)
+    torch.testing.assert_close(ours.float(), theirs, rtol=1e-6, atol=0)
+
+
 def test_clamp_to_pairs_stretches_the_last_pair_whole_where_the_code_does_not():
     rope = RopeGeometry.plain(64, 10000.0, 131072)
     assert wavelengths(rope.inv_freq)[-1] < 131072  # so the ramp would end beyond the last pair
@@ -433,7 +448,7 @@ def test_the_ladder_by_hand(cls):
 def test_the_ladder_climbs_from_the_trained_length_to_the_reach(cls):
     for trained, factor, ratio in LADDERS:
         ladder = cls(factor=factor, ratio=ratio).ladder(RopeGeometry.plain(16, 1e4, trained))
-        assert (int(ladder[0]), int(ladder[-1])) == (trained, round(factor * trained))
+        assert (int(ladder[0]), int(ladder[-1])) == (trained, math.floor(factor * trained))
         assert (ladder.diff() > 0).all()
 
 
@@ -989,7 +1004,7 @@ def test_unknown_and_missing_words_are_named_with_a_remedy(name, options, messag
         ("dynamic_ntk", {"ratio": 1.0}),
         ("dynamic_ntk", {"ratio": math.inf}),
         ("dynamic_yarn", {"ratio": math.nan}),
-        ("llama3", {"low_freq_factor": 4.0, "high_freq_factor": 4.0}),
+        ("llama3", {"low_freq_factor": 4.0, "high_freq_factor": 3.9}),
         ("llama3", {"low_freq_factor": 0.0}),
         ("longrope", {"long_factor": (1.0, 0.0)}),
         ("longrope", {"long_factor": (1.0, math.inf)}),
