@@ -127,7 +127,7 @@ def read_config(folder: str | Path, **how: Any) -> PreTrainedConfig:
     """Load the config.json of a checkpoint with transformers.
 
     Args:
-        how: arguments of `from_pretrained`.
+        how: arguments of `from_pretrained`. Code in the checkpoint's folder runs only with `trust_remote_code=True`.
 
     Raises:
         ValueError: transformers rejects it, or as `check_config`.
@@ -142,7 +142,7 @@ def read_config(folder: str | Path, **how: Any) -> PreTrainedConfig:
         raise ValueError(f"{path}: {error}") from error
     try:
         with rejecting(path):
-            config = AutoConfig.from_pretrained(folder, **how)
+            config = AutoConfig.from_pretrained(folder, **{"trust_remote_code": False, **how})
     except ValueError:
         _check_model_type(content, path)
         raise
@@ -192,13 +192,15 @@ def load_model(folder: Path, auto: Any = None, **from_pretrained: Any) -> Any:
 
     Args:
         auto: an auto class; None for `architecture_of` the folder.
+        from_pretrained: its arguments. Code in the folder runs only with `trust_remote_code=True`.
 
     Raises:
         ValueError: transformers rejects it; or as `read_config` and `check_weights`.
         OSError: it has no weights.
     """
+    from_pretrained.setdefault("trust_remote_code", False)  # transformers asks on the terminal otherwise
     if "config" not in from_pretrained:
-        read_config(folder, **{name: from_pretrained[name] for name in {"trust_remote_code"} & from_pretrained.keys()})
+        read_config(folder, trust_remote_code=from_pretrained["trust_remote_code"])
     if not any(path.suffix in (".safetensors", *PICKLED) for path in folder.iterdir()):
         raise FileNotFoundError(
             f"{folder} has no weights (model.safetensors). Copy them there, or pass a complete checkpoint."
@@ -225,7 +227,7 @@ def load_tokenizer(folder: Path) -> Any:
         raise ValueError(missing)
     file = folder / ("tokenizer_config.json" if "tokenizer_config.json" in names else names[0])
     with rejecting(file, ImportError):
-        tokenizer = AutoTokenizer.from_pretrained(folder)
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
         tokenizer("a text")  # where a malformed model_max_length is read
     if not tokenizer.get_vocab().keys() - tokenizer.get_added_vocab().keys():  # transformers makes empty ones
         raise ValueError(missing)
@@ -240,6 +242,11 @@ def rejecting(file: Path, *others: type[Exception]) -> Iterator[None]:
     except Exception as error:  # transformers raises many exception types
         if isinstance(error, (OutOfMemoryError, *others)):
             raise
+        if isinstance(error, ValueError) and "trust_remote_code" in str(error):
+            raise ValueError(
+                f"{file.parent} needs Python code of its own (auto_map in {file.name}), which ctxext does not run. If "
+                "you trust it, load the model in Python with trust_remote_code=True, and extend it there."
+            ) from error
         raise ValueError(
             f"transformers rejects {file} ({type(error).__name__}: {one_line(error)}). Fix it, or download it again."
         ) from error

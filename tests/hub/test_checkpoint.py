@@ -36,6 +36,20 @@ def source(tmp_path: Path) -> Path:
     return tmp_path / "source"
 
 
+@pytest.mark.parametrize("command", ["describe", "extend", "export"])
+def test_code_in_a_checkpoint_is_neither_run_nor_offered(command: str, tmp_path: Path) -> None:
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    parts = {"AutoConfig": "code.Mine", "AutoModelForCausalLM": "code.Mine"}
+    (folder / "config.json").write_text(json.dumps({"model_type": "mine", "auto_map": parts}))
+    (folder / "code.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w').close()\nclass Mine: pass\n")
+    arguments = [command, str(folder), "--factor", "2"]
+    arguments += ["-o", str(tmp_path / "out")] if command == "extend" else []
+    found = CliRunner().invoke(commands, arguments, input="y\n")
+    assert "needs Python code of its own (auto_map in config.json), which ctxext does not run" in str(found.exception)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["folder"]
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_an_extended_folder_is_the_model_extended_live_and_saved(family: str, tmp_path: Path) -> None:
     model, ids = tiny_model(family), token_ids(150)
