@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import copy
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
 from ctxext.core.patch import Patch
 from ctxext.methods import ContextMethod, check_factor, list_methods, make_method, method_class
 from ctxext.models.metadata import RECORD, Existing, Lengths, summary_of
-from ctxext.utils.values import MAX_TOKENS, is_count, shown
+from ctxext.utils.values import MAX_TOKENS, is_count, reached, shown
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,10 +124,10 @@ def factor_and_target(
                 f"{method.factor:g}). Leave factor= out, or create the method with that factor (refit a fitted one "
                 "with ctxext fit)."
             )
-        if target_length is not None and target_length != round(method.factor * start):
+        if target_length is not None and target_length != reached(method.factor, start):
             raise ValueError(
                 f"target_length={target_length} conflicts with the method's own factor: {type(method).__name__}(factor="
-                f"{method.factor:g}) extends {start} to {round(method.factor * start)} tokens. Leave target_length= "
+                f"{method.factor:g}) extends {start} to {reached(method.factor, start)} tokens. Leave target_length= "
                 "out, or create the method for that length (refit a fitted one with ctxext fit)."
             )
         factor = method.factor
@@ -146,10 +147,12 @@ def factor_and_target(
             )
         if factor is None:
             factor = max(target_length / start, 1.0)
+            while factor * start < target_length:  # by rounding
+                factor = math.nextafter(factor, math.inf)
     else:
         factor = 4.0 if factor is None else factor
         check_factor(factor)
-        target_length = round(factor * start)
+        target_length = reached(factor, start)
     return float(factor), target_length
 
 

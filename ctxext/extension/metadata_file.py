@@ -32,7 +32,7 @@ from ctxext.utils.json_files import (
     read_json,
     write_json,
 )
-from ctxext.utils.values import shown
+from ctxext.utils.values import reached, shown
 
 OTHER_WEIGHTS = "other weights"
 
@@ -110,7 +110,7 @@ class Record:
             unneeded = values["existing"] in ("keep", "compose")
             read.check(unneeded, f"original_max_position_embeddings must be {TOKENS.words}")
         else:
-            target = round(values["factor"] * original)
+            target = reached(values["factor"], original)
             read.check(TOKENS.holds(target), f"factor × original_max_position_embeddings must be {TOKENS.words}")
         return cls(where=read.file, method=method, model=BaseModel.of_json(read.part("model")), **values)
 

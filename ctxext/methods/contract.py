@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ctxext.encodings.rope import RopeGeometry
 from ctxext.utils.json_files import FACTOR, FLAG, OBJECT, TEXT, JsonObject, Kind
-from ctxext.utils.values import MAX_FACTOR, MAX_TOKENS, are_numbers, is_count, is_number, shown, suggest
+from ctxext.utils.values import MAX_FACTOR, MAX_TOKENS, are_numbers, is_count, is_number, reached, shown, suggest
 
 # λ of a pair that does not rotate: JSON has no infinity, and over a million tokens such a pair turns by 1e-6 radians.
 NO_ROTATION = 1e12
@@ -163,7 +163,7 @@ class RopeScaling(RopeMethod):
                 f"{type(self).__name__} is length-dependent, so it must implement ladder(rope): the lengths at which "
                 "its scale steps. See the methods in ctxext.methods.dynamic."
             )
-        return torch.tensor([round(self.factor * rope.original_max_position_embeddings)])
+        return torch.tensor([reached(self.factor, rope.original_max_position_embeddings)])
 
     def factor_at(self, rope: RopeGeometry, length: int) -> float:
         """length / trained length, from 1 to `factor`."""

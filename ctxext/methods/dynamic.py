@@ -17,6 +17,7 @@ from torch import Tensor
 from ctxext.encodings.rope import RopeGeometry
 from ctxext.methods.contract import NO_ROTATION, Paper, RopeScaling, check_attention_factor, over_lengths, register
 from ctxext.methods.scaling import NTKAware, YaRN
+from ctxext.utils.values import reached
 
 EMOZILLA = Paper(
     "Dynamically Scaled RoPE",
@@ -62,7 +63,7 @@ class _Dynamic(_ByLength):
 
     def ladder(self, rope: RopeGeometry) -> Int[Tensor, " rung"]:
         trained = rope.original_max_position_embeddings
-        reach = round(self.factor * trained)
+        reach = reached(self.factor, trained)
         rungs = [trained]
         while rungs[-1] < reach:
             rungs.append(min(reach, max(rungs[-1] + 1, math.floor(trained * self.ratio ** len(rungs)))))
@@ -163,7 +164,7 @@ class LongRoPE(RopeScaling):
 
     def ladder(self, rope: RopeGeometry) -> Int[Tensor, " rung"]:
         trained = rope.original_max_position_embeddings
-        reach = round(self.factor * trained)
+        reach = reached(self.factor, trained)
         return torch.tensor([trained, reach] if self.is_dynamic else [reach])
 
     def rescale_factors(self, rope: RopeGeometry, length: Tensor | None = None) -> Tensor:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ctxext.encodings.rope import RopeGeometry
 from ctxext.methods.contract import Branch, Paper, PositionRemapping, check_attention_factor, register
+from ctxext.utils.values import reached
 
 
 def _as_it_is(positions: Tensor) -> Tensor:
@@ -64,7 +65,7 @@ class SelfExtend(_Windowed):
         if self.group_size is not None:
             return self.group_size, window
         # In thirds of a token, because 2/3 is not exact in floating point.
-        beyond = round(self.factor * trained) - window
+        beyond = reached(self.factor, trained) - window
         return max(1, -(-3 * beyond // max(3, 2 * trained - 3 * window))), window
 
     def branches(self, rope: RopeGeometry) -> tuple[Branch, ...]:

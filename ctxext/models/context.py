@@ -14,7 +14,7 @@ from ctxext.models.families import family_of
 from ctxext.models.metadata import Lengths, live_mark, summary_of
 from ctxext.models.rope_tables import RopeTable, head_dim, length_limit, rope_tables
 from ctxext.models.text_config import text_config_of
-from ctxext.utils.values import MAX_TOKENS, is_count, shown
+from ctxext.utils.values import MAX_TOKENS, is_count, reached, shown
 
 
 @dataclass(frozen=True)
@@ -222,7 +222,7 @@ def _native_lengths(
     reach = limit if bolted_on else trained
     if table.parameters.get("rope_type") == "yarn" and limit <= (own or trained):
         # As in Qwen with YaRN enabled: no field holds the extended length.
-        reach = max(reach, round(scaling.factor * (own or trained)))
+        reach = max(reach, reached(scaling.factor, own or trained))
     start = original or reach
     return Lengths(original=original, trained=trained, start=start, target=reach, factor=reach / start), source
 

@@ -50,6 +50,11 @@ def _is_sequence(value: Any) -> bool:
     return isinstance(value, Sequence) and not isinstance(value, (str, bytes))
 
 
+def reached(factor: float, length: int) -> int:
+    """`factor` times `length` in whole tokens, never more: engines that multiply the two reject a longer length."""
+    return math.floor(factor * length * (1 + 1e-12))
+
+
 def check_rows(tokens: int) -> None:
     """Raise ValueError if a position table with one row per token would have more than MAX_ROWS rows."""
     if tokens > MAX_ROWS:

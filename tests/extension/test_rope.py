@@ -13,6 +13,7 @@ from transformers import AutoConfig, LlamaConfig, Phi3Config
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from ctxext import describe_context, extend_config, extend_context
+from ctxext.core.plan import factor_and_target
 from ctxext.encodings.rope import RopeGeometry, inverse_frequencies
 from ctxext.export.probe import _facts
 from ctxext.extension.request import plan_extension
@@ -359,3 +360,18 @@ def test_every_method_of_ours_returns_what_the_check_asks_for() -> None:
         lengths = torch.tensor([[1, 4096], [8000, 99999]])
         assert method.rescale_factors(rope, lengths).shape == (2, 2, 13)
         assert method.attention_scaling(rope, lengths).shape == (2, 2)
+
+
+@pytest.mark.parametrize("trained", [100, 1000, 4096, 32768, 40960])
+@pytest.mark.parametrize("asked", [1.7, 2.3, 3.7, 8, "11", "3001", "100001"])
+def test_factor_times_length_is_never_less_than_the_target(trained: int, asked: float | str) -> None:
+    """As vLLM and SGLang multiply them, and reject a longer --max-model-len."""
+    factor, target = (None, trained + int(asked)) if isinstance(asked, str) else (asked, None)
+    found, reached = factor_and_target(factor, target, "yarn", trained)
+    assert found * trained * (1 + 1e-12) >= reached
+    if target is None:
+        assert found == factor
+        assert factor * trained * (1 + 1e-12) - reached < 1
+    else:
+        assert reached == target
+        assert found * trained >= target
