@@ -81,7 +81,11 @@ def comparison_table(file: str, page: str = ".", without: tuple[str, ...] = ()) 
     note += f"seed {summary['identity']['seed']}; from {link(file, page)}."
     if asked:
         n = next(iter(asked.values()))["n"]
-        note = f"{n} prompts per cell, 95% intervals; prompts of one text count as one; {note}"
+        if texts := summary["about"].get("texts"):
+            unit = f"95% intervals over {counted(len(texts), 'text')}, each of which counts as one sample"
+        else:
+            unit = "95% intervals; prompts of one text count as one"
+        note = f"{n} prompts per cell, {unit}; {note}"
     return table(head, rows, note)
 
 

@@ -198,20 +198,22 @@ def by_depth(path: Path) -> dict[str, dict[str, float]]:
 
 
 def joined(files: dict[str, Results], lengths: Sequence[int]) -> Results:
-    """The results on several texts as those on one; the windows of different texts share nothing.
+    """The results on several texts as one; each text is one independent sample.
 
     Args:
         lengths: where perplexity by position is cut, in tokens.
     """
     first = next(iter(files.values()))
+    if len(files) == 1:
+        return replace(first, header=replace(first.header, about={**first.header.about, "lengths": sorted(lengths)}))
     about = {key: value for key, value in first.header.about.items() if key not in ("text_tokens", "control")}
     header = replace(
         first.header,
         identity={**first.header.identity, "text": ", ".join(files), "prompts": "as the baseline answers, by text"},
-        about={**about, "lengths": sorted(lengths)},
+        about={**about, "lengths": sorted(lengths), "texts": [*files]},
     )
     records = [
-        {**record, "trial": record["trial"] + k * FAR, "key": f"{name} {record['key']}"}
+        {**record, "trial": record["trial"] + k * FAR, "key": f"{name} {record['key']}", "text": name}
         for k, (name, results) in enumerate(files.items())
         for record in results.records
     ]

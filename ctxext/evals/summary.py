@@ -240,11 +240,18 @@ class Summary:
                     found[task][place] = record.get("start")
         return found
 
+    @cached_property
+    def _texts(self) -> dict[int, str]:
+        """The text of each trial, where the results are on several texts; empty for a single one."""
+        return {record["trial"]: record["text"] for record in self.records if "text" in record}
+
     def _passages(self, task: str, lengths: set[int]) -> dict[tuple[int, int], Hashable]:
         """By length and trial, the stretch of text of the prompts: one for those that overlap.
 
-        Where none is recorded, as for prompts without a text, it is their own.
+        Where none is recorded, as for prompts without a text, it is their own. Of several texts, each is one stretch.
         """
+        if self._texts:
+            return {place: self._texts[place[1]] for place in self._begun[task] if place[0] in lengths}
         held = self.header.about.get("text_tokens")
         places = {place: start for place, start in self._begun[task].items() if place[0] in lengths}
         begun = {place: start for place, start in places.items() if start is not None and held is not None}
@@ -347,7 +354,7 @@ class Summary:
 
     def _windows(
         self, one: str, other: str, length: int, after: int, task: str
-    ) -> tuple[list[float], list[float], list[int], list[int]] | None:
+    ) -> tuple[list[float], list[float], list[int], Sequence[Hashable]] | None:
         """For the common windows: both losses, the tokens, and the stretch of text."""
         ours, theirs = self._loss_sums(one, length, after, task), self._loss_sums(other, length, after, task)
         trials = [trial for trial in ours if trial in theirs]
@@ -371,8 +378,10 @@ class Summary:
             }
         return self._summed[name]
 
-    def _apart(self, trials: Sequence[int], span: int, task: str = "perplexity") -> list[int]:
-        """The stretch of text of each window."""
+    def _apart(self, trials: Sequence[int], span: int, task: str = "perplexity") -> Sequence[Hashable]:
+        """The stretch of text of each window; of several texts, each is one stretch, as windows of one are alike."""
+        if self._texts:
+            return [self._texts[trial] for trial in trials]
         held = self.header.about.get("text_tokens")
         if held is None or task == "sliding_perplexity":
             return list(range(len(trials)))

@@ -5,15 +5,18 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
+import torch
 from at_scale import run
 from at_scale.cells import Budget, Cell, Part, Store, run_part
 from at_scale.quality import joined
 
+from ctxext.evals.perplexity import packed
 from ctxext.evals.results import Header, Results
 from ctxext.evals.summary import Summary
 
@@ -92,7 +95,7 @@ def results(hits: Sequence[bool], tokens: int) -> Results:
         {"trained_length": 512, "lengths": [1024], "text_tokens": tokens},
     )
     records = [
-        {"variant": variant, "key": f"{variant} {trial}", "task": "passkey", "length": 1024, "depth": 0.5,
+        {"variant": variant, "key": f"{trial}", "task": "passkey", "length": 1024, "depth": 0.5,
          "trial": trial, "seed": 0, "hit": hit, "score": float(hit), "digits": None, "logprob": None, "got": ""}
         for variant in ("none", "yarn")
         for trial, hit in enumerate(hits)
@@ -105,3 +108,46 @@ def test_texts_are_pooled_with_each_prompt_counted_once() -> None:
     share = both.by_length("yarn", "passkey")[1024]
     assert (share.value, share.n) == (0.5, 4)
     assert len({record["trial"] for record in both.records}) == 4
+
+
+def windows(losses: Sequence[Sequence[float]]) -> Results:
+    """The losses of two variants on one text: `yarn` has those given, a window each, and the baseline has 0."""
+    one = results([True], 10**6)
+    header = replace(one.header, tasks={"perplexity": {}})
+    records = [
+        {"variant": variant, "key": f"p{trial}", "task": "perplexity", "length": len(values) + 1, "depth": None,
+         "trial": trial, "seed": 0, "tokens": len(values), "bytes": 4, "loss": 0.0,
+         **packed(losses=torch.tensor(values) * (variant == "yarn"))}
+        for variant in ("none", "yarn")
+        for trial, values in enumerate(losses)
+    ]  # fmt: skip
+    return Results(Path("one.jsonl"), header, records)
+
+
+def test_one_text_alone_is_as_it_was() -> None:
+    alone, pooled = (Summary(each) for each in (windows([[1.0], [2.0]]), joined({"a": windows([[1.0], [2.0]])}, [2])))
+    assert pooled.loss_difference("yarn", "none", 2) == alone.loss_difference("yarn", "none", 2)
+    assert pooled.records == alone.records
+
+
+def test_windows_and_passages_of_one_text_are_one_sample_of_several() -> None:
+    texts = {name: windows([[k + 1.0], [k + 1.1]]) for k, name in enumerate("abc")}
+    found = Summary(joined(texts, [2]))
+    assert found.windows_apart == (6, 3)
+    assert found.loss_test("yarn", "none", 2).clusters == 3
+    twice = {name: results([True, False], 9000) for name in "abc"}
+    assert Summary(joined(twice, [1024])).test("yarn", "none", ["passkey"], [1024]).clusters == 3
+
+
+@pytest.mark.parametrize("alike", [0.0, 0.5, 0.9])
+def test_intervals_over_texts_cover_the_truth_however_alike_their_windows_are(alike: float) -> None:
+    """`alike`: the share of the variance between windows that is one between texts."""
+    rng, covered, runs = Random(0), 0, 400
+    for _ in range(runs):
+        texts = {}
+        for name in "abcd":
+            of_text = rng.gauss(0, alike**0.5)
+            texts[name] = windows([[of_text + rng.gauss(0, (1 - alike) ** 0.5)] for _ in range(2)])
+        found = Summary(joined(texts, [2])).loss_difference("yarn", "none", 2)
+        covered += found.low <= 0 <= found.high
+    assert covered / runs > 0.92
