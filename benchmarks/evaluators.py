@@ -19,7 +19,7 @@ import time
 from pathlib import Path
 
 import torch
-from report import Report, options
+from report import Report, largest, options
 from rich.progress import track
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
@@ -95,7 +95,7 @@ def perplexity_curve(report: Report, model, tokenizer, length: int) -> None:
     losses = Engine(model).losses(window.input_ids).losses.double()
     ours = [math.exp(losses[: n - 1].mean()) for n in points]
     end = time.perf_counter()
-    worst = max(abs(math.log(a / b)) for a, b in zip(ours, plain))
+    worst = largest(abs(math.log(a / b)) for a, b in zip(ours, plain))
     report.add("perplexity curve: largest difference (nats)", worst, at_most=1e-4)
     report.add("perplexity curve: time over plain", (end - middle) / (middle - begin), at_most=0.1)
 

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 from peft import LoraConfig, get_peft_model
-from report import Report, options
+from report import Report, largest, options
 from rich.progress import track
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
@@ -141,7 +141,7 @@ def difference(length: int) -> tuple[float, float]:
         results.append((loss.item(), gradients))
     (stock, theirs), (ours, own) = results
     assert len(own) == 32
-    return abs(ours / stock - 1), max(float((a - b).norm() / b.norm()) for a, b in zip(own, theirs))
+    return abs(ours / stock - 1), largest(float((a - b).norm() / b.norm()) for a, b in zip(own, theirs))
 
 
 def longest(variant: str, limit: float, seen: dict[int, float], most: int) -> int:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import platform
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+import numpy as np
 import torch
 from rich.progress import track
 
@@ -59,6 +61,11 @@ def over(times: dict[str, list[float]], name: str, base: str, skip: int = WARM) 
     return median(mine / theirs for mine, theirs in zip(times[name][skip:], times[base][skip:]))
 
 
+def largest(values: Iterable[float]) -> float:
+    """As `max`, but NaN where a value is NaN: `max` drops one that is not the first."""
+    return float(np.max(list(values)))
+
+
 @dataclass
 class Report:
     """Figures with their bars. `finish` writes them and exits non-zero when one is short."""
@@ -68,8 +75,8 @@ class Report:
     figures: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     def add(self, name: str, value: float, at_most: float | None = None, at_least: float | None = None) -> None:
-        """One figure; without a bar it is there for comparison."""
-        ok = (at_most is None or value <= at_most) and (at_least is None or value >= at_least)
+        """One figure; without a bar it is there for comparison. One that is not finite is short."""
+        ok = math.isfinite(value) and (at_most is None or value <= at_most) and (at_least is None or value >= at_least)
         bar = f"<= {at_most:g}" if at_most is not None else f">= {at_least:g}" if at_least is not None else "no bar"
         self.figures[name] = {"value": value, "bar": bar, "ok": ok}
         print(f"{name} {value:.4g} ({bar}) {'ok' if ok else 'short'}", flush=True)

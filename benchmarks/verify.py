@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from report import Report, options
+from report import Report, largest, options
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ctxext import extend_context
@@ -141,7 +141,7 @@ def main() -> None:
     report.add(f"llama.cpp, {args.public.name} in Q8_0: told, of {len(others)}", right(others))
     false = sum(row["verdict"] == WORDS["extended"] != row["state"] for row in rows)
     report.add("live said of what is not", false, at_most=0)
-    share = max(row["distances"][row["state"]] / row["limit"] for row in barred)
+    share = largest(row["distances"][row["state"]] / row["limit"] for row in barred)
     report.add("largest distance to the true state / limit", share, at_most=1)
     report.add("tokens of the longest probe", max(row["tokens"] for row in rows), at_most=199)
     report.finish(args.output, cases=rows)

@@ -99,7 +99,7 @@ def points() -> list[dict[str, Any]]:
         record = json.loads(path.read_text())
         for point in record["measured"]:
             if point["fits"]:
-                where = f"{record['device']}, {record['threads']} thread{'s' * (record['threads'] > 1)}"
+                where = ", ".join([record["device"], *(each.split(", ")[1] for each in record["machine"])])
                 found.append({**point, "source": str(path.relative_to(ROOT)), "device": where})
     path = ROOT / "docs/benchmarks/attention.json"
     record = json.loads(path.read_text())

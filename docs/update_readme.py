@@ -228,8 +228,8 @@ def speed_table() -> str:
         for name in dict.fromkeys(names)
     ]
     note = (
-        f"Times over stock transformers' of the same run, float32, {record['cpu_capability']}, "
-        f"{counted(record['threads'], 'thread')}; from {link(file, 'docs/at_scale')}."
+        f"Times over stock transformers' of the same run, float32, {', '.join(record['cpu_capability'])}, "
+        f"{', '.join(record['machine'])}; from {link(file, 'docs/at_scale')}."
     )
     return table(["", *columns], rows, note)
 

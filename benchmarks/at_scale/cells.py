@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import math
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
+import torch
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from ctxext.utils.machine import machine
+from ctxext.utils.machine import machine, versions
 
 
 @dataclass(frozen=True)
@@ -23,11 +25,15 @@ class Cell:
     Attributes:
         cost: floating-point operations, roughly; cells of a part take time in proportion.
         run: measures it; what it returns is kept as JSON.
+        settings: what the name leaves out; a kept cell of other settings is measured again.
+        there: whether what `run` wrote to other files is still there.
     """
 
     name: str
     cost: float
     run: Callable[[], Any]
+    settings: str = ""
+    there: Callable[[], bool] = lambda: True
 
 
 @dataclass
@@ -68,21 +74,50 @@ class Part(ABC):
 
 @dataclass
 class Store:
-    """The finished cells of a part in one JSON file: seconds, machine and returned value of each, by name."""
+    """The finished cells of a part in one JSON file, by name: what `run` returned, and how it was measured."""
 
     path: Path
 
     def done(self, cells: Sequence[Cell]) -> dict[str, dict[str, Any]]:
-        kept = json.loads(self.path.read_text()) if self.path.is_file() else {}
-        return {cell.name: kept[cell.name] for cell in cells if cell.name in kept}
+        kept = self._read()
+        return {
+            cell.name: kept[cell.name]
+            for cell in cells
+            if cell.name in kept and kept[cell.name].get("settings", "") == cell.settings and cell.there()
+        }
 
     def keep(self, cell: Cell, seconds: float, value: Any, device: str) -> None:
-        kept = json.loads(self.path.read_text()) if self.path.is_file() else {}
-        kept[cell.name] = {"seconds": round(seconds, 3), "machine": machine(device), "value": value}
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = self.path.with_suffix(".tmp")
-        temporary.write_text(json.dumps(kept, indent=0) + "\n")
-        temporary.replace(self.path)
+        with self.path.with_suffix(".lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # another process may be keeping one
+            kept = self._read()
+            kept[cell.name] = {
+                "seconds": round(seconds, 3),
+                "machine": machine(device),
+                "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+                "versions": versions(),
+                "settings": cell.settings,
+                "value": value,
+            }
+            temporary = self.path.with_suffix(".tmp")
+            temporary.write_text(json.dumps(kept, indent=0) + "\n")
+            temporary.replace(self.path)
+
+    def _read(self) -> dict[str, dict[str, Any]]:
+        if not self.path.is_file():
+            return {}
+        try:
+            kept = json.loads(self.path.read_text())
+        except ValueError as error:
+            raise ValueError(f"{self.path} is not JSON ({error}). Restore it, or move it away to start anew.") from None
+        if not isinstance(kept, dict) or not all(isinstance(cell, dict) and "value" in cell for cell in kept.values()):
+            raise ValueError(f"{self.path} does not hold measured cells. Restore it, or move it away to start anew.")
+        return kept
+
+
+def measured_on(kept: Mapping[str, Mapping[str, Any]], key: str) -> list[Any]:
+    """What the kept cells say of `key`, each once."""
+    return list({json.dumps(cell[key]): cell[key] for cell in kept.values() if key in cell}.values())
 
 
 @dataclass
@@ -115,6 +150,8 @@ def minutes(seconds: float) -> str:
 def run_part(part: Part, store: Store, budget: Budget, say: Callable[[str], None]) -> bool:
     """Measure the missing cells of `part` while the budget lasts; whether all are done."""
     cells = part.cells()
+    if not cells:
+        raise ValueError(f"{part.name} has nothing to measure.")
     done = store.done(cells)
     left = [cell for cell in cells if cell.name not in done]
     if not left:

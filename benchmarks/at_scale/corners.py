@@ -69,6 +69,11 @@ class Subject:
     grid: tuple[Point, ...] = GRID
 
     @property
+    def settings(self) -> str:
+        """What was measured of each method."""
+        return f"{self.trials} trials, depths {self.depths}, {self.windows} and {self.short_windows} windows"
+
+    @property
     def folder(self) -> Path:
         if self.steps is not None:
             return Path("runs/corners") / self.name.replace(" ", "-")
@@ -147,18 +152,25 @@ class Corners(Part):
             near = {subject.trained: subject.trials}
             far = near | {subject.trained * 2**k: subject.trials for k in range(1, subject.factor.bit_length())}
             shared = (1 + len(subject.depths)) / 2  # passes for the prompts of one text, which begin alike
-            short = subject.short_windows * trained
+            short, settings = subject.short_windows * trained, subject.settings
             if subject.steps is not None:
                 training = 3 * subject.steps * 8192 / subject.trained * trained
                 cells.append(Cell(f"{subject.name}: ready", training, subject.ready))
             for octave, method in subject.probes().items():
                 passes = short + subject.trials * shared * trained
                 cells.append(
-                    Cell(f"{subject.name}: octave {octave}", passes, self._measured(subject, method, near, False))
+                    Cell(
+                        f"{subject.name}: octave {octave}",
+                        passes,
+                        self._measured(subject, method, near, False),
+                        settings,
+                    )
                 )
             for name, method in subject.methods().items():
                 passes = subject.windows * target + subject.trials * shared * (target + 2 * trained) + short
-                cells.append(Cell(f"{subject.name}: {name}", passes, self._measured(subject, method, far, True)))
+                cells.append(
+                    Cell(f"{subject.name}: {name}", passes, self._measured(subject, method, far, True), settings)
+                )
         return cells
 
     def _measured(

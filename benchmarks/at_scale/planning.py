@@ -58,6 +58,7 @@ class Planning(Part):
                 f"{shape} {length}",
                 2 * self.rounds * forward_cost(LlamaConfig(**self.shape(shape)), length),
                 lambda shape=shape, length=length: self.measured(shape, length),
+                f"rounds {self.rounds}",
             )
             for shape, length in self.plan
         ]

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -127,11 +128,11 @@ class Quality(Part):
                 for kind, (grid, length, n_passes) in passes.items():
                     for variant in self.variants:
                         cost = n_passes * forward_cost(self.config, length)
-                        run = self._cell(text, grid, variant)
-                        cells.append(Cell(f"{trial} {text} {kind} {variant.name}", cost, run))
+                        cells.append(self._cell(f"{trial} {text} {kind} {variant.name}", cost, text, grid, variant))
                 for length in self.own:
-                    run = self._cell(text, replace(near, lengths=(length,)), self.variants[0], "own")
-                    cells.append(Cell(f"{trial} {text} {length} own", 3 * forward_cost(self.config, length), run))
+                    name, cost = f"{trial} {text} {length} own", 3 * forward_cost(self.config, length)
+                    grid = replace(near, lengths=(length,))
+                    cells.append(self._cell(name, cost, text, grid, self.variants[0], "own"))
         later = ("own", *(variant.name for variant in self.variants[1 + len(METHODS) :]))
         rank = {word: k for k, word in enumerate(later, 1)}
         return sorted(cells, key=lambda cell: rank.get(cell.name.split()[-1], 0))
@@ -140,7 +141,16 @@ class Quality(Part):
         """The results on a text."""
         return self.folder / f"{text}{'-' * bool(kind)}{kind}.jsonl"
 
-    def _cell(self, text: str, grid: Grid, variant: Variant, kind: str = "") -> Any:
+    def _cell(self, name: str, cost: float, text: str, grid: Grid, variant: Variant, kind: str = "") -> Cell:
+        """Its samples are in a results file of the text."""
+
+        def there() -> bool:
+            held = counts(self.file(text, kind))
+            return all(held[(variant.name, *place)] >= n for place, n in expected(grid).items())
+
+        return Cell(name, cost, self._run(text, grid, variant, kind), there=there)
+
+    def _run(self, text: str, grid: Grid, variant: Variant, kind: str = "") -> Callable[[], None]:
         def run() -> None:
             target, haystack = self.targets[text]
             Runner(target, haystack, grid, beyond=True).run(self.file(text, kind), [variant])
@@ -187,6 +197,23 @@ class Quality(Part):
                 for name, results in files.items()
             },
         }
+
+
+def expected(grid: Grid) -> Counter[tuple[str, int]]:
+    """The samples of one variant, by task and length; windows of text are read at the longest."""
+    asked = {(task.name, length): grid.trials * len(grid.depths) for task in grid.retrieval for length in grid.lengths}
+    read = {(task.name, max(grid.lengths)): grid.windows for task in grid.texts}
+    return Counter({**asked, **read, **{("short", length): grid.windows for length in grid.gate}})
+
+
+def counts(path: Path) -> Counter[tuple[str, str, int]]:
+    """The samples of a results file, by variant, task and length; none without one."""
+    return _counts(path, path.stat().st_mtime_ns) if path.is_file() else Counter()
+
+
+@lru_cache(maxsize=8)
+def _counts(path: Path, changed: int) -> Counter[tuple[str, str, int]]:
+    return Counter((record["variant"], record["task"], record["length"]) for record in read_results(path).records)
 
 
 def by_depth(path: Path) -> dict[str, dict[str, float]]:

@@ -21,7 +21,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from at_scale.cells import Budget, Store, run_part
+from at_scale.cells import Budget, Store, measured_on, run_part
 from at_scale.corners import Corners
 from at_scale.laws import Laws
 from at_scale.planning import Planning
@@ -29,8 +29,6 @@ from at_scale.quality import Quality
 from at_scale.speed import Speed
 from at_scale.training import Training
 from at_scale.wider import Double, Gemma, Octuple, Quadruple
-
-from ctxext.utils.machine import versions
 
 WIDER = {part.name: part for part in (Double, Quadruple, Gemma, Octuple)}
 PARTS = {
@@ -44,12 +42,26 @@ PARTS = {
 }
 
 
+def positive(text: str) -> float:
+    if not (value := float(text)) >= 0:  # NaN, too
+        raise argparse.ArgumentTypeError(f"must be a number of minutes >= 0, got {text}")
+    return value
+
+
+def rounds(text: str) -> int:
+    if (value := int(text)) < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, got {text}")
+    return value
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", choices=PARTS, action="append", help="this part; may be repeated")
-    parser.add_argument("--minutes", type=float, default=math.inf, help="stop before the cell that would take longer")
+    parser.add_argument(
+        "--minutes", type=positive, default=math.inf, help="stop before the cell that would take longer"
+    )
     parser.add_argument("--tiny", action="store_true", help="the bundled model, few samples: a rehearsal")
-    parser.add_argument("--rounds", type=int, default=1, help="samples a cell, in multiples of the plan's")
+    parser.add_argument("--rounds", type=rounds, default=1, help="samples a cell, in multiples of the plan's")
     parser.add_argument("--output", type=Path, help="where figures and raw results are kept")
     options = parser.parse_args()
     output = options.output or Path("runs/at_scale-tiny" if options.tiny else "docs/at_scale")
@@ -70,9 +82,7 @@ def main() -> None:
         record = {
             "part": part.title,
             "device": torch.cuda.get_device_name() if device == "cuda" else "cpu",
-            "cpu_capability": torch.backends.cpu.get_cpu_capability(),
-            "threads": torch.get_num_threads(),
-            "versions": versions(),
+            **{name: measured_on(kept, name) for name in ("machine", "cpu_capability", "versions")},
             "cells": len(kept),
             "complete": complete,
             "seconds": sum(cell["seconds"] for cell in kept.values()),

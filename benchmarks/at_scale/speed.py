@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -64,7 +64,7 @@ class Speed(Part):
                 for name in NAMES
                 if name != AGAIN
             ]
-        return cells
+        return [replace(cell, settings=f"rounds {self.rounds}") for cell in cells]
 
     def speed(self) -> float:
         return operations_a_second(self.models[STOCK], min(self.lengths) // 2)

@@ -6,9 +6,9 @@ SmolLM2 at ×2, ×4 and ×8 of 8,192 tokens, and Gemma-3-270M at ×4 of 32,768. 
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, ClassVar
 
@@ -130,14 +130,15 @@ class Wider(Quality):
             }  # fmt: skip
             for kind, (grid, length, n_passes) in passes.items():
                 cells += [
-                    Cell(
+                    self._cell(
                         f"{text} {kind} {variant.name}",
                         n_passes * self.trials * forward_cost(self.config, length),
-                        self._cell(text, grid, variant),
+                        *(text, grid, variant),
                     )
                     for variant in self.variants
                 ]
-        return cells + (self._ruler_cells() if self.whole else [])
+        cells += self._ruler_cells() if self.whole else []
+        return [replace(cell, settings=f"rounds {self.rounds}") for cell in cells]
 
     def _ruler_cells(self) -> list[Cell]:
         """The baseline within the trained length, then every variant on the tasks that it can do, at the target."""
@@ -151,15 +152,15 @@ class Wider(Quality):
         def far(variant: Variant) -> list[str]:
             able = self.able(names, near)
             if able:
-                self._cell(text, grid(able, self.target), variant, "ruler")()
+                self._run(text, grid(able, self.target), variant, "ruler")()
             return able
 
         cost = 1.5 * trials * len(names)
         return [
-            Cell(
+            self._cell(
                 "ruler near none",
                 cost * forward_cost(self.config, near),
-                self._cell(text, grid(names, near), self.variants[0], "ruler"),
+                *(text, grid(names, near), self.variants[0], "ruler"),
             ),
             *(
                 Cell(
@@ -178,7 +179,7 @@ class Wider(Quality):
         summary = Summary(read_results(self.file(next(iter(self.texts)), "ruler")))
         return [name for name in names if summary.by_length("none", name)[near].value >= POSSIBLE]
 
-    def _cell(self, text: str, grid: Grid, variant: Variant, kind: str = "") -> Any:
+    def _run(self, text: str, grid: Grid, variant: Variant, kind: str = "") -> Callable[[], None]:
         def run() -> None:
             target, haystack = self.targets[text]
             asked = variant

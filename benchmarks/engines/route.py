@@ -25,6 +25,7 @@ from engines.environments import LITELLM
 from engines.servers import running
 from engines.subjects import TARGET, TRAINED
 from finetuning import free_port
+from report import largest
 from transformers import AutoTokenizer
 
 from ctxext.assets import MODEL, PERSUASION
@@ -84,8 +85,8 @@ def routed(url: str, direct: dict[str, str], prompts: dict[int, str]) -> list[di
         if "error" in found:
             row["error"] = found["error"][:300]
         if mine and by["plain"]:
-            row["largest difference from plain"] = max(abs(a - b) for a, b in zip(mine, by["plain"]))
-            row["of extended from plain"] = max(abs(a - b) for a, b in zip(by["extended"] or (), by["plain"]))
+            row["largest difference from plain"] = largest(abs(a - b) for a, b in zip(mine, by["plain"]))
+            row["of extended from plain"] = largest(abs(a - b) for a, b in zip(by["extended"] or (), by["plain"]))
         row["right"] = row["answered by"] == expected
         rows.append(row)
     return rows

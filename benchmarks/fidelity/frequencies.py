@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from fidelity.authors import GOLDEN, Case
 from fidelity.row import Row
+from report import largest
 
 from ctxext.encodings.rope import RopeGeometry
 from ctxext.methods import ABF, DualChunkAttention, DynamicYaRN, LongRoPE, NTKAware, Resonance, RopeScaling, YaRN
@@ -115,9 +116,9 @@ def rows(tiny: bool = False) -> Iterator[Row]:
         cases = compared(part)
         found = [difference(part, case) for case in cases]
         about: dict[str, str] = {"part": part, "n": f"{len(cases)} settings"}
-        yield Row(f"{title}: frequencies, largest relative difference", max(f for f, _ in found), FLOAT32, **about)
+        yield Row(f"{title}: frequencies, largest relative difference", largest(f for f, _ in found), FLOAT32, **about)
         if any("attention_factor" in case for case in cases):
-            most = max(a for _, a in found)
+            most = largest(a for _, a in found)
             yield Row(f"{title}: attention factor, largest relative difference", most, FLOAT32, **about)
     settings = list(distance_differences())
     pairs = sum(n for _, _, n in settings)

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 from fidelity.row import Row
+from report import largest
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from ctxext import temporarily_extended
@@ -41,7 +42,7 @@ def differences(
         ours += unpacked(task.record(window, Engine(model)), "losses").tolist()
         theirs += token_by_token(model, window.input_ids, window.scored_from)
     assert len(ours) == len(theirs)
-    most = max(abs(a - b) for a, b in zip(ours, theirs))
+    most = largest(abs(a - b) for a, b in zip(ours, theirs))
     return most, abs(math.fsum(ours) - math.fsum(theirs)) / len(ours), len(ours)
 
 

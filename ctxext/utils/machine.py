@@ -6,6 +6,8 @@ import platform
 
 import torch
 
+from ctxext.utils.values import counted
+
 
 def versions() -> dict[str, str]:
     import transformers
@@ -17,4 +19,4 @@ def versions() -> dict[str, str]:
 
 def machine(device: str) -> str:
     """The processor, its threads, and the device type."""
-    return f"{platform.machine()}, {torch.get_num_threads()} threads, {device}"
+    return f"{platform.machine()}, {counted(torch.get_num_threads(), 'thread')}, {device}"

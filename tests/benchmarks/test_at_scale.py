@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -14,10 +16,12 @@ import pytest
 import torch
 from at_scale import run
 from at_scale.cells import Budget, Cell, Part, Store, run_part
-from at_scale.quality import joined
+from at_scale.quality import counts, expected, joined
 
-from ctxext.evals.perplexity import packed
+from ctxext.evals.needle import Passkey
+from ctxext.evals.perplexity import Perplexity, packed
 from ctxext.evals.results import Header, Results
+from ctxext.evals.runner import Grid
 from ctxext.evals.summary import Summary
 
 
@@ -151,3 +155,51 @@ def test_intervals_over_texts_cover_the_truth_however_alike_their_windows_are(al
         found = Summary(joined(texts, [2])).loss_difference("yarn", "none", 2)
         covered += found.low <= 0 <= found.high
     assert covered / runs > 0.92
+
+
+def test_a_cell_is_measured_again_with_other_settings_or_where_its_file_is_gone(tmp_path: Path) -> None:
+    store, there = Store(tmp_path / "cells.json"), tmp_path / "results"
+    there.touch()
+    cell = Cell("one", 1.0, int, "rounds 1", there.is_file)
+    store.keep(cell, 1.0, 5, "cpu")
+    assert store.done([cell])["one"]["value"] == 5
+    assert not store.done([replace(cell, settings="rounds 2")])
+    there.unlink()
+    assert not store.done([cell])
+
+
+def test_two_processes_keep_their_cells_in_one_store(tmp_path: Path) -> None:
+    keep = (
+        "import sys; from pathlib import Path; from at_scale.cells import Cell, Store\n"
+        "for k in range(40): Store(Path(sys.argv[1])).keep(Cell(f'{sys.argv[2]} {k}', 1.0, int), 1.0, k, 'cpu')"
+    )
+    path = tmp_path / "cells.json"
+    environment = {**os.environ, "PYTHONPATH": str(Path(run.__file__).parents[1])}
+    both = [subprocess.Popen([sys.executable, "-c", keep, str(path), who], env=environment) for who in "ab"]
+    assert [process.wait() for process in both] == [0, 0]
+    assert len(json.loads(path.read_text())) == 80
+
+
+@pytest.mark.parametrize("content", ["", "null", "[]", '{"one": {"seconds": 1}}', '{"one": {"val'])
+def test_a_store_that_was_cut_is_named(content: str, tmp_path: Path) -> None:
+    path = tmp_path / "cells.json"
+    path.write_text(content)
+    with pytest.raises(ValueError, match=r"cells\.json .*move it away to start anew"):
+        Store(path).done([Cell("one", 1.0, int)])
+
+
+@pytest.mark.parametrize("arguments", [["--rounds", "0"], ["--minutes", "nan"], ["--minutes", "-1"]])
+def test_nothing_is_measured_with_wrong_numbers(
+    arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["run.py", "--tiny", *arguments])
+    with pytest.raises(SystemExit):
+        run.main()
+    assert "must be" in capsys.readouterr().err
+
+
+def test_a_results_file_that_was_cut_has_no_finished_cells(tmp_path: Path) -> None:
+    grid = Grid(retrieval=(Passkey(),), lengths=(64, 128), depths=(0.0, 1.0), trials=3, gate=(64,), windows=2)
+    assert expected(grid) == {("passkey", 64): 6, ("passkey", 128): 6, ("short", 64): 2}
+    assert expected(Grid(texts=(Perplexity(),), lengths=(64, 128), windows=4)) == {("perplexity", 128): 4}
+    assert not counts(tmp_path / "missing.jsonl")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 import subprocess
 import sys
 from dataclasses import replace
@@ -15,6 +16,7 @@ import torch
 from fidelity import cope, frequencies, posgen, ruler_lm_eval, sliding
 from fidelity.authors import SOURCES
 from fidelity.row import spread
+from report import Report
 
 ROOT = Path(__file__).parents[2]
 SUMMARY = json.loads((ROOT / "docs/fidelity/summary.json").read_text())
@@ -39,6 +41,17 @@ def test_a_change_of_one_frequency_in_ten_thousand_is_seen(part: str) -> None:
         case = copy.deepcopy(frequencies.compared(part)[-1])
         case["inv_freq"][pair] *= 1 + 1e-4
         assert max(frequencies.difference(part, case)) > frequencies.FLOAT32
+
+
+def test_a_frequency_that_is_no_number_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    wrong = copy.deepcopy(frequencies.golden())
+    wrong["yarn"]["cases"][1]["inv_freq"][3] = math.nan
+    monkeypatch.setattr(frequencies, "golden", lambda: wrong)
+    row = next(frequencies.rows())
+    assert math.isnan(row.value)
+    report = Report("x", seed=0)
+    report.add(row.name, row.value, at_most=row.at_most)
+    assert not report.figures[row.name]["ok"]
 
 
 def test_pairs_of_many_turns_are_kept_where_the_authors_ramp_crosses() -> None:
