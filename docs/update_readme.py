@@ -22,6 +22,8 @@ from ctxext.extension.method_table import method_table
 from ctxext.utils.values import counted
 
 ROOT = Path(__file__).resolve().parent.parent
+# Variants of the part `quality` that its own page explains.
+LATER = ("fitted", "yarn_x3", "yarn_x4")
 
 
 def read(file: str) -> dict[str, Any]:
@@ -613,9 +615,7 @@ TABLES = {
     "README.md": {
         "fit": partial(fit_table, False, "."),
         "methods": method_table,
-        "quality": partial(
-            comparison_table, "docs/at_scale/quality-cpu.json", without=("fitted", "yarn_x3", "yarn_x4")
-        ),
+        "quality": partial(comparison_table, "docs/at_scale/quality-cpu.json", without=LATER),
     },
     "recipes/README.md": {"finetune": finetune_table},
     "docs/fit/README.md": {
@@ -663,9 +663,9 @@ TABLES = {
 class SavedSummary:
     """The figures of a summary.json in the form that `plot_overview` reads; they have no depths."""
 
-    def __init__(self, file: str) -> None:
+    def __init__(self, file: str, without: Sequence[str] = ()) -> None:
         summary = read(file)
-        self.figures: dict[str, Any] = summary["figures"]
+        self.figures: dict[str, Any] = {k: figure for k, figure in summary["figures"].items() if k not in without}
         self.header, self.trained_length = SimpleNamespace(**summary), summary["about"]["trained_length"]
         self.variants, first = list(self.figures), next(iter(self.figures.values()))
         self.retrieval_tasks = list(first["retrieval"])
@@ -686,10 +686,11 @@ class SavedSummary:
         return task
 
 
-FIGURES = {
-    "docs/demo/summary.json": "docs/demo/comparison.png",
-    "docs/smollm2/summary.json": "docs/smollm2/comparison.png",
-    "docs/at_scale/quality-cpu.json": "docs/at_scale/quality-cpu.png",
+# By picture: the summary, and variants that are left out.
+FIGURES: dict[str, tuple[str, tuple[str, ...]]] = {
+    "docs/demo/comparison.png": ("docs/demo/summary.json", ()),
+    "docs/smollm2/comparison.png": ("docs/smollm2/summary.json", ()),
+    "docs/at_scale/quality-cpu.png": ("docs/at_scale/quality-cpu.json", LATER),
 }
 
 
@@ -708,5 +709,5 @@ if __name__ == "__main__":
     for file, tables in TABLES.items():
         path = ROOT / file
         path.write_text(updated(path.read_text(), tables))
-    for file, figure in FIGURES.items():
-        plot_overview(SavedSummary(file), ROOT / figure)
+    for figure, (file, without) in FIGURES.items():
+        plot_overview(SavedSummary(file, without), ROOT / figure)

@@ -24,9 +24,11 @@ from ctxext.evals.summary import Summary, label
 from ctxext.evals.targets import UNEXTENDED
 from ctxext.extension.pairs import PairTurns
 
-# Okabe and Ito (2008), darkened for thin lines on white; with the dashes, enough for 18 lines.
+# Okabe and Ito (2008), darkened for thin lines on white; with the dashes, enough for 24 lines.
 COLORS = ("#0072b2", "#d55e00", "#00875f", "#b0468a", "#b37400", "#2f8fc4")
-DASHES = ("-", (0, (5, 1.5)), (0, (1.2, 1.2)))
+DASHES = ("-", (0, (5, 1.5)), (0, (1.2, 1.2)), (0, (6, 1.2, 1.2, 1.2)))
+# Curves whose peak is so many times the lowest peak are cut off.
+OFF_SCALE = 3
 # ColorBrewer's red-yellow-blue, safe for colour-blind readers.
 HEAT = colormaps["RdYlBu"]
 
@@ -200,11 +202,22 @@ def _small(lengths: Sequence[int]) -> float:
 
 def _draw_curves(summary: Summary, axes: Axes) -> None:
     trained, last = summary.trained_length, summary.lengths("perplexity")[-1]
+    peaks, least = {}, math.inf
     for variant in summary.variants:
         if points := summary.curve(variant):
             axes.plot(*zip(*points), label=label(variant), **_style(summary, variant))
+            peaks[variant] = max(value for _, value in points)
+            least = min(least, *(value for _, value in points))
     axes.set_yscale("log")
     low, high = axes.get_ylim()
+    # A curve far above the others would flatten them.
+    beyond = {variant: peak for variant, peak in peaks.items() if peak > OFF_SCALE * min(peaks.values())}
+    if beyond:
+        high = 1.15 * max(peak for variant, peak in peaks.items() if variant not in beyond)
+        low = 0.95 * least
+        axes.set_ylim(low, high)
+        said = ", ".join(f"{label(variant)} (up to {peak:,.0f})" for variant, peak in beyond.items())
+        axes.annotate(f"off the scale: {said}", (0.99, 0.9), xycoords="axes fraction", ha="right", fontsize=9)
     wide = high > 5 * low
     axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5), numticks=20) if wide else MaxNLocator(8))
     axes.yaxis.set_minor_locator(NullLocator())
@@ -213,7 +226,7 @@ def _draw_curves(summary: Summary, axes: Axes) -> None:
     ticks = _spread([*summary.read_lengths, trained], last)
     axes.set_xticks(ticks, [f"{tick:,}" for tick in ticks])
     axes.set_xlabel("position in the window (tokens)")
-    axes.set_ylabel("perplexity at this position")
+    axes.set_ylabel("perplexity at this position (log scale)")
     if trained <= last:
         axes.axvline(trained, color="0.6", lw=1)
         side = "right" if trained > 0.75 * last else "left"

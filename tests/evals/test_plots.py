@@ -142,7 +142,7 @@ def test_overview_names_its_axes_and_the_trained_length(tmp_path: Path) -> None:
     ):
         assert text in words(path)
     assert "trained length: 256" in joined(path)
-    assert "perplexity at this position" in words(path)
+    assert "perplexity at this position (log scale)" in words(path)
     assert "length, as a multiple of the trained 256 tokens" in words(path)
 
 
@@ -178,6 +178,18 @@ def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Figure]:
 
 
 @pytest.mark.slow
+def test_a_curve_far_above_the_others_does_not_flatten_them(tmp_path: Path, drawn: list[Figure]) -> None:
+    summary = made(parts=["perplexity"])
+    for record in summary.of("none", "perplexity"):
+        record.update(packed(losses=torch.full((1023,), 9.0)))
+    plots.plot_overview(summary, tmp_path / "figure.svg")
+    (axes,) = drawn[-1].axes
+    low, high = axes.get_ylim()
+    seen = [value for variant in summary.variants if variant != "none" for _, value in summary.curve(variant)]
+    assert 0.9 * min(seen) < low < min(seen) < max(seen) < high < 1.2 * max(seen)
+    assert "off the scale: baseline (up to 8,103)" in words(tmp_path / "figure.svg")
+
+
 def test_drawing_leaves_pyplot_alone(tmp_path: Path) -> None:
     """Importing or using the figures does not switch the backend of a notebook."""
     code = (

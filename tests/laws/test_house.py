@@ -218,15 +218,17 @@ def test_the_pinned_versions_are_those_that_the_package_asks_for() -> None:
     assert wrong == {}
 
 
-@pytest.mark.parametrize("file", update_readme().FIGURES)
-def test_the_comparisons_figures_are_drawn_from_their_json(file: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("figure", update_readme().FIGURES)
+def test_the_comparisons_figures_are_drawn_from_their_json(figure: str, tmp_path: Path) -> None:
     from ctxext.evals.plots import plot_overview
 
-    plot_overview(update_readme().SavedSummary(file), tmp_path / "drawn.svg")
+    file, without = update_readme().FIGURES[figure]
+    plot_overview(update_readme().SavedSummary(file, without), tmp_path / "drawn.svg")
     drawn = (tmp_path / "drawn.svg").read_text()
     assert ">baseline<" in drawn
-    for figure in json.loads((ROOT / file).read_text())["figures"].values():
-        for share in figure["retrieval"].get("passkey", {}).values():
+    for name, measured in json.loads((ROOT / file).read_text())["figures"].items():
+        assert (f">{name}<" in drawn) == (name not in without and name != "none")
+        for share in () if name in without else measured["retrieval"].get("passkey", {}).values():
             assert f">{share['value']:.0%}<".replace("%", "") in drawn
             assert f"n = {share['n']} per cell" in drawn
 
