@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
 
@@ -29,6 +30,16 @@ class BlockMask:
     kv_offset: int
 
     ndim = 4
+    dtype = torch.bool
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Families that compute with their mask (Doge) get the matrix."""
+        return func(*tree_map_only(cls, cls.whole, args), **tree_map_only(cls, cls.whole, kwargs or {}))
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device(self.make["device"])
 
     @property
     def is_causal(self) -> bool:

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from families import token_ids
+from families import DEVIATING, token_ids
 from in_attention_reference import (
     CHUNKS,
     LATE,
@@ -40,6 +40,7 @@ UNUSUAL: dict[str, dict[str, Any]] = {
         **{"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 32},
         "vocab_size_per_layer_input": 128,
     },
+    **{family: {} for family in DEVIATING},
 }
 
 

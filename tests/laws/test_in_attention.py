@@ -5,14 +5,16 @@ That their numbers are right is the matter of `tests/attention`; here, that they
 
 from __future__ import annotations
 
+import copy
 import json
+import pickle
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from families import LENGTH, from_config, logits, tiny_config, tiny_model, token_ids
+from families import DEVIATING, LENGTH, from_config, logits, tiny_config, tiny_model, token_ids
 from live import (
     DYNAMIC,
     EXACT_UNDER_A_CACHE,
@@ -474,6 +476,27 @@ def test_law_9_uneven_chunks_and_decoding_agree_with_the_full_forward(
     model, ids = patched(family, method, float64), IDS[:, :140]
     found = cached_logits(model, ids, [37, 60, 40, 1, 1, 1])
     torch.testing.assert_close(found, logits(model, ids, use_cache=False), rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("family", DEVIATING)
+@pytest.mark.parametrize("method", EXACT_UNDER_A_CACHE)
+def test_law_9_holds_where_attention_deviates(family: str, method: str, float64: torch.dtype) -> None:
+    model, ids = patched(family, method, float64), IDS[:, :140]
+    whole = logits(model, ids, use_cache=False)
+    found = cached_logits(model, ids, [37, 60, 40, 1, 1, 1])
+    torch.testing.assert_close(found, whole, rtol=0, atol=1e-9)
+    torch.testing.assert_close(logits(model, ids[:, :-1]), whole[:, :-1], rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("family", DEVIATING)
+def test_law_6_restore_is_bitwise_where_attention_deviates(family: str) -> None:
+    model = tiny_model(family)
+    before = snapshot(model)
+    for method in ("dynamic_ntk", "self_extend"):
+        extend_context(model, method=late(method, model))
+        assert gap(copy.deepcopy(model), model) == gap(pickle.loads(pickle.dumps(model)), model) == 0.0
+        restore_context(model)
+        assert_unchanged(model, before)
 
 
 def test_law_9_token_by_token_agrees_with_the_full_forward(float64: torch.dtype) -> None:

@@ -45,10 +45,15 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_5": {},
 }
 
+# Families that the matrices of all methods leave out: what in-attention RoPE meets in no family above.
+DEVIATING: dict[str, dict[str, Any]] = {
+    "doge": {},  # layers that compute with the mask
+}
+
 
 def tiny_config(family: str, **changes: Any) -> PreTrainedConfig:
     """A config of `family` with two attention layers of 4 heads, trained (so to say) at LENGTH."""
-    values = {**COMMON, **FAMILIES.get(family, {}), **changes}
+    values = {**COMMON, **FAMILIES.get(family, {}), **DEVIATING.get(family, {}), **changes}
     values = {key: value for key, value in values.items() if value is not None or key == "sliding_window"}
     if family == "qwen3_5":
         text = {
@@ -81,7 +86,11 @@ def from_config(config: PreTrainedConfig, seed: int = 0, dtype: torch.dtype = to
         from transformers import Qwen3_5ForConditionalGeneration
 
         return Qwen3_5ForConditionalGeneration(config).to(dtype).eval()
-    return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+    if config.model_type == "doge":
+        for layer in model.model.layers:
+            torch.nn.init.normal_(layer.self_attn.A)  # with zeros, every key has the same score of its own
+    return model
 
 
 def tiny_model(family: str, seed: int = 0, **changes: Any) -> PreTrainedModel:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 from families import LENGTH, from_config, tiny_config, tiny_model, token_ids
-from live import rotary_of
+from live import rotaries_of
 from torch import Tensor, nn
 from transformers import AttentionInterface, Cache
 
@@ -202,7 +202,7 @@ def soft_model(family: str, **changes: Any) -> Any:
 
 def frequencies(model: Any) -> tuple[dict[str, Tensor], dict[str, int]]:
     """The frequencies that turn, and the number of all, by the type of layer; "" if all layers have the same."""
-    rotary, parameters = rotary_of(model), model.config.get_text_config(decoder=True).rope_parameters
+    rotary, parameters = rotaries_of(model)[0], model.config.get_text_config(decoder=True).rope_parameters
     found, numbers = {}, {}
     for label, its in ({k: v for k, v in parameters.items() if isinstance(v, dict)} or {"": parameters}).items():
         numbers[label] = n_pairs = getattr(rotary, f"{label}_inv_freq" if label else "inv_freq").numel()
@@ -263,12 +263,12 @@ class SlowModel:
         self.rotations: dict[tuple[Formula, str], Rotation] = {}
         self.seen: dict[int, tuple[Tensor, Tensor]] = {}
         self.seen_from = 0
-        rotary, config = rotary_of(self.model), self.model.config.get_text_config(decoder=True)
+        config = self.model.config.get_text_config(decoder=True)
         self.inv_freq, self.n_pairs = frequencies(self.model)
         self.labels = [""] * config.num_hidden_layers if "" in self.inv_freq else config.layer_types
         self.last = config.model_type.startswith("deepseek")
-        stock = rotary.forward
-        rotary.forward = lambda x, position_ids, *rest: stock(x, torch.zeros_like(position_ids), *rest)
+        for rotary in rotaries_of(self.model):
+            rotary.forward = functools.partial(_at_zero, rotary.forward)
         # A name without a mask of its own: attention gets none, and makes its own.
         config._attn_implementation_internal = "slow"
 
@@ -305,6 +305,8 @@ class SlowModel:
         if kwargs.get("softcap") is not None:
             scores = (scores / kwargs["softcap"]).tanh() * kwargs["softcap"]
         scores = scores.masked_fill(~mask, -torch.inf)
+        if kwargs.get("bias") is not None:
+            scores = scores + kwargs["bias"]
         if kwargs.get("s_aux") is not None:
             sinks = kwargs["s_aux"].double()[None, :, None, None].expand(*scores.shape[:3], 1)
             scores = torch.cat([scores, sinks], dim=-1)
@@ -324,9 +326,16 @@ def _running(model: SlowModel) -> Iterator[None]:
         _current.pop()
 
 
-def _slow(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: None, **kwargs: Any) -> tuple[Tensor, None]:
-    assert mask is None
-    return _current[-1].attend(module, query, key, value, **kwargs).transpose(1, 2), None
+def _slow(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
+) -> tuple[Tensor, None]:
+    # Nobody makes a mask for this attention function; Doge has a score for each key that it learned.
+    assert attention_mask is None or module.config.model_type == "doge"
+    return _current[-1].attend(module, query, key, value, bias=attention_mask, **kwargs).transpose(1, 2), None
+
+
+def _at_zero(forward: Callable[..., Any], x: Tensor, position_ids: Tensor, *rest: Any) -> Any:
+    return forward(x, torch.zeros_like(position_ids), *rest)
 
 
 AttentionInterface.register("slow", _slow)

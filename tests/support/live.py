@@ -30,15 +30,19 @@ def text_config(model: nn.Module) -> Any:
 def plain_rope(model: nn.Module) -> RopeGeometry:
     """The geometry of an unscaled model, read off its own rotary table and not through ctxext."""
     return RopeGeometry.plain(
-        2 * rotary_of(model).inv_freq.numel(), text_config(model).rope_parameters["rope_theta"], LENGTH
+        2 * rotaries_of(model)[0].inv_freq.numel(), text_config(model).rope_parameters["rope_theta"], LENGTH
     )
 
 
 def rotary_of(model: nn.Module) -> nn.Module:
     """The text model's rotary embedding."""
-    found = {id(m): m for n, m in model.named_modules() if n.endswith("rotary_emb") and "visual" not in n}
-    (module,) = found.values()
+    (module,) = {id(module): module for module in rotaries_of(model)}.values()
     return module
+
+
+def rotaries_of(model: nn.Module) -> list[nn.Module]:
+    """The text model's rotary embeddings, which are alike."""
+    return [m for n, m in model.named_modules() if n.endswith("rotary_emb") and "visual" not in n]
 
 
 def arguments(name: str, model: nn.Module, factor: float = FACTOR) -> dict[str, Any]:
