@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -253,22 +253,23 @@ class _Consumed(BaseException):
 
 
 class _SeeReads(TorchDispatchMode):
-    """Watches for operations that read the outputs of a module, and calls `noticed` at each."""
+    """Watches for operations that read the outputs of modules, and calls `noticed` with these modules at each."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.outputs: dict[int, Tensor] = {}  # by storage; held, so that no address is reused
+        # Each with its module, by storage; held, so that no address is reused.
+        self.outputs: dict[int, tuple[Tensor, nn.Module]] = {}
 
     def returned(self, module: nn.Module, args: Any, output: Any) -> None:
-        self.outputs.update({_storage(tensor): tensor for tensor in _tensors(output)})
+        self.outputs.update({_storage(tensor): (tensor, module) for tensor in _tensors(output)})
 
-    def noticed(self) -> None:
+    def noticed(self, owners: set[nn.Module]) -> None:
         raise NotImplementedError
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = _tensors((args, kwargs or {})) if self.outputs else ()
-        if any(_storage(tensor) in self.outputs for tensor in given):
-            self.noticed()
+        given = {_storage(tensor) for tensor in _tensors((args, kwargs or {}))} if self.outputs else set()
+        if found := given & self.outputs.keys():
+            self.noticed({self.outputs[storage][1] for storage in found})
         return func(*args, **(kwargs or {}))
 
 
@@ -280,7 +281,7 @@ class _SeeConsumed(_SeeReads):
         self.stop = stop
         self.read = False
 
-    def noticed(self) -> None:
+    def noticed(self, owners: set[nn.Module]) -> None:
         self.read = True
         if self.stop:
             raise _Consumed
@@ -308,7 +309,7 @@ class _SeeReaders(_SeeReads):
     def __init__(self) -> None:
         super().__init__()
         self.running: list[tuple[str, nn.Module]] = []
-        self.found: dict[str, nn.Module] = {}
+        self.found: dict[nn.Module, dict[str, nn.Module]] = {}
 
     def around(self, path: str) -> tuple[Callable[..., None], Callable[..., None]]:
         """The hooks before and after the module at `path`."""
@@ -321,18 +322,20 @@ class _SeeReaders(_SeeReads):
 
         return before, after
 
-    def noticed(self) -> None:
+    def noticed(self, owners: set[nn.Module]) -> None:
         if self.running:
             path, module = self.running[-1]
-            self.found[path] = module
+            for owner in owners:
+                self.found.setdefault(owner, {})[path] = module
 
 
-def modules_that_read(model: nn.Module, rotary: nn.Module) -> dict[str, nn.Module]:
-    """The modules with operations that read what `rotary` returns, by path, in a forward pass of `N_TOKENS` tokens."""
+def modules_that_read(model: nn.Module, rotary: Collection[nn.Module]) -> dict[nn.Module, dict[str, nn.Module]]:
+    """For each of `rotary` that is used, the modules with operations that read what it returns, by path, in a forward
+    pass of `N_TOKENS` tokens."""
     see = _SeeReaders()
     handles = []
     for path, module in model.named_modules():
-        if module is rotary:
+        if module in rotary:
             handles.append(module.register_forward_hook(see.returned))
         else:
             before, after = see.around(path)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -81,6 +82,7 @@ class Seen:
     """The stock model's behaviour before the patch.
 
     Attributes:
+        sites: the rotary embeddings in use, which are alike.
         inputs: tokens at random positions within the trained length.
         stock: the stock model's output for them.
         reading: the modules with operations on cos and sin, by path.
@@ -88,7 +90,7 @@ class Seen:
         rotation_error: as in the proof; set while the patch is written.
     """
 
-    site: RotarySite
+    sites: list[RotarySite]
     inputs: dict[str, Tensor]
     stock: Tensor
     reading: dict[str, nn.Module]
@@ -137,42 +139,42 @@ class RotateInAttention(Patch):
             )
 
     def observe(self, model: Any) -> Seen:
-        site, reading = self._used(model)
-        with site.as_built():
-            fault = readers(model, [site.module]).fault(self._name(model))
+        sites, reading = self._used(model)
+        with _as_built(sites):
+            fault = readers(model, [site.module for site in sites]).fault(self._name(model))
         if fault is not None:  # otherwise such a layer would pass for one without positions
             raise ValueError(fault)
         inside = {part for module in reading.values() for part in [*module.modules()][1:]}
         self._refuse_readers(model, {path: module for path, module in reading.items() if module in inside})
         inputs = self._probe(model, self._trained)
-        base = model.get_submodule(_base_of(model, site)[0])
-        with site.as_built():
+        base = model.get_submodule(_base_of(model, sites[0])[0])
+        with _as_built(sites):
             stock, bar = self._run(model, proof.output, base, inputs), proof.OUTPUT_BAR
             if _is_half(model):
                 # In 16 bits, a different summation order alone moves the stock model's output by 10% and more.
                 again = self._run(model, proof.cached_output, base, inputs)
                 bar = max(proof.HALF_OUTPUT_BAR, 4 * proof.difference(again, stock))
-        return Seen(site, inputs, stock, reading, bar)
+        return Seen(sites, inputs, stock, reading, bar)
 
     def write(self, edit: Edit, before: Seen) -> None:
         model: Any = edit.model
         config, implementation = text_config_of(model.config), self._implementation(model)
-        parent, leaf = _base_of(model, before.site)
+        site, parent, leaf = before.sites[0], *_base_of(model, before.sites[0])
         base = model.get_submodule(parent)
-        new = before.site.build(config, self.summary, InAttentionRotary)
-        assert isinstance(new, InAttentionRotary)
+        # Each on the device of the one that it replaces; the first holds the tables of all.
+        built = [self._identity(each, config) for each in before.sites]
+        new = built[0]
         new.attend = call.own_attention(model, implementation)
         new.additive_masks = implementation == "eager"
         new.rotated_copy = self.rotated_copy
         new.owner = f"{self.method!r}, trained at {self._trained} tokens"
         # For the comparison, phases are the stock model's: from its own table, in float32. From 8,192 tokens on, the
         # last bit of a frequency exceeds the bar, and the table may have been cast.
-        new.in_use, new.pairs, new.phases = self._in_use, {}, torch.float32
-        with before.site.as_built():
+        new.in_use, new.pairs = self._in_use, {}
+        with site.as_built():
             for label, in_use in new.in_use.items():
-                own, n_turning = before.site.table(label).double().cpu(), len(in_use.inv_freq)
+                own, n_turning = site.table(label).double().cpu(), len(in_use.inv_freq)
                 new.pairs[label] = len(own)
-                setattr(new, of_label(label, "attention_scaling"), 1.0)
                 if torch.allclose(own[:n_turning], in_use.inv_freq, rtol=1e-2, atol=0.0):
                     new.in_use[label] = replace(in_use, inv_freq=own[:n_turning])
         new.set_method(None, self.ropes)
@@ -180,12 +182,19 @@ class RotateInAttention(Patch):
 
         edit.set_config_field(config, "_attn_implementation_internal", call.IMPLEMENTATIONS[implementation])
         looker = proof.Looker(new)
-        with before.site.as_built():
+        with _as_built(before.sites):
             rotated = self._run(model, proof.look, base, before.inputs, looker)
         attending = {*looker.modules}
+        if len(looker.modules) > len(rotated):
+            raise ValueError(
+                f"{self._name(model)} runs {len(rotated)} layers {len(looker.modules)} times in a forward pass, but "
+                "in-attention RoPE needs every layer to run once. Use a method that changes frequencies, such as "
+                "'yarn'."
+            )
         others = {path: one for path, one in before.reading.items() if attending.isdisjoint(one.modules())}
         self._refuse_readers(model, others)
-        edit.replace_module(before.site.paths, new)
+        for each, its in zip(before.sites, built):
+            edit.replace_module(each.paths, cast(nn.Module, its))
         unrotated = self._run(model, proof.look, base, before.inputs, proof.Looker(new, instead=rotated))
         try:
             at, by_config = before.inputs["position_ids"], partial(label_of_layer, config)
@@ -202,7 +211,7 @@ class RotateInAttention(Patch):
         edit.add_forward_pre_hook(parent, hook, with_kwargs=True)
 
     def prove(self, model: Any, before: Seen) -> InAttentionProof:
-        parent, leaf = _base_of(model, before.site)
+        parent, leaf = _base_of(model, before.sites[0])
         base = model.get_submodule(parent)
         new: Any = base.get_submodule(leaf)
         outputs = [self._run(model, run, base, before.inputs) for run in (proof.output, proof.cached_output)]
@@ -226,20 +235,31 @@ class RotateInAttention(Patch):
             score_bar=torch.finfo(model.dtype).eps if half else 0.0,
         )
 
-    def _used(self, model: nn.Module) -> tuple[RotarySite, dict[str, nn.Module]]:
-        """The rotary embedding of the model, and what reads it; some families hold another that nothing uses."""
+    def _used(self, model: nn.Module) -> tuple[list[RotarySite], dict[str, nn.Module]]:
+        """The rotary embeddings that are used, and what reads them; some families hold others that nothing uses.
+
+        Several are alike, as each has the tables of the config.
+        """
         sites = standard_sites(model, self.facts)
-        found = []
-        for site in sites:
-            with site.as_built():
-                if reading := modules_that_read(model, site.module):
-                    found.append((site, reading))
-        if len(found) != 1:
+        with _as_built(sites):
+            found = modules_that_read(model, [site.module for site in sites])
+        used = [site for site in sites if site.module in found]
+        if len({_base_of(model, site)[0] for site in used}) != 1:
             raise ValueError(
-                f"{self._name(model)} has {len(sites)} rotary embeddings, of which {len(found)} are used, but "
-                "in-attention RoPE needs exactly one. Use a method that changes frequencies, such as 'yarn'."
+                f"{self._name(model)} has {len(sites)} rotary embeddings, of which {len(used)} are used, but "
+                "in-attention RoPE needs those in use to be in one text model. Use a method that changes frequencies, "
+                "such as 'yarn'."
             )
-        return found[0]
+        return used, {path: module for site in used for path, module in found[site.module].items()}
+
+    def _identity(self, site: RotarySite, config: Any) -> InAttentionRotary:
+        """The replacement of a rotary embedding, which returns the identity rotation."""
+        new = site.build(config, self.summary, InAttentionRotary)
+        assert isinstance(new, InAttentionRotary)
+        for label in site.labels:
+            setattr(new, of_label(label, "attention_scaling"), 1.0)
+        new.phases = torch.float32
+        return new
 
     def _refuse_readers(self, model: nn.Module, others: dict[str, nn.Module]) -> None:
         """Raise ValueError if there are `others`: indexers, which choose the keys that attention sees."""
@@ -285,6 +305,14 @@ class RotateInAttention(Patch):
                 f"in-attention RoPE ({type(error).__name__}: {error}). Use a method that changes frequencies, such as "
                 "'yarn'."
             ) from error
+
+
+@contextmanager
+def _as_built(sites: list[RotarySite]) -> Iterator[None]:
+    with ExitStack() as stack:
+        for site in sites:
+            stack.enter_context(site.as_built())
+        yield
 
 
 def _is_half(model: Any) -> bool:

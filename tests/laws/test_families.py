@@ -240,7 +240,6 @@ def test_scaling_of_one_type_of_layer_is_there_already(existing: Any) -> None:
     [
         ("gptj", "a sin/cos table in each layer"),
         ("phimoe", "recomputes its frequencies"),
-        ("moshi", "2 rotary embeddings"),
     ],
 )
 def test_what_cannot_be_rotated_late_says_why(model_type: str, reason: str, method: str) -> None:

@@ -514,6 +514,12 @@ def test_a_family_that_cannot_rotate_late_is_refused_by_name(family: str, method
     refuses(model, ValueError, name, CANNOT[family], "'yarn'", method=late(method, model))
 
 
+@pytest.mark.parametrize("method", ["dynamic_ntk", "self_extend"])
+def test_layers_that_run_several_times_are_refused_by_name(method: str) -> None:
+    model = small_model("hrm_text", "causal")
+    refuses(model, ValueError, "(model_type 'hrm_text')", "runs 2 layers 16 times", "'yarn'", method=method)
+
+
 @pytest.mark.parametrize("model_type", ["stablelm", "gpt_neox_japanese", "nemotron"])
 def test_other_attention_than_the_known_is_refused_by_name(model_type: str) -> None:
     # Without keyword arguments in its layers, with code of its own.

@@ -47,6 +47,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 # Families that the matrices of all methods leave out: what in-attention RoPE meets in no family above.
 DEVIATING: dict[str, dict[str, Any]] = {
+    "moshi": {"head_dim": 16, "sliding_window": 256, "ffn_dim": 96, "audio_vocab_size": 64},  # a rotary in each layer
     "doge": {},  # layers that compute with the mask
 }
 
