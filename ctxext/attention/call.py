@@ -5,7 +5,9 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from itertools import pairwise
 from typing import Any
 
@@ -24,6 +26,8 @@ from ctxext.methods import Branch, PositionRemapping, RopeScaling
 
 # The keyword argument that passes the `Call` to each layer's attention function.
 KEYWORD = "in_attention_rope"
+# The same for families whose layers drop keyword arguments (StableLM); compiled graphs break at it.
+_running: ContextVar[Any] = ContextVar(KEYWORD, default=None)
 IMPLEMENTATIONS = {"sdpa": "in_attention_sdpa", "eager": "in_attention_eager"}
 
 
@@ -33,6 +37,10 @@ def in_attention_rope(
     """An attention function for transformers' attention interface: rotates, then calls the model's own function."""
     call = kwargs.pop(KEYWORD, None)
     if call is None:
+        call = _running.get()
+        if call is not None:
+            call.dropped = True
+    if call is None:
         raise RuntimeError(
             f"{type(module).__name__} was called without token positions: with in-attention RoPE, layers run only "
             "within the whole model. Call restore_context(model) before using layers alone, or build another model "
@@ -41,21 +49,63 @@ def in_attention_rope(
     return call.attend(module, query, key, value, attention_mask, **kwargs)
 
 
-def own_attention(model: nn.Module, implementation: str) -> Callable[..., Any]:
-    """The attention function that `model` calls under `implementation`: transformers', or its family's eager one.
+def own_attention(base: nn.Module, implementation: str) -> Callable[..., Any]:
+    """The attention function that `base` calls under `implementation`: transformers', or its family's eager one.
 
     Raises ValueError if its family has no such function.
     """
+    if own_methods(base):
+        return OwnMethod.attend
     if implementation != "eager":
         return ALL_ATTENTION_FUNCTIONS[implementation]
-    for module in model.modules():
+    for module in base.modules():
         own = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
         if own is not None and hasattr(module, "layer_idx"):
             return own
     raise ValueError(
-        f"{type(model).__name__} has custom attention code that does not use transformers' attention interface, "
+        f"{type(base).__name__} has custom attention code that does not use transformers' attention interface, "
         "which in-attention RoPE needs."
     )
+
+
+@contextmanager
+def running(call: Any) -> Iterator[None]:
+    """Pass `call` to layers that drop keyword arguments, within a `with` block."""
+    token = _running.set(call)
+    try:
+        yield
+    finally:
+        _running.reset(token)
+
+
+class OwnMethod:
+    """Mixin for attention modules that compute attention in a method `_attn`, and not by transformers' interface."""
+
+    def _attn(self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any = None) -> Attended:
+        dropouts = [m.p for name, m in self.named_children() if isinstance(m, nn.Dropout) and "att" in name]  # type: ignore[attr-defined]
+        output, weights = in_attention_rope(
+            self,  # type: ignore[arg-type]
+            query.to(value.dtype),
+            key.to(value.dtype),
+            value,
+            attention_mask,
+            scaling=query.shape[-1] ** -0.5,
+            dropout=sum(dropouts) if self.training else 0.0,  # type: ignore[attr-defined]
+        )
+        return output.transpose(1, 2), weights
+
+    @staticmethod
+    def attend(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **kwargs: Any) -> Attended:
+        """The family's own `_attn`, as an attention function of transformers' interface."""
+        output, weights = super()._attn(query, key, value, mask)  # type: ignore[misc]
+        return output.transpose(1, 2), weights
+
+
+def own_methods(base: Any) -> list[str]:
+    """The paths of attention modules that compute attention in a method `_attn`; none if the interface is used."""
+    if base._can_set_attn_implementation():
+        return []
+    return [path for path, m in base.named_modules() if hasattr(m, "layer_idx") and callable(getattr(m, "_attn", None))]
 
 
 Attended = tuple[Tensor, Tensor | None]  # the output (batch, query, heads, dim), and the weights if materialised
@@ -72,6 +122,7 @@ class Call:
         self.rotary = rotary
         self.positions = positions
         self.cache = cache
+        self.outer: Any = None  # the call within which this one runs, of layers that drop keyword arguments
         # Values that layers share are computed by the first one that needs them.
         self._shared: dict[Any, Any] = {}
         self._given: list[tuple[Tensor, Tensor | None]] = []
@@ -384,13 +435,17 @@ class BeforeForward:
     """Forward pre-hook of the base model: adds a `Call` built from mask, positions and cache.
 
     A class, not a closure, so that it survives deepcopy and pickle.
+
+    Args:
+        relays: whether layers drop keyword arguments, and so the call.
     """
 
-    def __init__(self, base: nn.Module, rotary_name: str, n_layers: int) -> None:
+    def __init__(self, base: nn.Module, rotary_name: str, n_layers: int, relays: bool) -> None:
         parameters = inspect.signature(base.forward).parameters.values()
         self.parameters = tuple(each.name for each in parameters if each.kind != each.VAR_KEYWORD)
         self.rotary_name = rotary_name
         self.n_layers = n_layers
+        self.relays = relays
 
     def __call__(self, base: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[()], dict[str, Any]]:
         given = {**dict(zip(self.parameters, args)), **kwargs}
@@ -428,7 +483,15 @@ class BeforeForward:
             keys.expect(cache, positions, rotary.owner, self.n_layers)
         if isinstance(given.get("attention_mask"), BlockMask):
             given["attention_mask"] = given["attention_mask"].whole()
-        given[KEYWORD] = Call(rotary, positions, cache)
+        call = given[KEYWORD] = Call(rotary, positions, cache)
+        if self.relays:
+            if base.training and getattr(base, "gradient_checkpointing", False):
+                raise ValueError(
+                    f"the layers of {type(base).__name__} drop keyword arguments, so with in-attention RoPE they "
+                    "cannot run again in the backward pass. Call model.gradient_checkpointing_disable()."
+                )
+            call.outer = _running.get()
+            _running.set(call)
         return (), given
 
     def _cache(self, base: Any, rotary: InAttentionRotary, given: dict[str, Any]) -> Cache | None:
@@ -447,6 +510,18 @@ class BeforeForward:
             if use_cache and not (base.training and getattr(base, "gradient_checkpointing", False)):
                 cache = given["past_key_values"] = DynamicCache(config=base.config)
         return cache
+
+
+class AfterForward:
+    """Forward hook of the base model: ends what `BeforeForward` began for layers that drop keyword arguments."""
+
+    def __init__(self, rotary_name: str) -> None:
+        self.rotary_name = rotary_name
+
+    def __call__(self, base: Any, args: Any, output: Any) -> None:
+        call = _running.get()
+        if call is not None and call.rotary is base.get_submodule(self.rotary_name):  # else its pre-hook has failed
+            _running.set(call.outer)
 
 
 # On import, so that unpickled extended models find them.

@@ -14,7 +14,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from ctxext.attention.call import KEYWORD
+from ctxext.attention.call import KEYWORD, OwnMethod, running
 from ctxext.attention.masks import additive
 from ctxext.attention.rotary import Convention, InAttentionRotary, rotate
 
@@ -36,6 +36,7 @@ class Looker:
         seen: the recorded queries and keys, by layer.
         modules: the layers' modules.
         instead: queries and keys to substitute, by layer, so that every layer has the same inputs in both passes.
+        dropped: whether a layer did not pass the keyword argument on to attention.
     """
 
     def __init__(self, rotary: InAttentionRotary, instead: dict[int, tuple[Tensor, Tensor]] | None = None) -> None:
@@ -43,6 +44,7 @@ class Looker:
         self.seen: dict[int, tuple[Tensor, Tensor]] = {}
         self.modules: list[nn.Module] = []
         self.instead = instead
+        self.dropped = False
 
     def attend(self, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **kwargs: Any) -> Any:
         index = module.layer_idx
@@ -100,10 +102,31 @@ def look(model: Any, inputs: dict[str, Tensor], looker: Looker) -> dict[int, tup
 
     Raises RuntimeError if the model does not use transformers' attention interface.
     """
-    model(**inputs, use_cache=False, **{KEYWORD: looker})
+    with running(looker):
+        model(**inputs, use_cache=False, **{KEYWORD: looker})
     if not looker.seen:
         raise RuntimeError("no layer uses transformers' attention interface")
     return looker.seen
+
+
+def check_own_methods(looker: Looker) -> None:
+    """Raise ValueError if an attention module's `_attn` is not plain softmax attention, with the queries and keys seen.
+
+    In-attention RoPE uses a softmax of its own wherever queries and keys are rotated in several ways.
+    """
+    for module in looker.modules:
+        if isinstance(module, OwnMethod):
+            index: Any = module.layer_idx
+            query, key = looker.seen[index]
+            causal = torch.ones(key.shape[2], key.shape[2], dtype=torch.bool, device=key.device).tril()
+            expected = nn.functional.scaled_dot_product_attention(query, key, key, causal, enable_gqa=True)
+            output, _ = OwnMethod.attend(module, query, key, key, additive(causal[None, None], key.dtype))
+            bar = HALF_BAR if key.dtype in (torch.float16, torch.bfloat16) else EXACT_BAR
+            if not difference(output.transpose(1, 2), expected) <= bar:
+                raise ValueError(
+                    f"layer {index} computes other than plain softmax attention, which in-attention RoPE "
+                    "does not support. Use a method that changes frequencies, such as 'yarn'."
+                )
 
 
 def conventions(

@@ -62,9 +62,11 @@ class Undo:
             case "configs":
                 _restore_configs(model, *self.old)
             case "hook":
-                for key in [key for key, each in module._forward_pre_hooks.items() if each is self.old]:
-                    del module._forward_pre_hooks[key]
-                    module._forward_pre_hooks_with_kwargs.pop(key, None)
+                for hooks in (module._forward_pre_hooks, module._forward_hooks):
+                    for key in [key for key, each in hooks.items() if each is self.old]:
+                        del hooks[key]
+                        module._forward_pre_hooks_with_kwargs.pop(key, None)
+                        module._forward_hooks_always_called.pop(key, None)
 
 
 def _follow(old: Tensor, now: Tensor, written: torch.dtype | None) -> None:
@@ -137,6 +139,11 @@ class Edit:
         """Run `hook` before each forward pass of a module."""
         module = self.model.get_submodule(path)
         module.register_forward_pre_hook(hook, with_kwargs=with_kwargs)
+        self.undos.append(Undo(path, "hook", "", hook))
+
+    def add_forward_hook(self, path: str, hook: Any) -> None:
+        """Run `hook` after each forward pass of a module, or the error that ended it."""
+        self.model.get_submodule(path).register_forward_hook(hook, always_call=True)
         self.undos.append(Undo(path, "hook", "", hook))
 
     def remove_hook(self, hook: Any) -> None:

@@ -126,7 +126,9 @@ class RotateInAttention(Patch):
                 f"{name} is spread over {', '.join(sorted(devices))}, but in-attention RoPE needs one device. Load it "
                 "on one, or use a method that changes frequencies, such as 'yarn'."
             )
-        if not model._can_set_attn_implementation():  # type: ignore[operator]
+        # Not `model`: the class of a vision part beside the text model may have attention of its own.
+        base: Any = model.get_submodule(_base_of(model, standard_sites(model, self.facts)[0])[0])
+        if not base._can_set_attn_implementation() and not call.own_methods(base):
             raise ValueError(
                 f"{name} has custom attention code that does not use transformers' attention interface, which "
                 "in-attention RoPE needs. Use a method that changes frequencies, such as 'yarn'."
@@ -164,7 +166,7 @@ class RotateInAttention(Patch):
         # Each on the device of the one that it replaces; the first holds the tables of all.
         built = [self._identity(each, config) for each in before.sites]
         new = built[0]
-        new.attend = call.own_attention(model, implementation)
+        new.attend = call.own_attention(base, implementation)
         new.additive_masks = implementation == "eager"
         new.rotated_copy = self.rotated_copy
         new.owner = f"{self.method!r}, trained at {self._trained} tokens"
@@ -181,6 +183,8 @@ class RotateInAttention(Patch):
         new.layers = {}
 
         edit.set_config_field(config, "_attn_implementation_internal", call.IMPLEMENTATIONS[implementation])
+        for path in call.own_methods(base):
+            edit.exchange_class(f"{parent}.{path}" if parent else path, call.OwnMethod)
         looker = proof.Looker(new)
         with _as_built(before.sites):
             rotated = self._run(model, proof.look, base, before.inputs, looker)
@@ -198,6 +202,7 @@ class RotateInAttention(Patch):
         unrotated = self._run(model, proof.look, base, before.inputs, proof.Looker(new, instead=rotated))
         try:
             at, by_config = before.inputs["position_ids"], partial(label_of_layer, config)
+            proof.check_own_methods(looker)
             found, before.rotation_error = proof.conventions(rotated, unrotated, new, at, by_config)
         except ValueError as error:
             raise ValueError(f"{self._name(model)}: {error}") from None
@@ -207,8 +212,10 @@ class RotateInAttention(Patch):
             new.layers[index] = Layer(label, convention, within)
         if all(layer.within or layer.convention.pairs == "none" for layer in new.layers.values()):
             raise ValueError(f"{self._name(model)} has no RoPE layer that attends beyond the trained length.")
-        hook = call.BeforeForward(base, leaf, int(config.num_hidden_layers))
+        hook = call.BeforeForward(base, leaf, int(config.num_hidden_layers), looker.dropped)
         edit.add_forward_pre_hook(parent, hook, with_kwargs=True)
+        if looker.dropped:
+            edit.add_forward_hook(parent, call.AfterForward(leaf))
 
     def prove(self, model: Any, before: Seen) -> InAttentionProof:
         parent, leaf = _base_of(model, before.sites[0])

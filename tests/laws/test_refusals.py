@@ -520,12 +520,29 @@ def test_layers_that_run_several_times_are_refused_by_name(method: str) -> None:
     refuses(model, ValueError, "(model_type 'hrm_text')", "runs 2 layers 16 times", "'yarn'", method=method)
 
 
-@pytest.mark.parametrize("model_type", ["stablelm", "gpt_neox_japanese", "nemotron"])
-def test_other_attention_than_the_known_is_refused_by_name(model_type: str) -> None:
-    # Without keyword arguments in its layers, with code of its own.
-    model = build(model_type)
-    for method in ("dynamic_ntk", "self_extend"):
-        refuses(model, ValueError, f"(model_type '{model_type}')", "'yarn'", method=method)
+def test_an_attention_method_that_is_no_plain_softmax_is_refused_by_name() -> None:
+    model = tiny_model("gpt_neox_japanese")
+    model.gpt_neox_japanese.layers[1].attention.norm_factor *= 1.1
+    refuses(model, ValueError, "'gpt_neox_japanese'", "layer 1 computes other than", "'yarn'", method="self_extend")
+
+
+def test_layers_that_drop_keyword_arguments_are_not_run_again_in_the_backward_pass() -> None:
+    model = extend_context(tiny_model("stablelm"), method="dynamic_ntk").train()
+    logits(model, token_ids(100))
+    model.gradient_checkpointing_enable()
+    with pytest.raises(ValueError, match=r"drop keyword arguments.*gradient_checkpointing_disable"):
+        logits(model, token_ids(100))
+
+
+def test_a_failed_pass_leaves_nothing_to_layers_that_drop_keyword_arguments() -> None:
+    model = extend_context(tiny_model("stablelm"), method="dynamic_ntk")
+    expected = logits(model, token_ids(100))
+    with pytest.raises(IndexError):
+        logits(model, token_ids(100) + 128)
+    states = torch.zeros(1, 8, 64)
+    with pytest.raises(RuntimeError, match="was called without token positions"):
+        model.model.layers[0](states, position_embeddings=model.model.rotary_emb(states, torch.arange(8)[None]))
+    assert torch.equal(logits(model, token_ids(100)), expected)
 
 
 def test_a_trained_norm_after_the_rotation_is_refused_by_name() -> None:

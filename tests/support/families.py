@@ -47,8 +47,15 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 # Families that the matrices of all methods leave out: what in-attention RoPE meets in no family above.
 DEVIATING: dict[str, dict[str, Any]] = {
+    "stablelm": {},  # layers that drop keyword arguments
+    "nemotron": {},
+    "gpt_neox_japanese": {"intermediate_multiple_size": 2},  # attention in a method, not by transformers' interface
     "moshi": {"head_dim": 16, "sliding_window": 256, "ffn_dim": 96, "audio_vocab_size": 64},  # a rotary in each layer
     "doge": {},  # layers that compute with the mask
+    "got_ocr2": {  # a vision part with attention of its own
+        "text_config": {**COMMON, "model_type": "qwen2"},
+        "vision_config": {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "output_channels": 32},
+    },
 }
 
 

@@ -269,6 +269,9 @@ class SlowModel:
         self.last = config.model_type.startswith("deepseek")
         for rotary in rotaries_of(self.model):
             rotary.forward = functools.partial(_at_zero, rotary.forward)
+        for module in self.model.modules():
+            if config.model_type in BY_METHOD and hasattr(module, "_attn"):
+                module._attn = functools.partial(_slow_method, module)
         # A name without a mask of its own: attention gets none, and makes its own.
         config._attn_implementation_internal = "slow"
 
@@ -332,6 +335,15 @@ def _slow(
     # Nobody makes a mask for this attention function; Doge has a score for each key that it learned.
     assert attention_mask is None or module.config.model_type == "doge"
     return _current[-1].attend(module, query, key, value, bias=attention_mask, **kwargs).transpose(1, 2), None
+
+
+# Families whose attention is a method of its own, and not a function of transformers' interface.
+BY_METHOD = ("gpt_neox_japanese",)
+
+
+def _slow_method(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: None) -> tuple[Tensor, None]:
+    assert mask is None
+    return _current[-1].attend(module, query, key, value, scaling=query.shape[-1] ** -0.5), None
 
 
 def _at_zero(forward: Callable[..., Any], x: Tensor, position_ids: Tensor, *rest: Any) -> Any:
