@@ -126,6 +126,7 @@ class Call:
         # Values that layers share are computed by the first one that needs them.
         self._shared: dict[Any, Any] = {}
         self._given: list[tuple[Tensor, Tensor | None]] = []
+        self._elsewhere: dict[torch.device, Call] = {}
 
     def shared(self, layer: Layer, name: Any, make: Callable[[], Any]) -> Any:
         """What all layers with the table of `layer` share under `name`."""
@@ -136,7 +137,12 @@ class Call:
 
     def attend(self, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **kwargs: Any) -> Attended:
         """The attention of one layer; arguments are (batch, heads, tokens, head_dim), as in transformers."""
+        if query.device != self.positions.device:  # of a model whose layers are on several devices
+            if query.device not in self._elsewhere:
+                self._elsewhere[query.device] = Call(self.rotary, self.positions.to(query.device), self.cache)
+            return self._elsewhere[query.device].attend(module, query, key, value, mask, **kwargs)
         rotary, method, positions = self.rotary, self.rotary.untempered, self.positions
+        mask = None if mask is None else mask.to(query.device)
         layer = rotary.layers[module.layer_idx]
         tables = rotary.of(layer.label)
         mask = explicit(mask, module, query, key, kwargs.get("is_causal"))

@@ -51,6 +51,7 @@ class PositionedLayer:
                 "Start from an empty cache."
             )
         keys, values = super().update(key_states, value_states, *args, **kwargs)  # type: ignore[misc]
+        incoming = incoming.to(keys.device)
         nothing = incoming.new_empty((incoming.shape[0], 1, incoming.shape[1], 0))
         self.key_positions = self._places.update(incoming[:, None, :, None], nothing)[0][:, 0, :, 0]
         return keys, values

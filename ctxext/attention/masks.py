@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -21,6 +21,8 @@ class BlockMask:
         shape: of the whole matrix.
         make: arguments of `sdpa_mask`, without offsets and sizes.
         q_offset, kv_offset: cache slots before the first query and before the first key.
+        device: of its blocks; they are made on `make["device"]`, as its mask function may hold tensors.
+        copies: its copies on other devices.
     """
 
     causal: bool
@@ -28,6 +30,8 @@ class BlockMask:
     make: dict[str, Any]
     q_offset: int
     kv_offset: int
+    device: torch.device
+    copies: dict[torch.device, BlockMask] = field(default_factory=dict)
 
     ndim = 4
     dtype = torch.bool
@@ -36,10 +40,6 @@ class BlockMask:
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Families that compute with their mask (Doge) get the matrix."""
         return func(*tree_map_only(cls, cls.whole, args), **tree_map_only(cls, cls.whole, kwargs or {}))
-
-    @property
-    def device(self) -> torch.device:
-        return torch.device(self.make["device"])
 
     @property
     def is_causal(self) -> bool:
@@ -56,7 +56,16 @@ class BlockMask:
             kv_offset=self.kv_offset + columns.start,
             allow_is_causal_skip=False,
         )
-        return mask
+        return mask.to(self.device)
+
+    def to(self, device: Any, **kwargs: Any) -> BlockMask:
+        """For accelerate, which moves what a layer is given to the layer's device."""
+        device = torch.device(device)
+        if device == self.device:
+            return self
+        if device not in self.copies:
+            self.copies[device] = replace(self, device=device, copies={})
+        return self.copies[device]
 
     def whole(self) -> Tensor:
         return self.block(slice(0, self.shape[2]), slice(0, self.shape[3]))
@@ -99,7 +108,8 @@ def block_mask(
     }
     # transformers allows the skip for plain causal masks, and for local ones if local_size is given.
     causal = allow_is_causal_skip and (local_size is None or kv_length < local_size)
-    mask = BlockMask(causal, (batch_size, 1, q_length, kv_length), make, q_offset, kv_offset)
+    shape = batch_size, 1, q_length, kv_length
+    mask = BlockMask(causal, shape, make, q_offset, kv_offset, torch.device(device))
     return mask.whole() if fixed or tracing or (q_length == 1 and not mask.is_causal) else mask
 
 
@@ -124,7 +134,7 @@ def ranges_of(mask: BlockMask | Tensor | None) -> tuple[Tensor, Tensor] | None:
         return _one_range(mask[:, 0, 0])
     if not isinstance(mask, BlockMask) or not mask.causal:
         return None
-    (batch, _, n_queries, n_keys), device, padding = mask.shape, mask.make["device"], mask.make["attention_mask"]
+    (batch, _, n_queries, n_keys), device, padding = mask.shape, mask.device, mask.make["attention_mask"]
     low, last = torch.zeros((batch, 1), dtype=torch.long, device=device), torch.tensor(n_keys, device=device)
     if padding is not None:
         held = _one_range(padding[:, mask.kv_offset : mask.kv_offset + n_keys].to(device).bool())

@@ -52,7 +52,8 @@ class Looker:
         self.modules.append(module)
         if self.instead is not None:
             query, key = self.instead[index]
-        whole = mask.whole() if hasattr(mask, "whole") else mask
+        whole: Any = mask.whole() if hasattr(mask, "whole") else mask
+        whole = None if whole is None else whole.to(query.device)
         if self.rotary.additive_masks:
             whole = additive(whole, query.dtype)
         return self.rotary.attend(module, query, key, value, whole, **kwargs)

@@ -120,12 +120,6 @@ class RotateInAttention(Patch):
 
     def check(self, model: nn.Module) -> None:
         name = self._name(model)
-        devices = {str(device) for device in getattr(model, "hf_device_map", {}).values()} - {"cpu", "disk"}
-        if len(devices) > 1:
-            raise ValueError(
-                f"{name} is spread over {', '.join(sorted(devices))}, but in-attention RoPE needs one device. Load it "
-                "on one, or use a method that changes frequencies, such as 'yarn'."
-            )
         # Not `model`: the class of a vision part beside the text model may have attention of its own.
         base: Any = model.get_submodule(_base_of(model, standard_sites(model, self.facts)[0])[0])
         if not base._can_set_attn_implementation() and not call.own_methods(base):

@@ -215,6 +215,25 @@ def test_a_model_spread_over_a_device_and_the_cpu_is_extended_and_restored(
     assert torch.equal(logits(model, ids), stock)
 
 
+@every_form
+@every_method
+def test_a_model_that_runs_on_two_devices_is_extended_and_restored(form: Form, method: str) -> None:
+    """The last layer runs on the CPU, as the layers of `device_map="auto"` run on several GPUs."""
+    hooks = pytest.importorskip("accelerate.hooks")
+    model, ids = form.model(), form.ids()
+    last, above = model.model.layers[-1].to("cpu"), model.model.norm
+    for module, device in ((last, "cpu"), (above, form.device)):
+        hooks.add_hook_to_module(module, hooks.AlignDevicesHook(execution_device=device))
+    stock = logits(model, ids)
+    extend_context(model, 4, method)
+    whole = logits(extend_context(form.model(), 4, method), ids)
+    assert off(logits(model, ids), whole) <= FLOAT32_BAR
+    n = form.trained
+    assert off(in_chunks(model, ids, [n, 1, 1, ids.shape[1] - n - 2]), whole) <= FLOAT32_BAR
+    restore_context(model)
+    assert torch.equal(logits(model, ids), stock)
+
+
 # --------------------------------------------------------------------- compiled, and with CUDA graphs
 
 

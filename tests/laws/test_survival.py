@@ -16,7 +16,8 @@ import peft
 import pytest
 import torch
 from families import LENGTH, logits, tiny_config, tiny_model, token_ids
-from live import METHODS, arguments, assert_unchanged, rotary_of, same, snapshot, starve, text_config
+from live import METHODS, arguments, assert_unchanged, late, rotary_of, same, snapshot, starve, text_config
+from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import (
     AutoModelForCausalLM,
     ChameleonConfig,
@@ -26,6 +27,7 @@ from transformers import (
 )
 
 from ctxext import extend_context, load, restore_context
+from ctxext.attention import call, softmax
 from ctxext.core.apply import extension_of
 from ctxext.methods import Paper, RopeScaling, over_lengths, register
 
@@ -776,6 +778,32 @@ def test_late_a_dispatched_model_is_extended_and_restored(
     assert torch.equal(logits(model, IDS), logits(rotated(method, family), IDS))
     restore_context(model)
     assert torch.equal(logits(model, IDS), stock)
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("method", ["dynamic_ntk", "longrope", "self_extend", "dca"])
+def test_late_every_operation_is_on_one_of_two_devices(method: str, padded: bool, monkeypatch: Any) -> None:
+    """Tensors without values know their device, so no second one is needed, and an operation on both raises."""
+    model, devices = tiny_model("llama"), [torch.device("cpu"), torch.device("lazy:0")]
+    extend_context(model, method=late(method, model))
+    # What depends on values: tiles, and the runs of queries on one rung.
+    monkeypatch.setattr(softmax.Softmax, "fused", lambda *_: False)
+    monkeypatch.setattr(call, "_runs", lambda rungs: [(0, 70), (70, rungs.shape[1])])
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.no_grad():
+        for path, module in model.named_modules():
+            device = devices[".layers.1" in path]
+            for held in (module._parameters, module._buffers):
+                tensors = {name: tensor for name, tensor in held.items() if tensor is not None}
+                held.update({name: mode.from_tensor(each.detach()).to(device) for name, each in tensors.items()})
+        parts = zip([*model.model.layers, model.model.norm], [*devices, devices[0]])
+        for module, device in parts:  # as accelerate moves what a module is given
+            accelerate.hooks.add_hook_to_module(module, accelerate.hooks.AlignDevicesHook(execution_device=device))
+        ids, mask = torch.zeros(2, 150, dtype=torch.long), torch.ones(2, 1, 150, 150, dtype=torch.bool).tril()
+        output = model(input_ids=ids, attention_mask=mask if padded else None, use_cache=True)
+        assert output.logits.device == devices[0]
+        output = model(input_ids=ids[:, :1], past_key_values=output.past_key_values, use_cache=True)
+        for layer, device in zip(output.past_key_values.layers, devices):
+            assert layer.keys.device == layer.key_positions.device == device
 
 
 @rotating
