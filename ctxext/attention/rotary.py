@@ -124,7 +124,9 @@ class InAttentionRotary(ExtendedRotary):
 
         @torch.no_grad()
         def forward(self: Any, x: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
-            return plain(self, x, torch.zeros_like(position_ids), *args, **kwargs)
+            found = plain(self, x, torch.zeros_like(position_ids), *args, **kwargs)
+            # PhiMoE multiplies cos and sin by a field of its config.
+            return (torch.ones_like(found[0]), found[1]) if isinstance(found, tuple) else found
 
         return forward
 

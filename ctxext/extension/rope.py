@@ -291,7 +291,6 @@ def _refuse_in_attention(facts: ContextFacts, existing: Existing, method: RopeMe
             config, "is_encoder_decoder", False
         ),
         "has a sin/cos table in each layer, which in-attention RoPE does not support": family.sin_cos_tables,
-        f"{family.refuse_in_attention}, which in-attention RoPE does not support": family.refuse_in_attention,
         "scales its softmax by mscale_all_dim, which in-attention RoPE does not replace": (
             existing == "replace" and facts.softmax_factor != 1.0
         ),

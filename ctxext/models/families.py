@@ -28,7 +28,6 @@ class Family:
         mscale_keys: parameters that multiply cos and sin instead of `attention_factor`.
         norm_after_rope: queries and keys are normalised after rotation, so an attention factor has no effect (unless
             the config sets use_qk_norm=False).
-        refuse_in_attention: why the family does not support in-attention RoPE.
         no_positions: the family has no position encoding with a length limit.
         version_4_names: keys of `rope_parameters` with another top-level name in transformers 4.
     """
@@ -41,7 +40,6 @@ class Family:
     softmax_mscale: bool = False
     mscale_keys: tuple[str, ...] = ()
     norm_after_rope: bool = False
-    refuse_in_attention: str | None = None
     no_positions: bool = False
     version_4_names: dict[str, str] = field(default_factory=dict)
 
@@ -58,10 +56,7 @@ FAMILIES: dict[str, Family] = {
     "gpt_neox": Family(version_4_names=_NEOX_NAMES),
     "gpt_neox_japanese": Family(version_4_names=_NEOX_NAMES),
     # Its forward recomputes the table from the config, ignores the long factors, and multiplies by these.
-    "phimoe": Family(
-        mscale_keys=("short_mscale", "long_mscale"),
-        refuse_in_attention="recomputes its frequencies in every forward pass",
-    ),
+    "phimoe": Family(mscale_keys=("short_mscale", "long_mscale")),
     # Its theta is also in layer_rope_theta, so a raised rope_theta would be ignored.
     **{name: Family(rope_types=frozenset({"linear", "yarn", "llama3", "longrope"})) for name in (
         "granite_swa", "granitemoe_swa",

@@ -22,6 +22,7 @@ from ctxext.encodings.rope import RopeGeometry
 from ctxext.methods import RopeMethod, geometry_in_use
 from ctxext.methods.change import neutral, score_change
 from ctxext.models.context import ContextFacts
+from ctxext.models.families import family_of
 from ctxext.models.rope_tables import label_of_layer, slides_over
 from ctxext.models.text_config import text_config_of
 from ctxext.patches.rotary import RotarySite, standard_sites
@@ -282,10 +283,13 @@ class RotateInAttention(Patch):
 
     @property
     def _in_use(self) -> dict[str, RopeGeometry]:
-        return {
-            table.label: geometry_in_use(table.of_turning_pairs, table.rotary_dim, table.limit, within=True)
-            for table in self.facts.tables
-        }
+        found = {}
+        for table in self.facts.tables:
+            rope = geometry_in_use(table.of_turning_pairs, table.rotary_dim, table.limit, within=True)
+            for key in family_of(self.facts.text_config).mscale_keys[:1]:  # of short calls
+                rope = replace(rope, attention_factor=table.parameters.get(key, rope.attention_factor))
+            found[table.label] = rope
+        return found
 
     def _name(self, model: nn.Module) -> str:
         return f"{type(model).__name__} (model_type {self.facts.text_config.model_type!r})"

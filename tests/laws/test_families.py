@@ -239,7 +239,6 @@ def test_scaling_of_one_type_of_layer_is_there_already(existing: Any) -> None:
     ("model_type", "reason"),
     [
         ("gptj", "a sin/cos table in each layer"),
-        ("phimoe", "recomputes its frequencies"),
     ],
 )
 def test_what_cannot_be_rotated_late_says_why(model_type: str, reason: str, method: str) -> None:
@@ -548,6 +547,21 @@ def test_pairs_in_an_order_of_their_own_are_each_scaled_as_themselves() -> None:
 
 
 # --------------------------------------------------------------------------- what the rows say is so
+
+
+def test_phimoe_multiplies_by_a_field_of_its_config_until_it_rotates_in_attention() -> None:
+    scaled: Any = {
+        "rope_type": "longrope", "rope_theta": 1e6, "factor": 2.0, "original_max_position_embeddings": LENGTH // 2,
+        "short_factor": [1.0] * 8, "long_factor": [2.0] * 8, "short_mscale": 1.243, "long_mscale": 1.243,
+    }  # fmt: skip
+    model = build("phimoe", rope_parameters=scaled)
+    before = snapshot(model)
+    found = extend_context(model, 4, "self_extend", existing="replace").context_extension.proof
+    assert max(found.rotation_error, found.output_error) < 1e-5
+    plain = extend_context(build("phimoe"), 4, "self_extend", original_max_position_embeddings=LENGTH // 2)
+    torch.testing.assert_close(logits(model, IDS), logits(plain, IDS), rtol=0, atol=1e-4)
+    restore_context(model)
+    assert_unchanged(model, before)
 
 
 def test_phimoe_never_uses_its_long_factors() -> None:
