@@ -36,6 +36,7 @@ class Looker:
         seen: the recorded queries and keys, by layer.
         modules: the layers' modules.
         instead: queries and keys to substitute, by layer, so that every layer has the same inputs in both passes.
+        repeated: a layer that ran several times, on other keys.
         dropped: whether a layer did not pass the keyword argument on to attention.
     """
 
@@ -45,9 +46,13 @@ class Looker:
         self.modules: list[nn.Module] = []
         self.instead = instead
         self.dropped = False
+        self.repeated: int | None = None
 
     def attend(self, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **kwargs: Any) -> Any:
         index = module.layer_idx
+        # DiffLlama attends twice in a layer, with other values.
+        if index in self.seen and not torch.equal(self.seen[index][1], key):
+            self.repeated = index
         self.seen[index] = query, key
         self.modules.append(module)
         if self.instead is not None:

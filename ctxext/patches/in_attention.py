@@ -184,11 +184,10 @@ class RotateInAttention(Patch):
         with _as_built(before.sites):
             rotated = self._run(model, proof.look, base, before.inputs, looker)
         attending = {*looker.modules}
-        if len(looker.modules) > len(rotated):
+        if looker.repeated is not None:
             raise ValueError(
-                f"{self._name(model)} runs {len(rotated)} layers {len(looker.modules)} times in a forward pass, but "
-                "in-attention RoPE needs every layer to run once. Use a method that changes frequencies, such as "
-                "'yarn'."
+                f"{self._name(model)} runs layer {looker.repeated} several times in a forward pass, but in-attention "
+                "RoPE needs every layer to run once. Use a method that changes frequencies, such as 'yarn'."
             )
         others = {path: one for path, one in before.reading.items() if attending.isdisjoint(one.modules())}
         self._refuse_readers(model, others)

@@ -517,7 +517,7 @@ def test_a_family_that_cannot_rotate_late_is_refused_by_name(family: str, method
 @pytest.mark.parametrize("method", ["dynamic_ntk", "self_extend"])
 def test_layers_that_run_several_times_are_refused_by_name(method: str) -> None:
     model = small_model("hrm_text", "causal")
-    refuses(model, ValueError, "(model_type 'hrm_text')", "runs 2 layers 16 times", "'yarn'", method=method)
+    refuses(model, ValueError, "(model_type 'hrm_text')", "runs layer 1 several times", "'yarn'", method=method)
 
 
 def test_an_attention_method_that_is_no_plain_softmax_is_refused_by_name() -> None:

@@ -52,6 +52,7 @@ DEVIATING: dict[str, dict[str, Any]] = {
     "gpt_neox_japanese": {"intermediate_multiple_size": 2},  # attention in a method, not by transformers' interface
     "moshi": {"head_dim": 16, "sliding_window": 256, "ffn_dim": 96, "audio_vocab_size": 64},  # a rotary in each layer
     "phimoe": {"num_local_experts": 4},  # frequencies computed again in every pass
+    "diffllama": {},  # layers that attend twice, with other values
     "doge": {},  # layers that compute with the mask
     "got_ocr2": {  # a vision part with attention of its own
         "text_config": {**COMMON, "model_type": "qwen2"},
