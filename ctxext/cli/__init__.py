@@ -8,6 +8,7 @@ import importlib
 import os
 import re
 import sys
+from collections.abc import Sequence
 from typing import Annotated, NoReturn
 
 import typer
@@ -92,14 +93,19 @@ def version() -> None:
     print(__version__)
 
 
-def app() -> None:
-    """Run the command line; expected errors are printed without a traceback."""
+def app(pressed: Sequence[int] = ()) -> None:
+    """Run the command line; expected errors are printed without a traceback.
+
+    `pressed` is not empty once Ctrl-C was pressed, which libraries may swallow or turn into an error.
+    """
     # At exit Python would spend a second on garbage collection of torch and transformers.
     atexit.register(gc.freeze)
     try:
         # Otherwise typer prints usage errors itself, in a box.
         code = commands(prog_name="ctxext", standalone_mode=False)
     except (ValueError, RuntimeError, OSError, ImportError, ArithmeticError, SafetensorError) as error:
+        if pressed:
+            raise
         said = re.sub(r"^\[Errno -?\d+\] ", "", str(error)) or type(error).__name__
         if isinstance(error, OSError) and error.filename is not None:  # Python's own
             said = f"{error.filename} cannot be read or written ({error.strerror}). Pass another path."
@@ -109,12 +115,12 @@ def app() -> None:
             said = in_flags(said)
         _end(said, 1, error)
     except Exception as error:
-        if not hasattr(error, "format_message"):  # typer's, from a module that depends on its version
+        if pressed or not hasattr(error, "format_message"):  # typer's, from a module that depends on its version
             raise
         if type(error).__name__ == "NoArgsIsHelpError":  # the help is printed
             raise SystemExit(2) from None
         _end(one_line_of(error), getattr(error, "exit_code", 2), error)
-    if code == 130:  # Ctrl-C, which typer turns into an exit code
+    if code == 130 and not pressed:  # Ctrl-C, which typer turns into an exit code
         say("interrupted")
     raise SystemExit(code if isinstance(code, int) else 0)
 

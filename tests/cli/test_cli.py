@@ -233,6 +233,16 @@ def test_an_interrupt_while_torch_is_imported_ends_in_one_line() -> None:
     assert (run.returncode, run.stderr) == (130, "interrupted\n")
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("then", ["pass", "raise ImportError('cut')", "raise ValueError('cut')"])
+def test_ctrl_c_that_an_import_swallows_ends_the_command(then: str, tmp_path: Path) -> None:
+    (tmp_path / "swallows.py").write_text(
+        f"import os, signal\ntry:\n    os.kill(os.getpid(), signal.SIGINT)\nexcept BaseException:\n    {then}\n"
+    )
+    run = ctxext("--import", "swallows", "version", cwd=tmp_path)
+    assert (run.returncode, run.stderr) == (130, "interrupted\n")
+
+
 # ------------------------------------------------------------------------------------ arguments, and flags
 
 
