@@ -145,7 +145,8 @@ class Choice:
         worse: why it is not recommended: its retrieval accuracy is worse than the baseline's, or its loss is and it
             does not find more (`Comparison.suffices`).
         helps: whether its retrieval accuracy is higher, or its loss lower, than the baseline's, or that is unknown.
-        needed: by measure, the number of independent texts that significance would need, if there were fewer.
+        needed: by measure, the number of independent texts that significance would need and the number that there is,
+            if that is smaller.
         family: how many comparisons the p-values are adjusted for.
         started: the number of candidates.
     """
@@ -158,7 +159,7 @@ class Choice:
     gain: Comparison | None
     worse: Comparison | None
     helps: bool
-    needed: dict[str, int]
+    needed: dict[str, tuple[int, int]]
     family: int
     started: int
 
@@ -255,7 +256,7 @@ def choose(summary: Summary, candidates: Sequence[str], left: int = 0) -> Choice
         gain=next(filter(_is_better, against), next(iter(against), None)),
         worse=worse.get(chosen),
         helps=tests.helps(chosen),
-        needed={measure: needed for measure in measures if tests.texts(measure) < needed},
+        needed={measure: (needed, held) for measure in measures if (held := tests.texts(measure)) < needed},
         family=tests.family,
         started=len(candidates) + left,
     )
@@ -353,7 +354,7 @@ def reasons(summary: Summary, choice: Choice) -> list[str]:
         what = "That" if gain.measure == ACCURACY else f"Its {LOSS}"
         said.append(
             f"{what} is {gain.shown} against the baseline (p = {gain.p:.2g})"
-            f"{'' if sure else ', no evidence that it helps'}."
+            f"{'' if sure else ', which is not significant'}."
         )
     elif summary.cannot_run and not choice.worse:
         said.append(f"The baseline was not measured there: {summary.cannot_run}.")
@@ -364,8 +365,8 @@ def reasons(summary: Summary, choice: Choice) -> list[str]:
         said.append(f"Tied with {', '.join(choice.tied)}: {name} {comes} because {choice.decided}.")
         said += [
             f"No difference in {measure} can be significant with fewer than {texts} independent "
-            f"{'texts' if measure == ACCURACY else 'windows'}."
-            for measure, texts in choice.needed.items()
+            f"{'texts' if measure == ACCURACY else 'windows'}; there {'is' if held == 1 else 'are'} {held}."
+            for measure, (texts, held) in choice.needed.items()
         ]
     if choice.behind:
         shown = [
