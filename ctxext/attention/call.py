@@ -262,7 +262,6 @@ class Call:
                 kept[:, :, moved] = turned(key[:, :, moved], moved, ("moved keys", n_keys))
         else:
             kept = store.rotated = turned(key, slice(None), ("keys", n_keys))
-            store._rotated_room = None
         store.state = state
         return kept
 

@@ -1,12 +1,14 @@
 """Cache layers that store the positions of their keys, derived from any of transformers' own.
 
 The class of a layer is replaced by a subclass, so storing, cropping, reordering and quantising still work. Positions
-are stored in a second layer of the same kind, which follows every step.
+are stored in a second layer of the same kind, which follows every step. transformers' dynamic layer copies all keys and
+values at every token; ours appends in place.
 """
 
 from __future__ import annotations
 
 import functools
+from collections import defaultdict
 from typing import Any
 
 import torch
@@ -20,6 +22,29 @@ from transformers.cache_utils import (
     StaticLayer,
     StaticSlidingWindowLayer,
 )
+
+
+class Room:
+    """Slots of shape (batch, heads, slot, dim), more than are filled, so that most tokens are appended in place."""
+
+    def __init__(self) -> None:
+        self.slots: Tensor | None = None
+        self.filled: Tensor | None = None
+
+    def append(self, held: Tensor, new: Tensor) -> Tensor:
+        """`held` and then `new`. Tensors that earlier calls returned keep their values.
+
+        If `held` is not what the last call returned (it was cropped, reordered or moved), it is copied to new slots.
+        """
+        first, stop, slots = held.shape[2], held.shape[2] + new.shape[2], self.slots
+        usable = slots is not None and held is self.filled and stop <= slots.shape[2] and new.dtype == slots.dtype
+        if slots is None or not usable or (slots.is_inference() and not torch.is_inference_mode_enabled()):
+            shape, dtype = (*held.shape[:2], stop + 16 + stop // 64, held.shape[3]), (held.dtype, new.dtype)
+            self.slots = slots = held.new_empty(shape, dtype=torch.promote_types(*dtype))
+            slots[:, :, :first] = held
+        slots[:, :, first:stop] = new
+        self.filled = slots[:, :, :stop]
+        return self.filled
 
 
 class PositionedLayer:
@@ -38,8 +63,11 @@ class PositionedLayer:
     key_positions: Tensor
     rotated: Tensor | None
     state: Tensor | None
-    _rotated_room: Tensor | None
+    keys: Tensor
+    values: Tensor
+    _appends: bool
     _places: CacheLayerMixin
+    _rooms: defaultdict[str, Room]
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         incoming, self.incoming = self.incoming, None
@@ -50,30 +78,36 @@ class PositionedLayer:
                 f"this cache was filled under {self.owner}, but the model is no longer extended in that way. "
                 "Start from an empty cache."
             )
-        keys, values = super().update(key_states, value_states, *args, **kwargs)  # type: ignore[misc]
-        incoming = incoming.to(keys.device)
+        appending = self._appends and int(self._places.get_seq_length())
+        incoming = incoming.to(key_states.device)
         nothing = incoming.new_empty((incoming.shape[0], 1, incoming.shape[1], 0))
         self.key_positions = self._places.update(incoming[:, None, :, None], nothing)[0][:, 0, :, 0]
-        return keys, values
+        # With gradients, a graph may hold the keys, and an append in place would count as a change of them.
+        if not appending or torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return super().update(key_states, value_states, *args, **kwargs)  # type: ignore[misc]
+        self.keys = self._rooms["keys"].append(self.keys, key_states)
+        self.values = self._rooms["values"].append(self.values, value_states)
+        return self.keys, self.values
 
     def append_rotated(self, new: Tensor) -> Tensor:
-        """Append one key to the rotated copy, in place if there is room; returns the copy."""
+        """Append keys to the rotated copy; returns the copy."""
         assert self.rotated is not None
-        n_keys, room = self.rotated.shape[2], self._rotated_room
-        frozen = room is not None and room.is_inference() and not torch.is_inference_mode_enabled()
-        if room is None or frozen or n_keys == room.shape[2]:
-            # With spare room, so that few steps need a copy.
-            shape = (*self.rotated.shape[:2], n_keys + 64 + n_keys // 32, self.rotated.shape[3])
-            self._rotated_room = room = self.rotated.new_empty(shape)
-            room[:, :, :n_keys] = self.rotated
-        room[:, :, n_keys : n_keys + 1] = new
-        self.rotated = room[:, :, : n_keys + 1]
+        self.rotated = self._rooms["rotated"].append(self.rotated, new)
         return self.rotated
+
+    def forget_copies(self) -> None:
+        """Drop the rotated copy, and free slots."""
+        self.rotated = self.state = None
+        self._rooms = defaultdict(Room)
+
+    def offload(self) -> None:
+        self._rooms = defaultdict(Room)  # which would keep keys and values on the device
+        super().offload()  # type: ignore[misc]
 
 
 def _followed(name: str) -> Any:
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        self.rotated = self.state = self._rotated_room = None
+        self.forget_copies()
         getattr(self._places, name)(*args, **kwargs)
         return getattr(super(type(self), self), name)(*args, **kwargs)
 
@@ -94,6 +128,7 @@ def positioned(base: type[CacheLayerMixin]) -> type[CacheLayerMixin]:
     members |= {
         "__module__": __name__,
         "_layer_type": None,
+        "_appends": base.update is DynamicLayer.update,
         "__reduce_ex__": lambda self, protocol: (_blank, (base,), self.__dict__),
     }
     return type(f"Positioned{base.__name__.lstrip('_')}", (PositionedLayer, base), members)
@@ -155,7 +190,7 @@ def expect(cache: Cache, positions: Tensor, owner: str, n_layers: int) -> None:
             new = _blank(type(layer))
             new.__dict__.update(layer.__dict__)
             new.owner, new._places = owner, _places_for(layer)
-            new.rotated = new.state = new._rotated_room = None
+            new.forget_copies()
             layer = cache.layers[index] = new
         else:
             continue  # linear attention has no keys

@@ -22,7 +22,7 @@ from transformers import DynamicCache, QuantizedCache, StaticCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, StaticLayer, StaticSlidingWindowLayer
 
 from ctxext.attention import softmax, tiles
-from ctxext.attention.keys import stock_class
+from ctxext.attention.keys import Room, stock_class
 
 ROOM = N_TOKENS + 9
 CACHES = {
@@ -274,6 +274,75 @@ def test_a_rotated_copy_changes_no_number(method: str) -> None:
         model = extended(name)
         found.append(read(model, batch, DynamicCache(config=model.config), CHUNKS)[batch["attention_mask"].bool()])
     torch.testing.assert_close(found[0], found[1], rtol=0, atol=1e-9)
+
+
+# ------------------------------------------------------------------------ tokens appended in place
+
+
+def decoded(n_tokens: int):
+    """A model, and a cache that holds `n_tokens` of a row, of which all but twenty were appended one by one."""
+    model, cache = extended("dynamic_ntk"), DynamicCache()
+    read(model, {"input_ids": rows()[0][None]}, cache, [20, *[1] * (n_tokens - 20)])
+    return model, cache
+
+
+def test_a_token_is_appended_in_place() -> None:
+    model, cache = decoded(100)
+    before = cache.layers[0].keys, cache.layers[0].values
+    held = [tensor.clone() for tensor in before]
+    read(model, {"input_ids": rows()[0][None]}, cache, [1])
+    for old, copy_, new in zip(before, held, (cache.layers[0].keys, cache.layers[0].values)):
+        assert new.shape[2] == 101
+        assert new.data_ptr() == old.data_ptr()
+        assert torch.equal(old, copy_)
+
+
+def test_a_step_back_to_an_earlier_tensor_leaves_the_later_one_alone() -> None:
+    """As a snapshot of a cache is put back: both continuations are right, and the first one's keys stay."""
+    model, cache = decoded(60)
+    snapshot = [(layer.keys, layer.values) for layer in cache.layers]
+    read(model, {"input_ids": rows()[0][None]}, cache, [1])
+    later = [layer.keys.clone() for layer in cache.layers], [layer.keys for layer in cache.layers]
+    for layer, (keys, values) in zip(cache.layers, snapshot):
+        layer.keys, layer.values = keys, values
+        layer._places.crop(-1)
+    kept, new = [rows()[0][:60]], new_tokens(1)
+    assert_rows(follow(model, cache, kept, new), continued("dynamic_ntk", kept, new))
+    assert all(map(torch.equal, *later))
+
+
+def test_a_graph_keeps_the_keys_that_it_saw() -> None:
+    """Tokens appended without gradients, one with them, one without; then the gradient is taken."""
+    model, cache = decoded(60)
+    want = torch.autograd.grad(model(rows()[0][None, :61]).logits[0, -1].square().sum(), model.lm_head.weight)
+    loss = model(rows()[0][None, 60:61], past_key_values=cache).logits[0, -1].square().sum()
+    read(model, {"input_ids": rows()[0][None]}, cache, [1, 1])
+    torch.testing.assert_close(torch.autograd.grad(loss, model.lm_head.weight), want, rtol=0, atol=1e-6)
+
+
+def test_slots_written_in_inference_mode_are_left_there() -> None:
+    model, cache = extended("dynamic_ntk"), DynamicCache()
+    with torch.inference_mode():
+        read(model, {"input_ids": rows()[0][None]}, cache, [20, *[1] * 80])
+    found = read(model, {"input_ids": rows()[0][None]}, cache, [1] * 80)
+    assert_rows(found, [truth("dynamic_ntk")[0][100:]])
+
+
+def test_another_number_of_rows_is_refused_as_transformers_does() -> None:
+    model, cache = decoded(60)
+    cache.batch_repeat_interleave(2)
+    read(model, {"input_ids": rows()[0][None].expand(2, -1)}, cache, [1])
+    with pytest.raises(RuntimeError, match="Sizes of tensors must match"):
+        read(model, {"input_ids": rows()[0][None]}, cache, [1])
+    assert int(cache.get_seq_length()) == 61
+
+
+def test_another_dtype_is_promoted_as_transformers_does() -> None:
+    halves, singles = torch.ones(1, 1, 3, 2, dtype=torch.bfloat16), torch.full((1, 1, 1, 2), 1 / 3)
+    room = Room()
+    found = room.append(room.append(halves, halves), singles)
+    assert torch.equal(found, torch.cat([halves, halves, singles], dim=2))
+    assert found.dtype == torch.float32
 
 
 def test_storing_positions_leaves_the_stock_layers_alone() -> None:
