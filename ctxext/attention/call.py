@@ -250,7 +250,7 @@ class Call:
         n_keys = key.shape[2]
         if store is None:
             # All layers share one buffer.
-            make = functools.partial(torch.empty, key.shape, dtype=torch.float32, device=key.device)
+            make = functools.partial(key.new_empty, key.shape)
             tracked = torch.is_grad_enabled() or torch.compiler.is_compiling()
             room = None if tracked else self.shared(layer, ("room", key.shape, key.device), make)
             return turned(key, slice(None), ("keys", n_keys), room)

@@ -14,6 +14,9 @@ from ctxext.core.rotary_module import ExtendedRotary, of_label
 from ctxext.encodings.rope import RopeGeometry
 from ctxext.methods import RopeMethod, RopeScaling
 
+# Numbers of a tile that is rotated at once on a CPU: 512 KiB in float32.
+TILE = 2**17
+
 
 @dataclass(frozen=True)
 class Convention:
@@ -206,30 +209,34 @@ def rotate(
     """Rotate the first 2 · pair dimensions of each head (or the last), in float32; the others are unchanged.
 
     Args:
-        room: a float32 buffer for the result, used if no gradient is needed.
+        room: a buffer for the result, used if no gradient is needed.
     """
     cos, sin = cos_sin[0][:, None], cos_sin[1][:, None] * convention.sign
     n_pairs, dim = cos.shape[-1], x.shape[-1]
-    exact = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+    exact = torch.promote_types(x.dtype, torch.float32)
     turning = slice(dim - 2 * n_pairs, dim) if convention.last else slice(0, 2 * n_pairs)
     still = slice(0, dim - 2 * n_pairs) if convention.last else slice(2 * n_pairs, dim)
-    first, second = _of_pairs(exact[..., turning], convention)
     if torch.is_grad_enabled() or torch.compiler.is_compiling():
+        first, second = _of_pairs(x[..., turning].to(exact), convention)
         turned = [first * cos - second * sin, second * cos + first * sin]
         if convention.pairs == "interleaved":
             turned = [torch.stack(turned, dim=-1).flatten(-2)]
-        whole = [exact[..., still], *turned] if convention.last else [*turned, exact[..., still]]
-        return torch.cat(whole, dim=-1).to(x.dtype)
-    # The same without intermediate tensors, in pieces that fit a core's cache.
-    result = room if room is not None and exact.dtype == room.dtype else exact.new_empty(exact.shape)
-    step = 512 if x.device.type == "cpu" else x.shape[2]
+        turned = [each.to(x.dtype) for each in turned]
+        return torch.cat([x[..., still], *turned] if convention.last else [*turned, x[..., still]], dim=-1)
+    # The same without intermediate tensors, in tiles that fit a core's cache.
+    result = x.new_empty(x.shape) if room is None else room
+    step = max(16, TILE // (x.shape[0] * x.shape[1] * dim)) if x.device.type == "cpu" else max(1, x.shape[2])
     for start in range(0, x.shape[2], step):
-        one, other, c, s, out = (t[:, :, start : start + step] for t in (first, second, cos, sin, result))
-        low, high = _of_pairs(out[..., turning], convention)
-        torch.mul(one, c, out=low).addcmul_(other, s, value=-1)
-        torch.mul(other, c, out=high).addcmul_(one, s)
-    result[..., still] = exact[..., still]
-    return result.to(x.dtype)
+        tile, c, s, out = (t[:, :, start : start + step] for t in (x, cos, sin, result))
+        whole = tile[..., turning].to(exact)
+        turned_tile = out[..., turning] if x.dtype == exact else torch.empty_like(whole)
+        (first, second), (low, high) = _of_pairs(whole, convention), _of_pairs(turned_tile, convention)
+        torch.mul(first, c, out=low).addcmul_(second, s, value=-1)
+        torch.mul(second, c, out=high).addcmul_(first, s)
+        if x.dtype != exact:
+            out[..., turning] = turned_tile
+    result[..., still] = x[..., still]
+    return result
 
 
 def _of_pairs(x: Tensor, convention: Convention) -> tuple[Tensor, Tensor]:
