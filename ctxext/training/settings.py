@@ -84,9 +84,9 @@ class ExtensionSettings(Section):
             method = make_method(method, self.factor or 4.0, **options)
         if isinstance(method, RopeMethod) and method.in_attention:
             raise ValueError(
-                f"{self.method} is length-dependent, which config.json cannot express, so an adapter would not reload "
-                "on its base. Freeze it at the training length (options.length, in tokens), or use a static method, "
-                "such as yarn."
+                f"{self.method} is length-dependent, which config.json cannot express, so plain PEFT would load an "
+                "adapter on an unextended base. Freeze it at the training length (options.length, in tokens), use a "
+                "static method, such as yarn, or train a model of ctxext.extend_context in a loop of your own."
             )
         return self
 

@@ -62,7 +62,7 @@ def test_a_row_never_feels_its_neighbours(method: str) -> None:
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize("method", ["dynamic_ntk", "longrope_start", "self_extend", "rerope", "dca"])
+@pytest.mark.parametrize("method", METHODS)
 def test_gradients_are_those_of_the_slow_truth(method: str, checkpointing: bool, monkeypatch) -> None:
     monkeypatch.setattr(softmax, "SCORES", 1)  # blocks of 16 queries
     ids = rows()[1][:100]
