@@ -460,6 +460,11 @@ class BeforeForward:
                 f"the attention implementation was set to {base.config._attn_implementation!r} after the model was "
                 "extended, so no query or key would be rotated. Call restore_context(model), set it, and extend again."
             )
+        if given.get("cache") is not None:  # whose blocks attention itself fills, with keys that it takes for rotated
+            raise ValueError(
+                f"in-attention RoPE does not support the {type(given['cache']).__name__} of continuous batching. Call "
+                "model.generate, or use a method that changes frequencies, such as 'yarn'."
+            )
         tokens = given.get("input_ids")
         if tokens is None:
             tokens = given["inputs_embeds"]

@@ -18,8 +18,14 @@ from in_attention_reference import (
     slow_model,
     truth,
 )
-from transformers import DynamicCache, QuantizedCache, StaticCache
-from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, StaticLayer, StaticSlidingWindowLayer
+from transformers import Cache, DynamicCache, QuantizedCache, StaticCache
+from transformers.cache_utils import (
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    QuantizedLayer,
+    StaticLayer,
+    StaticSlidingWindowLayer,
+)
 
 from ctxext.attention import softmax, tiles
 from ctxext.attention.keys import Room, stock_class
@@ -127,6 +133,43 @@ def test_a_quantised_cache_is_exact_in_its_own_keys(method: str) -> None:
         want = slow(row)
     assert_rows(found, [want])
     assert float((want - truth(method)[0]).abs().max()) > 0.01
+
+
+class LosslessLayer(QuantizedLayer):
+    """A layer of the kind of quanto's and HQQ's: the last tokens wait in full precision until there are enough."""
+
+    def __init__(self) -> None:
+        super().__init__(residual_length=7)
+
+    def _quantize(self, tensor: torch.Tensor, axis: int) -> torch.Tensor:
+        return tensor.clone()
+
+    def _dequantize(self, q_tensor: torch.Tensor) -> torch.Tensor:
+        return q_tensor
+
+
+@pytest.mark.parametrize("method", KINDS)
+def test_a_quantised_cache_that_keeps_the_last_tokens_apart(method: str) -> None:
+    model, batch = extended(method), padded(rows(), "left")
+    cache = Cache(layers=[LosslessLayer(), LosslessLayer()])
+    assert_rows(read(model, batch, cache, CHUNKS), truth(method), batch["attention_mask"])
+    assert all(stock_class(layer) is LosslessLayer for layer in cache.layers)
+
+
+@pytest.mark.parametrize("method", ["dynamic_ntk", "self_extend_copy"])
+def test_layers_are_moved_off_the_device_after_each_update(method: str) -> None:
+    """As an offloaded cache does, for which transformers needs CUDA: no slot stays behind."""
+
+    class Offloading(DynamicCache):
+        def update(self, key_states, value_states, layer_idx, *args, **kwargs):
+            self.layers[layer_idx].prefetch()
+            found = super().update(key_states, value_states, layer_idx, *args, **kwargs)
+            self.layers[layer_idx].offload()
+            return found
+
+    model, batch, cache = extended(method), padded(rows(), "left"), Offloading()
+    assert_rows(read(model, batch, cache, CHUNKS), truth(method), batch["attention_mask"])
+    assert not any({"keys", "values"} & layer._rooms.keys() for layer in cache.layers)
 
 
 # ---------------------------------------------------------------------- what is done to a cache

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import math
+import re
 from typing import Any
 
 import numpy as np
@@ -576,27 +577,46 @@ def test_an_encoder_decoder_is_refused() -> None:
             plan_extension(config, method=method)
 
 
-def test_another_attention_implementation_is_refused_with_the_remedy(llama: Any) -> None:
-    llama.set_attn_implementation("flex_attention")
+@pytest.mark.parametrize("name", ["flex_attention", "paged|eager", "flash_attention_2", "flash_attention_3"])
+def test_another_attention_implementation_is_refused_with_the_remedy(llama: Any, name: str) -> None:
+    llama.config._attn_implementation_internal = name  # transformers refuses those without a kernel
     before = snapshot(llama, run=False)
-    with pytest.raises(ValueError, match=r"uses 'flex_attention'.*sdpa or eager.*set_attn_implementation\('sdpa'\)"):
+    with pytest.raises(
+        ValueError, match=rf"uses '{re.escape(name)}'.*sdpa or eager.*set_attn_implementation\('sdpa'\)"
+    ):
         extend_context(llama, method="self_extend")
     assert_unchanged(llama, before)
     llama.set_attn_implementation("sdpa")
     extend_context(llama, method="self_extend")
 
 
-@pytest.mark.parametrize("method", ["dynamic_ntk", "self_extend"])
-def test_another_attention_implementation_set_later_is_refused_at_the_next_pass(llama: Any, method: str) -> None:
+@pytest.mark.parametrize(
+    ("method", "name"), [("dynamic_ntk", "eager"), ("self_extend", "flex_attention"), ("dynamic_ntk", "paged|eager")]
+)
+def test_another_attention_implementation_set_later_is_refused_at_the_next_pass(
+    llama: Any, method: str, name: str
+) -> None:
     extend_context(llama, method=method)
-    llama.set_attn_implementation("eager")
-    with pytest.raises(RuntimeError, match=r"was set to 'eager' after the model was extended.*restore_context"):
+    llama.set_attn_implementation(name)
+    with pytest.raises(RuntimeError, match=rf"was set to '{re.escape(name)}' after the model was .*restore_context"):
         logits(llama, token_ids(100))
     restore_context(llama)
-    assert llama.config._attn_implementation == "eager"
+    assert llama.config._attn_implementation == name
+    llama.set_attn_implementation("eager")
     stock = tiny_model("llama")
     stock.set_attn_implementation("eager")
     assert torch.equal(logits(llama, token_ids(100)), logits(stock, token_ids(100)))
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+def test_continuous_batching_is_refused(implementation: str) -> None:
+    model = extend_context(tiny_model("llama", attn_implementation=implementation), method="dynamic_ntk")
+    expected = logits(model, token_ids(100))
+    with pytest.raises(ValueError, match=f"in_attention_{implementation} is not supported for continuous batching"):
+        model.generate_batch([token_ids(20)[0].tolist()])
+    with pytest.raises(ValueError, match=r"does not support the object of continuous batching.*'yarn'"):
+        logits(model, token_ids(100), cache=object())
+    assert torch.equal(logits(model, token_ids(100)), expected)
 
 
 def test_a_layer_of_a_model_that_rotates_late_is_not_run_alone(llama: Any) -> None:
