@@ -43,7 +43,7 @@ def verify(
             parser=parse_tokens_or_none,
             metavar="TOKENS",
             help="Also check positions near the target length, with a prompt of this many tokens; 0 skips this. "
-            "Default: the smallest of the target length, 16k and the served length.",
+            "Default: the target length, at most 16k.",
         ),
     ] = None,
     timeout: Annotated[float, typer.Option(help="Timeout for each answer of a server, in seconds.")] = 600.0,
@@ -55,8 +55,8 @@ def verify(
         typer.Option(
             metavar="VERDICT",
             help="The verdict for which the exit code is 0: applied, ignored, applied-without-the-attention-factor, "
-            "applied-to-short-texts-only or no-match; without log-probabilities probably-applied, probably-ignored or "
-            "no-verdict.",
+            "applied-to-short-texts-only, applied-as-far-as-tested or no-match; without log-probabilities "
+            "probably-applied, probably-ignored or no-verdict.",
         ),
     ] = "applied",
     as_json: Annotated[bool, typer.Option("--json", help="Print the answer as JSON.")] = False,
@@ -69,11 +69,13 @@ def verify(
     from transformers.utils import logging
 
     from ctxext.export import verify as engines
-    from ctxext.export.probe import FAR_TOKENS, MAYBE, MAYBE_NOT, MODELS, NONE, PASSKEYS, SHORT, UNKNOWN, WORDS
+    from ctxext.export.probe import FAR_TOKENS, MAYBE, MAYBE_NOT, MODELS, NONE, PARTLY, PASSKEYS, SHORT, UNKNOWN, WORDS
     from ctxext.extension.method_file import check_writable
     from ctxext.utils.values import suggest
 
-    verdicts = {name.replace(" ", "-"): name for name in (*WORDS.values(), NONE, SHORT, MAYBE, MAYBE_NOT, UNKNOWN)}
+    verdicts = {
+        name.replace(" ", "-"): name for name in (*WORDS.values(), NONE, SHORT, PARTLY, MAYBE, MAYBE_NOT, UNKNOWN)
+    }
     if expect not in verdicts:
         raise ValueError(f"unknown verdict --expect {expect}{suggest(expect, verdicts)}")
     if output is not None:

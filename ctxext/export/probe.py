@@ -81,6 +81,8 @@ MEANING = {
 }
 NONE = "no match"
 SHORT = "applied to short texts only"
+# What was tested is right, but that is not the whole check, and nobody asked for less.
+PARTLY = "applied as far as tested"
 # By generated passkeys alone. With 95% confidence, 5 of 8 or more means a rate above 25% (one-sided exact p = 0.027), 1
 # of 8 or fewer one below 50% (p = 0.035).
 MAYBE, MAYBE_NOT, UNKNOWN = "probably applied", "probably ignored", "no verdict"
@@ -234,7 +236,7 @@ class Verdict:
     """The state that an engine runs a model in.
 
     Attributes:
-        name: "applied", "ignored", "applied without the attention factor" or "no match".
+        name: "applied", "ignored", "applied without the attention factor", "no match", or one of the constants above.
         distances: mean |Δ log-probability|, nats per token, to each state of the probe; empty without any.
         limit: the largest distance that noise explains, nats per token.
         reason: in words.

@@ -7,7 +7,7 @@ import math
 import re
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from ctxext.export.gguf import check_magic
 from ctxext.export.probe import (
     FAR_LIMIT,
     FAR_TOKENS,
+    PARTLY,
     PASSKEYS,
     Probe,
     Verdict,
@@ -43,7 +44,7 @@ from ctxext.hub.checkpoint import (
     saved_extension,
 )
 from ctxext.utils.endpoint import Endpoint
-from ctxext.utils.values import MAX_TOKENS, is_count, is_number, shown
+from ctxext.utils.values import MAX_TOKENS, is_count, shown
 
 
 @dataclass(frozen=True)
@@ -79,8 +80,8 @@ def verify(
         api_key: for a server; None reads OPENAI_API_KEY.
         noise: as in `judge`.
         far: check positions near the target as well, up to this many tokens, more than the trained length; None for as
-            many as the probe covers and the engine serves, 0 for none. This costs one prompt of that length, or 12
-            without a prefix cache.
+            many as the probe covers, 0 for none. This costs one prompt of that length, or 12 without a prefix cache.
+            Unless a smaller number is passed, an engine that serves less than the target is not live, but `PARTLY`.
         timeout: for each answer of a server, in seconds.
         say: called with progress messages.
 
@@ -123,23 +124,34 @@ def verify(
         read, engine = _plain_transformers(checkpoint_folder(where, revision), probe, far, say)
     if far and far <= read.short_length:
         raise ValueError(
-            f"far={far} tests no position beyond a short text, which is up to {read.short_length} tokens here. Pass "
-            f"far={read.target_length}, or far=0 to skip this check."
+            f"far={far} tests no position beyond a short text, which is up to {read.short_length} tokens here. Pass a "
+            "larger one, or far=0 to skip this check."
         )
     notes = list(engine.notes)
+    wanted = min(far or read.target_length, read.target_length)
     if engine.logprobs is None:
         if far == 0:
             raise ValueError(
                 f"{endpoint.url} returns no log-probabilities of prompts, so far=0 leaves nothing to test."
             )
         say("asking for passkeys, as the server returns no log-probabilities of prompts")
-        verdict = judge_passkeys(read, *_passkeys(endpoint, read, min(far or FAR_LIMIT, engine.limit)))
+        verdict = judge_passkeys(read, *_passkeys(endpoint, read, far, engine.limit))
         return Verification(engine.name, where, read, verdict, tuple(notes))
+    lengths = " or ".join(map(str, sorted(read.far)))
+    if far and not read.far:
+        raise ValueError(
+            f"the probe holds no long text, so far={far} cannot be tested. Create a probe with far={far}, or pass "
+            "far=0 to skip this check."
+        )
+    if far and not read.far_length(far):
+        raise ValueError(
+            f"far={far} is below the probe's shortest long text. Pass far={lengths}, or far=0 to skip this check."
+        )
     length = read.far_length(min(math.inf if far is None else far, engine.limit)) if engine.tail else 0
     if is_server and length > 0 and not read.shows_truncation(length):
         notes.append(
-            f"the extended model does not find a passkey in a text of {length} tokens, so a server that truncates long "
-            "prompts is recognised by its usage.prompt_tokens alone"
+            f"the extended model does not find a passkey in a text of {length} tokens, so only usage.prompt_tokens can "
+            "reveal truncation"
         )
     if read.far_unextended:
         if length == 0 or engine.tail is None:
@@ -151,18 +163,21 @@ def verify(
         verdict = judge_by_length(
             read, engine.logprobs(read.input_ids), length, engine.tail(read.far_ids(length)), noise
         )
-        if length < read.target_length:
-            notes.append(f"positions beyond {length} of {read.target_length} tokens were not tested")
-        return Verification(engine.name, where, read, verdict, tuple(notes))
-    verdict = judge(read, engine.logprobs(read.input_ids), noise, engine.asked)
-    if verdict.is_live and length > 0:
-        assert engine.tail is not None
-        say(f"reading a text of {length} tokens, to test positions near the target (--far 0 skips this)")
-        verdict = judge_far(read, verdict, length, engine.tail(read.far_ids(length)))
-    if verdict.is_live and far and length < far:
-        notes.append(f"far={far} is longer than what can be tested: {verdict.asked_to} tokens were")
+    else:
+        verdict = judge(read, engine.logprobs(read.input_ids), noise, engine.asked)
+        if verdict.is_live and length > 0:
+            assert engine.tail is not None
+            say(f"reading a text of {length} tokens, to test positions near the target (--far 0 skips this)")
+            verdict = judge_far(read, verdict, length, engine.tail(read.far_ids(length)))
+    if verdict.is_live and far and length < min(far, engine.limit):
+        notes.append(f"the probe has long texts of {lengths} tokens, so far={far} tested {verdict.asked_to}")
     if verdict.is_live and verdict.asked_to < read.target_length:
         notes.append(f"positions beyond {verdict.asked_to} of {read.target_length} tokens were not tested")
+    if verdict.is_live and far != 0:
+        missing = _missing(read, engine, "the server" if is_server else engine.name, wanted, length)
+        if missing:
+            reason = f"{verdict.reason}, but {missing}, or accept this with far={length}"
+            verdict = replace(verdict, name=PARTLY, reason=reason)
     return Verification(engine.name, where, read, verdict, tuple(notes))
 
 
@@ -183,6 +198,19 @@ class _Engine:
     asked: Tensor | None = None
     limit: float = math.inf
     notes: tuple[str, ...] = ()
+
+
+def _missing(probe: Probe, engine: _Engine, what: str, wanted: int, length: int) -> str:
+    """Why a text of `length` tokens is not the whole check up to `wanted`, and the remedy; empty if it is."""
+    if engine.limit < wanted:
+        return f"{what} stops at {engine.limit:,} of {wanted:,} tokens. Serve the whole length"
+    if engine.tail is None:
+        return f"{what} takes no token ids, so no long text was sent. Serve it with another engine"
+    if length > 0:
+        return ""
+    if wanted > probe.short_length:
+        return f"the probe holds no long text. Create one with far={wanted}"
+    return f"no long text fits into {wanted:,} tokens. Extend further"
 
 
 # --------------------------------------------------------------------------------- transformers
@@ -275,8 +303,11 @@ def _server(endpoint: Endpoint, probe: Probe) -> _Engine:
     served: Any = endpoint.card.get("max_model_len")  # of vLLM and SGLang
     known: dict[str, Any] = {
         "name": f"{endpoint.card.get('owned_by') or 'OpenAI-compatible'} server, model {endpoint.name!r}",
-        "limit": served if is_number(served) else math.inf,
+        "limit": served if is_count(served, high=MAX_TOKENS) else math.inf,
     }
+    notes: tuple[str, ...] = ()
+    if served is not None and known["limit"] == math.inf:
+        notes = (f"/v1/models gives a max_model_len of {shown(served)}, which is not a length, so it was ignored",)
 
     def tail(ids: Sequence[int]) -> Tensor:
         try:
@@ -289,12 +320,12 @@ def _server(endpoint: Endpoint, probe: Probe) -> _Engine:
 
     with suppress(NoLogprobs):
         found = served_logprobs(endpoint, probe.input_ids)
-        return _Engine(logprobs=lambda ids: found, tail=tail, **known)
+        return _Engine(logprobs=lambda ids: found, tail=tail, notes=notes, **known)
     with suppress(NoLogprobs):
         by_text, asked = _by_text(endpoint, probe)
-        notes = ("the server takes no token ids, so only the short text was sent",)
+        notes += ("the server takes no token ids, so only the short text was sent",)
         return _Engine(logprobs=lambda ids: by_text, tail=None, asked=asked, notes=notes, **known)
-    return _Engine(logprobs=None, tail=None, **known)
+    return _Engine(logprobs=None, tail=None, notes=notes, **known)
 
 
 def served_logprobs(endpoint: Endpoint, input_ids: Sequence[int]) -> Float64[Tensor, " token"]:
@@ -486,11 +517,19 @@ def _unbiased(endpoint: Endpoint, probe: Probe, k: int) -> float:
 # -------------------------------------------------------------- servers without log-probabilities
 
 
-def _passkeys(endpoint: Endpoint, probe: Probe, limit: float) -> tuple[tuple[int, int], tuple[int, int]]:
+def _passkeys(
+    endpoint: Endpoint, probe: Probe, far: int | None, limit: float
+) -> tuple[tuple[int, int], tuple[int, int]]:
     """The length in tokens and the number of passkeys of `PASSKEYS` found, within the trained length and near the
     target."""
     per_token = len(probe.text) / _ask(endpoint, probe.text)[1]
-    if not (near := min(probe.target_length, limit)) > probe.trained_length:
+    if limit < (wanted := min(far or probe.target_length, probe.target_length)):
+        shorter = f", or pass far={limit}" if limit > probe.short_length else ""
+        raise ValueError(
+            f"{endpoint.url} stops at {limit:,} of {wanted:,} tokens, and returns no log-probabilities of prompts. "
+            f"Serve a longer context{shorter}."
+        )
+    if not (near := min(probe.target_length, far or FAR_LIMIT)) > probe.trained_length:
         raise ValueError(
             f"no prompt up to {near:,.0f} tokens goes beyond the trained length of {probe.trained_length:,}, and the "
             "server returns no log-probabilities. Serve a longer context, or pass a larger --far."

@@ -118,7 +118,7 @@ def test_a_server_is_in_the_state_of_its_model(
 ) -> None:
     model = AutoModelForCausalLM.from_pretrained(folders[state], dtype=torch.bfloat16).eval()
     with LiveServer(model=model, prompt_scores=form) as server:
-        assert verify(server.url, probe_file).verdict.name == TOLD[state]
+        assert verify(server.url, probe_file, far=0).verdict.name == TOLD[state]
         assert len(server.requests) == {"vllm": 1, "sglang": 2}[form]
 
 
@@ -187,11 +187,19 @@ def test_a_server_that_takes_text_alone_is_in_the_state_of_its_model(
 ) -> None:
     """mlx-lm's gives log-probabilities after the logit bias."""
     with LiveServer(model=as_served(state, folders), prompt_scores="mlx") as server:
-        answer = verify(server.url, probe_file)
+        answer = verify(server.url, probe_file, far=0)
     assert answer.verdict.name == TOLD.get(state, "no match")
     if state in TOLD:
         assert answer.verdict.distances[state] < 1e-3
     assert answer.notes[0] == "the server takes no token ids, so only the short text was sent"
+
+
+def test_a_short_text_alone_is_applied_only_where_it_was_asked_for(folders: dict[str, Path], probe_file: Path) -> None:
+    with LiveServer(model=as_served("extended", folders), max_length=2048, prompt_scores="mlx") as server:
+        verdict = verify(server.url, probe_file).verdict
+    assert verdict.name == "applied as far as tested"
+    assert "takes no token ids, so no long text was sent" in verdict.reason
+    assert verdict.reason.endswith("or accept this with far=0")
 
 
 @pytest.mark.slow
@@ -211,7 +219,7 @@ def test_mlx_lm_s_own_server_applies_what_export_writes(folders: dict[str, Path]
     try:
         for _ in range(120):
             with suppress(ConnectionError, ValueError):
-                answer = verify(f"http://127.0.0.1:{port}", tmp_path / "verify.json", model=str(folder))
+                answer = verify(f"http://127.0.0.1:{port}", tmp_path / "verify.json", model=str(folder), far=0)
                 break
             assert process.poll() is None
             time.sleep(1)
@@ -234,7 +242,7 @@ def test_without_log_probabilities_passkeys_tell_what_they_can(
     state: str, folders: dict[str, Path], probe_file: Path
 ) -> None:
     with LiveServer(model=as_served(state, folders), max_length=1024) as server:
-        verdict = verify(server.url, probe_file).verdict
+        verdict = verify(server.url, probe_file, far=1024).verdict
     assert (verdict.name, verdict.passkeys) == PASSKEYS_SAY[state]
     assert not verdict.is_live
     assert "The server returns no log-probabilities of prompts" in verdict.reason
@@ -339,8 +347,13 @@ def test_nothing_is_tested_where_nothing_can_be(probe_file: Path) -> None:
     with LiveServer() as server:
         with pytest.raises(ValueError, match=r"far=0 leaves nothing to test"):
             verify(server.url, probe_file, far=0)
-        with pytest.raises(ValueError, match="no prompt up to 512 tokens goes beyond the trained length of 512"):
+        with pytest.raises(ValueError, match=r"stops at 512 of 2,048 tokens.* Serve a longer context\.$"):
             verify(server.url, probe_file)
+    with (
+        LiveServer(max_length=1024) as server,
+        pytest.raises(ValueError, match=r"stops at 1,024 of 2,048 tokens.*, or pass far=1024"),
+    ):
+        verify(server.url, probe_file)
 
 
 # ------------------------------------------------------------------------------ near the target
@@ -413,12 +426,71 @@ def test_llama_cpp_and_transformers_are_asked_near_the_target(twice: Path, tmp_p
         assert verdict.far_distance < 0.01
 
 
-def test_a_server_of_fewer_tokens_is_asked_as_far_as_it_serves(twice: Path, folders: dict[str, Path]) -> None:
-    model = AutoModelForCausalLM.from_pretrained(twice).eval()
+def test_a_server_of_fewer_tokens_than_the_target_is_applied_as_far_as_tested(
+    folders: dict[str, Path], probe_file: Path
+) -> None:
+    model = AutoModelForCausalLM.from_pretrained(folders["extended"]).eval()
+    for limit, asked_to, far in ((900, 199, 0), (1500, 1024, 1024)):
+        with LiveServer(model=model, max_length=limit, prompt_scores="vllm") as server:
+            answer = verify(server.url, probe_file)
+            assert (answer.verdict.name, answer.verdict.asked_to) == ("applied as far as tested", asked_to)
+            assert not answer.verdict.is_live
+            assert f"the server stops at {limit:,} of 2,048 tokens" in answer.verdict.reason
+            assert answer.verdict.reason.endswith(f"or accept this with far={far}")
+            assert answer.notes == (f"positions beyond {asked_to} of 2048 tokens were not tested",)
+            accepted = verify(server.url, probe_file, far=far).verdict
+            assert (accepted.name, accepted.asked_to) == ("applied", asked_to)
     with LiveServer(model=model, max_length=900, prompt_scores="vllm") as server:
+        reason = verify(server.url, probe_file, far=1024).verdict.reason
+    assert "the server stops at 900 of 1,024 tokens" in reason
+
+
+@pytest.mark.parametrize("stated", [100, 600])
+def test_a_stated_limit_below_the_target_is_believed(stated: int, twice: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(twice).eval()
+    with Boasting(model=model, stated=stated, max_length=1024, prompt_scores="vllm") as server:
+        verdict = verify(server.url, twice / "verify.json").verdict
+    assert (verdict.name, verdict.asked_to) == ("applied as far as tested", 199)
+    assert f"the server stops at {stated} of 1,024 tokens" in verdict.reason
+
+
+@pytest.mark.parametrize("stated", [0, -1, 2.5, True, "600", [600], 10**30])
+def test_a_stated_limit_that_is_no_length_does_not_spare_the_long_text(stated: Any, twice: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(twice).eval()
+    with Boasting(model=model, stated=stated, max_length=1024, prompt_scores="vllm") as server:
         answer = verify(server.url, twice / "verify.json")
-    assert (answer.verdict.name, answer.verdict.asked_to) == ("applied", 199)
-    assert answer.notes == ("positions beyond 199 of 1024 tokens were not tested",)
+    assert (answer.verdict.name, answer.verdict.asked_to) == ("applied", 1024)
+    assert answer.notes == (
+        f"/v1/models gives a max_model_len of {stated!r}, which is not a length, so it was ignored",
+    )
+    with (
+        Boasting(model=model, stated=stated, max_length=600, prompt_scores="vllm") as server,
+        pytest.raises(ValueError, match="a request of 1023 tokens failed"),
+    ):
+        verify(server.url, twice / "verify.json")
+
+
+def test_a_method_inside_attention_is_applied_as_far_as_the_server_goes(tmp_path: Path) -> None:
+    model = extend_context(bundled(), 4, "self_extend")
+    make_probe(model, AutoTokenizer.from_pretrained(MODEL)).save(tmp_path / "verify.json")
+    with LiveServer(model=model, max_length=1100, prompt_scores="vllm") as server:
+        found = verify(server.url, tmp_path / "verify.json").verdict
+        accepted = verify(server.url, tmp_path / "verify.json", far=1024).verdict
+    assert (found.name, found.asked_to) == ("applied as far as tested", 1024)
+    assert (accepted.name, accepted.asked_to) == ("applied", 1024)
+
+
+def test_a_probe_without_a_long_text_is_not_the_whole_check(
+    probe: Probe, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    path = tmp_path / "short.json"
+    replace(probe, far={}).save(path)
+    verdict = verify(folders["extended"], path).verdict
+    assert verdict.name == "applied as far as tested"
+    assert "the probe holds no long text. Create one with far=2048, or accept this with far=0" in verdict.reason
+    assert verify(folders["extended"], path, far=0).verdict.is_live
+    with pytest.raises(ValueError, match=r"no long text, so far=1024 cannot be tested\. Create a probe with far=1024"):
+        verify(folders["extended"], path, far=1024)
 
 
 def test_a_server_that_refuses_what_it_says_it_serves_is_not_live(twice: Path) -> None:
@@ -430,12 +502,14 @@ def test_a_server_that_refuses_what_it_says_it_serves_is_not_live(twice: Path) -
 
 
 def test_a_text_that_tests_nothing_far_is_refused_and_a_lowered_one_is_said(twice: Path) -> None:
-    with pytest.raises(ValueError, match=r"far=10 tests no position beyond .* Pass far=1024, or far=0"):
+    with pytest.raises(ValueError, match=r"far=10 tests no position beyond .* Pass a larger one, or far=0"):
         verify(twice, far=10)
+    with pytest.raises(ValueError, match=r"far=600 is below the probe's shortest long text\. Pass far=1024, or far=0"):
+        verify(twice, far=600)
     answer = verify(twice, far=4096)
     assert answer.verdict.asked_to == 1024
-    assert "far=4096 is longer than what can be tested: 1024 tokens were" in answer.notes
-    assert not any("longer than" in note for note in verify(twice, far=1024).notes)
+    assert "the probe has long texts of 1024 tokens, so far=4096 tested 1024" in answer.notes
+    assert not any("has long texts" in note for note in verify(twice, far=1024).notes)
 
 
 def test_llama_cpps_server_gives_over_http_what_llama_cpp_computes(folders: dict[str, Path], tmp_path: Path) -> None:
@@ -746,11 +820,16 @@ def test_the_command_names_the_tokens_that_it_compared(folders: dict[str, Path],
 
 
 def test_the_exit_code_is_that_of_the_expected_verdict(folders: dict[str, Path], probe_file: Path) -> None:
-    def code(folder: Path, *more: str) -> int:
+    def code(folder: Path | str, *more: str) -> int:
         return CliRunner().invoke(commands, ["verify", str(folder), "--probe", str(probe_file), *more]).exit_code
 
     assert code(MODEL) == 1
     assert code(MODEL, "--expect", "ignored") == 0
+    model = AutoModelForCausalLM.from_pretrained(folders["extended"]).eval()
+    with LiveServer(model=model, max_length=600, prompt_scores="vllm") as server:
+        assert code(server.url) == 1  # left near the trained length
+        assert code(server.url, "--expect", "applied-as-far-as-tested") == 0
+        assert code(server.url, "--far", "0") == 0
     assert code(folders["extended"], "--expect", "ignored") == 1
     assert code(folders["without_temperature"], "--expect", "applied-without-the-attention-factor") == 0
     unknown = CliRunner().invoke(commands, ["verify", str(MODEL), "--expect", "ignore"])
