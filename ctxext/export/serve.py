@@ -4,7 +4,8 @@
 It adds what `ctxext verify` and `ctxext eval --server` need: the model in /v1/models with its maximum length, prompts
 of token ids, log-probabilities, and an error for prompts beyond the maximum length, where transformers' server reads
 on. A field of a request is applied or refused: transformers' server ignores some, decodes greedily at any temperature,
-and returns the stop string. Requests run one after another, as continuous batching has attention functions of its own.
+and returns the stop string. It also generates on for a client that hung up without streaming. Requests run one after
+another, as continuous batching has attention functions of its own.
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ import asyncio
 import json
 import time
 from collections.abc import Callable, Sequence
+from contextvars import ContextVar
 from http import HTTPStatus
+from threading import Event
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,6 +25,8 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, StreamingResponse
 from jinja2 import TemplateError
 from starlette.exceptions import HTTPException as HTTPError
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from transformers import StoppingCriteria, StoppingCriteriaList
 from transformers.cli.serving.chat_completion import ChatCompletionHandler
 from transformers.cli.serving.completion import CompletionHandler
 from transformers.cli.serving.model_manager import ModelManager
@@ -37,6 +42,9 @@ if TYPE_CHECKING:
 
 # Tokens per forward pass, so that logits of a long prompt fit in memory.
 CHUNK = 256
+MAX_SEED = 2**63 - 1  # torch's
+# Set when the client of the request hangs up. transformers' handlers are given the body of a request alone.
+GONE: ContextVar[Event] = ContextVar("GONE")
 PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/models", "/health")
 
 
@@ -48,13 +56,18 @@ def _of_type(kind: type) -> Callable[[Any], bool]:
     return lambda value: isinstance(value, kind)
 
 
+def _is_int(low: int) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, int) and not isinstance(value, bool) and value >= low
+
+
 def _is_stop(value: Any) -> bool:
-    return (isinstance(value, str) or are_words(value)) and all(value)
+    texts = [value] if isinstance(value, str) else value
+    return are_words(texts) and all(texts)
 
 
 def _is_bias(value: Any) -> bool:
     return isinstance(value, dict) and all(
-        isinstance(token, str) and token.isdecimal() and is_number(bias, -100, 100) for token, bias in value.items()
+        token.isdecimal() and len(token) < 20 and is_number(bias, -100, 100) for token, bias in value.items()
     )
 
 
@@ -76,13 +89,13 @@ _FIELDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
         "{'include_usage': …}; usage is in the last chunk",
         lambda value: isinstance(value, dict) and value.keys() <= {"include_usage"},
     ),
-    "max_tokens": ("a number of tokens >= 1", is_count),
-    "temperature": ("a number >= 0", lambda value: is_number(value, 0)),
-    "top_p": ("a number above 0, at most 1", lambda value: is_number(value, 1e-9, 1)),
-    "seed": ("an integer >= 0", lambda value: is_count(value, 0, 2**63 - 1)),
+    "max_tokens": ("a number of tokens >= 1", _is_int(1)),  # any: answers end at the maximum length
+    "temperature": ("a finite number >= 0", lambda value: is_number(value, 0)),
+    "top_p": ("a number above 0, at most 1", lambda value: is_number(value, 0, 1) and value > 0),
+    "seed": (f"an integer from 0 to {MAX_SEED}", lambda value: is_count(value, 0, MAX_SEED)),
     "stop": ("a text or a list of texts, none of them empty", _is_stop),
     "logit_bias": ("token ids as texts, each with a number from -100 to 100", _is_bias),
-    "repetition_penalty": ("a number above 0", lambda value: is_number(value, 1e-9)),
+    "repetition_penalty": ("a number from 0.01 to 100", lambda value: is_number(value, 0.01, 100)),
     "frequency_penalty": ("0 here; use repetition_penalty", _is(0, 0.0)),
     "presence_penalty": ("0 here; use repetition_penalty", _is(0, 0.0)),
     "n": ("1 here; send the request again for more answers", _is(1)),
@@ -91,7 +104,7 @@ _FIELDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
 _TEXT_FIELDS = {
     **_FIELDS,
     "prompt": ("a text or a list of token ids, not empty", lambda value: isinstance(value, (str, list)) and value),
-    "max_tokens": ("a number of tokens >= 1, or 0 with echo", lambda value: is_count(value, 0)),
+    "max_tokens": ("a number of tokens >= 1, or 0 with echo", _is_int(0)),
     "echo": ("true or false", _of_type(bool)),
     "logprobs": ("0 or 1: those of likelier tokens are not returned", _is(0, 1)),
     "best_of": ("1 here; send the request again for more answers", _is(1)),
@@ -103,7 +116,7 @@ _CHAT_FIELDS = {
         "a list of messages, each with a role and a content of text",
         lambda value: isinstance(value, list) and value and all(map(_is_message, value)),
     ),
-    "max_completion_tokens": ("a number of tokens >= 1", is_count),
+    "max_completion_tokens": ("a number of tokens >= 1", _is_int(1)),
     "chat_template_kwargs": ("an object", _of_type(dict)),
     "tools": ("a list", _of_type(list)),
     "tool_choice": ("'auto': the model chooses", _is("auto")),
@@ -141,6 +154,7 @@ def make_app(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, name: s
     )
     # The others load models, unload this one, or read requests whose fields are not checked.
     app.router.routes[:] = [route for route in app.router.routes if getattr(route, "path", None) in PATHS]
+    app.add_middleware(_Watched)
     app.add_exception_handler(HTTPError, _openai_error)
     app.add_exception_handler(RequestValidationError, _openai_error)
     app.add_exception_handler(Exception, _openai_error)
@@ -149,15 +163,52 @@ def make_app(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, name: s
 
 async def _openai_error(request: Request, error: Exception) -> JSONResponse:
     """An error as OpenAI's API and vLLM give it. Clients and proxies drop the message of FastAPI's own form."""
+    unread = "the body is not a JSON object. Send one, as application/json."
     status, message = 500, f"{type(error).__name__}: {one_line(error)}. Check the server's log."
     if isinstance(error, RequestValidationError):
-        status, message = 400, "the body is not a JSON object. Send one, as application/json."
+        status, message = 400, unread
     elif isinstance(error, HTTPError):
         status, message = error.status_code, error.detail
+        if message == "There was an error parsing the body":  # FastAPI's, of JSON that is nested too deeply
+            message = unread
         if message in (HTTPStatus.NOT_FOUND.phrase, HTTPStatus.METHOD_NOT_ALLOWED.phrase):
             message = f"there is no {request.method} {request.url.path} here. Known: {', '.join(PATHS)}."
     kind = "invalid_request_error" if status < 500 else "server_error"
     return JSONResponse({"error": {"message": message, "type": kind, "param": None, "code": status}}, status)
+
+
+class _Watched:
+    """Sets `GONE` for each request, and watches whether its client hangs up while it is answered."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self.app(scope, receive, send)
+        gone, received = Event(), asyncio.Queue[Message](1)
+        GONE.set(gone)
+
+        async def watch() -> None:
+            while True:
+                message = await receive()
+                if message["type"] == "http.disconnect":
+                    gone.set()
+                await received.put(message)
+
+        watching = asyncio.create_task(watch())
+        try:
+            await self.app(scope, received.get, send)
+        finally:
+            watching.cancel()
+
+
+class _ClientGone(StoppingCriteria):
+    def __init__(self, gone: Event) -> None:
+        self.gone = gone
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        return torch.full((len(input_ids),), self.gone.is_set(), device=input_ids.device)
 
 
 class _OneModel(ModelManager):
@@ -188,7 +239,8 @@ class _OneModel(ModelManager):
 
 
 class _Bounded(GenerateManager):
-    """Rejects prompts that leave no room for an answer, ends answers at the maximum length, and draws by the seed.
+    """Rejects prompts that leave no room for an answer, ends answers at the maximum length or when the client hangs up,
+    and draws by the seed.
 
     Attributes:
         whole: the frequencies depend on the whole call, so keys cannot be cached.
@@ -202,18 +254,32 @@ class _Bounded(GenerateManager):
         self, model: Any, processor: Any, inputs: Any, gen_config: Any, *args: Any, **kwargs: Any
     ) -> Any:
         self.bound(inputs, gen_config)
-        queue, streamer = super().generate_streaming(model, processor, inputs, gen_config, *args, **kwargs)
+        queue, streamer = super().generate_streaming(
+            model, processor, {**inputs, **_until_gone()}, gen_config, *args, **kwargs
+        )
         return (_BeforeStop(queue, gen_config.stop_strings) if gen_config.stop_strings else queue), streamer
 
     async def generate_non_streaming(
         self, model: Any, processor: Any, inputs: Any, gen_config: Any, *args: Any, **kwargs: Any
     ) -> Any:
         self.bound(inputs, gen_config)
-        return await super().generate_non_streaming(model, processor, inputs, gen_config, *args, **kwargs)
+        return await super().generate_non_streaming(
+            model, processor, {**inputs, **_until_gone()}, gen_config, *args, **kwargs
+        )
+
+    def async_submit(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> asyncio.Future[Any]:
+        gone = GONE.get()
+
+        def unless_gone() -> Any:
+            if gone.is_set():  # while the request waited for those before it
+                raise HTTPException(499, "the client closed the connection.")
+            return fn(*args, **kwargs)
+
+        return super().async_submit(unless_gone)
 
     def bound(self, inputs: Any, gen_config: Any) -> None:
         room = self.limit - inputs["input_ids"].shape[-1]
-        if room < 1:
+        if room < min(gen_config.max_new_tokens, 1):
             raise HTTPException(
                 400,
                 # As OpenAI and vLLM begin it: proxies know by these words that a longer model should be asked.
@@ -224,6 +290,10 @@ class _Bounded(GenerateManager):
         gen_config.use_cache = not self.whole
         if (seed := getattr(gen_config, "seed", None)) is not None:
             self.submit(torch.manual_seed, seed)  # on the thread that generates, right before it does
+
+
+def _until_gone() -> dict[str, StoppingCriteriaList]:
+    return {"stopping_criteria": StoppingCriteriaList([_ClientGone(GONE.get())])}
 
 
 class _OneManager(GenerationState):
@@ -283,6 +353,13 @@ class _Checked(BaseHandler):
     def _validate_request(self, body: dict[str, Any]) -> None:
         for name in [name for name, value in body.items() if value is None]:
             del body[name]  # as if it were absent
+        try:
+            json.dumps(body, ensure_ascii=False).encode()
+        except UnicodeEncodeError as error:
+            half = error.object[error.start]
+            raise HTTPException(
+                400, f"the body has {half!a}, half of a character. Send both halves of the surrogate pair."
+            ) from error
         for name, value in body.items():
             if name not in self.fields:
                 raise HTTPException(400, f"unknown or unsupported field {name!r}{suggest(name, self.fields)} Drop it.")

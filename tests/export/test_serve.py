@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import re
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from threading import Thread
+from threading import Event, Thread
 from typing import Any
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
@@ -126,10 +127,21 @@ def test_a_text_and_its_tokens_are_one_prompt(url: str, folder: Path) -> None:
         ({"prompt": [5], "max_tokens": "9"}, "max_tokens must be"),
         ({"prompt": [5], "n": 2}, "n must be 1 here; send the request again for more answers; got 2"),
         ({"prompt": [5], "best_of": 2}, "best_of must be 1"),
-        ({"prompt": [5], "temperature": -1}, "temperature must be a number >= 0; got -1"),
+        ({"prompt": [5], "temperature": -1}, "temperature must be a finite number >= 0; got -1"),
+        ({"prompt": [5], "temperature": 10**400}, "temperature must be a finite number >= 0; got "),
         ({"prompt": [5], "top_p": 0}, "top_p must be a number above 0, at most 1; got 0"),
         ({"prompt": [5], "seed": 1.5}, "seed must be an integer"),
+        ({"prompt": [5], "seed": 2**63}, f"seed must be an integer from 0 to {2**63 - 1}; got {2**63}"),
+        ({"prompt": [5], "repetition_penalty": 1e-12}, "repetition_penalty must be a number from 0.01 to 100; got 1e-"),
         ({"prompt": [5], "stop": ["a", ""]}, "stop must be a text or a list of texts, none of them empty"),
+        ({"prompt": [5], "stop": ""}, "stop must be a text or a list of texts, none of them empty; got ''"),
+        ({"prompt": [5], "stop": "", "stream": True}, "stop must be a text or a list of texts, none of them empty"),
+        ({"prompt": "a\ud83d"}, "the body has '\\ud83d', half of a character. Send both halves"),
+        ({"prompt": [5], "stop": "\ude00"}, "the body has '\\ude00', half of a character"),
+        ({"prompt": [5], "model": "\ud83d"}, "the body has '\\ud83d', half of a character"),
+        ({"prompt": [5], "\ud83d": 1}, "the body has '\\ud83d', half of a character"),
+        ({"prompt": [5], "logit_bias": {"9" * 5000: 1}}, "logit_bias must be token ids"),
+        ({"prompt": [5] * 1025, "max_tokens": 0, "echo": True, "logprobs": 1}, "the prompt has 1025"),
         ({"prompt": [5], "logit_bias": {"a": 1}}, "logit_bias must be token ids"),
         ({"prompt": [5], "logit_bias": {"4096": 1}}, "logit_bias must be of token ids below 4096; got '4096'"),
         ({"prompt": [5], "frequency_penalty": 0.5}, "frequency_penalty must be 0 here; use repetition_penalty"),
@@ -176,7 +188,7 @@ def test_other_endpoints_and_bodies_are_refused_in_words(url: str) -> None:
             f"there is no POST {path} here. Known: /v1/chat/completions, /v1/completions, /v1/models, /health.",
         )
     assert refused(f"{url}/v1/completions", None)[0] == 405
-    for body in (b"[1]", b"{"):
+    for body in (b"[1]", b"{", b'{"prompt":' + 100_000 * b"["):
         assert refused(f"{url}/v1/completions", body) == (
             400,
             "the body is not a JSON object. Send one, as application/json.",
@@ -265,6 +277,15 @@ def test_fields_that_change_nothing_are_accepted(url: str) -> None:
     )
 
 
+def test_bounds_that_nothing_needs_are_not_set(url: str) -> None:
+    plain = completion(url, prompt=IDS, max_tokens=2)["choices"]
+    assert completion(url, prompt=IDS, max_tokens=2, temperature=1, top_p=1e-12)["choices"] == plain
+    usage = completion(url, prompt=[*IDS, *IDS][:1020], max_tokens=10**30)["usage"]
+    assert usage["total_tokens"] <= 1024
+    (choice,) = completion(url, prompt=[*IDS, *IDS][:1024], max_tokens=0, echo=True, logprobs=1)["choices"]
+    assert len(choice["logprobs"]["token_logprobs"]) == 1024
+
+
 def test_an_answer_ends_at_the_maximum_length(url: str) -> None:
     usage = completion(url, prompt=IDS[:500] + IDS[:500], max_tokens=100)["usage"]
     assert usage["completion_tokens"] <= usage["total_tokens"] - 1000 <= 24
@@ -307,6 +328,56 @@ def serving_here(model: Any, tokenizer: Any) -> Iterator[str]:
     finally:
         server.should_exit = True
         thread.join()
+
+
+class Steps:
+    """Counts a model's forward passes, and lets them pass only while `open`."""
+
+    def __init__(self, model: Any) -> None:
+        self.count, self.open, self.begun = 0, Event(), Event()
+        self.forward, model.forward = model.forward, self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.count += 1
+        self.begun.set()
+        assert self.open.wait(60)
+        return self.forward(*args, **kwargs)
+
+
+def sent(url: str, **body: object) -> socket.socket:
+    """The connection of a request whose answer was not read."""
+    data = json.dumps({"model": "austen", "temperature": 0, **body}).encode()
+    connection = socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2])))
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nContent-Length: {len(data)}"
+    connection.sendall(head.encode() + b"\r\n\r\n" + data)
+    return connection
+
+
+def noticed(url: str) -> None:
+    """Returns when the server has seen what was sent or closed before."""
+    for _ in range(5):
+        with urlopen(f"{url}/health"):
+            pass
+
+
+@pytest.mark.parametrize("how", [{}, {"stream": True}, {"logprobs": 1}], ids=str)
+def test_an_answer_ends_when_its_client_hangs_up(how: dict, folder: Path) -> None:
+    model = ctxext.load(folder, dtype=torch.float32)
+    whole = {"prompt": IDS[:20], "max_tokens": 900, "logit_bias": {"0": -100}}  # without its end
+    whole = {**whole, **how} if "logprobs" not in how else {**whole, **how, "logit_bias": None}
+    with serving_here(model, load_tokenizer(folder)) as url:
+        steps = Steps(model)
+        answered = sent(url, **whole)
+        assert steps.begun.wait(60)
+        waiting = sent(url, **whole)
+        noticed(url)
+        answered.close()
+        waiting.close()
+        noticed(url)
+        steps.open.set()
+        assert completion(url, prompt=IDS[:20], max_tokens=3)["usage"]["completion_tokens"] == 3
+        # One of the first request, at most one of the second, and three of the third.
+        assert steps.count <= 5
 
 
 def test_chat_applies_or_refuses_every_field(folder: Path) -> None:
