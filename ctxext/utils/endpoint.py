@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
+from contextlib import suppress
 from email.message import Message
 from email.utils import mktime_tz, parsedate_tz
 from http.client import HTTPException, IncompleteRead
@@ -15,8 +16,9 @@ from urllib.parse import urlsplit
 # The standard library's client: huggingface-hub 1.x brings httpx and 2.x httpx2, so neither can be relied on.
 from urllib.request import HTTPErrorProcessor, Request, build_opener
 
-from ctxext.utils.values import suggest
+from ctxext.utils.values import one_line, suggest
 
+MAX_TIMEOUT = 1e6  # Seconds, within what sockets take.
 FIRST_WAIT = 1.0  # Seconds before the first retry; doubles with each further one.
 
 
@@ -42,15 +44,27 @@ class Endpoint:
     def __init__(
         self, url: str, *, model: str | None = None, api_key: str | None = None, timeout: float = 600, retries: int = 3
     ) -> None:
-        if urlsplit(url).scheme not in ("http", "https") or not urlsplit(url).hostname:
+        try:
+            parts = urlsplit(url)
+            parts.port  # noqa: B018 - raises if it is out of range, as the host's encoding does
+            (parts.hostname or "").encode("idna")
+        except ValueError as error:
+            raise ValueError(
+                f"{url!r} is not a URL ({one_line(error)}). Pass one such as http://localhost:8000."
+            ) from None
+        if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ValueError(
                 f"the url must begin with http:// or https://, got {url!r}. Pass a URL such as http://localhost:8000."
             )
-        if retries < 0 or not timeout > 0:
-            raise ValueError(f"retries must be >= 0 and timeout > 0 seconds, got {retries} and {timeout}.")
+        if retries < 0:
+            raise ValueError(f"retries must be >= 0, got {retries}.")
+        if not 0 < timeout <= MAX_TIMEOUT:
+            raise ValueError(f"timeout must be above 0 and at most {MAX_TIMEOUT:.0f} seconds, got {timeout:g}.")
         self.url = url.rstrip("/").removesuffix("/v1").rstrip("/")
         self.timeout, self.retries = timeout, retries
         key = (os.environ.get("OPENAI_API_KEY", "") if api_key is None else api_key).strip()
+        if not (key.isascii() and key.isprintable()):
+            raise ValueError("the API key has a line break or a character that is not ASCII. Correct OPENAI_API_KEY.")
         self._headers = {"Content-Type": "application/json", **({"Authorization": f"Bearer {key}"} if key else {})}
         self._opener = build_opener(_EveryStatus)
         self.card = self._card(model)
@@ -96,8 +110,7 @@ class Endpoint:
     def _unreachable(self, url: str, reason: Any) -> OSError:
         if isinstance(reason, TimeoutError):
             return TimeoutError(
-                f"{url} sent nothing for {self.timeout:g} s. Raise the timeout (--timeout), or send fewer concurrent "
-                "requests."
+                f"{url} sent nothing for {self.timeout:g} s. Raise the timeout (--timeout), or check the server's log."
             )
         if isinstance(reason, (ConnectionResetError, ConnectionAbortedError, BrokenPipeError, IncompleteRead)):
             return ConnectionResetError(f"{url} closed the connection ({reason}). Check the server's log.")
@@ -111,14 +124,12 @@ class Endpoint:
         if status == 429 or status >= 500:
             pause = f", and asks to wait {_retry_after(headers):.0f} s" if "Retry-After" in headers else ""
             return RuntimeError(
-                f"{url} returned {status} ({message}){pause}. Send fewer concurrent requests, allow "
-                f"more than {self.retries} retries, or check the server's log."
+                f"{url} returned {status} ({message}){pause}. Wait until the server is less busy, or check its log."
             )
         if status in (401, 403):
             sent = "a" if "Authorization" in self._headers else "no"
             return PermissionError(
-                f"{url} returned {status} ({message}); {sent} key was sent. Set OPENAI_API_KEY, or in Python "
-                "pass api_key=."
+                f"{url} returned {status} ({message}); {sent} key was sent. Set OPENAI_API_KEY to the server's key."
             )
         if 300 <= status < 400:
             return ValueError(f"{url} has moved to {headers.get('Location')}. Pass the new URL.")
@@ -139,7 +150,11 @@ class Endpoint:
             if model is None:
                 raise
             listed = None
-        cards = {card["id"]: card for card in listed or () if isinstance(card, dict) and "id" in card}
+        cards = {
+            card["id"]: card
+            for card in (listed if isinstance(listed, list) else ())
+            if isinstance(card, dict) and isinstance(card.get("id"), str) and card["id"]
+        }
         if not cards and model is not None:
             return {"id": model}
         if not cards:
@@ -166,7 +181,7 @@ class _EveryStatus(HTTPErrorProcessor):
 def _json_object(url: str, raw: bytes) -> dict[str, Any]:
     try:
         value = json.loads(raw)
-    except ValueError:
+    except (ValueError, RecursionError):
         value = None
     if raw.lstrip().startswith((b"data:", b"event:")):
         raise ValueError(
@@ -182,7 +197,7 @@ def _message(raw: bytes) -> str:
     """OpenAI's error.message, vLLM's and SGLang's message, FastAPI's detail, or the whole body."""
     try:
         said = json.loads(raw)
-    except ValueError:
+    except (ValueError, RecursionError):
         said = raw.decode(errors="replace")
     for key in ("error", "message", "detail"):
         said = said.get(key, said) if isinstance(said, dict) else said
@@ -196,5 +211,7 @@ def _retry_after(headers: Message) -> float:
     try:
         return float(asked)
     except ValueError:
-        date = parsedate_tz(asked)
-        return mktime_tz(date) - time.time() if date else 0.0
+        with suppress(ValueError, OverflowError):  # a year that is none
+            date = parsedate_tz(asked)
+            return mktime_tz(date) - time.time() if date else 0.0
+        return 0.0

@@ -279,7 +279,7 @@ def test_retries_wait_as_long_as_the_server_asks(
 
 def test_faults_that_do_not_pass_are_told(live: LiveServer, samples: list[Sample], waits: list[float]) -> None:
     live.faults += [Fault(503)] * 2
-    with pytest.raises(RuntimeError, match=r"returned 503 \(out of order\).*more than 1 retries"):
+    with pytest.raises(RuntimeError, match=r"returned 503 \(out of order\).*check its log"):
         ServedModel(live.url, style="base", retries=1).answer(samples[0])
     live.faults += [Fault(0)] * 2
     with pytest.raises(ConnectionError, match="closed the connection"):
