@@ -71,7 +71,7 @@ def verify(
     from ctxext.export import verify as engines
     from ctxext.export.probe import FAR_TOKENS, MAYBE, MAYBE_NOT, MODELS, NONE, PARTLY, PASSKEYS, SHORT, UNKNOWN, WORDS
     from ctxext.extension.method_file import check_writable
-    from ctxext.utils.values import suggest
+    from ctxext.utils.values import finite, suggest
 
     verdicts = {
         name.replace(" ", "-"): name for name in (*WORDS.values(), NONE, SHORT, PARTLY, MAYBE, MAYBE_NOT, UNKNOWN)
@@ -79,7 +79,7 @@ def verify(
     if expect not in verdicts:
         raise ValueError(f"unknown verdict --expect {expect}{suggest(expect, verdicts)}")
     if output is not None:
-        if output.exists():
+        if output.exists() or output.is_symlink():
             raise FileExistsError(f"{output} exists already. Choose another name, or remove it first.")
         check_writable(output)
     logging.disable_progress_bar()  # it would break the status line
@@ -104,7 +104,7 @@ def verify(
             "target_length": read.target_length,
             "notes": notes,
         }
-        print(json.dumps(told, indent=2, ensure_ascii=False))
+        print(json.dumps(finite(told), indent=2, ensure_ascii=False, allow_nan=False))
     else:
         screen = Console()
         color = "green" if verdict.name == verdicts[expect] else "red"

@@ -73,7 +73,7 @@ WORDS = {
     "without_temperature": "applied without the attention factor",
 }
 MEANING = {
-    "extended": "it matches the extended model to within the noise of 8-bit weights",
+    "extended": "it matches the extended model",  # with the difference, by `_meaning`
     "unextended": "it runs the unextended model: its config, flags or version drop the extension; "
     "`ctxext export` shows what it needs",
     "without_temperature": "it rescales the frequencies, but does not multiply cos and sin by the attention factor; "
@@ -90,6 +90,10 @@ PASSKEYS, MANY, FEW = 8, 5, 1
 NEEDLE = " The pass key is {key}. Remember it. {key} is the pass key. "
 QUESTION = " What is the pass key? The pass key is"
 KEY = "71934"
+
+
+class NotExtended(ValueError):
+    """The model has plain RoPE."""
 
 
 @dataclass(frozen=True)
@@ -295,7 +299,7 @@ def judge(
     distances = {state: float(each.mean()) for state, each in apart.items()}
     nearest = min(distances, key=distances.__getitem__)
     limit = 1.5 * (probe.coarse_floor if noise is None else noise)
-    name, reason = WORDS[nearest], MEANING[nearest]
+    name, reason = WORDS[nearest], _meaning(nearest, distances, limit, noise)
     others = (state for state in apart if state != nearest and not _clearly_nearer(apart[nearest], apart[state]))
     if not distances[nearest] <= limit:
         name = NONE
@@ -346,7 +350,7 @@ def judge_by_length(
     }
     distances = {state: float((tail - torch.tensor(v, dtype=torch.float64)).abs().mean()) for state, v in far.items()}
     nearest, other = sorted(distances, key=distances.__getitem__)
-    name, reason = WORDS[nearest], MEANING[nearest]
+    name, reason = WORDS[nearest], _meaning(nearest, distances, limit, noise)
     if not short <= limit:
         name, reason = NONE, f"another model or tokenizer: a short text is off by {short:.2g} nats per token"
     elif not (distances[nearest] <= 2 * limit and distances[other] >= 3 * distances[nearest]):
@@ -398,6 +402,13 @@ def passkey_prompt(text: str, characters: int, trial: int) -> tuple[str, str]:
     words = (text + " ") * (room // len(text) + 1)
     start = words.rfind(" ", 0, int(room * (0.05 + 0.01 * trial)) + 2)
     return words[:start] + needle + words[start:room].strip() + QUESTION, key
+
+
+def _meaning(state: State, distances: dict[State, float], limit: float, noise: float | None) -> str:
+    if state != "extended":
+        return MEANING[state]
+    what = "8-bit noise would be" if noise is None else "the noise that was stated is"
+    return f"{MEANING[state]} ({distances[state]:.4f}; {what} {limit / 1.5:.4f})"
 
 
 def _clearly_nearer(near: Float64[Tensor, " token"], far: Float64[Tensor, " token"]) -> bool:
@@ -616,7 +627,7 @@ def _states(facts: ContextFacts) -> dict[State, dict[str, RopeGeometry]]:
     rescaled = any(not torch.equal(rope.inv_freq, unextended[k].inv_freq) for k, rope in extended.items())
     tempered = any(rope.attention_factor != 1.0 for rope in extended.values())
     if not rescaled and not tempered:
-        raise ValueError(
+        raise NotExtended(
             f"{type(facts.text_config).__name__} has plain RoPE ({facts.trained_length} tokens): nothing is "
             "extended, so there is nothing to verify. Extend it first: ctxext extend."
         )

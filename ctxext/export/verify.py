@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 import re
+import shlex
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -21,6 +22,7 @@ from ctxext.export.probe import (
     FAR_TOKENS,
     PARTLY,
     PASSKEYS,
+    NotExtended,
     Probe,
     Verdict,
     judge,
@@ -96,7 +98,7 @@ def verify(
     if far is not None and not is_count(far, 0, MAX_TOKENS):
         raise ValueError(f"far must be a number of tokens from 0 to {MAX_TOKENS}, got {shown(far)}.")
     where = str(where)
-    is_server, is_gguf = where.startswith(("http://", "https://")), where.endswith(".gguf")
+    is_server, is_gguf = bool(re.match("https?://", where, re.IGNORECASE)), where.lower().endswith(".gguf")
     if revision is not None and (is_server or is_gguf):
         raise ValueError(f"revision={revision!r} is for hub names, but {where} is not one. Drop it.")
     if is_gguf:
@@ -120,8 +122,19 @@ def verify(
             engine = _llama_cpp(Path(where), read, far, say)
     elif re.fullmatch(r"[\w.-]+:\d+(/.*)?", where):
         raise ValueError(f"{where} is a server address without a scheme. Write http://{where}.")
+    elif where.endswith(".json") and _is_probe(Path(where)):
+        raise ValueError(
+            f"{where} is a probe, which an engine is compared with. Pass the engine: ctxext verify WHERE --probe "
+            f"{shlex.quote(where)}."
+        )
     else:
-        read, engine = _plain_transformers(checkpoint_folder(where, revision), probe, far, say)
+        try:
+            read, engine = _plain_transformers(checkpoint_folder(where, revision), probe, far, say)
+        except NotExtended as error:
+            raise ValueError(
+                f"{where} is not extended, so there is nothing to verify. Extend it first: ctxext extend "
+                f"{shlex.quote(where)} -o FOLDER."
+            ) from error
     if far and far <= read.short_length:
         raise ValueError(
             f"far={far} tests no position beyond a short text, which is up to {read.short_length} tokens here. Pass a "
@@ -198,6 +211,12 @@ class _Engine:
     asked: Tensor | None = None
     limit: float = math.inf
     notes: tuple[str, ...] = ()
+
+
+def _is_probe(path: Path) -> bool:
+    with suppress(ValueError, OSError):
+        return bool(read_probe(path))
+    return False
 
 
 def _missing(probe: Probe, engine: _Engine, what: str, wanted: int, length: int) -> str:
@@ -295,14 +314,19 @@ def _llama_cpp(path: Path, probe: Probe, far: int | None, say: Callable[[str], N
 # -------------------------------------------------------------------------------------- servers
 
 
+# Characters of 12 tokens. A prompt of passkeys, which has several times as many, holds the answer.
+MAX_ANSWER = 400
+
+
 class NoLogprobs(ValueError):
     """The server refuses to return log-probabilities in one of the known forms, or ignores the request for them."""
 
 
 def _server(endpoint: Endpoint, probe: Probe) -> _Engine:
+    owner = endpoint.card.get("owned_by")
     served: Any = endpoint.card.get("max_model_len")  # of vLLM and SGLang
     known: dict[str, Any] = {
-        "name": f"{endpoint.card.get('owned_by') or 'OpenAI-compatible'} server, model {endpoint.name!r}",
+        "name": f"{owner if isinstance(owner, str) and owner else 'OpenAI-compatible'} server, model {endpoint.name!r}",
         "limit": served if is_count(served, high=MAX_TOKENS) else math.inf,
     }
     notes: tuple[str, ...] = ()
@@ -561,5 +585,10 @@ def _ask(endpoint: Endpoint, prompt: str) -> tuple[str, int]:
         raise ValueError(
             f"{endpoint.url}/v1/completions returned no text with usage.prompt_tokens. Is it an OpenAI-compatible "
             "server? Otherwise verify the folder or file."
+        )
+    if len(answer) > MAX_ANSWER:
+        raise ValueError(
+            f"{endpoint.url} returned {len(answer)} characters where 12 tokens were asked for: it echoes the prompt or "
+            "ignores max_tokens, so passkeys in its answers tell nothing. Change that, or verify the folder or file."
         )
     return answer, n_read

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import shutil
 import socket
 import subprocess
@@ -248,6 +249,25 @@ def test_without_log_probabilities_passkeys_tell_what_they_can(
     assert "The server returns no log-probabilities of prompts" in verdict.reason
     if verdict.name == "probably applied":
         assert "another factor, a lost attention factor or another model cannot be told from this" in verdict.reason
+
+
+@dataclass
+class Echoing(LiveServer):
+    """One that answers with the prompt in front."""
+
+    def complete(self, path: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+        status, answer = super().complete(path, body)
+        if isinstance(body["prompt"], str):
+            answer["choices"][0]["text"] = body["prompt"] + answer["choices"][0]["text"]
+        return status, answer
+
+
+def test_a_passkey_in_an_echoed_prompt_is_not_found(probe_file: Path) -> None:
+    with (
+        Echoing(max_length=2048) as server,
+        pytest.raises(ValueError, match=r"\d+ characters where 12 tokens were asked for: it echoes the prompt or"),
+    ):
+        verify(server.url, probe_file)
 
 
 def test_between_many_and_few_passkeys_there_is_no_verdict(probe: Probe) -> None:
@@ -809,6 +829,43 @@ def test_the_command_succeeds_only_for_live(folders: dict[str, Path], tmp_path: 
     assert (said["name"], said["live"]) == ("ignored", False)
     again = run(commands, ["verify", str(folders["extended"]), "-o", str(written)])
     assert isinstance(again.exception, FileExistsError)
+
+
+@dataclass
+class Spoiled(LiveServer):
+    """One whose log-probabilities beyond 600 tokens are NaN."""
+
+    def score(self, ids: list[int], body: dict[str, Any], choice: dict[str, Any]) -> None:
+        super().score(ids, body, choice)
+        if len(ids) > 600:
+            choice["logprobs"]["token_logprobs"] = [math.nan]
+
+
+def test_what_is_printed_for_programs_is_json(twice: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(twice).eval()
+    with Spoiled(model=model, max_length=1024, prompt_scores="vllm") as server:
+        told = CliRunner().invoke(
+            commands, ["verify", server.url.upper(), "--probe", str(twice / "verify.json"), "--json"]
+        )
+    said = json.loads(told.stdout, parse_constant=pytest.fail)
+    assert (said["name"], said["far_distance"]) == ("applied to short texts only", None)
+
+
+def test_the_difference_is_said_beside_the_noise(folders: dict[str, Path], probe: Probe, probe_file: Path) -> None:
+    noise = f"{probe.coarse_floor:.4f}"
+    assert verify(folders["extended"], probe_file).verdict.reason == (
+        f"it matches the extended model (0.0000; 8-bit noise would be {noise})"
+    )
+    assert verify(folders["extended"], probe_file, noise=0.05).verdict.reason == (
+        "it matches the extended model (0.0000; the noise that was stated is 0.0500)"
+    )
+
+
+def test_a_probe_or_an_unextended_folder_in_place_of_the_engine_is_named(probe_file: Path) -> None:
+    with pytest.raises(ValueError, match=rf"is a probe.*: ctxext verify WHERE --probe {re.escape(str(probe_file))}\.$"):
+        verify(probe_file)
+    with pytest.raises(ValueError, match=rf"^{re.escape(str(MODEL))} is not extended.*: ctxext extend "):
+        verify(MODEL)
 
 
 def test_the_command_names_the_tokens_that_it_compared(folders: dict[str, Path], tmp_path: Path) -> None:
