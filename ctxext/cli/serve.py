@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import errno
 from typing import Annotated, Any
 
 import typer
@@ -13,7 +15,7 @@ from ctxext.utils.extras import require
 def serve(
     model: common.Model,
     host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 for every network interface.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 for a free one.")] = 8000,
+    port: Annotated[int, typer.Option(help="Port to listen on, up to 65535; 0 for a free one.")] = 8000,
     served_model_name: Annotated[
         str | None, typer.Option(help="The model's name in requests. Default: MODEL as given.")
     ] = None,
@@ -25,6 +27,9 @@ def serve(
 
     One request at a time, without prefix cache or authentication.
     """
+    if not 0 <= port <= 65535:
+        raise ValueError(f"--port must be from 0 to 65535, got {port}.")
+    _check_address(host, port)
     require("serve")
     import uvicorn
 
@@ -41,3 +46,29 @@ def serve(
     extension = extension_of(loaded)
     limit = known_lengths(loaded.config)[1] if extension is None else extension.plan.target_length
     uvicorn.run(make_app(loaded, tokenizer, served_model_name or model, limit), host=host, port=port)
+
+
+def _check_address(host: str, port: int) -> None:
+    """Raise OSError, before the model is loaded, if nothing can listen there."""
+
+    async def listen() -> None:  # as uvicorn does
+        server = await asyncio.get_running_loop().create_server(asyncio.Protocol, host, port)
+        server.close()
+        await server.wait_closed()
+
+    try:
+        asyncio.run(listen())
+    except (OSError, UnicodeError) as error:
+        number = getattr(error, "errno", None)
+        if number == errno.EADDRINUSE:
+            remedy = (
+                f"port {port} of {host} is in use. Stop what listens there, or pass another --port; 0 is a free one."
+            )
+        elif number == errno.EACCES:
+            remedy = f"port {port} needs administrator rights. Pass a --port from 1024 on."
+        else:
+            remedy = (
+                f"--host {host} is not an address of this machine. Pass 127.0.0.1, or 0.0.0.0 for every network "
+                "interface."
+            )
+        raise OSError(remedy) from error

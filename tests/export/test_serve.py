@@ -20,9 +20,11 @@ import pytest
 import torch
 import uvicorn
 from transformers import AutoModelForCausalLM
+from typer.testing import CliRunner
 
 import ctxext
 from ctxext.assets import MODEL, PERSUASION
+from ctxext.cli import commands
 from ctxext.evals.haystack import Haystack
 from ctxext.evals.prompts import Prompter
 from ctxext.evals.samples import make_task
@@ -328,6 +330,24 @@ def serving_here(model: Any, tokenizer: Any) -> Iterator[str]:
     finally:
         server.should_exit = True
         thread.join()
+
+
+def test_an_address_that_cannot_be_listened_on_is_refused_before_loading() -> None:
+    def said(*arguments: object) -> str:
+        return str(CliRunner().invoke(commands, ["serve", "nowhere", *map(str, arguments)]).exception)
+
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert said("--port", port) == (
+            f"port {port} of 127.0.0.1 is in use. Stop what listens there, or pass another --port; 0 is a free one."
+        )
+    assert "'nowhere' is neither a folder" in said("--port", port)
+    for host in ("192.0.2.1", "no.such.host.invalid", 70 * "a"):
+        assert said("--host", host) == (
+            f"--host {host} is not an address of this machine. Pass 127.0.0.1, or 0.0.0.0 for every network interface."
+        )
+    for wrong in (70000, -1):
+        assert said("--port", wrong) == f"--port must be from 0 to 65535, got {wrong}."
 
 
 class Steps:
