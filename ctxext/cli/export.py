@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 # Longer values are abbreviated on screen; the file and --json have them in full.
 LONG = 400
+# Of an output that was meant as a file. A folder's name may have other dots.
+FILES = (".bin", ".json", ".pt", ".safetensors", ".txt", ".yaml")
 
 
 def export(
@@ -84,8 +86,8 @@ def export(
     }  # fmt: skip
     how = {name: value for name, value in how.items() if value is not None}
     how |= {"existing": existing} if existing != "refuse" else {}
-    is_gguf = Path(model).suffix == ".gguf"
-    if is_gguf or (output is not None and output.suffix == ".gguf"):
+    is_gguf, to_gguf = names_gguf(Path(model)), output is not None and names_gguf(output)
+    if is_gguf or to_gguf:
         if as_json:
             raise ValueError("--json prints configs, and a GGUF file has none. Drop --json.")
         if is_gguf and (dtype is not None or probe):
@@ -97,9 +99,11 @@ def export(
             raise ValueError(
                 f"GGUF files are exported only for llama.cpp and Ollama, got --engine {engine}. Use --engine llama.cpp."
             )
-        if output is None or output.suffix != ".gguf":
+        if output is None or not to_gguf:
             raise ValueError(f"GGUF output needs a .gguf file name, got --output {output}. Use -o OUT.gguf.")
         check_writable(output)
+        if output.exists() or output.is_symlink():
+            raise FileExistsError(f"{output} exists already. Remove it first, or choose another name.")
         modelfile = output.with_suffix(".Modelfile")
         if engine == "ollama" and modelfile.exists():
             raise FileExistsError(f"{modelfile} exists already. Remove it first, or choose another name.")
@@ -110,7 +114,7 @@ def export(
         common.say(f"wrote {output}")
         _show_server(output, modelfile if engine == "ollama" else None)
         return
-    if output is not None and output.suffix[1:].isalpha():
+    if output is not None and output.suffix.lower() in FILES:
         raise ValueError(f"--output {output} looks like a file. Pass a new folder, or OUT.gguf for a GGUF file.")
     if engine in GGUF_ENGINES and output is not None:
         raise ValueError(f"{engine} reads a GGUF file, got the folder --output {output}. Use -o OUT.gguf.")
@@ -118,7 +122,7 @@ def export(
         raise ValueError(
             f"--dtype {dtype} applies only to GGUF output. Use --engine llama.cpp -o OUT.gguf, or drop it."
         )
-    if output is not None and output.exists():
+    if output is not None and (output.exists() or output.is_symlink()):
         raise FileExistsError(f"{output} exists already. Choose another folder, or remove it first.")
     adapter = Path(model)
     if with_adapter := (adapter / "adapter_config.json").is_file():
@@ -126,14 +130,17 @@ def export(
     folder, source, exports, refused = _exports(model, engine, revision, how, output, adapter if with_adapter else None)
     if not exports and not as_json:
         raise ValueError(f"no engine supports this extension: {' '.join(dict.fromkeys(refused.values()))}")
-    if output is not None:
+    own = [each for each in (folder, adapter) if output is not None and output.resolve().is_relative_to(each.resolve())]
+    if own:
+        raise ValueError(f"--output {output} is inside the checkpoint's own folder. Choose one outside {own[0]}.")
+    if output is not None and exports:
         _write_folders(output, exports, folder)
         if probe is not False:
             _write_probe(Path(common.folder_of(model)), how, output / PROBE)
     if as_json:
         told = {each.engine: asdict(each) for each in exports}
         print(json.dumps({**told, **{name: {"refused": why} for name, why in refused.items()}}, indent=2))
-        return
+        raise typer.Exit(0 if exports else 1)
     for each in exports:
         _show(each, source, output)
     for why in dict.fromkeys(refused.values()):
@@ -269,6 +276,10 @@ def _base_of_adapter(adapter: Path, engine: str, how: dict[str, Any]) -> tuple[s
         )
     base, how = served_base(adapter)
     return str(base), how
+
+
+def names_gguf(path: Path) -> bool:
+    return path.suffix.lower() == ".gguf"
 
 
 def has_weights(folder: Path) -> bool:

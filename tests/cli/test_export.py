@@ -73,8 +73,8 @@ def test_output_that_looks_like_a_file_is_refused(config_alone: Path, tmp_path: 
 def test_what_is_written_is_what_is_printed_for_programs(config_alone: Path, tmp_path: Path) -> None:
     run = export(config_alone, "--method", "pi", "--json", "-o", tmp_path / "out")
     told = json.loads(run.stdout)
-    assert not (tmp_path / "out/ollama").exists()  # it would drop the scaling of a folder
-    for engine in told.keys() - {"ollama"}:
+    assert not {"llama.cpp", "ollama"} & {each.name for each in (tmp_path / "out").iterdir()}  # they read GGUF files
+    for engine in told.keys() - {"llama.cpp", "ollama"}:
         assert json.loads((tmp_path / "out" / engine / "config.json").read_text()) == told[engine]["config"]
     assert AutoConfig.from_pretrained(tmp_path / "out/transformers").max_position_embeddings == 256
     assert json.loads((tmp_path / "out/vllm/config.json").read_text())["max_position_embeddings"] == 64
@@ -189,8 +189,45 @@ def test_a_beginners_mistake_gets_a_remedy(config_alone: Path, arguments: list[s
     assert words in str(run.exception)
 
 
+def test_a_folder_may_have_a_dot_and_a_file_capitals(config_alone: Path, tmp_path: Path) -> None:
+    assert export(config_alone, "--method", "yarn", "-o", tmp_path / "my.model").exit_code == 0
+    assert (tmp_path / "my.model/vllm/config.json").is_file()
+    assert "looks like a file" in str(export(config_alone, "--method", "yarn", "-o", tmp_path / "A.JSON").exception)
+    how = ("--engine", "llama.cpp", "--factor", 4, "--method", "yarn", "--no-probe", "-o")
+    assert export(MODEL, *how, tmp_path / "Y.GGUF").exit_code == 0
+    with (tmp_path / "Y.GGUF").open("rb") as file:
+        assert file.read(4) == b"GGUF"
+
+
+def test_what_is_there_is_named_before_any_work(config_alone: Path, tmp_path: Path) -> None:
+    (tmp_path / "a.gguf").write_text("mine")
+    (tmp_path / "a.verify.json").write_text("mine")
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    (tmp_path / "link.gguf").symlink_to(tmp_path / "nowhere")
+    to_gguf = ("--engine", "llama.cpp", "--factor", 4, "--method", "yarn")
+    for arguments, path in (
+        ((MODEL, *to_gguf), tmp_path / "a.gguf"),
+        ((MODEL, *to_gguf, "--no-probe"), tmp_path / "a.gguf"),
+        ((MODEL, *to_gguf), tmp_path / "link.gguf"),
+        ((config_alone, "--method", "yarn"), tmp_path / "link"),
+    ):
+        run = export(*arguments, "-o", path)
+        assert str(run.exception).startswith(f"{path} exists already.")
+        assert run.output == ""
+
+
+def test_a_checkpoint_is_not_exported_into_itself(config_alone: Path) -> None:
+    for model in (config_alone, config_alone / "config.json"):
+        said = str(export(model, "--method", "yarn", "-o", config_alone / "sub" / "out").exception)
+        assert f"is inside the checkpoint's own folder. Choose one outside {config_alone}." in said
+    assert [path.name for path in config_alone.iterdir()] == ["config.json"]
+
+
 def test_what_no_engine_takes_writes_nothing(config_alone: Path, tmp_path: Path) -> None:
     assert export(config_alone, "--method", "dynamic_ntk", "-o", tmp_path / "out").exit_code == 1
+    told = export(config_alone, "--method", "dynamic_ntk", "-o", tmp_path / "out", "--json")
+    assert told.exit_code == 1
+    assert json.loads(told.stdout)["vllm"].keys() == {"refused"}
     assert list(tmp_path.iterdir()) == []
     said = export(config_alone, "--method", "resonance", "--original-max-position-embeddings", 32, "-o",
                   tmp_path / "out").stderr  # fmt: skip
