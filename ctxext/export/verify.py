@@ -185,9 +185,11 @@ def verify(
     if verdict.is_live and far and length < min(far, engine.limit):
         notes.append(f"the probe has long texts of {lengths} tokens, so far={far} tested {verdict.asked_to}")
     if verdict.is_live and verdict.asked_to < read.target_length:
-        notes.append(f"positions beyond {verdict.asked_to} of {read.target_length} tokens were not tested")
+        untested = f"positions beyond {verdict.asked_to} of {read.target_length} tokens were not tested"
+        create = f", as the probe holds no long text: create one with far={read.target_length}"
+        notes.append(untested + create * (far is None and not read.far))
     if verdict.is_live and far != 0:
-        missing = _missing(read, engine, "the server" if is_server else engine.name, wanted, length)
+        missing = _missing(engine, "the server" if is_server else engine.name, wanted)
         if missing:
             reason = f"{verdict.reason}, but {missing}, or accept this with far={length}"
             verdict = replace(verdict, name=PARTLY, reason=reason)
@@ -219,17 +221,13 @@ def _is_probe(path: Path) -> bool:
     return False
 
 
-def _missing(probe: Probe, engine: _Engine, what: str, wanted: int, length: int) -> str:
-    """Why a text of `length` tokens is not the whole check up to `wanted`, and the remedy; empty if it is."""
+def _missing(engine: _Engine, what: str, wanted: int) -> str:
+    """Why `engine` cannot be tested up to `wanted` tokens, and the remedy; empty if it can."""
     if engine.limit < wanted:
         return f"{what} stops at {engine.limit:,} of {wanted:,} tokens. Serve the whole length"
     if engine.tail is None:
         return f"{what} takes no token ids, so no long text was sent. Serve it with another engine"
-    if length > 0:
-        return ""
-    if wanted > probe.short_length:
-        return f"the probe holds no long text. Create one with far={wanted}"
-    return f"no long text fits into {wanted:,} tokens. Extend further"
+    return ""
 
 
 # --------------------------------------------------------------------------------- transformers
