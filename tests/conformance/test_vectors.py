@@ -6,7 +6,7 @@ import copy
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -132,19 +132,63 @@ def test_an_engine_that_supports_nothing_does_not_pass() -> None:
             checked(unsupported)
 
 
-def misreadings() -> Iterator[Any]:
-    for case in check.cases():
-        for words in case["known_wrong"]:
-            yield pytest.param(case, words, id=f"{case['name']}: {words}")
+@pytest.mark.parametrize("case", CASES)
+def test_every_known_wrong_reading_is_rejected_by_its_name(case: dict[str, Any], printed: Callable[..., str]) -> None:
+    for words, misread in case["known_wrong"].items():
+        wrong = {**case, **misread}
+        line = printed(case, wrong["inv_freq"], wrong["attention_factor"])
+        assert line.startswith(f"{case['name']}: ")
+        assert line.endswith(f"; as if {words} ({case['note'] or case['source']})\n")
 
 
-@pytest.mark.parametrize(("case", "words"), misreadings())
-def test_every_known_wrong_reading_is_rejected_by_its_name(
-    case: dict[str, Any], words: str, printed: Callable[..., str]
+GROWN = "yarn-d128-theta5e5-L8192-x8"
+
+
+def test_a_failure_is_printed_in_numbers(printed: Callable[..., str]) -> None:
+    (case,) = [case for case in check.cases() if case["name"] == GROWN]
+    exact, why = case["inv_freq"], f"({case['source']})\n"
+    line = f"{GROWN}: attention factor 1.0, expected 1.2079 {why}"
+    assert printed(case, exact, 1.0) == line
+    assert printed(case, exact[:-1], case["attention_factor"]) == f"{GROWN}: 63 frequencies, expected 64 {why}"
+    off = [*exact[:21], exact[21] * 1.00001, *exact[22:]]
+    pair = "inv_freq differs from pair 21: 0.0114075, expected 0.0114073"
+    assert printed(case, off, 1.0) == f"{GROWN}: attention factor 1.0, expected 1.2079; {pair} {why}"
+    assert printed(case, torch.tensor(off), case["attention_factor"]) == f"{GROWN}: {pair} {why}"
+    assert printed(case, exact, float("nan")) == f"{GROWN}: attention factor nan, expected 1.2079 {why}"
+
+
+@pytest.mark.parametrize("answer", [None, 1.0, (1.0,), (1.0, [0.5]), ([1.0], None), (torch.ones(2, 2), 1.0), "no"])
+def test_an_answer_of_another_shape_is_a_failure(
+    answer: Any, printed: Callable[..., str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    wrong = {**case, **case["known_wrong"][words]}
-    line = printed(case, wrong["inv_freq"], wrong["attention_factor"])
-    assert line == f"{case['name']}: as if {words} ({case['note']})\n"
+    assert check.check_rope(lambda config, length: answer) == len(CASES)
+    *lines, last = capsys.readouterr().out.splitlines()
+    assert last == f"{len(CASES)} cases checked, 0 not supported"
+    for line, case in zip(lines, CASES, strict=True):
+        assert line.startswith(f"{case.id}: returned ")
+        assert line.endswith(", expected (inv_freq, attention_factor), in numbers")
+    assert check.check_cos_sin(lambda config, length, positions: answer) == len(CASES)
+    assert check.check_logprobs(lambda config, ids: answer) == len(BUNDLED)
+
+
+def test_a_case_that_raises_is_a_failure_and_the_others_are_still_checked(capsys: pytest.CaptureFixture[str]) -> None:
+    exact = {json.dumps([case["config"], case["length"]]): case for case in check.cases()}
+
+    def rope(config: dict[str, Any], length: int) -> Values:
+        case = exact[json.dumps([config, length])]
+        if case["name"] == GROWN:
+            raise TypeError("no such factor")
+        return case["inv_freq"], case["attention_factor"]
+
+    def unable(*_: Any) -> Any:
+        raise OSError("no engine")
+
+    assert check.check_rope(rope) == 1
+    summary = f"{len(CASES)} cases checked, 0 not supported\n"
+    assert capsys.readouterr().out == f"{GROWN}: raised TypeError: no such factor\n{summary}"
+    assert check.check_cos_sin(unable) == len(CASES)
+    assert check.check_logprobs(unable) == len(BUNDLED)
+    assert capsys.readouterr().out.count(": raised OSError: no engine\n") == len(CASES) + len(BUNDLED)
 
 
 @pytest.mark.parametrize("case", CASES)
