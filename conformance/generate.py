@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from cases import AUSTEN, BUNDLED, FILES, SOURCES, Case, Config
+from check import agrees
+from misreadings import misreadings
 from mpmath import mpf
 from reference import Rope, logprobs, plain, rope, sha256
 from transformers import AutoTokenizer
@@ -17,8 +19,8 @@ from transformers import AutoTokenizer
 from ctxext.assets import MODEL, PERSUASION
 
 HERE = Path(__file__).parent
-# Raise the first number if a value or a field changes its meaning, the second if cases are added.
-HEADER = {"version": "1.1", "license": "Apache-2.0", "description": "docs/conformance.md of ctxext"}
+# Raise the first number if a value or a field changes its meaning, the second if cases or misreadings are added.
+HEADER = {"version": "1.2", "license": "Apache-2.0", "description": "docs/conformance.md of ctxext"}
 
 
 def vector(case: Case) -> dict[str, Any]:
@@ -44,21 +46,30 @@ def vector(case: Case) -> dict[str, Any]:
         "pairs": shown,
         "cos": [[float(each) for each in row] for row in cos],
         "sin": [[float(each) for each in row] for row in sin],
-        "known_wrong": {
-            words: {"seen_in": seen_in, **differing(rope(config, case.length), exact)}
-            for words, (seen_in, config) in case.misread.items()
-        },
+        "known_wrong": known_wrong(case, exact),
     }
 
 
-def differing(misread: Rope, exact: Rope) -> dict[str, Any]:
-    """The numbers of a wrong reading that are wrong."""
-    numbers: dict[str, Any] = {}
-    if misread.attention_factor != exact.attention_factor:
-        numbers["attention_factor"] = float(misread.attention_factor)
-    if misread.inv_freq != exact.inv_freq:
-        numbers["inv_freq"] = [float(each) for each in misread.inv_freq]
-    return numbers
+def known_wrong(case: Case, exact: Rope) -> dict[str, dict[str, Any]]:
+    """The misreadings by their words with the numbers that are wrong, the most plausible first.
+
+    Left out are those that a check cannot tell from the exact numbers or from an earlier one.
+    """
+    right = in_float64(exact)
+    told, found = [right], {}
+    for words, seen_in, misread in misreadings(case):
+        numbers = in_float64(misread)
+        if not any(agrees(other, **numbers) for other in told):
+            told.append(numbers)
+            found[words] = {"seen_in": seen_in, **{key: numbers[key] for key in right if numbers[key] != right[key]}}
+    return found
+
+
+def in_float64(numbers: Rope) -> dict[str, Any]:
+    return {
+        "attention_factor": float(numbers.attention_factor),
+        "inv_freq": [float(each) for each in numbers.inv_freq],
+    }
 
 
 # --------------------------------------------------------------------------------- log-probabilities
