@@ -1,14 +1,16 @@
-"""Golden numbers from the authors' own code: `python benchmarks/fidelity/authors.py NAME CHECKOUT`.
+"""Golden numbers from the authors' own code: `python benchmarks/fidelity/authors.py NAME [CHECKOUT]`.
 
 CHECKOUT is a clone of the repository in `SOURCES[NAME]` at its commit (the script checks that). Its files are
 imported unmodified, run over `GEOMETRIES`, and what they return goes into `docs/fidelity/authors.json` with the
 repository, commit, file and command; their code does not. Every number is as their code computes it, in float32.
+If the file has the same numbers already, it is left as it is.
 
 `resonance` and `posgen` need einops; `longppl` needs nothing beyond transformers.
 """
 
 from __future__ import annotations
 
+import argparse
 import ast
 import importlib
 import importlib.util
@@ -59,6 +61,14 @@ class Source:
     commit: str
     file: str
     run: Callable[[Path], Iterator[Case]]
+
+    @property
+    def folder(self) -> str:
+        """Where `git clone` puts it."""
+        return self.repository.partition("/")[2]
+
+    def __str__(self) -> str:
+        return f"{self.repository}@{self.commit[:7]}"
 
 
 def grid() -> Iterator[tuple[Case, int, float, int, float]]:
@@ -359,34 +369,76 @@ SOURCES = {
 }
 
 
-def main(name: str, checkout: str) -> None:
-    source = SOURCES[name]
-    head, changed = (
-        subprocess.run(["git", "-C", checkout, *command], capture_output=True, text=True, check=True).stdout.strip()
-        for command in (["rev-parse", "HEAD"], ["diff", "HEAD", "--diff-filter=M", "--name-only"])
-    )
-    if head != source.commit or changed:
+def check_out(source: Source, checkout: str) -> None:
+    """Raise SystemExit with the commands to run unless `checkout` is an unchanged clone at the commit."""
+
+    def git(*command: str) -> str:
+        done = subprocess.run(["git", "-C", checkout, *command], capture_output=True, text=True, check=False)
+        return done.stdout.strip() if done.returncode == 0 else ""
+
+    where, short = Path(checkout), source.commit[:7]
+    # A folder within another repository has a commit, too.
+    if not where.is_dir() or git("rev-parse", "--show-toplevel") != str(where.resolve()):
+        clone = f"git clone https://github.com/{source.repository} {checkout}".removesuffix(f" {source.folder}")
+        shown = checkout if where.is_absolute() else f"./{checkout}"
+        raise SystemExit(f"error: no clone in {shown}: {clone} && git -C {checkout} checkout {short}")
+    head, changed = git("rev-parse", "HEAD"), git("diff", "HEAD", "--diff-filter=M", "--name-only").split()
+    if head != source.commit:
         raise SystemExit(
-            f"error: {checkout} must be an unchanged clone at {source.commit}, got {head} {changed}".rstrip()
+            f"error: {checkout} is at {head[:7]}, expected {short}: git -C {checkout} fetch && "
+            f"git -C {checkout} checkout {short}"
         )
+    if changed:
+        raise SystemExit(f"error: {checkout} has changed files ({', '.join(changed)}): git -C {checkout} stash")
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        description="Run the authors' code and keep its numbers in docs/fidelity/authors.json.",
+        epilog="; ".join(f"{name}: {source}" for name, source in SOURCES.items()),
+    )
+    parser.add_argument("name", choices=SOURCES, help="what to compute; the repository of each is below")
+    parser.add_argument("checkout", nargs="?", help="a clone of the repository (default: its name, here)")
+    options = parser.parse_args(arguments)
+    name, source = options.name, SOURCES[options.name]
+    checkout = options.checkout or source.folder
+    check_out(source, checkout)
+    try:
+        cases = json.loads(json.dumps(list(source.run(Path(checkout) / source.file))))
+    except ModuleNotFoundError as error:
+        raise SystemExit(f"error: {source.repository} needs {error.name}: pip install {error.name}") from None
     golden = json.loads(GOLDEN.read_text()) if GOLDEN.is_file() else {}
-    golden[name] = {
+    before = golden.get(name, {})
+    made = {
         "repository": f"https://github.com/{source.repository}",
         "commit": source.commit,
         "file": source.file,
-        "command": f"python benchmarks/fidelity/authors.py {name} {source.repository.partition('/')[2]}",
+        "command": f"python benchmarks/fidelity/authors.py {name} {source.folder}",
         "versions": {**versions(), "python": platform.python_version()},
-        "cases": list(source.run(Path(checkout) / source.file)),
+        "cases": cases,
     }
-    GOLDEN.parent.mkdir(parents=True, exist_ok=True)
-    # One case a line.
+    where = GOLDEN.relative_to(ROOT) if GOLDEN.is_relative_to(ROOT) else GOLDEN
+    print(f"{name}: {len(cases)} cases by {source.file} of {source}.")
+    if {**before, "versions": None} == {**made, "versions": None}:
+        print(f"All are equal to those in {where}.")
+    else:
+        old = before.get("cases", [])
+        differ = len(cases) - sum(map(dict.__eq__, cases, old))
+        print(f"{differ} differ from those in {where}, which now has the new ones." if old else f"Added to {where}.")
+        write({**golden, name: made})
+    print("To compare ctxext with them: python benchmarks/fidelity/run.py")
+
+
+def write(golden: dict[str, Any]) -> None:
+    """One case a line."""
     parts = []
     for key in sorted(golden):
         record = dict(golden[key])
         cases = ",\n".join(f"  {json.dumps(case, separators=(',', ':'))}" for case in record.pop("cases"))
         parts.append(f' "{key}": {json.dumps(record)[:-1]}, "cases": [\n{cases}]}}')
+    GOLDEN.parent.mkdir(parents=True, exist_ok=True)
     GOLDEN.write_text("{\n" + ",\n".join(parts) + "\n}\n")
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main()

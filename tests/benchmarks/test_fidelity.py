@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 import torch
-from fidelity import cope, frequencies, posgen, ruler_lm_eval, sliding
-from fidelity.authors import SOURCES
+from fidelity import authors, cope, frequencies, posgen, ruler_lm_eval, sliding
+from fidelity.authors import SOURCES, Source
 from fidelity.row import spread
 from report import Report
 
@@ -80,6 +80,82 @@ def test_goldens_name_the_repository_commit_file_and_command() -> None:
         assert (record["commit"], record["file"]) == (source.commit, source.file)
         assert record["command"].startswith(f"python benchmarks/fidelity/authors.py {part} ")
         assert record["cases"]
+
+
+def test_without_a_clone_the_command_says_how_to_get_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    clone = "git clone https://github.com/jquesnelle/yarn"
+    with pytest.raises(SystemExit, match=rf"error: no clone in \./yarn: {clone} && git -C yarn checkout 995db5b$"):
+        authors.main(["yarn"])
+    # A folder of another repository is no clone.
+    monkeypatch.chdir(ROOT)
+    with pytest.raises(SystemExit, match=rf"no clone in \./docs: {clone} docs && git -C docs checkout 995db5b$"):
+        authors.main(["yarn", "docs"])
+    for arguments in ([], ["yarm"]):
+        with pytest.raises(SystemExit):
+            authors.main(arguments)
+    assert "Traceback" not in capsys.readouterr().err
+
+
+@pytest.fixture
+def cloned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A clone `theirs` in the working directory, at the commit of the only source."""
+    monkeypatch.chdir(tmp_path)
+    clone = tmp_path / "theirs"
+    clone.mkdir()
+    (clone / "rope.py").write_text("inv_freq = [1.0, 0.5]\n")
+    identity = ["-c", "user.name=a", "-c", "user.email=a@b"]
+    for command in (["init", "-q"], ["add", "."], [*identity, "commit", "-qm", "Add rope"]):
+        subprocess.run(["git", "-C", str(clone), *command], check=True)
+    commit = subprocess.run(["git", "-C", str(clone), "rev-parse", "HEAD"], capture_output=True, text=True, check=True)
+
+    def cases(file: Path) -> Any:
+        yield {"inv_freq": authors.load(file).inv_freq}
+
+    source = Source("them/theirs", commit.stdout.strip(), "rope.py", cases)
+    monkeypatch.setattr(authors, "SOURCES", {"rope": source})
+    monkeypatch.setattr(authors, "GOLDEN", tmp_path / "authors.json")
+    return clone
+
+
+def test_the_authors_numbers_are_added_then_found_equal_or_not(
+    cloned: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def said(*arguments: str) -> str:
+        authors.main([*arguments])
+        made, outcome, then = capsys.readouterr().out.splitlines()
+        assert made == f"rope: 1 cases by rope.py of them/theirs@{authors.SOURCES['rope'].commit[:7]}."
+        assert then == "To compare ctxext with them: python benchmarks/fidelity/run.py"
+        return outcome
+
+    golden = cloned.parent / "authors.json"
+    assert said("rope") == f"Added to {golden}."
+    first = golden.read_text()
+    assert said("rope", "theirs") == f"All are equal to those in {golden}."
+    golden.write_text(first.replace("0.5", "0.25"))
+    assert said("rope") == f"1 differ from those in {golden}, which now has the new ones."
+    assert golden.read_text() == first
+
+
+def test_another_commit_and_a_changed_file_are_refused(cloned: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (cloned / "rope.py").write_text("inv_freq = [1.0, 0.25]\n")
+    with pytest.raises(SystemExit, match=r"theirs has changed files \(rope.py\): git -C theirs stash$"):
+        authors.main(["rope"])
+    source = replace(authors.SOURCES["rope"], commit="0123456789")
+    monkeypatch.setattr(authors, "SOURCES", {"rope": source})
+    with pytest.raises(SystemExit, match=r"expected 0123456: git -C theirs fetch && git -C theirs checkout 0123456$"):
+        authors.main(["rope"])
+
+
+def test_a_package_that_their_code_needs_is_named(cloned: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def needy(file: Path) -> Any:
+        raise ModuleNotFoundError("No module named 'einops'", name="einops")
+
+    monkeypatch.setattr(authors, "SOURCES", {"rope": replace(authors.SOURCES["rope"], run=needy)})
+    with pytest.raises(SystemExit, match=r"them/theirs needs einops: pip install einops$"):
+        authors.main(["rope"])
 
 
 def test_sequences_of_posgen_are_the_authors() -> None:
