@@ -525,7 +525,7 @@ def fidelity_table(section: str) -> str:
             bar = figure["bar"].removeprefix("<= ") if figure["ok"] else f"{figure['bar']}: exceeded"
             source = f"[{about['source']}]({about['link']})"
             rows.append([name, f"{figure['value']:.2g}", bar, about["of"], source, f"`{about['command']}`"])
-    return table(["", "", "bar", "over", "compared with", "made by"], rows)
+    return table(["", "", "bar", "over", "reference", "command that made the reference"], rows)
 
 
 def fidelity_ruler_table() -> str:
@@ -535,12 +535,12 @@ def fidelity_ruler_table() -> str:
         [
             f"`{name}`",
             *(f"{n:,}" for n in of["tokens"]),
-            "alike" if of["worded_alike"] else "not",
+            "yes" if of["worded_alike"] else "no",
             "; ".join(of["reasons"]),
         ]
         for name, of in tasks.items()
     ]
-    head = ["task", "tokens, lm-eval", "tokens, NVIDIA's code and ours", "worded", "why"]
+    head = ["task", "tokens, lm-eval", "tokens, NVIDIA's code and ours", "same wording", "why they differ"]
     return table(head, rows, "The longest of three prompts at 4,096 tokens, one token a word, without the answer.")
 
 

@@ -54,7 +54,7 @@ DRAWS = {
 }
 DELIMITERS = {"cwe": "\n\n"}  # target_delimiter in cwe.yaml, which the other files leave at a space
 
-STEPS = "lm-eval grows a prompt by a fixed step and goes one step back; NVIDIA's code searches by halves"
+STEPS = "lm-eval grows a prompt by a fixed step and goes one step back; NVIDIA's code uses binary search"
 # Why a task is worded, sized or scored otherwise. A difference that is not here, or no longer there, is unexplained.
 REASONS: dict[tuple[str, str], str] = {
     **{(name, "size"): STEPS for name in RULER},
