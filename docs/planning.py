@@ -49,6 +49,14 @@ PEAK, BANDWIDTH, REACHED, READ = 989.4e12, 3.35e12, 0.5, 0.6
 H100 = Device("H100 SXM, 80 GB", REACHED * PEAK, READ * BANDWIDTH, room=0.9 * 80e9)
 
 
+# Of the worked example; their fields are those of its config.json.
+EXAMPLE = "Qwen/Qwen2.5-7B-Instruct"
+QWEN = {
+    "hidden_size": 3584, "intermediate_size": 18_944, "num_hidden_layers": 28, "num_attention_heads": 28,
+    "num_key_value_heads": 4, "head_dim": 128, "vocab_size": 152_064, "tie_word_embeddings": False,
+}  # fmt: skip
+
+
 def config_of(shape: str) -> LlamaConfig:
     return LlamaConfig(**SHAPES[shape])
 
@@ -77,13 +85,25 @@ def decode_bytes(config: Any, n_tokens: int, bytes_each: int = 2) -> float:
     return bytes_each * weights + kv_cache_bytes(config, n_tokens, bytes_each)
 
 
-def modelled(shape: str, length: int, device: Device = H100) -> dict[str, float]:
+def gpus_needed(config: Any, length: int, bytes_each: int, device: Device = H100) -> tuple[int, int | None]:
+    """The least number that holds weights in 2 bytes and the cache, and the next that divides the KV heads.
+
+    None if no divisor is large enough: KV heads would have to be copied.
+    """
+    if device.room is None:
+        return 1, 1
+    least = math.ceil((2 * parameters(config) + kv_cache_bytes(config, length, bytes_each)) / device.room)
+    heads = config.num_key_value_heads
+    return least, next((n for n in range(least, heads + 1) if heads % n == 0), None)
+
+
+def modelled(shape: str, length: int, device: Device = H100) -> dict[str, Any]:
     config = config_of(shape)
-    kv, weights = kv_cache_bytes(config, length, 2), 2 * parameters(config)
     return {
-        "kv_bytes": kv,
-        "weight_bytes": weights,
-        "gpus": math.ceil((kv + weights) / device.room) if device.room else 1,
+        "kv_bytes": kv_cache_bytes(config, length, 2),
+        "weight_bytes": 2 * parameters(config),
+        "gpus": gpus_needed(config, length, 2, device),
+        "gpus_8_bit_cache": gpus_needed(config, length, 1, device),
         "prefill_seconds": prefill_operations(config, length) / device.operations,
         "decode_seconds": decode_bytes(config, length) / device.bandwidth,
     }
@@ -176,6 +196,12 @@ def cell(measured: float | None, model: float, say: Any) -> str:
     return f"*≈ {say(model)}*" if measured is None else say(measured)
 
 
+def gpus(needed: tuple[int, int | None]) -> str:
+    """The least number, and in brackets the one for tensor parallelism if it is another."""
+    least, parallel = needed
+    return f"{least}" if least == parallel else f"{least} ({parallel or 'none'})"
+
+
 def planning_rows(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
     rows = []
     for shape in SHAPES:
@@ -196,22 +222,45 @@ def blocks(rows: list[dict[str, Any]], tests: list[dict[str, Any]], paper: dict[
             cell(row["measured"].get(what), row["modelled"][what], say)
             for what, say in (("kv_bytes", size), ("prefill_seconds", duration), ("decode_seconds", duration))
         )
-        + f" | {row['modelled']['gpus']} |"
+        + f" | {gpus(row['modelled']['gpus'])} | {gpus(row['modelled']['gpus_8_bit_cache'])} |"
         for row in rows
     ]
-    head = "| model | tokens | weights | KV cache | prefill, one H100 | decode step, one H100 | 80 GB GPUs needed |"
+    head = "| model | tokens | weights | KV cache | prefill, one H100 | decode step, one H100 | "
+    head += "80 GB GPUs needed | the same with an 8-bit KV cache |"
     on_gpu = sum(bool(row["measured"]) for row in rows)
     note = "Nothing was run on a GPU yet: every number with *≈*, in italics, is modelled."
     if on_gpu:
         note = f"{on_gpu} rows were measured on an H100 (plain numbers); those with *≈*, in italics, are modelled."
-    gpus = {row["shape"]: row["modelled"]["gpus"] for row in rows if row["name"] == "1M"}
+    longest = {row["shape"]: row["modelled"] for row in rows if row["name"] == "1M"}
+    (least8, parallel8), (least70, parallel70) = longest["8B"]["gpus"], longest["70B"]["gpus"]
     return {
-        "table": "\n".join([head, "|---" * 7 + "|", *body, "", note]),
+        "table": "\n".join([head, "|---" * 8 + "|", *body, "", note]),
+        "example": example(),
         "checks": checks(tests),
         "published": f"By the same count that is {in_percent(paper['share_of_peak'])}% of the peak.",
-        "short": f"In short, one sequence of 1M tokens is served from {gpus['8B']} GPUs of 80 GB for an 8B, and from "
-        f"{gpus['70B']}, in practice 8, for a 70B.",
+        "short": f"In short, one sequence of 1M tokens needs {least8} GPUs of 80 GB for an 8B, {parallel8} in "
+        f"practice, and {least70} for a 70B, {parallel70} in practice.",
     }
+
+
+def example() -> str:
+    """The sum for a model that is not in the table."""
+    config = LlamaConfig(**QWEN)
+    length, count, room = LENGTHS["1M"], parameters(config), H100.room or math.inf
+    kv, weights = kv_cache_bytes(config, length, 2), 2 * count
+    lines = [
+        "```console",
+        f"$ ctxext describe {EXAMPLE} --target-length 1M",
+        "…",
+        f"KV cache at {length:,}   {kv / 2**30:.2f} GiB per sequence in bfloat16",
+        "```",
+        "",
+        f"Weights: {count / 1e9:.1f} billion parameters × 2 bytes = {size(weights)}. With the cache that is "
+        f"{size(kv + weights)}, or {(kv + weights) / 1e9:.1f} GB. A GPU has room for {room / 1e9:.0f} GB, so that "
+        f"takes {gpus_needed(config, length, 2)[0]}. An 8-bit cache takes {size(kv / 2)}: "
+        f"{(kv / 2 + weights) / 1e9:.1f} GB in all, and {gpus_needed(config, length, 1)[0]} is enough.",
+    ]
+    return "\n".join(lines)
 
 
 def checks(tests: list[dict[str, Any]]) -> str:

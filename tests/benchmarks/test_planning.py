@@ -12,7 +12,9 @@ import pytest
 import torch
 from at_scale.planning import SHAPES
 from attention import STOCK, Decoder, cache_bytes, random_models
-from transformers import DynamicCache, LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, LlamaForCausalLM
+
+from ctxext import describe_context
 
 ROOT = Path(__file__).resolve().parents[2]
 spec = importlib.util.spec_from_file_location("planning_page", ROOT / "docs/planning.py")
@@ -46,6 +48,41 @@ def test_each_point_is_modelled_at_the_rate_of_the_others() -> None:
     assert abs(errors[1024]) == abs(errors[4096]) < 0.13  # the median of two rates, one of which is off
     (alone,) = planning.compared(points[:1])
     assert alone["error"] is None
+
+
+@pytest.mark.parametrize(
+    ("layers", "kv_heads", "bytes_each", "needed"),
+    [
+        (2, 8, 2, (1, 1)),
+        (80, 8, 2, (5, 8)),
+        (80, 8, 1, (3, 4)),
+        (60, 3, 2, (2, 3)),
+        (80, 4, 2, (3, 4)),
+        (320, 4, 2, (10, None)),
+    ],
+)
+def test_tensor_parallelism_takes_the_next_number_that_divides_the_kv_heads(
+    layers: int, kv_heads: int, bytes_each: int, needed: tuple[int, int | None]
+) -> None:
+    shape = {**SHAPES["8B"], "num_hidden_layers": layers, "num_key_value_heads": kv_heads, "intermediate_size": 1}
+    config = planning.LlamaConfig(**shape)
+    least, parallel = planning.gpus_needed(config, 2**20, bytes_each)
+    assert (least, parallel) == needed
+    room = planning.H100.room
+    held = 2 * planning.parameters(config) + planning.kv_cache_bytes(config, 2**20, bytes_each)
+    assert (least - 1) * room < held <= least * room
+
+
+def test_the_example_is_what_describe_prints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    fields = {**planning.QWEN, "model_type": "qwen2", "dtype": "bfloat16", "max_position_embeddings": 32768}
+    (tmp_path / "config.json").write_text(json.dumps({**fields, "rope_theta": 1e6}))
+    config = AutoConfig.from_pretrained(tmp_path)
+    printed = dict(describe_context(config, target_length=2**20).rows())
+    line = f"KV cache at 1,048,576   {printed['KV cache at 1,048,576']}\n"
+    assert line in planning.example()
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    assert planning.parameters(config) == pytest.approx(model.num_parameters(), rel=1e-4)
 
 
 def test_what_was_modelled_is_told_from_what_was_measured() -> None:
