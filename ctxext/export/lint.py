@@ -36,6 +36,7 @@ from ctxext.models.families import family_of
 from ctxext.models.rope_tables import RopeTable, rope_tables
 
 if TYPE_CHECKING:
+    from torch import Tensor
     from transformers import PreTrainedConfig
 
 Severity = Literal["wrong", "warning"]
@@ -49,6 +50,8 @@ _KINDS = ("default", "linear", "dynamic", "yarn", "longrope", "llama3", "proport
 _AT_A_PRICE = (READINGS["vllm-longrope-lists"], READINGS["sglang-longrope-switch"])
 # Defaults that are only reported where the frequencies differ from those meant.
 _HARMLESS = (READINGS["sglang-missing-original"],)
+# Frequencies within this ratio are the same: resonance rounds wavelengths.
+_CLOSE = 1.05
 # A factor this many times the one that the served length needs is reported.
 _TOO_LARGE = 2.0
 
@@ -106,6 +109,25 @@ class _Meant:
     def kind(self) -> str:
         return kind_of(self.first.parameters)
 
+    def beside(self, facts: ContextFacts) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """Of each table that rotates as many dimensions: frequencies meant, the model's own, and those before its own
+        scaling (radians per token)."""
+        own = {table.label: table for table in facts.tables}
+        for table in self.tables:
+            if (before := own.get(table.label)) is not None and before.rotary_dim == table.rotary_dim:
+                ropes = table.in_use, before.in_use, facts.original_rope_of(before)
+                yield ropes[0].inv_freq, ropes[1].inv_freq, ropes[2].inv_freq
+
+    def extends(self, facts: ContextFacts) -> bool:
+        """Whether some pairs are slower than in the model itself."""
+        return any(bool((meant < own / _CLOSE).any()) for meant, own, _ in self.beside(facts))
+
+    def undoes(self, facts: ContextFacts) -> bool:
+        """Whether some pairs that the model's own scaling slows are faster than it makes them."""
+        return any(
+            bool(((own < plain / _CLOSE) & (meant > own * _CLOSE)).any()) for meant, own, plain in self.beside(facts)
+        )
+
 
 def lint(
     command: Command,
@@ -133,7 +155,7 @@ def lint(
     numbers: list[Finding] = []
     if not any(remark.fatal for remark in does.remarks):
         numbers = [*_numbers(does, meant, facts)]
-        found += [*numbers, *_lengths(command, does, meant, facts)]
+        found += [*numbers, *_lengths(command, version, does, meant, facts)]
     found = [*_remarks(does, harmless=() if numbers else _HARMLESS), *found]
     findings = tuple(sorted(dict.fromkeys(found), key=lambda finding: finding.severity != "wrong"))
     right, why_not = None, ""
@@ -275,8 +297,8 @@ def _origin(meant: _Meant, facts: ContextFacts) -> Iterator[Finding]:
     """A scaling and numbers that do not belong to this checkpoint."""
     if _replaces_own(meant, facts):
         scaling, known = kind_of(facts.rope_parameters), facts.checkpoint
-        words = f"{meant.kind} replaces the model's own {scaling} scaling, which it was trained with. Leave that; for "
-        yield Finding("warning" if known is None else "wrong", words + "longer prompts raise max_position_embeddings.")
+        words = f"{meant.kind} replaces the model's own {scaling} scaling, which it was trained with. Leave it out; "
+        yield Finding("warning" if known is None else "wrong", words + "the model's own stays in effect.")
     for label, block in each_table(meant.block):
         own = facts.original_thetas.get(label, facts.original_theta)
         theta = block.get("rope_theta")
@@ -286,17 +308,25 @@ def _origin(meant: _Meant, facts: ContextFacts) -> Iterator[Finding]:
             words = f"rope_theta is {theta:.9g}, but this model was trained with {own:.9g}: both the base and "
             yield Finding("warning", words + f"{kind_of(block)} scale.")
         given, right = block.get("original_max_position_embeddings"), _original(facts)
-        if given is not None and given != right:
+        if given is not None and given != right and _reads_original(block):
             known = facts.checkpoint
             where = "its config" if known is None else f"{known.name}: {known.source}"
             words = f"the original length is {given:g}, but this model was trained at {right} tokens ({where})."
             yield Finding("warning" if known is None else "wrong", words)
 
 
+def _reads_original(block: dict[str, Any]) -> bool:
+    """Whether the frequencies depend on the original length: one list of factors holds it already."""
+    if kind_of(block) == "longrope":
+        return block.get("short_factor") != block.get("long_factor")
+    return kind_of(block) in ("yarn", "llama3")
+
+
 def _replaces_own(meant: _Meant, facts: ContextFacts) -> bool:
-    """Whether a scaling that the checkpoint was trained with gives way to one of another type."""
+    """Whether a scaling that the checkpoint was trained with is lost."""
     bolted_on = facts.checkpoint is not None and facts.checkpoint.scaling == "bolted-on"
-    return facts.is_scaled and not bolted_on and bool(meant.block) and meant.kind != kind_of(facts.rope_parameters)
+    turns_dynamic = meant.kind == "dynamic" != kind_of(facts.rope_parameters)  # plain up to its original length
+    return facts.is_scaled and not bolted_on and (turns_dynamic or meant.undoes(facts))
 
 
 def _original(facts: ContextFacts) -> int:
@@ -305,12 +335,14 @@ def _original(facts: ContextFacts) -> int:
     return int(recipe.get("original_max_position_embeddings") or facts.original_length or facts.trained_length)
 
 
-def _lengths(command: Command, does: Effective, meant: _Meant, facts: ContextFacts) -> Iterator[Finding]:
+def _lengths(command: Command, version: str, does: Effective, meant: _Meant, facts: ContextFacts) -> Iterator[Finding]:
     engine, kind, parameters = command.engine, meant.kind, meant.first.parameters
     guard = _GUARDS.get(engine, "")
     is_open = command.environment.get(guard, "").strip().lower() in _ON.get(engine, ())
     if does.length > does.limit and not is_open:
-        name = "yarn-length-new" if engine == "vllm" and kind == "yarn" else "length"
+        name = "length"
+        if engine == "vllm" and kind == "yarn":
+            name = "yarn-length" if version_of(engine, version) < (0, 30) else "yarn-length-new"
         words = f"a length of {does.length} is rejected, as this config allows {does.limit}: the server does not start."
         yield Finding("wrong", words, READINGS[f"{engine}-{name}"])
     if does.rows is not None and does.rows < does.length and (is_open or does.length <= does.limit):
@@ -349,7 +381,7 @@ def _right(
     """
     table, target, original = meant.first, command.model or "MODEL", _original(facts)
     given = float(table.parameters.get("factor") or 1.0) if meant.block else 1.0
-    if facts.is_scaled and (not meant.block or _replaces_own(meant, facts) or given * original <= facts.reach):
+    if facts.is_scaled and (_replaces_own(meant, facts) or not meant.extends(facts)):
         plan = None
         if (command.length or 0) > facts.reach:
             plan = plan_extension(config, target_length=command.length, existing="keep")

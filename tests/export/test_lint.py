@@ -9,9 +9,14 @@ import pytest
 from lint_cases import RIGHT, WRONG, Case, config_json
 from transformers import AutoConfig, PreTrainedConfig
 
+from ctxext import list_methods
 from ctxext.export.commands import Command, parse_command
 from ctxext.export.effective import VERSIONS
 from ctxext.export.lint import Lint, lint
+from ctxext.export.readings import READINGS
+from ctxext.export.rules import EngineExport, NotExportable, export_for
+from ctxext.extension.request import plan_extension
+from ctxext.models.context import read_context
 
 
 def loaded(model: str) -> tuple[PreTrainedConfig, dict[str, Any]]:
@@ -71,6 +76,60 @@ def test_a_model_trained_with_a_scaling_is_told_to_keep_it() -> None:
         overrides = parse_command(right.flags).overrides
         assert overrides.pop("rope_parameters", {"rope_type": "llama3"})["rope_type"] == "llama3"
         assert overridden <= overrides.keys()
+
+
+SPAN = {"vllm": ("0.12", "0.29", "0.33"), "sglang": ("0.5.10", "0.5.23"), "llama.cpp": ("2025-12", "2026-11")}
+SCALED = ("Llama-3.1-8B", "gemma-3-4b", "DeepSeek-V3", "gpt-oss-20b", "Phi-3.5-mini")
+
+
+def exports(engine: str, model: str) -> list[tuple[str, EngineExport]]:
+    """Every static method at two factors, on the model's own scaling if it has one, where one line serves it."""
+    config, source = loaded(model)
+    existing, found = "compose" if read_context(config).is_scaled else "refuse", []
+    for method in list_methods("rope"):
+        for factor in (2, 2.5):
+            try:
+                made = method.example(read_context(config).rope, factor)
+                export = export_for(
+                    engine, config, plan_extension(config, method=made, existing=existing), source=source
+                )
+            except (NotExportable, ValueError, NotImplementedError):
+                continue
+            if "OUT.gguf" not in export.flags:
+                found.append((f"{method.name} {factor}", export))
+    return found
+
+
+@pytest.mark.parametrize("model", ["Llama-3-8B", "Qwen3-8B", "Qwen3.5", *SCALED])
+@pytest.mark.parametrize("engine", SPAN)
+def test_no_exported_line_of_a_known_checkpoint_gives_an_alarm(engine: str, model: str) -> None:
+    config, source = loaded(model)
+    for name, export in exports(engine, model):
+        edited = None
+        if any("replace the checkpoint" in warning for warning in export.warnings):
+            edited = (AutoConfig.for_model(**json.loads(json.dumps(export.config))), export.config)
+        for version in SPAN[engine]:
+            found = lint(parse_command(export.flags), config, source, version, edited)
+            assert not found.is_wrong, (name, version, told(found))
+
+
+@pytest.mark.parametrize("model", SCALED)
+def test_the_right_line_of_a_composed_extension_is_that_extension(model: str) -> None:
+    config, source = loaded(model)
+    for engine in ("vllm", "sglang"):
+        for name, export in exports(engine, model):
+            command = parse_command(export.flags)
+            if command.overrides.pop("max_position_embeddings", None):
+                found = lint(command, config, source)
+                assert found.right is not None, (name, found.why_not)
+                assert found.right.flags == export.flags, name
+
+
+def test_a_rejected_length_is_explained_by_the_rule_of_that_version() -> None:
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768, "rope_theta": 1e6}
+    for version, row in (("0.29", "vllm-yarn-length"), ("0.30", "vllm-yarn-length-new")):
+        found = lint(Command("vllm", "a/b", {"rope_parameters": yarn}, 200_000), *loaded("Qwen3-8B"), version)
+        assert READINGS[row] in [finding.reading for finding in found.findings]
 
 
 def test_a_length_of_its_own_is_allowed_whatever_the_scaling() -> None:

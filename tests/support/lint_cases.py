@@ -75,6 +75,22 @@ CONFIGS: dict[str, dict[str, Any]] = {
             "rope_scaling": {"factor": 8.0, "rope_type": "linear"}, "rope_theta": 1e6,
         },
     },
+    "gpt-oss-20b": {
+        "model_type": "gpt_oss", "hidden_size": 2880, "num_hidden_layers": 4, "num_attention_heads": 64,
+        "num_key_value_heads": 8, "head_dim": 64, "max_position_embeddings": 131072, "sliding_window": 128,
+        "rope_theta": 150000.0, "vocab_size": 201088, "rope_scaling": {
+            "rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096, "beta_fast": 32.0,
+            "beta_slow": 1.0, "truncate": False,
+        },
+    },
+    "Phi-3.5-mini": {  # with lists of its own
+        "model_type": "phi3", "hidden_size": 3072, "num_hidden_layers": 4, "num_attention_heads": 32,
+        "max_position_embeddings": 131072, "original_max_position_embeddings": 4096, "rope_theta": 10000.0,
+        "vocab_size": 32064, "pad_token_id": 32000, "rope_scaling": {
+            "type": "longrope", "short_factor": [1.0 + pair / 48 for pair in range(48)],
+            "long_factor": [1.0 + pair for pair in range(48)],
+        },
+    },
     "Mistral-Nemo": {
         "model_type": "mistral", "hidden_size": 5120, "num_hidden_layers": 40, "num_attention_heads": 32,
         "head_dim": 128, "max_position_embeddings": 131072, "rope_theta": 1e6, "vocab_size": 131072,
