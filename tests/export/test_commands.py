@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import pytest
 
@@ -97,6 +98,141 @@ def test_what_cannot_be_read_is_refused_with_its_place(line: str, says: str) -> 
 
 
 def test_an_option_that_is_no_number_is_named() -> None:
-    with pytest.raises(ValueError, match=re.escape("--rope-scale must be a number, got 'four'")):
+    with pytest.raises(ValueError, match=re.escape("--rope-scale must be a number from 1 to 1,000,000, got 'four'")):
         parse_command("llama-server -m a.gguf --rope-scale four").number("--rope-scale")
     assert parse_overrides('{"a": 1}', "LINE") == {"a": 1}
+
+
+JSON = '{"a": 1}'
+
+
+@pytest.mark.parametrize(("line", "length", "says"), [
+    (f"vllm serve a/b --hf-overides '{JSON}'", None, "is not an option of vLLM; did you mean --hf-overrides?"),
+    ("vllm serve a/b --max-model-length 9", 9, "did you mean --max-model-len?"),
+    ("vllm serve a/b --context-length 9", 9, "--context-length is not an option of vLLM: write --max-model-len"),
+    ("vllm serve a/b --rope-scale 4", None, "write rope_parameters in --hf-overrides"),
+    ("vllm serve a/b --max 9", None, "--max is ambiguous"),
+    ("vllm serve a/b 9 --port 80", None, "'9' belongs to no option"),
+    ("vllm serve a/b --max-model-len 1 072", 1, "'072' belongs to no option"),
+    ("vllm serve a/b —max-model-len 9", 9, "begins with a typographic dash: write --max-model-len."),
+    ("vllm serve a/b\u00a0--max-model-len 9", 9, "a no-break space: write a plain space"),
+    ("llama-server -m a.gguf –c 9", 9, "–c begins with a typographic dash: write -c."),
+    ("docker run vllm/vllm-openai vllm serve a/b --max-model-len 9", 9, "starts vllm serve by itself: leave vllm"),
+    ("llama-server -m a.gguf -c9", 9, "-c9 is rejected by llama-server: write -c 9."),
+    ("llama-server -m a.gguf --ctx-size=9", 9, "write --ctx-size 9."),
+    ("sglang serve a/b --context_length 9", 9, "did you mean --context-length?"),
+    ("sglang serve a/b --rope-scaling yarn", None, "write rope_parameters in --json-model-override-args"),
+    (f"vllm serve a/b --hf-overrides '{JSON}' --hf-overrides.b.c 1", None, "replaces the whole of --hf-overrides"),
+])  # fmt: skip
+def test_what_the_engines_parser_rejects_is_a_mistake_and_read_as_meant(
+    line: str, length: int | None, says: str
+) -> None:
+    command = parse_command(line)
+    assert says in " ".join(command.mistakes)
+    assert command.length == length
+
+
+@pytest.mark.parametrize(("line", "length"), [
+    ("vllm serve a/b --max-model 9", 9),
+    ("vllm serve a/b --max_model_len 9", 9),
+    ("sglang serve a/b --context-len 9 --json-model-override '{}'", 9),
+    ("llama-server -m a.gguf --ctx_size 9", 9),
+    ("LLAMA_ARG_CTX_SIZE=9 llama-server -m a.gguf", 9),
+    ("LLAMA_ARG_CTX_SIZE=9 llama-server -m a.gguf -c 8", 8),
+    ("vllm serve a/b --lora-modules c=d e=f --request-static-yarn-factors 1 2 4 --max-model-len 9", 9),
+    ("vllm serve a/b --max-log-len 9 --hf-token x --gpu-memory-utilization .9", None),
+    ("N=9; vllm serve a/b --max-model-len $N", 9),
+    ("vllm serve a/b --max-model-len ${N:-9} --port $PORT", 9),
+    ("MORE='--max-model-len 9'\nvllm serve a/b $MORE", 9),
+    ("docker run --entrypoint bash vllm/vllm-openai -c 'vllm serve a/b --max-model-len 9'", 9),
+    ("docker run --entrypoint vllm vllm/vllm-openai serve a/b --max-model-len 9", 9),
+    ("docker run vllm/vllm-openai-rocm:v0.31.0 a/b --max-model-len 9", 9),
+    ("python -m vllm.entrypoints.cli.main serve a/b --max-model-len 9", 9),
+    ("vllm serve a/b ^\n  --max-model-len 9", 9),
+    ("vllm serve a/b `\n  --max-model-len 9", 9),
+    ("\ufeffvllm serve a/b --max-model-len 9", 9),
+    ("(cd x; vllm serve a/b --max-model-len 9)", 9),
+])  # fmt: skip
+def test_what_the_engines_parser_accepts_is_no_mistake(line: str, length: int | None) -> None:
+    command = parse_command(line)
+    assert (command.length, command.mistakes, command.unread) == (length, (), ())
+
+
+@pytest.mark.parametrize("words", ["$MORE", '"${MORE[@]}"', "$(cat options)", "`cat options`", "--config gone.yaml"])
+def test_what_only_the_shell_or_another_file_holds_is_named(words: str) -> None:
+    (unread,) = parse_command(f"vllm serve a/b {words} --port 80").unread
+    assert words.strip('"') in unread
+
+
+def test_a_model_that_only_the_shell_knows_is_none() -> None:
+    command = parse_command("vllm serve $MODEL --max-model-len 9")
+    assert (command.model, command.unread) == (None, ())
+
+
+@pytest.mark.parametrize("engine", ["vllm serve a/b", "sglang serve a/b"])
+def test_the_options_in_a_yaml_file_come_before_those_of_the_line(engine: str, tmp_path: Path) -> None:
+    file = tmp_path / "options.yaml"
+    overrides = "hf_overrides" if engine.startswith("vllm") else "json-model-override-args"
+    value = "{a: {b: 1}}" if engine.startswith("vllm") else '\'{"a": {"b": 1}}\''
+    length = "max-model-len" if engine.startswith("vllm") else "context-length"
+    file.write_text(f"{overrides}: {value}\n{length}: 9\nenable-metrics: true\n")
+    command = parse_command(f"{engine} --config {file}")
+    assert (command.length, command.overrides, command.unread) == (9, {"a": {"b": 1}}, ())
+    assert parse_command(f"{engine} --config {file} --{length} 8").length == 8
+    assert parse_command(f"{engine} --{length} 8 --config {file}").length == 8
+
+
+COMPOSE = """
+services:
+  model:
+    image: vllm/vllm-openai:v0.30.0
+    environment: [VLLM_ALLOW_LONG_MAX_MODEL_LEN=1]
+    command: COMMAND
+"""
+KUBERNETES = """
+spec:
+  containers:
+    - name: model
+      image: vllm/vllm-openai:v0.30.0
+      env: [{name: VLLM_ALLOW_LONG_MAX_MODEL_LEN, value: "1"}]
+      COMMAND
+"""
+
+
+@pytest.mark.parametrize(("file", "words"), [
+    (COMPOSE, "--model a/b --max-model-len 9 --hf-overrides '{\"a\":1}'"),
+    (COMPOSE, '["--model", "a/b", "--max-model-len", "9", "--hf-overrides", \'{"a": 1}\']'),
+    (COMPOSE, ">\n      --model a/b\n      --max-model-len 9 --hf-overrides '{\"a\": 1}'"),
+    (KUBERNETES, 'command: [vllm, serve, a/b, --max-model-len, "9", --hf-overrides, \'{"a": 1}\']'),
+    (KUBERNETES, 'args: [a/b, --max-model-len, "9", --hf-overrides, \'{"a": 1}\']'),
+    (KUBERNETES, "command: [/bin/sh, -c]\n      args:\n      - vllm serve a/b --max-model-len 9 --hf-overrides.a 1"),
+])  # fmt: skip
+def test_a_container_of_compose_or_kubernetes_is_read(file: str, words: str) -> None:
+    command = parse_command(file.replace("COMMAND", words))
+    assert (command.engine, command.model, command.length, command.version) == ("vllm", "a/b", 9, "0.30.0")
+    assert (command.overrides, command.mistakes, command.unread) == ({"a": 1}, (), ())
+    assert command.environment["VLLM_ALLOW_LONG_MAX_MODEL_LEN"] == "1"
+
+
+@pytest.mark.parametrize(("option", "says"), [
+    ("--rope-scale -4", "--rope-scale must be a number from 1 to 1,000,000, got '-4'"),
+    ("--rope-scale nan", "--rope-scale must be a number"),
+    ("--rope-freq-scale -1", "--rope-freq-scale must be a number from 0 to 1"),
+    ("--rope-freq-base -1", "--rope-freq-base must be 0 or a number above 1, got '-1'"),
+    ("--yarn-orig-ctx -1", "--yarn-orig-ctx must be a whole number"),
+    ("--yarn-beta-fast -5", "--yarn-beta-fast must be a number from 0, or -1, got '-5'"),
+    ("--rope-scaling foo", "--rope-scaling of llama-server must be none, linear or yarn, got 'foo'"),
+    ("-c $N", r"-c is \$N, which only the shell knows. Write its value"),
+])  # fmt: skip
+def test_a_number_is_checked_by_the_name_of_its_flag(option: str, says: str) -> None:
+    with pytest.raises(ValueError, match=says.replace("-c is", "--ctx-size is")):
+        parse_command(f"llama-server -m a.gguf {option}")
+
+
+@pytest.mark.parametrize(("value", "remedy"), [
+    ("{a:1}", "The shell removed its quotes"), ("yarn", "Write it as "), ("{'a': 1}", "JSON has double quotes"),
+    ("{“a”: 1}", "Write \" for “ and ”"), ('{"a": 1,}', "Correct it"),
+])  # fmt: skip
+def test_the_remedy_for_invalid_json_fits_its_mistake(value: str, remedy: str) -> None:
+    with pytest.raises(ValueError, match=remedy):
+        parse_overrides(value, "--hf-overrides")
