@@ -71,11 +71,18 @@ class Remark:
         field: its name there.
         reading: the evidence.
         fatal: whether the engine refuses to start.
+        told: the sentence for it; by default field and reading.
     """
 
     field: str
     reading: Reading
     fatal: bool = False
+    told: str = ""
+
+    @property
+    def words(self) -> str:
+        end = " The server does not start." if self.fatal else ""
+        return self.told or f"{self.field} {self.reading.does}.{end}"
 
 
 @dataclass(frozen=True)
@@ -98,11 +105,18 @@ class Effective:
 
 
 def version_of(engine: str, text: str | None) -> tuple[int, ...]:
-    """A version as numbers, the newest known one by default. Raises ValueError if it is too old or not a version."""
+    """The numbers of a version's base release, by default the newest known one.
+
+    Raises:
+        ValueError: it is too old, or not a version.
+    """
+    from packaging.version import InvalidVersion, Version
+
     oldest, newest = VERSIONS[engine]
-    if not re.fullmatch(r"v?\d+([.-]\d+)*", text or newest):
-        raise ValueError(f"--engine-version must look like {newest} for {engine}, got {text!r}. Correct it.")
-    version = tuple(int(part) for part in re.findall(r"\d+", text or newest))
+    try:
+        version = Version((text or newest).replace("-", ".") if engine == "llama.cpp" else text or newest).release
+    except InvalidVersion as error:
+        raise ValueError(f"--engine-version must look like {newest} for {engine}, got {text!r}. Correct it.") from error
     if version < tuple(int(part) for part in re.findall(r"\d+", oldest)):
         raise ValueError(f"ctxext knows {engine} from {oldest} on, got {text}. Upgrade the server.")
     return version
@@ -137,7 +151,7 @@ def effective(
         return _llama_cpp(command, numbers, config)
     server = _Server(command.engine, numbers, config, source, command.overrides)
     for flag in ("--rope-scaling", "--rope-theta"):
-        if flag in command.options:
+        if flag in command.options and command.engine == "vllm":
             server.remark(flag, "rope-scaling", fatal=True)
     return server.serve(command.length)
 
@@ -209,8 +223,8 @@ class _Server:
         self.has_original = "original_max_position_embeddings" in self.text.rope_parameters
         self.complete()
 
-    def remark(self, field: str, name: str, fatal: bool = False) -> None:
-        self.remarks.append(Remark(field, READINGS[f"{self.engine}-{name}"], fatal))
+    def remark(self, field: str, name: str, fatal: bool = False, told: str = "") -> None:
+        self.remarks.append(Remark(field, READINGS[f"{self.engine}-{name}"], fatal, told))
 
     @property
     def only_yarn(self) -> bool:
@@ -286,7 +300,10 @@ class _Server:
             before = self.before.get(label, {}) if label else self.before
             if table.get("rope_type") != table.get("type", table.get("rope_type")):
                 # vLLM has patched `type` before the overrides are set; SGLang prefers rope_type.
-                self.remark("type", "type", fatal=self.engine == "vllm" and "rope_type" not in table)
+                key = "The key is `rope_type`, not `type`: "
+                told = "the server stops with KeyError." if "rope_type" not in table else "the old rope_type stays."
+                is_fatal = self.engine == "vllm" and "rope_type" not in table
+                self.remark("type", "type", is_fatal, key + told if self.engine == "vllm" else "")
             table.setdefault("rope_type", table.get("type", "default"))
             if "rope_theta" not in table:
                 own = _THETAS[self.engine].get(self.text.model_type)
@@ -306,7 +323,12 @@ class _Server:
                 if name not in table:
                     is_original = self.engine == "sglang" and name.startswith("original")
                     row = "gpt-oss" if self.only_yarn else "missing-original" if is_original else "missing"
-                    self.remark(f"{name} of {kind}", row, fatal=self.engine == "vllm")
+                    told = ""
+                    if is_original:
+                        told = f"{name} of {kind} defaults to max_position_embeddings, here {length_limit(self.text)}."
+                    elif row == "missing" and self.engine == "vllm":
+                        told = f"{kind} needs {name}; without it the server does not start."
+                    self.remark(f"{name} of {kind}", row, self.engine == "vllm", told)
                     if not name.startswith("beta"):
                         table[name] = length_limit(self.text) if name.startswith("original") else 1.0
             if self.only_yarn and kind != "yarn":
@@ -474,7 +496,7 @@ def _llama_cpp(command: Command, version: tuple[int, ...], config: PreTrainedCon
     factor = scale if scale != 1.0 else before.get("factor", 1.0) if kept in ("linear", "yarn") else 1.0
     extrapolates = command.number("--yarn-ext-factor")
     if kept not in ("default", "linear", "yarn") and (factor != 1.0 or "--rope-scaling" in command.options):
-        remark("the scaling of the file", "scaled-file")
+        remark("the file's own scaling", "scaled-file")
     parameters: dict[str, Any] = {
         "rope_type": "default",
         "rope_theta": command.number("--rope-freq-base") or before["rope_theta"],
@@ -497,10 +519,13 @@ def _llama_cpp(command: Command, version: tuple[int, ...], config: PreTrainedCon
         multiplier = command.number("--yarn-attn-factor") or 1.0
     of_all = keys.get("attn_factor", 1.0)
     multiplier *= of_all
-    if kept in ("llama3", "longrope") and parameters["rope_type"] == "default":  # rope_freqs.weight
-        parameters = {**before, "rope_theta": parameters["rope_theta"]}
-        multiplier *= table.in_use.attention_factor
-    geometry = replace(replace(table, parameters=parameters).in_use, attention_factor=multiplier)
+    stored: Any = 1.0  # the factors in rope_freqs.weight, which no flag removes
+    if kept in ("llama3", "longrope"):
+        own = table.in_use
+        stored = own.inv_freq / table.plain(before["rope_theta"], limit).inv_freq
+        multiplier *= own.attention_factor if parameters["rope_type"] == "default" else 1.0
+    geometry = replace(table, parameters=parameters).in_use
+    geometry = replace(geometry, inv_freq=geometry.inv_freq * stored, attention_factor=multiplier)
     cap = int(keys.get("context_length", limit))
     if version >= (2026, 9) and parameters["rope_type"] == "yarn" and factor != 1.0:
         cap = max(cap, math.floor(parameters["original_max_position_embeddings"] * factor))
