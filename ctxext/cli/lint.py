@@ -21,15 +21,15 @@ if TYPE_CHECKING:
 
     from ctxext.export.lint import Lint
 
-_COLOURS = {"wrong": "bold red", "warning": "yellow"}
+_COLOURS = {"wrong": "bold red", "unread": "bold yellow", "warning": "yellow"}
 
 
 def lint(
     line: Annotated[
         str,
         typer.Argument(
-            help="A server's command line in quotes, a file that holds one, - for the standard input, an overrides "
-            "object in JSON, or an edited config.json."
+            help="A server's command line in quotes, a file that holds one (a script, Docker Compose, Kubernetes), - "
+            "for the standard input, an overrides object in JSON, or an edited config.json or its folder."
         ),
     ],
     model: Annotated[
@@ -66,10 +66,10 @@ def lint(
         raise ValueError(f"unknown engine {engine!r}{suggest(engine, tuple(SERVERS))}")
     text = _text(line)
     edited = None
-    if text.lstrip().startswith("{"):
+    if text.lstrip("\ufeff \t\r\n").startswith("{"):
         if engine is None:
             raise ValueError(f"LINE is JSON: name the server that reads it with --engine. Known: {', '.join(SERVERS)}.")
-        content = parse_overrides(text, "LINE")
+        content = parse_overrides(text.lstrip("\ufeff"), "LINE")
         command = Command(engine, length=target_length)
         if "model_type" in content:
             edited = _config(content, "LINE")
@@ -107,9 +107,10 @@ def _text(line: str) -> str:
         return sys.stdin.read()
     if len(line) >= 1000 or any(mark in line for mark in ' \n{"'):
         return line
-    if not Path(line).is_file():
-        raise ValueError(f"{line} is neither a command line nor a file. Put the command line in quotes.")
-    return read_text(Path(line))
+    file = Path(line, "config.json") if Path(line).is_dir() else Path(line)
+    if not file.is_file():
+        raise ValueError(f"{file} is neither a command line nor a file. Put the command line in quotes.")
+    return read_text(file)
 
 
 def _config(content: dict[str, Any], where: str) -> tuple[PreTrainedConfig, dict[str, Any]]:
@@ -143,7 +144,13 @@ def _published(name: str, revision: str | None) -> tuple[PreTrainedConfig, dict[
         )
     if Path(name).suffix == ".json" and Path(name).is_file():
         return _config(read_json(Path(name)).content, name)
-    folder = checkpoint.checkpoint_folder(name, revision, config_only=True)
+    try:
+        folder = checkpoint.checkpoint_folder(name, revision, config_only=True)
+    except (OSError, ValueError) as error:
+        if Path(name).exists():
+            raise
+        remedy = "Or pass its config with --model: a folder, its config.json, or the JSON itself."
+        raise ValueError(f"{error} {remedy}") from error
     return checkpoint.read_config(folder), read_json(folder / "config.json").content
 
 
@@ -153,7 +160,7 @@ def _show(found: Lint, model: str | None) -> None:
     console.print(Padding(Text(found.does), (0, 0, 0, 2)))
     for finding in found.findings:
         severity = (f"{finding.severity}: ", _COLOURS[finding.severity])
-        console.print(Text.assemble(severity, common.in_flags(finding.words)))
+        console.print(Text.assemble(severity, finding.words))
         if (reading := finding.reading) is not None:
             evidence = Text(f"{reading.engine} {reading.versions}; {reading.known}", style="dim")
             console.print(Padding(evidence, (0, 0, 0, 2)))
@@ -163,6 +170,8 @@ def _show(found: Lint, model: str | None) -> None:
         for warning in found.right.warnings:
             console.print(Padding(Text(f"note: {warning}"), (0, 0, 0, 2)))
     elif found.is_wrong:
-        console.print(Text(f"There is no line that does what was meant: {common.in_flags(found.why_not)}"))
+        console.print(Text(f"There is no right line: {found.why_not}"))
     elif not found.findings:
-        console.print(Text("Nothing is wrong.", style="green"))
+        *most, last = found.read or ("this line",)
+        read = f"{', '.join(most)} and {last}" if most else last
+        console.print(Text(f"Nothing is wrong with {read}.", style="green"))

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import copy
+import json
 import math
+import re
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
 from ctxext.encodings.rope import RopeGeometry
-from ctxext.export.commands import Command, parse_overrides
+from ctxext.export.commands import LENGTH_OPTIONS, Command, parse_overrides
 from ctxext.export.effective import (
     BARE_KEYS,
     ROPE_KEYS,
@@ -33,13 +36,15 @@ from ctxext.methods import ABF, TransformersDynamic, YaRN, method_from_rope_para
 from ctxext.models.config_fields import ROPE_FIELDS, check_config
 from ctxext.models.context import ContextFacts, read_context
 from ctxext.models.families import family_of
-from ctxext.models.rope_tables import RopeTable, rope_tables
+from ctxext.models.rope_tables import RopeTable, length_limit, rope_tables
+from ctxext.models.text_config import text_config_of
 
 if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedConfig
 
-Severity = Literal["wrong", "warning"]
+Severity = Literal["wrong", "unread", "warning"]
+_SEVERITIES: tuple[Severity, ...] = ("wrong", "unread", "warning")
 # Keys of rope_parameters that belong to the model, not to a scaling.
 _OF_THE_MODEL = ("rope_theta", "partial_rotary_factor", "mrope_section", "mrope_interleaved")
 _GUARDS = {"vllm": "VLLM_ALLOW_LONG_MAX_MODEL_LEN", "sglang": "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"}
@@ -61,7 +66,8 @@ class Finding:
     """Something that a line does not do as written.
 
     Attributes:
-        severity: "wrong": the model is not served as meant, or not at all. "warning": it is, at a price or by luck.
+        severity: "wrong": the model is not served as meant, or not at all. "unread": a part of the line could not be
+            read. "warning": the model is served as meant, at a price or by luck.
         words: a sentence or two for the user.
         reading: how the engine reads the field, with evidence; None if the mistake is in the numbers.
     """
@@ -77,6 +83,7 @@ class Lint:
 
     Attributes:
         does: what the engine does, in a line.
+        read: the options that were read.
         findings: the wrong ones first.
         right: what to run instead; None if nothing is wrong.
         why_not: why there is no `right` although something is wrong; "" otherwise.
@@ -85,6 +92,7 @@ class Lint:
     engine: str
     version: str
     does: str
+    read: tuple[str, ...]
     findings: tuple[Finding, ...]
     right: EngineExport | None
     why_not: str
@@ -122,6 +130,10 @@ class _Meant:
         """Whether some pairs are slower than in the model itself."""
         return any(bool((meant < own / _CLOSE).any()) for meant, own, _ in self.beside(facts))
 
+    def adds_to(self, facts: ContextFacts) -> bool:
+        """Whether the model's own scaling is kept and extended."""
+        return self.extends(facts) and not _replaces_own(self, facts)
+
     def undoes(self, facts: ContextFacts) -> bool:
         """Whether some pairs that the model's own scaling slows are faster than it makes them."""
         return any(
@@ -146,25 +158,50 @@ def lint(
     Raises:
         ValueError: as `effective` and `read_context`, or the line's rope parameters are not valid ones.
     """
+    if command.engine == "llama.cpp" and command.overrides:
+        raise ValueError("llama.cpp has no overrides in JSON. Pass its command line, or an edited config.json.")
     facts = read_context(config)
     served, served_source = edited or (config, source)
+    pinned = version or command.version
     version = version_for(command, version)
-    does = effective(command, served, served_source, version)
-    meant = _meant(command, facts, read_context(served))
-    found = [*_newer(command.engine, version), *_origin(meant, facts)]
-    numbers: list[Finding] = []
-    if not any(remark.fatal for remark in does.remarks):
-        numbers = [*_numbers(does, meant, facts)]
-        found += [*numbers, *_lengths(command, version, does, meant, facts)]
-    found = [*_remarks(does, harmless=() if numbers else _HARMLESS), *found]
-    findings = tuple(sorted(dict.fromkeys(found), key=lambda finding: finding.severity != "wrong"))
+    try:
+        does = effective(command, served, served_source, version)
+        meant = _meant(command, facts, read_context(served))
+    except ValueError as error:
+        raise ValueError(_by_its_name(str(error), command.engine)) from error
+    found = [*_parsed(command), *_newer(command.engine, version)]
+    another = _another_model(config, served)
+    repeated = _repeats_the_file(command, facts, meant)
+    if another or repeated:
+        found.append(Finding("wrong", another or repeated))
+    else:
+        numbers = list[Finding]()
+        if not any(remark.fatal for remark in does.remarks):
+            numbers = [*_numbers(does, meant, facts)]
+        found += [*_remarks(does, facts, harmless=() if numbers else _HARMLESS), *_origin(meant, facts, does), *numbers]
+        if not any(remark.fatal for remark in does.remarks):
+            found += _lengths(command, version, does, meant, facts)
+    findings = tuple(sorted(dict.fromkeys(found), key=lambda finding: _SEVERITIES.index(finding.severity)))
     right, why_not = None, ""
-    if any(finding.severity == "wrong" for finding in findings):
+    if another:
+        why_not = "the config to check and the one to compare with are of different models."
+    elif any(finding.severity == "wrong" for finding in findings):
         try:
-            right = _right(command, meant, facts, config, source)
+            is_longer = command.length is None and not meant.block and does.length > length_limit(facts.text_config)
+            right = _right(replace(command, length=does.length) if is_longer else command, meant, facts, config, source)
+            right = replace(right, flags=_for_version(right.flags, command.engine, pinned))
         except ValueError as error:
-            why_not = str(error)
-    return Lint(command.engine, version, _summary(does), findings, right, why_not)
+            why_not = str(error).partition(". ")[0].rstrip(".") + "."
+    return Lint(command.engine, version, _summary(does), command.read, findings, right, why_not)
+
+
+def _by_its_name(error: str, engine: str) -> str:
+    """An error that begins with a method's option, with the name that the line has for it."""
+    if not re.match(r"[a-z_0-9]+ (must|has) ", error):
+        return error
+    if engine == "llama.cpp":
+        return re.sub(r"beta_(fast|slow)", r"--yarn-beta-\1", error)
+    return f"rope_parameters.{error}"
 
 
 # --------------------------------------------------------------------------------- what the author meant
@@ -183,8 +220,9 @@ def _meant(command: Command, facts: ContextFacts, served: ContextFacts) -> _Mean
     if command.engine == "llama.cpp":
         return _meant_by_flags(command, facts)
     block = next(_blocks(command.overrides), None)
-    if "--rope-scaling" in command.options:
-        block = parse_overrides(command.options["--rope-scaling"], "--rope-scaling")
+    if command.engine == "vllm" and "--rope-scaling" in command.options:
+        with suppress(ValueError):  # the flag was removed, whatever its value
+            block = parse_overrides(command.options["--rope-scaling"], "--rope-scaling")
     theta = command.overrides.get("rope_theta", command.number("--rope-theta"))
     if block is None and theta is None:
         own = served.whole_parameters
@@ -249,13 +287,38 @@ def _newer(engine: str, version: str) -> Iterator[Finding]:
         )
 
 
-def _remarks(does: Effective, harmless: Sequence[Reading]) -> Iterator[Finding]:
+def _parsed(command: Command) -> Iterator[Finding]:
+    yield from (Finding("wrong", words) for words in command.mistakes)
+    yield from (Finding("unread", words) for words in command.unread)
+
+
+def _another_model(config: PreTrainedConfig, served: PreTrainedConfig) -> str:
+    """How an edited config differs in what an extension never changes; "" if it does not."""
+    ours, theirs = text_config_of(config), text_config_of(served)
+    for name in ("model_type", "hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size"):
+        one, other = getattr(ours, name, None), getattr(theirs, name, None)
+        if one != other:
+            return f"this is another model's config: its {name} is {other}, and that of the model is {one}."
+    return ""
+
+
+def _repeats_the_file(command: Command, facts: ContextFacts, meant: _Meant) -> str:
+    """What flags do to a GGUF file that ctxext has extended; "" if there are none."""
+    if command.engine != "llama.cpp" or facts.mark is None or not meant.block:
+        return ""
+    method, _, lengths = facts.summary.partition(": ")
+    name = command.model or "the file"
+    return f"{name} already holds {method} ({lengths.removesuffix(' tokens')}); these flags repeat it."
+
+
+def _remarks(does: Effective, facts: ContextFacts, harmless: Sequence[Reading]) -> Iterator[Finding]:
     for remark in does.remarks:
         if remark.reading in harmless:
             continue
-        end = " The server does not start." if remark.fatal else ""
-        severity: Severity = "warning" if remark.reading in _AT_A_PRICE else "wrong"
-        yield Finding(severity, f"{remark.field} {remark.reading.does}.{end}", remark.reading)
+        words = remark.words
+        if remark.reading is READINGS["sglang-missing-original"]:
+            words = f"{words.rstrip('.')}; the model was trained at {_original(facts)}."
+        yield Finding("warning" if remark.reading in _AT_A_PRICE else "wrong", words, remark.reading)
 
 
 def _numbers(does: Effective, meant: _Meant, facts: ContextFacts) -> Iterator[Finding]:
@@ -290,12 +353,13 @@ def _difference(used: RopeGeometry, wanted: RopeGeometry) -> str:
     if used.rope_theta != wanted.rope_theta:
         return f"the frequencies are those of theta {used.rope_theta:.9g} instead of {wanted.rope_theta:.9g}"
     worst = float((used.inv_freq / wanted.inv_freq).log().abs().max().exp())
-    return f"the frequencies differ from those meant, by up to {worst:.3g} times"
+    return f"frequencies are off by a factor of up to {worst:.3g}"
 
 
-def _origin(meant: _Meant, facts: ContextFacts) -> Iterator[Finding]:
+def _origin(meant: _Meant, facts: ContextFacts, does: Effective) -> Iterator[Finding]:
     """A scaling and numbers that do not belong to this checkpoint."""
-    if _replaces_own(meant, facts):
+    stays = READINGS["llama.cpp-scaled-file"] in [remark.reading for remark in does.remarks]
+    if _replaces_own(meant, facts) and not stays:
         scaling, known = kind_of(facts.rope_parameters), facts.checkpoint
         words = f"{meant.kind} replaces the model's own {scaling} scaling, which it was trained with. Leave it out; "
         yield Finding("warning" if known is None else "wrong", words + "the model's own stays in effect.")
@@ -313,6 +377,10 @@ def _origin(meant: _Meant, facts: ContextFacts) -> Iterator[Finding]:
             where = "its config" if known is None else f"{known.name}: {known.source}"
             words = f"the original length is {given:g}, but this model was trained at {right} tokens ({where})."
             yield Finding("warning" if known is None else "wrong", words)
+    recipe = {} if facts.checkpoint is None else facts.checkpoint.recipe
+    if meant.block and meant.kind == "linear" and recipe.get("rope_type") == "yarn":
+        words = f"linear scaling needs fine-tuning; the vendor's recipe is yarn ×{recipe['factor']:g}."
+        yield Finding("warning", words)
 
 
 def _reads_original(block: dict[str, Any]) -> bool:
@@ -353,11 +421,15 @@ def _lengths(command: Command, version: str, does: Effective, meant: _Meant, fac
     elif is_open:
         words = f"{guard} switches the length check off. The right overrides do not need it."
         yield Finding("warning", words, READINGS[f"{engine}-long-override"])
-    if not meant.block and not facts.is_scaled:
-        trained = facts.trained_length
-        if min(command.length or 0, does.length) > trained and (is_open or does.length <= does.limit):
-            words = f"{does.length} tokens are served without scaling; this model was trained at {trained}."
-            yield Finding("wrong" if does.length > does.limit else "warning", words)
+    served = does.length if is_open or does.length <= does.limit else 0  # otherwise the server does not start
+    if not meant.extends(facts) and not _replaces_own(meant, facts) and kind != "dynamic":
+        published = length_limit(facts.text_config)
+        asked = command.length or (served if served > published else 0)
+        if min(asked, served) > (max(facts.reach, published) if facts.is_scaled else facts.reach):
+            words = f"{served} tokens are served without scaling; this model was trained at {facts.reach}."
+            if facts.is_scaled:
+                words = f"{served} tokens are served, but this model's own {kind} scaling reaches {facts.reach}."
+            yield Finding("wrong" if not facts.is_scaled and served > published else "warning", words)
     elif meant.block and kind in ("linear", "yarn"):
         factor = float(parameters.get("factor") or 1.0)
         original = parameters.get("original_max_position_embeddings") or _original(facts)
@@ -381,8 +453,12 @@ def _right(
     """
     table, target, original = meant.first, command.model or "MODEL", _original(facts)
     given = float(table.parameters.get("factor") or 1.0) if meant.block else 1.0
-    if facts.is_scaled and (_replaces_own(meant, facts) or not meant.extends(facts)):
+    if facts.is_scaled and (_repeats_the_file(command, facts, meant) or not meant.adds_to(facts)):
         plan = None
+        if facts.mark is not None and command.engine == "llama.cpp" and (command.length or 0) > facts.reach:
+            raise ValueError(f"the file reaches {facts.reach} tokens, so extend the file that it was made from.")
+        if command.engine == "llama.cpp" and (command.length or 0) <= facts.reach:  # the file holds the scaling
+            return _as_it_is(command, source)
         if (command.length or 0) > facts.reach:
             plan = plan_extension(config, target_length=command.length, existing="keep")
         return export_for(command.engine, config, plan, model=target, source=source)
@@ -390,6 +466,8 @@ def _right(
         original = int(table.parameters.get("original_max_position_embeddings") or original)
     needed = (command.length or 0) / original
     factor = max(needed, 1.0) if 1 < needed * _TOO_LARGE <= given else max(given, needed, 1.0)
+    if factor == 1.0 and not facts.is_scaled:
+        return _as_it_is(command, source)
     method = method_from_rope_parameters(table.of_turning_pairs, table.limit)
     theta = float(table.parameters["rope_theta"])
     if method is not None and meant.block and not isinstance(method, TransformersDynamic):
@@ -403,13 +481,40 @@ def _right(
     return export_for(command.engine, config, plan, model=target, source=source)
 
 
+def _as_it_is(command: Command, source: dict[str, Any]) -> EngineExport:
+    """The model as published."""
+    model = command.model or "MODEL"
+    start = {"vllm": ("vllm", "serve"), "sglang": ("python", "-m", "sglang.launch_server", "--model-path")}.get(
+        command.engine, ("llama-server", "-hf" if "--hf-repo" in command.options else "-m")
+    )
+    length = () if command.length is None else (LENGTH_OPTIONS[command.engine], str(command.length))
+    least = VERSIONS[command.engine][0]
+    return EngineExport(command.engine, least, copy.deepcopy(source), (*start, model, *length), (), command.length or 0)
+
+
+def _for_version(flags: tuple[str, ...], engine: str, version: str | None) -> tuple[str, ...]:
+    """A line for one version: without the keys that vLLM up to 0.19.0 needs, if it is a later one."""
+    if engine != "vllm" or version is None or version_of(engine, version) < (0, 19, 1):
+        return flags
+
+    def newer(overrides: dict[str, Any]) -> dict[str, Any]:
+        older = ("rope_scaling", "rope_theta") if "rope_parameters" in overrides else ()
+        kept = {key: value for key, value in overrides.items() if key not in older}
+        return {key: newer(value) if key.endswith("_config") else value for key, value in kept.items()}
+
+    pairs = zip(("", *flags), flags, strict=False)
+    return tuple(json.dumps(newer(json.loads(flag))) if name == "--hf-overrides" else flag for name, flag in pairs)
+
+
 def _summary(does: Effective) -> str:
     """Frequencies, multiplier and length of the first table, in a line."""
     (_, first), *others = does.tables.items()
     kind = "plain RoPE" if first.is_plain else f"frequencies divided by up to {_largest(first):.3g}"
     more = f" (and {len(others)} more tables)" if others else ""
     multiplier = "" if first.attention_factor == 1 else f", cos and sin × {first.attention_factor:.4g}"
-    return f"theta {first.rope_theta:.9g}, {kind}{multiplier}{more}; {does.length:,} tokens, of {does.limit:,} allowed"
+    verb = "asks for" if does.length > does.limit else "serves"
+    lengths = f"{verb} {does.length:,} tokens; the config allows {does.limit:,}"
+    return f"theta {first.rope_theta:.9g}, {kind}{multiplier}{more}; {lengths}"
 
 
 def _largest(rope: RopeGeometry) -> float:

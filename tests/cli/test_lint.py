@@ -45,7 +45,7 @@ def test_a_wrong_line_is_explained_and_the_right_one_can_be_copied(
     assert "--hf-overrides '{" in right
     again = lint("-", "--model", model, stdin=right)
     assert again.exit_code == 0, again.stdout
-    assert "Nothing is wrong." in again.stdout
+    assert "Nothing is wrong with --max-model-len and --hf-overrides." in " ".join(again.stdout.split())
 
 
 def test_a_right_line_ends_with_0_and_a_warning_does_too(model: Path) -> None:
@@ -102,6 +102,8 @@ def test_a_model_may_be_pasted(model: Path) -> None:
     (("vllm serve no/such/model",), "is neither a folder nor a hub name"),
     (('{"rope_parameters": {}}',), "LINE is JSON: name the server that reads it with --engine"),
     (("nope.sh",), r"nope\.sh is neither a command line nor a file"),
+    (("vllm serve no/such/model",), "Or pass its config with --model: a folder, its config.json, or the JSON itself"),
+    (('{"a": 1}', "--engine", "llama.cpp", "--model", "MODEL"), "llama.cpp has no overrides in JSON"),
     ((RIGHT, "--engine", "vlm"), "unknown engine 'vlm'; did you mean 'vllm'"),
     (('{"rope_parameters": {}}', "--engine", "vlm"), "did you mean 'vllm'"),
     (('{"a": 1,}', "--engine", "vllm"), "LINE is not valid JSON: .* at character \\d+, near"),
@@ -120,3 +122,14 @@ def test_bad_input_gives_one_clear_error(arguments: tuple[str, ...], says: str, 
     assert run.exit_code == 1
     assert re.search(says, str(run.exception)), run.exception
     assert run.stdout == ""
+
+
+def test_nothing_is_called_right_that_was_not_read(model: Path) -> None:
+    run = lint("vllm serve a/b $MORE", "--model", model)
+    assert run.exit_code == 0
+    assert "Nothing is wrong" not in run.stdout
+    assert "$MORE was not read" in run.stdout
+
+
+def test_a_folder_is_its_config(model: Path) -> None:
+    assert lint(model.parent, "--engine", "vllm").exit_code == 0
