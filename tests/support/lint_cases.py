@@ -239,7 +239,8 @@ WRONG = (
         "vllm serve Qwen/Qwen2.5-7B-Instruct --hf-overrides '{\"rope_scaling\": {\"factor\": 4.0, "
         "\"original_max_position_embeddings\": 32768, \"type\": \"yarn\"}}'",
         "Qwen2.5-7B", "constructed from the block of https://huggingface.co/Qwen/Qwen2.5-7B-Instruct",
-        "`type` is an older spelling that is not read from an override.", ("The key is `rope_type`, not `type`: the server stops with KeyError",),
+        "`type` is an older spelling that is not read from an override.",
+        ("The key is `rope_type`, not `type`: the server stops with KeyError",),
     ),
     Case(
         "/usr/bin/python -m vllm.entrypoints.openai.api_server --model /dockerdata/models/Qwen3-32B-FP8 "
