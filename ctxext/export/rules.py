@@ -193,8 +193,10 @@ def export_for(
             flags += ["--hf-overrides", json.dumps(changed)]
     else:
         flags = ["python", "-m", "sglang.launch_server", "--model-path", model, "--context-length", str(target)]
-        if changed and section is not written:
-            warnings += (f"{READINGS['sglang-overrides']}: replace the checkpoint's config.json by the export.",)
+        nested, merged = section is not written, _left_by_merge(text_config_of(config), section)
+        if changed and (nested or merged):
+            why = READINGS["sglang-overrides" if nested else "sglang-overrides-merged"]
+            warnings += (f"{why}: replace the checkpoint's config.json by the export.",)
         elif changed:
             flags += ["--json-model-override-args", json.dumps(changed)]
     return EngineExport(engine, _LEAST[engine], written, tuple(flags), warnings, target)
@@ -213,7 +215,8 @@ def _left_by_merge(text_config: PreTrainedConfig, section: dict[str, Any]) -> bo
     """Whether keys of `text_config.rope_parameters` would stay where those of `section` are merged into them."""
     old, new = text_config.rope_parameters or {}, section["rope_parameters"]
     pairs = [(old, new), *((old[name], new[name]) for name in old.keys() & new.keys() if isinstance(old[name], dict))]
-    return any(one.keys() - other.keys() for one, other in pairs)
+    of_llama3 = {"low_freq_factor", "high_freq_factor"}  # which no other type reads, and which llama3 has
+    return any(one.keys() - other.keys() - of_llama3 for one, other in pairs)
 
 
 def _extended(engine: str, config: PreTrainedConfig, plan: Plan | None) -> PreTrainedConfig:

@@ -505,6 +505,28 @@ def test_what_is_not_extended_is_named() -> None:
         export_for("vlm", tiny_config("llama"))
 
 
+@pytest.mark.parametrize(
+    ("method", "replaced"), [("pi", True), ("ntk", True), ("yarn", False), ("llama3", False), ("resonance", False)]
+)
+def test_keys_that_sglang_would_keep_of_a_scaling_are_not_overridden(method: str, replaced: bool) -> None:
+    """From 0.5.23 it merges rope_parameters, so an original length that the new type has no use for would stay."""
+    native = {
+        "rope_type": "llama3", "rope_theta": 1e4, "factor": 2.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 32,
+    }  # fmt: skip
+    config = tiny_config("llama", rope_parameters=native)
+    plan = plan_extension(config, 8, method, existing="replace")
+    found = export_for("sglang", config, plan, source=config.to_dict())
+    assert ("--json-model-override-args" in found.flags) != replaced
+    if replaced:
+        assert "replace the checkpoint's config.json" in found.warnings[-1]
+    else:
+        merged = {**native, **json.loads(found.flags[-1])["rope_parameters"]}
+        ours = {**found.config["rope_parameters"]}
+        assert merged.keys() - ours.keys() <= {"low_freq_factor", "high_freq_factor"}
+        assert {**merged, **ours} == merged
+
+
 def test_a_nested_config_is_overridden_where_the_engine_merges_and_replaced_where_it_does_not() -> None:
     config = tiny_config("qwen3_5")
     plan = plan_extension(config, 4, "yarn")
