@@ -68,18 +68,26 @@ def largest(values: Iterable[float]) -> float:
 
 @dataclass
 class Report:
-    """Figures with their bars. `finish` writes them and exits non-zero when one is short."""
+    """Figures with their bars. `finish` writes them and exits non-zero when one is short.
+
+    Attributes:
+        rehearsal: the sizes are too small for the bars, so that none is applied.
+    """
 
     name: str
     seed: int
+    rehearsal: bool = False
     figures: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     def add(self, name: str, value: float, at_most: float | None = None, at_least: float | None = None) -> None:
         """One figure; without a bar it is there for comparison. One that is not finite is short."""
+        if self.rehearsal:
+            at_most = at_least = None
         ok = math.isfinite(value) and (at_most is None or value <= at_most) and (at_least is None or value >= at_least)
         bar = f"<= {at_most:g}" if at_most is not None else f">= {at_least:g}" if at_least is not None else "no bar"
         self.figures[name] = {"value": value, "bar": bar, "ok": ok}
-        print(f"{name} {value:.4g} ({bar}) {'ok' if ok else 'short'}", flush=True)
+        judged = "" if self.rehearsal else f" ({bar}) {'ok' if ok else 'short'}"
+        print(f"{name} {value:.4g}{judged}", flush=True)
 
     def finish(self, path: Path, **more: Any) -> None:
         record = {

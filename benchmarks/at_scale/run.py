@@ -2,7 +2,7 @@
 
     python benchmarks/at_scale/run.py                        # every part that this machine can run
     python benchmarks/at_scale/run.py --only quality --minutes 28
-    python benchmarks/at_scale/run.py --tiny                 # each part small, in seconds
+    python benchmarks/at_scale/run.py --tiny                 # each part small, on a CPU in some minutes
 
 A part is a list of cells. Finished cells and raw results are kept in docs/at_scale/raw, so that the same command
 resumes, on this or another machine; the figures of what is done so far are written to docs/at_scale. With --tiny, all
@@ -65,6 +65,8 @@ def main() -> None:
     parser.add_argument("--output", type=Path, help="where figures and raw results are kept")
     options = parser.parse_args()
     output = options.output or Path("runs/at_scale-tiny" if options.tiny else "docs/at_scale")
+    if options.tiny:
+        print("A rehearsal: times and ratios mean nothing at this size.")
     device, budget = "cuda" if torch.cuda.is_available() else "cpu", Budget(60 * options.minutes)
     for name in options.only or PARTS:
         folder = output / "raw" / f"{name}-{device}"

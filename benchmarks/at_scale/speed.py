@@ -91,7 +91,7 @@ class Speed(Part):
         return memory_in_a_process(name, max(self.lengths) // 4, 2 * max(self.lengths), length, torch.device("cpu"))
 
     def record(self, kept: dict[str, Any]) -> dict[str, Any]:
-        report = Report(self.name, seed=0)
+        report = Report(self.name, seed=0, rehearsal=self.tiny)
         for length in self.lengths:
             for what in ("prefill", "decode"):
                 times = kept.get(f"{what} {length}")

@@ -310,7 +310,7 @@ class Training(Part):
         return 0.5 * 4 * size**3 / (time.perf_counter() - begun)
 
     def record(self, kept: dict[str, Any]) -> dict[str, Any]:
-        report = Report(self.name, seed=0)
+        report = Report(self.name, seed=0, rehearsal=self.tiny)
         for length in self.lengths:
             cells = {name: kept.get(f"{name} {length}") or {"fits": False} for name in TRAINERS}
             for name, cell in cells.items():

@@ -17,6 +17,7 @@ import torch
 from at_scale import run
 from at_scale.cells import Budget, Cell, Part, Store, run_part
 from at_scale.quality import counts, expected, joined
+from report import Report
 
 from ctxext.evals.needle import Passkey
 from ctxext.evals.perplexity import Perplexity, packed
@@ -74,19 +75,28 @@ def test_a_run_stops_before_the_cell_that_would_take_too_long_and_resumes_there(
     assert {name: entry["value"] for name, entry in store.done(part.cells()).items()} == {"a": 1, "b": 1, "c": 1}
 
 
+def test_a_rehearsal_judges_no_figure(capsys: pytest.CaptureFixture[str]) -> None:
+    report = Report("speed", seed=0, rehearsal=True)
+    report.add("prefill: time over stock", 7.5, at_most=1.3)
+    assert capsys.readouterr().out == "prefill: time over stock 7.5\n"
+    assert report.figures["prefill: time over stock"] == {"value": 7.5, "bar": "no bar", "ok": True}
+
+
 @pytest.mark.slow
 def test_every_part_rehearses_on_a_cpu(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["run.py", "--tiny", "--output", str(tmp_path)])
     run.main()
+    said = capsys.readouterr().out
+    assert said.startswith("A rehearsal: times and ratios mean nothing at this size.\n")
+    assert "short" not in said
     for part in run.PARTS:
         record = json.loads((tmp_path / f"{part}-cpu.json").read_text())
         assert record["complete"]
         assert record["cells"] == len(json.loads((tmp_path / f"raw/{part}-cpu/cells.json").read_text())) > 0
     own = json.loads((tmp_path / "quality-cpu.json").read_text())["own"]
     assert own == {"novel": {length: {"0": 1.0, "0.5": 1.0, "1": 1.0} for length in ("384", "512")}}
-    capsys.readouterr()
     run.main()
     assert capsys.readouterr().out.count("cells are done") == len(run.PARTS)
 
