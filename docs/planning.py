@@ -20,6 +20,7 @@ from transformers import LlamaConfig
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
 
+from at_scale.estimate import PEAK
 from at_scale.planning import LENGTHS, SHAPES
 
 from ctxext.evals.statistics import in_percent
@@ -44,8 +45,8 @@ class Device:
     room: float | None = None
 
 
-# NVIDIA's dense bf16 peak and bandwidth, and the share of each that is assumed to be reached.
-PEAK, BANDWIDTH, REACHED, READ = 989.4e12, 3.35e12, 0.5, 0.6
+# NVIDIA's bandwidth, and the share of it and of the dense bf16 peak that is assumed to be reached.
+BANDWIDTH, REACHED, READ = 3.35e12, 0.5, 0.6
 H100 = Device("H100 SXM, 80 GB", REACHED * PEAK, READ * BANDWIDTH, room=0.9 * 80e9)
 
 

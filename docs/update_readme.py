@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
@@ -515,6 +516,19 @@ def smollm2_table() -> str:
     return table(["start", "text (nats per token)", "passkey (nats)", "objective"], rows, note)
 
 
+def plan_table() -> str:
+    """What each part of the measurements at scale takes, by the operations of its cells."""
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    from at_scale.estimate import HEAD, PEAK, estimate, total
+    from at_scale.run import PARTS
+
+    found = [estimate(part, ROOT / "none") for part in PARTS.values()]
+    rows = [[f"`{each.part}`" if each.device == "cuda" else f"`{each.part}` (CPU)", *each.row()[1:]] for each in found]
+    last = total(found).row()
+    note = f"The peak is {PEAK / 1e12:.0f} TFLOP/s, the H100's and the H200's; operations by `run.py --plan`."
+    return table(HEAD, [*rows, [f"**{last[0]}**", *last[1:]]], note)
+
+
 def fidelity_table(section: str) -> str:
     """Comparisons of a section of docs/fidelity/summary.json, one number a row."""
     record = read("docs/fidelity/summary.json")
@@ -632,7 +646,7 @@ TABLES = {
         "smollm2-16k": partial(comparison_table, "docs/compare/smollm2-16k.json", "docs"),
         "cost": attention_table,
     },
-    "docs/at_scale/README.md": {"speed": speed_table},
+    "docs/at_scale/README.md": {"plan": plan_table, "speed": speed_table},
     "docs/benchmarks/README.md": {
         "choice": choice_table,
         "evaluators": evaluators_table,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import importlib.util
 import json
 import math
 import time
@@ -44,20 +45,35 @@ class Part(ABC):
         folder: for raw results.
         tiny: small, on the bundled model or shape, in seconds.
         rounds: samples a cell, in multiples of the plan's.
+        planned: the cells are only listed: nothing is fetched, and every package counts as installed.
+        only_on: the device that it runs on where there is another, too.
+        in_seconds: whether a cell's cost is a guess in seconds.
     """
 
     name: ClassVar[str]
     title: ClassVar[str]
+    only_on: ClassVar[str | None] = None
+    in_seconds: ClassVar[bool] = False
 
     folder: Path
     device: str = "cpu"
     tiny: bool = False
     rounds: int = 1
+    planned: bool = False
 
     @property
     def missing(self) -> str | None:
         """What this machine lacks for the part; None if it can run here."""
         return None
+
+    @property
+    def held_bytes(self) -> float | None:
+        """Bytes of the weights and KV caches that its largest cell holds at once; None if the code cannot tell."""
+        return None
+
+    def lacking(self, *packages: str) -> list[str]:
+        """Those that are not installed."""
+        return [name for name in packages if not self.planned and importlib.util.find_spec(name) is None]
 
     @abstractmethod
     def cells(self) -> Sequence[Cell]:

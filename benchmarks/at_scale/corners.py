@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from at_scale.cells import Cell, Part
 from at_scale.corner_rules import Grid, Point, by_rule, label
-from at_scale.models import config_of, forward_cost, loaded, operations_a_second
+from at_scale.models import SMOLLM2_CONFIG, config_of, forward_cost, loaded, operations_a_second
 from fit import DEPTHS, halves, measure
 from report import SMOLLM2
 
@@ -140,6 +140,7 @@ class Corners(Part):
 
     name = "corners"
     title = "corners of the ramp, by model"
+    only_on = "cpu"
 
     @property
     def subjects(self) -> Sequence[Subject]:
@@ -148,7 +149,8 @@ class Corners(Part):
     def cells(self) -> Sequence[Cell]:
         cells = []
         for subject in self.subjects:
-            cost = partial(forward_cost, config_of(subject.folder != SMOLLM2))
+            public = subject.folder == SMOLLM2
+            cost = partial(forward_cost, SMOLLM2_CONFIG if self.planned and public else config_of(not public))
             target, trained = cost(subject.factor * subject.trained), cost(subject.trained)
             near = {subject.trained: subject.trials}
             far = near | {subject.trained * 2**k: subject.trials for k in range(1, subject.factor.bit_length())}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import importlib.util
 import subprocess
 import sys
 import tempfile
@@ -25,10 +24,11 @@ class Laws(Part):
 
     name = "laws"
     title = "every law with a device in it, on CUDA"
+    in_seconds = True
 
     @property
     def missing(self) -> str | None:
-        if importlib.util.find_spec("pytest") is None:
+        if self.lacking("pytest"):
             return "pytest is not installed"
         return None if self.tiny or self.device == "cuda" else "no GPU"
 

@@ -10,9 +10,10 @@ from typing import Any
 
 import torch
 from report import SMOLLM2
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Gemma3TextConfig, LlamaConfig
 
 from ctxext.assets import MODEL
+from ctxext.extension.describe import kv_cache_bytes
 
 sys.path.append(str(Path(__file__).parents[2] / "recipes"))
 from smollm2 import fetch
@@ -30,6 +31,18 @@ def model_of(tiny: bool, device: str) -> tuple[Any, Any]:
     return loaded(folder_of(tiny), device, torch.float32 if tiny else torch.bfloat16)
 
 
+# What a plan needs of the public models' configs, so that it fetches nothing.
+SMOLLM2_CONFIG = LlamaConfig(
+    hidden_size=576, intermediate_size=1536, num_hidden_layers=30, num_attention_heads=9, num_key_value_heads=3,
+    head_dim=64, vocab_size=49_152, tie_word_embeddings=True, max_position_embeddings=8192,
+    rope_parameters={"rope_type": "default", "rope_theta": 100_000.0},
+)  # fmt: skip
+GEMMA_CONFIG = Gemma3TextConfig(
+    hidden_size=640, intermediate_size=2048, num_hidden_layers=18, num_attention_heads=4, num_key_value_heads=1,
+    head_dim=256, vocab_size=262_144, sliding_window=512, max_position_embeddings=32_768,
+)  # fmt: skip
+
+
 def config_of(tiny: bool) -> Any:
     return AutoConfig.from_pretrained(folder_of(tiny))
 
@@ -41,13 +54,28 @@ def folder_of(tiny: bool) -> Path:
     return MODEL if tiny else SMOLLM2
 
 
+def head_dim(config: Any) -> int:
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+
+def weights(config: Any) -> int:
+    """Those that every token passes, the head among them."""
+    hidden, heads = config.hidden_size, 2 * config.num_attention_heads + 2 * config.num_key_value_heads
+    layer = hidden * head_dim(config) * heads + 3 * hidden * config.intermediate_size
+    return config.num_hidden_layers * layer + hidden * config.vocab_size
+
+
 def forward_cost(config: Any, n_tokens: int) -> float:
     """Operations of one causal forward pass: two a weight and token, four a pair of tokens and channel."""
-    hidden, layers, heads = config.hidden_size, config.num_hidden_layers, config.num_attention_heads
-    head_dim = getattr(config, "head_dim", None) or hidden // heads
-    attention = hidden * head_dim * (2 * heads + 2 * config.num_key_value_heads)
-    weights = layers * (attention + 3 * hidden * config.intermediate_size) + hidden * config.vocab_size
-    return 2.0 * weights * n_tokens + 2.0 * layers * heads * head_dim * n_tokens**2
+    channels = config.num_hidden_layers * config.num_attention_heads * head_dim(config)
+    return 2.0 * weights(config) * n_tokens + 2.0 * channels * n_tokens**2
+
+
+def held(config: Any, n_tokens: int, device: str, caches: int = 1) -> float:
+    """Bytes of the weights and of `caches` KV caches of `n_tokens`: in 2 bytes on a GPU, in 4 on a CPU."""
+    each = 2 if device == "cuda" else 4
+    embeddings = 0 if config.tie_word_embeddings else config.vocab_size * config.hidden_size
+    return each * (weights(config) + embeddings) + caches * kv_cache_bytes(config, n_tokens, each)
 
 
 @torch.inference_mode()

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from at_scale.cells import Cell, Part
-from at_scale.models import forward_cost
+from at_scale.models import forward_cost, held
 from attention import STOCK, Decoder, cache_bytes, prefill, prompt, random_models
 from report import WARM, seconds
 from transformers import DynamicCache, LlamaConfig
@@ -51,6 +51,10 @@ class Planning(Part):
 
     def shape(self, name: str) -> dict[str, Any]:
         return {**SHAPES["0.1B"], "num_hidden_layers": 2, "vocab_size": 256} if name == "tiny" else SHAPES[name]
+
+    @property
+    def held_bytes(self) -> float:
+        return max(held(LlamaConfig(**self.shape(shape)), length, self.device) for shape, length in self.plan)
 
     def cells(self) -> Sequence[Cell]:
         return [

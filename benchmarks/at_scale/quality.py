@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from at_scale.cells import Cell, Part
-from at_scale.models import config_of, forward_cost, model_of, operations_a_second
+from at_scale.models import SMOLLM2_CONFIG, config_of, forward_cost, held, model_of, operations_a_second
 from texts import TEXTS, fetch
 
 from ctxext.assets import PERSUASION
@@ -73,7 +73,16 @@ class Quality(Part):
 
     @cached_property
     def config(self) -> Any:
-        return config_of(self.tiny)
+        return SMOLLM2_CONFIG if self.planned and not self.tiny else config_of(self.tiny)
+
+    @property
+    def held_bytes(self) -> float:
+        return held(self.config, self.lengths[-1], self.device)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of the texts."""
+        return ("novel",) if self.tiny else ("novel", "essay", "manual", "lexicon")
 
     @cached_property
     def texts(self) -> dict[str, str]:
@@ -84,7 +93,7 @@ class Quality(Part):
         fetch()
         return {
             "novel": novel,
-            **{name: (TEXTS / f"{name}.txt").read_text() for name in ("essay", "manual", "lexicon")},
+            **{name: (TEXTS / f"{name}.txt").read_text() for name in self.names[1:]},
         }
 
     @cached_property
@@ -114,7 +123,7 @@ class Quality(Part):
     def cells(self) -> Sequence[Cell]:
         cells, depths = [], DEPTHS[::2] if self.tiny else DEPTHS
         for trial in range(1, self.rounds + 1):
-            for text in self.texts:
+            for text in self.names:
                 near = Grid(retrieval=(Passkey(),), lengths=(self.near,), depths=depths, trials=trial)
                 read = Grid(texts=(Perplexity(),), lengths=(self.near, *self.lengths), windows=2 * trial)
                 gate = Grid(lengths=(self.near,), gate=(self.near,), windows=2 * trial)

@@ -2,6 +2,7 @@
 
     python benchmarks/at_scale/run.py                        # every part that this machine can run
     python benchmarks/at_scale/run.py --only quality --minutes 28
+    python benchmarks/at_scale/run.py --plan                 # what is left and how long it takes; runs nothing
     python benchmarks/at_scale/run.py --tiny                 # each part small, on a CPU in some minutes
 
 A part is a list of cells. Finished cells and raw results are kept in docs/at_scale/raw, so that the same command
@@ -23,6 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from at_scale.cells import Budget, Store, measured_on, run_part
 from at_scale.corners import Corners
+from at_scale.estimate import estimate, printed
 from at_scale.laws import Laws
 from at_scale.planning import Planning
 from at_scale.quality import Quality
@@ -60,15 +62,20 @@ def main() -> None:
     parser.add_argument(
         "--minutes", type=positive, default=math.inf, help="stop before the cell that would take longer"
     )
+    parser.add_argument("--plan", action="store_true", help="print cells, operations and time on a GPU; run nothing")
     parser.add_argument("--tiny", action="store_true", help="the bundled model, few samples: a rehearsal")
     parser.add_argument("--rounds", type=rounds, default=1, help="samples a cell, in multiples of the plan's")
     parser.add_argument("--output", type=Path, help="where figures and raw results are kept")
     options = parser.parse_args()
     output = options.output or Path("runs/at_scale-tiny" if options.tiny else "docs/at_scale")
+    if options.plan:
+        print(printed([estimate(PARTS[name], output / "raw", options.rounds) for name in options.only or PARTS]))
+        return
     if options.tiny:
         print("A rehearsal: times and ratios mean nothing at this size.")
-    device, budget = "cuda" if torch.cuda.is_available() else "cpu", Budget(60 * options.minutes)
+    here, budget = "cuda" if torch.cuda.is_available() else "cpu", Budget(60 * options.minutes)
     for name in options.only or PARTS:
+        device = PARTS[name].only_on or here
         folder = output / "raw" / f"{name}-{device}"
         part = PARTS[name](folder, device, options.tiny, options.rounds)
         if part.missing:

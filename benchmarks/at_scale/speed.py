@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 from at_scale.cells import Cell, Part
-from at_scale.models import forward_cost, operations_a_second
-from attention import AGAIN, STOCK, Decoder, memory_growth, memory_in_a_process, prefill, prompt, random_models
+from at_scale.models import forward_cost, held, operations_a_second
+from attention import AGAIN, SHAPE, STOCK, Decoder, memory_growth, memory_in_a_process, prefill, prompt, random_models
 from report import WARM, Report, interleaved, over
-from transformers import DynamicCache
+from transformers import DynamicCache, LlamaConfig
 
 STATIC, IN_ATTENTION = "yarn", ("dynamic_ntk", "self_extend", "dca", "rerope")
 NAMES = (STOCK, AGAIN, STATIC, *IN_ATTENTION)
@@ -53,8 +53,17 @@ class Speed(Part):
         trained = max(self.lengths) // 4
         return random_models(NAMES, trained, 2 * max(self.lengths), torch.device(self.device), **self.shape)
 
+    @property
+    def config(self) -> LlamaConfig:
+        return LlamaConfig(**{**SHAPE, **self.shape})
+
+    @property
+    def held_bytes(self) -> float:
+        """The models share their weights; a decode step is timed with a cache for each."""
+        return held(self.config, max(self.lengths), self.device, caches=len(NAMES))
+
     def cells(self) -> Sequence[Cell]:
-        config, cells = self.models[STOCK].config, []
+        config, cells = self.config, []
         for length in self.lengths:
             once, rounds = forward_cost(config, length), 2 * self.rounds
             cells.append(Cell(f"prefill {length}", len(NAMES) * rounds * once, lambda n=length: self.prefill(n)))

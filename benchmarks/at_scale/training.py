@@ -248,7 +248,7 @@ class Training(Part):
 
     @property
     def missing(self) -> str | None:
-        if importlib.util.find_spec("peft") is None:
+        if self.lacking("peft"):
             return "peft is not installed"
         return None if self.tiny or self.device == "cuda" else "no GPU"
 
@@ -267,7 +267,7 @@ class Training(Part):
     def trainers(self) -> dict[str, str | None]:
         """Those of the plan, with what each lacks here."""
         lacking = {
-            name: [package for package in NEEDS.get(name, ("peft",)) if importlib.util.find_spec(package) is None]
+            name: self.lacking(*NEEDS.get(name, ("peft",)))
             for name in (STOCK, TRL, TILED) if not self.tiny or name != TRL
         }  # fmt: skip
         lacking |= {} if self.tiny else {OURS: [], OFFLOADED: []}

@@ -5,7 +5,6 @@ SmolLM2 at ×2, ×4 and ×8 of 8,192 tokens, and Gemma-3-270M at ×4 of 32,768. 
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -15,7 +14,7 @@ from typing import Any, ClassVar
 import torch
 from at_scale import gemma
 from at_scale.cells import Cell
-from at_scale.models import forward_cost, loaded
+from at_scale.models import GEMMA_CONFIG, forward_cost, loaded
 from at_scale.quality import DEPTHS, Quality
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -102,7 +101,7 @@ class Wider(Quality):
         """Variants that are made by a cell of their own."""
         if not self.whole:
             return ()
-        made = {FITTED: self.fitted, TUNED: importlib.util.find_spec("peft") is not None}
+        made = {FITTED: self.fitted, TUNED: not self.lacking("peft")}
         return tuple(name for name, possible in made.items() if possible)
 
     @property
@@ -119,7 +118,7 @@ class Wider(Quality):
         names = ("passkey",) if self.tiny else NEEDLES
         common: dict[str, Any] = {"depths": depths, "trials": self.trials, "windows": 2 * self.trials}
         tasks = tuple(make_task(name) for name in names)
-        for text in self.texts:
+        for text in self.names:
             passes = {
                 "near": (Grid(retrieval=tasks, lengths=(self.near,), **common), self.near, 3 * len(tasks)),
                 "short": (Grid(lengths=(self.near,), gate=(self.near,), **common), self.near, 2),
@@ -143,7 +142,7 @@ class Wider(Quality):
     def _ruler_cells(self) -> list[Cell]:
         """The baseline within the trained length, then every variant on the tasks that it can do, at the target."""
         names = tuple(name for name in RULER if name not in NO_DATA)[: 2 if self.tiny else None]
-        text, trials = next(iter(self.texts)), 2 if self.tiny else 30 * self.rounds
+        text, trials = self.names[0], 2 if self.tiny else 30 * self.rounds
         near = 448 if self.tiny else self.near
 
         def grid(names: Sequence[str], length: int) -> Grid:
@@ -302,5 +301,7 @@ class Gemma(Wider):
     def config(self) -> Any:
         if self.tiny:
             return super().config
+        if self.planned:
+            return GEMMA_CONFIG
         gemma.fetch()
         return AutoConfig.from_pretrained(gemma.GEMMA)

@@ -16,8 +16,12 @@ import pytest
 import torch
 from at_scale import run
 from at_scale.cells import Budget, Cell, Part, Store, run_part
+from at_scale.estimate import PEAK, SHARES, estimate, printed
+from at_scale.models import GEMMA_CONFIG, SMOLLM2_CONFIG, held
+from at_scale.planning import SHAPES
 from at_scale.quality import counts, expected, joined
 from report import Report
+from transformers import AutoModelForCausalLM, LlamaConfig
 
 from ctxext.evals.needle import Passkey
 from ctxext.evals.perplexity import Perplexity, packed
@@ -73,6 +77,50 @@ def test_a_run_stops_before_the_cell_that_would_take_too_long_and_resumes_there(
     assert part.ran == ["a", "b", "c"]
     assert run_part(part, store, Budget(0, clock), said.append)  # nothing is left to do
     assert {name: entry["value"] for name, entry in store.done(part.cells()).items()} == {"a": 1, "b": 1, "c": 1}
+
+
+def test_the_plan_lists_every_part_and_runs_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def run_something(*arguments: Any, **options: Any) -> None:
+        raise AssertionError(arguments)
+
+    for name in ("run", "Popen"):
+        monkeypatch.setattr(subprocess, name, run_something)
+    monkeypatch.setattr(Part, "speed", run_something)
+    monkeypatch.chdir(tmp_path)  # without runs/
+    monkeypatch.setattr(sys, "argv", ["run.py", "--plan", "--output", "nowhere"])
+    run.main()
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines[1:-3]] == [*run.PARTS, "all"]
+    assert lines[-1] == "On the CPU alone: corners."
+    assert not list(tmp_path.iterdir())
+    monkeypatch.setattr(sys, "argv", ["run.py", "--plan", "--only", "corners", "--output", "nowhere"])
+    run.main()
+    assert "all on a GPU" not in capsys.readouterr().out
+
+
+def test_an_estimate_counts_what_is_left_at_the_rate_of_what_is_done(tmp_path: Path) -> None:
+    first = estimate(Counting, tmp_path)
+    assert (first.device, first.cells, first.done, first.operations) == ("cuda", 3, 0, 300.0)
+    assert first.seconds == (300 / (SHARES[0] * PEAK), 300 / (SHARES[1] * PEAK))
+    part, store = Counting(tmp_path), Store(tmp_path / "counting-cuda/cells.json")
+    store.keep(part.cells()[1], 50.0, None, "cuda")  # 2 operations a second
+    then = estimate(Counting, tmp_path)
+    assert (then.done, then.operations, then.seconds) == (1, 200.0, (100.0, 100.0))
+    assert printed([then]).splitlines()[1].split() == ["counting", "3", "1", "2.0e+02", "2", "min", "2", "min", "–"]
+
+
+def test_the_plan_knows_the_public_models() -> None:
+    shape = {name: getattr(SMOLLM2_CONFIG, name) for name in SHAPES["0.1B"]}
+    assert shape == SHAPES["0.1B"]
+    with torch.device("meta"):
+        for config in (SMOLLM2_CONFIG, GEMMA_CONFIG, LlamaConfig(**SHAPES["8B"])):
+            n_parameters = AutoModelForCausalLM.from_config(config).num_parameters()
+            assert held(config, 0, "cuda") == pytest.approx(2 * n_parameters, rel=1e-3)
+    assert (
+        held(SMOLLM2_CONFIG, 8192, "cuda", caches=3) - held(SMOLLM2_CONFIG, 8192, "cuda") == 2 * 8192 * 30 * 6 * 64 * 2
+    )
 
 
 def test_a_rehearsal_judges_no_figure(capsys: pytest.CaptureFixture[str]) -> None:
