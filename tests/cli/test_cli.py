@@ -239,7 +239,9 @@ def test_ctrl_c_that_an_import_swallows_ends_the_command(then: str, tmp_path: Pa
     (tmp_path / "swallows.py").write_text(
         f"import os, signal\ntry:\n    os.kill(os.getpid(), signal.SIGINT)\nexcept BaseException:\n    {then}\n"
     )
-    run = ctxext("--import", "swallows", "version", cwd=tmp_path)
+    start = INTERRUPTED.partition("class")[0] + "from ctxext.__main__ import main\nmain()\n"
+    command = [sys.executable, "-c", start, "--import", "swallows", "version"]
+    run = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
     assert (run.returncode, run.stderr) == (130, "interrupted\n")
 
 
