@@ -557,7 +557,7 @@ def test_what_a_server_answered_before_it_failed_is_kept(
         outcome = ctxext("eval", MODEL, "--server", server.url, *ASKED, "-o", path)
     assert outcome.code == 1
     assert "Traceback" not in outcome.err
-    assert {"fails": "check the server's log", "is gone": "Start the server"}[end] in outcome.said
+    assert {"fails": "or check its log", "is gone": "Start the server"}[end] in outcome.said
     assert len(read_results(path).records) == len(answered) < 16
     with LiveServer() as server:
         outcome = ctxext("eval", MODEL, "--server", server.url, *ASKED, "-o", path)
