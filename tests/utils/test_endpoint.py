@@ -1,4 +1,4 @@
-"""What a server or a URL may be instead of what it should, and what is said of it."""
+"""Malformed servers, URLs and timeouts, and the error that each gets."""
 
 from __future__ import annotations
 
