@@ -17,7 +17,7 @@ from rich.text import Text
 
 from ctxext.cli import common
 from ctxext.cli.common import console
-from ctxext.extension.method_file import PROBE, check_writable
+from ctxext.extension.method_file import PROBE, check_new, check_writable
 from ctxext.utils.values import one_line
 
 if TYPE_CHECKING:
@@ -102,11 +102,10 @@ def export(
         if output is None or not to_gguf:
             raise ValueError(f"GGUF output needs a .gguf file name, got --output {output}. Use -o OUT.gguf.")
         check_writable(output)
-        if output.exists() or output.is_symlink():
-            raise FileExistsError(f"{output} exists already. Remove it first, or choose another name.")
+        check_new(output)
         modelfile = output.with_suffix(".Modelfile")
-        if engine == "ollama" and modelfile.exists():
-            raise FileExistsError(f"{modelfile} exists already. Remove it first, or choose another name.")
+        if engine == "ollama":
+            check_new(modelfile)
         if is_gguf:
             _extend_gguf(model, output, how)
         else:
@@ -122,8 +121,8 @@ def export(
         raise ValueError(
             f"--dtype {dtype} applies only to GGUF output. Use --engine llama.cpp -o OUT.gguf, or drop it."
         )
-    if output is not None and (output.exists() or output.is_symlink()):
-        raise FileExistsError(f"{output} exists already. Choose another folder, or remove it first.")
+    if output is not None:
+        check_new(output)
     adapter = Path(model)
     if with_adapter := (adapter / "adapter_config.json").is_file():
         model, how = _base_of_adapter(adapter, engine, how)
@@ -176,8 +175,8 @@ def _gguf_of_folder(
     from ctxext.hub.checkpoint import checkpoint_folder, extend_folder
 
     path = probe_beside(output)
-    if probe and path.exists():
-        raise FileExistsError(f"{path} exists already. Remove it first, or choose another name.")
+    if probe:
+        check_new(path)
     folder = checkpoint_folder(common.folder_of(model), revision)
     output.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".ctxext-", dir=output.parent) as temporary:

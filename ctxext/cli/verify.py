@@ -70,7 +70,7 @@ def verify(
 
     from ctxext.export import verify as engines
     from ctxext.export.probe import FAR_TOKENS, MAYBE, MAYBE_NOT, MODELS, NONE, PARTLY, PASSKEYS, SHORT, UNKNOWN, WORDS
-    from ctxext.extension.method_file import check_writable
+    from ctxext.extension.method_file import check_new, check_writable
     from ctxext.utils.values import finite, suggest
 
     verdicts = {
@@ -79,8 +79,7 @@ def verify(
     if expect not in verdicts:
         raise ValueError(f"unknown verdict --expect {expect}{suggest(expect, verdicts)}")
     if output is not None:
-        if output.exists() or output.is_symlink():
-            raise FileExistsError(f"{output} exists already. Choose another name, or remove it first.")
+        check_new(output)
         check_writable(output)
     logging.disable_progress_bar()  # it would break the status line
     with console.status("starting") as status:

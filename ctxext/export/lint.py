@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from ctxext.encodings.rope import RopeGeometry
-from ctxext.export.commands import LENGTH_OPTIONS, Command, parse_overrides
+from ctxext.export.commands import LENGTH_OPTIONS, SERVERS, Command, parse_overrides
 from ctxext.export.effective import (
     BARE_KEYS,
     ROPE_KEYS,
@@ -483,13 +483,11 @@ def _right(
 
 def _as_it_is(command: Command, source: dict[str, Any]) -> EngineExport:
     """The model as published."""
-    model = command.model or "MODEL"
-    start = {"vllm": ("vllm", "serve"), "sglang": ("python", "-m", "sglang.launch_server", "--model-path")}.get(
-        command.engine, ("llama-server", "-hf" if "--hf-repo" in command.options else "-m")
-    )
+    named_by = {"sglang": ["--model-path"], "llama.cpp": ["-hf" if "--hf-repo" in command.options else "-m"]}
+    start = [*SERVERS[command.engine].split(), *named_by.get(command.engine, []), command.model or "MODEL"]
     length = () if command.length is None else (LENGTH_OPTIONS[command.engine], str(command.length))
     least = VERSIONS[command.engine][0]
-    return EngineExport(command.engine, least, copy.deepcopy(source), (*start, model, *length), (), command.length or 0)
+    return EngineExport(command.engine, least, copy.deepcopy(source), (*start, *length), (), command.length or 0)
 
 
 def _for_version(flags: tuple[str, ...], engine: str, version: str | None) -> tuple[str, ...]:

@@ -61,6 +61,12 @@ def check_writable(path: Path) -> None:
         raise OSError(f"{path} cannot be written in {parent}. Choose another file name.") from None
 
 
+def check_new(path: Path) -> None:
+    """Raise FileExistsError if anything is at `path`, even a link that leads nowhere."""
+    if path.exists() or path.is_symlink():
+        raise FileExistsError(f"{path} exists already. Choose another name, or remove it first.")
+
+
 def check_apart(path: Path, flag: str, other: Path, holds: str) -> None:
     """Raise ValueError if `path`, which `flag` gave, is the file `other` with the content `holds`."""
     same = path.exists() and other.exists() and path.samefile(other)  # also a hard link
