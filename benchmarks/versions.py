@@ -5,8 +5,8 @@
 Every static method on the bundled model, and on tiny models of the tests' families as far as 4.57 knows them, is saved
 by ctxext and loaded by each version without it. A figure is the largest difference of logits over a family's methods.
 That the extension is there at all is a figure too, and that 4.57 loses it, silently, without the keys of version 4.
-Of Phi-3 and OLMo-2 the two versions take no config in common (docs/engines.md): there 4.57 reads the one exported for
-it, and of OLMo-2 only the methods that it can be told are compared.
+Of Phi-3 and OLMo-2 the two versions take no config in common (docs/engine_evidence.md): there 4.57 reads the one
+exported for it, and of OLMo-2 only the methods that it can be told are compared.
 """
 
 from __future__ import annotations

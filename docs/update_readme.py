@@ -660,13 +660,15 @@ TABLES = {
         "cope": cope_table,
     },
     "docs/engines.md": {
-        "engines": engine_table,
         "engines-ran": engines_ran_table,
         "engines-smollm2": engines_smollm2_table,
+    },
+    "docs/engine_evidence.md": {
+        "engines": engine_table,
         "engine-versions": partial(engine_versions_table, "vllm", "docs/engine_versions.json"),
         "sglang-versions": partial(engine_versions_table, "sglang", "docs/sglang_versions.json"),
-        "in-vllm": in_vllm_table,
     },
+    "docs/serving.md": {"in-vllm": in_vllm_table},
     "docs/positions/README.md": {
         "positions": partial(positions_table, each_seed=False),
         "seeds": partial(positions_table, each_seed=True),

@@ -50,9 +50,11 @@ def main() -> None:
         part = ENGINES[name](folder, "cpu", options.tiny, options.rounds)
         store = Store(folder / "cells.json")
         complete = run_part(part, store, budget, print)
-        kept = {cell: entry["value"] for cell, entry in store.done(part.cells()).items()}
+        done = store.done(part.cells())
+        kept = {cell: entry["value"] for cell, entry in done.items()}
         record = {"engine": part.title, "date": time.strftime("%Y-%m-%d"), "machine": machine("cpu"),
-                  "versions": versions(), "complete": complete, **part.record(kept)}  # fmt: skip
+                  "versions": versions(), "complete": complete, **part.record(kept),
+                  "seconds": round(sum(entry["seconds"] for entry in done.values()))}  # fmt: skip
         options.output.mkdir(parents=True, exist_ok=True)
         (options.output / f"{name}.json").write_text(json.dumps(record, indent=1) + "\n")
         wrong = [cell for cell, value in kept.items() if value.get("right") is False]

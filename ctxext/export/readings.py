@@ -1,4 +1,4 @@
-"""How each engine reads each field, and the evidence. The warnings and docs/engines.md are made from these rows."""
+"""How each engine reads each field, and the evidence: the rows of the warnings and of docs/engine_evidence.md."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ CHAT = "{% for m in messages %}<s>{{ m.role }}\n{{ m.content | trim }}</s>{% end
 TEXTS = {
     "novel": [PERSUASION],
     "essay": [ROOT / "docs/log.md"],
-    "manual": [ROOT / "docs/engines.md", ROOT / "docs/in_attention.md", ROOT / "CONTRIBUTING.md"],
+    "manual": [ROOT / "docs/engine_evidence.md", ROOT / "docs/in_attention.md", ROOT / "CONTRIBUTING.md"],
     "code": sorted((ROOT / "ctxext/evals").glob("*.py")),
 }
 
