@@ -15,6 +15,7 @@ from ctxext.extension.describe import ContextDescription, describe
 from ctxext.extension.peft_hooks import watch_peft
 from ctxext.extension.request import plan_extension
 from ctxext.extension.saving import saver
+from ctxext.extension.trainer_hooks import watch_trainers
 from ctxext.methods import ContextMethod, RopeScaling
 from ctxext.models.metadata import Existing
 from ctxext.models.text_config import text_config_of
@@ -107,6 +108,7 @@ def extend_context(
         )
     apply(inner, plan, saver(plan))
     watch_peft()
+    watch_trainers()
     return model
 
 

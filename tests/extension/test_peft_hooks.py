@@ -26,7 +26,7 @@ from transformers import (
     Trainer,
     TrainingArguments,
 )
-from trl import SFTConfig, SFTTrainer
+from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
 
 import ctxext
 from ctxext.assets import MODEL
@@ -77,14 +77,32 @@ def by_a_checkpoint_of_trainer(model: PreTrainedModel, folder: Path) -> Any:
     return adapted
 
 
-def by_trl(model: PreTrainedModel, folder: Path) -> Any:
-    trainer = SFTTrainer(
-        model,
-        args=SFTConfig(**arguments(folder / "run"), max_length=64, bf16=False),
-        train_dataset=Dataset.from_dict({"text": ["It is a truth universally acknowledged"] * 4}),
-        processing_class=AutoTokenizer.from_pretrained(MODEL),
-        peft_config=lora(),
+def by_sft(model: PreTrainedModel, folder: Path) -> Any:
+    given = SFTConfig(**arguments(folder / "run"), max_length=2048, bf16=False)
+    return by_trl(SFTTrainer, model, folder, given, text="It is a truth universally acknowledged")
+
+
+def by_dpo(model: PreTrainedModel, folder: Path) -> Any:
+    given = DPOConfig(**arguments(folder / "run"), max_length=2048, bf16=False)
+    return by_trl(
+        DPOTrainer, model, folder, given, prompt="It is a truth", chosen=" universal", rejected=" of no account"
     )
+
+
+def by_grpo(model: PreTrainedModel, folder: Path) -> Any:
+    def longest(completions: list[str], **_: Any) -> list[float]:
+        return [float(len(text)) for text in completions]
+
+    given = GRPOConfig(**arguments(folder / "run"), num_generations=2, max_completion_length=8, bf16=False)
+    return by_trl(GRPOTrainer, model, folder, given, {"reward_funcs": longest}, prompt="It is a truth")
+
+
+def by_trl(
+    kind: Any, model: PreTrainedModel, folder: Path, given: Any, options: dict[str, Any] | None = None, **row: str
+) -> Any:
+    rows = Dataset.from_dict({name: [text] * 4 for name, text in row.items()})
+    of_ours = {"processing_class": AutoTokenizer.from_pretrained(MODEL), "peft_config": lora(), **(options or {})}
+    trainer = kind(model, args=given, train_dataset=rows, **of_ours)
     trainer.train()
     trainer.save_model(str(folder))
     return trainer.model
@@ -104,7 +122,7 @@ def by_prompt_tuning(model: PreTrainedModel, folder: Path) -> Any:
     return adapted
 
 
-ROUTES = [by_peft, by_trainer, by_a_checkpoint_of_trainer, by_trl, by_transformers, by_prompt_tuning]
+ROUTES = [by_peft, by_trainer, by_a_checkpoint_of_trainer, by_sft, by_dpo, by_grpo, by_transformers, by_prompt_tuning]
 
 
 @pytest.mark.parametrize("method", METHODS)
