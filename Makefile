@@ -14,6 +14,11 @@ $(VENV)/dev.stamp: $(VENV)/demo.stamp
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
 	@touch $@
 
+# Beside the environment, and on the path of its own tests alone: transformers imports DeepSpeed wherever it finds it.
+$(VENV)/deepspeed: $(VENV)/dev.stamp
+	-DS_BUILD_OPS=0 DS_ACCELERATOR=cpu $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps \
+		--no-build-isolation --upgrade --constraint constraints.txt --target $@ deepspeed einops hjson msgpack ninja py-cpuinfo
+
 demo: $(VENV)/demo.stamp  ## a trained model breaks past its length, is extended, works, reloads
 	$(BIN)/ctxext demo
 
@@ -22,7 +27,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist work
 test: $(VENV)/dev.stamp  ## all fast tests, and every block of the README
 	$(PYTEST) -m "not slow"
 
-test-all: test  ## and the whole of its products: kills, processes, notebooks, every method on every family
+test-all: test $(VENV)/deepspeed  ## and the whole of its products: kills, processes, notebooks, every method on every family
 	$(PYTEST) -m slow
 
 lint: $(VENV)/dev.stamp

@@ -17,6 +17,8 @@ import psutil
 
 ROOT = Path(__file__).parents[1]
 RECIPE, TINY = ROOT / "recipes/finetune.py", ROOT / "recipes/configs/tiny_yarn_4x.yaml"
+SHARDED = ROOT / "tests/recipes/sharded_on_cpu.py"
+DEEPSPEED = Path(sys.prefix) / "deepspeed"  # on the path of these runs alone: transformers looks for it at every import
 # A smaller tiny run: short rows, no evaluation.
 STEPS = 24
 SMALL = (
@@ -26,35 +28,48 @@ SMALL = (
 )  # fmt: skip
 
 
-def command(output: Path, *changes: str, processes: int = 1, config: Path = TINY) -> list[str]:
+def command(
+    output: Path, *changes: str, processes: int = 1, engine: Path | None = None, config: Path = TINY
+) -> list[str]:
+    """`engine`: a file for `accelerate launch` that names a sharded engine, which then runs on CPUs."""
     launcher = [sys.executable]
-    if processes > 1:
+    if engine is not None:
+        launcher += ["-m", "accelerate.commands.launch", "--config_file", str(engine), "--main_process_port"]
+        launcher += [str(free_port()), str(SHARDED)]
+    elif processes > 1:
         launcher += ["-m", "torch.distributed.run", f"--nproc-per-node={processes}", f"--master-port={free_port()}"]
     return [*launcher, str(RECIPE), "--config", str(config), f"output={output}", *SMALL, *changes]
 
 
-def start(output: Path, *changes: str, processes: int = 1) -> subprocess.Popen[str]:
+def start(*arguments: Any, **options: Any) -> subprocess.Popen[str]:
+    """The arguments are those of `command`, here and below."""
+    overlay = [str(DEEPSPEED)] if DEEPSPEED.is_dir() else []
     return subprocess.Popen(
-        command(output, *changes, processes=processes),
+        command(*arguments, **options),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
         start_new_session=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        env={
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "DS_ACCELERATOR": "cpu",
+            "PYTHONPATH": os.pathsep.join([*overlay, *filter(None, [os.environ.get("PYTHONPATH")])]),
+        },
     )
 
 
-def finish(output: Path, *changes: str, processes: int = 1) -> str:
+def finish(*arguments: Any, **options: Any) -> str:
     """Run to the end; returns its output."""
-    process = start(output, *changes, processes=processes)
+    process = start(*arguments, **options)
     said = process.communicate()[0]
     assert process.returncode == 0, said[-4000:]
     return " ".join(said.split())
 
 
-def killed(output: Path, rng: random.Random, *changes: str, processes: int = 1) -> int:
+def killed(output: Path, rng: random.Random, *changes: str, **options: Any) -> int:
     """Kill all processes of a run at a random moment of its training; returns the steps logged by then."""
-    process = start(output, *changes, processes=processes)
+    process = start(output, *changes, **options)
     before, more = len(log(output)), rng.randrange(1, 8)
     while process.poll() is None and len(log(output)) < before + more:
         time.sleep(0.01)

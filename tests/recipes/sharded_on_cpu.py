@@ -21,6 +21,7 @@ def set_device(state: PartialState) -> None:
 
 torch.accelerator.is_available = lambda: True
 torch.accelerator.current_accelerator = lambda *_, **__: CPU
+torch.Tensor.pin_memory = lambda tensor, *_: tensor
 PartialState._prepare_backend = lambda *_: ("gloo", DistributedType.MULTI_GPU)
 PartialState.set_device = set_device
 PartialState.default_device = property(lambda _: CPU)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
 import random
 import re
 import shutil
@@ -16,7 +15,7 @@ import pytest
 import torch
 import yaml
 from accelerate.state import AcceleratorState
-from finetuning import RECIPE, SMALL, STEPS, TINY, command, finish, free_port, killed, log, outcome
+from finetuning import DEEPSPEED, RECIPE, SMALL, STEPS, TINY, finish, killed, log, outcome
 from safetensors.torch import load_file, save_file
 from survey.small import small_model
 from transformers import AutoModelForCausalLM
@@ -126,37 +125,72 @@ def test_every_micro_batch_of_every_seed_draws_dropout_of_its_own(
     assert len(set(drawn)) == len(drawn) >= 2 * 3 * 4
 
 
-@pytest.mark.parametrize("engine", ["fsdp2", "zero3", "ulysses"])
+@pytest.fixture
+def engine(tmp_path: Path):
+    """A function that writes the bundled file of a sharded engine, for two processes instead of eight."""
+
+    def write(name: str, **fsdp: bool) -> Path:
+        if name != "fsdp2" and not DEEPSPEED.is_dir() and importlib.util.find_spec("deepspeed") is None:
+            pytest.skip(f"{name} runs under DeepSpeed, and `make test-all` could not install it")
+        file = "fsdp2" if name == "fsdp2" else "zero3_ulysses"
+        bundled = yaml.safe_load((RECIPE.parent / f"accelerate/{file}.yaml").read_text())
+        bundled["num_processes"], parallel = 2, bundled.pop("parallelism_config", None)
+        if name == "ulysses":
+            bundled["parallelism_config"] = {**parallel, "parallelism_config_sp_size": 2}
+        if fsdp:
+            bundled["fsdp_config"] |= {f"fsdp_{key}": value for key, value in fsdp.items()}
+        path = tmp_path / f"{name}{''.join(fsdp)}.yaml"
+        path.write_text(yaml.safe_dump(bundled))
+        return path
+
+    return write
+
+
+@pytest.mark.parametrize("name", ["fsdp2", "zero3", "ulysses"])
 def test_the_bundled_file_of_a_sharded_engine_gives_the_losses_of_one_process(
-    engine: str, whole: Path, tmp_path: Path
+    name: str, engine, whole: Path, tmp_path: Path
 ) -> None:
-    """On two processes instead of eight, over gloo."""
-    if engine != "fsdp2":
-        pytest.importorskip("deepspeed", reason="ZeRO-3 and Ulysses run under DeepSpeed")
-    name = "fsdp2" if engine == "fsdp2" else "zero3_ulysses"
-    bundled = yaml.safe_load((RECIPE.parent / f"accelerate/{name}.yaml").read_text())
-    parallel = bundled.pop("parallelism_config", None)
-    bundled["num_processes"], changes, one = 2, ["training.steps=3"], whole
-    if engine == "ulysses":  # joined documents and no dropout, as it demands
-        bundled["parallelism_config"] = {**parallel, "parallelism_config_sp_size": 2}
+    """Over gloo."""
+    changes, one = ["training.steps=3"], whole
+    if name == "ulysses":  # joined documents and no dropout, as it demands
         novels = "[{path: ../data/austen/*.txt, name: novels}]"
         changes += ["trainable.dropout=0.0", "data.documents=joined", f"data.sources={novels}"]
         finish(one := tmp_path / "one", *changes)
-    file = tmp_path / "accelerate.yaml"
-    file.write_text(yaml.safe_dump(bundled))
-    launch = [
-        sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(file), "--main_process_port",
-        str(free_port()), str(Path(__file__).with_name("sharded_on_cpu.py")),
-    ]  # fmt: skip
-    changes.append("training.gradient_checkpointing=recompute")
-    run = subprocess.run(
-        [*launch, *command(tmp_path / "two", *changes)[1:]],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"},
-        capture_output=True,
-        text=True,
-    )
-    assert run.returncode == 0, run.stderr[-4000:]
+    finish(tmp_path / "two", *changes, "training.gradient_checkpointing=recompute", engine=engine(name))
     assert_same_training(log(one)[:3], log(tmp_path / "two"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "fsdp"),
+    [
+        (["trainable={kind: full}"], {}),
+        (["training.precision=bf16", "training.gradient_checkpointing=recompute"], {}),
+        ([], {"offload_params": True}),
+    ],
+    ids=["full", "bf16", "offloaded"],
+)
+def test_fsdp2_trains_what_one_process_trains(
+    changes: list[str], fsdp: dict[str, bool], engine, tmp_path: Path
+) -> None:
+    one, two, full = tmp_path / "one", tmp_path / "two", changes == ["trainable={kind: full}"]
+    changes += ["training.steps=3"] + ([] if full else ["trainable.dropout=0.0", "merge=true"])
+    finish(one, *changes)
+    finish(two, *changes, engine=engine("fsdp2", **fsdp))
+    loose = 1e-3 if "training.precision=bf16" in changes else 1e-5
+    for alone, together in zip(log(one), log(two), strict=True):
+        assert together["loss"] == pytest.approx(alone["loss"], rel=loose)
+    ids = torch.arange(2, 702)[None]  # beyond the trained 512
+    with torch.no_grad():
+        alone, together = (ctxext.load(run / ("model" if full else "merged"))(ids).logits for run in (one, two))
+    torch.testing.assert_close(together, alone, atol=100 * loose, rtol=0)
+
+
+def test_fsdp2_resumes_bit_for_bit_with_dropout(engine, tmp_path: Path) -> None:
+    undisturbed, disturbed, file = tmp_path / "undisturbed", tmp_path / "disturbed", engine("fsdp2")
+    finish(undisturbed, "training.steps=9", engine=file)
+    assert killed(disturbed, random.Random(2), "training.steps=9", engine=file) < 9
+    assert "Resuming from" in finish(disturbed, "training.steps=9", engine=file)
+    assert outcome(disturbed) == outcome(undisturbed)
 
 
 def test_what_saves_memory_changes_no_loss(main, tmp_path: Path) -> None:
