@@ -8,7 +8,7 @@ import re
 from dataclasses import dataclass
 from glob import has_magic
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ctxext.utils.extras import require
 from ctxext.utils.values import MAX_TOKENS, shown, suggest
@@ -21,6 +21,11 @@ KINDS = {".txt": "text", ".jsonl": "json", ".json": "json", ".parquet": "parquet
 # Names of dataset splits, as a folder or as the beginning of a file's name.
 _SPLITS = {"train", "validation", "valid", "val", "dev", "test", "eval"}
 _NUMBER = re.compile(r"[-_.]\d+(-of-\d+)?$")
+# The columns of a question and its answer: Alpaca's, and TRL's.
+_PAIRS = (("instruction", "output"), ("prompt", "completion"))
+# Where conversations usually are, and who speaks in ShareGPT's.
+_CHATS = ("messages", "conversations", "conversation")
+_SHAREGPT = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
 # A dataset's hub name: owner/name, or a name alone.
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
@@ -37,7 +42,9 @@ class Source:
         max_document: in tokens; longer documents are split into pieces of this length, each a separate document. Short
             documents in the mixture preserve short-context quality (Gao et al. 2024, ProLong).
         text: the text column.
-        messages: the column of chat messages, used instead of `text`; only assistant turns have a loss.
+        messages: the column of chat messages, used instead of `text`: lists of role and content, or of ShareGPT's from
+            and value. Only assistant turns have a loss. Rows of instruction, input and output (Alpaca), or of prompt
+            and completion, are read as conversations without it.
         split, subset, revision: of a dataset; not for local files.
 
     Raises:
@@ -222,20 +229,52 @@ def _from_hub(source: Source, relative_to: Path) -> Dataset:
 
 
 def _column(source: Source, dataset: Dataset) -> Dataset:
-    """`dataset` with only its text or messages column, under that name."""
-    wanted, name = (source.messages, "messages") if source.messages else (source.text, "text")
-    if wanted not in dataset.column_names:
-        raise ValueError(f"{source.name} has no column {wanted!r}{suggest(wanted, dataset.column_names)}")
+    """`dataset` with only its documents, in a column `text` or `messages`."""
     if not len(dataset):
         raise ValueError(f"{source.name} has no rows. Remove it or write it again.")
+    if source.messages is None and source.text not in dataset.column_names:
+        for asked, answer in _PAIRS:
+            if {asked, answer} <= {*dataset.column_names}:
+                return _of_pairs(dataset, asked, answer)
+    wanted, name = (source.messages, "messages") if source.messages else (source.text, "text")
+    if wanted not in dataset.column_names:
+        columns = dataset.column_names
+        hint = next((f" For conversations, set messages: {column}." for column in _CHATS if column in columns), "")
+        raise ValueError(f"{source.name} has no column {wanted!r}{suggest(wanted, columns)}{hint}")
     dataset = dataset.select_columns([wanted])
     example = next((row[wanted] for row in dataset if row[wanted]), None)
+    if name == "messages" and isinstance(example, list) and {"from", "value"} <= {*example[0]}:
+        dataset = dataset.map(lambda row: {wanted: _of_sharegpt(source, row[wanted] or [])})
+        example = [{"role": "", "content": ""}]
     if name == "text":
         valid, what = isinstance(example, str), "text"
     else:
         valid = isinstance(example, list) and {"role", "content"} <= set(example[0])
-        what = "lists of messages with role and content"
+        what = "lists of messages with role and content, or from and value"
     if not valid:
         got = "only blank values" if example is None else shown(example)
         raise ValueError(f"column {wanted!r} of {source.name} must hold {what}, got {got}.")
     return dataset if wanted == name else dataset.rename_column(wanted, name)
+
+
+def _of_pairs(dataset: Dataset, asked: str, answer: str) -> Dataset:
+    """Rows of a question and its answer as conversations; Alpaca's `input` follows its instruction."""
+
+    def conversation(row: dict[str, Any]) -> dict[str, Any]:
+        if isinstance(row[asked], list):  # TRL's may be messages already
+            return {"messages": row[asked] + row[answer]}
+        given = "\n\n".join(part for part in (row[asked], row.get("input")) if part)
+        turns = [{"role": "user", "content": given}, {"role": "assistant", "content": row[answer] or ""}]
+        return {"messages": turns}
+
+    return dataset.map(conversation, remove_columns=dataset.column_names)
+
+
+def _of_sharegpt(source: Source, turns: list[dict[str, Any]]) -> list[dict[str, str]]:
+    unknown = sorted({str(turn["from"]) for turn in turns} - {*_SHAREGPT})
+    if unknown:
+        raise ValueError(
+            f"{source.name} has turns from {', '.join(unknown)}, known are {', '.join(_SHAREGPT)}. Leave these "
+            "conversations out, or write them as messages with role and content."
+        )
+    return [{"role": _SHAREGPT[turn["from"]], "content": turn["value"] or ""} for turn in turns]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import re
 from pathlib import Path
@@ -25,6 +26,39 @@ def write(folder: Path, name: str, texts: list[str] = TEXTS, column: str = "text
     else:
         path.write_text("".join(json.dumps({column: text, "id": i}) + "\n" for i, text in enumerate(texts)))
     return path
+
+
+@pytest.mark.parametrize(
+    ("row", "options"),
+    [
+        ({"conversations": [{"from": "human", "value": "Who?"}, {"from": "gpt", "value": "Emma."}]},
+         {"messages": "conversations"}),
+        ({"instruction": "Who?", "input": "", "output": "Emma."}, {}),
+        ({"prompt": "Who?", "completion": "Emma.", "id": 1}, {}),
+        ({"prompt": CHAT[0][:1], "completion": CHAT[0][1:]}, {}),
+        ({"prompt": "no", "completion": "no", "messages": CHAT[0]}, {"messages": "messages"}),
+    ],
+    ids=["ShareGPT", "Alpaca", "TRL", "TRL's messages", "messages win"],
+)  # fmt: skip
+def test_conversations_of_every_form_are_messages(tmp_path: Path, row: dict, options: dict) -> None:
+    (tmp_path / "a.jsonl").write_text(2 * (json.dumps(row) + "\n"))
+    dataset = read_source(Source(path="a.jsonl", **options), tmp_path)
+    assert dataset.column_names == ["messages"]
+    assert dataset["messages"][:] == CHAT
+
+
+def test_an_instruction_comes_before_its_input(tmp_path: Path) -> None:
+    row = {"instruction": "Sum up.", "input": "A novel.", "output": "Emma."}
+    (tmp_path / "a.jsonl").write_text(json.dumps(row) + "\n")
+    (turns,) = read_source(Source(path="a.jsonl"), tmp_path)["messages"]
+    assert turns[0] == {"role": "user", "content": "Sum up.\n\nA novel."}
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz"])
+def test_a_text_column_is_read_as_text_beside_questions_and_answers(tmp_path: Path, name: str) -> None:
+    line = (json.dumps({"text": TEXTS[0], "prompt": "Who?", "completion": "Emma."}) + "\n").encode()
+    (tmp_path / name).write_bytes(gzip.compress(line) if name.endswith("gz") else line)
+    assert read_source(Source(path=name), tmp_path)["text"][:] == TEXTS[:1]
 
 
 @pytest.mark.parametrize(("name", "documents"), [("a.txt", 1), ("a.jsonl", 2), ("a.json", 2), ("a.parquet", 2)])
@@ -84,7 +118,16 @@ def test_columns_are_renamed_and_messages_win(tmp_path) -> None:
         ("book.jsonnl", b"x", {}, ValueError, "did you mean '.jsonl'"),
         ("a.jsonl", b'{"txt": "a"}\n', {}, ValueError, "no column 'text'; did you mean 'txt'"),
         ("a.jsonl", b'{"text": 3}\n', {}, ValueError, "must hold text, got 3"),
-        ("a.jsonl", b'{"chat": ["a"]}\n', {"messages": "chat"}, ValueError, "with role and content, got ['a']"),
+        ("a.jsonl", b'{"chat": ["a"]}\n', {"messages": "chat"}, ValueError, "or from and value, got ['a']"),
+        ("a.jsonl", b'{"conversations": []}\n', {}, ValueError, "For conversations, set messages: conversations."),
+        (
+            "a.jsonl",
+            b'{"c": [{"from": "tool", "value": "3"}]}\n',
+            {"messages": "c"},
+            ValueError,
+            "turns from tool, known",
+        ),
+        ("a.jsonl", b'{"chosen": "a", "rejected": "b"}\n', {}, ValueError, "no column 'text'"),
         ("a.jsonl", b'{"text": "a"\n', {}, ValueError, "cannot be read as json"),
         ("a.txt", b"\xff\xfe\xfa", {}, ValueError, "cannot be read as text"),
     ],
