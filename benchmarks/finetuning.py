@@ -63,7 +63,7 @@ def finish(*arguments: Any, **options: Any) -> str:
     """Run to the end; returns its output."""
     process = start(*arguments, **options)
     said = process.communicate()[0]
-    assert process.returncode == 0, said[-4000:]
+    assert process.returncode == 0, said[-9000:]
     return " ".join(said.split())
 
 

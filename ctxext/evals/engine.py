@@ -24,6 +24,7 @@ from ctxext.core.apply import extension_of
 from ctxext.core.plan import Plan
 from ctxext.evals.samples import Sample
 from ctxext.methods import RopeScaling
+from ctxext.models.text_config import text_config_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -275,7 +276,7 @@ class Engine:
     def losses(self, ids: Sequence[int]) -> Losses:
         """The loss of each token but the first; never holds all logits."""
         row = torch.tensor([list(ids)], device=self.model.device)
-        chunk = min(self.chunk, max(1, LOGITS // self.model.get_output_embeddings().weight.shape[0]))
+        chunk = min(self.chunk, max(1, LOGITS // text_config_of(self.model.config).vocab_size))
         cache, parts = None if self.whole else self._new_cache(row.shape[1]), []
         for low, high in pairwise(
             [*range(0, row.shape[1] - 1, row.shape[1] if self.whole else chunk), row.shape[1] - 1]

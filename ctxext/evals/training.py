@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from transformers import AutoModelForCausalLM
 
 import ctxext
@@ -59,10 +60,10 @@ class Measure:
         assert chosen is not None
         self.chosen, self.every = chosen, chosen.every
         self.settings, self.accelerator, self.trained, self.target = settings, accelerator, trained, target
-        if self.every and engine_of(accelerator).kind not in ("single", "ddp"):
+        if self.every and engine_of(accelerator).group_size > 1:
             raise ValueError(
-                "evaluation.every evaluates the model in training, which must be whole on each process. Set it to "
-                "null; the evaluations before and after training still run."
+                "evaluation.every evaluates the model in training on whole texts, and this engine splits each text over "
+                "its processes. Set it to null; the evaluations before and after training still run."
             )
         text = PERSUASION if chosen.text == "bundled" else find_file(chosen.text, folder)
         self.prompter = Prompter(tokenizer)
@@ -123,9 +124,15 @@ class Measure:
 
     def during(self, model: nn.Module, done: Progress) -> dict[str, Any]:
         """The loss of the last tokens and the passkey accuracy at the target length, of the current model."""
-        inner, chosen = transformers_model(model), self.chosen
+        chosen = self.chosen
+        # Every process reads the same texts, so that sharded parameters can be gathered. FSDP2 starts from the outermost
+        # module, and shards some again in a backward pass alone.
+        inner = model if isinstance(model, FSDPModule) else transformers_model(model)
         with in_eval_mode(model), self.accelerator.autocast():
             tail, found = self._tail(inner, chosen.mid_training_windows, sees=self.target), self._found(inner)
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
         figures = {"tail_loss": sum(tail) / (self.trained * chosen.mid_training_windows)}
         if found is not None:
             figures["passkey"] = found

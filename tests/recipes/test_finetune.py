@@ -185,6 +185,26 @@ def test_fsdp2_trains_what_one_process_trains(
     torch.testing.assert_close(together, alone, atol=100 * loose, rtol=0)
 
 
+EVALUATION = (
+    "evaluation={text: bundled, lengths: [512], depths: 2, trials: 1, windows: 2, every: 2, mid_training_trials: 1, "
+    "mid_training_windows: 1}"
+)
+
+
+@pytest.mark.parametrize("name", ["fsdp2", "zero3"])
+def test_a_sharded_model_is_evaluated_in_training_as_a_whole_one(name: str, engine, tmp_path: Path) -> None:
+    one, two, changes = tmp_path / "one", tmp_path / "two", ("training.steps=2", "trainable.dropout=0.0", EVALUATION)
+    finish(one, *changes)
+    finish(two, *changes, engine=engine(name))
+    alone, together = (
+        [json.loads(line) for line in (run / "mid_training.jsonl").read_text().splitlines()] for run in (one, two)
+    )
+    assert [each["step"] for each in together] == [0, 2]
+    for looked, expected in zip(together, alone, strict=True):
+        assert looked["tail_loss"] == pytest.approx(expected["tail_loss"], rel=1e-5)
+        assert looked["passkey"] == expected["passkey"]
+
+
 def test_fsdp2_resumes_bit_for_bit_with_dropout(engine, tmp_path: Path) -> None:
     undisturbed, disturbed, file = tmp_path / "undisturbed", tmp_path / "disturbed", engine("fsdp2")
     finish(undisturbed, "training.steps=9", engine=file)
