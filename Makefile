@@ -46,6 +46,7 @@ fit: $(VENV)/dev.stamp  ## rescale factors fitted to the bundled model, beside e
 	-$(BIN)/python benchmarks/fit.py --ablation 0 --factors 4
 	-$(BIN)/python benchmarks/fit_by_layer.py
 	-$(BIN)/python benchmarks/fit.py
+	-$(BIN)/python benchmarks/fit_longrope2.py
 	-$(BIN)/python benchmarks/fit_smollm2.py
 	-$(BIN)/python benchmarks/recommend.py
 	$(BIN)/python docs/update_readme.py

@@ -291,6 +291,19 @@ def text_difference(one: dict[str, Any], other: dict[str, Any], what: str = "lon
     return paired_loss_difference(one[what], other[what], [1] * len(one[what]), clusters)
 
 
+def row(result: dict[str, Any], base: dict[str, Any] | None, target: int) -> dict[str, Any]:
+    """A row of the tables; `base` is the unextended model's result, None for that row itself."""
+    return {
+        "found": found(result),
+        "found_at_target": mean([k["hit"] for k in result["keys"] if k["length"] == target]),
+        "key_loss": lost(result),
+        "key_loss_at_target": -mean([k["logprob"] for k in result["keys"] if k["length"] == target]),
+        "perplexity": math.exp(mean(result["long"])),
+        "short": base and text_difference(result, base, "short")._asdict(),
+        "seconds": result.get("seconds"),
+    }
+
+
 def compare(report: Report, factor: int, measured: dict[Any, Any], seeds: list[int]) -> dict[str, Any]:
     """The bars of one factor, and a row for each method."""
     static = {name: measured[factor, name, factor] for name in STATIC}
@@ -300,15 +313,7 @@ def compare(report: Report, factor: int, measured: dict[Any, Any], seeds: list[i
     fits = {seed: measured[factor, f"fitted, seed {seed}", factor] for seed in seeds}
     rows = {}
     for name, result in {"none": base, **static, **{f"fitted, seed {s}": r for s, r in fits.items()}}.items():
-        rows[name] = {
-            "found": found(result),
-            "found_at_target": mean([k["hit"] for k in result["keys"] if k["length"] == 512 * factor]),
-            "key_loss": lost(result),
-            "key_loss_at_target": -mean([k["logprob"] for k in result["keys"] if k["length"] == 512 * factor]),
-            "perplexity": math.exp(mean(result["long"])),
-            "short": text_difference(result, base, "short")._asdict() if name != "none" else None,
-            "seconds": result.get("seconds"),
-        }
+        rows[name] = row(result, None if name == "none" else base, 512 * factor)
         if name.startswith("fitted"):
             rows[name] |= {
                 "key_loss_against_best": key_difference(result, static[best_keys])._asdict(),

@@ -474,6 +474,34 @@ def fit_table(each_seed: bool, page: str) -> str:
     return table(head, lines, note)
 
 
+def longrope2_table() -> str:
+    """LongRoPE2's searched factors beside others, of docs/fit/longrope2.json; searches with differences from `yarn`."""
+    file = "docs/fit/longrope2.json"
+    record = read(file)
+    head = [
+        "", "critical dimension", "passkeys found", "within 512", "loss of a passkey (nats)", "against `yarn`",
+        "perplexity", "text loss against `yarn` (nats)", "regression within 512 (nats)",
+    ]  # fmt: skip
+    lines = []
+    for name, row in record["rows"].items():
+        against, about = row.get("against", {}).get("yarn", {}), row.get("about", {})
+        lines.append([
+            {"none": "baseline", "yarn": "`yarn`"}.get(name, name),
+            f"{about['critical_dimension']}" if about else "",
+            *(f"{in_percent(row[kind], 1)}%" for kind in ("found", "found_within")),
+            f"{row['key_loss']:.4f}",
+            interval(against["keys"]) if against else "",
+            f"{row['perplexity']:.2f}",
+            interval(against["text"]) if against else "",
+            interval(row["short"]) if row["short"] else "",
+        ])  # fmt: skip
+    note = (
+        f"×{record['factor']}; prompts and windows as above; 95% intervals, paired; "
+        f"{record['search']['evaluations']} candidates per search; from {link(file, 'docs/fit')}."
+    )
+    return table(head, lines, note)
+
+
 def parts_table(file: str) -> str:
     """What parts of the fit do, from a record of benchmarks/fit.py --ablation or fit_by_layer.py: means over seeds."""
     kinds = ["share of keys found", "loss of a key in nats", "perplexity", "loss within 512, over"]
@@ -636,6 +664,7 @@ TABLES = {
         "fit": partial(fit_table, True, "docs/fit"),
         "ablation": partial(parts_table, "docs/fit/ablation.json"),
         "layers": partial(parts_table, "docs/fit/by_layer.json"),
+        "longrope2": longrope2_table,
         "smollm2": smollm2_table,
     },
     "docs/in_attention.md": {

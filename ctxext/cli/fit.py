@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -23,9 +23,19 @@ def fit(
     factor: Factor = None,
     target_length: TargetLength = None,
     text: Annotated[Path | None, typer.Option(help="Prose to fit on. Default: *Persuasion*.")] = None,
+    by: Annotated[
+        str,
+        typer.Option(
+            help="`gradient`, or `longrope2`: LongRoPE2's evolutionary search for the factors and the critical "
+            "dimension, by the passkey loss alone."
+        ),
+    ] = "gradient",
     evaluations: Annotated[
         int | None,
-        typer.Option(help="How often the loss and its gradient are computed. More takes longer. Default: 8."),
+        typer.Option(
+            help="How often the loss and its gradient are computed (default: 8), or the number of candidates of "
+            "`longrope2` (default: 40). More takes longer."
+        ),
     ] = None,
     rows: Annotated[int | None, typer.Option(help="Passkey texts per evaluation. Default: by the length.")] = None,
     minutes: Annotated[float | None, typer.Option(help="Time limit in minutes.")] = None,
@@ -33,11 +43,12 @@ def fit(
         str | None,
         typer.Option(
             help="Start from yarn, llama3 or a ramp between two numbers of rotations within the trained length: "
-            "ramp_0.25_1, ramp_0.5_1, ramp_0.5_2 or ramp_1_2. Default: the best of all."
+            "ramp_0.25_1, ramp_0.5_1, ramp_0.5_2 or ramp_1_2. Default: the best of all. For `gradient` only."
         ),
     ] = None,
     retrieval: Annotated[
-        float | None, typer.Option(help="Weight of the passkey loss relative to the text loss. Default: 2.")
+        float | None,
+        typer.Option(help="Weight of the passkey loss relative to the text loss. Default: 2. For `gradient` only."),
     ] = None,
     original_max_position_embeddings: TrainedLength = None,
     style: measuring.PromptStyle = None,
@@ -46,7 +57,7 @@ def fit(
     seed: measuring.Seed = 0,
     revision: Revision = None,
 ) -> None:
-    """Learn the RoPE rescale factors and the attention factor that suit one model. Its weights do not change."""
+    """Learn or search the RoPE rescale factors that suit one model. Its weights do not change."""
     require("eval")
     from ctxext.assets import PERSUASION
     from ctxext.evals.haystack import Haystack, read_prose
@@ -59,15 +70,23 @@ def fit(
     from ctxext.extension.method_file import check_method_file
     from ctxext.fitting.fit import fit as run
     from ctxext.fitting.gradient import GradientSettings
+    from ctxext.fitting.longrope2 import LongRoPE2Settings
     from ctxext.hub.checkpoint import check_not_extended, checkpoint_folder, read_config
     from ctxext.models.context import has_rope, read_context
     from ctxext.models.text_config import text_config_of
     from ctxext.utils.processes import Processes
+    from ctxext.utils.values import suggest
 
     check_method_file(output)
     chosen = {"evaluations": evaluations, "rows": rows, "start": start, "retrieval": retrieval}
     given = {name: value for name, value in chosen.items() if value is not None}
-    settings = GradientSettings(minutes=minutes, seed=seed, **given)  # type: ignore[arg-type]
+    kinds: dict[str, Any] = {kind.by: kind for kind in (GradientSettings, LongRoPE2Settings)}
+    if by not in kinds:
+        raise ValueError(f"a fit cannot be made by {by!r}{suggest(by, kinds)}")
+    for name in given:
+        if name not in kinds[by].__dataclass_fields__:
+            raise ValueError(f"--{name} is for --by gradient, got --by {by}. Drop --{name}.")
+    settings = kinds[by](minutes=minutes, seed=seed, **given)
     here, path = Processes.here(), text or PERSUASION
     prose = read_prose(path)
     folder = checkpoint_folder(model, revision)
@@ -102,6 +121,9 @@ def fit(
     if here.rank == 0:
         saved.save(output)
         console.print(fit_table(saved))
+        if by == "longrope2":
+            dimension, theoretical = (saved.about[f"{kind}critical_dimension"] for kind in ("", "theoretical_"))
+            say(f"Critical dimension: {dimension}, {theoretical} in theory.")
         if saved.about.get("kept_start"):
             start = saved.about["start"]
             say(f"The fitted factors are no better than {start} on held-out text, so {start} itself is saved.")

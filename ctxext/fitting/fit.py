@@ -17,6 +17,7 @@ from ctxext.extension.method_file import SavedMethod
 from ctxext.fitting.episodes import split
 from ctxext.fitting.gradient import GradientSettings, fit_by_gradient
 from ctxext.fitting.live import LiveFactors, frozen
+from ctxext.fitting.longrope2 import LongRoPE2Settings, fit_by_longrope2
 from ctxext.methods import LongRoPE
 from ctxext.utils.machine import machine, versions
 from ctxext.utils.processes import ALONE, Processes
@@ -37,14 +38,15 @@ def fit(
     *,
     target_length: int | None = None,
     original_max_position_embeddings: int | None = None,
-    settings: GradientSettings = DEFAULT,
+    settings: GradientSettings | LongRoPE2Settings = DEFAULT,
     names: tuple[str, str] = ("model", "text"),
     advance: Callable[[float, str], None] = lambda share, state: None,
     processes: Processes = ALONE,
 ) -> SavedMethod:
-    """Fit the rescale factors and the attention factor to `model`; its weights are unchanged.
+    """Fit the rescale factors to `model`; its weights are unchanged.
 
     Args:
+        settings: `GradientSettings` also learn the attention factor; `LongRoPE2Settings` search the critical dimension.
         prompter: of the model's tokenizer, `Prompter(tokenizer)`.
         text: prose; three quarters for training, the rest held out for selection.
         factor, target_length, original_max_position_embeddings: as in `ctxext.extend_context`.
@@ -77,18 +79,22 @@ def fit(
         pass
     learnt, held_out = split(text, prompter, trained, target, name=names[1])
     with live, frozen(model):
-        found = fit_by_gradient(model, live, learnt, held_out, settings, advance=advance, processes=processes)
+        if isinstance(settings, LongRoPE2Settings):
+            found = fit_by_longrope2(model, live, learnt, held_out, settings, advance=advance, processes=processes)
+        else:
+            found = fit_by_gradient(model, live, learnt, held_out, settings, advance=advance, processes=processes)
     about = {
         "model": names[0],
         "model_fingerprint": model_fingerprint(model),
         "trained_length": trained,
         "target_length": target,
         "text": f"{names[1]} {learnt.haystack.fingerprint}",
-        "by": "gradient",
+        "by": settings.by,
         "settings": asdict(settings),
         "start": found.start,
         "kept_start": found.kept_start,
         "losses": found.tried,
+        **found.searched,
         "history": found.history,
         "seconds": time.perf_counter() - began,
         "machine": machine(model.device.type),

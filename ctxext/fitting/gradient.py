@@ -15,7 +15,7 @@ from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from jaxtyping import Float64
@@ -48,7 +48,7 @@ KEY_NATS = 0.01
 
 @dataclass(frozen=True, kw_only=True)
 class GradientSettings:
-    """The settings of a fit.
+    """The settings of a fit by gradient.
 
     Attributes:
         evaluations: the maximum number of evaluations of loss and gradient; stops earlier at convergence.
@@ -61,6 +61,8 @@ class GradientSettings:
             would take more than ACTIVATIONS.
         minutes: the time limit: no evaluation is begun that would exceed it; must suffice for one.
     """
+
+    by: ClassVar[str] = "gradient"
 
     evaluations: int = 8
     rows: int | None = None
@@ -118,6 +120,7 @@ class Fit:
         tried: the validation losses of every start tried, by name and kind, and their weighted sum.
         history: the seconds and losses of each evaluation.
         kept_start: whether `method` is the start itself, as the learned one was worse on held-out text.
+        searched: what a search says of its result, by name.
     """
 
     method: RopeScaling
@@ -125,6 +128,7 @@ class Fit:
     tried: dict[str, dict[str, float]]
     history: list[dict[str, float]] = field(default_factory=list)
     kept_start: bool = False
+    searched: dict[str, Any] = field(default_factory=dict)
 
 
 KINDS = ("short", "text", "key")

@@ -166,6 +166,8 @@ class TrainingSettings(Section):
         attention: transformers' attn_implementation, such as "sdpa" or "flash_attention_2".
         gradient_checkpointing: "recompute" keeps one hidden state per layer, "offload" keeps it in CPU memory.
         loss: "chunked" never holds all logits; "stock" is the model's own loss.
+        mixed_window: documents within the trained length train on the original RoPE, longer ones on the extended
+            (LongRoPE2). What is saved is the extended model.
         checkpoint_every: in steps; the last `keep_checkpoints` are kept.
     """
 
@@ -184,6 +186,7 @@ class TrainingSettings(Section):
     attention: str = "sdpa"
     gradient_checkpointing: Literal["none", "recompute", "offload"] = "recompute"
     loss: Literal["chunked", "stock"] = "chunked"
+    mixed_window: bool = False
     checkpoint_every: Positive = 50
     keep_checkpoints: Positive = 2
     seed: Annotated[int, Field(ge=0, le=MAX_TOKENS)] = 0
@@ -282,6 +285,11 @@ class Settings(Section):
     def _parts_go_together(self) -> Settings:
         if self.merge and self.trainable.kind == "full":
             raise ValueError("merge: true is for adapters; trainable.kind: full already saves a plain checkpoint.")
+        if self.training.mixed_window and (self.data.documents, self.data.positions) != ("separate", "plain"):
+            raise ValueError(
+                "training.mixed_window chooses the RoPE by the length of each document, got data.documents: "
+                f"{self.data.documents} and data.positions: {self.data.positions}. Set separate and plain."
+            )
         self.check_engine(self.engine.kind)
         return self
 

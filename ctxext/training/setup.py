@@ -18,9 +18,11 @@ from ctxext.data.packing import Packed, pack
 from ctxext.data.sources import read_source
 from ctxext.hub.adapters import check_all_saved
 from ctxext.hub.checkpoint import load_model
+from ctxext.models.context import read_context
 from ctxext.models.text_config import text_config_of
 from ctxext.training.launch import data_parallel, engine_of
 from ctxext.training.loss import use_chunked_loss
+from ctxext.training.mixed_window import check_mixture, use_mixed_window
 from ctxext.training.settings import Settings
 from ctxext.training.trainable import attach_trainable, check_no_dropout
 
@@ -42,13 +44,20 @@ def micro_batches_of(settings: Settings, accelerator: Accelerator) -> int:
 
 
 def packed_sources(settings: Settings, folder: Path, tokenizer: Any, length: int, model: Path) -> list[Packed]:
-    """The sources of the settings, relative to `folder`, as rows of `length` tokens from the vocabulary of `model`."""
-    vocab_size = text_config_of(AutoConfig.from_pretrained(model)).vocab_size
-    options: dict[str, Any] = {"vocab_size": vocab_size, "num_proc": settings.data.processes}
-    return [
+    """The sources of the settings, relative to `folder`, as rows of `length` tokens from the vocabulary of `model`.
+
+    Raises:
+        ValueError: a source cannot be packed, or training.mixed_window has nothing to mix.
+    """
+    config = AutoConfig.from_pretrained(model)
+    options: dict[str, Any] = {"vocab_size": text_config_of(config).vocab_size, "num_proc": settings.data.processes}
+    packed = [
         pack(source, read_source(source, folder), tokenizer, length, settings.data.documents, **options)
         for source in settings.data.sources
     ]
+    if settings.training.mixed_window:
+        check_mixture(packed, read_context(config).lengths.start)
+    return packed
 
 
 def model_to_train(folder: Path, settings: Settings, accelerator: Accelerator, collator: Collator, length: int) -> Any:
@@ -75,6 +84,8 @@ def model_to_train(folder: Path, settings: Settings, accelerator: Accelerator, c
     check_all_saved(model)
     if engine_of(accelerator).group_size > 1:
         check_no_dropout(model)
+    if training.mixed_window:
+        use_mixed_window(model)
     with accelerator.autocast():  # as in training: trained parameters are float32, the base may not be
         if training.loss == "chunked":
             use_chunked_loss(model)

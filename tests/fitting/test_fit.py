@@ -32,7 +32,7 @@ from ctxext.evals.prompts import Prompter
 from ctxext.extension.method_file import SavedMethod, read_saved
 from ctxext.fitting.fit import fit
 from ctxext.fitting.gradient import GradientSettings
-from ctxext.methods import LongRoPE
+from ctxext.methods import LongRoPE, make_method
 
 IDS = token_ids(2 * LENGTH)
 TEXT = PERSUASION.read_text(encoding="utf-8")[:20_000]
@@ -79,6 +79,23 @@ def test_the_file_says_what_was_found_and_how(desk: Path) -> None:
     assert about["losses"].keys() == {"yarn", "fitted"}
     assert len(about["history"]) == about["settings"]["evaluations"] == 3
     assert about["text"].startswith("prose.txt ")
+
+
+def test_a_search_is_a_fit_by_another_name(desk: Path) -> None:
+    searched = desk / "searched.json"
+    result = run(
+        *("fit", desk / "model", "-o", searched, "--text", desk / "prose.txt", "--factor", 2),
+        *("--by", "longrope2", "--evaluations", 4, "--rows", 1),
+    )
+    assert result.exit_code == 0, said(result)
+    assert re.search(r"Critical dimension: [24], 6 in theory", said(result)) or "dimension: 6, 6 in" in said(result)
+    method, about = read_saved(searched).method, read_saved(searched).about
+    assert (about["by"], about["start"], about["settings"]["evaluations"]) == ("longrope2", "yarn", 4)
+    assert about["losses"].keys() == {"yarn", "fitted"}
+    assert len(about["history"]) == 5
+    found = LongRoPE(factor=2.0, long_factor=about["long_factor"], fitted_to=(10_000.0, LENGTH))
+    assert method == (make_method("yarn", 2.0) if about["kept_start"] else found)
+    searched.unlink()
 
 
 RELOAD = """
@@ -225,6 +242,10 @@ def test_what_cannot_be_extended_is_refused_before_the_work_and_a_model_in_train
         (("--factor", 2, "--minutes", 1e-5), "not enough to try the starts.*Pass at least [0-9.]+ minutes"),
         (("--start", "yarm"), "did you mean 'yarn'"),
         (("--start", "dca"), "cannot start from 'dca'"),
+        (("--by", "longrope"), "cannot be made by 'longrope'; did you mean 'longrope2'?"),
+        (("--by", "longrope2", "--start", "yarn"), "--start is for --by gradient, got --by longrope2. Drop --start"),
+        (("--by", "longrope2", "--retrieval", 1), "--retrieval is for --by gradient"),
+        (("--by", "longrope2", "--factor", 2, "--minutes", 1e-5), "not enough to evaluate one candidate"),
         (("--text", "nowhere.txt"), "nowhere.txt cannot be read"),
         (("-o", "fitted"), "must end in .json"),
         (("-o", "folder.json"), "is a folder"),

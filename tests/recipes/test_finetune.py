@@ -125,6 +125,28 @@ def test_every_micro_batch_of_every_seed_draws_dropout_of_its_own(
     assert len(set(drawn)) == len(drawn) >= 2 * 3 * 4
 
 
+def test_mixed_windows_train_another_model_and_save_the_extended_one(main, tmp_path: Path) -> None:
+    """Of a model trained, so to say, at 64 tokens; half of the documents have 64, the others up to 128."""
+    changes = (
+        "extension.original_max_position_embeddings=64", "training.steps=2", "data.sources.1.max_document=64",
+        "merge=true",
+    )  # fmt: skip
+    main(tmp_path / "extended", *changes)
+    main(tmp_path / "mixed", *changes, "training.mixed_window=true")
+    assert log(tmp_path / "mixed")[0]["loss"] != pytest.approx(log(tmp_path / "extended")[0]["loss"], rel=1e-4)
+    configs = [(tmp_path / name / "merged/config.json").read_text() for name in ("mixed", "extended")]
+    assert configs[0] == configs[1]
+    record = json.loads((tmp_path / "mixed/adapter/ctxext.json").read_text())
+    assert record["provenance"]["settings"]["training"]["mixed_window"]
+    ids = torch.arange(3, 67)[None]
+    with torch.no_grad():
+        adapter = ctxext.load(tmp_path / "mixed/adapter")(input_ids=ids).logits
+        merged = AutoModelForCausalLM.from_pretrained(tmp_path / "mixed/merged")(input_ids=ids).logits
+    torch.testing.assert_close(adapter, merged, rtol=1e-3, atol=1e-3)
+    with pytest.raises(ValueError, match="within 512 tokens and longer ones, but all are no longer"):
+        main(tmp_path / "none", "training.mixed_window=true")
+
+
 @pytest.fixture
 def engine(tmp_path: Path):
     """A function that writes the bundled file of a sharded engine, for two processes instead of eight."""

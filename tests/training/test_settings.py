@@ -41,6 +41,7 @@ def test_every_bundled_config_is_valid_and_says_where_it_was_measured(path: Path
         ("data.positions=pose", "Set documents: joined"),
         ("training.tokens=1m", "set either steps or tokens"),
         ("training.micro_batch_size=3", "must be a multiple of micro_batch_size, got 4 and 3"),
+        ("training.mixed_window=maybe", "training.mixed_window must be true or false, got 'maybe'"),
         ("data.length=0", "greater than or equal to 1"),
         ("training.seed=134217729", "training.seed: Input should be less than or equal to 134217728"),
         ("extension.target_length=lots", "not a number of tokens"),
@@ -66,6 +67,12 @@ def test_what_context_parallel_would_silently_change_is_refused(change: str, sai
     path = next(path for path in CONFIGS if path.stem == "qwen3_8b_128k_context_parallel")
     with pytest.raises(ValueError, match=re.escape(said)):
         read_settings(path, [change])
+
+
+@pytest.mark.parametrize("changes", [["data.documents=joined"], ["data.documents=joined", "data.positions=pose"]])
+def test_mixed_windows_need_documents_of_their_own_lengths(changes: list[str]) -> None:
+    with pytest.raises(ValueError, match=r"chooses the RoPE by the length of each document.*Set separate and plain\."):
+        read_settings(TINY, ["training.mixed_window=true", *changes])
 
 
 def test_positions_that_skip_do_not_go_with_ulysses() -> None:

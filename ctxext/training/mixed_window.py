@@ -1,0 +1,129 @@
+"""Mixed context windows: short documents train on the original RoPE, longer ones on the extended one.
+
+So that one set of weights serves both: short inputs on the frequencies that they always had, long ones on the rescaled
+ones. Shang et al. (2025), "LongRoPE2: Near-Lossless LLM Context Window Scaling", arXiv 2502.20082.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from jaxtyping import Int
+from torch import Tensor, nn
+
+from ctxext.core.apply import transformers_model
+from ctxext.core.edit import Edit
+from ctxext.data.packing import Packed
+from ctxext.extension.rope import SCALING_KEYS
+from ctxext.models.context import ContextFacts, read_context
+from ctxext.models.families import family_of
+from ctxext.patches.rotary import RotaryProof, find_rotary_sites, output_error, standard_sites
+
+
+def document_lengths(position_ids: Int[Tensor, "*batch token"]) -> Int[Tensor, "*batch token"]:
+    """The length in tokens of each token's document. A document begins where positions do not go on by one."""
+    begins = torch.ones_like(position_ids, dtype=torch.bool)
+    begins[..., 1:] = position_ids.diff() != 1
+    document = begins.cumsum(-1) - 1
+    lengths = torch.zeros_like(position_ids).scatter_add_(-1, document, torch.ones_like(position_ids))
+    return lengths.gather(-1, document)
+
+
+def use_mixed_window(model: nn.Module) -> Edit:
+    """Make documents within the trained length use the original RoPE, and longer ones the extended RoPE, in training.
+
+    The length of a document is read from `position_ids`, which begin anew in each document of a packed row. In
+    evaluation mode the model is the extended one, as it is saved: parts of a long text have positions of their own
+    there, and a cache must hold keys of one RoPE.
+
+    Args:
+        model: an extended model, or an adapter on one.
+
+    Returns:
+        The edit, whose `undo()` reverts it.
+
+    Raises:
+        ValueError: the model is not extended by fixed frequencies from plain RoPE, or has several RoPE tables.
+        RuntimeError: its rotary embedding does not give the original cos and sin. The model is unchanged.
+    """
+    inner = transformers_model(model)
+    facts = _checked(inner)
+    rope, edit = facts.original_rope, Edit(inner)
+    try:
+        for site in find_rotary_sites(inner, facts.text_config):
+            with torch.device("cpu"):
+                original = type(site.module)(_original_config(facts))
+            trained = rope.original_max_position_embeddings
+            edit.set_attribute(site.paths[0], "forward", partial(_forward, site.module, original, trained))
+            mode = site.module.training
+            try:
+                error = output_error(site.module.train(), "", rope.inv_freq, rope.attention_factor)
+            finally:
+                site.module.train(mode)
+            if error is None or not error <= RotaryProof.OUTPUT_BAR:
+                raise RuntimeError(
+                    f"the rotary embedding at {site.paths[0]!r} does not give the original cos and sin (error "
+                    f"{error}). Train without mixed windows."
+                )
+    except BaseException:
+        edit.undo()
+        raise
+    return edit
+
+
+@torch.no_grad()
+def _forward(extended: Any, original: Any, trained: int, x: Tensor, position_ids: Tensor) -> Any:
+    rescaled = type(extended).forward(extended, x, position_ids)
+    if not extended.training:
+        return rescaled
+    short = (document_lengths(position_ids) <= trained)[..., None]
+    return tuple(torch.where(short, *both) for both in zip(original(x, position_ids), rescaled, strict=True))
+
+
+def _original_config(facts: ContextFacts) -> Any:
+    config = copy.deepcopy(facts.text_config)
+    kept = {name: value for name, value in facts.rope_parameters.items() if name not in SCALING_KEYS}
+    config.rope_parameters = {**kept, "rope_type": "default", "rope_theta": facts.original_theta}
+    return config
+
+
+def _checked(model: Any) -> ContextFacts:
+    facts = read_context(model.config)
+    if facts.mark is None or facts.lengths.start != facts.original_length:
+        raise ValueError(
+            "mixed windows need a model that was extended from plain RoPE, and this one has "
+            f"{facts.summary}. Extend it first (ctxext.extend_context), or train without mixed windows."
+        )
+    family, table = family_of(facts.text_config), facts.tables[0]
+    several = len(facts.tables) > 1 or table.n_zero or "mrope_section" in facts.rope_parameters
+    if several or family.softmax_mscale or family.mscale_keys:
+        raise ValueError(
+            f"model_type {facts.text_config.model_type!r} has several RoPE tables, positions with several axes or a "
+            "softmax temperature, and mixed windows switch a single RoPE table. Train without mixed windows."
+        )
+    if facts.scaling is not None and facts.scaling.in_attention:
+        raise ValueError(
+            f"{facts.scaling.name} is length-dependent, and mixed windows switch fixed frequencies. Extend with a "
+            "static method, such as yarn or a fitted longrope."
+        )
+    standard_sites(model, facts)
+    return facts
+
+
+def check_mixture(packed: Sequence[Packed], trained: int) -> None:
+    """Raise ValueError unless there are documents within `trained` tokens and longer ones."""
+    kinds: set[bool] = set()
+    for part in packed:
+        for documents, padding in zip(part.rows["documents"], part.rows["padding"]):
+            kinds |= {int(length) <= trained for length in (documents[:-1] if padding else documents)}
+            if len(kinds) == 2:
+                return
+    got, lacking = ("no longer", "longer") if kinds == {True} else ("longer", "shorter")
+    raise ValueError(
+        f"training.mixed_window mixes documents within {trained:,} tokens and longer ones, but all are {got}. Add a "
+        f"source with {lacking} ones (max_document splits documents), or drop training.mixed_window."
+    )
