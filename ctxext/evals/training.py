@@ -62,8 +62,8 @@ class Measure:
         self.settings, self.accelerator, self.trained, self.target = settings, accelerator, trained, target
         if self.every and engine_of(accelerator).group_size > 1:
             raise ValueError(
-                "evaluation.every evaluates the model in training on whole texts, and this engine splits each text over "
-                "its processes. Set it to null; the evaluations before and after training still run."
+                "evaluation.every evaluates the model in training on whole texts, and this engine splits them over its "
+                "processes. Set it to null; the evaluations before and after training still run."
             )
         text = PERSUASION if chosen.text == "bundled" else find_file(chosen.text, folder)
         self.prompter = Prompter(tokenizer)
@@ -125,8 +125,8 @@ class Measure:
     def during(self, model: nn.Module, done: Progress) -> dict[str, Any]:
         """The loss of the last tokens and the passkey accuracy at the target length, of the current model."""
         chosen = self.chosen
-        # Every process reads the same texts, so that sharded parameters can be gathered. FSDP2 starts from the outermost
-        # module, and shards some again in a backward pass alone.
+        # Every process reads the same texts, so that sharded parameters can be gathered. FSDP2 starts from the
+        # outermost module, and shards some again in a backward pass alone.
         inner = model if isinstance(model, FSDPModule) else transformers_model(model)
         with in_eval_mode(model), self.accelerator.autocast():
             tail, found = self._tail(inner, chosen.mid_training_windows, sees=self.target), self._found(inner)
