@@ -19,7 +19,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ctxext.attention import keys, tiles
 from ctxext.attention.masks import BlockMask, Rows, additive, block_mask, explicit, ranges_of
-from ctxext.attention.rotary import InAttentionRotary, Layer, rotate
+from ctxext.attention.rotary import InAttentionRotary, Layer, rotate, rotated_tiles
 from ctxext.attention.softmax import Joined, Part, Softmax
 from ctxext.attention.tiles import Tile
 from ctxext.methods import Branch, PositionRemapping, RopeScaling
@@ -159,9 +159,10 @@ class Call:
             times = self.shared(layer, "times", lambda: whole.query_scaling(tables.rope, positions))
             if times is not None:
                 query = query * times[:, None, :, None].to(query.dtype)
+        of_keys: tuple[Any, Callable[[], tuple[Tensor, Tensor]]]
         if layer.within or method is None:
             query = turned(query, "plain", lambda: tables.as_it_was(positions))
-            key = turned(key, ("plain", layer.within, n_keys), lambda: tables.as_it_was(places))
+            of_keys = ("plain", layer.within, n_keys), lambda: tables.as_it_was(places)
         elif isinstance(method, PositionRemapping):
             store = self._store(module)
             if n_queries > 1 or store is not None:
@@ -169,24 +170,30 @@ class Call:
                 return self._by_branch(_softmax(module, kwargs), layer, places, query, key, value, mask, store)
             # A single query: each key at its distance from the query.
             query = turned(query, "zero", lambda: tables.plain(torch.zeros_like(positions)))
-            key = turned(
-                key, ("behind", n_keys), lambda: tables.plain(-method.distance(tables.rope, positions, places))
-            )
+            of_keys = ("behind", n_keys), lambda: tables.plain(-method.distance(tables.rope, positions, places))
         elif isinstance(method, RopeScaling) and method.of_the_call:
             used = self.shared(layer, "used", lambda: tables.of_length(positions.amax(1) + 1))
             query = turned(query, "queries", lambda: tables.scaled(positions, *used))
-            key = turned(key, "keys", lambda: tables.scaled(places, *used))
+            of_keys = "keys", lambda: tables.scaled(places, *used)
         else:
             rungs = self.shared(layer, "rungs", lambda: tables.rungs(positions))
             if n_queries > 1:
                 return self._by_rung(module, layer, rungs, places, query, key, value, mask, kwargs)
             used = self.shared(layer, "used", lambda: tables.of_rung(rungs[:, 0]))
             query = turned(query, "queries", lambda: tables.scaled(positions, *used))
-            on_rung = rungs[:, :1].expand(-1, n_keys)
-            key = self._rotated_keys(
-                self._store(module), layer, key, on_rung, lambda columns: tables.scaled(places[:, columns], *used)
-            )
-        return self._own(module, query, key, value, mask, **kwargs)
+            store = self._store(module)
+            if store is not None:
+                on_rung = rungs[:, :1].expand(-1, n_keys)
+                key = self._rotated_keys(store, layer, key, on_rung, lambda at: tables.scaled(places[:, at], *used))
+                return self._own(module, query, key, value, mask, **kwargs)
+            of_keys = ("keys", n_keys), lambda: tables.scaled(places, *used)
+        softmax, cos_sin = _softmax(module, kwargs), self.shared(layer, *of_keys)
+        by_tile = n_queries == 1 and query.device.type == "cpu" and not self.rotary.additive_masks
+        if by_tile and softmax.fused(query, key, value):
+            # Rotated keys are multiplied while they are in the core's cache, and are not written to memory.
+            mask = None if isinstance(mask, BlockMask) and mask.is_causal else mask
+            return softmax.of_one(query, rotated_tiles(key, cos_sin, layer.convention), value, mask), None
+        return self._own(module, query, rotate(key, cos_sin, layer.convention), value, mask, **kwargs)
 
     def _places(self, module: Any, key: Tensor) -> Tensor:
         """The positions of a layer's keys, of shape (batch, keys)."""
@@ -239,21 +246,15 @@ class Call:
         """All keys rotated for a single query.
 
         Args:
-            store: the cache layer that keeps them for the next query, or None.
+            store: the cache layer that keeps them for the next query.
             state: what the rotation of a key at one position depends on, of shape (batch, keys).
             table: cos and sin of some columns.
         """
 
-        def turned(x: Tensor, columns: Any, name: Any, room: Tensor | None = None) -> Tensor:
-            return rotate(x, self.shared(layer, name, lambda: table(columns)), layer.convention, room)
+        def turned(x: Tensor, columns: Any, name: Any) -> Tensor:
+            return rotate(x, self.shared(layer, name, lambda: table(columns)), layer.convention)
 
         n_keys = key.shape[2]
-        if store is None:
-            # All layers share one buffer.
-            make = functools.partial(key.new_empty, key.shape)
-            tracked = torch.is_grad_enabled() or torch.compiler.is_compiling()
-            room = None if tracked else self.shared(layer, ("room", key.shape, key.device), make)
-            return turned(key, slice(None), ("keys", n_keys), room)
         kept = store.rotated
         if kept is not None and kept.shape[0] == key.shape[0] and kept.shape[2] == n_keys - 1:
             moved = self.shared(layer, ("moved", n_keys), lambda: (state[:, :-1] != store.state).any(0).nonzero()[:, 0])
