@@ -18,7 +18,7 @@ from transformers.cache_utils import Cache, DynamicCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ctxext.attention import keys, tiles
-from ctxext.attention.masks import BlockMask, Rows, additive, block_mask, explicit, ranges_of
+from ctxext.attention.masks import BlockMask, Rows, as_taken, block_mask, explicit, ranges_of
 from ctxext.attention.rotary import InAttentionRotary, Layer, rotate, rotated_tiles
 from ctxext.attention.softmax import Joined, Part, Softmax
 from ctxext.attention.tiles import Tile
@@ -28,7 +28,7 @@ from ctxext.methods import Branch, PositionRemapping, RopeScaling
 KEYWORD = "in_attention_rope"
 # The same for families whose layers drop keyword arguments (StableLM); compiled graphs break at it.
 _running: ContextVar[Any] = ContextVar(KEYWORD, default=None)
-IMPLEMENTATIONS = {"sdpa": "in_attention_sdpa", "eager": "in_attention_eager"}
+IMPLEMENTATIONS = {name: f"in_attention_{name}" for name in ("sdpa", "eager", "flex_attention")}
 
 
 def in_attention_rope(
@@ -188,7 +188,7 @@ class Call:
                 return self._own(module, query, key, value, mask, **kwargs)
             of_keys = ("keys", n_keys), lambda: tables.scaled(places, *used)
         softmax, cos_sin = _softmax(module, kwargs), self.shared(layer, *of_keys)
-        by_tile = n_queries == 1 and query.device.type == "cpu" and not self.rotary.additive_masks
+        by_tile = n_queries == 1 and query.device.type == "cpu" and self.rotary.implementation != "eager"
         if by_tile and softmax.fused(query, key, value):
             # Rotated keys are multiplied while they are in the core's cache, and are not written to memory.
             mask = None if isinstance(mask, BlockMask) and mask.is_causal else mask
@@ -212,20 +212,16 @@ class Call:
     def _own(self, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **kwargs: Any) -> Attended:
         """Call the model's own attention function; with mask None every query attends to every key."""
         batch, heads, n_queries, head_dim = query.shape
-        is_causal, additive_masks = False, self.rotary.additive_masks
-        if isinstance(mask, BlockMask):
+        is_causal, is_sdpa = False, self.rotary.implementation == "sdpa"
+        if isinstance(mask, BlockMask) and mask.is_causal:
             # sdpa has a flag for the square causal mask, and a single last query attends to every key.
-            is_causal = mask.is_causal and n_queries == key.shape[2] and not additive_masks
-            mask = None if is_causal or (mask.is_causal and n_queries == 1) else mask.whole()
-        if mask is not None and additive_masks:
-            mask = additive(mask, query.dtype)
-        elif mask is not None and mask.dtype != torch.bool:
-            # With float64 queries, torch's CPU kernel reads a float32 mask as if it were float64.
-            mask = mask.to(torch.promote_types(mask.dtype, query.dtype))
+            is_causal = is_sdpa and n_queries == key.shape[2]
+            mask = None if is_causal or n_queries == 1 else mask
+        mask = as_taken(mask, self.rotary.implementation, query.dtype)
         groups = heads // key.shape[1]
-        shared_mask = mask is None or mask.shape[1] == 1
+        is_packable = is_sdpa and (mask is None or mask.shape[1] == 1)
         kwargs = {**kwargs, "is_causal": is_causal}
-        if torch.compiler.is_compiling() and n_queries == 1 < groups and shared_mask and not additive_masks:
+        if torch.compiler.is_compiling() and n_queries == 1 < groups and is_packable:
             # When compiled, transformers copies keys and values for every query of a group; in eager mode it packs the
             # queries.
             packed = query.reshape(batch, key.shape[1], groups, head_dim)
@@ -271,8 +267,7 @@ class Call:
         mask: Any, kwargs: dict[str, Any],
     ) -> Attended:  # fmt: skip
         """Scaled frequencies: each run of queries on one rung rotates the keys that it sees by that rung."""
-        tables, positions = self.rotary.of(layer.label), self.positions
-        n_queries, n_keys = query.shape[2], key.shape[2]
+        tables, positions, n_keys = self.rotary.of(layer.label), self.positions, key.shape[2]
 
         # Not shared between layers: the tables of all rungs would be as large as the keys.
         def turned(x: Tensor, where: Tensor, used: tuple[Tensor, Tensor]) -> Tensor:
@@ -289,7 +284,7 @@ class Call:
             return whole, None
         runs, softmax = self.shared(layer, "runs", lambda: _runs(rungs)), _softmax(module, kwargs)
         of_run: Any = None
-        if isinstance(mask, BlockMask) and not self.rotary.additive_masks and softmax.fused(query, key, value):
+        if isinstance(mask, BlockMask) and self.rotary.implementation != "eager" and softmax.fused(query, key, value):
             of_run = self.shared(layer, ("tiles", mask), lambda: _tiles_of_runs(mask, runs))
         joined = None if of_run is None else Joined(softmax, query)
         outputs, weights = [], []
@@ -302,8 +297,8 @@ class Call:
                 joined.add(of_run[index], block, seen, value, first=start)
                 continue
             here = {**kwargs, "position_ids": positions[:, start:stop]}
-            all_rows = stop - start == n_queries  # then a causal mask need not be materialised
-            part = mask if all_rows and end == n_keys else rows.block(slice(0, end))
+            is_lazy = isinstance(mask, BlockMask)
+            part = mask.part(rows.rows, slice(0, end)) if is_lazy else rows.block(slice(0, end))
             output, weight = self._own(module, block, seen, value[:, :, :end], part, **here)
             outputs.append(output)
             weights.append(weight)

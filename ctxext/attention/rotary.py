@@ -58,7 +58,7 @@ class InAttentionRotary(ExtendedRotary):
         pairs: by label, how many pairs a head has, of which the last may not rotate (proportional RoPE).
         layers: the layers, by index.
         attend: the model's own attention function.
-        additive_masks: whether it takes additive masks, as eager attention does.
+        implementation: its name, such as "sdpa", which says what masks it takes.
         rotated_copy: whether caches store a rotated copy of their keys for decoding.
         owner: the identifier of this extension in caches.
         phases: the dtype of angles, cos and sin: float32, and float64 in a float64 model.
@@ -70,7 +70,7 @@ class InAttentionRotary(ExtendedRotary):
     pairs: dict[str, int]
     layers: dict[int, Layer]
     attend: Callable[..., Any]
-    additive_masks: bool
+    implementation: str
     rotated_copy: bool
     owner: str
     phases: torch.dtype

@@ -139,6 +139,20 @@ def test_eager_attention_is_the_same(method: str) -> None:
     assert_rows(read(model, batch, cache, CHUNKS), truth(method), batch["attention_mask"])
 
 
+@pytest.mark.usefixtures("small_blocks")
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gemma2-96"])
+@torch.compiler.set_stance("force_eager")  # flex attention would compile itself for half a minute
+def test_flex_attention_is_the_same(family: str, method: str) -> None:
+    """Gemma 2 runs it wherever frequencies are scaled, as it has softcaps; single queries have their own ways."""
+    family, changes = family.removesuffix("-96"), {"sliding_window": 96} if "-" in family else {}
+    model = extended(method, family, attn_implementation="flex_attention", **changes)
+    want, alone, batch = truth(method, family, **changes), {"input_ids": rows()[0][None]}, padded(rows(), "left")
+    assert model.config._attn_implementation == "in_attention_flex_attention"
+    assert_rows(read(model, alone, None, [N_TOKENS]), want[:1])
+    assert_rows(read(model, batch, DynamicCache(config=model.config), CHUNKS), want, batch["attention_mask"])
+
+
 @pytest.mark.parametrize("method", ["dynamic_ntk", "rerope"])
 def test_sinks_take_their_weight(method: str) -> None:
     """gpt-oss: a score for each head that takes weight and gives nothing, in layers with and without a window."""
