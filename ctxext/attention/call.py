@@ -18,8 +18,8 @@ from transformers.cache_utils import Cache, DynamicCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ctxext.attention import keys, tiles
-from ctxext.attention.masks import BlockMask, Rows, additive, block_mask, explicit, ranges_of
-from ctxext.attention.rotary import InAttentionRotary, Layer, rotate
+from ctxext.attention.masks import BlockMask, Rows, as_taken, block_mask, explicit, ranges_of
+from ctxext.attention.rotary import InAttentionRotary, Layer, rotate, rotated_tiles
 from ctxext.attention.softmax import Joined, Part, Softmax
 from ctxext.attention.tiles import Tile
 from ctxext.methods import Branch, PositionRemapping, RopeScaling
@@ -28,7 +28,7 @@ from ctxext.methods import Branch, PositionRemapping, RopeScaling
 KEYWORD = "in_attention_rope"
 # The same for families whose layers drop keyword arguments (StableLM); compiled graphs break at it.
 _running: ContextVar[Any] = ContextVar(KEYWORD, default=None)
-IMPLEMENTATIONS = {"sdpa": "in_attention_sdpa", "eager": "in_attention_eager"}
+IMPLEMENTATIONS = {name: f"in_attention_{name}" for name in ("sdpa", "eager", "flex_attention")}
 
 
 def in_attention_rope(
@@ -159,9 +159,10 @@ class Call:
             times = self.shared(layer, "times", lambda: whole.query_scaling(tables.rope, positions))
             if times is not None:
                 query = query * times[:, None, :, None].to(query.dtype)
+        of_keys: tuple[Any, Callable[[], tuple[Tensor, Tensor]]]
         if layer.within or method is None:
             query = turned(query, "plain", lambda: tables.as_it_was(positions))
-            key = turned(key, ("plain", layer.within, n_keys), lambda: tables.as_it_was(places))
+            of_keys = ("plain", layer.within, n_keys), lambda: tables.as_it_was(places)
         elif isinstance(method, PositionRemapping):
             store = self._store(module)
             if n_queries > 1 or store is not None:
@@ -169,24 +170,30 @@ class Call:
                 return self._by_branch(_softmax(module, kwargs), layer, places, query, key, value, mask, store)
             # A single query: each key at its distance from the query.
             query = turned(query, "zero", lambda: tables.plain(torch.zeros_like(positions)))
-            key = turned(
-                key, ("behind", n_keys), lambda: tables.plain(-method.distance(tables.rope, positions, places))
-            )
+            of_keys = ("behind", n_keys), lambda: tables.plain(-method.distance(tables.rope, positions, places))
         elif isinstance(method, RopeScaling) and method.of_the_call:
             used = self.shared(layer, "used", lambda: tables.of_length(positions.amax(1) + 1))
             query = turned(query, "queries", lambda: tables.scaled(positions, *used))
-            key = turned(key, "keys", lambda: tables.scaled(places, *used))
+            of_keys = "keys", lambda: tables.scaled(places, *used)
         else:
             rungs = self.shared(layer, "rungs", lambda: tables.rungs(positions))
             if n_queries > 1:
                 return self._by_rung(module, layer, rungs, places, query, key, value, mask, kwargs)
             used = self.shared(layer, "used", lambda: tables.of_rung(rungs[:, 0]))
             query = turned(query, "queries", lambda: tables.scaled(positions, *used))
-            on_rung = rungs[:, :1].expand(-1, n_keys)
-            key = self._rotated_keys(
-                self._store(module), layer, key, on_rung, lambda columns: tables.scaled(places[:, columns], *used)
-            )
-        return self._own(module, query, key, value, mask, **kwargs)
+            store = self._store(module)
+            if store is not None:
+                on_rung = rungs[:, :1].expand(-1, n_keys)
+                key = self._rotated_keys(store, layer, key, on_rung, lambda at: tables.scaled(places[:, at], *used))
+                return self._own(module, query, key, value, mask, **kwargs)
+            of_keys = ("keys", n_keys), lambda: tables.scaled(places, *used)
+        softmax, cos_sin = _softmax(module, kwargs), self.shared(layer, *of_keys)
+        by_tile = n_queries == 1 and query.device.type == "cpu" and self.rotary.implementation != "eager"
+        if by_tile and softmax.fused(query, key, value):
+            # Rotated keys are multiplied while they are in the core's cache, and are not written to memory.
+            mask = None if isinstance(mask, BlockMask) and mask.is_causal else mask
+            return softmax.of_one(query, rotated_tiles(key, cos_sin, layer.convention), value, mask), None
+        return self._own(module, query, rotate(key, cos_sin, layer.convention), value, mask, **kwargs)
 
     def _places(self, module: Any, key: Tensor) -> Tensor:
         """The positions of a layer's keys, of shape (batch, keys)."""
@@ -205,20 +212,16 @@ class Call:
     def _own(self, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **kwargs: Any) -> Attended:
         """Call the model's own attention function; with mask None every query attends to every key."""
         batch, heads, n_queries, head_dim = query.shape
-        is_causal, additive_masks = False, self.rotary.additive_masks
-        if isinstance(mask, BlockMask):
+        is_causal, is_sdpa = False, self.rotary.implementation == "sdpa"
+        if isinstance(mask, BlockMask) and mask.is_causal:
             # sdpa has a flag for the square causal mask, and a single last query attends to every key.
-            is_causal = mask.is_causal and n_queries == key.shape[2] and not additive_masks
-            mask = None if is_causal or (mask.is_causal and n_queries == 1) else mask.whole()
-        if mask is not None and additive_masks:
-            mask = additive(mask, query.dtype)
-        elif mask is not None and mask.dtype != torch.bool:
-            # With float64 queries, torch's CPU kernel reads a float32 mask as if it were float64.
-            mask = mask.to(torch.promote_types(mask.dtype, query.dtype))
+            is_causal = is_sdpa and n_queries == key.shape[2]
+            mask = None if is_causal or n_queries == 1 else mask
+        mask = as_taken(mask, self.rotary.implementation, query.dtype)
         groups = heads // key.shape[1]
-        shared_mask = mask is None or mask.shape[1] == 1
+        is_packable = is_sdpa and (mask is None or mask.shape[1] == 1)
         kwargs = {**kwargs, "is_causal": is_causal}
-        if torch.compiler.is_compiling() and n_queries == 1 < groups and shared_mask and not additive_masks:
+        if torch.compiler.is_compiling() and n_queries == 1 < groups and is_packable:
             # When compiled, transformers copies keys and values for every query of a group; in eager mode it packs the
             # queries.
             packed = query.reshape(batch, key.shape[1], groups, head_dim)
@@ -239,21 +242,15 @@ class Call:
         """All keys rotated for a single query.
 
         Args:
-            store: the cache layer that keeps them for the next query, or None.
+            store: the cache layer that keeps them for the next query.
             state: what the rotation of a key at one position depends on, of shape (batch, keys).
             table: cos and sin of some columns.
         """
 
-        def turned(x: Tensor, columns: Any, name: Any, room: Tensor | None = None) -> Tensor:
-            return rotate(x, self.shared(layer, name, lambda: table(columns)), layer.convention, room)
+        def turned(x: Tensor, columns: Any, name: Any) -> Tensor:
+            return rotate(x, self.shared(layer, name, lambda: table(columns)), layer.convention)
 
         n_keys = key.shape[2]
-        if store is None:
-            # All layers share one buffer.
-            make = functools.partial(key.new_empty, key.shape)
-            tracked = torch.is_grad_enabled() or torch.compiler.is_compiling()
-            room = None if tracked else self.shared(layer, ("room", key.shape, key.device), make)
-            return turned(key, slice(None), ("keys", n_keys), room)
         kept = store.rotated
         if kept is not None and kept.shape[0] == key.shape[0] and kept.shape[2] == n_keys - 1:
             moved = self.shared(layer, ("moved", n_keys), lambda: (state[:, :-1] != store.state).any(0).nonzero()[:, 0])
@@ -270,8 +267,7 @@ class Call:
         mask: Any, kwargs: dict[str, Any],
     ) -> Attended:  # fmt: skip
         """Scaled frequencies: each run of queries on one rung rotates the keys that it sees by that rung."""
-        tables, positions = self.rotary.of(layer.label), self.positions
-        n_queries, n_keys = query.shape[2], key.shape[2]
+        tables, positions, n_keys = self.rotary.of(layer.label), self.positions, key.shape[2]
 
         # Not shared between layers: the tables of all rungs would be as large as the keys.
         def turned(x: Tensor, where: Tensor, used: tuple[Tensor, Tensor]) -> Tensor:
@@ -288,7 +284,7 @@ class Call:
             return whole, None
         runs, softmax = self.shared(layer, "runs", lambda: _runs(rungs)), _softmax(module, kwargs)
         of_run: Any = None
-        if isinstance(mask, BlockMask) and not self.rotary.additive_masks and softmax.fused(query, key, value):
+        if isinstance(mask, BlockMask) and self.rotary.implementation != "eager" and softmax.fused(query, key, value):
             of_run = self.shared(layer, ("tiles", mask), lambda: _tiles_of_runs(mask, runs))
         joined = None if of_run is None else Joined(softmax, query)
         outputs, weights = [], []
@@ -301,8 +297,8 @@ class Call:
                 joined.add(of_run[index], block, seen, value, first=start)
                 continue
             here = {**kwargs, "position_ids": positions[:, start:stop]}
-            all_rows = stop - start == n_queries  # then a causal mask need not be materialised
-            part = mask if all_rows and end == n_keys else rows.block(slice(0, end))
+            is_lazy = isinstance(mask, BlockMask)
+            part = mask.part(rows.rows, slice(0, end)) if is_lazy else rows.block(slice(0, end))
             output, weight = self._own(module, block, seen, value[:, :, :end], part, **here)
             outputs.append(output)
             weights.append(weight)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
-from transformers.masking_utils import causal_mask_function, sdpa_mask
+from transformers.masking_utils import causal_mask_function, flex_attention_mask, sdpa_mask
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,17 +46,11 @@ class BlockMask:
         """Whether it is a plain causal mask."""
         return self.causal and self.make["attention_mask"] is None
 
-    def block(self, rows: slice, columns: slice) -> Tensor:
-        """Whether each query of `rows` attends to each key of `columns`: bool of shape (batch, 1, rows, columns)."""
-        mask: Any = sdpa_mask(
-            **self.make,
-            q_length=rows.stop - rows.start,
-            kv_length=columns.stop - columns.start,
-            q_offset=self.q_offset + rows.start,
-            kv_offset=self.kv_offset + columns.start,
-            allow_is_causal_skip=False,
-        )
-        return mask.to(self.device)
+    def part(self, rows: slice, columns: slice) -> BlockMask:
+        """The mask of some queries and keys."""
+        shape = self.shape[0], 1, rows.stop - rows.start, columns.stop - columns.start
+        offsets = self.q_offset + rows.start, self.kv_offset + columns.start
+        return BlockMask(self.causal, shape, self.make, *offsets, self.device)
 
     def to(self, device: Any, **kwargs: Any) -> BlockMask:
         """For accelerate, which moves what a layer is given to the layer's device."""
@@ -68,7 +62,17 @@ class BlockMask:
         return self.copies[device]
 
     def whole(self) -> Tensor:
-        return self.block(slice(0, self.shape[2]), slice(0, self.shape[3]))
+        """Whether each query attends to each key: bool of its shape."""
+        return self._made_by(sdpa_mask, allow_is_causal_skip=False)
+
+    def of_flex(self) -> Any:
+        """The mask as flex attention takes it, which is of blocks, too."""
+        return self._made_by(flex_attention_mask)
+
+    def _made_by(self, make: Callable[..., Any], **options: Any) -> Any:
+        sizes = {"q_length": self.shape[2], "kv_length": self.shape[3]}
+        offsets = {"q_offset": self.q_offset, "kv_offset": self.kv_offset}
+        return make(**self.make, **sizes, **offsets, **options).to(self.device)
 
     def contiguous(self) -> Tensor:
         """Required by `generate` for masks of a static cache."""
@@ -152,8 +156,20 @@ def _one_range(here: Tensor) -> tuple[Tensor, Tensor] | None:
     return (low, low + count) if torch.equal(here, (columns >= low) & (columns < low + count)) else None
 
 
+def as_taken(mask: BlockMask | Tensor | None, implementation: str, dtype: torch.dtype) -> Any:
+    """A mask in the form that an attention implementation takes, for queries of `dtype`."""
+    if isinstance(mask, BlockMask):
+        mask = mask.of_flex() if implementation == "flex_attention" else mask.whole()
+    if not isinstance(mask, Tensor):
+        return mask
+    if implementation != "sdpa":
+        return additive(mask, dtype)
+    # With float64 queries, torch's CPU kernel reads a float32 mask as if it were float64.
+    return mask if mask.dtype == torch.bool else mask.to(torch.promote_types(mask.dtype, dtype))
+
+
 def additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """Convert a bool mask to an additive one, as eager attention needs; other masks are returned unchanged."""
+    """Convert a bool mask to an additive one, as eager and flex attention need; other masks are returned unchanged."""
     if mask.dtype != torch.bool:
         return mask
     # Families compute the softmax in float32, where the lowest float64 is -inf and a fully masked row NaN.
@@ -186,5 +202,5 @@ class Rows:
         if self.mask is None:
             return None
         if isinstance(self.mask, BlockMask):
-            return self.mask.block(self.rows, columns)
+            return self.mask.part(self.rows, columns).whole()
         return self.mask[:, :, self.rows, columns]

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ctxext.attention.call import KEYWORD, OwnMethod, running
-from ctxext.attention.masks import additive
+from ctxext.attention.masks import additive, as_taken
 from ctxext.attention.rotary import Convention, InAttentionRotary, rotate
 
 PAIRS: tuple[Literal["half_split", "interleaved"], ...] = ("half_split", "interleaved")
@@ -57,11 +57,8 @@ class Looker:
         self.modules.append(module)
         if self.instead is not None:
             query, key = self.instead[index]
-        whole: Any = mask.whole() if hasattr(mask, "whole") else mask
-        whole = None if whole is None else whole.to(query.device)
-        if self.rotary.additive_masks:
-            whole = additive(whole, query.dtype)
-        return self.rotary.attend(module, query, key, value, whole, **kwargs)
+        mask = as_taken(None if mask is None else mask.to(query.device), self.rotary.implementation, query.dtype)
+        return self.rotary.attend(module, query, key, value, mask, **kwargs)
 
 
 def probe(vocabulary: int, length: int, device: torch.device) -> dict[str, Tensor]:

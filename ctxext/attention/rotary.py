@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import repeat
 from typing import Any, Literal
 
 import torch
@@ -57,7 +58,7 @@ class InAttentionRotary(ExtendedRotary):
         pairs: by label, how many pairs a head has, of which the last may not rotate (proportional RoPE).
         layers: the layers, by index.
         attend: the model's own attention function.
-        additive_masks: whether it takes additive masks, as eager attention does.
+        implementation: its name, such as "sdpa", which says what masks it takes.
         rotated_copy: whether caches store a rotated copy of their keys for decoding.
         owner: the identifier of this extension in caches.
         phases: the dtype of angles, cos and sin: float32, and float64 in a float64 model.
@@ -69,7 +70,7 @@ class InAttentionRotary(ExtendedRotary):
     pairs: dict[str, int]
     layers: dict[int, Layer]
     attend: Callable[..., Any]
-    additive_masks: bool
+    implementation: str
     rotated_copy: bool
     owner: str
     phases: torch.dtype
@@ -204,39 +205,57 @@ def rotate(
     x: Float[Tensor, "batch heads n dim"],
     cos_sin: tuple[Float[Tensor, "#batch n pair"], Float[Tensor, "#batch n pair"]],
     convention: Convention,
-    room: Float[Tensor, "batch heads n dim"] | None = None,
 ) -> Float[Tensor, "batch heads n dim"]:
-    """Rotate the first 2 · pair dimensions of each head (or the last), in float32; the others are unchanged.
-
-    Args:
-        room: a buffer for the result, used if no gradient is needed.
-    """
+    """Rotate the first 2 · pair dimensions of each head (or the last), in float32; the others are unchanged."""
+    if not (torch.is_grad_enabled() or torch.compiler.is_compiling()):
+        result = x.new_empty(x.shape)
+        for _ in rotated_tiles(x, cos_sin, convention, result):
+            pass
+        return result
     cos, sin = cos_sin[0][:, None], cos_sin[1][:, None] * convention.sign
-    n_pairs, dim = cos.shape[-1], x.shape[-1]
-    exact = torch.promote_types(x.dtype, torch.float32)
-    turning = slice(dim - 2 * n_pairs, dim) if convention.last else slice(0, 2 * n_pairs)
-    still = slice(0, dim - 2 * n_pairs) if convention.last else slice(2 * n_pairs, dim)
-    if torch.is_grad_enabled() or torch.compiler.is_compiling():
-        first, second = _of_pairs(x[..., turning].to(exact), convention)
-        turned = [first * cos - second * sin, second * cos + first * sin]
-        if convention.pairs == "interleaved":
-            turned = [torch.stack(turned, dim=-1).flatten(-2)]
-        turned = [each.to(x.dtype) for each in turned]
-        return torch.cat([x[..., still], *turned] if convention.last else [*turned, x[..., still]], dim=-1)
-    # The same without intermediate tensors, in tiles that fit a core's cache.
-    result = x.new_empty(x.shape) if room is None else room
-    step = max(16, TILE // (x.shape[0] * x.shape[1] * dim)) if x.device.type == "cpu" else max(1, x.shape[2])
-    for start in range(0, x.shape[2], step):
-        tile, c, s, out = (t[:, :, start : start + step] for t in (x, cos, sin, result))
-        whole = tile[..., turning].to(exact)
-        turned_tile = out[..., turning] if x.dtype == exact else torch.empty_like(whole)
-        (first, second), (low, high) = _of_pairs(whole, convention), _of_pairs(turned_tile, convention)
-        torch.mul(first, c, out=low).addcmul_(second, s, value=-1)
-        torch.mul(second, c, out=high).addcmul_(first, s)
-        if x.dtype != exact:
-            out[..., turning] = turned_tile
-    result[..., still] = x[..., still]
-    return result
+    turning, still = _dimensions(x, cos, convention)
+    first, second = _of_pairs(x[..., turning].to(torch.promote_types(x.dtype, torch.float32)), convention)
+    turned = [first * cos - second * sin, second * cos + first * sin]
+    if convention.pairs == "interleaved":
+        turned = [torch.stack(turned, dim=-1).flatten(-2)]
+    turned = [each.to(x.dtype) for each in turned]
+    return torch.cat([x[..., still], *turned] if convention.last else [*turned, x[..., still]], dim=-1)
+
+
+def rotated_tiles(
+    x: Float[Tensor, "batch heads n dim"],
+    cos_sin: tuple[Float[Tensor, "#batch n pair"], Float[Tensor, "#batch n pair"]],
+    convention: Convention,
+    result: Float[Tensor, "batch heads n dim"] | None = None,
+) -> Iterator[Float[Tensor, "batch heads tile dim"]]:
+    """The same without gradients, tile by tile: in float32, each until the next one, and in `result` if given."""
+    exact, (batch, heads, n, dim) = torch.promote_types(x.dtype, torch.float32), x.shape
+    step = max(16, TILE // (batch * heads * dim)) if x.device.type == "cpu" else max(1, n)
+    converts, in_place = x.dtype != exact, result is not None and result.dtype == exact
+    sizes = min(step, n) if converts else 0, 0 if in_place else min(step, n)
+    whole, turned = (x.new_empty((batch, heads, size, dim), dtype=exact) for size in sizes)
+    turning, still = _dimensions(x, cos_sin[0], convention)
+    given = (each.split(step, 2) for each in (x, cos_sin[0][:, None], cos_sin[1][:, None]))
+    for tile, cos, sin, place in zip(*given, repeat(None) if result is None else result.split(step, 2)):
+        if converts:
+            tile = whole[:, :, : tile.shape[2]].copy_(tile)
+        out = place if in_place else turned[:, :, : tile.shape[2]]
+        (first, second), (low, high) = (_of_pairs(each[..., turning], convention) for each in (tile, out))
+        torch.mul(first, cos, out=low).addcmul_(second, sin, value=-convention.sign)
+        torch.mul(second, cos, out=high).addcmul_(first, sin, value=convention.sign)
+        if still.start < still.stop:
+            out[..., still] = tile[..., still]
+        if result is not None and not in_place:
+            place.copy_(out)
+        yield out
+
+
+def _dimensions(x: Tensor, cos: Tensor, convention: Convention) -> tuple[slice, slice]:
+    """The dimensions of a head that rotate, and the others."""
+    n_turning, dim = 2 * cos.shape[-1], x.shape[-1]
+    if convention.last:
+        return slice(dim - n_turning, dim), slice(0, dim - n_turning)
+    return slice(0, n_turning), slice(n_turning, dim)
 
 
 def _of_pairs(x: Tensor, convention: Convention) -> tuple[Tensor, Tensor]:

@@ -7,7 +7,7 @@ of queries.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -81,9 +81,27 @@ class Softmax:
             found = (grouped @ part.key[:, :, :n_keys].transpose(-1, -2)).view(batch, heads, n_rows, n_keys)
             scores = found if scores is None else torch.where(part.holds, found, scores)
         scores = scores.to(torch.promote_types(scores.dtype, torch.float32)) * self.scaling
+        return self._of_scores(scores, value[:, :, :n_keys], rows.block(slice(0, n_keys)))
+
+    def of_one(
+        self,
+        query: Float[Tensor, "batch heads 1 dim"],
+        tiles: Iterable[Float[Tensor, "batch kv_heads tile dim"]],
+        value: Float[Tensor, "batch kv_heads key dim"],
+        mask: Tensor | None,
+    ) -> Float[Tensor, "batch 1 heads dim"]:
+        """The attention output of a single query to rotated keys, which come tile by tile, in at least float32."""
+        batch, heads, _, dim = query.shape
+        exact = torch.promote_types(query.dtype, torch.float32)
+        query = query.reshape(batch * value.shape[1], -1, dim).to(exact) * self.scaling
+        scores = torch.cat([query.bmm(tile.flatten(0, 1).transpose(1, 2)) for tile in tiles], dim=-1)
+        return self._of_scores(scores.view(batch, heads, 1, -1), value, mask)
+
+    def _of_scores(self, scores: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+        """The same of scaled scores (batch, heads, rows, key), in at least float32."""
+        batch, heads, n_rows, n_keys = scores.shape
         if self.softcap is not None:
             scores = (scores / self.softcap).tanh() * self.softcap
-        mask = rows.block(slice(0, n_keys))
         lowest = torch.finfo(scores.dtype).min
         if mask is not None:
             scores = scores.masked_fill(~mask, lowest) if mask.dtype == torch.bool else scores + mask
@@ -93,8 +111,10 @@ class Softmax:
         else:
             weights = scores.softmax(-1)
         weights = torch.nn.functional.dropout(weights, self.dropout, training=self.dropout > 0).to(value.dtype)
-        grouped = weights.view(batch, key_heads, -1, n_keys)
-        return (grouped @ value[:, :, :n_keys]).view(batch, heads, n_rows, value.shape[-1]).transpose(1, 2)
+        grouped = weights.view(batch * value.shape[1], -1, n_keys)
+        # Head by head: in 16 bits, torch's batched product would copy the values of a cache with slots to spare.
+        found = torch.stack([w @ v for w, v in zip(grouped, value.flatten(0, 1))])
+        return found.view(batch, heads, n_rows, value.shape[-1]).transpose(1, 2)
 
 
 class Joined:

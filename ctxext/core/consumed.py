@@ -255,6 +255,8 @@ class _Consumed(BaseException):
 class _SeeReads(TorchDispatchMode):
     """Watches for operations that read the outputs of modules, and calls `noticed` with these modules at each."""
 
+    supports_higher_order_operators = True  # flex attention is one
+
     def __init__(self) -> None:
         super().__init__()
         # Each with its module, by storage; held, so that no address is reused.

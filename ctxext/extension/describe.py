@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, cast
@@ -11,13 +12,35 @@ from ctxext.core.plan import ENCODINGS, Plan
 from ctxext.extension.request import check_on_paper, encoding_of, plan_extension
 from ctxext.models.checkpoints import Checkpoint
 from ctxext.models.config_fields import check_config
-from ctxext.models.context import has_rope, no_encoding, read_context
+from ctxext.models.context import ContextFacts, has_rope, no_encoding, read_context
 from ctxext.models.metadata import Lengths, live_mark, summary_of
 from ctxext.models.rope_tables import attention_layers, head_dim
 from ctxext.models.text_config import text_config_of
 from ctxext.utils.values import MAX_FACTOR, MAX_TOKENS, is_count, is_number, size_in_words
 
 BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1}
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerType:
+    """The RoPE in effect in the layers of one type.
+
+    Attributes:
+        n_layers: the number of these layers.
+        window: their sliding window in tokens; None for full attention.
+        rope_theta: their base in the config.
+        scaling: a summary of their scaling or extension; "plain RoPE" if there is none.
+    """
+
+    name: str
+    n_layers: int
+    window: int | None
+    rope_theta: float
+    scaling: str
+
+    def __str__(self) -> str:
+        window = "" if self.window is None else f"window of {self.window:,} tokens, "
+        return f"{self.n_layers} layer{'s' * (self.n_layers > 1)}, {window}theta {self.rope_theta:g}, {self.scaling}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +56,7 @@ class ContextDescription:
         original_length: trained length in tokens before any scaling; None if unknown.
         scaling: the method in use, None for plain RoPE.
         summary: the extension in place, such as `yarn ×4: 512 → 2,048 tokens`; "" for plain RoPE.
+        layer_types: the RoPE of each type of layer; () if all layers with RoPE are of one type.
         reach: the model's maximum context length in tokens; None if it has no hard limit (quality may still drop).
         checkpoint: what the table of known checkpoints says about this model.
         target_length: the target in tokens that was asked about.
@@ -51,6 +75,7 @@ class ContextDescription:
     original_length: int | None = None
     scaling: dict[str, Any] | None = None
     summary: str = ""
+    layer_types: tuple[LayerType, ...] = ()
     reach: int | None = None
     checkpoint: Checkpoint | None = None
     target_length: int | None = None
@@ -70,6 +95,7 @@ class ContextDescription:
         if self.trained_length is not None:
             rows += [("trained length", f"{self.trained_length:,} tokens ({self.trained_length_source})")]
             rows += [("scaling in use", self._scaling_words())]
+            rows += [(f"  {layers.name}", str(layers)) for layers in self.layer_types]
             rows += [("maximum context length", "no limit" if self.reach is None else f"{self.reach:,} tokens")]
         if self.checkpoint is not None:
             recipe = self.checkpoint.recipe
@@ -95,6 +121,27 @@ class ContextDescription:
         rows = self.rows()
         width = max(len(label) for label, _ in rows)
         return "\n".join(f"{label:<{width}}  {value}" for label, value in rows)
+
+
+def _layer_types(facts: ContextFacts) -> tuple[LayerType, ...]:
+    config, found = facts.text_config, []
+    layers, tables = Counter(attention_layers(config)), {table.label: table for table in facts.tables}
+    for name, n_layers in layers.items():
+        table = tables.get(name, tables.get(""))
+        if table is None or len(layers) == 1:  # some families name their tables otherwise
+            return ()
+        window = table.window
+        if not table.label and name == "sliding_attention":
+            window = config.sliding_window
+        # Within attention each layer has a rotation of its own; otherwise layers that share a table are scaled alike.
+        in_attention = facts.scaling is not None and facts.scaling.in_attention
+        over = window if in_attention else table.window
+        scaling = "plain RoPE" if table.scaling is None else table.scaling.title
+        if facts.mark is not None and (over is None or over > facts.lengths.start):
+            scaling = facts.summary
+        theta = float(table.parameters["rope_theta"])
+        found.append(LayerType(name=name, n_layers=n_layers, window=window, rope_theta=theta, scaling=scaling))
+    return tuple(found)
 
 
 def kv_cache_bytes(text_config: Any, n_tokens: int, bytes_each: int) -> int:
@@ -161,6 +208,7 @@ def describe(
             original_length=facts.original_length,
             scaling=None if facts.scaling is None else facts.scaling.to_dict(),
             summary="" if facts.scaling is None else facts.summary,
+            layer_types=_layer_types(facts),
             reach=facts.reach,
             checkpoint=facts.checkpoint,
             kv_cache_bytes=kv_cache_bytes(text_config, target, BYTES.get(dtype, 2)),

@@ -290,7 +290,7 @@ def _refuse_in_attention(facts: ContextFacts, existing: Existing, method: RopeMe
         "is an encoder-decoder model, which in-attention RoPE does not support": getattr(
             config, "is_encoder_decoder", False
         ),
-        "has a sin/cos table in each layer, which in-attention RoPE does not support": family.sin_cos_tables,
+        "has a sin/cos table in each layer (embed_positions) and no rotary embedding to replace": family.sin_cos_tables,
         "scales its softmax by mscale_all_dim, which in-attention RoPE does not replace": (
             existing == "replace" and facts.softmax_factor != 1.0
         ),

@@ -132,7 +132,8 @@ class RotateInAttention(Patch):
         if implementation not in call.IMPLEMENTATIONS:
             raise ValueError(
                 f"{name} uses {implementation!r} attention, but in-attention RoPE supports only "
-                f"{' or '.join(call.IMPLEMENTATIONS)}. Call model.set_attn_implementation('sdpa') first."
+                f"{' or '.join(call.IMPLEMENTATIONS)}. Call model.set_attn_implementation('sdpa') first: on a GPU, it "
+                "runs flash kernels, too."
             )
 
     def observe(self, model: Any) -> Seen:
@@ -162,7 +163,7 @@ class RotateInAttention(Patch):
         built = [self._identity(each, config) for each in before.sites]
         new = built[0]
         new.attend = call.own_attention(base, implementation)
-        new.additive_masks = implementation == "eager"
+        new.implementation = implementation
         new.rotated_copy = self.rotated_copy
         new.owner = f"{self.method!r}, trained at {self._trained} tokens"
         # For the comparison, phases are the stock model's: from its own table, in float32. From 8,192 tokens on, the

@@ -27,7 +27,7 @@ from transformers.cache_utils import (
     StaticSlidingWindowLayer,
 )
 
-from ctxext.attention import softmax, tiles
+from ctxext.attention import rotary, softmax, tiles
 from ctxext.attention.keys import Room, stock_class
 
 ROOM = N_TOKENS + 9
@@ -51,6 +51,7 @@ KINDS = ["dynamic_ntk", "self_extend", "dca", *COPIES]
 def _small_blocks(monkeypatch):
     monkeypatch.setattr(tiles, "BLOCK", 24)
     monkeypatch.setattr(softmax, "SCORES", 1)
+    monkeypatch.setattr(rotary, "TILE", 1)
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from in_attention_reference import (
 )
 from transformers import DynamicCache
 
-from ctxext.attention import softmax, tiles
+from ctxext.attention import rotary, softmax, tiles
 from ctxext.attention.softmax import Softmax
 
 FAMILIES = {"llama": {}, "mistral": {"sliding_window": 96}, "qwen3": {}, "gpt_neox": {}, "gemma2": {}}
@@ -49,6 +49,7 @@ def small_blocks(monkeypatch):
     """Blocks whose edges fall within the test's rows, between the rungs, windows and chunks."""
     monkeypatch.setattr(tiles, "BLOCK", 24)
     monkeypatch.setattr(softmax, "SCORES", 1)
+    monkeypatch.setattr(rotary, "TILE", 1)
 
 
 def test_the_truth_tells_every_method_and_the_stock_model_apart() -> None:
@@ -138,6 +139,20 @@ def test_eager_attention_is_the_same(method: str) -> None:
     assert_rows(read(model, batch, cache, CHUNKS), truth(method), batch["attention_mask"])
 
 
+@pytest.mark.usefixtures("small_blocks")
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gemma2-96"])
+@torch.compiler.set_stance("force_eager")  # flex attention would compile itself for half a minute
+def test_flex_attention_is_the_same(family: str, method: str) -> None:
+    """Gemma 2 runs it wherever frequencies are scaled, as it has softcaps; single queries have their own ways."""
+    family, changes = family.removesuffix("-96"), {"sliding_window": 96} if "-" in family else {}
+    model = extended(method, family, attn_implementation="flex_attention", **changes)
+    want, alone, batch = truth(method, family, **changes), {"input_ids": rows()[0][None]}, padded(rows(), "left")
+    assert model.config._attn_implementation == "in_attention_flex_attention"
+    assert_rows(read(model, alone, None, [N_TOKENS]), want[:1])
+    assert_rows(read(model, batch, DynamicCache(config=model.config), CHUNKS), want, batch["attention_mask"])
+
+
 @pytest.mark.parametrize("method", ["dynamic_ntk", "rerope"])
 def test_sinks_take_their_weight(method: str) -> None:
     """gpt-oss: a score for each head that takes weight and gives nothing, in layers with and without a window."""
@@ -195,3 +210,26 @@ def test_the_scores_that_are_held_at_once_are_bounded(n_keys: int) -> None:
     assert rows == tiles.BLOCK or rows == 16 or softmax.SCORES // 2 < 4 * 8 * rows * n_keys <= softmax.SCORES
     assert 16 <= rows <= tiles.BLOCK
     assert (rows == 16) == (n_keys == 2**20)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("last", [False, True])
+@pytest.mark.parametrize("pairs", ["half_split", "interleaved"])
+def test_a_single_query_meets_every_key_of_every_tile(pairs: Any, last: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Against one softmax over all pairs, in tiles of 16 keys, with a softcap, sinks and a mask."""
+    monkeypatch.setattr(rotary, "TILE", 1)
+    generator, n_keys = torch.Generator().manual_seed(0), 107
+    query, key, value, sinks, held, angles = (
+        torch.randn(shape, generator=generator).double()
+        for shape in ((2, 6, 1, 10), (2, 3, n_keys, 10), (2, 3, n_keys, 7), (6,), (2, 1, 1, n_keys), (2, n_keys, 3))
+    )
+    cos_sin, convention, mask = (angles.cos(), angles.sin()), rotary.Convention(pairs, last=last), held > -0.5
+    of_layer = Softmax(scaling=0.3, softcap=5.0, sinks=sinks)
+    found = of_layer.of_one(query, rotary.rotated_tiles(key, cos_sin, convention), value, mask)
+    with torch.enable_grad():  # by the formula that gradients need
+        key = rotary.rotate(key, cos_sin, convention)
+    key, value = (x.repeat_interleave(2, dim=1) for x in (key, value))
+    scores = 5 * torch.tanh(query @ key.transpose(-1, -2) * 0.3 / 5)
+    scores = torch.cat([scores.masked_fill(~mask, -torch.inf), sinks[:, None, None].expand(2, -1, 1, 1)], dim=-1)
+    want = scores.softmax(-1)[..., :n_keys] @ value
+    torch.testing.assert_close(found, want.transpose(1, 2), rtol=0, atol=1e-12)

@@ -577,7 +577,7 @@ def test_an_encoder_decoder_is_refused() -> None:
             plan_extension(config, method=method)
 
 
-@pytest.mark.parametrize("name", ["flex_attention", "paged|eager", "flash_attention_2", "flash_attention_3"])
+@pytest.mark.parametrize("name", ["paged|eager", "flash_attention_2", "flash_attention_3"])
 def test_another_attention_implementation_is_refused_with_the_remedy(llama: Any, name: str) -> None:
     llama.config._attn_implementation_internal = name  # transformers refuses those without a kernel
     before = snapshot(llama, run=False)
