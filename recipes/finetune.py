@@ -36,7 +36,6 @@ import numpy as np
 import torch
 from accelerate import Accelerator, DistributedType
 from torch import nn
-from transformers import AutoConfig
 from transformers.utils import logging
 
 from ctxext.assets import MODEL
@@ -45,7 +44,7 @@ from ctxext.data import Collator, Mixture, make_collator
 from ctxext.evals.targets import known_lengths
 from ctxext.evals.training import Measure, card_table
 from ctxext.hub.adapters import AdapterBase, merge, write_record
-from ctxext.hub.checkpoint import checkpoint_folder, extended_base, load_tokenizer
+from ctxext.hub.checkpoint import checkpoint_folder, config_in_use, extended_base, load_tokenizer
 from ctxext.training import checkpoints
 from ctxext.training.estimate import Estimate, PeakMemory, duration, estimate, gib
 from ctxext.training.launch import data_parallel, engine_of, make_accelerator, on_my_part
@@ -218,7 +217,7 @@ def finetune(settings: Settings, folder: Path, extended: Path, dry_run: bool) ->
         base = MODEL if settings.model == "bundled" else checkpoint_folder(settings.model, settings.revision)
         extended = extended_base(base, extended, **settings.extension.arguments())
     tokenizer = load_tokenizer(extended)
-    (trained_length, _), (_, target_length) = (known_lengths(AutoConfig.from_pretrained(f)) for f in (base, extended))
+    (trained_length, _), (_, target_length) = (known_lengths(config_in_use(f)) for f in (base, extended))
     trained_length = settings.extension.original_max_position_embeddings or trained_length
     length = settings.row_length(target_length)
     steps = training.steps_of(length)

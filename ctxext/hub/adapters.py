@@ -41,6 +41,7 @@ from ctxext.hub.checkpoint import (
     check_not_extended,
     check_weights,
     checkpoint_folder,
+    config_in_use,
     extended_as_saved,
     load_model,
     load_tokenizer,
@@ -53,6 +54,7 @@ from ctxext.hub.checkpoint import (
 from ctxext.models.context import read_context
 from ctxext.models.metadata import check_mark
 from ctxext.models.rope_tables import rope_tables
+from ctxext.models.text_config import text_config_of
 from ctxext.patches.rotary import RotaryProof, table_errors
 from ctxext.utils.extras import require
 from ctxext.utils.json_files import OBJECT, TEXT, TOKENS, JsonObject, or_none, read_json, write_json
@@ -116,15 +118,10 @@ class AdapterBase:
         """From the extended folder.
 
         Raises:
-            ValueError: its weights are not safetensors, or its config does not express the extension.
+            ValueError: its weights are not safetensors, or it has no extension and no maximum length.
         """
         folder = Path(extended).resolve()
-        if read_record(folder) is not None:
-            raise ValueError(
-                f"{folder} has an extension that neither config.json nor an adapter can express. Train on a folder "
-                "that is extended by a static method."
-            )
-        text_config = read_config(folder).get_text_config(decoder=True)
+        text_config = text_config_of(config_in_use(folder))
         own_names = {key: text_config.attribute_map.get(key, key) for key in EXTENDED_KEYS}
         config = {key: getattr(text_config, own) for key, own in own_names.items() if own in text_config.__dict__}
         if not config.keys() & {"max_position_embeddings", "ctxext"}:
@@ -234,7 +231,8 @@ def save_trained(
     """Save an adapter or a fully trained model, with `ctxext.json`, a model card and the tokenizer.
 
     An adapter's `base_model_name_or_path` becomes the extended folder, so that PEFT and servers load the right RoPE
-    without ctxext. An existing `folder` is replaced once the new one is complete.
+    without ctxext; unless config.json cannot express it: then only `ctxext.load` finds the base. An existing `folder`
+    is replaced once the new one is complete.
 
     Args:
         state_dict: the gathered trained tensors by name, if an engine shards them.
@@ -248,13 +246,18 @@ def save_trained(
     check_all_saved(model)
     if state_dict is not None:
         state_dict = _under_all_names(model, state_dict)
+    extension = extension_of(model)
+    is_portable = extension is None or extension.plan.is_portable
     with written_whole(folder) as building:
         if isinstance(model, PeftModel):
             model.save_pretrained(str(building), state_dict=state_dict)
             path = building / ADAPTER_CONFIG
-            write_json(path, {**read_json(path).content, "base_model_name_or_path": base.extended})
-        else:
+            if is_portable:
+                write_json(path, {**read_json(path).content, "base_model_name_or_path": base.extended})
+        elif is_portable:
             save_portable(model, building, state_dict=state_dict)
+        else:
+            model.save_pretrained(building, state_dict=state_dict)
         if tokenizer is not None:
             _save_tokenizer(tokenizer, building, base.max_position_embeddings)
         write_record(building, base)

@@ -303,6 +303,14 @@ def saved_extension(folder: Path) -> Record | None:
     return record
 
 
+def config_in_use(folder: Path) -> PreTrainedConfig:
+    """The config of the checkpoint in `folder`, with the fields that its `saved_extension` sets."""
+    config, record = read_config(folder), saved_extension(folder)
+    if record is not None:
+        text_config_of(config).update(planned_as_saved(config, record).updates)
+    return config
+
+
 def planned_as_saved(config: PreTrainedConfig, record: Record) -> Plan:
     """Plan a saved extension for the model of `config`.
 
@@ -519,10 +527,10 @@ def extended_base(base: Path, folder: Path, **arguments: Any) -> Path:
         arguments: of `ctxext.extend_context`.
 
     Raises:
-        ValueError: config.json cannot express the extension, or the existing folder has another one.
+        ValueError: an adapter cannot express the extension, or the existing folder has another one.
     """
     plan, _ = extended_json(base, **arguments)
-    if not plan.is_portable:
+    if not (plan.is_portable or plan.in_attention):
         raise ValueError(
             f"{plan.summary} cannot be expressed in the config.json of {base.name} because {plan.why_not_portable}, "
             "so a trained model could not be reloaded. Use another method from `ctxext methods`, or extend without "
@@ -531,7 +539,7 @@ def extended_base(base: Path, folder: Path, **arguments: Any) -> Path:
     if not folder.exists():
         extend_folder(base, folder, say=console.print, **arguments)
         return folder
-    there = text_config_of(read_config(folder))
+    there = text_config_of(config_in_use(folder))
     if any(getattr(there, name, None) != value for name, value in plan.updates.items()):
         raise ValueError(
             f"{folder} was not extended as in the settings ({plan.summary}). Choose another output, or "

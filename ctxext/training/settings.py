@@ -21,7 +21,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 from ctxext.data.sources import Source
 from ctxext.extension.method_file import opened
-from ctxext.methods import PositionRemapping, RopeMethod, make_method, method_class
+from ctxext.methods import PositionRemapping, method_class
 from ctxext.models.metadata import Existing
 from ctxext.training.launch import EngineSettings
 from ctxext.utils.json_files import read_text
@@ -68,25 +68,14 @@ class ExtensionSettings(Section):
         return {**self.model_dump(exclude={"options"}, exclude_none=True), **self.options}
 
     @model_validator(mode="after")
-    def _the_config_says_all(self) -> ExtensionSettings:
+    def _needs_training(self) -> ExtensionSettings:
         method = opened(self.method)
         named = method_class(method) if isinstance(method, str) else type(method)
-        if method is None or not issubclass(named, RopeMethod):
-            return self  # whether the config expresses it depends on the model
-        if issubclass(named, PositionRemapping):
+        if method is not None and issubclass(named, PositionRemapping):
             raise ValueError(
                 f"{self.method} remaps positions inside attention: it needs no training, and config.json cannot "
                 "express it. Train with a method that changes frequencies, such as yarn, or extend the model without "
                 "training, with ctxext.extend_context or `ctxext extend`."
-            )
-        if isinstance(method, str) and "length" not in self.options:
-            options = {name: value for name, value in self.options.items() if name != "rotated_copy"}
-            method = make_method(method, self.factor or 4.0, **options)
-        if isinstance(method, RopeMethod) and method.in_attention:
-            raise ValueError(
-                f"{self.method} is length-dependent, which config.json cannot express, so plain PEFT would load an "
-                "adapter on an unextended base. Freeze it at the training length (options.length, in tokens), use a "
-                "static method, such as yarn, or train a model of ctxext.extend_context in a loop of your own."
             )
         return self
 

@@ -17,7 +17,7 @@ from ctxext.data.collators import Collator, check_positions
 from ctxext.data.packing import Packed, pack
 from ctxext.data.sources import read_source
 from ctxext.hub.adapters import check_all_saved
-from ctxext.hub.checkpoint import load_model
+from ctxext.hub.checkpoint import extended_as_saved, load_model, saved_extension
 from ctxext.models.context import read_context
 from ctxext.models.text_config import text_config_of
 from ctxext.training.launch import data_parallel, engine_of
@@ -79,6 +79,7 @@ def model_to_train(folder: Path, settings: Settings, accelerator: Accelerator, c
         loading["device_map"] = {"": device}
     torch.manual_seed(training.seed)  # LoRA's first values
     model = load_model(folder, AutoModelForCausalLM, attn_implementation=training.attention, **loading)
+    model = extended_as_saved(model, saved_extension(folder))
     vocab_size = text_config_of(model.config).vocab_size
     model = attach_trainable(model, settings.trainable).to(device)
     check_all_saved(model)

@@ -16,6 +16,7 @@ import torch
 import yaml
 from accelerate.state import AcceleratorState
 from finetuning import DEEPSPEED, RECIPE, SMALL, STEPS, TINY, finish, killed, log, outcome
+from peft import AutoPeftModelForCausalLM
 from safetensors.torch import load_file, save_file
 from survey.small import small_model
 from transformers import AutoModelForCausalLM
@@ -23,6 +24,7 @@ from transformers import AutoModelForCausalLM
 import ctxext
 from ctxext.assets import MODEL
 from ctxext.evals.results import Header
+from ctxext.hub.adapters import merge
 from ctxext.training.checkpoints import checkpoints
 from ctxext.training.settings import read_settings
 
@@ -188,8 +190,9 @@ def test_the_bundled_file_of_a_sharded_engine_gives_the_losses_of_one_process(
         (["trainable={kind: full}"], {}),
         (["training.precision=bf16", "training.gradient_checkpointing=recompute"], {}),
         ([], {"offload_params": True}),
+        (["extension.method=dynamic_yarn"], {}),
     ],
-    ids=["full", "bf16", "offloaded"],
+    ids=["full", "bf16", "offloaded", "in attention"],
 )
 def test_fsdp2_trains_what_one_process_trains(
     changes: list[str], fsdp: dict[str, bool], engine, tmp_path: Path
@@ -342,6 +345,29 @@ def test_a_longer_table_of_positions_is_trained_and_comes_back_with_its_adapter(
     shutil.rmtree(base)
     with pytest.raises(FileNotFoundError, match="the original model, which is not extended"):
         ctxext.load(adapter)
+
+
+@pytest.mark.filterwarnings("ignore:.*saved unextended")
+@pytest.mark.parametrize("kind", ["lora", "full"])
+def test_a_length_dependent_method_is_trained_and_comes_back_with_its_result(kind: str, main, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    changes = ("extension.method=dynamic_yarn", "training.steps=2", "trainable.dropout=0.0")
+    main(run, *(changes if kind == "lora" else (*changes[:2], "trainable={kind: full}")))
+    saved = run / ("adapter" if kind == "lora" else "model")
+    model, ids = ctxext.load(saved), torch.arange(2, 702)[None]
+    assert "2,048 tokens" in (saved / "README.md").read_text()
+    with torch.no_grad():
+        logits = model(ids).logits
+        within = model(ids[:, :512]).logits  # where the RoPE is the original one
+        torch.testing.assert_close(logits[:, :512], within, atol=1e-4, rtol=1e-4)
+        if kind == "lora":
+            assert "dynamic_yarn" in str(model.get_base_model().context_extension)
+            with pytest.raises((OSError, ValueError), match="extended by ctxext"):
+                AutoPeftModelForCausalLM.from_pretrained(saved)
+            merge(saved, run / "merged")
+            torch.testing.assert_close(ctxext.load(run / "merged")(ids).logits, logits, atol=1e-3, rtol=1e-3)
+    with pytest.raises(ValueError, match="was not extended as in the settings"):
+        main(run, *changes[1:])
 
 
 @pytest.mark.parametrize(("model_type", "why"), [("bloom", "its slopes follow"), ("gptj", "no RoPE parameters")])

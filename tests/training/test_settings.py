@@ -129,16 +129,11 @@ def test_the_command_line_changes_what_the_file_says() -> None:
     [
         (["extension.method=self_extend"], "needs no training"),
         (["extension.method=dca", "extension.options.length=1024"], "needs no training"),
-        (["extension.method=dynamic_yarn"], r"Freeze it .*options\.length"),
-        (
-            ["extension.method=longrope", "extension.options.long_factor=[2]", "extension.options.short_factor=[1]"],
-            "Freeze",
-        ),
         (["extension.method=yarm"], "did you mean 'yarn'"),
     ],
 )
-def test_what_no_config_can_say_is_not_trained_on(changes: list[str], words: str) -> None:
-    """Known before anything is downloaded or written: a base on disk could not bring it along."""
+def test_what_needs_no_training_is_not_trained_on(changes: list[str], words: str) -> None:
+    """Known before anything is downloaded or written."""
     with pytest.raises(ValueError, match=words):
         read_settings(TINY, changes)
 
