@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 
-.PHONY: demo test test-all lint at-scale smollm2 in-attention verify fit benchmark soak finetune positions families figures fidelity engines engines-versions clean
+.PHONY: demo test test-all lint at-scale smollm2 in-attention verify fit benchmark soak finetune positions families figures seeds fidelity engines engines-versions clean
 
 $(VENV)/demo.stamp: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -110,6 +110,15 @@ figures: $(VENV)/dev.stamp  ## the README's figure and numbers, anew
 	$(BIN)/ctxext report runs/austen-4m-8x.jsonl --output runs/report-8x.html --figures runs/figures
 	cp runs/figures/austen-4m-8x.json docs/compare/
 	$(BIN)/python benchmarks/dynamic.py
+	$(BIN)/python docs/update_readme.py
+
+seeds: $(VENV)/dev.stamp  ## newer methods beside older ones, on other prompts and windows
+	for seed in 1 2; do $(BIN)/ctxext compare ctxext/assets/austen-4m --factor 4 --windows 16 --seed $$seed --methods \
+		ntk_by_parts,yarn,self_extend,cope,p_rope,query_temperature -o runs/austen-4m-seed$$seed.jsonl || exit 1; done
+	for seed in 0 1 2; do $(BIN)/ctxext compare ctxext/assets/austen-4m --target-length 960 --lengths 512,960 --windows 16 \
+		--seed $$seed --methods yarn,self_extend,dca,string -o runs/austen-4m-960-seed$$seed.jsonl || exit 1; done
+	for file in seed1 seed2 960-seed0 960-seed1 960-seed2; do $(BIN)/ctxext report runs/austen-4m-$$file.jsonl \
+		--output runs/report.html --figures runs/figures && cp runs/figures/austen-4m-$$file.json docs/compare/; done
 	$(BIN)/python docs/update_readme.py
 
 clean:

@@ -92,6 +92,35 @@ def comparison_table(file: str, page: str = ".", without: tuple[str, ...] = ()) 
     return table(head, rows, note)
 
 
+def seeds_table(*files: str) -> str:
+    """What differs from seed to seed of the same comparison: other prompts, other windows. For a page in docs."""
+    summaries = [read(file) for file in files]
+    methods = [name for name in summaries[-1]["figures"] if all(name in each["figures"] for each in summaries)]
+    asked, read_at = (summaries[0]["figures"]["none"][key] for key in ("retrieval", "perplexity"))
+    length, band = max(asked["passkey"], key=int), list(read_at)[-1]
+    trained = summaries[0]["about"]["trained_length"]
+    rows = []
+    for method in methods:
+        figures = [each["figures"][method] for each in summaries]
+        found = [f"{100 * figure['retrieval']['passkey'][length]['value']:.0f}%" for figure in figures]
+        losses = [figure["perplexity"][band] for figure in figures]
+        cost = [(figure["gate"] or {}).get("loss") for figure in figures]
+        name = "baseline" if method == "none" else f"`{method}`"
+        rows.append([name, ", ".join(found), ", ".join(f"{value:.1f}" for value in losses)])
+        rows[-1].append("" if method == "none" else ", ".join(f"{loss['value']:+.3f}" for loss in cost if loss))
+    head = [
+        "method",
+        f"passkey at {int(length):,}",
+        f"perplexity at {span(band)}",
+        f"regression within {trained} (nats)",
+    ]
+    seeds = ", ".join(str(each["identity"]["seed"]) for each in summaries)
+    links = ", ".join(link(file, "docs") for file in files)
+    note = f"Bundled model, seeds {seeds}; {asked['passkey'][length]['n']} prompts and "
+    note += f"{counted(summaries[0]['windows'], 'window')} each; from {links}."
+    return table(head, rows, note)
+
+
 def dynamic_table(file: str, page: str) -> str:
     """Dynamic scaling side by side, of a file that benchmarks/dynamic.py wrote."""
     record = read(file)
@@ -281,6 +310,26 @@ def engines_ran_table() -> str:
     return "\n\n".join([table(["model", *engines], by_model, legend), table(["method", *names], by_method, note)])
 
 
+def engines_cost_table() -> str:
+    """What each environment of `make engines` takes, of docs/engines/*.json."""
+    every = [read(f"docs/engines/{path.name}") for path in sorted((ROOT / "docs/engines").glob("*.json"))]
+    records = [record for record in every if "environment" in record and "cells" in record]
+    rows = []
+    for record in records:
+        built, counts = record["environment"], [record[key] for key in ("exact", "refused by export")]
+        own = "bytes" not in built  # ctxext's own environment
+        installed = ["", ""] if own else [f"{built['seconds'] / 60:.0f}", f"{built['bytes'] / 1e9:.1f}"]
+        counts += [len(record[key]) for key in ("of these not exact", "neither")]
+        measured = f"{record['seconds'] / 60:.0f}" if "seconds" in record else "not recorded"
+        rows.append([record["engine"], *installed, measured, *map(str, counts)])
+    head = ["engine", "minutes to install", "GB", "minutes to measure", "exact", "refused by export"]
+    note = (
+        "Cells: a method on a model, as a folder or as overrides. Installing includes downloads; an engine without a "
+        "size runs in ctxext's own environment. One thread."
+    )
+    return table([*head, "inexact even unextended", "neither"], rows, note)
+
+
 def _engine_name(record: dict[str, Any]) -> str:
     """Without the version."""
     return re.sub(r"'s server.*| \d.*", "", record["engine"])
@@ -329,7 +378,7 @@ def _kinds(cells: dict[str, dict[str, Any]]) -> dict[tuple[str, str], str]:
 
 def _count(column: dict[tuple[str, str], str], method: str) -> str:
     kinds = [kind for (_, name), kind in column.items() if name == method]
-    return f"{kinds.count('exact')} of {len(kinds)}"
+    return f"{kinds.count('exact')} of {len(kinds)}" if kinds else "not run"
 
 
 def in_vllm_table() -> str:
@@ -675,6 +724,10 @@ TABLES = {
         "smollm2-16k": partial(comparison_table, "docs/compare/smollm2-16k.json", "docs"),
         "cost": attention_table,
     },
+    "docs/newer_methods.md": {
+        "seeds-4x": partial(seeds_table, *(f"docs/compare/austen-4m{seed}.json" for seed in ("", "-seed1", "-seed2"))),
+        "seeds-960": partial(seeds_table, *(f"docs/compare/austen-4m-960-seed{seed}.json" for seed in range(3))),
+    },
     "docs/at_scale/README.md": {"plan": plan_table, "speed": speed_table},
     "docs/benchmarks/README.md": {
         "choice": choice_table,
@@ -691,6 +744,7 @@ TABLES = {
     "docs/engines.md": {
         "engines-ran": engines_ran_table,
         "engines-smollm2": engines_smollm2_table,
+        "engines-cost": engines_cost_table,
     },
     "docs/engine_evidence.md": {
         "engines": engine_table,
