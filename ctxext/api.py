@@ -106,9 +106,9 @@ def extend_context(
             f"{plan.method and plan.method.name} creates new parameters, whose gradients DistributedDataParallel would "
             "not synchronise. Extend the model before wrapping it."
         )
-    apply(inner, plan, saver(plan))
     watch_peft()
     watch_trainers()
+    apply(inner, plan, saver(plan))
     return model
 
 

@@ -43,8 +43,9 @@ class Source:
             documents in the mixture preserve short-context quality (Gao et al. 2024, ProLong).
         text: the text column.
         messages: the column of chat messages, used instead of `text`: lists of role and content, or of ShareGPT's from
-            and value. Only assistant turns have a loss. Rows of instruction, input and output (Alpaca), or of prompt
-            and completion, are read as conversations without it.
+            and value. Only assistant turns have a loss. Without it, and without a column `text`, rows of instruction,
+            input, output and system (Alpaca), or of prompt and completion (TRL), are read as conversations. One with a
+            blank question, answer or turn is skipped.
         split, subset, revision: of a dataset; not for local files.
 
     Raises:
@@ -232,49 +233,65 @@ def _column(source: Source, dataset: Dataset) -> Dataset:
     """`dataset` with only its documents, in a column `text` or `messages`."""
     if not len(dataset):
         raise ValueError(f"{source.name} has no rows. Remove it or write it again.")
-    if source.messages is None and source.text not in dataset.column_names:
+    columns = dataset.column_names
+    if source.messages is None and source.text == "text" and "text" not in columns:
         for asked, answer in _PAIRS:
-            if {asked, answer} <= {*dataset.column_names}:
-                return _of_pairs(dataset, asked, answer)
+            if {asked, answer} <= {*columns}:
+                return _of_pairs(source, dataset, asked, answer)
     wanted, name = (source.messages, "messages") if source.messages else (source.text, "text")
-    if wanted not in dataset.column_names:
-        columns = dataset.column_names
+    if wanted not in columns:
         hint = next((f" For conversations, set messages: {column}." for column in _CHATS if column in columns), "")
+        if source.messages and any({*pair} <= {*columns} for pair in _PAIRS):
+            hint = " These rows are read as conversations without it: drop messages."
         raise ValueError(f"{source.name} has no column {wanted!r}{suggest(wanted, columns)}{hint}")
     dataset = dataset.select_columns([wanted])
     example = next((row[wanted] for row in dataset if row[wanted]), None)
-    if name == "messages" and isinstance(example, list) and {"from", "value"} <= {*example[0]}:
-        dataset = dataset.map(lambda row: {wanted: _of_sharegpt(source, row[wanted] or [])})
-        example = [{"role": "", "content": ""}]
     if name == "text":
         valid, what = isinstance(example, str), "text"
     else:
-        valid = isinstance(example, list) and {"role", "content"} <= set(example[0])
-        what = "lists of messages with role and content, or from and value"
+        turn = example[0] if isinstance(example, list) else None
+        keys = {*turn} if isinstance(turn, dict) else set()
+        valid, what = {"role", "content"} <= keys, "lists of messages with role and content, or from and value"
+        if {"from", "value"} <= keys:
+            dataset, valid = dataset.map(lambda row: {wanted: _of_sharegpt(source, row[wanted] or [])}), True
     if not valid:
         got = "only blank values" if example is None else shown(example)
         raise ValueError(f"column {wanted!r} of {source.name} must hold {what}, got {got}.")
     return dataset if wanted == name else dataset.rename_column(wanted, name)
 
 
-def _of_pairs(dataset: Dataset, asked: str, answer: str) -> Dataset:
+def _of_pairs(source: Source, dataset: Dataset, asked: str, answer: str) -> Dataset:
     """Rows of a question and its answer as conversations; Alpaca's `input` follows its instruction."""
 
     def conversation(row: dict[str, Any]) -> dict[str, Any]:
-        if isinstance(row[asked], list):  # TRL's may be messages already
+        if isinstance(row[asked], list) and isinstance(row[answer], list):  # TRL's may be messages already
             return {"messages": row[asked] + row[answer]}
-        given = "\n\n".join(part for part in (row[asked], row.get("input")) if part)
-        turns = [{"role": "user", "content": given}, {"role": "assistant", "content": row[answer] or ""}]
-        return {"messages": turns}
+        question = "\n\n".join(part for part in (_said(source, row[asked]), _said(source, row.get("input"))) if part)
+        system, answered = _said(source, row.get("system")), _said(source, row[answer])
+        turns = [("system", system)] * bool(system) + [("user", question), ("assistant", answered)]
+        return {"messages": [{"role": role, "content": said} for role, said in turns] if question and answered else []}
 
     return dataset.map(conversation, remove_columns=dataset.column_names)
 
 
-def _of_sharegpt(source: Source, turns: list[dict[str, Any]]) -> list[dict[str, str]]:
-    unknown = sorted({str(turn["from"]) for turn in turns} - {*_SHAREGPT})
+def _of_sharegpt(source: Source, turns: list[dict[str, Any] | None]) -> list[dict[str, str]]:
+    """The conversation with role and content; an empty one, which is skipped, if a turn is missing or blank."""
+    if any(turn is not None and not {"from", "value"} <= {*turn} for turn in turns):
+        raise ValueError(
+            f"{source.name} mixes conversations of from and value with others. Write all with role and content."
+        )
+    said = [(turn["from"], _said(source, turn["value"])) for turn in turns if turn is not None]
+    unknown = sorted({str(who) for who, _ in said} - {*_SHAREGPT})
     if unknown:
         raise ValueError(
             f"{source.name} has turns from {', '.join(unknown)}, known are {', '.join(_SHAREGPT)}. Leave these "
             "conversations out, or write them as messages with role and content."
         )
-    return [{"role": _SHAREGPT[turn["from"]], "content": turn["value"] or ""} for turn in turns]
+    whole = len(said) == len(turns) and all(text for _, text in said)
+    return [{"role": _SHAREGPT[who], "content": text} for who, text in said] if whole else []
+
+
+def _said(source: Source, value: Any) -> str:
+    if value is not None and not isinstance(value, str):
+        raise ValueError(f"{source.name} holds {shown(value)} where a text is expected. Write it as text.")
+    return value or ""

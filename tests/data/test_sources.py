@@ -47,6 +47,46 @@ def test_conversations_of_every_form_are_messages(tmp_path: Path, row: dict, opt
     assert dataset["messages"][:] == CHAT
 
 
+@pytest.mark.parametrize(
+    ("row", "options"),
+    [
+        ({"instruction": "Who?", "output": None}, {}),
+        ({"instruction": None, "output": "Emma."}, {}),
+        ({"c": [{"from": "human", "value": "Who?"}, {"from": "gpt", "value": None}]}, {"messages": "c"}),
+        ({"c": [{"from": "human", "value": "Who?"}, None]}, {"messages": "c"}),
+    ],
+)
+def test_a_conversation_without_an_answer_is_skipped(tmp_path: Path, row: dict, options: dict) -> None:
+    whole = {"c": [{"from": "human", "value": "Who?"}, {"from": "gpt", "value": "Emma."}]}
+    rows = [whole if "c" in row else {"instruction": "Who?", "output": "Emma."}, row]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(each) + "\n" for each in rows))
+    assert read_source(Source(path="a.jsonl", **options), tmp_path)["messages"][:] == [CHAT[0], []]
+
+
+@pytest.mark.parametrize(
+    ("row", "options"),
+    [
+        ({"instruction": "Who?", "output": ["Emma."]}, {}),
+        ({"instruction": "Who?", "output": 4}, {}),
+        ({"instruction": "Who?", "input": ["q"], "output": "Emma."}, {}),
+        ({"prompt": "Who?", "completion": CHAT[0][1:]}, {}),
+        ({"c": [{"from": "human", "value": ["Who?"]}]}, {"messages": "c"}),
+    ],
+)
+def test_what_is_no_text_is_not_trained_on(tmp_path: Path, row: dict, options: dict) -> None:
+    (tmp_path / "a.jsonl").write_text(json.dumps(row) + "\n")
+    with pytest.raises(ValueError, match="where a text is expected"):
+        read_source(Source(path="a.jsonl", **options), tmp_path)
+
+
+def test_a_column_that_was_asked_for_is_not_replaced_by_another(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"body": "a", "prompt": "b", "completion": "c"}\n')
+    with pytest.raises(ValueError, match="no column 'bdy'; did you mean 'body'"):
+        read_source(Source(path="a.jsonl", text="bdy"), tmp_path)
+    with pytest.raises(ValueError, match="read as conversations without it"):
+        read_source(Source(path="a.jsonl", messages="messages"), tmp_path)
+
+
 def test_an_instruction_comes_before_its_input(tmp_path: Path) -> None:
     row = {"instruction": "Sum up.", "input": "A novel.", "output": "Emma."}
     (tmp_path / "a.jsonl").write_text(json.dumps(row) + "\n")
@@ -127,6 +167,7 @@ def test_columns_are_renamed_and_messages_win(tmp_path) -> None:
             ValueError,
             "turns from tool, known",
         ),
+        ("a.jsonl", b'{"chat": [[{"role": "user"}]]}\n', {"messages": "chat"}, ValueError, "or from and value, got"),
         ("a.jsonl", b'{"chosen": "a", "rejected": "b"}\n', {}, ValueError, "no column 'text'"),
         ("a.jsonl", b'{"text": "a"\n', {}, ValueError, "cannot be read as json"),
         ("a.txt", b"\xff\xfe\xfa", {}, ValueError, "cannot be read as text"),

@@ -12,7 +12,7 @@ import pytest
 import torch
 from datasets import Dataset
 from families import logits
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, Trainer, TrainingArguments
 from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
 
 import ctxext
@@ -61,7 +61,7 @@ def test_a_reference_model_that_trl_loads_unextended_is_refused(trainer: Any, me
     if method == "yarn":  # what TRL does by itself; in attention, the reference raises at its first call
         assert torch.equal(logits(made.ref_model, IDS), logits(AutoModelForCausalLM.from_pretrained(MODEL), IDS))
     before, name = logits(made.model.eval(), IDS), type(made).__name__
-    with pytest.raises(ValueError, match=rf"reference model of {name} is not extended .*Pass ref_model="):
+    with pytest.raises(ValueError, match=rf"reference model of {name} is not extended .*Pass one that is"):
         made.train()
     assert torch.equal(logits(made.model.eval(), IDS), before)
 
@@ -74,8 +74,46 @@ def test_a_reference_model_of_the_same_extension_is_trained_against(method: str,
 
 @pytest.mark.parametrize("factor", [2, 8])
 def test_a_reference_model_of_another_extension_is_refused(factor: int, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="is not extended by yarn ×4"):
+    with pytest.raises(ValueError, match="is not extended as the trained one, by yarn ×4"):
         dpo(extended(), tmp_path, extended(factor=factor)).train()
+
+
+def test_a_reference_model_with_other_options_is_refused(tmp_path: Path) -> None:
+    other = ctxext.extend_context(AutoModelForCausalLM.from_pretrained(MODEL), 4, "yarn", beta_fast=8.0)
+    with pytest.raises(ValueError, match="is not extended as the trained one"):
+        dpo(extended(), tmp_path, other).train()
+
+
+def test_an_unextended_reference_is_not_evaluated_against(tmp_path: Path) -> None:
+    made = dpo(extended(), tmp_path)
+    with pytest.raises(ValueError, match="is not extended as the trained one"):
+        made.evaluate(made.train_dataset)
+
+
+def test_a_teacher_is_checked_as_a_reference_is() -> None:
+    given = SimpleNamespace(max_length=None)
+    plain = AutoModelForCausalLM.from_pretrained(MODEL)
+    with pytest.raises(ValueError, match="the teacher model of"):
+        check_trainer(SimpleNamespace(model=extended(), args=given, teacher_model=plain))
+
+
+@pytest.mark.filterwarnings("ignore:.*saved unextended")
+@pytest.mark.parametrize("method", ["pi", "ntk", "yarn", "llama3", "longrope", "cope", "dynamic_yarn"])
+def test_a_trainer_resumes_from_its_checkpoint(method: str, tmp_path: Path) -> None:
+    options_of = {"longrope": {"long_factor": [4.0] * 32}}.get(method, {})
+    rows = Dataset.from_dict({"input_ids": [IDS[0, :64].tolist()] * 4, "labels": [IDS[0, :64].tolist()] * 4})
+
+    def trained(steps: int, **resume: Any) -> Any:
+        model = ctxext.extend_context(AutoModelForCausalLM.from_pretrained(MODEL), 4, method, **options_of)
+        args = {**options(tmp_path), "max_steps": steps, "save_strategy": "steps", "save_steps": 1}
+        trainer = Trainer(model, TrainingArguments(**args), train_dataset=rows)
+        trainer.train(**resume)
+        return trainer
+
+    trained(1)
+    again = trained(2, resume_from_checkpoint=True)
+    assert again.state.global_step == 2
+    assert again.model.context_extension.plan.method.name == method
 
 
 def test_an_extended_folder_is_its_own_reference(tmp_path: Path) -> None:
@@ -90,7 +128,7 @@ def test_an_extended_folder_is_its_own_reference(tmp_path: Path) -> None:
 @pytest.mark.filterwarnings("ignore:.*saved unextended")
 def test_an_extended_folder_that_no_config_expresses_is_no_reference(tmp_path: Path) -> None:
     extended("dynamic_yarn").save_pretrained(tmp_path / "folder")
-    with pytest.raises(ValueError, match="is not extended by dynamic_yarn"):
+    with pytest.raises(ValueError, match="as the trained one, by dynamic_yarn"):
         dpo(ctxext.load(tmp_path / "folder"), tmp_path / "run").train()
 
 
