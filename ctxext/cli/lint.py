@@ -104,7 +104,9 @@ def _text(line: str) -> str:
     from ctxext.utils.json_files import read_text
 
     if line == "-":
-        return sys.stdin.read()
+        line = sys.stdin.read()
+    if not line.strip():
+        raise ValueError("the line is empty. Paste the server's command line, in quotes.")
     if len(line) >= 1000 or any(mark in line for mark in ' \n{"'):
         return line
     file = Path(line, "config.json") if Path(line).is_dir() else Path(line)
@@ -172,6 +174,7 @@ def _show(found: Lint, model: str | None) -> None:
     elif found.is_wrong:
         console.print(Text(f"There is no right line: {found.why_not}"))
     elif not found.findings:
-        *most, last = found.read or ("this line",)
+        *most, last = found.read or ("",)
         read = f"{', '.join(most)} and {last}" if most else last
-        console.print(Text(f"Nothing is wrong with {read}.", style="green"))
+        said = f"Nothing is wrong with {read}." if read else "No option here sets the context; no other was checked."
+        console.print(Text(said, style="green" if read else ""))

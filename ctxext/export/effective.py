@@ -517,13 +517,14 @@ def _llama_cpp(command: Command, version: tuple[int, ...], config: PreTrainedCon
         parameters |= {"rope_type": "linear", "factor": factor}
     if parameters["rope_type"] != "yarn":
         multiplier = command.number("--yarn-attn-factor") or 1.0
-    of_all = keys.get("attn_factor", 1.0)
-    multiplier *= of_all
     stored: Any = 1.0  # the factors in rope_freqs.weight, which no flag removes
+    of_file = 1.0
     if kept in ("llama3", "longrope"):
         own = table.in_use
         stored = own.inv_freq / table.plain(before["rope_theta"], limit).inv_freq
-        multiplier *= own.attention_factor if parameters["rope_type"] == "default" else 1.0
+        of_file = own.attention_factor
+    of_all = keys.get("attn_factor", of_file)  # multiplies whatever is computed
+    multiplier *= of_all
     geometry = replace(table, parameters=parameters).in_use
     geometry = replace(geometry, inv_freq=geometry.inv_freq * stored, attention_factor=multiplier)
     cap = int(keys.get("context_length", limit))

@@ -460,6 +460,8 @@ def _right(
         if command.engine == "llama.cpp" and (command.length or 0) <= facts.reach:  # the file holds the scaling
             return _as_it_is(command, source)
         if (command.length or 0) > facts.reach:
+            if facts.mark is not None:
+                raise ValueError(f"the model is extended to {facts.reach} tokens, so extend the original one further.")
             plan = plan_extension(config, target_length=command.length, existing="keep")
         return export_for(command.engine, config, plan, model=target, source=source)
     if facts.checkpoint is None:  # what its author says of a model that is not in the table

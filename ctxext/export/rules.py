@@ -259,13 +259,14 @@ def _why_live_only(engine: str, plan: Plan) -> str:
         )
     if plan.in_attention and isinstance(plan.method, RopeScaling):
         return (
-            f"config.json cannot express {name} because {plan.why_not_portable}. Freeze it at one length "
-            f"(--length {plan.target_length}), use 'yarn', or run it in transformers with ctxext.load."
+            f"config.json cannot express {name} because {plan.why_not_portable}. Use ctxext.load or `ctxext serve`, or "
+            f"export the original model with 'yarn' or at one length: --method {name} --factor {plan.factor:g} "
+            f"--length {plan.target_length}."
         )
     if plan.in_attention:
         return (
             f"{name} works inside attention, which config.json cannot express. Use 'yarn' for the same "
-            "length, or run it in transformers with ctxext.load."
+            "length, or ctxext.load and `ctxext serve`."
         )
     other = "Use a method that its config accepts, such as 'pi', or run" if plan.encoding == "rope" else "Run"
     return (

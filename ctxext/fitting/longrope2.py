@@ -26,7 +26,7 @@ from ctxext.fitting.gradient import Fit, GradientSettings, Validation
 from ctxext.fitting.live import LiveFactors
 from ctxext.methods import LongRoPE, RopeScaling, YaRN
 from ctxext.utils.processes import ALONE, Processes
-from ctxext.utils.values import counted
+from ctxext.utils.values import counted, is_count
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -63,8 +63,8 @@ class LongRoPE2Settings:
     def __post_init__(self) -> None:
         for name in ("evaluations", "rows"):
             count = getattr(self, name)
-            if count is not None and count < 1:
-                raise ValueError(f"{name} must be >= 1, got {count}.")
+            if not ((name == "rows" and count is None) or is_count(count)):
+                raise ValueError(f"{name} must be a whole number >= 1, got {count!r}.")
         if self.minutes is not None and not 0 < self.minutes < math.inf:
             raise ValueError(f"minutes must be a finite number > 0, got {self.minutes}.")
 

@@ -60,7 +60,7 @@ def test_a_reason_that_all_engines_share_is_said_once(tmp_path: Path) -> None:
     said = str(run.exception)
     assert said == (
         "no engine supports this extension: rerope works inside attention, which config.json cannot "
-        "express. Use 'yarn' for the same length, or run it in transformers with ctxext.load."
+        "express. Use 'yarn' for the same length, or ctxext.load and `ctxext serve`."
     )
 
 
@@ -91,8 +91,8 @@ def test_the_command_line_can_be_copied_whatever_the_width(config_alone: Path, m
 def test_one_engine_s_refusal_is_an_error_and_among_all_a_line(config_alone: Path) -> None:
     told = json.loads(export(config_alone, "--method", "dynamic_ntk", "--json").stdout)
     assert {frozenset(each) for each in told.values()} == {frozenset({"refused"})}
-    assert "Freeze it at one length" in told["sglang"]["refused"]
-    assert "Freeze it at one length" in str(
+    assert "at one length: --method" in told["sglang"]["refused"]
+    assert "at one length: --method" in str(
         export(config_alone, "--method", "dynamic_ntk", "--engine", "vllm").exception
     )
     pinned = export(config_alone, "--method", "dynamic_ntk", "--length", 128, "--engine", "vllm")

@@ -224,8 +224,8 @@ def test_minutes_are_kept_or_refused_where_they_hold_no_candidate() -> None:
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"evaluations": 0}, "evaluations must be >= 1, got 0"),
-        ({"rows": -2}, "rows must be >= 1, got -2"),
+        ({"evaluations": 0}, "evaluations must be a whole number >= 1, got 0"),
+        ({"rows": -2}, "rows must be a whole number >= 1, got -2"),
         ({"minutes": 0.0}, "minutes must be a finite number > 0, got 0"),
         ({"minutes": math.inf}, "minutes must be a finite number > 0, got inf"),
     ],
