@@ -123,8 +123,14 @@ class ContextDescription:
         return "\n".join(f"{label:<{width}}  {value}" for label, value in rows)
 
 
+# Their layers without a window have no RoPE either, which no field of their configs says.
+_PARTLY_ROPE = ("cohere2", "exaone4", "exaone4_5", "exaone_moe", "flint", "kolibri1")
+
+
 def _layer_types(facts: ContextFacts) -> tuple[LayerType, ...]:
     config, found = facts.text_config, []
+    if config.model_type.startswith(_PARTLY_ROPE) or getattr(config, "no_rope_layers", None):
+        return ()
     layers, tables = Counter(attention_layers(config)), {table.label: table for table in facts.tables}
     for name, n_layers in layers.items():
         table = tables.get(name, tables.get(""))

@@ -6,6 +6,7 @@ import pytest
 import torch
 from families import tiny_model
 from live import rotary_of
+from transformers import Cohere2Config, Exaone4Config, Llama4TextConfig
 
 from ctxext import describe_context, extend_context
 
@@ -68,3 +69,12 @@ def test_native_scaling_of_one_type_is_not_said_of_the_other() -> None:
 
 def test_layers_of_one_type_have_no_table_of_types() -> None:
     assert describe_context(tiny_model("llama")).layer_types == ()
+
+
+@pytest.mark.parametrize("config", [
+    Cohere2Config(num_hidden_layers=4, sliding_window=100, max_position_embeddings=64),
+    Exaone4Config(num_hidden_layers=4, sliding_window=100, sliding_window_pattern=4, max_position_embeddings=64),
+    Llama4TextConfig(num_hidden_layers=4, attention_chunk_size=100),
+])  # fmt: skip
+def test_layers_without_rope_are_given_none(config: Any) -> None:
+    assert describe_context(config).layer_types == ()
