@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from bisect import bisect_left, bisect_right, insort
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -75,6 +76,12 @@ class Packed:
             for chunk in self.rows.data.column(name).chunks:
                 digest.update(np.ascontiguousarray(_flat(chunk)).data)
         return f"{self.source.name} {digest.hexdigest()}"
+
+
+def has_longer(packed: Iterable[Packed], length: int) -> bool:
+    """Whether any document is longer than `length` tokens."""
+    rows = (row for part in packed for row in zip(part.rows["documents"], part.rows["padding"]))
+    return any(max(documents[:-1] if padding else documents, default=0) > length for documents, padding in rows)
 
 
 def pack(

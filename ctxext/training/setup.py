@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -14,11 +15,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig
 
 from ctxext.core.apply import transformers_model
 from ctxext.data.collators import Collator, check_positions
-from ctxext.data.packing import Packed, pack
+from ctxext.data.packing import Packed, has_longer, pack
 from ctxext.data.sources import read_source
 from ctxext.hub.adapters import check_all_saved
 from ctxext.hub.checkpoint import extended_as_saved, load_model, saved_extension
-from ctxext.models.context import read_context
+from ctxext.models.context import has_rope, read_context
 from ctxext.models.text_config import text_config_of
 from ctxext.training.launch import data_parallel, engine_of
 from ctxext.training.loss import use_chunked_loss
@@ -55,8 +56,15 @@ def packed_sources(settings: Settings, folder: Path, tokenizer: Any, length: int
         pack(source, read_source(source, folder), tokenizer, length, settings.data.documents, **options)
         for source in settings.data.sources
     ]
+    trained = read_context(config).lengths.start if has_rope(text_config_of(config)) else length
     if settings.training.mixed_window:
-        check_mixture(packed, read_context(config).lengths.start)
+        check_mixture(packed, trained)
+    elif settings.data.positions == "plain" and length > trained and not has_longer(packed, trained):
+        warnings.warn(
+            f"no document has more than the trained {trained:,} tokens, so no longer distance is trained. Add longer "
+            "documents, or set data.documents: joined.",
+            stacklevel=2,
+        )
     return packed
 
 

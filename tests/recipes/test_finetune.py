@@ -9,6 +9,7 @@ import re
 import shutil
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
@@ -292,6 +293,13 @@ def test_a_dry_run_says_what_it_would_take_and_trains_nothing(main, tmp_path: Pa
     assert "Estimate: about" in said
     assert "GiB per process" in said
     assert [*tmp_path.iterdir()] == []
+
+
+@pytest.mark.parametrize(("longest", "is_said"), [(300, True), (512, True), (600, False)])
+def test_documents_within_the_trained_length_are_warned_of(main, longest: int, is_said: bool, tmp_path: Path) -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        main(tmp_path, "data.length=1024", *(f"data.sources.{k}.max_document={longest}" for k in (0, 1)), "--dry-run")
+    assert any("no longer distance is trained" in str(each.message) for each in caught) == is_said
 
 
 @pytest.mark.parametrize(
