@@ -108,7 +108,7 @@ def test_a_prefill_in_tiles_is_one_softmax_and_makes_no_mask(
     def no_mask(*_: Any) -> Tensor:
         raise AssertionError("a mask was made")
 
-    monkeypatch.setattr(masks.BlockMask, "block", no_mask)
+    monkeypatch.setattr(masks.BlockMask, "_made_by", no_mask)
     for cache, sizes in ((None, [N_TOKENS]), (DynamicCache(config=model.config), chunks)):
         found = read(model, inputs, cache, sizes)
         torch.testing.assert_close(found[mask], want[mask], rtol=0, atol=1e-9)
