@@ -96,6 +96,7 @@ def lm_eval_ruler(tokenizer: PreTrainedTokenizerBase) -> Iterator[dict[str, Modu
     version = importlib.metadata.version
     essay = PERSUASION.read_text(encoding="utf-8").split()
     stand_ins = {"wonderwords": wonderwords, "nltk": nltk}
+    importlib.import_module("datasets")  # once: what is imported below is forgotten with the stand-ins
     with (
         patch.dict(sys.modules, stand_ins),
         patch("importlib.metadata.version", lambda name: "3.9.2" if name == "nltk" else version(name)),
