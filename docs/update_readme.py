@@ -276,10 +276,15 @@ def attention_table() -> str:
     return table(["relative to stock", "", "bar"], rows)
 
 
+def _engine_records() -> list[dict[str, Any]]:
+    """Of the engines that `make engines` ran on models of its own."""
+    every = [read(f"docs/engines/{path.name}") for path in sorted((ROOT / "docs/engines").glob("*.json"))]
+    return [record for record in every if "environment" in record and "cells" in record]
+
+
 def engines_ran_table() -> str:
     """By model for yarn, then by method, where each engine was exact, of docs/engines/*.json."""
-    every = [read(f"docs/engines/{path.name}") for path in sorted((ROOT / "docs/engines").glob("*.json"))]
-    records = [record for record in every if "environment" in record and "cells" in record]
+    records = _engine_records()
     columns = [_kinds(record["cells"]) for record in records]
     models, methods = (list(dict.fromkeys(pair[k] for column in columns for pair in column)) for k in (0, 1))
     lights = {"exact": "🟢", "refused": "🔴", "not exact": "🟡", None: ""}
@@ -312,10 +317,8 @@ def engines_ran_table() -> str:
 
 def engines_cost_table() -> str:
     """What each environment of `make engines` takes, of docs/engines/*.json."""
-    every = [read(f"docs/engines/{path.name}") for path in sorted((ROOT / "docs/engines").glob("*.json"))]
-    records = [record for record in every if "environment" in record and "cells" in record]
     rows = []
-    for record in records:
+    for record in _engine_records():
         built, counts = record["environment"], [record[key] for key in ("exact", "refused by export")]
         own = "bytes" not in built  # ctxext's own environment
         installed = ["", ""] if own else [f"{built['seconds'] / 60:.0f}", f"{built['bytes'] / 1e9:.1f}"]

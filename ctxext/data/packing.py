@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from bisect import bisect_left, bisect_right, insort
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -78,10 +78,11 @@ class Packed:
         return f"{self.source.name} {digest.hexdigest()}"
 
 
-def has_longer(packed: Iterable[Packed], length: int) -> bool:
-    """Whether any document is longer than `length` tokens."""
-    rows = (row for part in packed for row in zip(part.rows["documents"], part.rows["padding"]))
-    return any(max(documents[:-1] if padding else documents, default=0) > length for documents, padding in rows)
+def lengths_of(packed: Iterable[Packed]) -> Iterator[int]:
+    """The length of every document, in tokens. The last one of a padded row is its padding."""
+    for part in packed:
+        for documents, padding in zip(part.rows["documents"], part.rows["padding"]):
+            yield from documents[:-1] if padding else documents
 
 
 def pack(

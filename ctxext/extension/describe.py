@@ -124,7 +124,7 @@ class ContextDescription:
 
 
 # Their layers without a window have no RoPE either, which no field of their configs says.
-_PARTLY_ROPE = ("cohere2", "exaone4", "exaone4_5", "exaone_moe", "flint", "kolibri1")
+_PARTLY_ROPE = ("cohere2", "exaone4", "exaone_moe", "flint", "kolibri1")
 
 
 def _layer_types(facts: ContextFacts) -> tuple[LayerType, ...]:

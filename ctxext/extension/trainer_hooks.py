@@ -70,8 +70,8 @@ def check_trainer(trainer: Any) -> None:
     if extension is None:
         return
     plan, model, trains = extension.plan, transformers_model(trainer.model), type(trainer).__name__
-    for role in ("reference", "teacher"):
-        other = getattr(trainer, "ref_model" if role == "reference" else "teacher_model", None)
+    for role, attribute in (("reference", "ref_model"), ("teacher", "teacher_model")):
+        other = getattr(trainer, attribute, None)
         if other is not None and not _has(plan, other):
             raise ValueError(
                 f"the {role} model of {trains} is not extended as the trained one, by {plan.summary}. TRL loads it by "

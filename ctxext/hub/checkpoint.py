@@ -307,7 +307,7 @@ def config_in_use(folder: Path) -> PreTrainedConfig:
     """The config of the checkpoint in `folder`, with the fields that its `saved_extension` sets."""
     config, record = read_config(folder), saved_extension(folder)
     if record is not None:
-        text_config_of(config).update(planned_as_saved(config, record).updates)
+        planned_as_saved(config, record).apply_to(text_config_of(config))
     return config
 
 

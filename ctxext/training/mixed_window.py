@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from ctxext.core.apply import transformers_model
 from ctxext.core.edit import Edit
-from ctxext.data.packing import Packed
+from ctxext.data.packing import Packed, lengths_of
 from ctxext.extension.rope import SCALING_KEYS
 from ctxext.models.context import ContextFacts, read_context
 from ctxext.models.families import family_of
@@ -117,11 +117,10 @@ def _checked(model: Any) -> ContextFacts:
 def check_mixture(packed: Sequence[Packed], trained: int) -> None:
     """Raise ValueError unless there are documents within `trained` tokens and longer ones."""
     kinds: set[bool] = set()
-    for part in packed:
-        for documents, padding in zip(part.rows["documents"], part.rows["padding"]):
-            kinds |= {int(length) <= trained for length in (documents[:-1] if padding else documents)}
-            if len(kinds) == 2:
-                return
+    for length in lengths_of(packed):
+        kinds.add(length <= trained)
+        if len(kinds) == 2:
+            return
     got, lacking = ("no longer", "longer") if kinds == {True} else ("longer", "shorter")
     raise ValueError(
         f"training.mixed_window mixes documents within {trained:,} tokens and longer ones, but all are {got}. Add a "

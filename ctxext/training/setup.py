@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig
 
 from ctxext.core.apply import transformers_model
 from ctxext.data.collators import Collator, check_positions
-from ctxext.data.packing import Packed, has_longer, pack
+from ctxext.data.packing import Packed, lengths_of, pack
 from ctxext.data.sources import read_source
 from ctxext.hub.adapters import check_all_saved
 from ctxext.hub.checkpoint import extended_as_saved, load_model, saved_extension
@@ -59,7 +59,7 @@ def packed_sources(settings: Settings, folder: Path, tokenizer: Any, length: int
     trained = read_context(config).lengths.start if has_rope(text_config_of(config)) else length
     if settings.training.mixed_window:
         check_mixture(packed, trained)
-    elif settings.data.positions == "plain" and length > trained and not has_longer(packed, trained):
+    elif settings.data.positions == "plain" and length > trained and all(n <= trained for n in lengths_of(packed)):
         warnings.warn(
             f"no document has more than the trained {trained:,} tokens, so no longer distance is trained. Add longer "
             "documents, or set data.documents: joined.",
