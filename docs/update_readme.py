@@ -267,13 +267,19 @@ def speed_table() -> str:
 
 
 def attention_table() -> str:
-    """What in-attention RoPE costs, of docs/benchmarks/attention.json."""
+    """What in-attention RoPE costs, of docs/benchmarks/attention*.json."""
+    files = {"float32": "attention.json", "bfloat16": "attention_bfloat16.json"}
+    columns = {dtype: read(f"docs/benchmarks/{file}")["figures"] for dtype, file in files.items()}
+    barred = {name: figure["bar"] for name, figure in columns["float32"].items() if figure["bar"] != "no bar"}
     rows = [
-        [name, f"{figure['value']:.4g}", figure["bar"].replace("<=", "≤") + ("" if figure["ok"] else ", missed")]
-        for name, figure in read("docs/benchmarks/attention.json")["figures"].items()
-        if figure["bar"] != "no bar"
+        [name, *(_judged(figures[name]) for figures in columns.values()), bar.replace("<=", "≤")]
+        for name, bar in barred.items()
     ]
-    return table(["relative to stock", "", "bar"], rows)
+    return table(["relative to stock", *columns, "bar"], rows)
+
+
+def _judged(figure: dict[str, Any]) -> str:
+    return f"{figure['value']:.4g}" + ("" if figure["ok"] else ", missed")
 
 
 def _engine_records() -> list[dict[str, Any]]:

@@ -133,5 +133,7 @@ def verify(
             screen.print(f"note: {note}.", highlight=False, markup=False)
         if output is not None:
             screen.print(f"wrote {output}.", highlight=False, markup=False)
+        if verdict.name != verdicts[expect]:
+            screen.print(f"The expected verdict was: {verdicts[expect]}.", highlight=False)
     if verdict.name != verdicts[expect]:
         raise typer.Exit(1)

@@ -21,7 +21,7 @@ from engines.environments import MLX
 from families import tiny_model, token_ids
 from live_server import Fault, LiveServer
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
-from typer.testing import CliRunner
+from typer.testing import CliRunner, Result
 
 import ctxext
 from ctxext import extend_context, restore_context
@@ -877,10 +877,14 @@ def test_the_command_names_the_tokens_that_it_compared(folders: dict[str, Path],
 
 
 def test_the_exit_code_is_that_of_the_expected_verdict(folders: dict[str, Path], probe_file: Path) -> None:
+    def run(folder: Path | str, *more: str) -> Result:
+        return CliRunner().invoke(commands, ["verify", str(folder), "--probe", str(probe_file), *more])
+
     def code(folder: Path | str, *more: str) -> int:
-        return CliRunner().invoke(commands, ["verify", str(folder), "--probe", str(probe_file), *more]).exit_code
+        return run(folder, *more).exit_code
 
     assert code(MODEL) == 1
+    assert "The expected verdict was: applied." in run(MODEL).stdout
     assert code(MODEL, "--expect", "ignored") == 0
     model = AutoModelForCausalLM.from_pretrained(folders["extended"]).eval()
     with LiveServer(model=model, max_length=600, prompt_scores="vllm") as server:
