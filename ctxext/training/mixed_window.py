@@ -80,8 +80,10 @@ def _forward(extended: Any, original: Any, trained: int, x: Tensor, position_ids
     rescaled = type(extended).forward(extended, x, position_ids)
     if not extended.training:
         return rescaled
-    short = (document_lengths(position_ids) <= trained)[..., None]
-    return tuple(torch.where(short, *both) for both in zip(original(x, position_ids), rescaled, strict=True))
+    plain, short = original(x, position_ids), (document_lengths(position_ids) <= trained)[..., None]
+    if isinstance(rescaled, Tensor):  # Llama 4's, in complex numbers
+        return torch.where(short, plain, rescaled)
+    return tuple(torch.where(short, *both) for both in zip(plain, rescaled, strict=True))
 
 
 def _original_config(facts: ContextFacts) -> Any:

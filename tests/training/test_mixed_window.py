@@ -218,3 +218,20 @@ def test_a_mixture_of_one_kind_is_refused(rows: list[list[int]], said: str) -> N
         check_mixture([part], 64)
     mixed: Any = SimpleNamespace(rows={"documents": [[64, 65, 7]], "padding": [7]})
     check_mixture([mixed], 64)
+
+
+def test_frequencies_in_complex_numbers_are_switched_too() -> None:
+    """Llama 4's rotary embedding gives one complex tensor in the place of cos and sin."""
+    model = extend_context(small_model("llama4_text", "causal", attention_chunk_size=1024), 4, "yarn").train()
+    trained, rotary = model.config.max_position_embeddings // 4, rotary_of(model)
+    positions = torch.cat([torch.arange(trained + 5), torch.arange(9)])[None]
+    edit = use_mixed_window(model)
+    mixed = rotary(torch.zeros(1, 1, 8), positions)
+    edit.undo()
+    extended = rotary(torch.zeros(1, 1, 8), positions)
+    plain = small_model("llama4_text", "causal", attention_chunk_size=1024).model.rotary_emb(
+        torch.zeros(1, 1, 8), positions
+    )
+    assert torch.equal(mixed[:, : trained + 5], extended[:, : trained + 5])
+    assert torch.equal(mixed[:, trained + 5 :], plain[:, trained + 5 :])
+    assert not torch.equal(plain, extended)
