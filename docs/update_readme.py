@@ -279,7 +279,8 @@ def attention_table() -> str:
 
 
 def _judged(figure: dict[str, Any]) -> str:
-    return f"{figure['value']:.4g}" + ("" if figure["ok"] else ", missed")
+    said = ", no bar" if figure["bar"] == "no bar" else "" if figure["ok"] else ", missed"
+    return f"{figure['value']:.4g}{said}"
 
 
 def _engine_records() -> list[dict[str, Any]]:

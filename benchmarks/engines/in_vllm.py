@@ -42,6 +42,10 @@ class InAttentionSubject(Subject):
         return {each.name: each for each in made
                 if each.in_attention and not (isinstance(each, RopeScaling) and each.of_the_call)}  # fmt: skip
 
+    def reach(self, method: str) -> int:
+        """Tokens up to which it is read: STRING covers less than twice the trained length."""
+        return min(self.target, round(self.trained * self.methods[method].factor))
+
     def loaded(self, method: str | None) -> Any:
         if method is None:
             return super().loaded(None)
@@ -78,10 +82,11 @@ class InVLLMPlugin(InItsEnvironment):
         return {"PYTHONPATH": os.pathsep.join(map(str, (HERE.parents[1], HERE / "vllm_plugin", packages)))}
 
     def served(self, subject: Subject, method: str, form: str) -> tuple[dict[str, Any], tuple[str, ...]]:
-        overrides = json.dumps({"max_position_embeddings": TARGET})
+        reach = subject.reach(method) if isinstance(subject, InAttentionSubject) else TARGET
+        overrides = json.dumps({"max_position_embeddings": reach})
         folder = str(subject.extended(method))
         command = (
-            "vllm", "serve", folder, "--max-model-len", str(TARGET), "--hf-overrides", overrides, "--dtype", "float32",
+            "vllm", "serve", folder, "--max-model-len", str(reach), "--hf-overrides", overrides, "--dtype", "float32",
             "--enforce-eager",
         )  # fmt: skip
         batched = ("--max-num-batched-tokens", str(BATCHED), "--skip-tokenizer-init")
@@ -92,16 +97,17 @@ class InVLLMPlugin(InItsEnvironment):
 
     # ---------------------------------------------------------------------------------- measuring
 
-    def judged(self, subject: Subject, method: str, request: dict[str, Any]) -> dict[str, Any]:
+    def judged(self, subject: InAttentionSubject, method: str, request: dict[str, Any]) -> dict[str, Any]:
         """How far log-probabilities are from transformers': those of a prompt up to the target, then those of tokens
         that vLLM generates greedily. A greedy token is one that transformers finds most probable after the same
         tokens."""
-        text = subject.text()
-        prompts = [text[part] for part in CONTINUED]
+        reach = subject.reach(method)
+        text = subject.text()[:reach]
+        prompts = [text[: reach - NEW_TOKENS][part] for part in CONTINUED]
         answer = self.answer({**request, "continued": prompts, "new_tokens": NEW_TOKENS}, [text])
-        expected = torch.tensor(subject.reference(method), dtype=torch.float64)
+        expected = torch.tensor(subject.reference(method)[: reach - 1], dtype=torch.float64)
         apart = (torch.tensor(answer["logprobs"][0], dtype=torch.float64) - expected).abs()
-        effect = (torch.tensor(subject.reference(None), dtype=torch.float64) - expected).abs()
+        effect = (torch.tensor(subject.reference(None)[: reach - 1], dtype=torch.float64) - expected).abs()
         model, decoded, greedy = subject.loaded(method), [], 0
         for prompt, found in zip(prompts, answer["continuations"]):
             tokens = torch.tensor(found["tokens"])
@@ -170,10 +176,11 @@ class InVLLMPlugin(InItsEnvironment):
             refused("an fp8 cache", "--kv-cache-dtype fp8", bundled, "self_extend", "--kv-cache-dtype", "fp8"),
             refused("bfloat16", "torch.bfloat16", bundled, "self_extend", "--dtype", "bfloat16"),
             refused("adapters", "adapters", bundled, "self_extend", "--enable-lora"),
-            refused("speculative decoding", "speculative decoding", bundled, "self_extend", "--speculative-config",
-                    json.dumps({"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3})),
             refused("more tokens than the target", "reaches 2048 tokens", bundled, "self_extend", "--max-model-len",
                     "4096", "--hf-overrides", json.dumps({"max_position_embeddings": 4096})),
+            # Last: it imports numba, in whose objects vLLM's dispatcher of kernels then looks for kernels, and fails.
+            refused("speculative decoding", "speculative decoding", bundled, "self_extend", "--speculative-config",
+                    json.dumps({"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3})),
         ]  # fmt: skip
         return cells[:1] if self.tiny else cells
 
