@@ -54,6 +54,7 @@ def packed_sources(settings: Settings, folder: Path, tokenizer: Any, length: int
     """
     config = AutoConfig.from_pretrained(model)
     options: dict[str, Any] = {"vocab_size": text_config_of(config).vocab_size, "num_proc": settings.data.processes}
+    options["seed"] = settings.training.seed
     packed = [
         pack(source, read_source(source, folder), tokenizer, length, settings.data.documents, **options)
         for source in settings.data.sources
