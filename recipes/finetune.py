@@ -3,6 +3,7 @@
     accelerate launch recipes/finetune.py --config recipes/configs/tiny_yarn_4x.yaml
     accelerate launch recipes/finetune.py --config FILE training.steps=100 training.learning_rate=5e-5
     python recipes/finetune.py --config FILE --dry-run      # estimates time and memory; trains nothing
+    accelerate launch recipes/finetune.py --config recipes/configs/tiny_yarn_stages.yaml   # twice the length, then four
 
 The model is extended on disk first, so that an adapter trained on it names a base that has its RoPE scaling. The rows
 and the random numbers of a micro-batch depend only on the seed, the step and its number: any number of processes gives
@@ -17,6 +18,8 @@ folder has
     results.jsonl    the samples of the evaluation before and after (`ctxext report` makes an HTML report)
     figures.json     every figure of the run, with settings, machine and versions
     checkpoints/     the last ones, to resume from
+
+A config with `stages:` has such a folder for each stage, and starts each from the weights of the one before.
 """
 
 from __future__ import annotations
@@ -34,23 +37,23 @@ from typing import Any
 
 import numpy as np
 import torch
-from accelerate import Accelerator, DistributedType
+from accelerate import Accelerator
 from torch import nn
 from transformers.utils import logging
 
-from ctxext.assets import MODEL
 from ctxext.core.apply import transformers_model
 from ctxext.data import Collator, Mixture, make_collator
 from ctxext.evals.targets import known_lengths
 from ctxext.evals.training import Measure, card_table
 from ctxext.hub.adapters import AdapterBase, merge, write_record
-from ctxext.hub.checkpoint import checkpoint_folder, config_in_use, extended_base, load_tokenizer
+from ctxext.hub.checkpoint import config_in_use, extended_base, load_tokenizer
 from ctxext.training import checkpoints
-from ctxext.training.estimate import Estimate, PeakMemory, duration, estimate, gib
+from ctxext.training.estimate import PeakMemory, duration, gib
 from ctxext.training.launch import data_parallel, engine_of, make_accelerator, on_my_part
 from ctxext.training.log import Log, bar
 from ctxext.training.settings import Settings, read_settings
-from ctxext.training.setup import micro_batches_of, model_to_train, on_this_process, packed_sources, prepare
+from ctxext.training.setup import estimated, micro_batches_of, model_to_train, packed_sources, prepare, start_trackers
+from ctxext.training.stages import FIGURES, is_finished, starting_point
 from ctxext.training.trainable import check_rotary, trained_parameters
 from ctxext.utils.json_files import write_json
 from ctxext.utils.machine import machine, versions
@@ -170,19 +173,6 @@ class Run:
         self.forward_backward(self.batch(rows), tokens * len(rows), last=True)
         self.optimizer.zero_grad()
 
-    def estimate(self, micro_batches: int) -> Estimate | None:
-        """Time and memory of so many micro-batches; None under DeepSpeed, whose engine cannot take back a step."""
-        if self.accelerator.distributed_type == DistributedType.DEEPSPEED:
-            return None
-        return estimate(
-            self.probe,
-            length=self.mixture.length,
-            micro_batches=micro_batches,
-            trained=sum(on_this_process(parameter) for parameter in trained_parameters(self.model).values()),
-            memory=PeakMemory(self.accelerator.device),
-            multiple=engine_of(self.accelerator).pieces,
-        )
-
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -190,40 +180,44 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--dry-run", action="store_true", help="estimate time and memory, and stop")
     parser.add_argument("changes", nargs="*", metavar="KEY=VALUE", help="config overrides, such as training.steps=100")
     args = parser.parse_args(arguments)
-    settings = read_settings(args.config, args.changes)
-    with settings.base_folder(args.dry_run) as extended:
-        finetune(settings, args.config.parent, extended, args.dry_run)
-
-
-def finetune(settings: Settings, folder: Path, extended: Path, dry_run: bool) -> None:
-    """The run; data is relative to `folder`, and the extended base is in `extended`."""
-    training, output = settings.training, Path(settings.output)
+    stages = read_settings(args.config, args.changes)
     logging.disable_progress_bar()
     warnings.filterwarnings("ignore", message=".*gradient_checkpointing", category=FutureWarning)
 
-    # 1. The requested engine, or an error.
-    accelerator = make_accelerator(
-        settings.engine,
-        mixed_precision="bf16" if training.precision == "bf16" else "no",
-        log_with=settings.tracker,
-        project_dir=output,
-    )
+    first = stages[0]
+    precision = "bf16" if first.training.precision == "bf16" else "no"
+    accelerator = make_accelerator(first.engine, mixed_precision=precision, log_with=first.tracker)
+    for number, settings in enumerate(stages):
+        if not args.dry_run and is_finished(stages, number):
+            accelerator.print(f"{settings.output} is finished.")
+            continue
+        with settings.base_folder(args.dry_run) as extended:
+            finetune(accelerator, stages, number, args.config.parent, extended, args.dry_run)
+    accelerator.end_training()
+
+
+def finetune(
+    accelerator: Accelerator, stages: list[Settings], number: int, folder: Path, extended: Path, dry_run: bool
+) -> None:
+    """One stage; data is relative to `folder`, and the extended base is in `extended`."""
+    settings = stages[number]
+    training, output = settings.training, Path(settings.output)
     settings.check_engine(engine_of(accelerator).kind)
     micro_batches = micro_batches_of(settings, accelerator)
     say = partial(console.print, highlight=False, soft_wrap=True) if accelerator.is_main_process else lambda *_: None
 
-    # 2. The base, extended on disk, so that an adapter that names it gets its RoPE scaling.
+    # 1. The base, extended on disk, so that an adapter that names it gets its RoPE scaling.
     with accelerator.main_process_first():
-        base = MODEL if settings.model == "bundled" else checkpoint_folder(settings.model, settings.revision)
-        extended = extended_base(base, extended, **settings.extension.arguments())
+        start = starting_point(stages, number, extended.with_name("start"), dry_run)
+        extended = extended_base(start.folder, extended, **settings.extension.arguments())
     tokenizer = load_tokenizer(extended)
-    (trained_length, _), (_, target_length) = (known_lengths(config_in_use(f)) for f in (base, extended))
+    (trained_length, _), (_, target_length) = (known_lengths(config_in_use(f)) for f in (start.folder, extended))
     trained_length = settings.extension.original_max_position_embeddings or trained_length
     length = settings.row_length(target_length)
     steps = training.steps_of(length)
-    say(f"[bold]{base.name}[/], trained at {trained_length:,} tokens, extended to {target_length:,}.")
+    say(f"[bold]{start.original.name}[/], trained at {trained_length:,} tokens, extended to {target_length:,}.")
 
-    # 3. The data, packed once.
+    # 2. The data, packed once.
     with accelerator.main_process_first():
         packed = packed_sources(settings, folder, tokenizer, length, extended)
     mixture = Mixture(packed, training.seed)
@@ -233,15 +227,18 @@ def finetune(settings: Settings, folder: Path, extended: Path, dry_run: bool) ->
     for part, epochs in zip(packed, mixture.epochs(steps * training.batch_size)):
         say(f"  {part.source.name}: {part.accounting}, read {epochs:.2f} times")
     binding = {**settings.binding(), "data": [part.fingerprint for part in packed]}
+    done = checkpoints.Progress()
     if last := checkpoints.latest_checkpoint(output / "checkpoints"):
-        checkpoints.check_binding(last, binding)
+        done = checkpoints.check_binding(last, binding, steps)
     measure = None
     if settings.evaluation:
         measure = Measure(settings, accelerator, folder, tokenizer, trained_length, target_length)
         if last is None:
             measure.check_new()
+        elif done.step < steps and not dry_run:
+            measure.forget_trained()
 
-    # 4. The model: its trained parameters, loss and attention, all verified.
+    # 3. The model: its trained parameters, loss and attention, all verified.
     model = model_to_train(extended, settings, accelerator, collator, length)
     trained = trained_parameters(model)
     n_trained = sum(parameter.numel() for parameter in trained.values())
@@ -252,22 +249,22 @@ def finetune(settings: Settings, folder: Path, extended: Path, dry_run: bool) ->
     model, optimizer = prepare(accelerator, model, optimizer, settings)
     check_rotary(model)
 
-    # 5. The estimate of time and memory.
+    # 4. The estimate of time and memory.
     run = Run(settings, accelerator, model, optimizer, mixture, collator, steps)
     with on_my_part(accelerator, run.batch(mixture.read(0, training.micro_batch_size))):
         pass  # raises if the engine splits rows and cannot split these
-    expected = run.estimate(steps * micro_batches)
+    expected = estimated(run.probe, accelerator, model, length, steps * micro_batches)
     say(f"[bold]Estimate[/]: {expected or 'none under DeepSpeed.'}")
     if dry_run:
         return
 
-    # 6. Measure the base, train from the last checkpoint if there is one, save, measure what was saved.
+    # 5. Measure the base, train from the last checkpoint if there is one, save, measure what was saved.
     if measure:
-        measure.before(base)
-    accelerator.init_trackers("ctxext", {key: str(value) for key, value in settings.binding().items()})
+        measure.before(start.original, start.folder)
+    start_trackers(accelerator, settings)
     done = train(run, binding, measure)
-    record = AdapterBase.of(extended, base if settings.model == "bundled" else settings.model, settings.revision)
-    saved = checkpoints.save_result(accelerator, run.model, output, record, tokenizer, kind=settings.trainable.kind)
+    record, saved = AdapterBase.of(extended, start.name, start.revision), settings.saved
+    checkpoints.save_result(accelerator, run.model, settings, record, tokenizer)
     del run, model, optimizer, trained
     accelerator.free_memory()
     figures = {
@@ -283,16 +280,16 @@ def finetune(settings: Settings, folder: Path, extended: Path, dry_run: bool) ->
     if measure:
         figures["measured"] = measure.after(saved)
     if accelerator.is_main_process:
-        write_json(output / "figures.json", figures)
         provenance = {name: figures[name] for name in ("settings", "data", "versions", "machine", "took")}
         table = card_table(figures["measured"]["variants"]) if measure else None
         write_record(saved, replace(record, provenance=provenance), table)
         if settings.merge:
             shutil.rmtree(output / "merged", ignore_errors=True)  # from an earlier, complete run
             merge(saved, output / "merged")
+        write_json(output / FIGURES, figures)
+    accelerator.wait_for_everyone()
     said = f", estimated {duration(expected.seconds)} and {gib(expected.peak)}" if expected else ""
     say(f"Saved {saved}. {steps:,} step{'s' * (steps != 1)} took {duration(done.seconds)} and {gib(done.peak)}{said}.")
-    accelerator.end_training()
 
 
 if __name__ == "__main__":

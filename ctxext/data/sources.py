@@ -41,6 +41,8 @@ class Source:
         weight: its share of the mixture's tokens, relative to the other sources; > 0.
         max_document: in tokens; longer documents are split into pieces of this length, each a separate document. Short
             documents in the mixture preserve short-context quality (Gao et al. 2024, ProLong).
+        retrieval: hide sentences with numbers in the text, and ask for them at the end of each row; see
+            `ctxext.data.retrieval`. The text may be that of another source.
         text: the text column.
         messages: the column of chat messages, used instead of `text`: lists of role and content, or of ShareGPT's from
             and value. Only assistant turns have a loss. Without it, and without a column `text`, rows of instruction,
@@ -56,6 +58,7 @@ class Source:
     name: str | None = None
     weight: float = 1.0
     max_document: int | None = None
+    retrieval: bool = False
     text: str = "text"
     messages: str | None = None
     split: str = "train"

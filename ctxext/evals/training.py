@@ -25,7 +25,7 @@ from ctxext.evals.loading import default_lengths
 from ctxext.evals.needle import Passkey
 from ctxext.evals.perplexity import Perplexity, sliding_losses
 from ctxext.evals.prompts import Prompter
-from ctxext.evals.results import read_results
+from ctxext.evals.results import forget_variant, read_results
 from ctxext.evals.runner import Grid, Runner
 from ctxext.evals.samples import Place
 from ctxext.evals.screen import print_summary, run_with_bar
@@ -93,11 +93,25 @@ class Measure:
                 "remove that file."
             )
 
-    def before(self, base: Path) -> None:
-        """Measure the baseline and the extended model."""
-        model = self._load(partial(load_model, auto=AutoModelForCausalLM), base)
-        self._run(model, base.name, [Variant(), Variant(UNTRAINED, self.settings.extension.arguments())], merge=False)
+    def forget_trained(self) -> None:
+        """Remove the samples of an earlier result, if there is one, because the run continues from it."""
+        if self.accelerator.is_main_process and self.path.parent.exists():
+            forget_variant(self.path, TRAINED)
+        self.accelerator.wait_for_everyone()
+
+    def before(self, original: Path, start: Path) -> None:
+        """Measure the baseline, and the model that training starts from, extended.
+
+        Args:
+            start: the original model, or one that has its config and the weights of the stage before.
+        """
+        load = partial(load_model, auto=AutoModelForCausalLM)
+        model = self._load(load, original)
+        self._run(model, original.name, [Variant()], merge=False)
         self.base_tail = self._tail(model, self.grid.windows, sees=self.trained)
+        if start != original:
+            model = self._load(load, start)
+        self._run(model, start.name, [Variant(UNTRAINED, self.settings.extension.arguments())], merge=False)
 
     def after(self, saved: Path) -> dict[str, Any]:
         """Measure the reloaded fine-tuned model; returns every figure of the three."""

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from ctxext.hub.adapters import AdapterBase, save_trained
+from ctxext.training.settings import Settings
 from ctxext.training.trainable import trained_parameters
 from ctxext.utils.json_files import OBJECT, Kind, read_json
 from ctxext.utils.values import is_count, is_number, one_line, shown
@@ -155,24 +156,37 @@ def load_checkpoint(path: Path, model: nn.Module, optimizer: Any, binding: dict[
     return progress
 
 
-def check_binding(path: Path, binding: dict[str, Any]) -> Progress:
+def check_binding(path: Path, binding: dict[str, Any], steps: int | None = None) -> Progress:
     """The progress of the run at `path`.
 
+    Args:
+        steps: those of the whole run, which may be more than when it was saved.
+
     Raises:
-        ValueError: its `binding` has other settings (the error names them), or its state is malformed.
+        ValueError: its `binding` has other settings (the error names them), it is beyond `steps`, or its state is
+            malformed.
     """
     state = read_json(path / STATE)
     theirs, ours = state.get("binding", OBJECT), json.loads(json.dumps(binding))
     differ = [key for key in sorted({*theirs, *ours}) if theirs.get(key) != ours.get(key)]
     if differ:
         said = "; ".join(f"{key} is {shown(ours.get(key))}, was {shown(theirs.get(key))}" for key in differ[:5])
+        if {"training.steps", "training.tokens"} & {*differ}:
+            schedule = theirs.get("training.schedule")
+            said += f" (the rates of a {schedule} schedule depend on it, unlike a constant one's)"
         raise ValueError(
             f"{path} is from a run with other settings: {said}. Resume with its original settings, or choose "
             "another output folder."
         )
     progress = state.part("progress")
     progress.check_names({each.name for each in fields(Progress)})
-    return Progress(**{each.name: progress.get(each.name, _KINDS[str(each.type)]) for each in fields(Progress)})
+    found = Progress(**{each.name: progress.get(each.name, _KINDS[str(each.type)]) for each in fields(Progress)})
+    if steps is not None and found.step > steps:
+        raise ValueError(
+            f"{path} has trained {found.step:,} steps, more than the {steps:,} of the settings. Raise training.steps, "
+            "or choose another output folder."
+        )
+    return found
 
 
 def checkpoints(folder: Path) -> list[Path]:
@@ -243,16 +257,13 @@ def _flush(path: Path) -> None:
 
 
 def save_result(
-    accelerator: Accelerator, model: nn.Module, output: Path, record: AdapterBase, tokenizer: Any, *, kind: str
-) -> Path:
+    accelerator: Accelerator, model: nn.Module, settings: Settings, record: AdapterBase, tokenizer: Any
+) -> None:
     """Save the adapter, or the whole model for a full fine-tune; gathered from all processes."""
-    lora = kind == "lora"
-    folder = output / ("adapter" if lora else "model")
     if accelerator.distributed_type == DistributedType.DEEPSPEED:  # only it can gather its shards, in its own dtype
         tensors = accelerator.get_state_dict(model)
     else:
-        tensors = gather_trained(model) | ({} if lora else gather_buffers(model))
+        tensors = gather_trained(model) | ({} if settings.trainable.kind == "lora" else gather_buffers(model))
     if accelerator.is_main_process:
-        save_trained(accelerator.unwrap_model(model), folder, record, tokenizer, tensors)
+        save_trained(accelerator.unwrap_model(model), settings.saved, record, tokenizer, tensors)
     accelerator.wait_for_everyone()
-    return folder

@@ -14,6 +14,7 @@ from survey.small import small_model
 
 from ctxext.training.checkpoints import (
     Progress,
+    check_binding,
     checkpoints,
     gather_buffers,
     latest_checkpoint,
@@ -83,6 +84,18 @@ def test_a_checkpoint_of_other_settings_is_refused_by_name_and_changes_nothing(t
         load_checkpoint(path, other, fresh, {**BINDING, "data.length": 128})
     assert not fresh.state
     assert all(torch.equal(tensor, before[name]) for name, tensor in tensors_of(other).items())
+
+
+def test_the_number_of_steps_is_refused_where_earlier_steps_depended_on_it(tmp_path: Path) -> None:
+    model, optimizer = make()
+    linear = {"training.schedule": "linear", "training.steps": 5}
+    path = save_checkpoint(tmp_path, model, optimizer, Progress(5), linear)
+    with pytest.raises(ValueError, match=r"steps is 9, was 5 \(the rates of a linear schedule depend on it"):
+        check_binding(path, {**linear, "training.steps": 9})
+    path = save_checkpoint(tmp_path, model, optimizer, Progress(5), BINDING)
+    assert check_binding(path, BINDING, 5) == check_binding(path, BINDING, 9) == Progress(5)
+    with pytest.raises(ValueError, match=r"has trained 5 steps, more than the 4 .* Raise training\.steps"):
+        check_binding(path, BINDING, 4)
 
 
 def test_a_checkpoint_of_other_parameters_is_refused(tmp_path: Path) -> None:
