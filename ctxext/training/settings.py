@@ -160,6 +160,7 @@ class TrainingSettings(Section):
         attention: transformers' attn_implementation, such as "sdpa" or "flash_attention_2".
         gradient_checkpointing: "recompute" keeps one hidden state per layer, "offload" keeps it in CPU memory.
         loss: "chunked" never holds all logits; "stock" is the model's own loss.
+        mlp_tokens: runs the MLP of every layer on this many tokens at a time; None for all at once.
         mixed_window: documents within the trained length train on the original RoPE, longer ones on the extended
             (LongRoPE2). What is saved is the extended model.
         checkpoint_every: in steps; the last `keep_checkpoints` are kept.
@@ -180,6 +181,7 @@ class TrainingSettings(Section):
     attention: str = "sdpa"
     gradient_checkpointing: Literal["none", "recompute", "offload"] = "recompute"
     loss: Literal["chunked", "stock"] = "chunked"
+    mlp_tokens: Tokens | None = None
     mixed_window: bool = False
     checkpoint_every: Positive = 50
     keep_checkpoints: Positive = 2
@@ -326,11 +328,16 @@ class Settings(Section):
         return length
 
     def check_engine(self, kind: str) -> None:
-        """Raise ValueError for settings that a sequence-parallel engine would silently change.
+        """Raise ValueError for settings that a sequence-parallel engine would silently change, or ZeRO-3 cannot run.
 
         Context parallel and Ulysses support only SDPA without masks. Each process would draw dropout for its own part
         of a row, so results would depend on the number of processes.
         """
+        if kind in ("zero3", "ulysses") and self.training.mlp_tokens:
+            raise ValueError(
+                f"training.mlp_tokens does not support {kind}, which would gather the MLP's weights for every tile. "
+                "Set it to null, or use FSDP2 or context parallel."
+            )
         if kind not in ("context_parallel", "ulysses"):
             return
         training = self.training

@@ -27,6 +27,7 @@ from ctxext.training.launch import data_parallel, engine_of
 from ctxext.training.loss import use_chunked_loss
 from ctxext.training.mixed_window import check_mixture, use_mixed_window
 from ctxext.training.settings import Settings
+from ctxext.training.tiled import use_tiled_mlp
 from ctxext.training.trainable import attach_trainable, check_no_dropout, trained_parameters
 
 
@@ -99,6 +100,8 @@ def model_to_train(folder: Path, settings: Settings, accelerator: Accelerator, c
     if training.mixed_window:
         use_mixed_window(model)
     with accelerator.autocast():  # as in training: trained parameters are float32, the base may not be
+        if training.mlp_tokens:
+            use_tiled_mlp(model, training.mlp_tokens)
         if training.loss == "chunked":
             use_chunked_loss(model)
         check_positions(model, collator, length, vocab_size, batch_size=training.micro_batch_size)

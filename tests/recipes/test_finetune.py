@@ -193,8 +193,9 @@ def test_the_bundled_file_of_a_sharded_engine_gives_the_losses_of_one_process(
         (["training.precision=bf16", "training.gradient_checkpointing=recompute"], {}),
         ([], {"offload_params": True}),
         (["extension.method=dynamic_yarn"], {}),
+        (["training.mlp_tokens=48", "training.gradient_checkpointing=recompute"], {}),
     ],
-    ids=["full", "bf16", "offloaded", "in attention"],
+    ids=["full", "bf16", "offloaded", "in attention", "tiled"],
 )
 def test_fsdp2_trains_what_one_process_trains(
     changes: list[str], fsdp: dict[str, bool], engine, tmp_path: Path
@@ -327,13 +328,13 @@ def test_a_finished_run_of_a_constant_schedule_is_lengthened_bit_for_bit(main, t
 
 
 def test_what_saves_memory_changes_no_loss(main, tmp_path: Path) -> None:
-    losses = {}
-    for change in ("none", "recompute", "offload", "stock"):
-        setting = "training.loss" if change == "stock" else "training.gradient_checkpointing"
-        main(tmp_path / change, "training.steps=3", "trainable.dropout=0.0", f"{setting}={change}")
+    losses, gradients = {}, "training.gradient_checkpointing"
+    for change in (f"{gradients}=none", f"{gradients}=recompute", f"{gradients}=offload", "training.loss=stock",
+                   "training.mlp_tokens=48"):  # fmt: skip
+        main(tmp_path / change, "training.steps=3", "trainable.dropout=0.0", change)
         losses[change] = [line["loss"] for line in log(tmp_path / change)]
     for change, saved in losses.items():
-        assert saved == pytest.approx(losses["none"], rel=1e-5), change
+        assert saved == pytest.approx(losses[f"{gradients}=none"], rel=1e-5), change
 
 
 def test_a_checkpoint_of_other_settings_is_refused_and_stays(main, whole: Path) -> None:

@@ -83,6 +83,15 @@ def test_positions_that_skip_do_not_go_with_ulysses() -> None:
         settings.check_engine("ulysses")
 
 
+def test_a_tiled_mlp_is_refused_where_each_tile_would_gather_its_weights() -> None:
+    settings = read_settings(TINY, ["training.mlp_tokens=1k"])
+    for kind in ("single", "ddp", "fsdp2"):
+        settings.check_engine(kind)
+    for kind in ("zero3", "ulysses"):
+        with pytest.raises(ValueError, match=rf"training\.mlp_tokens does not support {kind}"):
+            settings.check_engine(kind)
+
+
 def test_commands_in_the_recipes_readme_fit_their_launchers() -> None:
     root = CONFIGS[0].parents[2]
     lines = re.findall(r"^\$ accelerate launch (.*)$", (root / "recipes/README.md").read_text(), re.M)
