@@ -4,10 +4,9 @@
     accelerate launch recipes/finetune.py --config FILE training.steps=100 training.learning_rate=5e-5
     python recipes/finetune.py --config FILE --dry-run      # estimates time and memory; trains nothing
 
-The model is extended on disk first, so that an adapter trained on it names a base that has its RoPE scaling. The rows
-and the random numbers of a micro-batch depend only on the seed, the step and its number: any number of processes gives
-the same losses except for rounding, and the same command resumes from the last checkpoint, bit for bit. The output
-folder has
+The model is extended on disk first, so that it is trained and reloaded with the same RoPE scaling. The rows and random
+numbers of a micro-batch depend only on the seed, the step and its number: any number of processes gives the same losses
+except for rounding, and the same command resumes from the last checkpoint, bit for bit. The output folder has
 
     base/            the extended base: the config rewritten, the weights linked
     adapter/         what was trained, with ctxext.json and a model card (model/ for a full fine-tune)
@@ -54,7 +53,7 @@ from ctxext.training.setup import micro_batches_of, model_to_train, on_this_proc
 from ctxext.training.trainable import check_rotary, trained_parameters
 from ctxext.utils.json_files import write_json
 from ctxext.utils.machine import machine, versions
-from ctxext.utils.screen import console
+from ctxext.utils.screen import after_training, console
 
 
 def train(run: Run, binding: dict[str, Any], measure: Measure | None) -> checkpoints.Progress:
@@ -212,7 +211,7 @@ def finetune(settings: Settings, folder: Path, extended: Path, dry_run: bool) ->
     micro_batches = micro_batches_of(settings, accelerator)
     say = partial(console.print, highlight=False, soft_wrap=True) if accelerator.is_main_process else lambda *_: None
 
-    # 2. The base, extended on disk, so that an adapter that names it gets its RoPE scaling.
+    # 2. The base, extended on disk before it is loaded.
     with accelerator.main_process_first():
         base = MODEL if settings.model == "bundled" else checkpoint_folder(settings.model, settings.revision)
         extended = extended_base(base, extended, **settings.extension.arguments())
@@ -221,7 +220,8 @@ def finetune(settings: Settings, folder: Path, extended: Path, dry_run: bool) ->
     trained_length = settings.extension.original_max_position_embeddings or trained_length
     length = settings.row_length(target_length)
     steps = training.steps_of(length)
-    say(f"[bold]{base.name}[/], trained at {trained_length:,} tokens, extended to {target_length:,}.")
+    record = AdapterBase.of(extended, base)
+    say(f"[bold]{record.name}[/], trained at {trained_length:,} tokens, extended to {target_length:,}.")
 
     # 3. The data, packed once.
     with accelerator.main_process_first():
@@ -266,7 +266,6 @@ def finetune(settings: Settings, folder: Path, extended: Path, dry_run: bool) ->
         measure.before(base)
     accelerator.init_trackers("ctxext", {key: str(value) for key, value in settings.binding().items()})
     done = train(run, binding, measure)
-    record = AdapterBase.of(extended, base if settings.model == "bundled" else settings.model, settings.revision)
     saved = checkpoints.save_result(accelerator, run.model, output, record, tokenizer, kind=settings.trainable.kind)
     del run, model, optimizer, trained
     accelerator.free_memory()
@@ -292,6 +291,7 @@ def finetune(settings: Settings, folder: Path, extended: Path, dry_run: bool) ->
             merge(saved, output / "merged")
     said = f", estimated {duration(expected.seconds)} and {gib(expected.peak)}" if expected else ""
     say(f"Saved {saved}. {steps:,} step{'s' * (steps != 1)} took {duration(done.seconds)} and {gib(done.peak)}{said}.")
+    say(after_training(saved))
     accelerator.end_training()
 
 
