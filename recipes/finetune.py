@@ -5,10 +5,9 @@
     python recipes/finetune.py --config FILE --dry-run      # estimates time and memory; trains nothing
     accelerate launch recipes/finetune.py --config recipes/configs/tiny_yarn_stages.yaml   # twice the length, then four
 
-The model is extended on disk first, so that an adapter trained on it names a base that has its RoPE scaling. The rows
-and the random numbers of a micro-batch depend only on the seed, the step and its number: any number of processes gives
-the same losses except for rounding, and the same command resumes from the last checkpoint, bit for bit. The output
-folder has
+The model is extended on disk first, so that it is trained and reloaded with the same RoPE scaling. The rows and random
+numbers of a micro-batch depend only on the seed, the step and its number: any number of processes gives the same losses
+except for rounding, and the same command resumes from the last checkpoint, bit for bit. The output folder has
 
     base/            the extended base: the config rewritten, the weights linked
     adapter/         what was trained, with ctxext.json and a model card (model/ for a full fine-tune)
@@ -57,7 +56,7 @@ from ctxext.training.stages import FIGURES, is_finished, starting_point
 from ctxext.training.trainable import check_rotary, trained_parameters
 from ctxext.utils.json_files import write_json
 from ctxext.utils.machine import machine, versions
-from ctxext.utils.screen import console
+from ctxext.utils.screen import after_training, console
 
 
 def train(run: Run, binding: dict[str, Any], measure: Measure | None) -> checkpoints.Progress:
@@ -206,7 +205,7 @@ def finetune(
     micro_batches = micro_batches_of(settings, accelerator)
     say = partial(console.print, highlight=False, soft_wrap=True) if accelerator.is_main_process else lambda *_: None
 
-    # 1. The base, extended on disk, so that an adapter that names it gets its RoPE scaling.
+    # 1. The base, extended on disk before it is loaded.
     with accelerator.main_process_first():
         start = starting_point(stages, number, extended.with_name("start"), dry_run)
         extended = extended_base(start.folder, extended, **settings.extension.arguments())
@@ -215,7 +214,8 @@ def finetune(
     trained_length = settings.extension.original_max_position_embeddings or trained_length
     length = settings.row_length(target_length)
     steps = training.steps_of(length)
-    say(f"[bold]{start.original.name}[/], trained at {trained_length:,} tokens, extended to {target_length:,}.")
+    record = AdapterBase.of(extended, start.folder)
+    say(f"[bold]{start.name}[/], trained at {trained_length:,} tokens, extended to {target_length:,}.")
 
     # 2. The data, packed once.
     with accelerator.main_process_first():
@@ -263,7 +263,7 @@ def finetune(
         measure.before(start.original, start.folder)
     start_trackers(accelerator, settings)
     done = train(run, binding, measure)
-    record, saved = AdapterBase.of(extended, start.name, start.revision), settings.saved
+    saved = settings.saved
     checkpoints.save_result(accelerator, run.model, settings, record, tokenizer)
     del run, model, optimizer, trained
     accelerator.free_memory()
@@ -290,6 +290,7 @@ def finetune(
     accelerator.wait_for_everyone()
     said = f", estimated {duration(expected.seconds)} and {gib(expected.peak)}" if expected else ""
     say(f"Saved {saved}. {steps:,} step{'s' * (steps != 1)} took {duration(done.seconds)} and {gib(done.peak)}{said}.")
+    say(after_training(saved))
 
 
 if __name__ == "__main__":

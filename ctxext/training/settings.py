@@ -192,8 +192,10 @@ class TrainingSettings(Section):
         if (self.steps is None) == (self.tokens is None):
             raise ValueError("set either steps or tokens.")
         if self.batch_size % self.micro_batch_size:
+            default = "" if "batch_size" in self.model_fields_set else " (its default)"
             raise ValueError(
-                f"batch_size must be a multiple of micro_batch_size, got {self.batch_size} and {self.micro_batch_size}."
+                f"batch_size must be a multiple of micro_batch_size, got {self.batch_size}{default} and "
+                f"{self.micro_batch_size}."
             )
         return self
 
@@ -232,7 +234,8 @@ class EvaluationSettings(Section):
         depths, trials: for passkeys: depths, and prompts per length and depth.
         windows: number of text windows.
         every: steps between mid-training evaluations at the target length; None disables them.
-        mid_training_trials, mid_training_windows: the size of these evaluations.
+        mid_training_trials, mid_training_windows: the size of these evaluations; None for 4 windows, or all if
+            there are fewer.
     """
 
     text: str
@@ -242,12 +245,12 @@ class EvaluationSettings(Section):
     windows: Annotated[int, Field(ge=2, le=MAX_COUNT)] = 16
     every: Positive | None = None
     mid_training_trials: Annotated[int, Field(ge=0, le=MAX_COUNT)] = 4
-    mid_training_windows: Positive = 4
+    mid_training_windows: Positive | None = None
 
     @model_validator(mode="after")
     def _mid_training_is_shorter(self) -> EvaluationSettings:
-        if self.mid_training_windows > self.windows:
-            got = self.mid_training_windows
+        got = self.mid_training_windows
+        if got is not None and got > self.windows:
             raise ValueError(f"mid_training_windows must be at most windows ({self.windows}), got {got}.")
         return self
 
@@ -256,7 +259,7 @@ class Settings(Section):
     """The settings of a run.
 
     Attributes:
-        measured_on: for readers: the hardware this file was run on, or "not measured".
+        measured_on: for readers: the hardware this file was run on.
         model: a folder, a hub name, or "bundled" for the package's small model. An adapter is merged first. An extended
             model needs `extension.existing: replace`, and factors still count from its original length.
         output: a new folder, or the folder of a run to resume.
@@ -265,7 +268,7 @@ class Settings(Section):
         merge: also write a merged, plain checkpoint.
     """
 
-    measured_on: str
+    measured_on: str | None = None
     model: str
     revision: str | None = None
     output: str

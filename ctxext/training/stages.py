@@ -13,7 +13,7 @@ from typing import NamedTuple
 from pydantic import ValidationError
 
 from ctxext.assets import MODEL
-from ctxext.extension.metadata_file import ADAPTER_CONFIG
+from ctxext.extension.adapter_config import ADAPTER_CONFIG, origin
 from ctxext.hub.adapters import RECORD, merge
 from ctxext.hub.checkpoint import checkpoint_folder, extended_json, link_with_config, local_folder, written_whole
 from ctxext.training.settings import Settings
@@ -53,13 +53,16 @@ class Start(NamedTuple):
     Attributes:
         original: the model of the settings; an adapter's is merged.
         folder: the same, or for a stage after the first, its config with the weights of the stage before.
-        name, revision: what an adapter of this stage names as its base.
     """
 
     original: Path
     folder: Path
-    name: str
-    revision: str | None = None
+
+    @property
+    def name(self) -> str:
+        """The original model's hub name, or its folder's name."""
+        name, _ = origin(self.original)
+        return Path(name).name if Path(name).is_absolute() else name
 
 
 def starting_point(stages: Sequence[Settings], number: int, folder: Path, alone: bool = False) -> Start:
@@ -80,18 +83,18 @@ def starting_point(stages: Sequence[Settings], number: int, folder: Path, alone:
         return start
     if not folder.exists():
         _write_start(start.original, stages[number - 1].saved, folder)
-    return Start(start.original, folder, str(folder))
+    return Start(start.original, folder)
 
 
 def _original(settings: Settings, folder: Path) -> Start:
     if settings.model == "bundled":
-        return Start(MODEL, MODEL, str(MODEL))
+        return Start(MODEL, MODEL)
     given = local_folder(settings.model, settings.revision)
     if (given / ADAPTER_CONFIG).is_file():
         merged = folder if folder.exists() else merge(given, folder)
-        return Start(merged, merged, str(merged))
+        return Start(merged, merged)
     given = checkpoint_folder(settings.model, settings.revision)
-    return Start(given, given, settings.model, settings.revision)
+    return Start(given, given)
 
 
 def _check_extensions(stages: Sequence[Settings], original: Path) -> None:

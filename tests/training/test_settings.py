@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -52,6 +53,28 @@ def test_every_bundled_config_is_valid_and_says_where_it_was_measured(path: Path
 def test_a_mistake_is_named_with_its_remedy(change: str, said: str) -> None:
     with pytest.raises(ValueError, match=re.escape(said)):
         read_settings(TINY, [change])
+
+
+def minimal(folder: Path, **more: Any) -> Path:
+    """A file that sets only what has no default."""
+    tree = {"model": "bundled", "output": "run", "data": {"sources": [{"path": "a.txt"}]}, "training": {"steps": 1}}
+    (folder / "minimal.yaml").write_text(yaml.safe_dump({**tree, **more}))
+    return folder / "minimal.yaml"
+
+
+def test_no_error_blames_a_setting_that_has_its_default(tmp_path: Path) -> None:
+    path = minimal(tmp_path, evaluation={"text": "bundled", "windows": 2})
+    settings = read_settings(path)
+    assert settings.measured_on is None
+    assert settings.evaluation is not None
+    assert settings.evaluation.windows == 2
+    with pytest.raises(ValueError, match="evaluation: mid_training_windows must be at most windows"):
+        read_settings(path, ["evaluation.mid_training_windows=3"])
+    with pytest.raises(ValueError, match=r"got 8 \(its default\) and 3\."):
+        read_settings(path, ["training.micro_batch_size=3"])
+    with pytest.raises(ValueError, match=r"greater than or equal to 2, got 1") as error:
+        read_settings(path, ["evaluation.windows=1"])
+    assert "mid_training" not in str(error.value)
 
 
 @pytest.mark.parametrize(

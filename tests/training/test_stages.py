@@ -54,7 +54,7 @@ def test_a_stage_counts_its_factor_from_the_original_model(existing: str, scaled
 
     start = starting_point(stages, 1, tmp_path / "run/stage-2/start")
     assert start.original == original
-    assert start.name == str(start.folder)
+    assert start.name == original.name
     assert weights_fingerprint(start.folder) == weights_fingerprint(stages[0].saved) != weights_fingerprint(original)
     assert extended_json(start.folder, **second)[1] == extended_json(original, **second)[1]
     assert starting_point(stages, 1, tmp_path / "dry/start", alone=True).folder == original
