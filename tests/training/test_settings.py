@@ -64,7 +64,7 @@ def minimal(folder: Path, **more: Any) -> Path:
 
 def test_no_error_blames_a_setting_that_has_its_default(tmp_path: Path) -> None:
     path = minimal(tmp_path, evaluation={"text": "bundled", "windows": 2})
-    settings = read_settings(path)
+    (settings,) = read_settings(path)
     assert settings.measured_on is None
     assert settings.evaluation is not None
     assert settings.evaluation.windows == 2
@@ -107,7 +107,7 @@ def test_positions_that_skip_do_not_go_with_ulysses() -> None:
 
 
 def test_a_tiled_mlp_is_refused_where_each_tile_would_gather_its_weights() -> None:
-    settings = read_settings(TINY, ["training.mlp_tokens=1k"])
+    (settings,) = read_settings(TINY, ["training.mlp_tokens=1k"])
     for kind in ("single", "ddp", "fsdp2"):
         settings.check_engine(kind)
     for kind in ("zero3", "ulysses"):
