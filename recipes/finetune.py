@@ -2,12 +2,11 @@
 
     accelerate launch recipes/finetune.py --config recipes/configs/tiny_yarn_4x.yaml
     accelerate launch recipes/finetune.py --config FILE training.steps=100 training.learning_rate=5e-5
-    python recipes/finetune.py --config FILE --dry-run      # estimates time and memory; trains nothing
+    python recipes/finetune.py --config FILE --dry-run      # estimates time and memory (--estimate: from the config)
 
-The model is extended on disk first, so that an adapter trained on it names a base that has its RoPE scaling. The rows
-and the random numbers of a micro-batch depend only on the seed, the step and its number: any number of processes gives
-the same losses except for rounding, and the same command resumes from the last checkpoint, bit for bit. The output
-folder has
+The model is extended on disk first, so that an adapter's base has its RoPE scaling. Rows and random numbers depend only
+on seed and step: any number of processes gives the same losses except for rounding, and the same command resumes from
+the last checkpoint, bit for bit. The output folder has
 
     base/            the extended base: the config rewritten, the weights linked
     adapter/         what was trained, with ctxext.json and a model card (model/ for a full fine-tune)
@@ -49,6 +48,7 @@ from ctxext.training import checkpoints
 from ctxext.training.estimate import Estimate, PeakMemory, duration, estimate, gib
 from ctxext.training.launch import data_parallel, engine_of, make_accelerator, on_my_part
 from ctxext.training.log import Log, bar
+from ctxext.training.memory import report
 from ctxext.training.settings import Settings, read_settings
 from ctxext.training.setup import micro_batches_of, model_to_train, on_this_process, packed_sources, prepare
 from ctxext.training.trainable import check_rotary, trained_parameters
@@ -65,7 +65,7 @@ def train(run: Run, binding: dict[str, Any], measure: Measure | None) -> checkpo
         done = checkpoints.load_checkpoint(last, run.model, run.optimizer, binding)
         accelerator.print(f"Resuming from {last}.")
     log, mid_training = (Log(output / name, done.step, main) for name in ("log.jsonl", "mid_training.jsonl"))
-    every = measure.every if measure else None
+    every, keep = measure.every if measure else None, training.keep_checkpoints
     if every and done.step == 0:
         mid_training.add(measure.during(run.model, done))
     memory, read = PeakMemory(accelerator.device), training.batch_size * run.mixture.length
@@ -84,7 +84,6 @@ def train(run: Run, binding: dict[str, Any], measure: Measure | None) -> checkpo
                 mid_training.add(measure.during(run.model, done))
                 memory.restart()  # exclude the evaluation's memory
             if done.step % training.checkpoint_every == 0 or done.step == run.steps:
-                keep = training.keep_checkpoints
                 checkpoints.save_checkpoint(folder, run.model, run.optimizer, done, binding, keep=keep)
     return done
 
@@ -187,9 +186,12 @@ class Run:
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--config", type=Path, required=True, help="a YAML file, such as those in recipes/configs")
-    parser.add_argument("--dry-run", action="store_true", help="estimate time and memory, and stop")
+    for flag, does in ("--dry-run", "estimate time and memory"), ("--estimate", "model the memory without weights"):
+        parser.add_argument(flag, action="store_true", help=f"{does}, and stop")
     parser.add_argument("changes", nargs="*", metavar="KEY=VALUE", help="config overrides, such as training.steps=100")
     args = parser.parse_args(arguments)
+    if args.estimate:
+        return print(report(args.config, args.changes))
     settings = read_settings(args.config, args.changes)
     with settings.base_folder(args.dry_run) as extended:
         finetune(settings, args.config.parent, extended, args.dry_run)
@@ -202,11 +204,9 @@ def finetune(settings: Settings, folder: Path, extended: Path, dry_run: bool) ->
     warnings.filterwarnings("ignore", message=".*gradient_checkpointing", category=FutureWarning)
 
     # 1. The requested engine, or an error.
+    precision = "bf16" if training.precision == "bf16" else "no"
     accelerator = make_accelerator(
-        settings.engine,
-        mixed_precision="bf16" if training.precision == "bf16" else "no",
-        log_with=settings.tracker,
-        project_dir=output,
+        settings.engine, mixed_precision=precision, log_with=settings.tracker, project_dir=output
     )
     settings.check_engine(engine_of(accelerator).kind)
     micro_batches = micro_batches_of(settings, accelerator)
