@@ -206,8 +206,10 @@ def _layers(model: nn.Module) -> list[nn.Module]:
 def _activations(model: Any, settings: Settings, tokens: int, device: str, alive: _Alive) -> int:
     """Bytes of all tensors but the parameters and their gradients, at the peak of a forward and backward pass."""
     training, inner = settings.training, transformers_model(model)
+    autocast = torch.autocast("cpu", torch.bfloat16, enabled=training.precision == "bf16")
     if training.mlp_tokens:
-        use_tiled_mlp(model, training.mlp_tokens)
+        with autocast:
+            use_tiled_mlp(model, training.mlp_tokens)
     if training.gradient_checkpointing != "none":
         inner.gradient_checkpointing_enable({"use_reentrant": False, "preserve_rng_state": False})
     for parameter in model.parameters():
@@ -215,7 +217,6 @@ def _activations(model: Any, settings: Settings, tokens: int, device: str, alive
             parameter.grad = torch.empty_like(parameter)
     ids = torch.zeros(training.micro_batch_size, tokens, dtype=torch.long)
     saving = _offloaded() if training.gradient_checkpointing == "offload" else nullcontext()
-    autocast = torch.autocast("cpu", torch.bfloat16, enabled=training.precision == "bf16")
     model.train()
     alive.start(model)
     with saving, autocast:

@@ -82,6 +82,12 @@ def test_fsdp2_divides_the_states_among_its_processes_and_ddp_does_not() -> None
     assert sharded.gathered > 0 == one.gathered == ddp.gathered
 
 
+def test_tiles_go_with_lora_on_the_mlp_and_on_embeddings_under_autocast() -> None:
+    everything = "trainable={kind: lora, targets: all-linear, embeddings: true, norms: true}"
+    whole, tiled = (modelled(everything, RECOMPUTED, *more, length=2**14) for more in ((), ("training.mlp_tokens=1k",)))
+    assert tiled.activations < whole.activations
+
+
 def test_a_ring_divides_the_tokens() -> None:
     ring = modelled("trainable.dropout=0.0", "engine={kind: context_parallel, processes: 4, context_parallel_size: 4}")
     assert ring.activations == modelled("engine={kind: fsdp2, processes: 4}", length=256).activations
