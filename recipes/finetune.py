@@ -2,7 +2,7 @@
 
     accelerate launch recipes/finetune.py --config recipes/configs/tiny_yarn_4x.yaml
     accelerate launch recipes/finetune.py --config FILE training.steps=100 training.learning_rate=5e-5
-    python recipes/finetune.py --config FILE --dry-run      # estimates time and memory; trains nothing
+    python recipes/finetune.py --config FILE --dry-run      # estimates time and memory (--estimate: from the config)
     accelerate launch recipes/finetune.py --config recipes/configs/tiny_yarn_stages.yaml   # twice the length, then four
 
 The model is extended on disk first, so that it is trained and reloaded with the same RoPE scaling. The rows and random
@@ -50,6 +50,7 @@ from ctxext.training import checkpoints
 from ctxext.training.estimate import PeakMemory, duration, gib
 from ctxext.training.launch import data_parallel, engine_of, make_accelerator, on_my_part
 from ctxext.training.log import Log, bar
+from ctxext.training.memory import report
 from ctxext.training.settings import Settings, read_settings
 from ctxext.training.setup import estimated, micro_batches_of, model_to_train, packed_sources, prepare, start_trackers
 from ctxext.training.stages import FIGURES, is_finished, starting_point
@@ -67,7 +68,7 @@ def train(run: Run, binding: dict[str, Any], measure: Measure | None) -> checkpo
         done = checkpoints.load_checkpoint(last, run.model, run.optimizer, binding)
         accelerator.print(f"Resuming from {last}.")
     log, mid_training = (Log(output / name, done.step, main) for name in ("log.jsonl", "mid_training.jsonl"))
-    every = measure.every if measure else None
+    every, keep = measure.every if measure else None, training.keep_checkpoints
     if every and done.step == 0:
         mid_training.add(measure.during(run.model, done))
     memory, read = PeakMemory(accelerator.device), training.batch_size * run.mixture.length
@@ -86,7 +87,6 @@ def train(run: Run, binding: dict[str, Any], measure: Measure | None) -> checkpo
                 mid_training.add(measure.during(run.model, done))
                 memory.restart()  # exclude the evaluation's memory
             if done.step % training.checkpoint_every == 0 or done.step == run.steps:
-                keep = training.keep_checkpoints
                 checkpoints.save_checkpoint(folder, run.model, run.optimizer, done, binding, keep=keep)
     return done
 
@@ -176,9 +176,12 @@ class Run:
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--config", type=Path, required=True, help="a YAML file, such as those in recipes/configs")
-    parser.add_argument("--dry-run", action="store_true", help="estimate time and memory, and stop")
+    for flag, does in ("--dry-run", "estimate time and memory"), ("--estimate", "model the memory without weights"):
+        parser.add_argument(flag, action="store_true", help=f"{does}, and stop")
     parser.add_argument("changes", nargs="*", metavar="KEY=VALUE", help="config overrides, such as training.steps=100")
     args = parser.parse_args(arguments)
+    if args.estimate:
+        return print(report(args.config, args.changes))
     stages = read_settings(args.config, args.changes)
     logging.disable_progress_bar()
     warnings.filterwarnings("ignore", message=".*gradient_checkpointing", category=FutureWarning)
