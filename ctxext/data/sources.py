@@ -243,7 +243,8 @@ def _column(source: Source, dataset: Dataset) -> Dataset:
                 return _of_pairs(source, dataset, asked, answer)
     wanted, name = (source.messages, "messages") if source.messages else (source.text, "text")
     if wanted not in columns:
-        hint = next((f" For conversations, set messages: {column}." for column in _CHATS if column in columns), "")
+        hint = f" Name the right one in the source, as {name}: COLUMN."
+        hint = next((f" For conversations, set messages: {column}." for column in _CHATS if column in columns), hint)
         if source.messages and any({*pair} <= {*columns} for pair in _PAIRS):
             hint = " These rows are read as conversations without it: drop messages."
         raise ValueError(f"{source.name} has no column {wanted!r}{suggest(wanted, columns)}{hint}")

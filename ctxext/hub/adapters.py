@@ -48,6 +48,7 @@ from ctxext.hub.checkpoint import (
     checkpoint_folder,
     config_in_use,
     extended_as_saved,
+    inside,
     load_model,
     load_tokenizer,
     local_folder,
@@ -349,7 +350,7 @@ def _folder(name_or_path: Path | str, revision: str | None) -> Path:
     if not _is_adapter(folder) and not any((folder / file).is_file() for file in ("config.json", EXTENSION)):
         raise FileNotFoundError(
             f"{name!r} is neither an adapter (adapter_config.json and {WEIGHTS}) nor a model (config.json) nor an "
-            f"extension ({EXTENSION}). Check the path."
+            f"extension ({EXTENSION}). {inside(folder) or 'Check the path.'}"
         )
     return folder
 

@@ -206,11 +206,14 @@ class Push:
 
     def notes(self) -> tuple[str, ...]:
         """Notes for the user, a sentence each."""
+        notes = []
+        if self.measured is None:
+            notes.append("the card has no measurements. Pass results='FILE' of ctxext eval or ctxext finetune")
         if self.base_model is None:
-            return ("the card links no base model and names no licence. Pass base_model='owner/name' for both",)
-        if self.license:
-            return ()
-        return (f"the card of {self.base_model} names no licence or cannot be read, so this card names none",)
+            notes.append("the card links no base model and names no licence. Pass base_model='owner/name' for both")
+        elif not self.license:
+            notes.append(f"the card of {self.base_model} names no licence or cannot be read, so this card names none")
+        return tuple(notes)
 
     def sizes(self) -> dict[str, int]:
         """Bytes of each file that would be uploaded."""

@@ -43,7 +43,7 @@ from ctxext.hub.adapters import (
     write_model_card,
     write_record,
 )
-from ctxext.hub.checkpoint import extend_folder
+from ctxext.hub.checkpoint import checkpoint_folder, extend_folder
 
 IDS = torch.randint(2, 4096, (1, 96), generator=torch.Generator().manual_seed(0))
 NORMS = ["input_layernorm", "post_attention_layernorm", "norm"]
@@ -439,6 +439,23 @@ def test_a_folder_of_a_model_loads_as_that_model(run: Run) -> None:
 def test_what_is_neither_adapter_nor_model_is_named(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="neither an adapter"):
         ctxext.load(tmp_path)
+
+
+def test_the_folder_of_a_run_points_to_what_it_contains(run: Run) -> None:
+    for command in (ctxext.load, lambda folder: merge(folder, "merged"), lambda folder: checkpoint_folder(str(folder))):
+        with pytest.raises(FileNotFoundError, match=rf"Pass what it contains: {run.adapter} or {run.base}\."):
+            command(run.adapter.parent)
+
+
+def test_a_misspelt_path_is_answered_by_its_neighbour(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where it could be a hub name."""
+    monkeypatch.chdir(run.adapter.parents[1])
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    for name in ("run/adaptr", "./run/adaptr", str(run.adapter.with_name("adaptr"))):
+        with pytest.raises(FileNotFoundError, match=r"Did you mean '.*run/adapter'\?"):
+            merge(name, tmp_path / "merged")
 
 
 def test_a_record_of_another_version_is_refused(run: Run, tmp_path: Path) -> None:

@@ -388,6 +388,18 @@ def test_the_card_of_a_fine_tune_is_one_and_names_no_folder(hub: LocalHub, merge
     assert "fine-tuned after that" in card
 
 
+def test_a_card_without_measurements_or_base_says_what_is_missing(
+    base: Path, hub: LocalHub, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    extend_folder(base, tmp_path / "out", 4)
+    (tmp_path / "out/README.md").unlink()
+    run("push", str(tmp_path / "out"), "ada/long", "--dry-run")
+    said = capsys.readouterr().err
+    assert "note: the card has no measurements. Pass --results FILE of ctxext eval or ctxext finetune." in said
+    assert "note: the card links no base model and names no licence. Pass --base-model OWNER/NAME for both." in said
+    assert f"next: ctxext push {tmp_path / 'out'} ada/long\n" in said
+
+
 @pytest.mark.parametrize("how", ["itself", "--factor 2", "--target-length 1024"])
 def test_results_of_eval_are_known_however_it_was_extended(how: str, hub: LocalHub, tmp_path: Path) -> None:
     out, results = tmp_path / "long", tmp_path / "results.jsonl"
