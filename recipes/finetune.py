@@ -58,10 +58,11 @@ from ctxext.training.trainable import check_rotary, trained_parameters
 from ctxext.utils.json_files import write_json
 from ctxext.utils.machine import machine, versions
 from ctxext.utils.screen import after_training, console
+from ctxext.utils.values import counted
 
 
 def train(run: Run, binding: dict[str, Any], measure: Measure | None) -> checkpoints.Progress:
-    """Train to the end, from the last checkpoint on."""
+    """Train to the end, from the last checkpoint on; with early stopping, to the weights of the best evaluation."""
     training, accelerator, output = run.settings.training, run.accelerator, Path(run.settings.output)
     done, folder, main = checkpoints.Progress(), output / "checkpoints", accelerator.is_main_process
     if last := checkpoints.latest_checkpoint(folder):
@@ -69,25 +70,30 @@ def train(run: Run, binding: dict[str, Any], measure: Measure | None) -> checkpo
         accelerator.print(f"Resuming from {last}.")
     log, mid_training = (Log(output / name, done.step, main) for name in ("log.jsonl", "mid_training.jsonl"))
     every, keep = measure.every if measure else None, training.keep_checkpoints
+    patience = training.early_stopping and every and training.early_stopping * every  # in steps
     if every and done.step == 0:
         mid_training.add(measure.during(run.model, done))
     memory, read = PeakMemory(accelerator.device), training.batch_size * run.mixture.length
     with bar(run.steps, done.step, main) as advance:
-        while done.step < run.steps:
+        while done.step < run.steps and not done.is_over(patience):
             begin = time.perf_counter()
             outcome = run.step(done.step)
             passed = time.perf_counter() - begin
             targets, peak = done.targets + int(outcome.pop("targets")), max(done.peak, memory.at_most or 0)
-            done = checkpoints.Progress(done.step + 1, done.tokens + read, targets, done.seconds + passed, peak)
-            log.add({"step": done.step, "tokens": done.tokens, "targets": done.targets, **outcome})
+            counts = {"step": done.step + 1, "tokens": done.tokens + read, "targets": targets}
+            done = replace(done, **counts, seconds=done.seconds + passed, peak=peak)
+            log.add({**counts, **outcome})
             speed = {"tokens_per_second": read / passed, "memory_gib": (memory.now or 0) / 2**30}
             accelerator.log({**outcome, **speed, "tokens": done.tokens}, step=done.step)
             advance(loss=outcome["loss"], left=(run.steps - done.step) * read, **speed)
             if every and (done.step % every == 0 or done.step == run.steps):
-                mid_training.add(measure.during(run.model, done))
+                mid_training.add(looked := measure.during(run.model, done))
                 memory.restart()  # exclude the evaluation's memory
-            if done.step % training.checkpoint_every == 0 or done.step == run.steps:
+            if judged := bool(patience and every and done.step % every == 0):
+                done = done.judged(looked["tail_loss"])
+            if judged or done.step % training.checkpoint_every == 0 or done.step == run.steps:
                 checkpoints.save_checkpoint(folder, run.model, run.optimizer, done, binding, keep=keep)
+    checkpoints.load_best(folder, run.model, run.optimizer, done, binding)
     return done
 
 
@@ -186,9 +192,8 @@ def main(arguments: list[str] | None = None) -> None:
     logging.disable_progress_bar()
     warnings.filterwarnings("ignore", message=".*gradient_checkpointing", category=FutureWarning)
 
-    first = stages[0]
-    precision = "bf16" if first.training.precision == "bf16" else "no"
-    accelerator = make_accelerator(first.engine, mixed_precision=precision, log_with=first.tracker)
+    precision = "bf16" if stages[0].training.precision == "bf16" else "no"
+    accelerator = make_accelerator(stages[0].engine, mixed_precision=precision, log_with=stages[0].tracker)
     for number, settings in enumerate(stages):
         if not args.dry_run and is_finished(stages, number):
             accelerator.print(f"{settings.output} is finished.")
@@ -202,8 +207,7 @@ def finetune(
     accelerator: Accelerator, stages: list[Settings], number: int, folder: Path, extended: Path, dry_run: bool
 ) -> None:
     """One stage; data is relative to `folder`, and the extended base is in `extended`."""
-    settings = stages[number]
-    training, output = settings.training, Path(settings.output)
+    training, output = (settings := stages[number]).training, Path(stages[number].output)
     settings.check_engine(engine_of(accelerator).kind)
     micro_batches = micro_batches_of(settings, accelerator)
     say = partial(console.print, highlight=False, soft_wrap=True) if accelerator.is_main_process else lambda *_: None
@@ -278,10 +282,10 @@ def finetune(
         "processes": accelerator.num_processes,
         "parameters_trained": n_trained,
         "estimated": expected and {"seconds": expected.seconds, "peak_bytes": expected.peak},
-        "took": {"seconds": done.seconds, "peak_bytes": done.peak},
+        "took": {"seconds": done.seconds, "peak_bytes": done.peak, "steps": done.step},
+        "saved_step": done.best_step or done.step,
     }
-    if measure:
-        figures["measured"] = measure.after(saved)
+    figures |= {"measured": measure.after(saved)} if measure else {}
     if accelerator.is_main_process:
         provenance = {name: figures[name] for name in ("settings", "data", "versions", "machine", "took")}
         table = card_table(figures["measured"]["variants"]) if measure else None
@@ -292,7 +296,8 @@ def finetune(
         write_json(output / FIGURES, figures)
     accelerator.wait_for_everyone()
     said = f", estimated {duration(expected.seconds)} and {gib(expected.peak)}" if expected else ""
-    say(f"Saved {saved}. {steps:,} step{'s' * (steps != 1)} took {duration(done.seconds)} and {gib(done.peak)}{said}.")
+    at = f" as of step {done.best_step:,}, where the loss was lowest" if done.best_step else ""
+    say(f"Saved {saved}{at}. {counted(done.step, 'step')} took {duration(done.seconds)} and {gib(done.peak)}{said}.")
     say(after_training(saved))
 
 

@@ -121,7 +121,7 @@ class RetrievalRows:
         """The ends of sentences nearest to the depths; the ends of the text for 0 and 1."""
         for token in np.unique(text).tolist():
             if token not in self._is_end:
-                self._is_end[token] = self.tokenizer.decode([token]).rstrip(_QUOTES).endswith(_ENDS)
+                self._is_end[token] = str(self.tokenizer.decode([token])).rstrip(_QUOTES).endswith(_ENDS)
         ends = np.flatnonzero([self._is_end[token] for token in text.tolist()]) + 1
         places = []
         for depth in depths:

@@ -7,10 +7,11 @@ Checkpoints are written to a temporary folder and renamed when complete.
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator, DistributedType
+from accelerate.utils import broadcast_object_list
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
@@ -41,7 +43,8 @@ _KINDS = {
 class Progress:
     """The progress of a run: tokens read, tokens with a loss, seconds of all steps.
 
-    `peak` is the peak memory of the main process in bytes; 0 if unknown.
+    `peak` is the peak memory of the main process in bytes; 0 if unknown. With early stopping, `best_loss` is the lowest
+    validation loss in nats, after `best_step` steps; 0 before the first evaluation.
     """
 
     step: int = 0
@@ -49,12 +52,24 @@ class Progress:
     targets: int = 0
     seconds: float = 0.0
     peak: int = 0
+    best_step: int = 0
+    best_loss: float = 0.0
+
+    def judged(self, loss: float) -> Progress:
+        """After an evaluation. Every process calls it, and takes the main process's loss: roundings may differ."""
+        (loss,) = broadcast_object_list([loss])
+        is_best = math.isfinite(loss) and (self.best_step == 0 or loss < self.best_loss)
+        return replace(self, best_step=self.step, best_loss=loss) if is_best else self
+
+    def is_over(self, patience: int | None) -> bool:
+        """Whether there was no lower loss in the last `patience` steps; None for never."""
+        return bool(patience and self.best_step and self.step - self.best_step >= patience)
 
 
 def save_checkpoint(
     folder: Path, model: nn.Module, optimizer: Any, progress: Progress, binding: dict[str, Any], *, keep: int = 2
 ) -> Path:
-    """Write `folder/step-…` atomically, and delete all but the last `keep`. Every process calls it.
+    """Write `folder/step-…` atomically, and delete all but the last `keep` and the best. Every process calls it.
 
     Args:
         model: the model in training, wrapped or not. Sharded tensors are gathered one by one on the main process.
@@ -63,7 +78,7 @@ def save_checkpoint(
     Raises:
         OSError: it could not be written, e.g. the disk is full. Earlier checkpoints are kept.
     """
-    path = folder / f"step-{progress.step:08d}"
+    path = checkpoint_of(folder, progress.step)
     partial = folder / f".{path.name}.partial"
     try:
         if _is_main():
@@ -87,7 +102,8 @@ def save_checkpoint(
             partial.rename(path)
             _flush(folder)
             for old in checkpoints(folder)[:-keep]:
-                shutil.rmtree(old)
+                if old != checkpoint_of(folder, progress.best_step):
+                    shutil.rmtree(old)
     except (OSError, SafetensorError) as error:
         if _is_main():
             shutil.rmtree(partial, ignore_errors=True)
@@ -156,6 +172,12 @@ def load_checkpoint(path: Path, model: nn.Module, optimizer: Any, binding: dict[
     return progress
 
 
+def load_best(folder: Path, model: nn.Module, optimizer: Any, progress: Progress, binding: dict[str, Any]) -> None:
+    """Load the checkpoint of the lowest validation loss, if there was an evaluation for early stopping."""
+    if progress.best_step:
+        load_checkpoint(checkpoint_of(folder, progress.best_step), model, optimizer, binding)
+
+
 def check_binding(path: Path, binding: dict[str, Any], steps: int | None = None) -> Progress:
     """The progress of the run at `path`.
 
@@ -187,6 +209,11 @@ def check_binding(path: Path, binding: dict[str, Any], steps: int | None = None)
             "or choose another output folder."
         )
     return found
+
+
+def checkpoint_of(folder: Path, step: int) -> Path:
+    """Where the checkpoint after `step` steps is."""
+    return folder / f"step-{step:08d}"
 
 
 def checkpoints(folder: Path) -> list[Path]:

@@ -164,6 +164,9 @@ class TrainingSettings(Section):
         mixed_window: documents within the trained length train on the original RoPE, longer ones on the extended
             (LongRoPE2). What is saved is the extended model.
         checkpoint_every: in steps; the last `keep_checkpoints` are kept.
+        early_stopping: stop after so many evaluations (`evaluation.every`) without a lower loss of the last tokens at
+            the target length, and save the weights with the lowest loss, after step 0; None trains to the end and saves
+            the last.
     """
 
     steps: Positive | None = None
@@ -185,6 +188,7 @@ class TrainingSettings(Section):
     mixed_window: bool = False
     checkpoint_every: Positive = 50
     keep_checkpoints: Positive = 2
+    early_stopping: Count | None = None
     seed: Annotated[int, Field(ge=0, le=MAX_TOKENS)] = 0
 
     @model_validator(mode="after")
@@ -290,6 +294,8 @@ class Settings(Section):
                 "training.mixed_window chooses the RoPE by the length of each document, got data.documents: "
                 f"{self.data.documents} and data.positions: {self.data.positions}. Set separate and plain."
             )
+        if self.training.early_stopping and not (self.evaluation and self.evaluation.every):
+            raise ValueError("training.early_stopping counts evaluations in training. Set evaluation.every.")
         self.check_engine(self.engine.kind)
         return self
 
@@ -369,6 +375,8 @@ class Settings(Section):
             "data": {"processes"},
             "training": {"checkpoint_every", "keep_checkpoints", *length}.difference(also),
         }
+        if self.training.early_stopping and "evaluation" not in also:  # the part of it that training depends on
+            free["evaluation"] = EvaluationSettings.model_fields.keys() - {"text", "every", "mid_training_windows"}
         return dict(_flat(self.model_dump(mode="json", exclude=free)))
 
 

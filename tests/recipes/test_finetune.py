@@ -326,6 +326,35 @@ def test_a_finished_run_of_a_constant_schedule_is_lengthened_bit_for_bit(main, t
         main(longer, *changes, "training.steps=5")
 
 
+def test_early_stopping_saves_the_weights_of_the_lowest_loss_and_resumes_bit_for_bit(main, tmp_path: Path) -> None:
+    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
+    changes = (
+        "training.schedule=constant", "training.warmup_steps=0", "training.learning_rate=1e-2",
+        "training.early_stopping=2", "training.keep_checkpoints=1", EVALUATION,
+        "data.sources=[{path: ../data/austen/northangerabbey.txt}]", "extension.factor=2",
+    )  # fmt: skip
+    main(whole, *changes, "training.steps=20")
+    losses = {
+        line["step"]: line["tail_loss"]
+        for line in map(json.loads, (whole / "mid_training.jsonl").open())
+        if line["step"]
+    }
+    figures, best = json.loads((whole / "figures.json").read_text()), min(losses, key=losses.__getitem__)
+    assert figures["saved_step"] == best
+    assert len(log(whole)) == figures["took"]["steps"] == best + 4 < 20
+    kept = [load_file(path / "trained.safetensors") for path in checkpoints(whole / "checkpoints")]
+    assert len(kept) == 2  # the best and the last
+    saved = {tensor.double().sum().item() for tensor in load_file(whole / "adapter/adapter_model.safetensors").values()}
+    sums = [{t.double().sum().item() for name, t in each.items() if name.startswith("parameter/")} for each in kept]
+    assert saved <= sums[0]
+    assert not saved & sums[1]
+
+    main(resumed, *changes, "training.steps=3")  # killed, so to say
+    main(resumed, *changes, "training.steps=20")
+    for file in "log.jsonl", "adapter/adapter_model.safetensors":
+        assert (resumed / file).read_bytes() == (whole / file).read_bytes()
+
+
 def test_what_saves_memory_changes_no_loss(main, tmp_path: Path) -> None:
     losses, gradients = {}, "training.gradient_checkpointing"
     for change in (f"{gradients}=none", f"{gradients}=recompute", f"{gradients}=offload", "training.loss=stock",

@@ -115,7 +115,7 @@ def test_what_fits_has_a_tenth_to_spare() -> None:
 def test_the_report_names_what_saves_memory_most_first_and_loads_no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", None)
     said = report(TINY, [*LORA, "data.length=1024", "training.loss=stock"]).splitlines()
-    assert said[0] == "Modelled memory per process, for rows of 1,024 tokens:"
+    assert said[0] == "runs/tiny_yarn_4x: modelled memory per process, for rows of 1,024 tokens:"
     assert "Fits in 24, 48, 80 and 141 GB." in said
     saved = [float(line.split(" saves ")[1].split()[0]) for line in said if " saves " in line]
     assert saved == sorted(saved, reverse=True) != []

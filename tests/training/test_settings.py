@@ -226,6 +226,18 @@ def test_a_constant_schedule_is_not_bound_to_the_number_of_its_steps() -> None:
         assert (rates[0] == rates[1]) != is_bound
 
 
+def test_early_stopping_is_bound_to_what_it_is_decided_by() -> None:
+    with pytest.raises(ValueError, match=r"Set evaluation\.every"):
+        read_settings(TINY, ["training.early_stopping=3", "evaluation.every=null"])
+    on = "training.early_stopping=3"
+    (settings,), (without,) = read_settings(TINY, [on]), read_settings(TINY)
+    for change in ("evaluation.every=7", "evaluation.text=other.txt", "evaluation.mid_training_windows=3"):
+        assert read_settings(TINY, [on, change])[0].binding() != settings.binding()
+        assert read_settings(TINY, [change])[0].binding() == without.binding()
+    assert read_settings(TINY, [on, "evaluation.trials=7"])[0].binding() == settings.binding()
+    assert read_settings(TINY, [on, "evaluation.trials=7"])[0].binding("evaluation") != settings.binding("evaluation")
+
+
 STAGES = next(path for path in CONFIGS if path.stem == "tiny_yarn_stages")
 
 
