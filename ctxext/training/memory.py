@@ -190,7 +190,8 @@ def _leave_meta(model: nn.Module) -> None:
     """Put fake tensors of the CPU where `model` has tensors of the meta device, which has no autocast."""
     made: dict[Tensor, Tensor] = {}  # tied parameters stay tied
     for module in model.modules():
-        for held in (module._parameters, module._buffers):
+        parts: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
+        for held in parts:
             for tensor in held.values():
                 if tensor is not None and tensor not in made:
                     fake = torch.empty(tensor.shape, dtype=tensor.dtype)

@@ -34,8 +34,9 @@ def use_tiled_mlp(model: nn.Module, tokens: int = 4096) -> Edit:
     mlps = [layer.mlp for layer in layers if isinstance(getattr(layer, "mlp", None), nn.Module)]
     if not mlps or len(mlps) != len(layers):
         raise ValueError(f"{type(model).__name__} has no module named mlp in each of its layers, so none was tiled.")
+    embeddings: Any = transformers_model(model).get_input_embeddings()
     for mlp in mlps:
-        _check(mlp, model.get_input_embeddings().weight)
+        _check(mlp, embeddings.weight)
     edit, tiled = Edit(model), {id(mlp) for mlp in mlps}
     for path, module in model.named_modules():
         if id(module) in tiled:
