@@ -98,9 +98,10 @@ def carry_extension(owner: Any, folders: Iterable[Path]) -> None:
         (folder / RECORD).unlink(missing_ok=True)  # from an adapter saved here earlier
         if owner is None or not (folder / ADAPTER_CONFIG).is_file():
             continue
-        plan, place = owner.__dict__["context_extension"].plan, Path(owner.name_or_path or "")
-        name, revision = origin(owner.name_or_path or "", getattr(owner.config, "_commit_hash", None))
-        weights = weights_fingerprint(place) if name and any(place.glob("*.safetensors")) else None
+        plan, named, weights = owner.__dict__["context_extension"].plan, owner.name_or_path or "", None
+        name, revision = origin(named, getattr(owner.config, "_commit_hash", None)) if named else ("", None)
+        if name and any(Path(named).glob("*.safetensors")):
+            weights = weights_fingerprint(Path(named))
         name = portable(name, folder)
         write_record(folder, plan, name=name or None, revision=revision, weights=weights)
         name_base(folder, name, revision, plan.summary)

@@ -111,7 +111,7 @@ def _base_to_save(model: Any, named: str | None, adapter: Path) -> str | None:
         name = plain_name(named)
         return name and located(name, adapter)
     base = transformers_model(model).name_or_path
-    if Path(base).is_dir() and extension_in(text_config_of(AutoConfig.from_pretrained(base))) is not None:
+    if base and Path(base).is_dir() and extension_in(text_config_of(AutoConfig.from_pretrained(base))) is not None:
         return base
     return named  # only its config in memory is extended
 

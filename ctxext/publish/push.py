@@ -332,16 +332,15 @@ def prepared(
             files = {path.as_posix(): weights / path for path in visible_files(weights)}
             files.pop(README, None)
             if files.pop(OF_FINETUNE, None):
-                trained = AdapterBase.of_folder(weights)
-                about = {**trained.provenance}
-        measured = _figures_of_run(about)
+                trained = AdapterBase.of_folder(weights).provenance
+                about = {name: value for name, value in trained.items() if name not in ("figures", "merged_from")}
+        measured = None if trained is None else _figures_of_run(trained)
         if results is not None:
             folder = weights or checkpoint_folder(str(base_model))
             name = "FOLDER" if isinstance(source, nn.Module) else str(folder)
-            known = {weights_fingerprint(folder), about.get("merged_from")}
+            known = {weights_fingerprint(folder), (trained or {}).get("merged_from")}
             measured = _measured(read_results(results), extended.method, known, name)
         terms = {} if base_model is None else _license(base_model)
-        about = {name: value for name, value in about.items() if name not in ("figures", "merged_from")}
         yield Push(repo_id, files, readme, extended, base_model, measured, config, about, terms, trained is not None)
 
 
