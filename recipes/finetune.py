@@ -3,7 +3,6 @@
     accelerate launch recipes/finetune.py --config recipes/configs/tiny_yarn_4x.yaml
     accelerate launch recipes/finetune.py --config FILE training.steps=100 training.learning_rate=5e-5
     python recipes/finetune.py --config FILE --dry-run      # estimates time and memory (--estimate: from the config)
-    accelerate launch recipes/finetune.py --config recipes/configs/tiny_yarn_stages.yaml   # twice the length, then four
 
 The model is extended on disk first, so that it is trained and reloaded with the same RoPE scaling. The rows and random
 numbers of a micro-batch depend only on the seed, the step and its number: any number of processes gives the same losses
@@ -12,13 +11,12 @@ except for rounding, and the same command resumes from the last checkpoint, bit 
     base/            the extended base: the config rewritten, the weights linked
     adapter/         what was trained, with ctxext.json and a model card (model/ for a full fine-tune)
     merged/          if `merge: true`: one plain checkpoint
-    log.jsonl        a line per step
-    mid_training.jsonl    mid-training evaluations
+    log.jsonl, mid_training.jsonl    a line per step, and one per mid-training evaluation
     results.jsonl    the samples of the evaluation before and after (`ctxext report` makes an HTML report)
     figures.json     every figure of the run, with settings, machine and versions
     checkpoints/     the last ones, to resume from
 
-A config with `stages:` has such a folder for each stage, and starts each from the weights of the one before.
+A config with `stages:` (configs/tiny_yarn_stages.yaml) has such a folder for each, which starts from the one before.
 """
 
 from __future__ import annotations
@@ -207,7 +205,8 @@ def finetune(
     accelerator: Accelerator, stages: list[Settings], number: int, folder: Path, extended: Path, dry_run: bool
 ) -> None:
     """One stage; data is relative to `folder`, and the extended base is in `extended`."""
-    training, output = (settings := stages[number]).training, Path(stages[number].output)
+    settings = stages[number]
+    training, data, output, saved = settings.training, settings.data, Path(settings.output), settings.saved
     settings.check_engine(engine_of(accelerator).kind)
     micro_batches = micro_batches_of(settings, accelerator)
     say = partial(console.print, highlight=False, soft_wrap=True) if accelerator.is_main_process else lambda *_: None
@@ -228,15 +227,12 @@ def finetune(
     with accelerator.main_process_first():
         packed = packed_sources(settings, folder, tokenizer, length, extended)
     mixture = Mixture(packed, training.seed)
-    collator = make_collator(
-        settings.data.positions, target_length=target_length, chunks=settings.data.chunks, seed=training.seed
-    )
+    collator = make_collator(data.positions, target_length=target_length, chunks=data.chunks, seed=training.seed)
     for part, epochs in zip(packed, mixture.epochs(steps * training.batch_size)):
         say(f"  {part.source.name}: {part.accounting}, read {epochs:.2f} times")
     binding = {**settings.binding(), "data": [part.fingerprint for part in packed]}
-    done = checkpoints.Progress()
-    if last := checkpoints.latest_checkpoint(output / "checkpoints"):
-        done = checkpoints.check_binding(last, binding, steps)
+    last = checkpoints.latest_checkpoint(output / "checkpoints")
+    done = checkpoints.check_binding(last, binding, steps) if last else checkpoints.Progress()
     measure = None
     if settings.evaluation:
         measure = Measure(settings, accelerator, folder, tokenizer, trained_length, target_length)
@@ -270,7 +266,6 @@ def finetune(
         measure.before(start.original, start.folder)
     start_trackers(accelerator, settings)
     done = train(run, binding, measure)
-    saved = settings.saved
     checkpoints.save_result(accelerator, run.model, settings, record, tokenizer)
     del run, model, optimizer, trained
     accelerator.free_memory()
