@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -29,8 +30,10 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback
 
 from ctxext.training.estimate import resident
 from ctxext.training.loss import use_chunked_loss
+from ctxext.training.tiled import use_tiled_mlp
 
-VARIANTS = ("stock", "stock, checkpointed", "ours", "ours, checkpointed")
+VARIANTS = ("stock", "stock, checkpointed", "ours", "ours, checkpointed", "ours, checkpointed, tiled")
+MLP_TOKENS = 512  # of a tile
 SHORT = 256  # tokens of the step that is not counted
 CLIP, LEARNING_RATE = 1.0, 1e-4
 # Noise that a bar on memory allows for.
@@ -93,8 +96,12 @@ def train_stock(model: Any, rows: list[dict[str, Tensor]], checkpointed: bool, m
         Trainer(model, arguments, train_dataset=Rows(rows), callbacks=[meter]).train()
 
 
-def train_ours(model: Any, rows: list[dict[str, Tensor]], checkpointed: bool, meter: Meter) -> None:
+def train_ours(
+    model: Any, rows: list[dict[str, Tensor]], checkpointed: bool, meter: Meter, tiled: bool = False
+) -> None:
     use_chunked_loss(model)
+    if tiled:
+        use_tiled_mlp(model, MLP_TOKENS)
     if checkpointed:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -111,10 +118,10 @@ def train_ours(model: Any, rows: list[dict[str, Tensor]], checkpointed: bool, me
 
 def measure(variant: str, length: int) -> dict[str, Any]:
     """Run a step of `variant` in this process."""
-    way, _, checkpointed = variant.partition(", ")
+    way, *more = variant.split(", ")
     meter = Meter()
-    train = train_stock if way == "stock" else train_ours
-    train(lora_model(), batches([SHORT, length]), bool(checkpointed), meter)
+    train = train_stock if way == "stock" else partial(train_ours, tiled="tiled" in more)
+    train(lora_model(), batches([SHORT, length]), "checkpointed" in more, meter)
     return meter.record
 
 
@@ -132,7 +139,7 @@ def difference(length: int) -> tuple[float, float]:
             torch.nn.init.normal_(parameter, std=0.02)
     batch = {name: values[None] for name, values in batches([length])[0].items()}
     results = []
-    for patch in (lambda model: None, use_chunked_loss):
+    for patch in (lambda model: None, lambda model: (use_chunked_loss(model), use_tiled_mlp(model, MLP_TOKENS))):
         patch(model)
         model.zero_grad()
         loss = model(**batch, num_items_in_batch=length - 1).loss
@@ -199,6 +206,7 @@ def main() -> None:
         ("ours", "stock", 0.33, 0.95),
         ("ours, checkpointed", "stock, checkpointed", 0.27, 0.95),
         ("ours, checkpointed", "stock", 0.22, 1.30),
+        ("ours, checkpointed, tiled", "stock, checkpointed", 0.19, 1.00),
     ):
         report.add(f"{ours} over {stock}: memory", memory[ours] / memory[stock], at_most=most_memory * NOISE)
         report.add(f"{ours} over {stock}: time", seconds[ours] / seconds[stock], at_most=most_time)

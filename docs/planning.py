@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import math
 import sys
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -25,6 +25,8 @@ from at_scale.planning import LENGTHS, SHAPES
 
 from ctxext.evals.statistics import in_percent
 from ctxext.extension.describe import kv_cache_bytes
+from ctxext.training.memory import CARDS, ROOM, Memory, memory_of
+from ctxext.training.settings import Settings
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE, RECORD = ROOT / "docs/planning.md", ROOT / "docs/planning.json"
@@ -196,6 +198,67 @@ def published() -> dict[str, dict[str, Any]]:
     }
 
 
+# ----------------------------------------------------------------------------------------------------------- training
+
+# LoRA of rank 16 on attention in bfloat16, recomputed, with the chunked loss and tiles of 4,096 tokens in the MLP.
+TRAINED: dict[str, tuple[str, dict[str, Any]]] = {
+    "8B, one GPU": ("8B", {}),
+    "8B, one GPU, layer inputs offloaded": ("8B", {"training": {"gradient_checkpointing": "offload"}}),
+    "8B, one GPU, four bits, offloaded": (
+        "8B", {"training": {"gradient_checkpointing": "offload"}, "trainable": {"quantization": "nf4"}},
+    ),
+    "70B, one GPU, four bits, offloaded": (
+        "70B", {"training": {"gradient_checkpointing": "offload"}, "trainable": {"quantization": "nf4"}},
+    ),
+    "70B, 8 GPUs, context parallel": (
+        "70B", {"engine": {"kind": "context_parallel", "processes": 8, "context_parallel_size": 8}},
+    ),
+}  # fmt: skip
+LENGTHS_COUNTED = 2**15, 2**16  # from which memory is linear in the length
+DEPTHS = 2, 4  # of the models that are counted: every layer adds the same
+
+
+def training_memory(shape: str, changes: dict[str, Any], length: int) -> Memory:
+    training = {"steps": 1, "mlp_tokens": 4096, **changes.get("training", {})}
+    settings = Settings.model_validate({
+        "measured_on": "not measured", "model": shape, "output": "none",
+        "data": {"sources": [{"path": "none"}], "documents": "joined"}, **changes, "training": training,
+    })  # fmt: skip
+    few, more = (
+        memory_of(LlamaConfig(**{**SHAPES[shape], "num_hidden_layers": depth}), settings, length) for depth in DEPTHS
+    )
+    left = (config_of(shape).num_hidden_layers - DEPTHS[0]) / (DEPTHS[1] - DEPTHS[0])
+    return Memory(*(round(a + left * (b - a)) for a, b in zip(astuple(few), astuple(more))))
+
+
+def longest_trained() -> dict[str, dict[int, int]]:
+    """The longest row that fits each card, in tokens, by what is trained; 0 if less than 1,024."""
+    found = {}
+    for name, (shape, changes) in TRAINED.items():
+        short, long = (training_memory(shape, changes, length).peak for length in LENGTHS_COUNTED)
+        each = (long - short) / (LENGTHS_COUNTED[1] - LENGTHS_COUNTED[0])
+        found[name] = {
+            card: max(0, int(LENGTHS_COUNTED[0] + (ROOM * card * 1e9 - short) / each) // 1024 * 1024) for card in CARDS
+        }
+    return found
+
+
+def training_table(found: dict[str, dict[int, int]]) -> str:
+    lines = [
+        f"| LoRA of | {' | '.join(f'{card} GB' for card in CARDS)} |",
+        "|---" * (len(CARDS) + 1) + "|",
+        *(
+            f"| {name} | {' | '.join(f'*≈ {length // 1024:,}k*' if length else '–' for length in by_card.values())} |"
+            for name, by_card in found.items()
+        ),
+        "",
+        f"Longest row in tokens (1k = 1,024), modelled and not measured on a GPU, within {in_percent(ROOM)}% of "
+        "each card: rank 16 on attention, bfloat16, `gradient_checkpointing: recompute` or `offload`, `loss: chunked` "
+        "and `mlp_tokens: 4096`. By the line through 32k and 64k tokens.",
+    ]
+    return "\n".join(lines)
+
+
 # ---------------------------------------------------------------------------------------------------------- the page
 
 
@@ -233,7 +296,9 @@ def planning_rows(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return rows
 
 
-def blocks(rows: list[dict[str, Any]], tests: list[dict[str, Any]], paper: dict[str, Any]) -> dict[str, str]:
+def blocks(
+    rows: list[dict[str, Any]], tests: list[dict[str, Any]], paper: dict[str, Any], trained: dict[str, dict[int, int]]
+) -> dict[str, str]:
     """The generated blocks of the page by name."""
     body = [
         f"| {row['shape']} ({MODELS[row['shape']]}) | {row['name']} | {size(row['modelled']['weight_bytes'])} | "
@@ -256,6 +321,7 @@ def blocks(rows: list[dict[str, Any]], tests: list[dict[str, Any]], paper: dict[
         "table": "\n".join([head, "|---" * 8 + "|", *body, "", note]),
         "example": example(),
         "checks": checks(tests),
+        "training": training_table(trained),
         "published": "By the same count these reached "
         + " and ".join(f"{in_percent(each['share_of_peak'])}% ({name})" for name, each in paper.items())
         + " of the peak. At the lower share, the table's prefills take "
@@ -317,13 +383,13 @@ def page(found: dict[str, str]) -> str:
 
 def main() -> None:
     found = points()
-    rows, tests, paper = planning_rows(found), compared(found), published()
+    rows, tests, paper, trained = planning_rows(found), compared(found), published(), longest_trained()
     RECORD.write_text(json.dumps({
         "assumed": {"peak": PEAK, "bandwidth": BANDWIDTH, "share of peak": REACHED, "share of bandwidth": READ,
                     "room": H100.room},
-        "rows": rows, "tests": tests, "published": paper,
+        "rows": rows, "tests": tests, "published": paper, "longest trained": trained,
     }, indent=1) + "\n")  # fmt: skip
-    PAGE.write_text(page(blocks(rows, tests, paper)))
+    PAGE.write_text(page(blocks(rows, tests, paper, trained)))
     print(f"{PAGE.relative_to(ROOT)}: {len(rows)} rows, {len(tests)} measured numbers.")
 
 

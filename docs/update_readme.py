@@ -195,6 +195,35 @@ def finetune_table() -> str:
     return table(head, rows, note)
 
 
+def retrieval_table() -> str:
+    """What retrieval rows in the data change, of docs/finetune/retrieval.json."""
+    file = "docs/finetune/retrieval.json"
+    if not (ROOT / file).is_file():
+        return "Not measured yet: `python benchmarks/finetune_retrieval.py`."
+    record = read(file)
+    rows = []
+    for arm, found in record["arms"].items():
+        passkey, (method, _, factor) = found["passkey"], arm.partition(" x")
+        shares = [found["untrained"], passkey["without"], passkey["with"]]
+        gained = {end: value and 100 * value for end, value in passkey["difference"].items() if end != "seeds"}
+        rows.append([
+            f"`{method}` ×{factor or 4}",
+            *(f"{in_percent(share['value'], 1)}%" for share in shares),
+            *(interval(gained, 1), interval(found["tail"]["difference"]), interval(found["regression"]["difference"])),
+        ])  # fmt: skip
+    head = [
+        "fine-tuned by", "passkey, not trained", "without retrieval rows", "with", "difference (points)",
+        "last 512 tokens (nats)", "regression within 512 (nats)",
+    ]  # fmt: skip
+    seeds, first = record["seeds"], next(iter(record["arms"].values()))
+    note = (
+        f"{counted(seeds, 'seed')}, {first['prompts']} prompts each at the target length, {first['tokens'] / 1e6:.2f} "
+        "million tokens each. The last three columns are with retrieval rows over without, paired by seed, with 95% "
+        f"intervals over seeds; from {link(file, 'recipes')}."
+    )
+    return table(head, rows, note)
+
+
 def finetune_memory_table() -> str:
     """A step of the recipe against stock Trainer + PEFT, of docs/benchmarks/finetune.json."""
     file = "docs/benchmarks/finetune.json"
@@ -718,7 +747,7 @@ TABLES = {
         "methods": method_table,
         "quality": partial(comparison_table, "docs/at_scale/quality-cpu.json", without=LATER),
     },
-    "recipes/README.md": {"finetune": finetune_table},
+    "recipes/README.md": {"finetune": finetune_table, "retrieval": retrieval_table},
     "docs/fit/README.md": {
         "fit": partial(fit_table, True, "docs/fit"),
         "ablation": partial(parts_table, "docs/fit/ablation.json"),

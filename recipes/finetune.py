@@ -2,21 +2,21 @@
 
     accelerate launch recipes/finetune.py --config recipes/configs/tiny_yarn_4x.yaml
     accelerate launch recipes/finetune.py --config FILE training.steps=100 training.learning_rate=5e-5
-    python recipes/finetune.py --config FILE --dry-run      # estimates time and memory; trains nothing
+    python recipes/finetune.py --config FILE --dry-run      # estimates time and memory (--estimate: from the config)
 
-The model is extended on disk first, so that an adapter trained on it names a base that has its RoPE scaling. The rows
-and the random numbers of a micro-batch depend only on the seed, the step and its number: any number of processes gives
-the same losses except for rounding, and the same command resumes from the last checkpoint, bit for bit. The output
-folder has
+The model is extended on disk first, so that it is trained and reloaded with the same RoPE scaling. The rows and random
+numbers of a micro-batch depend only on the seed, the step and its number: any number of processes gives the same losses
+except for rounding, and the same command resumes from the last checkpoint, bit for bit. The output folder has
 
     base/            the extended base: the config rewritten, the weights linked
     adapter/         what was trained, with ctxext.json and a model card (model/ for a full fine-tune)
     merged/          if `merge: true`: one plain checkpoint
-    log.jsonl        a line per step
-    mid_training.jsonl    mid-training evaluations
+    log.jsonl, mid_training.jsonl    a line per step, and one per mid-training evaluation
     results.jsonl    the samples of the evaluation before and after (`ctxext report` makes an HTML report)
     figures.json     every figure of the run, with settings, machine and versions
     checkpoints/     the last ones, to resume from
+
+A config with `stages:` (configs/tiny_yarn_stages.yaml) has such a folder for each, which starts from the one before.
 """
 
 from __future__ import annotations
@@ -34,58 +34,64 @@ from typing import Any
 
 import numpy as np
 import torch
-from accelerate import Accelerator, DistributedType
+from accelerate import Accelerator
 from torch import nn
 from transformers.utils import logging
 
-from ctxext.assets import MODEL
 from ctxext.core.apply import transformers_model
 from ctxext.data import Collator, Mixture, make_collator
 from ctxext.evals.targets import known_lengths
 from ctxext.evals.training import Measure, card_table
 from ctxext.hub.adapters import AdapterBase, merge, write_record
-from ctxext.hub.checkpoint import checkpoint_folder, config_in_use, extended_base, load_tokenizer
+from ctxext.hub.checkpoint import config_in_use, extended_base, load_tokenizer
 from ctxext.training import checkpoints
-from ctxext.training.estimate import Estimate, PeakMemory, duration, estimate, gib
+from ctxext.training.estimate import PeakMemory, duration, gib
 from ctxext.training.launch import data_parallel, engine_of, make_accelerator, on_my_part
 from ctxext.training.log import Log, bar
+from ctxext.training.memory import report
 from ctxext.training.settings import Settings, read_settings
-from ctxext.training.setup import micro_batches_of, model_to_train, on_this_process, packed_sources, prepare
+from ctxext.training.setup import estimated, micro_batches_of, model_to_train, packed_sources, prepare, start_trackers
+from ctxext.training.stages import FIGURES, is_finished, starting_point
 from ctxext.training.trainable import check_rotary, trained_parameters
 from ctxext.utils.json_files import write_json
 from ctxext.utils.machine import machine, versions
-from ctxext.utils.screen import console
+from ctxext.utils.screen import after_training, console
+from ctxext.utils.values import counted
 
 
 def train(run: Run, binding: dict[str, Any], measure: Measure | None) -> checkpoints.Progress:
-    """Train to the end, from the last checkpoint on."""
+    """Train to the end, from the last checkpoint on; with early stopping, to the weights of the best evaluation."""
     training, accelerator, output = run.settings.training, run.accelerator, Path(run.settings.output)
     done, folder, main = checkpoints.Progress(), output / "checkpoints", accelerator.is_main_process
     if last := checkpoints.latest_checkpoint(folder):
         done = checkpoints.load_checkpoint(last, run.model, run.optimizer, binding)
         accelerator.print(f"Resuming from {last}.")
     log, mid_training = (Log(output / name, done.step, main) for name in ("log.jsonl", "mid_training.jsonl"))
-    every = measure.every if measure else None
+    every, keep = measure.every if measure else None, training.keep_checkpoints
+    patience = training.early_stopping and every and training.early_stopping * every  # in steps
     if every and done.step == 0:
         mid_training.add(measure.during(run.model, done))
     memory, read = PeakMemory(accelerator.device), training.batch_size * run.mixture.length
     with bar(run.steps, done.step, main) as advance:
-        while done.step < run.steps:
+        while done.step < run.steps and not done.is_over(patience):
             begin = time.perf_counter()
             outcome = run.step(done.step)
             passed = time.perf_counter() - begin
             targets, peak = done.targets + int(outcome.pop("targets")), max(done.peak, memory.at_most or 0)
-            done = checkpoints.Progress(done.step + 1, done.tokens + read, targets, done.seconds + passed, peak)
-            log.add({"step": done.step, "tokens": done.tokens, "targets": done.targets, **outcome})
+            counts = {"step": done.step + 1, "tokens": done.tokens + read, "targets": targets}
+            done = replace(done, **counts, seconds=done.seconds + passed, peak=peak)
+            log.add({**counts, **outcome})
             speed = {"tokens_per_second": read / passed, "memory_gib": (memory.now or 0) / 2**30}
             accelerator.log({**outcome, **speed, "tokens": done.tokens}, step=done.step)
             advance(loss=outcome["loss"], left=(run.steps - done.step) * read, **speed)
             if every and (done.step % every == 0 or done.step == run.steps):
-                mid_training.add(measure.during(run.model, done))
+                mid_training.add(looked := measure.during(run.model, done))
                 memory.restart()  # exclude the evaluation's memory
-            if done.step % training.checkpoint_every == 0 or done.step == run.steps:
-                keep = training.keep_checkpoints
+            if judged := bool(patience and every and done.step % every == 0):
+                done = done.judged(looked["tail_loss"])
+            if judged or done.step % training.checkpoint_every == 0 or done.step == run.steps:
                 checkpoints.save_checkpoint(folder, run.model, run.optimizer, done, binding, keep=keep)
+    checkpoints.load_best(folder, run.model, run.optimizer, done, binding)
     return done
 
 
@@ -170,78 +176,72 @@ class Run:
         self.forward_backward(self.batch(rows), tokens * len(rows), last=True)
         self.optimizer.zero_grad()
 
-    def estimate(self, micro_batches: int) -> Estimate | None:
-        """Time and memory of so many micro-batches; None under DeepSpeed, whose engine cannot take back a step."""
-        if self.accelerator.distributed_type == DistributedType.DEEPSPEED:
-            return None
-        return estimate(
-            self.probe,
-            length=self.mixture.length,
-            micro_batches=micro_batches,
-            trained=sum(on_this_process(parameter) for parameter in trained_parameters(self.model).values()),
-            memory=PeakMemory(self.accelerator.device),
-            multiple=engine_of(self.accelerator).pieces,
-        )
-
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--config", type=Path, required=True, help="a YAML file, such as those in recipes/configs")
-    parser.add_argument("--dry-run", action="store_true", help="estimate time and memory, and stop")
+    for flag, does in ("--dry-run", "estimate time and memory"), ("--estimate", "model the memory without weights"):
+        parser.add_argument(flag, action="store_true", help=f"{does}, and stop")
     parser.add_argument("changes", nargs="*", metavar="KEY=VALUE", help="config overrides, such as training.steps=100")
     args = parser.parse_args(arguments)
-    settings = read_settings(args.config, args.changes)
-    with settings.base_folder(args.dry_run) as extended:
-        finetune(settings, args.config.parent, extended, args.dry_run)
-
-
-def finetune(settings: Settings, folder: Path, extended: Path, dry_run: bool) -> None:
-    """The run; data is relative to `folder`, and the extended base is in `extended`."""
-    training, output = settings.training, Path(settings.output)
+    if args.estimate:
+        return print(report(args.config, args.changes))
+    stages = read_settings(args.config, args.changes)
     logging.disable_progress_bar()
     warnings.filterwarnings("ignore", message=".*gradient_checkpointing", category=FutureWarning)
 
-    # 1. The requested engine, or an error.
-    accelerator = make_accelerator(
-        settings.engine,
-        mixed_precision="bf16" if training.precision == "bf16" else "no",
-        log_with=settings.tracker,
-        project_dir=output,
-    )
+    precision = "bf16" if stages[0].training.precision == "bf16" else "no"
+    accelerator = make_accelerator(stages[0].engine, mixed_precision=precision, log_with=stages[0].tracker)
+    for number, settings in enumerate(stages):
+        if not args.dry_run and is_finished(stages, number):
+            accelerator.print(f"{settings.output} is finished.")
+            continue
+        with settings.base_folder(args.dry_run) as extended:
+            finetune(accelerator, stages, number, args.config.parent, extended, args.dry_run)
+    accelerator.end_training()
+
+
+def finetune(
+    accelerator: Accelerator, stages: list[Settings], number: int, folder: Path, extended: Path, dry_run: bool
+) -> None:
+    """One stage; data is relative to `folder`, and the extended base is in `extended`."""
+    settings = stages[number]
+    training, data, output, saved = settings.training, settings.data, Path(settings.output), settings.saved
     settings.check_engine(engine_of(accelerator).kind)
     micro_batches = micro_batches_of(settings, accelerator)
     say = partial(console.print, highlight=False, soft_wrap=True) if accelerator.is_main_process else lambda *_: None
 
-    # 2. The base, extended on disk, so that an adapter that names it gets its RoPE scaling.
+    # 1. The base, extended on disk before it is loaded.
     with accelerator.main_process_first():
-        base = MODEL if settings.model == "bundled" else checkpoint_folder(settings.model, settings.revision)
-        extended = extended_base(base, extended, **settings.extension.arguments())
+        start = starting_point(stages, number, extended.with_name("start"), dry_run)
+        extended = extended_base(start.folder, extended, **settings.extension.arguments())
     tokenizer = load_tokenizer(extended)
-    (trained_length, _), (_, target_length) = (known_lengths(config_in_use(f)) for f in (base, extended))
+    (trained_length, _), (_, target_length) = (known_lengths(config_in_use(f)) for f in (start.folder, extended))
     trained_length = settings.extension.original_max_position_embeddings or trained_length
     length = settings.row_length(target_length)
     steps = training.steps_of(length)
-    say(f"[bold]{base.name}[/], trained at {trained_length:,} tokens, extended to {target_length:,}.")
+    record = AdapterBase.of(extended, start.folder)
+    say(f"[bold]{start.name}[/], trained at {trained_length:,} tokens, extended to {target_length:,}.")
 
-    # 3. The data, packed once.
+    # 2. The data, packed once.
     with accelerator.main_process_first():
         packed = packed_sources(settings, folder, tokenizer, length, extended)
     mixture = Mixture(packed, training.seed)
-    collator = make_collator(
-        settings.data.positions, target_length=target_length, chunks=settings.data.chunks, seed=training.seed
-    )
+    collator = make_collator(data.positions, target_length=target_length, chunks=data.chunks, seed=training.seed)
     for part, epochs in zip(packed, mixture.epochs(steps * training.batch_size)):
         say(f"  {part.source.name}: {part.accounting}, read {epochs:.2f} times")
     binding = {**settings.binding(), "data": [part.fingerprint for part in packed]}
-    if last := checkpoints.latest_checkpoint(output / "checkpoints"):
-        checkpoints.check_binding(last, binding)
+    last = checkpoints.latest_checkpoint(output / "checkpoints")
+    done = checkpoints.check_binding(last, binding, steps) if last else checkpoints.Progress()
     measure = None
     if settings.evaluation:
         measure = Measure(settings, accelerator, folder, tokenizer, trained_length, target_length)
         if last is None:
             measure.check_new()
+        elif done.step < steps and not dry_run:
+            measure.forget_trained()
 
-    # 4. The model: its trained parameters, loss and attention, all verified.
+    # 3. The model: its trained parameters, loss and attention, all verified.
     model = model_to_train(extended, settings, accelerator, collator, length)
     trained = trained_parameters(model)
     n_trained = sum(parameter.numel() for parameter in trained.values())
@@ -252,22 +252,21 @@ def finetune(settings: Settings, folder: Path, extended: Path, dry_run: bool) ->
     model, optimizer = prepare(accelerator, model, optimizer, settings)
     check_rotary(model)
 
-    # 5. The estimate of time and memory.
+    # 4. The estimate of time and memory.
     run = Run(settings, accelerator, model, optimizer, mixture, collator, steps)
     with on_my_part(accelerator, run.batch(mixture.read(0, training.micro_batch_size))):
         pass  # raises if the engine splits rows and cannot split these
-    expected = run.estimate(steps * micro_batches)
+    expected = estimated(run.probe, accelerator, model, length, steps * micro_batches)
     say(f"[bold]Estimate[/]: {expected or 'none under DeepSpeed.'}")
     if dry_run:
         return
 
-    # 6. Measure the base, train from the last checkpoint if there is one, save, measure what was saved.
+    # 5. Measure the base, train from the last checkpoint if there is one, save, measure what was saved.
     if measure:
-        measure.before(base)
-    accelerator.init_trackers("ctxext", {key: str(value) for key, value in settings.binding().items()})
+        measure.before(start.original, start.folder)
+    start_trackers(accelerator, settings)
     done = train(run, binding, measure)
-    record = AdapterBase.of(extended, base if settings.model == "bundled" else settings.model, settings.revision)
-    saved = checkpoints.save_result(accelerator, run.model, output, record, tokenizer, kind=settings.trainable.kind)
+    checkpoints.save_result(accelerator, run.model, settings, record, tokenizer)
     del run, model, optimizer, trained
     accelerator.free_memory()
     figures = {
@@ -278,21 +277,23 @@ def finetune(settings: Settings, folder: Path, extended: Path, dry_run: bool) ->
         "processes": accelerator.num_processes,
         "parameters_trained": n_trained,
         "estimated": expected and {"seconds": expected.seconds, "peak_bytes": expected.peak},
-        "took": {"seconds": done.seconds, "peak_bytes": done.peak},
+        "took": {"seconds": done.seconds, "peak_bytes": done.peak, "steps": done.step},
+        "saved_step": done.best_step or done.step,
     }
-    if measure:
-        figures["measured"] = measure.after(saved)
+    figures |= {"measured": measure.after(saved)} if measure else {}
     if accelerator.is_main_process:
-        write_json(output / "figures.json", figures)
         provenance = {name: figures[name] for name in ("settings", "data", "versions", "machine", "took")}
         table = card_table(figures["measured"]["variants"]) if measure else None
         write_record(saved, replace(record, provenance=provenance), table)
         if settings.merge:
             shutil.rmtree(output / "merged", ignore_errors=True)  # from an earlier, complete run
             merge(saved, output / "merged")
+        write_json(output / FIGURES, figures)
+    accelerator.wait_for_everyone()
     said = f", estimated {duration(expected.seconds)} and {gib(expected.peak)}" if expected else ""
-    say(f"Saved {saved}. {steps:,} step{'s' * (steps != 1)} took {duration(done.seconds)} and {gib(done.peak)}{said}.")
-    accelerator.end_training()
+    at = f" as of step {done.best_step:,}, where the loss was lowest" if done.best_step else ""
+    say(f"Saved {saved}{at}. {counted(done.step, 'step')} took {duration(done.seconds)} and {gib(done.peak)}{said}.")
+    say(after_training(saved))
 
 
 if __name__ == "__main__":

@@ -33,6 +33,8 @@ PHRASES = {
     r"Pass a longer text or fewer windows": "Pass a longer --haystack or fewer --windows",
     r"^the url must (?=.*, got '(?!http))": "--server must ",  # that of verify begins with http
     r"got torch\.(\w+)": r"got '\1'",
+    r"Pass base_model='owner/name'": "Pass --base-model OWNER/NAME",
+    r"Pass results='FILE'": "Pass --results FILE",
     r"Pass a larger factor or length, or other options": "Pass a larger --factor or --length, or another --option",
     r"^(unknown method .*)": r"\1 For a method of your own: ctxext --import MODULE ...",
 }

@@ -9,6 +9,7 @@ import typer
 
 from ctxext.cli import common, measuring
 from ctxext.utils.extras import require
+from ctxext.utils.screen import next_command
 
 
 def evaluate(
@@ -138,3 +139,5 @@ def evaluate(
     results = run_with_bar(runner, output, variants)
     if results is not None:
         finish(results, output)
+        if method is None and "method" in target.about:  # an extended checkpoint, of which a card can be made
+            common.say(next_command("push", model, "OWNER/NAME", "--results", output, "--dry-run"))

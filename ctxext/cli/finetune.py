@@ -16,6 +16,9 @@ def finetune(
     config: Annotated[str, typer.Option(help="A YAML file, or the name of one in recipes/configs.")],
     changes: Annotated[list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Config overrides.")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the estimated requirements, and stop.")] = False,
+    estimate: Annotated[
+        bool, typer.Option("--estimate", help="Print the modelled memory on GPUs, from the config alone, and stop.")
+    ] = False,
 ) -> None:
     """Fine-tune a model at a longer context: `accelerate launch -m ctxext finetune ...` for several processes."""
     require("train")
@@ -32,7 +35,8 @@ def finetune(
     recipe = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = recipe  # where its dataclasses look up their module
     spec.loader.exec_module(recipe)
-    recipe.main(["--config", str(path), *(["--dry-run"] if dry_run else []), *(changes or [])])
+    flags = [flag for flag, given in (("--dry-run", dry_run), ("--estimate", estimate)) if given]
+    recipe.main(["--config", str(path), *flags, *(changes or [])])
 
 
 def recipes_folder() -> Path:

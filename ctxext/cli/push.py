@@ -7,7 +7,8 @@ from typing import Annotated
 
 import typer
 
-from ctxext.cli.common import say
+from ctxext.cli.common import in_flags, say
+from ctxext.utils.screen import next_command
 from ctxext.utils.values import size_in_words
 
 
@@ -33,8 +34,13 @@ def push(
         for path, size in prepared_push.sizes().items():
             say(f"{size_in_words(size):>10}  {path}")
         for note in prepared_push.notes():
-            say(f"note: {note}.")
+            say(f"note: {in_flags(note)}.")
         if dry_run:
+            options = {"--results": results, "--base-model": base_model, "--revision": revision}
+            given = [word for name, value in options.items() if value is not None for word in (name, value)]
+            visibility = [] if private is None else ["--private" if private else "--public"]
+            say(next_command("push", model, repo_id, *given, *visibility))
             return
         url = upload(prepared_push, private=private, revision=revision)
     say(f"pushed: {url}")
+    say(next_command("serve", repo_id, *([] if revision is None else ["--revision", revision])))

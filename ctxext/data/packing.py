@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
+from ctxext.data.retrieval import RetrievalRows
 from ctxext.data.sources import Source
 from ctxext.utils.extras import require
 from ctxext.utils.values import suggest
@@ -36,8 +37,8 @@ _GENERATION = re.compile(r"\{%-?\s*generation\b")
 class Accounting:
     """The token counts of a source: `tokens_read == tokens_in_rows - padding + dropped`.
 
-    Pieces of a split document count as documents. `dropped` is the last, incomplete row of joined documents; `targets`
-    are tokens with a loss.
+    Pieces of a split document and retrieval rows count as documents. `dropped` is the last, incomplete row of joined
+    documents; `targets` are tokens with a loss.
     """
 
     documents: int
@@ -94,6 +95,7 @@ def pack(
     *,
     vocab_size: int | None = None,
     num_proc: int | None = None,
+    seed: int = 0,
 ) -> Packed:
     """Tokenise the documents of `source` and pack them into rows of `length` tokens.
 
@@ -103,12 +105,13 @@ def pack(
 
     "separate": documents stay whole, packed by best-fit decreasing; longer ones are split at `length`. The first token
     of a document has no loss, since nothing within the document predicts it. "joined": all documents are concatenated
-    into one and split at row ends.
+    into one and split at row ends. A source with `retrieval` makes documents of exactly one row for either.
 
     Args:
         dataset: as `read_source` returns it, with one column `text` or `messages`.
         vocab_size: token ids that the model embeds; None checks none.
         num_proc: tokenisation processes; rows do not depend on them.
+        seed: of retrieval rows.
 
     Raises:
         ValueError: no row is filled or no token has a loss; joined documents with `max_document`; a tokenizer without
@@ -119,11 +122,12 @@ def pack(
 
     if documents not in ("separate", "joined"):
         raise ValueError(f"unknown documents {documents!r}{suggest(str(documents), ['separate', 'joined'])}")
-    joined = documents == "joined"
+    joined = documents == "joined" or source.retrieval
     if joined and source.max_document:
         raise ValueError(
             f"{source.name} has max_document={source.max_document}, which makes short documents, but "
-            "documents='joined' makes one long one. Pack it with documents='separate', or drop max_document."
+            f"{'retrieval' if source.retrieval else 'documents=' + repr('joined')} makes one long one. Pack it with "
+            "documents='separate' and without retrieval, or drop max_document."
         )
     prefix, suffix = _special_tokens(tokenizer)
     limit = None if joined else min(source.max_document or length, length)
@@ -134,6 +138,10 @@ def pack(
         )
     (column,) = dataset.column_names
     if column == "messages":
+        if source.retrieval:
+            raise ValueError(
+                f"{source.name} has retrieval: true, which hides sentences in text, got messages. Drop it."
+            )
         _check_chat(source, tokenizer)
 
     numbers, number = Sequence(Value("int32")), Value("int32")
@@ -164,10 +172,15 @@ def pack(
             "resize_token_embeddings and train the new rows."
         )
 
+    make_rows: Any = _Join(length)
+    if source.retrieval:
+        make_rows = _Hide(RetrievalRows(tokenizer, length, seed, prefix, suffix))
+    elif not joined:
+        padding_id = tokenizer.eos_token_id or 0  # any valid id: it is never attended to
+        make_rows = partial(_fit, length=length, padding_id=padding_id)
     # In one process, as batches determine the rows, which must not depend on the number of processes.
-    padding_id = tokenizer.eos_token_id or 0  # any valid id: it is never attended to
     rows = tokenised.with_format("arrow").map(
-        _Join(length) if joined else partial(_fit, length=length, padding_id=padding_id),
+        make_rows,
         batched=True,
         batch_size=math.ceil(_ROWS_PER_BATCH * length * len(tokenised) / read),
         fn_kwargs={"version": _VERSION},
@@ -181,6 +194,8 @@ def pack(
 
     padding, targets = (sum(rows.data.column(name).to_pylist()) for name in ("padding", "n_targets"))
     in_rows = len(rows) * length
+    if source.retrieval:
+        read = in_rows  # with what was hidden
     dropped = read - (in_rows - padding)
     if not 0 <= dropped < (length if joined else 1):
         raise RuntimeError(f"{source.name}: {read:,} tokens read, but {in_rows - padding:,} are in rows.")
@@ -189,8 +204,9 @@ def pack(
             f"no token of {source.name} has a loss: "
             + ("no assistant turn has text." if column == "messages" else "its documents have one token each.")
         )
+    n_documents = len(rows if source.retrieval else tokenised)
     accounting = Accounting(
-        documents=len(tokenised), tokens_read=read, tokens_in_rows=in_rows, padding=padding, dropped=dropped,
+        documents=n_documents, tokens_read=read, tokens_in_rows=in_rows, padding=padding, dropped=dropped,
         targets=targets,
     )  # fmt: skip
     return Packed(source=source, length=length, rows=rows, accounting=accounting)
@@ -323,6 +339,26 @@ class _Join:
         ids, labels = (stream[:end].reshape(n, self.length) for stream in (ids, labels))
         labels[:, 0] = IGNORED
         return _rows(ids, labels, [[self.length]] * n, [0] * n)
+
+
+class _Hide:
+    """Retrieval rows from all documents, one after the other; a batch's remainder starts the next batch."""
+
+    def __init__(self, make: RetrievalRows) -> None:
+        self.make, self.made = make, 0
+        self.rest = np.zeros(0, np.int32)
+
+    def __call__(self, table: pa.Table, version: int) -> pa.Table:
+        text, length, rows = np.concatenate((self.rest, _streams(table)[0])), self.make.length, []
+        while len(text) >= length:
+            row, taken = self.make.row(self.made, text)
+            rows.append(row)
+            text, self.made = text[taken:], self.made + 1
+        self.rest = text
+        ids, has_loss = (np.array([row[k] for row in rows]).reshape(-1, length) for k in (0, 1))
+        labels = np.where(has_loss, ids, np.int32(IGNORED))
+        labels[:, 0] = IGNORED
+        return _rows(ids, labels, [[length]] * len(rows), [0] * len(rows))
 
 
 def _fit(table: pa.Table, version: int, length: int, padding_id: int) -> pa.Table:

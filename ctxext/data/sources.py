@@ -41,6 +41,8 @@ class Source:
         weight: its share of the mixture's tokens, relative to the other sources; > 0.
         max_document: in tokens; longer documents are split into pieces of this length, each a separate document. Short
             documents in the mixture preserve short-context quality (Gao et al. 2024, ProLong).
+        retrieval: hide sentences with numbers in the text, and ask for them at the end of each row; see
+            `ctxext.data.retrieval`. The text may be that of another source.
         text: the text column.
         messages: the column of chat messages, used instead of `text`: lists of role and content, or of ShareGPT's from
             and value. Only assistant turns have a loss. Without it, and without a column `text`, rows of instruction,
@@ -56,6 +58,7 @@ class Source:
     name: str | None = None
     weight: float = 1.0
     max_document: int | None = None
+    retrieval: bool = False
     text: str = "text"
     messages: str | None = None
     split: str = "train"
@@ -240,7 +243,8 @@ def _column(source: Source, dataset: Dataset) -> Dataset:
                 return _of_pairs(source, dataset, asked, answer)
     wanted, name = (source.messages, "messages") if source.messages else (source.text, "text")
     if wanted not in columns:
-        hint = next((f" For conversations, set messages: {column}." for column in _CHATS if column in columns), "")
+        hint = f" Name the right one in the source, as {name}: COLUMN."
+        hint = next((f" For conversations, set messages: {column}." for column in _CHATS if column in columns), hint)
         if source.messages and any({*pair} <= {*columns} for pair in _PAIRS):
             hint = " These rows are read as conversations without it: drop messages."
         raise ValueError(f"{source.name} has no column {wanted!r}{suggest(wanted, columns)}{hint}")

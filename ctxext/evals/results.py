@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -111,6 +111,37 @@ def read_results(path: str | Path) -> Results:
     if Path(path).exists():
         raise ValueError(f"{path} has no results. Create it with ctxext eval or ctxext compare.")
     raise FileNotFoundError(f"{path} does not exist. Create it with ctxext eval or ctxext compare.")
+
+
+def forget_variant(path: Path, variant: str) -> None:
+    """Remove a variant and its samples from a results file and the journals beside it, if there are any."""
+    results = _read_all(path)
+    if results is None or variant not in results.header.variants:
+        return
+    variants = {name: value for name, value in results.header.variants.items() if name != variant}
+    records = [record for record in results.records if record["variant"] != variant]
+    _write_whole(Results(path, replace(results.header, variants=variants), records))
+    for journal in path.parent.glob(f"{path.name}.part-*"):
+        journal.unlink()
+
+
+def _write_whole(results: Results) -> None:
+    path = results.path
+    temporary = path.with_name(f"{path.name}.tmp")
+    try:
+        with open(temporary, "w", encoding="utf-8") as file:
+            for line in (results.header.line(), *(json.dumps(r, ensure_ascii=False) for r in results.records)):
+                file.write(line + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise OSError(
+            error.errno,
+            f"cannot write {path}: {error.strerror}. {counted(len(results.records), 'sample')} kept in "
+            f"{path.name}.part-* and {path.name}. Free disk space and run the same command again",
+        ) from None
+    os.replace(temporary, path)
 
 
 def _read_all(path: Path) -> Results | None:
@@ -304,21 +335,7 @@ class ResultsWriter:
         if not any(part.stat().st_size for part in parts) and header == results.header:
             return results
         results = Results(self.path, header, results.records)
-        temporary = self.path.with_name(f"{self.path.name}.tmp")
-        try:
-            with open(temporary, "w", encoding="utf-8") as file:
-                for line in (results.header.line(), *(json.dumps(r, ensure_ascii=False) for r in results.records)):
-                    file.write(line + "\n")
-                file.flush()
-                os.fsync(file.fileno())
-        except OSError as error:
-            temporary.unlink(missing_ok=True)
-            raise OSError(
-                error.errno,
-                f"cannot write {self.path}: {error.strerror}. {counted(len(results.records), 'sample')} kept in "
-                f"{self.path.name}.part-*. Free disk space and run the same command again",
-            ) from None
-        os.replace(temporary, self.path)
+        _write_whole(results)
         self._file.close()
         for part in parts:
             part.unlink()

@@ -25,13 +25,16 @@ from ctxext.evals.loading import default_lengths
 from ctxext.evals.needle import Passkey
 from ctxext.evals.perplexity import Perplexity, sliding_losses
 from ctxext.evals.prompts import Prompter
-from ctxext.evals.results import read_results
+from ctxext.evals.results import forget_variant, read_results
 from ctxext.evals.runner import Grid, Runner
 from ctxext.evals.samples import Place
 from ctxext.evals.screen import print_summary, run_with_bar
 from ctxext.evals.statistics import in_percent, paired_loss_difference
 from ctxext.evals.summary import Summary
 from ctxext.evals.targets import UNEXTENDED, LiveModel, Variant
+from ctxext.extension.adapter_config import origin
+from ctxext.extension.metadata_file import weights_fingerprint
+from ctxext.hub.adapters import AdapterBase
 from ctxext.hub.checkpoint import load_model
 from ctxext.training.checkpoints import Progress
 from ctxext.training.launch import engine_of
@@ -59,6 +62,7 @@ class Measure:
         chosen = settings.evaluation
         assert chosen is not None
         self.chosen, self.every = chosen, chosen.every
+        self.looked = chosen.mid_training_windows or min(4, chosen.windows)  # windows of a mid-training evaluation
         self.settings, self.accelerator, self.trained, self.target = settings, accelerator, trained, target
         if self.every and engine_of(accelerator).group_size > 1:
             raise ValueError(
@@ -93,22 +97,39 @@ class Measure:
                 "remove that file."
             )
 
-    def before(self, base: Path) -> None:
-        """Measure the baseline and the extended model."""
-        model = self._load(partial(load_model, auto=AutoModelForCausalLM), base)
-        self._run(model, base.name, [Variant(), Variant(UNTRAINED, self.settings.extension.arguments())], merge=False)
+    def forget_trained(self) -> None:
+        """Remove the samples of an earlier result, if there is one, because the run continues from it."""
+        if self.accelerator.is_main_process and self.path.parent.exists():
+            forget_variant(self.path, TRAINED)
+        self.accelerator.wait_for_everyone()
+
+    def before(self, original: Path, start: Path) -> None:
+        """Measure the baseline, and the model that training starts from, extended.
+
+        Args:
+            start: the original model, or one that has its config and the weights of the stage before.
+        """
+        load = partial(load_model, auto=AutoModelForCausalLM)
+        model = self._load(load, original)
+        name = Path(origin(original)[0]).name
+        self._run(model, name, [Variant()], merge=False)
         self.base_tail = self._tail(model, self.grid.windows, sees=self.trained)
+        if start != original:
+            model = self._load(load, start)
+        self._run(model, name, [Variant(UNTRAINED, self.settings.extension.arguments())], merge=False)
 
     def after(self, saved: Path) -> dict[str, Any]:
         """Measure the reloaded fine-tuned model; returns every figure of the three."""
         model = self._load(ctxext.load, saved)
-        results = self._run(model, saved.parent.name, [Variant(TRAINED)], merge=True)
+        # By these a model card matches them, also that of the merged model.
+        known = {"weights": weights_fingerprint(saved), "method": AdapterBase.of_folder(saved).method}
+        results = self._run(model, saved.parent.name, [Variant(TRAINED)], merge=True, **known)
         tail = self._tail(model, self.grid.windows, sees=self.target)
         if results is None:
             return {}
         summary = Summary(results)
         print_summary(summary)
-        n, windows, looked = self.trained, self.grid.windows, self.chosen.mid_training_windows
+        n, windows, looked = self.trained, self.grid.windows, self.looked
         difference = paired_loss_difference(tail, self.base_tail, [n] * windows)
         return {
             "variants": {name: figures_of(summary, name) for name in summary.variants},
@@ -124,16 +145,15 @@ class Measure:
 
     def during(self, model: nn.Module, done: Progress) -> dict[str, Any]:
         """The loss of the last tokens and the passkey accuracy at the target length, of the current model."""
-        chosen = self.chosen
         # Every process reads the same texts, so that sharded parameters can be gathered. FSDP2 starts from the
         # outermost module, and shards some again in a backward pass alone.
         inner = model if isinstance(model, FSDPModule) else transformers_model(model)
         with in_eval_mode(model), self.accelerator.autocast():
-            tail, found = self._tail(inner, chosen.mid_training_windows, sees=self.target), self._found(inner)
+            tail, found = self._tail(inner, self.looked, sees=self.target), self._found(inner)
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
-        figures = {"tail_loss": sum(tail) / (self.trained * chosen.mid_training_windows)}
+        figures = {"tail_loss": sum(tail) / (self.trained * self.looked)}
         if found is not None:
             figures["passkey"] = found
         return {"step": done.step, "tokens": done.tokens, **figures}
@@ -152,8 +172,9 @@ class Measure:
         device = self.accelerator.device
         return load(folder, dtype=torch.float32 if device.type == "cpu" else "auto").to(device).eval()
 
-    def _run(self, model: Any, name: str, variants: list[Variant], merge: bool) -> Any:
+    def _run(self, model: Any, name: str, variants: list[Variant], merge: bool, **about: Any) -> Any:
         target = LiveModel(model, self.prompter, name, self.trained)
+        target.about |= about
         processes = Processes(self.accelerator.process_index, self.accelerator.num_processes)
         runner = Runner(target, self.haystack, self.grid, beyond=True, processes=processes)
         return run_with_bar(runner, self.path, variants, merge=merge)
@@ -190,7 +211,7 @@ def figures_of(summary: Summary, variant: str) -> dict[str, Any]:
 
 def card_table(measured: dict[str, Any]) -> dict[str, dict[str, str]]:
     """The same for a model card, one row per variant."""
-    names = {BASE: "base", UNTRAINED: "extended, not trained", TRAINED: "trained"}
+    names = {BASE: "baseline", UNTRAINED: "extended, not trained", TRAINED: "trained"}
     table = {}
     for variant, figures in measured.items():
         row = {f"passkey at {int(n):,}": f"{in_percent(share['value'])}%" for n, share in figures["passkey"].items()}

@@ -10,7 +10,7 @@ from typing import Any
 from safetensors import safe_open
 
 from ctxext.export.rules import EngineExport, NotExportable
-from ctxext.extension.metadata_file import ADAPTER_CONFIG
+from ctxext.extension.adapter_config import ADAPTER_CONFIG
 from ctxext.utils.json_files import read_json
 
 # The values that vLLM's --max-lora-rank takes.

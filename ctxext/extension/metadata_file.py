@@ -7,8 +7,6 @@ or alone on the hub. It is applied to no other model than the one it names.
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Iterable
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
@@ -42,8 +40,8 @@ class BaseModel:
     """The model that an extension belongs to.
 
     Attributes:
-        name: an absolute path or a hub name; None for the folder that holds the metadata, or the base model of its
-            card.
+        name: a hub name, an absolute path, or one from the adapter's folder (../base); None for the folder that holds
+            the metadata, or the base model of its card.
         revision: the commit, for a hub name.
         model_type: that of its text config.
         config: the original values of the text config's fields that the extension changes.
@@ -219,69 +217,3 @@ def weights_unlike(folder: Path, fingerprint: str) -> str | None:
     if now == fingerprint:
         return None
     return OTHER_WEIGHTS if dtypes == dtypes_then else f"{dtypes} weights instead of {dtypes_then}"
-
-
-# ------------------------------------------------------------------------------------ of adapters
-
-ADAPTER_CONFIG = "adapter_config.json"
-EXTENDED = " (extended by ctxext, {summary}; load this adapter with ctxext.load)"
-_PATTERN = re.compile(re.escape(EXTENDED).replace(r"\{summary\}", "(?P<summary>.*)") + "$", re.DOTALL)
-
-
-def plain_name(named: str | None) -> str | None:
-    """The base model's name within an adapter's `base_model_name_or_path`; None if it has none."""
-    return _PATTERN.sub("", named or "") or None
-
-
-def base_named(adapter_config: Path) -> str | None:
-    """An adapter's `base_model_name_or_path`. Raises ValueError if the file is malformed."""
-    read = read_json(adapter_config)
-    return read.get("base_model_name_or_path", or_none(TEXT)) if "base_model_name_or_path" in read.content else None
-
-
-def trained_under(named: str | None) -> str | None:
-    """The summary of the extension within an adapter's `base_model_name_or_path`, or None."""
-    found = _PATTERN.search(named or "")
-    return None if found is None else found["summary"]
-
-
-def carry_extension(owner: Any, folders: Iterable[Path]) -> None:
-    """Write the extension of the model `owner` beside the adapters just saved in `folders`.
-
-    `owner` is None if the model is not extended: then only the metadata of earlier adapters is removed.
-    """
-    for folder in folders:
-        path = folder / ADAPTER_CONFIG
-        (folder / RECORD).unlink(missing_ok=True)  # from an adapter saved here earlier
-        if owner is None or not path.is_file():
-            continue
-        plan = owner.__dict__["context_extension"].plan
-        name, weights = owner.name_or_path or None, None
-        if name is not None and Path(name).is_dir():
-            name = str(Path(name).resolve())
-            weights = weights_fingerprint(Path(name)) if any(Path(name).glob("*.safetensors")) else None
-        write_record(folder, plan, name=name, revision=getattr(owner.config, "_commit_hash", None), weights=weights)
-        content = read_json(path).content
-        content["base_model_name_or_path"] = (name or "") + EXTENDED.format(summary=plan.summary)
-        write_json(path, content)
-
-
-def adapter_record(folder: Path) -> Record | None:
-    """The extension that an adapter was trained with, or None. Raises ValueError if its files disagree."""
-    path, summary = folder / RECORD, trained_under(base_named(folder / ADAPTER_CONFIG))
-    if not path.is_file():
-        if summary is None:
-            return None
-        raise ValueError(
-            f"{folder / ADAPTER_CONFIG} says that the adapter was trained with {summary}, but {RECORD} is missing. "
-            "Copy that file too, or save the adapter again with ctxext imported."
-        )
-    record = Record.of_json(read_json(path))
-    if record.summary != summary:
-        named = (base_named(folder / ADAPTER_CONFIG) or "") + EXTENDED.format(summary=record.summary)
-        raise ValueError(
-            f"{path} ({record.summary}) does not match base_model_name_or_path in the {ADAPTER_CONFIG} beside "
-            f"it. If you moved the base model, write {named!r} there; if another adapter has been saved there since, "
-            f"delete {RECORD}."
-        )
-    return record

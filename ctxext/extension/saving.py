@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from ctxext.core.apply import ATTRIBUTE, Extension, apply, restore
 from ctxext.core.plan import Plan
-from ctxext.extension.metadata_file import carry_extension, weights_fingerprint, write_record
+from ctxext.extension.adapter_config import carry_extension
+from ctxext.extension.metadata_file import weights_fingerprint, write_record
 from ctxext.extension.method_file import PROBE
 from ctxext.extension.request import plan_extension
 from ctxext.models.families import family_of

@@ -24,17 +24,22 @@ from torch import Tensor, nn
 
 from ctxext import __version__
 from ctxext.core.apply import extension_of
-from ctxext.extension.metadata_file import (
+from ctxext.extension.adapter_config import (
     ADAPTER_CONFIG,
-    Record,
+    WARNING,
     adapter_record,
     base_named,
+    located,
+    name_base,
+    origin,
     plain_name,
-    read_record,
-    weights_fingerprint,
-    weights_unlike,
+    portable,
+    summary_in,
 )
+from ctxext.extension.adapter_config import BASE as RECORD
 from ctxext.extension.metadata_file import RECORD as EXTENSION
+from ctxext.extension.metadata_file import Record, read_record, weights_fingerprint, weights_unlike
+from ctxext.extension.peft_hooks import watch_peft
 from ctxext.extension.request import model_on_meta
 from ctxext.extension.saving import save_portable
 from ctxext.hub.checkpoint import (
@@ -43,6 +48,7 @@ from ctxext.hub.checkpoint import (
     checkpoint_folder,
     config_in_use,
     extended_as_saved,
+    inside,
     load_model,
     load_tokenizer,
     local_folder,
@@ -65,7 +71,6 @@ if TYPE_CHECKING:
     from peft import PeftModel
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-RECORD = "ctxext.json"
 WEIGHTS = "adapter_model.safetensors"
 
 # Measured figures by row and column: {"base": {"perplexity at 512–1,024": 74.3}, …}.
@@ -92,7 +97,8 @@ class AdapterBase:
 
     Attributes:
         base: the original model, a hub name (with its `revision`) or an absolute path.
-        extended: the absolute path of the extended base used in training.
+        extended: the absolute path of the extended base used in training. In the file, paths are relative to its folder
+            if they lie beside it.
         fingerprint: the `weights_fingerprint` of the base; the extension does not change it.
         config: the text config fields set by the extension: rope_parameters, max_position_embeddings and related ones.
         provenance: free-form JSON of the recipe (settings, data, tokens, figures).
@@ -115,7 +121,7 @@ class AdapterBase:
         revision: str | None = None,
         provenance: dict[str, Any] | None = None,
     ) -> AdapterBase:
-        """From the extended folder.
+        """From the extended folder, and the hub name or folder of the original model.
 
         Raises:
             ValueError: its weights are not safetensors, or it has no extension and no maximum length.
@@ -129,14 +135,20 @@ class AdapterBase:
                 f"{folder / 'config.json'} has no maximum length and no extension. Extend the model, or save the "
                 "adapter with PEFT: model.save_pretrained."
             )
+        name, revision = origin(base, revision)
         return cls(
-            base=str(Path(base).resolve()) if Path(base).is_dir() else str(base),
+            base=name,
             revision=revision,
             extended=str(folder),
             fingerprint=weights_fingerprint(folder),
             config=config,
             provenance=provenance or {},
         )
+
+    @property
+    def name(self) -> str:
+        """The original model's hub name, or its folder's name."""
+        return Path(self.base).name if Path(self.base).is_absolute() else self.base
 
     @property
     def method(self) -> dict[str, Any] | None:
@@ -169,12 +181,17 @@ class AdapterBase:
         return all(getattr(text_config, name, None) == value for name, value in fields.items())
 
     @classmethod
-    def of_json(cls, read: JsonObject) -> AdapterBase:
-        """From the content of `ctxext.json`.
+    def of_folder(cls, folder: Path) -> AdapterBase:
+        """From `ctxext.json` in `folder`.
 
         Raises:
             ValueError: a field is malformed; the error names it.
         """
+        base = cls._of_json(read_json(folder / RECORD))
+        return replace(base, base=located(base.base, folder), extended=located(base.extended, folder))
+
+    @classmethod
+    def _of_json(cls, read: JsonObject) -> AdapterBase:
         read.check_names({f.name for f in fields(cls)})
         config, of_config = read.get("config", OBJECT), read.part("config")
         read.check(config.keys() <= {*EXTENDED_KEYS}, f"config may only have the fields {', '.join(EXTENDED_KEYS)}")
@@ -230,9 +247,8 @@ def save_trained(
 ) -> None:
     """Save an adapter or a fully trained model, with `ctxext.json`, a model card and the tokenizer.
 
-    An adapter's `base_model_name_or_path` becomes the extended folder, so that PEFT and servers load the right RoPE
-    without ctxext; unless config.json cannot express it: then only `ctxext.load` finds the base. An existing `folder`
-    is replaced once the new one is complete.
+    An adapter names its base and extension as in `ctxext.extension.adapter_config`: `ctxext.load` finds the base, and
+    plain PEFT fails instead of loading it unextended. An existing `folder` is replaced once the new one is complete.
 
     Args:
         state_dict: the gathered trained tensors by name, if an engine shards them.
@@ -251,9 +267,9 @@ def save_trained(
     with written_whole(folder) as building:
         if isinstance(model, PeftModel):
             model.save_pretrained(str(building), state_dict=state_dict)
-            path = building / ADAPTER_CONFIG
-            if is_portable:
-                write_json(path, {**read_json(path).content, "base_model_name_or_path": base.extended})
+            if extension is None and "ctxext" in base.config:
+                name = portable(base.extended if Path(base.base).is_absolute() else base.base, building)
+                name_base(building, name, base.revision, summary_in(base.config["ctxext"]))
         elif is_portable:
             save_portable(model, building, state_dict=state_dict)
         else:
@@ -278,7 +294,8 @@ def write_record(folder: Path, base: AdapterBase, figures: Figures | None = None
     """
     if figures is not None:
         base = replace(base, provenance={**base.provenance, "figures": figures})
-    write_json(folder / RECORD, finite(asdict(base)))
+    paths = {"base": portable(base.base, folder), "extended": portable(base.extended, folder)}
+    write_json(folder / RECORD, finite({**asdict(base), **paths}))
     write_model_card(folder, base, base.provenance.get("figures"))
 
 
@@ -333,7 +350,7 @@ def _folder(name_or_path: Path | str, revision: str | None) -> Path:
     if not _is_adapter(folder) and not any((folder / file).is_file() for file in ("config.json", EXTENSION)):
         raise FileNotFoundError(
             f"{name!r} is neither an adapter (adapter_config.json and {WEIGHTS}) nor a model (config.json) nor an "
-            f"extension ({EXTENSION}). Check the path."
+            f"extension ({EXTENSION}). {inside(folder) or 'Check the path.'}"
         )
     return folder
 
@@ -368,13 +385,14 @@ class _Found:
 
 
 def _found(folder: Path) -> _Found:
-    extension, path = adapter_record(folder), folder / RECORD
     named = plain_name(base_named(folder / ADAPTER_CONFIG))
+    if (folder / RECORD).is_file() and not (folder / EXTENSION).is_file():
+        record = AdapterBase.of_folder(folder)
+        place = None if named is None else Path(located(named, folder))
+        return _Found(folder, *_base_by_record(folder, record, place), record=record)
+    extension = adapter_record(folder)
     if extension is not None:
         return _Found(folder, *_base_by_name(folder, extension), extension=extension)
-    if path.is_file():
-        record = AdapterBase.of_json(read_json(path))
-        return _Found(folder, *_base_by_record(folder, record, named), record=record)
     if named is None:
         raise ValueError(
             f"{folder / ADAPTER_CONFIG} names no base model (base_model_name_or_path), and there is no {RECORD} "
@@ -418,6 +436,7 @@ def _base_by_name(folder: Path, extension: Record) -> tuple[Path, PreTrainedConf
             f"{extension.where} names no base model, because it was not loaded from a folder or the hub. Save the base "
             "model, and write its folder as model.name in that file."
         )
+    name = located(name, folder)
     for place in (Path(name), *_places(folder)):
         if (place / "config.json").is_file():
             break
@@ -429,11 +448,11 @@ def _base_by_name(folder: Path, extension: Record) -> tuple[Path, PreTrainedConf
     return place, config
 
 
-def _base_by_record(folder: Path, record: AdapterBase, named: str | None) -> tuple[Path, PreTrainedConfig]:
+def _base_by_record(folder: Path, record: AdapterBase, named: Path | None) -> tuple[Path, PreTrainedConfig]:
     """The base of an adapter trained on an extended folder."""
     places = [Path(record.extended), *_places(folder)]
     if named is not None:
-        places.insert(0, Path(named))
+        places.insert(0, named)
     tried, changed = [], False
     for place in dict.fromkeys(places):
         if not (place / "config.json").is_file():
@@ -503,6 +522,7 @@ def _load_adapter(found: _Found, is_trainable: bool = False, **from_pretrained: 
     require("train")
     from peft import PeftModel
 
+    watch_peft()
     check_weights(found.folder, "adapter_model.safetensors")
     of_base = saved_extension(found.base)
     model = load_model(found.base, config=found.config, use_safetensors=True, **from_pretrained)
@@ -517,7 +537,9 @@ def _load_adapter(found: _Found, is_trainable: bool = False, **from_pretrained: 
             f"{found.folder} was trained with {extension.summary}, but its base {found.base} is extended by "
             f"{done.plan.summary}. Put the base model used in training in a folder 'base' beside the adapter."
         )
-    return PeftModel.from_pretrained(model, found.folder, is_trainable=is_trainable).eval()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=rf".*{WARNING}")  # so it was
+        return PeftModel.from_pretrained(model, found.folder, is_trainable=is_trainable).eval()
 
 
 def _check_live(model: PreTrainedModel, record: AdapterBase) -> None:
@@ -588,8 +610,9 @@ def merge(folder: Path | str, output: Path | str, dtype: torch.dtype | str | Non
             if (place / "tokenizer_config.json").is_file():
                 _save_tokenizer(load_tokenizer(place), building, reach)
                 break
-        if record is not None:
-            write_record(building, record)
+        if record is not None:  # measurements of the adapter are those of this model
+            merged_from = {"merged_from": weights_fingerprint(adapter)}
+            write_record(building, replace(record, provenance={**record.provenance, **merged_from}))
         del model, merged
         # In float32, so that only the rounding of the weights differs, not that of activations.
         written: Any = load(building, dtype=torch.float32)
@@ -647,16 +670,14 @@ def _compare(logits: Tensor, expected: Tensor, dtype: torch.dtype, step: str) ->
 def write_model_card(folder: Path, base: AdapterBase, figures: Figures | None = None) -> Path:
     """Write README.md into the folder of an adapter or a merged model; missing figures are empty cells."""
     local = Path(base.base).is_absolute()  # a local folder: private, and nothing to load from
-    figures = figures or {}
+    figures, hidden = figures or {}, ("figures", "merged_from")
     text = render_card(
         "model_card.md",
         adapter=_is_adapter(folder),
         base=base,
         local=local,
-        name=Path(base.base).name if local else base.base,
-        path=f"path/to/{Path(base.base).name}" if local else base.base,
-        config={key: value for key, value in base.config.items() if key != "ctxext"},
-        provenance={key: value for key, value in base.provenance.items() if key != "figures"},
+        path=f"path/to/{base.name}" if local else base.base,
+        provenance=without_folders({key: value for key, value in base.provenance.items() if key not in hidden}),
         figures=figures,
         columns=list(dict.fromkeys(column for row in figures.values() for column in row)),
     )
@@ -675,6 +696,16 @@ def render_card(template: str, **values: Any) -> str:
     environment.filters.update(cell=_cell, json=lambda value: json.dumps(value, indent=2, ensure_ascii=False))
     text = files("ctxext.hub").joinpath("cards", template).read_text(encoding="utf-8")
     return environment.from_string(text).render(values)
+
+
+def without_folders(value: Any) -> Any:
+    """JSON for a card: of each absolute path, and each from the home folder, only the last part."""
+    if isinstance(value, dict):
+        return {key: without_folders(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [without_folders(each) for each in value]
+    is_path = isinstance(value, str) and (Path(value).is_absolute() or value.startswith("~"))
+    return Path(value).name if is_path else value
 
 
 def _cell(value: Any) -> str:

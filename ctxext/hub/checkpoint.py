@@ -10,6 +10,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -75,7 +76,7 @@ def checkpoint_folder(name_or_path: str, revision: str | None = None, *, config_
     folder = local_folder(name_or_path, revision, ["*.json"] if config_only else None)
     if not (folder / "config.json").is_file():
         refuse_adapter(folder, name_or_path)
-        remedy = "Pass a folder that save_pretrained wrote, or a hub name (owner/name)."
+        remedy = inside(folder) or "Pass a folder that save_pretrained wrote, or a hub name (owner/name)."
         if (folder / RECORD).is_file():
             remedy = f"Its {RECORD} is only an extension: ctxext.load applies it."
         raise FileNotFoundError(
@@ -108,10 +109,27 @@ def local_folder(name_or_path: str, revision: str | None, patterns: list[str] | 
         raise FileNotFoundError(f"{name_or_path} does not exist. Check the path.")
     if folder.is_absolute() or name_or_path.startswith(".") or name_or_path.count("/") != 1:
         raise FileNotFoundError(
-            f"{name_or_path!r} is neither a folder nor a hub name. Check the path, or pass the full hub name, such as "
-            "openai-community/gpt2."
+            f"{name_or_path!r} is neither a folder nor a hub name.{_near(folder)} Check the path, or pass the full hub "
+            "name, such as openai-community/gpt2."
         )
-    return hub_folder(name_or_path, revision, patterns)
+    try:
+        return hub_folder(name_or_path, revision, patterns)
+    except FileNotFoundError as error:
+        raise FileNotFoundError(f"{error}{_near(folder)}") from error
+
+
+def _near(missing: Path) -> str:
+    """For an error: the path beside a missing one that was probably meant."""
+    there = [path.name for path in missing.parent.iterdir()] if missing.parent.is_dir() else []
+    near = get_close_matches(missing.name, there, n=1)
+    return f" Did you mean {str(missing.with_name(near[0]))!r}?" if near else ""
+
+
+def inside(folder: Path) -> str:
+    """For an error: the adapters and checkpoints in a folder that is none itself, such as that of a run."""
+    names = ("config.json", "adapter_config.json")
+    found = sorted(str(path.parent) for name in names for path in folder.glob(f"*/{name}"))
+    return f"Pass what it contains: {' or '.join(found)}." if found else ""
 
 
 def refuse_adapter(folder: Path, name: str) -> None:

@@ -29,7 +29,8 @@ from ctxext.extension.metadata_file import RECORD, read_record, weights_fingerpr
 from ctxext.extension.method_file import PROBE, SUFFIX, read_saved
 from ctxext.extension.request import plan_extension
 from ctxext.extension.rope import RopePlan
-from ctxext.hub.adapters import render_card
+from ctxext.hub.adapters import RECORD as OF_FINETUNE
+from ctxext.hub.adapters import AdapterBase, render_card, without_folders
 from ctxext.hub.checkpoint import (
     check_not_extended,
     checkpoint_folder,
@@ -123,7 +124,7 @@ class Push:
     Attributes:
         files: by their path in the repository; README.md is made by `card`.
         readme: the folder's own README.md; "" without one.
-        about: the origin of a saved method.
+        about: the origin of a saved method, or the settings of a fine-tune.
         license: the licence fields of the base model's card.
     """
 
@@ -136,6 +137,7 @@ class Push:
     config: Any
     about: dict[str, Any]
     license: dict[str, Any]
+    finetuned: bool = False
 
     def card(self, readme: str | None = None) -> str:
         """README.md with our metadata, and our section between markers in the existing text.
@@ -194,7 +196,8 @@ class Push:
             encoding=ENCODINGS[extended.method.encoding],
             options={name: value for name, value in options.items() if value is not None},
             measured=self.measured,
-            about={name: value for name, value in self.about.items() if name != "history"},
+            about=without_folders({name: value for name, value in self.about.items() if name != "history"}),
+            finetuned=self.finetuned,
             servers=serving(self.repo_id, self.config, self.files["config.json"].parent) if self._is_plain else (),
             probe=PROBE in self.files,
             architecture=(self.config.architectures or ["AutoModelForCausalLM"])[0],
@@ -203,9 +206,14 @@ class Push:
 
     def notes(self) -> tuple[str, ...]:
         """Notes for the user, a sentence each."""
-        if self.base_model is None or self.license:
-            return ()
-        return (f"the card of {self.base_model} names no licence or cannot be read, so this card names none",)
+        notes = []
+        if self.measured is None:
+            notes.append("the card has no measurements. Pass results='FILE' of ctxext eval or ctxext finetune")
+        if self.base_model is None:
+            notes.append("the card links no base model and names no licence. Pass base_model='owner/name' for both")
+        elif not self.license:
+            notes.append(f"the card of {self.base_model} names no licence or cannot be read, so this card names none")
+        return tuple(notes)
 
     def sizes(self) -> dict[str, int]:
         """Bytes of each file that would be uploaded."""
@@ -292,7 +300,7 @@ def prepared(
             "and '.'."
         )
     with tempfile.TemporaryDirectory() as scratch:
-        about, readme, weights = {}, "", None
+        about, readme, weights, trained = {}, "", None, None
         if isinstance(source, nn.Module):
             model = extended_model(source)
             if model is None:
@@ -323,13 +331,17 @@ def prepared(
             extended, config = Extended.of_folder(weights), read_config(weights)
             files = {path.as_posix(): weights / path for path in visible_files(weights)}
             files.pop(README, None)
-        measured = None
+            if files.pop(OF_FINETUNE, None):
+                trained = AdapterBase.of_folder(weights).provenance
+                about = {name: value for name, value in trained.items() if name not in ("figures", "merged_from")}
+        measured = None if trained is None else _figures_of_run(trained)
         if results is not None:
             folder = weights or checkpoint_folder(str(base_model))
             name = "FOLDER" if isinstance(source, nn.Module) else str(folder)
-            measured = _measured(read_results(results), extended.method, folder, name)
+            known = {weights_fingerprint(folder), (trained or {}).get("merged_from")}
+            measured = _measured(read_results(results), extended.method, known, name)
         terms = {} if base_model is None else _license(base_model)
-        yield Push(repo_id, files, readme, extended, base_model, measured, config, about, terms)
+        yield Push(repo_id, files, readme, extended, base_model, measured, config, about, terms, trained is not None)
 
 
 def _extension(method: ContextMethod, base_model: str | None) -> tuple[Any, Plan]:
@@ -463,10 +475,22 @@ def _license(base_model: str) -> dict[str, Any]:
     return {name: data.get(name) for name in ("license", "license_name", "license_link") if data.get(name)}
 
 
-def _measured(results: Results, method: ContextMethod, folder: Path, name: str) -> dict[str, Any]:
+def _figures_of_run(provenance: dict[str, Any]) -> dict[str, Any] | None:
+    """What a card shows of the figures that a fine-tune measured; None if there are none."""
+    figures = provenance.get("figures")
+    if not figures:
+        return None
+    tasks = dict.fromkeys(task for row in figures.values() for task in row)
+    rows = [(task, [row.get(task) for row in figures.values()]) for task in tasks]
+    with_what = {**provenance.get("versions", {}), "machine": provenance.get("machine")}
+    return {"columns": list(figures), "rows": rows, "with": with_what}
+
+
+def _measured(results: Results, method: ContextMethod, known: set[str | None], name: str) -> dict[str, Any]:
     """What a card shows of a results file.
 
     Args:
+        known: the fingerprints of the weights to be pushed, and of the adapter that was merged into them.
         name: of the folder in errors.
 
     Raises:
@@ -476,11 +500,10 @@ def _measured(results: Results, method: ContextMethod, folder: Path, name: str) 
     again = f"Measure this extension: ctxext eval {name} --tasks passkey,perplexity."
     if "weights" not in about:
         raise ValueError(f"{results.path} does not say which weights it was measured on. {again}")
-    weights = weights_fingerprint(folder)
-    if about["weights"] != weights:
+    if about["weights"] not in known:
         raise ValueError(
             f"{results.path} was measured on another model: its weights have fingerprint {about['weights']}, but those "
-            f"to be pushed have {weights}. {again}"
+            f"to be pushed have {' or '.join(sorted(filter(None, known)))}. {again}"
         )
     wanted = json.loads(json.dumps(method.to_dict()))
     methods = {}  # the method of each measured variant
@@ -488,13 +511,16 @@ def _measured(results: Results, method: ContextMethod, folder: Path, name: str) 
         extension = results.header.variants[name]["extension"]
         itself = None if name == UNEXTENDED else about.get("method")
         methods[name] = itself if extension is None else extension["method"]
-    variant = next((name for name, measured in methods.items() if measured == wanted), None)
+    # A fine-tune's file also has the extended model without training, whose weights are not these.
+    of_method = [name for name, measured in methods.items() if measured == wanted]
+    variant = next((name for name in of_method if results.header.variants[name]["extension"] is None), None)
+    variant = variant or next(iter(of_method), None)
     if variant is None:
         raise ValueError(
             f"{results.path} has no results for this extension ({method.name} ×{method.factor:g}), only for "
             f"{', '.join(map(label, methods))}. {again}"
         )
-    columns = [name for name in (UNEXTENDED, variant) if name in summary.variants]
+    columns = [name for name in (UNEXTENDED, *of_method) if name in summary.variants]
     rows: list[tuple[str, list[Any]]] = []
     for task in summary.retrieval_tasks:
         found = {name: summary.by_length(name, task) for name in columns}

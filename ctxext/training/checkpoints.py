@@ -7,10 +7,11 @@ Checkpoints are written to a temporary folder and renamed when complete.
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,12 +19,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator, DistributedType
+from accelerate.utils import broadcast_object_list
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from ctxext.hub.adapters import AdapterBase, save_trained
+from ctxext.training.settings import Settings
 from ctxext.training.trainable import trained_parameters
 from ctxext.utils.json_files import OBJECT, Kind, read_json
 from ctxext.utils.values import is_count, is_number, one_line, shown
@@ -40,7 +43,8 @@ _KINDS = {
 class Progress:
     """The progress of a run: tokens read, tokens with a loss, seconds of all steps.
 
-    `peak` is the peak memory of the main process in bytes; 0 if unknown.
+    `peak` is the peak memory of the main process in bytes; 0 if unknown. With early stopping, `best_loss` is the lowest
+    validation loss in nats, after `best_step` steps; 0 before the first evaluation.
     """
 
     step: int = 0
@@ -48,12 +52,24 @@ class Progress:
     targets: int = 0
     seconds: float = 0.0
     peak: int = 0
+    best_step: int = 0
+    best_loss: float = 0.0
+
+    def judged(self, loss: float) -> Progress:
+        """After an evaluation. Every process calls it, and takes the main process's loss: roundings may differ."""
+        (loss,) = broadcast_object_list([loss])
+        is_best = math.isfinite(loss) and (self.best_step == 0 or loss < self.best_loss)
+        return replace(self, best_step=self.step, best_loss=loss) if is_best else self
+
+    def is_over(self, patience: int | None) -> bool:
+        """Whether there was no lower loss in the last `patience` steps; None for never."""
+        return bool(patience and self.best_step and self.step - self.best_step >= patience)
 
 
 def save_checkpoint(
     folder: Path, model: nn.Module, optimizer: Any, progress: Progress, binding: dict[str, Any], *, keep: int = 2
 ) -> Path:
-    """Write `folder/step-…` atomically, and delete all but the last `keep`. Every process calls it.
+    """Write `folder/step-…` atomically, and delete all but the last `keep` and the best. Every process calls it.
 
     Args:
         model: the model in training, wrapped or not. Sharded tensors are gathered one by one on the main process.
@@ -62,7 +78,7 @@ def save_checkpoint(
     Raises:
         OSError: it could not be written, e.g. the disk is full. Earlier checkpoints are kept.
     """
-    path = folder / f"step-{progress.step:08d}"
+    path = checkpoint_of(folder, progress.step)
     partial = folder / f".{path.name}.partial"
     try:
         if _is_main():
@@ -86,7 +102,8 @@ def save_checkpoint(
             partial.rename(path)
             _flush(folder)
             for old in checkpoints(folder)[:-keep]:
-                shutil.rmtree(old)
+                if old != checkpoint_of(folder, progress.best_step):
+                    shutil.rmtree(old)
     except (OSError, SafetensorError) as error:
         if _is_main():
             shutil.rmtree(partial, ignore_errors=True)
@@ -155,24 +172,48 @@ def load_checkpoint(path: Path, model: nn.Module, optimizer: Any, binding: dict[
     return progress
 
 
-def check_binding(path: Path, binding: dict[str, Any]) -> Progress:
+def load_best(folder: Path, model: nn.Module, optimizer: Any, progress: Progress, binding: dict[str, Any]) -> None:
+    """Load the checkpoint of the lowest validation loss, if there was an evaluation for early stopping."""
+    if progress.best_step:
+        load_checkpoint(checkpoint_of(folder, progress.best_step), model, optimizer, binding)
+
+
+def check_binding(path: Path, binding: dict[str, Any], steps: int | None = None) -> Progress:
     """The progress of the run at `path`.
 
+    Args:
+        steps: those of the whole run, which may be more than when it was saved.
+
     Raises:
-        ValueError: its `binding` has other settings (the error names them), or its state is malformed.
+        ValueError: its `binding` has other settings (the error names them), it is beyond `steps`, or its state is
+            malformed.
     """
     state = read_json(path / STATE)
     theirs, ours = state.get("binding", OBJECT), json.loads(json.dumps(binding))
     differ = [key for key in sorted({*theirs, *ours}) if theirs.get(key) != ours.get(key)]
     if differ:
         said = "; ".join(f"{key} is {shown(ours.get(key))}, was {shown(theirs.get(key))}" for key in differ[:5])
+        if {"training.steps", "training.tokens"} & {*differ}:
+            schedule = theirs.get("training.schedule")
+            said += f" (the rates of a {schedule} schedule depend on it, unlike a constant one's)"
         raise ValueError(
             f"{path} is from a run with other settings: {said}. Resume with its original settings, or choose "
             "another output folder."
         )
     progress = state.part("progress")
     progress.check_names({each.name for each in fields(Progress)})
-    return Progress(**{each.name: progress.get(each.name, _KINDS[str(each.type)]) for each in fields(Progress)})
+    found = Progress(**{each.name: progress.get(each.name, _KINDS[str(each.type)]) for each in fields(Progress)})
+    if steps is not None and found.step > steps:
+        raise ValueError(
+            f"{path} has trained {found.step:,} steps, more than the {steps:,} of the settings. Raise training.steps, "
+            "or choose another output folder."
+        )
+    return found
+
+
+def checkpoint_of(folder: Path, step: int) -> Path:
+    """Where the checkpoint after `step` steps is."""
+    return folder / f"step-{step:08d}"
 
 
 def checkpoints(folder: Path) -> list[Path]:
@@ -243,16 +284,13 @@ def _flush(path: Path) -> None:
 
 
 def save_result(
-    accelerator: Accelerator, model: nn.Module, output: Path, record: AdapterBase, tokenizer: Any, *, kind: str
-) -> Path:
+    accelerator: Accelerator, model: nn.Module, settings: Settings, record: AdapterBase, tokenizer: Any
+) -> None:
     """Save the adapter, or the whole model for a full fine-tune; gathered from all processes."""
-    lora = kind == "lora"
-    folder = output / ("adapter" if lora else "model")
     if accelerator.distributed_type == DistributedType.DEEPSPEED:  # only it can gather its shards, in its own dtype
         tensors = accelerator.get_state_dict(model)
     else:
-        tensors = gather_trained(model) | ({} if lora else gather_buffers(model))
+        tensors = gather_trained(model) | ({} if settings.trainable.kind == "lora" else gather_buffers(model))
     if accelerator.is_main_process:
-        save_trained(accelerator.unwrap_model(model), folder, record, tokenizer, tensors)
+        save_trained(accelerator.unwrap_model(model), settings.saved, record, tokenizer, tensors)
     accelerator.wait_for_everyone()
-    return folder

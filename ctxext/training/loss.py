@@ -75,12 +75,17 @@ def linear_cross_entropy(
         dtype=torch.get_autocast_dtype(device) if autocast else hidden.dtype,
         scale=scale,
         softcap=softcap,
-        chunk=chunk or max(LEAST_CHUNK, ROOM.get(device, ROOM_ELSEWHERE) // (4 * weight.shape[0])),
+        chunk=chunk or chunk_tokens(device, len(weight)),
     )
     hidden, targets = hidden.flatten(0, -2), targets.flatten().to(hidden.device)
     if torch.is_grad_enabled():
         return _LinearCrossEntropy.apply(hidden, weight, bias, targets, how)
     return _compute(hidden, weight, bias, targets, how, (False, False, False))[0]
+
+
+def chunk_tokens(device: str, vocab_size: int) -> int:
+    """Tokens per chunk of logits on a type of device, such as "cuda"."""
+    return max(LEAST_CHUNK, ROOM.get(device, ROOM_ELSEWHERE) // (4 * vocab_size))
 
 
 class _How(NamedTuple):

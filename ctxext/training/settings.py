@@ -1,8 +1,9 @@
 """The typed settings of a fine-tune, read from YAML and `key=value` arguments.
 
-    settings = read_settings("recipes/configs/tiny_yarn_4x.yaml", ["training.steps=100"])
+    (settings,) = read_settings("recipes/configs/tiny_yarn_4x.yaml", ["training.steps=100"])
 
-Unknown keys and invalid values are errors that suggest the nearest known key.
+A file with `stages:` has the settings of several runs, one after the other. Unknown keys and invalid values are errors
+that suggest the nearest known key.
 """
 
 from __future__ import annotations
@@ -29,6 +30,9 @@ from ctxext.utils.values import MAX_COUNT, MAX_FACTOR, MAX_SIZE, MAX_TOKENS, one
 
 MAX_BUDGET = 2**50  # tokens of a whole run
 MAX_VALUES = 10_000  # in a file, an alias counted by all that it repeats
+
+# What all stages of a file share: a stage starts from the model before it, and the processes are started once.
+SHARED = ("measured_on", "model", "revision", "output", "engine", "tracker", "training.precision")
 
 # A number of tokens: 2048, or 2k.
 _Parsed = BeforeValidator(lambda value: parse_tokens(value) if isinstance(value, str) else value)
@@ -146,7 +150,8 @@ class TrainingSettings(Section):
     """The training procedure.
 
     Attributes:
-        steps, tokens: the length of the run; set one of them.
+        steps, tokens: the length of the run; set one of them. With a constant schedule a finished run continues if it
+            is raised.
         batch_size: sequences per step, over all processes.
         micro_batch_size: sequences per forward pass of a process.
         learning_rate: the peak, after `warmup_steps` steps of linear warm-up.
@@ -155,9 +160,13 @@ class TrainingSettings(Section):
         attention: transformers' attn_implementation, such as "sdpa" or "flash_attention_2".
         gradient_checkpointing: "recompute" keeps one hidden state per layer, "offload" keeps it in CPU memory.
         loss: "chunked" never holds all logits; "stock" is the model's own loss.
+        mlp_tokens: runs the MLP of every layer on this many tokens at a time; None for all at once.
         mixed_window: documents within the trained length train on the original RoPE, longer ones on the extended
             (LongRoPE2). What is saved is the extended model.
         checkpoint_every: in steps; the last `keep_checkpoints` are kept.
+        early_stopping: stop after so many evaluations (`evaluation.every`) without a lower loss of the last tokens at
+            the target length, and save the weights with the lowest loss, after step 0; None trains to the end and saves
+            the last.
     """
 
     steps: Positive | None = None
@@ -175,9 +184,11 @@ class TrainingSettings(Section):
     attention: str = "sdpa"
     gradient_checkpointing: Literal["none", "recompute", "offload"] = "recompute"
     loss: Literal["chunked", "stock"] = "chunked"
+    mlp_tokens: Tokens | None = None
     mixed_window: bool = False
     checkpoint_every: Positive = 50
     keep_checkpoints: Positive = 2
+    early_stopping: Count | None = None
     seed: Annotated[int, Field(ge=0, le=MAX_TOKENS)] = 0
 
     @model_validator(mode="after")
@@ -185,8 +196,10 @@ class TrainingSettings(Section):
         if (self.steps is None) == (self.tokens is None):
             raise ValueError("set either steps or tokens.")
         if self.batch_size % self.micro_batch_size:
+            default = "" if "batch_size" in self.model_fields_set else " (its default)"
             raise ValueError(
-                f"batch_size must be a multiple of micro_batch_size, got {self.batch_size} and {self.micro_batch_size}."
+                f"batch_size must be a multiple of micro_batch_size, got {self.batch_size}{default} and "
+                f"{self.micro_batch_size}."
             )
         return self
 
@@ -225,7 +238,8 @@ class EvaluationSettings(Section):
         depths, trials: for passkeys: depths, and prompts per length and depth.
         windows: number of text windows.
         every: steps between mid-training evaluations at the target length; None disables them.
-        mid_training_trials, mid_training_windows: the size of these evaluations.
+        mid_training_trials, mid_training_windows: the size of these evaluations; None for 4 windows, or all if
+            there are fewer.
     """
 
     text: str
@@ -235,12 +249,12 @@ class EvaluationSettings(Section):
     windows: Annotated[int, Field(ge=2, le=MAX_COUNT)] = 16
     every: Positive | None = None
     mid_training_trials: Annotated[int, Field(ge=0, le=MAX_COUNT)] = 4
-    mid_training_windows: Positive = 4
+    mid_training_windows: Positive | None = None
 
     @model_validator(mode="after")
     def _mid_training_is_shorter(self) -> EvaluationSettings:
-        if self.mid_training_windows > self.windows:
-            got = self.mid_training_windows
+        got = self.mid_training_windows
+        if got is not None and got > self.windows:
             raise ValueError(f"mid_training_windows must be at most windows ({self.windows}), got {got}.")
         return self
 
@@ -249,15 +263,16 @@ class Settings(Section):
     """The settings of a run.
 
     Attributes:
-        measured_on: for readers: the hardware this file was run on, or "not measured".
-        model: a folder, a hub name, or "bundled" for the package's small model.
+        measured_on: for readers: the hardware this file was run on.
+        model: a folder, a hub name, or "bundled" for the package's small model. An adapter is merged first. An extended
+            model needs `extension.existing: replace`, and factors still count from its original length.
         output: a new folder, or the folder of a run to resume.
         evaluation: null to skip, if the model does not fit on one device.
         tracker: accelerate's log_with; null for none.
         merge: also write a merged, plain checkpoint.
     """
 
-    measured_on: str
+    measured_on: str | None = None
     model: str
     revision: str | None = None
     output: str
@@ -279,8 +294,15 @@ class Settings(Section):
                 "training.mixed_window chooses the RoPE by the length of each document, got data.documents: "
                 f"{self.data.documents} and data.positions: {self.data.positions}. Set separate and plain."
             )
+        if self.training.early_stopping and not (self.evaluation and self.evaluation.every):
+            raise ValueError("training.early_stopping counts evaluations in training. Set evaluation.every.")
         self.check_engine(self.engine.kind)
         return self
+
+    @property
+    def saved(self) -> Path:
+        """The folder of what was trained."""
+        return Path(self.output) / ("adapter" if self.trainable.kind == "lora" else "model")
 
     @contextmanager
     def base_folder(self, dry_run: bool) -> Iterator[Path]:
@@ -315,11 +337,16 @@ class Settings(Section):
         return length
 
     def check_engine(self, kind: str) -> None:
-        """Raise ValueError for settings that a sequence-parallel engine would silently change.
+        """Raise ValueError for settings that a sequence-parallel engine would silently change, or ZeRO-3 cannot run.
 
         Context parallel and Ulysses support only SDPA without masks. Each process would draw dropout for its own part
         of a row, so results would depend on the number of processes.
         """
+        if kind in ("zero3", "ulysses") and self.training.mlp_tokens:
+            raise ValueError(
+                f"training.mlp_tokens does not support {kind}, which would gather the MLP's weights for every tile. "
+                "Set it to null, or use FSDP2 or context parallel."
+            )
         if kind not in ("context_parallel", "ulysses"):
             return
         training = self.training
@@ -335,21 +362,30 @@ class Settings(Section):
         if wrong:
             raise ValueError(f"{kind} splits each sequence across processes, and needs {', '.join(wrong)}.")
 
-    def binding(self) -> dict[str, Any]:
-        """The settings that a checkpoint is bound to, flattened: `{"training.seed": 0, …}`.
+    def binding(self, *also: str) -> dict[str, Any]:
+        """The settings that a checkpoint is bound to, flattened: `{"training.seed": 0, …}`, and those named in `also`.
 
-        The others do not change what a run computes, so it may resume with other values.
+        The others do not change what a run computes, so it may resume with other values; a constant schedule's steps do
+        not depend on their number.
         """
+        length = ("steps", "tokens") if self.training.schedule == "constant" else ()
+        unbound = {"measured_on", "output", "evaluation", "engine", "tracker", "merge"}.difference(also)
         free: Any = {
-            **dict.fromkeys(("measured_on", "output", "evaluation", "engine", "tracker", "merge"), True),
+            **dict.fromkeys(unbound, True),
             "data": {"processes"},
-            "training": {"checkpoint_every", "keep_checkpoints"},
+            "training": {"checkpoint_every", "keep_checkpoints", *length}.difference(also),
         }
+        if self.training.early_stopping and "evaluation" not in also:  # the part of it that training depends on
+            free["evaluation"] = EvaluationSettings.model_fields.keys() - {"text", "every", "mid_training_windows"}
         return dict(_flat(self.model_dump(mode="json", exclude=free)))
 
 
-def read_settings(path: str | Path, changes: Sequence[str] = ()) -> Settings:
+def read_settings(path: str | Path, changes: Sequence[str] = ()) -> list[Settings]:
     """Read the settings in a YAML file, with changes such as `training.steps=100` or `data.sources.0.weight=2`.
+
+    Returns:
+        One run; or with `stages:`, a list of what each changes of the other settings, one run for each, whose output is
+        the folder `stage-1` and so on in `output`.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -369,13 +405,58 @@ def read_settings(path: str | Path, changes: Sequence[str] = ()) -> Settings:
         if seen > MAX_VALUES:
             raise ValueError(f"{path} holds more than {MAX_VALUES} values. Write them without aliases (*name).")
         left += value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    try:
-        return Settings.model_validate(tree)
-    except ValidationError as error:
-        mistakes = [
-            *dict.fromkeys(f"{_source(mistake, path, changes)}{_readable(mistake)}" for mistake in error.errors())
-        ]
-        raise ValueError(mistakes[0] if len(mistakes) == 1 else "\n  ".join(["several mistakes:", *mistakes])) from None
+    stages = tree.pop("stages", None)
+    if stages is not None:
+        _check_stages(stages, path, changes)
+    found, mistakes = [], []
+    for number, stage in enumerate([{}] if stages is None else stages):
+        try:
+            settings = Settings.model_validate(_changed(tree, stage))
+        except ValidationError as error:
+            for mistake in error.errors():
+                of_stage = stages is not None and _has(stage, mistake["loc"])
+                where = ["stages", str(number)] if of_stage else []
+                said = f"{'.'.join(where)}: " * of_stage + _readable(mistake)
+                mistakes.append(_source([*where, *map(str, mistake["loc"])], path, changes) + said)
+        else:
+            output = settings.output if stages is None else str(Path(settings.output) / f"stage-{number + 1}")
+            found.append(settings.model_copy(update={"output": output}))
+    if mistakes := [*dict.fromkeys(mistakes)]:
+        raise ValueError(mistakes[0] if len(mistakes) == 1 else "\n  ".join(["several mistakes:", *mistakes]))
+    return found
+
+
+def _check_stages(stages: Any, path: Path, changes: Sequence[str]) -> None:
+    if not (isinstance(stages, list) and stages and all(isinstance(stage, dict) for stage in stages)):
+        raise ValueError(
+            f"{path}: stages must be a list of what each stage changes, such as '- extension: {{factor: 4}}', got "
+            f"{shown(stages)}."
+        )
+    if shared := [name for name in SHARED if any(_has(stage, name.split(".")) for stage in stages)]:
+        raise ValueError(f"{path}: {', '.join(shared)} must be the same for all stages. Set it outside of stages.")
+    for change in changes:
+        if all(_has(stage, change.partition("=")[0].split(".")) for stage in stages):
+            raise ValueError(f"every stage of {path} sets another value than {change}. Write stages.0.{change}.")
+
+
+def _changed(tree: dict[str, Any], stage: dict[str, Any]) -> dict[str, Any]:
+    """`tree` with the values of a stage, which replace lists and merge sections."""
+    merged = dict(tree)
+    for key, value in stage.items():
+        is_section = isinstance(value, dict) and isinstance(tree.get(key), dict)
+        merged[key] = _changed(tree[key], value) if is_section else value
+    return merged
+
+
+def _has(stage: Any, where: Sequence[str | int]) -> bool:
+    """Whether a stage sets the value at `where`."""
+    for part in where:
+        if isinstance(stage, list):
+            return True
+        if not isinstance(stage, dict) or part not in stage:
+            return False
+        stage = stage[part]
+    return True
 
 
 def _yaml(text: str, source: str) -> Any:
@@ -408,9 +489,8 @@ def _index(part: str, node: list[Any], key: str) -> int:
     return int(part)
 
 
-def _source(mistake: Any, path: Path, changes: Sequence[str]) -> str:
+def _source(where: list[str], path: Path, changes: Sequence[str]) -> str:
     """Where a mistake was made: `FILE: `, with the changes to its section, or nothing if a change made it."""
-    where = [str(part) for part in mistake["loc"]]
     inside = []
     for change in changes:
         key = change.partition("=")[0].split(".")

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import Accelerator, DistributedType
+from accelerate.utils import ProjectConfiguration
 from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig
@@ -21,11 +22,13 @@ from ctxext.hub.adapters import check_all_saved
 from ctxext.hub.checkpoint import extended_as_saved, load_model, saved_extension
 from ctxext.models.context import has_rope, read_context
 from ctxext.models.text_config import text_config_of
+from ctxext.training.estimate import Estimate, PeakMemory, estimate
 from ctxext.training.launch import data_parallel, engine_of
 from ctxext.training.loss import use_chunked_loss
 from ctxext.training.mixed_window import check_mixture, use_mixed_window
 from ctxext.training.settings import Settings
-from ctxext.training.trainable import attach_trainable, check_no_dropout
+from ctxext.training.tiled import use_tiled_mlp
+from ctxext.training.trainable import attach_trainable, check_no_dropout, trained_parameters
 
 
 def micro_batches_of(settings: Settings, accelerator: Accelerator) -> int:
@@ -52,6 +55,7 @@ def packed_sources(settings: Settings, folder: Path, tokenizer: Any, length: int
     """
     config = AutoConfig.from_pretrained(model)
     options: dict[str, Any] = {"vocab_size": text_config_of(config).vocab_size, "num_proc": settings.data.processes}
+    options["seed"] = settings.training.seed
     packed = [
         pack(source, read_source(source, folder), tokenizer, length, settings.data.documents, **options)
         for source in settings.data.sources
@@ -96,6 +100,8 @@ def model_to_train(folder: Path, settings: Settings, accelerator: Accelerator, c
     if training.mixed_window:
         use_mixed_window(model)
     with accelerator.autocast():  # as in training: trained parameters are float32, the base may not be
+        if training.mlp_tokens:
+            use_tiled_mlp(model, training.mlp_tokens)
         if training.loss == "chunked":
             use_chunked_loss(model)
         check_positions(model, collator, length, vocab_size, batch_size=training.micro_batch_size)
@@ -120,6 +126,31 @@ def prepare(accelerator: Accelerator, model: nn.Module, optimizer: Any, settings
     return prepared
 
 
-def on_this_process(parameter: torch.Tensor) -> int:
-    """The elements of a parameter that this process holds."""
-    return parameter.to_local().numel() if isinstance(parameter, DTensor) else parameter.numel()
+def start_trackers(accelerator: Accelerator, settings: Settings) -> None:
+    """Start the trackers of a run, and finish those of the stage before."""
+    for tracker in accelerator.trackers:
+        tracker.finish()
+    accelerator.project_configuration = ProjectConfiguration(settings.output)
+    accelerator.init_trackers("ctxext", {key: str(value) for key, value in settings.binding().items()})
+
+
+def estimated(
+    probe: Callable[[int], object], accelerator: Accelerator, model: nn.Module, length: int, micro_batches: int
+) -> Estimate | None:
+    """Time and memory of so many micro-batches of this process; None under DeepSpeed, whose engine cannot take back a
+    step.
+
+    Args:
+        probe, length: see `ctxext.training.estimate.estimate`.
+    """
+    if accelerator.distributed_type == DistributedType.DEEPSPEED:
+        return None
+    parts = (p.to_local() if isinstance(p, DTensor) else p for p in trained_parameters(model).values())
+    return estimate(
+        probe,
+        length=length,
+        micro_batches=micro_batches,
+        trained=sum(part.numel() for part in parts),  # on this process
+        memory=PeakMemory(accelerator.device),
+        multiple=engine_of(accelerator).pieces,
+    )

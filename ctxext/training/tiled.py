@@ -22,8 +22,9 @@ def use_tiled_mlp(model: nn.Module, tokens: int = 4096) -> Edit:
     """Make the MLP of every layer run on `tokens` tokens at a time, until `undo` of the result. Exact but for rounding.
 
     Under gradient checkpointing this costs no time where the MLP is the last of a layer: the layer is recomputed up to
-    the MLP's input, and the MLP once, tile by tile, in the backward pass. Call it after PEFT has wrapped the model. It
-    does not know sharded parameters (FSDP, ZeRO-3).
+    the MLP's input, and the MLP once, tile by tile, in the backward pass. Call it after PEFT has wrapped the model, and
+    under autocast if it is trained so. FSDP2 may shard the model afterwards; ZeRO-3 is not supported, since it would
+    gather the weights for each tile.
 
     Raises:
         ValueError: the layers have no `mlp`, or one with dropout, or one that is not a function of each token alone
@@ -33,39 +34,41 @@ def use_tiled_mlp(model: nn.Module, tokens: int = 4096) -> Edit:
     mlps = [layer.mlp for layer in layers if isinstance(getattr(layer, "mlp", None), nn.Module)]
     if not mlps or len(mlps) != len(layers):
         raise ValueError(f"{type(model).__name__} has no module named mlp in each of its layers, so none was tiled.")
+    embeddings: Any = transformers_model(model).get_input_embeddings()
     for mlp in mlps:
-        _check(mlp, transformers_model(model).config.get_text_config(decoder=True).hidden_size)
+        _check(mlp, embeddings.weight)
     edit, tiled = Edit(model), {id(mlp) for mlp in mlps}
     for path, module in model.named_modules():
         if id(module) in tiled:
-            forward = functools.partial(_forward, module.forward, list(module.parameters()), tokens)
+            forward = functools.partial(_forward, module, module.forward, tokens)
             edit.set_attribute(path, "forward", forward)
     return edit
 
 
 @torch.no_grad()
-def _check(mlp: nn.Module, width: int) -> None:
+def _check(mlp: nn.Module, embeddings: Tensor) -> None:
     if getattr(mlp.__dict__.get("forward"), "func", None) is _forward:
         raise ValueError("the MLPs are tiled already. Call undo() of what use_tiled_mlp returned first.")
     if any(isinstance(module, nn.Dropout) and module.p > 0 for module in mlp.modules()):
         raise ValueError("an MLP with dropout cannot be tiled, since it is run twice. Set its dropout to 0.")
-    weight = next(mlp.parameters())
-    inputs = torch.randn(1, 8, width, generator=torch.Generator().manual_seed(0)).to(weight.device, weight.dtype)
+    inputs = torch.randn(1, 8, embeddings.shape[1], generator=torch.Generator().manual_seed(0))
+    # The MLP's own weights may be of four bits.
+    inputs = inputs.to(next(mlp.parameters()).device, embeddings.dtype)
     whole = mlp(inputs)
-    bar = BAR if weight.dtype == torch.float32 else 3e-2
     if not (
         isinstance(whole, Tensor)
         and whole.shape == inputs.shape
         and (torch.cat([mlp(tile) for tile in inputs.split(3, dim=1)], 1) - whole).abs().max()
-        <= bar * whole.abs().max()
+        <= (BAR if whole.dtype.itemsize >= 4 else 3e-2) * whole.abs().max()
     ):
         raise ValueError(f"{type(mlp).__name__} is not a function of each token alone, so it cannot be tiled.")
 
 
-def _forward(own: Any, parameters: list[nn.Parameter], tokens: int, hidden: Tensor) -> Tensor:
+def _forward(mlp: nn.Module, own: Any, tokens: int, hidden: Tensor) -> Tensor:
     if not torch.is_grad_enabled():
         return _tiles(own, hidden, tokens)
-    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    # Read in every pass: FSDP2 replaces the parameters, and has the whole ones in place now and in the backward pass.
+    trained = [parameter for parameter in mlp.parameters() if parameter.requires_grad]
     return _Run.apply(_Keep.apply(hidden, own, tokens, *trained), own, tokens)
 
 

@@ -19,6 +19,13 @@ def hub_folder(name: str, revision: str | None = None, patterns: list[str] | Non
         ) from error
 
 
+def snapshot(folder: Path) -> tuple[str, str] | None:
+    """The hub name (owner/name) and the commit of a snapshot in the hub's cache; None for another folder."""
+    repository, kind, commit = ("", "", "", *folder.resolve().parts)[-3:]
+    name = repository.removeprefix("models--").replace("--", "/")
+    return (name, commit) if kind == "snapshots" and repository.startswith("models--") and "/" in name else None
+
+
 def _why_not_given(error: Exception, revision: str | None) -> str:
     from huggingface_hub import errors
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from ctxext.evals.results import Header, ResultsWriter, read_results
+from ctxext.evals.results import Header, ResultsWriter, forget_variant, read_results
 
 
 def header(**changes) -> Header:
@@ -48,6 +48,18 @@ def test_a_run_goes_on_where_it_stopped(tmp_path: Path) -> None:
     write(path, [batches[2], batches[5]], rank=2, merge=True)
     assert path.read_bytes() == whole.read_bytes()
     assert [file.name for file in sorted(tmp_path.iterdir())] == ["r.jsonl", "whole.jsonl"]
+
+
+def test_a_variant_is_forgotten_with_its_samples(tmp_path: Path) -> None:
+    path, expected = tmp_path / "r.jsonl", tmp_path / "expected.jsonl"
+    forget_variant(path, "yarn")  # there is nothing yet
+    write(path, [[record(0), record(0, "yarn")]], merge=True)
+    write(path, [[record(1), record(1, "yarn", hit=False)]])  # and a journal of a killed run
+    write(expected, [[record(0), record(1)]], merge=True, variants={"none": {"fingerprint": "a"}})
+    forget_variant(path, "yarn")
+    assert path.read_bytes() == expected.read_bytes()
+    assert [file.name for file in sorted(tmp_path.iterdir())] == ["expected.jsonl", "r.jsonl"]
+    write(path, [[record(1, "yarn")]], variants={"yarn": {"fingerprint": "another"}})
 
 
 def test_what_was_being_written_when_a_run_was_killed_is_measured_again(tmp_path: Path) -> None:

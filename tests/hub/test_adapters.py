@@ -15,8 +15,9 @@ from typing import Any
 import pytest
 import torch
 from families import FAMILIES, from_config, logits, tiny_config, tiny_model, token_ids
+from huggingface_hub import constants
 from live import METHODS, arguments, rotary_of
-from peft import AutoPeftModelForCausalLM, LoraConfig, LoraModel, PeftModel, get_peft_model
+from peft import LoraConfig, LoraModel, PeftModel, get_peft_model
 from safetensors import safe_open
 from transformers import (
     AutoConfig,
@@ -31,7 +32,9 @@ from transformers import (
 
 import ctxext
 from ctxext.assets import MODEL
+from ctxext.extension.adapter_config import WARNING, plain_name
 from ctxext.extension.metadata_file import weights_fingerprint
+from ctxext.extension.peft_hooks import watch_peft
 from ctxext.hub.adapters import (
     AdapterBase,
     check_all_saved,
@@ -40,8 +43,7 @@ from ctxext.hub.adapters import (
     write_model_card,
     write_record,
 )
-from ctxext.hub.checkpoint import extend_folder
-from ctxext.utils.json_files import read_json
+from ctxext.hub.checkpoint import checkpoint_folder, extend_folder
 
 IDS = torch.randint(2, 4096, (1, 96), generator=torch.Generator().manual_seed(0))
 NORMS = ["input_layernorm", "post_attention_layernorm", "norm"]
@@ -88,10 +90,7 @@ class Run:
         shutil.copytree(self.original, other.original)
         shutil.copytree(self.adapter, other.adapter)
         other.record = replace(self.record, base=str(other.original), extended=str(other.base))
-        (other.adapter / "ctxext.json").write_text(json.dumps(asdict(other.record)))
-        config = json.loads((other.adapter / "adapter_config.json").read_text())
-        config["base_model_name_or_path"] = str(other.base)
-        (other.adapter / "adapter_config.json").write_text(json.dumps(config))
+        write_record(other.adapter, other.record)
         return other
 
 
@@ -108,7 +107,8 @@ def files_of(folder: Path) -> dict[Path, bytes]:
 
 
 def test_plain_peft_and_ctxext_give_the_trained_logits(run: Run) -> None:
-    plain = AutoPeftModelForCausalLM.from_pretrained(run.adapter).eval()
+    with pytest.warns(UserWarning, match=WARNING):
+        plain = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(run.base), run.adapter).eval()
     assert torch.equal(logits(plain, IDS), run.logits)
     loaded = ctxext.load(run.adapter)
     assert not loaded.training
@@ -123,8 +123,10 @@ def test_the_adapter_stores_no_base_and_says_what_it_was_trained_on(run: Run) ->
     assert not any("mlp" in name or name.endswith("_proj.weight") for name in names)
     assert {"3.self_attn.v_proj.lora_B.weight", "3.input_layernorm.weight"} < names
     config = json.loads((run.adapter / "adapter_config.json").read_text())
-    assert config["base_model_name_or_path"] == str(run.base)
-    record = AdapterBase.of_json(read_json(run.adapter / "ctxext.json"))
+    extended = "(extended by ctxext, yarn ×4: 512 → 2,048 tokens; load this adapter with ctxext.load)"
+    assert config["base_model_name_or_path"] == f"../extended {extended}"
+    assert json.loads((run.adapter / "ctxext.json").read_text())["extended"] == "../extended"
+    record = AdapterBase.of_folder(run.adapter)
     assert record == run.record
     assert record.method["name"] == "yarn"
     assert (record.original_max_position_embeddings, record.max_position_embeddings) == (512, 2048)
@@ -133,13 +135,115 @@ def test_the_adapter_stores_no_base_and_says_what_it_was_trained_on(run: Run) ->
     assert AutoTokenizer.from_pretrained(run.adapter).model_max_length == 2048
 
 
-def test_the_adapter_names_its_base_absolutely(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_adapter_of_a_base_elsewhere_names_it_absolutely(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Also where the model was loaded by a path that means nothing elsewhere."""
     monkeypatch.chdir(run.base.parent)
     model = get_peft_model(AutoModelForCausalLM.from_pretrained("extended"), lora())
     save_trained(model, tmp_path / "adapter", AdapterBase.of("extended", run.original))
     config = json.loads((tmp_path / "adapter/adapter_config.json").read_text())
-    assert config["base_model_name_or_path"] == str(run.base)
+    assert plain_name(config["base_model_name_or_path"]) == str(run.base)
+
+
+def cached(original: Path, cache: Path) -> Path:
+    """The snapshot of owner/name in a cache of the hub, with the files of a folder."""
+    commit = "0123456789abcdef0123456789abcdef01234567"
+    repository = cache / "models--owner--name"
+    shutil.copytree(original, repository / "snapshots" / commit)
+    (repository / "refs").mkdir()
+    (repository / "refs/main").write_text(commit)
+    return repository / "snapshots" / commit
+
+
+# In a process that never imports ctxext, in another folder: by its own name of the base, on the base beside, on the
+# unextended one.
+PLAIN_PEFT = """
+import json, sys, warnings
+import torch
+from peft import AutoPeftModelForCausalLM, PeftModel
+from transformers import AutoModelForCausalLM
+adapter, extended, original, ids, logits = sys.argv[1:]
+said = {}
+for auto in (AutoPeftModelForCausalLM, AutoModelForCausalLM):
+    try:
+        auto.from_pretrained(adapter)
+    except Exception as error:
+        said[auto.__name__] = f"{type(error).__name__}: {error}"
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(original), adapter)
+said["warned"] = " ".join(str(warning.message) for warning in caught)
+model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(extended), adapter).eval()
+with torch.no_grad():
+    torch.save(model(input_ids=torch.load(ids)).logits, logits)
+assert "ctxext" not in sys.modules
+print(json.dumps(said))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("base", ["a folder beside it", "a model on the hub"])
+def test_an_adapter_that_was_moved_is_loaded_right_or_refused_with_the_reason(
+    base: str, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the real PEFT, after all folders of the run were moved, and only a cache of the hub is left."""
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    before, after, original = tmp_path / "before", tmp_path / "after", run.original
+    if base == "a model on the hub":
+        original = cached(run.original, tmp_path / "cache")
+    before.mkdir()
+    extend_folder(original, before / "base", 4)
+    record = AdapterBase.of(before / "base", original if base == "a model on the hub" else before / "base")
+    save_trained(ctxext.load(run.adapter), before / "adapter", record)
+    before.rename(after)
+    monkeypatch.chdir(tmp_path)
+    for file in after.rglob("*.json"):
+        assert str(tmp_path) not in file.read_text(), file
+    assert str(tmp_path) not in (after / "adapter/README.md").read_text()
+    named = json.loads((after / "adapter/adapter_config.json").read_text())
+    torch.save(IDS, tmp_path / "ids")
+    folders = [after / "adapter", after / "base", original, tmp_path / "ids", tmp_path / "logits"]
+    done = subprocess.run(
+        [sys.executable, "-c", PLAIN_PEFT, *map(str, folders)], capture_output=True, text=True, check=True
+    )
+    said = json.loads(done.stdout)
+    for auto in ("AutoPeftModelForCausalLM", "AutoModelForCausalLM"):
+        assert "extended by ctxext, yarn ×4: 512 → 2,048 tokens; load this adapter with ctxext.load" in said[auto]
+    assert WARNING in said["warned"]
+    assert torch.equal(torch.load(tmp_path / "logits"), run.logits)
+    assert torch.equal(logits(ctxext.load(after / "adapter"), IDS), run.logits)
+    if base == "a model on the hub":
+        assert plain_name(named["base_model_name_or_path"]) == "owner/name"
+        assert named["revision"] == original.name
+        shutil.rmtree(after / "base")
+        assert torch.equal(logits(ctxext.load(after / "adapter"), IDS), run.logits)
+    else:
+        assert plain_name(named["base_model_name_or_path"]) == "../base"
+
+
+def test_an_adapter_saved_again_is_loaded_right_or_refused(run: Run, tmp_path: Path) -> None:
+    """After `ctxext.load` from the extended base, and after it extended the original."""
+    ctxext.load(run.adapter).save_pretrained(tmp_path / "again")
+    assert torch.equal(logits(ctxext.load(tmp_path / "again"), IDS), run.logits)
+    other = run.copy(tmp_path)
+    ctxext.load(other.adapter).save_pretrained(tmp_path / "run/again")
+    with pytest.raises(ValueError, match=r"ctxext\.json, of ctxext finetune\) is missing\. Copy that file too"):
+        ctxext.load(tmp_path / "run/again")
+    shutil.copy(other.adapter / "ctxext.json", tmp_path / "run/again")
+    assert torch.equal(logits(ctxext.load(tmp_path / "run/again"), IDS), run.logits)
+
+
+def test_an_adapter_is_not_put_on_a_base_that_was_extended_in_another_way(run: Run, tmp_path: Path) -> None:
+    """In a process that has extended a model; PEFT alone warns."""
+    watch_peft()  # as any extension does
+    extend_folder(run.original, tmp_path / "other", 8)
+    for folder, state in ((run.original, "not extended"), (tmp_path / "other", "extended by yarn ×8")):
+        model = AutoModelForCausalLM.from_pretrained(folder)
+        with pytest.raises(ValueError, match=f"trained with yarn ×4.*but this model is {state}"):
+            PeftModel.from_pretrained(model, run.adapter)
 
 
 def test_norms_unfrozen_by_hand_are_refused_by_name(run: Run, tmp_path: Path) -> None:
@@ -181,7 +285,7 @@ def test_a_model_trained_whole_is_a_plain_extended_checkpoint(run: Run, tmp_path
     config = json.loads((tmp_path / "model/config.json").read_text())
     assert config["rope_parameters"] == config["rope_scaling"] == run.record.config["rope_parameters"]
     assert AutoTokenizer.from_pretrained(tmp_path / "model").model_max_length == 2048
-    assert AdapterBase.of_json(read_json(tmp_path / "model/ctxext.json")) == run.record
+    assert AdapterBase.of_folder(tmp_path / "model") == run.record
     save_trained(model, tmp_path / "model", run.record, state_dict=gathered(model))
     assert not any(parameter.any() for parameter in ctxext.load(tmp_path / "model").parameters())
 
@@ -192,14 +296,13 @@ import resource, sys
 from pathlib import Path
 import ctxext
 from ctxext.hub.adapters import AdapterBase, save_trained
-from ctxext.utils.json_files import read_json
 adapter = Path(sys.argv[1])
 model = ctxext.load(adapter, is_trainable=True)
 for parameter in model.parameters():
     parameter.data.zero_()
 resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))
 try:
-    save_trained(model, adapter, AdapterBase.of_json(read_json(adapter / "ctxext.json")))
+    save_trained(model, adapter, AdapterBase.of_folder(adapter))
 except Exception as error:
     print("refused:", type(error).__name__)
 """
@@ -239,10 +342,12 @@ def test_without_its_extended_base_the_adapter_extends_the_original_itself(run: 
     assert loaded.config.max_position_embeddings == 2048
 
 
-def test_on_the_base_that_was_not_extended_an_adapter_is_another_model(run: Run) -> None:
-    """Trap 5: PEFT puts it there without a word, and a config.json beside the adapter would not be read."""
-    stock = AutoModelForCausalLM.from_pretrained(run.original)
-    wrong = PeftModel.from_pretrained(stock, run.adapter).eval()
+def test_on_the_base_that_was_not_extended_an_adapter_is_another_model(run: Run, tmp_path: Path) -> None:
+    """Trap 5: PEFT puts one of its own there without a word, and a config.json beside it would not be read."""
+    own = shutil.copytree(run.adapter, tmp_path / "adapter")
+    config = json.loads((own / "adapter_config.json").read_text()) | {"base_model_name_or_path": str(run.base)}
+    (own / "adapter_config.json").write_text(json.dumps(config))
+    wrong = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(run.original), own).eval()
     assert (logits(wrong, IDS) - run.logits).abs().max() > 0.1
     assert torch.equal(logits(ctxext.load(run.adapter), IDS), run.logits)
 
@@ -313,11 +418,10 @@ def test_a_model_that_reads_its_rope_in_another_way_is_refused(run: Run, monkeyp
         ctxext.load(run.adapter)
 
 
-def test_an_adapter_without_a_record_loads_on_the_base_that_it_names(run: Run, tmp_path: Path) -> None:
-    other = run.copy(tmp_path)
-    extend_folder(other.original, other.base, 4)
-    (other.adapter / "ctxext.json").unlink()
-    assert torch.equal(logits(ctxext.load(other.adapter), IDS), run.logits)
+def test_an_adapter_of_peft_alone_loads_on_the_base_that_it_names(run: Run, tmp_path: Path) -> None:
+    model = trained(run.base, lora())
+    model.save_pretrained(tmp_path / "adapter")
+    assert torch.equal(logits(ctxext.load(tmp_path / "adapter"), IDS), logits(model, IDS))
 
 
 def test_an_adapter_of_a_plain_base_loads_with_a_warning(tmp_path: Path) -> None:
@@ -335,6 +439,23 @@ def test_a_folder_of_a_model_loads_as_that_model(run: Run) -> None:
 def test_what_is_neither_adapter_nor_model_is_named(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="neither an adapter"):
         ctxext.load(tmp_path)
+
+
+def test_the_folder_of_a_run_points_to_what_it_contains(run: Run) -> None:
+    for command in (ctxext.load, lambda folder: merge(folder, "merged"), lambda folder: checkpoint_folder(str(folder))):
+        with pytest.raises(FileNotFoundError, match=rf"Pass what it contains: {run.adapter} or {run.base}\."):
+            command(run.adapter.parent)
+
+
+def test_a_misspelt_path_is_answered_by_its_neighbour(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where it could be a hub name."""
+    monkeypatch.chdir(run.adapter.parents[1])
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    for name in ("run/adaptr", "./run/adaptr", str(run.adapter.with_name("adaptr"))):
+        with pytest.raises(FileNotFoundError, match=r"Did you mean '.*run/adapter'\?"):
+            merge(name, tmp_path / "merged")
 
 
 def test_a_record_of_another_version_is_refused(run: Run, tmp_path: Path) -> None:
@@ -648,7 +769,7 @@ def test_the_card_shows_the_figures_given_and_no_others(run: Run, tmp_path: Path
 def test_figures_stay_with_the_adapter_and_its_merged_model(run: Run, tmp_path: Path) -> None:
     other = run.copy(tmp_path)
     write_record(other.adapter, other.record, {"after": {"perplexity": 73.5}})
-    kept = AdapterBase.of_json(read_json(other.adapter / "ctxext.json"))
+    kept = AdapterBase.of_folder(other.adapter)
     assert kept == replace(other.record, provenance={"tokens": 288, "figures": {"after": {"perplexity": 73.5}}})
     for folder in (other.adapter, merge(other.adapter, tmp_path / "merged")):
         assert "| after | 73.5 |" in (folder / "README.md").read_text()

@@ -258,7 +258,7 @@ def test_no_settings_raise_a_raw_error(data: st.DataObject) -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "settings.yaml"
         path.write_text(yaml.safe_dump(tree))
-        holds(lambda: read_settings(path).binding(), str(path), lines=30)
+        holds(lambda: [settings.binding() for settings in read_settings(path)], str(path), lines=30)
 
 
 SETTINGS = [yaml.safe_load(p.read_text()) for p in sorted((Path(PACKAGE).parent / "recipes/configs").glob("*.yaml"))]

@@ -15,6 +15,7 @@ import transformers.utils.hub
 from families import logits, tiny_config, tiny_model, token_ids
 from hub import Fault, LocalHub
 from huggingface_hub import ModelCard, constants
+from peft import LoraConfig, get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import ctxext
@@ -26,6 +27,7 @@ from ctxext.evals.summary import Summary
 from ctxext.evals.targets import compared_variants
 from ctxext.extension.metadata_file import RECORD
 from ctxext.extension.method_file import SavedMethod, read_saved
+from ctxext.hub.adapters import AdapterBase, merge, save_trained
 from ctxext.hub.checkpoint import checkpoint_folder, extend_folder
 from ctxext.methods import LongRoPE, YaRN, make_method
 from ctxext.publish.push import BEGIN, END, prepared, push_to_hub
@@ -350,6 +352,52 @@ def test_the_card_shows_the_numbers_of_the_results_file(hub: LocalHub, tmp_path:
     with pytest.raises(ValueError, match=r"another model.*ctxext eval FOLDER"):
         push_to_hub(other, "ada/long", results=results)
     assert "ada/long" not in hub.repositories
+
+
+@pytest.fixture
+def merged(base: Path, tmp_path: Path) -> Path:
+    """A model that was fine-tuned on this machine, with what `ctxext finetune` records."""
+    extend_folder(base, tmp_path / "run/base", 4, "yarn")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "run/base")
+    lora = LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
+    record = AdapterBase.of(
+        tmp_path / "run/base",
+        "meta/tiny",
+        provenance={
+            "settings": {"model": "meta/tiny", "data": {"sources": [{"path": str(tmp_path / "secret/docs.jsonl")}]}},
+            "figures": {"baseline": {"passkey at 64": "10%"}, "trained": {"passkey at 64": "98%"}},
+        },
+    )
+    save_trained(get_peft_model(model, lora), tmp_path / "run/adapter", record)
+    return merge(tmp_path / "run/adapter", tmp_path / "run/merged")
+
+
+def test_the_card_of_a_fine_tune_is_one_and_names_no_folder(hub: LocalHub, merged: Path, tmp_path: Path) -> None:
+    with prepared(merged, "ada/long") as push:
+        card, files = push.card(), push.files
+    assert "ctxext.json" not in files  # the paths of this machine
+    assert str(tmp_path) not in card
+    assert "secret" not in card
+    assert '"docs.jsonl"' in card
+    for once in ("### Load it", "### Measured", "### Serve it", "| passkey at 64 | 10% | 98% |", BEGIN, END):
+        assert card.count(once) == 1, once
+    assert "## Load it" not in card.replace("### Load it", "")
+    assert card.count("\n# ") == 1
+    front = ModelCard(card).data
+    assert (front.base_model, front.license) == ("meta/tiny", "other")
+    assert "fine-tuned after that" in card
+
+
+def test_a_card_without_measurements_or_base_says_what_is_missing(
+    base: Path, hub: LocalHub, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    extend_folder(base, tmp_path / "out", 4)
+    (tmp_path / "out/README.md").unlink()
+    run("push", str(tmp_path / "out"), "ada/long", "--dry-run")
+    said = capsys.readouterr().err
+    assert "note: the card has no measurements. Pass --results FILE of ctxext eval or ctxext finetune." in said
+    assert "note: the card links no base model and names no licence. Pass --base-model OWNER/NAME for both." in said
+    assert f"next: ctxext push {tmp_path / 'out'} ada/long\n" in said
 
 
 @pytest.mark.parametrize("how", ["itself", "--factor 2", "--target-length 1024"])

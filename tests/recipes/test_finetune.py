@@ -9,6 +9,7 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 import warnings
 from pathlib import Path
 
@@ -16,7 +17,7 @@ import pytest
 import torch
 import yaml
 from accelerate.state import AcceleratorState
-from finetuning import DEEPSPEED, RECIPE, SMALL, STEPS, TINY, finish, killed, log, outcome
+from finetuning import DEEPSPEED, RECIPE, SMALL, STEPS, TINY, finish, kill, killed, log, outcome, start
 from peft import AutoPeftModelForCausalLM
 from safetensors.torch import load_file, save_file
 from survey.small import small_model
@@ -192,8 +193,9 @@ def test_the_bundled_file_of_a_sharded_engine_gives_the_losses_of_one_process(
         (["training.precision=bf16", "training.gradient_checkpointing=recompute"], {}),
         ([], {"offload_params": True}),
         (["extension.method=dynamic_yarn"], {}),
+        (["training.mlp_tokens=48", "training.gradient_checkpointing=recompute"], {}),
     ],
-    ids=["full", "bf16", "offloaded", "in attention"],
+    ids=["full", "bf16", "offloaded", "in attention", "tiled"],
 )
 def test_fsdp2_trains_what_one_process_trains(
     changes: list[str], fsdp: dict[str, bool], engine, tmp_path: Path
@@ -239,14 +241,128 @@ def test_fsdp2_resumes_bit_for_bit_with_dropout(engine, tmp_path: Path) -> None:
     assert outcome(disturbed) == outcome(undisturbed)
 
 
+@pytest.fixture(scope="module")
+def staged(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The bundled config of stages, on one novel, with the steps of `training.steps` in each."""
+    tree = yaml.safe_load((TINY.parent / "tiny_yarn_stages.yaml").read_text())
+    for stage in tree["stages"]:
+        del stage["training"]["steps"]
+    tree["data"]["sources"] = [{"path": str(RECIPE.parent / "data/austen/northangerabbey.txt"), "name": "novel"}]
+    path = tmp_path_factory.mktemp("staged") / "staged.yaml"
+    path.write_text(yaml.safe_dump(tree))
+    return path
+
+
+def test_stages_that_are_killed_go_on_bit_for_bit(staged: Path, tmp_path: Path) -> None:
+    whole, disturbed, changes = tmp_path / "whole", tmp_path / "killed", ("training.steps=8",)
+    finish(whole, *changes, config=staged)
+    process = start(disturbed, *changes, config=staged)
+    while process.poll() is None and len(log(disturbed / "stage-2")) < 4:
+        time.sleep(0.01)
+    kill(process.pid)
+    process.communicate()
+    assert len(log(disturbed / "stage-2")) < 8
+    said = finish(disturbed, *changes, config=staged)
+    assert "stage-1 is finished" in said
+    assert "Resuming from" in said
+    for stage in "stage-1", "stage-2":
+        assert outcome(disturbed / stage) == outcome(whole / stage)
+    assert "stage-2 is finished" in finish(disturbed, *changes, config=staged)
+
+    merge(whole / "stage-1/adapter", tmp_path / "merged")
+    before, after = (load_file(at / "model.safetensors") for at in (tmp_path / "merged", whole / "stage-2/base"))
+    assert before.keys() == after.keys()
+    assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())
+    rope = json.loads((whole / "stage-2/base/config.json").read_text())["rope_parameters"]
+    assert (rope["factor"], rope["original_max_position_embeddings"]) == (4, 512)
+    merged = AutoModelForCausalLM.from_pretrained(whole / "stage-2/merged")
+    ids = torch.arange(2, 702)[None]
+    with torch.no_grad():
+        expected = ctxext.load(whole / "stage-2/adapter")(input_ids=ids).logits
+        torch.testing.assert_close(merged(input_ids=ids).logits, expected, atol=1e-3, rtol=1e-3)
+
+
+def test_stages_of_two_processes_give_the_losses_of_one(staged: Path, tmp_path: Path) -> None:
+    changes = ("training.steps=2", "trainable={kind: full}", "stages.1.merge=false", EVALUATION)
+    for processes in 1, 2:
+        finish(tmp_path / str(processes), *changes, processes=processes, config=staged)
+    for stage in "stage-1", "stage-2":
+        assert_same_training(log(tmp_path / "1" / stage), log(tmp_path / "2" / stage))
+    first, second = (json.loads((tmp_path / f"2/stage-{k}/figures.json").read_text())["measured"] for k in (1, 2))
+    assert first["variants"]["none"] == second["variants"]["none"]  # the original model
+    # Of the weights of the first stage, at twice their length.
+    assert first["variants"]["untrained"]["short_loss"] != second["variants"]["untrained"]["short_loss"]
+
+
+@pytest.mark.parametrize("given", ["adapter", "merged"])
+def test_a_run_starts_from_an_adapter_as_from_what_it_merges_into(
+    given: str, main, whole: Path, tmp_path: Path
+) -> None:
+    merged = merge(whole / "adapter", tmp_path / "merged")
+    changes = (f"model={whole / 'adapter' if given == 'adapter' else merged}", "extension.factor=8", "training.steps=2")
+    with pytest.raises(ValueError, match="existing='replace'"):
+        main(tmp_path / "refused", *changes)
+    said = main(tmp_path / "run", *changes, "extension.existing=replace")
+    assert "trained at 512 tokens, extended to 4,096" in said
+    start, base = (load_file(at / "model.safetensors") for at in (merged, tmp_path / "run/base"))
+    assert all(torch.equal(tensor, base[name]) for name, tensor in start.items())
+    rope = json.loads((tmp_path / "run/base/config.json").read_text())["rope_parameters"]
+    assert (rope["factor"], rope["original_max_position_embeddings"]) == (8, 512)
+    ctxext.load(tmp_path / "run/adapter")
+
+
+def test_a_finished_run_of_a_constant_schedule_is_lengthened_bit_for_bit(main, tmp_path: Path) -> None:
+    whole, longer = tmp_path / "whole/run", tmp_path / "longer/run"  # results name the model by its folder
+    changes = ("training.schedule=constant", "training.checkpoint_every=2", EVALUATION)
+    main(whole, *changes, "training.steps=6")
+    main(longer, *changes, "training.steps=4")
+    trained = json.loads((longer / "figures.json").read_text())["measured"]
+    main(longer, *changes, "training.steps=6")
+    assert outcome(longer) == outcome(whole)
+    for name in "mid_training.jsonl", "results.jsonl":  # what was saved before is not taken for what is saved now
+        assert (longer / name).read_bytes() == (whole / name).read_bytes()
+    assert json.loads((longer / "figures.json").read_text())["measured"] != trained
+    with pytest.raises(ValueError, match="has trained 6 steps, more than the 5"):
+        main(longer, *changes, "training.steps=5")
+
+
+def test_early_stopping_saves_the_weights_of_the_lowest_loss_and_resumes_bit_for_bit(main, tmp_path: Path) -> None:
+    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
+    changes = (
+        "training.schedule=constant", "training.warmup_steps=0", "training.learning_rate=1e-2",
+        "training.early_stopping=2", "training.keep_checkpoints=1", EVALUATION,
+        "data.sources=[{path: ../data/austen/northangerabbey.txt}]", "extension.factor=2",
+    )  # fmt: skip
+    main(whole, *changes, "training.steps=20")
+    losses = {
+        line["step"]: line["tail_loss"]
+        for line in map(json.loads, (whole / "mid_training.jsonl").open())
+        if line["step"]
+    }
+    figures, best = json.loads((whole / "figures.json").read_text()), min(losses, key=losses.__getitem__)
+    assert figures["saved_step"] == best
+    assert len(log(whole)) == figures["took"]["steps"] == best + 4 < 20
+    kept = [load_file(path / "trained.safetensors") for path in checkpoints(whole / "checkpoints")]
+    assert len(kept) == 2  # the best and the last
+    saved = {tensor.double().sum().item() for tensor in load_file(whole / "adapter/adapter_model.safetensors").values()}
+    sums = [{t.double().sum().item() for name, t in each.items() if name.startswith("parameter/")} for each in kept]
+    assert saved <= sums[0]
+    assert not saved & sums[1]
+
+    main(resumed, *changes, "training.steps=3")  # killed, so to say
+    main(resumed, *changes, "training.steps=20")
+    for file in "log.jsonl", "adapter/adapter_model.safetensors":
+        assert (resumed / file).read_bytes() == (whole / file).read_bytes()
+
+
 def test_what_saves_memory_changes_no_loss(main, tmp_path: Path) -> None:
-    losses = {}
-    for change in ("none", "recompute", "offload", "stock"):
-        setting = "training.loss" if change == "stock" else "training.gradient_checkpointing"
-        main(tmp_path / change, "training.steps=3", "trainable.dropout=0.0", f"{setting}={change}")
+    losses, gradients = {}, "training.gradient_checkpointing"
+    for change in (f"{gradients}=none", f"{gradients}=recompute", f"{gradients}=offload", "training.loss=stock",
+                   "training.mlp_tokens=48"):  # fmt: skip
+        main(tmp_path / change, "training.steps=3", "trainable.dropout=0.0", change)
         losses[change] = [line["loss"] for line in log(tmp_path / change)]
     for change, saved in losses.items():
-        assert saved == pytest.approx(losses["none"], rel=1e-5), change
+        assert saved == pytest.approx(losses[f"{gradients}=none"], rel=1e-5), change
 
 
 def test_a_checkpoint_of_other_settings_is_refused_and_stays(main, whole: Path) -> None:
@@ -266,7 +382,7 @@ def test_figures_of_an_earlier_model_are_seen_before_the_training(main, tmp_path
 
 
 def test_a_base_of_other_weights_is_not_taken_for_this_one(recipe, tmp_path: Path) -> None:
-    settings, folder = read_settings(TINY), tmp_path / "base"
+    (settings,), folder = read_settings(TINY), tmp_path / "base"
     assert recipe.extended_base(MODEL, folder, **settings.extension.arguments()) == folder
     recipe.extended_base(MODEL, folder, **settings.extension.arguments())  # it may stand there already
     other = tmp_path / "other"

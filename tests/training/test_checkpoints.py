@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,9 +15,11 @@ from survey.small import small_model
 
 from ctxext.training.checkpoints import (
     Progress,
+    check_binding,
     checkpoints,
     gather_buffers,
     latest_checkpoint,
+    load_best,
     load_checkpoint,
     save_checkpoint,
 )
@@ -61,6 +64,58 @@ def test_the_last_ones_are_kept(tmp_path: Path) -> None:
     assert [path.name for path in checkpoints(tmp_path)] == ["step-00000010", "step-00000015"]
 
 
+def test_training_is_over_when_the_loss_was_not_lower_for_the_patience() -> None:
+    done, over = Progress(), []
+    for step, loss in enumerate([3.0, 2.0, float("nan"), 2.5, 1.9, 1.9, 2.0, 1.8], 1):
+        done = replace(done, step=10 * step).judged(loss)
+        over.append((done.best_step, done.is_over(30), done.is_over(20), done.is_over(None)))
+    assert [best for best, *_ in over] == [10, 20, 20, 20, 50, 50, 50, 80]
+    assert [step for step, (_, is_over, *_) in enumerate(over, 1) if is_over] == []
+    assert [step for step, (_, _, is_over, _) in enumerate(over, 1) if is_over] == [4, 7]
+    assert not any(never for *_, never in over)
+    assert not Progress(50).is_over(10)  # nothing was evaluated
+
+
+def test_the_best_one_is_kept_and_loaded(tmp_path: Path) -> None:
+    model, optimizer = make(TrainableSettings(rank=4))
+    expected, progress = {}, Progress()
+    for step, loss in (5, 3.0), (10, 2.0), (15, 2.5), (20, 2.4):
+        train(model, optimizer, range(step, step + 1))
+        progress = replace(progress, step=step).judged(loss)
+        expected[step] = tensors_of(model)
+        save_checkpoint(tmp_path, model, optimizer, progress, BINDING, keep=1)
+    assert [path.name for path in checkpoints(tmp_path)] == ["step-00000010", "step-00000020"]
+    assert check_binding(latest_checkpoint(tmp_path), BINDING) == progress
+    load_best(tmp_path, model, optimizer, progress, BINDING)
+    assert all(torch.equal(tensor, expected[10][name]) for name, tensor in tensors_of(model).items())
+    load_best(tmp_path, model, optimizer, Progress(20), BINDING)  # without early stopping
+    assert all(torch.equal(tensor, expected[10][name]) for name, tensor in tensors_of(model).items())
+
+
+DECISIONS = """
+import sys
+from dataclasses import replace
+import torch.distributed as dist
+from accelerate import Accelerator
+from ctxext.training.checkpoints import Progress
+rank = Accelerator(cpu=True).process_index
+done = Progress()
+for step, losses in enumerate([(3.0, 3.0), (2.0, 4.0), (2.1, 1.0), (2.2, 0.5)], 1):  # of the two processes
+    done = replace(done, step=step).judged(losses[rank])
+sys.stdout.write(f"{done.best_step} {done.best_loss} {done.is_over(2)};")
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.slow
+def test_every_process_takes_the_same_decision(tmp_path: Path) -> None:
+    (tmp_path / "decisions.py").write_text(DECISIONS)
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--master-port=29617"]
+    run = subprocess.run([*launcher, str(tmp_path / "decisions.py")], capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr[-3000:]
+    assert sorted(filter(None, run.stdout.split(";"))) == ["2 2.0 True"] * 2
+
+
 def test_what_was_not_finished_is_no_checkpoint(tmp_path: Path) -> None:
     model, optimizer = make(TrainableSettings(rank=4))
     whole = save_checkpoint(tmp_path, model, optimizer, Progress(5), BINDING)
@@ -83,6 +138,18 @@ def test_a_checkpoint_of_other_settings_is_refused_by_name_and_changes_nothing(t
         load_checkpoint(path, other, fresh, {**BINDING, "data.length": 128})
     assert not fresh.state
     assert all(torch.equal(tensor, before[name]) for name, tensor in tensors_of(other).items())
+
+
+def test_the_number_of_steps_is_refused_where_earlier_steps_depended_on_it(tmp_path: Path) -> None:
+    model, optimizer = make()
+    linear = {"training.schedule": "linear", "training.steps": 5}
+    path = save_checkpoint(tmp_path, model, optimizer, Progress(5), linear)
+    with pytest.raises(ValueError, match=r"steps is 9, was 5 \(the rates of a linear schedule depend on it"):
+        check_binding(path, {**linear, "training.steps": 9})
+    path = save_checkpoint(tmp_path, model, optimizer, Progress(5), BINDING)
+    assert check_binding(path, BINDING, 5) == check_binding(path, BINDING, 9) == Progress(5)
+    with pytest.raises(ValueError, match=r"has trained 5 steps, more than the 4 .* Raise training\.steps"):
+        check_binding(path, BINDING, 4)
 
 
 def test_a_checkpoint_of_other_parameters_is_refused(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -18,9 +19,9 @@ TINY = next(path for path in CONFIGS if path.name == "tiny_yarn_4x.yaml")
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_every_bundled_config_is_valid_and_says_where_it_was_measured(path: Path) -> None:
-    settings = read_settings(path)
-    assert settings.measured_on
-    assert settings.training.steps_of(settings.data.length or 2048) > 0
+    for settings in read_settings(path):
+        assert settings.measured_on
+        assert settings.training.steps_of(settings.data.length or 2048) > 0
 
 
 @pytest.mark.parametrize(
@@ -54,6 +55,28 @@ def test_a_mistake_is_named_with_its_remedy(change: str, said: str) -> None:
         read_settings(TINY, [change])
 
 
+def minimal(folder: Path, **more: Any) -> Path:
+    """A file that sets only what has no default."""
+    tree = {"model": "bundled", "output": "run", "data": {"sources": [{"path": "a.txt"}]}, "training": {"steps": 1}}
+    (folder / "minimal.yaml").write_text(yaml.safe_dump({**tree, **more}))
+    return folder / "minimal.yaml"
+
+
+def test_no_error_blames_a_setting_that_has_its_default(tmp_path: Path) -> None:
+    path = minimal(tmp_path, evaluation={"text": "bundled", "windows": 2})
+    (settings,) = read_settings(path)
+    assert settings.measured_on is None
+    assert settings.evaluation is not None
+    assert settings.evaluation.windows == 2
+    with pytest.raises(ValueError, match="evaluation: mid_training_windows must be at most windows"):
+        read_settings(path, ["evaluation.mid_training_windows=3"])
+    with pytest.raises(ValueError, match=r"got 8 \(its default\) and 3\."):
+        read_settings(path, ["training.micro_batch_size=3"])
+    with pytest.raises(ValueError, match=r"greater than or equal to 2, got 1") as error:
+        read_settings(path, ["evaluation.windows=1"])
+    assert "mid_training" not in str(error.value)
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [
@@ -77,10 +100,19 @@ def test_mixed_windows_need_documents_of_their_own_lengths(changes: list[str]) -
 
 def test_positions_that_skip_do_not_go_with_ulysses() -> None:
     path = next(path for path in CONFIGS if path.stem == "tiny_pose_4x")
-    settings = read_settings(path)
+    (settings,) = read_settings(path)
     settings.check_engine("context_parallel")
     with pytest.raises(ValueError, match=r"data\.positions: plain \(got pose\)"):
         settings.check_engine("ulysses")
+
+
+def test_a_tiled_mlp_is_refused_where_each_tile_would_gather_its_weights() -> None:
+    (settings,) = read_settings(TINY, ["training.mlp_tokens=1k"])
+    for kind in ("single", "ddp", "fsdp2"):
+        settings.check_engine(kind)
+    for kind in ("zero3", "ulysses"):
+        with pytest.raises(ValueError, match=rf"training\.mlp_tokens does not support {kind}"):
+            settings.check_engine(kind)
 
 
 def test_commands_in_the_recipes_readme_fit_their_launchers() -> None:
@@ -92,7 +124,7 @@ def test_commands_in_the_recipes_readme_fit_their_launchers() -> None:
         file = root / words[words.index("--config_file") + 1] if "--config_file" in words else None
         processes = yaml.safe_load(file.read_text())["num_processes"] if file else 1
         k = words.index("--config")
-        training = read_settings(root / words[k + 1], words[k + 2 :]).training
+        training = read_settings(root / words[k + 1], words[k + 2 :])[0].training
         assert training.batch_size % (processes * training.micro_batch_size) == 0, line
 
 
@@ -114,12 +146,12 @@ def test_a_mistake_is_blamed_on_its_source(tmp_path: Path) -> None:
 
 
 def test_a_frozen_length_is_read_as_other_lengths_are() -> None:
-    settings = read_settings(TINY, ["extension.method=dynamic_yarn", "extension.options.length=2k"])
+    (settings,) = read_settings(TINY, ["extension.method=dynamic_yarn", "extension.options.length=2k"])
     assert settings.extension.options["length"] == 2048
 
 
 def test_the_command_line_changes_what_the_file_says() -> None:
-    settings = read_settings(TINY, ["training.steps=7", "data.length=1k", "extension.options.beta_fast=16"])
+    (settings,) = read_settings(TINY, ["training.steps=7", "data.length=1k", "extension.options.beta_fast=16"])
     assert (settings.training.steps, settings.data.length) == (7, 1024)
     assert settings.extension.arguments() == {"method": "yarn", "factor": 4, "existing": "refuse", "beta_fast": 16}
 
@@ -139,19 +171,19 @@ def test_what_needs_no_training_is_not_trained_on(changes: list[str], words: str
 
 
 def test_a_pinned_dynamic_method_is_trained_on_as_the_static_one_that_it_is() -> None:
-    settings = read_settings(TINY, ["extension.method=dynamic_yarn", "extension.options.length=2048"])
+    (settings,) = read_settings(TINY, ["extension.method=dynamic_yarn", "extension.options.length=2048"])
     assert not extended_json(MODEL, **settings.extension.arguments())[0].in_attention
 
 
 def test_numbers_are_read_as_people_write_them(tmp_path: Path) -> None:
     # YAML 1.1 takes 1e-4 for a word.
-    settings = read_settings(TINY, ["training.learning_rate=1e-4", "training.steps=null", "training.tokens=1m"])
+    (settings,) = read_settings(TINY, ["training.learning_rate=1e-4", "training.steps=null", "training.tokens=1m"])
     assert settings.training.learning_rate == 1e-4
     assert settings.training.steps_of(2048) == 2**20 // (4 * 2048)
 
 
 def test_a_budget_of_less_than_a_step_is_refused() -> None:
-    settings = read_settings(TINY, ["training.steps=null", "training.tokens=4k"])
+    (settings,) = read_settings(TINY, ["training.steps=null", "training.tokens=4k"])
     with pytest.raises(ValueError, match="less than one step"):
         settings.training.steps_of(2048)
 
@@ -170,16 +202,71 @@ def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
 
 
 def test_settings_survive_yaml(tmp_path: Path) -> None:
-    settings = read_settings(TINY)
+    (settings,) = read_settings(TINY)
     path = tmp_path / "again.yaml"
     path.write_text(yaml.safe_dump(settings.model_dump(mode="json", exclude_unset=True)))
-    assert read_settings(path) == settings
+    assert read_settings(path) == [settings]
 
 
 def test_a_checkpoint_is_bound_to_what_changes_the_result_and_to_nothing_else() -> None:
-    settings = read_settings(TINY)
-    free = read_settings(TINY, ["output=elsewhere", "training.checkpoint_every=1", "evaluation=null", "merge=true"])
+    (settings,) = read_settings(TINY)
+    (free,) = read_settings(TINY, ["output=elsewhere", "training.checkpoint_every=1", "evaluation=null", "merge=true"])
     assert free.binding() == settings.binding()
     for change in ("training.seed=1", "data.length=1024", "extension.method=pi", "trainable.rank=8"):
-        assert read_settings(TINY, [change]).binding() != settings.binding(), change
+        assert read_settings(TINY, [change])[0].binding() != settings.binding(), change
     assert {key.partition(".")[0] for key in settings.binding()} < set(Settings.model_fields)
+
+
+def test_a_constant_schedule_is_not_bound_to_the_number_of_its_steps() -> None:
+    for schedule, is_bound in ("constant", False), ("linear", True), ("cosine", True):
+        (settings,) = read_settings(TINY, [f"training.schedule={schedule}"])
+        assert ("training.steps" in settings.binding()) == is_bound
+        assert "training.steps" in settings.binding("steps")
+        rates = [[settings.training.learning_rate_at(step, steps) for step in range(40)] for steps in (50, 100)]
+        assert (rates[0] == rates[1]) != is_bound
+
+
+def test_early_stopping_is_bound_to_what_it_is_decided_by() -> None:
+    with pytest.raises(ValueError, match=r"Set evaluation\.every"):
+        read_settings(TINY, ["training.early_stopping=3", "evaluation.every=null"])
+    on = "training.early_stopping=3"
+    (settings,), (without,) = read_settings(TINY, [on]), read_settings(TINY)
+    for change in ("evaluation.every=7", "evaluation.text=other.txt", "evaluation.mid_training_windows=3"):
+        assert read_settings(TINY, [on, change])[0].binding() != settings.binding()
+        assert read_settings(TINY, [change])[0].binding() == without.binding()
+    assert read_settings(TINY, [on, "evaluation.trials=7"])[0].binding() == settings.binding()
+    assert read_settings(TINY, [on, "evaluation.trials=7"])[0].binding("evaluation") != settings.binding("evaluation")
+
+
+STAGES = next(path for path in CONFIGS if path.stem == "tiny_yarn_stages")
+
+
+def test_a_stage_changes_the_settings_above_it_alone() -> None:
+    (whole,) = read_settings(TINY)
+    first, second = read_settings(STAGES, ["output=out", "stages.1.training.seed=3", "stages.1.data.length=256"])
+    assert (first.output, second.output) == ("out/stage-1", "out/stage-2")
+    assert (first.extension.factor, second.extension.factor) == (2, 4)
+    assert (first.training.seed, second.training.seed) == (0, 3)
+    assert (first.training.learning_rate, second.training.learning_rate) == (1e-3, 5e-4)
+    assert first.extension.method == second.extension.method == "yarn"
+    assert first.data == whole.data == second.data.model_copy(update={"length": None})
+    assert (first.merge, second.merge) == (False, True)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        (["stages.1.training.step=5"], "stages.1: unknown key 'training.step'; did you mean 'training.steps'?"),
+        (["training.step=5"], "unknown key 'training.step'; did you mean 'training.steps'?"),
+        (["stages.1.training.tokens=1m"], f"{STAGES} with stages.1.training.tokens=1m: stages.1: training: set either"),
+        (["stages.2.training.steps=5"], "not an index into a list of 2"),
+        (["stages=[]"], "stages must be a list of what each stage changes"),
+        (["stages=[{training: 5, merge: true}]"], "stages.0: training: Input should be"),
+        (["stages.1.model=x", "stages.0.training.precision=fp32"], "model, training.precision must be the same"),
+        (["training.steps=5"], "Write stages.0.training.steps=5."),
+    ],
+)
+def test_a_mistake_in_a_stage_is_named_with_the_stage(changes: list[str], said: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(said)) as error:
+        read_settings(STAGES, changes)
+    assert str(error.value).count("unknown key") <= 1

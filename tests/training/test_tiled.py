@@ -60,6 +60,17 @@ def test_lora_on_the_mlp_trains_under_the_chunked_loss() -> None:
     assert_same(gradients(model), wanted)
 
 
+def test_parameters_that_are_replaced_afterwards_are_trained() -> None:
+    """FSDP2 replaces them when it shards the model."""
+    model, replaced = exact(), exact()
+    wanted = gradients(model)
+    use_tiled_mlp(replaced, TOKENS)
+    for module in replaced.modules():
+        for name, parameter in [*module.named_parameters(recurse=False)]:
+            setattr(module, name, torch.nn.Parameter(parameter.detach().clone()))
+    assert_same(gradients(replaced), wanted)
+
+
 def test_autocast_reaches_the_backward_pass() -> None:
     model = extend_context(tiny_model("llama"), 4, "yarn")
 

@@ -1,0 +1,117 @@
+"""Stages of a fine-tune: each starts from the weights of the one before, and extends the original config.
+
+So a factor counts from the original model's trained length, and the model's own scaling is composed with only once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import NamedTuple
+
+from pydantic import ValidationError
+
+from ctxext.assets import MODEL
+from ctxext.extension.adapter_config import ADAPTER_CONFIG, origin
+from ctxext.hub.adapters import RECORD, merge
+from ctxext.hub.checkpoint import checkpoint_folder, extended_json, link_with_config, local_folder, written_whole
+from ctxext.training.settings import Settings
+from ctxext.utils.json_files import OBJECT, read_json
+from ctxext.utils.screen import console
+
+FIGURES = "figures.json"  # the last file that a stage writes
+
+
+def is_finished(stages: Sequence[Settings], number: int) -> bool:
+    """Whether the stage `number` was trained, measured and saved with its settings.
+
+    Raises:
+        ValueError: it was not, but the next stage started from an earlier result of it.
+    """
+    settings, figures = stages[number], Path(stages[number].output) / FIGURES
+    if figures.is_file() and settings.saved.exists():
+        try:
+            then = Settings.model_validate(read_json(figures).get("settings", OBJECT))
+        except ValidationError:  # of another version
+            then = None
+        of_result = ("evaluation", "merge", "steps", "tokens")
+        if then and then.binding(*of_result) == settings.binding(*of_result):
+            return True
+    later = [stage.output for stage in stages[number + 1 :] if Path(stage.output).exists()]
+    if later:
+        raise ValueError(
+            f"{settings.output} holds no result of these settings, but {later[0]} started from its result. Choose "
+            f"another output, or remove {' and '.join(later)}."
+        )
+    return False
+
+
+class Start(NamedTuple):
+    """The checkpoint that a stage trains.
+
+    Attributes:
+        original: the model of the settings; an adapter's is merged.
+        folder: the same, or for a stage after the first, its config with the weights of the stage before.
+    """
+
+    original: Path
+    folder: Path
+
+    @property
+    def name(self) -> str:
+        """The original model's hub name, or its folder's name."""
+        name, _ = origin(self.original)
+        return Path(name).name if Path(name).is_absolute() else name
+
+
+def starting_point(stages: Sequence[Settings], number: int, folder: Path, alone: bool = False) -> Start:
+    """What the stage `number` trains, written to `folder` if it is a new checkpoint.
+
+    Args:
+        alone: without the stage before, for a dry run.
+
+    Raises:
+        FileNotFoundError, ValueError: there is no such model; a stage cannot be extended; or a later one would extend
+            weights, such as a position table, that the stage before has changed.
+    """
+    settings = stages[number]
+    start = _original(settings, folder if alone else Path(stages[0].output) / folder.name)
+    if number == 0:
+        _check_extensions(stages, start.original)
+    if number == 0 or alone:
+        return start
+    if not folder.exists():
+        _write_start(start.original, stages[number - 1].saved, folder)
+    return Start(start.original, folder)
+
+
+def _original(settings: Settings, folder: Path) -> Start:
+    if settings.model == "bundled":
+        return Start(MODEL, MODEL)
+    given = local_folder(settings.model, settings.revision)
+    if (given / ADAPTER_CONFIG).is_file():
+        merged = folder if folder.exists() else merge(given, folder)
+        return Start(merged, merged)
+    given = checkpoint_folder(settings.model, settings.revision)
+    return Start(given, given)
+
+
+def _check_extensions(stages: Sequence[Settings], original: Path) -> None:
+    for number, stage in enumerate(stages, 1):
+        plan, _ = extended_json(original, **stage.extension.arguments())
+        if number > 1 and plan.changes_weights:
+            raise ValueError(
+                f"stage {number}: {plan.summary} makes new weights from the original ones, which the stage before "
+                "changes. Train such a model in one stage."
+            )
+
+
+def _write_start(original: Path, trained: Path, folder: Path) -> None:
+    """Write the config of `original` with the weights of `trained`, an adapter or a model."""
+    with written_whole(folder) as building, TemporaryDirectory(prefix=".merged-", dir=folder.parent) as temporary:
+        if (trained / ADAPTER_CONFIG).is_file():
+            trained = merge(trained, Path(temporary) / "merged")
+        link_with_config(trained, building, read_json(original / "config.json").content, 0, console.print)
+        for name in (RECORD, "README.md"):  # of the extended model
+            (building / name).unlink(missing_ok=True)

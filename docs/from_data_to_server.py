@@ -1,0 +1,220 @@
+"""Write docs/from_data_to_server.md: the commands from a .jsonl file to a served, verified model, as they ran.
+
+    python docs/from_data_to_server.py
+
+Runs them on the bundled model in a temporary folder: minutes on two CPU cores. What differs between machines and runs
+(times, memory, progress bars) is left out.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.error import URLError
+from urllib.request import urlopen
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGE, NOVEL = ROOT / "docs/from_data_to_server.md", ROOT / "recipes/data/austen/northangerabbey.txt"
+PORT = 8000  # on the page; a free one is used
+
+INTRODUCTION = """\
+# From a .jsonl file to a served, verified model
+
+Each command up to `ctxext push` prints the next one. They ran as shown, on the bundled model of 4 million parameters,
+which fits a CPU: `python docs/from_data_to_server.py` writes this page, and a slow test runs the commands. With four
+steps the model learns nothing yet. For your own model, set `model:` to a folder or a hub name, and take steps, batch
+size and precision from [a config for its size](../recipes/configs).
+"""
+
+CONFIG = """\
+model: bundled
+output: run
+extension:
+  factor: 4                # from 512 tokens to 2,048, by the default method, yarn
+data:
+  sources:
+    - path: docs.jsonl     # a document per line: {"text": "..."}
+training:
+  steps: 4
+  batch_size: 2
+  warmup_steps: 1
+  precision: fp32
+  gradient_checkpointing: none
+evaluation:
+  text: bundled            # a held-out text
+  lengths: [512, 2048]
+  depths: 2
+  trials: 1
+  windows: 2
+"""
+
+
+@dataclass(frozen=True)
+class Step:
+    """A section of the page: a command, and what is to be said before it."""
+
+    title: str
+    text: str
+    command: str
+
+
+STEPS = (
+    Step(
+        "Fine-tune",
+        "Extends the model, trains an adapter on it, and measures the baseline, the extended and the trained model.",
+        "ctxext finetune --config finetune.yaml",
+    ),
+    Step(
+        "Merge",
+        "One checkpoint with the same logits, which transformers and servers read without PEFT and ctxext.",
+        "ctxext merge run/adapter -o run/merged",
+    ),
+    Step(
+        "Evaluate",
+        "The merged model, on any task and length. The fine-tune has measured the adapter already, in "
+        "`run/results.jsonl`.",
+        "ctxext eval run/merged -o run/merged.jsonl --lengths 512,2048 --depths 2 --trials 1 --windows 2",
+    ),
+    Step(
+        "Push",
+        "The model card has the measured table, the base model's licence (with `--base-model OWNER/NAME`), and how to "
+        "load and serve the model. Both results files are accepted, because their fingerprints are those of this model "
+        "and of the adapter merged into it. `--dry-run` prints the card and uploads nothing.",
+        "ctxext push run/merged ada/austen-2k --results run/results.jsonl --dry-run",
+    ),
+    Step(
+        "Serve",
+        "In another terminal. For vLLM, SGLang and llama.cpp: `ctxext export run/merged`.",
+        f"ctxext serve run/merged --port {PORT}",
+    ),
+    Step(
+        "Verify",
+        "First the log-probabilities that the extended model is expected to give, then those of the server.",
+        "ctxext verify run/merged -o verify.json",
+    ),
+    Step("", "", f"ctxext verify http://127.0.0.1:{PORT} --probe verify.json"),
+)
+
+# Of progress, logs and the machine.
+NOISE = re.compile(r"examples/s|it/s|━|\d+%\||INFO: |samples done|Warning|warnings\.warn|^Estimate|tokenising|^\s*$")
+# What differs between machines and runs.
+VARYING = {
+    r"took [^.]*? and [\d.]+ GiB.*": "took ... .",
+    r"(?s)(<summary>Training</summary>).*?(</details>)": r"\1 ... \2",  # the settings, and how long it took
+}
+
+
+def write_data(folder: Path) -> None:
+    """A dozen chapters of a novel, a document per line, and the config."""
+    chapters = re.split(r"\n(?=CHAPTER )", NOVEL.read_text(encoding="utf-8"))[1:13]
+    lines = [json.dumps({"text": chapter.strip()}) + "\n" for chapter in chapters]
+    (folder / "docs.jsonl").write_text("".join(lines), encoding="utf-8")
+    (folder / "finetune.yaml").write_text(CONFIG, encoding="utf-8")
+
+
+def run(folder: Path) -> dict[str, str]:
+    """Run every command in `folder`; returns what each printed, normalised.
+
+    Raises:
+        RuntimeError: a command failed; with its output.
+    """
+    write_data(folder)
+    port = _free_port()
+    environment = {**os.environ, "COLUMNS": "100", "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
+    said: dict[str, str] = {}
+    with _server(folder, port, environment) as start:
+        for step in STEPS:
+            words = [word.replace(str(PORT), str(port)) for word in shlex.split(step.command)]
+            if words[1] == "serve":
+                said[step.command] = start(words)
+                continue
+            said[step.command] = normalised(_printed(words, folder, environment), port)
+    return said
+
+
+def _printed(words: list[str], folder: Path, environment: Mapping[str, str]) -> str:
+    """What a command prints on stdout and stderr, in that order of lines in which a terminal shows them."""
+    together = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    done = subprocess.run(_here(words), cwd=folder, env=environment, text=True, **together)
+    if done.returncode:
+        raise RuntimeError(f"{shlex.join(words)} failed:\n{done.stdout}")
+    return str(done.stdout)
+
+
+def _here(words: list[str]) -> list[str]:
+    return [sys.executable, "-m", *words]
+
+
+@contextmanager
+def _server(folder: Path, port: int, environment: Mapping[str, str]) -> Iterator:
+    """Yields a function that starts the server and waits until it answers; it is stopped at the end."""
+    started: list[subprocess.Popen] = []
+    log = folder / "serve.log"
+
+    def start(words: list[str]) -> str:
+        with log.open("w") as file:
+            started.append(subprocess.Popen(_here(words), cwd=folder, env=environment, stdout=file, stderr=file))
+        while started[0].poll() is None:
+            try:
+                urlopen(f"http://127.0.0.1:{port}/v1/models").close()
+                return f"Uvicorn running on http://127.0.0.1:{PORT} (Press CTRL+C to quit)"
+            except (URLError, OSError):
+                time.sleep(0.5)
+        raise RuntimeError(f"the server ended:\n{log.read_text()}")
+
+    try:
+        yield start
+    finally:
+        for process in started:
+            process.terminate()
+            process.wait()
+
+
+def _free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+def normalised(printed: str, port: int) -> str:
+    """The lines that are the same on every machine, as far as its arithmetic allows."""
+    lines = [line.rstrip() for line in printed.replace("\r", "\n").splitlines() if not NOISE.search(line)]
+    text = "\n".join(lines).replace(str(port), str(PORT))
+    for pattern, instead in VARYING.items():
+        text = re.sub(pattern, instead, text)
+    return text
+
+
+def page(said: Mapping[str, str]) -> str:
+    """The page with what each command printed; a card is shown as the Markdown that it is."""
+    parts = [INTRODUCTION, f"`finetune.yaml`:\n\n```yaml\n{CONFIG}```\n"]
+    for step in STEPS:
+        heading = [f"## {step.title}\n", f"{step.text}\n"] if step.title else []
+        parts += [*heading, f"````console\n$ {step.command}\n{said[step.command]}\n````\n"]
+    return "\n".join(parts)
+
+
+def commands_of(text: str) -> list[str]:
+    """The commands on a page."""
+    return re.findall(r"^````console\n\$ (.*)$", text, re.MULTILINE)
+
+
+def main() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        PAGE.write_text(page(run(Path(folder))), encoding="utf-8")
+    print(f"wrote {PAGE.relative_to(ROOT)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,83 @@
+"""The comparison of fine-tunes with and without retrieval rows: the same budget, paired, and resumable."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+
+import finetune_retrieval
+import pytest
+
+from ctxext.training.settings import read_settings
+
+ROOT = Path(__file__).resolve().parents[2]
+CONFIG = ROOT / "recipes/configs/tiny_yarn_4x.yaml"
+
+
+@pytest.mark.parametrize("arm", finetune_retrieval.ARMS)
+def test_both_runs_of_an_arm_differ_by_the_retrieval_rows_alone(arm: str) -> None:
+    found = []
+    for data in finetune_retrieval.SHARES:
+        *_, config = (words := finetune_retrieval.command(arm, data, 1, Path("out"), tiny=False))[:4]
+        (settings,) = read_settings(ROOT / config, words[4:])
+        length = settings.row_length(512 * finetune_retrieval.ARMS[arm][1])
+        assert settings.training.batch_size * length == finetune_retrieval.TOKENS
+        weights = {source.name: source.weight for source in settings.data.sources}
+        assert sum(weights.values()) == pytest.approx(1)
+        assert weights["short"] == 0.3
+        assert any(source.retrieval for source in settings.data.sources) == (data == "with")
+        found.append(settings.model_dump(exclude={"data": {"sources"}}))
+    assert found[0] == found[1]
+
+
+def cells(without: list[float], retrieved: list[float]) -> dict:
+    def cell(value: float) -> dict:
+        points = [{"tokens": 8192 * k, "passkey": value, "tail_loss": 4 - value} for k in range(3)]
+        measured = {"passkey": value, "tail": -value, "regression": 0.01, "passkey_untrained": 0.1}
+        return {**measured, "tokens": 16384, "prompts": 100, "mid_training": points}
+
+    return {"without": list(map(cell, without)), "with": list(map(cell, retrieved))}
+
+
+def test_differences_are_paired_by_seed() -> None:
+    found = finetune_retrieval.summarise(cells([0.1, 0.5, 0.9], [0.2, 0.6, 1.0]))
+    difference = found["passkey"]["difference"]
+    assert difference["value"] == pytest.approx(0.1)
+    assert difference["high"] - difference["low"] < 1e-9
+    assert found["passkey"]["with"]["high"] - found["passkey"]["with"]["low"] > 1
+    assert found["tail"]["difference"]["value"] == pytest.approx(-0.1)
+
+
+def test_the_table_is_that_of_the_json(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = importlib.util.spec_from_file_location("update_readme", ROOT / "docs/update_readme.py")
+    update_readme = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(update_readme)
+    monkeypatch.setattr(update_readme, "ROOT", tmp_path)
+    assert "Not measured yet" in update_readme.retrieval_table()
+    arms = {"yarn x8": finetune_retrieval.summarise(cells([0.1, 0.5, 0.9], [0.2, 0.7, 1.0]))}
+    (tmp_path / "docs/finetune").mkdir(parents=True)
+    (tmp_path / "docs/finetune/retrieval.json").write_text(json.dumps({"seeds": 3, "arms": arms}))
+    row = update_readme.retrieval_table().splitlines()[2]
+    assert row.startswith("| `yarn` ×8 | 10.0% | 50.0% | 63.3% | +13.3 [-1.0, +27.7] |")
+
+
+@pytest.mark.slow
+def test_a_tiny_run_writes_what_a_full_one_does_and_is_not_repeated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = ["--tiny", "--only", "pi", "--seeds", "1", "--runs", str(tmp_path / "runs"), "--output"]
+    monkeypatch.setattr(sys, "argv", ["finetune_retrieval.py", *arguments, str(tmp_path / "docs")])
+    for _ in range(2):
+        with pytest.raises(SystemExit) as ended:
+            finetune_retrieval.main()
+        assert ended.value.code == 0
+        record = json.loads((tmp_path / "docs/retrieval.json").read_text())
+        assert {data: len(runs) for data, runs in record["cells"]["pi"].items()} == {"without": 1, "with": 1}
+        assert record["cells"]["pi"]["with"][0]["mid_training"] != record["cells"]["pi"]["without"][0]["mid_training"]
+        assert (tmp_path / "docs/retrieval.png").stat().st_size > 10_000
+        for log in (tmp_path / "runs/tiny").glob("*/log.jsonl"):
+            assert len(log.read_text().splitlines()) == 2
+            log.unlink()  # a second run of the recipe would miss it
+    assert len([*(tmp_path / "runs/tiny").glob("*.json")]) == 2
