@@ -17,7 +17,21 @@ import pytest
 import torch
 import yaml
 from accelerate.state import AcceleratorState
-from finetuning import DEEPSPEED, RECIPE, SMALL, STEPS, TINY, finish, kill, killed, log, outcome, start
+from finetuning import (
+    DEEPSPEED,
+    RECIPE,
+    SMALL,
+    STEPS,
+    TINY,
+    command,
+    finish,
+    free_port,
+    kill,
+    killed,
+    log,
+    outcome,
+    start,
+)
 from peft import AutoPeftModelForCausalLM
 from safetensors.torch import load_file, save_file
 from survey.small import small_model
@@ -184,6 +198,24 @@ def test_the_bundled_file_of_a_sharded_engine_gives_the_losses_of_one_process(
         finish(one := tmp_path / "one", *changes)
     finish(tmp_path / "two", *changes, "training.gradient_checkpointing=recompute", engine=engine(name))
     assert_same_training(log(one)[:3], log(tmp_path / "two"))
+
+
+def test_two_machines_give_the_losses_of_one_process(whole: Path, tmp_path: Path) -> None:
+    """Two launchers, as on two machines, with one CPU process each instead of eight GPUs."""
+    bundled = yaml.safe_load((RECIPE.parent / "accelerate/fsdp2_two_machines.yaml").read_text())
+    bundled |= {"num_processes": 2, "main_process_ip": "127.0.0.1"}
+    file, output, port = tmp_path / "engine.yaml", tmp_path / "two", str(free_port())
+    file.write_text(yaml.safe_dump(bundled))
+    machines = []
+    for rank in range(2):
+        words = command(output, "training.steps=3", engine=file)
+        words[words.index("--main_process_port") + 1] = port
+        words[words.index(str(file)) + 1 : words.index(str(file)) + 1] = ["--machine_rank", str(rank)]
+        machines.append(subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True))
+    said = [machine.communicate()[0] for machine in machines]
+    assert [machine.returncode for machine in machines] == [0, 0], "\n".join(said)[-9000:]
+    assert_same_training(log(whole)[:3], log(output))
+    assert json.loads((output / "figures.json").read_text())["processes"] == 2
 
 
 @pytest.mark.parametrize(
