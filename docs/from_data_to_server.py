@@ -168,7 +168,7 @@ def _server(folder: Path, port: int, environment: Mapping[str, str]) -> Iterator
         while started[0].poll() is None:
             try:
                 urlopen(f"http://127.0.0.1:{port}/v1/models").close()
-                return f"Uvicorn running on http://127.0.0.1:{PORT} (Press CTRL+C to quit)"
+                return normalised("\n".join(re.findall("Uvicorn running .*", log.read_text())), port)
             except (URLError, OSError):
                 time.sleep(0.5)
         raise RuntimeError(f"the server ended:\n{log.read_text()}")

@@ -438,10 +438,15 @@ def in_vllm_table() -> str:
     greedy, tokens = (sum(each[name] for each in continued) for name in ("greedy", "tokens"))
     prompts = ", ".join(f"{length:,}" for length in continued[0]["prompts"])
     over_http = record["compared"]["bundled self_extend vllm serve"]
+    lengths = {method: next(iter(by_model.values()))["positions"] + 1 for method, by_model in cells.items()}
+    longest = max(lengths.values())
+    shorter = [f" (`{method}`: {length:,}, its reach)" for method, length in lengths.items() if length < longest]
+    own = max(each["transformers' own mean"] for each in continued)
     note = (
         "Mean difference of log-probabilities from `ctxext.load`, in nats: of the tokens of a prompt of "
-        f"{whole[0]['positions'] + 1:,} tokens, then of tokens that are generated after prompts of {prompts} tokens in "
-        f"one batch. The methods change the former by {min(effects):.3f} to {max(effects):.3f} nats. Of {tokens:,} "
+        f"{longest:,} tokens{''.join(shorter)}, then of tokens that are generated after prompts of up to "
+        f"{prompts} tokens in one batch; between one pass and decoding, `ctxext.load` differs from itself by up to "
+        f"{own:.1e}. The methods change the former by {min(effects):.3f} to {max(effects):.3f} nats. Of {tokens:,} "
         f"generated tokens, {greedy:,} are those that transformers generates. Prompts are read "
         f"{record['batched tokens']} tokens at a time. The server, `vllm serve` with `self_extend`, differs by "
         f"{over_http['mean']:.1e} nats, and `ctxext verify` says of it, up to {over_http['verified to']:,} "

@@ -129,7 +129,7 @@ def inside(folder: Path) -> str:
     """For an error: the adapters and checkpoints in a folder that is none itself, such as that of a run."""
     names = ("config.json", "adapter_config.json")
     found = sorted(str(path.parent) for name in names for path in folder.glob(f"*/{name}"))
-    return f"Pass what it contains: {' or '.join(found)}." if found else ""
+    return f"Pass one of the checkpoints in it: {', '.join(found)}." if found else ""
 
 
 def refuse_adapter(folder: Path, name: str) -> None:

@@ -691,7 +691,7 @@ def test_a_mistake_gets_a_remedy_and_leaves_no_trace(mistake: str, desk: Path, s
     ("arguments", "words"),
     [
         (("eval", "./nowhere"), "'./nowhere' is neither a folder"),
-        (("eval", "."), "holds no config.json, .* Pass a folder that save_pretrained wrote"),
+        (("eval", "."), "holds no config.json, .* Pass one of the checkpoints in it: extended"),
         (("describe", "gpt2"), r"'gpt2' is neither a folder .* the full hub name, such as openai-community/gpt2\."),
         (("compare", "./nowhere"), "'./nowhere' is neither a folder"),
         (("compare", MODEL, "--methods", "yarn,pie"), "unknown method 'pie'; did you mean 'pi'?"),

@@ -443,7 +443,7 @@ def test_what_is_neither_adapter_nor_model_is_named(tmp_path: Path) -> None:
 
 def test_the_folder_of_a_run_points_to_what_it_contains(run: Run) -> None:
     for command in (ctxext.load, lambda folder: merge(folder, "merged"), lambda folder: checkpoint_folder(str(folder))):
-        with pytest.raises(FileNotFoundError, match=rf"Pass what it contains: {run.adapter} or {run.base}\."):
+        with pytest.raises(FileNotFoundError, match=rf"Pass one of the checkpoints in it: {run.adapter}, {run.base}\."):
             command(run.adapter.parent)
 
 

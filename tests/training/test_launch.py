@@ -198,6 +198,7 @@ KINDS = {
     "gpu": ("single", 1),
     "ddp": ("ddp", 8),
     "fsdp2": ("fsdp2", 8),
+    "fsdp2_two_machines": ("fsdp2", 16),
     "fsdp2_context_parallel": ("context_parallel", 8),
     "zero3_ulysses": ("ulysses", 8),
 }
