@@ -189,9 +189,9 @@ def main(arguments: list[str] | None = None) -> None:
     stages = read_settings(args.config, args.changes)
     logging.disable_progress_bar()
     warnings.filterwarnings("ignore", message=".*gradient_checkpointing", category=FutureWarning)
-
     precision = "bf16" if stages[0].training.precision == "bf16" else "no"
-    accelerator = make_accelerator(stages[0].engine, mixed_precision=precision, log_with=stages[0].tracker)
+    tracked = {"log_with": stages[0].tracker, "project_dir": stages[0].output}
+    accelerator = make_accelerator(stages[0].engine, mixed_precision=precision, **tracked)
     for number, settings in enumerate(stages):
         if not args.dry_run and is_finished(stages, number):
             accelerator.print(f"{settings.output} is finished.")

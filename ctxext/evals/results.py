@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -113,14 +114,19 @@ def read_results(path: str | Path) -> Results:
     raise FileNotFoundError(f"{path} does not exist. Create it with ctxext eval or ctxext compare.")
 
 
-def forget_variant(path: Path, variant: str) -> None:
-    """Remove a variant and its samples from a results file and the journals beside it, if there are any."""
+def forget_variant(path: Path, variant: str, about: Collection[str] = ()) -> None:
+    """Remove a variant and its samples from a results file and the journals beside it, if there are any.
+
+    Args:
+        about: names of the facts in the header's `about` that are of this variant alone.
+    """
     results = _read_all(path)
     if results is None or variant not in results.header.variants:
         return
     variants = {name: value for name, value in results.header.variants.items() if name != variant}
     records = [record for record in results.records if record["variant"] != variant]
-    _write_whole(Results(path, replace(results.header, variants=variants), records))
+    facts = {name: value for name, value in results.header.about.items() if name not in about}
+    _write_whole(Results(path, replace(results.header, variants=variants, about=facts), records))
     for journal in path.parent.glob(f"{path.name}.part-*"):
         journal.unlink()
 

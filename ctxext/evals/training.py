@@ -100,7 +100,7 @@ class Measure:
     def forget_trained(self) -> None:
         """Remove the samples of an earlier result, if there is one, because the run continues from it."""
         if self.accelerator.is_main_process and self.path.parent.exists():
-            forget_variant(self.path, TRAINED)
+            forget_variant(self.path, TRAINED, ("weights", "method"))
         self.accelerator.wait_for_everyone()
 
     def before(self, original: Path, start: Path) -> None:
