@@ -28,7 +28,7 @@ from statistics import median
 from typing import Any
 
 import torch
-from report import WARM, Report, interleaved, options, over, seconds
+from report import WARM, Report, cpu_units, interleaved, options, over, seconds
 from rich.progress import track
 from torch import Tensor
 from transformers import AutoModelForCausalLM, Cache, DynamicCache, LlamaConfig, StaticCache
@@ -238,7 +238,7 @@ def memory_in_a_process(
     """`memory_growth` of a new model, in a process of its own."""
     command = [
         sys.executable, __file__, "--memory", name, "--trained", str(trained), "--prefill", str(length),
-        "--target", str(target), "--device", str(device), "--dtype", str(dtype or usual(device)).rpartition(".")[2],
+        "--target", str(target), "--device", str(device), "--dtype", str(dtype or usual(device)).removeprefix("torch."),
     ]  # fmt: skip
     done = subprocess.run(command, check=True, capture_output=True, text=True, env={**os.environ, **GIVE_BACK})
     return int(done.stdout.split()[-1])
@@ -302,12 +302,12 @@ def main() -> None:
         model = random_models((args.memory,), args.trained, args.target, args.device, args.dtype)[args.memory]
         print(memory_growth(model, args.prefill))
         return
-    kind = "_cuda" if args.device.type == "cuda" else ""
-    kind += f"_{str(args.dtype).rpartition('.')[2]}" * (args.dtype != usual(args.device))
+    on_gpu, dtype = args.device.type == "cuda", str(args.dtype).removeprefix("torch.")
+    units = "cuda" if on_gpu else cpu_units()
     report = Report("attention", seed=0)
     for name in (NTK, COPY, THEIR_DYNAMIC):
         largest = difference(name, args.device, args.dtype)
-        most = 1e-4 if args.dtype == torch.float32 and not kind and name != THEIR_DYNAMIC else None
+        most = 1e-4 if args.dtype == torch.float32 and not on_gpu and name != THEIR_DYNAMIC else None
         report.add(f"decode against one pass: largest difference of a logit, {name}", largest, at_most=most)
     shared = (args.trained, args.target, args.device, args.dtype)
     models = random_models(DECODERS, *shared)
@@ -318,9 +318,10 @@ def main() -> None:
     prefill_time(report, random_models(PREFILLS, *shared), args.prefill, args.prefills)
     prefill_memory(report, args)
     report.finish(
-        args.output or Path(f"docs/benchmarks/attention{kind}.json"),
-        device=torch.cuda.get_device_name(args.device) if args.device.type == "cuda" else "cpu",
-        dtype=str(args.dtype).rpartition(".")[2],
+        args.output or Path(f"docs/benchmarks/attention-{units.lower()}-{dtype}.json"),
+        device=torch.cuda.get_device_name(args.device) if on_gpu else "cpu",
+        units=units,
+        dtype=dtype,
         lengths=args.lengths, prefill=args.prefill, slots=args.slots, trained=args.trained, rounds=args.rounds,
         prefills=args.prefills,
     )  # fmt: skip

@@ -40,6 +40,15 @@ def kept(path: Path, work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     return json.loads(path.read_text())
 
 
+def cpu_units() -> str:
+    """The widest units that torch uses on this CPU: AMX, AVX512-BF16, or its own name for them."""
+    widest = torch.backends.cpu.get_cpu_capability()
+    if widest != "AVX512":
+        return widest
+    has = torch.cpu.get_capabilities()
+    return "AMX" if has["amx_bf16"] else "AVX512-BF16" if has["avx512_bf16"] else widest
+
+
 def seconds(work: Callable[[], object]) -> float:
     started = time.perf_counter()
     work()

@@ -3,7 +3,7 @@
 python docs/planning.py
 
 Measured: docs/at_scale/planning-*.json (`python benchmarks/at_scale/run.py --only planning`) and the stock model of
-docs/benchmarks/attention.json. Nothing is measured here.
+docs/benchmarks/attention-amx-float32.json. Nothing is measured here.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ def points() -> list[dict[str, Any]]:
             if point["fits"]:
                 where = ", ".join([record["device"], *(each.split(", ")[1] for each in record["machine"])])
                 found.append({**point, "source": str(path.relative_to(ROOT)), "device": where})
-    path = ROOT / "docs/benchmarks/attention.json"
+    path = ROOT / "docs/benchmarks/attention-amx-float32.json"
     record = json.loads(path.read_text())
     values = {name: figure["value"] for name, figure in record["figures"].items()}
     common = {"shape": "0.1B", "layers": 6, "bytes_each": 4, "source": str(path.relative_to(ROOT))}

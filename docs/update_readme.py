@@ -297,9 +297,11 @@ def speed_table() -> str:
 
 def attention_table() -> str:
     """What in-attention RoPE costs, of docs/benchmarks/attention*.json."""
-    files = {"float32": "attention.json", "bfloat16": "attention_bfloat16.json"}
-    columns = {dtype: read(f"docs/benchmarks/{file}")["figures"] for dtype, file in files.items()}
-    barred = {name: figure["bar"] for name, figure in columns["float32"].items() if figure["bar"] != "no bar"}
+    files = sorted((ROOT / "docs/benchmarks").glob("attention-*.json"), reverse=True)
+    records = [read(f"docs/benchmarks/{path.name}") for path in files]
+    columns = {f"{record['dtype']}, {record['units']}": record["figures"] for record in records}
+    judged = next(iter(columns.values()))
+    barred = {name: figure["bar"] for name, figure in judged.items() if figure["bar"] != "no bar"}
     rows = [
         [name, *(_judged(figures[name]) for figures in columns.values()), bar.replace("<=", "≤")]
         for name, bar in barred.items()
