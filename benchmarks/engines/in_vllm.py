@@ -42,10 +42,6 @@ class InAttentionSubject(Subject):
         return {each.name: each for each in made
                 if each.in_attention and not (isinstance(each, RopeScaling) and each.of_the_call)}  # fmt: skip
 
-    def reach(self, method: str) -> int:
-        """Tokens up to which it is read: STRING covers less than twice the trained length."""
-        return min(self.target, round(self.trained * self.methods[method].factor))
-
     def loaded(self, method: str | None) -> Any:
         if method is None:
             return super().loaded(None)
@@ -82,7 +78,7 @@ class InVLLMPlugin(InItsEnvironment):
         return {"PYTHONPATH": os.pathsep.join(map(str, (HERE.parents[1], HERE / "vllm_plugin", packages)))}
 
     def served(self, subject: Subject, method: str, form: str) -> tuple[dict[str, Any], tuple[str, ...]]:
-        reach = subject.reach(method) if isinstance(subject, InAttentionSubject) else TARGET
+        reach = subject.reach(method)
         overrides = json.dumps({"max_position_embeddings": reach})
         folder = str(subject.extended(method))
         command = (
@@ -97,7 +93,7 @@ class InVLLMPlugin(InItsEnvironment):
 
     # ---------------------------------------------------------------------------------- measuring
 
-    def judged(self, subject: InAttentionSubject, method: str, request: dict[str, Any]) -> dict[str, Any]:
+    def judged(self, subject: Subject, method: str, request: dict[str, Any]) -> dict[str, Any]:
         """How far log-probabilities are from transformers': those of a prompt up to the target, then those of tokens
         that vLLM generates greedily. A greedy token is one that transformers finds most probable after the same
         tokens. How far transformers is from itself, between one pass and decoding, is rounding."""

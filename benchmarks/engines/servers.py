@@ -16,13 +16,15 @@ STARTS = 300  # seconds
 
 
 @contextmanager
-def running(command: Sequence[str], url: str, log: Path, **environment: str) -> Iterator[None]:
+def running(
+    command: Sequence[str], url: str, log: Path, *, cwd: Path | None = None, **environment: str
+) -> Iterator[None]:
     """The process, from when its `url` answers.
 
     Raises EngineError with the end of its log if it ends, or does not answer within `STARTS`.
     """
     with log.open("w") as out:
-        process = subprocess.Popen(command, stdout=out, stderr=out, env={**os.environ, **environment})
+        process = subprocess.Popen(command, stdout=out, stderr=out, cwd=cwd, env={**os.environ, **environment})
     try:
         end = time.monotonic() + STARTS
         while True:

@@ -145,6 +145,10 @@ class Subject:
         mistakes = {f"{method}, {name}": wrong for method, each in MISTAKES.items() for name, wrong in each.items()}
         return {**self.methods, **mistakes}
 
+    def reach(self, method: str) -> int:
+        """Tokens up to which a method is read: STRING covers less than twice the trained length."""
+        return min(self.target, round(self.trained * self.methods[method].factor))
+
     def extended(self, method: str) -> Path:
         """The extended checkpoint."""
         folder = RUNS / self.name / method
