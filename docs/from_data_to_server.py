@@ -12,21 +12,23 @@ import json
 import os
 import re
 import shlex
-import socket
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from urllib.error import URLError
-from urllib.request import urlopen
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
+
+from engines.servers import running
+from finetuning import free_port
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE, NOVEL = ROOT / "docs/from_data_to_server.md", ROOT / "recipes/data/austen/northangerabbey.txt"
 PORT = 8000  # on the page; a free one is used
+ENVIRONMENT = {"COLUMNS": "100", "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
 
 INTRODUCTION = """\
 # From a .jsonl file to a served, verified model
@@ -130,61 +132,28 @@ def run(folder: Path) -> dict[str, str]:
         RuntimeError: a command failed; with its output.
     """
     write_data(folder)
-    port = _free_port()
-    environment = {**os.environ, "COLUMNS": "100", "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
-    said: dict[str, str] = {}
-    with _server(folder, port, environment) as start:
+    port, log, said = free_port(), folder / "serve.log", {}
+    with ExitStack() as until_the_end:
         for step in STEPS:
-            words = [word.replace(str(PORT), str(port)) for word in shlex.split(step.command)]
-            if words[1] == "serve":
-                said[step.command] = start(words)
-                continue
-            said[step.command] = normalised(_printed(words, folder, environment), port)
+            command = shlex.split(step.command.replace(str(PORT), str(port)))
+            words = [sys.executable, "-m", *command]
+            if command[1] == "serve":
+                url = f"http://127.0.0.1:{port}/v1/models"
+                until_the_end.enter_context(running(words, url, log, cwd=folder, **ENVIRONMENT))
+                printed = "\n".join(re.findall("Uvicorn running .*", log.read_text()))
+            else:
+                printed = _printed(words, folder)
+            said[step.command] = normalised(printed, port)
     return said
 
 
-def _printed(words: list[str], folder: Path, environment: Mapping[str, str]) -> str:
+def _printed(words: list[str], folder: Path) -> str:
     """What a command prints on stdout and stderr, in that order of lines in which a terminal shows them."""
     together = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-    done = subprocess.run(_here(words), cwd=folder, env=environment, text=True, **together)
+    done = subprocess.run(words, cwd=folder, env={**os.environ, **ENVIRONMENT}, text=True, **together)
     if done.returncode:
         raise RuntimeError(f"{shlex.join(words)} failed:\n{done.stdout}")
     return str(done.stdout)
-
-
-def _here(words: list[str]) -> list[str]:
-    return [sys.executable, "-m", *words]
-
-
-@contextmanager
-def _server(folder: Path, port: int, environment: Mapping[str, str]) -> Iterator:
-    """Yields a function that starts the server and waits until it answers; it is stopped at the end."""
-    started: list[subprocess.Popen] = []
-    log = folder / "serve.log"
-
-    def start(words: list[str]) -> str:
-        with log.open("w") as file:
-            started.append(subprocess.Popen(_here(words), cwd=folder, env=environment, stdout=file, stderr=file))
-        while started[0].poll() is None:
-            try:
-                urlopen(f"http://127.0.0.1:{port}/v1/models").close()
-                return normalised("\n".join(re.findall("Uvicorn running .*", log.read_text())), port)
-            except (URLError, OSError):
-                time.sleep(0.5)
-        raise RuntimeError(f"the server ended:\n{log.read_text()}")
-
-    try:
-        yield start
-    finally:
-        for process in started:
-            process.terminate()
-            process.wait()
-
-
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
 
 
 def normalised(printed: str, port: int) -> str:
