@@ -89,6 +89,7 @@ def verify(
         answer.probe.save(output)
     read, notes = answer.probe, [in_flags(note) for note in answer.notes]
     verdict = replace(answer.verdict, reason=in_flags(answer.verdict.reason))
+    is_expected = verdict.name == verdicts[expect]
     if as_json:
         told = {
             "engine": answer.engine,
@@ -106,7 +107,7 @@ def verify(
         print(json.dumps(finite(told), indent=2, ensure_ascii=False, allow_nan=False))
     else:
         screen = Console()
-        color = "green" if verdict.name == verdicts[expect] else "red"
+        color = "green" if is_expected else "red"
         screen.print(f"[bold {color}]{verdict.name.upper()}[/]  {read.summary}, in {answer.engine}", highlight=False)
         table = Table(box=None, padding=(0, 2, 0, 0))
         if verdict.passkeys is not None:
@@ -133,7 +134,7 @@ def verify(
             screen.print(f"note: {note}.", highlight=False, markup=False)
         if output is not None:
             screen.print(f"wrote {output}.", highlight=False, markup=False)
-        if verdict.name != verdicts[expect]:
+        if not is_expected:
             screen.print(f"The expected verdict was: {verdicts[expect]}.", highlight=False)
-    if verdict.name != verdicts[expect]:
+    if not is_expected:
         raise typer.Exit(1)

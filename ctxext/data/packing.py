@@ -124,9 +124,10 @@ def pack(
         raise ValueError(f"unknown documents {documents!r}{suggest(str(documents), ['separate', 'joined'])}")
     joined = documents == "joined" or source.retrieval
     if joined and source.max_document:
+        by = "retrieval" if source.retrieval else "documents='joined'"
         raise ValueError(
             f"{source.name} has max_document={source.max_document}, which makes short documents, but "
-            f"{'retrieval' if source.retrieval else 'documents=' + repr('joined')} makes one long one. Pack it with "
+            f"{by} makes one long one. Pack it with "
             "documents='separate' and without retrieval, or drop max_document."
         )
     prefix, suffix = _special_tokens(tokenizer)

@@ -52,6 +52,11 @@ def origin(base: str | Path, revision: str | None = None) -> tuple[str, str | No
     return snapshot(Path(base)) or (str(Path(base).resolve()), None)
 
 
+def short_name(base: str) -> str:
+    """For readers, of an `origin`: the hub name, or the folder's name."""
+    return Path(base).name if Path(base).is_absolute() else base
+
+
 def plain_name(named: str | None) -> str | None:
     """The base model's name within an adapter's `base_model_name_or_path`; None if it has none."""
     return _PATTERN.sub("", named or "") or None

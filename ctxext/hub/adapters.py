@@ -34,6 +34,7 @@ from ctxext.extension.adapter_config import (
     origin,
     plain_name,
     portable,
+    short_name,
     summary_in,
 )
 from ctxext.extension.adapter_config import BASE as RECORD
@@ -148,7 +149,7 @@ class AdapterBase:
     @property
     def name(self) -> str:
         """The original model's hub name, or its folder's name."""
-        return Path(self.base).name if Path(self.base).is_absolute() else self.base
+        return short_name(self.base)
 
     @property
     def method(self) -> dict[str, Any] | None:

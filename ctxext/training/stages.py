@@ -13,7 +13,7 @@ from typing import NamedTuple
 from pydantic import ValidationError
 
 from ctxext.assets import MODEL
-from ctxext.extension.adapter_config import ADAPTER_CONFIG, origin
+from ctxext.extension.adapter_config import ADAPTER_CONFIG, origin, short_name
 from ctxext.hub.adapters import RECORD, merge
 from ctxext.hub.checkpoint import checkpoint_folder, extended_json, link_with_config, local_folder, written_whole
 from ctxext.training.settings import Settings
@@ -61,8 +61,7 @@ class Start(NamedTuple):
     @property
     def name(self) -> str:
         """The original model's hub name, or its folder's name."""
-        name, _ = origin(self.original)
-        return Path(name).name if Path(name).is_absolute() else name
+        return short_name(origin(self.original)[0])
 
 
 def starting_point(stages: Sequence[Settings], number: int, folder: Path, alone: bool = False) -> Start:
