@@ -22,7 +22,7 @@ from ctxext.models.context import ContextFacts, has_rope, read_context
 from ctxext.models.families import family_of
 from ctxext.models.metadata import live_mark
 from ctxext.models.rope_tables import RopeTable, attention_layers
-from ctxext.models.text_config import text_config_of, text_section_of
+from ctxext.models.text_config import path_to_text, text_config_of, text_section_of
 from ctxext.utils.values import suggest
 
 if TYPE_CHECKING:
@@ -180,12 +180,16 @@ def export_for(
             warnings = _by_length(engine, name, facts, section, target)
         return EngineExport(engine, _LEAST[engine], written, launch if ready else (), warnings, target)
     warnings = _server(engine, facts, section, target)
-    there = written if ready else source
+    there = copy.deepcopy(written if ready else source)
+    held = text_section_of(there, config)
     changed = changes(there, written)
     if engine == "vllm":
-        if text_section_of(copy.deepcopy(there), extended).get("rope_scaling") and "rope_scaling" not in section:
+        if held.get("rope_scaling") and "rope_scaling" not in section:
             # An override cannot remove a key.
-            text_section_of(changed, extended)["rope_scaling"] = section["rope_parameters"]
+            place = changed
+            for part, _ in path_to_text(extended):
+                place = place.setdefault(part, {})
+            place["rope_scaling"] = section["rope_parameters"]
         flags = ["vllm", "serve", model, "--max-model-len", str(target)]
         if section is not written and changed and _left_by_merge(text_config_of(config), section):
             warnings += (f"{READINGS['vllm-overrides']}: replace the checkpoint's config.json by the export.",)

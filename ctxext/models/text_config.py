@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 from ctxext.utils.values import shown
+
+# Every class of transformers has them, but a config keeps `rope_parameters` alone.
+ROPE_KEYS = ("rope_parameters", "rope_scaling", "rope_theta")
 
 
 def text_config_of(config: Any) -> Any:
@@ -26,10 +30,17 @@ def text_config_of(config: Any) -> Any:
 def text_section_of(raw: dict[str, Any], config: Any) -> dict[str, Any]:
     """The part of a config.json that `text_config_of(config)` is read from: `raw` itself or a nested object.
 
-    Adds a part that the file omits because all its values are defaults. Errors: as `path_to_text`.
+    A part that the file omits is added as transformers would save it, with the keys beside it that its class read
+    instead: Qwen2.5-VL's files on the hub are flat. Errors: as `path_to_text`.
     """
-    for name, _ in path_to_text(config):
-        raw = raw.setdefault(name, {})
+    outer = config
+    for name, inner in path_to_text(config):
+        if name not in raw:
+            read = [
+                k for k in raw if (getattr(inner, k, k) == raw[k] and not hasattr(type(outer), k)) or k in ROPE_KEYS
+            ]
+            raw[name] = {**json.loads(inner.to_json_string()), **{key: raw.pop(key) for key in read}}
+        raw, outer = raw[name], inner
     return raw
 
 
