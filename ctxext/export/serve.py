@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 # Tokens per forward pass, so that logits of a long prompt fit in memory.
 CHUNK = 256
 MAX_SEED = 2**63 - 1  # torch's
+MAX_STOPS = 16  # transformers prepares each against the whole vocabulary, before every answer
 # Set when the client of the request hangs up. transformers' handlers are given the body of a request alone.
 GONE: ContextVar[Event] = ContextVar("GONE")
 PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/models", "/health")
@@ -62,7 +63,7 @@ def _is_int(low: int) -> Callable[[Any], bool]:
 
 def _is_stop(value: Any) -> bool:
     texts = [value] if isinstance(value, str) else value
-    return are_words(texts) and all(texts)
+    return are_words(texts) and all(texts) and len(texts) <= MAX_STOPS
 
 
 def _is_bias(value: Any) -> bool:
@@ -93,7 +94,7 @@ _FIELDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "temperature": ("a finite number >= 0", lambda value: is_number(value, 0)),
     "top_p": ("a number above 0, at most 1", lambda value: is_number(value, 0, 1) and value > 0),
     "seed": (f"an integer from 0 to {MAX_SEED}", lambda value: is_count(value, 0, MAX_SEED)),
-    "stop": ("a text or a list of texts, none of them empty", _is_stop),
+    "stop": (f"a text or a list of up to {MAX_STOPS} texts, none of them empty", _is_stop),
     "logit_bias": ("token ids as texts, each with a number from -100 to 100", _is_bias),
     "repetition_penalty": ("a number from 0.01 to 100", lambda value: is_number(value, 0.01, 100)),
     "frequency_penalty": ("0 here; use repetition_penalty", _is(0, 0.0)),

@@ -29,7 +29,7 @@ class Endpoint:
         url: with or without /v1, such as "http://localhost:8000".
         model: None for the server's only model. A name is trusted where the server does not list its models.
         api_key: None reads OPENAI_API_KEY. An empty key is not sent.
-        timeout: seconds without data; without streaming, for a whole answer.
+        timeout: seconds, for a whole answer.
         retries: after status 429 or 5xx or a broken connection, at 1, 2, 4... seconds or Retry-After if that is longer.
 
     Attributes:
@@ -81,7 +81,7 @@ class Endpoint:
         Raises:
             ValueError: the server refuses the request, or does not answer with JSON.
             ConnectionError: the server cannot be reached, or the connection broke each time.
-            TimeoutError: no data for `timeout` seconds. Not retried: the server may still be computing.
+            TimeoutError: no whole answer within `timeout` seconds. Not retried: the server may still be computing.
             PermissionError: the key was rejected (401, 403).
             RuntimeError: status 429 or 5xx after all retries.
         """
@@ -91,9 +91,10 @@ class Endpoint:
         attempt = 0
         while True:
             wait = FIRST_WAIT * 2**attempt
+            end = time.monotonic() + self.timeout
             try:
                 with self._opener.open(request, timeout=self.timeout) as response:
-                    raw = response.read()
+                    raw = _read(response, end)
             except (OSError, HTTPException) as error:
                 failure = self._unreachable(url, error.reason if isinstance(error, URLError) else error)
             else:
@@ -110,7 +111,8 @@ class Endpoint:
     def _unreachable(self, url: str, reason: Any) -> OSError:
         if isinstance(reason, TimeoutError):
             return TimeoutError(
-                f"{url} sent nothing for {self.timeout:g} s. Raise the timeout (--timeout), or check the server's log."
+                f"{url} sent no whole answer within {self.timeout:g} s. Raise the timeout (--timeout), or check the "
+                "server's log."
             )
         if isinstance(reason, (ConnectionResetError, ConnectionAbortedError, BrokenPipeError, IncompleteRead)):
             return ConnectionResetError(f"{url} closed the connection ({reason}). Check the server's log.")
@@ -167,6 +169,21 @@ class Endpoint:
         if model is not None and model not in cards:
             raise ValueError(f"{self.url} serves no model {model!r}{suggest(model, cards)}")
         return cards[model or next(iter(cards))]
+
+
+def _read(response: Any, end: float) -> bytes:
+    """The whole body. A socket's own timeout begins anew with every byte, so a server that drips would never reach it.
+
+    Raises TimeoutError after `end`, by the monotonic clock, and IncompleteRead if the connection breaks.
+    """
+    parts = []
+    while part := response.read1(2**16):
+        parts.append(part)
+        if time.monotonic() > end:
+            raise TimeoutError
+    if response.length:
+        raise IncompleteRead(b"".join(parts), response.length)
+    return b"".join(parts)
 
 
 class _EveryStatus(HTTPErrorProcessor):

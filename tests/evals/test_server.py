@@ -290,7 +290,7 @@ def test_faults_that_do_not_pass_are_told(live: LiveServer, samples: list[Sample
 
 def test_silence_is_an_error_after_the_timeout(live: LiveServer, samples: list[Sample], waits: list[float]) -> None:
     live.faults.append(Fault(500, seconds=600))
-    with pytest.raises(TimeoutError, match=r"sent nothing for 0\.5 s\. Raise the timeout"):
+    with pytest.raises(TimeoutError, match=r"sent no whole answer within 0\.5 s\. Raise the timeout"):
         ServedModel(live.url, style="base", timeout=0.5).answer(samples[0])
     assert waits == []
 

@@ -349,7 +349,7 @@ def test_a_server_that_only_streams_is_named(probe_file: Path) -> None:
 def test_a_server_that_is_down_or_slow_is_named(probe_file: Path) -> None:
     with LiveServer() as server:
         server.faults.append(Fault(200, seconds=5))
-        with pytest.raises(TimeoutError, match=r"sent nothing for 0\.5 s\. Raise the timeout"):
+        with pytest.raises(TimeoutError, match=r"sent no whole answer within 0\.5 s\. Raise the timeout"):
             verify(server.url, probe_file, timeout=0.5)
     with pytest.raises(ConnectionError, match=r"cannot be reached .* Start the server"):
         verify(server.url, probe_file)

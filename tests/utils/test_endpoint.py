@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -68,3 +69,14 @@ def test_remedies_are_those_of_the_command_line_too() -> None:
         server.faults.append(Fault(503))
         with pytest.raises(RuntimeError, match=r"\. Wait until the server is less busy, or check its log\.$"):
             endpoint.call("completions", {})
+
+
+def test_the_timeout_is_that_of_a_whole_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A part that comes in time, as each byte of a slow server does, does not begin it anew."""
+    with LiveServer() as server:
+        endpoint = Endpoint(server.url, timeout=600)
+        clock = iter([0.0, 599.0, 0.0, 601.0])
+        monkeypatch.setattr("ctxext.utils.endpoint.time", SimpleNamespace(monotonic=lambda: next(clock)))
+        assert endpoint.call("models")["data"]
+        with pytest.raises(TimeoutError, match=r"sent no whole answer within 600 s\. Raise the timeout"):
+            endpoint.call("models")
