@@ -152,7 +152,9 @@ def export_for(
     if engine in GGUF_ENGINES:
         _transformers("transformers", facts, section, target, as_it_is)
         before = None if plan is None else read_context(config).tables[0]
-        return EngineExport(engine, LEAST_VERSIONS[engine], written, *_llama_cpp(engine, model, facts, target, before), target)
+        return EngineExport(
+            engine, LEAST_VERSIONS[engine], written, *_llama_cpp(engine, model, facts, target, before), target
+        )
     if engine in ("onnxruntime-genai", "openvino"):
         if engine == "openvino":
             warnings = _openvino(name, facts, section, target, as_it_is)
