@@ -1,13 +1,13 @@
 """The hooks of mkdocs.yml: pages from outside docs/, and links to files that are no pages.
 
-A page links to files of the repository as GitHub reads them. On the site these lead to the repository's public address,
-which is set in one place: `[tool.ctxext]` of pyproject.toml. Until it has one, they are plain text.
+A page links to files of the repository as GitHub reads them; here these are public links (tools/public_links.py).
 """
 
 from __future__ import annotations
 
 import posixpath
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,10 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
+sys.path.append(str(Path(__file__).resolve().parents[1] / "tools"))
+
+from public_links import LINK, public_link
+
 ROOT = Path(__file__).resolve().parent.parent
 REPOSITORY: str = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["ctxext"]["repository"]
 # Files of the repository that are pages of the site, by their path there.
@@ -29,7 +33,6 @@ PAGES = {
     "CHANGELOG.md": "changes.md",
     "recipes/README.md": "recipes.md",
 }
-LINK = re.compile(r"(?<!`)(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\((?!\w+:|#)([^)#\s]+)(#[^)\s]*)?\)")
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
@@ -64,7 +67,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
             return f"{image}[{words}]({posixpath.relpath(there, posixpath.dirname(own) or '.')}{anchor})"
         if not (ROOT / path).exists():
             return link[0]  # mkdocs reports it
-        return f"[{words}]({REPOSITORY}/blob/main/{path}{anchor})" if REPOSITORY else words
+        return public_link(link, path, REPOSITORY)
 
     return LINK.sub(moved, markdown)
 

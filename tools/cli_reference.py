@@ -1,4 +1,4 @@
-"""Write docs/cli.md, the reference of the command line, from the commands themselves. `python tools/cli_reference.py`"""
+"""Write docs/cli.md, the command line's reference, from its own commands. `python tools/cli_reference.py`"""
 
 from __future__ import annotations
 
