@@ -72,6 +72,13 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     return LINK.sub(moved, markdown)
 
 
+def on_post_build(config: MkDocsConfig) -> None:
+    """Let the calculator, which mkdocs copies as it is, link to the site's pages."""
+    page = Path(config.site_dir, "calculator", "index.html")
+    text = page.read_text(encoding="utf-8").replace("../../README.md", "../index.html")
+    page.write_text(re.sub(r'href="(\.\./\w+)\.md"', r'href="\1.html"', text), encoding="utf-8")
+
+
 def is_served(files: Files, path: str) -> bool:
     found: Any = files.get_file_from_path(path)
     return found is not None and not found.inclusion.is_excluded()

@@ -139,7 +139,7 @@ function choose(changed, refill = true) {
   Object.assign(state, changed);
   if ("text" in changed || context === null) readModel();
   if (refill) showControls();
-  else $("target").value = context && ropeToScale() ? reached(state.factor, ropeToScale().length) || "" : "";
+  else showFactor();
   answer();
   keepInAddress();
 }
@@ -176,10 +176,8 @@ function showFactor() {
 }
 
 function chooseFactor(factor) {
-  state.factor = factor;
-  showFactor();
-  choose({}, false);
-  for (const box of $("options").querySelectorAll("[type=checkbox]:checked")) if (box.id !== "truncate") fillOptions();
+  choose({ factor }, false);
+  if ($("options").querySelector("[type=checkbox]:checked:not(#truncate)")) fillOptions(); // automatic values follow it
 }
 
 function listen() {

@@ -71,6 +71,13 @@ def test_links_lead_to_files_and_headings(page: Path) -> None:
             assert anchor in anchors_of(target), f"{path}#{anchor} in {page}"
 
 
+def test_the_calculators_links_lead_to_files() -> None:
+    page = DOCS / "calculator" / "index.html"
+    links = re.findall(r'(?:href|src)="(?!data:)([^"]+)"', page.read_text(encoding="utf-8"))
+    assert len(links) > 6
+    assert [link for link in links if not (page.parent / link).is_file()] == []
+
+
 @pytest.mark.slow
 def test_the_site_builds_strictly(tmp_path: Path) -> None:
     """Every link and anchor holds there too, and every page is in the navigation."""
@@ -81,5 +88,8 @@ def test_the_site_builds_strictly(tmp_path: Path) -> None:
     for name in ("index.html", "methods/yarn.html", "calculator/index.html", "calculator/known.js", "api.html"):
         assert (tmp_path / name).is_file(), name
     assert "extend_context" in (tmp_path / "search" / "search_index.json").read_text(encoding="utf-8")
+    calculator = (tmp_path / "calculator" / "index.html").read_text(encoding="utf-8")
+    for link in re.findall(r'href="(\.\./[^"]+)"', calculator):
+        assert (tmp_path / "calculator" / link).is_file(), link
     left = re.findall(r'href="(?:\.\./)+(?:ctxext|tests|benchmarks)/', (tmp_path / "engines.html").read_text())
     assert left == []
