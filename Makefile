@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 
-.PHONY: demo test test-all lint at-scale smollm2 in-attention verify fit benchmark soak finetune positions families figures seeds fidelity engines engines-versions clean
+.PHONY: demo test test-all lint at-scale smollm2 in-attention verify fit benchmark soak finetune positions families figures seeds fidelity engines engines-versions docs clean
 
 $(VENV)/demo.stamp: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -97,6 +97,9 @@ engines-versions: $(VENV)/dev.stamp  ## the config and rotary code of every rele
 	$(BIN)/python benchmarks/engines/versions.py
 	$(BIN)/python benchmarks/engines/versions.py --engine sglang
 	$(BIN)/python docs/update_readme.py
+
+docs: $(VENV)/dev.stamp  ## the docs site, built strictly, at http://localhost:8000
+	$(BIN)/mkdocs serve --strict
 
 families: $(VENV)/dev.stamp  ## every model type of transformers built small, extended and compared
 	PYTHONPATH=tools $(BIN)/python -m survey --json docs/families.json --markdown docs/families.md

@@ -82,8 +82,8 @@ def extend_context(
         ValueError: an argument is invalid, the model's position encoding is unsupported, the model already covers that
             length, or it is already scaled and `existing` is "refuse".
         RuntimeError: the model is already extended, or the patch could not be verified.
-        TypeError: `model` is not a transformers model, or `method` is neither a name nor an instance.
-        On any error the model is unchanged.
+        TypeError: `model` is not a transformers model, or `method` is neither a name nor an instance. On any error the
+            model is unchanged.
     """
     inner = transformers_model(model)
     done = extension_of(inner)

@@ -28,12 +28,12 @@ from ctxext.utils.values import suggest
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-_LEAST = {
+LEAST_VERSIONS = {
     "transformers": "5.0", "transformers-v4": "4.57", "vllm": "0.12", "sglang": "0.5.10", "mlx": "0.32",
     "exllamav3": "1.6", "lmdeploy": "0.18", "onnxruntime-genai": "0.18", "openvino": "optimum-intel 2.2",
     "llama.cpp": "December 2025", "ollama": "August 2026",
 }  # fmt: skip
-ENGINES = tuple(_LEAST)
+ENGINES = tuple(LEAST_VERSIONS)
 GGUF_ENGINES = ("llama.cpp", "ollama")  # which read a GGUF file, not a folder
 _VERSION_4_TYPES = frozenset({"default", "linear", "dynamic", "yarn", "llama3", "longrope"})
 _PHI_3_TYPES = frozenset({"default", "longrope"})
@@ -128,14 +128,14 @@ def export_for(
     if not has_rope(text_config_of(extended)):
         stated = getattr(text_config_of(extended), "max_position_embeddings", None) or 0
         reach = stated if plan is None else plan.target_length
-        return EngineExport(engine, _LEAST[engine], written, (), (), reach)
+        return EngineExport(engine, LEAST_VERSIONS[engine], written, (), (), reach)
     facts = read_context(extended)
     target = facts.reach if plan is None else plan.target_length
     as_it_is = plan is None and "rope_parameters" not in section  # written for version 4, which 5 reads as well
     if engine.startswith("transformers"):
         warnings = _transformers(engine, facts, section, target, as_it_is)
         return EngineExport(
-            engine, _LEAST[engine], copy.deepcopy(source) if as_it_is else written, (), warnings, target
+            engine, LEAST_VERSIONS[engine], copy.deepcopy(source) if as_it_is else written, (), warnings, target
         )
     if any(_rope_type(table) == "dynamic" for table in facts.tables):
         raise NotExportable(
@@ -152,14 +152,16 @@ def export_for(
     if engine in GGUF_ENGINES:
         _transformers("transformers", facts, section, target, as_it_is)
         before = None if plan is None else read_context(config).tables[0]
-        return EngineExport(engine, _LEAST[engine], written, *_llama_cpp(engine, model, facts, target, before), target)
+        return EngineExport(
+            engine, LEAST_VERSIONS[engine], written, *_llama_cpp(engine, model, facts, target, before), target
+        )
     if engine in ("onnxruntime-genai", "openvino"):
         if engine == "openvino":
             warnings = _openvino(name, facts, section, target, as_it_is)
         else:
             warnings = _onnxruntime(name, facts, section, written, target)
         launch = build_command(engine, model) if ready or written == source else ()
-        return EngineExport(engine, _LEAST[engine], written, launch, warnings, target)
+        return EngineExport(engine, LEAST_VERSIONS[engine], written, launch, warnings, target)
     if engine in ("mlx", "exllamav3", "lmdeploy"):
         launch = {
             "mlx": ("mlx_lm.server", "--model", model),
@@ -178,7 +180,7 @@ def export_for(
             warnings = _mlx(name, facts, section, target)
         else:
             warnings = _by_length(engine, name, facts, section, target)
-        return EngineExport(engine, _LEAST[engine], written, launch if ready else (), warnings, target)
+        return EngineExport(engine, LEAST_VERSIONS[engine], written, launch if ready else (), warnings, target)
     warnings = _server(engine, facts, section, target)
     there = copy.deepcopy(written if ready else source)
     held = text_section_of(there, config)
@@ -203,7 +205,7 @@ def export_for(
             warnings += (f"{why}: replace the checkpoint's config.json by the export.",)
         elif changed:
             flags += ["--json-model-override-args", json.dumps(changed)]
-    return EngineExport(engine, _LEAST[engine], written, tuple(flags), warnings, target)
+    return EngineExport(engine, LEAST_VERSIONS[engine], written, tuple(flags), warnings, target)
 
 
 def changes(source: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:
