@@ -22,6 +22,7 @@ from ctxext.hub.adapters import check_all_saved
 from ctxext.hub.checkpoint import extended_as_saved, load_model, saved_extension
 from ctxext.models.context import has_rope, read_context
 from ctxext.models.text_config import text_config_of
+from ctxext.training.checkpoints import latest_checkpoint
 from ctxext.training.distillation import use_distillation
 from ctxext.training.estimate import Estimate, PeakMemory, estimate
 from ctxext.training.launch import data_parallel, engine_of
@@ -135,8 +136,16 @@ def start_trackers(accelerator: Accelerator, settings: Settings) -> None:
     """Start the trackers of a run, and finish those of the stage before."""
     for tracker in accelerator.trackers:
         tracker.finish()
+    accelerator.trackers.clear()  # a finished one would open its files again
     accelerator.project_configuration = ProjectConfiguration(settings.output)
-    accelerator.init_trackers("ctxext", {key: str(value) for key, value in settings.binding().items()})
+    output = Path(settings.output)
+    name = "/".join(output.absolute().parts[-2:])  # of a stage, with the folder of all stages
+    resume = "allow" if latest_checkpoint(output / "checkpoints") else "never"
+    accelerator.init_trackers(
+        "ctxext",
+        {key: value if isinstance(value, (int, float)) else str(value) for key, value in settings.binding().items()},
+        {"wandb": {"name": name, "dir": settings.output}, "trackio": {"name": name, "resume": resume}},
+    )
 
 
 def estimated(
