@@ -52,6 +52,7 @@ from ctxext.training.memory import report
 from ctxext.training.settings import Settings, read_settings
 from ctxext.training.setup import estimated, micro_batches_of, model_to_train, packed_sources, prepare, start_trackers
 from ctxext.training.stages import FIGURES, is_finished, starting_point
+from ctxext.training.throughput import Throughput, in_words
 from ctxext.training.trainable import check_rotary, trained_parameters
 from ctxext.utils.json_files import write_json
 from ctxext.utils.machine import machine, versions
@@ -62,28 +63,27 @@ from ctxext.utils.values import counted
 def train(run: Run, binding: dict[str, Any], measure: Measure | None) -> checkpoints.Progress:
     """Train to the end, from the last checkpoint on; with early stopping, to the weights of the best evaluation."""
     training, accelerator, output = run.settings.training, run.accelerator, Path(run.settings.output)
-    done, folder, main = checkpoints.Progress(), output / "checkpoints", accelerator.is_main_process
+    done, folder = checkpoints.Progress(), output / "checkpoints"
     if last := checkpoints.latest_checkpoint(folder):
         done = checkpoints.load_checkpoint(last, run.model, run.optimizer, binding)
         accelerator.print(f"Resuming from {last}.")
-    log, mid_training = (Log(output / name, done.step, main) for name in ("log.jsonl", "mid_training.jsonl"))
+    log, mid_training = (Log(output / name, done.step, accelerator) for name in ("log.jsonl", "mid_training.jsonl"))
     every, keep = measure.every if measure else None, training.keep_checkpoints
     patience = training.early_stopping and every and training.early_stopping * every  # in steps
     if every and done.step == 0:
         mid_training.add(measure.during(run.model, done))
-    memory, read = PeakMemory(accelerator.device), training.batch_size * run.mixture.length
-    with bar(run.steps, done.step, main) as advance:
+    memory = PeakMemory(accelerator.device)
+    with bar(run.steps, done.step, accelerator.is_main_process) as advance:
         while done.step < run.steps and not done.is_over(patience):
             begin = time.perf_counter()
             outcome = run.step(done.step)
             passed = time.perf_counter() - begin
-            targets, peak = done.targets + int(outcome.pop("targets")), max(done.peak, memory.at_most or 0)
-            counts = {"step": done.step + 1, "tokens": done.tokens + read, "targets": targets}
+            speed, targets = run.throughput.at(passed), int(outcome.pop("targets"))
+            tokens, peak = done.tokens + run.throughput.tokens, max(done.peak, memory.at_most or 0)
+            counts = {"step": done.step + 1, "tokens": tokens, "targets": done.targets + targets}
             done = replace(done, **counts, seconds=done.seconds + passed, peak=peak)
-            log.add({**counts, **outcome})
-            speed = {"tokens_per_second": read / passed, "memory_gib": (memory.now or 0) / 2**30}
-            accelerator.log({**outcome, **speed, "tokens": done.tokens}, step=done.step)
-            advance(loss=outcome["loss"], left=(run.steps - done.step) * read, **speed)
+            log.add({**counts, **outcome}, **speed, targets_per_step=targets, peak_gib=peak / 2**30)
+            advance(loss=outcome["loss"], peak=peak, **speed)
             if every and (done.step % every == 0 or done.step == run.steps):
                 mid_training.add(looked := measure.during(run.model, done))
                 memory.restart()  # exclude the evaluation's memory
@@ -105,6 +105,7 @@ class Run:
     optimizer: Any
     mixture: Mixture
     collator: Collator
+    throughput: Throughput
     steps: int
 
     def __post_init__(self) -> None:
@@ -142,8 +143,8 @@ class Run:
             self.optimizer.zero_grad()
             raise FloatingPointError(
                 f"step {number + 1}: the loss is {loss} and the gradient norm {norm}, for the rows "
-                f"{', '.join(row['name'] for row in batch)}. Earlier checkpoints are kept: check these rows, or "
-                "lower training.learning_rate and start in another output folder."
+                f"{', '.join(row['name'] for row in batch)}. Earlier checkpoints are kept: check these rows, or lower "
+                "training.learning_rate and start in another output folder."
             )
         self.optimizer.step()
         self.optimizer.zero_grad()
@@ -236,16 +237,14 @@ def finetune(
     measure = None
     if settings.evaluation:
         measure = Measure(settings, accelerator, folder, tokenizer, trained_length, target_length)
-        if last is None:
-            measure.check_new()
-        elif done.step < steps and not dry_run:
-            measure.forget_trained()
+        measure.check_results(done, goes_on=done.step < steps and not dry_run)
 
     # 3. The model: its trained parameters, loss and attention, all verified.
     model = model_to_train(extended, settings, accelerator, collator, length)
     trained = trained_parameters(model)
     n_trained = sum(parameter.numel() for parameter in trained.values())
-    say(f"  {n_trained:,} of {sum(p.numel() for p in model.parameters()):,} parameters are trained")
+    throughput = Throughput.of(accelerator, settings, model, mixture)
+    say(f"  {n_trained:,} of {sum(p.numel() for p in model.parameters()):,} parameters are trained\n  {throughput}")
     optimizer = torch.optim.AdamW(
         trained.values(), lr=training.learning_rate, betas=training.betas, weight_decay=training.weight_decay
     )
@@ -253,7 +252,7 @@ def finetune(
     check_rotary(model)
 
     # 4. The estimate of time and memory.
-    run = Run(settings, accelerator, model, optimizer, mixture, collator, steps)
+    run = Run(settings, accelerator, model, optimizer, mixture, collator, throughput, steps)
     with on_my_part(accelerator, run.batch(mixture.read(0, training.micro_batch_size))):
         pass  # raises if the engine splits rows and cannot split these
     expected = estimated(run.probe, accelerator, model, length, steps * micro_batches)
@@ -269,6 +268,7 @@ def finetune(
     checkpoints.save_result(accelerator, run.model, settings, record, tokenizer)
     del run, model, optimizer, trained
     accelerator.free_memory()
+    speed = throughput.at(done.seconds / done.step)
     figures = {
         "settings": settings.model_dump(mode="json"),
         "data": {part.source.name: asdict(part.accounting) for part in packed},
@@ -277,7 +277,7 @@ def finetune(
         "processes": accelerator.num_processes,
         "parameters_trained": n_trained,
         "estimated": expected and {"seconds": expected.seconds, "peak_bytes": expected.peak},
-        "took": {"seconds": done.seconds, "peak_bytes": done.peak, "steps": done.step},
+        "took": {"seconds": done.seconds, "peak_bytes": done.peak, "steps": done.step, **speed},
         "saved_step": done.best_step or done.step,
     }
     figures |= {"measured": measure.after(saved)} if measure else {}
@@ -292,8 +292,8 @@ def finetune(
     accelerator.wait_for_everyone()
     said = f", estimated {duration(expected.seconds)} and {gib(expected.peak)}" if expected else ""
     at = f" as of step {done.best_step:,}, where the loss was lowest" if done.best_step else ""
-    say(f"Saved {saved}{at}. {counted(done.step, 'step')} took {duration(done.seconds)} and {gib(done.peak)}{said}.")
-    say(after_training(saved))
+    took = f"took {duration(done.seconds)} ({in_words(**speed)}) and {gib(done.peak or None)}"
+    say(f"Saved {saved}{at}. {counted(done.step, 'step')} {took}{said}.\n{after_training(saved)}")
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -61,6 +61,10 @@ class Mixture:
     def epochs(self, count: int) -> list[float]:
         """How often each source is repeated in a run of `count` rows."""
         return [n / len(one.rows) for n, one in zip(self._taken(count), self.packed)]
+
+    def mean(self, of: Callable[[Packed], float]) -> float:
+        """The mean over the rows of a long run, from the mean `of` the rows of each source."""
+        return sum(share * of(one) for share, one in zip(self._shares, self.packed))
 
     def _due(self, source: int, n: int) -> float:
         return (n + 0.5) / self._shares[source]

@@ -89,19 +89,21 @@ class Measure:
                 "evaluation.text to a longer text, or evaluation to null."
             )
 
-    def check_new(self) -> None:
-        """Raise FileExistsError if a run starts over and its results file has figures of another run."""
-        if self.path.is_file() and TRAINED in read_results(self.path).header.variants:
+    def check_results(self, done: Progress, goes_on: bool) -> None:
+        """Remove the samples of an earlier result, if there is one, where the run goes on from it.
+
+        Raises:
+            FileExistsError: the run starts over, and its results file has figures of another run.
+        """
+        if done.step == 0 and self.path.is_file() and TRAINED in read_results(self.path).header.variants:
             raise FileExistsError(
                 f"{self.path} holds results of an earlier run, and this run starts over. Set another output, or "
                 "remove that file."
             )
-
-    def forget_trained(self) -> None:
-        """Remove the samples of an earlier result, if there is one, because the run continues from it."""
-        if self.accelerator.is_main_process and self.path.parent.exists():
-            forget_variant(self.path, TRAINED, ("weights", "method"))
-        self.accelerator.wait_for_everyone()
+        if done.step and goes_on:
+            if self.accelerator.is_main_process and self.path.parent.exists():
+                forget_variant(self.path, TRAINED, ("weights", "method"))
+            self.accelerator.wait_for_everyone()
 
     def before(self, original: Path, start: Path) -> None:
         """Measure the baseline, and the model that training starts from, extended.

@@ -176,15 +176,21 @@ def make_accelerator(
     Without an accelerator (or under `--cpu`, or `use_cpu: true`) several processes train by DDP over gloo.
 
     Raises:
-        RuntimeError: accelerate would run something else than requested: another number of processes, another engine,
-            independent trainings, another precision or gradient accumulation. The error gives the command to use
-            instead. If possible, it is raised before accelerate has changed anything.
+        RuntimeError: accelerate would run something else than requested: no tracker, another number of processes,
+            another engine, independent trainings, another precision or gradient accumulation. The error gives the
+            command to use instead. If possible, it is raised before accelerate has changed anything.
     """
     from accelerate import Accelerator
+    from accelerate.tracking import get_available_trackers
     from accelerate.utils import InitProcessGroupKwargs, parse_flag_from_env
     from torch.distributed.fsdp import MixedPrecisionPolicy
     from transformers.integrations import unset_hf_deepspeed_config
 
+    if log_with is not None and log_with not in (available := sorted(map(str, get_available_trackers()))):
+        raise RuntimeError(
+            f"tracker: {log_with} is not installed, or not one of accelerate's trackers. Install it (pip install "
+            f"{log_with}), or choose {' or '.join(available)}, or null for none."
+        )
     launch, environment = requested_launch(), _read_environment()
     processes = environment.processes or 1
     cpu = not torch.accelerator.is_available() or parse_flag_from_env("ACCELERATE_USE_CPU")

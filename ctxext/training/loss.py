@@ -41,6 +41,7 @@ def linear_cross_entropy(
     softcap: float | None = None,
     scale: float = 1.0,
     chunk: int | None = None,
+    reference: Reference | None = None,
 ) -> Tensor:
     """Σ -log softmax(z)[target] in nats, with z = scale (hidden weightᵀ + bias), or softcap · tanh(z / softcap).
 
@@ -56,6 +57,7 @@ def linear_cross_entropy(
         softcap: Gemma-2's bound on logits.
         scale: the multiplier of the logits.
         chunk: tokens per chunk of logits; by default as many as fit in 32 MiB on a CPU, 512 MiB elsewhere.
+        reference: another model, to whose probabilities a share of the loss is the divergence.
 
     Returns:
         A scalar, float32 (or float64): 0 if every target is ignored.
@@ -76,6 +78,7 @@ def linear_cross_entropy(
         scale=scale,
         softcap=softcap,
         chunk=chunk or chunk_tokens(device, len(weight)),
+        reference=reference and reference.flattened(),
     )
     hidden, targets = hidden.flatten(0, -2), targets.flatten().to(hidden.device)
     if torch.is_grad_enabled():
@@ -88,11 +91,33 @@ def chunk_tokens(device: str, vocab_size: int) -> int:
     return max(LEAST_CHUNK, ROOM.get(device, ROOM_ELSEWHERE) // (4 * vocab_size))
 
 
+class Reference(NamedTuple):
+    """Another model's probabilities q for the same tokens, by its hidden states and head, without gradients.
+
+    The loss of a token becomes (1 - share) · -log p[target] + share · Σ q log(q / p).
+
+    Attributes:
+        hidden: of shape (..., hidden).
+        weight, bias: of its head; scale and softcap are those of the model in training.
+        share: of shape (...), between 0 and 1.
+    """
+
+    hidden: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    share: Tensor
+
+    def flattened(self) -> Reference:
+        hidden, share = self.hidden.flatten(0, -2), self.share.flatten()
+        return Reference(hidden, _whole(self.weight).detach(), _whole(self.bias), share)
+
+
 class _How(NamedTuple):
     dtype: torch.dtype
     scale: float
     softcap: float | None
     chunk: int
+    reference: Reference | None
 
 
 def _whole(parameter: Any) -> Any:
@@ -125,7 +150,7 @@ def _compute(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, how: _How, wanted: tuple[bool, ...]
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
     """The summed loss, and its gradients with respect to hidden (token, hidden), weight and bias if `wanted`."""
-    dtype, scale, softcap, chunk = how
+    dtype, scale, softcap, chunk, reference = how
     exact = torch.promote_types(dtype, torch.float32)
     rows = (targets != IGNORED).nonzero()[:, 0]
     losses = torch.empty(len(rows), 1, dtype=exact, device=hidden.device)
@@ -133,36 +158,41 @@ def _compute(
     by_weight = torch.zeros_like(weight, dtype=exact) if wanted[1] else None
     by_bias = torch.zeros_like(bias, dtype=exact) if bias is not None and wanted[2] else None
     weight = weight.to(dtype)
+    if reference is not None:
+        reference = reference._replace(weight=reference.weight.to(dtype))
     room = torch.empty(min(chunk, len(rows)), len(weight), dtype=dtype, device=hidden.device)
     with torch.autocast(hidden.device.type, enabled=False):
         for part, loss in zip(rows.split(chunk), losses.split(chunk)):
             inputs, target = hidden[part].to(dtype), targets[part, None]
-            product = torch.mm(inputs, weight.T, out=room[: len(part)])
-            if bias is not None:
-                product += bias
-            logits = product.to(exact)  # from here on in place
-            if scale != 1:
-                logits *= scale
+            share: Any = 0
+            if reference is not None:  # before the logits, which take the same room
+                share = reference.share[part, None].to(exact)
+                other = reference.hidden[part].to(dtype)
+                log_q = _logits(other, reference.weight, reference.bias, how, room).log_softmax(-1)
+            logits = _logits(inputs, weight, bias, how, room)  # from here on in place
             slope = None
-            if softcap is not None:
-                logits.div_(softcap).tanh_()
-                slope = 1 - logits.square() if any(wanted) else None
-                logits *= softcap
+            if softcap is not None and any(wanted):
+                slope = 1 - (logits / softcap).square_()
             top = logits.amax(-1, keepdim=True)
             of_target = logits.gather(-1, target)
+            if reference is not None:
+                q = log_q.exp()
+                of_target = torch.lerp(of_target, (q * (logits - log_q)).sum(-1, keepdim=True), share)
             total = logits.sub_(top).exp_().sum(-1, keepdim=True)
             loss.copy_(total.log().add_(top).sub_(of_target))
             if not any(wanted):
                 continue
-            # softmax - one_hot
-            logits.div_(total).scatter_add_(-1, target, torch.full_like(total, -1))
+            # softmax - one_hot, or minus its mean with q
+            logits.div_(total).scatter_add_(-1, target, (share - 1) * torch.ones_like(total))
+            if reference is not None:
+                logits -= q.mul_(share)
             if slope is not None:
                 logits *= slope
             if scale != 1:
                 logits *= scale
             if by_bias is not None:
                 by_bias += logits.sum(0)
-            error = product.copy_(logits)
+            error = room[: len(part)].copy_(logits)
             if by_hidden is not None:
                 by_hidden[part] = (error @ weight).to(by_hidden.dtype)
             if by_weight is not None and dtype == exact:
@@ -170,6 +200,19 @@ def _compute(
             elif by_weight is not None:
                 by_weight += error.T @ inputs
     return losses.sum(), by_hidden, by_weight, by_bias
+
+
+def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, how: _How, room: Tensor) -> Tensor:
+    """In float32 or float64; the product of `hidden` and `weight` is written to `room`."""
+    product = torch.mm(hidden, weight.T, out=room[: len(hidden)])
+    if bias is not None:
+        product += bias
+    logits = product.to(torch.promote_types(how.dtype, torch.float32))
+    if how.scale != 1:
+        logits *= how.scale
+    if how.softcap is not None:
+        logits.div_(how.softcap).tanh_().mul_(how.softcap)
+    return logits
 
 
 def use_chunked_loss(model: nn.Module) -> None:
@@ -185,7 +228,7 @@ def use_chunked_loss(model: nn.Module) -> None:
             LoRA on the head, an added router loss). The model is unchanged.
     """
     inner = transformers_model(model)
-    if _patch(inner) is not None:
+    if chunked_loss_of(inner) is not None:
         raise RuntimeError("this model already has the chunked loss. Call restore_loss(model) to undo it.")
     if getattr(text_config_of(inner.config), "output_router_logits", False):
         raise RuntimeError(
@@ -195,6 +238,7 @@ def use_chunked_loss(model: nn.Module) -> None:
     patch: Any = functools.partial(_forward, inner, inner.forward)
     patch.__wrapped__ = inner.forward  # Trainer reads the signature
     patch.former = inner.__dict__.get("forward")
+    patch.reference = None
     inner.forward = patch
     try:
         prove_loss(model)
@@ -210,7 +254,7 @@ def restore_loss(model: nn.Module) -> None:
         RuntimeError: the model has no chunked loss.
     """
     inner = transformers_model(model)
-    patch = _patch(inner)
+    patch = chunked_loss_of(inner)
     if patch is None:
         raise RuntimeError("this model has no chunked loss, so there is nothing to restore.")
     del inner.forward
@@ -266,9 +310,11 @@ def _forward(
 ) -> Any:
     if labels is None and shift_labels is None:
         return original(*args, **kwargs)
-    decoder, head = model.base_model, _head(model)
+    decoder, head = model.base_model, head_of(model)
     if decoder is model:
         raise RuntimeError(f"{type(model).__name__} has no decoder under its head. {REMEDY}")
+    refer = chunked_loss_of(model).reference
+    reference = refer(*args, **kwargs) if refer and model.training else None  # while no activations are held
     if shift_labels is None:
         shift_labels = pad(labels, (0, 1), value=IGNORED)[..., 1:]
     output = decoder(*args, **{**kwargs, "use_cache": False})
@@ -281,6 +327,7 @@ def _forward(
         softcap=getattr(config, "final_logit_softcapping", None),  # Gemma-2
         # Cohere multiplies, Granite divides.
         scale=(getattr(config, "logit_scale", None) or 1.0) / (getattr(config, "logits_scaling", None) or 1.0),
+        reference=reference,
     )
     if num_items_in_batch is None:
         num_items_in_batch = (shift_labels != IGNORED).sum().clamp(min=1)
@@ -291,12 +338,17 @@ def _forward(
     )
 
 
-def _patch(model: PreTrainedModel) -> Any:
-    forward = model.__dict__.get("forward")
+def chunked_loss_of(model: nn.Module) -> Any:
+    """The patch of `use_chunked_loss`, or None.
+
+    Its attribute `reference` is called with the arguments of the decoder in training mode, and returns a `Reference` or
+    None.
+    """
+    forward = transformers_model(model).__dict__.get("forward")
     return forward if isinstance(forward, functools.partial) and forward.func is _forward else None
 
 
-def _head(model: PreTrainedModel) -> nn.Linear:
+def head_of(model: PreTrainedModel) -> nn.Linear:
     """The current linear head: PEFT's trained copy if that is in use."""
     head = model.get_output_embeddings()
     if hasattr(head, "modules_to_save"):

@@ -24,6 +24,7 @@ from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedCon
 from ctxext.assets import MODEL
 from ctxext.core.apply import transformers_model
 from ctxext.hub.checkpoint import checkpoint_folder, extended_json, read_config
+from ctxext.models.text_config import text_config_of
 from ctxext.training.estimate import gib
 from ctxext.training.loss import chunk_tokens, linear_cross_entropy
 from ctxext.training.settings import Settings, read_settings
@@ -171,6 +172,9 @@ def memory_of(config: PreTrainedConfig, settings: Settings, length: int, *, devi
         rest = _numel(model) - sum(map(_numel, layers))
         # The layer in use and the next; embeddings and head; a layer's whole gradients in float32.
         gathered = (2 if half else 4) * (2 * each + rest) + 4 * max(_trained(layer) for layer in layers)
+    if training.distillation:  # the last hidden states of the model without its adapter
+        width = text_config_of(config).hidden_size
+        activations += training.micro_batch_size * length // engine.group_size * width * (2 if half else 4)
     copies = 2 if engine.kind == "ddp" or (engine.kind == "any" and processes > 1) else 1  # DDP's buckets
     activations += 2 * largest  # one four-bit weight at a time in 16 bits
     if training.attention == "sdpa" and settings.data.documents == "separate":

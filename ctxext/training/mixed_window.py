@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from ctxext.core.apply import transformers_model
 from ctxext.core.edit import Edit
 from ctxext.data.packing import Packed, lengths_of
+from ctxext.encodings.rope import RopeGeometry
 from ctxext.extension.rope import SCALING_KEYS
 from ctxext.models.context import ContextFacts, read_context
 from ctxext.models.families import family_of
@@ -51,28 +52,47 @@ def use_mixed_window(model: nn.Module) -> Edit:
         RuntimeError: its rotary embedding does not give the original cos and sin. The model is unchanged.
     """
     inner = transformers_model(model)
-    facts = _checked(inner)
-    rope, edit = facts.original_rope, Edit(inner)
+    rope, rotary = original_rotary(inner, "mixed windows")
+    edit, trained = Edit(inner), rope.original_max_position_embeddings
     try:
-        for site in find_rotary_sites(inner, facts.text_config):
-            with torch.device("cpu"):
-                original = type(site.module)(_original_config(facts))
-            trained = rope.original_max_position_embeddings
-            edit.set_attribute(site.paths[0], "forward", partial(_forward, site.module, original, trained))
-            mode = site.module.training
+        for path, original in rotary.items():
+            module = inner.get_submodule(path)
+            edit.set_attribute(path, "forward", partial(_forward, module, original, trained))
+            mode = module.training
             try:
-                error = output_error(site.module.train(), "", rope.inv_freq, rope.attention_factor)
+                check_original(module.train(), path, rope)
             finally:
-                site.module.train(mode)
-            if error is None or not error <= RotaryProof.OUTPUT_BAR:
-                raise RuntimeError(
-                    f"the rotary embedding at {site.paths[0]!r} does not give the original cos and sin (error "
-                    f"{error}). Train without mixed windows."
-                )
+                module.train(mode)
     except BaseException:
         edit.undo()
         raise
     return edit
+
+
+def original_rotary(model: Any, purpose: str) -> tuple[RopeGeometry, dict[str, Any]]:
+    """The RoPE that `model` had before its extension, and its rotary embeddings with it, by their paths in `model`.
+
+    Args:
+        purpose: what needs it, for errors.
+
+    Raises:
+        ValueError: the model is not extended by fixed frequencies from plain RoPE, or has several RoPE tables.
+    """
+    facts = _checked(model, purpose)
+    with torch.device("cpu"):
+        config = _original_config(facts)
+        rotary = {site.paths[0]: type(site.module)(config) for site in find_rotary_sites(model, facts.text_config)}
+    return facts.original_rope, rotary
+
+
+def check_original(module: nn.Module, path: str, rope: RopeGeometry) -> None:
+    """Raise RuntimeError unless a rotary embedding gives the cos and sin of `rope`."""
+    error = output_error(module, "", rope.inv_freq, rope.attention_factor)
+    if error is None or not error <= RotaryProof.OUTPUT_BAR:
+        raise RuntimeError(
+            f"the rotary embedding at {path!r} does not give the original cos and sin (error {error}). Train without "
+            "mixed windows and distillation."
+        )
 
 
 @torch.no_grad()
@@ -93,38 +113,42 @@ def _original_config(facts: ContextFacts) -> Any:
     return config
 
 
-def _checked(model: Any) -> ContextFacts:
+def _checked(model: Any, purpose: str) -> ContextFacts:
     facts = read_context(model.config)
     if facts.mark is None or facts.lengths.start != facts.original_length:
         raise ValueError(
-            "mixed windows need a model that was extended from plain RoPE, and this one has "
-            f"{facts.summary}. Extend it first (ctxext.extend_context), or train without mixed windows."
+            f"{purpose}: the model must be extended from plain RoPE, got {facts.summary}. Extend it first "
+            f"(ctxext.extend_context), or train without {purpose}."
         )
     family, table = family_of(facts.text_config), facts.tables[0]
     several = len(facts.tables) > 1 or table.n_zero or "mrope_section" in facts.rope_parameters
     if several or family.softmax_mscale or family.mscale_keys:
         raise ValueError(
-            f"model_type {facts.text_config.model_type!r} has several RoPE tables, positions with several axes or a "
-            "softmax temperature, and mixed windows switch a single RoPE table. Train without mixed windows."
+            f"{purpose}: only a single RoPE table can be switched, and model_type {facts.text_config.model_type!r} has "
+            f"several, positions with several axes or a softmax temperature. Train without {purpose}."
         )
     if facts.scaling is not None and facts.scaling.in_attention:
         raise ValueError(
-            f"{facts.scaling.name} is length-dependent, and mixed windows switch fixed frequencies. Extend with a "
-            "static method, such as yarn or a fitted longrope."
+            f"{purpose}: only fixed frequencies can be switched, and {facts.scaling.name} is length-dependent. Extend "
+            "with a static method, such as yarn or a fitted longrope."
         )
     standard_sites(model, facts)
     return facts
 
 
-def check_mixture(packed: Sequence[Packed], trained: int) -> None:
-    """Raise ValueError unless there are documents within `trained` tokens and longer ones."""
-    kinds: set[bool] = set()
+def check_mixture(packed: Sequence[Packed], trained: int, setting: str, wanted: set[bool]) -> None:
+    """Raise ValueError unless there are documents within `trained` tokens (True in `wanted`) and longer ones (False).
+
+    Args:
+        setting: what needs them.
+    """
+    lacking = set(wanted)
     for length in lengths_of(packed):
-        kinds.add(length <= trained)
-        if len(kinds) == 2:
+        lacking.discard(length <= trained)
+        if not lacking:
             return
-    got, lacking = ("no longer", "longer") if kinds == {True} else ("longer", "shorter")
+    got, add = ("longer", "shorter") if True in lacking else ("no longer", "longer")
     raise ValueError(
-        f"training.mixed_window mixes documents within {trained:,} tokens and longer ones, but all are {got}. Add a "
-        f"source with {lacking} ones (max_document splits documents), or drop training.mixed_window."
+        f"{setting} needs documents within {trained:,} tokens{' and longer ones' if len(wanted) > 1 else ''}, but all "
+        f"are {got}. Add a source with {add} ones (max_document splits documents), or drop {setting}."
     )

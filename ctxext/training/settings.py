@@ -163,6 +163,8 @@ class TrainingSettings(Section):
         mlp_tokens: runs the MLP of every layer on this many tokens at a time; None for all at once.
         mixed_window: documents within the trained length train on the original RoPE, longer ones on the extended
             (LongRoPE2). What is saved is the extended model.
+        distillation: the share of the loss of documents within the trained length that is their divergence from the
+            model as the run began, on its original RoPE; 0 for none, 1 for nothing else.
         checkpoint_every: in steps; the last `keep_checkpoints` are kept.
         early_stopping: stop after so many evaluations (`evaluation.every`) without a lower loss of the last tokens at
             the target length, and save the weights with the lowest loss, after step 0; None trains to the end and saves
@@ -186,6 +188,7 @@ class TrainingSettings(Section):
     loss: Literal["chunked", "stock"] = "chunked"
     mlp_tokens: Tokens | None = None
     mixed_window: bool = False
+    distillation: Annotated[float, Field(ge=0, le=1)] = 0.0
     checkpoint_every: Positive = 50
     keep_checkpoints: Positive = 2
     early_stopping: Count | None = None
@@ -289,10 +292,16 @@ class Settings(Section):
     def _parts_go_together(self) -> Settings:
         if self.merge and self.trainable.kind == "full":
             raise ValueError("merge: true is for adapters; trainable.kind: full already saves a plain checkpoint.")
-        if self.training.mixed_window and (self.data.documents, self.data.positions) != ("separate", "plain"):
+        for name in ("mixed_window", "distillation"):
+            if getattr(self.training, name) and self.data.documents != "separate":
+                raise ValueError(
+                    f"training.{name} goes by the length of each document, got data.documents: {self.data.documents}. "
+                    "Set separate."
+                )
+        if self.training.distillation and (self.trainable.kind, self.training.loss) != ("lora", "chunked"):
             raise ValueError(
-                "training.mixed_window chooses the RoPE by the length of each document, got data.documents: "
-                f"{self.data.documents} and data.positions: {self.data.positions}. Set separate and plain."
+                "training.distillation compares the model with and without its adapter, chunk by chunk, got "
+                f"trainable.kind: {self.trainable.kind} and training.loss: {self.training.loss}. Set lora and chunked."
             )
         if self.training.early_stopping and not (self.evaluation and self.evaluation.every):
             raise ValueError("training.early_stopping counts evaluations in training. Set evaluation.every.")

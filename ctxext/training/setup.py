@@ -22,6 +22,8 @@ from ctxext.hub.adapters import check_all_saved
 from ctxext.hub.checkpoint import extended_as_saved, load_model, saved_extension
 from ctxext.models.context import has_rope, read_context
 from ctxext.models.text_config import text_config_of
+from ctxext.training.checkpoints import latest_checkpoint
+from ctxext.training.distillation import use_distillation
 from ctxext.training.estimate import Estimate, PeakMemory, estimate
 from ctxext.training.launch import data_parallel, engine_of
 from ctxext.training.loss import use_chunked_loss
@@ -51,7 +53,7 @@ def packed_sources(settings: Settings, folder: Path, tokenizer: Any, length: int
     """The sources of the settings, relative to `folder`, as rows of `length` tokens from the vocabulary of `model`.
 
     Raises:
-        ValueError: a source cannot be packed, or training.mixed_window has nothing to mix.
+        ValueError: a source cannot be packed, or there are no documents of the lengths that the settings need.
     """
     config = AutoConfig.from_pretrained(model)
     options: dict[str, Any] = {"vocab_size": text_config_of(config).vocab_size, "num_proc": settings.data.processes}
@@ -61,8 +63,10 @@ def packed_sources(settings: Settings, folder: Path, tokenizer: Any, length: int
         for source in settings.data.sources
     ]
     trained = read_context(config).lengths.start if has_rope(text_config_of(config)) else length
+    if settings.training.distillation:
+        check_mixture(packed, trained, "training.distillation", {True})
     if settings.training.mixed_window:
-        check_mixture(packed, trained)
+        check_mixture(packed, trained, "training.mixed_window", {True, False})
     elif settings.data.positions == "plain" and length > trained and all(n <= trained for n in lengths_of(packed)):
         warnings.warn(
             f"no document has more than the trained {trained:,} tokens, so no longer distance is trained. Add longer "
@@ -104,6 +108,8 @@ def model_to_train(folder: Path, settings: Settings, accelerator: Accelerator, c
             use_tiled_mlp(model, training.mlp_tokens)
         if training.loss == "chunked":
             use_chunked_loss(model)
+        if training.distillation:
+            use_distillation(model, training.distillation, alone=engine_of(accelerator).kind in ("single", "ddp"))
         check_positions(model, collator, length, vocab_size, batch_size=training.micro_batch_size)
     if training.gradient_checkpointing != "none":
         transformers_model(model).gradient_checkpointing_enable({"use_reentrant": False})
@@ -130,8 +136,16 @@ def start_trackers(accelerator: Accelerator, settings: Settings) -> None:
     """Start the trackers of a run, and finish those of the stage before."""
     for tracker in accelerator.trackers:
         tracker.finish()
+    accelerator.trackers.clear()  # a finished one would open its files again
     accelerator.project_configuration = ProjectConfiguration(settings.output)
-    accelerator.init_trackers("ctxext", {key: str(value) for key, value in settings.binding().items()})
+    output = Path(settings.output)
+    name = "/".join(output.absolute().parts[-2:])  # of a stage, with the folder of all stages
+    resume = "allow" if latest_checkpoint(output / "checkpoints") else "never"
+    accelerator.init_trackers(
+        "ctxext",
+        {key: value if isinstance(value, (int, float)) else str(value) for key, value in settings.binding().items()},
+        {"wandb": {"name": name, "dir": settings.output}, "trackio": {"name": name, "resume": resume}},
+    )
 
 
 def estimated(

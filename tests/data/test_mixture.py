@@ -99,6 +99,10 @@ def test_epochs_say_how_often_each_source_is_read(three) -> None:
     assert Mixture(three, seed=0).epochs(100) == pytest.approx([60 / 7, 30 / 11, 10 / 3])
 
 
+def test_a_mean_counts_each_source_by_its_weight(three) -> None:
+    assert Mixture(three, seed=0).mean(lambda part: len(part.rows)) == pytest.approx(0.6 * 7 + 0.3 * 11 + 0.1 * 3)
+
+
 def test_a_late_start_takes_no_more_work_than_an_early_one(three) -> None:
     class Counted(Mixture):
         looks = 0

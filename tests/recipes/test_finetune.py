@@ -58,11 +58,12 @@ def recipe():
 
 @pytest.fixture
 def main(recipe, capsys: pytest.CaptureFixture[str]):
-    """The recipe's main in this process, with the tiny run in small; returns what it printed."""
+    """The recipe's main in this process, by default with the tiny run in small; returns what it printed."""
 
-    def run(output: Path, *changes: str) -> str:
+    def run(output: Path, *changes: str, config: Path = TINY) -> str:
+        given = (*SMALL, *changes) if config == TINY else changes
         try:
-            recipe.main(["--config", str(TINY), f"output={output}", *SMALL, *changes])
+            recipe.main(["--config", str(config), f"output={output}", *given])
         finally:
             AcceleratorState._reset_state(reset_partial_state=True)
         return " ".join(capsys.readouterr().err.split())
@@ -143,12 +144,12 @@ def test_every_micro_batch_of_every_seed_draws_dropout_of_its_own(
     assert len(set(drawn)) == len(drawn) >= 2 * 3 * 4
 
 
+# A model trained, so to say, at 64 tokens; half of the documents have 64, the others up to 128.
+SHORT = ("extension.original_max_position_embeddings=64", "data.sources.1.max_document=64")
+
+
 def test_mixed_windows_train_another_model_and_save_the_extended_one(main, tmp_path: Path) -> None:
-    """Of a model trained, so to say, at 64 tokens; half of the documents have 64, the others up to 128."""
-    changes = (
-        "extension.original_max_position_embeddings=64", "training.steps=2", "data.sources.1.max_document=64",
-        "merge=true",
-    )  # fmt: skip
+    changes = (*SHORT, "training.steps=2", "merge=true")
     main(tmp_path / "extended", *changes)
     main(tmp_path / "mixed", *changes, "training.mixed_window=true")
     assert log(tmp_path / "mixed")[0]["loss"] != pytest.approx(log(tmp_path / "extended")[0]["loss"], rel=1e-4)
@@ -170,13 +171,13 @@ def engine(tmp_path: Path):
     """A function that writes the bundled file of a sharded engine, for two processes instead of eight."""
 
     def write(name: str, **fsdp: bool) -> Path:
-        if name != "fsdp2" and not DEEPSPEED.is_dir() and importlib.util.find_spec("deepspeed") is None:
+        if name in ("zero3", "ulysses") and not DEEPSPEED.is_dir() and importlib.util.find_spec("deepspeed") is None:
             pytest.skip(f"{name} runs under DeepSpeed, and `make test-all` could not install it")
-        file = "fsdp2" if name == "fsdp2" else "zero3_ulysses"
+        file = {"fsdp2": "fsdp2", "context_parallel": "fsdp2_context_parallel"}.get(name, "zero3_ulysses")
         bundled = yaml.safe_load((RECIPE.parent / f"accelerate/{file}.yaml").read_text())
         bundled["num_processes"], parallel = 2, bundled.pop("parallelism_config", None)
-        if name == "ulysses":
-            bundled["parallelism_config"] = {**parallel, "parallelism_config_sp_size": 2}
+        if size := {"ulysses": "sp", "context_parallel": "cp"}.get(name):
+            bundled["parallelism_config"] = {**parallel, f"parallelism_config_{size}_size": 2}
         if fsdp:
             bundled["fsdp_config"] |= {f"fsdp_{key}": value for key, value in fsdp.items()}
         path = tmp_path / f"{name}{''.join(fsdp)}.yaml"
@@ -186,18 +187,49 @@ def engine(tmp_path: Path):
     return write
 
 
-@pytest.mark.parametrize("name", ["fsdp2", "zero3", "ulysses"])
+# What engines that split rows ask for: joined documents and no dropout.
+SPLIT = (
+    "training.steps=3", "trainable.dropout=0.0", "data.documents=joined",
+    "data.sources=[{path: ../data/austen/*.txt, name: novels}]",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["fsdp2", "zero3", "ulysses", "context_parallel"])
 def test_the_bundled_file_of_a_sharded_engine_gives_the_losses_of_one_process(
     name: str, engine, whole: Path, tmp_path: Path
 ) -> None:
-    """Over gloo."""
-    changes, one = ["training.steps=3"], whole
-    if name == "ulysses":  # joined documents and no dropout, as it demands
-        novels = "[{path: ../data/austen/*.txt, name: novels}]"
-        changes += ["trainable.dropout=0.0", "data.documents=joined", f"data.sources={novels}"]
+    """Over gloo. Context parallel has an attention of the test's own."""
+    changes, one = ("training.steps=3",), whole
+    if name in ("ulysses", "context_parallel"):
+        changes = SPLIT
         finish(one := tmp_path / "one", *changes)
     finish(tmp_path / "two", *changes, "training.gradient_checkpointing=recompute", engine=engine(name))
     assert_same_training(log(one)[:3], log(tmp_path / "two"))
+
+
+def test_context_parallel_trains_skipped_positions_as_one_process(engine, tmp_path: Path) -> None:
+    changes = (*SPLIT, "data.positions=pose")
+    finish(tmp_path / "one", *changes)
+    finish(tmp_path / "two", *changes, engine=engine("context_parallel"))
+    assert_same_training(log(tmp_path / "one"), log(tmp_path / "two"))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="fewer than two GPUs")
+@pytest.mark.parametrize("name", ["fsdp2", "context_parallel"])
+def test_two_gpus_give_the_losses_of_one(name: str, engine, tmp_path: Path) -> None:
+    """With torch's ring attention."""
+    changes = (*SPLIT, "data.length=1024")
+    file = engine(name)
+    launch = [sys.executable, "-m", "accelerate.commands.launch"]
+    for output, words in (("one", ["--num_processes", "1"]), ("two", ["--config_file", str(file)])):
+        arguments = [str(RECIPE), "--config", str(TINY), f"output={tmp_path / output}", *SMALL, *changes]
+        port = ["--main_process_port", str(free_port())]
+        run = subprocess.run([*launch, *words, *port, *arguments], capture_output=True, text=True)
+        assert run.returncode == 0, run.stderr[-9000:]
+    for alone, together in zip(log(tmp_path / "one"), log(tmp_path / "two"), strict=True):
+        assert together["loss"] == pytest.approx(alone["loss"], rel=1e-3)
+        assert together["grad_norm"] == pytest.approx(alone["grad_norm"], rel=1e-2)
 
 
 def test_two_machines_give_the_losses_of_one_process(whole: Path, tmp_path: Path) -> None:
@@ -226,8 +258,9 @@ def test_two_machines_give_the_losses_of_one_process(whole: Path, tmp_path: Path
         ([], {"offload_params": True}),
         (["extension.method=dynamic_yarn"], {}),
         (["training.mlp_tokens=48", "training.gradient_checkpointing=recompute"], {}),
+        (["training.distillation=0.5", *SHORT], {}),
     ],
-    ids=["full", "bf16", "offloaded", "in attention", "tiled"],
+    ids=["full", "bf16", "offloaded", "in attention", "tiled", "distilled"],
 )
 def test_fsdp2_trains_what_one_process_trains(
     changes: list[str], fsdp: dict[str, bool], engine, tmp_path: Path
@@ -314,16 +347,25 @@ def test_stages_that_are_killed_go_on_bit_for_bit(staged: Path, tmp_path: Path) 
         torch.testing.assert_close(merged(input_ids=ids).logits, expected, atol=1e-3, rtol=1e-3)
 
 
+STAGED = ("training.steps=2", "trainable={kind: full}", "stages.1.merge=false")
+
+
 def test_stages_of_two_processes_give_the_losses_of_one(staged: Path, tmp_path: Path) -> None:
-    changes = ("training.steps=2", "trainable={kind: full}", "stages.1.merge=false", EVALUATION)
     for processes in 1, 2:
-        finish(tmp_path / str(processes), *changes, processes=processes, config=staged)
+        finish(tmp_path / str(processes), *STAGED, EVALUATION, processes=processes, config=staged)
     for stage in "stage-1", "stage-2":
         assert_same_training(log(tmp_path / "1" / stage), log(tmp_path / "2" / stage))
     first, second = (json.loads((tmp_path / f"2/stage-{k}/figures.json").read_text())["measured"] for k in (1, 2))
     assert first["variants"]["none"] == second["variants"]["none"]  # the original model
     # Of the weights of the first stage, at twice their length.
     assert first["variants"]["untrained"]["short_loss"] != second["variants"]["untrained"]["short_loss"]
+
+
+def test_stages_under_fsdp2_give_the_losses_of_one_process(engine, staged: Path, tmp_path: Path) -> None:
+    finish(tmp_path / "1", *STAGED, config=staged)
+    finish(tmp_path / "2", *STAGED, config=staged, engine=engine("fsdp2"))
+    for stage in "stage-1", "stage-2":
+        assert_same_training(log(tmp_path / "1" / stage), log(tmp_path / "2" / stage))
 
 
 @pytest.mark.parametrize("given", ["adapter", "merged"])
@@ -441,6 +483,25 @@ def test_a_dry_run_says_what_it_would_take_and_trains_nothing(main, tmp_path: Pa
     assert "Estimate: about" in said
     assert "GiB per process" in said
     assert [*tmp_path.iterdir()] == []
+
+
+def test_the_stages_of_the_bundled_config_are_estimated_each_at_its_length(main, small, tmp_path: Path) -> None:
+    sizes = {
+        "hidden_size": 8,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 1,
+        "num_key_value_heads": 1,
+        "head_dim": 8,
+    }
+    model = small("llama", max_position_embeddings=8192, **sizes)
+    config, novel = TINY.parent / "llama3_8b_128k_stages.yaml", RECIPE.parent / "data/austen/emma.txt"
+    changes = (f"model={model}", f"data.sources=[{{path: {novel}}}]", "data.processes=null", "training.precision=fp32")
+    said = main(tmp_path / "runs", *changes, "--dry-run", config=config)
+    for length, tokens in ("32,768", "262,144"), ("131,072", "1,048,576"):
+        assert f"trained at 8,192 tokens, extended to {length}." in said
+        assert f"each step reads {tokens} tokens: 100.0% are text" in said
+    assert said.count("Estimate: about") == 2
+    assert not (tmp_path / "runs").exists()
 
 
 @pytest.mark.parametrize(("longest", "is_said"), [(300, True), (512, True), (600, False)])

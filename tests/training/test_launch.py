@@ -146,6 +146,12 @@ def test_a_precision_that_the_settings_would_override_is_refused(monkeypatch: py
         make_accelerator(EngineSettings(), mixed_precision="no")
 
 
+@pytest.mark.parametrize("name", ["aim", "tensorbord"])
+def test_a_tracker_that_would_track_nothing_is_refused(name: str) -> None:
+    with pytest.raises(RuntimeError, match=rf"tracker: {name} is not installed.* or choose tensorboard"):
+        make_accelerator(EngineSettings(), mixed_precision="no", log_with=name)
+
+
 def test_a_model_loads_whole_after_accelerate_has_registered_zero3(monkeypatch: pytest.MonkeyPatch) -> None:
     """accelerate registers ZeRO 3 with transformers where DeepSpeed is installed; this does so wherever it runs."""
 

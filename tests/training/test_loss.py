@@ -17,7 +17,7 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoConfig
 
 from ctxext.training import loss as loss_module
-from ctxext.training.loss import linear_cross_entropy, prove_loss, restore_loss, use_chunked_loss
+from ctxext.training.loss import Reference, linear_cross_entropy, prove_loss, restore_loss, use_chunked_loss
 
 IGNORED = -100
 # Heads of their own kind: capped, divided, multiplied, tied, with a bias, under another name.
@@ -91,6 +91,29 @@ def test_value_and_gradients_are_those_of_all_logits_at_once(softcap: float | No
     assert ours.item() == pytest.approx(stock.item(), rel=1e-6)
     for mine, theirs in zip(torch.autograd.grad(3 * ours, inputs), torch.autograd.grad(3 * stock, inputs)):
         assert (mine - theirs).norm() <= 1e-6 * theirs.norm()
+
+
+@pytest.mark.parametrize(("softcap", "scale"), [(None, 1.0), (3.0, 0.25)])
+@pytest.mark.parametrize("chunk", [1, 8, 1000])
+def test_a_share_of_each_token_s_loss_is_the_divergence_from_a_reference(
+    softcap: float | None, scale: float, chunk: int
+) -> None:
+    *inputs, targets = problem(dtype=torch.float64)
+    share = torch.linspace(0, 1, 37, dtype=torch.float64)
+    others = [each.detach().flip(0) for each in inputs]
+    given = {"bias": inputs[2], "softcap": softcap, "scale": scale, "chunk": chunk}
+    ours = linear_cross_entropy(*inputs[:2], targets, **given, reference=Reference(*others, share))
+    log_p, log_q = (
+        (z if softcap is None else softcap * torch.tanh(z / softcap)).log_softmax(-1)
+        for z in (scale * (hidden @ weight.T + bias) for hidden, weight, bias in (inputs, others))
+    )
+    kept = targets != IGNORED
+    losses = cross_entropy(log_p, targets, reduction="none")
+    divergence = (log_q.exp() * (log_q - log_p)).sum(-1)
+    expected = ((1 - share) * losses + share * divergence)[kept].sum()
+    assert ours.item() == pytest.approx(expected.item(), rel=1e-12)
+    for mine, theirs in zip(torch.autograd.grad(ours, inputs), torch.autograd.grad(expected, inputs)):
+        assert (mine - theirs).norm() <= 1e-12 * theirs.norm()
 
 
 @pytest.mark.parametrize(("softcap", "scale"), [(None, 1.0), (3.0, 0.5)])

@@ -65,6 +65,11 @@ def test_each_setting_that_saves_memory_saves_activations_alone() -> None:
     assert len({(each.weights, each.gradients, each.optimizer) for each in (kept, recomputed, tiled, offloaded)}) == 1
 
 
+def test_distillation_adds_the_last_hidden_states_of_another_pass() -> None:
+    without, with_it = (modelled("data.documents=separate", f"training.distillation={share}") for share in (0, 0.5))
+    assert with_it.activations - without.activations == 1024 * 64 * 2  # in bfloat16
+
+
 def test_more_length_never_needs_less() -> None:
     peaks = [modelled(RECOMPUTED, length=length).peak for length in (256, 512, 1024, 1536, 2048)]
     assert peaks == sorted(set(peaks))

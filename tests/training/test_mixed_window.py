@@ -175,10 +175,10 @@ def composed() -> Any:
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: tiny_model("llama"), "need a model that was extended from plain RoPE.*Extend it first"),
-        (composed, "need a model that was extended from plain RoPE"),
+        (lambda: tiny_model("llama"), "must be extended from plain RoPE.*Extend it first"),
+        (composed, "must be extended from plain RoPE"),
         (dynamic, "dynamic_ntk is length-dependent.*static method"),
-        (lambda: extend_context(small_model("gemma3_text", "causal"), 4, "yarn"), "several RoPE tables"),
+        (lambda: extend_context(small_model("gemma3_text", "causal"), 4, "yarn"), "only a single RoPE table"),
         (lambda: extend_context(tiny_model("qwen3_5"), 4, "yarn"), "positions with several axes"),
         (lambda: extend_context(small_model("deepseek_v3", "causal"), 4, "yarn"), "softmax temperature"),
         (lambda: small_model("gpt2", "causal"), "RoPE|rotary"),
@@ -215,9 +215,12 @@ def test_a_mixture_of_one_kind_is_refused(rows: list[list[int]], said: str) -> N
     padding = [row[-1] if row[-1] == 10 else 0 for row in rows]
     part: Any = SimpleNamespace(rows={"documents": rows, "padding": padding})
     with pytest.raises(ValueError, match=re.escape(said)):
-        check_mixture([part], 64)
+        check_mixture([part], 64, "training.mixed_window", {True, False})
     mixed: Any = SimpleNamespace(rows={"documents": [[64, 65, 7]], "padding": [7]})
-    check_mixture([mixed], 64)
+    check_mixture([mixed], 64, "training.mixed_window", {True, False})
+    check_mixture([mixed], 65, "training.distillation", {True})
+    with pytest.raises(ValueError, match="documents within 63 tokens, but all are longer"):
+        check_mixture([mixed], 63, "training.distillation", {True})
 
 
 def test_frequencies_in_complex_numbers_are_switched_too() -> None:

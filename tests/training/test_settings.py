@@ -92,10 +92,17 @@ def test_what_context_parallel_would_silently_change_is_refused(change: str, sai
         read_settings(path, [change])
 
 
+@pytest.mark.parametrize("setting", ["training.mixed_window=true", "training.distillation=0.5"])
 @pytest.mark.parametrize("changes", [["data.documents=joined"], ["data.documents=joined", "data.positions=pose"]])
-def test_mixed_windows_need_documents_of_their_own_lengths(changes: list[str]) -> None:
-    with pytest.raises(ValueError, match=r"chooses the RoPE by the length of each document.*Set separate and plain\."):
-        read_settings(TINY, ["training.mixed_window=true", *changes])
+def test_what_goes_by_the_length_of_documents_needs_them_apart(setting: str, changes: list[str]) -> None:
+    with pytest.raises(ValueError, match=r"goes by the length of each document.*Set separate\."):
+        read_settings(TINY, [setting, *changes])
+
+
+@pytest.mark.parametrize("change", ["trainable={kind: full}", "training.loss=stock"])
+def test_distillation_needs_an_adapter_and_the_chunked_loss(change: str) -> None:
+    with pytest.raises(ValueError, match=r"compares the model with and without its adapter.*Set lora and chunked\."):
+        read_settings(TINY, ["training.distillation=0.5", change])
 
 
 def test_positions_that_skip_do_not_go_with_ulysses() -> None:
