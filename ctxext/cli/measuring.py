@@ -28,9 +28,9 @@ RESULTS = (
 Tasks = Annotated[
     str,
     typer.Option(
-        help="Comma-separated: passkey, needle, needles, needle_distractors, ruler or one of its 13 tasks, "
-        "perplexity, sliding_perplexity, key_tokens (perplexity of tokens that need long context), short (the "
-        "short-context regression)."
+        help="Comma-separated: passkey, needle, needles, needle_distractors, nolima, mrcr, counting, code, ruler or "
+        "one of its 13 tasks, perplexity, sliding_perplexity, key_tokens (perplexity of tokens that need long "
+        "context), short (the short-context regression)."
     ),
 ]
 Lengths = Annotated[str | None, typer.Option(help="Comma-separated lengths in tokens, such as 8k,32k.")]
@@ -41,7 +41,11 @@ Trials = Annotated[int, typer.Option(help="Samples per length and depth: 10 for 
 Windows = Annotated[int, typer.Option(help="Windows of text for perplexity and `short`.")]
 Text = Annotated[
     str | None,
-    typer.Option("--haystack", help="A text file, or `filler` for repeated filler. Default: *Persuasion*."),
+    typer.Option(
+        "--haystack",
+        help="A text file; `filler`; `code` for Python's standard library; or made-up prose in de, fr, es, ru, zh, ja "
+        "or ar. Default: *Persuasion*.",
+    ),
 ]
 Setting = Annotated[
     list[str] | None,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import unicodedata
 from bisect import bisect_left
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from hashlib import blake2b
@@ -21,6 +21,10 @@ if TYPE_CHECKING:
 
 # A full stop after a title does not end a sentence; Chinese and Japanese have no space after theirs.
 _SENTENCE_END = re.compile(r"(?<!\bMr)(?<!\bMrs)(?<!\bDr)(?<!\bSt)[.!?][\"'”’)_]*(?=\s)|[。！？]+[」』”’）\"')]*")
+# Before functions and classes of Python; in long ones before methods, then before empty lines.
+CODE_ENDS = tuple(
+    re.compile(rf"(?=\n{{2,}}{line})") for line in (r"(?:@|async def |def |class )", r" +(?:@|async def |def )", "")
+)
 # Where to cut text without sentence ends for `_LONG` characters, such as Thai or minified code: before a line's end,
 # before a space, after a clause; then anywhere.
 _FINER = [re.compile(pattern) for pattern in (r"(?=\n)", r"(?=\s)", r"[;,:})\]；，、：]+", r"(?s).{32,64}?(?=\w)")]
@@ -53,9 +57,18 @@ class Haystack:
 
     @classmethod
     def from_text(
-        cls, text: str, tokenizer: PreTrainedTokenizerBase, *, at_least: int = 0, name: str = "text"
+        cls,
+        text: str,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        at_least: int = 0,
+        name: str = "text",
+        ends: Sequence[re.Pattern[str]] = (_SENTENCE_END,),
     ) -> Haystack:
         """Tokenise `text`, repeated until it has `at_least` tokens.
+
+        Args:
+            ends: where needles can be inserted, the end of each match; the second and later ones in long stretches.
 
         Raises:
             ValueError: the text is empty, or the tokenizer is not a fast one (its offsets are needed).
@@ -70,7 +83,7 @@ class Haystack:
             raise ValueError(f"{name} is empty. Pass a text.")
         encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
         starts = [start for start, _ in encoded["offset_mapping"]]
-        once = cls(text, list(encoded["input_ids"]), starts, _cuts(text), name=name)
+        once = cls(text, list(encoded["input_ids"]), starts, _cuts(text, ends), name=name)
         return _repeated(once, once._copies(at_least))
 
     @classmethod
@@ -177,10 +190,10 @@ def _repeated(haystack: Haystack, repeats: int) -> Haystack:
     )
 
 
-def _cuts(text: str) -> list[int]:
-    """The sentence ends; in long stretches without any, the next best places."""
-    cuts = [match.end() for match in _SENTENCE_END.finditer(text)]
-    for finer in _FINER:
+def _cuts(text: str, ends: Sequence[re.Pattern[str]]) -> list[int]:
+    """The ends of sentences; in long stretches without any, the next best places."""
+    cuts = [match.end() for match in ends[0].finditer(text)]
+    for finer in (*ends[1:], *_FINER):
         stretches = [(a, b) for a, b in pairwise([0, *cuts, len(text)]) if b - a > _LONG or not cuts]
         cuts = sorted({*cuts, *(match.end() for a, b in stretches for match in finer.finditer(text, a, b))} - {0})
     return cuts

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 import os
+import platform
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ctxext.evals.haystack import FILLER, Haystack
+from ctxext.evals.haystack import CODE_ENDS, FILLER, Haystack
+from ctxext.evals.languages import prose, prose_languages, standard_library
 from ctxext.utils.screen import console
 from ctxext.utils.values import DTYPES
 
@@ -91,8 +93,13 @@ def load_text(choice: str | None, tokenizer: PreTrainedTokenizerBase, at_least: 
 
     if choice == "filler":
         return Haystack.from_text(FILLER * 200, tokenizer, at_least=at_least, name="filler")
-    path = PERSUASION if choice is None else Path(choice)
-    haystack = Haystack.from_file(path, tokenizer, at_least=at_least)
+    if choice == "code":
+        name = f"the standard library of Python {platform.python_version()}"
+        haystack = Haystack.from_text(standard_library(), tokenizer, at_least=at_least, name=name, ends=CODE_ENDS)
+    elif choice in prose_languages():
+        haystack = Haystack.from_text(prose(choice), tokenizer, at_least=at_least, name=choice)
+    else:
+        haystack = Haystack.from_file(PERSUASION if choice is None else choice, tokenizer, at_least=at_least)
     if haystack.repeats > 1:
         console.print(
             f"note: {haystack.name} has {haystack.n_tokens:,} tokens; prompts of {at_least:,} repeat it. "

@@ -12,6 +12,7 @@ from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from difflib import SequenceMatcher
 from hashlib import blake2b
 from random import Random
 from typing import Any, ClassVar, Literal
@@ -72,6 +73,10 @@ def numbers_in(text: str, fewest: int) -> list[str]:
     return [number for number in _NUMBER.findall(text) if re.search(rf"\d{{{fewest}}}", number)]
 
 
+# How an answer is scored.
+Metric = Literal["numbers", "all", "part", "first", "ratio"]
+
+
 @dataclass(frozen=True)
 class Sample:
     """A prompt with its answer.
@@ -81,11 +86,13 @@ class Sample:
         lead: the beginning of the answer, up to its first token.
         references: what the answer must contain.
         metric: "numbers" scores the share of `references` that are the answer's `numbers`, in order; "all" the share
-            that the answer contains; "part" whether it contains any.
+            that the answer contains; "part" whether it contains any; "first" whether any comes before all `rivals`;
+            "ratio" how alike the answer and the reference are, 0 unless it begins with `lead`.
         answer: the exact answer, scored by teacher forcing; empty if there are many right forms, so that it must be
             generated.
         input_ids: `n_prompt` tokens of the prompt, then those of `answer`.
         answer_tokens: the token limit of a generated answer. `n_prompt + answer_tokens` is the place's length.
+        rivals: wrong answers, for the metric "first".
         begun: whether the prompt ends with `lead`, so that the model completes the answer.
         needles: the hidden sentences in order; `needle_tokens` are their start indices in `input_ids`.
         start: the haystack's token at which its text begins; None without a haystack.
@@ -96,7 +103,7 @@ class Sample:
     lead: str
     question: str
     references: tuple[str, ...]
-    metric: Literal["numbers", "all", "part"]
+    metric: Metric
     answer: str
     input_ids: tuple[int, ...]
     n_prompt: int
@@ -105,18 +112,40 @@ class Sample:
     needles: tuple[str, ...] = ()
     needle_tokens: tuple[int, ...] = ()
     start: int | None = None
+    rivals: tuple[str, ...] = ()
 
     def numbers(self, text: str) -> list[str]:
         """The numbers of an answer (`numbers_in`) with at least as many digits as the shortest reference, in order."""
         return numbers_in(text, min(map(len, self.references)))
 
     def score(self, text: str) -> float:
-        """The score of a generated answer, from 0 to 1. "all" and "part" are RULER's, and ignore case."""
+        """The score of a generated answer, from 0 to 1.
+
+        "all" and "part" are RULER's, and ignore case; "ratio" is that of OpenAI's MRCR.
+        """
+        if self.metric == "ratio":
+            return self._likeness(text.strip())
+        if self.metric == "first":
+            named = re.search(_either((*self.references, *self.rivals)), text, re.IGNORECASE)
+            return float(
+                named is not None and re.fullmatch(_either(self.references), named[0], re.IGNORECASE) is not None
+            )
         if self.metric == "numbers":  # the first numbers count, right or wrong
             found = [said == number for said, number in zip(self.numbers(text), self.references)]
         else:
             found = [reference.lower() in text.lower() for reference in self.references]
         return float(any(found)) if self.metric == "part" else sum(found) / len(self.references)
+
+    def _likeness(self, said: str) -> float:
+        lead = "" if self.begun else self.lead.strip()
+        if not said.startswith(lead):
+            return 0.0
+        return SequenceMatcher(None, said.removeprefix(lead).strip(), self.references[0]).ratio()
+
+
+def _either(names: Sequence[str]) -> str:
+    """A pattern of any of these names as whole words."""
+    return rf"(?<!\w)(?:{'|'.join(map(re.escape, names))})(?!\w)"
 
 
 def written(
@@ -150,7 +179,7 @@ class RetrievalTask(ABC):
     """A retrieval task: a frozen dataclass whose fields are its settings.
 
     Attributes:
-        uses_depth: whether the grid sets the needle's depth.
+        uses_depth: whether the grid sets the depth of the (first) needle.
         looks_up: whether it is pure lookup, which a capable model solves almost always in short text.
     """
 

@@ -592,7 +592,7 @@ PERPLEXITY = ("--tasks", "passkey,perplexity")
 KEY_TOKENS = ("--tasks", "key_tokens", "--method", "yarn")
 REMEDIES = {
     "unknown task": (("--tasks", "paskey", *SMALL), "unknown task 'paskey'; did you mean 'passkey'?"),
-    "no task": (("--tasks", "", *SMALL), "Known: passkey,"),
+    "no task": (("--tasks", "", *SMALL), "Known: .*passkey,"),
     "unknown method": ((*PASSKEY, *SMALL, "--method", "yarm"), "did you mean 'yarn'?"),
     "too long": ((*PASSKEY, *TRIAL, "--lengths", "512,1k"), "supports 512 tokens, got 1,024.*--beyond"),
     "too long, extended": ((*PASSKEY, *TRIAL, "--lengths", "4k", "--method", "pi", "--factor", "2"), "supports 1,024"),
