@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import re
 import unicodedata
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from hashlib import blake2b
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING
@@ -46,6 +46,7 @@ class Haystack:
             words or clauses if a text has no sentences.
         repeats: how often the text is repeated to be long enough.
         name: a display name.
+        documents: the first token of each document, where each is read on its own; the last entry is `n_tokens`.
     """
 
     text: str
@@ -54,6 +55,7 @@ class Haystack:
     sentence_ends: list[int]
     repeats: int = 1
     name: str = "text"
+    documents: tuple[int, ...] = ()
 
     @classmethod
     def from_text(
@@ -87,14 +89,28 @@ class Haystack:
         return _repeated(once, once._copies(at_least))
 
     @classmethod
+    def of_documents(cls, path: str | Path, tokenizer: PreTrainedTokenizerBase, *, at_least: int = 0) -> Haystack:
+        """Like `from_file`, for a table of texts; perplexity reads each document on its own.
+
+        Raises ValueError if `path` is not a .jsonl, .json or .parquet file.
+        """
+        if not is_table(path):
+            raise ValueError(f"{path} is not a table of documents. Pass a .jsonl file with a column `text`.")
+        rows = [row.strip() for row in read_rows(path) if row.strip()]
+        whole = cls.from_text("\n".join(rows), tokenizer, at_least=at_least, name=Path(path).name)
+        firsts = [0, *accumulate(len(row) + 1 for row in rows[:-1])]
+        return replace(whole, documents=(*map(whole.token_at, firsts), whole.n_tokens))
+
+    @classmethod
     def from_file(cls, path: str | Path, tokenizer: PreTrainedTokenizerBase, *, at_least: int = 0) -> Haystack:
         """Like `from_text`, for a file that `read_prose` reads."""
         return cls.from_text(read_prose(path), tokenizer, at_least=at_least, name=Path(path).name)
 
     @cached_property
     def fingerprint(self) -> str:
-        """A hash of the text without repeats."""
-        return blake2b(self.once.encode(), digest_size=8).hexdigest()
+        """A hash of the text without repeats, and of where its documents begin."""
+        documents = str(self.documents) if self.documents else ""
+        return blake2b((self.once + documents).encode(), digest_size=8).hexdigest()
 
     @property
     def once(self) -> str:
@@ -118,6 +134,31 @@ class Haystack:
         once, starts = self.once, self.token_starts[: self.n_tokens]
         chars = [*starts, *(len(once) + start for start in starts)]
         return len((once * 2)[chars[first] : chars[end]].encode())
+
+    def stretch(self, first: int, end: int) -> tuple[str, tuple[int, ...]]:
+        """The text of the tokens from `first` to `end`, as in `n_bytes`, and where each begins in it.
+
+        A last token that is a part of a character counts with all of it.
+        """
+        once, starts = self.once, self.token_starts[: self.n_tokens]
+        chars = [*starts, *(len(once) + start for start in starts), 2 * len(once)]
+        text = (once * 2)[chars[first] : chars[bisect_right(chars, chars[end - 1])]]
+        return text, tuple(char - chars[first] for char in chars[first:end])
+
+    def document(self, rank: int, n_tokens: int) -> int:
+        """The first token of the document of this rank, longest first.
+
+        Raises ValueError if there are not as many, or if it is shorter than `n_tokens`.
+        """
+        sizes = {start: end - start for start, end in pairwise(self.documents)}
+        longest = sorted(sizes, key=lambda start: -sizes[start])
+        if rank >= len(longest) or sizes[longest[rank]] < n_tokens:
+            enough = sum(size >= n_tokens for size in sizes.values())
+            raise ValueError(
+                f"{self.name} has {enough} documents of {n_tokens:,} tokens or more, and window {rank + 1} needs one "
+                f"of its own. Pass windows={enough}, shorter lengths or longer documents."
+            )
+        return longest[rank]
 
     def token_at(self, char: int) -> int:
         """The index of the first token that begins at `char` or later."""
@@ -219,10 +260,15 @@ def read_prose(path: str | Path) -> str:
         OSError: it cannot be read.
     """
     if is_table(path):
-        return "\n".join(row for row in read_source(Source(path=str(path)), Path.cwd())["text"] if row)
+        return "\n".join(read_rows(path))
     try:
         return Path(path).read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not a UTF-8 text ({error.reason} at byte {error.start}). Pass prose.") from None
     except OSError as error:
         raise OSError(f"{path} cannot be read ({error.strerror}). Pass a text file.") from None
+
+
+def read_rows(path: str | Path) -> list[str]:
+    """The texts of a table, without empty ones. Raises as `read_prose`."""
+    return [row for row in read_source(Source(path=str(path)), Path.cwd())["text"] if row]
