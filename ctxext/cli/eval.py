@@ -75,7 +75,7 @@ def evaluate(
         own = [name for name in ("tasks", "haystack") if _given(context, name)]
         if own:
             raise typer.BadParameter(f"--suite {suite} sets --{own[0]}. Drop one or the other.")
-        tasks, haystack = ",".join(published.tasks), str(published.text)
+        tasks, haystack = ",".join(published.tasks), None if published.text is None else str(published.text)
         setting = [*published.settings, *(setting or [])]
         trials = trials if _given(context, "trials") else published.trials
     folder = checkpoint_folder(model, revision, config_only=server is not None)
@@ -171,7 +171,7 @@ def evaluate(
     if results is not None:
         finish(results, output)
         if published is not None:
-            print_published(results)
+            print_published(published, results)
         if method is None and "method" in target.about:  # an extended checkpoint, of which a card can be made
             common.say(next_command("push", model, "OWNER/NAME", "--results", output, "--dry-run"))
 

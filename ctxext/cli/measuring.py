@@ -67,14 +67,16 @@ SuiteName = Annotated[
     str | None,
     typer.Option(
         "--suite",
-        help="A published benchmark: ruler-nvidia (13 tasks, 500 samples, 4k to 128k). Sets --tasks, --haystack, and "
+        help="A published benchmark: ruler-nvidia (13 tasks, 500 samples, 4k to 128k), babilong (qa1 to qa5, 100 "
+        "samples, 1k to 128k) or longbench-v2 (503 questions). Sets --tasks, --haystack, and "
         "--lengths and --trials unless given.",
     ),
 ]
 SuiteData = Annotated[
     Path | None,
     typer.Option(
-        help="The folder with the data of --suite; for ruler-nvidia scripts/data/synthetic/json of NVIDIA/RULER."
+        help="The folder with the data of --suite: scripts/data/synthetic/json of NVIDIA/RULER, data of "
+        "RMT-team/babilong, or data.json of THUDM/LongBench-v2."
     ),
 ]
 PromptStyle = Annotated[
@@ -158,7 +160,7 @@ def make_grid(
         "sliding_perplexity": SlidingPerplexity,
         "key_tokens": partial(KeyTokens, judge=None if judge is None else judge.name, long=read, short=read // 8),
     }
-    retrieval = {name: partial(make_task, name) for name in list_tasks()}
+    retrieval = {name: partial(make_task, name) for name in list_tasks(data=True)}
     names = [n for name in tasks.split(",") for n in (RULER if name.strip() == "ruler" else [name.strip()])]
     of_task = parse_settings(settings)
     known = [*retrieval, *texts, "short", "ruler"]

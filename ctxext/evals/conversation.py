@@ -16,7 +16,7 @@ from typing import ClassVar
 
 from ctxext.evals.hidden import Hidden, HiddenSentences
 from ctxext.evals.prompts import Prompter
-from ctxext.evals.samples import Metric, register_task
+from ctxext.evals.samples import register_task
 from ctxext.evals.words import own_words
 
 FORMS = {
@@ -41,7 +41,7 @@ class MRCR(HiddenSentences):
     """
 
     name: ClassVar[str] = "mrcr"
-    metric: ClassVar[Metric] = "ratio"
+    metric: ClassVar[str] = "ratio"
     intro = (
         "Below is a conversation between a user and an assistant. Read it well: I will ask you about one of its turns."
     )

@@ -12,7 +12,7 @@ from random import Random
 from typing import ClassVar
 
 from ctxext.evals.hidden import Hidden, HiddenSentences
-from ctxext.evals.samples import Metric, register_task
+from ctxext.evals.samples import register_task
 
 BIRDS = ("owl", "eagle", "swan", "crow", "hawk", "duck", "robin", "stork", "goose", "raven")
 PLACES = (
@@ -33,7 +33,7 @@ class Counting(HiddenSentences):
 
     name: ClassVar[str] = "counting"
     uses_depth: ClassVar[bool] = False
-    metric: ClassVar[Metric] = "numbers"
+    metric: ClassVar[str] = "numbers"
     intro = (
         "The keeper reports on birds in the text below. Read it well: I will ask you how many there were of one kind."
     )

@@ -17,7 +17,7 @@ from typing import ClassVar, NamedTuple
 
 from ctxext.evals.haystack import Haystack
 from ctxext.evals.prompts import Prompter
-from ctxext.evals.samples import Metric, Place, RetrievalTask, Sample, Scene, TooShort, written
+from ctxext.evals.samples import Place, RetrievalTask, Sample, Scene, TooShort, written
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class HiddenSentences(RetrievalTask):
         joint: what comes before each hidden sentence.
     """
 
-    metric: ClassVar[Metric] = "first"
+    metric: ClassVar[str] = "first"
     intro: str
     phrase: re.Pattern[str] | None = None
     joint: str = " "
@@ -160,7 +160,7 @@ class HiddenNumbers(HiddenSentences):
     """Sentences that give numbers of so many digits."""
 
     looks_up: ClassVar[bool] = True
-    metric: ClassVar[Metric] = "numbers"
+    metric: ClassVar[str] = "numbers"
     digits: int
 
     def __post_init__(self) -> None:

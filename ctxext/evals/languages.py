@@ -51,8 +51,13 @@ class Wording:
 
 
 @cache
+def read_table(file: str) -> dict[str, Any]:
+    """A TOML file of this package."""
+    return tomllib.loads(files("ctxext.evals").joinpath(file).read_text(encoding="utf-8"))
+
+
 def _table() -> dict[str, Any]:
-    return tomllib.loads(files("ctxext.evals").joinpath("languages.toml").read_text(encoding="utf-8"))
+    return read_table("languages.toml")
 
 
 def languages() -> list[str]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,8 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from ctxext.evals.babilong import BABILONG
+from ctxext.evals.longbench import SUBSETS, read_questions
 from ctxext.evals.results import Results
 from ctxext.evals.ruler import RULER
 from ctxext.evals.statistics import RULER_THRESHOLD
@@ -37,15 +40,24 @@ class Suite:
 
     Attributes:
         settings: as `--setting` has them.
-        text: the haystack file.
+        lengths: in tokens; `trials` samples of each task and length.
+        text: the haystack file; None for the default.
+        title: of the table that `print_published` shows.
+        shown: the models of published rows in it, with their size; empty if there are none.
+        table: makes that table.
+        deviations: what differs from the publishers' code.
     """
 
     name: str
     tasks: tuple[str, ...]
     settings: tuple[str, ...]
-    text: Path
     lengths: tuple[int, ...]
     trials: int
+    title: str
+    shown: tuple[str, ...]
+    deviations: Callable[[Summary], list[str]]
+    table: Callable[[Suite, Summary], Table]
+    text: Path | None = None
 
     def lengths_within(self, reach: int) -> tuple[int, ...]:
         """The lengths that a model of this maximum length can run. Raises ValueError if it can run none."""
@@ -80,11 +92,105 @@ def ruler_nvidia(data: Path | None) -> Suite:
         f"qa_2.data={data / 'hotpotqa.json'}",
         f"cwe.english_words={data / 'english_words.json'}",
     )
-    lengths = tuple(4096 * 2**k for k in range(6))
-    return Suite("ruler-nvidia", RULER, settings, data / "PaulGrahamEssays.json", lengths, trials=500)
+    return Suite(
+        name="ruler-nvidia",
+        tasks=RULER,
+        settings=settings,
+        lengths=tuple(4096 * 2**k for k in range(6)),
+        trials=500,
+        title="RULER, mean of 13 tasks (%)",
+        shown=SHOWN,
+        deviations=_of_ruler,
+        table=by_length,
+        text=data / "PaulGrahamEssays.json",
+    )
 
 
-SUITES = {"ruler-nvidia": ruler_nvidia}
+def _of_ruler(summary: Summary) -> list[str]:
+    return [
+        "prompts have their own random numbers, with distinct keys and values; NVIDIA shuffles some lists alike "
+        "in every sample",
+        "sentences end by a regular expression, not by nltk's punkt",
+        *(["words are ctxext's own: pip install wonderwords for RULER's"] if nvidia_words().source == "ctxext" else []),
+        *(["the example of cwe is not a turn of its own in the chat template"] if _style(summary) != "base" else []),
+        *(["a thinking model gets no answer prefix"] if _style(summary) == "thinking" else []),
+    ]
+
+
+def babilong(data: Path | None) -> Suite:
+    """BABILong's tasks qa1 to qa5, 100 samples, 1k to 128k. Kuratov et al. (2024), arXiv:2406.10149.
+
+    Args:
+        data: the folder `data` of RMT-team/babilong, with files such as qa1/4k.json.
+
+    Raises:
+        ValueError: it has no such file.
+    """
+    if data is None or not (data / "qa1" / "4k.json").is_file():
+        raise ValueError(
+            f"--suite babilong needs BABILong's data, and {data or 'no --suite-data'} has no qa1/4k.json. Download "
+            "RMT-team/babilong from the hub, and pass its folder data as --suite-data."
+        )
+    return Suite(
+        name="babilong",
+        tasks=BABILONG,
+        settings=tuple(f"{task}.data={data}" for task in BABILONG),
+        lengths=tuple(1024 * 2**k for k in range(8)),
+        trials=100,
+        title="BABILong, mean of qa1 to qa5 (%)",
+        shown=("Phi-3-mini-128k-instruct", "gemini-3-flash-preview"),
+        deviations=_of_thinking,
+        table=by_length,
+    )
+
+
+def _of_thinking(summary: Summary) -> list[str]:
+    return ["a thinking model has room for its thoughts"] * (_style(summary) == "thinking")
+
+
+def longbench_v2(data: Path | None) -> Suite:
+    """LongBench v2's 503 questions, prompts of up to 120,000 tokens. Bai et al. (2024), arXiv:2412.15204.
+
+    Args:
+        data: `data.json` of THUDM/LongBench-v2, or the folder that holds it.
+
+    Raises:
+        ValueError: there is no such file.
+    """
+    file = data / "data.json" if data is not None and data.is_dir() else data
+    if file is None or not file.is_file():
+        raise ValueError(
+            f"--suite longbench-v2 needs its questions, and {data or 'no --suite-data'} has no data.json. Download it "
+            "from THUDM/LongBench-v2 on the hub, and pass it as --suite-data."
+        )
+    questions = read_questions(str(file))
+    return Suite(
+        name="longbench-v2",
+        tasks=("longbench_v2",),
+        settings=(f"longbench_v2.data={file}",),
+        lengths=(131_072,),
+        trials=len(questions),
+        title="LongBench v2 (%)",
+        shown=(),
+        deviations=_of_longbench,
+        table=partial(by_subset, questions),
+    )
+
+
+def _of_longbench(summary: Summary) -> list[str]:
+    shorter = [length for length in summary.lengths("longbench_v2") if length < 131_072]
+    return [
+        "greedy answers, where that code draws at a temperature of 0.1",
+        *(["a length below 131,072 cuts the middle of longer prompts"] if shorter else []),
+        *_of_thinking(summary),
+    ]
+
+
+def _style(summary: Summary) -> str:
+    return str(summary.header.identity.get("prompts", "")).partition(" ")[0]
+
+
+SUITES = {"ruler-nvidia": ruler_nvidia, "babilong": babilong, "longbench-v2": longbench_v2}
 
 
 def make_suite(name: str, data: Path | None) -> Suite:
@@ -95,26 +201,23 @@ def make_suite(name: str, data: Path | None) -> Suite:
 
 
 @cache
-def published() -> dict[str, Any]:
-    """The table of RULER's README: `source`, and `rows` with scores in percent by length. By tools/ruler_rows.py."""
-    return dict(json.loads(files("ctxext.evals.ruler").joinpath("published.json").read_text(encoding="utf-8")))
+def published(name: str) -> dict[str, Any]:
+    """Published results: their `source`, and `rows` with scores in percent by length. By tools/published_rows.py."""
+    file = files("ctxext.evals").joinpath("published", f"{name.partition('-')[0]}.json")
+    return dict(json.loads(file.read_text(encoding="utf-8")))
 
 
-def print_published(results: Results) -> None:
+def print_published(suite: Suite, results: Results) -> None:
     """Print the suite's own figures beside published ones, at the end of its measurement."""
     summary, screen = Summary(results), Console()
-    screen.print(ruler_table(summary))
-    screen.print(ruler_notes(summary), highlight=False, markup=False, soft_wrap=True)
+    screen.print(suite.table(suite, summary))
+    screen.print(suite_notes(suite, summary), highlight=False, markup=False, soft_wrap=True)
 
 
-def ruler_table(summary: Summary) -> Table:
-    """The mean of the 13 tasks by length and the effective length: ours, and published rows."""
-    lengths = summary.lengths(*RULER)
-    title = "RULER, mean of 13 tasks (%)"
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 0, 0, 1), title=title, title_justify="left")
-    table.add_column("model", overflow="fold")
-    for name in ("effective", *(f"{n // 1024}K" if n % 1024 == 0 else f"{n:,}" for n in lengths), "mean"):
-        table.add_column(name, justify="right", no_wrap=True)
+def by_length(suite: Suite, summary: Summary) -> Table:
+    """The mean of the tasks by length and the effective length: ours, and published rows."""
+    lengths = summary.lengths(*suite.tasks)
+    table = _table(suite, "effective", *(f"{n // 1024}K" if n % 1024 == 0 else f"{n:,}" for n in lengths), "mean")
 
     def row(name: str, effective: str, scores: dict[int, float], style: str | None = None) -> None:
         shown = [scores.get(length) for length in lengths]
@@ -124,36 +227,52 @@ def ruler_table(summary: Summary) -> Table:
         table.add_row(name, effective, *cells, mean, style=style)
 
     for variant in summary.variants:
-        shares = summary.by_length(variant, *RULER)
-        reached = summary.effective_length(variant, RULER)["RULER"].length if shares else 0
+        shares = summary.by_length(variant, *suite.tasks)
+        reached = summary.effective_length(variant, suite.tasks)["RULER"].length if shares else 0
         name = label(variant) if len(summary.variants) > 1 else summary.header.variants[variant]["model"]
         effective = f"{reached:,}" if reached else f"<{lengths[0]:,}"
         row(name, effective, {length: 100 * share.value for length, share in shares.items()}, "bold")
-    for entry in published()["rows"]:
-        name = f"{entry['model']} {entry['size']}"
-        if name in SHOWN:
+    for entry in published(suite.name)["rows"]:
+        name = f"{entry['model']} {entry['size']}".strip()
+        if name in suite.shown:
             row(name, entry["effective"], {int(length): score for length, score in entry["scores"].items()})
     return table
 
 
-def ruler_notes(summary: Summary) -> str:
-    """Where the other rows are from, and in what our run deviates from NVIDIA's."""
-    trials = {
-        len(summary.of(v, task)) // max(1, len(summary.lengths(task))) for v in summary.variants for task in RULER
-    }
-    style = str(summary.header.identity.get("prompts", "")).partition(" ")[0]
-    said = [
-        "prompts have their own random numbers, with distinct keys and values; NVIDIA shuffles some lists alike in "
-        "every sample",
-        "sentences end by a regular expression, not by nltk's punkt",
-        *(["words are ctxext's own: pip install wonderwords for RULER's"] if nvidia_words().source == "ctxext" else []),
-        *(["the example of cwe is not a turn of its own in the chat template"] if style != "base" else []),
-        *(["a thinking model gets no answer prefix"] if style == "thinking" else []),
-        *([f"{counted(min(trials), 'sample')} of a task and length, not 500"] if min(trials) < 500 else []),
-    ]
-    numbered = "\n".join(f"  {k}. {each}" for k, each in enumerate(said, 1))
-    return (
-        f"effective: the longest length up to which every mean is at least {100 * RULER_THRESHOLD:.1f}.\n"
-        f"Other rows: {published()['source']}\n"
-        f"Ours differs from NVIDIA's code at that commit:\n{numbered}"
+def by_subset(questions: Sequence[Mapping[str, str]], suite: Suite, summary: Summary) -> Table:
+    """The accuracy over all questions, and by their difficulty and length, as in LongBench v2's table."""
+    subsets = [(field, value) for field, values in SUBSETS.items() for value in values]
+    table = _table(suite, "prompts to", "overall", *(value for _, value in subsets))
+    for variant in summary.variants:
+        for length in summary.lengths(*suite.tasks):
+            records = [r for r in summary.of(variant, "longbench_v2") if r["length"] == length]
+            groups = [[r["score"] for r in records]]
+            groups += [
+                [r["score"] for r in records if questions[r["trial"]][field] == value] for field, value in subsets
+            ]
+            cells = [f"{100 * sum(scores) / len(scores):.1f}" if scores else "" for scores in groups]
+            name = label(variant) if len(summary.variants) > 1 else summary.header.variants[variant]["model"]
+            table.add_row(name, f"{length:,}", *cells)
+    return table
+
+
+def _table(suite: Suite, *columns: str) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 0, 0, 1), title=suite.title, title_justify="left")
+    table.add_column("model", overflow="fold")
+    for name in columns:
+        table.add_column(name, justify="right", no_wrap=True)
+    return table
+
+
+def suite_notes(suite: Suite, summary: Summary) -> str:
+    """Where the other rows are from, and in what our run deviates from the publishers'."""
+    trials = min(
+        len(summary.of(v, task)) // max(1, len(summary.lengths(task))) for v in summary.variants for task in suite.tasks
     )
+    said, lines = suite.deviations(summary), []
+    said += [f"{counted(trials, 'sample')} of a task and length, not {suite.trials}"] * (trials < suite.trials)
+    if suite.shown:
+        lines.append(f"effective: the longest length up to which every mean is at least {100 * RULER_THRESHOLD:.1f}.")
+        lines.append(f"Other rows: {published(suite.name)['source']}")
+    lines.append(f"Ours differs from the publishers' code{':' if said else ' in nothing known.'}")
+    return "\n".join((*lines, *(f"  {k}. {each}" for k, each in enumerate(said, 1))))

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 from ctxext.evals.ruler.fitting import GAP, Draft, RulerTask, tails
 from ctxext.evals.ruler.invented import Story, invent
-from ctxext.evals.samples import Metric, Place, Scene
+from ctxext.evals.samples import Place, Scene
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class QuestionAnswering(RulerTask):
     """
 
     tokens_to_generate: ClassVar[int] = 32
-    metric: ClassVar[Metric] = "part"
+    metric: ClassVar[str] = "part"
     template: ClassVar[str] = (
         "Answer the question based on the given documents. Only give me the answer and do not output any other words."
         "\n\nThe following are given documents.\n\n{context}\n\n"
