@@ -181,8 +181,9 @@ def difficulty_table() -> str:
     ]
     prompts = {found["n"] for found in record["measured"].values()}
     note = (
-        f"{record['model']}, {counted(int(*prompts), 'prompt')} each, depth 0.5, its chat format, 95% intervals; of `mrcr` the "
-        f"mean likeness, by chance of two different texts; from {link('docs/benchmarks/task_difficulty.json', 'docs')}."
+        f"{record['model']}, {counted(int(*prompts), 'prompt')} each, depth 0.5, its chat format, 95% intervals; of "
+        "`mrcr` the mean likeness, by chance of two different texts; from "
+        f"{link('docs/benchmarks/task_difficulty.json', 'docs')}."
     )
     return table(["task", "tokens", "score", "by chance"], rows, note)
 

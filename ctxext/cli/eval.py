@@ -77,6 +77,7 @@ def evaluate(
             raise typer.BadParameter(f"--suite {suite} sets --{own[0]}. Drop one or the other.")
         tasks, haystack = ",".join(published.tasks), None if published.text is None else str(published.text)
         setting = [*published.settings, *(setting or [])]
+        style = style or published.style
         trials = trials if _given(context, "trials") else published.trials
     folder = checkpoint_folder(model, revision, config_only=server is not None)
     if method is not None:

@@ -68,7 +68,8 @@ SuiteName = Annotated[
     typer.Option(
         "--suite",
         help="A published benchmark: ruler-nvidia (13 tasks, 500 samples, 4k to 128k), babilong (qa1 to qa5, 100 "
-        "samples, 1k to 128k) or longbench-v2 (503 questions). Sets --tasks, --haystack, and "
+        "samples, 1k to 128k), helmet-recall (4 tasks, 100 samples, 8k to 128k) or "
+        "longbench-v2 (503 questions). Sets --tasks, --haystack, and "
         "--lengths and --trials unless given.",
     ),
 ]
@@ -76,7 +77,7 @@ SuiteData = Annotated[
     Path | None,
     typer.Option(
         help="The folder with the data of --suite: scripts/data/synthetic/json of NVIDIA/RULER, data of "
-        "RMT-team/babilong, or data.json of THUDM/LongBench-v2."
+        "RMT-team/babilong or of HELMET, or data.json of THUDM/LongBench-v2."
     ),
 ]
 PromptStyle = Annotated[

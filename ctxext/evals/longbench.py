@@ -79,7 +79,7 @@ class LongBenchV2(RetrievalTask):
 
 def without_middle(prompter: Prompter, text: str, most: int) -> str:
     """The text, or if it has more than `most` tokens its first and last `most // 2`."""
-    ids = prompter.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+    ids = prompter.tokenizer(text, verbose=False)["input_ids"]  # BOS counts, as in LongBench's code
     if len(ids) <= most:
         return text
     return str(prompter.tokenizer.decode([*ids[: most // 2], *ids[-(most // 2) :]], skip_special_tokens=True))

@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ctxext.evals.babilong import BABILONG
+from ctxext.evals.helmet import HELMET, KEYS
 from ctxext.evals.longbench import SUBSETS, read_questions
 from ctxext.evals.results import Results
 from ctxext.evals.ruler import RULER
@@ -41,7 +42,7 @@ class Suite:
     Attributes:
         settings: as `--setting` has them.
         lengths: in tokens; `trials` samples of each task and length.
-        text: the haystack file; None for the default.
+        text: the haystack file; None for the default. `style` likewise is the prompts'.
         title: of the table that `print_published` shows.
         shown: the models of published rows in it, with their size; empty if there are none.
         table: makes that table.
@@ -58,6 +59,7 @@ class Suite:
     deviations: Callable[[Summary], list[str]]
     table: Callable[[Suite, Summary], Table]
     text: Path | None = None
+    style: str | None = None
 
     def lengths_within(self, reach: int) -> tuple[int, ...]:
         """The lengths that a model of this maximum length can run. Raises ValueError if it can run none."""
@@ -148,6 +150,41 @@ def _of_thinking(summary: Summary) -> list[str]:
     return ["a thinking model has room for its thoughts"] * (_style(summary) == "thinking")
 
 
+def helmet_recall(data: Path | None) -> Suite:
+    """HELMET's synthetic recall: 4 tasks, 100 samples, 8k to 128k. Yen et al. (2024), arXiv:2410.02694.
+
+    Args:
+        data: the folder `data` of HELMET.
+
+    Raises:
+        ValueError: it has not the tasks' folders.
+    """
+    parts = ("ruler/niah_multikey_2", "ruler/niah_multikey_3", "ruler/niah_multivalue", "json_kv")
+    missing = [part for part in parts if data is None or not (data / part).is_dir()]
+    if missing:
+        raise ValueError(
+            f"--suite helmet-recall needs HELMET's data, and {data or 'no --suite-data'} has no {', '.join(missing)}. "
+            "Run scripts/download_data.sh of princeton-nlp/HELMET, and pass its folder data as --suite-data."
+        )
+    return Suite(
+        name="helmet-recall",
+        tasks=HELMET,
+        settings=tuple(f"{task}.data={data}" for task in HELMET),
+        lengths=tuple(KEYS),
+        trials=100,
+        title="HELMET, synthetic recall, mean of 4 tasks (%)",
+        shown=(),
+        deviations=_of_helmet,
+        table=by_length,
+        style="base",
+    )
+
+
+def _of_helmet(summary: Summary) -> list[str]:
+    chat = ["the answer is begun for the model in a chat template without system message; its configs have no template"]
+    return chat * (_style(summary) != "base") + _of_thinking(summary)
+
+
 def longbench_v2(data: Path | None) -> Suite:
     """LongBench v2's 503 questions, prompts of up to 120,000 tokens. Bai et al. (2024), arXiv:2412.15204.
 
@@ -190,7 +227,12 @@ def _style(summary: Summary) -> str:
     return str(summary.header.identity.get("prompts", "")).partition(" ")[0]
 
 
-SUITES = {"ruler-nvidia": ruler_nvidia, "babilong": babilong, "longbench-v2": longbench_v2}
+SUITES = {
+    "ruler-nvidia": ruler_nvidia,
+    "babilong": babilong,
+    "helmet-recall": helmet_recall,
+    "longbench-v2": longbench_v2,
+}
 
 
 def make_suite(name: str, data: Path | None) -> Suite:
@@ -232,7 +274,7 @@ def by_length(suite: Suite, summary: Summary) -> Table:
         name = label(variant) if len(summary.variants) > 1 else summary.header.variants[variant]["model"]
         effective = f"{reached:,}" if reached else f"<{lengths[0]:,}"
         row(name, effective, {length: 100 * share.value for length, share in shares.items()}, "bold")
-    for entry in published(suite.name)["rows"]:
+    for entry in published(suite.name)["rows"] if suite.shown else ():
         name = f"{entry['model']} {entry['size']}".strip()
         if name in suite.shown:
             row(name, entry["effective"], {int(length): score for length, score in entry["scores"].items()})

@@ -3,38 +3,28 @@
 from __future__ import annotations
 
 import json
-from hashlib import blake2b
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from evals.test_hidden import novel, prompter_of
 from evals.test_suites import summary_of
+from longbench_reference import CUTS, GOLDEN, digest, question
 from rich.console import Console
 
 from ctxext.assets import PERSUASION
-from ctxext.evals.longbench import TEMPLATE, without_middle
+from ctxext.evals import longbench
 from ctxext.evals.samples import Place, Sample, make_task
 from ctxext.evals.suites import make_suite, suite_notes
 
 NOVEL = PERSUASION.read_text(encoding="utf-8")
-# Of prompts/0shot.txt at the commit that ctxext/evals/longbench.py names.
-THEIR_PROMPT = "958ac38b1932bae3"
-
-
-def question(k: int, **fields: str) -> dict[str, str]:
-    choices = {f"choice_{letter}": f"{letter.lower()}{k} " for letter in "ABCD"}
-    size, difficulty = ("short", "medium", "long")[k % 3], ("easy", "hard")[k % 2]
-    context = f" {NOVEL[: 2000 * (k + 1)]}"
-    return {
-        "_id": str(k), "domain": "novels", "question": f"What happens in part {k}? ", "answer": "ABCD"[k % 4],
-        "context": context, "length": size, "difficulty": difficulty, **choices, **fields,
-    }  # fmt: skip
+HELD = json.loads(GOLDEN.read_text())
 
 
 @pytest.fixture
 def data(tmp_path: Path) -> Path:
     path = tmp_path / "data.json"
-    path.write_text(json.dumps([question(k) for k in range(6)]))
+    path.write_text(json.dumps([question(k, NOVEL) for k in range(6)]))
     return path
 
 
@@ -44,16 +34,19 @@ def made(data: Path, trial: int = 0, length: int = 4096, style: str = "chat") ->
     return task.sample(place, prompter_of("bundled", style=style), novel("bundled"))
 
 
-def test_the_prompt_is_that_of_its_code(data: Path) -> None:
-    names = {"context": "$DOC$", "question": "$Q$", **{f"choice_{k}": f"$C_{k}$" for k in "ABCD"}}
-    assert blake2b(TEMPLATE.format(**names).encode(), digest_size=8).hexdigest() == THEIR_PROMPT
-    sample = made(data, 1)
-    assert sample.body == TEMPLATE.format(
-        context=NOVEL[:4000].strip(),
-        question="What happens in part 1?",
-        **{f"choice_{k}": f"{k.lower()}1" for k in "ABCD"},
-    )
-    assert (sample.references, sample.answer_tokens, sample.answer) == (("B",), 128, "")
+@pytest.mark.parametrize("cut", CUTS)
+def test_prompts_and_their_cut_are_those_of_its_code(cut: int, data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(longbench, "MAX_PROMPT", cut)
+    samples = [made(data, trial, 131_072) for trial in range(6)]
+    assert [digest(sample.body) for sample in samples] == HELD["prompts"][str(cut)]
+    assert {sample.answer_tokens for sample in samples} == {128}
+    assert HELD["commit"] in longbench.__doc__
+
+
+def test_verdicts_are_those_of_its_code(data: Path) -> None:
+    for said, letter in HELD["verdicts"]:
+        for right in "ABCD":
+            assert replace(made(data), references=(right,)).score(said) == float(right == letter), said
 
 
 @pytest.mark.parametrize("style", ["base", "chat"])
@@ -63,24 +56,6 @@ def test_long_prompts_lose_their_middle(data: Path, style: str) -> None:
     assert sample.n_prompt + 128 >= 1000
     assert whole.body.startswith(sample.body[:800])
     assert whole.body.endswith(sample.body[-800:])
-    assert without_middle(prompter_of("bundled"), "a b c d e f g h", 4) == "a b g h"
-
-
-@pytest.mark.parametrize(
-    ("said", "score"),
-    [
-        ("The correct answer is (A)", 1.0),
-        ("**The correct answer is (A)**.", 1.0),
-        ("Hm. The correct answer is A", 1.0),
-        ("The correct answer is (B), not (A)", 0.0),
-        ("The correct answer is (B). The correct answer is (A).", 0.0),
-        ("A", 0.0),
-        ("the correct answer is (A)", 0.0),
-        ("", 0.0),
-    ],
-)
-def test_verdicts_are_those_of_its_code(said: str, score: float, data: Path) -> None:
-    assert made(data).score(said) == score
 
 
 def test_bad_data_are_refused(data: Path, tmp_path: Path) -> None:
