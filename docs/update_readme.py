@@ -167,6 +167,27 @@ def evaluators_table() -> str:
     return table(["relative to the plain method, same answers", *models], rows, note)
 
 
+def difficulty_table() -> str:
+    """Which tasks SmolLM2 can do within its trained length, of docs/benchmarks/task_difficulty.json."""
+    record = read("docs/benchmarks/task_difficulty.json")
+    rows = [
+        [
+            label,
+            f"{found['length']:,}",
+            f"{in_percent(found['value'])}% [{in_percent(found['low'])}, {in_percent(found['high'])}]",
+            f"{in_percent(found['by_chance'])}%",
+        ]
+        for label, found in record["measured"].items()
+    ]
+    prompts = {found["n"] for found in record["measured"].values()}
+    note = (
+        f"{record['model']}, {counted(int(*prompts), 'prompt')} each, depth 0.5, its chat format, 95% intervals; of "
+        "`mrcr` the mean likeness, by chance of two different texts; from "
+        f"{link('docs/benchmarks/task_difficulty.json', 'docs')}."
+    )
+    return table(["task", "tokens", "score", "by chance"], rows, note)
+
+
 def finetune_table() -> str:
     """What a fine-tune of the bundled model gained, of docs/finetune/summary.json."""
     runs = read("docs/finetune/summary.json")["runs"]
@@ -780,6 +801,7 @@ TABLES = {
         "evaluators": evaluators_table,
         "finetune": finetune_memory_table,
     },
+    "docs/evaluation.md": {"difficulty": difficulty_table},
     "docs/fidelity.md": {
         **{section: partial(fidelity_table, section) for section in ("frequencies", "sliding", "key_tokens", "ruler")},
         "ruler-tasks": fidelity_ruler_table,

@@ -13,8 +13,11 @@ from ctxext.utils.screen import next_command
 
 
 def evaluate(
+    context: typer.Context,
     model: common.Model,
     tasks: measuring.Tasks = "passkey,perplexity",
+    suite: measuring.SuiteName = None,
+    suite_data: measuring.SuiteData = None,
     lengths: measuring.Lengths = None,
     depths: measuring.Depths = "5",
     trials: measuring.Trials = 10,
@@ -29,7 +32,9 @@ def evaluate(
         str | None,
         typer.Option(help="The unextended checkpoint, for `short` and `key_tokens`. Not needed with --method."),
     ] = None,
+    judge: measuring.JudgeModel = None,
     haystack: measuring.Text = None,
+    by_document: measuring.ByDocument = False,
     setting: measuring.Setting = None,
     style: measuring.PromptStyle = None,
     answer_tokens: measuring.AnswerTokens = None,
@@ -51,17 +56,29 @@ def evaluate(
 ) -> None:
     """Measure one model: retrieval, perplexity, and what an extension costs at short length."""
     require("eval")
-    from ctxext.evals.loading import default_lengths, known_by, load, load_text
+    from ctxext.evals.loading import default_lengths, known_by, load, load_judge, load_text
     from ctxext.evals.prompts import Prompter
     from ctxext.evals.runner import Runner
     from ctxext.evals.screen import asked_as_it_answers, finish, run_with_bar
     from ctxext.evals.server import ServedModel
+    from ctxext.evals.suites import make_suite, print_published
     from ctxext.evals.targets import LiveModel, Served, Target, Variant, known_lengths
     from ctxext.extension.method_file import check_made_for, check_writable, opened
     from ctxext.hub.checkpoint import check_not_extended, checkpoint_folder, load_tokenizer, read_config
     from ctxext.utils.processes import Processes
 
     check_writable(output)
+    published = None if suite is None else make_suite(suite, suite_data)
+    if published is None and suite_data is not None:
+        raise typer.BadParameter("--suite-data is for --suite. Pass --suite ruler-nvidia, or drop it.")
+    if published is not None:
+        own = [name for name in ("tasks", "haystack") if _given(context, name)]
+        if own:
+            raise typer.BadParameter(f"--suite {suite} sets --{own[0]}. Drop one or the other.")
+        tasks, haystack = ",".join(published.tasks), None if published.text is None else str(published.text)
+        setting = [*published.settings, *(setting or [])]
+        style = style or published.style
+        trials = trials if _given(context, "trials") else published.trials
     folder = checkpoint_folder(model, revision, config_only=server is not None)
     if method is not None:
         check_not_extended(folder, existing)
@@ -83,10 +100,14 @@ def evaluate(
         }
         variant = Variant(method, {name: value for name, value in extension.items() if value is not None})
     names = [name.strip() for name in tasks.split(",")]
-    compared = "short" in names or "key_tokens" in names
-    if compared and method is None and base is None:
+    if judge is not None and "key_tokens" not in names:
+        raise typer.BadParameter("--judge is for key_tokens. Add it and perplexity to --tasks, or drop --judge.")
+    needs_base = "short" in names or ("key_tokens" in names and judge is None)
+    compared = needs_base or ("key_tokens" in names and method is not None)
+    if needs_base and method is None and base is None:
         raise typer.BadParameter(
-            "short and key_tokens compare with the baseline. Pass --method, or the baseline as --base CHECKPOINT."
+            "short and key_tokens compare with the baseline. Pass --method, or the baseline as --base CHECKPOINT. For "
+            "key_tokens, --judge will do."
         )
     if base is not None and not compared:
         raise typer.BadParameter("--base is for short and key_tokens. Add one of them to --tasks, or drop --base.")
@@ -111,11 +132,21 @@ def evaluate(
         if method is None and base is None and "method" not in target.about:  # neither extended here nor saved so
             variant = Variant()
         reach = target.reach(variant) or reach
+    judging = None if judge is None else load_judge(checkpoint_folder(judge), common.name_of(judge), dtype, device)
+    if isinstance(target, LiveModel):
+        target.judge = judging
+    if lengths is not None:
+        wanted = measuring.parse_lengths(lengths)
+    elif published is not None:
+        wanted = published.lengths_within(reach)
+    else:
+        wanted = default_lengths(trained, reach)
     grid = measuring.make_grid(
         tasks,
         settings=setting,
         trained_length=trained,
-        lengths=default_lengths(trained, reach) if lengths is None else measuring.parse_lengths(lengths),
+        judge=judging,
+        lengths=wanted,
         depths=measuring.parse_depths(depths),
         trials=trials,
         windows=windows,
@@ -123,21 +154,30 @@ def evaluate(
         batch_size=batch_size,
         seed=seed,
     )
-    text = load_text(haystack, tokenizer, max(grid.lengths) if grid.retrieval else 0)
+    text = load_text(haystack, tokenizer, max(grid.lengths) if grid.retrieval else 0, by_document=by_document)
     before = [Variant(gate_only=True)] if compared else []
     variants = [*before, variant] if base is None else [variant]
     runner = Runner(target, text, grid, beyond, processes=processes)
     if isinstance(target, LiveModel):
         runner.check(variants)
-        free, quiet = style is None and answer_tokens is None, processes.rank > 0
+        free, quiet = style is None and answer_tokens is None and published is None, processes.rank > 0
         runner.target = asked_as_it_answers(target, grid, text, output, free=free, quiet=quiet)
     if base is not None:
         loaded, _ = load(checkpoint_folder(base), dtype, device)
         of_base = LiveModel(loaded, runner.target.prompter, Path(base).name, original_max_position_embeddings)
+        of_base.judge = judging
         run_with_bar(Runner(of_base, text, grid, beyond, processes=processes), output, before, merge=False)
         del loaded, of_base
     results = run_with_bar(runner, output, variants)
     if results is not None:
         finish(results, output)
+        if published is not None:
+            print_published(published, results)
         if method is None and "method" in target.about:  # an extended checkpoint, of which a card can be made
             common.say(next_command("push", model, "OWNER/NAME", "--results", output, "--dry-run"))
+
+
+def _given(context: typer.Context, name: str) -> bool:
+    """Whether the option is on the command line."""
+    source = context.get_parameter_source(name)
+    return source is not None and source.name == "COMMANDLINE"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import fields
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -14,6 +15,7 @@ from ctxext.utils import values
 from ctxext.utils.values import DTYPES
 
 if TYPE_CHECKING:
+    from ctxext.evals.perplexity import Judge
     from ctxext.evals.runner import Grid
 
 # The tasks that need the model's losses.
@@ -28,9 +30,9 @@ RESULTS = (
 Tasks = Annotated[
     str,
     typer.Option(
-        help="Comma-separated: passkey, needle, needles, needle_distractors, ruler or one of its 13 tasks, "
-        "perplexity, sliding_perplexity, key_tokens (perplexity of tokens that need long context), short (the "
-        "short-context regression)."
+        help="Comma-separated: passkey, needle, needles, needle_distractors, nolima, mrcr, counting, code, ruler or "
+        "one of its 13 tasks, perplexity, sliding_perplexity, key_tokens (perplexity of tokens that need long "
+        "context), short (the short-context regression)."
     ),
 ]
 Lengths = Annotated[str | None, typer.Option(help="Comma-separated lengths in tokens, such as 8k,32k.")]
@@ -41,11 +43,42 @@ Trials = Annotated[int, typer.Option(help="Samples per length and depth: 10 for 
 Windows = Annotated[int, typer.Option(help="Windows of text for perplexity and `short`.")]
 Text = Annotated[
     str | None,
-    typer.Option("--haystack", help="A text file, or `filler` for repeated filler. Default: *Persuasion*."),
+    typer.Option(
+        "--haystack",
+        help="A text file; `filler`; `code` for Python's standard library; or made-up prose in de, fr, es, ru, zh, ja "
+        "or ar. Default: *Persuasion*.",
+    ),
+]
+ByDocument = Annotated[
+    bool,
+    typer.Option(
+        "--by-document",
+        help="--haystack is a .jsonl file: perplexity reads the longest documents, one a window, each independent.",
+    ),
+]
+JudgeModel = Annotated[
+    str | None, typer.Option("--judge", help="Another model, which finds the key tokens. Default: the baseline.")
 ]
 Setting = Annotated[
     list[str] | None,
     typer.Option("--setting", metavar="TASK.NAME=VALUE", help="A setting of a task, such as needle.distractors=3."),
+]
+SuiteName = Annotated[
+    str | None,
+    typer.Option(
+        "--suite",
+        help="A published benchmark: ruler-nvidia (13 tasks, 500 samples, 4k to 128k), babilong (qa1 to qa5, 100 "
+        "samples, 1k to 128k), helmet-recall (4 tasks, 100 samples, 8k to 128k) or "
+        "longbench-v2 (503 questions). Sets --tasks, --haystack, and "
+        "--lengths and --trials unless given.",
+    ),
+]
+SuiteData = Annotated[
+    Path | None,
+    typer.Option(
+        help="The folder with the data of --suite: scripts/data/synthetic/json of NVIDIA/RULER, data of "
+        "RMT-team/babilong or of HELMET, or data.json of THUDM/LongBench-v2."
+    ),
 ]
 PromptStyle = Annotated[
     str | None, typer.Option("--style", help="base, chat or thinking. Default: chat if there is a chat template.")
@@ -103,20 +136,32 @@ def parse_settings(pairs: Sequence[str] | None) -> dict[str, dict[str, Any]]:
 # --------------------------------------------------------------------------------- the measurement
 
 
-def make_grid(tasks: str, *, settings: Sequence[str] | None = None, trained_length: int, **grid: Any) -> Grid:
-    """The grid of comma-separated tasks; with `short`, all are also measured within the trained length."""
+def make_grid(
+    tasks: str,
+    *,
+    settings: Sequence[str] | None = None,
+    trained_length: int,
+    judge: Judge | None = None,
+    **grid: Any,
+) -> Grid:
+    """The grid of comma-separated tasks; with `short`, all are also measured within the trained length.
+
+    Args:
+        judge: the model that finds the key tokens; None for the baseline.
+    """
     from ctxext.evals.perplexity import KeyTokens, Perplexity, SlidingPerplexity, TextTask
     from ctxext.evals.ruler import RULER
     from ctxext.evals.runner import Grid
     from ctxext.evals.samples import list_tasks, make_task
     from ctxext.utils.values import suggest
 
+    read = trained_length if judge is None else judge.trained_length
     texts: dict[str, Callable[..., TextTask]] = {
         "perplexity": Perplexity,
         "sliding_perplexity": SlidingPerplexity,
-        "key_tokens": partial(KeyTokens, long=trained_length, short=trained_length // 8),
+        "key_tokens": partial(KeyTokens, judge=None if judge is None else judge.name, long=read, short=read // 8),
     }
-    retrieval = {name: partial(make_task, name) for name in list_tasks()}
+    retrieval = {name: partial(make_task, name) for name in list_tasks(data=True)}
     names = [n for name in tasks.split(",") for n in (RULER if name.strip() == "ruler" else [name.strip()])]
     of_task = parse_settings(settings)
     known = [*retrieval, *texts, "short", "ruler"]

@@ -1,3 +1,3 @@
 """Evaluate what an extension gains and what it costs."""
 
-from ctxext.evals import needle, ruler  # noqa: F401  each registers its tasks
+from ctxext.evals import association, babilong, conversation, counting, functions, helmet, longbench, needle, ruler  # noqa: F401  register tasks

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import re
 import unicodedata
-from bisect import bisect_left
-from collections.abc import Callable, Iterator
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from hashlib import blake2b
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING
@@ -21,6 +21,10 @@ if TYPE_CHECKING:
 
 # A full stop after a title does not end a sentence; Chinese and Japanese have no space after theirs.
 _SENTENCE_END = re.compile(r"(?<!\bMr)(?<!\bMrs)(?<!\bDr)(?<!\bSt)[.!?][\"'”’)_]*(?=\s)|[。！？]+[」』”’）\"')]*")
+# Before functions and classes of Python; in long ones before methods, then before empty lines.
+CODE_ENDS = tuple(
+    re.compile(rf"(?=\n{{2,}}{line})") for line in (r"(?:@|async def |def |class )", r" +(?:@|async def |def )", "")
+)
 # Where to cut text without sentence ends for `_LONG` characters, such as Thai or minified code: before a line's end,
 # before a space, after a clause; then anywhere.
 _FINER = [re.compile(pattern) for pattern in (r"(?=\n)", r"(?=\s)", r"[;,:})\]；，、：]+", r"(?s).{32,64}?(?=\w)")]
@@ -42,6 +46,7 @@ class Haystack:
             words or clauses if a text has no sentences.
         repeats: how often the text is repeated to be long enough.
         name: a display name.
+        documents: the first token of each document, where each is read on its own; the last entry is `n_tokens`.
     """
 
     text: str
@@ -50,12 +55,22 @@ class Haystack:
     sentence_ends: list[int]
     repeats: int = 1
     name: str = "text"
+    documents: tuple[int, ...] = ()
 
     @classmethod
     def from_text(
-        cls, text: str, tokenizer: PreTrainedTokenizerBase, *, at_least: int = 0, name: str = "text"
+        cls,
+        text: str,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        at_least: int = 0,
+        name: str = "text",
+        ends: Sequence[re.Pattern[str]] = (_SENTENCE_END,),
     ) -> Haystack:
         """Tokenise `text`, repeated until it has `at_least` tokens.
+
+        Args:
+            ends: where needles can be inserted, the end of each match; the second and later ones in long stretches.
 
         Raises:
             ValueError: the text is empty, or the tokenizer is not a fast one (its offsets are needed).
@@ -70,8 +85,21 @@ class Haystack:
             raise ValueError(f"{name} is empty. Pass a text.")
         encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
         starts = [start for start, _ in encoded["offset_mapping"]]
-        once = cls(text, list(encoded["input_ids"]), starts, _cuts(text), name=name)
+        once = cls(text, list(encoded["input_ids"]), starts, _cuts(text, ends), name=name)
         return _repeated(once, once._copies(at_least))
+
+    @classmethod
+    def of_documents(cls, path: str | Path, tokenizer: PreTrainedTokenizerBase, *, at_least: int = 0) -> Haystack:
+        """Like `from_file`, for a table of texts; perplexity reads each document on its own.
+
+        Raises ValueError if `path` is not a .jsonl, .json or .parquet file.
+        """
+        if not is_table(path):
+            raise ValueError(f"{path} is not a table of documents. Pass a .jsonl file with a column `text`.")
+        rows = [row.strip() for row in read_rows(path) if row.strip()]
+        whole = cls.from_text("\n".join(rows), tokenizer, at_least=at_least, name=Path(path).name)
+        firsts = [0, *accumulate(len(row) + 1 for row in rows[:-1])]
+        return replace(whole, documents=(*map(whole.token_at, firsts), whole.n_tokens))
 
     @classmethod
     def from_file(cls, path: str | Path, tokenizer: PreTrainedTokenizerBase, *, at_least: int = 0) -> Haystack:
@@ -80,8 +108,9 @@ class Haystack:
 
     @cached_property
     def fingerprint(self) -> str:
-        """A hash of the text without repeats."""
-        return blake2b(self.once.encode(), digest_size=8).hexdigest()
+        """A hash of the text without repeats, and of where its documents begin."""
+        documents = str(self.documents) if self.documents else ""
+        return blake2b((self.once + documents).encode(), digest_size=8).hexdigest()
 
     @property
     def once(self) -> str:
@@ -105,6 +134,31 @@ class Haystack:
         once, starts = self.once, self.token_starts[: self.n_tokens]
         chars = [*starts, *(len(once) + start for start in starts)]
         return len((once * 2)[chars[first] : chars[end]].encode())
+
+    def stretch(self, first: int, end: int) -> tuple[str, tuple[int, ...]]:
+        """The text of the tokens from `first` to `end`, as in `n_bytes`, and where each begins in it.
+
+        A last token that is a part of a character counts with all of it.
+        """
+        once, starts = self.once, self.token_starts[: self.n_tokens]
+        chars = [*starts, *(len(once) + start for start in starts), 2 * len(once)]
+        text = (once * 2)[chars[first] : chars[bisect_right(chars, chars[end - 1])]]
+        return text, tuple(char - chars[first] for char in chars[first:end])
+
+    def document(self, rank: int, n_tokens: int) -> int:
+        """The first token of the document of this rank, longest first.
+
+        Raises ValueError if there are not as many, or if it is shorter than `n_tokens`.
+        """
+        sizes = {start: end - start for start, end in pairwise(self.documents)}
+        longest = sorted(sizes, key=lambda start: -sizes[start])
+        if rank >= len(longest) or sizes[longest[rank]] < n_tokens:
+            enough = sum(size >= n_tokens for size in sizes.values())
+            raise ValueError(
+                f"{self.name} has {enough} documents of {n_tokens:,} tokens or more, and window {rank + 1} needs one "
+                f"of its own. Pass windows={enough}, shorter lengths or longer documents."
+            )
+        return longest[rank]
 
     def token_at(self, char: int) -> int:
         """The index of the first token that begins at `char` or later."""
@@ -177,10 +231,10 @@ def _repeated(haystack: Haystack, repeats: int) -> Haystack:
     )
 
 
-def _cuts(text: str) -> list[int]:
-    """The sentence ends; in long stretches without any, the next best places."""
-    cuts = [match.end() for match in _SENTENCE_END.finditer(text)]
-    for finer in _FINER:
+def _cuts(text: str, ends: Sequence[re.Pattern[str]]) -> list[int]:
+    """The ends of sentences; in long stretches without any, the next best places."""
+    cuts = [match.end() for match in ends[0].finditer(text)]
+    for finer in (*ends[1:], *_FINER):
         stretches = [(a, b) for a, b in pairwise([0, *cuts, len(text)]) if b - a > _LONG or not cuts]
         cuts = sorted({*cuts, *(match.end() for a, b in stretches for match in finer.finditer(text, a, b))} - {0})
     return cuts
@@ -206,10 +260,15 @@ def read_prose(path: str | Path) -> str:
         OSError: it cannot be read.
     """
     if is_table(path):
-        return "\n".join(row for row in read_source(Source(path=str(path)), Path.cwd())["text"] if row)
+        return "\n".join(read_rows(path))
     try:
         return Path(path).read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not a UTF-8 text ({error.reason} at byte {error.start}). Pass prose.") from None
     except OSError as error:
         raise OSError(f"{path} cannot be read ({error.strerror}). Pass a text file.") from None
+
+
+def read_rows(path: str | Path) -> list[str]:
+    """The texts of a table, without empty ones. Raises as `read_prose`."""
+    return [row for row in read_source(Source(path=str(path)), Path.cwd())["text"] if row]

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import math
 import os
+import platform
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ctxext.evals.haystack import FILLER, Haystack
+from ctxext.evals.haystack import CODE_ENDS, FILLER, Haystack
+from ctxext.evals.languages import prose, prose_languages, standard_library
 from ctxext.utils.screen import console
 from ctxext.utils.values import DTYPES
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from ctxext.evals.perplexity import Judge
 
 
 def load(
@@ -46,6 +50,18 @@ def load(
     with rejecting(folder / "config.json", ValueError):
         check_causal(model)
     return extended_as_saved(model, extension), tokenizer
+
+
+def load_judge(folder: Path, name: str, dtype: str = "auto", device: str | None = None) -> Judge:
+    """Load the model of `--judge`."""
+    from ctxext.evals.engine import Engine
+    from ctxext.evals.perplexity import Judge
+    from ctxext.evals.prompts import Prompter
+    from ctxext.evals.targets import known_lengths, model_fingerprint
+
+    model, tokenizer = load(folder, dtype, device)
+    bos = Prompter(tokenizer, "base").bos
+    return Judge(f"{name} {model_fingerprint(model)}", Engine(model), tokenizer, bos, known_lengths(model.config)[0])
 
 
 def placement(dtype: str, device: str | None) -> dict[str, Any]:
@@ -85,14 +101,29 @@ def known_by(folder: Path) -> dict[str, Any]:
     return about
 
 
-def load_text(choice: str | None, tokenizer: PreTrainedTokenizerBase, at_least: int) -> Haystack:
-    """Load the text of `--haystack`, repeated until it has `at_least` tokens."""
+def load_text(
+    choice: str | None, tokenizer: PreTrainedTokenizerBase, at_least: int, *, by_document: bool = False
+) -> Haystack:
+    """Load the text of `--haystack`, repeated until it has `at_least` tokens.
+
+    Args:
+        by_document: perplexity reads each document on its own.
+    """
     from ctxext.assets import PERSUASION
 
     if choice == "filler":
         return Haystack.from_text(FILLER * 200, tokenizer, at_least=at_least, name="filler")
-    path = PERSUASION if choice is None else Path(choice)
-    haystack = Haystack.from_file(path, tokenizer, at_least=at_least)
+    if by_document:
+        if choice is None:
+            raise ValueError("by_document=True needs documents. Pass haystack=FILE.jsonl.")
+        haystack = Haystack.of_documents(choice, tokenizer, at_least=at_least)
+    elif choice == "code":
+        name = f"the standard library of Python {platform.python_version()}"
+        haystack = Haystack.from_text(standard_library(), tokenizer, at_least=at_least, name=name, ends=CODE_ENDS)
+    elif choice in prose_languages():
+        haystack = Haystack.from_text(prose(choice), tokenizer, at_least=at_least, name=choice)
+    else:
+        haystack = Haystack.from_file(PERSUASION if choice is None else choice, tokenizer, at_least=at_least)
     if haystack.repeats > 1:
         console.print(
             f"note: {haystack.name} has {haystack.n_tokens:,} tokens; prompts of {at_least:,} repeat it. "

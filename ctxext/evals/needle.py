@@ -1,4 +1,4 @@
-"""Numbers hidden in natural text: passkey, one needle, several needles, and needles with distractors.
+"""Numbers hidden in text: passkey, one needle, several needles, and needles with distractors, in several languages.
 
 The passkey task of Mohtashami and Jaggi (2023), "Landmark Attention", without the defects of its copies: prompts have
 exactly the requested number of tokens for any tokenizer, the number is between two sentences, every trial has its own
@@ -8,218 +8,89 @@ text, and every sample is a function of its place and seed alone.
 from __future__ import annotations
 
 import re
-from abc import abstractmethod
-from dataclasses import dataclass, replace
-from functools import lru_cache
+from dataclasses import dataclass
 from itertools import islice
 from random import Random
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
-from ctxext.evals.haystack import Haystack
-from ctxext.evals.prompts import Prompter
-from ctxext.evals.samples import Place, RetrievalTask, Sample, Scene, TooShort, register_task, written
+from ctxext.evals.hidden import Hidden, HiddenNumbers
+from ctxext.evals.languages import Wording, wording
+from ctxext.evals.samples import register_task
 from ctxext.evals.words import distinct
 
-OWNERS = (
-    "lighthouse", "bakery", "observatory", "harbour", "library", "orchard", "theatre", "railway", "brewery",
-    "museum", "quarry", "windmill", "embassy", "stadium", "monastery", "laboratory",
-)  # fmt: skip
 
+class WordedNumbers(HiddenNumbers):
+    """Numbers in the words of a language."""
 
-@dataclass(frozen=True)
-class Hidden:
-    """The hidden sentences of a sample, the first at the requested depth, and its question."""
-
-    sentences: tuple[str, ...]
-    numbers: tuple[str, ...]
-    question: str
-    lead: str
-
-    def size(self, prompter: Prompter) -> int:
-        """Its size in tokens, ignoring merges with the surrounding text."""
-        return len(prompter.encode(" ".join((*self.sentences, self.question + self.lead, *self.numbers))))
-
-
-class Window(NamedTuple):
-    """What all depths of a trial share, including the text before their needles.
-
-    Attributes:
-        start, end: the text, in characters.
-        others: the places of all needles but the first.
-        size: the tokens of the hidden sentences and the question.
-        breaks: extra line breaks before the question, to reach the length in texts where every character has as many
-            tokens.
-    """
-
-    start: int
-    end: int
-    others: tuple[int, ...]
-    size: int
-    breaks: int
-
-
-class HiddenNumbers(RetrievalTask):
-    """Number sentences inserted between the sentences of a text."""
-
-    looks_up: ClassVar[bool] = True
-    intro: ClassVar[str]
-    # What the haystack must not contain.
-    phrase: ClassVar[re.Pattern[str]]
-    digits: int
+    worded: ClassVar[str]
+    language: str
 
     def __post_init__(self) -> None:
-        if self.digits < 1:
-            raise ValueError(f"digits must be >= 1, got {self.digits}.")
+        super().__post_init__()
+        wording(self.language, self.worded)  # raises for an unknown language
 
-    @abstractmethod
-    def hide(self, words: Random, numbers: Random) -> Hidden:
-        """The needles; `words` draws what all depths of a trial share, `numbers` the numbers."""
+    @property
+    def wording(self) -> Wording:
+        return wording(self.language, self.worded)
 
-    def number(self, rng: Random) -> str:
-        return str(rng.randrange(10 ** (self.digits - 1), 10**self.digits))
+    @property
+    def intro(self) -> str:  # type: ignore[override]
+        return self.wording.intro
 
-    def sample(self, place: Place, prompter: Prompter, haystack: Haystack) -> Sample:
-        scene, said = Scene(place, prompter, haystack.for_length(place.length)), False
-        # If no sentence of the trial's window fits, use another window, without a shared prefix.
-        for attempt in range(8):
-            window = _trial_window(self, replace(scene, place=replace(place, depth=None)), attempt)
-            said = self.phrase.search(scene.haystack.text, window.start, window.end) is not None
-            if not said and (sample := self._fit(scene, window)) is not None:
-                return sample
-        if said:
-            raise self.ambiguous(haystack)
-        raise ValueError(
-            f"{self.name}: cannot make a prompt of exactly {place.length} tokens at depth {place.depth:g}. "
-            "Pass another text."
-        )
+    @property
+    def phrase(self) -> re.Pattern[str]:  # type: ignore[override]
+        return re.compile(self.wording.phrase)
 
-    def _fit(self, scene: Scene, window: Window) -> Sample | None:
-        """The sample in this window, exact in tokens, with its first needle as near to the depth as possible."""
-        place, prompter, size = scene.place, scene.prompter, window.size
-        assert place.depth is not None
-        numbers = place.rng("numbers")
-        # Numbers may differ in tokens: draw until they fit the trial's window.
-        for _ in range(400):
-            hidden = self.hide(place.rng("words", depth=False), numbers)
-            if hidden.size(prompter) != size:
-                continue
-            for cut in islice(scene.haystack.cuts(window.start, window.end, place.depth), 24):
-                sample = self._write(scene, window, cut, hidden)
-                excess = sample.n_prompt + sample.answer_tokens - place.length
-                if excess == 0:
-                    return sample
-            size -= excess  # sentences merge differently here than where the window was sized
-        return None
-
-    def _write(self, scene: Scene, window: Window, first: int, hidden: Hidden) -> Sample:
-        """The sample with its first needle at the character `first`."""
-        prompter, text = scene.prompter, scene.haystack.text
-        context, done = "", window.start
-        for cut, sentence in sorted(zip((first, *window.others), hidden.sentences)):
-            context += f"{text[done:cut]} {sentence}"
-            done = cut
-        context += text[done : window.end]
-        intro = "" if prompter.style == "base" else self.intro + "\n\n"
-        body = intro + context + "\n" * (2 + window.breaks) + hidden.question
-        right = " " + ", ".join(hidden.numbers)
-        lead, answer = prompter.divided(hidden.lead, right)
-        return written(
-            scene,
-            prompter.prompt(body, lead),
-            answer if prompter.answer_tokens is None else "",
-            prompter.room(hidden.lead, right),
-            needles=hidden.sentences,
-            body=body,
-            lead=lead,
-            question=hidden.question,
-            references=hidden.numbers,
-            metric="numbers",
-            begun=prompter.begins,
-            start=scene.haystack.token_at(window.start) % scene.haystack.n_tokens,
-        )
-
-
-@lru_cache(maxsize=256)
-def _trial_window(task: HiddenNumbers, scene: Scene, attempt: int) -> Window:
-    """The window of a trial; the place of `scene` has no depth."""
-    rng = scene.place.rng("window", str(attempt))
-    for breaks in (*[0] * 8, *[1, 2, 3, 4, 5] * 2):
-        # Numbers with other tokens may fit where the first ones did not.
-        hidden = task.hide(scene.place.rng("words", depth=False), rng)
-        if (window := _window_for(hidden, breaks, task, scene, rng)) is not None:
-            return window
-    raise ValueError(
-        f"found no window of this text that makes a {task.name} prompt of exactly {scene.place.length} tokens. "
-        "Pass another text."
-    )
-
-
-def _window_for(hidden: Hidden, breaks: int, task: HiddenNumbers, scene: Scene, rng: Random) -> Window | None:
-    length, haystack, size = scene.place.length, scene.haystack, hidden.size(scene.prompter)
-    depths = [rng.random() for _ in hidden.sentences[1:]]
-
-    def window(start: int, end: int) -> Window:
-        return Window(start, end, tuple(next(haystack.cuts(start, end, depth)) for depth in depths), size, breaks)
-
-    def count(start: int, end: int) -> int:
-        sample = task._write(scene, window(start, end), next(haystack.cuts(start, end, 0.5)), hidden)
-        return sample.n_prompt + sample.answer_tokens
-
-    needed = count(haystack.sentence_ends[0], haystack.sentence_ends[0])
-    if length <= needed:
-        raise TooShort(f"a {task.name} prompt needs at least {needed + 1} tokens with this tokenizer, got {length}.")
-    found = haystack.exact_window(length, length - needed, count, rng)
-    return found and window(*found)
+    @property
+    def joint(self) -> str:  # type: ignore[override]
+        return self.wording.joint
 
 
 @register_task
 @dataclass(frozen=True)
-class Passkey(HiddenNumbers):
-    """A number called the pass key, stated twice. Mohtashami and Jaggi (2023)."""
+class Passkey(WordedNumbers):
+    """A number called the pass key, stated twice. Mohtashami and Jaggi (2023).
+
+    Attributes:
+        language: of the hidden sentence and the question (`languages.toml`); "code" for a constant.
+    """
 
     name: ClassVar[str] = "passkey"
-    intro: ClassVar[str] = (
-        "There is a pass key hidden in the text below. Find it and memorise it: I will ask you about it."
-    )
-    phrase: ClassVar[re.Pattern[str]] = re.compile(r"\bpass[\s-]*key", re.IGNORECASE)
+    worded: ClassVar[str] = "passkey"
 
     digits: int = 5
+    language: str = "en"
 
-    def hide(self, words: Random, numbers: Random) -> Hidden:
-        key = self.number(numbers)
-        return Hidden(
-            sentences=(f"The pass key is {key}. Remember it. {key} is the pass key.",),
-            numbers=(key,),
-            question="What is the pass key?",
-            lead=" The pass key is",
-        )
+    def hide(self, words: Random, answers: Random) -> Hidden:
+        key, say = self.number(answers), self.wording
+        return Hidden((say.sentence.format(number=key),), (key,), say.question, say.lead)
 
 
 @register_task
 @dataclass(frozen=True)
-class Needle(HiddenNumbers):
+class Needle(WordedNumbers):
     """Sentences that give a person a number, retrieved by the person. After Kamradt (2023) and RULER.
 
     Attributes:
         needles: the number of sentences in the question; the first is at the depth, the others anywhere.
         distractors: further sentences of the same form, not in the question.
+        language: as in `Passkey`.
     """
 
     name: ClassVar[str] = "needle"
-    intro: ClassVar[str] = (
-        "Some special numbers are hidden in the text below. Memorise them: I will ask you about them."
-    )
-    phrase: ClassVar[re.Pattern[str]] = re.compile(r"\bspecial\s+numbers?\b", re.IGNORECASE)
+    worded: ClassVar[str] = "needle"
 
     needles: int = 1
     distractors: int = 0
     digits: int = 7
+    language: str = "en"
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not (self.needles >= 1 and self.distractors >= 0 and self.needles + self.distractors <= len(OWNERS)):
+        owners = self.wording.owners
+        if not (self.needles >= 1 and self.distractors >= 0 and self.needles + self.distractors <= len(owners)):
             raise ValueError(
-                f"needles must be >= 1, distractors >= 0 and both together <= {len(OWNERS)}, "
+                f"needles must be >= 1, distractors >= 0 and both together <= {len(owners)}, "
                 f"got {self.needles} and {self.distractors}."
             )
         if self.needles + self.distractors > 9 * 10 ** (self.digits - 1):
@@ -228,19 +99,18 @@ class Needle(HiddenNumbers):
                 f"{self.needles + self.distractors} needles and distractors. Pass more digits."
             )
 
-    def hide(self, words: Random, numbers: Random) -> Hidden:
-        owners = words.sample(OWNERS, self.needles + self.distractors)
-        drawn = list(islice(distinct(lambda: self.number(numbers)), len(owners)))
-        asked = [f"the {owner}" for owner in owners[: self.needles]]
-        if len(asked) == 1:
-            subject, verb = f"the special number of {asked[0]}", "is"
-        else:
-            subject, verb = f"the special numbers of {', '.join(asked[:-1])} and {asked[-1]}, in this order,", "are"
+    def hide(self, words: Random, answers: Random) -> Hidden:
+        say = self.wording
+        owners = words.sample(say.owners, self.needles + self.distractors)
+        drawn = list(islice(distinct(lambda: self.number(answers)), len(owners)))
+        *first, final = owners[: self.needles]
+        asked = f"{say.between.join(first)}{say.last}{final}" if first else final
+        question, lead = (say.question_several, say.lead_several) if first else (say.question, say.lead)
         return Hidden(
-            sentences=tuple(f"The special number of the {o} is {n}." for o, n in zip(owners, drawn)),
-            numbers=tuple(drawn[: self.needles]),
-            question=f"What {verb} {subject.removesuffix(',')}?",
-            lead=f" {subject.capitalize()} {verb}",
+            sentences=tuple(say.sentence.format(owner=owner, number=number) for owner, number in zip(owners, drawn)),
+            references=tuple(drawn[: self.needles]),
+            question=question.format(owners=asked),
+            lead=lead.format(owners=asked),
         )
 
 

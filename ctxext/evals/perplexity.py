@@ -10,8 +10,9 @@ import base64
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from random import Random
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import torch
@@ -20,6 +21,9 @@ from torch import Tensor
 from ctxext.evals.engine import Engine
 from ctxext.evals.haystack import Haystack
 from ctxext.evals.samples import Place
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 GOLDEN = (math.sqrt(5) - 1) / 2
 
@@ -32,12 +36,15 @@ class Window:
         input_ids: its tokens; the first `n_bos` are not text.
         scored_from: index of the first token whose loss counts; at least 1.
         n_bytes: UTF-8 bytes of the scored tokens.
+        text, starts: the text of the tokens that are text, and where each begins in it, in characters.
     """
 
     input_ids: tuple[int, ...]
     n_bos: int
     scored_from: int
     n_bytes: int
+    text: str = ""
+    starts: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -62,7 +69,10 @@ class TextTask:
             ValueError: the text is too short.
         """
         bos = bos if self.bos else ()
-        start = int(beginning(place.seed, place.trial) * haystack.n_tokens)
+        if haystack.documents:
+            start = haystack.document(place.trial, place.length - len(bos))
+        else:
+            start = int(beginning(place.seed, place.trial) * haystack.n_tokens)
         return piece(haystack, start, place.length, bos, max(1, len(bos)))
 
     def record(self, window: Window, engine: Engine) -> dict[str, Any]:
@@ -124,12 +134,13 @@ class KeyTokens(TextTask):
     """The tokens of the windows of `Perplexity` that need long context, by LongPPL's rule. Fang et al. (2024), equation
     5.
 
-    A token is a key token if the judge (the unextended model, within its trained length) loses `gain` nats more on it
-    with a short context, and less than `sure` nats with a long one. Both are sliding windows that move by half their
-    size, so a token has between `short / 2` and `short` tokens of context, or `long / 2` and `long`. The judge finds
-    tokens that need more than `short` tokens, not more than `long`.
+    A token is a key token if the judge (the unextended model, within its trained length, or another model) loses `gain`
+    nats more on it with a short context, and less than `sure` nats with a long one. Both are sliding windows that move
+    by half their size, so a token has between `short / 2` and `short` tokens of context, or `long / 2` and `long`. The
+    judge finds tokens that need more than `short` tokens, not more than `long`.
 
     Attributes:
+        judge: the name of another model that judges (`Judge`); None for the baseline.
         long: the long window in tokens: the judge's trained length.
         short: the short window in tokens. In LongPPL's code a token has `trunc_len` to `trunc_len + sliding_window`
             (4096 and 1024) of 32768; the two are equal where both are `short / 2`.
@@ -137,6 +148,7 @@ class KeyTokens(TextTask):
     """
 
     name: ClassVar[str] = "key_tokens"
+    judge: str | None = None
     long: int = 8192
     short: int = 1024
     gain: float = 2.0
@@ -144,9 +156,49 @@ class KeyTokens(TextTask):
 
     def record(self, window: Window, engine: Engine) -> dict[str, Any]:
         bos, ids = window.input_ids[: window.n_bos], window.input_ids[window.n_bos :]
+        return self.judged(self.key(engine, ids, bos))
+
+    def key(self, engine: Engine, ids: Sequence[int], bos: Sequence[int]) -> Tensor:
+        """Whether each token of `ids` (but the first, without BOS) is a key token to the model of `engine`."""
         long, short = (sliding_losses(engine, ids, length, length // 2, bos) for length in (self.long, self.short))
-        key = (short - long > self.gain) & (long < self.sure)
+        return (short - long > self.gain) & (long < self.sure)
+
+    def judged(self, key: Tensor) -> dict[str, Any]:
         return {"tokens": len(key), "key_tokens": int(key.sum()), **packed(mask=key)}
+
+
+@dataclass(frozen=True)
+class Judge:
+    """Another model that finds the key tokens of a text, in its own tokens.
+
+    As in LongPPL's code, a token of the evaluated model is a key token if its characters are all in key tokens of the
+    judge.
+
+    Attributes:
+        name: with a fingerprint of its weights.
+        bos: the special tokens that its tokenizer puts before a text.
+        trained_length: in tokens.
+    """
+
+    name: str
+    engine: Engine
+    tokenizer: PreTrainedTokenizerBase
+    bos: Sequence[int]
+    trained_length: int
+
+    def record(self, task: KeyTokens, window: Window) -> dict[str, Any]:
+        read = self.tokenizer(window.text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+        key = task.key(self.engine, read["input_ids"], self.bos).tolist()
+        held = torch.zeros(len(window.text) + 1, dtype=torch.long)
+        for (start, end), is_key in zip(read["offset_mapping"][0 if self.bos else 1 :], key):
+            held[start:end] |= int(is_key)
+        # Characters that are not key before each place.
+        others = torch.cat([torch.zeros(1, dtype=torch.long), (1 - held).cumsum(0)])
+        # Several tokens may be parts of one character.
+        bounds = [*dict.fromkeys(window.starts), len(window.text)]
+        ends = dict(pairwise(bounds))
+        inside = [bool(others[start] == others[ends[start]]) for start in window.starts]
+        return task.judged(torch.tensor(inside[window.scored_from - window.n_bos :]))
 
 
 def _losses(window: Window, **arrays: Tensor) -> dict[str, Any]:
@@ -229,7 +281,8 @@ def piece(haystack: Haystack, start: int, length: int, bos: Sequence[int], score
         )
     ids = (*haystack.token_ids[start : start + body], *haystack.token_ids[: max(0, start + body - n)])
     first = start + scored_from - len(bos)
-    return Window((*bos, *ids), len(bos), scored_from, haystack.n_bytes(first, start + body))
+    text, starts = haystack.stretch(start, start + body)
+    return Window((*bos, *ids), len(bos), scored_from, haystack.n_bytes(first, start + body), text, starts)
 
 
 def packed(**tensors: Tensor) -> dict[str, str]:

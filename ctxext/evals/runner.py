@@ -90,7 +90,7 @@ class Grid:
             lengths: Sequence[int] = wanted[-1:] if text_task.prefixes and not whole else wanted
             if isinstance(text_task, ShortContext):
                 lengths = self.gate[-1:]
-            elif isinstance(text_task, KeyTokens):  # the baseline judges them
+            elif isinstance(text_task, KeyTokens):  # judged once, with the variant that is not extended here
                 lengths = self.lengths[-1:] if variant.extension is None else ()
             for length, window in product(lengths, range(self.windows)):
                 yield Batch(text_task, ((Place(text_task.name, length, None, window, self.seed),),))
@@ -158,6 +158,7 @@ class Runner:
             variants={variant.name: variant.describe(target) for variant in variants},
             about={
                 **target.about,
+                **({"documents": len(self.haystack.documents) - 1} if self.haystack.documents else {}),
                 "text_tokens": self.haystack.n_tokens,
                 "text_repeats": self.haystack.repeats,
                 "lengths": list(self.grid.lengths),

@@ -12,9 +12,10 @@ from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from difflib import SequenceMatcher
 from hashlib import blake2b
 from random import Random
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 from ctxext.evals.haystack import Haystack
 from ctxext.evals.prompts import Prompter
@@ -80,12 +81,14 @@ class Sample:
         body: the user's message, including the haystack. `question` is the part that asks.
         lead: the beginning of the answer, up to its first token.
         references: what the answer must contain.
-        metric: "numbers" scores the share of `references` that are the answer's `numbers`, in order; "all" the share
-            that the answer contains; "part" whether it contains any.
+        metric: a name in `METRICS`. "numbers" scores the share of `references` that are the answer's `numbers`, in
+            order; "all" the share that the answer contains; "part" whether it contains any; "first" whether any comes
+            before all `rivals`; "ratio" how alike the answer and the reference are, 0 unless it begins with `lead`.
         answer: the exact answer, scored by teacher forcing; empty if there are many right forms, so that it must be
             generated.
         input_ids: `n_prompt` tokens of the prompt, then those of `answer`.
         answer_tokens: the token limit of a generated answer. `n_prompt + answer_tokens` is the place's length.
+        rivals: wrong answers, for the metric "first".
         begun: whether the prompt ends with `lead`, so that the model completes the answer.
         needles: the hidden sentences in order; `needle_tokens` are their start indices in `input_ids`.
         start: the haystack's token at which its text begins; None without a haystack.
@@ -96,7 +99,7 @@ class Sample:
     lead: str
     question: str
     references: tuple[str, ...]
-    metric: Literal["numbers", "all", "part"]
+    metric: str
     answer: str
     input_ids: tuple[int, ...]
     n_prompt: int
@@ -105,18 +108,69 @@ class Sample:
     needles: tuple[str, ...] = ()
     needle_tokens: tuple[int, ...] = ()
     start: int | None = None
+    rivals: tuple[str, ...] = ()
 
     def numbers(self, text: str) -> list[str]:
         """The numbers of an answer (`numbers_in`) with at least as many digits as the shortest reference, in order."""
         return numbers_in(text, min(map(len, self.references)))
 
     def score(self, text: str) -> float:
-        """The score of a generated answer, from 0 to 1. "all" and "part" are RULER's, and ignore case."""
-        if self.metric == "numbers":  # the first numbers count, right or wrong
-            found = [said == number for said, number in zip(self.numbers(text), self.references)]
-        else:
-            found = [reference.lower() in text.lower() for reference in self.references]
-        return float(any(found)) if self.metric == "part" else sum(found) / len(self.references)
+        """The score of a generated answer, from 0 to 1."""
+        return METRICS[self.metric](self, text)
+
+
+# How answers are scored: functions of the sample and the answer's text, from 0 to 1.
+METRICS: dict[str, Callable[[Sample, str], float]] = {}
+
+
+def register_metric(name: str) -> Callable[[Callable[[Sample, str], float]], Callable[[Sample, str], float]]:
+    """Function decorator: register a way to score answers."""
+
+    def registered(function: Callable[[Sample, str], float]) -> Callable[[Sample, str], float]:
+        METRICS[name] = function
+        return function
+
+    return registered
+
+
+@register_metric("numbers")
+def _numbers(sample: Sample, text: str) -> float:
+    """The first numbers count, right or wrong."""
+    found = [said == number for said, number in zip(sample.numbers(text), sample.references)]
+    return sum(found) / len(sample.references)
+
+
+@register_metric("all")
+def _all(sample: Sample, text: str) -> float:
+    """RULER's, ignoring case."""
+    return sum(reference.lower() in text.lower() for reference in sample.references) / len(sample.references)
+
+
+@register_metric("part")
+def _part(sample: Sample, text: str) -> float:
+    """RULER's, ignoring case."""
+    return float(_all(sample, text) > 0)
+
+
+@register_metric("first")
+def _first(sample: Sample, text: str) -> float:
+    """Whole words, ignoring case."""
+    named = re.search(_either((*sample.references, *sample.rivals)), text, re.IGNORECASE)
+    return float(named is not None and re.fullmatch(_either(sample.references), named[0], re.IGNORECASE) is not None)
+
+
+@register_metric("ratio")
+def _ratio(sample: Sample, text: str) -> float:
+    """That of OpenAI's MRCR."""
+    said, lead = text.strip(), "" if sample.begun else sample.lead.strip()
+    if not said.startswith(lead):
+        return 0.0
+    return SequenceMatcher(None, said.removeprefix(lead).strip(), sample.references[0]).ratio()
+
+
+def _either(names: Sequence[str]) -> str:
+    """A pattern of any of these names as whole words."""
+    return rf"(?<!\w)(?:{'|'.join(map(re.escape, names))})(?!\w)"
 
 
 def written(
@@ -150,7 +204,7 @@ class RetrievalTask(ABC):
     """A retrieval task: a frozen dataclass whose fields are its settings.
 
     Attributes:
-        uses_depth: whether the grid sets the needle's depth.
+        uses_depth: whether the grid sets the depth of the (first) needle.
         looks_up: whether it is pure lookup, which a capable model solves almost always in short text.
     """
 
@@ -187,8 +241,10 @@ class RetrievalTask(ABC):
         ]
 
 
-# The tasks of `ctxext eval` and `ctxext compare`, each built from its settings.
+# The tasks of `ctxext eval` and `ctxext compare`, each built from its settings; and those of published data sets, whose
+# data are settings.
 TASKS: dict[str, Callable[..., RetrievalTask]] = {}
+DATA_TASKS: dict[str, Callable[..., RetrievalTask]] = {}
 
 
 def register_task(cls: type[RetrievalTask]) -> type[RetrievalTask]:
@@ -199,13 +255,15 @@ def register_task(cls: type[RetrievalTask]) -> type[RetrievalTask]:
 
 def make_task(name: str, **settings: Any) -> RetrievalTask:
     """A registered task by its name. Raises ValueError for an unknown name."""
-    if name not in TASKS:
-        raise ValueError(f"unknown task {name!r}{suggest(name, TASKS)}")
-    return TASKS[name](**settings)
+    known = {**TASKS, **DATA_TASKS}
+    if name not in known:
+        raise ValueError(f"unknown task {name!r}{suggest(name, known)}")
+    return known[name](**settings)
 
 
-def list_tasks() -> list[str]:
-    return list(TASKS)
+def list_tasks(*, data: bool = False) -> list[str]:
+    """The tasks, with `data` also those that need data of their own."""
+    return [*TASKS, *(DATA_TASKS if data else ())]
 
 
 def fingerprint(*parts: Any) -> str:

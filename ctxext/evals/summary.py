@@ -330,12 +330,39 @@ class Summary:
     def key_tokens(self, variant: str) -> tuple[float, int] | None:
         """The perplexity on the key tokens (judged by the unextended model), and their number."""
         lengths = self.lengths("key_tokens")
-        masks = {r["trial"]: unpacked(r, "mask") for r in self.of(UNEXTENDED, "key_tokens")}
-        losses = self.losses(variant, lengths[-1]) if lengths else {}
         shown = self._shown(variant, lengths[-1]) if lengths else set()
-        parts = [losses[trial][mask[: len(losses[trial])]] for trial, mask in masks.items() if trial in shown]
+        parts = [losses for trial, losses in self._key_losses(variant).items() if trial in shown]
         picked = np.concatenate(parts).astype(float) if parts else np.empty(0)
         return (_exp(picked.mean()), len(picked)) if len(picked) else None
+
+    def _key_losses(self, variant: str) -> dict[int, np.ndarray]:
+        """By window, the losses of the key tokens, in nats."""
+        lengths = self.lengths("key_tokens")
+        losses = self.losses(variant, lengths[-1]) if lengths else {}
+        judged = next((found for v in (UNEXTENDED, *self.variants) if (found := self.of(v, "key_tokens"))), [])
+        masks = {r["trial"]: unpacked(r, "mask") for r in judged}
+        return {trial: losses[trial][mask[: len(losses[trial])]] for trial, mask in masks.items() if trial in losses}
+
+    def key_difference(self, one: str, other: str | None = None) -> Difference | None:
+        """The difference of the mean loss of the key tokens in nats, with its interval over independent windows.
+
+        Args:
+            other: None for the loss of `one` itself.
+
+        None with fewer than two independent windows.
+        """
+        ours, theirs = self._key_losses(one), self._key_losses(one if other is None else other)
+        trials = [trial for trial in ours if trial in theirs and len(ours[trial])]
+        apart = self._apart(trials, self.lengths("key_tokens")[-1]) if trials else []
+        if len({*apart}) < 2:
+            return None
+        mine, other_sums = ([float(part[k].astype(float).sum()) for k in trials] for part in (ours, theirs))
+        if not all(map(math.isfinite, (*mine, *other_sums))):
+            return None
+        zero = [0.0] * len(trials)
+        return paired_loss_difference(
+            mine, zero if other is None else other_sums, [len(ours[k]) for k in trials], apart
+        )
 
     def loss_difference(
         self, one: str, other: str, length: int, after: int = 0, task: str = "perplexity"
@@ -383,7 +410,7 @@ class Summary:
         if self._texts:
             return [self._texts[trial] for trial in trials]
         held = self.header.about.get("text_tokens")
-        if held is None or task == "sliding_perplexity":
+        if held is None or self.header.about.get("documents") or task == "sliding_perplexity":
             return list(range(len(trials)))
         return window_stretches(trials, self.header.identity["seed"], span, held)
 
@@ -419,6 +446,9 @@ class Summary:
         def figures(variant: str) -> dict[str, Any]:
             gate, retrieval = self.gate(variant), {task: self.by_length(variant, task) for task in self.retrieval_tasks}
             effective = self.effective_length(variant, self.deciding_tasks)
+            key_loss, key_difference = self.key_difference(variant), None
+            if UNEXTENDED in self.variants and variant != UNEXTENDED:
+                key_difference = self.key_difference(variant, UNEXTENDED)
             return {
                 "retrieval": {
                     task: {length: share._asdict() for length, share in shares.items()}
@@ -432,6 +462,8 @@ class Summary:
                 "bits_per_byte": self.bits_per_byte(variant, lengths[-1]) if lengths else None,
                 "curve": self.curve(variant),
                 "key_tokens": self.key_tokens(variant),
+                "key_loss": key_loss and key_loss._asdict(),
+                "key_difference": key_difference and key_difference._asdict(),
                 "gate": {
                     "length": gate.length,
                     "loss": gate.loss and gate.loss._asdict(),

@@ -17,7 +17,7 @@ from ctxext.api import temporarily_extended
 from ctxext.core.encoding import ModuleEncoding
 from ctxext.core.plan import Plan, check_encoding, factor_and_target
 from ctxext.evals.engine import Engine, length_dependent
-from ctxext.evals.perplexity import TextTask, Window
+from ctxext.evals.perplexity import Judge, KeyTokens, TextTask, Window
 from ctxext.evals.prompts import Prompter
 from ctxext.evals.results import Record
 from ctxext.evals.samples import Sample, fingerprint
@@ -111,7 +111,13 @@ class Target(ABC):
 
 
 class LiveModel(Target):
-    """A model in this process."""
+    """A model in this process.
+
+    Attributes:
+        judge: the model that finds the key tokens; None for this one.
+    """
+
+    judge: Judge | None
 
     def __init__(
         self, model: PreTrainedModel, prompter: Prompter, name: str, trained_length: int | None = None
@@ -119,7 +125,7 @@ class LiveModel(Target):
         trained, reach = known_lengths(model.config)
         trained = trained_length or trained
         self.model, self.prompter, self.name = model, prompter, name
-        self.engine = Engine(model)
+        self.engine, self.judge = Engine(model), None
         self._limit = hard_limit(model)
         self.fingerprint = model_fingerprint(model)
         self.facts = {"dtype": str(model.dtype).removeprefix("torch.")}
@@ -172,6 +178,8 @@ class LiveModel(Target):
                     yield [record(sample, self.engine.generate(sample))]
 
     def read(self, task: TextTask, window: Window) -> Record:
+        if isinstance(task, KeyTokens) and self.judge is not None:
+            return self.judge.record(task, window)
         return task.record(window, self.engine)
 
 

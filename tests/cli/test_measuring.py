@@ -114,6 +114,39 @@ def printed(out: str) -> dict[str, list[str]]:
 
 # ------------------------------------------------------------------------------------------------------ eval
 
+
+@pytest.mark.slow
+def test_another_model_judges_the_key_tokens_of_documents(tmp_path: Path) -> None:
+    """The baseline as judge finds what the baseline finds, and intervals are over documents."""
+    chapters = PERSUASION.read_text(encoding="utf-8").split("Chapter ")[1:4]
+    documents = tmp_path / "documents.jsonl"
+    documents.write_text("".join(json.dumps({"text": chapter[:6000]}) + "\n" for chapter in chapters))
+    how = ("--tasks", "perplexity,key_tokens", "--haystack", documents, "--by-document", "--lengths", 700)
+    how = ("eval", MODEL, "--method", "yarn", "--factor", 2, *how, "--setting", "key_tokens.gain=0.3", "--windows", 3)
+    masks, headers = {}, {}
+    for name, judge in (("own", ()), ("judge", ("--judge", MODEL))):
+        outcome = ctxext(*how, *judge, "-o", tmp_path / f"{name}.jsonl")
+        assert outcome.code == 0, outcome.err
+        headers[name], records = lines(tmp_path / f"{name}.jsonl")
+        masks[name] = {r["trial"]: r["mask"] for r in records if r["task"] == "key_tokens"}
+    assert masks["own"] == masks["judge"]
+    assert len(set(masks["own"].values())) == 3
+    assert headers["own"]["tasks"]["key_tokens"]["judge"] is None
+    assert headers["judge"]["tasks"]["key_tokens"]["judge"].startswith(f"{MODEL.name} ")
+    assert headers["judge"]["about"]["documents"] == 3
+    summary = Summary(read_results(tmp_path / "judge.jsonl"))
+    loss, (perplexity, _) = summary.key_difference("yarn"), summary.key_tokens("yarn")
+    assert loss.n == 3
+    assert math.exp(loss.value) == pytest.approx(perplexity)
+    assert loss.low < loss.value < loss.high
+    refused = ctxext("eval", MODEL, "--judge", MODEL, "-o", tmp_path / "other.jsonl")
+    assert "--judge is for key_tokens" in refused.said
+    refused = ctxext(*how[:-1], 4, "-o", tmp_path / "other.jsonl")
+    assert re.search(r"has 3 documents of 699 tokens or more.*--windows 3", refused.said)
+    refused = ctxext("eval", MODEL, "--by-document", "-o", tmp_path / "other.jsonl")
+    assert "--haystack FILE.jsonl" in refused.said
+
+
 # The spaces are as people write them.
 EVAL = ("eval", MODEL, "--method", "yarn", "--tasks", "passkey, perplexity, short", "--lengths", "512, 1k")
 EVAL = (*EVAL, "--depths", "2", "--trials", "2", "--windows", "2")
@@ -592,7 +625,7 @@ PERPLEXITY = ("--tasks", "passkey,perplexity")
 KEY_TOKENS = ("--tasks", "key_tokens", "--method", "yarn")
 REMEDIES = {
     "unknown task": (("--tasks", "paskey", *SMALL), "unknown task 'paskey'; did you mean 'passkey'?"),
-    "no task": (("--tasks", "", *SMALL), "Known: passkey,"),
+    "no task": (("--tasks", "", *SMALL), "Known: .*passkey,"),
     "unknown method": ((*PASSKEY, *SMALL, "--method", "yarm"), "did you mean 'yarn'?"),
     "too long": ((*PASSKEY, *TRIAL, "--lengths", "512,1k"), "supports 512 tokens, got 1,024.*--beyond"),
     "too long, extended": ((*PASSKEY, *TRIAL, "--lengths", "4k", "--method", "pi", "--factor", "2"), "supports 1,024"),

@@ -13,7 +13,9 @@ from datasets import Dataset
 from ctxext.data.packing import IGNORED, Packed, pack
 from ctxext.data.retrieval import ANIMALS, COLOURS, DIGITS, FORMS, MOST, RetrievalRows
 from ctxext.data.sources import Source
-from ctxext.evals.needle import OWNERS, HiddenNumbers, NeedleAmongDistractors, Needles, Passkey
+from ctxext.evals.hidden import HiddenNumbers
+from ctxext.evals.languages import wording
+from ctxext.evals.needle import NeedleAmongDistractors, Needles, Passkey
 
 FILLER = [f"Sentence {word} of the text is here." for word in ("one", "two", "three", "four", "five", "six")]
 TEXT = " ".join(Random(0).choices(FILLER, k=1200))
@@ -134,7 +136,7 @@ def test_rows_share_no_number_and_no_wording_with_the_evaluation(task: HiddenNum
     mine = [part.format(who="", n="") for form in FORMS for part in form]
     common = {"the", "of", "to", "for", "in", "it", "a", "what", "is", "this", "and", "are", "did", "does", "i", "you"}
     assert not {word for text in mine for word in words(text)} - common & {w for text in evaluated for w in words(text)}
-    assert not {*COLOURS, *ANIMALS} & {*OWNERS}
+    assert not {*COLOURS, *ANIMALS} & {*wording("en", "needle").owners}
     pairs = [{pair for text in texts for pair in pairwise(words(text))} for texts in (mine, evaluated)]
     assert not pairs[0] & pairs[1]
 

@@ -8,9 +8,11 @@ import os
 import re
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import lm_eval.tasks
 import pytest
 import torch
 from lm_eval import simple_evaluate
@@ -27,6 +29,8 @@ from ctxext.evals.harness.tasks.documents import mean_of_present, passkey_docume
 from ctxext.evals.haystack import Haystack
 from ctxext.evals.needle import Passkey
 from ctxext.evals.prompts import Prompter
+from ctxext.evals.ruler import RULER
+from ctxext.evals.samples import Place, list_tasks, make_task
 from ctxext.evals.targets import LiveModel
 from ctxext.hub.checkpoint import extend_folder
 
@@ -340,3 +344,111 @@ def test_every_task_of_the_short_preset_exists_in_lm_eval() -> None:
     preset = GroupConfig(**index["ctxext_short"].cfg)
     assert len(preset.task) >= 8
     assert [task for task in preset.task if task not in index] == []
+
+
+# --------------------------------------------------------------------- all retrieval tasks, by generation
+
+
+def test_the_group_has_every_task_that_hides_sentences() -> None:
+    index = TaskManager(include_path=harness.TASKS, include_defaults=False).task_index
+    group = GroupConfig(**index["ctxext_retrieval"].cfg)
+    assert {task.removeprefix("ctxext_") for task in group.task} == {*list_tasks()} - {*RULER}
+
+
+@pytest.mark.parametrize("name", ["needles", "nolima", "mrcr", "counting", "code"])
+def test_a_generated_answer_has_the_score_of_ctxext_eval(name: str, yarn) -> None:
+    """And prompts leave room for it, so that lm-eval cuts none."""
+    metadata = {"max_seq_lengths": [1200], "depths": [0.5], "trials": 2}
+    task = offline_tasks(**metadata).load(f"ctxext_{name}")["tasks"][f"ctxext_{name}"]
+    task.build_all_requests()
+    ours, text = make_task(name), Haystack.from_file(PERSUASION, yarn.tokenizer)
+    for request in task.instances:
+        doc = request.doc
+        place = Place(name, doc["length"], doc["depth"], doc["trial"], 0)
+        sample = ours.sample(place, Prompter(yarn.tokenizer, "base", 96), text)
+        prompt = yarn.tok_encode(request.args[0])
+        assert len(prompt) <= doc["length"] - 96
+        assert len(prompt) == pytest.approx(sample.n_prompt, abs=1)  # the space before the answer
+        for said in (
+            sample.references[0],
+            "I do not know",
+            f" {', '.join(sample.references)}.",
+            "7",
+            *sample.rivals[:1],
+        ):
+            (score,) = [s for s in task.process_results(doc, [said]).values() if s is not None]
+            assert score == sample.score(said)
+
+
+STOCK = """
+import json, sys
+from lm_eval import simple_evaluate
+from lm_eval.tasks import TaskManager
+
+assert "ctxext" not in sys.modules
+folder, metadata = sys.argv[1], json.loads(sys.argv[2])
+tasks = TaskManager(include_path=folder, include_defaults=False, metadata=metadata)
+found = simple_evaluate(
+    model="hf", model_args=metadata["pretrained"] and f"pretrained={metadata['pretrained']}", device="cpu",
+    tasks=["ctxext_retrieval"], task_manager=tasks, limit=1, bootstrap_iters=0,
+)
+print(json.dumps(found["results"]))
+"""
+
+
+def test_stock_lm_eval_runs_the_group_with_its_own_model() -> None:
+    metadata = {"pretrained": str(MODEL), "max_seq_lengths": [512], "depths": [0.5], "trials": 1}
+    run = subprocess.run(
+        [sys.executable, "-c", STOCK, str(harness.TASKS), json.dumps(metadata)], capture_output=True, text=True
+    )
+    assert run.returncode == 0, run.stderr
+    results = json.loads(run.stdout.splitlines()[-1])
+    measured = {task: found["acc@512,none"] for task, found in results.items() if task != "ctxext_retrieval"}
+    assert len(measured) == len({*list_tasks()} - {*RULER})
+    assert all(0 <= score <= 1 for score in measured.values())
+    assert measured["ctxext_passkey"] == 1.0
+
+
+# ------------------------------------------------------------------------------------ the short preset
+
+# Two rows or more for each task, our own, in the columns of its data set.
+MINIATURE = json.loads((Path(__file__).parents[1] / "support/short_preset.json").read_text(encoding="utf-8"))
+# lm-eval's own settings of each.
+SETTINGS = {
+    "arc_easy": "arc/arc_easy", "arc_challenge": "arc/arc_challenge", "hellaswag": "hellaswag/hellaswag",
+    "piqa": "piqa/piqa", "winogrande": "winogrande/default", "lambada_openai": "lambada/lambada_openai",
+    "mmlu_anatomy": "mmlu/default/mmlu_anatomy", "gsm8k": "gsm8k/gsm8k", "ifeval": "ifeval/ifeval",
+}  # fmt: skip
+
+
+def miniature_tasks(folder: Path) -> None:
+    """Write tasks of lm-eval's names and settings that read our rows."""
+    for name, rows in MINIATURE.items():
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        splits = {split: str(folder / f"{name}.jsonl") for split in ("train", "validation", "test", "dev")}
+        theirs = str(Path(lm_eval.tasks.__file__).parent / f"{SETTINGS[name]}.yaml")
+        own = {"include": theirs, "task": name, "dataset_path": "json", "dataset_name": None}
+        (folder / f"{name}.yaml").write_text(json.dumps({**own, "dataset_kwargs": {"data_files": splits}}))
+    # One of its 57 subjects.
+    (folder / "mmlu.yaml").write_text(json.dumps({"group": "mmlu", "task": ["mmlu_anatomy"]}))
+
+
+def test_the_short_preset_runs_offline_on_miniature_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """lm-eval's own tasks on an extended model: prompts, scores and metrics are lm-eval's, the rows ours."""
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    miniature_tasks(tmp_path)
+    manager = TaskManager(include_path=[str(harness.TASKS), str(tmp_path)], include_defaults=False)
+    preset = GroupConfig(**manager.task_index["ctxext_short"].cfg).task
+    assert {*preset} - {"mmlu"} == {*MINIATURE} - {"mmlu_anatomy"}
+    if not all(map(find_spec, ("langdetect", "immutabledict"))):
+        preset.remove("ifeval")
+    lm = load(method="yarn", factor=4, batch_size=4)
+    found = simple_evaluate(model=lm, tasks=preset, task_manager=manager, limit=2, bootstrap_iters=0, log_samples=True)
+    assert {*found["samples"]} == {*preset} - {"mmlu"} | {"mmlu_anatomy"}
+    for name, samples in found["samples"].items():
+        figures = found["results"][name]
+        numbers = [v for metric, v in figures.items() if "," in metric and "stderr" not in metric]
+        assert numbers
+        assert all(math.isfinite(number) for number in numbers)
+        assert {sample["doc_id"] for sample in samples} == {0, 1}
+    assert "To keep soup warm," in str(found["samples"]["piqa"][1]["arguments"])

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
+from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,6 +17,7 @@ from ctxext.assets import PERSUASION
 from ctxext.evals.engine import Engine
 from ctxext.evals.haystack import Haystack
 from ctxext.evals.perplexity import (
+    Judge,
     KeyTokens,
     Perplexity,
     ShortContext,
@@ -28,6 +32,7 @@ from ctxext.evals.prompts import Prompter
 from ctxext.evals.samples import Place
 from ctxext.evals.statistics import paired_loss_difference
 
+NOVEL = PERSUASION.read_text(encoding="utf-8")[:60_000]
 TEXT = "It was a fine day. Was it? It was! " * 40
 
 
@@ -174,3 +179,86 @@ def test_a_text_that_is_too_short_is_refused() -> None:
         SlidingPerplexity(stride=129).window(Place("sliding_perplexity", 128, None, 0, 0), haystack, ())
     with pytest.raises(ValueError, match="stride must be between 1 and"):
         sliding_losses(Engine(tiny_model("llama")), [5, 6, 7], 16, 0)
+
+
+# ------------------------------------------------------------------------------------ another judge
+
+
+def judge_of(kind: str, **how: float) -> tuple[Judge, KeyTokens]:
+    tokenizer = tokenizer_of_kind(kind)
+    engine = Engine(tiny_model("llama", vocab_size=len(tokenizer)))
+    task = KeyTokens(judge="judge", long=64, short=16, **{"gain": 0.5, "sure": 9.0, **how})
+    return Judge("judge", engine, tokenizer, Prompter(tokenizer, "base").bos, 64), task
+
+
+def test_a_judge_with_the_same_tokenizer_finds_the_same_tokens() -> None:
+    judge, task = judge_of("bundled")
+    haystack = Haystack.from_text(NOVEL, judge.tokenizer)
+    for trial in range(3):
+        window = task.window(Place("key_tokens", 150, None, trial, 0), haystack, judge.bos)
+        assert judge.tokenizer(window.text)["input_ids"] == list(window.input_ids)
+        own, judged = task.record(window, judge.engine), judge.record(task, window)
+        assert own == judged
+        assert 0 < judged["key_tokens"] < judged["tokens"]
+
+
+@pytest.mark.parametrize("kinds", [("merging", "bundled"), ("bundled", "merging"), ("bundled", "sentencepiece")])
+def test_a_token_is_key_if_all_its_characters_are_in_key_tokens_of_the_judge(kinds: tuple[str, str]) -> None:
+    of_judge, of_model = kinds
+    judge, task = judge_of(of_judge)
+    tokenizer = tokenizer_of_kind(of_model)
+    haystack, bos = Haystack.from_text(NOVEL, tokenizer), Prompter(tokenizer, "base").bos
+    window = task.window(Place("key_tokens", 200, None, 1, 0), haystack, bos)
+    record = judge.record(task, window)
+    # Written out: the characters of the judge's key tokens, and the tokens of the model without another character.
+    read = judge.tokenizer(window.text, add_special_tokens=False, return_offsets_mapping=True)
+    key = task.key(judge.engine, read["input_ids"], judge.bos).tolist()
+    offsets = read["offset_mapping"][0 if judge.bos else 1 :]
+    assert len(key) == len(offsets)
+    chars = {k for (start, end), is_key in zip(offsets, key) if is_key for k in range(start, end)}
+    spans = list(zip(window.starts, [*window.starts[1:], len(window.text)]))[0 if bos else 1 :]
+    expected = [all(k in chars for k in range(start, end)) for start, end in spans]
+    assert unpacked(record, "mask").tolist() == expected
+    assert record["tokens"] == len(window.input_ids) - 1
+    assert 0 < record["key_tokens"] == sum(expected) < len(expected)
+
+
+def test_parts_of_one_character_are_judged_together() -> None:
+    judge, task = judge_of("bundled", gain=-99.0, sure=99.0)  # every token is key
+    haystack = Haystack.from_text("山高水长日落风起云飞" * 40, judge.tokenizer)
+    window = task.window(Place("key_tokens", 90, None, 0, 0), haystack, judge.bos)
+    assert judge.record(task, window)["key_tokens"] == 89
+    none = replace(task, gain=99.0)
+    assert judge.record(none, window)["key_tokens"] == 0
+
+
+# ----------------------------------------------------------------------------------------- documents
+
+
+@pytest.fixture
+def documents(tmp_path: Path) -> Path:
+    chapters = NOVEL.split("Chapter ")[1:]
+    path = tmp_path / "documents.jsonl"
+    path.write_text(
+        "".join(json.dumps({"text": chapter[: 900 * (k + 1)]}) + "\n" for k, chapter in enumerate(chapters[:5]))
+    )
+    return path
+
+
+def test_windows_by_document_are_the_beginnings_of_the_longest(documents: Path) -> None:
+    tokenizer = tokenizer_of_kind("bundled")
+    haystack, bos = Haystack.of_documents(documents, tokenizer), Prompter(tokenizer).special
+    texts = [json.loads(line)["text"].strip() for line in documents.read_text().splitlines()]
+    for trial, text in enumerate(texts[:1:-1]):
+        window = Perplexity().window(Place("perplexity", 300, None, trial, 0), haystack, bos)
+        assert text.startswith(window.text)
+        assert len(window.input_ids) == 300
+        assert (
+            Perplexity().window(Place("perplexity", 100, None, trial, 0), haystack, bos).input_ids
+            == (window.input_ids[:100])
+        )
+    with pytest.raises(ValueError, match=r"has 3 documents of 5\d\d tokens or more, and window 4 needs one of its own"):
+        Perplexity().window(Place("perplexity", 520, None, 3, 0), haystack, bos)
+    assert haystack.fingerprint != Haystack.from_file(documents, tokenizer).fingerprint
+    with pytest.raises(ValueError, match="is not a table of documents"):
+        Haystack.of_documents(PERSUASION, tokenizer)

@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from ruler_reference import COMMIT, GOLDEN, SAMPLES, TEMPLATES, by_words, example_layout, shape
+from ruler_reference import COMMIT, ENGLISH, GOLDEN, SAMPLES, TEMPLATES, by_words, example_layout, shape
 from ruler_reference import HOTPOT as HOTPOT_OF_REFERENCE
 from ruler_reference import SQUAD as SQUAD_OF_REFERENCE
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
@@ -795,16 +795,18 @@ GOLDENS = json.loads(GOLDEN.read_text())["samples"]
 @pytest.fixture(scope="module")
 def question_files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     folder = tmp_path_factory.mktemp("questions")
-    for name, content in (("qa_1", SQUAD_OF_REFERENCE), ("qa_2", HOTPOT_OF_REFERENCE)):
+    contents = {"qa_1": SQUAD_OF_REFERENCE, "qa_2": HOTPOT_OF_REFERENCE, "cwe": ENGLISH}
+    for name, content in contents.items():
         (folder / name).write_text(json.dumps(content))
-    return {name: str(folder / name) for name in ("qa_1", "qa_2")}
+    return {name: str(folder / name) for name in contents}
 
 
 def as_nvidia(run: str, question_files: dict[str, str]) -> tuple[list[Sample], list[str], Prompter]:
     """Our samples of a run of NVIDIA's, with their prompts."""
     template, length, name = run.split("/")
     prompter = template_prompter(template) if template != "base" else prompter_of("words")
-    data = {"data": question_files[name]} if name in question_files else {}
+    setting = "english_words" if name == "cwe" else "data"
+    data = {setting: question_files[name]} if name in question_files else {}
     task = make_task(name, compat="nvidia", **data)
     places = [Place(name, int(length), None, trial, 42) for trial in range(SAMPLES)]
     samples = [task.sample(place, prompter, haystack_of("words")) for place in places]
@@ -834,6 +836,21 @@ def test_samples_are_those_of_nvidias_commit(run: str, question_files: dict[str,
     assert sorted(lengths) == golden["lengths"]
     if name == "vt":
         assert len({example_layout(prompt) for prompt in prompts}) == golden["layouts"] == 1
+
+
+def test_words_come_from_nvidias_file_where_the_lists_do_not_suffice(tmp_path: Path) -> None:
+    (tmp_path / "words.json").write_text(json.dumps({"1": "a"}))
+    english = GOLDENS["base/16384/cwe"]["shapes"][0]["english"]
+    assert english[0] == 0 < english[1]
+    with pytest.raises(ValueError, match="english_words of cwe are for compat='nvidia' only"):
+        make_task("cwe", english_words=str(tmp_path / "words.json"))
+    (tmp_path / "bad.json").write_text("[]")
+    with pytest.raises(ValueError, match=r"bad\.json is not NVIDIA's english_words\.json"):
+        draw("cwe", 60_000, compat="nvidia", english_words=str(tmp_path / "bad.json"))
+    one, other = (
+        make_task("cwe", compat="nvidia", english_words=str(tmp_path / f"{k}.json")) for k in ("words", "bad")
+    )
+    assert one.settings() != other.settings()
 
 
 def test_goldens_are_of_the_commit_that_the_docs_name() -> None:

@@ -69,6 +69,10 @@ HOTPOT = [
 ]
 
 
+# In place of NVIDIA's english_words.json.
+ENGLISH = {k: f"word{k}" for k in range(10_000)}
+
+
 def by_words() -> PreTrainedTokenizerFast:
     """One token for each word, and BOS: what NVIDIA's code counts can be counted by hand."""
     tokenizer = Tokenizer(models.WordLevel({"<s>": 0, "<unk>": 1}, unk_token="<unk>"))
@@ -98,6 +102,7 @@ def shape(name: str, prompt: str, references: Sequence[str]) -> dict[str, Any]:
     elif name == "cwe":
         lists = [Counter(re.findall(r"\d+\. (\S+)", part)).values() for part in re.split(r"Below is", prompt)[1:]]
         facts = {"counts": [sorted(Counter(counts).items()) for counts in lists]}
+        facts["english"] = [len(re.findall(r"\d+\. word\d", part)) for part in re.split(r"Below is", prompt)[1:]]
         text = re.sub(r"\d+\. \S+ ?", "", prompt)
     elif name == "fwe":
         before, coded, after = re.split(r"(?<=coded words\. )(.*)(?=\nQuestion)", prompt)
@@ -169,15 +174,17 @@ def main(source: str) -> None:
         copytree(source, folder / "checkout", ignore=lambda *_: [".git"])
         held = folder / "checkout/scripts/data/synthetic/json"
         (held / "PaulGrahamEssays.json").write_text(json.dumps({"text": PERSUASION.read_text(encoding="utf-8")}))
-        (held / "english_words.json").write_text(json.dumps({k: f"word{k}" for k in range(10_000)}))
+        (held / "english_words.json").write_text(json.dumps(ENGLISH))
         (held / "squad.json").write_text(json.dumps(SQUAD))
         (held / "hotpotqa.json").write_text(json.dumps(HOTPOT))
         by_words().save_pretrained(folder / "words")
         _stand_ins()
         sys.path.insert(0, str(folder / "checkout/scripts/data/synthetic"))
         golden: dict[str, Any] = {"commit": COMMIT, "seed": 42, "samples": {}}
-        for template, length in [*(("base", length) for length in LENGTHS), ("meta-chat", 2048)]:
-            for task in RULER:
+        runs = [*((("base", length), RULER) for length in LENGTHS), (("meta-chat", 2048), RULER)]
+        # Where the words of our lists do not suffice.
+        for (template, length), tasks in [*runs, (("base", 16_384), ("cwe",))]:
+            for task in tasks:
                 # NVIDIA makes a turn of the chat of its own of the example of cwe, and we do not.
                 if (template, task) == ("meta-chat", "cwe"):
                     continue

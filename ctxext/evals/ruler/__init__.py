@@ -19,7 +19,7 @@ template unchanged, and is sent to servers too. All answers are generated. Diffe
   and keys and values are distinct;
 - the essays: pass Paul Graham's as the haystack. Sentences end by a regular expression, not by nltk's punkt;
 - the words are those of wonderwords if it is installed, else our own; if `cwe` needs more, words of the haystack
-  follow, not NVIDIA's list of English words;
+  follow, unless NVIDIA's list of English words is passed as `english_words`;
 - the questions of `qa_1` and `qa_2` must be passed as `data`: the dev files of SQuAD 2.0 and HotpotQA;
 - the example of `cwe` is not a separate turn of the chat template;
 - a thinking model gets no lead, but room for its thoughts;

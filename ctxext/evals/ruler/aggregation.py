@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
+from hashlib import blake2b
 from itertools import islice
+from pathlib import Path
 from random import Random
 from string import ascii_lowercase
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from ctxext.evals.ruler.fitting import Draft, RulerTask, bare_tokens
 from ctxext.evals.samples import Scene
@@ -22,6 +26,8 @@ class CommonWords(RulerTask):
     Attributes:
         freq_common, freq_uncommon: occurrences of each of the ten words and of each other word. Below 4096 tokens they
             are 6 and 1, as in NVIDIA's code.
+        english_words: NVIDIA's english_words.json, from which compat="nvidia" draws if wonderwords has too few words.
+            None: words of the haystack follow.
     """
 
     tokens_to_generate: ClassVar[int] = 120
@@ -35,6 +41,17 @@ class CommonWords(RulerTask):
 
     freq_common: int = 30
     freq_uncommon: int = 3
+    english_words: str | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.english_words is not None and self.exact:
+            raise ValueError(f"english_words of {self.name} are for compat='nvidia' only. Drop one or the other.")
+
+    def settings(self) -> dict[str, Any]:
+        """With a hash of the word file instead of its path."""
+        held = self.english_words and blake2b(Path(self.english_words).read_bytes(), digest_size=8).hexdigest()
+        return {**super().settings(), "english_words": held}
 
     def fewest(self) -> int:
         return self.common + 1
@@ -63,8 +80,11 @@ class CommonWords(RulerTask):
             example_words = common[: self.common] + rest[: of_example - self.common]
             list_words = (common[self.common :] + rest[of_example - self.common :])[:units]
         else:
-            words = vocabulary(nvidia_words(), scene.haystack.text, units, rng)
-            example_words, list_words = rng.sample(words, of_example), rng.sample(words, units)
+            held = len(nvidia_words().all)
+            from_file = self.english_words if units > held else None
+            words = vocabulary(nvidia_words(), scene.haystack.text, held if from_file else units, rng)
+            example_words = rng.sample(words, of_example)
+            list_words = rng.sample(_english_words(from_file) if from_file else words, units)
         shown = self.template.format(context=self._list(rng, example_words, *example_often))
         return Draft.of(
             self.template,
@@ -79,6 +99,15 @@ class CommonWords(RulerTask):
 
     def _list(self, rng: Random, words: list[str], often: int, seldom: int) -> str:
         return _numbered(_scattered(rng, {word: often if k < self.common else seldom for k, word in enumerate(words)}))
+
+
+@cache
+def _english_words(path: str) -> list[str]:
+    """Raises ValueError unless the file is a JSON object of words."""
+    try:
+        return [str(word) for word in json.loads(Path(path).read_text(encoding="utf-8")).values()]
+    except (ValueError, AttributeError) as error:
+        raise ValueError(f"{path} is not NVIDIA's english_words.json ({error}). Pass that file.") from None
 
 
 def _scattered(rng: Random, counts: dict[str, int]) -> list[str]:

@@ -1,4 +1,4 @@
-"""The documents of our lm-eval tasks, and the score of the passkey by length.
+"""The documents of our lm-eval tasks, and their scores by length.
 
 lm-eval calls these functions with its --model_args and --metadata together.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import re
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from itertools import product
 from pathlib import Path
@@ -18,34 +19,69 @@ from transformers import AutoConfig, AutoTokenizer
 
 from ctxext.assets import PERSUASION
 from ctxext.evals.haystack import Haystack
-from ctxext.evals.needle import Passkey
 from ctxext.evals.prompts import Prompter
-from ctxext.evals.samples import Place
+from ctxext.evals.samples import Place, Sample, make_task
 from ctxext.evals.targets import known_lengths
 
+# Tokens for a generated answer, as in ctxext_retrieval_template.
+ANSWER_TOKENS = 96
 
-class PasskeyTask(ConfigurableTask):
-    """Whether the number is the most likely continuation, as in greedy decoding, by length.
 
-    `ctxext eval` ends its prompts with the space before the number. lm-eval moves this space to the answer, so here the
-    model must write it: one that begins a sentence instead is scored lower.
-    """
+class ScoresByLength(ConfigurableTask):
+    """A task with a score for each length."""
 
     def __init__(self, config: dict[str, Any]) -> None:
         # lm-eval leaves the name of this class in the config, and its own constructor refuses it.
         super().__init__(config={name: value for name, value in config.items() if name != "class"})
         self._metrics = [_metric(length) for length in sorted(set(self.dataset["test"]["length"]))]
 
-    def process_results(self, doc: dict[str, Any], results: list[tuple[float, bool]]) -> dict[str, float | None]:
+    @abstractmethod
+    def score(self, doc: dict[str, Any], results: list[Any]) -> float:
+        """The score of lm-eval's results for one document, from 0 to 1."""
+
+    def process_results(self, doc: dict[str, Any], results: list[Any]) -> dict[str, float | None]:
         # Every document has every metric, as lm-eval gathers those of the first process from all.
-        ((_, hit),) = results
-        return {name: float(hit) if name == _metric(doc["length"]) else None for name in self._metrics}
+        score = self.score(doc, results)
+        return {name: score if name == _metric(doc["length"]) else None for name in self._metrics}
 
     def aggregation(self) -> dict[str, Callable[[list[float | None]], float | None]]:
         return dict.fromkeys(self._metrics, mean_of_present)
 
     def higher_is_better(self) -> dict[str, bool]:
         return dict.fromkeys(self._metrics, True)
+
+
+class PasskeyTask(ScoresByLength):
+    """Whether the number is the most likely continuation, as in greedy decoding.
+
+    `ctxext eval` ends its prompts with the space before the number. lm-eval moves this space to the answer, so here the
+    model must write it: one that begins a sentence instead is scored lower.
+    """
+
+    def score(self, doc: dict[str, Any], results: list[Any]) -> float:
+        ((_, hit),) = results
+        return float(hit)
+
+
+class AnswerTask(ScoresByLength):
+    """The score of `ctxext eval` for a generated answer."""
+
+    def score(self, doc: dict[str, Any], results: list[Any]) -> float:
+        (text,) = results
+        return Sample(
+            place=Place(self.config.task, doc["length"], doc["depth"], doc["trial"], 0),
+            body=doc["body"],
+            lead=doc["lead"],
+            question="",
+            references=tuple(doc["references"]),
+            metric=doc["metric"],
+            answer="",
+            input_ids=(),
+            n_prompt=0,
+            answer_tokens=ANSWER_TOKENS,
+            begun=True,
+            rivals=tuple(doc["rivals"]),
+        ).score(text)
 
 
 def _metric(length: int) -> str:
@@ -58,8 +94,15 @@ def mean_of_present(values: Sequence[float | None]) -> float | None:
     return sum(present) / len(present) if present else None
 
 
-def passkey_documents(
+def passkey_documents(**metadata: Any) -> dict[str, Dataset]:
+    """The prompts of `retrieval_documents`, with the answer that is scored by its likelihood."""
+    return retrieval_documents(**{**metadata, "retrieval_task": "passkey", "answer_tokens": None})
+
+
+def retrieval_documents(
     *,
+    retrieval_task: str,
+    answer_tokens: int | None = ANSWER_TOKENS,
     pretrained: str | None = None,
     tokenizer: str | None = None,
     max_seq_lengths: int | Sequence[int] | None = None,
@@ -75,6 +118,8 @@ def passkey_documents(
     """Prompts of exactly `max_seq_lengths` tokens, answer and special tokens included, `trials` at every depth.
 
     Args:
+        retrieval_task: a task of `ctxext eval`, in style "base".
+        answer_tokens: left for the answer; None for those of the right answer.
         max_seq_lengths: default: 1, 2 and 4 times the trained length of `pretrained`, and further doublings up to its
             extended length.
         depths: of the number in the text, 0 (start) to 1 (just before the question).
@@ -86,7 +131,7 @@ def passkey_documents(
     name = tokenizer or pretrained
     if name is None or (max_seq_lengths is None and pretrained is None):
         raise ValueError(
-            "ctxext_passkey sizes its prompts in tokens, so it needs the model: pass metadata such as "
+            f"ctxext_{retrieval_task} sizes its prompts in tokens, so it needs the model: pass metadata such as "
             '{"pretrained": PATH}, or {"tokenizer": PATH, "max_seq_lengths": [4096, 8192]}.'
         )
     if max_seq_lengths is None:
@@ -99,16 +144,18 @@ def passkey_documents(
             max_seq_lengths.append(2 * max_seq_lengths[-1])
     lengths = [max_seq_lengths] if isinstance(max_seq_lengths, int) else list(max_seq_lengths)
     prompter = Prompter(
-        AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=trust_remote_code), "base"
+        AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=trust_remote_code),
+        "base",
+        answer_tokens,
     )
     text = Haystack.from_file(Path(haystack), prompter.tokenizer, at_least=max(lengths))
-    rows = []
-    for turn, (trial, depth) in enumerate(product(range(trials), depths)):
+    rows, task = [], make_task(retrieval_task)
+    for turn, (trial, depth) in enumerate(product(range(trials), depths if task.uses_depth else (None,))):
         # lm-eval deals the documents to the processes in turn, and --limit cuts from the end. Rotate the lengths, so
         # that all processes get long prompts, and a small limit leaves some of each length.
         first = turn % len(lengths)
         for length in (*lengths[first:], *lengths[:first]):
-            sample = Passkey().sample(Place("passkey", length, depth, trial, seed), prompter, text)
+            sample = task.sample(Place(task.name, length, depth, trial, seed), prompter, text)
             rows.append(
                 {
                     "body": sample.body,
@@ -117,6 +164,9 @@ def passkey_documents(
                     "length": length,
                     "depth": depth,
                     "trial": trial,
+                    "references": list(sample.references),
+                    "rivals": list(sample.rivals),
+                    "metric": sample.metric,
                 }
             )
     return {"test": Dataset.from_list(rows)}
