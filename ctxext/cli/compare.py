@@ -37,7 +37,7 @@ def compare(
         bool,
         typer.Option("--portable", help="Only config-expressible methods: plain transformers and servers run them."),
     ] = False,
-    tasks: measuring.Tasks = "passkey,perplexity,key_tokens,short",
+    tasks: measuring.Tasks = "passkey,perplexity,key_tokens,short,cost",
     lengths: measuring.Lengths = None,
     depths: measuring.Depths = "5",
     trials: measuring.Trials = 10,
@@ -67,7 +67,7 @@ def compare(
     from ctxext.evals.loading import default_lengths, known_by, load, load_text
     from ctxext.evals.prompts import Prompter
     from ctxext.evals.runner import Runner
-    from ctxext.evals.screen import asked_as_it_answers, finish, run_with_bar, share_bar
+    from ctxext.evals.screen import asked_as_it_answers, finish, print_plan, run_with_bar, share_bar
     from ctxext.evals.summary import Summary, label
     from ctxext.evals.targets import LiveModel, compared_variants
     from ctxext.extension.method_file import check_apart, check_method_file, check_writable
@@ -137,11 +137,13 @@ def compare(
     text = load_text(haystack, tokenizer, longest if grid.retrieval and not timed else 0)
     runner = Runner(target, text, grid, beyond=True, processes=processes)
     runner.check(variants)
+    if processes.rank == 0:
+        print_plan(runner, variants, output, minutes)
     free, quiet = style is None and answer_tokens is None, processes.rank > 0
     runner.target = asked_as_it_answers(target, grid, text, output, free=free, begun=timed and not no_fit, quiet=quiet)
     fitted = None
     if minutes is None:
-        results = run_with_bar(runner, output, variants)
+        results = run_with_bar(runner, output, variants, planned=True)
     else:
         race = Race(runner, variants[1:], output, minutes, fits=not no_fit, began=began)
         try:

@@ -16,8 +16,8 @@ from ctxext.utils.values import DTYPES
 if TYPE_CHECKING:
     from ctxext.evals.runner import Grid
 
-# The tasks that need the model's losses.
-READING = ("perplexity", "sliding_perplexity", "key_tokens", "short")
+# The tasks that need the model itself: its losses, or its cache and clock.
+READING = ("perplexity", "sliding_perplexity", "key_tokens", "short", "cost")
 
 RESULTS = (
     "Results file. An interrupted run resumes (not with `compare --minutes`); only one run can write to it at a time."
@@ -30,7 +30,7 @@ Tasks = Annotated[
     typer.Option(
         help="Comma-separated: passkey, needle, needles, needle_distractors, ruler or one of its 13 tasks, "
         "perplexity, sliding_perplexity, key_tokens (perplexity of tokens that need long context), short (the "
-        "short-context regression)."
+        "short-context regression), cost (prefill seconds, decoded tokens per second, KV cache, peak memory)."
     ),
 ]
 Lengths = Annotated[str | None, typer.Option(help="Comma-separated lengths in tokens, such as 8k,32k.")]
@@ -105,6 +105,7 @@ def parse_settings(pairs: Sequence[str] | None) -> dict[str, dict[str, Any]]:
 
 def make_grid(tasks: str, *, settings: Sequence[str] | None = None, trained_length: int, **grid: Any) -> Grid:
     """The grid of comma-separated tasks; with `short`, all are also measured within the trained length."""
+    from ctxext.evals.cost import Cost
     from ctxext.evals.perplexity import KeyTokens, Perplexity, SlidingPerplexity, TextTask
     from ctxext.evals.ruler import RULER
     from ctxext.evals.runner import Grid
@@ -114,6 +115,7 @@ def make_grid(tasks: str, *, settings: Sequence[str] | None = None, trained_leng
     texts: dict[str, Callable[..., TextTask]] = {
         "perplexity": Perplexity,
         "sliding_perplexity": SlidingPerplexity,
+        "cost": Cost,
         "key_tokens": partial(KeyTokens, long=trained_length, short=trained_length // 8),
     }
     retrieval = {name: partial(make_task, name) for name in list_tasks()}
