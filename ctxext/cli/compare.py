@@ -32,6 +32,14 @@ def compare(
             "resume: it needs a new --output file."
         ),
     ] = None,
+    quick: Annotated[
+        bool,
+        typer.Option(
+            "--quick",
+            help="A first look: --minutes 5 --no-fit --methods yarn,self_extend --factor 2 --depths 0.25,0.75, at the "
+            "longest length alone.",
+        ),
+    ] = False,
     no_fit: Annotated[bool, typer.Option("--no-fit", help="With --minutes: do not fit rescale factors.")] = False,
     portable: Annotated[
         bool,
@@ -79,6 +87,10 @@ def compare(
     if best is not None:
         check_method_file(best, "--best")
         check_apart(best, "--best", output, "the results, which go to --output")
+    if quick:
+        minutes, no_fit, methods = minutes or 5.0, True, methods or "yarn,self_extend"
+        factor = 2.0 if factor is None and target_length is None else factor
+        depths = "0.25,0.75" if depths == "5" else depths
     processes, timed = Processes.here(), minutes is not None
     if no_fit and not timed:
         raise typer.BadParameter("--no-fit works only with --minutes.")
@@ -116,6 +128,7 @@ def compare(
     trained = target.about["trained_length"]
     reach = max(target.reach(variant) or 0 for variant in variants)
     usual = tuple(sorted({round(math.sqrt(trained * reach)), reach})) if timed else default_lengths(trained, reach)
+    usual = (reach,) if quick else usual
     grid = measuring.make_grid(
         tasks,
         settings=setting,

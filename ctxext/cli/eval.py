@@ -147,6 +147,7 @@ def evaluate(
         depths=measuring.parse_depths(depths),
         trials=trials,
         windows=windows,
+        each_length=minutes is not None,  # the longest may not be reached
         generate=generate,
         batch_size=batch_size,
         seed=seed,

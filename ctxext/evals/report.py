@@ -115,8 +115,8 @@ MEANINGS = {
         "hides failures of retrieval. n counts tokens."
     ),
     "effective length": (
-        f"The longest length up to which every length's accuracy reaches {RULER_THRESHOLD:.1%} (RULER), or 85% of "
-        "the variant's own at the shortest length. The small print asks the same of the lower end of the "
+        f"The longest length up to which every length's accuracy reaches {in_percent(RULER_THRESHOLD, 1)}% (RULER), "
+        "or 85% of the variant's own at the shortest length. The small print asks the same of the lower end of the "
         "interval."
     ),
     "short-context": (

@@ -35,6 +35,7 @@ class Grid:
         depths: from 0 (beginning) to 1 (just before the question).
         trials: samples per length and depth.
         windows: windows for the text tasks.
+        each_length: read windows of every length; otherwise the longest alone, whose prefixes give the others.
         gate: lengths within the trained one for the short-context regression; may be empty.
         generate: generate every answer, even where teacher forcing could score it.
         batch_size: trials per batch; None for as many as fit in 8,192 tokens.
@@ -46,6 +47,7 @@ class Grid:
     depths: tuple[float, ...] = (0.0, 0.25, 0.5, 0.75, 1.0)
     trials: int = 10
     windows: int = 8
+    each_length: bool = False
     gate: tuple[int, ...] = ()
     generate: bool = False
     batch_size: int | None = None
@@ -88,7 +90,7 @@ class Grid:
                 rows = [tuple(places[k : k + per_trial]) for k in range(0, len(places), per_trial)]
                 yield from (Batch(task, tuple(rows[k : k + trials])) for k in range(0, len(rows), trials))
         for text_task in self._text_tasks:
-            lengths: Sequence[int] = wanted[-1:] if text_task.prefixes and not whole else wanted
+            lengths: Sequence[int] = wanted[-1:] if text_task.prefixes and not (whole or self.each_length) else wanted
             if isinstance(text_task, ShortContext):
                 lengths = self.gate[-1:]
             elif isinstance(text_task, KeyTokens):  # the baseline judges them

@@ -114,7 +114,10 @@ class Timed:
         """What there was no time, or no text, for."""
         notes = []
         if self.skipped:
-            parts = ", ".join(f"{task} at {length:,}" for task, length in self.skipped)
+            lengths: dict[str, list[str]] = {}
+            for task, length in self.skipped:
+                lengths.setdefault(task, []).append(f"{length:,}")
+            parts = "; ".join(f"{task} at {', '.join(of)}" for task, of in lengths.items())
             notes.append(f"There was no time for {parts} tokens. Pass more --minutes: the run continues from here.")
         if self.text_used_up:
             notes.append("Some tasks ran out of text. Pass a longer --haystack for more samples.")

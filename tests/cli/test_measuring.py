@@ -935,6 +935,17 @@ def test_compare_within_minutes_writes_a_method_and_says_why(tmp_path: Path) -> 
     assert_remedy(ctxext("compare", MODEL, *asked, "-o", results), "results.jsonl exists already")
 
 
+@pytest.mark.slow
+def test_a_first_look_compares_two_methods_at_one_length(tmp_path: Path) -> None:
+    text, results = tmp_path / "text.txt", tmp_path / "results.jsonl"
+    text.write_text(PERSUASION.read_text(encoding="utf-8")[:6_000], encoding="utf-8")
+    outcome = ctxext("compare", MODEL, "--quick", "--tasks", "passkey", "--haystack", text, "-o", results)
+    assert outcome.code == 0, outcome.err
+    records = read_results(results).records
+    assert {(r["variant"], r["length"]) for r in records} == {(v, 1024) for v in ("none", "yarn", "self_extend")}
+    assert "plan: 3 variants (baseline, yarn, self_extend) × 1 task (passkey)" in outcome.said
+
+
 def test_an_interrupted_compare_within_minutes_says_what_it_left(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

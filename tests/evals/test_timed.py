@@ -32,6 +32,7 @@ def timed(loaded, path: Path, seconds: float, **changes: Any) -> Timed:
     """The clock goes on by a second for each 1,000 tokens read."""
     model, prompter, text = loaded
     asked: dict[str, Any] = dict(retrieval=(Passkey(),), texts=(Perplexity(), Cost()), lengths=(96, 256), depths=(0.5,))
+    asked["each_length"] = True
     target = LiveModel(model, prompter, "austen-4m")
     target.engine.now = lambda: target.engine.tokens / 1000
     runner = Runner(target, text, Grid(**{**asked, **changes}))
@@ -47,11 +48,11 @@ def counts(results: Results) -> Counter[tuple[str, int]]:
 def test_samples_go_to_the_widest_interval_until_the_time_is_over(
     loaded, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made, chosen = timed(loaded, tmp_path / "r.jsonl", 9), []
+    made, chosen = timed(loaded, tmp_path / "r.jsonl", 6), []
     measure = made._measure
 
     def spied(part: tuple[str, int], n: int) -> None:
-        if len(made._samples) == 5:
+        if len(made._samples) == 6:
             chosen.append(part)
             widths = made._widths(dict.fromkeys(made._samples, 1000))
             assert widths[part] == max(width for of, width in widths.items() if of[0] != "cost")
@@ -74,7 +75,7 @@ def test_short_lengths_come_first_and_what_lacked_time_is_said(loaded, tmp_path:
     made = timed(loaded, path, 0.6)
     assert {length for _, length in counts(made.run())} == {96}
     (note,) = made.notes()
-    assert note.startswith("There was no time for passkey at 256, perplexity at 256, cost at 256 tokens. Pass more")
+    assert note.startswith("There was no time for passkey at 256; perplexity at 256; cost at 256 tokens. Pass more")
     before = read_results(path).records
     more = timed(loaded, path, 4).run()
     assert all(record in more.records for record in before)
