@@ -62,7 +62,7 @@ class Setting:
         tasks = [f"task{k}" for k in range(self.tasks)] if self.trials else []
         for task in tasks:
             for length in BEYOND[: self.lengths]:
-                hits = self._hits(rng, rates)
+                hits = self.hits(rng, rates)
                 for (v, trial, depth), hit in np.ndenumerate(hits):
                     place = {"task": task, "length": length, "depth": depth / 10, "trial": trial, "seed": 0}
                     key = f"{task} {length} {trial} {depth}"
@@ -82,7 +82,7 @@ class Setting:
         )
         return Summary(Results(Path("simulated"), header, records))
 
-    def _hits(self, rng: np.random.Generator, rates: Sequence[float]) -> NDArray[np.bool_]:
+    def hits(self, rng: np.random.Generator, rates: Sequence[float]) -> NDArray[np.bool_]:
         """Of shape (methods, trials, depths): luck is the sum of what all share, the text's and each one's own."""
         shape = (len(rates), self.trials, self.depths)
         common = np.sqrt(self.alike) * rng.normal(size=(1, self.trials, 1))

@@ -284,6 +284,29 @@ def choice_table() -> str:
     ])  # fmt: skip
 
 
+def coverage_table() -> str:
+    """How often intervals hold the truth on simulated samples, of docs/benchmarks/statistics_coverage.json."""
+    file = "docs/benchmarks/statistics_coverage.json"
+    record, figures = read(file), values(file)
+    rows = []
+    for name, value in figures.items():
+        what, _, kind = name.rpartition(": ")
+        if kind == "coverage":
+            worst = next(figures[n] for n in (f"{what}: the worst setting", f"{what}: the worst cell") if n in figures)
+            rows.append([what, f"{in_percent(value, 1)}%", f"{in_percent(worst)}%"])
+    advice = [
+        [what.removesuffix(": prompts advised"), f"{value:,.0f}", f"{in_percent(figures[of + 'them'])}%"]
+        for what, value in figures.items()
+        if what.endswith(": prompts advised") and (of := what.removesuffix("prompts advised") + "found with ")
+    ]
+    source = "[statistics_coverage.json](statistics_coverage.json)"
+    note = f"{record['runs']} runs per setting, seed {record['seed']}; from {source}."
+    return "\n\n".join([
+        table(["95% interval of", "holds the truth", "in the worst setting"], rows),
+        table(["rates of two methods", "prompts advised", "found with them"], advice, note),
+    ])  # fmt: skip
+
+
 def speed_table() -> str:
     """Time and memory over stock transformers, of docs/at_scale/speed-cpu.json."""
     file = "docs/at_scale/speed-cpu.json"
@@ -798,6 +821,7 @@ TABLES = {
     "docs/at_scale/README.md": {"plan": plan_table, "speed": speed_table},
     "docs/benchmarks/README.md": {
         "choice": choice_table,
+        "coverage": coverage_table,
         "evaluators": evaluators_table,
         "finetune": finetune_memory_table,
     },

@@ -32,12 +32,20 @@ def compare(
             "resume: it needs a new --output file."
         ),
     ] = None,
+    quick: Annotated[
+        bool,
+        typer.Option(
+            "--quick",
+            help="A first look: --minutes 5 --no-fit --methods yarn,self_extend --factor 2 --depths 0.25,0.75, at the "
+            "longest length alone.",
+        ),
+    ] = False,
     no_fit: Annotated[bool, typer.Option("--no-fit", help="With --minutes: do not fit rescale factors.")] = False,
     portable: Annotated[
         bool,
         typer.Option("--portable", help="Only config-expressible methods: plain transformers and servers run them."),
     ] = False,
-    tasks: measuring.Tasks = "passkey,perplexity,key_tokens,short",
+    tasks: measuring.Tasks = "passkey,perplexity,key_tokens,short,cost",
     lengths: measuring.Lengths = None,
     depths: measuring.Depths = "5",
     trials: measuring.Trials = 10,
@@ -67,7 +75,7 @@ def compare(
     from ctxext.evals.loading import default_lengths, known_by, load, load_text
     from ctxext.evals.prompts import Prompter
     from ctxext.evals.runner import Runner
-    from ctxext.evals.screen import asked_as_it_answers, finish, run_with_bar, share_bar
+    from ctxext.evals.screen import asked_as_it_answers, finish, print_plan, run_with_bar, share_bar
     from ctxext.evals.summary import Summary, label
     from ctxext.evals.targets import LiveModel, compared_variants
     from ctxext.extension.method_file import check_apart, check_method_file, check_writable
@@ -79,6 +87,10 @@ def compare(
     if best is not None:
         check_method_file(best, "--best")
         check_apart(best, "--best", output, "the results, which go to --output")
+    if quick:
+        minutes, no_fit, methods = minutes or 5.0, True, methods or "yarn,self_extend"
+        factor = 2.0 if factor is None and target_length is None else factor
+        depths = "0.25,0.75" if depths == "5" else depths
     processes, timed = Processes.here(), minutes is not None
     if no_fit and not timed:
         raise typer.BadParameter("--no-fit works only with --minutes.")
@@ -116,6 +128,7 @@ def compare(
     trained = target.about["trained_length"]
     reach = max(target.reach(variant) or 0 for variant in variants)
     usual = tuple(sorted({round(math.sqrt(trained * reach)), reach})) if timed else default_lengths(trained, reach)
+    usual = (reach,) if quick else usual
     grid = measuring.make_grid(
         tasks,
         settings=setting,
@@ -137,11 +150,13 @@ def compare(
     text = load_text(haystack, tokenizer, longest if grid.retrieval and not timed else 0)
     runner = Runner(target, text, grid, beyond=True, processes=processes)
     runner.check(variants)
+    if processes.rank == 0:
+        print_plan(runner, variants, output, minutes)
     free, quiet = style is None and answer_tokens is None, processes.rank > 0
     runner.target = asked_as_it_answers(target, grid, text, output, free=free, begun=timed and not no_fit, quiet=quiet)
     fitted = None
     if minutes is None:
-        results = run_with_bar(runner, output, variants)
+        results = run_with_bar(runner, output, variants, planned=True)
     else:
         race = Race(runner, variants[1:], output, minutes, fits=not no_fit, began=began)
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,13 +16,28 @@ from ctxext.utils.screen import next_command
 def evaluate(
     context: typer.Context,
     model: common.Model,
-    tasks: measuring.Tasks = "passkey,perplexity",
+    tasks: measuring.Tasks = "passkey,perplexity,cost",
     suite: measuring.SuiteName = None,
     suite_data: measuring.SuiteData = None,
     lengths: measuring.Lengths = None,
     depths: measuring.Depths = "5",
     trials: measuring.Trials = 10,
     windows: measuring.Windows = 8,
+    minutes: Annotated[
+        float | None,
+        typer.Option(
+            help="Time limit of the whole command: short lengths first, then more samples where intervals are widest "
+            "(replaces --trials and --windows). The same command adds to its file."
+        ),
+    ] = None,
+    quick: Annotated[
+        bool,
+        typer.Option(
+            "--quick",
+            help="A first look: --minutes 5 --depths 0.25,0.75, at 1/16, 1/4 and all of the trained length and at the "
+            "longest, as far as there is time.",
+        ),
+    ] = False,
     method: Annotated[str | None, typer.Option(help=f"Extend the model first. {common.METHOD}.")] = None,
     factor: common.Factor = None,
     target_length: common.TargetLength = None,
@@ -55,11 +71,12 @@ def evaluate(
     output: Annotated[Path, typer.Option("--output", "-o", help=measuring.RESULTS)] = Path("results.jsonl"),
 ) -> None:
     """Measure one model: retrieval, perplexity, and what an extension costs at short length."""
+    began = time.perf_counter()
     require("eval")
     from ctxext.evals.loading import default_lengths, known_by, load, load_judge, load_text
     from ctxext.evals.prompts import Prompter
     from ctxext.evals.runner import Runner
-    from ctxext.evals.screen import asked_as_it_answers, finish, run_with_bar
+    from ctxext.evals.screen import asked_as_it_answers, finish, print_plan, run_timed, run_with_bar
     from ctxext.evals.server import ServedModel
     from ctxext.evals.suites import make_suite, print_published
     from ctxext.evals.targets import LiveModel, Served, Target, Variant, known_lengths
@@ -113,10 +130,16 @@ def evaluate(
         raise typer.BadParameter("--base is for short and key_tokens. Add one of them to --tasks, or drop --base.")
     if server is not None and (reading := [name for name in names if name in measuring.READING]):
         raise typer.BadParameter(
-            f"{', '.join(reading)} needs the model's losses, which servers do not return. Use only retrieval tasks, "
-            "such as --tasks passkey."
+            f"{', '.join(reading)} needs the model's losses or its clock, which servers do not return. Use only "
+            "retrieval tasks, such as --tasks passkey."
         )
     processes = Processes.here()
+    if quick:
+        minutes, depths = minutes or 5.0, "0.25,0.75" if depths == "5" else depths
+    if minutes is not None and (server is not None or base is not None or processes.world > 1):
+        raise typer.BadParameter(
+            "--minutes and --quick measure one model in one process. Drop them, or --server, --base and accelerate."
+        )
     if server is not None:
         tokenizer = load_tokenizer(folder)
         if answer_tokens is None and (style or ("chat" if tokenizer.chat_template else "base")) == "chat":
@@ -136,20 +159,23 @@ def evaluate(
     if isinstance(target, LiveModel):
         target.judge = judging
     if lengths is not None:
-        wanted = measuring.parse_lengths(lengths)
+        measured = measuring.parse_lengths(lengths)
     elif published is not None:
-        wanted = published.lengths_within(reach)
+        measured = published.lengths_within(reach)
+    elif quick:
+        measured = tuple(sorted({max(256, trained // 16), max(256, trained // 4), trained, reach}))
     else:
-        wanted = default_lengths(trained, reach)
+        measured = default_lengths(trained, reach)
     grid = measuring.make_grid(
         tasks,
         settings=setting,
         trained_length=trained,
         judge=judging,
-        lengths=wanted,
+        lengths=measured,
         depths=measuring.parse_depths(depths),
         trials=trials,
         windows=windows,
+        each_length=minutes is not None,  # the longest may not be reached
         generate=generate,
         batch_size=batch_size,
         seed=seed,
@@ -160,6 +186,7 @@ def evaluate(
     runner = Runner(target, text, grid, beyond, processes=processes)
     if isinstance(target, LiveModel):
         runner.check(variants)
+        speed = print_plan(runner, variants, output, minutes) if processes.rank == 0 else None
         free, quiet = style is None and answer_tokens is None and published is None, processes.rank > 0
         runner.target = asked_as_it_answers(target, grid, text, output, free=free, quiet=quiet)
     if base is not None:
@@ -168,7 +195,11 @@ def evaluate(
         of_base.judge = judging
         run_with_bar(Runner(of_base, text, grid, beyond, processes=processes), output, before, merge=False)
         del loaded, of_base
-    results = run_with_bar(runner, output, variants)
+    if minutes is None:
+        results = run_with_bar(runner, output, variants, planned=server is None)
+    else:
+        assert speed is not None
+        results = run_timed(runner, output, variants, minutes, speed, began)
     if results is not None:
         finish(results, output)
         if published is not None:

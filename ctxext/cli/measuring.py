@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from ctxext.evals.perplexity import Judge
     from ctxext.evals.runner import Grid
 
-# The tasks that need the model's losses.
-READING = ("perplexity", "sliding_perplexity", "key_tokens", "short")
+# The tasks that need the model itself: its losses, or its cache and clock.
+READING = ("perplexity", "sliding_perplexity", "key_tokens", "short", "cost")
 
 RESULTS = (
     "Results file. An interrupted run resumes (not with `compare --minutes`); only one run can write to it at a time."
@@ -32,7 +32,8 @@ Tasks = Annotated[
     typer.Option(
         help="Comma-separated: passkey, needle, needles, needle_distractors, nolima, mrcr, counting, code, ruler or "
         "one of its 13 tasks, perplexity, sliding_perplexity, key_tokens (perplexity of tokens that need long "
-        "context), short (the short-context regression)."
+        "context), short (the short-context regression), cost (prefill seconds, decoded tokens per second, KV cache, "
+        "peak memory)."
     ),
 ]
 Lengths = Annotated[str | None, typer.Option(help="Comma-separated lengths in tokens, such as 8k,32k.")]
@@ -149,6 +150,7 @@ def make_grid(
     Args:
         judge: the model that finds the key tokens; None for the baseline.
     """
+    from ctxext.evals.cost import Cost
     from ctxext.evals.perplexity import KeyTokens, Perplexity, SlidingPerplexity, TextTask
     from ctxext.evals.ruler import RULER
     from ctxext.evals.runner import Grid
@@ -159,6 +161,7 @@ def make_grid(
     texts: dict[str, Callable[..., TextTask]] = {
         "perplexity": Perplexity,
         "sliding_perplexity": SlidingPerplexity,
+        "cost": Cost,
         "key_tokens": partial(KeyTokens, judge=None if judge is None else judge.name, long=read, short=read // 8),
     }
     retrieval = {name: partial(make_task, name) for name in list_tasks(data=True)}

@@ -16,6 +16,8 @@ _WORDS = Kind("a list of strings", are_words)
 _SHARE = Kind("a number from 0 to 1", partial(is_number, low=0, high=1))
 # Overflow in float16 gives NaN and infinities, which are valid measurements.
 _MEASURED = Kind("a number", lambda value: is_number(value) or (isinstance(value, float) and not math.isfinite(value)))
+_SECONDS = Kind("a number of seconds", partial(is_number, low=0))
+_BYTES = Kind("a number of bytes", partial(is_count, low=0, high=2**60))
 # Fields of every sample; depth is null for tasks without depths.
 NEEDED = {
     "variant": TEXT, "key": TEXT, "task": TEXT, "length": _COUNT, "trial": _COUNT, "seed": _COUNT,
@@ -30,6 +32,8 @@ FIELDS = {
     "contexts": Kind("a list of lists of strings", lambda each: isinstance(each, list) and all(map(are_words, each))),
     "needle_tokens": Kind("a list of whole numbers", partial(are_numbers, low=0, high=MAX_TOKENS)),
     "start": or_none(_COUNT),
+    **dict.fromkeys(("prefill_seconds", "decode_seconds"), _SECONDS),
+    "kv_bytes": _BYTES, "peak_bytes": or_none(_BYTES),
 }  # fmt: skip
 OF_RETRIEVAL = ("digits", "logprob", "got", "expected", "question", "contexts", "needle_tokens", "tokens")
 OF_TEXT = ("tokens", "bytes", "losses")
@@ -39,6 +43,7 @@ ARRAYS = {"losses": 32, "top1": 32, "mask": 1}
 NEEDED_OF = {
     "perplexity": ("losses", "loss", "bytes"), "sliding_perplexity": ("losses", "loss", "bytes"),
     "short": ("losses", "top1"), "key_tokens": ("mask",),
+    "cost": ("prefill_seconds", "decode_seconds", "kv_bytes", "peak_bytes"),
 }  # fmt: skip
 
 # Fields of a header's `about`.

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
 from typing import Any
 
-from ctxext.evals.statistics import Difference, Interval, PairedTest, holm, in_percent
+from ctxext.evals.statistics import Difference, Interval, PairedTest, holm, in_percent, texts_to_tell
 from ctxext.evals.summary import Summary, label
 from ctxext.evals.targets import UNEXTENDED
 from ctxext.methods import ContextMethod, RopeScaling, list_methods
@@ -17,6 +18,8 @@ from ctxext.methods import ContextMethod, RopeScaling, list_methods
 LEVEL = 0.05
 # In nats per token: smaller loss differences are negligible and decide nothing.
 TIED_LOSS = 0.01
+# The difference of retrieval accuracy that the advice on the number of samples is for.
+WORTHWHILE = 0.05
 
 ACCURACY, LOSS, REGRESSION = "retrieval accuracy", "loss", "short-context regression"
 
@@ -368,6 +371,11 @@ def reasons(summary: Summary, choice: Choice) -> list[str]:
             f"{'texts' if measure == ACCURACY else 'windows'}; there {'is' if held == 1 else 'are'} {held}."
             for measure, (texts, held) in choice.needed.items()
         ]
+        if (advice := prompts_to_tell(summary, choice)) is not None:
+            said.append(
+                f"To tell {100 * WORTHWHILE:.0f} points apart takes about {advice[0]:,} prompts per length and depth "
+                f"(there are {advice[1]:,}), on a text long enough for them."
+            )
     if choice.behind:
         shown = [
             f"{v} ({f'{found} against {label(found.other)}' if found else 'its loss is not finite'})"
@@ -387,10 +395,23 @@ def reasons(summary: Summary, choice: Choice) -> list[str]:
         )
     if summary.eliminated:
         names = ", ".join(summary.eliminated)
-        said.append(f"Dropped early, because others did better: {names}.")
+        said.append(f"Dropped early to save time, as others did better so far: {names}.")
     if said == [f"{name}:"]:
         return [f"Only {name} was measured beyond the trained length: nothing to compare it with."]
     return said
+
+
+def prompts_to_tell(summary: Summary, choice: Choice) -> tuple[int, int] | None:
+    """How many prompts per cell tell `choice.variant` from the tied variant least like it if their retrieval accuracies
+    differ by WORTHWHILE, in 80% of measurements, and how many there are; None if that many are enough."""
+    tests = [test for other in choice.tied if (test := _tested(summary, choice.variant, other))]
+    if not tests:
+        return None
+    needed, of = max((texts_to_tell(WORTHWHILE, test, choice.family), test.clusters) for test in tests)
+    wanted = {(task, length) for task in summary.deciding_tasks for length in summary.beyond}
+    trials = {(r["task"], r["length"], r["trial"]) for r in summary.records if r["variant"] == choice.variant}
+    held = max(Counter((task, length) for task, length, _ in trials if (task, length) in wanted).values())
+    return (math.ceil(held * needed / of), held) if needed > of else None
 
 
 def found_share(summary: Summary, variant: str, comparisons: int = 1) -> Interval | None:

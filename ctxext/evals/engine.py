@@ -9,6 +9,7 @@ is read in one pass.
 from __future__ import annotations
 
 import copy
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import cached_property, partial
@@ -58,6 +59,15 @@ class Losses(NamedTuple):
     top1: Tensor
 
 
+class Pass(NamedTuple):
+    """Of one prompt: the seconds of its prefill and of one decoded token, and the bytes of its KV cache at the end, 0
+    without one."""
+
+    prefill: float
+    decode: float
+    kv_bytes: int
+
+
 def length_dependent(config: Any, plan: Plan | None = None) -> bool:
     """Whether the frequencies of a model with this config depend on the total sequence length.
 
@@ -85,14 +95,18 @@ class Engine:
 
     Args:
         chunk: tokens per forward pass, over all rows of a batch.
+        now: the clock, in seconds.
 
     Attributes:
         tokens: tokens read so far, for cost accounting.
     """
 
-    def __init__(self, model: PreTrainedModel, *, chunk: int = 1024) -> None:
+    def __init__(
+        self, model: PreTrainedModel, *, chunk: int = 1024, now: Callable[[], float] = time.perf_counter
+    ) -> None:
         self.model = model
         self.chunk = chunk
+        self.now = now
         self.tokens = 0
 
     @property
@@ -290,6 +304,22 @@ class Engine:
             loss = torch.nn.functional.cross_entropy(logits, row[0, low + 1 : high + 1], reduction="none")
             parts.append((loss.cpu(), logits.argmax(-1).cpu()))
         return Losses(*(torch.cat(part) for part in zip(*parts)))
+
+    @torch.inference_mode()
+    def passed(self, ids: Sequence[int], n_decoded: int) -> Pass:
+        """Read a prompt, then its last `n_decoded` tokens one by one as if they had been decoded, and time both."""
+        row, n_prompt = torch.tensor([list(ids)], device=self.model.device), len(ids) - n_decoded
+        cache, times = None if self.whole else self._new_cache(len(ids)), [self.now()]
+        for end in range(n_prompt, len(ids) + 1):
+            begin = 0 if self.whole or end == n_prompt else end - 1
+            logits, cache = self._read(row[:, begin:end], cache, 1)
+            logits.argmax().item()  # waits for the accelerator
+            if end == n_prompt:
+                times.append(self.now())
+        times.append(self.now())
+        held = [states for layer in (() if cache is None else cache.layers) for states in vars(layer).values()]
+        kv_bytes = sum(states.nbytes for states in held if isinstance(states, Tensor))
+        return Pass(times[1] - times[0], (times[2] - times[1]) / n_decoded, kv_bytes)
 
 
 def _forced(sample: Sample, logits: Tensor) -> Forced:

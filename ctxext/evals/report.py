@@ -10,12 +10,14 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from importlib.resources import files
-from itertools import accumulate, pairwise
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from ctxext.evals.choice import recommended
+from ctxext.evals.cost import figures
 from ctxext.evals.plots import grid_of, heat_colors, model_name, percent, times
 from ctxext.evals.results import Record, Results
 from ctxext.evals.statistics import RULER_THRESHOLD, Difference, Interval, in_percent, wilson
@@ -34,6 +36,10 @@ class Figure(NamedTuple):
     note: str = ""
 
 
+# The heading and the cells of each variant.
+Column = tuple[str, dict[str, Figure | None]]
+
+
 def write_report(results: Sequence[Results], path: Path) -> None:
     """Write the page of these results files, one section each.
 
@@ -48,8 +54,9 @@ def write_report(results: Sequence[Results], path: Path) -> None:
     environment.policies["json.dumps_kwargs"] = {"ensure_ascii": False, "separators": (",", ":"), "allow_nan": False}
     template = environment.from_string(files("ctxext.evals").joinpath("report.html").read_text(encoding="utf-8"))
     sections = [_section(f"results-{k}", result) for k, result in enumerate(results, start=1)]
+    between = _between(*results) if len(results) == 2 else None
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(template.render(sections=sections, ruler=RULER_THRESHOLD, kept=SAMPLES), encoding="utf-8")
+    path.write_text(template.render(sections=sections, between=between, kept=SAMPLES), encoding="utf-8")
 
 
 def _section(anchor: str, results: Results) -> dict[str, Any]:
@@ -68,6 +75,7 @@ def _section(anchor: str, results: Results) -> dict[str, Any]:
             *([f"{summary.uneven}."] if summary.uneven else []),
         ],
         "comparison": _comparison(summary),
+        "compared": len(summary.variants) > 1,
         "maps": [_maps(summary, task) for task in summary.retrieval_tasks],
         "failed": sum(record["score"] < 1 for record in scored),
         "scored": len(scored),
@@ -82,33 +90,88 @@ def _section(anchor: str, results: Results) -> dict[str, Any]:
 # ----------------------------------------------------------------------------------------- the comparison
 
 
-def _comparison(summary: Summary) -> dict[str, Any]:
-    """Groups of columns, and one row per variant; empty columns are omitted."""
-    columns = [column for column in _columns(summary) if any(column[2].values())]
-    groups: dict[str, list[str]] = defaultdict(list)
-    for group, head, _ in columns:
-        groups[group].append(head)
-    rows = [(label(v), [cells.get(v) or Figure("") for *_, cells in columns]) for v in summary.variants]
-    firsts = [0, *accumulate(len(heads) for heads in groups.values())]
-    return {"groups": groups, "rows": rows, "firsts": firsts}
+# What the figures of a table mean, by the beginning of its title.
+MEANINGS = {
+    "accuracy": (
+        "The share of samples whose greedy answer contains what the text hides; of several candidate numbers, the "
+        "first counts. In brackets the 95% confidence interval of this rate alone: ten hits of ten are still "
+        "consistent with 72%. n counts samples; those of one text, at several depths, are correlated, and widen "
+        "the interval."
+    ),
+    "not counted": (
+        "The baseline fails this task within its trained length, so it is left out of means, comparisons and the "
+        "recommendation."
+    ),
+    "perplexity of tokens": (
+        "The exponential of the mean loss of a token: lower is better. Each column covers the tokens at these "
+        "positions alone. The text may be in the training data, so compare variants, and do not quote the value."
+    ),
+    "perplexity, sliding": (
+        "Windows of this length that move on by less than their length; each token counts once, with at least the "
+        "rest of the window before it."
+    ),
+    "perplexity of key": (
+        "Tokens that the baseline predicts only with long context, by LongPPL's rule. A mean over all tokens "
+        "hides failures of retrieval. n counts tokens."
+    ),
+    "effective length": (
+        f"The longest length up to which every length's accuracy reaches {in_percent(RULER_THRESHOLD, 1)}% (RULER), "
+        "or 85% of the variant's own at the shortest length. The small print asks the same of the lower end of the "
+        "interval."
+    ),
+    "short-context": (
+        "What a variant loses within the trained length, where no extension is needed, against the baseline on "
+        "the same texts: the loss increase in nats per token, the share of positions with the same most likely "
+        "token, and the difference of accuracy in points. n counts windows of text, or samples."
+    ),
+    "prefill": "Seconds to read one prompt of this length, alone in its batch, on the machine below.",
+    "decoded": "Tokens decoded per second after such a prompt, one at a time.",
+    "KV cache": "The keys and values that such a prompt keeps in memory.",
+    "differences": (
+        "On the samples that both files have: the difference, its 95% interval, the number of pairs, and p of an "
+        "exact paired test, not adjusted for the number of differences here."
+    ),
+    "peak memory": "The most memory held during such a prompt: on a GPU the allocations, on a CPU the whole process.",
+}
+
+
+def _comparison(summary: Summary) -> list[dict[str, Any]]:
+    """A table for each group of columns, with one row per variant; empty columns are omitted."""
+    groups: dict[str, list[Column]] = defaultdict(list)
+    for group, head, cells in _columns(summary):
+        if any(cells.values()):
+            groups[group].append((head, cells))
+    return [_table(group, columns, summary.variants) for group, columns in groups.items()]
+
+
+def _table(title: str, columns: Sequence[Column], variants: Sequence[str]) -> dict[str, Any]:
+    kind = "not counted" if "(not counted)" in title else "accuracy" if "accuracy" in title else title
+    measured = [v for v in variants if any(cells.get(v) for _, cells in columns)]
+    return {
+        "title": title,
+        "meaning": next((said for begin, said in MEANINGS.items() if kind.startswith(begin)), ""),
+        "heads": [head for head, _ in columns],
+        "rows": [(label(v), [cells.get(v) or Figure("") for _, cells in columns]) for v in measured],
+    }
 
 
 def _columns(summary: Summary) -> Iterator[tuple[str, str, dict[str, Figure | None]]]:
-    """The group, heading and cells of each column."""
+    """The table, heading and cells of each column."""
     variants, tasks = summary.variants, summary.retrieval_tasks
     for task in tasks:
         by_length = {v: summary.by_length(v, task) for v in variants}
         for length in summary.lengths(task):
             cells = {v: _share(by_length[v].get(length)) for v in variants}
-            yield f"{summary.titled(task)} accuracy at", f"{length:,}", cells
+            yield f"{summary.titled(task)}: accuracy by length", f"{length:,}", cells
     for after, length in pairwise([0, *summary.read_lengths]):
         cells = {v: _number(summary.perplexity(v, length, after)) for v in variants}
         yield "perplexity of tokens", f"{after + 1:,} to {length:,}", cells
     for length in summary.lengths("sliding_perplexity"):
         cells = {v: _number(summary.perplexity(v, length, task="sliding_perplexity")) for v in variants}
-        yield "perplexity, sliding window", f"{length:,}", cells
+        yield "perplexity, sliding window by length", f"{length:,}", cells
     key = {v: summary.key_tokens(v) for v in variants}
-    yield "perplexity", "key tokens", {v: found and _number(found[0], f"n = {found[1]:,}") for v, found in key.items()}
+    cells = {v: found and _number(found[0], f"n = {found[1]:,}") for v, found in key.items()}
+    yield "perplexity of key tokens", "perplexity", cells
     effective = {v: summary.effective_length(v, summary.deciding_tasks) for v in variants}
     for rule in ("RULER", "85% of own"):
         reached = {v: found.get(rule) for v, found in effective.items()}
@@ -124,20 +187,31 @@ def _columns(summary: Summary) -> Iterator[tuple[str, str, dict[str, Figure | No
     for task in tasks:
         cells = {v: _difference(gate.retrieval.get(task), 100, 1) for v, gate in gates.items()}
         yield group, f"{summary.titled(task)}, points", cells
+    yield from _cost_columns(summary)
+
+
+def _cost_columns(summary: Summary) -> Iterator[tuple[str, str, dict[str, Figure | None]]]:
+    costs = {v: {n: figures(sample) for n, sample in summary.cost(v).items()} for v in summary.variants}
+    headings = next((found for cost in costs.values() for found in cost.values()), {})
+    for heading, length in product(headings, summary.lengths("cost")):
+        cells: dict[str, Figure | None] = {
+            v: Figure(cost[length][heading]) for v, cost in costs.items() if length in cost
+        }
+        yield f"{heading} by length", f"{length:,}", cells
 
 
 def _difference(difference: Difference | None, scale: float, digits: int) -> Figure | None:
     if difference is None:
         return None
     value, low, high = (f"{scale * number:+.{digits}f}" for number in difference[:3])
-    return Figure(value, f"[{low}, {high}] n = {difference.n:,}")
+    return Figure(value, f"[{low}, {high}]\nn = {difference.n:,}")
 
 
 def _share(share: Interval | None, digits: int = 0) -> Figure | None:
     if share is None:
         return None
     value, low, high = (in_percent(number, digits) for number in share[:3])
-    return Figure(f"{value}%", f"[{low}, {high}] n = {share.n:,}")
+    return Figure(f"{value}%", f"[{low}, {high}]\nn = {share.n:,}")
 
 
 def _number(value: float | None, note: str = "") -> Figure | None:
@@ -148,6 +222,39 @@ def _number(value: float | None, note: str = "") -> Figure | None:
 
 def _tokens(length: int) -> str:
     return f"{length:,}" if length else "none"
+
+
+def _between(first: Results, second: Results) -> dict[str, Any]:
+    """The second file against the first, on common samples: variants of one name, or without any each with each."""
+    files = (first, second)
+    sides = [{v: f"{k}. {v}" for v in Summary(each).variants} for k, each in enumerate(files, start=1)]
+    header = replace(
+        first.header,
+        tasks=first.header.tasks | second.header.tasks,
+        variants={side[v]: each.header.variants[v] for side, each in zip(sides, files) for v in side},
+    )
+    records = [r | {"variant": side[r["variant"]]} for side, each in zip(sides, files) for r in each.records]
+    both = Summary(Results(first.path, header, records))
+    rows = {v: (sides[1][v], sides[0][v]) for v in sides[0] if v in sides[1]} or {
+        f"{label(b)} against {label(a)}": (sides[1][b], sides[0][a]) for a, b in product(*sides)
+    }
+    columns: list[Column] = []
+    for task in both.retrieval_tasks:
+        for length in both.lengths(task):
+            found = {row: both.difference(*pair, [task], [length]) for row, pair in rows.items()}
+            columns.append((f"{task} at {length:,}, points", {row: _tested(d, 100, 1) for row, d in found.items()}))
+    known = [[each.header.identity.get(name) for name in ("text", "seed", "prompts")] for each in files]
+    for length in both.read_lengths if known[0] == known[1] else ():
+        found = {row: both.loss_difference(*pair, length) for row, pair in rows.items()}
+        columns.append((f"nats per token up to {length:,}", {row: _tested(d, 1, 3) for row, d in found.items()}))
+    columns = [(head, cells) for head, cells in columns if any(cells.values())]
+    return {"names": [each.path.name for each in files], **_table("differences, 2 minus 1", columns, list(rows))}
+
+
+def _tested(difference: Difference | None, scale: float, digits: int) -> Figure | None:
+    """A difference, with its p."""
+    found = _difference(difference, scale, digits)
+    return found and difference and found._replace(note=f"{found.note}\np = {difference.p:.2g}")
 
 
 # ------------------------------------------------------------------------------------------------ the maps

@@ -4,6 +4,9 @@ The first line is the header; every other line is a sample, in the order of the 
 journal beside the file (`results.jsonl.part-0`): a header per run, then one line per batch. At the end the journals are
 merged into the file and removed. A run killed at any moment resumes from its journals, with any number of processes.
 
+The header and every sample end with a checksum of their content, so that a changed line is refused. It protects from
+accidents, not from forgery: it has no key. A line that was removed is measured again.
+
 Each process holds an operating system lock (`.results.jsonl.part-0.lock`), so a second run on the same file is refused.
 The lock is released when the process ends.
 """
@@ -15,6 +18,7 @@ import json
 import os
 from collections.abc import Collection
 from dataclasses import dataclass, field, replace
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +27,18 @@ from filelock import FileLock, Timeout
 from ctxext.evals.checks import CorruptLine, check_header, check_record
 from ctxext.utils.values import counted, shown
 
-FORMAT = 1
+# Lines of format 1 have no checksums; such files are still read.
+FORMAT = 2
 Record = dict[str, Any]
+
+
+def checked_line(content: dict[str, Any]) -> str:
+    """A line of a results file: JSON, whose last field is the checksum of the others."""
+    return json.dumps({**content, "checksum": _checksum(content)}, ensure_ascii=False)
+
+
+def _checksum(content: dict[str, Any]) -> str:
+    return blake2b(json.dumps(content).encode(), digest_size=8).hexdigest()
 
 
 @dataclass(frozen=True)
@@ -45,7 +59,7 @@ class Header:
     about: dict[str, Any] = field(default_factory=dict)
 
     def line(self) -> str:
-        return json.dumps({"ctxext_results": FORMAT, **vars(self)}, ensure_ascii=False)
+        return checked_line({"ctxext_results": FORMAT, **vars(self)})
 
     def joined(self, other: Header, path: Path) -> Header:
         """This header with the tasks and variants of `other`, a run for the same file.
@@ -136,7 +150,7 @@ def _write_whole(results: Results) -> None:
     temporary = path.with_name(f"{path.name}.tmp")
     try:
         with open(temporary, "w", encoding="utf-8") as file:
-            for line in (results.header.line(), *(json.dumps(r, ensure_ascii=False) for r in results.records)):
+            for line in (results.header.line(), *map(checked_line, results.records)):
                 file.write(line + "\n")
             file.flush()
             os.fsync(file.fileno())
@@ -185,28 +199,41 @@ def _read(file: Path) -> tuple[Header | None, list[Record]]:
             raise ValueError(f"{file} is not a results file of ctxext. Give another file.")
         return None, []
     values = [_parse(file, k, line) for k, line in enumerate(lines, start=1)]
-    if not isinstance(values[0], dict) or values[0].get("ctxext_results") != FORMAT:
-        raise ValueError(f"{file} is not a results file of ctxext (format {FORMAT}). Give another file.")
+    if not isinstance(values[0], dict) or values[0].get("ctxext_results") not in (1, FORMAT):
+        raise ValueError(f"{file} is not a results file of ctxext (formats 1 to {FORMAT}). Give another file.")
     if torn and ".part-" not in file.name:
         raise ValueError(f"{file} is corrupt: its last line, {len(lines) + 1}, is cut off. Restore it, or remove it.")
-    try:
-        header, records = None, []
-        for value in values:
+    header: Header | None = None
+    records: list[Record] = []
+    summed = True
+    for number, value in enumerate(values, start=1):
+        try:
+            # A journal has a header for each run that continued it, possibly with other variants.
             if isinstance(value, dict) and "ctxext_results" in value:
-                # A journal has a header for each run that continued it, possibly with other variants.
+                if value["ctxext_results"] != 1:
+                    _check_sum(value)
                 check_header(value)
                 found = Header(*(value[part] for part in ("identity", "tasks", "variants", "about")))
-                header = found if header is None else header.joined(found, file)
-            else:
-                records += value if isinstance(value, list) else [value]
-        assert header is not None
-        for record in records:
-            check_record(record)
-            if record["variant"] not in header.variants or record["task"] not in header.tasks:
-                raise CorruptLine("its header does not list the variant or task of a sample")
-    except CorruptLine as error:
-        raise ValueError(f"{file} is corrupt: {error}. Restore it, or remove it and measure again.") from None
+                header, summed = found if header is None else header.joined(found, file), value["ctxext_results"] != 1
+                continue
+            assert header is not None
+            for record in value if isinstance(value, list) else [value]:
+                if summed:
+                    _check_sum(record)
+                check_record(record)
+                if record["variant"] not in header.variants or record["task"] not in header.tasks:
+                    raise CorruptLine("its header does not list the variant or task of a sample")
+                records.append(record)
+        except CorruptLine as error:
+            remedy = "remove it and measure again" if number == 1 else "delete it and run the same command again"
+            raise ValueError(f"{file} is corrupt at line {number}: {error}. Restore it, or {remedy}.") from None
     return header, records
+
+
+def _check_sum(content: Any) -> None:
+    """Remove the checksum of a line, and raise CorruptLine unless it is that of the rest."""
+    if not isinstance(content, dict) or content.pop("checksum", None) != _checksum(content):
+        raise CorruptLine("it does not have the content that was written, by its checksum")
 
 
 def _parse(file: Path, number: int, line: bytes) -> Any:
@@ -312,7 +339,7 @@ class ResultsWriter:
         if not self._begun:
             self._write(self.header.line())
             self._begun = True
-        self._write(json.dumps(records, ensure_ascii=False))
+        self._write(f"[{', '.join(map(checked_line, records))}]")
         self.done.update(((record["variant"], record["key"]), record) for record in records)
 
     def _write(self, line: str) -> None:

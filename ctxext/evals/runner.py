@@ -5,13 +5,14 @@ Batches depend on the grid's settings alone, so a resumed run measures the same 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import product
 from pathlib import Path
 from typing import Any
 
+from ctxext.evals.cost import Cost
 from ctxext.evals.haystack import Haystack
 from ctxext.evals.perplexity import KeyTokens, ShortContext, TextTask
 from ctxext.evals.results import Header, Record, Results, ResultsWriter
@@ -34,6 +35,7 @@ class Grid:
         depths: from 0 (beginning) to 1 (just before the question).
         trials: samples per length and depth.
         windows: windows for the text tasks.
+        each_length: read windows of every length; otherwise the longest alone, whose prefixes give the others.
         gate: lengths within the trained one for the short-context regression; may be empty.
         generate: generate every answer, even where teacher forcing could score it.
         batch_size: trials per batch; None for as many as fit in 8,192 tokens.
@@ -45,6 +47,7 @@ class Grid:
     depths: tuple[float, ...] = (0.0, 0.25, 0.5, 0.75, 1.0)
     trials: int = 10
     windows: int = 8
+    each_length: bool = False
     gate: tuple[int, ...] = ()
     generate: bool = False
     batch_size: int | None = None
@@ -87,12 +90,12 @@ class Grid:
                 rows = [tuple(places[k : k + per_trial]) for k in range(0, len(places), per_trial)]
                 yield from (Batch(task, tuple(rows[k : k + trials])) for k in range(0, len(rows), trials))
         for text_task in self._text_tasks:
-            lengths: Sequence[int] = wanted[-1:] if text_task.prefixes and not whole else wanted
+            lengths: Sequence[int] = wanted[-1:] if text_task.prefixes and not (whole or self.each_length) else wanted
             if isinstance(text_task, ShortContext):
                 lengths = self.gate[-1:]
             elif isinstance(text_task, KeyTokens):  # judged once, with the variant that is not extended here
                 lengths = self.lengths[-1:] if variant.extension is None else ()
-            for length, window in product(lengths, range(self.windows)):
+            for length, window in product(lengths, range(1 if isinstance(text_task, Cost) else self.windows)):
                 yield Batch(text_task, ((Place(text_task.name, length, None, window, self.seed),),))
 
     @property
@@ -111,6 +114,10 @@ class Batch:
 
     task: AnyTask
     rows: tuple[tuple[Place, ...], ...]
+
+    @property
+    def length(self) -> int:
+        return self.rows[0][0].length
 
     def __len__(self) -> int:
         return sum(len(row) for row in self.rows)
@@ -133,6 +140,8 @@ class Runner:
         beyond: allow lengths beyond a variant's maximum, as comparisons need for the baseline; otherwise an error.
             Cells where it cannot run stay empty.
         advance: called with the variant's name and the number of finished samples, for a progress bar.
+        picked: which batches of the grid to measure.
+        answer_tokens: the tokens reserved for an answer of each retrieval task, once checked.
     """
 
     target: Target
@@ -141,6 +150,8 @@ class Runner:
     beyond: bool = False
     advance: Callable[[str, int], None] = lambda variant, samples: None
     processes: Processes = ALONE
+    picked: Callable[[Batch], bool] = lambda batch: True
+    answer_tokens: dict[str, int] = field(default_factory=dict, init=False, repr=False)
     _checked: tuple[Any, ...] = field(default=(), init=False, repr=False)
 
     def header(self, variants: Sequence[Variant]) -> Header:
@@ -166,7 +177,7 @@ class Runner:
         )
 
     def run(self, path: str | Path, variants: Sequence[Variant], *, merge: bool = True) -> Results | None:
-        """Measure what is missing in `path`, and write it there.
+        """Measure what is missing in `path`, and write it there: all variants at the shortest length, then the next.
 
         Args:
             merge: whether this is the last run; otherwise the journals are kept.
@@ -186,8 +197,10 @@ class Runner:
             if first:
                 self.processes.wait()
             self.processes.wait()
-            for variant in variants:
-                self._measure(writer, variant)
+            shares = [(variant, self._share(variant)) for variant in variants]
+            for length in sorted({batch.length for _, batches in shares for batch in batches}):
+                for variant, batches in shares:
+                    self._measure(writer, variant, [batch for batch in batches if batch.length == length])
             if first:
                 self.processes.wait()
                 return writer.merge() if merge else None
@@ -195,8 +208,8 @@ class Runner:
         return None
 
     def check(self, variants: Sequence[Variant]) -> None:
-        """Check, before the work and on every process, that each length can be read and each task fits the shortest
-        one.
+        """Check, before the work and on every process, that each length can be read, and that each task fits the
+        shortest and the text the longest.
 
         Called by `run`, unless it was already called for the same variants and prompt form.
 
@@ -226,21 +239,28 @@ class Runner:
                 f"{self.target.name} cannot run past {most:,} tokens, the end of its position table, got "
                 f"{longest:,}. Extend it (--method, --target-length ...), or lower --lengths."
             )
-        shortest = min(self.grid.lengths + self.grid.gate)
-        for task in self.grid.retrieval:
-            place = task.places([shortest], self.grid.depths, 1, self.grid.seed)[0]
+        lengths = self.grid.lengths + self.grid.gate
+        for task, length in product(self.grid.retrieval, dict.fromkeys((min(lengths), max(lengths)))):
+            place = task.places([length], self.grid.depths, 1, self.grid.seed)[0]
             try:
-                task.sample(place, self.target.prompter, self.haystack)
+                self.answer_tokens[task.name] = task.sample(place, self.target.prompter, self.haystack).answer_tokens
             except TooShort as error:
-                drop = f"Drop {shortest} from lengths=, or {task.name} from the tasks."
-                if shortest in self.grid.gate:
+                drop = f"Drop {length} from lengths=, or {task.name} from the tasks."
+                if length in self.grid.gate:
                     drop = f"`short` measures every task there, so drop {task.name} or `short` from the tasks."
                 raise ValueError(f"{error} {drop}") from None
-        batches = [batch for variant in variants for batch in self._batches(variant)]
+        batches = [batch for variant in variants for batch in self.batches(variant)]
         windows = {batch.rows[0][0]: batch.task for batch in batches if isinstance(batch.task, TextTask)}
         for place, reads in windows.items():
             reads.window(place, self.haystack, self.target.prompter.bos)
         self._checked = of
+
+    def narrowed(self, picked: Callable[[Batch], bool], samples: int) -> Runner:
+        """This runner with only the picked batches, and so many samples of each; what it checked stays checked."""
+        grid = replace(self.grid, trials=samples, windows=max(samples, 2 if self.grid.gate else 1))
+        made = replace(self, grid=grid, picked=picked)
+        made._checked, made.answer_tokens = self._checked, self.answer_tokens
+        return made
 
     def count(self, variants: Sequence[Variant]) -> int:
         """The samples of this process, including those already measured."""
@@ -251,7 +271,7 @@ class Runner:
         keys = {
             (variant.name, self.key(batch.task, place))
             for variant in variants
-            for batch in self._batches(variant)
+            for batch in self.batches(variant)
             for row in batch.rows
             for place in row
         }
@@ -275,20 +295,25 @@ class Runner:
         # Read once: a task with data of its own hashes its file for them.
         return self.grid.tasks
 
-    def _batches(self, variant: Variant) -> list[Batch]:
-        return list(self.grid.batches(variant, self.target.whole(variant), self.target.limit(variant)))
+    def batches(self, variant: Variant) -> list[Batch]:
+        """The batches of one variant, those of all processes."""
+        batches = self.grid.batches(variant, self.target.whole(variant), self.target.limit(variant))
+        return [batch for batch in batches if self.picked(batch)]
 
-    def _share(self, variant: Variant) -> list[Batch]:
-        return self._batches(variant)[self.processes.rank :: self.processes.world]
-
-    def _measure(self, writer: ResultsWriter, variant: Variant) -> None:
-        """Measure what is missing of one variant, under one extension."""
-        batches = self._share(variant)
-        missing = [
+    def left(self, variant: Variant, batches: Sequence[Batch], done: Collection[tuple[str, str]]) -> list[Batch]:
+        """The parts of some batches that are not `done`, given by variant and key."""
+        return [
             part
             for batch in batches
-            for part in batch.without(lambda task, place: (variant.name, self.key(task, place)) in writer.done)
+            for part in batch.without(lambda task, place: (variant.name, self.key(task, place)) in done)
         ]
+
+    def _share(self, variant: Variant) -> list[Batch]:
+        return self.batches(variant)[self.processes.rank :: self.processes.world]
+
+    def _measure(self, writer: ResultsWriter, variant: Variant, batches: Sequence[Batch]) -> None:
+        """Measure what is missing of these batches, under one extension."""
+        missing = self.left(variant, batches, writer.done)
         self.advance(variant.name, sum(map(len, batches)) - sum(map(len, missing)))
         if not missing:
             return

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from copy import copy
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +19,15 @@ from rich.table import Table
 
 from ctxext.evals.choice import recommended
 from ctxext.evals.control import Control, control, other_forms
+from ctxext.evals.cost import figures
 from ctxext.evals.haystack import Haystack
 from ctxext.evals.results import Results, read_results
 from ctxext.evals.runner import Grid, Runner
 from ctxext.evals.statistics import in_percent
 from ctxext.evals.summary import Summary, label
 from ctxext.evals.targets import UNEXTENDED, LiveModel, Variant
+from ctxext.evals.timed import FIRST, Timed
+from ctxext.evals.workload import Speed, Workload, some
 from ctxext.utils.screen import console
 from ctxext.utils.values import counted
 
@@ -54,6 +58,8 @@ def asked_as_it_answers(
         known = Control.of_header(read_results(path).header.about) if path else None
     if free and known is not None:  # the file has answers in that form
         target, free = target.asking(known.form.prompter(target.prompter.tokenizer)), False
+    if known is None and not quiet:
+        _say(f"control: does the baseline solve {some([task.name for task in tasks])} within its trained length?")
     found = control(
         target,
         tasks,
@@ -70,17 +76,22 @@ def asked_as_it_answers(
     return target
 
 
-def run_with_bar(runner: Runner, path: Path, variants: Sequence[Variant], *, merge: bool = True) -> Results | None:
-    """Run the measurement, with a progress bar on the first process, or a line per variant if it has no terminal."""
+def run_with_bar(
+    runner: Runner, path: Path, variants: Sequence[Variant], *, merge: bool = True, planned: bool = False
+) -> Results | None:
+    """Run the measurement, with a progress bar on the first process, or a line per variant if it has no terminal.
+
+    Args:
+        planned: whether the plan was printed already.
+    """
     quiet = runner.processes.rank > 0
     columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
     name = TextColumn("{task.description:<14}")
     try:
         runner.check(variants)
         total = {variant.name: runner.count([variant]) for variant in variants}
-        samples = counted(sum(total.values()), "sample")
-        if not (quiet or console.is_terminal):
-            _say(f"measuring {counted(len(total), 'variant')}: {', '.join(map(label, total))} ({samples})")
+        if not (quiet or planned):
+            print_plan(runner, variants, path)
         with _started_late(
             Progress(name, *columns, console=console, disable=quiet or not console.is_terminal)
         ) as progress:
@@ -96,10 +107,63 @@ def run_with_bar(runner: Runner, path: Path, variants: Sequence[Variant], *, mer
             runner.advance = advance
             return runner.run(path, variants, merge=merge)
     except BaseException as error:
-        # After a ValueError the same command would fail again.
-        if not isinstance(error, ValueError) and list(path.parent.glob(f"{path.name}.part-*")):
-            console.print(f"Finished samples are kept beside {path}; run the same command to resume.", soft_wrap=True)
+        if not quiet:
+            say_kept(error, path)
         raise
+
+
+def run_timed(
+    runner: Runner, path: Path, variants: Sequence[Variant], minutes: float, speed: Speed, began: float
+) -> Results:
+    """Run the measurement within a time limit, with a progress bar, and say what there was no time for."""
+    try:
+        timed = Timed(runner, variants, path, minutes, speed, began=began)
+        with share_bar() as timed.advance:
+            results = timed.run()
+    except BaseException as error:
+        say_kept(error, path)
+        raise
+    for note in timed.notes():
+        _say(note)
+    return results
+
+
+def print_plan(runner: Runner, variants: Sequence[Variant], path: Path, minutes: float | None = None) -> Speed | None:
+    """Print what the measurement has left to do, and how long one timed pass lets expect.
+
+    Args:
+        minutes: its time limit; the plan is then that of the first samples.
+
+    Returns:
+        The pass; None for a server, or if nothing is left.
+    """
+    done: set[tuple[str, str]] = set()
+    with suppress(OSError, ValueError):  # none yet, or corrupt: the run reports it
+        done = {(record["variant"], record["key"]) for record in read_results(path).records}
+    if minutes is None:
+        left = Workload(runner, variants, done)
+    else:
+        left = Workload(runner.narrowed(lambda batch: True, FIRST), variants)
+    speed = None
+    if left.parts and isinstance(runner.target, LiveModel):
+        speed = Speed.measured(runner.target, runner.haystack.token_ids)
+    for line in left.said(speed):
+        _say(line)
+    if minutes is not None:
+        _say(f"  then more samples, until {minutes:g} min are over")
+    return speed
+
+
+def say_kept(error: BaseException, path: Path) -> None:
+    """Say what a run that ended early has saved, and how to resume."""
+    if isinstance(error, ValueError):  # the same command would fail again
+        return
+    if not list(path.parent.glob(f"{path.name}.part-*")):
+        if isinstance(error, KeyboardInterrupt):
+            _say("Stopped before the first sample: nothing new was saved.")
+        return
+    kept = counted(len(read_results(path).records), "sample")
+    _say(f"Stopped. {kept} kept beside {path}. To resume, run the same command; ctxext report {path} reads them now.")
 
 
 @contextmanager
@@ -146,6 +210,7 @@ def print_summary(summary: Summary) -> None:
     tables = [summary_table(summary)]
     if len(summary.retrieval_tasks) > 2:
         tables += [task_table(summary, variant) for variant in summary.variants]
+    tables += [cost_table(summary)] if summary.lengths("cost") else []
     for table in tables:
         # rich would wrap both at the table's width.
         title, table.title = table.title, None
@@ -213,6 +278,23 @@ def task_table(summary: Summary, variant: str) -> Table:
     for task in summary.retrieval_tasks:
         shares = summary.by_length(variant, task)
         table.add_row(summary.titled(task), *(_share(shares.get(length), "  ") for length in lengths))
+    return table
+
+
+def cost_table(summary: Summary) -> Table:
+    """One row per variant: what a prompt of each length takes."""
+    table = _table("cost of one prompt, alone in its batch", "variant")
+    costs = {v: {n: figures(sample) for n, sample in summary.cost(v).items()} for v in summary.variants}
+    rows = {v: [label(v)] for v, cost in costs.items() if cost}
+    headings = next(found for cost in costs.values() for found in cost.values())
+    for heading, length in product(headings, summary.lengths("cost")):
+        table.add_column("\n".join([*heading.split(), f"at {length:,}"]), justify="right", no_wrap=True)
+        for v, row in rows.items():
+            row.append(costs[v].get(length, {}).get(heading, ""))
+    for row in rows.values():
+        table.add_row(*row)
+    memory = "accelerators" if summary.header.about.get("machine", "").endswith("cuda") else "the whole process"
+    table.caption = f"one pass of each length; peak memory: of {memory}"
     return table
 
 

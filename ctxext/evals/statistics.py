@@ -57,11 +57,15 @@ class Interval(NamedTuple):
 
 
 class PairedTest(NamedTuple):
-    """A difference of means, the exact p-value of no difference, and the number of independent clusters."""
+    """A difference of means, the exact p-value of no difference, and the number of independent clusters.
+
+    `variance` is that of one cluster's difference if the true difference is 0, so that the mean's is variance/clusters.
+    """
 
     value: float
     p: float
     clusters: int
+    variance: float
 
 
 class Difference(NamedTuple):
@@ -228,7 +232,7 @@ def paired_test(a: Scores, b: Scores, clusters: Labels | None = None, strata: La
     differences, of, kind = _paired(a, b, clusters, strata)
     sizes = np.bincount(kind)
     sums = _totals(of, differences / (len(sizes) * sizes[kind]))
-    return PairedTest(float(sums.sum()), _sign_flips(sums), len(sums))
+    return PairedTest(float(sums.sum()), _sign_flips(sums), len(sums), _variance(sums))
 
 
 def paired_difference(
@@ -264,7 +268,23 @@ def paired_loss_test(a: Scores, b: Scores, tokens: Sequence[int], clusters: Labe
     """Σ(aᵢ - bᵢ) / Σtokensᵢ, and the p-value of `paired_test`; arguments are those of `paired_loss_difference`, but one
     cluster will do (p is 1)."""
     sums, counts = _loss_sums(a, b, tokens, clusters, least=1)
-    return PairedTest(float(sums.sum() / counts.sum()), _sign_flips(sums), len(sums))
+    return PairedTest(float(sums.sum() / counts.sum()), _sign_flips(sums), len(sums), _variance(sums / counts.sum()))
+
+
+def texts_to_tell(difference: float, test: PairedTest, comparisons: int = 1, power: float = 0.8) -> int:
+    """n = (z(0.025/comparisons) + z(power))² s² / difference²: the texts at which `paired_test` finds a difference.
+
+    s² is the variance of a text's difference of accuracy, measured on the m texts of `test`, with one difference of +1
+    and one of -1 added, as in `paired_difference`. So few texts, or equal answers, promise nothing.
+
+    Args:
+        difference: of accuracy, such as 0.05 for 5 points.
+        comparisons: the number of comparisons that p is adjusted for.
+        power: the share of measurements that find it.
+    """
+    spread = (test.clusters * test.variance + 2) / (test.clusters + 2)
+    z = NORMAL.inv_cdf(1 - 0.025 / comparisons) + NORMAL.inv_cdf(power)
+    return math.ceil(z**2 * spread / difference**2)
 
 
 def paired_loss_difference(
@@ -311,6 +331,11 @@ def effective_length(shares: Mapping[int, Interval], threshold: float) -> Effect
         return max(takewhile(lambda length: 0 < threshold <= bound(shares[length]), sorted(shares)), default=0)
 
     return EffectiveLength(reached(lambda share: share.value), reached(lambda share: share.low))
+
+
+def _variance(parts: Array) -> float:
+    """Of one cluster, where the mean is the sum of `parts`."""
+    return len(parts) * float((parts**2).sum())
 
 
 def _scores(values: Scores) -> Array:

@@ -15,6 +15,7 @@ import numpy as np
 
 from ctxext.evals.checks import CorruptLine, check_alike
 from ctxext.evals.control import ENOUGH, Control
+from ctxext.evals.cost import COST
 from ctxext.evals.perplexity import stretches, unpacked, window_stretches
 from ctxext.evals.results import Record, Results
 from ctxext.evals.statistics import (
@@ -194,6 +195,20 @@ class Summary:
         """The accuracy at each length, macro-averaged over tasks."""
         lengths = sorted({record["length"] for task in tasks for record in self.of(variant, task)})
         return {length: pooled for length in lengths if (pooled := self.pooled(variant, tasks, [length]))}
+
+    def interval(self, variant: str, task: str, length: int) -> Interval | Difference | None:
+        """The rate of a retrieval task at a length, or a mean loss in nats (of `short`, its increase over the
+        baseline's); None with too few windows for an interval, and for tasks without one."""
+        if task in self.retrieval_tasks:
+            return self.pooled(variant, [task], [length])
+        if task == "short":
+            return None if variant == UNEXTENDED else self.gate(variant).loss
+        read = task in ("perplexity", "sliding_perplexity")
+        windows = self._windows(variant, variant, length, 0, task) if read else None
+        if windows is None or len({*windows[-1]}) < 2:
+            return None
+        sums, _, tokens, apart = windows
+        return paired_loss_difference(sums, [0.0] * len(sums), tokens, apart)
 
     def effective_length(self, variant: str, tasks: Sequence[str]) -> dict[str, EffectiveLength]:
         """By RULER's threshold (85.6%), and by 85% of the model's own accuracy at the shortest length."""
@@ -423,6 +438,10 @@ class Summary:
 
     # ------------------------------------------------------------------------------------ what it means
 
+    def cost(self, variant: str) -> dict[int, Record]:
+        """What a prompt of each length takes: the samples of the task `cost`."""
+        return {record["length"]: record for record in self.of(variant, "cost")}
+
     def gate(self, variant: str) -> Gate:
         """The short-context regression of `variant`."""
         length = max(self.lengths("short"), default=self.trained_length)
@@ -464,6 +483,7 @@ class Summary:
                 "key_tokens": self.key_tokens(variant),
                 "key_loss": key_loss and key_loss._asdict(),
                 "key_difference": key_difference and key_difference._asdict(),
+                "cost": {n: {name: record[name] for name in COST} for n, record in self.cost(variant).items()},
                 "gate": {
                     "length": gate.length,
                     "loss": gate.loss and gate.loss._asdict(),

@@ -247,6 +247,59 @@ def test_a_trained_length_that_one_knows_better_is_the_one_that_counts(tmp_path:
     assert "trained at 256 tokens" in " ".join(outcome.out.split())
 
 
+def test_short_alone_measures_nothing_else(tmp_path: Path) -> None:
+    path = tmp_path / "results.jsonl"
+    outcome = ctxext("eval", MODEL, "--tasks", "short", "--method", "yarn", "--windows", "2", "-o", path)
+    assert outcome.code == 0, outcome.err
+    assert Counter((r["variant"], r["task"], r["length"]) for r in lines(path)[1]) == {
+        ("none", "short", 512): 2, ("yarn", "short", 512): 2,
+    }  # fmt: skip
+    assert "plan: 2 variants (baseline, yarn) × 1 task (short) at 512 tokens: 4 samples" in outcome.said
+
+
+def test_ctrl_c_says_what_is_saved_and_the_same_command_resumes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, read = tmp_path / "results.jsonl", []
+    asked = ("eval", MODEL, "--tasks", "perplexity", "--lengths", "96", "--windows", "3", "-o", path)
+    losses_of = Engine.losses
+
+    def interrupted(self: Engine, ids: Any) -> Any:
+        if len(read) == 2:
+            raise KeyboardInterrupt
+        read.append(ids)
+        return losses_of(self, ids)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Engine, "losses", interrupted)
+        outcome = ctxext(*asked)
+    assert outcome.code == 130
+    assert f"Stopped. 2 samples kept beside {path}. To resume, run the same command" in outcome.said
+    assert len(read_results(path).records) == 2
+    again = ctxext(*asked)
+    assert again.code == 0
+    assert "1 sample, 96 tokens to read" in again.said
+    assert len(lines(path)[1]) == 3
+
+
+@pytest.mark.slow
+def test_a_first_look_is_quick_and_a_second_adds_to_it(tmp_path: Path) -> None:
+    """On a text that ends long before the time does, so that no clock decides."""
+    text, path = tmp_path / "text.txt", tmp_path / "results.jsonl"
+    text.write_text(PERSUASION.read_text(encoding="utf-8")[:6_000], encoding="utf-8")
+    asked = ("eval", MODEL, "--quick", "--tasks", "passkey,perplexity", "--haystack", text, "-o", path)
+    outcome = ctxext(*asked)
+    assert outcome.code == 0, outcome.err
+    _, records = lines(path)
+    assert {r["length"] for r in records} == {256, 512}
+    assert {r["depth"] for r in records if r["task"] == "passkey"} == {0.25, 0.75}
+    assert "then more samples, until 5 min are over" in outcome.said
+    assert "Some tasks ran out of text" in outcome.said
+    again = ctxext(*asked)
+    assert again.code == 0
+    assert lines(path)[1] == records
+
+
 # ------------------------------------------------------------------------------------- a checkpoint and its base
 
 
@@ -262,13 +315,17 @@ def based(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Outcome]:
 
 
 def test_without_a_terminal_each_variant_gets_a_line(based: tuple[Path, Outcome]) -> None:
-    said = [line for line in based[1].err.splitlines() if "sample" in line and "report" not in line]
-    assert said == [
-        "measuring 1 variant: baseline (4 samples)",
+    said = [line for line in based[1].err.splitlines() if not re.match("  .* (took|for weights)", line)]
+    assert [re.sub(", [0-9,]+ tokens to read", "", line) for line in said][:7] == [
+        "plan: 1 variant (austen-2k) × 2 tasks (passkey, short)",
+        "  at 96, 512 tokens: 6 samples",
+        "control: does the baseline solve passkey within its trained length?",
+        "plan: 1 variant (baseline) × 2 tasks (passkey, short)",
+        "  at 512 tokens: 4 samples",
         "baseline: 4 samples done",
-        "measuring 1 variant: austen-2k (6 samples)",
         "austen-2k: 6 samples done",
     ]
+    assert based[1].err.count("on this machine: 512 tokens took") == 2
     assert "━" not in based[1].err
 
 
@@ -669,6 +726,9 @@ REMEDIES = {
     "no chat template": ((*PASSKEY, *SMALL, "--style", "chat"), "--style chat needs .*Use --style base"),
     "a server without a scheme": ((*PASSKEY, *SMALL, "--server", "localhost:9"), "--server must begin with http"),
     "losses of a server": ((*PERPLEXITY, *SMALL, "--server", "SERVER"), "perplexity needs .*Use only retrieval tasks"),
+    "minutes of a server": ((*PASSKEY, *SMALL, "--server", "SERVER", "--quick"), "--minutes and --quick measure one"),
+    "no minutes": ((*PASSKEY, *SMALL, "--minutes", "0"), "--minutes must be a finite number > 0, got 0.0"),
+    "cost of a server": (("--tasks", "cost", *SMALL, "--server", "SERVER"), "cost needs the model's losses or its"),
     "no server": ((*PASSKEY, *SMALL, "--server", "http://localhost:1"), "Start the server"),
     "results of another seed": ((*PASSKEY, *SMALL, "--seed", "1", "-o", "based.jsonl"),
                                 r"other measurements \(seed: 0 → 1\)\. Pass another file"),
@@ -906,6 +966,17 @@ def test_compare_within_minutes_writes_a_method_and_says_why(tmp_path: Path) -> 
     assert f"--method {best}" in outcome.said
     assert {record["variant"] for record in read_results(results).records} == {"none", "pi", "yarn"}
     assert_remedy(ctxext("compare", MODEL, *asked, "-o", results), "results.jsonl exists already")
+
+
+@pytest.mark.slow
+def test_a_first_look_compares_two_methods_at_one_length(tmp_path: Path) -> None:
+    text, results = tmp_path / "text.txt", tmp_path / "results.jsonl"
+    text.write_text(PERSUASION.read_text(encoding="utf-8")[:6_000], encoding="utf-8")
+    outcome = ctxext("compare", MODEL, "--quick", "--tasks", "passkey", "--haystack", text, "-o", results)
+    assert outcome.code == 0, outcome.err
+    records = read_results(results).records
+    assert {(r["variant"], r["length"]) for r in records} == {(v, 1024) for v in ("none", "yarn", "self_extend")}
+    assert "plan: 3 variants (baseline, yarn, self_extend) × 1 task (passkey)" in outcome.said
 
 
 def test_an_interrupted_compare_within_minutes_says_what_it_left(

@@ -47,6 +47,19 @@ def test_equal_methods_are_seldom_told_apart(setting: Setting, runs: int) -> Non
         assert np.mean([covered(summary, setting, choice) for summary, choice in choices]) >= 0.95
 
 
+def test_ties_come_with_the_number_of_prompts_that_would_tell_them_apart() -> None:
+    setting = Setting(3, 0.7, trials=20, depths=5, shared=0.8, alike=0.3)
+    said = recommended(setting.summary(RNG(1))).text
+    found = re.search(
+        r"To tell 5 points apart takes about ([\d,]+) prompts per length and depth \(there are 20\)", said
+    )
+    assert found is not None, said
+    assert 50 < int(found[1].replace(",", "")) < 2000
+    many = recommended(replace(setting, trials=2500, depths=1, shared=0.99).summary(RNG(1))).text
+    assert "Tied" in many
+    assert "To tell" not in many
+
+
 def test_one_that_is_better_by_far_is_found_and_one_that_is_worse_never_named() -> None:
     rng = RNG(0)
     better, worse = Setting(6, 0.4, 0.95, trials=50), Setting(6, 0.9, 0.3, trials=50)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import shutil
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,7 @@ from ctxext.evals.haystack import Haystack
 from ctxext.evals.perplexity import Perplexity
 from ctxext.evals.prompts import Prompter
 from ctxext.evals.report import write_report
-from ctxext.evals.results import Header, Record, Results, read_results
+from ctxext.evals.results import Header, Record, Results, checked_line, read_results
 from ctxext.evals.runner import Grid, Runner
 from ctxext.evals.samples import make_task
 from ctxext.evals.statistics import wilson
@@ -63,7 +65,7 @@ def mixed(measured: Results, tmp_path_factory: pytest.TempPathFactory) -> Result
         if "score" in record and record["length"] == 1024 and record["trial"] == 2:
             got = " " + record["expected"][0][:-1] + "x"
             record = record | {"hit": False, "score": 0.0, "digits": 0.8, "logprob": -7.25, "got": got}
-        lines.append(json.dumps(record))
+        lines.append(checked_line(record))
     path.write_text("\n".join([*lines, ""]))
     return read_results(path)
 
@@ -142,7 +144,8 @@ def test_page_says_model_recommendation_and_settings(measured: Results, open_pag
 def test_comparison_holds_the_figures_of_each_variant(measured: Results, open_page: Callable[..., Any]) -> None:
     page, cells = open_page(measured), cells_of(measured)
     for variant, name in (("none", "baseline"), ("yarn", "yarn")):
-        row = page.locator(".figures tbody tr", has=page.get_by_role("rowheader", name=name)).inner_text()
+        rows = page.locator(".figures tbody tr", has=page.get_by_role("rowheader", name=name))
+        row = " ".join(rows.all_inner_texts())
         for length in (512, 1024):
             scores = [r["score"] for depth in (0.0, 0.5, 1.0) for r in cells[variant, length, depth]]
             assert f"{mean(scores):.0%}" in row
@@ -297,8 +300,97 @@ def test_phone_scrolls_no_way_but_down(measured: Results, open_page: Callable[..
     for state in ("as opened", "with samples open"):
         assert page.evaluate("document.documentElement.scrollWidth") <= 360, state
         assert page.evaluate("document.body.scrollWidth") <= 360, state
-    box = page.locator(".scroll").first
-    assert box.evaluate("box => box.scrollWidth > box.clientWidth"), "a wide table scrolls in its own box"
+
+
+# Boxes whose content is wider than they are.
+CUT_OFF = """() => [...document.querySelectorAll("main *")].filter(node =>
+  !node.closest("svg") && node.checkVisibility() && node.clientWidth && node.scrollWidth > node.clientWidth + 1
+).map(node => node.outerHTML.slice(0, 100))"""
+
+
+@pytest.mark.parametrize("width", [360, 1200, 1440])
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_nothing_is_cut_off(width: int, scheme: str, measured: Results, open_page: Callable[..., Any]) -> None:
+    """Of five variants at six lengths, with every kind of column."""
+    names = {"none": "none", **{name: "yarn" for name in ("yarn", "ntk_by_parts", "dynamic_yarn", "self_extend")}}
+    lengths = [512 * 2**k for k in range(6)]
+    cost = {"prefill_seconds": 12.34, "decode_seconds": 0.0123, "kv_bytes": 2**29, "peak_bytes": 2**31, "tokens": 512}
+    records: list[Record] = []
+    for name, of in names.items():
+        for record in (record for record in measured.records if record["variant"] == of):
+            for n in (scale * record["length"] for scale in ((1, 8, 32) if "score" in record else (1,))):
+                records.append(record | {"variant": name, "length": n, "key": f"{n} {record['key']}"})
+        place = {"variant": name, "task": "cost", "depth": None, "trial": 0, "seed": 0}
+        records += [{**place, "length": n, "key": f"cost {n}", **cost, "tokens": n} for n in lengths]
+    header = measured.header
+    variants = {name: header.variants[of] for name, of in names.items()}
+    header = Header(header.identity, {**header.tasks, "cost": {}}, variants, header.about)
+    page = open_page(Results(measured.path, header, records), scheme=scheme, size={"width": width, "height": 900})
+    page.locator(".map button").nth(1).click()
+    page.locator(".failed summary").first.click()
+    assert page.evaluate(CUT_OFF) == []
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+    if os.environ.get("CTXEXT_SCREENSHOTS"):  # a folder, to look at the page
+        folder = Path(os.environ["CTXEXT_SCREENSHOTS"])
+        page.screenshot(path=folder / f"report-{width}-{scheme}.png", full_page=True)
+
+
+def test_a_link_shows_the_same_view(mixed: Results, open_page: Callable[..., Any]) -> None:
+    page = open_page(mixed)
+    pick(page, mixed, "yarn", 1024, 0.5).click()
+    page.get_by_role("combobox", name="Variant").select_option("yarn")
+    page.get_by_role("searchbox").fill("pass")
+    page.get_by_role("button", name="yarn", exact=True).click()
+    shown = page.locator(".picked details").all_inner_texts()
+    page.get_by_role("button", name="Copy link").click()
+    page.locator("#share + span", has_text="same cell").wait_for()
+    url = page.url
+    assert "#view=" in url
+    page.goto("about:blank")
+    page.goto(url)
+    assert page.locator(".picked details").all_inner_texts() == shown
+    assert page.get_by_role("combobox", name="Variant").input_value() == "1"
+    assert page.get_by_role("searchbox").input_value() == "pass"
+    assert page.get_by_role("button", name="yarn", exact=True).get_attribute("aria-pressed") == "false"
+    assert not page.locator(".chart polyline[data-variant=yarn]").get_attribute("points")
+
+
+@pytest.mark.parametrize("view", ["%", "null", "3", '{"results-1":{"pick":7,"filters":3,"hidden":{}}}'])
+def test_a_broken_link_shows_the_page_as_it_is(view: str, measured: Results, open_page: Callable[..., Any]) -> None:
+    page = open_page(measured)
+    url = page.url
+    page.goto("about:blank")
+    page.goto(f"{url}#view={view}")
+    assert page.locator(".picked details").count() == 0
+    assert page.locator(".chart polyline").count() == 2
+
+
+def test_two_files_are_compared_on_their_common_samples(
+    measured: Results, mixed: Results, open_page: Callable[..., Any]
+) -> None:
+    text = open_page(measured, mixed).locator("section[aria-labelledby=between]").inner_text()
+    assert "1 is small.jsonl, 2 is mixed.jsonl." in text
+    one, two = (cells_of(each) for each in (measured, mixed))
+    for variant, name in (("none", "baseline"), ("yarn", "yarn")):
+        row = next(line for line in text.split(name)[1:])
+        found = [
+            mean([r["score"] for depth in (0.0, 0.5, 1.0) for r in cells[variant, 1024, depth]]) for cells in (one, two)
+        ]
+        assert f"{100 * (found[1] - found[0]):+.1f}" in row
+        assert "n = 9" in row
+    assert "nats per token up to 1,024" in text
+    header = replace(measured.header, identity={**measured.header.identity, "text": "another"})
+    other = Results(measured.path, header, [r | {"key": f"other {r['key']}"} for r in measured.records])
+    assert "no samples in common" in open_page(measured, other).locator("main").inner_text()
+
+
+def test_every_table_says_what_it_means(measured: Results, tmp_path: Path) -> None:
+    tables = report._comparison(Summary(measured))
+    assert [table["title"] for table in tables] == [
+        "passkey: accuracy by length", "perplexity of tokens", "effective length (tokens)",
+        "short-context regression (windows of 512 tokens)",
+    ]  # fmt: skip
+    assert all(len(table["meaning"]) > 60 for table in tables)
 
 
 def test_a_map_of_many_lengths_keeps_its_rows_on_a_phone(measured: Results, open_page: Callable[..., Any]) -> None:
@@ -404,7 +496,7 @@ def test_page_holds_what_was_measured(
     """Of one task alone: the other's parts are not there, and nothing complains or links to them."""
     page = open_page(Results(measured.path, measured.header, [r for r in measured.records if r["task"] == task]))
     assert page.locator("h3").all_inner_texts() == parts
-    assert page.locator(".figures tbody tr").count() == 2
+    assert page.locator(".figures").first.locator("tbody tr").count() == 2
     dead = "links => links.filter(link => !document.querySelector(link.getAttribute('href'))).length"
     assert page.locator("a").evaluate_all(dead) == 0
 

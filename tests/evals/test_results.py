@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from ctxext.evals.results import Header, ResultsWriter, forget_variant, read_results
+from ctxext.evals.results import Header, ResultsWriter, checked_line, forget_variant, read_results
 
 
 def header(**changes) -> Header:
@@ -145,7 +145,7 @@ def test_tasks_and_variants_may_be_added(tmp_path: Path) -> None:
         (lambda lines: [lines[0], lines[1][:-9], *lines[2:]], "corrupt at line 2"),
         (lambda lines: [lines[0], b'{"variant": "unknown"}', *lines[2:]], "corrupt"),
         (lambda lines: [*lines[:-1], lines[-1][:20]], "corrupt"),
-        (lambda lines: [*lines, lines[1].replace(b'"hit": true', b'"hit": false')], "two outcomes"),
+        (lambda lines: [*lines, checked_line(record(0, hit=False)).encode()], "two outcomes"),
     ],
 )
 def test_a_damaged_file_is_an_error(tmp_path: Path, damage, word: str) -> None:
@@ -155,6 +155,50 @@ def test_a_damaged_file_is_an_error(tmp_path: Path, damage, word: str) -> None:
     for open_it in (read_results, lambda path: ResultsWriter(path, header())):
         with pytest.raises(ValueError, match=word):
             open_it(path)
+
+
+@pytest.mark.parametrize("merged", [True, False])
+@pytest.mark.parametrize(
+    ("number", "old", "new"),
+    [
+        (1, '"seed": 0', '"seed": 1'),
+        (2, '"hit": true', '"hit": false'),
+        (3, '"trial": 1', '"trial": 2'),
+        (3, '"checksum": ', '"note": '),
+        (3, '"seed": 0', '"seed": 0, "got": ""'),
+    ],
+)
+def test_a_changed_line_is_refused_by_its_number(tmp_path: Path, merged: bool, number: int, old: str, new: str) -> None:
+    path = tmp_path / "r.jsonl"
+    write(path, [[record(0)], [record(1)]], merge=merged)
+    file = path if merged else path.with_name("r.jsonl.part-0")
+    whole = file.read_text()
+    lines = whole.splitlines()
+    assert old in lines[number - 1]
+    lines[number - 1] = lines[number - 1].replace(old, new)
+    file.write_text("\n".join([*lines, ""]))
+    for open_it in (read_results, lambda path: ResultsWriter(path, header())):
+        with pytest.raises(
+            ValueError, match=rf"{file.name} is corrupt at line {number}: .* checksum\. Restore it, or "
+        ):
+            open_it(path)
+    if number > 1:  # the remedy
+        file.write_text("\n".join([*lines[: number - 1], *lines[number:], ""]))
+        write(path, [[record(number - 2)]], merge=True)
+        if merged:
+            assert path.read_text() == whole
+        assert [r["trial"] for r in read_results(path).records] == [0, 1]
+
+
+def test_a_file_without_checksums_is_read_and_gets_them(tmp_path: Path) -> None:
+    """As earlier versions wrote it; another version's run adds to it."""
+    path, expected = tmp_path / "r.jsonl", tmp_path / "expected.jsonl"
+    write(expected, [[record(0), record(1)]], merge=True)
+    old = [{"ctxext_results": 1, **vars(header())}, record(0)]
+    path.write_text("".join(json.dumps(line) + "\n" for line in old))
+    assert read_results(path).records == [record(0)]
+    write(path, [[record(1)]], merge=True)
+    assert path.read_bytes() == expected.read_bytes()
 
 
 def test_a_file_whose_end_is_missing_is_an_error(tmp_path: Path) -> None:
@@ -275,5 +319,5 @@ def test_each_line_is_json_of_its_own(tmp_path: Path) -> None:
     path = tmp_path / "r.jsonl"
     write(path, [[record(1), record(0)], [record(0, "yarn")]], merge=True)
     first, *lines = [json.loads(line) for line in path.read_text().splitlines()]
-    assert first["ctxext_results"] == 1
+    assert first["ctxext_results"] == 2
     assert [(line["variant"], line["trial"]) for line in lines] == [("none", 0), ("none", 1), ("yarn", 0)]

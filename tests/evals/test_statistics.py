@@ -17,6 +17,7 @@ from ctxext.evals.statistics import (
     RULER_THRESHOLD,
     EffectiveLength,
     Interval,
+    PairedTest,
     effective_length,
     holm,
     in_percent,
@@ -25,6 +26,7 @@ from ctxext.evals.statistics import (
     paired_loss_difference,
     paired_test,
     pooled_share,
+    texts_to_tell,
     wilson,
 )
 
@@ -357,6 +359,36 @@ def test_a_paired_difference_covers(shares: tuple[float, float], trials: int, sa
     runs = [(a.ravel(), b.ravel()) for a, b in (draw(rng) for _ in range(300))]
     differences = [paired_difference(a, b, clusters, resamples=500) for a, b in runs]
     assert np.mean([covers(difference, shares[0] - shares[1]) for difference in differences]) >= 0.91
+
+
+@pytest.mark.parametrize(("rates", "comparisons"), [((0.5, 0.6), 1), ((0.8, 0.9), 6)])
+def test_as_many_texts_as_advised_find_the_difference_as_often_as_promised(
+    rates: tuple[float, float], comparisons: int
+) -> None:
+    """By a first measurement of 40 texts; benchmarks/statistics_coverage.py has more."""
+    rng = np.random.default_rng(0)
+
+    def test(texts: int, better: float) -> PairedTest:
+        luck = rng.random(texts)
+        own = np.where(rng.random(texts) < 0.5, luck, rng.random(texts))
+        return paired_test((luck < rates[0] + better).astype(float), (own < rates[0]).astype(float))
+
+    better = rates[1] - rates[0]
+    texts = round(float(np.median([texts_to_tell(better, test(40, better), comparisons) for _ in range(50)])))
+    assert 100 < texts < 600
+    level = 0.05 / comparisons
+    assert 0.74 <= np.mean([test(texts, better).p < level for _ in range(300)]) <= 0.93
+    assert np.mean([test(texts, 0.0).p < level for _ in range(300)]) <= 0.05
+
+
+def test_few_texts_or_equal_answers_promise_nothing() -> None:
+    def advised(n: int) -> int:
+        return texts_to_tell(0.05, paired_test([1.0] * n, [1.0] * n))
+
+    assert advised(2) > advised(20) > advised(200) > 20
+    uneven = paired_test([1.0] * 30, [0.0, 1.0] * 15)
+    assert texts_to_tell(0.05, uneven) == pytest.approx(4 * texts_to_tell(0.1, uneven), abs=4)
+    assert texts_to_tell(0.05, uneven, 10) > texts_to_tell(0.05, uneven)
 
 
 @pytest.mark.parametrize("values", ["shares", "scores"])

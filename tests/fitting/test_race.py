@@ -248,7 +248,7 @@ def test_who_left_is_in_the_file_and_no_page_compares_it_again(bundled, tmp_path
     assert summary.eliminated == ["pi"]
     assert chosen.variant in ("yarn", "llama3")
     assert "pi" not in chosen.ranking
-    assert "Dropped early, because others did better: pi." in chosen.text
+    assert "Dropped early to save time, as others did better so far: pi." in chosen.text
     assert saved.about["figures"].keys() == {"yarn", "pi", "llama3"}
     texts = Counter(record["variant"] for record in summary.records if record["task"] == "perplexity")
     assert texts["pi"] < texts["yarn"] == texts["llama3"]
