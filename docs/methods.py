@@ -97,9 +97,9 @@ def draw_frequencies(method: RopeScaling, left: Axes, right: Axes) -> None:
     titles = f"rescale factor λ (log scale{cut})", "wavelength in tokens (log scale)"
     for place, title, low in zip((left, right), titles, (0.9, 5.0)):
         place.set(yscale="log", title=title, xlabel="pair, fastest first", ylim=(low, None))
+        place.minorticks_off()
         place.legend(frameon=False, loc="upper left")
     left.yaxis.set_major_formatter("{x:g}")
-    left.yaxis.set_minor_formatter("")
     left.set_yticks([1, 2, 4] if left.get_ylim()[1] < 30 else [1, 10, 100, 1000])
     for length, name in ((trained, "trained"), (factor * trained, "target")):
         right.axhline(length, color="#5a626e", linewidth=0.8, linestyle="--")

@@ -12,6 +12,8 @@ from typing import Any
 import cli_reference
 import pytest
 
+from ctxext.encodings.rope import RopeGeometry, rotations
+
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
 MARKDOWN = [*ROOT.glob("*.md"), *DOCS.rglob("*.md"), *ROOT.glob("recipes/*.md")]
@@ -69,6 +71,13 @@ def test_links_lead_to_files_and_headings(page: Path) -> None:
         assert target.exists(), f"{path} in {page}"
         if anchor and target.suffix == ".md":
             assert anchor in anchors_of(target), f"{path}#{anchor} in {page}"
+
+
+def test_the_pairs_of_the_concepts_page_are_those_of_the_formula() -> None:
+    turns = rotations(RopeGeometry.plain(128, 10_000.0, 4096))
+    never = [pair for pair, each in enumerate(turns.tolist()) if each < 1]
+    page = " ".join((DOCS / "concepts.md").read_text(encoding="utf-8").split())
+    assert f"these are {len(never)} of {len(turns)} pairs, from pair {never[0]} on" in page
 
 
 def test_the_calculators_links_lead_to_files() -> None:
