@@ -19,7 +19,6 @@ from typing import Any
 from ctxext.evals.plots import plot_overview
 from ctxext.evals.statistics import Interval, in_percent
 from ctxext.export.readings import engine_table
-from ctxext.extension.method_table import method_table
 from ctxext.utils.values import counted
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -58,11 +57,15 @@ def span(band: str) -> str:
     return "–".join(f"{int(end):,}" for end in band.split("-"))
 
 
-def comparison_table(file: str, page: str = ".", without: tuple[str, ...] = ()) -> str:
-    """Passkey, perplexity and the short-context regression of a summary, for a page in the folder `page`."""
+def comparison_table(file: str, page: str = ".", without: tuple[str, ...] = (), at_the_end: bool = False) -> str:
+    """Passkey, perplexity and the short-context regression of a summary, for a page in the folder `page`.
+
+    `at_the_end`: only the longest length and the last stretch of the windows.
+    """
     summary = read(file)
     figures = {name: figure for name, figure in summary["figures"].items() if name not in without}
-    asked, bands = figures["none"]["retrieval"].get("passkey", {}), list(figures["none"]["perplexity"])
+    asked, bands = list(figures["none"]["retrieval"].get("passkey", ())), list(figures["none"]["perplexity"])
+    asked, bands = (asked[-1:], bands[-1:]) if at_the_end else (asked, bands)
     trained = summary["about"]["trained_length"]
     gates = [gate for figure in figures.values() if (gate := figure["gate"] or {}).get("loss")]
     head = [
@@ -73,17 +76,18 @@ def comparison_table(file: str, page: str = ".", without: tuple[str, ...] = ()) 
     ]
     rows = []
     for method, figure in figures.items():
-        shares = figure["retrieval"]["passkey"].values() if asked else ()
-        found = [Interval(**share).percent().partition(" n=")[0] for share in shares]
+        found = [
+            Interval(**figure["retrieval"]["passkey"][length]).percent().partition(" n=")[0] for length in asked
+        ]
         loss = (figure["gate"] or {}).get("loss")
         name = "baseline" if method == "none" else f"`{method}`"
-        rows.append([name, *found, *(f"{value:.1f}" for value in figure["perplexity"].values())])
+        rows.append([name, *found, *(f"{figure['perplexity'][band]:.1f}" for band in bands)])
         if gates:
             rows[-1].append(interval(loss) if loss and method != "none" else "")
     note = f"{counted(summary['windows'], 'window')} of {int(bands[-1].split('-')[-1]):,} tokens, "
     note += f"seed {summary['identity']['seed']}; from {link(file, page)}."
     if asked:
-        n = next(iter(asked.values()))["n"]
+        n = figures["none"]["retrieval"]["passkey"][asked[0]]["n"]
         if texts := summary["about"].get("texts"):
             unit = f"95% intervals over {counted(len(texts), 'text')}, each of which counts as one sample"
         else:
@@ -568,8 +572,8 @@ def positions_table(each_seed: bool) -> str:
     return table(head, rows, note)
 
 
-def fit_table(each_seed: bool, page: str) -> str:
-    """Fitted λ beside static methods, of docs/fit/summary.json: every row, or the best static ones and the mean."""
+def fit_table() -> str:
+    """Fitted λ beside static methods, of docs/fit/summary.json."""
     file = "docs/fit/summary.json"
     summary = read(file)
     head = [
@@ -578,23 +582,11 @@ def fit_table(each_seed: bool, page: str) -> str:
     ]  # fmt: skip
     lines = []
     for factor, part in summary["table"].items():
-        rows, best = part["rows"], part["best_static"]
-        fitted = [row for name, row in rows.items() if name.startswith("fitted")]
-        shown = rows
-        if not each_seed:
-            shown = {name: rows[name] for name in dict.fromkeys([best["keys"], best["text"]])}
-            numbers = ("found", "found_at_target", "key_loss", "perplexity")
-            mean = {key: sum(row[key] for row in fitted) / len(fitted) for key in numbers}
-            regression = sum(row["short"]["value"] for row in fitted) / len(fitted)
-            name = f"fitted, mean of {len(fitted)} seeds" if len(fitted) > 1 else "fitted, one seed"
-            shown[name] = {**mean, "short": {"value": regression}}
-        for name, row in shown.items():
-            short = row["short"]
-            regression = "" if short is None else interval(short, 4) if each_seed else f"{short['value']:+.4f}"
+        for name, row in part["rows"].items():
             lines.append([
                 f"×{factor}", name if name.startswith("fitted") else f"`{name}`" if name != "none" else "baseline",
                 f"{in_percent(row['found'], 1)}%", f"{in_percent(row['found_at_target'])}%", f"{row['key_loss']:.4f}",
-                f"{row['perplexity']:.2f}", regression,
+                f"{row['perplexity']:.2f}", "" if row["short"] is None else interval(row["short"], 4),
             ])  # fmt: skip
     how = summary["settings"]
     slowest = {
@@ -608,7 +600,7 @@ def fit_table(each_seed: bool, page: str) -> str:
         f"length; the half of *Persuasion* not used for fitting; "
         "the best static method is chosen on these prompts and windows, which favours it; "
         f"the longest fit: {', '.join(f'{minutes:.1f} min at ×{factor}' for factor, minutes in slowest.items())} "
-        f"({summary['machine']}); from {link(file, page)}."
+        f"({summary['machine']}); from {link(file, 'docs/fit')}."
     )
     return table(head, lines, note)
 
@@ -794,13 +786,11 @@ def cope_table() -> str:
 
 TABLES = {
     "README.md": {
-        "fit": partial(fit_table, False, "."),
-        "methods": method_table,
-        "quality": partial(comparison_table, "docs/at_scale/quality-cpu.json", without=LATER),
+        "quality": partial(comparison_table, "docs/at_scale/quality-cpu.json", without=LATER, at_the_end=True),
     },
     "recipes/README.md": {"finetune": finetune_table, "retrieval": retrieval_table},
     "docs/fit/README.md": {
-        "fit": partial(fit_table, True, "docs/fit"),
+        "fit": fit_table,
         "ablation": partial(parts_table, "docs/fit/ablation.json"),
         "layers": partial(parts_table, "docs/fit/by_layer.json"),
         "longrope2": longrope2_table,
@@ -818,7 +808,11 @@ TABLES = {
         "seeds-4x": partial(seeds_table, *(f"docs/compare/austen-4m{seed}.json" for seed in ("", "-seed1", "-seed2"))),
         "seeds-960": partial(seeds_table, *(f"docs/compare/austen-4m-960-seed{seed}.json" for seed in range(3))),
     },
-    "docs/at_scale/README.md": {"plan": plan_table, "speed": speed_table},
+    "docs/at_scale/README.md": {
+        "quality": partial(comparison_table, "docs/at_scale/quality-cpu.json", "docs/at_scale", LATER),
+        "plan": plan_table,
+        "speed": speed_table,
+    },
     "docs/benchmarks/README.md": {
         "choice": choice_table,
         "coverage": coverage_table,

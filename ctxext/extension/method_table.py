@@ -43,7 +43,7 @@ def sentence(method: type[ContextMethod]) -> str:
 
 
 def method_table() -> str:
-    """The README's table of methods, in Markdown."""
+    """The table of methods, in Markdown."""
     lines = ["| method | for | what it does | paper | saved as | use |", "|---|---|---|---|---|---|"]
     for method in list_methods():
         alias = f" ({', '.join(f'`{a}`' for a in method.aliases)})" if method.aliases else ""

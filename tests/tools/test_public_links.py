@@ -27,7 +27,8 @@ def test_links_are_their_words_before() -> None:
     shown = with_public_links(README, "")
     assert LINK.findall(shown) == []
     assert not any(picture in shown for picture in PICTURES)
-    assert "https://arxiv.org/abs/2309.00071" in shown  # an address stays
+    address = "[YaRN](https://arxiv.org/abs/2309.00071)"
+    assert with_public_links(address, "") == address
 
 
 def test_brackets_in_words_and_code_are_left() -> None:
