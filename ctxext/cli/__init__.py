@@ -15,7 +15,7 @@ import typer
 from safetensors import SafetensorError
 
 from ctxext import __version__
-from ctxext.cli.common import commands, console, in_flags, one_line_of, say
+from ctxext.cli.common import Command, commands, console, in_flags, one_line_of, say
 from ctxext.cli.compare import compare
 from ctxext.cli.demo import demo
 from ctxext.cli.describe import describe
@@ -33,12 +33,23 @@ from ctxext.cli.serve import serve
 from ctxext.cli.verify import verify
 from ctxext.utils.four_bits import hold_warnings
 
-for command in (describe, extend, fit, export, finetune, merge, methods, push, evaluate, compare, report):
-    commands.command("eval" if command is evaluate else None)(command)
+PANELS = {
+    "Extend": (describe, extend, methods),
+    "Measure": (evaluate, compare, report, demo),
+    "Fit and train": (fit, finetune, merge),
+    "Serve and share": (export, verify, lint, serve, push),
+}
+for panel, group in PANELS.items():
+    for command in group:
+        name = "eval" if command is evaluate else None
+        commands.command(name, cls=Command, rich_help_panel=panel)(command)
 
 
 @commands.command(
-    "lm-eval", add_help_option=False, context_settings={"allow_extra_args": True, "ignore_unknown_options": True}
+    "lm-eval",
+    add_help_option=False,
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+    rich_help_panel="Measure",
 )
 def lm_eval(context: typer.Context) -> None:
     """lm-eval's command line, with extended models (`--model ctxext`) and the tasks of ctxext."""
@@ -47,15 +58,9 @@ def lm_eval(context: typer.Context) -> None:
     main(context.args)
 
 
-commands.command()(demo)
-commands.command()(serve)
-commands.command()(verify)
-commands.command()(lint)
-
-
 def print_version(asked: bool) -> None:
     if asked:
-        version()
+        print(__version__)
         raise typer.Exit
 
 
@@ -87,12 +92,6 @@ def options(
             raise ImportError(f"--import {module}: it needs {error.name}, which is not installed.") from error
 
 
-@commands.command()
-def version() -> None:
-    """Print the version."""
-    print(__version__)
-
-
 def app(pressed: Sequence[int] = ()) -> None:
     """Run the command line; expected errors are printed without a traceback.
 
@@ -118,7 +117,7 @@ def app(pressed: Sequence[int] = ()) -> None:
         if pressed or not hasattr(error, "format_message"):  # typer's, from a module that depends on its version
             raise
         if type(error).__name__ == "NoArgsIsHelpError":  # the help is printed
-            raise SystemExit(2) from None
+            raise SystemExit(0) from None
         _end(one_line_of(error), getattr(error, "exit_code", 2), error)
     if code == 130 and not pressed:  # Ctrl-C, which typer turns into an exit code
         say("interrupted")

@@ -11,9 +11,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args, get_type_hints
 
 import typer
+from typer.core import TyperCommand, TyperGroup
 
 from ctxext.models.metadata import Existing
 from ctxext.utils import values
@@ -39,11 +40,43 @@ PHRASES = {
     r"^(unknown method .*)": r"\1 For a method of your own: ctxext --import MODULE ...",
 }
 
+# What help shows for a value, by the type in a command's signature; others have the option's name.
+METAVARS = {int: "N", float: "NUMBER", Path: "PATH"}
+
+
+class PlainHelp:
+    """Mixin for commands whose help shows METHOD or N for what an option takes, not its Python type."""
+
+    def get_params(self, ctx: Any) -> Any:
+        params, callback = super().get_params(ctx), getattr(self, "callback", None)  # type: ignore[misc]
+        kinds = get_type_hints(inspect.unwrap(callback)) if callback else {}
+        for param in params:
+            kind, name = kinds.get(param.name), param.name.upper().replace("_", "-")
+            if param.param_type_name == "argument":  # typer adds <str>, and braces in the usage line
+                param.metavar = param.metavar or name
+                usage = (param.metavar if param.required else f"[{param.metavar}]") + "..." * (param.nargs != 1)
+                param.display_type_rich = lambda ctx: None
+                param._usage_display_name = lambda usage=usage: usage
+            elif getattr(param, "is_flag", False):
+                param.metavar = ""
+            elif param.metavar is None:
+                param.metavar = next((METAVARS[each] for each in (kind, *get_args(kind)) if each in METAVARS), name)
+        return params
+
+
+class Command(PlainHelp, TyperCommand):
+    pass
+
+
+class Group(PlainHelp, TyperGroup):
+    pass
+
+
 # Each command is added in ctxext/cli/__init__.py.
 commands = typer.Typer(
+    cls=Group,
     help="Extend the context window of Hugging Face language models, and verify the result.",
     no_args_is_help=True,
-    add_completion=False,
     context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_show_locals=False,
 )

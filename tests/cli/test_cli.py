@@ -175,7 +175,7 @@ def test_a_name_on_the_hub_that_cannot_be_reached_gets_one_line() -> None:
             "--target-length: 'abc' is not a number of tokens; write 131072 or",
         ),
         (["extend", "m", "--nope"], "No such option: --nope. See ctxext extend --help."),
-        (["extend"], "Missing argument 'model'. See ctxext extend --help."),
+        (["extend"], "Missing argument 'MODEL'. See ctxext extend --help."),
         (["nope"], "No such command 'nope'. See ctxext --help."),
         (["extent"], "No such command 'extent'. Did you mean 'extend'? See ctxext --help."),
         (["compare", "m", "--no-fit"], "--no-fit works only with --minutes."),
@@ -240,7 +240,7 @@ def test_ctrl_c_that_an_import_swallows_ends_the_command(then: str, tmp_path: Pa
         f"import os, signal\ntry:\n    os.kill(os.getpid(), signal.SIGINT)\nexcept BaseException:\n    {then}\n"
     )
     start = INTERRUPTED.partition("class")[0] + "from ctxext.__main__ import main\nmain()\n"
-    command = [sys.executable, "-c", start, "--import", "swallows", "version"]
+    command = [sys.executable, "-c", start, "--import", "swallows", "methods"]
     run = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
     assert (run.returncode, run.stderr) == (130, "interrupted\n")
 

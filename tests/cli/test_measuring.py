@@ -403,7 +403,7 @@ def test_extend_notes_a_missing_tokenizer_and_another_factor(tmp_path: Path) -> 
 
 
 def test_the_version_is_printed() -> None:
-    assert ctxext("--version") == ctxext("version") == Outcome(0, f"{__version__}\n", "")
+    assert ctxext("--version") == Outcome(0, f"{__version__}\n", "")
 
 
 def test_a_checkpoint_that_is_extended_late_can_start_again(late: Path, tmp_path: Path) -> None:
@@ -880,7 +880,8 @@ def test_help_shows_and_explains_every_option(name: str, monkeypatch: pytest.Mon
     monkeypatch.setenv("COLUMNS", "120")
     shown = ctxext(name, "--help").out
     for parameter in get_command(commands).commands[name].params:
-        assert all(option in shown for option in parameter.opts), parameter.name
+        named = [parameter.name.upper()] if parameter.param_type_name == "argument" else parameter.opts
+        assert all(option in shown for option in named), parameter.name
         assert parameter.help, f"{parameter.name} has no help"
 
 
@@ -888,6 +889,22 @@ def test_h_is_help_in_every_command(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in {*get_command(commands).commands} - {"lm-eval"}:  # that has its own
         assert ctxext(name, "-h") == ctxext(name, "--help"), name
     assert "Usage: " in ctxext("-h").out
+
+
+def test_help_shows_what_an_option_takes_and_no_python_type(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
+    for name in {*get_command(commands).commands} - {"lm-eval"}:
+        assert re.findall(r"<(?:bool|int|float|str|path|list)\b|\{\w+\}", ctxext(name, "-h").out) == [], name
+    assert re.search(r"Usage: ctxext finetune \[OPTIONS\] \[KEY=VALUE\]\.\.\.", ctxext("finetune", "-h").out)
+    assert re.search(r"--trials +N +Samples", ctxext("eval", "-h").out)
+
+
+def test_ctxext_alone_shows_its_commands_in_groups_and_succeeds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    alone, some = ctxext(), {"Extend": "describe", "Measure": "compare", "Fit and train": "merge", "Serve": "lint"}
+    assert alone.code == 0
+    for panel, name in some.items():
+        assert re.search(rf"─ {panel}.*?─.*? {name} ", alone.out, re.S)
 
 
 def test_every_task_that_the_help_names_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
