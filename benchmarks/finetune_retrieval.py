@@ -1,6 +1,6 @@
 """Fine-tuning with and without retrieval rows in the data, for the same tokens, steps and text.
 
-    python benchmarks/finetune_retrieval.py                # 24 runs of the recipe; hours on two cores
+    python benchmarks/finetune_retrieval.py                # 24 runs of the recipe; some 8 hours on two cores
     python benchmarks/finetune_retrieval.py --minutes 60   # as many as fit; the same command goes on
     python benchmarks/finetune_retrieval.py --only pi --seeds 1
     python benchmarks/finetune_retrieval.py --tiny         # two steps of each on short rows, to see that it works
@@ -43,8 +43,8 @@ SHARES = {
 }
 OF_SOURCE: dict[str, dict[str, Any]] = {"novels": {}, "short": {"max_document": 512}, "retrieval": {"retrieval": True}}
 TRAINED, TOKENS, STEPS = 512, 8192, 200  # the model's length; tokens of a step; steps
-# Of a run, by factor, on two idle cores: guesses until the first one is measured.
-SECONDS = {4: 600.0, 8: 900.0, 16: 1500.0}
+# Of a run, by factor, on two idle cores: guesses from single steps, until the first run is measured.
+SECONDS = {4: 540.0, 8: 1200.0, 16: 2400.0}
 TINY = (
     "extension.factor=2", "data.length=384", f"evaluation.lengths=[{TRAINED}]", "training.steps=2",
     "training.batch_size=2", "training.micro_batch_size=1", "training.precision=fp32", "evaluation.every=1",
