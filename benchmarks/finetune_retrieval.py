@@ -1,6 +1,7 @@
 """Fine-tuning with and without retrieval rows in the data, for the same tokens, steps and text.
 
-    python benchmarks/finetune_retrieval.py                # 24 runs of the recipe; hours on two cores
+    python benchmarks/finetune_retrieval.py                # 24 runs of the recipe; some 8 hours on two cores
+    python benchmarks/finetune_retrieval.py --minutes 60   # as many as fit; the same command goes on
     python benchmarks/finetune_retrieval.py --only pi --seeds 1
     python benchmarks/finetune_retrieval.py --tiny         # two steps of each on short rows, to see that it works
 
@@ -8,24 +9,28 @@ PI and NTK-aware at 4 times the bundled model's length, YaRN at 8 and 16 times. 
 a fifth of the rows are text of the same novels with hidden sentences and questions (`ctxext.data.retrieval`).
 Passkeys are measured in a novel that is not trained on, and have another wording and other numbers than the rows.
 
-A finished run is kept in runs/finetune_retrieval and not repeated. Writes docs/finetune/retrieval.json and the curves
-docs/finetune/retrieval.png. Intervals are Student's t over seeds, paired by seed for differences.
+What a finished run measured is kept in docs/finetune/retrieval/cells.json and not measured again. Writes
+docs/finetune/retrieval.json and the curves docs/finetune/retrieval.png of the runs so far, whose order is one seed of
+every arm after the other. Intervals are Student's t over seeds, paired by seed for differences.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
+from at_scale.cells import Budget, Cell, Part, Store, run_part
 from fidelity.row import spread
 from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
-from report import Report, kept, options
-from rich.progress import track
+from report import Report, options
 
 ROOT = Path(__file__).parents[1]
 ARMS = {"pi": ("pi", 4), "ntk": ("ntk", 4), "yarn x8": ("yarn", 8), "yarn x16": ("yarn", 16)}
@@ -38,6 +43,8 @@ SHARES = {
 }
 OF_SOURCE: dict[str, dict[str, Any]] = {"novels": {}, "short": {"max_document": 512}, "retrieval": {"retrieval": True}}
 TRAINED, TOKENS, STEPS = 512, 8192, 200  # the model's length; tokens of a step; steps
+# Of a run, by factor, on two idle cores: guesses from single steps, until the first run is measured.
+SECONDS = {4: 540.0, 8: 1200.0, 16: 2400.0}
 TINY = (
     "extension.factor=2", "data.length=384", f"evaluation.lengths=[{TRAINED}]", "training.steps=2",
     "training.batch_size=2", "training.micro_batch_size=1", "training.precision=fp32", "evaluation.every=1",
@@ -78,6 +85,48 @@ def run(arm: str, data: str, seed: int, folder: Path, tiny: bool) -> dict[str, A
         "mid_training": mid_training,
         "machine": figures["machine"],
     }
+
+
+@dataclass
+class Retrieval(Part):
+    """A fine-tune for each arm, data and seed; `folder` is for the runs.
+
+    Attributes:
+        arms, seeds: those to run.
+    """
+
+    name: ClassVar[str] = "retrieval"
+    title: ClassVar[str] = "fine-tunes with and without retrieval rows"
+    in_seconds: ClassVar[bool] = True
+
+    arms: Sequence[str] = tuple(ARMS)
+    seeds: int = 3
+
+    def cells(self) -> list[Cell]:
+        return [
+            Cell(
+                f"{arm}, {data}, {seed}",
+                SECONDS[ARMS[arm][1]],
+                partial(run, arm, data, seed, self.folder, self.tiny),
+                settings=" ".join(command(arm, data, seed, Path("run"), self.tiny)[1:]),
+            )
+            for seed in range(self.seeds)
+            for arm in self.arms
+            for data in SHARES
+        ]
+
+    def speed(self) -> float:
+        return 1.0  # costs are in seconds
+
+    def record(self, kept: dict[str, Any]) -> dict[str, Any]:
+        """By arm and data, what the runs measured whose seed is there with both data."""
+        found: dict[str, dict[str, list[dict[str, Any]]]] = {}
+        for arm in ARMS:
+            names = [[f"{arm}, {data}, {seed}" for data in SHARES] for seed in range(self.seeds)]
+            pairs = [pair for pair in names if all(name in kept for name in pair)]
+            if pairs:
+                found[arm] = {data: [kept[pair[k]] for pair in pairs] for k, data in enumerate(SHARES)}
+        return found
 
 
 MEASURED = ("passkey", "tail", "regression")
@@ -127,22 +176,33 @@ def main() -> None:
     parser = options(__doc__, ROOT / "docs/finetune")
     parser.add_argument("--only", choices=ARMS, nargs="*", default=list(ARMS))
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--runs", type=Path, default=ROOT / "runs/finetune_retrieval", help="where runs are kept")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="stop before the run that would take longer")
+    parser.add_argument("--runs", type=Path, default=ROOT / "runs/finetune_retrieval", help="for the runs themselves")
     parser.add_argument("--tiny", action="store_true", help="two steps on short rows; set another --output")
     args = parser.parse_args()
+    store = Store(args.output / "retrieval/cells.json")
     folder = (args.runs / "tiny" if args.tiny else args.runs).resolve()
-    todo = [(arm, data, seed) for seed in range(args.seeds) for arm in args.only for data in SHARES]
-    cells: dict[str, dict[str, list[dict[str, Any]]]] = {arm: {data: [] for data in SHARES} for arm in args.only}
-    for arm, data, seed in track(todo, "fine-tuning"):
-        path = folder / f"{arm.replace(' ', '-')}-{data}-{seed}.json"
-        cells[arm][data].append(kept(path, partial(run, arm, data, seed, folder, args.tiny)))
+    part = Retrieval(folder, tiny=args.tiny, arms=args.only, seeds=args.seeds)
+    run_part(part, store, Budget(60 * args.minutes), print)
+    every = Retrieval(folder, tiny=args.tiny, seeds=args.seeds)
+    done = store.done(every.cells())
+    cells = every.record({name: entry["value"] for name, entry in done.items()})
+    if not cells:
+        sys.exit("no arm has a run with and one without retrieval rows yet")
     arms = {arm: summarise(runs) for arm, runs in cells.items()}
     report = Report("retrieval rows in fine-tuning", seed=0, rehearsal=args.tiny)
     for arm, found in arms.items():
         for what in MEASURED:
             report.add(f"{arm}: {what}, with retrieval rows over without", found[what]["difference"]["value"])
     plot(arms, cells, args.output / "retrieval.png")
-    report.finish(args.output / "retrieval.json", seeds=args.seeds, shares=SHARES, arms=arms, cells=cells)
+    report.finish(
+        args.output / "retrieval.json",
+        seeds=min(len(runs["with"]) for runs in cells.values()),
+        shares=SHARES,
+        arms=arms,
+        cells=cells,
+        seconds=sum(entry["seconds"] for entry in done.values()),
+    )
 
 
 if __name__ == "__main__":

@@ -109,7 +109,9 @@ STEPS = (
 )
 
 # Of progress, logs and the machine.
-NOISE = re.compile(r"examples/s|it/s|━|\d+%\||INFO: |samples done|Warning|warnings\.warn|^Estimate|tokenising|^\s*$")
+NOISE = re.compile(
+    r"examples/s|it/s|━|\d+%\||INFO: |samples done|Warning|warnings\.warn|^Estimate|^step [\d,]+/|tokenising|^\s*$"
+)
 # What differs between machines and runs.
 VARYING = {
     r"took [^.]*? and [\d.]+ GiB.*": "took ... .",

@@ -80,4 +80,12 @@ def test_a_tiny_run_writes_what_a_full_one_does_and_is_not_repeated(
         for log in (tmp_path / "runs/tiny").glob("*/log.jsonl"):
             assert len(log.read_text().splitlines()) == 2
             log.unlink()  # a second run of the recipe would miss it
-    assert len([*(tmp_path / "runs/tiny").glob("*.json")]) == 2
+    assert len(json.loads((tmp_path / "docs/retrieval/cells.json").read_text())) == 2
+
+
+def test_seeds_that_are_there_with_one_kind_of_data_alone_wait_for_the_other(tmp_path: Path) -> None:
+    part = finetune_retrieval.Retrieval(tmp_path)
+    order = [cell.name for cell in part.cells()]
+    assert len(order) == len({*order}) == 24
+    assert order[:3] == ["pi, without, 0", "pi, with, 0", "ntk, without, 0"]  # each arm once before the next seed
+    assert part.record({name: {} for name in order[:3]}) == {"pi": {"without": [{}], "with": [{}]}}

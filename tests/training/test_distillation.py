@@ -105,6 +105,17 @@ def test_an_untrained_adapter_on_the_original_rope_has_no_divergence_whatever_it
     assert abs(adapter(**batch_of(ROWS[1:]), use_cache=False).loss.item()) < 1e-12
 
 
+def test_the_reference_has_no_dropout() -> None:
+    config = tiny_config("llama", attention_dropout=0.5)
+    model = extend_context(from_config(config, dtype=torch.float64), 4, "yarn")
+    adapter = get_peft_model(model, LoraConfig(target_modules=["q_proj"])).train()
+    use_chunked_loss(adapter)
+    use_distillation(adapter, 1.0)
+    inputs = {key: value for key, value in batch_of(ROWS).items() if key != "labels"}
+    one, other = (chunked_loss_of(adapter).reference(**inputs).hidden for _ in range(2))
+    assert torch.equal(one, other)
+
+
 def test_longer_documents_and_evaluation_are_left_alone() -> None:
     adapter, plain = adapter_of(), adapter_of()
     use_distillation(adapter, 1.0)
