@@ -136,7 +136,7 @@ def test_every_deviation_is_said(data: Path) -> None:
 
 @pytest.mark.slow
 def test_the_command_measures_it_and_shows_published_rows(data: Path, tmp_path: Path) -> None:
-    how = ("--method", "yarn", "--factor", 2, "--lengths", "1024", "--trials", 1, "-o", tmp_path / "results.jsonl")
+    how = ("--method", "yarn", "--factor", 4, "--lengths", "2k", "--trials", 1, "-o", tmp_path / "results.jsonl")
     outcome = ctxext("eval", MODEL, "--suite", "ruler-nvidia", "--suite-data", data, *how)
     assert outcome.code == 0, outcome.err
     assert "Llama2 7B" in outcome.out
