@@ -76,10 +76,7 @@ SuiteName = Annotated[
 ]
 SuiteData = Annotated[
     Path | None,
-    typer.Option(
-        help="The folder with the data of --suite: scripts/data/synthetic/json of NVIDIA/RULER, data of "
-        "RMT-team/babilong or of HELMET, or data.json of THUDM/LongBench-v2."
-    ),
+    typer.Option(help="The file or folder with the data of --suite. Without it an error names what is needed."),
 ]
 PromptStyle = Annotated[
     str | None, typer.Option("--style", help="base, chat or thinking. Default: chat if there is a chat template.")

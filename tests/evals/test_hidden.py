@@ -9,6 +9,7 @@ from tokenizers_of_all_kinds import KINDS, tokenizer_of_kind
 from transformers import AutoTokenizer
 
 from ctxext.assets import MODEL, PERSUASION
+from ctxext.evals.association import PAIRS
 from ctxext.evals.haystack import Haystack
 from ctxext.evals.prompts import Prompter
 from ctxext.evals.samples import Place, Sample, make_task
@@ -49,6 +50,8 @@ def right_answer(sample: Sample) -> str:
     "kind", [pytest.param(kind, marks=[] if kind == "bundled" else pytest.mark.slow) for kind in KINDS]
 )
 def test_prompts_are_exact_in_tokens(name: str, kind: str) -> None:
+    if (kind, name) == ("sentencepiece", "code"):
+        pytest.skip("its alphabet has no underscore")
     prompter = prompter_of(kind)
     for trial, (length, depth) in enumerate([(900, 0.1), (1113, 0.5), (2000, 0.9)]):
         sample = made(name, trial, depth, length, kind)
@@ -57,7 +60,8 @@ def test_prompts_are_exact_in_tokens(name: str, kind: str) -> None:
         assert f" {sample.answer.strip()}" == right_answer(sample).rstrip() or sample.lead.endswith(" ")
         for needle, at in zip(sample.needles, sample.needle_tokens):
             assert sample.body.count(needle) == 1
-            assert prompter.decode(sample.input_ids[at : at + 60]).strip().startswith(needle.strip()[:12])
+            # What ends a sentence may be one token with the line's end behind it.
+            assert needle.strip()[:12] in prompter.decode(sample.input_ids[at : at + 60])[:24]
 
 
 @pytest.mark.parametrize("name", [name for name in TASKS if make_task(name).uses_depth])
@@ -111,13 +115,12 @@ def test_a_text_that_speaks_of_the_answer_is_not_asked_about_it() -> None:
     """Another association is drawn; where every one is spoken of, the text is refused."""
     text = PERSUASION.read_text(encoding="utf-8")[:60_000]
     tokenizer = tokenizer_of_kind("bundled")
-    told = [made("nolima", trial).question for trial in range(6)]
-    assert any("Paris" in question or "baker" in question for question in told) or len(set(told)) > 3
-    haystack = Haystack.from_text(f"{text} They went to London, Bath and Paris. {text}", tokenizer)
+    spoken, left = [pair.predicate for pair in PAIRS[:-2]], {pair.predicate for pair in PAIRS[-2:]}
+    haystack = Haystack.from_text(f"{text} It {'. It '.join(spoken)}. {text}", tokenizer)
     task = make_task("nolima")
-    for trial in range(12):
+    for trial in range(4):
         sample = task.sample(Place("nolima", 900, 0.5, trial, 0), prompter_of("bundled"), haystack)
-        assert not any(city in sample.question for city in ("London", "Paris"))
+        assert any(predicate in sample.question for predicate in left)
     named = Haystack.from_text(text.replace(". ", ", said Priya. "), tokenizer)
     with pytest.raises(ValueError, match=r"contains the words of the needle.*Pass another text"):
         task.sample(Place("nolima", 900, 0.5, 0, 0), prompter_of("bundled"), named)

@@ -31,7 +31,9 @@ def test_needles_are_hidden_in_the_text_of_their_language(language: str) -> None
             sample = task.sample(Place(name, 2000, depth, trial, 0), prompter, haystack)
             assert len(sample.input_ids) == 2000
             assert sample.score(sample.answer) == 1.0
-            assert sample.needle_tokens[0] / 2000 == pytest.approx(depth, abs=0.2)
+            # In code between functions, which are long in this tokenizer.
+            near = 0.35 if language == "code" else 0.2
+            assert sample.needle_tokens[0] / 2000 == pytest.approx(depth, abs=near)
             assert all(sample.body.count(needle) == 1 for needle in sample.needles)
             for needle in sample.needles:
                 before = sample.body[: sample.body.index(needle)].rstrip()

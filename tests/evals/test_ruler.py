@@ -842,6 +842,11 @@ def test_words_come_from_nvidias_file_where_the_lists_do_not_suffice(tmp_path: P
     (tmp_path / "words.json").write_text(json.dumps({"1": "a"}))
     english = GOLDENS["base/16384/cwe"]["shapes"][0]["english"]
     assert english[0] == 0 < english[1]
+    (tmp_path / "english.json").write_text(json.dumps(ENGLISH))
+    sample = draw("cwe", 16_384, kind="words", compat="nvidia", english_words=str(tmp_path / "english.json"))
+    example, _, text = sample.body.rpartition("Below is a numbered")
+    assert set(listed(example.rpartition(" Answer: The top")[0])) <= {*nvidia_words().all}
+    assert set(listed(text)) <= {*ENGLISH.values()}
     with pytest.raises(ValueError, match="english_words of cwe are for compat='nvidia' only"):
         make_task("cwe", english_words=str(tmp_path / "words.json"))
     (tmp_path / "bad.json").write_text("[]")

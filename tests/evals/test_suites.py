@@ -38,13 +38,17 @@ def data(tmp_path: Path) -> Path:
 
 
 def summary_of(
-    scores: dict[int, float], trials: int = 500, style: str = "chat", tasks: Sequence[str] = RULER
+    scores: dict[int, float],
+    trials: int = 500,
+    style: str = "chat",
+    tasks: Sequence[str] = RULER,
+    failed: str | None = None,
 ) -> Summary:
-    """A run in which every task has the score of its length."""
+    """A run in which every task has the score of its length, but for one that is always failed."""
     records = [
         {
             "variant": "none", "key": f"{task} {length} {trial}", "task": task, "length": length, "depth": None,
-            "trial": trial, "seed": 0, "score": float(trial < round(score * trials)),
+            "trial": trial, "seed": 0, "score": float(task != failed and trial < round(score * trials)),
         }
         for task in tasks for length, score in scores.items() for trial in range(trials)
     ]  # fmt: skip
@@ -112,6 +116,8 @@ def test_our_row_is_the_macro_average_and_its_effective_length(data: Path) -> No
     assert ours.split() == ["my-model", "8,192", "95.0", "88.0", "70.0", "84.3"]
     (theirs,) = [line for line in lines if "Llama3.1 8B" in line]
     assert theirs.split()[2:] == ["32K", "95.5", "93.8", "91.6", "93.6"]
+    lines = shown(make_suite("ruler-nvidia", data), summary_of({4096: 1.0}, trials=10, failed="qa_2"), 80)
+    assert any(line.split() == ["my-model", "4,096", "92.3", "92.3"] for line in lines)  # 12 of 13
     assert "<4,096" in "".join(shown(make_suite("ruler-nvidia", data), summary_of({4096: 0.5}, trials=4), 80))
 
 
@@ -136,7 +142,7 @@ def test_every_deviation_is_said(data: Path) -> None:
 
 @pytest.mark.slow
 def test_the_command_measures_it_and_shows_published_rows(data: Path, tmp_path: Path) -> None:
-    how = ("--method", "yarn", "--factor", 2, "--lengths", "1024", "--trials", 1, "-o", tmp_path / "results.jsonl")
+    how = ("--method", "yarn", "--factor", 4, "--lengths", "2k", "--trials", 1, "-o", tmp_path / "results.jsonl")
     outcome = ctxext("eval", MODEL, "--suite", "ruler-nvidia", "--suite-data", data, *how)
     assert outcome.code == 0, outcome.err
     assert "Llama2 7B" in outcome.out
