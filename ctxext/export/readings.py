@@ -340,6 +340,15 @@ _ROWS = {
     "llama.cpp-length-new": (">= September 2026", "--ctx-size",
         "is capped by llama-server at the file's context_length, or, where flags change yarn's scale, at "
         "--yarn-orig-ctx * --rope-scale", "read: ggml-org/llama.cpp#28030, meta-models/meta-oss-cookbook#37"),
+    "llama.cpp-override-kv": (">= December 2025", "--override-kv",
+        "replaces keys of the file before flags are read: those of its own architecture alone, and of the key's own "
+        "type. The option may be repeated, and the first of two values of a key counts",
+        f"read: {LLAMA_CPP}:src/llama-model-loader.cpp (validate_override), src/llama-model.cpp (load_hparams), "
+        "common/arg.cpp, common/common.cpp (string_parse_kv_override)"),
+    "llama.cpp-ext-factor": ("all", "--yarn-ext-factor",
+        "is the weight of the unscaled frequencies in yarn's ramp, whatever --rope-scaling is: 1 is yarn, 0 is linear "
+        "scaling, and any other value is neither",
+        f"read: {_LLAMA_CPP_CONTEXT}, ggml/src/ggml-cpu/ops.cpp (rope_yarn)"),
     "llama.cpp-no-scale": ("all", "--rope-scaling yarn",
         "changes nothing without --rope-scale: the scale is 1, whatever --ctx-size and --yarn-orig-ctx are",
         f"read: {_LLAMA_CPP_CONTEXT}"),

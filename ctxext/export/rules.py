@@ -646,6 +646,12 @@ def _ramp(parameters: dict[str, Any], rope: RopeGeometry) -> tuple[float, float]
 # ------------------------------------------------------------------------------- llama.cpp and Ollama
 
 
+def architecture_of(text_config: PreTrainedConfig) -> str | None:
+    """llama.cpp's name for a model's architecture; None if its graph is not known here."""
+    name = _GGUF_NAMES.get(text_config.model_type, text_config.model_type)
+    return next((key for key, graph in ARCHITECTURES.items() if graph.model_type == name), None)
+
+
 def _llama_cpp(
     engine: str, model: str, facts: ContextFacts, target: int, before: RopeTable | None
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -664,8 +670,7 @@ def _llama_cpp(
     if before is None and unwritten is None:
         how = f"ctxext export {model} --engine {engine} -o OUT.gguf"
         return of_extended, (f"write OUT.gguf first: {how}. It holds the extension: do not repeat it in flags.",)
-    name = _GGUF_NAMES.get(config.model_type, config.model_type)
-    architecture = next((key for key, graph in ARCHITECTURES.items() if graph.model_type == name), None)
+    architecture = architecture_of(config)
     if architecture is None:
         known = ", ".join((*(each.model_type for each in ARCHITECTURES.values()), *_GGUF_NAMES))
         raise NotExportable(

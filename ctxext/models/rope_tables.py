@@ -63,6 +63,12 @@ class RopeTable:
         """The frequencies in use of the rotating pairs."""
         return geometry_in_use(self.of_turning_pairs, self.rotary_dim, self.limit)
 
+    def at(self, length: int) -> RopeGeometry:
+        """The frequencies in use of a model that serves `length` tokens: within its original length, those of short
+        calls."""
+        original = self.parameters.get("original_max_position_embeddings") or self.limit
+        return geometry_in_use(self.of_turning_pairs, self.rotary_dim, self.limit, within=length <= original)
+
     def plain(self, rope_theta: float, length: int) -> RopeGeometry:
         """The unscaled frequencies of the rotating pairs, with the config's base `rope_theta`."""
         return RopeGeometry.plain(self.rotary_dim, rope_theta**self.base_power, length)

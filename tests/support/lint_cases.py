@@ -275,7 +275,7 @@ WRONG = (
         "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN=1 python -m sglang.launch_server ... --json-model-override-args "
         f"'{_CARD}' --context-length 1000000",
         "Qwen3.5", "https://huggingface.co/Qwen/Qwen3.8-27B", "Up to 0.5.16 text_config is replaced entirely.",
-        ("would be replaced entirely",), "0.5.16",
+        ("would be replaced entirely",), "0.5.16", has_right=False,
     ),
     Case(
         "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN=1 python -m sglang.launch_server ... --json-model-override-args "
