@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 
     from ctxext.export.lint import Lint
 
+# Model types without a class in transformers whose config vLLM and SGLang read as another's
+# (vllm/transformers_utils/config.py, _CONFIG_REGISTRY; the architectures of their config.json).
+_READ_AS = {"kimi_k2": "deepseek_v3"}
 _COLOURS = {"wrong": "bold red", "unread": "bold yellow", "warning": "yellow"}
 
 
@@ -122,8 +125,9 @@ def _config(content: dict[str, Any], where: str) -> tuple[PreTrainedConfig, dict
     from ctxext.models.config_fields import check_config, check_counts
 
     check_counts(content)
+    kind = content.get("model_type")
     with rejecting(Path(where)):
-        config = AutoConfig.for_model(**content)
+        config = AutoConfig.for_model(**{**content, "model_type": _READ_AS.get(str(kind), kind)})
     check_config(config)
     return config, content
 
@@ -153,7 +157,10 @@ def _published(name: str, revision: str | None) -> tuple[PreTrainedConfig, dict[
             raise
         remedy = "Or pass its config with --model: a folder, its config.json, or the JSON itself."
         raise ValueError(f"{error} {remedy}") from error
-    return checkpoint.read_config(folder), read_json(folder / "config.json").content
+    content = read_json(folder / "config.json").content
+    if str(content.get("model_type")) in _READ_AS:
+        return _config(content, str(folder / "config.json"))
+    return checkpoint.read_config(folder), content
 
 
 def _show(found: Lint, model: str | None) -> None:

@@ -6,6 +6,7 @@ import json
 import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from functools import partial
@@ -155,7 +156,7 @@ def parse_command(line: str | Sequence[str]) -> Command:
         commands = [list(line)]
     else:
         line = line.removeprefix("\ufeff")
-        commands = _containers(line) or _commands(line, typeset)
+        commands = _containers(line) or _commands(_unit_or_dockerfile(line), typeset)
     found = _first_server(commands, {})
     if found is None:
         words = " ".join(_plain(word) for each in commands for word in each)
@@ -254,6 +255,28 @@ def _is_open(word: str) -> bool:
 
 def _plain(word: str) -> str:
     return re.sub(rf"[{_BARE}{_QUOTED}{_END}]", "", word)
+
+
+def _unit_or_dockerfile(text: str) -> str:
+    """The script that a systemd unit or a Dockerfile runs; any other text as it is."""
+    joined = re.sub(r"\\[^\S\n]*\n", " ", text)
+    if starts := re.findall(r"^ExecStart=[-@:+!]*(.+)$", joined, re.MULTILINE):
+        return "\n".join([*re.findall(r"^Environment=(.+)$", joined, re.MULTILINE), starts[-1]])
+    steps = dict(re.findall(r"^(FROM|ENTRYPOINT|CMD)\s+(.+)$", joined, re.MULTILINE))  # the last of each counts
+    if "FROM" not in steps:
+        return text
+
+    def words(step: str) -> str:  # in JSON, or for the shell
+        given = steps.get(step, "")
+        with suppress(ValueError):
+            return shlex.join(map(str, json.loads(given)))
+        return shlex.join(("sh", "-c", given)) if given else ""
+
+    variables = " ".join(
+        f"{name}={value}" for name, value in re.findall(r"^ENV\s+(\w+)[ =](.+)$", joined, re.MULTILINE)
+    )
+    starter = words("ENTRYPOINT") or f"docker run {steps['FROM'].split()[0]}"
+    return f"{variables} {starter} {words('CMD')}"
 
 
 def _containers(text: str) -> list[list[str]]:
@@ -365,6 +388,8 @@ def _server(words: Sequence[str], at: int) -> tuple[str | None, int]:
         return "vllm", 1
     if _is_image(word) and not {"run", "create"}.isdisjoint(words[:at]):
         return "llama.cpp" if "llama.cpp" in word else "vllm", 1
+    if "llama.cpp:full" in word and following in ("--server", "-s"):
+        return "llama.cpp", 2
     if word == "sglang.launch_server":
         return "sglang", 1
     if name == "sglang" and following == "serve":

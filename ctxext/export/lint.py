@@ -30,7 +30,7 @@ from ctxext.export.effective import (
     version_of,
 )  # fmt: skip
 from ctxext.export.readings import READINGS, Reading
-from ctxext.export.rules import EngineExport, changes, export_for
+from ctxext.export.rules import EngineExport, changes, export_for, ignored_window
 from ctxext.extension.request import plan_extension
 from ctxext.methods import ABF, TransformersDynamic, YaRN, method_from_rope_parameters
 from ctxext.models.config_fields import ROPE_FIELDS, check_config
@@ -189,12 +189,18 @@ def lint(
         return replace(checked, why_not="the config to check and the one to compare with are of different models.")
     if not checked.is_wrong or not suggest:
         return checked
+    limit, is_dynamic = length_limit(facts.text_config), meant.kind == "dynamic"
+    is_longer = command.length is None and not meant.block and not is_dynamic and does.length > limit
+    asked = replace(command, length=does.length) if is_longer else command
     try:
-        is_longer = command.length is None and not meant.block and does.length > length_limit(facts.text_config)
-        right = _right(replace(command, length=does.length) if is_longer else command, meant, facts, config, source)
-        return replace(checked, right=_printed(right, command, config, source, pinned, version))
+        for right in _right(asked, meant, facts, config, source):
+            try:
+                return replace(checked, right=_printed(right, command, config, source, pinned, version))
+            except ValueError as error:
+                why_not = str(error)
     except ValueError as error:
-        return replace(checked, why_not=str(error).partition(". ")[0].rstrip(".") + ".")
+        why_not = str(error)
+    return replace(checked, why_not=why_not.partition(". ")[0].rstrip(".") + ".")
 
 
 def _by_its_name(error: str, engine: str) -> str:
@@ -431,6 +437,9 @@ def _lengths(command: Command, version: str, does: Effective, meant: _Meant, fac
         words = f"{guard} switches the length check off. The right overrides do not need it."
         yield Finding("warning", words, READINGS[f"{engine}-long-override"])
     served = does.length if is_open or does.length <= does.limit else 0  # otherwise the server does not start
+    if (window := ignored_window(engine, facts.text_config, served)) is not None:
+        words = f"the sliding window of {window} tokens is ignored, and every layer attends to all {served}: serve at "
+        yield Finding("wrong", f"{words}most {window}, or use vLLM.", READINGS[f"{engine}-window"])
     if not meant.extends(facts) and not _replaces_own(meant, facts) and kind != "dynamic":
         published = length_limit(facts.text_config)
         asked = command.length or (served if served > published else 0)
@@ -455,30 +464,39 @@ def _lengths(command: Command, version: str, does: Effective, meant: _Meant, fac
 
 def _right(
     command: Command, meant: _Meant, facts: ContextFacts, config: PreTrainedConfig, source: dict[str, Any]
-) -> EngineExport:
-    """The export of what was meant, from the length that this checkpoint was trained at.
+) -> Iterator[EngineExport]:
+    """What was meant, from the length that this checkpoint was trained at: the simplest line first.
 
     A model that was trained with a scaling keeps it, unless the line has other numbers for the same type.
     """
     table, target, original = meant.first, command.model or "MODEL", _original(facts)
     given = float(table.parameters.get("factor") or 1.0) if meant.block else 1.0
+    if meant.kind == "dynamic" and not meant.block:  # of the model itself: plain RoPE within the config's length
+        if (command.length or 0) > table.limit:
+            raise ValueError(f"no engine follows the model's dynamic scaling beyond {table.limit} tokens.")
+        yield _as_it_is(replace(command, length=command.length or table.limit), source)
+        return
     if facts.is_scaled and (_repeats_the_file(command, facts, meant) or not meant.adds_to(facts)):
         plan = None
         if facts.mark is not None and command.engine == "llama.cpp" and (command.length or 0) > facts.reach:
             raise ValueError(f"the file reaches {facts.reach} tokens, so extend the file that it was made from.")
-        if command.engine == "llama.cpp" and (command.length or 0) <= facts.reach:  # the file holds the scaling
-            return _as_it_is(command, source)
-        if (command.length or 0) > facts.reach:
+        if (command.length or 0) <= facts.reach:
+            yield _as_it_is(command, source)
+            if command.engine == "llama.cpp":  # the file holds the scaling
+                return
+        else:
             if facts.mark is not None:
                 raise ValueError(f"the model is extended to {facts.reach} tokens, so extend the original one further.")
             plan = plan_extension(config, target_length=command.length, existing="keep")
-        return export_for(command.engine, config, plan, model=target, source=source)
+        yield export_for(command.engine, config, plan, model=target, source=source)
+        return
     if facts.checkpoint is None:  # what its author says of a model that is not in the table
         original = int(table.parameters.get("original_max_position_embeddings") or original)
     needed = (command.length or 0) / original
     factor = max(needed, 1.0) if 1 < needed * _TOO_LARGE <= given else max(given, needed, 1.0)
     if factor == 1.0 and not facts.is_scaled:
-        return _as_it_is(command, source)
+        yield _as_it_is(command, source)
+        return
     method = method_from_rope_parameters(table.of_turning_pairs, table.limit)
     theta = float(table.parameters["rope_theta"])
     if method is not None and meant.block and not isinstance(method, TransformersDynamic):
@@ -489,7 +507,7 @@ def _right(
         method = YaRN(factor=factor)
     existing = "replace" if facts.is_scaled else "refuse"
     plan = plan_extension(config, method=method, existing=existing, original_max_position_embeddings=original)
-    return export_for(command.engine, config, plan, model=target, source=source)
+    yield export_for(command.engine, config, plan, model=target, source=source)
 
 
 def _printed(
