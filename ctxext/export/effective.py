@@ -360,6 +360,8 @@ class _Server:
 
     def serve(self, asked: int | None) -> Effective:
         tables = rope_tables(self.text, self.text.rope_parameters)
+        if not tables:
+            raise ValueError("rope_parameters hold no table for the layer types of this model. Correct it.")
         limit = self.limit()
         default = limit
         if self.engine == "vllm" and any(kind_of(table.parameters) == "longrope" for table in tables):
