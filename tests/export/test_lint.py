@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 from contextlib import suppress
 from pathlib import Path
@@ -123,9 +122,10 @@ def mutated(random: Random, section: str | None) -> dict[str, Any]:
     odd = {"rope_parameters": block} if random.random() < 0.8 else {}
     for key in random.sample(list(BAD), random.choice((1, 1, 2, 3))):
         is_rope = key in ROPE_FIELDS or key in ("mrope_section", "full_attention")
-        (block if is_rope and random.random() < 0.9 else odd)[key] = copy.deepcopy(random.choice(BAD[key]))
+        (block if is_rope and random.random() < 0.9 else odd)[key] = random.choice(BAD[key])
     if random.random() < 0.3:
         odd[random.choice(("rope_scaling", "rope_parameters"))] = random.choice((block, {}, None, 3))
+    odd = json.loads(json.dumps(odd))
     return {section or "text_config": odd} if (section is not None) == (random.random() < 0.9) else odd
 
 
@@ -374,6 +374,11 @@ def test_the_config_of_another_model_is_wrong() -> None:
 
 
 @pytest.mark.parametrize(("engine", "overrides", "options", "says"), [
+    ("vllm", {"rope_scaling": None}, {}, "^rope_scaling must be an object"),
+    ("sglang", {"rope_theta": "x"}, {}, "^rope_theta must be a number"),
+    ("vllm", {"model_type": "mistral"}, {}, "^model_type makes this another model"),
+    ("llama.cpp", {}, {"--override-kv": "llama.context_length=int:x"}, "llama.context_length in --override-kv must be"),
+    ("llama.cpp", {}, {"--override-kv": "llama.rope.scaling.type=str:x"}, "must be none, linear, yarn or longrope"),
     ("llama.cpp", {"a": 1}, {}, "llama.cpp has no overrides in JSON"),
     ("vllm", {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "beta_fast": 1, "beta_slow": 32}}, {},
      "^rope_parameters.beta_fast must exceed"),
@@ -411,3 +416,35 @@ def test_a_build_of_a_release_is_judged_as_that_release(version: str) -> None:
     yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768, "rope_theta": 1e6}
     found = lint(Command("vllm", "a/b", {"rope_parameters": yarn}, 131072), *loaded("Qwen3-8B"), version)
     assert READINGS["vllm-yarn-length-new"] in [finding.reading for finding in found.findings]
+
+
+def test_the_length_asked_for_is_kept() -> None:
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+    line = f"vllm serve a/b --max-model-len 131000 --hf-overrides '{json.dumps({'rope_parameters': yarn})}'"
+    right = lint(parse_command(line), *loaded("Qwen3-8B")).right
+    assert right is not None
+    assert right.length == parse_command(right.flags).length == 131000
+    assert parse_command(right.flags).overrides["rope_parameters"]["factor"] == 4.0
+
+
+def test_a_program_of_llama_cpp_keeps_its_name() -> None:
+    right = lint(parse_command("./llama-perplexity.exe -m a.gguf -c 16384"), *loaded("Llama-2-7B")).right
+    assert right is not None
+    assert right.flags[0] == "llama-perplexity"
+
+
+def test_equal_betas_are_a_step_as_in_kimi_k2() -> None:
+    yarn = {**config_json("DeepSeek-V3")["rope_scaling"], "beta_fast": 1.0, "beta_slow": 1.0, "factor": 32.0}
+    source = {**config_json("DeepSeek-V3"), "rope_scaling": yarn, "max_position_embeddings": 131072}
+    config, source = config_from({**source, "model_type": "kimi_k2"}, "config.json")
+    for line in ("vllm serve a/b", "python -m sglang.launch_server --model-path a/b"):
+        found = lint(parse_command(f"{line}"), config, source)
+        assert found.findings == (), told(found)
+        assert "divided by up to 32" in found.does
+
+
+def test_a_context_length_that_is_raised_in_the_file_is_the_original_one_of_yarn() -> None:
+    line = "llama-server -m a.gguf -c 16384 --rope-scaling yarn --rope-scale 4"
+    assert not lint(parse_command(line), *loaded("Llama-2-7B")).findings
+    raised = f"{line} --override-kv llama.context_length=int:16384"
+    assert "frequencies are off by" in told(lint(parse_command(raised), *loaded("Llama-2-7B")))
