@@ -570,7 +570,9 @@ def _for_version(flags: tuple[str, ...], engine: str, version: str | None) -> tu
 def _summary(does: Effective) -> str:
     """Frequencies, multiplier and length of the first table, in a line."""
     (_, first), *others = does.tables.items()
-    kind = "plain RoPE" if first.is_plain else f"frequencies divided by up to {_largest(first):.3g}"
+    largest = _largest(first)
+    kind = f"frequencies divided by up to {largest:.3g}" if largest > _CLOSE else "unscaled frequencies"
+    kind = "plain RoPE" if first.is_plain else kind
     more = f" (and {len(others)} more tables)" if others else ""
     multiplier = "" if first.attention_factor == 1 else f", cos and sin × {first.attention_factor:.4g}"
     verb = "asks for" if does.length > does.limit else "serves"

@@ -413,6 +413,8 @@ def _server(engine: str, facts: ContextFacts, section: dict[str, Any], target: i
     for table in facts.tables:
         _refuse_unserved(engine, text_config, table, target)
         new[table.label], names = _in_server_words(engine, text_config, table, target)
+        if _rope_type(table) == "linear" and facts.original_length is not None:  # for readers, as vLLM ignores it
+            new[table.label].setdefault("original_max_position_embeddings", facts.original_length)
         warnings += names
     parameters = new.get("", {**text_config.rope_parameters, **new})
     for name in ("rope_scaling", "rope_theta", "ctxext"):
@@ -425,7 +427,8 @@ def _server(engine: str, facts: ContextFacts, section: dict[str, Any], target: i
         section.update(older)
         if family_of(text_config).rope_types == _PHI_3_TYPES or text_config.model_type in _TWO_FIELDS:
             section.pop("rope_scaling", None)  # rejected in any other form
-    multiplied = parameters.get("rope_type") == "linear" and "original_max_position_embeddings" not in parameters
+    is_fixed = engine == "sglang" and "original_max_position_embeddings" in parameters
+    multiplied = parameters.get("rope_type") == "linear" and not is_fixed
     # Never suggest an environment variable that lifts the length check: past its table an engine computes NaN silently.
     length = math.ceil(target / parameters["factor"]) if multiplied else target
     section[text_config.attribute_map.get("max_position_embeddings", "max_position_embeddings")] = length
