@@ -32,7 +32,8 @@ def lint(
         str,
         typer.Argument(
             help="A server's command line in quotes, a file that holds one (a script, Dockerfile, systemd unit, Docker "
-            "Compose, Kubernetes), - for the standard input, an overrides object in JSON, or an edited config.json or its folder."
+            "Compose, Kubernetes), - for the standard input, an overrides object in JSON, or an edited config.json or "
+            "its folder."
         ),
     ],
     model: Annotated[
