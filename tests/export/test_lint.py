@@ -107,7 +107,7 @@ def check_right(command: Command, model: str, version: str) -> None:
 BAD: dict[str, tuple[Any, ...]] = {
     "rope_type": ("yarn", "linear", "longrope", "llama3", "mrope", "", None, 4), "type": ("yarn", None, []),
     "factor": (None, "4", 0, -1, True, 1e9, {}), "rope_theta": (None, "x", 0, 1e-3, []),
-    "original_max_position_embeddings": (None, 0, "x", 8192.5), "attention_factor": (None, 0, "x"),
+    "original_max_position_embeddings": (None, 0, "x", 4096), "attention_factor": (None, 0, "x"),
     "beta_fast": (1, 0, None, "x"), "beta_slow": (64, None), "truncate": (None, "x"), "mscale": (None, 0, "x"),
     "short_factor": ([], [1.0], None), "long_factor": ([1.0] * 64, "x"), "mrope_section": ([1], None, 3),
     "full_attention": ({}, None, 3), "max_position_embeddings": (None, 0, -5, "x", 1e9), "sliding_window": (None, "x"),
