@@ -76,7 +76,7 @@ def lint(
         content = parse_overrides(text.lstrip("\ufeff"), "LINE")
         command = Command(engine, length=target_length)
         if "model_type" in content:
-            edited = _config(content, "LINE")
+            edited = config_from(content, "LINE")
         else:
             command = replace(command, overrides=content)
     else:
@@ -119,7 +119,8 @@ def _text(line: str) -> str:
     return read_text(file)
 
 
-def _config(content: dict[str, Any], where: str) -> tuple[PreTrainedConfig, dict[str, Any]]:
+def config_from(content: dict[str, Any], where: str) -> tuple[PreTrainedConfig, dict[str, Any]]:
+    """The config in a config.json, and the file's content. Raises ValueError, naming `where`, if it is not valid."""
     from transformers import AutoConfig
 
     from ctxext.hub.checkpoint import rejecting
@@ -141,7 +142,7 @@ def _published(name: str, revision: str | None) -> tuple[PreTrainedConfig, dict[
     from ctxext.utils.json_files import read_json
 
     if name.lstrip().startswith("{"):
-        return _config(parse_overrides(name, "--model"), "--model")
+        return config_from(parse_overrides(name, "--model"), "--model")
     if Path(name).suffix == ".gguf" and Path(name).is_file():
         config = context_of_gguf(name)
         return config, json.loads(config.to_json_string())
@@ -150,7 +151,7 @@ def _published(name: str, revision: str | None) -> tuple[PreTrainedConfig, dict[
             f"{name} is not on this machine. Pass the model that it was made from, such as --model Qwen/Qwen3-8B."
         )
     if Path(name).suffix == ".json" and Path(name).is_file():
-        return _config(read_json(Path(name)).content, name)
+        return config_from(read_json(Path(name)).content, name)
     try:
         folder = checkpoint.checkpoint_folder(name, revision, config_only=True)
     except (OSError, ValueError) as error:
@@ -160,7 +161,7 @@ def _published(name: str, revision: str | None) -> tuple[PreTrainedConfig, dict[
         raise ValueError(f"{error} {remedy}") from error
     content = read_json(folder / "config.json").content
     if str(content.get("model_type")) in _READ_AS:
-        return _config(content, str(folder / "config.json"))
+        return config_from(content, str(folder / "config.json"))
     return checkpoint.read_config(folder), content
 
 

@@ -14,7 +14,7 @@ from transformers import AutoConfig, PreTrainedConfig
 
 import ctxext
 from ctxext import list_methods
-from ctxext.cli.lint import _config as config_from
+from ctxext.cli.lint import config_from
 from ctxext.export.commands import Command, parse_command
 from ctxext.export.effective import VERSIONS
 from ctxext.export.gguf import context_of_gguf, extend_gguf, write_gguf
