@@ -269,7 +269,8 @@ def _unit_or_dockerfile(text: str) -> str:
     def words(step: str) -> str:  # in JSON, or for the shell
         given = steps.get(step, "")
         with suppress(ValueError):
-            return shlex.join(map(str, json.loads(given)))
+            if isinstance(listed := json.loads(given), list):
+                return shlex.join(map(str, listed))
         return shlex.join(("sh", "-c", given)) if given else ""
 
     variables = " ".join(

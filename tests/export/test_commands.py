@@ -251,6 +251,12 @@ def test_a_dockerfile_or_a_systemd_unit_is_read(file: str, variable: str) -> Non
     assert (command.environment[variable], command.mistakes, command.unread) == ("1", (), ())
 
 
+@pytest.mark.parametrize("step", ["5", '"a"', '{"a": 1}', "[5]", "[", ""])
+def test_a_dockerfile_without_a_server_is_refused(step: str) -> None:
+    with pytest.raises(ValueError, match="no server found"):
+        parse_command(f"FROM ubuntu\nCMD {step}\n")
+
+
 def test_an_image_that_starts_the_server_takes_a_shell_for_the_model() -> None:
     file = 'services:\n  a:\n    image: vllm/vllm-openai:v0.30.0\n    command: ["bash", "-c", "vllm serve a/b"]\n'
     command = parse_command(file)
