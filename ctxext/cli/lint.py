@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 
     from ctxext.export.lint import Lint
 
+# Model types without a class in transformers whose config vLLM and SGLang read as another's
+# (vllm/transformers_utils/config.py, _CONFIG_REGISTRY; the architectures of their config.json).
+_READ_AS = {"kimi_k2": "deepseek_v3"}
 _COLOURS = {"wrong": "bold red", "unread": "bold yellow", "warning": "yellow"}
 
 
@@ -28,8 +31,9 @@ def lint(
     line: Annotated[
         str,
         typer.Argument(
-            help="A server's command line in quotes, a file that holds one (a script, Docker Compose, Kubernetes), - "
-            "for the standard input, an overrides object in JSON, or an edited config.json or its folder."
+            help="A server's command line in quotes, a file that holds one (a script, Dockerfile, systemd unit, Docker "
+            "Compose, Kubernetes), - for the standard input, an overrides object in JSON, or an edited config.json or "
+            "its folder."
         ),
     ],
     model: Annotated[
@@ -72,7 +76,7 @@ def lint(
         content = parse_overrides(text.lstrip("\ufeff"), "LINE")
         command = Command(engine, length=target_length)
         if "model_type" in content:
-            edited = _config(content, "LINE")
+            edited = config_from(content, "LINE")
         else:
             command = replace(command, overrides=content)
     else:
@@ -115,15 +119,17 @@ def _text(line: str) -> str:
     return read_text(file)
 
 
-def _config(content: dict[str, Any], where: str) -> tuple[PreTrainedConfig, dict[str, Any]]:
+def config_from(content: dict[str, Any], where: str) -> tuple[PreTrainedConfig, dict[str, Any]]:
+    """The config in a config.json, and the file's content. Raises ValueError, naming `where`, if it is not valid."""
     from transformers import AutoConfig
 
     from ctxext.hub.checkpoint import rejecting
     from ctxext.models.config_fields import check_config, check_counts
 
     check_counts(content)
+    kind = content.get("model_type")
     with rejecting(Path(where)):
-        config = AutoConfig.for_model(**content)
+        config = AutoConfig.for_model(**{**content, "model_type": _READ_AS.get(str(kind), kind)})
     check_config(config)
     return config, content
 
@@ -136,7 +142,7 @@ def _published(name: str, revision: str | None) -> tuple[PreTrainedConfig, dict[
     from ctxext.utils.json_files import read_json
 
     if name.lstrip().startswith("{"):
-        return _config(parse_overrides(name, "--model"), "--model")
+        return config_from(parse_overrides(name, "--model"), "--model")
     if Path(name).suffix == ".gguf" and Path(name).is_file():
         config = context_of_gguf(name)
         return config, json.loads(config.to_json_string())
@@ -145,7 +151,7 @@ def _published(name: str, revision: str | None) -> tuple[PreTrainedConfig, dict[
             f"{name} is not on this machine. Pass the model that it was made from, such as --model Qwen/Qwen3-8B."
         )
     if Path(name).suffix == ".json" and Path(name).is_file():
-        return _config(read_json(Path(name)).content, name)
+        return config_from(read_json(Path(name)).content, name)
     try:
         folder = checkpoint.checkpoint_folder(name, revision, config_only=True)
     except (OSError, ValueError) as error:
@@ -153,7 +159,10 @@ def _published(name: str, revision: str | None) -> tuple[PreTrainedConfig, dict[
             raise
         remedy = "Or pass its config with --model: a folder, its config.json, or the JSON itself."
         raise ValueError(f"{error} {remedy}") from error
-    return checkpoint.read_config(folder), read_json(folder / "config.json").content
+    content = read_json(folder / "config.json").content
+    if str(content.get("model_type")) in _READ_AS:
+        return config_from(content, str(folder / "config.json"))
+    return checkpoint.read_config(folder), content
 
 
 def _show(found: Lint, model: str | None) -> None:

@@ -6,6 +6,7 @@ import json
 import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from functools import partial
@@ -47,7 +48,12 @@ _BESIDE = {
     "llama.cpp": """--model-url --model-draft --model-vocoder --hf-file --hf-token --hf-repo-draft --hf-repo-v
         --hf-file-v --ctx-size-draft --override-tensor""",
 }
-_SHORT = {"-c": "--ctx-size", "-m": "--model", "-hf": "--hf-repo", "-hfr": "--hf-repo"}  # llama.cpp's
+_SHORT = {  # llama.cpp's
+    "-c": "--ctx-size", "-m": "--model", "-hf": "--hf-repo", "-hfr": "--hf-repo", "-gan": "--grp-attn-n",
+    "-gaw": "--grp-attn-w",
+}  # fmt: skip
+# Programs of llama.cpp that warn of a context beyond the file's, which the server and llama-cli cap.
+_UNCAPPED = ("llama-completion", "llama-perplexity")
 # What people write for the same purpose, besides the options of other engines.
 _PURPOSES = (
     (LENGTH_OPTIONS, ("--max-context-length", "--max-context-len", "--max-seq-len", "--n-ctx")),
@@ -87,6 +93,7 @@ _SHELL = re.compile(
 _ASCII = {"“": '"', "”": '"', "‘": "'", "’": "'"}
 _BARE, _QUOTED, _END = "\1", "\2", "\3"  # around what the shell replaces, outside and inside double quotes
 _IMAGE = re.compile(r"(?:^|/)(?:vllm-openai|sglang)[\w.-]*:v?(\d+(?:\.\d+)+)")
+_KEY = re.compile(r"([^=]{1,127})=(int|float|bool|str):(.*)")  # string_parse_kv_override of llama.cpp
 _SHELLS = ("bash", "sh", "zsh", "dash")
 
 
@@ -101,6 +108,7 @@ class Command:
         length: the maximum length asked for, in tokens; None if the line sets none.
         options: every option with its value ("" for a switch), by its long name.
         environment: the variables set for it.
+        program: of llama.cpp, if it is not its server: llama-completion or llama-perplexity; None otherwise.
         version: of the engine, if the tag of a Docker image states it; None otherwise.
         mistakes: what the engine's parser rejects or drops, a sentence each; the fields above hold what was meant.
         unread: what could not be read, a sentence each.
@@ -112,6 +120,7 @@ class Command:
     length: int | None = None
     options: dict[str, str] = field(default_factory=dict)
     environment: dict[str, str] = field(default_factory=dict)
+    program: str | None = None
     version: str | None = None
     mistakes: tuple[str, ...] = ()
     unread: tuple[str, ...] = ()
@@ -121,6 +130,12 @@ class Command:
         """The options that were read, except the model's."""
         names = dict.fromkeys(name.partition(".")[0] for name in self.options)
         return tuple(name for name in names if name in _READ[self.engine] and name not in _MODEL[self.engine])
+
+    @property
+    def keys(self) -> tuple[tuple[str, str, str], ...]:
+        """The keys of --override-kv, as many as are well formed: name, type and value."""
+        items = self.options.get("--override-kv", "").split(",")
+        return tuple((found[1], found[2], found[3]) for item in items if (found := _KEY.fullmatch(item.strip())))
 
     def number(self, option: str) -> float | None:
         """The value of a numeric option, None if it is left out. Raises ValueError if it is not valid."""
@@ -141,7 +156,7 @@ def parse_command(line: str | Sequence[str]) -> Command:
         commands = [list(line)]
     else:
         line = line.removeprefix("\ufeff")
-        commands = _containers(line) or _commands(line, typeset)
+        commands = _containers(line) or _commands(_unit_or_dockerfile(line), typeset)
     found = _first_server(commands, {})
     if found is None:
         words = " ".join(_plain(word) for each in commands for word in each)
@@ -242,6 +257,29 @@ def _plain(word: str) -> str:
     return re.sub(rf"[{_BARE}{_QUOTED}{_END}]", "", word)
 
 
+def _unit_or_dockerfile(text: str) -> str:
+    """The script that a systemd unit or a Dockerfile runs; any other text as it is."""
+    joined = re.sub(r"\\[^\S\n]*\n", " ", text)
+    if starts := re.findall(r"^ExecStart=[-@:+!]*(.+)$", joined, re.MULTILINE):
+        return "\n".join([*re.findall(r"^Environment=(.+)$", joined, re.MULTILINE), starts[-1]])
+    steps = dict(re.findall(r"^(FROM|ENTRYPOINT|CMD)\s+(.+)$", joined, re.MULTILINE))  # the last of each counts
+    if "FROM" not in steps:
+        return text
+
+    def words(step: str) -> str:  # in JSON, or for the shell
+        given = steps.get(step, "")
+        with suppress(ValueError):
+            if isinstance(listed := json.loads(given), list):
+                return shlex.join(map(str, listed))
+        return shlex.join(("sh", "-c", given)) if given else ""
+
+    variables = " ".join(
+        f"{name}={value}" for name, value in re.findall(r"^ENV\s+(\w+)[ =](.+)$", joined, re.MULTILINE)
+    )
+    starter = words("ENTRYPOINT") or f"docker run {steps['FROM'].split()[0]}"
+    return f"{variables} {starter} {words('CMD')}"
+
+
 def _containers(text: str) -> list[list[str]]:
     """The containers in a file of Docker Compose or Kubernetes as `docker run` lines; none if it is no such file."""
     if not re.search(r"^\s*(- )?image:\s*\S", text, re.MULTILINE):
@@ -266,8 +304,10 @@ def _containers(text: str) -> list[list[str]]:
 def _docker_run(container: dict[str, Any]) -> list[str]:
     """A container as a `docker run` line. Kubernetes' command and args are Compose's entrypoint and command."""
     keys = ("command", "args") if "args" in container or "name" in container else ("entrypoint", "command")
-    entry, rest = (_words_of(container.get(key)) for key in keys)
+    entry, rest = (_words_of(container.get(key), key) for key in keys)
     pairs = container.get("env") or container.get("environment") or []
+    if not isinstance(pairs, (dict, list)):
+        raise ValueError(f"the environment must be a list or an object, got {shown(pairs)}. Correct it.")
     if isinstance(pairs, dict):
         pairs = [f"{name}={value}" for name, value in pairs.items()]
     pairs = [f"{pair.get('name')}={pair.get('value')}" if isinstance(pair, dict) else pair for pair in pairs]
@@ -275,9 +315,11 @@ def _docker_run(container: dict[str, Any]) -> list[str]:
     return ["docker", "run", *(f"--env={pair}" for pair in pairs), *entered, container["image"], *entry[1:], *rest]
 
 
-def _words_of(command: Any) -> list[str]:
+def _words_of(command: Any, key: str) -> list[str]:
     if isinstance(command, str):
         return [word for each in _commands(command.replace("\n", " ")) for word in each]
+    if command is not None and not isinstance(command, list):
+        raise ValueError(f"{key} must be a string or a list of words, got {shown(command)}. Correct it.")
     return [str(word) for word in command or ()]
 
 
@@ -301,8 +343,12 @@ def _first_server(commands: Sequence[Sequence[str]], known: Mapping[str, str]) -
             engine, skip = _server(words, at)
             if engine is not None:
                 _check_rest(commands[number + 1 :])
+                if _is_image(word) and (inner := _inner(words, at + skip, entry)) is not None:
+                    command = _first_server(inner, environment)
+                    itself = f"the image starts {SERVERS[engine]} {words[at + skip]}: set the entry point to a shell."
+                    return command and replace(command, version=version, mistakes=(itself, *command.mistakes))
                 again, more = _server(words, at + skip) if _is_image(word) and at + skip < len(words) else (None, 0)
-                command = _command(engine, words[at + skip + more :], environment, version)
+                command = _command(engine, word, words[at + skip + more :], environment, version)
                 twice = f"the image starts {SERVERS[engine]} by itself: leave {' '.join(words[at + 1 :][:more])} out."
                 return command if again is None else replace(command, mistakes=(twice, *command.mistakes))
             if assigned := _ASSIGNED.fullmatch(word):
@@ -314,7 +360,7 @@ def _first_server(commands: Sequence[Sequence[str]], known: Mapping[str, str]) -
 
 def _inner(words: Sequence[str], at: int, entry: Sequence[str]) -> list[list[str]] | None:
     """The commands that a shell runs, as in `bash -c '…'`, or a container with an entry point of its own."""
-    word, rest = words[at], words[at + 1 :]
+    word, rest = "".join(words[at : at + 1]), words[at + 1 :]
     if word.rpartition("/")[2] in _SHELLS and len(rest) > 1 and re.fullmatch(r"-\w*c", rest[0]):
         return _commands(rest[1])
     if _is_image(word) and entry:
@@ -343,6 +389,8 @@ def _server(words: Sequence[str], at: int) -> tuple[str | None, int]:
         return "vllm", 1
     if _is_image(word) and not {"run", "create"}.isdisjoint(words[:at]):
         return "llama.cpp" if "llama.cpp" in word else "vllm", 1
+    if "llama.cpp:full" in word and following in ("--server", "-s"):
+        return "llama.cpp", 2
     if word == "sglang.launch_server":
         return "sglang", 1
     if name == "sglang" and following == "serve":
@@ -360,8 +408,10 @@ def _is_image(word: str) -> bool:
 # ------------------------------------------------------------------------------ from a server to its options
 
 
-def _command(engine: str, words: Sequence[str], environment: Mapping[str, str], version: str | None) -> Command:
-    line = _Line(engine)
+def _command(
+    engine: str, starter: str, words: Sequence[str], environment: Mapping[str, str], version: str | None
+) -> Command:
+    line, program = _Line(engine), re.sub(r"^.*[/\\]|\.exe$", "", starter)
     if engine == "llama.cpp":
         line.read_environment(environment)
     line.read(words)
@@ -380,15 +430,27 @@ def _command(engine: str, words: Sequence[str], environment: Mapping[str, str], 
     kinds = ("none", "linear", "yarn")
     if engine == "llama.cpp" and (kind := options.get("--rope-scaling", "none")) not in kinds:
         raise ValueError(f"--rope-scaling of llama-server must be none, linear or yarn, got {kind!r}. Correct it.")
+    if engine == "llama.cpp":
+        for item in filter(None, options.get("--override-kv", "").split(",")):
+            if not _KEY.fullmatch(item.strip()):
+                line.mistakes.append(f"{item} is rejected by {line.name}: write KEY=TYPE:VALUE, such as a.b=int:4096.")
+        _check_group_attention(options, program)
     model = next((options[each] for each in _MODEL[engine] if each in options), line.model)
     if model is not None and _is_open(model):
         model = None
     asked = options.get(LENGTH_OPTIONS[engine])
     length = None if asked is None or asked in ("-1", "auto") else _length(engine, asked)
     return Command(
-        engine, model, overrides, length or None, options, dict(environment), version, tuple(line.mistakes),
-        tuple(line.unread),
+        engine, model, overrides, length or None, options, dict(environment),
+        program if program in _UNCAPPED else None, version, tuple(line.mistakes), tuple(line.unread),
     )  # fmt: skip
+
+
+def _check_group_attention(options: Mapping[str, str], program: str) -> None:
+    """Raise ValueError if positions are not those of RoPE alone."""
+    if any(option in options for option in ("--grp-attn-n", "--grp-attn-w")):
+        where = "which is not checked" if program == "llama-completion" else "which only llama-completion has"
+        raise ValueError(f"--grp-attn-n and --grp-attn-w are group attention (self-extend), {where}. Leave them out.")
 
 
 class _Line:
@@ -451,6 +513,8 @@ class _Line:
             if name not in _MODEL[self.engine]:
                 raise ValueError(f"{where or option} is {_plain(value)}, which only the shell knows. Write its value.")
             return
+        if option == "--override-kv" and option in self.options:  # appended; all others replaced
+            value = f"{self.options[option]},{value}"
         self.options[option] = _plain(value)
 
     def read_file(self, name: str) -> None:
@@ -526,6 +590,8 @@ def _length(engine: str, text: str) -> int:
     option, units = LENGTH_OPTIONS[engine], _UNITS[engine]
     if not text:
         raise ValueError(f"{option} has no value. Write it as {option} 131072.")
+    if engine != "llama.cpp" and re.fullmatch(r"\d+(_\d+)+", text):
+        return int(text)  # as Python reads it
     if (found := re.fullmatch(r"(\d+(?:\.\d+)?)([kmgKMG]i?)?", text)) is None:
         raise ValueError(f"{option} must be a number of tokens, got {text!r}. Write it as 131072.")
     number, unit = found.groups()

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 from ctxext.encodings.rope import RopeGeometry
 from ctxext.export.commands import Command
-from ctxext.export.gguf import ARCHITECTURES
+from ctxext.export.gguf import ARCHITECTURES, KINDS
 from ctxext.export.readings import READINGS, Reading
-from ctxext.export.rules import INTERLEAVED, LENGTHS
+from ctxext.export.rules import INTERLEAVED, LENGTHS, architecture_of
 from ctxext.methods import yarn_growth
 from ctxext.models.config_fields import NEEDED, ROPE_FIELDS, check_config
 from ctxext.models.families import family_of
@@ -40,6 +40,8 @@ _THETAS = {
     },
     "sglang": {"qwen3": 1e6},
 }  # fmt: skip
+# Classes that put a missing partial_rotary_factor back, from the config's rotary_dim.
+_OWN_SHARE = {"vllm": ("minimax_m2",), "sglang": ()}
 # The first release of SGLang whose class starts without a rope_theta; 1.0 where none does yet.
 _NEED_THETA = {
     "qwen3": (0, 5, 11), "qwen2": (0, 5, 18), "qwen2_moe": (0, 5, 18), "qwen3_moe": (0, 5, 18), "deepseek_v3": (1,),
@@ -58,6 +60,11 @@ _DEFAULTS_4: dict[str, dict[str, Any]] = {
     "cohere": {"rope_theta": 1e4}, "falcon_h1": {"rope_theta": 1e5}, "kyutai_speech_to_text": {"rope_theta": 1e5},
     "olmo3": {"rope_theta": 1e4}, "persimmon": {"rope_theta": 25e3}, "qwen3_vl_moe_text": {"rope_theta": 5e6},
     "qwen3_vl_text": {"rope_theta": 5e6},
+}  # fmt: skip
+# The keys of a GGUF file that llama.cpp reads for every architecture, and that --override-kv sets, by their type.
+_KEYS = {
+    "context_length": "int", "rope.freq_base": "float", "rope.scale_linear": "float", "rope.scaling.type": "str",
+    "rope.scaling.factor": "float", "rope.scaling.original_context_length": "int", "rope.scaling.attn_factor": "float",
 }  # fmt: skip
 # The length fields of a config.
 CAPACITY = ("max_position_embeddings", *LENGTHS)
@@ -180,9 +187,9 @@ def each_table(parameters: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]
 
 def _latent_growth(parameters: dict[str, Any]) -> float:
     """The multiplier in the DeepSeek families: an mscale of 1 and an mscale_all_dim of 0 where left out."""
-    mscale, all_dim = parameters.get("mscale"), parameters.get("mscale_all_dim")
-    above = yarn_growth(parameters["factor"], 1.0 if mscale is None else mscale)
-    return above / yarn_growth(parameters["factor"], 0.0 if all_dim is None else all_dim)
+    mscale, all_dim, factor = (parameters.get(name) for name in ("mscale", "mscale_all_dim", "factor"))
+    above = yarn_growth(factor or 1.0, 1.0 if mscale is None else mscale)
+    return above / yarn_growth(factor or 1.0, 0.0 if all_dim is None else all_dim)
 
 
 def meant_scale(table: RopeTable, latent: bool) -> float:
@@ -270,6 +277,8 @@ class _Server:
                     self.remark(field, "theta-key")
             elif key in BARE_KEYS:
                 self.remark(field, "bare")
+            elif key == "model_type" and value != self.text.model_type:
+                raise ValueError(f"{field} makes this another model, which cannot be checked. Leave it out.")
             elif key == "max_model_len":
                 self.remark(field, "unknown-key")
             else:
@@ -289,7 +298,7 @@ class _Server:
         tables = any(isinstance(each, dict) for each in self.before.values())
         if not tables and (labels := [label for label, _ in each_table(parameters) if label]):
             raise ValueError(f"{field} holds {labels[0]!r}, but this model has one table for all layers. Leave it out.")
-        if tables and not all(isinstance(each, dict) for each in parameters.values()):
+        if tables and not (parameters and all(isinstance(each, dict) for each in parameters.values())):
             self.remark(field, "layer-types", fatal=not merges)
             return
         self.text.rope_parameters = parameters
@@ -303,7 +312,8 @@ class _Server:
                 key = "The key is `rope_type`, not `type`: "
                 told = "the server stops with KeyError." if "rope_type" not in table else "the old rope_type stays."
                 is_fatal = self.engine == "vllm" and "rope_type" not in table
-                self.remark("type", "type", is_fatal, key + told if self.engine == "vllm" else "")
+                if "rope_type" not in table or table["type"] != before.get("type"):  # not as published
+                    self.remark("type", "type", is_fatal, key + told if self.engine == "vllm" else "")
             table.setdefault("rope_type", table.get("type", "default"))
             if "rope_theta" not in table:
                 own = _THETAS[self.engine].get(self.text.model_type)
@@ -316,11 +326,11 @@ class _Server:
                 elif table["rope_theta"] != before["rope_theta"]:
                     self.remark("rope_theta", "theta-lost")
             kind = kind_of(table)
-            needed = ("factor", "original_max_position_embeddings") if kind == "yarn" else NEEDED.get(kind, ())
+            needed = ("factor", "original_max_position_embeddings") if self.is_yarn(kind) else NEEDED.get(kind, ())
             if self.only_yarn:
                 needed = ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow")
             for name in needed:
-                if name not in table:
+                if table.get(name) is None:
                     is_original = self.engine == "sglang" and name.startswith("original")
                     row = "gpt-oss" if self.only_yarn else "missing-original" if is_original else "missing"
                     told = ""
@@ -336,13 +346,22 @@ class _Server:
                 table["rope_type"] = "yarn"
             for name in ("mrope_section", "partial_rotary_factor"):
                 if name in before and name not in table:
-                    self.remark(name, "replaced")
+                    if name == "partial_rotary_factor" and self.text.model_type in _OWN_SHARE[self.engine]:
+                        table[name] = before[name]
+                    else:
+                        self.remark(name, "replaced")
         check_config(self.text)
 
     # ------------------------------------------------------------------------------------ the numbers
 
+    def is_yarn(self, kind: str) -> bool:
+        """Whether the class reads this rope_type as yarn: the DeepSeek families have no other."""
+        return kind == "yarn" or (family_of(self.text).softmax_mscale and kind != "default")
+
     def serve(self, asked: int | None) -> Effective:
         tables = rope_tables(self.text, self.text.rope_parameters)
+        if not tables:
+            raise ValueError("rope_parameters hold no table for the layer types of this model. Correct it.")
         limit = self.limit()
         default = limit
         if self.engine == "vllm" and any(kind_of(table.parameters) == "longrope" for table in tables):
@@ -372,7 +391,7 @@ class _Server:
     def rows(self, table: RopeTable) -> int | None:
         """Positions of the table of cos and sin; None where it grows, as most of SGLang's do."""
         kind, parameters = kind_of(table.parameters), table.parameters
-        is_yarn = kind == "yarn" or (family_of(self.text).softmax_mscale and kind != "default")
+        is_yarn = self.is_yarn(kind)
         if self.engine == "sglang" and (not is_yarn or self.version >= (0, 5, 21)):
             return None
         if is_yarn:
@@ -387,7 +406,7 @@ class _Server:
         """The frequencies and the multiplier that the engine computes for a table."""
         kind, parameters = kind_of(table.parameters), dict(table.parameters)
         latent = family_of(self.text).softmax_mscale
-        if kind == "yarn" or (latent and kind != "default"):
+        if self.is_yarn(kind):
             if latent and not parameters.pop("truncate", True):
                 self.remark("truncate", "mla-truncate")
             terms = parameters.keys() & {"mscale", "mscale_all_dim"}
@@ -398,7 +417,8 @@ class _Server:
             parameters |= {"rope_type": "yarn", "attention_factor": scale}
         elif kind == "dynamic":
             newer = self.engine == "vllm" and self.version >= (0, 22)
-            self.remark('rope_type "dynamic"', "dynamic-new" if newer else "dynamic")
+            if not newer or length > table.limit:
+                self.remark('rope_type "dynamic"', "dynamic-new" if newer else "dynamic")
             factor, power = parameters["factor"], table.rotary_dim / (table.rotary_dim - 2)
             parameters["rope_type"] = "default"
             if not newer:  # the base of NTK-aware scaling at max_position_embeddings * factor tokens
@@ -450,9 +470,9 @@ class _Server:
             self.remark("longrope", "longrope-pairs", fatal=True)
         parameters, limit = table.parameters, length_limit(self.text)
         original = parameters.get("original_max_position_embeddings") or limit
-        if list(parameters["short_factor"]) != list(parameters["long_factor"]):
+        if length > original and list(parameters["short_factor"]) != list(parameters["long_factor"]):
             self.remark(
-                "short_factor and long_factor", "longrope-lists" if self.engine == "vllm" else "longrope-switch"
+                *(("long_factor", "longrope-lists") if self.engine == "vllm" else ("longrope", "longrope-switch"))
             )
         name = "long" if length > original else "short"
         own = math.sqrt(1 + math.log(limit / original) / math.log(original)) if limit > original else 1.0
@@ -485,59 +505,108 @@ def _file_tables(config: PreTrainedConfig) -> Sequence[RopeTable]:
 def _llama_cpp(command: Command, version: tuple[int, ...], config: PreTrainedConfig) -> Effective:
     """The constructor of llama_context: flags replace what the file of `config` holds."""
     (table, *local), remarks = _file_tables(config), list[Remark]()
-    before, limit = table.parameters, table.limit
+    kept = kind_of(table.parameters)
 
-    def remark(field: str, name: str) -> None:
-        remarks.append(Remark(field, READINGS[f"llama.cpp-{name}"]))
+    def remark(field: str, name: str, told: str = "") -> None:
+        remarks.append(Remark(field, READINGS[f"llama.cpp-{name}"], told=told))
 
-    kept = kind_of(before)
-    scale = command.number("--rope-scale") or 1 / (command.number("--rope-freq-scale") or 1.0)
-    kind = command.options.get("--rope-scaling", kept if kept in ("linear", "yarn") else "linear")
-    factor = scale if scale != 1.0 else before.get("factor", 1.0) if kept in ("linear", "yarn") else 1.0
-    extrapolates = command.number("--yarn-ext-factor")
-    if kept not in ("default", "linear", "yarn") and (factor != 1.0 or "--rope-scaling" in command.options):
+    keys, unread = metadata(command, config)
+    file = _file(table, keys)
+    for field, told in unread:
+        remark(field, "override-kv", told)
+    theta = command.number("--rope-freq-base") or file["rope.freq_base"]
+    kind = command.options.get("--rope-scaling", file["rope.scaling.type"])
+    flag = command.number("--rope-scale") or 1 / (command.number("--rope-freq-scale") or 1.0)
+    factor = 1.0 if kind == "none" else flag if flag != 1.0 else file["rope.scaling.factor"]
+    original = int(command.number("--yarn-orig-ctx") or file["rope.scaling.original_context_length"])
+    weight = command.number("--yarn-ext-factor")  # of the unscaled frequencies in yarn's ramp
+    if weight is None:
+        weight = 1.0 if kind == "yarn" else 0.0
+    is_stored = kept in ("llama3", "longrope")
+    if is_stored and (factor != 1.0 or "--rope-scaling" in command.options):
         remark("the file's own scaling", "scaled-file")
-    parameters: dict[str, Any] = {
-        "rope_type": "default",
-        "rope_theta": command.number("--rope-freq-base") or before["rope_theta"],
-    }
-    multiplier, keys = 1.0, metadata(command)
-    if kind == "yarn" and extrapolates != 0.0:
-        original = int(command.number("--yarn-orig-ctx") or before.get("original_max_position_embeddings") or limit)
-        parameters |= {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original}
-        for name, usual in (("beta_fast", 32.0), ("beta_slow", 1.0)):
-            value = command.number(f"--yarn-{name.replace('_', '-')}")
-            parameters[name] = value if value is not None else before.get(name) or usual
-        multiplier = yarn_growth(factor)
-        if command.number("--yarn-attn-factor") not in (None, 1.0):
-            remark("--yarn-attn-factor", "attn-flag")
-        if factor == 1.0:
-            remark("--rope-scaling yarn", "no-scale")
-    elif kind != "none" and factor != 1.0:
-        parameters |= {"rope_type": "linear", "factor": factor}
-    if parameters["rope_type"] != "yarn":
-        multiplier = command.number("--yarn-attn-factor") or 1.0
-    stored: Any = 1.0  # the factors in rope_freqs.weight, which no flag removes
-    of_file = 1.0
-    if kept in ("llama3", "longrope"):
-        own = table.in_use
-        stored = own.inv_freq / table.plain(before["rope_theta"], limit).inv_freq
-        of_file = own.attention_factor
-    of_all = keys.get("attn_factor", of_file)  # multiplies whatever is computed
-    multiplier *= of_all
+    parameters: dict[str, Any] = {"rope_type": "linear", "rope_theta": theta, "factor": factor}
     geometry = replace(table, parameters=parameters).in_use
-    geometry = replace(geometry, inv_freq=geometry.inv_freq * stored, attention_factor=multiplier)
-    cap = int(keys.get("context_length", limit))
-    if version >= (2026, 9) and parameters["rope_type"] == "yarn" and factor != 1.0:
-        cap = max(cap, math.floor(parameters["original_max_position_embeddings"] * factor))
-    length = min(command.length or cap, cap)
-    if command.length is not None and command.length > cap:
+    multiplier = command.number("--yarn-attn-factor") or 1.0
+    if weight:
+        betas = {name: command.number(f"--yarn-{name.replace('_', '-')}") for name in ("beta_fast", "beta_slow")}
+        parameters |= {"rope_type": "yarn", "original_max_position_embeddings": original, **betas}
+        yarn = replace(table, parameters=parameters).in_use
+        geometry = replace(yarn, inv_freq=geometry.inv_freq + weight * (yarn.inv_freq - geometry.inv_freq))
+        if multiplier != 1.0:
+            remark("--yarn-attn-factor", "attn-flag")
+        multiplier = yarn_growth(factor)
+        if not table.parameters.get("truncate", True):
+            remark("truncate of yarn", "truncate")
+    if kind == "yarn" and factor == 1.0:
+        remark("--rope-scaling yarn", "no-scale")
+    if factor != 1.0 and weight != (kind == "yarn"):
+        remark("--yarn-ext-factor", "ext-factor")
+    asked = command.length or file["context_length"]
+    stored: Any = 1.0  # the factors in the file's tensors, which no flag removes
+    if is_stored:
+        stored = table.at(asked).inv_freq / table.plain(table.parameters["rope_theta"], table.limit).inv_freq
+    of_all = file["rope.scaling.attn_factor"]  # multiplies whatever is computed
+    geometry = replace(geometry, inv_freq=geometry.inv_freq * stored, attention_factor=multiplier * of_all)
+    cap = file["context_length"]
+    if version >= (2026, 9) and weight and factor != 1.0:
+        cap = max(cap, math.floor(original * factor))
+    if command.program is not None:
+        cap = max(cap, asked)
+    if asked > cap:
         remark("--ctx-size", "length" if version < (2026, 9) else "length-new")
     tables = {table.label: geometry, **{other.label: replace(other.in_use, attention_factor=of_all) for other in local}}
-    return Effective(tables, cap, length, None, tuple(remarks))
+    return Effective(tables, cap, min(asked, cap), None, tuple(remarks))
 
 
-def metadata(command: Command) -> dict[str, float]:
-    """The numbers of --override-kv, by the last part of their key."""
-    pairs = re.findall(r"\.(\w+)=(?:int|float):([\d.eE+-]+)", command.options.get("--override-kv", ""))
-    return {name: float(value) for name, value in pairs}
+def _file(table: RopeTable, keys: dict[str, Any]) -> dict[str, Any]:
+    """The metadata of a file as convert_hf_to_gguf.py writes it, with `keys` in the place of its own."""
+    before, kind = table.parameters, kind_of(table.parameters)
+    is_scaled = kind in ("linear", "yarn")
+    found = {
+        "context_length": table.limit,
+        "rope.freq_base": before["rope_theta"],
+        "rope.scaling.type": kind if is_scaled else "linear",
+        "rope.scaling.factor": (before.get("factor") if is_scaled else keys.get("rope.scale_linear")) or 1.0,
+        "rope.scaling.attn_factor": table.in_use.attention_factor if kind in ("llama3", "longrope") else 1.0,
+        "rope.scaling.original_context_length": before.get("original_max_position_embeddings"),
+        **{key: value for key, value in keys.items() if value},
+    }
+    found["rope.scaling.original_context_length"] = (
+        found["rope.scaling.original_context_length"] or found["context_length"]
+    )
+    return found
+
+
+def metadata(command: Command, config: PreTrainedConfig) -> tuple[dict[str, Any], tuple[tuple[str, str], ...]]:
+    """The keys of --override-kv that llama.cpp reads, by the part of their names after the architecture, and those
+    that it does not use, each with a sentence.
+
+    Raises ValueError if a value is not valid.
+    """
+    architecture, keys, unread = architecture_of(text_config_of(config)), dict[str, Any](), list[tuple[str, str]]()
+    for whole, kind, value in command.keys:
+        prefix, _, key = whole.partition(".")
+        if (right := _KEYS.get(key)) is None:
+            continue
+        if architecture not in (None, prefix):
+            unread.append((whole, f"{whole} is not read: the architecture of this model's file is {architecture}."))
+        elif kind != right:
+            unread.append((whole, f"{whole} is ignored as a {kind}: write {whole}={right}:{value}."))
+        else:
+            keys.setdefault(key, _checked(whole, key, value))
+    return keys, tuple(unread)
+
+
+def _checked(whole: str, key: str, value: str) -> Any:
+    """The value of a key of --override-kv."""
+    kind = KINDS[f".{key}"]
+    try:
+        found = value if _KEYS[key] == "str" else int(value) if _KEYS[key] == "int" else float(value)
+    except ValueError:
+        found = None
+    known = _KEYS[key] != "str" or value in ("none", "linear", "yarn", "longrope")
+    if not (kind.holds(found) and known):
+        words = kind.words if known else "none, linear, yarn or longrope"
+        raise ValueError(f"{whole} in --override-kv must be {words}, got {value!r}. Correct it.")
+    return found

@@ -117,8 +117,8 @@ class _File:
             )
 
     def get(self, key: str) -> Any:
-        """The value of a key of `_KINDS`, or None; a leading dot stands for the architecture's prefix."""
-        kind, name = _KINDS[key], f"{self.architecture}{key}" if key.startswith(".") else key
+        """The value of a key of `KINDS`, or None; a leading dot stands for the architecture's prefix."""
+        kind, name = KINDS[key], f"{self.architecture}{key}" if key.startswith(".") else key
         field = self.reader.get_field(name)
         value = None if field is None else self.value(field)
         if field is not None and not kind.holds(value):
@@ -129,8 +129,8 @@ class _File:
         """The value of an integer key, or a valid `default`; raises if it has neither."""
         value = self.get(key)
         value = default if value is None else value
-        if not _KINDS[key].holds(value):
-            raise ValueError(f"{self.path} lacks {self.architecture}{key}, {_KINDS[key].words}. {_AGAIN}")
+        if not KINDS[key].holds(value):
+            raise ValueError(f"{self.path} lacks {self.architecture}{key}, {KINDS[key].words}. {_AGAIN}")
         return cast("int", value)
 
     def value(self, field: ReaderField) -> Any:
@@ -191,7 +191,7 @@ class _File:
     @property
     def rope_parameters(self) -> dict[str, Any]:
         """How llama.cpp reads the file, as transformers' `rope_parameters`."""
-        values = {key: self.get(key) for key in _KINDS if key.startswith(".rope.")}
+        values = {key: self.get(key) for key in KINDS if key.startswith(".rope.")}
         values[".context_length"] = self.number(".context_length")
         try:
             return _as_rope_parameters(self.architecture, values, self.rotary_dim, self.factors)
@@ -209,7 +209,7 @@ def _or_zero(kind: Kind) -> Kind:
 
 _SIZE = Kind(f"a whole number from 1 to {MAX_SIZE}", is_count)
 _COUNT = Kind(f"a whole number from 0 to {MAX_COUNT}", partial(is_count, low=0, high=MAX_COUNT))
-_KINDS = {
+KINDS = {
     "general.architecture": TEXT,
     "split.count": _COUNT,
     "tokenizer.ggml.tokens": Kind("a list of strings", are_words),
@@ -276,7 +276,7 @@ def _reader(path: Path) -> GGUFReader:
 def _as_rope_parameters(
     architecture: str, values: dict[str, Any], rotary_dim: int, factors: Sequence[np.ndarray]
 ) -> dict[str, Any]:
-    """The metadata's RoPE (`_KINDS`) and factors as `rope_parameters`, read as llama.cpp reads it.
+    """The metadata's RoPE (`KINDS`) and factors as `rope_parameters`, read as llama.cpp reads it.
 
     `llama_model::load_hparams` and the constructor of `llama_context`, ggml-org/llama.cpp.
     """

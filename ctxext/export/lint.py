@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from ctxext.encodings.rope import RopeGeometry
-from ctxext.export.commands import LENGTH_OPTIONS, SERVERS, Command, parse_overrides
+from ctxext.export.commands import LENGTH_OPTIONS, SERVERS, Command, parse_command, parse_overrides
 from ctxext.export.effective import (
     BARE_KEYS,
     ROPE_KEYS,
@@ -30,7 +30,7 @@ from ctxext.export.effective import (
     version_of,
 )  # fmt: skip
 from ctxext.export.readings import READINGS, Reading
-from ctxext.export.rules import EngineExport, export_for
+from ctxext.export.rules import EngineExport, changes, export_for, ignored_window
 from ctxext.extension.request import plan_extension
 from ctxext.methods import ABF, TransformersDynamic, YaRN, method_from_rope_parameters
 from ctxext.models.config_fields import ROPE_FIELDS, check_config
@@ -52,7 +52,7 @@ _GUARDS = {"vllm": "VLLM_ALLOW_LONG_MAX_MODEL_LEN", "sglang": "SGLANG_ALLOW_OVER
 _ON = {"vllm": ("1", "true"), "sglang": ("1", "true", "yes", "y")}
 _KINDS = ("default", "linear", "dynamic", "yarn", "longrope", "llama3", "proportional")
 # The model's own way of serving two lists, if not transformers'.
-_AT_A_PRICE = (READINGS["vllm-longrope-lists"], READINGS["sglang-longrope-switch"])
+_AT_A_PRICE = tuple(READINGS[name] for name in ("vllm-longrope-lists", "sglang-longrope-switch", "llama.cpp-truncate"))
 # Defaults that are only reported where the frequencies differ from those meant.
 _HARMLESS = (READINGS["sglang-missing-original"],)
 # Frequencies within this ratio are the same: resonance rounds wavelengths.
@@ -147,6 +147,7 @@ def lint(
     source: dict[str, Any],
     version: str | None = None,
     edited: tuple[PreTrainedConfig, dict[str, Any]] | None = None,
+    suggest: bool = True,
 ) -> Lint:
     """Compare what `command` asks for with what its engine does.
 
@@ -154,6 +155,7 @@ def lint(
         config: of the model as published, with its config.json in `source`.
         version: of the engine; by default the line's own, or the newest known one.
         edited: the config that is served, and its config.json, if it is another one.
+        suggest: whether to look for the right line.
 
     Raises:
         ValueError: as `effective` and `read_context`, or the line's rope parameters are not valid ones.
@@ -182,22 +184,29 @@ def lint(
         if not any(remark.fatal for remark in does.remarks):
             found += _lengths(command, version, does, meant, facts)
     findings = tuple(sorted(dict.fromkeys(found), key=lambda finding: _SEVERITIES.index(finding.severity)))
-    right, why_not = None, ""
+    checked = Lint(command.engine, version, _summary(does), command.read, findings, None, "")
     if another:
-        why_not = "the config to check and the one to compare with are of different models."
-    elif any(finding.severity == "wrong" for finding in findings):
-        try:
-            is_longer = command.length is None and not meant.block and does.length > length_limit(facts.text_config)
-            right = _right(replace(command, length=does.length) if is_longer else command, meant, facts, config, source)
-            right = replace(right, flags=_for_version(right.flags, command.engine, pinned))
-        except ValueError as error:
-            why_not = str(error).partition(". ")[0].rstrip(".") + "."
-    return Lint(command.engine, version, _summary(does), command.read, findings, right, why_not)
+        return replace(checked, why_not="the config to check and the one to compare with are of different models.")
+    if not checked.is_wrong or not suggest:
+        return checked
+    limit, is_dynamic = length_limit(facts.text_config), meant.kind == "dynamic"
+    is_longer = command.length is None and not meant.block and not is_dynamic and does.length > limit
+    asked = replace(command, length=does.length) if is_longer else command
+    try:
+        for right in _right(asked, meant, facts, config, source):
+            try:
+                return replace(checked, right=_printed(right, command, config, source, pinned, version))
+            except ValueError as error:
+                why_not = str(error)
+    except ValueError as error:
+        why_not = str(error)
+    return replace(checked, why_not=why_not.partition(". ")[0].rstrip(".") + ".")
 
 
 def _by_its_name(error: str, engine: str) -> str:
     """An error that begins with a method's option, with the name that the line has for it."""
-    if not re.match(r"[a-z_0-9]+ (must|has) ", error):
+    name = re.match(r"([a-z_0-9]+) (must|has) ", error)
+    if name is None or name[1] in (*ROPE_KEYS, "rope_theta"):
         return error
     if engine == "llama.cpp":
         return re.sub(r"beta_(fast|slow)", r"--yarn-beta-\1", error)
@@ -250,27 +259,29 @@ def _meant(command: Command, facts: ContextFacts, served: ContextFacts) -> _Mean
 
 def _meant_by_flags(command: Command, facts: ContextFacts) -> _Meant:
     """llama.cpp's flags, where a factor that is left out is the one that the length needs."""
-    table = file_parameters(facts.text_config)
-    scale = command.number("--rope-scale") or 1 / (command.number("--rope-freq-scale") or 1.0)
-    kind = command.options.get("--rope-scaling", "linear" if scale != 1.0 else "default")
+    table, (keys, _) = file_parameters(facts.text_config), metadata(command, facts.text_config)
+    flag = command.number("--rope-scale") or 1 / (command.number("--rope-freq-scale") or 1.0)
+    scale = flag if flag != 1.0 else keys.get("rope.scaling.factor") or 1.0
+    usual = keys.get("rope.scaling.type") or ("linear" if scale != 1.0 else "default")
+    kind = command.options.get("--rope-scaling", usual)
     block: dict[str, Any] = {}
-    if theta := command.number("--rope-freq-base"):
+    if theta := command.number("--rope-freq-base") or keys.get("rope.freq_base"):
         block["rope_theta"] = theta
     if kind in ("linear", "yarn"):
         if scale == 1.0:
             scale = max(1.0, (command.length or 0) / facts.trained_length)
         block |= {"rope_type": kind, "factor": scale}
     if kind == "yarn":
-        original = command.number("--yarn-orig-ctx") or table.limit
-        block["original_max_position_embeddings"] = int(original)
+        original = command.number("--yarn-orig-ctx") or keys.get("rope.scaling.original_context_length")
+        block["original_max_position_embeddings"] = int(original or table.limit)
         block |= {
             name: value
             for name in ("beta_fast", "beta_slow")
             if (value := command.number(f"--yarn-{name.replace('_', '-')}")) is not None
         }
-        flag, key = command.number("--yarn-attn-factor") or 1.0, metadata(command).get("attn_factor", 1.0)
-        if flag * key != 1:
-            block["attn_factor"] = flag * key
+        attn_factor = (command.number("--yarn-attn-factor") or 1.0) * (keys.get("rope.scaling.attn_factor") or 1.0)
+        if attn_factor != 1:
+            block["attn_factor"] = attn_factor
     kept = table.parameters if "rope_type" not in block else {"rope_theta": table.parameters["rope_theta"]}
     return _Meant(block, (replace(table, parameters={"rope_type": "default", **kept, **block}),))
 
@@ -325,16 +336,20 @@ def _numbers(does: Effective, meant: _Meant, facts: ContextFacts) -> Iterator[Fi
     """Differences between the frequencies and multipliers that were meant and those that are used."""
     latent = family_of(facts.text_config).softmax_mscale
     for table in meant.tables:
-        used, wanted = does.tables.get(table.label), table.in_use
+        used, wanted = does.tables.get(table.label), table.at(does.length)
         if used is None:
             continue
         where = f" in {table.label}" if table.label else ""
         scale = meant_scale(table, latent)
-        if not _equal(used, wanted) and any(_equal(used, facts.rope_of(own)) for own in facts.tables):
+        if not _equal(used, wanted) and any(_equal(used, own.at(does.length)) for own in facts.tables):
             yield Finding("wrong", f"the scaling is not applied{where}: the frequencies are the model's own.")
             continue
         if not _equal(used, wanted):
-            yield Finding("wrong", f"{_difference(used, wanted)}{where}.")
+            # llama.cpp has no truncate, so that its own line of gpt-oss cannot be better.
+            rounded = replace(table, parameters={**table.parameters, "truncate": True}).at(does.length)
+            is_rounded = READINGS["llama.cpp-truncate"] in [remark.reading for remark in does.remarks]
+            severity: Severity = "warning" if is_rounded and _equal(used, rounded) else "wrong"
+            yield Finding(severity, f"{_difference(used, wanted)}{where}.")
         if not math.isclose(used.attention_factor, scale, rel_tol=1e-6):
             ratio = (used.attention_factor / scale) ** 2
             words = f"cos and sin{where} are multiplied by {used.attention_factor:.4g}, not by {scale:.4g}: attention "
@@ -422,6 +437,9 @@ def _lengths(command: Command, version: str, does: Effective, meant: _Meant, fac
         words = f"{guard} switches the length check off. The right overrides do not need it."
         yield Finding("warning", words, READINGS[f"{engine}-long-override"])
     served = does.length if is_open or does.length <= does.limit else 0  # otherwise the server does not start
+    if (window := ignored_window(engine, facts.text_config, served)) is not None:
+        words = f"the sliding window of {window} tokens is ignored, and every layer attends to all {served}: serve at "
+        yield Finding("wrong", f"{words}most {window}, or use vLLM.", READINGS[f"{engine}-window"])
     if not meant.extends(facts) and not _replaces_own(meant, facts) and kind != "dynamic":
         published = length_limit(facts.text_config)
         asked = command.length or (served if served > published else 0)
@@ -446,30 +464,39 @@ def _lengths(command: Command, version: str, does: Effective, meant: _Meant, fac
 
 def _right(
     command: Command, meant: _Meant, facts: ContextFacts, config: PreTrainedConfig, source: dict[str, Any]
-) -> EngineExport:
-    """The export of what was meant, from the length that this checkpoint was trained at.
+) -> Iterator[EngineExport]:
+    """What was meant, from the length that this checkpoint was trained at: the simplest line first.
 
     A model that was trained with a scaling keeps it, unless the line has other numbers for the same type.
     """
     table, target, original = meant.first, command.model or "MODEL", _original(facts)
     given = float(table.parameters.get("factor") or 1.0) if meant.block else 1.0
+    if meant.kind == "dynamic" and not meant.block:  # of the model itself: plain RoPE within the config's length
+        if (command.length or 0) > table.limit:
+            raise ValueError(f"no engine follows the model's dynamic scaling beyond {table.limit} tokens.")
+        yield _as_it_is(replace(command, length=command.length or table.limit), source)
+        return
     if facts.is_scaled and (_repeats_the_file(command, facts, meant) or not meant.adds_to(facts)):
         plan = None
         if facts.mark is not None and command.engine == "llama.cpp" and (command.length or 0) > facts.reach:
             raise ValueError(f"the file reaches {facts.reach} tokens, so extend the file that it was made from.")
-        if command.engine == "llama.cpp" and (command.length or 0) <= facts.reach:  # the file holds the scaling
-            return _as_it_is(command, source)
-        if (command.length or 0) > facts.reach:
+        if (command.length or 0) <= facts.reach:
+            yield _as_it_is(command, source)
+            if command.engine == "llama.cpp":  # the file holds the scaling
+                return
+        else:
             if facts.mark is not None:
                 raise ValueError(f"the model is extended to {facts.reach} tokens, so extend the original one further.")
             plan = plan_extension(config, target_length=command.length, existing="keep")
-        return export_for(command.engine, config, plan, model=target, source=source)
+        yield export_for(command.engine, config, plan, model=target, source=source)
+        return
     if facts.checkpoint is None:  # what its author says of a model that is not in the table
         original = int(table.parameters.get("original_max_position_embeddings") or original)
     needed = (command.length or 0) / original
     factor = max(needed, 1.0) if 1 < needed * _TOO_LARGE <= given else max(given, needed, 1.0)
     if factor == 1.0 and not facts.is_scaled:
-        return _as_it_is(command, source)
+        yield _as_it_is(command, source)
+        return
     method = method_from_rope_parameters(table.of_turning_pairs, table.limit)
     theta = float(table.parameters["rope_theta"])
     if method is not None and meant.block and not isinstance(method, TransformersDynamic):
@@ -480,7 +507,41 @@ def _right(
         method = YaRN(factor=factor)
     existing = "replace" if facts.is_scaled else "refuse"
     plan = plan_extension(config, method=method, existing=existing, original_max_position_embeddings=original)
-    return export_for(command.engine, config, plan, model=target, source=source)
+    yield export_for(command.engine, config, plan, model=target, source=source)
+
+
+def _printed(
+    right: EngineExport,
+    command: Command,
+    config: PreTrainedConfig,
+    source: dict[str, Any],
+    pinned: str | None,
+    version: str,
+) -> EngineExport:
+    """The right line as it is printed, for the length that was asked for. Raises ValueError if it is wrong itself."""
+    flags, own = [*right.flags], LENGTH_OPTIONS[command.engine]
+    needs_file = any("replace the checkpoint" in warning for warning in right.warnings)
+    if command.engine == "sglang" and needs_file:
+        # From 0.5.17 a nested config keeps its other keys.
+        flags += ["--json-model-override-args", json.dumps(changes(source, right.config))]
+        right = replace(right, warnings=())
+    if own in flags and command.length is not None and command.length < right.length:
+        flags[flags.index(own) + 1] = str(command.length)
+        right = replace(right, length=command.length)
+    if command.program is not None:
+        flags[0] = command.program
+    right = replace(right, flags=_for_version(tuple(flags), command.engine, pinned))
+    if "OUT.gguf" in right.flags:  # of another file, which is the extended one
+        return right
+    again = lint(parse_command(right.flags), config, source, version, suggest=False)
+    if again.is_wrong and needs_file:
+        raise ValueError(
+            f"options alone cannot express it: write the config.json with ctxext export --engine {command.engine} -o "
+            "DIR, and serve that."
+        )
+    if again.is_wrong:
+        raise ValueError(f"no line alone does it, as the nearest one shows: {again.findings[0].words}")
+    return right
 
 
 def _as_it_is(command: Command, source: dict[str, Any]) -> EngineExport:
@@ -509,7 +570,9 @@ def _for_version(flags: tuple[str, ...], engine: str, version: str | None) -> tu
 def _summary(does: Effective) -> str:
     """Frequencies, multiplier and length of the first table, in a line."""
     (_, first), *others = does.tables.items()
-    kind = "plain RoPE" if first.is_plain else f"frequencies divided by up to {_largest(first):.3g}"
+    largest = _largest(first)
+    kind = f"frequencies divided by up to {largest:.3g}" if largest > _CLOSE else "unscaled frequencies"
+    kind = "plain RoPE" if first.is_plain else kind
     more = f" (and {len(others)} more tables)" if others else ""
     multiplier = "" if first.attention_factor == 1 else f", cos and sin × {first.attention_factor:.4g}"
     verb = "asks for" if does.length > does.limit else "serves"

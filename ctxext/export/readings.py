@@ -116,7 +116,8 @@ _ROWS = {
         "stops the start with KeyError 'rope_theta', except in model classes with a base of their own (Qwen2, Qwen3)",
         f"{_VLLM_VERSIONS}; read: {_VLLM_WHEELS} 0.12.0 and 0.13.0"),
     "vllm-replaced": (">= 0.12", "a mrope_section or partial_rotary_factor missing from the override",
-        "is lost with the rope_parameters that it replaces", f"read: {_VLLM_OVERRIDES}"),
+        "is lost with the rope_parameters that it replaces; MiniMax-M2's class takes the factor from rotary_dim",
+        f"read: {_VLLM_OVERRIDES}; {VLLM}@01d99586:vllm/model_executor/models/minimax_m2.py"),
     "vllm-missing": (">= 0.12", "a factor or original_max_position_embeddings",
         "is needed by some types, such as yarn; without it the server does not start", f"read: {_VLLM_WHEELS} 0.32.0"),
     "vllm-unknown-key": (">= 0.12", "max_model_len in --hf-overrides",
@@ -340,6 +341,15 @@ _ROWS = {
     "llama.cpp-length-new": (">= September 2026", "--ctx-size",
         "is capped by llama-server at the file's context_length, or, where flags change yarn's scale, at "
         "--yarn-orig-ctx * --rope-scale", "read: ggml-org/llama.cpp#28030, meta-models/meta-oss-cookbook#37"),
+    "llama.cpp-override-kv": (">= December 2025", "--override-kv",
+        "replaces keys of the file before flags are read: those of its own architecture alone, and of the key's own "
+        "type. The option may be repeated, and the first of two values of a key counts",
+        f"read: {LLAMA_CPP}:src/llama-model-loader.cpp (validate_override), src/llama-model.cpp (load_hparams), "
+        "common/arg.cpp, common/common.cpp (string_parse_kv_override)"),
+    "llama.cpp-ext-factor": ("all", "--yarn-ext-factor",
+        "is the weight of the unscaled frequencies in yarn's ramp, whatever --rope-scaling is: 1 is yarn, 0 is linear "
+        "scaling, and any other value is neither",
+        f"read: {_LLAMA_CPP_CONTEXT}, ggml/src/ggml-cpu/ops.cpp (rope_yarn)"),
     "llama.cpp-no-scale": ("all", "--rope-scaling yarn",
         "changes nothing without --rope-scale: the scale is 1, whatever --ctx-size and --yarn-orig-ctx are",
         f"read: {_LLAMA_CPP_CONTEXT}"),

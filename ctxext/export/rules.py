@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import json
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from ctxext.core.plan import ENCODINGS, Plan
@@ -117,6 +117,32 @@ def export_for(
         NotExportable: the engine cannot serve it.
         ValueError: an unknown engine, or `config` is not extended and there is no plan.
     """
+    export = _export_for(engine, config, plan, model, source, ready)
+    if plan is None or not _undoes(config, plan):
+        return export
+    lost = "the model's own scaling, which it was trained with, is replaced: ctxext lint calls that wrong."
+    return replace(export, warnings=(lost, *export.warnings))
+
+
+def _undoes(config: PreTrainedConfig, plan: Plan) -> bool:
+    """Whether pairs that the checkpoint's own scaling slows are faster in the extension."""
+    if not has_rope(text_config_of(config)):
+        return False
+    before, extended = read_context(config), copy.deepcopy(config)
+    plan.apply_to(text_config_of(extended))
+    if before.mark is not None or (before.checkpoint is not None and before.checkpoint.scaling == "bolted-on"):
+        return False
+    after = {table.label: table.in_use.inv_freq for table in read_context(extended).tables}
+    for table in before.tables:
+        own, plain = table.in_use.inv_freq, before.original_rope_of(table).inv_freq
+        if ((own < plain / 1.05) & (after[table.label] > own * 1.05)).any():
+            return True
+    return False
+
+
+def _export_for(
+    engine: str, config: PreTrainedConfig, plan: Plan | None, model: str, source: dict[str, Any] | None, ready: bool
+) -> EngineExport:
     if engine not in ENGINES:
         raise ValueError(f"unknown engine {engine!r}{suggest(engine, ENGINES)}")
     check_config(config)
@@ -144,9 +170,7 @@ def export_for(
         )
     # By which an engine picks its class: the outer one of a nested config.
     name = str(written.get("model_type") or facts.text_config.model_type)
-    slides = "sliding_attention" in attention_layers(facts.text_config)
-    window = facts.text_config.sliding_window if slides else None
-    if window is not None and window < target and facts.text_config.model_type in _WINDOWLESS.get(engine, ()):
+    if (window := ignored_window(engine, facts.text_config, target)) is not None:
         why = READINGS.get(f"{engine}-window", f"{engine} was not run with a sliding window")
         raise NotExportable(f"{why}. Nearest: a target of {window} tokens, or vLLM.")
     if engine in GGUF_ENGINES:
@@ -205,7 +229,19 @@ def export_for(
             warnings += (f"{why}: replace the checkpoint's config.json by the export.",)
         elif changed:
             flags += ["--json-model-override-args", json.dumps(changed)]
+        if any(yarn_rows(table) < target for table in facts.tables if _rope_type(table) == "yarn"):
+            return EngineExport(
+                engine, "0.5.21", written, tuple(flags), (*warnings, *_warn("sglang-yarn-rows")), target
+            )
     return EngineExport(engine, LEAST_VERSIONS[engine], written, tuple(flags), warnings, target)
+
+
+def ignored_window(engine: str, text_config: PreTrainedConfig, length: int) -> int | None:
+    """The sliding window below `length` tokens that an engine replaces by full attention; None if there is none."""
+    slides = "sliding_attention" in attention_layers(text_config)
+    window = text_config.sliding_window if slides else None
+    is_ignored = window is not None and window < length and text_config.model_type in _WINDOWLESS.get(engine, ())
+    return window if is_ignored else None
 
 
 def changes(source: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:
@@ -343,18 +379,22 @@ def _original_for(scale: float, target: int, reading: str) -> float:
 # ---------------------------------------------------------------------------------- vLLM and SGLang
 
 
+def yarn_rows(table: RopeTable) -> int:
+    """Positions in the servers' table of yarn."""
+    parameters = table.parameters
+    return math.ceil(parameters["original_max_position_embeddings"] * parameters["factor"])
+
+
 def _refuse_unserved(engine: str, text_config: Any, table: RopeTable, target: int) -> None:
     """Refuse, with the nearest alternative, what the classes of vLLM and SGLang do not support."""
     name, kind, parameters = text_config.model_type, _rope_type(table), table.parameters
     latent = family_of(text_config).softmax_mscale
     yarn = "Nearest: 'yarn', with existing='replace' if the model is already scaled."
-    if kind == "yarn" and engine == "vllm":
-        rows = math.ceil(parameters["original_max_position_embeddings"] * parameters["factor"])
-        if rows < target:
-            raise NotExportable(
-                f"{READINGS['vllm-yarn-rows']} (here {rows}), fewer than the target of {target}. Nearest: "
-                f"a target of {rows} tokens, or existing='compose'."
-            )
+    if kind == "yarn" and engine == "vllm" and (rows := yarn_rows(table)) < target:
+        raise NotExportable(
+            f"{READINGS['vllm-yarn-rows']} (here {rows}), fewer than the target of {target}. Nearest: "
+            f"a target of {rows} tokens, or existing='compose'."
+        )
     if engine == "vllm" and name == "gpt_oss":
         own = yarn_growth(parameters.get("factor", 1.0))
         if kind != "yarn" or not math.isclose(table.in_use.attention_factor, own):
@@ -379,6 +419,8 @@ def _server(engine: str, facts: ContextFacts, section: dict[str, Any], target: i
     for table in facts.tables:
         _refuse_unserved(engine, text_config, table, target)
         new[table.label], names = _in_server_words(engine, text_config, table, target)
+        if _rope_type(table) == "linear" and facts.original_length is not None:  # for readers, as vLLM ignores it
+            new[table.label].setdefault("original_max_position_embeddings", facts.original_length)
         warnings += names
     parameters = new.get("", {**text_config.rope_parameters, **new})
     for name in ("rope_scaling", "rope_theta", "ctxext"):
@@ -391,7 +433,8 @@ def _server(engine: str, facts: ContextFacts, section: dict[str, Any], target: i
         section.update(older)
         if family_of(text_config).rope_types == _PHI_3_TYPES or text_config.model_type in _TWO_FIELDS:
             section.pop("rope_scaling", None)  # rejected in any other form
-    multiplied = parameters.get("rope_type") == "linear" and "original_max_position_embeddings" not in parameters
+    is_fixed = engine == "sglang" and "original_max_position_embeddings" in parameters
+    multiplied = parameters.get("rope_type") == "linear" and not is_fixed
     # Never suggest an environment variable that lifts the length check: past its table an engine computes NaN silently.
     length = math.ceil(target / parameters["factor"]) if multiplied else target
     section[text_config.attribute_map.get("max_position_embeddings", "max_position_embeddings")] = length
@@ -652,6 +695,12 @@ def _ramp(parameters: dict[str, Any], rope: RopeGeometry) -> tuple[float, float]
 # ------------------------------------------------------------------------------- llama.cpp and Ollama
 
 
+def architecture_of(text_config: PreTrainedConfig) -> str | None:
+    """llama.cpp's name for a model's architecture; None if its graph is not known here."""
+    name = _GGUF_NAMES.get(text_config.model_type, text_config.model_type)
+    return next((key for key, graph in ARCHITECTURES.items() if graph.model_type == name), None)
+
+
 def _llama_cpp(
     engine: str, model: str, facts: ContextFacts, target: int, before: RopeTable | None
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -670,8 +719,7 @@ def _llama_cpp(
     if before is None and unwritten is None:
         how = f"ctxext export {model} --engine {engine} -o OUT.gguf"
         return of_extended, (f"write OUT.gguf first: {how}. It holds the extension: do not repeat it in flags.",)
-    name = _GGUF_NAMES.get(config.model_type, config.model_type)
-    architecture = next((key for key, graph in ARCHITECTURES.items() if graph.model_type == name), None)
+    architecture = architecture_of(config)
     if architecture is None:
         known = ", ".join((*(each.model_type for each in ARCHITECTURES.values()), *_GGUF_NAMES))
         raise NotExportable(

@@ -85,7 +85,10 @@ class NTKByParts(RopeScaling):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 1e-6 <= self.beta_slow < self.beta_fast <= 1e6:
+        divides_by_zero = (
+            self.ramp == "rotations" and self.beta_slow == self.beta_fast
+        )  # otherwise a step, as in Kimi-K2
+        if divides_by_zero or not 1e-6 <= self.beta_slow <= self.beta_fast <= 1e6:
             raise ValueError(
                 f"beta_fast must exceed beta_slow > 0 (in turns within the trained length, 1e-6 to 1e6), got "
                 f"beta_fast={self.beta_fast}, beta_slow={self.beta_slow}. The paper uses 32 and 1."

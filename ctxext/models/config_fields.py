@@ -90,6 +90,8 @@ def _wrong(config: Any) -> Iterator[tuple[str, str, Any]]:
     # Not getattr, which raises if layers differ in a field.
     values = {name: config.__dict__.get(config.attribute_map.get(name, name)) for name in FIELDS}
     values["model_type"] = config.model_type
+    if values["model_type"] is None:
+        yield "model_type", TEXT.words, None
     for name, field in FIELDS.items():
         if values[name] is not None and not field.holds(values[name]) and not _in_stages(config, name, values[name]):
             yield config.attribute_map.get(name, name), field.words, values[name]

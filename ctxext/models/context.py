@@ -220,8 +220,9 @@ def _native_lengths(
         original = checkpoint.original_length
     original = given or original
     reach = limit if bolted_on else trained
-    if table.parameters.get("rope_type") == "yarn" and limit <= (own or trained):
-        # As in Qwen with YaRN enabled: no field holds the extended length.
+    is_linear = table.parameters.get("rope_type") == "linear" and own is not None
+    if (is_linear or table.parameters.get("rope_type") == "yarn") and limit <= (own or trained):
+        # As in Qwen with YaRN enabled, or linear scaling for vLLM: no field holds the extended length.
         reach = max(reach, reached(scaling.factor, own or trained))
     start = original or reach
     return Lengths(original=original, trained=trained, start=start, target=reach, factor=reach / start), source

@@ -63,6 +63,12 @@ class RopeTable:
         """The frequencies in use of the rotating pairs."""
         return geometry_in_use(self.of_turning_pairs, self.rotary_dim, self.limit)
 
+    def at(self, length: int) -> RopeGeometry:
+        """The frequencies in use of a model that serves `length` tokens: within its original length, those of short
+        calls."""
+        original = self.parameters.get("original_max_position_embeddings") or self.limit
+        return geometry_in_use(self.of_turning_pairs, self.rotary_dim, self.limit, within=length <= original)
+
     def plain(self, rope_theta: float, length: int) -> RopeGeometry:
         """The unscaled frequencies of the rotating pairs, with the config's base `rope_theta`."""
         return RopeGeometry.plain(self.rotary_dim, rope_theta**self.base_power, length)
@@ -115,6 +121,10 @@ def _rope_table(text_config: Any, label: str, parameters: dict[str, Any], slides
             f"{type(text_config).__name__} has {turning} rotary dimensions of {dim} per head (from head_dim, or "
             f"hidden_size and num_attention_heads, and partial_rotary_factor); ctxext needs 4 to {MAX_ROTARY}."
         )
+    if parameters.get("rope_type") == "yarn":  # as transformers fills in what is missing, or null
+        original = parameters.get("original_max_position_embeddings") or length_limit(text_config)
+        factor = parameters.get("factor") or length_limit(text_config) / original
+        parameters = {**parameters, "original_max_position_embeddings": original, "factor": factor}
     return RopeTable(
         label=label,
         parameters=dict(parameters),

@@ -236,3 +236,47 @@ def test_a_number_is_checked_by_the_name_of_its_flag(option: str, says: str) -> 
 def test_the_remedy_for_invalid_json_fits_its_mistake(value: str, remedy: str) -> None:
     with pytest.raises(ValueError, match=remedy):
         parse_overrides(value, "--hf-overrides")
+
+
+@pytest.mark.parametrize(("file", "variable"), [
+    ('FROM vllm/vllm-openai:v0.30.0\nENV A=1\nCMD ["--model", "a/b", "--max-model-len", "9"]\n', "A"),
+    ('FROM ubuntu\nENTRYPOINT ["vllm", "serve"]\nENV A 1\nCMD ["a/b", "--max-model-len", "9"]\n', "A"),
+    ("FROM ubuntu\nENV A=1\nCMD vllm serve a/b \\\n  --max-model-len 9\n", "A"),
+    ("[Service]\nExecStart=/opt/bin/vllm serve a/b \\\n  --max-model-len 9\nEnvironment=A=1\nRestart=always\n", "A"),
+    ("[Service]\nEnvironment=\"A=1\" B=2\nExecStart=-/opt/bin/vllm serve a/b --max-model-len 9\n", "A"),
+])  # fmt: skip
+def test_a_dockerfile_or_a_systemd_unit_is_read(file: str, variable: str) -> None:
+    command = parse_command(file)
+    assert (command.engine, command.model, command.length) == ("vllm", "a/b", 9)
+    assert (command.environment[variable], command.mistakes, command.unread) == ("1", (), ())
+
+
+@pytest.mark.parametrize("step", ["5", '"a"', '{"a": 1}', "[5]", "[", ""])
+def test_a_dockerfile_without_a_server_is_refused(step: str) -> None:
+    with pytest.raises(ValueError, match="no server found"):
+        parse_command(f"FROM ubuntu\nCMD {step}\n")
+
+
+def test_an_image_that_starts_the_server_takes_a_shell_for_the_model() -> None:
+    file = 'services:\n  a:\n    image: vllm/vllm-openai:v0.30.0\n    command: ["bash", "-c", "vllm serve a/b"]\n'
+    command = parse_command(file)
+    assert (command.model, command.version) == ("a/b", "0.30.0")
+    assert command.mistakes == ("the image starts vllm serve bash: set the entry point to a shell.",)
+
+
+@pytest.mark.parametrize("key", ["command: 5", "entrypoint: true", "environment: 5"])
+def test_a_container_with_a_value_of_another_kind_is_refused(key: str) -> None:
+    with pytest.raises(ValueError, match=r"must be a (string or a )?list"):
+        parse_command(f"services:\n  a:\n    image: vllm/vllm-openai:v0.30.0\n    {key}\n")
+
+
+def test_keys_of_a_file_are_put_together() -> None:
+    line = "llama-server -m a.gguf --override-kv a.x=int:1,a.y=str:z --override-kv a.x=float:2"
+    assert parse_command(line).keys == (("a.x", "int", "1"), ("a.y", "str", "z"), ("a.x", "float", "2"))
+    assert "a.x:1 is rejected by llama-server" in parse_command("llama-server --override-kv a.x:1").mistakes[0]
+
+
+@pytest.mark.parametrize("line", ["llama-completion -m a.gguf -gan 4 -gaw 512", "llama-server -m a.gguf -gan 4"])
+def test_group_attention_is_refused(line: str) -> None:
+    with pytest.raises(ValueError, match="group attention"):
+        parse_command(line)

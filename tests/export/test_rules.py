@@ -16,10 +16,13 @@ import pytest
 import torch
 import transformers
 from families import LENGTH, tiny_config
+from lint_cases import config_json
 from transformers import AutoConfig, PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from ctxext import PI, LongRoPE, RopeScaling, YaRN, list_methods
+from ctxext.export.commands import parse_command
+from ctxext.export.lint import lint
 from ctxext.export.rules import ENGINES, INTERLEAVED, NotExportable, export_for
 from ctxext.extension.request import plan_extension
 from ctxext.extension.rope import RopePlan
@@ -506,7 +509,7 @@ def test_what_is_not_extended_is_named() -> None:
 
 
 @pytest.mark.parametrize(
-    ("method", "replaced"), [("pi", True), ("ntk", True), ("yarn", False), ("llama3", False), ("resonance", False)]
+    ("method", "replaced"), [("pi", False), ("ntk", True), ("yarn", False), ("llama3", False), ("resonance", False)]
 )
 def test_keys_that_sglang_would_keep_of_a_scaling_are_not_overridden(method: str, replaced: bool) -> None:
     """From 0.5.23 it merges rope_parameters, so an original length that the new type has no use for would stay."""
@@ -690,3 +693,44 @@ def test_a_config_nested_twice_is_written_where_it_stands() -> None:
     config = AutoConfig.for_model("qwen2_5_omni")
     section = export_for("vllm", config, plan_extension(config, 4, "yarn")).config["thinker_config"]["text_config"]
     assert section["rope_parameters"]["rope_type"] == "yarn"
+
+
+def known(model: str) -> tuple[PreTrainedConfig, dict[str, Any]]:
+    return loaded(config_json(model)), config_json(model)
+
+
+@pytest.mark.parametrize("model", ["gpt-oss-20b", "DeepSeek-V3"])
+def test_sglang_needs_a_version_that_lengthens_the_table_of_yarn(model: str) -> None:
+    """As `ctxext lint` says of older ones."""
+    config, source = known(model)
+    limit = config.max_position_embeddings
+    for target, least in ((2 * limit, "0.5.21"), (limit, "0.5.10")):
+        plan = plan_extension(config, target_length=target, existing="keep") if target > limit else None
+        export = export_for("sglang", config, plan, source=source)
+        assert export.least_version == least
+        assert any("the table of yarn has" in warning for warning in export.warnings) == (target > limit)
+        for version in ("0.5.20", "0.5.21"):
+            short = target > limit and version == "0.5.20"
+            assert lint(parse_command(export.flags), config, source, version).is_wrong == short
+
+
+@pytest.mark.parametrize("model", ["Llama-3.1-8B", "gemma-3-4b", "DeepSeek-V3", "Phi-3.5-mini"])
+def test_an_export_says_where_a_trained_in_scaling_is_replaced(model: str) -> None:
+    config, source = known(model)
+    for existing in ("replace", "compose"):
+        try:
+            plan = plan_extension(config, method="yarn", factor=2, existing=existing)
+            export = export_for("vllm", config, plan, source=source)
+        except NotExportable:
+            continue
+        lost = existing == "replace"
+        assert any("ctxext lint calls that wrong" in warning for warning in export.warnings) == lost
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_the_reach_of_an_exported_linear_scaling_is_in_its_config(engine: str) -> None:
+    config = tiny_config("llama")
+    export = export_for(engine, config, plan_extension(config, method="pi", factor=1.37), ready=True)
+    served = loaded(json.loads(json.dumps(export.config)))
+    assert read_context(served).reach == export.length
+    assert not lint(parse_command(export.flags), served, export.config).findings

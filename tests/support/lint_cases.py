@@ -91,6 +91,25 @@ CONFIGS: dict[str, dict[str, Any]] = {
             "long_factor": [1.0 + pair for pair in range(48)],
         },
     },
+    "Mistral-7B-v0.1": {
+        "model_type": "mistral", "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32,
+        "num_key_value_heads": 8, "max_position_embeddings": 32768, "rope_theta": 1e4, "vocab_size": 32000,
+        "sliding_window": 4096,
+    },
+    "Llama-2-dynamic": {  # as in InternLM2.5
+        **_LLAMA, "max_position_embeddings": 262144, "rope_theta": 5e7, "vocab_size": 92544,
+        "rope_scaling": {"type": "dynamic", "factor": 2.5},
+    },
+    "MiniMax-M2": {
+        "model_type": "minimax_m2", "hidden_size": 3072, "num_hidden_layers": 4, "num_attention_heads": 48,
+        "num_key_value_heads": 8, "head_dim": 128, "rotary_dim": 64, "max_position_embeddings": 196608,
+        "rope_theta": 5e6, "vocab_size": 200064,
+    },
+    "Qwen2.5-VL": {
+        "model_type": "qwen2_5_vl", "hidden_size": 3584, "num_attention_heads": 28, "num_key_value_heads": 4,
+        "num_hidden_layers": 4, "max_position_embeddings": 128000, "rope_theta": 1e6, "vocab_size": 152064,
+        "rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]}, "vision_config": {},
+    },
     "Mistral-Nemo": {
         "model_type": "mistral", "hidden_size": 5120, "num_hidden_layers": 40, "num_attention_heads": 32,
         "head_dim": 128, "max_position_embeddings": 131072, "rope_theta": 1e6, "vocab_size": 131072,
@@ -275,7 +294,7 @@ WRONG = (
         "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN=1 python -m sglang.launch_server ... --json-model-override-args "
         f"'{_CARD}' --context-length 1000000",
         "Qwen3.5", "https://huggingface.co/Qwen/Qwen3.8-27B", "Up to 0.5.16 text_config is replaced entirely.",
-        ("would be replaced entirely",), "0.5.16",
+        ("would be replaced entirely",), "0.5.16", has_right=False,
     ),
     Case(
         "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN=1 python -m sglang.launch_server ... --json-model-override-args "
@@ -375,6 +394,66 @@ WRONG = (
         "gemma-3-4b", "constructed", "Its rope_parameters hold an object for each layer type.",
         ("write an object for each layer type", "replaces the model's own linear scaling"),
     ),
+    Case(
+        "llama-server -m qwen3.gguf -c 131072 --rope-freq-base 4000000 --override-kv llama.context_length=int:131072",
+        "Qwen3-8B", "constructed", "The architecture of the file is qwen3, so the key is not read.",
+        ("llama.context_length is not read", "--ctx-size is capped"),
+    ),
+    Case(
+        "llama-server -m Qwen3-8B.gguf -c 131072 --rope-freq-base 4000000 --override-kv "
+        "qwen3.context_length=float:131072",
+        "Qwen3-8B", "constructed", "llama.cpp ignores an override of another type than the key's.",
+        ("qwen3.context_length is ignored as a float: write qwen3.context_length=int:131072",),
+    ),
+    Case(
+        "llama-server -m Qwen3-8B.gguf -c 131072 --rope-scaling yarn --rope-scale 4 --yarn-orig-ctx 32768 "
+        "--yarn-ext-factor 0.5",
+        "Qwen3-8B", "constructed", "Half of yarn's ramp is neither yarn nor linear scaling.",
+        ("--yarn-ext-factor is the weight of the unscaled frequencies", "off by a factor of up to 1.6"),
+    ),
+    Case(
+        "llama-server -m Llama-2.gguf -c 16384 --rope-scaling linear --rope-scale 4 --yarn-ext-factor 1 --override-kv "
+        "llama.context_length=int:16384",
+        "Llama-2-7B", "constructed", "The factor turns yarn on, whatever the type.",
+        ("--yarn-ext-factor is the weight", "multiplied by 1.139, not by 1"),
+    ),
+    Case(
+        "llama-perplexity -m Llama-2.gguf -f wiki.txt -c 16384",
+        "Llama-2-7B", "constructed", "It is not capped, and so reads 16384 tokens without scaling.",
+        ("16384 tokens are served without scaling",),
+    ),
+    Case(
+        "python -m sglang.launch_server --model-path mistralai/Mistral-7B-v0.1 --context-length 8192",
+        "Mistral-7B-v0.1", "constructed", "SGLang has no windows for Mistral, which was trained with one of 4096.",
+        ("the sliding window of 4096 tokens is ignored",), has_right=False,
+    ),
+    Case(
+        "llama-server -m mistral-7b-v0.1.gguf -c 8192",
+        "Mistral-7B-v0.1", "constructed", "Nor has llama.cpp.",
+        ("the sliding window of 4096 tokens is ignored",), has_right=False,
+    ),
+    Case(
+        "vllm serve internlm/internlm2_5-7b-chat-1m", "Llama-2-dynamic", "constructed",
+        "vLLM serves the factor's length from a table without it.",
+        ("rope_type \"dynamic\" uses the original base", "the cos/sin table has 262144 rows, fewer than 655360"),
+    ),
+    Case(
+        "vllm serve deepseek-ai/DeepSeek-V3 --hf-overrides "
+        "'{\"rope_parameters\":{\"rope_type\":\"linear\",\"factor\":2.0,\"rope_theta\":10000}}'",
+        "DeepSeek-V3", "constructed", "Its class reads every type as yarn.",
+        ("linear needs original_max_position_embeddings; without it the server does not start",),
+    ),
+    Case(
+        "vllm serve Qwen/Qwen3-8B --max-model-len 65536 --hf-overrides '{\"max_position_embeddings\": 65536, "
+        "\"rope_parameters\": {\"rope_type\": \"yarn\", \"factor\": 2.0, \"rope_theta\": 1000000, "
+        "\"original_max_position_embeddings\": null}}'",
+        "Qwen3-8B", "constructed", "A null is no length.", ("yarn needs original_max_position_embeddings",),
+    ),
+    Case(
+        "python -m sglang.launch_server --model-path google/gemma-3-4b-it --json-model-override-args "
+        "'{\"text_config\": {\"rope_scaling\": {}}}'",
+        "gemma-3-4b", "constructed", "It replaces both tables.", ("write an object for each layer type",),
+    ),
 )  # fmt: skip
 
 RIGHT = (
@@ -461,6 +540,58 @@ RIGHT = (
         "llama-server -m model.gguf -c 16384 --rope-scaling yarn --rope-scale 4",
         "Llama-2-7B", "https://github.com/ggml-org/llama.cpp/issues/17459",
         "The file's length is the trained one, and #28030 lifted the cap.",
+    ),
+    Case("vllm serve microsoft/Phi-3.5-mini-instruct", "Phi-3.5-mini", "constructed",
+        "vLLM serves the original length, and the short list with it."),
+    Case("vllm serve microsoft/Phi-3.5-mini-instruct --max-model-len 4096", "Phi-3.5-mini", "constructed",
+        "The short list."),
+    Case("vllm serve microsoft/Phi-3.5-mini-instruct --max-model-len 8192", "Phi-3.5-mini", "constructed",
+        "The long list, for short prompts too.", ("long_factor is used for every sequence",)),
+    Case("python -m sglang.launch_server --model-path microsoft/Phi-3.5-mini-instruct --context-length 4096",
+        "Phi-3.5-mini", "constructed", "The short list."),
+    Case("llama-server -m phi-3.5.gguf -c 4096", "Phi-3.5-mini", "constructed", "The short list."),
+    Case("llama-server -m phi-3.5.gguf -c 8192", "Phi-3.5-mini", "constructed", "The long list."),
+    Case("vllm serve internlm/internlm2_5-7b-chat-1m --max-model-len 32768", "Llama-2-dynamic", "constructed",
+        "Up to its max_position_embeddings dynamic scaling is plain RoPE."),
+    Case("llama-server -m internlm2.gguf -c 32768", "Llama-2-dynamic", "constructed", "Likewise."),
+    Case("llama-server -hf ggml-org/gpt-oss-20b-GGUF -c 131072", "gpt-oss-20b", "constructed",
+        "The line that its makers recommend; the ends of its ramp are rounded.",
+        ("truncate of yarn is not supported", "frequencies are off by a factor of up to 1.76")),
+    Case("vllm serve Qwen/Qwen2.5-VL-7B-Instruct", "Qwen2.5-VL", "constructed", "Its own config holds the old `type`."),
+    Case("python -m sglang.launch_server --model-path Qwen/Qwen2.5-VL-7B-Instruct", "Qwen2.5-VL", "constructed",
+        "Its own config holds the old `type`."),
+    Case(
+        "vllm serve MiniMaxAI/MiniMax-M2 --max-model-len 393216 --hf-overrides '{\"max_position_embeddings\": 393216, "
+        "\"rope_parameters\": {\"rope_type\": \"yarn\", \"factor\": 2.0, \"rope_theta\": 5000000, "
+        "\"original_max_position_embeddings\": 196608}}'",
+        "MiniMax-M2", "constructed", "Its class takes the share that rotates from rotary_dim.",
+    ),
+    Case(
+        "llama-server -m qwen3.gguf -c 131072 --override-kv qwen3.rope.scaling.type=str:yarn,qwen3.rope.scaling.factor="
+        "float:4,qwen3.rope.scaling.original_context_length=int:32768,qwen3.context_length=int:131072",
+        "Qwen3-8B", "constructed", "Keys of the file are read before flags.",
+    ),
+    Case(
+        "llama-server -m qwen3.gguf -c 131072 --rope-freq-base 4000000 --override-kv qwen3.context_length=int:131072 "
+        "--override-kv tokenizer.ggml.add_bos_token=bool:false",
+        "Qwen3-8B", "constructed", "The option may be repeated.",
+    ),
+    Case(
+        "llama-server -m qwen3.gguf -c 131072 --override-kv tokenizer.ggml.add_bos_token=bool:false --override-kv "
+        "qwen3.context_length=int:131072,qwen3.rope.freq_base=float:4000000",
+        "Qwen3-8B", "constructed", "In any order.",
+    ),
+    Case(
+        "llama-perplexity -m Llama-2.gguf -f wiki.txt -c 16384 --rope-scaling yarn --rope-scale 4", "Llama-2-7B",
+        "constructed", "Only the server caps.", version="2025-12",
+    ),
+    Case(
+        "docker run ghcr.io/ggml-org/llama.cpp:full-cuda --server -m llama-2.gguf -c 4096", "Llama-2-7B", "constructed",
+        "The image with all programs starts the one that its first word names.",
+    ),
+    Case(
+        "python -m sglang.launch_server --model-path mistralai/Mistral-7B-v0.1 --context-length 4_096",
+        "Mistral-7B-v0.1", "constructed", "Within the window; int() takes underscores.",
     ),
     Case("vllm serve Qwen/Qwen3-8B", "Qwen3-8B", _QWEN_VLLM, "The model as it is."),
     Case(
