@@ -83,11 +83,20 @@ function version4Keys(context, parameters) {
  */
 function exportFor(engine, context, plan, known, model, folder) {
   try {
-    return exported(engine, context, plan, known, model, folder);
+    const found = exported(engine, context, plan, known, model, folder);
+    const lost = "the model's own scaling, which it was trained with, is replaced: ctxext lint calls that wrong.";
+    return undoes(context, plan) ? { ...found, notes: [lost, ...found.notes] } : found;
   } catch (error) {
     if (error instanceof Refused) return { refused: error.message };
     throw error;
   }
+}
+
+/** Whether pairs that the checkpoint's own scaling slows are faster in the plan. */
+function undoes({ mark, checkpoint, inUse, parameters, unscaled }, plan) {
+  if (mark || checkpoint?.scaling === "bolted-on") return false;
+  const plain = unscaled?.invFreq ?? plainFrequencies(inUse.dim, parameters.rope_theta);
+  return inUse.invFreq.some((own, pair) => own < plain[pair] / 1.05 && plan.invFreq[pair] > own * 1.05);
 }
 
 function exported(engine, context, plan, known, model, folder) {
@@ -116,7 +125,7 @@ function exported(engine, context, plan, known, model, folder) {
   }
   if (SERVER_ENGINES.includes(engine)) {
     const names = forServer(engine, context, plan, config, reading);
-    return { ...serverCommand(engine, context, config, target, model, reading, notes(names)), config, length: target };
+    return { ...serverCommand(engine, context, plan, config, model, reading, notes(names)), config, length: target };
   }
   const write = { mlx: forMlx, exllamav3: forLengths, lmdeploy: forLengths, "onnxruntime-genai": forOnnx }[engine];
   const names = write(context, plan, config, reading, engine);
@@ -174,7 +183,7 @@ function forServer(engine, context, plan, config, reading) {
   const { target, attentionFactor } = plan, type = context.fields.model_type, kind = plan.parameters.rope_type;
   const names = [], yarn = "Nearest: 'yarn', with --existing replace if the model is already scaled.";
   if (kind === "yarn" && engine === "vllm") {
-    const rows = Math.ceil(plan.parameters.original_max_position_embeddings * plan.parameters.factor);
+    const rows = yarnRows(plan.parameters);
     if (rows < target) {
       throw new Refused(`${reading("vllm-yarn-rows")} (here ${rows}), fewer than the target of ${target}. Nearest: a target of ${rows} tokens, or --existing compose.`);
     }
@@ -197,13 +206,16 @@ function forServer(engine, context, plan, config, reading) {
     names.push(`${engine}-longrope`);
     Object.assign(parameters, { short_mscale: attentionFactor, long_mscale: attentionFactor });
     if (engine === "sglang") parameters.original_max_position_embeddings = target;
+  } else if (kind === "linear" && context.original !== null) {
+    parameters.original_max_position_embeddings ??= context.original; // for readers, as vLLM ignores it
   }
   for (const name of ["rope_scaling", "rope_theta", "ctxext"]) delete config[name];
   config.rope_parameters = parameters;
   const older = version4Keys(context, parameters);
   Object.assign(config, engine === "vllm" ? older : without(older, ["rope_theta", "rope_scaling"]));
   if (engine === "vllm" && (PHI3_LIKE(context) || TWO_FIELD_TYPES.includes(type))) delete config.rope_scaling;
-  const multiplied = kind === "linear" && !("original_max_position_embeddings" in parameters);
+  const isFixed = engine === "sglang" && "original_max_position_embeddings" in parameters;
+  const multiplied = kind === "linear" && !isFixed;
   const length = multiplied ? Math.ceil(target / parameters.factor) : target;
   config[context.type.names?.max_position_embeddings ?? "max_position_embeddings"] = length;
   for (const name of LENGTH_FIELDS) if (config[name] != null) config[name] = length;
@@ -213,7 +225,14 @@ function forServer(engine, context, plan, config, reading) {
   return names;
 }
 
-function serverCommand(engine, context, config, target, model, reading, notes) {
+/** Positions in the servers' table of yarn. */
+function yarnRows(parameters) {
+  return Math.ceil(parameters.original_max_position_embeddings * parameters.factor);
+}
+
+function serverCommand(engine, context, plan, config, model, reading, notes) {
+  const { parameters, target } = plan, short = parameters.rope_type === "yarn" && yarnRows(parameters) < target;
+  const last = engine === "sglang" && short ? [`${reading("sglang-yarn-rows")}.`] : [];
   const changed = changes(context.section, config), isLeft = leftByMerge(context, config.rope_parameters);
   if (engine === "vllm") {
     if (context.section.rope_scaling && !("rope_scaling" in config)) changed.rope_scaling = config.rope_parameters;
@@ -222,9 +241,10 @@ function serverCommand(engine, context, config, target, model, reading, notes) {
   }
   const command = ["python", "-m", "sglang.launch_server", "--model-path", model, "--context-length", String(target)];
   if (isLeft && Object.keys(changed).length) {
-    return { command, notes: [...notes, `${reading("sglang-overrides-merged")}: replace the checkpoint's config.json by the export.`] };
+    const why = `${reading("sglang-overrides-merged")}: replace the checkpoint's config.json by the export.`;
+    return { command, notes: [...notes, why, ...last] };
   }
-  return { command: withOverrides(command, "--json-model-override-args", changed), notes, overrides: changed };
+  return { command: withOverrides(command, "--json-model-override-args", changed), notes: [...notes, ...last], overrides: changed };
 }
 
 function withOverrides(command, option, changed) {
