@@ -34,9 +34,10 @@ INTRODUCTION = """\
 # From a .jsonl file to a served, verified model
 
 Each command up to `ctxext push` prints the next one. They ran as shown, on the bundled model of 4 million parameters,
-which fits a CPU: `python docs/from_data_to_server.py` writes this page, and a slow test runs the commands. With four
-steps the model learns nothing yet. For your own model, set `model:` to a folder or a hub name, and take steps, batch
-size and precision from [a config for its size](../recipes/configs).
+which fits a CPU: `python docs/from_data_to_server.py` writes this page, and a slow test runs them. docs.jsonl is
+made of *Northanger Abbey* there: bring your own. With four steps the model learns nothing yet. For your own model, set
+`model:` to a folder or a hub name, and take steps, batch size and precision from [a config for its
+size](../recipes/configs).
 """
 
 CONFIG = """\

@@ -76,9 +76,7 @@ def comparison_table(file: str, page: str = ".", without: tuple[str, ...] = (), 
     ]
     rows = []
     for method, figure in figures.items():
-        found = [
-            Interval(**figure["retrieval"]["passkey"][length]).percent().partition(" n=")[0] for length in asked
-        ]
+        found = [Interval(**figure["retrieval"]["passkey"][length]).percent().partition(" n=")[0] for length in asked]
         loss = (figure["gate"] or {}).get("loss")
         name = "baseline" if method == "none" else f"`{method}`"
         rows.append([name, *found, *(f"{figure['perplexity'][band]:.1f}" for band in bands)])
@@ -391,8 +389,9 @@ def engines_ran_table() -> str:
         "unextended model, empty: not run."
     )
     note = (
-        "Models on which each method is exact, of those run. Exact: in float32, the mean difference of "
-        f"log-probabilities from transformers is below {bars} nats, at {positions:,} positions up to the target "
+        "Models on which each method is exact, of those tried; most others are refused by export. Exact: in float32, "
+        f"the mean difference of log-probabilities from transformers is below {bars} nats, at {positions:,} positions "
+        "up to the target "
         f"({'; '.join(exceptions)}), and `ctxext verify` says applied, where it gets log-probabilities. Run on a CPU, "
         f"{max(record['date'] for record in records)}. `ctxext verify` judged mistaken configs correctly: "
         f"{', '.join(judged)}. From [engines/](engines)."

@@ -201,7 +201,7 @@ def _write_probe(folder: Path, how: dict[str, Any], path: Path) -> None:
     if not has_weights(folder):
         common.say(f"no safetensors weights in {folder}: {PROBE}, for ctxext verify, is not written")
         return
-    common.say(f"loading the weights to write {path.name} (--no-probe skips it)")
+    common.say(f"reading texts with the model to write {path.name}: minutes on a CPU if long (--no-probe skips it)")
     logging.disable_progress_bar()
     try:
         model = load_model(folder, dtype="auto", use_safetensors=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -10,7 +11,7 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from ctxext.cli.common import Revision, console, in_flags, parse_tokens
+from ctxext.cli.common import Revision, console, in_flags, parse_tokens, say
 
 
 def parse_tokens_or_none(text: str) -> int:
@@ -84,7 +85,8 @@ def verify(
     logging.disable_progress_bar()  # it would break the status line
     with console.status("starting") as status:
         how: dict[str, Any] = {"revision": revision, "model": model, "noise": noise, "far": far, "timeout": timeout}
-        answer = engines.verify(where, probe, **how, say=status.update)
+        tell: Callable[[str], None] = status.update if console.is_terminal else say
+        answer = engines.verify(where, probe, **how, say=tell)
     if output is not None:
         answer.probe.save(output)
     read, notes = answer.probe, [in_flags(note) for note in answer.notes]

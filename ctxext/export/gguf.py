@@ -92,7 +92,7 @@ def _gguf() -> Any:
         import gguf
     except ImportError as error:
         raise ImportError(
-            "GGUF files are read and written by the package gguf. Install it: pip install 'ctxext[export]'"
+            "GGUF files are read and written by the package gguf. Install it: pip install '.[export]' in the clone"
         ) from error
     return gguf
 

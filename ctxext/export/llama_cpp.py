@@ -1,6 +1,6 @@
 """llama.cpp itself, in this process: the log-probabilities that it gives a text.
 
-Through the wheel `xllamacpp`, which comes with `pip install 'ctxext[llama-cpp]'`.
+Through the wheel `xllamacpp`, which comes with `pip install '.[llama-cpp]'`.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class GGUFModel:
             import xllamacpp
         except ImportError as error:
             raise ImportError(
-                "llama.cpp is run through the package xllamacpp. Install it: pip install 'ctxext[llama-cpp]'"
+                "llama.cpp is run through the package xllamacpp. Install it: pip install '.[llama-cpp]' in the clone"
             ) from error
         path = Path(path)
         if not path.is_file():

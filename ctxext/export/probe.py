@@ -407,8 +407,8 @@ def passkey_prompt(text: str, characters: int, trial: int) -> tuple[str, str]:
 def _meaning(state: State, distances: dict[State, float], limit: float, noise: float | None) -> str:
     if state != "extended":
         return MEANING[state]
-    what = "8-bit noise would be" if noise is None else "the noise that was stated is"
-    return f"{MEANING[state]} ({distances[state]:.4f}; {what} {limit / 1.5:.4f})"
+    what = "weights of 8 bits" if noise is None else "the stated noise"
+    return f"{MEANING[state]} ({distances[state]:.4f}; {what} would explain up to {limit:.4f})"
 
 
 def _clearly_nearer(near: Float64[Tensor, " token"], far: Float64[Tensor, " token"]) -> bool:

@@ -76,7 +76,7 @@ def verify(
 
     Args:
         probe: a file of `Probe.save`. By default that of the folder (its verify.json, or one made from its config) or
-            of the GGUF file (model.verify.json for model.gguf, or verify.json beside it).
+            of the GGUF file (model.verify.json beside model.gguf).
         revision: a branch, tag or commit on the hub.
         model: the model to ask, if the server has several.
         api_key: for a server; None reads OPENAI_API_KEY.
@@ -105,8 +105,9 @@ def verify(
         if not Path(where).is_file():
             raise FileNotFoundError(f"{where} does not exist. Check the path.")
         check_magic(Path(where))
-        beside = (probe_beside(Path(where)), Path(where).with_name(PROBE))
-        probe = probe or next((path for path in beside if path.is_file()), None)
+        # A verify.json beside it may be of any other model, which then seems to match.
+        own = probe_beside(Path(where))
+        probe = probe or (own if own.is_file() else None)
     if is_server or is_gguf:
         if probe is None:
             raise ValueError(
@@ -137,8 +138,8 @@ def verify(
             ) from error
     if far and far <= read.short_length:
         raise ValueError(
-            f"far={far} tests no position beyond a short text, which is up to {read.short_length} tokens here. Pass a "
-            "larger one, or far=0 to skip this check."
+            f"far={far} must be above {read.short_length} tokens, or it tests no position beyond the trained length. "
+            "Pass a larger one, or far=0 to skip this check."
         )
     notes = list(engine.notes)
     wanted = min(far or read.target_length, read.target_length)
@@ -180,7 +181,7 @@ def verify(
         verdict = judge(read, engine.logprobs(read.input_ids), noise, engine.asked)
         if verdict.is_live and length > 0:
             assert engine.tail is not None
-            say(f"reading a text of {length} tokens, to test positions near the target (--far 0 skips this)")
+            say(f"reading a text of {length:,} tokens, near the target: minutes on a CPU if long (--far 0 skips it)")
             verdict = judge_far(read, verdict, length, engine.tail(read.far_ids(length)))
     if verdict.is_live and far and length < min(far, engine.limit):
         notes.append(f"the probe has long texts of {lengths} tokens, so far={far} tested {verdict.asked_to}")

@@ -240,7 +240,8 @@ def _would_do(
         plan = planned(factor=factor, target_length=target_length, **options)
     except ValueError as error:
         asked = target_length if is_count(target_length, 1, MAX_TOKENS) else None
-        times = factor if factor is not None and is_number(factor, 1, MAX_FACTOR) else 4
+        # Where nothing was asked for, the model's own length: it is extended already, say.
+        times = factor if factor is not None and is_number(factor, 1, MAX_FACTOR) else 1
         return asked or round(times * reach), f"refuse: {error}", ()
     why = plan.why_not_portable
     how = "" if why is None else f"; config.json cannot express it because {why}: reload with ctxext.load"

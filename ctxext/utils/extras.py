@@ -17,4 +17,4 @@ def require(extra: str) -> None:
     """Raise ImportError, naming the extra, unless everything in it is installed."""
     missing = [name for name in EXTRAS[extra] if importlib.util.find_spec(name) is None]
     if missing:
-        raise ImportError(f"this needs {', '.join(missing)}: pip install 'ctxext[{extra}]'")
+        raise ImportError(f"this needs {', '.join(missing)}: pip install '.[{extra}]' in the clone")

@@ -466,9 +466,11 @@ function showEngines(plan) {
 function engineAnswer(engine, found, plan) {
   if (found.refused) return [notes([`${ENGINE_NAMES[engine]} cannot serve this: ${found.refused}`], () => true)];
   if (engine === "ctxext") {
+    const written = ["ctxext", "export", "extended", "-o", "exported"];
     const verify = ["ctxext", "verify", "http://localhost:8000", "--probe", "exported/verify.json"];
     return [
       element("p", {}, "Writes a checkpoint with linked weights, and verifies the change on the model:"), copyable(commandLines(found.command)),
+      element("p", {}, "A folder and a command line for each engine, and a probe:"), copyable(commandLines(written)),
       element("p", {}, "Whether a running server really applies it:"), copyable(commandLines(verify)),
     ];
   }

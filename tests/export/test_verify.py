@@ -522,7 +522,7 @@ def test_a_server_that_refuses_what_it_says_it_serves_is_not_live(twice: Path) -
 
 
 def test_a_text_that_tests_nothing_far_is_refused_and_a_lowered_one_is_said(twice: Path) -> None:
-    with pytest.raises(ValueError, match=r"far=10 tests no position beyond .* Pass a larger one, or far=0"):
+    with pytest.raises(ValueError, match=r"far=10 must be above .* Pass a larger one, or far=0"):
         verify(twice, far=10)
     with pytest.raises(ValueError, match=r"far=600 is below the probe's shortest long text\. Pass far=1024, or far=0"):
         verify(twice, far=600)
@@ -775,8 +775,10 @@ def test_an_answer_of_another_form_is_refused(logprobs: Any) -> None:
 
 def test_a_file_has_its_own_probe_beside_it(probe_file: Path, folders: dict[str, Path], tmp_path: Path) -> None:
     write_gguf(folders["extended"], tmp_path / "model.gguf", "Q8_0")
-    (tmp_path / "verify.json").write_text("of another file")
-    shutil.copy(probe_file, tmp_path / "model.verify.json")
+    shutil.copy(probe_file, tmp_path / "verify.json")  # perhaps of another model
+    with pytest.raises(ValueError, match=r"model\.gguf has no probe to compare with"):
+        verify(tmp_path / "model.gguf")
+    (tmp_path / "verify.json").rename(tmp_path / "model.verify.json")
     assert verify(tmp_path / "model.gguf").verdict.is_live
 
 
@@ -852,12 +854,12 @@ def test_what_is_printed_for_programs_is_json(twice: Path) -> None:
 
 
 def test_the_difference_is_said_beside_the_noise(folders: dict[str, Path], probe: Probe, probe_file: Path) -> None:
-    noise = f"{probe.coarse_floor:.4f}"
+    most = f"{1.5 * probe.coarse_floor:.4f}"
     assert verify(folders["extended"], probe_file).verdict.reason == (
-        f"it matches the extended model (0.0000; 8-bit noise would be {noise})"
+        f"it matches the extended model (0.0000; weights of 8 bits would explain up to {most})"
     )
     assert verify(folders["extended"], probe_file, noise=0.05).verdict.reason == (
-        "it matches the extended model (0.0000; the noise that was stated is 0.0500)"
+        "it matches the extended model (0.0000; the stated noise would explain up to 0.0750)"
     )
 
 

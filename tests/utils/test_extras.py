@@ -61,7 +61,7 @@ def test_a_missing_extra_is_named_in_one_line(command: str, extra: str, tmp_path
     arguments = [str(tmp_path) if word.isupper() else word for word in command.split()]
     done = bare("from ctxext.__main__ import main\nsys.argv = ['ctxext', *sys.argv[1:]]\nmain()", *arguments)
     assert done.returncode == 1
-    assert done.stderr == f"error: this needs {', '.join(EXTRAS[extra])}: pip install 'ctxext[{extra}]'\n"
+    assert done.stderr == f"error: this needs {', '.join(EXTRAS[extra])}: pip install '.[{extra}]' in the clone\n"
 
 
 def test_every_extra_installs_what_it_is_asked_for() -> None:

@@ -24,7 +24,7 @@ def register() -> None:
     try:
         import lm_eval  # noqa: F401
     except ImportError as error:
-        raise ImportError(f"this needs lm-eval ({error}): pip install 'ctxext[lm-eval]'") from error
+        raise ImportError(f"this needs lm-eval ({error}): pip install '.[lm-eval]' in the clone") from error
     import ctxext.evals.harness.model  # noqa: F401
 
 
