@@ -456,7 +456,8 @@ def _lengths(command: Command, version: str, does: Effective, meant: _Meant, fac
             yield Finding("wrong", f"{does.length} tokens are served, but factor {factor:g} reaches only {reach}.")
         elif needed * _TOO_LARGE <= factor:
             words = f"factor {factor:g} is more than {does.length} tokens need ({needed:.3g}). It costs accuracy on "
-            yield Finding("warning", words + "short prompts: lower it, or serve longer prompts.")
+            longer = f"or serve its {reach} tokens, with {LENGTH_OPTIONS[engine]} {reach}."
+            yield Finding("warning", f"{words}short prompts: lower it, {longer}")
 
 
 # ------------------------------------------------------------------------------------------ the right line
