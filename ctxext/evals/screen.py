@@ -31,6 +31,8 @@ from ctxext.evals.workload import Speed, Workload, some
 from ctxext.utils.screen import console
 from ctxext.utils.values import counted
 
+KEY_TOKENS = 20  # the fewest whose perplexity is shown
+
 
 def asked_as_it_answers(
     target: LiveModel,
@@ -245,7 +247,8 @@ def summary_table(summary: Summary) -> Table:
     if of_bytes:
         column("bits per", "byte")
     key = next((found[1] for variant in summary.variants if (found := summary.key_tokens(variant))), 0)
-    if key:
+    shows_key = key >= KEY_TOKENS
+    if shows_key:
         column("ppl of", "key tokens")
     gates = {variant: summary.gate(variant) for variant in summary.variants}
     gated = any(gate.loss for name, gate in gates.items() if name != UNEXTENDED)
@@ -259,7 +262,7 @@ def summary_table(summary: Summary) -> Table:
         for length in of_bytes[-1:]:
             bits = summary.bits_per_byte(variant, length)
             row.append("" if bits is None else f"{bits:.3f}")
-        if key:
+        if shows_key:
             row.append(_number((summary.key_tokens(variant) or (None, 0))[0]))
         if gated:
             loss = None if variant == UNEXTENDED else gates[variant].loss
@@ -342,8 +345,10 @@ def _caption(summary: Summary, gated: bool, key: int) -> str:
             said.append(f"the {windows} longest windows overlap and count as {apart}: a longer --haystack avoids this")
         if summary.uneven:
             said.append(summary.uneven)
-    if key:
+    if key >= KEY_TOKENS:
         said.append(f"key tokens: {counted(key, 'token')} judged to need long context, by LongPPL's rule")
+    elif summary.lengths("key_tokens"):
+        said.append(f"key tokens: {key}, too few for a perplexity: more --windows or a longer --haystack find more")
     if gated:
         said.append("regression: loss increase over the baseline within the trained length")
     if summary.cannot_run:

@@ -935,6 +935,10 @@ def test_key_tokens_are_shown_where_the_unextended_model_is_not_read(tmp_path: P
     assert "key tokens" in outcome.out
     assert "judged to need long context" in " ".join(outcome.out.split())
     assert "Only yarn was measured beyond the trained length" in " ".join(outcome.out.split())
+    tasks = (*tasks[:-1], "key_tokens.gain=4.0")
+    few = ctxext("eval", MODEL, "--method", "yarn", "--factor", "2", *tasks, "-o", tmp_path / "few.jsonl")
+    assert re.search(r"key tokens: \d+, too few for a perplexity", " ".join(few.out.split()))
+    assert "ppl of" not in few.out
 
 
 @pytest.mark.slow
