@@ -24,6 +24,7 @@ from ctxext.evals.samples import (
     Sample,
     Scene,
     fingerprint,
+    reading,
     register_metric,
     written,
 )
@@ -98,15 +99,10 @@ def named(length: int) -> str:
 @lru_cache(maxsize=8)
 def _rows(path: Path) -> list[dict[str, str]]:
     """The samples of a file: a list, or one a line. Raises ValueError if it is missing or has another form."""
-    try:
+    with reading(path, "samples of BABILong", "Download RMT-team/babilong, and pass its folder `data`."):
         text = path.read_text(encoding="utf-8")
         rows = json.loads(text) if text.lstrip().startswith("[") else [json.loads(line) for line in text.splitlines()]
         return [{part: str(row[part]) for part in ("input", "question", "target")} for row in rows]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(
-            f"{path} holds no samples of BABILong ({type(error).__name__}: {error}). Download RMT-team/babilong, and "
-            "pass its folder `data`."
-        ) from None
 
 
 @register_metric("babilong")

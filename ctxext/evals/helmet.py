@@ -25,6 +25,7 @@ from ctxext.evals.samples import (
     Sample,
     Scene,
     fingerprint,
+    reading,
     register_metric,
     written,
 )
@@ -134,16 +135,12 @@ def _rows(path: Path) -> list[dict[str, Any]]:
     """The samples of a file in HELMET's order. Raises ValueError if it is missing or has another form."""
     from datasets import Dataset
 
-    try:
+    remedy = "Run scripts/download_data.sh of princeton-nlp/HELMET, and pass its folder `data`."
+    with reading(path, "samples of HELMET", remedy):
         rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
         rows = [{**row, "answer": row["answer"] if "answer" in row else row["outputs"]} for row in rows]
         order = Dataset.from_dict({"row": range(len(rows))}).shuffle(seed=SEED)["row"]
         return [rows[k] for k in order if rows[k]["context"]]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(
-            f"{path} holds no samples of HELMET ({type(error).__name__}: {error}). Run scripts/download_data.sh of "
-            "princeton-nlp/HELMET, and pass its folder `data`."
-        ) from None
 
 
 @register_metric("substring")

@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 
 from ctxext.evals.haystack import Haystack
 from ctxext.evals.prompts import Prompter
-from ctxext.evals.samples import DATA_TASKS, Place, RetrievalTask, Sample, Scene, register_metric, written
+from ctxext.evals.samples import DATA_TASKS, Place, RetrievalTask, Sample, Scene, reading, register_metric, written
 
 TEMPLATE = (
     "Please read the following text and answer the question below.\n\n<text>\n{context}\n</text>\n\n"
@@ -89,14 +89,9 @@ def without_middle(prompter: Prompter, text: str, most: int) -> str:
 def read_questions(path: str) -> list[dict[str, str]]:
     """The questions of a file. Raises ValueError if it is missing or has another form."""
     fields = (*PARTS, "answer", *SUBSETS)
-    try:
+    with reading(path, "questions of LongBench v2", "Pass data.json of THUDM/LongBench-v2."):
         rows = json.loads(Path(path).read_text(encoding="utf-8"))
         return [{name: str(row[name]) for name in fields} for row in rows]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(
-            f"{path} holds no questions of LongBench v2 ({type(error).__name__}: {error}). Pass data.json of "
-            "THUDM/LongBench-v2."
-        ) from None
 
 
 @register_metric("longbench_v2")

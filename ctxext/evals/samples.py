@@ -10,10 +10,12 @@ import json
 import re
 from abc import ABC, abstractmethod
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from difflib import SequenceMatcher
 from hashlib import blake2b
+from pathlib import Path
 from random import Random
 from typing import Any, ClassVar
 
@@ -245,6 +247,15 @@ class RetrievalTask(ABC):
 # data are settings.
 TASKS: dict[str, Callable[..., RetrievalTask]] = {}
 DATA_TASKS: dict[str, Callable[..., RetrievalTask]] = {}
+
+
+@contextmanager
+def reading(path: str | Path, what: str, remedy: str) -> Iterator[None]:
+    """Raise ValueError with the remedy if a file of published data is missing or has another form."""
+    try:
+        yield
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} holds no {what} ({type(error).__name__}: {error}). {remedy}") from None
 
 
 def register_task(cls: type[RetrievalTask]) -> type[RetrievalTask]:

@@ -1,4 +1,4 @@
-"""Code retrieval: what a function does is said in words that its code does not have, and it does it."""
+"""Code retrieval: a description shares no words with the code of its function, and is true of it."""
 
 from __future__ import annotations
 
