@@ -15,7 +15,7 @@ import typer
 from safetensors import SafetensorError
 
 from ctxext import __version__
-from ctxext.cli.common import Command, commands, console, in_flags, one_line_of, say
+from ctxext.cli.common import Command, commands, console, in_flags, in_settings, one_line_of, say
 from ctxext.cli.compare import compare
 from ctxext.cli.demo import demo
 from ctxext.cli.describe import describe
@@ -110,7 +110,9 @@ def app(pressed: Sequence[int] = ()) -> None:
             said = f"{error.filename} cannot be read or written ({error.strerror}). Pass another path."
         if isinstance(error, SafetensorError):  # it names no file
             said = f"a .safetensors file of the model is corrupt ({said}). Download it again."
-        if not {"finetune", "lm-eval"} & {*sys.argv}:  # their arguments have the library's names
+        if "finetune" in sys.argv:
+            said = in_settings(said)
+        elif "lm-eval" not in sys.argv:  # its arguments have the library's names
             said = in_flags(said)
         _end(said, 1, error)
     except Exception as error:

@@ -165,6 +165,18 @@ def in_flags(said: str) -> str:
     return re.sub(r", or call restore_context\(model\)|restore_context\(model\), or ", "", said)
 
 
+def in_settings(said: str) -> str:
+    """Rewrite Python arguments of `extend_context` in an error as a recipe's settings: `existing='keep'` as
+    extension.existing=keep."""
+    from ctxext.api import extend_context
+
+    keys = {name: f"extension.{name}" for name in inspect.signature(extend_context).parameters}
+    keys |= {name: f"extension.options.{name}" for name in ("length", "rotated_copy")}
+    return re.sub(
+        rf"(?<![\w./'\"`-])({'|'.join(keys)})=(?:'([^']*)')?", lambda found: f"{keys[found[1]]}={found[2] or ''}", said
+    )
+
+
 def one_line_of(error: Any) -> str:
     """A usage error of typer, with the flag it is about, what was passed and a remedy."""
     param, context = getattr(error, "param", None), error.ctx

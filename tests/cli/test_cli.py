@@ -21,7 +21,7 @@ import ctxext as package
 from ctxext import YaRN
 from ctxext.assets import MODEL
 from ctxext.cli import app, commands
-from ctxext.cli.common import in_flags, parse_options, parse_tokens
+from ctxext.cli.common import in_flags, in_settings, parse_options, parse_tokens
 from ctxext.extension.method_file import SavedMethod
 
 
@@ -318,6 +318,18 @@ def test_every_argument_that_a_message_names_is_a_flag_on_the_command_line() -> 
 )  # fmt: skip
 def test_paths_quotes_and_calls_stay_as_they_are(said: str, shown: str) -> None:
     assert in_flags(said) == shown
+
+
+@pytest.mark.parametrize(
+    ("said", "shown"),
+    [
+        ("Drop method= and use existing='compose'.", "Drop extension.method= and use extension.existing=compose."),
+        ("pass target_length=8192 or length=", "pass extension.target_length=8192 or extension.options.length="),
+        ("data.length=64 is no length; see a/factor=4", "data.length=64 is no length; see a/factor=4"),
+    ],
+)
+def test_a_recipes_errors_name_its_settings(said: str, shown: str) -> None:
+    assert in_settings(said) == shown
 
 
 @pytest.mark.slow

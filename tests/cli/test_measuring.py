@@ -899,6 +899,16 @@ def test_help_shows_what_an_option_takes_and_no_python_type(monkeypatch: pytest.
     assert re.search(r"--trials +N +Samples", ctxext("eval", "-h").out)
 
 
+@pytest.mark.slow
+def test_finetune_of_a_model_that_is_already_scaled_names_the_settings_that_allow_it(tmp_path: Path) -> None:
+    assert ctxext("extend", MODEL, "--factor", 4, "-o", tmp_path / "extended").code == 0
+    changes = f"model={tmp_path / 'extended'}", f"output={tmp_path / 'run'}"
+    outcome = ctxext("finetune", "--config", "tiny_yarn_4x", *changes)
+    assert outcome.code == 1
+    assert "pass extension.existing=compose to scale further" in " ".join(outcome.err.split())
+    assert not (tmp_path / "run").exists()
+
+
 def test_ctxext_alone_shows_its_commands_in_groups_and_succeeds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     alone, some = ctxext(), {"Extend": "describe", "Measure": "compare", "Fit and train": "merge", "Serve": "lint"}
