@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 
-.PHONY: demo test test-all lint at-scale smollm2 in-attention verify fit benchmark soak finetune positions families figures seeds fidelity engines engines-versions docs clean
+.PHONY: demo test test-all lint at-scale smollm2 in-attention verify fit benchmark soak finetune positions families figures seeds fidelity engines engines-versions notebooks docs clean
 
 $(VENV)/demo.stamp: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -98,6 +98,9 @@ engines-versions: $(VENV)/dev.stamp  ## the config and rotary code of every rele
 	$(BIN)/python benchmarks/engines/versions.py --engine sglang
 	$(BIN)/python docs/update_readme.py
 
+notebooks: $(VENV)/dev.stamp  ## run, with what they print and draw kept in them
+	$(BIN)/python tools/run_notebooks.py
+
 docs: $(VENV)/dev.stamp  ## the docs site, built strictly, at http://localhost:8000
 	$(BIN)/mkdocs serve --strict
 
@@ -109,7 +112,7 @@ figures: $(VENV)/dev.stamp  ## the README's figure and numbers, anew
 	-$(BIN)/python benchmarks/bundled_model.py
 	$(BIN)/ctxext compare ctxext/assets/austen-4m --factor 4 --windows 16 --output runs/austen-4m.jsonl
 	$(BIN)/ctxext report runs/austen-4m.jsonl --output runs/report.html --figures runs/figures
-	cp runs/figures/austen-4m.json runs/figures/austen-4m-overview.png docs/compare/
+	cp runs/figures/austen-4m.json docs/compare/
 	$(BIN)/ctxext compare ctxext/assets/austen-4m --factor 8 --windows 8 --trials 4 --output runs/austen-4m-8x.jsonl
 	$(BIN)/ctxext report runs/austen-4m-8x.jsonl --output runs/report-8x.html --figures runs/figures
 	cp runs/figures/austen-4m-8x.json docs/compare/

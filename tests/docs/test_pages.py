@@ -73,6 +73,20 @@ def test_links_lead_to_files_and_headings(page: Path) -> None:
             assert anchor in anchors_of(target), f"{path}#{anchor} in {page}"
 
 
+def test_every_figure_is_shown_on_a_page() -> None:
+    tracked = subprocess.run(
+        ["git", "ls-files", "*.png", "*.svg"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    shown = {
+        (page.parent / path).resolve()
+        for page in MARKDOWN
+        for path, _ in LINK.findall(page.read_text(encoding="utf-8"))
+    }
+    figures = [ROOT / name for name in tracked.stdout.split() if (ROOT / name).exists()]
+    assert len(figures) > 20
+    assert [figure for figure in figures if figure not in shown] == []
+
+
 def test_the_pairs_of_the_concepts_page_are_those_of_the_formula() -> None:
     turns = rotations(RopeGeometry.plain(128, 10_000.0, 4096))
     never = [pair for pair, each in enumerate(turns.tolist()) if each < 1]
@@ -94,7 +108,9 @@ def test_the_site_builds_strictly(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    for name in ("index.html", "methods/yarn.html", "calculator/index.html", "calculator/known.js", "api.html"):
+    pages = ("index.html", "methods/yarn.html", "calculator/index.html", "calculator/known.js", "api.html")
+    pages += ("notebooks/extend_a_model.html", "notebooks/extend_a_model/extend_a_model_3_0.png")
+    for name in pages:
         assert (tmp_path / name).is_file(), name
     assert "extend_context" in (tmp_path / "search" / "search_index.json").read_text(encoding="utf-8")
     calculator = (tmp_path / "calculator" / "index.html").read_text(encoding="utf-8")
