@@ -1,4 +1,4 @@
-"""The hooks of mkdocs.yml: pages from outside docs/, and links to files that are no pages.
+"""The hooks of mkdocs.yml: pages from outside docs/, notebooks among them, and links to files that are no pages.
 
 A page links to files of the repository as GitHub reads them; here these are public links (tools/public_links.py).
 """
@@ -19,6 +19,7 @@ except ModuleNotFoundError:
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
+from nbconvert import MarkdownExporter
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tools"))
 
@@ -33,6 +34,7 @@ PAGES = {
     "CHANGELOG.md": "changes.md",
     "recipes/README.md": "recipes.md",
 }
+NOTEBOOKS = {path.relative_to(ROOT).as_posix(): f"notebooks/{path.stem}.md" for path in ROOT.glob("notebooks/*.ipynb")}
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
@@ -49,18 +51,24 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     for source, page in PAGES.items():
         files.append(File.generated(config, page, content=(ROOT / source).read_text(encoding="utf-8")))
+    for source, page in NOTEBOOKS.items():
+        resources = {"unique_key": Path(source).stem, "output_files_dir": Path(source).stem}
+        text, found = MarkdownExporter().from_filename(str(ROOT / source), resources=resources)
+        files.append(File.generated(config, page, content=text))
+        for picture, content in found["outputs"].items():
+            files.append(File.generated(config, f"notebooks/{picture}", content=content))
     return files
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """The page with its links as the site has them."""
-    own = page.file.src_uri
-    source = next((path for path, name in PAGES.items() if name == own), f"docs/{own}")
+    own, outside = page.file.src_uri, {**PAGES, **NOTEBOOKS}
+    source = next((path for path, name in outside.items() if name == own), f"docs/{own}")
 
     def moved(link: re.Match[str]) -> str:
         image, words, target, anchor = link[1], link[2], link[3], link[4] or ""
         path = posixpath.normpath(posixpath.join(posixpath.dirname(source), target))
-        there = PAGES.get(path) or (path.removeprefix("docs/") if path.startswith("docs/") else None)
+        there = outside.get(path) or (path.removeprefix("docs/") if path.startswith("docs/") else None)
         if path == "docs":
             there = "index.md"
         if there is not None and is_served(files, there):
