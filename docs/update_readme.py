@@ -247,6 +247,34 @@ def retrieval_table() -> str:
     return table(head, rows, note)
 
 
+def short_inputs_table() -> str:
+    """What keeps short inputs in a fine-tune, of docs/finetune/short_inputs.json."""
+    file = "docs/finetune/short_inputs.json"
+    if not (ROOT / file).is_file():
+        return "Not measured yet: `python benchmarks/finetune_short_inputs.py`."
+    record = read(file)
+    columns = ("passkey", "key_loss", "long", "short", "short_original")
+
+    def cell(what: str, value: float, difference: dict[str, Any] | None = None) -> str:
+        if what == "passkey":
+            return f"{in_percent(value, 1)}%"
+        return f"{value:.3f}" + ("" if difference is None else f" ({interval(difference)})")
+
+    rows = [[name, *(cell(what, found[what]) for what in columns)] for name, found in record["untrained"].items()]
+    for arm, found in record["arms"].items():
+        plain = arm == next(iter(record["arms"]))
+        cells = [cell(what, found[what]["value"], None if plain else found[what]["difference"]) for what in columns]
+        rows.append([f"fine-tuned, {arm}", *cells])
+    head = ["", "passkey at 2,048", "of a passkey", "a token of 2,048", "a token within 512", "the same, original RoPE"]
+    note = (
+        f"The last four columns are losses in nats. {counted(record['seeds'], 'seed')}; {record['prompts']} prompts, "
+        "{} long and {} short windows each".format(*record["windows"])
+        + ". In brackets: over the plain fine-tune, "
+        f"paired by seed, with 95% intervals over seeds; from {link(file, 'recipes')}."
+    )
+    return table(head, rows, note)
+
+
 def finetune_memory_table() -> str:
     """A step of the recipe against stock Trainer + PEFT, of docs/benchmarks/finetune.json."""
     file = "docs/benchmarks/finetune.json"
@@ -787,7 +815,7 @@ TABLES = {
     "README.md": {
         "quality": partial(comparison_table, "docs/at_scale/quality-cpu.json", without=LATER, at_the_end=True),
     },
-    "recipes/README.md": {"finetune": finetune_table, "retrieval": retrieval_table},
+    "recipes/README.md": {"finetune": finetune_table, "retrieval": retrieval_table, "short-inputs": short_inputs_table},
     "docs/fit/README.md": {
         "fit": fit_table,
         "ablation": partial(parts_table, "docs/fit/ablation.json"),
