@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 
-.PHONY: demo test test-all lint at-scale smollm2 in-attention verify fit benchmark soak finetune positions families figures seeds fidelity engines engines-versions notebooks docs clean
+.PHONY: demo test test-all lint prose at-scale smollm2 in-attention verify fit benchmark soak finetune positions families figures seeds fidelity engines engines-versions notebooks docs clean
 
 $(VENV)/demo.stamp: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -30,10 +30,18 @@ test: $(VENV)/dev.stamp  ## all fast tests, and every block of the README
 test-all: test $(VENV)/deepspeed  ## and the whole of its products: kills, processes, notebooks, every method on every family
 	$(PYTEST) -m slow
 
-lint: $(VENV)/dev.stamp
+lint: $(VENV)/dev.stamp prose
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+tools/prose/node_modules: tools/prose/package-lock.json
+	npm ci --prefix tools/prose --ignore-scripts --no-audit --no-fund --silent
+	@touch $@
+
+prose: tools/prose/node_modules  ## the words and sentences of every page, with textlint; needs Node.js 20
+	$(PYTHON) tools/prose/cells.py
+	npm run --prefix tools/prose --silent lint
 
 smollm2: $(VENV)/dev.stamp  ## the same comparison on a public model, at 16384 tokens
 	$(BIN)/python recipes/smollm2.py

@@ -47,14 +47,14 @@ WHEN = {
     "dynamic_ntk": "Prompts of every length, in transformers: within the trained length the model is unchanged.",
     "dynamic_yarn": "As `dynamic_ntk`, with YaRN's frequencies: within the trained length the model is unchanged.",
     "transformers_dynamic": "Only to compare with what transformers' `dynamic` does: cached decoding differs.",
-    "longrope": "With λ of your own: from `ctxext fit`, a search, or a vendor.",
-    "self_extend": "Without training, for retrieval: neighbours keep their exact distances. transformers alone.",
+    "longrope": "With your own λ: from `ctxext fit`, a search, or a vendor.",
+    "self_extend": "Without training, for retrieval: neighbours keep their exact distances. Runs in transformers only.",
     "rerope": "As `self_extend`; every far token is at one distance.",
-    "string": "A model whose far distances within its window were trained too rarely, as the paper finds of many.",
+    "string": "Models that rarely saw the largest distances of their window in training; the paper finds many.",
     "dca": "Very long documents without training, as in Qwen2.5-1M.",
     "query_temperature": "On top of another method, for models trained with it or about to be.",
     "row_interpolation": "Learned position tables such as GPT-2's, before fine-tuning.",
-    "hierarchical": "Learned tables where the trained rows must stay as they are.",
+    "hierarchical": "Learned tables where the trained rows must not change.",
     "tiling": "Learned tables with local attention, before fine-tuning, as Longformer did.",
     "sinusoidal_interpolation": "Sinusoidal tables, before fine-tuning.",
     "sinusoidal_extrapolation": "Sinusoidal tables, to raise a limit that the formula does not have.",
@@ -222,11 +222,11 @@ def index() -> str:
         "| you want | take |", "|---|---|",
         "| to serve a longer context today | the vendor's recipe ([what is known](../checkpoints.md)), or "
         "[`yarn`](yarn.md) |",
-        "| short prompts to stay as good | [`dynamic_yarn`](dynamic_yarn.md), or λ fitted to the model: [`ctxext fit`]"
+        "| no regression on short prompts | [`dynamic_yarn`](dynamic_yarn.md), or λ fitted to the model: [`ctxext fit`]"
         "(../fit/README.md) |",
         "| a fine-tune, with a GPU | [`yarn`](yarn.md) and a [fine-tune](../trainers.md) |",
         "| a model that is scaled already | [`existing=`](../checkpoints.md) |",
-        "| to train nothing and run in transformers | [`dynamic_yarn`](dynamic_yarn.md) or "
+        "| no training, and serve with transformers | [`dynamic_yarn`](dynamic_yarn.md) or "
         "[`self_extend`](self_extend.md) ([in-attention RoPE](../in_attention.md)) |", "",
         "What each does to a model's frequencies, at your own lengths: the [calculator](../calculator/index.html).", "",
         rows, "", "Written by `python docs/methods.py` from the registry.", "",

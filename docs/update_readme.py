@@ -87,7 +87,7 @@ def comparison_table(file: str, page: str = ".", without: tuple[str, ...] = (), 
     if asked:
         n = figures["none"]["retrieval"]["passkey"][asked[0]]["n"]
         if texts := summary["about"].get("texts"):
-            unit = f"95% intervals over {counted(len(texts), 'text')}, each of which counts as one sample"
+            unit = f"95% intervals over {counted(len(texts), 'text')}; each text counts as one sample"
         else:
             unit = "95% intervals; prompts of one text count as one"
         note = f"{n} prompts per cell, {unit}; {note}"
@@ -417,12 +417,11 @@ def engines_ran_table() -> str:
         "unextended model, empty: not run."
     )
     note = (
-        "Models on which each method is exact, of those tried; most others are refused by export. Exact: in float32, "
-        f"the mean difference of log-probabilities from transformers is below {bars} nats, at {positions:,} positions "
-        "up to the target "
-        f"({'; '.join(exceptions)}), and `ctxext verify` says applied, where it gets log-probabilities. Run on a CPU, "
-        f"{max(record['date'] for record in records)}. `ctxext verify` judged mistaken configs correctly: "
-        f"{', '.join(judged)}. From [engines/](engines)."
+        "Models on which each method is exact, of those tried; export refuses most others. Exact means that in float32 "
+        f"the mean difference of log-probabilities from transformers is below {bars} nats. It is taken at "
+        f"{positions:,} positions up to the target ({'; '.join(exceptions)}). Where it gets log-probabilities, "
+        f"`ctxext verify` also says applied. Run on a CPU, {max(record['date'] for record in records)}. "
+        f"`ctxext verify` judged mistaken configs correctly: {', '.join(judged)}. From [engines/](engines)."
     )
     engines = [record["engine"] for record in records]
     return "\n\n".join([table(["model", *engines], by_model, legend), table(["method", *names], by_method, note)])
@@ -517,12 +516,14 @@ def in_vllm_table() -> str:
     over_http = record["compared"]["bundled self_extend vllm serve"]
     lengths = {method: next(iter(by_model.values()))["positions"] + 1 for method, by_model in cells.items()}
     longest = max(lengths.values())
-    shorter = [f" (`{method}`: {length:,}, its reach)" for method, length in lengths.items() if length < longest]
+    shorter = [
+        f" (`{method}`: {length:,}, its maximum length)" for method, length in lengths.items() if length < longest
+    ]
     own = max(each["transformers' own mean"] for each in continued)
     note = (
-        "Mean difference of log-probabilities from `ctxext.load`, in nats: of the tokens of a prompt of "
-        f"{longest:,} tokens{''.join(shorter)}, then of tokens that are generated after prompts of up to "
-        f"{prompts} tokens in one batch; between one pass and decoding, `ctxext.load` differs from itself by up to "
+        "Mean difference of log-probabilities from `ctxext.load`, in nats. First: tokens of a prompt of "
+        f"{longest:,} tokens{''.join(shorter)}. Second: tokens generated after prompts of up to "
+        f"{prompts} tokens in one batch. Between one pass and decoding, `ctxext.load` differs from itself by up to "
         f"{own:.1e}. The methods change the former by {min(effects):.3f} to {max(effects):.3f} nats. Of {tokens:,} "
         f"generated tokens, {greedy:,} are those that transformers generates. Prompts are read "
         f"{record['batched tokens']} tokens at a time. The server, `vllm serve` with `self_extend`, differs by "
@@ -622,11 +623,11 @@ def fit_table() -> str:
     }
     most, few, fewest = (how[key] * len(how["depths"]) for key in ("trials", "few_trials", "long_trials"))
     note = (
-        f"Passkeys at every length from 128 tokens to the target, {most} prompts per length ({few} where the target is "
-        f"{how['long']:,} tokens or more, {fewest} of such a length itself); {how['windows']} windows of the target "
-        f"length; the half of *Persuasion* not used for fitting; "
-        "the best static method is chosen on these prompts and windows, which favours it; "
-        f"the longest fit: {', '.join(f'{minutes:.1f} min at ×{factor}' for factor, minutes in slowest.items())} "
+        f"Passkeys at every length from 128 tokens to the target: {most} prompts per length ({few} where the target is "
+        f"{how['long']:,} tokens or more, {fewest} of such a length itself). {how['windows']} windows of the target "
+        "length, from the half of *Persuasion* not used for fitting. "
+        "The best static method is chosen on these prompts and windows, which favours it. "
+        f"The longest fit: {', '.join(f'{minutes:.1f} min at ×{factor}' for factor, minutes in slowest.items())} "
         f"({summary['machine']}); from {link(file, 'docs/fit')}."
     )
     return table(head, lines, note)

@@ -30,10 +30,9 @@ RESULTS = (
 Tasks = Annotated[
     str,
     typer.Option(
-        help="Comma-separated: passkey, needle, needles, needle_distractors, nolima, mrcr, counting, code, ruler or "
-        "one of its 13 tasks, perplexity, sliding_perplexity, key_tokens (perplexity of tokens that need long "
-        "context), short (the short-context regression), cost (prefill seconds, decoded tokens per second, KV cache, "
-        "peak memory)."
+        help="Comma-separated. Retrieval: passkey, needle, needles, needle_distractors, nolima, mrcr, counting, code, "
+        "ruler or one of its 13 tasks. Loss: perplexity, sliding_perplexity, key_tokens (perplexity of tokens that "
+        "need long context), short (the short-context regression). Speed and memory: cost."
     ),
 ]
 Lengths = Annotated[str | None, typer.Option(help="Comma-separated lengths in tokens, such as 8k,32k.")]

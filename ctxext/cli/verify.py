@@ -56,7 +56,7 @@ def verify(
         typer.Option(
             metavar="VERDICT",
             help="The verdict for which the exit code is 0: applied, ignored, applied-without-the-attention-factor, "
-            "applied-to-short-texts-only, applied-as-far-as-tested or no-match; without log-probabilities "
+            "applied-to-short-texts-only, applied-as-far-as-tested or no-match. Without log-probabilities: "
             "probably-applied, probably-ignored or no-verdict.",
         ),
     ] = "applied",

@@ -56,7 +56,7 @@ _SGLANG_CONFIG = "sglang/srt/utils/hf_transformers/config.py (get_config) in the
 _ROWS = {
     # ------------------------------------------------------------------------------------ transformers
     "transformers-config": (">= 5.0", "rope_parameters",
-        "is read; rope_theta and rope_scaling beside it hold the same for version 4", _VERSIONS),
+        "is read; rope_theta and rope_scaling hold the same for version 4", _VERSIONS),
     "transformers-4-config": ("4.57", "rope_parameters",
         "is ignored: without rope_theta and rope_scaling the model silently becomes plain RoPE with theta 10000",
         _VERSIONS),
@@ -88,7 +88,7 @@ _ROWS = {
     "vllm-overrides": (">= 0.12", "--hf-overrides",
         "replaces top-level keys, but merges into a nested text config",
         f"read: {_VLLM_LENGTH} (_apply_dict_overrides)"),
-    "vllm-misplaced": (">= 0.12", "a context key beside a nested text config",
+    "vllm-misplaced": (">= 0.12", "a context key outside a nested text config",
         "is set on the outer config, which the text model does not read: write it inside text_config",
         f"read: vllm-project/recipes#856, {_VLLM_OVERRIDES}"),
     "vllm-bare": (">= 0.12", "a rope key of --hf-overrides outside rope_parameters",
@@ -125,9 +125,9 @@ _ROWS = {
     "vllm-length": (">= 0.12", "max_position_embeddings",
         "is the maximum length served, multiplied by factor for linear scaling. A longer --max-model-len is "
         "rejected", f"read: {_LENGTH_WHEELS}"),
-    "vllm-yarn-length": ("<= 0.29", "max_position_embeddings beside yarn",
+    "vllm-yarn-length": ("<= 0.29", "max_position_embeddings with yarn",
         "is ignored: original_max_position_embeddings * factor is served", f"{_VLLM_VERSIONS}; read: {_LENGTH_WHEELS}"),
-    "vllm-yarn-length-new": (">= 0.30", "max_position_embeddings beside yarn",
+    "vllm-yarn-length-new": (">= 0.30", "max_position_embeddings with yarn",
         "is the maximum length, and factor is not counted: an override with yarn needs the new length there too",
         f"{_VLLM_RUN}; read: vllm-project/vllm#56446"),
     "vllm-yarn-rows": (">= 0.12", "the table of yarn", "has original_max_position_embeddings * factor rows",
@@ -187,7 +187,7 @@ _ROWS = {
     "sglang-overrides-merged": (">= 0.5.23", "rope_parameters in --json-model-override-args",
         "are merged with the checkpoint's, except inside text_config",
         f"{_SGLANG_VERSIONS}; read: {_SGLANG_CONFIG} 0.5.22 and 0.5.23"),
-    "sglang-misplaced": (">= 0.5.10", "a context key beside a nested text config",
+    "sglang-misplaced": (">= 0.5.10", "a context key outside a nested text config",
         "is set on the outer config, which the text model does not read: write it inside text_config",
         f"read: {_SGLANG_CONFIG} 0.5.23"),
     "sglang-bare": (">= 0.5.10", "a rope key of --json-model-override-args outside rope_parameters",
@@ -199,14 +199,14 @@ _ROWS = {
     "sglang-layer-types": (">= 0.5.10", "flat rope_parameters for a model with one object per layer type",
         "are not read: write an object for each layer type, such as full_attention",
         "read: sglang/srt/models/gemma3_causal.py in the wheel of 0.5.23"),
-    "sglang-type": (">= 0.5.10", "type beside another rope_type", "is ignored: write rope_type", _SGLANG_VERSIONS),
+    "sglang-type": (">= 0.5.10", "type with another rope_type", "is ignored: write rope_type", _SGLANG_VERSIONS),
     "sglang-theta-key": (">= 0.5.10", "a top-level rope_theta in --json-model-override-args",
         "is ignored: the base is the one in rope_parameters", _SGLANG_VERSIONS),
     "sglang-window": (">= 0.5.10", "sliding_window",
         "is ignored in Llama, Mistral, Mixtral, Qwen2, Qwen3 and Phi-3: every layer has full attention",
         "read: sglang/srt/models/llama.py, mistral.py, mixtral.py, qwen2.py and qwen3.py in the wheel of 0.5.23"),
     "sglang-partial": (">= 0.5.10", "partial_rotary_factor in rope_parameters",
-        "is not read (Llama, Phi-3): ctxext writes it beside them as well",
+        "is not read (Llama, Phi-3): ctxext writes it at the top level, too",
         "read: sglang/srt/models/llama.py in the wheel of 0.5.23"),
     "sglang-theta-lost": (">= 0.5.10", "a rope_theta missing from the override",
         "is lost with the rope_parameters that it replaces: the classes that start without it use 10000 (1e6 for "
@@ -238,7 +238,7 @@ _ROWS = {
         f"{_SGLANG_VERSIONS}; read: sgl-project/sglang#33558"),
     "sglang-mscale": ("<= 0.5.15", "mscale and mscale_all_dim of yarn", "are ignored outside the DeepSeek families",
         _SGLANG_VERSIONS),
-    "sglang-mrope-mscale": (">= 0.5.16", "mscale or mscale_all_dim of yarn beside mrope_section",
+    "sglang-mrope-mscale": (">= 0.5.16", "mscale or mscale_all_dim of yarn with mrope_section",
         "stops the start with a TypeError: write attn_factor", _SGLANG_VERSIONS),
     "sglang-mla-attention-factor": (">= 0.5.10", "attention_factor of yarn in the DeepSeek families",
         "is ignored; ctxext also writes an mscale of the same effect", _SGLANG_VERSIONS),
@@ -305,7 +305,7 @@ _ROWS = {
     "onnxruntime-genai-yarn": (">= 0.18", "yarn",
         "takes beta_fast and beta_slow without defaults, never rounds the ramp's ends, rejects a ramp that ends "
         "outside the pairs, and multiplies cos and sin by mscale; attention_factor and truncate are ignored. ctxext "
-        "writes betas whose ends are the rounded ones", _ORT_BASE),
+        "writes betas that put the ramp's ends on the rounded pairs", _ORT_BASE),
     "onnxruntime-genai-longrope": (">= 0.18", "longrope",
         "is read by the class of Phi-3 alone, with short_mscale and long_mscale; attention_factor is ignored",
         _ORT_LLAMA),
@@ -317,7 +317,8 @@ _ROWS = {
         "is rejected, or builds plain RoPE for LLaMA", f"read: {_ORT}base.py and llama.py in the wheel of 0.18.0"),
     # --------------------------------------------------------------------------------------- OpenVINO
     "openvino-config": (">= optimum-intel 2.2", "rope_parameters",
-        "are read by transformers 5, whose model is traced: every static type and attention_factor is kept", _OPENVINO),
+        "are read by transformers 5, and its model is traced: every static type and attention_factor is kept",
+        _OPENVINO),
     "openvino-longrope": (">= optimum-intel 2.2", "longrope",
         "has a forward pass of its own, which fails for gpt-oss, and where short_mscale and long_mscale replace "
         "attention_factor", _OPENVINO),

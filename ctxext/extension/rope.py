@@ -113,7 +113,7 @@ class RopeEncoding(Encoding):
             raise ValueError(
                 f"every layer with RoPE has a sliding window of {facts.tables[0].window} tokens, within the trained "
                 f"{lengths.start}, so no distance is ever new and RoPE needs no change: just "
-                + (f"raise max_position_embeddings to {lengths.target}." if limited else "use the model as it is.")
+                + (f"raise max_position_embeddings to {lengths.target}." if limited else "use the model unchanged.")
             )
 
         method, why_not_portable = None, None

@@ -50,7 +50,7 @@ class SelfExtend(_Windowed):
     Attributes:
         group_size: G; None takes the smallest G with W + (n - W)/G <= 2/3 of the trained length, for n = factor times
             that length (the authors' rule).
-        window: W in tokens, the neighbours whose distance is exact; None takes a quarter of the trained length.
+        window: W in tokens, the range of exact distances; None takes a quarter of the trained length.
     """
 
     paper: ClassVar[Paper] = Paper("Self-Extend", 2024, "https://arxiv.org/abs/2401.01325")

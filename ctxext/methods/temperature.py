@@ -25,7 +25,7 @@ from ctxext.utils.values import is_number, shown
 class QueryTemperature(RopeMethod):
     """Another method, with each query multiplied by 1 + beta ln(1 + ⌊p / L⌋), p its position and L the trained length.
 
-    Llama 4 counts p from 1 in its layers without RoPE; Ministral 3 from 0 in all layers, beside YaRN without an
+    Llama 4 counts p from 1 in its layers without RoPE; Ministral 3 from 0 in all layers, with YaRN without an
     attention factor. Here it is in the layers that see beyond the trained length.
 
     Attributes:

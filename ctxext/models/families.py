@@ -68,7 +68,7 @@ FAMILIES: dict[str, Family] = {
         refuse="consists of four models, each with its own rope_parameters, length and positions (bytes or patches)"
     ),
     "t5_gemma_module": Family(
-        refuse="is half of an encoder-decoder whose halves have their own rope_parameters and length: only one of them "
+        refuse="is half of an encoder-decoder, and each half has its own rope_parameters and length: only one of them "
         "would be extended"
     ),
     "gptj": Family(sin_cos_tables=True),
