@@ -10,12 +10,9 @@ from hatchling.metadata.plugin.interface import MetadataHookInterface
 
 sys.path.append(str(Path(__file__).resolve().parent / "tools"))
 
-from public_links import with_public_links
+import tomllib
 
-try:
-    import tomllib
-except ModuleNotFoundError:
-    import tomli as tomllib
+from public_links import with_public_links
 
 
 class Described(MetadataHookInterface):

@@ -8,13 +8,9 @@ from __future__ import annotations
 import posixpath
 import re
 import sys
+import tomllib
 from pathlib import Path
 from typing import Any
-
-try:
-    import tomllib
-except ModuleNotFoundError:
-    import tomli as tomllib
 
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files

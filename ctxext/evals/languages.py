@@ -6,8 +6,8 @@ costs no download; it is far more uniform than a novel.
 
 from __future__ import annotations
 
-import sys
 import sysconfig
+import tomllib
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
@@ -17,11 +17,6 @@ from random import Random
 from typing import Any
 
 from ctxext.utils.values import suggest
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 SENTENCES, PARAGRAPH = 6_000, 6
 

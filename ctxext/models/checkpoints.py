@@ -3,15 +3,10 @@
 from __future__ import annotations
 
 import functools
-import sys
+import tomllib
 from dataclasses import dataclass, field
 from importlib.resources import files
 from typing import Any, Literal
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ import json
 import re
 import subprocess
 import sys
+import tomllib
 from collections.abc import Collection
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -15,7 +16,6 @@ from pathlib import Path
 import nbformat
 import pytest
 import run_notebooks
-import tomllib
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
