@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import sys
+import tomllib
 from pathlib import Path
 from typing import Any
 
 from hatchling.metadata.plugin.interface import MetadataHookInterface
 
 sys.path.append(str(Path(__file__).resolve().parent / "tools"))
-
-import tomllib
 
 from public_links import with_public_links
 
