@@ -172,7 +172,13 @@ def say_kept(error: BaseException, path: Path) -> None:
 @contextmanager
 def share_bar(title: str = "", quiet: bool = False) -> Iterator[Callable[[float, str], None]]:
     """A progress bar, or a line per message without a terminal; yields the function that sets share and message."""
-    columns = (TextColumn(title), BarColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
+    columns = (
+        TextColumn(title),
+        BarColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+        TextColumn("{task.description}"),
+    )
     with _started_late(Progress(*columns, console=console, disable=quiet or not console.is_terminal)) as progress:
         bar, said = progress.add_task("", total=1.0), ""
 
