@@ -75,7 +75,7 @@ def evaluate(
     ] = "transformers",
     backend_option: Annotated[
         list[str] | None,
-        typer.Option(metavar="NAME=VALUE", help="An argument of vllm.LLM, such as tensor_parallel_size=2."),
+        typer.Option(metavar="NAME=VALUE", help="An argument of vllm.LLM, such as max_model_len=32768."),
     ] = None,
     server: Annotated[
         str | None,

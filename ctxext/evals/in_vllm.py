@@ -7,6 +7,8 @@ import json
 import os
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import fields
+from difflib import get_close_matches
 from functools import cached_property
 from itertools import islice, pairwise
 from pathlib import Path
@@ -133,11 +135,12 @@ class InVLLM(LocalModel):
 
     Args:
         dtype: as in `ctxext.evals.loading.placement`.
-        options: further arguments of `vllm.LLM`, such as `tensor_parallel_size`.
+        options: further arguments of `vllm.LLM`, such as `tensor_parallel_size`; a smaller `max_model_len` needs less
+            memory.
 
     Raises:
         ImportError: vLLM is not installed.
-        ValueError: vLLM cannot run the extension.
+        ValueError: vLLM cannot run the extension, or has no such option.
     """
 
     engine: VLLM
@@ -159,12 +162,19 @@ class InVLLM(LocalModel):
         if importlib.util.find_spec("vllm") is None:
             raise ImportError("--backend vllm needs vLLM, which is not installed: pip install vllm")
         import vllm
+        from vllm.engine.arg_utils import EngineArgs
         from vllm.platforms import current_platform
 
+        known = [field.name for field in fields(EngineArgs)]
+        for option in options:
+            if option not in known:
+                near = "".join(f"; did you mean {name!r}?" for name in get_close_matches(option, known, 1))
+                raise ValueError(f"vLLM has no option {option!r}{near or '.'} `vllm serve --help` lists them.")
         if dtype == "auto":  # vLLM's own would be float16 for float32
             own = str(config.dtype).removeprefix("torch.")
             dtype = "float32" if current_platform.is_cpu() or own == "None" else own
         trained, reach = known_lengths(config)
+        reach = options.pop("max_model_len", reach)
         self.folder, self.prompter, self.name = folder, prompter, name
         self.engine = VLLM(folder, dtype=dtype, limit=reach, overrides=overrides, **options)
         self.fingerprint = fingerprint(config.to_json_string(), weights_fingerprint(folder))
