@@ -57,6 +57,7 @@ verify: $(VENV)/dev.stamp  ## live, ignored and without the temperature told apa
 benchmark: $(VENV)/dev.stamp
 	$(BIN)/python benchmarks/patch.py
 	$(BIN)/python benchmarks/evaluators.py
+	$(BIN)/python benchmarks/evaluators_vllm.py
 	$(BIN)/python benchmarks/choice.py
 	$(BIN)/python benchmarks/passkey_scores.py
 	$(BIN)/python benchmarks/finetune.py
