@@ -57,7 +57,6 @@ verify: $(VENV)/dev.stamp  ## live, ignored and without the temperature told apa
 benchmark: $(VENV)/dev.stamp
 	$(BIN)/python benchmarks/patch.py
 	$(BIN)/python benchmarks/evaluators.py
-	$(BIN)/python benchmarks/evaluators_vllm.py
 	$(BIN)/python benchmarks/choice.py
 	$(BIN)/python benchmarks/passkey_scores.py
 	$(BIN)/python benchmarks/finetune.py
@@ -93,6 +92,7 @@ fidelity: $(VENV)/dev.stamp  ## beside the authors' code, longppl, lm-eval and a
 
 engines: $(VENV)/dev.stamp  ## every static method in each engine, in an environment of its own, against transformers
 	$(BIN)/python benchmarks/engines/run.py --rounds 20
+	$(BIN)/python benchmarks/evaluators_vllm.py
 
 engines-versions: $(VENV)/dev.stamp  ## the config and rotary code of every release of vLLM and SGLang, run alone
 	$(BIN)/python benchmarks/engines/versions.py
