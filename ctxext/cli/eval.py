@@ -389,7 +389,7 @@ class Opener:
     def _in_vllm(self, folder: Path, prompter: Prompter, name: str) -> Target:
         from ctxext.evals.in_vllm import InVLLM
 
-        return InVLLM(folder, prompter, name, self.trained_length, dtype=self.dtype, **self.options)
+        return InVLLM(folder, prompter, name, self.trained_length, dtype=self.dtype, options=self.options)
 
 
 def _close(target: Target) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import fields
 from difflib import get_close_matches
@@ -35,6 +35,8 @@ from ctxext.models.text_config import text_config_of
 from ctxext.utils.machine import machine
 
 SEED = 0
+# Arguments of `vllm.LLM` that are not options.
+OURS = ("model", "dtype", "seed", "hf_overrides", "enable_prefix_caching", "skip_tokenizer_init")
 # The tokens of the prompts that vLLM is given at once: their answers are saved together.
 AT_ONCE = 2**18
 
@@ -153,9 +155,12 @@ class InVLLM(LocalModel):
         trained_length: int | None = None,
         *,
         dtype: str = "auto",
-        **options: Any,
+        options: Mapping[str, Any] | None = None,
     ) -> None:
         check_dtype(dtype)
+        options = dict(options or {})
+        if ours := [name for name in options if name in OURS]:
+            raise ValueError(f"{ours[0]} of vLLM is set here. Drop it from the options (for dtype there is --dtype).")
         config = read_config(folder)
         check_continues_text(config)
         overrides = overrides_for(folder)

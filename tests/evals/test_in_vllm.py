@@ -45,6 +45,11 @@ def test_without_vllm_the_remedy_is_to_install_it() -> None:
         InVLLM(Path(MODEL), Prompter(load_tokenizer(MODEL)), "model")
 
 
+def test_what_the_header_states_is_no_option() -> None:
+    with pytest.raises(ValueError, match=r"seed of vLLM is set here\. Drop it from the options"):
+        InVLLM(Path(MODEL), Prompter(load_tokenizer(MODEL)), "model", options={"max_num_seqs": 4, "seed": 1})
+
+
 def test_an_unknown_dtype_is_refused() -> None:
     with pytest.raises(ValueError, match=r"unknown dtype 'float33'\. Pass one of auto, "):
         InVLLM(Path(MODEL), Prompter(load_tokenizer(MODEL)), "model", dtype="float33")
