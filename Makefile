@@ -100,6 +100,7 @@ fidelity: $(VENV)/dev.stamp  ## beside the authors' code, longppl, lm-eval and a
 
 engines: $(VENV)/dev.stamp  ## every static method in each engine, in an environment of its own, against transformers
 	$(BIN)/python benchmarks/engines/run.py --rounds 20
+	$(BIN)/python benchmarks/evaluators_vllm.py
 
 engines-versions: $(VENV)/dev.stamp  ## the config and rotary code of every release of vLLM and SGLang, run alone
 	$(BIN)/python benchmarks/engines/versions.py

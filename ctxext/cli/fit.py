@@ -14,7 +14,11 @@ from ctxext.utils.extras import require
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from ctxext.evals.haystack import Haystack
+    from ctxext.evals.targets import LiveModel
     from ctxext.extension.method_file import SavedMethod
+    from ctxext.fitting.gradient import GradientSettings
+    from ctxext.fitting.longrope2 import LongRoPE2Settings
 
 
 def fit(
@@ -98,6 +102,8 @@ def fit(
     target = LiveModel(loaded, Prompter(tokenizer, style), name_of(model), original_max_position_embeddings)  # type: ignore[arg-type]
     haystack = Haystack.from_text(prose, tokenizer, name=path.name)
     grid = Grid(retrieval=(Passkey(),), lengths=(target.about["trained_length"],), seed=seed)
+    if here.rank == 0:
+        plan_of_fit(target, settings, factor, target_length, haystack, here.world)
     try:
         # Only forms whose answers can be scored by teacher forcing.
         target = asked_as_it_answers(target, grid, haystack, free=style is None, begun=True, quiet=here.rank > 0)
@@ -128,6 +134,33 @@ def fit(
             start = saved.about["start"]
             say(f"The fitted factors are no better than {start} on held-out text, so {start} itself is saved.")
         say_written(output, model, revision, original_max_position_embeddings)
+
+
+def plan_of_fit(
+    target: LiveModel,
+    settings: GradientSettings | LongRoPE2Settings,
+    factor: float | None,
+    target_length: int | None,
+    haystack: Haystack,
+    processes: int,
+) -> None:
+    """Print what the fit will read, and how long one timed pass lets expect."""
+    from ctxext.core.plan import factor_and_target
+    from ctxext.evals.workload import Speed
+    from ctxext.training.estimate import duration
+    from ctxext.utils.values import counted
+
+    trained = target.about["trained_length"]
+    length = factor_and_target(factor, target_length, "longrope", trained)[1]
+    tokens, speed = settings.tokens(trained, length), Speed.measured(target, haystack.token_ids)
+    seconds = tokens / length * speed.reading(length) / processes
+    limit = f", at most {settings.minutes:g} min" if settings.minutes else ""
+    rows = counted(settings.rows_at(length), "text")
+    backward = "; a backward pass counts as two forward passes" if settings.by == "gradient" else ""
+    pace = f"{speed.n_tokens:,} tokens took {speed.found.prefill:.2g} s"
+    say(f"plan: up to {counted(settings.evaluations, 'evaluation')} of {rows} of {length:,} tokens, by {settings.by}")
+    say(f"  {counted(tokens, 'token')} to read{backward}")
+    say(f"  about {duration(seconds)} on this machine{limit}: {pace}")
 
 
 def fit_table(saved: SavedMethod) -> Table:

@@ -18,9 +18,6 @@ if TYPE_CHECKING:
     from ctxext.evals.perplexity import Judge
     from ctxext.evals.runner import Grid
 
-# The tasks that need the model itself: its losses, or its cache and clock.
-READING = ("perplexity", "sliding_perplexity", "key_tokens", "short", "cost")
-
 RESULTS = (
     "Results file. An interrupted run resumes (not with `compare --minutes`); only one run can write to it at a time."
 )

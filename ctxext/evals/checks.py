@@ -42,7 +42,7 @@ ARRAYS = {"losses": 32, "top1": 32, "mask": 1}
 # Further fields by task; all other tasks are retrieval.
 NEEDED_OF = {
     "perplexity": ("losses", "loss", "bytes"), "sliding_perplexity": ("losses", "loss", "bytes"),
-    "short": ("losses", "top1"), "key_tokens": ("mask",),
+    "short": ("losses",), "key_tokens": ("mask",),
     "cost": ("prefill_seconds", "decode_seconds", "kv_bytes", "peak_bytes"),
 }  # fmt: skip
 

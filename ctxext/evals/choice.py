@@ -388,11 +388,12 @@ def reasons(summary: Summary, choice: Choice) -> list[str]:
     if choice.family > 1:
         said.append(f"p-values are from exact paired tests, Holm-adjusted for {choice.family} comparisons.")
     gate = summary.gate(name)
-    if gate.loss is not None and gate.agreement is not None:
-        said.append(
-            f"The {REGRESSION} of {name} is {gate.loss.value:+.3f} nats per token, and its most likely token differs "
-            f"at {in_percent(1 - gate.agreement.value, 1)}% of the positions."
-        )
+    if gate.loss is not None:
+        differs = ""
+        if gate.agreement is not None:
+            other = in_percent(1 - gate.agreement.value, 1)
+            differs = f", and its most likely token differs at {other}% of the positions"
+        said.append(f"The {REGRESSION} of {name} is {gate.loss.value:+.3f} nats per token{differs}.")
     if summary.eliminated:
         names = ", ".join(summary.eliminated)
         said.append(f"Dropped early to save time, as others did better so far: {names}.")

@@ -15,7 +15,7 @@ from ctxext.evals.haystack import Haystack
 from ctxext.evals.prompts import Prompter, Style
 from ctxext.evals.samples import RetrievalTask, fingerprint
 from ctxext.evals.statistics import in_percent
-from ctxext.evals.targets import LiveModel
+from ctxext.evals.targets import LocalModel
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -113,7 +113,7 @@ class Control:
 
 
 def control(
-    target: LiveModel,
+    target: LocalModel,
     tasks: Sequence[RetrievalTask],
     haystack: Haystack,
     *,
@@ -154,7 +154,7 @@ def control(
     return Control(first, length, found, key)
 
 
-def found_in(target: LiveModel, task: RetrievalTask, haystack: Haystack, length: int, seed: int) -> float | None:
+def found_in(target: LocalModel, task: RetrievalTask, haystack: Haystack, length: int, seed: int) -> float | None:
     """The baseline's accuracy; None if no prompt of this length can be made."""
     places = task.places([length], DEPTHS, TRIALS, seed)
     try:

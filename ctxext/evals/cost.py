@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from ctxext.evals.engine import Engine
+from ctxext.evals.engine import Engine, Scorer
 from ctxext.evals.perplexity import TextTask, Window
 from ctxext.training.estimate import PeakMemory
 from ctxext.utils.values import size_in_words
@@ -28,7 +28,8 @@ class Cost(TextTask):
     prefixes: ClassVar[bool] = False
     decoded: int = 16
 
-    def record(self, window: Window, engine: Engine) -> dict[str, Any]:
+    def record(self, window: Window, engine: Scorer) -> dict[str, Any]:
+        assert isinstance(engine, Engine)  # others are refused before the run
         ids = window.input_ids
         n_decoded = min(self.decoded, len(ids) // 2)
         engine.passed(ids[:64], 1)

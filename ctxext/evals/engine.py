@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import cached_property, partial
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -53,10 +53,18 @@ Decoded = Callable[[], list[list[int]]]
 
 
 class Losses(NamedTuple):
-    """For every next token in a window: its loss in nats, and the most likely token; both of shape (tokens - 1,)."""
+    """For every next token in a window: its loss in nats, and the most likely token (None where a server does not
+    return it); both of shape (tokens - 1,)."""
 
     losses: Tensor
-    top1: Tensor
+    top1: Tensor | None
+
+
+class Scorer(Protocol):
+    """What text tasks need of a model: an `Engine`, a server, or vLLM in this process."""
+
+    def losses(self, ids: Sequence[int]) -> Losses:
+        """The loss of each token but the first."""
 
 
 class Pass(NamedTuple):

@@ -72,11 +72,15 @@ def placement(dtype: str, device: str | None) -> dict[str, Any]:
         device = f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if torch.cuda.is_available() else "cpu"
     if device not in (known := devices()):
         raise ValueError(f"device {device!r} is not available to torch. Pass one of {', '.join(known)}.")
-    if dtype not in DTYPES:
-        raise ValueError(f"unknown dtype {dtype!r}. Pass one of {', '.join(DTYPES)}.")
+    check_dtype(dtype)
     if dtype == "auto" and device == "cpu":
         dtype = "float32"
     return {"dtype": dtype, "device_map": device if device != "cpu" else None}
+
+
+def check_dtype(dtype: str) -> None:
+    if dtype not in DTYPES:
+        raise ValueError(f"unknown dtype {dtype!r}. Pass one of {', '.join(DTYPES)}.")
 
 
 def devices() -> list[str]:

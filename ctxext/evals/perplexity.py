@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ctxext.evals.engine import Engine
+from ctxext.evals.engine import Scorer
 from ctxext.evals.haystack import Haystack
 from ctxext.evals.samples import Place
 
@@ -75,7 +75,7 @@ class TextTask:
             start = int(beginning(place.seed, place.trial) * haystack.n_tokens)
         return piece(haystack, start, place.length, bos, max(1, len(bos)))
 
-    def record(self, window: Window, engine: Engine) -> dict[str, Any]:
+    def record(self, window: Window, engine: Scorer) -> dict[str, Any]:
         """The fields of its record: the losses in nats."""
         return _losses(window, losses=engine.losses(window.input_ids).losses)
 
@@ -124,9 +124,9 @@ class ShortContext(TextTask):
 
     name: ClassVar[str] = "short"
 
-    def record(self, window: Window, engine: Engine) -> dict[str, Any]:
+    def record(self, window: Window, engine: Scorer) -> dict[str, Any]:
         losses, top1 = engine.losses(window.input_ids)
-        return _losses(window, losses=losses, top1=top1)
+        return _losses(window, losses=losses, **({} if top1 is None else {"top1": top1}))
 
 
 @dataclass(frozen=True)
@@ -154,11 +154,11 @@ class KeyTokens(TextTask):
     gain: float = 2.0
     sure: float = 2.0
 
-    def record(self, window: Window, engine: Engine) -> dict[str, Any]:
+    def record(self, window: Window, engine: Scorer) -> dict[str, Any]:
         bos, ids = window.input_ids[: window.n_bos], window.input_ids[window.n_bos :]
         return self.judged(self.key(engine, ids, bos))
 
-    def key(self, engine: Engine, ids: Sequence[int], bos: Sequence[int]) -> Tensor:
+    def key(self, engine: Scorer, ids: Sequence[int], bos: Sequence[int]) -> Tensor:
         """Whether each token of `ids` (but the first, without BOS) is a key token to the model of `engine`."""
         long, short = (sliding_losses(engine, ids, length, length // 2, bos) for length in (self.long, self.short))
         return (short - long > self.gain) & (long < self.sure)
@@ -181,7 +181,7 @@ class Judge:
     """
 
     name: str
-    engine: Engine
+    engine: Scorer
     tokenizer: PreTrainedTokenizerBase
     bos: Sequence[int]
     trained_length: int
@@ -212,7 +212,7 @@ def _check_stride(stride: int, body: int) -> None:
         raise ValueError(f"the stride must be between 1 and the window's {body} tokens of text, got {stride}.")
 
 
-def sliding_losses(engine: Engine, ids: Sequence[int], window: int, stride: int, bos: Sequence[int] = ()) -> Tensor:
+def sliding_losses(engine: Scorer, ids: Sequence[int], window: int, stride: int, bos: Sequence[int] = ()) -> Tensor:
     """The loss in nats of every token of `ids` (except the first, without BOS).
 
     Args:

@@ -22,6 +22,7 @@ from ctxext.utils.machine import versions
 from ctxext.utils.processes import ALONE, Processes
 from ctxext.utils.values import MAX_TOKENS
 
+SOME = 16  # tokens, to try out a server
 AnyTask = RetrievalTask | TextTask
 
 
@@ -253,6 +254,8 @@ class Runner:
         windows = {batch.rows[0][0]: batch.task for batch in batches if isinstance(batch.task, TextTask)}
         for place, reads in windows.items():
             reads.window(place, self.haystack, self.target.prompter.bos)
+        texts = {task.name: task for task in windows.values()}
+        self.target.check([*texts.values()], self.haystack.token_ids[:SOME], self.grid.generate)
         self._checked = of
 
     def narrowed(self, picked: Callable[[Batch], bool], samples: int) -> Runner:

@@ -9,7 +9,7 @@ from copy import copy
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from rich import box
 from rich.console import Console
@@ -25,17 +25,18 @@ from ctxext.evals.results import Results, read_results
 from ctxext.evals.runner import Grid, Runner
 from ctxext.evals.statistics import in_percent
 from ctxext.evals.summary import Summary, label
-from ctxext.evals.targets import UNEXTENDED, LiveModel, Variant
+from ctxext.evals.targets import UNEXTENDED, LiveModel, LocalModel, Variant
 from ctxext.evals.timed import FIRST, Timed
 from ctxext.evals.workload import Speed, Workload, some
 from ctxext.utils.screen import console
 from ctxext.utils.values import counted
 
+Local = TypeVar("Local", bound=LocalModel)
 KEY_TOKENS = 20  # the fewest whose perplexity is shown
 
 
 def asked_as_it_answers(
-    target: LiveModel,
+    target: Local,
     grid: Grid,
     text: Haystack,
     path: Path | None = None,
@@ -43,7 +44,7 @@ def asked_as_it_answers(
     free: bool = True,
     begun: bool = False,
     quiet: bool = False,
-) -> LiveModel:
+) -> Local:
     """Run the control, and return the model with the prompt form in which its baseline solves the retrieval tasks.
 
     Args:
@@ -171,7 +172,13 @@ def say_kept(error: BaseException, path: Path) -> None:
 @contextmanager
 def share_bar(title: str = "", quiet: bool = False) -> Iterator[Callable[[float, str], None]]:
     """A progress bar, or a line per message without a terminal; yields the function that sets share and message."""
-    columns = (TextColumn(title), BarColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
+    columns = (
+        TextColumn(title),
+        BarColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+        TextColumn("{task.description}"),
+    )
     with _started_late(Progress(*columns, console=console, disable=quiet or not console.is_terminal)) as progress:
         bar, said = progress.add_task("", total=1.0), ""
 

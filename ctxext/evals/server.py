@@ -7,15 +7,22 @@ sample's `n_prompt`. This checks the number of tokens, not the tokens.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from itertools import islice
 from queue import SimpleQueue
 from threading import Thread
-from typing import Any
+from typing import Any, TypeVar
 
+import torch
+
+from ctxext.evals.engine import Losses
 from ctxext.evals.prompts import Style, check_style
 from ctxext.evals.samples import Sample, fingerprint
+from ctxext.export.served import NoLogprobs, Scores, prompt_scores, token_scores
 from ctxext.utils.endpoint import Endpoint
+
+T = TypeVar("T")
 
 
 class ServedModel(Endpoint):
@@ -30,9 +37,8 @@ class ServedModel(Endpoint):
     does. If a server refuses either by name, it is omitted from then on; the prompt size shows whether prompts are
     still the same.
 
-    Not supported: scoring given answers, log-probabilities, streaming. Servers batch requests, and in bfloat16 a near
-    tie may be resolved differently in another batch. If `</think>` is a special token, it is missing in the text: serve
-    such a model with its reasoning parser.
+    Not supported: streaming. Servers batch requests, and in bfloat16 a near tie may be resolved differently in another
+    batch. If `</think>` is a special token, it is missing in the text: serve such a model with its reasoning parser.
 
     Args:
         url, connection: as in `Endpoint`.
@@ -59,6 +65,7 @@ class ServedModel(Endpoint):
             raise ValueError(f"concurrency must be >= 1, got {concurrency}.")
         super().__init__(url, **connection)
         self.style, self.concurrency, self.strict_size = style, concurrency, strict_size
+        self._whole = self._by_token = False  # how it returns log-probabilities: found by `check_scores`
         self._extras: dict[str, Any] = {"repetition_penalty": 1.0}
         if style != "base":
             self._extras["chat_template_kwargs"] = {"enable_thinking": style == "thinking"}
@@ -107,20 +114,73 @@ class ServedModel(Endpoint):
             )
         return _behind_thought(message, choice.get("finish_reason")) if self.style == "thinking" else text
 
+    def check_scores(self, ids: Sequence[int]) -> None:
+        """Find out how the server returns log-probabilities of given tokens, which `losses` and `logprob` need.
+
+        Args:
+            ids: some tokens of a text.
+
+        Raises:
+            NoLogprobs: it returns none.
+            ValueError, ConnectionError, TimeoutError, PermissionError, RuntimeError: as in `prompt_scores`.
+        """
+        if self.scores:
+            return
+        with suppress(NoLogprobs):
+            prompt_scores(self, ids)
+            self._whole = True
+        try:
+            token_scores(self, ids, 4)
+            self._by_token = True
+        except NoLogprobs:
+            if not self._whole:
+                raise
+
+    @property
+    def scores(self) -> bool:
+        """Whether `check_scores` found that it returns log-probabilities."""
+        return self._whole or self._by_token
+
+    def losses(self, ids: Sequence[int]) -> Losses:
+        """The loss of each token but the first, after `check_scores`: one request, or one per token."""
+        if not self._whole:
+            scores = token_scores(self, ids, len(ids) - 1, known=True)
+        elif len(ids) != self.max_length:
+            scores = prompt_scores(self, ids)
+        elif self._by_token:  # the prompt must leave room for a token: the last one is generated
+            before, last = prompt_scores(self, ids[:-1]), token_scores(self, ids, 1, known=True)
+            top1 = None if before.top1 is None or last.top1 is None else torch.cat([before.top1, last.top1])
+            scores = Scores(torch.cat([before.logprobs, last.logprobs]), top1)
+        else:
+            scores = prompt_scores(self, ids, new_tokens=0)
+        return Losses(-scores.logprobs.float(), scores.top1)
+
+    def logprob(self, sample: Sample) -> float:
+        """The log-probability of the sample's right answer in nats, after `check_scores`: one request per token if
+        possible, as a server with a prefix cache has read the prompt."""
+        ids, n_answer = sample.input_ids, len(sample.input_ids) - sample.n_prompt
+        if self._by_token:
+            return token_scores(self, ids, n_answer, known=True).logprobs.sum().item()
+        return -self.losses(ids).losses[-n_answer:].double().sum().item()
+
     def answers(self, samples: Iterable[Sample]) -> Iterator[tuple[Sample, str]]:
-        """The samples with their answers as they finish, with at most `concurrency` requests in flight.
+        """The samples with their answers as they finish: `each` of `answer`."""
+        return self.each(samples, self.answer)
+
+    def each(self, samples: Iterable[Sample], asked: Callable[[Sample], T]) -> Iterator[tuple[Sample, T]]:
+        """What `asked` returns for each sample, as it finishes, with at most `concurrency` at a time.
 
         After an error, of a request or of `samples`, no further request is sent; answers in flight are still yielded,
         then the first error is raised.
         """
         waiting = iter(samples)
-        finished: SimpleQueue[tuple[Sample, str | BaseException]] = SimpleQueue()
+        finished: SimpleQueue[tuple[Sample, T | BaseException]] = SimpleQueue()
         errors: list[BaseException] = []
         running = 0
 
         def ask(sample: Sample) -> None:
             try:
-                finished.put((sample, self.answer(sample)))
+                finished.put((sample, asked(sample)))
             except BaseException as error:  # re-raised by the thread that waits
                 finished.put((sample, error))
 
@@ -136,10 +196,10 @@ class ServedModel(Endpoint):
                 break
             sample, answer = finished.get()
             running -= 1
-            if isinstance(answer, str):
-                yield sample, answer
-            else:
+            if isinstance(answer, BaseException):
                 errors.append(answer)
+            else:
+                yield sample, answer
         if errors:
             raise errors[0]
 

@@ -445,15 +445,15 @@ class Summary:
     def gate(self, variant: str) -> Gate:
         """The short-context regression of `variant`."""
         length = max(self.lengths("short"), default=self.trained_length)
-        top1 = {r["trial"]: unpacked(r, "top1") for r in self.of(UNEXTENDED, "short")}
-        same = {
-            r["trial"]: unpacked(r, "top1") == top1[r["trial"]] for r in self.of(variant, "short") if r["trial"] in top1
-        }
+        top1, own = (
+            {r["trial"]: unpacked(r, "top1") for r in self.of(v, "short") if "top1" in r} for v in (UNEXTENDED, variant)
+        )  # not every server returns it
+        same = {trial: tokens == top1[trial] for trial, tokens in own.items() if trial in top1}
         within = [length for length in self.lengths(*self.retrieval_tasks) if length <= self.trained_length]
         retrieval = {task: self.difference(variant, UNEXTENDED, [task], within) for task in self.retrieval_tasks}
         return Gate(
             length=length,
-            loss=self.loss_difference(variant, UNEXTENDED, length, task="short") if same else None,
+            loss=self.loss_difference(variant, UNEXTENDED, length, task="short"),
             agreement=pooled_share({k: v.astype(float) for k, v in same.items()}) if same else None,
             retrieval={task: difference for task, difference in retrieval.items() if difference is not None},
         )

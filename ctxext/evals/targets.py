@@ -1,10 +1,11 @@
-"""The models to measure: live, or behind a server. Both answer samples; only a live model can score text."""
+"""The models to measure: live, behind a server, or (`ctxext.evals.in_vllm`) in vLLM. All answer samples and score text;
+a server only if it returns log-probabilities."""
 
 from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from copy import copy
 from dataclasses import MISSING, dataclass, fields
@@ -16,12 +17,14 @@ import torch
 from ctxext.api import temporarily_extended
 from ctxext.core.encoding import ModuleEncoding
 from ctxext.core.plan import Plan, check_encoding, factor_and_target
-from ctxext.evals.engine import Engine, length_dependent
+from ctxext.evals.cost import Cost
+from ctxext.evals.engine import Engine, Scorer, length_dependent
 from ctxext.evals.perplexity import Judge, KeyTokens, TextTask, Window
 from ctxext.evals.prompts import Prompter
 from ctxext.evals.results import Record
 from ctxext.evals.samples import Sample, fingerprint
 from ctxext.evals.server import ServedModel
+from ctxext.export.served import NoLogprobs
 from ctxext.extension.method_file import check_made_for, opened
 from ctxext.extension.request import encoding_of, plan_extension
 from ctxext.extension.rope import RopePlan
@@ -33,6 +36,7 @@ from ctxext.utils.machine import machine
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
+    from typing_extensions import Self
 
 UNEXTENDED = "none"
 Rows = Sequence[Sequence[Sample]]
@@ -70,12 +74,16 @@ class Target(ABC):
 
     Attributes:
         name: a display name. `fingerprint` covers the weights and the config.
+        engine: scores text.
+        judge: the model that finds the key tokens; None for this one.
         facts: conditions that must agree for two measurements to be compared; `about` is for readers.
     """
 
     name: str
     fingerprint: str
     prompter: Prompter
+    engine: Scorer
+    judge: Judge | None = None
     facts: dict[str, str]
     about: dict[str, Any]
 
@@ -97,6 +105,18 @@ class Target(ABC):
         return False
 
     @abstractmethod
+    def check(self, texts: Collection[TextTask], ids: Sequence[int], generate: bool) -> None:
+        """Check, before the work, that the model can be measured by these text tasks.
+
+        Args:
+            ids: some tokens of the text.
+            generate: answers are generated, and the right ones not scored.
+
+        Raises:
+            ValueError: it cannot.
+        """
+
+    @abstractmethod
     def applied(self, variant: Variant) -> AbstractContextManager[Any]:
         """Apply `variant` to the model within a `with` block."""
 
@@ -105,19 +125,32 @@ class Target(ABC):
         """Answer batches of rows of samples of one length with a common prefix; each yielded group is written
         atomically."""
 
-    @abstractmethod
     def read(self, task: TextTask, window: Window) -> Record:
         """Score a window of text."""
+        if isinstance(task, KeyTokens) and self.judge is not None:
+            return self.judge.record(task, window)
+        return task.record(window, self.engine)
 
 
-class LiveModel(Target):
-    """A model in this process.
+class LocalModel(Target):
+    """A model in this process, whose prompts may have any form."""
 
-    Attributes:
-        judge: the model that finds the key tokens; None for this one.
-    """
+    def asking(self, prompter: Prompter) -> Self:
+        """The same model with another prompter."""
+        other = copy(self)
+        other.prompter = prompter
+        return other
 
-    judge: Judge | None
+    def record(self, sample: Sample, written: Sequence[int], logprob: float | None = None) -> tuple[Sample, Record]:
+        """The outcome of an answer of the tokens `written`."""
+        prompt = sample.input_ids[: sample.n_prompt]
+        return sample, outcome(sample, self.prompter.answer_text(prompt, written, sample.answer_tokens), logprob)
+
+
+class LiveModel(LocalModel):
+    """A model in transformers, which can be extended here."""
+
+    engine: Engine
 
     def __init__(
         self, model: PreTrainedModel, prompter: Prompter, name: str, trained_length: int | None = None
@@ -125,7 +158,7 @@ class LiveModel(Target):
         trained, reach = known_lengths(model.config)
         trained = trained_length or trained
         self.model, self.prompter, self.name = model, prompter, name
-        self.engine, self.judge = Engine(model), None
+        self.engine = Engine(model)
         self._limit = hard_limit(model)
         self.fingerprint = model_fingerprint(model)
         self.facts = {"dtype": str(model.dtype).removeprefix("torch.")}
@@ -144,6 +177,9 @@ class LiveModel(Target):
         plan = self.plan(variant)
         return self.engine.whole if plan is None else length_dependent(self.model.config, plan)
 
+    def check(self, texts: Collection[TextTask], ids: Sequence[int], generate: bool) -> None:
+        """Every task can measure it."""
+
     def applied(self, variant: Variant) -> AbstractContextManager[Any]:
         return nullcontext() if variant.extension is None else temporarily_extended(self.model, **variant.extension)
 
@@ -159,37 +195,43 @@ class LiveModel(Target):
         why = plan.why_not_portable if portable and plan is not None else None
         return why and f"config.json cannot express it, as {why}."
 
-    def asking(self, prompter: Prompter) -> LiveModel:
-        """The same model with another prompter."""
-        other = copy(self)
-        other.prompter = prompter
-        return other
-
     def outcomes(self, batches: Iterable[Rows], generate: bool) -> Iterator[list[tuple[Sample, Record]]]:
-        def record(sample: Sample, written: Sequence[int], logprob: float | None = None) -> tuple[Sample, Record]:
-            prompt = sample.input_ids[: sample.n_prompt]
-            return sample, outcome(sample, self.prompter.answer_text(prompt, written, sample.answer_tokens), logprob)
-
         for rows in batches:
             if rows[0][0].answer and not generate:
-                yield [record(sample, *answer) for sample, answer in self.engine.answers(rows)]
+                yield [self.record(sample, *answer) for sample, answer in self.engine.answers(rows)]
             else:
                 for sample in (sample for row in rows for sample in row):
-                    yield [record(sample, self.engine.generate(sample))]
-
-    def read(self, task: TextTask, window: Window) -> Record:
-        if isinstance(task, KeyTokens) and self.judge is not None:
-            return self.judge.record(task, window)
-        return task.record(window, self.engine)
+                    yield [self.record(sample, self.engine.generate(sample))]
 
 
 class Served(Target):
-    """A model behind an OpenAI-compatible server; `prompter` has its tokenizer."""
+    """A model behind an OpenAI-compatible server; `prompter` has its tokenizer.
+
+    If the server returns log-probabilities of given tokens, it scores text and, unless answers are only generated, the
+    right answers.
+    """
+
+    engine: ServedModel
 
     def __init__(self, served: ServedModel, prompter: Prompter, trained_length: int) -> None:
-        self.served, self.prompter, self.name, self.fingerprint = served, prompter, served.name, served.fingerprint
+        self.engine, self.prompter, self.name, self.fingerprint = served, prompter, served.name, served.fingerprint
         self.facts = {"dtype": "as served", "scoring": "generate"}
         self.about = {"trained_length": trained_length, "reach": served.max_length, "machine": "served"}
+
+    def check(self, texts: Collection[TextTask], ids: Sequence[int], generate: bool) -> None:
+        refuse_cost(texts)
+        if generate and not texts:
+            return
+        try:
+            self.engine.check_scores(ids)
+        except (NoLogprobs, RuntimeError) as error:
+            if texts:
+                names = ", ".join(task.name for task in texts)
+                raise ValueError(
+                    f"{names} needs log-probabilities of given tokens, which {self.engine.url} does not return "
+                    f"({str(error).rstrip('.')}). Serve the model with vLLM, SGLang, llama.cpp or `ctxext serve`, or "
+                    "use retrieval tasks, such as --tasks passkey."
+                ) from None
 
     def applied(self, variant: Variant) -> AbstractContextManager[Any]:
         if variant.extension is not None:
@@ -197,12 +239,23 @@ class Served(Target):
         return nullcontext()
 
     def outcomes(self, batches: Iterable[Rows], generate: bool) -> Iterator[list[tuple[Sample, Record]]]:
-        # One stream, so that requests overlap across batches.
-        for sample, text in self.served.answers(sample for rows in batches for row in rows for sample in row):
-            yield [(sample, outcome(sample, text))]
+        def asked(sample: Sample) -> tuple[str, float | None]:
+            scored = sample.answer and self.engine.scores and not generate
+            return self.engine.answer(sample), self.engine.logprob(sample) if scored else None
 
-    def read(self, task: TextTask, window: Window) -> Record:
-        raise ValueError(f"{task.name} needs the model's losses, which servers do not return. Use retrieval tasks.")
+        # One stream, so that requests overlap across batches.
+        samples = (sample for rows in batches for row in rows for sample in row)
+        for sample, (text, logprob) in self.engine.each(samples, asked):
+            yield [(sample, outcome(sample, text, logprob))]
+
+
+def refuse_cost(texts: Iterable[TextTask]) -> None:
+    """Raise ValueError for a task that measures transformers itself."""
+    if any(isinstance(task, Cost) for task in texts):
+        raise ValueError(
+            "cost measures the time and memory of a model in transformers, not of a server or vLLM. Drop it from "
+            "--tasks, or evaluate the checkpoint without --server and --backend."
+        )
 
 
 def compared_variants(

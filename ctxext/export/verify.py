@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from jaxtyping import Float64
 from torch import Tensor
 
 from ctxext.export.gguf import check_magic
@@ -34,6 +33,15 @@ from ctxext.export.probe import (
     passkey_prompt,
     probe_beside,
     read_probe,
+)
+from ctxext.export.served import (
+    NoLogprobs,
+    completion_of,
+    prompt_scores,
+    served_scores,
+    token_scores,
+    tokens_read,
+    truncated,
 )
 from ctxext.extension.metadata_file import RECORD, read_record
 from ctxext.extension.method_file import PROBE
@@ -167,22 +175,7 @@ def verify(
             f"the extended model does not find a passkey in a text of {length} tokens, so only usage.prompt_tokens can "
             "reveal truncation"
         )
-    if read.far_unextended:
-        if length == 0 or engine.tail is None:
-            raise ValueError(
-                f"{read.summary} may change nothing in a short text, and {engine.name} was sent no long one. Serve at "
-                f"least {min(read.far)} tokens, take token ids as prompts, or raise far."
-            )
-        say(f"reading a text of {length} tokens")
-        verdict = judge_by_length(
-            read, engine.logprobs(read.input_ids), length, engine.tail(read.far_ids(length)), noise
-        )
-    else:
-        verdict = judge(read, engine.logprobs(read.input_ids), noise, engine.asked)
-        if verdict.is_live and length > 0:
-            assert engine.tail is not None
-            say(f"reading a text of {length:,} tokens, near the target: minutes on a CPU if long (--far 0 skips it)")
-            verdict = judge_far(read, verdict, length, engine.tail(read.far_ids(length)))
+    verdict = judge_engine(read, engine, length, noise, say)
     if verdict.is_live and far and length < min(far, engine.limit):
         notes.append(f"the probe has long texts of {lengths} tokens, so far={far} tested {verdict.asked_to}")
     if verdict.is_live and verdict.asked_to < read.target_length:
@@ -197,8 +190,38 @@ def verify(
     return Verification(engine.name, where, read, verdict, tuple(notes))
 
 
+def judge_engine(
+    probe: Probe,
+    engine: Probed,
+    length: int,
+    noise: float | None = None,
+    say: Callable[[str], None] = lambda line: None,
+) -> Verdict:
+    """The verdict by log-probabilities of the probe's short text, and of its long text of `length` tokens; 0 for none.
+
+    Raises:
+        ValueError: the extension may change nothing in a short text, and there is no long one; or as `judge`.
+    """
+    assert engine.logprobs is not None
+    if probe.far_unextended:
+        if length == 0 or engine.tail is None:
+            raise ValueError(
+                f"{probe.summary} may change nothing in a short text, and {engine.name} was sent no long one. Serve at "
+                f"least {min(probe.far)} tokens, take token ids as prompts, or raise far."
+            )
+        say(f"reading a text of {length} tokens")
+        short, tail = engine.logprobs(probe.input_ids), engine.tail(probe.far_ids(length))
+        return judge_by_length(probe, short, length, tail, noise)
+    verdict = judge(probe, engine.logprobs(probe.input_ids), noise, engine.asked)
+    if verdict.is_live and length > 0:
+        assert engine.tail is not None
+        say(f"reading a text of {length:,} tokens, near the target: minutes on a CPU if long (--far 0 skips it)")
+        verdict = judge_far(probe, verdict, length, engine.tail(probe.far_ids(length)))
+    return verdict
+
+
 @dataclass(frozen=True)
-class _Engine:
+class Probed:
     """A model in an engine. A new engine is a function that returns one of these.
 
     Attributes:
@@ -222,7 +245,7 @@ def _is_probe(path: Path) -> bool:
     return False
 
 
-def _missing(engine: _Engine, what: str, wanted: int) -> str:
+def _missing(engine: Probed, what: str, wanted: int) -> str:
     """Why `engine` cannot be tested up to `wanted` tokens, and the remedy; empty if it can."""
     if engine.limit < wanted:
         return f"{what} stops at {engine.limit:,} of {wanted:,} tokens. Serve the whole length"
@@ -236,7 +259,7 @@ def _missing(engine: _Engine, what: str, wanted: int) -> str:
 
 def _plain_transformers(
     folder: Path, path: Path | None, far: int | None, say: Callable[[str], None]
-) -> tuple[Probe, _Engine]:
+) -> tuple[Probe, Probed]:
     """The model as plain transformers loads it, and its probe."""
     import transformers
 
@@ -268,7 +291,7 @@ def _plain_transformers(
         )
     probe = make_probe(model, tokenizer, far=far) if path is None else read_probe(path)
     tokens = tokenizer(probe.text)["input_ids"]
-    return probe, _Engine(
+    return probe, Probed(
         name=by,
         logprobs=lambda ids: logprobs_of(model, ids),
         tail=lambda ids: logprobs_of(model, ids, 256)[-FAR_TOKENS:],
@@ -295,13 +318,13 @@ def _checked_tokens(probe: Probe, ids: Sequence[int], vocab_size: int) -> tuple[
 # ------------------------------------------------------------------------------------ llama.cpp
 
 
-def _llama_cpp(path: Path, probe: Probe, far: int | None, say: Callable[[str], None]) -> _Engine:
+def _llama_cpp(path: Path, probe: Probe, far: int | None, say: Callable[[str], None]) -> Probed:
     from ctxext.export.llama_cpp import GGUFModel
 
     say(f"loading {path} with llama.cpp")
     model = GGUFModel(path, n_ctx=max(512, len(probe.input_ids) + 1, probe.far_length(far)))
     say("reading the probe")
-    return _Engine(
+    return Probed(
         name="llama.cpp",
         logprobs=model.logprobs,
         tail=lambda ids: model.logprobs(ids, len(ids) - FAR_TOKENS),
@@ -317,11 +340,7 @@ def _llama_cpp(path: Path, probe: Probe, far: int | None, say: Callable[[str], N
 MAX_ANSWER = 400
 
 
-class NoLogprobs(ValueError):
-    """The server refuses to return log-probabilities in one of the known forms, or ignores the request for them."""
-
-
-def _server(endpoint: Endpoint, probe: Probe) -> _Engine:
+def _server(endpoint: Endpoint, probe: Probe) -> Probed:
     owner = endpoint.card.get("owned_by")
     served: Any = endpoint.card.get("max_model_len")  # of vLLM and SGLang
     known: dict[str, Any] = {
@@ -334,7 +353,7 @@ def _server(endpoint: Endpoint, probe: Probe) -> _Engine:
 
     def tail(ids: Sequence[int]) -> Tensor:
         try:
-            return _tail(endpoint, list(ids))
+            return _tail(endpoint, ids)
         except (ValueError, RuntimeError) as error:
             raise type(error)(
                 f"live in a short text, but a request of {len(ids)} tokens failed: {error} If the server is meant to "
@@ -342,153 +361,21 @@ def _server(endpoint: Endpoint, probe: Probe) -> _Engine:
             ) from error
 
     with suppress(NoLogprobs):
-        found = served_logprobs(endpoint, probe.input_ids)
-        return _Engine(logprobs=lambda ids: found, tail=tail, notes=notes, **known)
+        found = served_scores(endpoint, probe.input_ids).logprobs
+        return Probed(logprobs=lambda ids: found, tail=tail, notes=notes, **known)
     with suppress(NoLogprobs):
         by_text, asked = _by_text(endpoint, probe)
         notes += ("the server takes no token ids, so only the short text was sent",)
-        return _Engine(logprobs=lambda ids: by_text, tail=None, asked=asked, notes=notes, **known)
-    return _Engine(logprobs=None, tail=None, notes=notes, **known)
+        return Probed(logprobs=lambda ids: by_text, tail=None, asked=asked, notes=notes, **known)
+    return Probed(logprobs=None, tail=None, notes=notes, **known)
 
 
-def served_logprobs(endpoint: Endpoint, input_ids: Sequence[int]) -> Float64[Tensor, " token"]:
-    """log p(input_ids[k] | input_ids[:k]) for k >= 1 under a served model, in nats, by /v1/completions.
-
-    One request if the server returns log-probabilities of prompts: vLLM with `prompt_logprobs`, SGLang and OpenAI's
-    first models with `echo`. Others, such as llama.cpp's server, get one request per token: a logit bias forces the
-    true token, and the reported log-probability is the one before the bias.
-
-    Raises:
-        NoLogprobs: the server returns none of these.
-        ValueError: it returns those of other tokens, or reads fewer tokens than were sent.
-        ConnectionError, TimeoutError, PermissionError, RuntimeError: as in `Endpoint.call`.
-    """
-    ids = list(input_ids)
-    found = _of_a_prompt(endpoint, ids)
-    return _drawn(endpoint, ids, len(ids) - 1) if found is None else found
-
-
-def _tail(endpoint: Endpoint, ids: list[int]) -> Tensor:
-    """One request per token if possible, as with a prefix cache the prompt is read once: for log-probabilities of a
-    whole prompt, a server would compute logits of the whole vocabulary at every position."""
-    try:
-        return _drawn(endpoint, ids, FAR_TOKENS)
-    except NoLogprobs:
-        found = _of_a_prompt(endpoint, ids)
-        if found is None:
-            raise
-        return found[-FAR_TOKENS:]
-
-
-def _of_a_prompt(endpoint: Endpoint, ids: list[int]) -> Tensor | None:
-    """Those of a whole prompt, in one request; None if the server does not return them."""
-    forms: tuple[tuple[dict[str, Any], Callable[..., list[float] | None]], ...] = (
-        ({"prompt_logprobs": 1}, _prompt_logprobs),
-        ({"echo": True, "logprobs": 1}, _echoed_logprobs),
-    )
-    for form, read in forms:
-        try:
-            choice = _choice(endpoint, ids, form)
-        except NoLogprobs:  # a server without this feature rejects the next form as well
-            continue
-        found = read(choice, ids)
-        if found == []:
-            raise ValueError(
-                f"{endpoint.url} returned log-probabilities of other tokens than the {len(ids)} sent. "
-                "Check that it serves this model with its own tokenizer."
-            )
-        if found is not None:
-            return torch.tensor(found, dtype=torch.float64)
-    return None
-
-
-def _drawn(endpoint: Endpoint, ids: list[int], n: int) -> Tensor:
-    """Those of the last `n` tokens, one request each."""
-    values = [_drawn_logprob(endpoint, ids[:k], ids[k]) for k in range(len(ids) - n, len(ids))]
-    if min(values) > -1e-3:
-        raise NoLogprobs(
-            f"{endpoint.url} returns log-probabilities computed after sampling, not the model's own. "
-            "Serve it with vLLM, SGLang or llama.cpp, or verify the file: ctxext verify model.gguf."
-        )
-    return torch.tensor(values, dtype=torch.float64)
-
-
-def _choice(endpoint: Endpoint, prompt: list[int] | str, form: dict[str, Any]) -> dict[str, Any]:
-    """The completion of a prompt, as `form` asks for it.
-
-    Raises:
-        NoLogprobs: the server refuses the request, or returns no completion.
-        ValueError: it reads fewer tokens than were sent.
-    """
-    body = {"model": endpoint.name, "prompt": prompt, "max_tokens": 1, "temperature": 0, **form}
-    try:
-        completion = endpoint.call("completions", body, "the log-probabilities of a prompt")
-    except ValueError as error:
-        raise NoLogprobs(str(error)) from error
-    choices = completion.get("choices")
-    if not (isinstance(choices, list) and choices and isinstance(choices[0], dict)):
-        raise NoLogprobs(f"{endpoint.url}/v1/completions returned no completion. Is it an OpenAI-compatible server?")
-    n_read = _tokens_read(completion)
-    if isinstance(prompt, list) and n_read is not None and n_read < len(prompt):
-        raise ValueError(_truncated(endpoint, n_read, f"{len(prompt)}"))
-    return {**choices[0], "n_read": n_read}
-
-
-def _tokens_read(completion: dict[str, Any]) -> int | None:
-    usage = completion.get("usage")
-    n_read = usage.get("prompt_tokens") if isinstance(usage, dict) else None
-    return n_read if is_count(n_read, 1) else None
-
-
-def _truncated(endpoint: Endpoint, n_read: int, sent: str) -> str:
-    return (
-        f"{endpoint.url} read {n_read} of {sent} tokens: it truncates prompts. Serve a longer context (vLLM: "
-        "--max-model-len, llama.cpp: -c, Ollama: OLLAMA_CONTEXT_LENGTH), or verify a shorter one with --far."
-    )
-
-
-# Both return None if the answer has another form, and an empty list if its tokens differ. An extra token is a BOS that
-# the server adds.
-def _prompt_logprobs(choice: dict[str, Any], ids: list[int]) -> list[float] | None:
-    """vLLM: for each prompt token, the likely tokens and itself, by id; null for the first."""
-    given = choice.get("prompt_logprobs")
-    if given is None:
-        return None
-    with suppress(KeyError, TypeError, ValueError):
-        added = len(given) - len(ids)
-        if added in (0, 1):
-            return [float(entry[str(token)]["logprob"]) for entry, token in zip(given[1 + added :], ids[1:])]
-    return []
-
-
-def _echoed_logprobs(choice: dict[str, Any], ids: list[int]) -> list[float] | None:
-    """SGLang: the prompt's, then the new token's; null for the first."""
-    scores = choice.get("logprobs")
-    given = scores.get("token_logprobs") if isinstance(scores, dict) else None
-    if not isinstance(given, list) or len(given) < len(ids):  # only of the new token
-        return None
-    with suppress(TypeError, ValueError):
-        added = max(0, len(given) - len(ids) - 1)
-        if added in (0, 1):
-            return [float(value) for value in given[1 + added : len(ids) + added]]
-    return []
-
-
-def _drawn_logprob(endpoint: Endpoint, prompt: list[int], token: int) -> float:
-    form = {"logprobs": 1, "logit_bias": {str(token): 100}, "return_tokens_as_token_ids": True}
-    choice = _choice(endpoint, prompt, form)
-    drawn: dict[str, Any] = {}
-    with suppress(KeyError, TypeError, IndexError, ValueError):  # llama.cpp
-        drawn = dict(choice["logprobs"]["content"][0])
-    with suppress(KeyError, TypeError, IndexError):  # vLLM
-        if choice["logprobs"]["tokens"][0] == f"token_id:{token}":
-            drawn = {"id": token, "logprob": choice["logprobs"]["token_logprobs"][0]}
-    if drawn.get("id") != token or not isinstance(drawn.get("logprob"), float):
-        raise NoLogprobs(
-            f"{endpoint.url} returns no prompt log-probabilities in the format of vLLM, SGLang or "
-            "llama.cpp. Serve the model with one of these, or verify its folder or file instead."
-        )
-    return float(drawn["logprob"])
+def _tail(endpoint: Endpoint, ids: Sequence[int]) -> Tensor:
+    """One request per token if possible: for log-probabilities of a whole prompt, a server would compute logits of the
+    whole vocabulary at every position."""
+    with suppress(NoLogprobs):
+        return token_scores(endpoint, ids, FAR_TOKENS).logprobs
+    return prompt_scores(endpoint, ids).logprobs[-FAR_TOKENS:]
 
 
 # ---------------------------------------------------------------------- servers that take text only
@@ -519,7 +406,7 @@ def _unbiased(endpoint: Endpoint, probe: Probe, k: int) -> float:
     token, prompt = probe.input_ids[k], probe.text[: probe.cuts[k - 1]]
     bias = 3 - probe.expected["extended"][k - 1]  # as large as needed: q must differ from 1
     for _ in range(4):
-        choice = _choice(endpoint, prompt, {"logprobs": True, "logit_bias": {str(token): bias}})
+        choice = completion_of(endpoint, prompt, {"logprobs": True, "logit_bias": {str(token): bias}})
         if choice["n_read"] not in (None, k, k + 1):  # with a BOS that the server adds
             raise ValueError(
                 f"{endpoint.url} reads {choice['n_read']} tokens where this model has {k}: it serves another model or "
@@ -565,7 +452,7 @@ def _passkeys(
             prompt, key = passkey_prompt(probe.text, int(length * per_token), trial)
             answer, n_read = _ask(endpoint, prompt)
             if n_read < 0.75 * length:
-                raise ValueError(_truncated(endpoint, n_read, f"about {length}"))
+                raise ValueError(truncated(endpoint, n_read, f"about {length}"))
             hits += key in answer
         found.append(hits)
     return (lengths[0], found[0]), (lengths[1], found[1])
@@ -575,7 +462,7 @@ def _ask(endpoint: Endpoint, prompt: str) -> tuple[str, int]:
     """The continuation of a text, and the tokens read."""
     body = {"model": endpoint.name, "prompt": prompt, "max_tokens": 12, "temperature": 0}
     completion = endpoint.call("completions", body, f"a prompt of {len(prompt)} characters")
-    n_read = _tokens_read(completion)
+    n_read = tokens_read(completion)
     try:
         answer = completion["choices"][0]["text"]
     except (KeyError, IndexError, TypeError):

@@ -72,6 +72,10 @@ class LongRoPE2Settings:
         """The number of rows of `target` tokens per evaluation."""
         return self.rows or min(MOST_ROWS, max(FEWEST_ROWS, TOKENS // target))
 
+    def tokens(self, trained: int, target: int) -> int:
+        """Approximate tokens read by a search: the rows for YaRN and each candidate, and both finalists held out."""
+        return (self.evaluations + 1) * self.rows_at(target) * target + 2 * PASSKEYS.tokens_to_try(trained, target)
+
 
 def critical_pairs(rope: RopeGeometry) -> range:
     """The pairs that may be critical: from the first with at most TURNS turns within the trained length to the first

@@ -531,9 +531,11 @@ def _measured(results: Results, method: ContextMethod, known: set[str | None], n
         perplexities = [summary.perplexity(name, length, after) for name in columns]
         rows.append((f"perplexity, positions {after + 1:,}–{length:,}", perplexities))
     gate, regression = summary.gate(variant), None
-    if gate.loss is not None and gate.agreement is not None:
-        differ = in_percent(1 - gate.agreement.value, 1)
-        regression = f"{nats(gate.loss)}; a different most likely token at {differ}% of positions"
+    if gate.loss is not None:
+        regression = nats(gate.loss)
+        if gate.agreement is not None:
+            differ = in_percent(1 - gate.agreement.value, 1)
+            regression += f"; a different most likely token at {differ}% of positions"
     identity = results.header.identity
     with_what = {name: identity[name] for name in ("text", "dtype", "ctxext", "torch", "transformers")}
     return {"columns": [label(name) for name in columns], "rows": rows, "regression": regression, "with": with_what}

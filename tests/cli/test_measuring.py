@@ -18,11 +18,12 @@ from unittest.mock import patch
 
 import numpy as np
 import pytest
+import torch
 from families import tiny_config, tiny_model
 from live_server import CHAT_TEMPLATE, LiveServer
 from rich.console import Console
 from survey.small import small_model
-from transformers import AutoConfig, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from typer.main import get_command
 
 from ctxext import YaRN, __version__, extend_config
@@ -31,6 +32,7 @@ from ctxext.cli import app, commands, measuring
 from ctxext.cli.fit import fit_table
 from ctxext.evals.engine import Engine
 from ctxext.evals.needle import Passkey
+from ctxext.evals.perplexity import unpacked
 from ctxext.evals.results import read_results
 from ctxext.evals.screen import print_summary
 from ctxext.evals.summary import Summary
@@ -599,7 +601,7 @@ def test_figures_of_files_of_one_name_stand_side_by_side(compared: tuple[Path, O
 # --------------------------------------------------------------------------------------------------- the server
 
 # Keys are found and needles are not, by so small a model.
-ASKED = ("--tasks", "passkey,needle", "--lengths", "96,384", "--depths", "2", "--trials", "2")
+ASKED = ("--tasks", "passkey,needle", "--lengths", "96,384", "--depths", "2", "--trials", "2", "--generate")
 
 
 @pytest.fixture(scope="module")
@@ -615,7 +617,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.slow
 def test_a_server_gives_what_the_model_gives_here(served: Path, tmp_path: Path) -> None:
     local = tmp_path / "results.jsonl"
-    assert ctxext("eval", MODEL, "--generate", *ASKED, "-o", local).code == 0
+    assert ctxext("eval", MODEL, *ASKED, "-o", local).code == 0
     assert {r["hit"] for r in lines(local)[1]} == {True, False}
     here, there = ([{**record, "variant": "", "checksum": ""} for record in lines(path)[1]] for path in (local, served))
     assert here == there
@@ -627,7 +629,7 @@ def test_a_server_is_given_the_room_that_its_style_needs(style: str, tokens: int
     tokenizer.chat_template = CHAT_TEMPLATE
     shutil.copytree(MODEL, tmp_path / "model", ignore=shutil.ignore_patterns("*.safetensors"))
     tokenizer.save_pretrained(tmp_path / "model")
-    one = ("--lengths", "2k", "--depths", "1", "--trials", "1", "--beyond")
+    one = ("--lengths", "2k", "--depths", "1", "--trials", "1", "--beyond", "--generate")
     with LiveServer(chat_template=CHAT_TEMPLATE) as server:
         command = ("eval", tmp_path / "model", "--server", server.url, "--style", style, *PASSKEY, *one)
         ctxext(*command, "-o", tmp_path / "results.jsonl")  # refused there, as it is too long for this model
@@ -655,6 +657,45 @@ def test_what_a_server_answered_before_it_failed_is_kept(
     assert len(server.requests) == 16 - len(answered)
     assert path.read_bytes() == served.read_bytes()
     assert [file.name for file in tmp_path.iterdir()] == ["results.jsonl"]
+
+
+@pytest.mark.slow
+def test_a_server_s_losses_are_those_measured_here(based: tuple[Path, Outcome], tmp_path: Path) -> None:
+    """Perplexity, the short-context regression against a server of the baseline, and the log-probability of answers,
+    in float32."""
+    extended, paths = based[0].parent / "austen-2k", [tmp_path / name for name in ("here.jsonl", "there.jsonl")]
+    model = AutoModelForCausalLM.from_pretrained(extended, dtype=torch.float32).eval()
+    tasks = ("--tasks", "passkey,perplexity,sliding_perplexity,short", "--setting", "sliding_perplexity.stride=300")
+    grid = (*tasks, "--lengths", "600", "--depths", "1", "--trials", "1", "--windows", "2")
+    with (
+        LiveServer(prompt_scores="vllm") as base,
+        LiveServer(model=model, max_length=2048, prompt_scores="vllm", names=("austen-2k",)) as server,
+    ):
+        where = {MODEL: (), base.url: ("--server", server.url)}
+        for path, (baseline, served) in zip(paths, where.items()):
+            outcome = ctxext("eval", extended, "--base", baseline, *served, *grid, "-o", path)
+            assert outcome.code == 0, outcome.err
+    here, there = ({(r["variant"], r["key"]): r for r in lines(path)[1]} for path in paths)
+    assert here.keys() == there.keys()
+    assert Counter(r["task"] for r in here.values()) == {
+        "passkey": 3, "perplexity": 2, "short": 4, "sliding_perplexity": 2,
+    }  # fmt: skip
+    for key, own in here.items():
+        if own["task"] == "passkey":
+            assert (own["got"], own["hit"]) == (there[key]["got"], there[key]["hit"])
+            assert there[key]["logprob"] == pytest.approx(own["logprob"], abs=1e-3)
+        else:
+            apart = unpacked(own, "losses") - unpacked(there[key], "losses")
+            assert abs(apart).max() < 1e-4
+            assert own.get("top1") == there[key].get("top1")
+
+
+def test_a_server_without_log_probabilities_is_refused_before_the_run(server: LiveServer, tmp_path: Path) -> None:
+    outcome = ctxext("eval", MODEL, *PERPLEXITY, *SMALL, "--server", server.url, "-o", tmp_path / "results.jsonl")
+    assert_remedy(outcome, "perplexity needs log-probabilities .* does not return .*or use retrieval tasks")
+    assert [*tmp_path.iterdir()] == []
+    assert {body["max_tokens"] for _, body in server.requests} == {1}
+    server.requests.clear()
 
 
 def break_after(n: int, server: LiveServer, end: str) -> list[str]:
@@ -725,10 +766,20 @@ REMEDIES = {
     "a method that is a results file": ((*PASSKEY, *SMALL, "--method", "based.jsonl"), "based.jsonl is not a method"),
     "no chat template": ((*PASSKEY, *SMALL, "--style", "chat"), "--style chat needs .*Use --style base"),
     "a server without a scheme": ((*PASSKEY, *SMALL, "--server", "localhost:9"), "--server must begin with http"),
-    "losses of a server": ((*PERPLEXITY, *SMALL, "--server", "SERVER"), "perplexity needs .*Use only retrieval tasks"),
     "minutes of a server": ((*PASSKEY, *SMALL, "--server", "SERVER", "--quick"), "--minutes and --quick measure one"),
     "no minutes": ((*PASSKEY, *SMALL, "--minutes", "0"), "--minutes must be a finite number > 0, got 0.0"),
-    "cost of a server": (("--tasks", "cost", *SMALL, "--server", "SERVER"), "cost needs the model's losses or its"),
+    "cost of a server": (("--tasks", "cost", *SMALL, "--server", "SERVER"), "cost measures .* Drop it from --tasks"),
+    "an unknown backend": ((*PASSKEY, *SMALL, "--backend", "vlm"), "unknown --backend 'vlm'; did you mean 'vllm'?"),
+    "vLLM that is not installed": ((*PASSKEY, *SMALL, "--backend", "vllm"), "not installed: pip install vllm"),
+    "vLLM and a method": ((*PASSKEY, *SMALL, "--backend", "vllm", "--method", "yarn"), "Extend it first: ctxext ext"),
+    "vLLM and a server": ((*PASSKEY, *SMALL, "--backend", "vllm", "--server", "SERVER"), "Drop it, or --backend"),
+    "vLLM and a device": ((*PASSKEY, *SMALL, "--backend", "vllm", "--device", "cpu"), "--device is for transformers"),
+    "vLLM beyond the config": ((*PASSKEY, *SMALL, "--backend", "vllm", "--beyond"), "Drop --beyond, or use --backend"),
+    "minutes of vLLM": ((*PASSKEY, *SMALL, "--backend", "vllm", "--quick"), "--minutes and --quick measure one"),
+    "an option of no backend": ((*PASSKEY, *SMALL, "--backend-option", "seed=1"), "Pass --backend vllm, or drop it"),
+    "an option without value": ((*PASSKEY, *SMALL, "--backend", "vllm", "--backend-option", "seed"), "NAME=VALUE"),
+    "a server and a checkpoint": (("--tasks", "short", *SMALL, "--server", "SERVER", "--base", MODEL),
+                                  "--base is the URL of a server with --server, .* got "),
     "no server": ((*PASSKEY, *SMALL, "--server", "http://localhost:1"), "Start the server"),
     "results of another seed": ((*PASSKEY, *SMALL, "--seed", "1", "-o", "based.jsonl"),
                                 r"other measurements \(seed: 0 → 1\)\. Pass another file"),

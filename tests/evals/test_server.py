@@ -13,10 +13,12 @@ from live_server import CHAT_TEMPLATE, Fault, LiveServer
 from transformers import AutoTokenizer
 
 from ctxext.assets import MODEL, PERSUASION
+from ctxext.evals.engine import Engine
 from ctxext.evals.haystack import Haystack
 from ctxext.evals.prompts import Prompter
 from ctxext.evals.samples import Place, Sample, make_task
 from ctxext.evals.server import ServedModel
+from ctxext.export.served import NoLogprobs
 from ctxext.utils import endpoint as client
 
 
@@ -57,6 +59,7 @@ def live(shared: LiveServer) -> LiveServer:
     fresh = LiveServer.__dataclass_fields__
     for name in ("extra_token", "thought", "reasoning_field", "repetition_penalty", "refused_fields", "usage", "peak"):
         setattr(shared, name, fresh[name].default)
+    shared.prompt_scores = ""
     shared.api_key, shared.names = None, ("austen-4m",)
     shared.requests.clear()
     shared.faults.clear()
@@ -108,6 +111,34 @@ def test_answers_do_not_depend_on_concurrency(live: LiveServer, samples: list[Sa
     assert together == serial
     assert len(serial) == 8
     assert live.peak == 3
+
+
+@pytest.mark.parametrize("form", ["vllm", "sglang"])
+def test_a_served_model_scores_text_as_the_model_itself(live: LiveServer, form: str) -> None:
+    """Also a text that leaves no room for an answer; SGLang does not say which tokens are the most likely."""
+    live.prompt_scores, served = form, ServedModel(live.url, style="base")
+    served.check_scores(range(5, 21))
+    for length in (200, 512) if form == "vllm" else (200,):
+        ids = [5 + (7 * k) % 4000 for k in range(length)]
+        here, there = Engine(live.model).losses(ids), served.losses(ids)
+        assert (here.losses - there.losses).abs().max() < 1e-4
+        assert (there.top1 is None) == (form == "sglang")
+        assert form == "sglang" or here.top1.equal(there.top1)
+
+
+@pytest.mark.parametrize("form", ["vllm", "sglang"])
+def test_right_answers_are_scored_as_under_teacher_forcing(live: LiveServer, samples: list[Sample], form: str) -> None:
+    live.prompt_scores, served = form, ServedModel(live.url, style="base")
+    served.check_scores(range(5, 21))
+    ((sample, forced),) = Engine(live.model).forced([samples[:1]])
+    assert served.logprob(sample) == pytest.approx(float(forced.logprobs.sum()), abs=1e-3)
+
+
+def test_a_server_without_log_probabilities_is_told_from_one_with(live: LiveServer) -> None:
+    served = ServedModel(live.url, style="base")
+    with pytest.raises(NoLogprobs, match="returns no prompt log-probabilities in the format"):
+        served.check_scores(range(5, 21))
+    assert not served.scores
 
 
 def test_samples_are_drawn_only_as_fast_as_they_are_answered(live: LiveServer, samples: list[Sample]) -> None:

@@ -182,3 +182,20 @@ def test_prompts_whose_texts_overlap_count_as_one() -> None:
             record["start"] = record["trial"] * 7777 % held
         assert made.test("a", "none", ["passkey"], [1024]).clusters == apart
     assert made.pooled("a", ["passkey"], [512, 1024]).low < alone.low
+
+
+def test_a_server_that_returns_no_most_likely_tokens_leaves_the_regression_of_the_loss() -> None:
+    made = summary({"none": 0.0, "a": 1.0}, {})
+    for variant, loss in (("none", 4.0), ("a", 4.25)):
+        for window in range(12):
+            values = torch.full((511,), loss + 0.01 * window)
+            place = {"task": "short", "length": 512, "depth": None, "trial": window, "seed": 0}
+            texts = {"tokens": 511, "bytes": 2000, "loss": values.double().mean().item(), **packed(losses=values)}
+            made.records.append({"variant": variant, "key": f"short {window}", **place, **texts})
+    header = replace(made.header, tasks={**made.header.tasks, "short": {}})
+    read = Summary(Results(Path("results.jsonl"), header, made.records))
+    gate = read.gate("a")
+    assert gate.loss is not None
+    assert gate.loss.value == pytest.approx(0.25)
+    assert gate.agreement is None
+    assert "regression of a is +0.250 nats per token." in recommended(read).text

@@ -31,7 +31,8 @@ from ctxext.evals.samples import make_task
 from ctxext.evals.server import ServedModel
 from ctxext.export.probe import logprobs_of, make_probe
 from ctxext.export.serve import make_app
-from ctxext.export.verify import served_logprobs, verify
+from ctxext.export.served import served_scores
+from ctxext.export.verify import verify
 from ctxext.hub.checkpoint import extend_folder, load_tokenizer
 from ctxext.utils.endpoint import Endpoint
 
@@ -82,7 +83,7 @@ def test_the_only_model_is_listed_with_its_maximum_length(url: str) -> None:
 
 
 def test_log_probabilities_are_those_of_the_extended_model(url: str, folder: Path) -> None:
-    served = served_logprobs(Endpoint(url), IDS)
+    served = served_scores(Endpoint(url), IDS).logprobs
     extended = logprobs_of(ctxext.load(folder, dtype=torch.float32), IDS)
     unextended = logprobs_of(ctxext.load(MODEL, dtype=torch.float32), IDS)
     assert (served - extended).abs().max() < 1e-4
@@ -304,6 +305,14 @@ def test_eval_gets_the_extended_model_s_answers(url: str, folder: Path) -> None:
     assert [sample.score(answer) for sample, answer in served.answers(samples)] == [1.0] * 4
 
 
+def test_eval_scores_text_as_the_extended_model(url: str, folder: Path) -> None:
+    """Also a text of the maximum length, which leaves no room for a generated token."""
+    served, model = ServedModel(url, style="base"), ctxext.load(folder, dtype=torch.float32)
+    served.check_scores(IDS[:16])
+    for ids in (IDS, [5 + (7 * k) % 4000 for k in range(1024)]):
+        assert (served.losses(ids).losses.double() + logprobs_of(model, ids)).abs().max() < 1e-4
+
+
 def test_verify_says_applied(url: str, folder: Path) -> None:
     make_probe(ctxext.load(folder, dtype=torch.float32), load_tokenizer(folder)).save(folder.parent / "verify.json")
     verdict = verify(url, folder.parent / "verify.json").verdict
@@ -472,7 +481,7 @@ def test_every_kind_of_method_is_served(method: str) -> None:
             with pytest.raises(ValueError, match="its frequencies depend on the whole call"):
                 Endpoint(url).call("completions", asked)
         else:
-            assert (served_logprobs(Endpoint(url), IDS) - logprobs_of(model, IDS)).abs().max() < 1e-4
+            assert (served_scores(Endpoint(url), IDS).logprobs - logprobs_of(model, IDS)).abs().max() < 1e-4
         text = completion(url, prompt=IDS, max_tokens=4)["choices"][0]["text"]
         cached = method != "transformers_dynamic"
         new = model.generate(torch.tensor([IDS]), max_new_tokens=4, do_sample=False, use_cache=cached)[0, 700:]

@@ -28,6 +28,8 @@ from ctxext import extend_context, restore_context
 from ctxext.assets import MODEL
 from ctxext.cli import commands
 from ctxext.encodings.rope import RopeGeometry
+from ctxext.evals.engine import Engine
+from ctxext.evals.server import ServedModel
 from ctxext.export.gguf import write_gguf
 from ctxext.export.llama_cpp import GGUFModel
 from ctxext.export.probe import (
@@ -45,8 +47,9 @@ from ctxext.export.probe import (
     read_probe,
 )
 from ctxext.export.rules import export_for
-from ctxext.export.verify import served_logprobs, verify
-from ctxext.hub.checkpoint import extend_folder, read_config
+from ctxext.export.served import served_scores
+from ctxext.export.verify import verify
+from ctxext.hub.checkpoint import extend_folder, load_model, read_config
 from ctxext.methods import list_methods
 from ctxext.utils.endpoint import Endpoint
 
@@ -536,8 +539,22 @@ def test_llama_cpps_server_gives_over_http_what_llama_cpp_computes(folders: dict
     write_gguf(folders["extended"], tmp_path / "extended.gguf")
     ids = list(range(5, 45))
     with GGUFModel(tmp_path / "extended.gguf", n_ctx=512) as model:
-        served = served_logprobs(Endpoint(model._server.listening_address), ids)
+        served = served_scores(Endpoint(model._server.listening_address), ids).logprobs
         assert (served - model.logprobs(ids)).abs().max() < 1e-3
+
+
+def test_eval_reads_llama_cpps_server_token_by_token(folders: dict[str, Path], tmp_path: Path) -> None:
+    """In float32, as transformers reads the folder, with the most likely tokens."""
+    write_gguf(folders["extended"], tmp_path / "extended.gguf", "F32")
+    ids = list(range(5, 69))
+    with GGUFModel(tmp_path / "extended.gguf", n_ctx=512) as model:
+        served = ServedModel(model._server.listening_address, style="base")
+        served.check_scores(ids[:16])
+        there = served.losses(ids)
+    here = Engine(load_model(folders["extended"], dtype=torch.float32).eval()).losses(ids)
+    assert (here.losses - there.losses).abs().max() < 1e-3
+    assert there.top1 is not None
+    assert here.top1.equal(there.top1)
 
 
 def test_what_no_state_explains_is_no_match(probe: Probe, tokenizer) -> None:
@@ -730,7 +747,7 @@ def test_the_probe_of_another_vocabulary_is_refused(probe: Probe, tmp_path: Path
 def test_a_bos_that_a_server_adds_moves_no_token(form: str) -> None:
     model, ids = bundled(), list(range(5, 45))
     with LiveServer(model=model, prompt_scores=form, extra_token=True) as server:
-        served = served_logprobs(Endpoint(server.url), ids)
+        served = served_scores(Endpoint(server.url), ids).logprobs
         bos = server.tokenizer.bos_token_id
     assert torch.allclose(served, logprobs_of(model, [bos, *ids])[1:], atol=1e-3)
 
@@ -761,7 +778,7 @@ def test_an_answer_about_other_tokens_is_refused(answer: dict[str, Any]) -> None
         OddServer(answer=answer, prompt_scores="odd") as server,
         pytest.raises(ValueError, match="log-probabilities of other tokens"),
     ):
-        served_logprobs(Endpoint(server.url), range(5, 45))
+        served_scores(Endpoint(server.url), range(5, 45))
 
 
 @pytest.mark.parametrize("logprobs", [[], [1], {"content": []}, {"content": [7]}, {"token_logprobs": "words"}])
@@ -770,7 +787,7 @@ def test_an_answer_of_another_form_is_refused(logprobs: Any) -> None:
         OddServer(answer={"logprobs": logprobs}, prompt_scores="odd") as server,
         pytest.raises(ValueError, match="no prompt log-probabilities in the format"),
     ):
-        served_logprobs(Endpoint(server.url), range(5, 45))
+        served_scores(Endpoint(server.url), range(5, 45))
 
 
 def test_a_file_has_its_own_probe_beside_it(probe_file: Path, folders: dict[str, Path], tmp_path: Path) -> None:

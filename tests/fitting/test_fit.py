@@ -65,6 +65,8 @@ def desk(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (desk / "prose.txt").write_text(TEXT, encoding="utf-8")
     result = run("fit", desk / "model", "-o", desk / "fitted.json", "--text", desk / "prose.txt", *QUICK)
     assert result.exit_code == 0, result.stderr
+    assert re.search(rf"plan: up to 3 evaluations of \d+ texts? of {2 * LENGTH} tokens, by gradient", said(result))
+    assert re.search(r"tokens to read; a backward pass .* about .* on this machine: \d+ tokens took", said(result))
     assert "passkey loss" in " ".join(result.stderr.replace("┃", " ").split())
     return desk
 
@@ -88,6 +90,8 @@ def test_a_search_is_a_fit_by_another_name(desk: Path) -> None:
         *("--by", "longrope2", "--evaluations", 4, "--rows", 1),
     )
     assert result.exit_code == 0, said(result)
+    plan = rf"plan: up to 4 evaluations of 1 text of {2 * LENGTH} tokens, by longrope2 +[\d,]+ tokens to read +about "
+    assert re.search(plan, said(result))
     assert re.search(r"Critical dimension: [24], 6 in theory", said(result)) or "dimension: 6, 6 in" in said(result)
     method, about = read_saved(searched).method, read_saved(searched).about
     assert (about["by"], about["start"], about["settings"]["evaluations"]) == ("longrope2", "yarn", 4)

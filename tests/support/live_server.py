@@ -216,7 +216,12 @@ class LiveServer:
         likely = logprobs.argmax(-1).tolist()
         if self.prompt_scores == "vllm" and body.get("logprobs") and body.get("logit_bias"):
             (token,) = map(int, body["logit_bias"])  # drawn for sure; the score is from before the bias
-            choice["logprobs"] = {"tokens": [f"token_id:{token}"], "token_logprobs": [float(logprobs[-1, token])]}
+            top = {f"token_id:{i}": float(logprobs[-1, i]) for i in (token, likely[-1])}
+            choice["logprobs"] = {
+                "tokens": [f"token_id:{token}"],
+                "token_logprobs": [float(logprobs[-1, token])],
+                "top_logprobs": [top],
+            }
         if self.prompt_scores == "vllm" and body.get("prompt_logprobs") is not None:
             choice["prompt_logprobs"] = [None] + [
                 {str(i): {"logprob": float(row[i]), "rank": int((row > row[i]).sum()) + 1} for i in {best, token}}
