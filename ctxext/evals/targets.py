@@ -35,8 +35,9 @@ from ctxext.models.text_config import text_config_of
 from ctxext.utils.machine import machine
 
 if TYPE_CHECKING:
+    from typing import Self
+
     from transformers import PreTrainedConfig, PreTrainedModel
-    from typing_extensions import Self
 
 UNEXTENDED = "none"
 Rows = Sequence[Sequence[Sample]]
