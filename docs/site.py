@@ -34,6 +34,12 @@ PAGES = {
     "recipes/README.md": "recipes.md",
 }
 
+# What a page's comment `<!-- filter -->` becomes: a box for the tables below it, which filter.js shows and serves.
+FILTER = (
+    '<div class="table-filter" role="search" hidden><input type="search" placeholder="Filter the rows" '
+    'aria-label="Filter the rows of the tables below"><output></output></div>'
+)
+
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
     """Put every method's card into the navigation, in the order of the list of methods."""
@@ -69,7 +75,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
             return link[0]  # mkdocs reports it
         return public_link(link, path, REPOSITORY)
 
-    return LINK.sub(moved, markdown)
+    return LINK.sub(moved, markdown).replace("<!-- filter -->", FILTER)
 
 
 def on_post_build(config: MkDocsConfig) -> None:
