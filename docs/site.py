@@ -32,6 +32,12 @@ PAGES = {
 }
 NOTEBOOKS = {path.relative_to(ROOT).as_posix(): f"notebooks/{path.stem}.md" for path in ROOT.glob("notebooks/*.ipynb")}
 
+# What a page's comment `<!-- filter -->` becomes: a box for the tables below it, which filter.js shows and serves.
+FILTER = (
+    '<div class="table-filter" role="search" hidden><input type="search" placeholder="Filter the rows" '
+    'aria-label="Filter the rows of the tables below"><output></output></div>'
+)
+
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
     """Put every method's card into the navigation, in the order of the list of methods."""
@@ -73,7 +79,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
             return link[0]  # mkdocs reports it
         return public_link(link, path, REPOSITORY)
 
-    return LINK.sub(moved, markdown)
+    return LINK.sub(moved, markdown).replace("<!-- filter -->", FILTER)
 
 
 def on_post_build(config: MkDocsConfig) -> None:

@@ -79,6 +79,7 @@ def markdown(rows: Sequence[Row]) -> str:
         "Written by `make families`.",
         "\n".join(f"- *{verdict}*: {meaning}" for verdict, meaning in VERDICTS.items()),
         _table(counts(rows)),
+        "<!-- filter -->",  # docs/site.py
     ]
     for name in [line[0] for line in counts(rows)[1:-1]]:
         mine = [row for row in rows if _encoding(row) == name]
