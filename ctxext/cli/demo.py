@@ -48,10 +48,10 @@ def demo(
     windows: measuring.Windows = 48,
     seed: measuring.Seed = 0,
 ) -> None:
-    """Compare PI, NTK-aware, NTK-by-parts and YaRN with the unextended model, on real text."""
+    """Compare PI, NTK-aware, NTK-by-parts and YaRN with the unextended model on real text; save the recommended one."""
     require("eval")
     from ctxext.assets import MODEL
-    from ctxext.evals.choice import all_figures
+    from ctxext.evals.choice import all_figures, recommended
     from ctxext.evals.loading import load, load_text
     from ctxext.evals.plots import plot_overview
     from ctxext.evals.prompts import Prompter
@@ -100,9 +100,10 @@ def demo(
     (output / "summary.json").write_text(json.dumps(all_figures(summary), indent=1) + "\n")
     plot_overview(summary, output / "comparison.png")
     print_summary(summary)
-    difference = save_and_reload(loaded, tokenizer, factor, max(chosen), output)
+    method = recommended(summary).variant or "yarn"
+    difference = save_and_reload(loaded, tokenizer, factor, method, max(chosen), output)
     say(
-        f"YaRN ×{factor:g} saved to {output / 'yarn'} and loaded by plain transformers in a fresh process: "
+        f"{method} ×{factor:g} saved to {output / method} and loaded by plain transformers in a fresh process: "
         f"largest logit difference {difference:g}.\nFigure: {output / 'comparison.png'}; "
         f"Report with every sample: ctxext report {output / 'results.jsonl'}"
     )
@@ -111,21 +112,21 @@ def demo(
 
 
 def save_and_reload(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, factor: float, length: int, output: Path
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, factor: float, method: str, length: int, output: Path
 ) -> float:
-    """Save the model extended by YaRN; returns the largest logit difference to a plain reload in a fresh process."""
+    """Save the model extended; returns the largest logit difference to a plain reload in a fresh process."""
     import torch
 
     from ctxext.api import temporarily_extended
 
     ids = torch.randint(0, len(tokenizer), (1, min(length, 4096)), generator=torch.Generator().manual_seed(0))
     torch.save(ids, output / "ids.pt")
-    with temporarily_extended(model, factor, "yarn") as extended:
-        extended.save_pretrained(output / "yarn")
-        tokenizer.save_pretrained(output / "yarn")
+    with temporarily_extended(model, factor, method) as extended:
+        extended.save_pretrained(output / method)
+        tokenizer.save_pretrained(output / method)
         with torch.no_grad():
             live = extended(input_ids=ids).logits
-    files = [str(output / name) for name in ("yarn", "ids.pt", "logits.pt")]
+    files = [str(output / name) for name in (method, "ids.pt", "logits.pt")]
     subprocess.run([sys.executable, "-c", PLAIN_RELOAD, *files], check=True)
     difference = (torch.load(files[2], weights_only=True) - live).abs().max().item()
     for name in files[1:]:

@@ -1141,6 +1141,8 @@ def test_demo_compares_saves_and_reloads_without_ctxext(tmp_path: Path) -> None:
     assert set(printed(outcome.out)) == {"baseline", "pi", "ntk", "ntk_by_parts", "yarn"}
     assert any(path.suffix == ".png" for path in (tmp_path / "demo").iterdir())
     assert "largest logit difference 0." in outcome.said
+    (best,) = re.findall(r"^(?:Use|Best as measured:) (\w+)", outcome.out, re.M)
+    assert json.loads((tmp_path / "demo" / best / "config.json").read_text())["max_position_embeddings"] == 1024
     # A second run shows what it was asked for, though the file holds more.
     again = ctxext("demo", "--lengths", "512,1k", "--trials", "0", "--windows", "2", "-o", tmp_path / "demo")
     assert again.code == 0, again.err
