@@ -25,7 +25,6 @@ import argparse
 import math
 import shutil
 import time
-import warnings
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -56,7 +55,7 @@ from ctxext.training.throughput import Throughput, in_words
 from ctxext.training.trainable import check_rotary, trained_parameters
 from ctxext.utils.json_files import write_json
 from ctxext.utils.machine import machine, versions
-from ctxext.utils.screen import after_training, console
+from ctxext.utils.screen import after_training, console, hide_deprecations
 from ctxext.utils.values import counted
 
 
@@ -185,11 +184,11 @@ def main(arguments: list[str] | None = None) -> None:
         parser.add_argument(flag, action="store_true", help=f"{does}, and stop")
     parser.add_argument("changes", nargs="*", metavar="KEY=VALUE", help="config overrides, such as training.steps=100")
     args = parser.parse_args(arguments)
+    hide_deprecations()
     if args.estimate:
         return print(report(args.config, args.changes))
     stages = read_settings(args.config, args.changes)
     logging.disable_progress_bar()
-    warnings.filterwarnings("ignore", message=".*gradient_checkpointing", category=FutureWarning)
     precision = "bf16" if stages[0].training.precision == "bf16" else "no"
     tracked = {"log_with": stages[0].tracker, "project_dir": stages[0].output}
     accelerator = make_accelerator(stages[0].engine, mixed_precision=precision, **tracked)

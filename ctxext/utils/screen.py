@@ -1,11 +1,17 @@
 """The console for progress, notes and errors."""
 
 import shlex
+import warnings
 from pathlib import Path
 
 from rich.console import Console
 
 console = Console(stderr=True)
+
+
+def hide_deprecations() -> None:
+    """Keep off the screen that PEFT and accelerate use names that transformers renames in its version 6."""
+    warnings.filterwarnings("ignore", message=".*gradient_checkpointing", category=FutureWarning)
 
 
 def next_command(*words: object) -> str:

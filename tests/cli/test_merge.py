@@ -36,6 +36,7 @@ def test_the_merged_folder_has_the_asked_type_and_a_second_one_is_refused(tmp_pa
     done = run(tmp_path / "adapter", "--output", tmp_path / "merged", "--dtype", "bfloat16")
     assert done.returncode == 0, done.stderr
     assert "plain transformers loads it" in " ".join(done.stderr.split())
+    assert "Warning" not in done.stderr  # PEFT reads a name that transformers deprecates
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
     assert merged.dtype == torch.bfloat16
     assert merged.config.max_position_embeddings == 256
