@@ -129,6 +129,7 @@ def test_a_server_is_in_the_state_of_its_model(
 # ------------------------------------------------------------------- methods inside attention
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["self_extend", "dynamic_yarn"])
 def test_a_method_inside_attention_is_told_by_the_end_of_a_long_text(method: str, tmp_path: Path) -> None:
     extend_folder(MODEL, tmp_path / "model", 2, method, say=lambda line: None)
@@ -162,7 +163,9 @@ ROPE = [each for each in list_methods("rope") if not getattr(each, "of_the_call"
 
 
 @pytest.mark.parametrize("factor", [4, *(pytest.param(each, marks=pytest.mark.slow) for each in (2, 8))])
-@pytest.mark.parametrize("method", ROPE, ids=lambda each: each.name)
+@pytest.mark.parametrize(
+    "method", [pytest.param(each, id=each.name, marks=[pytest.mark.slow] * (each.name != "yarn")) for each in ROPE]
+)
 def test_every_method_is_applied_in_its_own_folder_and_ignored_by_the_unextended_model(
     method: Any, factor: int, tmp_path: Path
 ) -> None:
@@ -185,6 +188,7 @@ def as_served(state: str, folders: dict[str, Path]):
     return AutoModelForCausalLM.from_pretrained(folders[state]).eval()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("state", [*TOLD, "another model"])
 def test_a_server_that_takes_text_alone_is_in_the_state_of_its_model(
     state: str, folders: dict[str, Path], probe_file: Path
@@ -198,6 +202,7 @@ def test_a_server_that_takes_text_alone_is_in_the_state_of_its_model(
     assert answer.notes[0] == "the server takes no token ids, so only the short text was sent"
 
 
+@pytest.mark.slow
 def test_a_short_text_alone_is_applied_only_where_it_was_asked_for(folders: dict[str, Path], probe_file: Path) -> None:
     with LiveServer(model=as_served("extended", folders), max_length=2048, prompt_scores="mlx") as server:
         verdict = verify(server.url, probe_file).verdict
@@ -308,6 +313,7 @@ def test_a_server_that_truncates_prompts_is_named(form: str, twice: Path) -> Non
         verify(server.url, twice / "verify.json")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["yarn", "self_extend"])
 def test_a_long_text_truncated_at_either_end_is_told_by_its_last_tokens(method: str, tokenizer) -> None:
     model = extend_context(bundled(), 4, method)
@@ -330,6 +336,7 @@ def test_a_long_text_truncated_at_either_end_is_told_by_its_last_tokens(method: 
         assert judged(prompt[:kept]) != "applied"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["yarn", "pi"])
 def test_a_server_that_truncates_without_saying_so_is_not_live(method: str, tokenizer, tmp_path: Path) -> None:
     model = extend_context(bundled(), 2, method)
@@ -449,6 +456,7 @@ def test_llama_cpp_and_transformers_are_asked_near_the_target(twice: Path, tmp_p
         assert verdict.far_distance < 0.01
 
 
+@pytest.mark.slow
 def test_a_server_of_fewer_tokens_than_the_target_is_applied_as_far_as_tested(
     folders: dict[str, Path], probe_file: Path
 ) -> None:
@@ -477,6 +485,7 @@ def test_a_stated_limit_below_the_target_is_believed(stated: int, twice: Path) -
     assert f"the server stops at {stated} of 1,024 tokens" in verdict.reason
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stated", [0, -1, 2.5, True, "600", [600], 10**30])
 def test_a_stated_limit_that_is_no_length_does_not_spare_the_long_text(stated: Any, twice: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(twice).eval()
@@ -493,6 +502,7 @@ def test_a_stated_limit_that_is_no_length_does_not_spare_the_long_text(stated: A
         verify(server.url, twice / "verify.json")
 
 
+@pytest.mark.slow
 def test_a_method_inside_attention_is_applied_as_far_as_the_server_goes(tmp_path: Path) -> None:
     model = extend_context(bundled(), 4, "self_extend")
     make_probe(model, AutoTokenizer.from_pretrained(MODEL)).save(tmp_path / "verify.json")

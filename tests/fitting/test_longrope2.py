@@ -150,6 +150,7 @@ class Undertrained(torch.nn.Module):
         return angles.cos() * size, angles.sin() * size
 
 
+@pytest.mark.slow
 def test_the_critical_dimension_of_an_undertrained_twin_is_found() -> None:
     """Of the bundled model at ×2: its theoretical critical dimension, at which YaRN keeps to λ = factor, is 40."""
     twin = AutoModelForCausalLM.from_pretrained(MODEL).eval()
