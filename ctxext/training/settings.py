@@ -18,7 +18,16 @@ from tempfile import TemporaryDirectory
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 from ctxext.data.sources import Source
 from ctxext.extension.method_file import opened
@@ -44,6 +53,21 @@ _Beta = Annotated[float, Field(ge=0, lt=1)]
 
 class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _no_flag_for_a_number(cls, value: Any, info: ValidationInfo) -> Any:
+        kinds = {*_kinds(cls.model_fields[str(info.field_name)].annotation)}
+        if isinstance(value, bool) and kinds & {int, float} and bool not in kinds:
+            raise ValueError(f"must be a number, got {str(value).lower()}")
+        return value
+
+
+def _kinds(annotation: Any) -> Iterator[Any]:
+    """A type and those that it is made of."""
+    yield annotation
+    for part in typing.get_args(annotation):
+        yield from _kinds(part)
 
 
 class ExtensionSettings(Section):

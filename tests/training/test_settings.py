@@ -42,6 +42,8 @@ def test_every_bundled_config_is_valid_and_says_where_it_was_measured(path: Path
         ("data.positions=pose", "Set documents: joined"),
         ("training.tokens=1m", "set either steps or tokens"),
         ("training.micro_batch_size=3", "must be a multiple of micro_batch_size, got 4 and 3"),
+        ("training.steps=true", "training.steps: must be a number, got true"),
+        ("trainable.rank=true", "trainable.rank: must be a number, got true"),
         ("training.mixed_window=maybe", "training.mixed_window must be true or false, got 'maybe'"),
         ("data.length=0", "greater than or equal to 1"),
         ("training.seed=134217729", "training.seed: Input should be less than or equal to 134217728"),
