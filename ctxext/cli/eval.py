@@ -104,6 +104,8 @@ def evaluate(
     from ctxext.utils.processes import Processes
 
     check_writable(output)
+    if not _given(context, "tasks") and (server is not None or backend != "transformers"):
+        tasks = "passkey,perplexity"  # cost is of transformers alone
     published, asked = _with_suite(context, suite, suite_data, Asked(tasks, haystack, setting, style, trials))
     folder = checkpoint_folder(model, revision, config_only=server is not None)
     if method is not None:

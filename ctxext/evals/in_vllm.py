@@ -26,6 +26,7 @@ from ctxext.evals.samples import Sample, fingerprint
 from ctxext.evals.targets import LocalModel, Rows, Variant, check_continues_text, known_lengths, refuse_cost
 from ctxext.export.probe import FAR_TOKENS, NotExtended, make_probe, read_probe
 from ctxext.export.rules import NotExportable, export_for
+from ctxext.export.served import check_logprobs
 from ctxext.export.verify import Probed, judge_engine
 from ctxext.extension.metadata_file import RECORD, weights_fingerprint
 from ctxext.extension.method_file import PROBE
@@ -33,10 +34,14 @@ from ctxext.hub.checkpoint import load_model, load_tokenizer, read_config, saved
 from ctxext.models.context import has_rope, read_context
 from ctxext.models.text_config import text_config_of
 from ctxext.utils.machine import machine
+from ctxext.utils.values import is_count, shown
 
 SEED = 0
 # Arguments of `vllm.LLM` that are not options.
-OURS = ("model", "dtype", "seed", "hf_overrides", "enable_prefix_caching", "skip_tokenizer_init")
+OURS = (
+    "model", "dtype", "seed", "hf_overrides", "enable_prefix_caching", "skip_tokenizer_init", "load_format",
+    "logprobs_mode", "max_logprobs",
+)  # fmt: skip
 # The tokens of the prompts that vLLM is given at once: their answers are saved together.
 AT_ONCE = 2**18
 
@@ -91,6 +96,7 @@ class VLLM:
         (found,) = self._asked([ids[:-1]], [wanted])
         entries = [*found.prompt_logprobs[1:], found.outputs[0].logprobs[0]]
         losses = torch.tensor([-entry[token].logprob for entry, token in zip(entries, ids[1:])])
+        check_logprobs(-losses, "vLLM")
         top1 = [max(entry, key=lambda token: entry[token].logprob) for entry in entries]
         return Losses(losses, torch.tensor(top1))
 
@@ -123,7 +129,9 @@ class VLLM:
         of_right = dict.fromkeys(missed, 0.0)
         for (k, end), output in zip(places, forced):
             of_right[k] += output.outputs[0].logprobs[0][samples[k].input_ids[end]].logprob
-        return [Answer(answer.written, of_right.get(k, answer.logprob)) for k, answer in enumerate(found)]
+        logprobs = [of_right.get(k, answer.logprob) for k, answer in enumerate(found)]
+        check_logprobs(torch.tensor(logprobs), "vLLM")
+        return [Answer(answer.written, logprob) for answer, logprob in zip(found, logprobs)]
 
     def close(self) -> None:
         """Free its memory; asked again, it loads again."""
@@ -161,6 +169,8 @@ class InVLLM(LocalModel):
         options = dict(options or {})
         if ours := [name for name in options if name in OURS]:
             raise ValueError(f"{ours[0]} of vLLM is set here. Drop it from the options (for dtype there is --dtype).")
+        if not is_count(limit := options.get("max_model_len", 1), 1):
+            raise ValueError(f"max_model_len must be a number of tokens >= 1, got {shown(limit)}.")
         config = read_config(folder)
         check_continues_text(config)
         overrides = overrides_for(folder)
@@ -183,7 +193,8 @@ class InVLLM(LocalModel):
         self.folder, self.prompter, self.name = folder, prompter, name
         self.engine = VLLM(folder, dtype=dtype, limit=reach, overrides=overrides, **options)
         self.fingerprint = fingerprint(config.to_json_string(), weights_fingerprint(folder))
-        how = f"vLLM {vllm.__version__}, greedy, seed {SEED}, prefix caching"
+        chosen = "".join(f", {option}={value}" for option, value in sorted(options.items()))
+        how = f"vLLM {vllm.__version__}, greedy, seed {SEED}, prefix caching{chosen}"
         self.facts = {"dtype": dtype, "scoring": how}
         self.about = {
             "trained_length": trained_length or trained,

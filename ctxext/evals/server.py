@@ -12,17 +12,22 @@ from contextlib import suppress
 from itertools import islice
 from queue import SimpleQueue
 from threading import Thread
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
 from ctxext.evals.engine import Losses
 from ctxext.evals.prompts import Style, check_style
 from ctxext.evals.samples import Sample, fingerprint
-from ctxext.export.served import NoLogprobs, Scores, prompt_scores, token_scores
+from ctxext.export.served import NoLogprobs, Scores, check_logprobs, prompt_scores, token_scores
 from ctxext.utils.endpoint import Endpoint
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
 T = TypeVar("T")
+# Mean nats per token between two ways to ask for the same log-probabilities: more than rounding explains.
+APART = 0.5
 
 
 class ServedModel(Endpoint):
@@ -114,27 +119,65 @@ class ServedModel(Endpoint):
             )
         return _behind_thought(message, choice.get("finish_reason")) if self.style == "thinking" else text
 
-    def check_scores(self, ids: Sequence[int]) -> None:
+    def check_scores(self, ids: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> None:
         """Find out how the server returns log-probabilities of given tokens, which `losses` and `logprob` need.
 
         Args:
             ids: some tokens of a text.
+            tokenizer: of the model.
 
         Raises:
             NoLogprobs: it returns none.
-            ValueError, ConnectionError, TimeoutError, PermissionError, RuntimeError: as in `prompt_scores`.
+            ValueError: it returns others for the same tokens sent as text or one by one; and as `prompt_scores`.
+            ConnectionError, TimeoutError, PermissionError, RuntimeError: as in `prompt_scores`.
         """
         if self.scores:
             return
+        whole = last = None
         with suppress(NoLogprobs):
-            prompt_scores(self, ids)
-            self._whole = True
+            whole = self._checked(prompt_scores(self, ids))
         try:
-            token_scores(self, ids, 4)
-            self._by_token = True
+            last = self._checked(token_scores(self, ids, 4))
         except NoLogprobs:
-            if not self._whole:
+            if whole is None:
                 raise
+        if whole is not None:
+            if whole.logprobs.min() > -1e-3:
+                raise ValueError(f"{self.url} returns log-probabilities of 0 for every token. Check its log.")
+            text = str(tokenizer.decode([*ids], skip_special_tokens=True))
+            own = tokenizer(text)["input_ids"]
+            others = {"as text": (prompt_scores(self, own, text=text), prompt_scores(self, own))}
+            if last is not None:
+                others["one by one"] = last, Scores(whole.logprobs[-4:])
+            for way, (one, other) in others.items():
+                # A BOS that is added to text alone is no other tokenizer.
+                if one.added == other.added and (one.logprobs - other.logprobs).abs().mean() > APART:
+                    raise ValueError(
+                        f"{self.url} gives the same tokens other log-probabilities if they are sent {way}. Check that "
+                        "it serves this model with its own tokenizer."
+                    )
+        self._whole, self._by_token = whole is not None, last is not None
+
+    def _checked(self, scores: Scores) -> Scores:
+        """The scores, unless they are of other tokens than the sample's, or not log-probabilities."""
+        if scores.added:
+            raise ValueError(
+                f"{self.url} puts a token (a BOS) before the tokens sent, so that its log-probabilities are of another "
+                "text. Make the server take token ids as they are."
+            )
+        check_logprobs(scores.logprobs, self.url)
+        return scores
+
+    def call(self, path: str, body: dict[str, Any] | None = None, about: str = "the request") -> dict[str, Any]:
+        """As `Endpoint.call`; a server that answers by the name of another model than before is refused."""
+        answer = super().call(path, body, about)
+        name = answer.get("model")
+        if isinstance(name, str) and (first := self.__dict__.setdefault("_answers_as", name)) != name:
+            raise ConnectionError(
+                f"{self.url} answers as {name!r}, and answered as {first!r} before. Use a server that does not change "
+                "the model, and another --output."
+            )
+        return answer
 
     @property
     def scores(self) -> bool:
@@ -144,15 +187,15 @@ class ServedModel(Endpoint):
     def losses(self, ids: Sequence[int]) -> Losses:
         """The loss of each token but the first, after `check_scores`: one request, or one per token."""
         if not self._whole:
-            scores = token_scores(self, ids, len(ids) - 1, known=True)
+            scores = self._checked(token_scores(self, ids, len(ids) - 1, known=True))
         elif len(ids) != self.max_length:
-            scores = prompt_scores(self, ids)
+            scores = self._checked(prompt_scores(self, ids))
         elif self._by_token:  # the prompt must leave room for a token: the last one is generated
             before, last = prompt_scores(self, ids[:-1]), token_scores(self, ids, 1, known=True)
             top1 = None if before.top1 is None or last.top1 is None else torch.cat([before.top1, last.top1])
-            scores = Scores(torch.cat([before.logprobs, last.logprobs]), top1)
+            scores = self._checked(Scores(torch.cat([before.logprobs, last.logprobs]), top1, before.added))
         else:
-            scores = prompt_scores(self, ids, new_tokens=0)
+            scores = self._checked(prompt_scores(self, ids, new_tokens=0))
         return Losses(-scores.logprobs.float(), scores.top1)
 
     def logprob(self, sample: Sample) -> float:
@@ -160,7 +203,7 @@ class ServedModel(Endpoint):
         possible, as a server with a prefix cache has read the prompt."""
         ids, n_answer = sample.input_ids, len(sample.input_ids) - sample.n_prompt
         if self._by_token:
-            return token_scores(self, ids, n_answer, known=True).logprobs.sum().item()
+            return self._checked(token_scores(self, ids, n_answer, known=True)).logprobs.sum().item()
         return -self.losses(ids).losses[-n_answer:].double().sum().item()
 
     def answers(self, samples: Iterable[Sample]) -> Iterator[tuple[Sample, str]]:

@@ -224,7 +224,7 @@ class Served(Target):
         if generate and not texts:
             return
         try:
-            self.engine.check_scores(ids)
+            self.engine.check_scores(ids, self.prompter.tokenizer)
         except (NoLogprobs, RuntimeError) as error:
             if texts:
                 names = ", ".join(task.name for task in texts)

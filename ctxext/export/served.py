@@ -20,10 +20,11 @@ class NoLogprobs(ValueError):
 
 class Scores(NamedTuple):
     """Of tokens of a prompt: log-probabilities in nats, and the most likely token in the place of each; None if the
-    server does not return these."""
+    server does not return these. `added` counts the tokens, such as a BOS, that the server put before them."""
 
     logprobs: Float64[Tensor, " token"]
     top1: Int64[Tensor, " token"] | None = None
+    added: int = 0
 
 
 def served_scores(endpoint: Endpoint, input_ids: Sequence[int]) -> Scores:
@@ -38,16 +39,19 @@ def served_scores(endpoint: Endpoint, input_ids: Sequence[int]) -> Scores:
     return token_scores(endpoint, input_ids, len(input_ids) - 1)
 
 
-def prompt_scores(endpoint: Endpoint, input_ids: Sequence[int], new_tokens: int = 1) -> Scores:
+def prompt_scores(
+    endpoint: Endpoint, input_ids: Sequence[int], new_tokens: int = 1, *, text: str | None = None
+) -> Scores:
     """Those of all tokens but the first, in one request: vLLM by `prompt_logprobs`; SGLang, `ctxext serve` and OpenAI's
     first models by `echo`, without the most likely tokens.
 
     Args:
         new_tokens: generated after the prompt; 0 for a prompt that leaves no room, which only `ctxext serve` takes.
+        text: sent in the place of the tokens, which the server makes of it.
 
     Raises:
         NoLogprobs: the server does not return them.
-        ValueError: it returns those of other tokens, or reads fewer tokens than were sent.
+        ValueError: it returns none for one of the tokens, or reads fewer tokens than were sent.
         ConnectionError, TimeoutError, PermissionError, RuntimeError: as in `Endpoint.call`.
     """
     ids = list(input_ids)
@@ -58,16 +62,16 @@ def prompt_scores(endpoint: Endpoint, input_ids: Sequence[int], new_tokens: int 
     refusal = NoLogprobs(f"{endpoint.url} ignores the request for log-probabilities of a prompt.")
     for form, read in forms:
         try:
-            choice = completion_of(endpoint, ids, {**form, "max_tokens": new_tokens})
+            choice = completion_of(endpoint, ids if text is None else text, {**form, "max_tokens": new_tokens})
         except NoLogprobs as error:  # a server without this feature rejects the next form as well
             refusal = error
             continue
         try:
             found = read(choice, ids)
-        except (KeyError, TypeError, ValueError):
+        except (KeyError, TypeError, ValueError, AttributeError):
             raise ValueError(
-                f"{endpoint.url} returned log-probabilities of other tokens than the {len(ids)} sent. "
-                "Check that it serves this model with its own tokenizer."
+                f"{endpoint.url} did not return one log-probability for each of the {len(ids)} tokens sent. Check that "
+                "it serves this model with its own tokenizer, and does not cut prompts."
             ) from None
         if found is not None:
             return found
@@ -104,6 +108,15 @@ def _scores(logprobs: Iterable[float], top1: Iterable[int | None]) -> Scores:
     )
 
 
+def check_logprobs(logprobs: Tensor, where: str) -> None:
+    """Raise ValueError if one is NaN, infinite or positive."""
+    if not bool((logprobs.isfinite() & (logprobs <= 1e-3)).all()):
+        raise ValueError(
+            f"{where} returned NaN, infinite or positive log-probabilities. Check its log, and that they are the "
+            "model's own (vLLM: --logprobs-mode raw_logprobs)."
+        )
+
+
 def completion_of(endpoint: Endpoint, prompt: list[int] | str, form: dict[str, Any]) -> dict[str, Any]:
     """The completion of a prompt, as `form` asks for it.
 
@@ -138,33 +151,39 @@ def truncated(endpoint: Endpoint, n_read: int, sent: str) -> str:
     )
 
 
-# Both return None if the answer has another form, and raise KeyError, TypeError or ValueError if its tokens differ. An
-# extra token is a BOS that the server adds.
+# Both return None if the answer has another form, and raise KeyError, TypeError, ValueError or AttributeError if its
+# tokens differ. The first entry is null, as nothing comes before it: a shifted list has none there. An extra one is of
+# a BOS that the server adds.
 def _prompt_logprobs(choice: dict[str, Any], ids: list[int]) -> Scores | None:
-    """vLLM: for each prompt token, the most likely token and itself, by id; null for the first."""
+    """vLLM: for each prompt token, the most likely token and itself, by id, with ranks; null for the first."""
     given = choice.get("prompt_logprobs")
     if given is None:
         return None
     added = len(given) - len(ids)
-    if added not in (0, 1):
+    if added not in (0, 1) or given[0] is not None:
         raise ValueError
     entries = given[1 + added :]
-    return _scores(
-        [float(entry[str(token)]["logprob"]) for entry, token in zip(entries, ids[1:])],
-        [int(max(entry, key=lambda token: entry[token]["logprob"])) for entry in entries],
-    )
+    likely = [next((int(token) for token, each in entry.items() if each.get("rank") == 1), None) for entry in entries]
+    found = [_number(entry[str(token)]["logprob"]) for entry, token in zip(entries, ids[1:])]
+    return _scores(found, likely)._replace(added=added)
 
 
 def _echoed_logprobs(choice: dict[str, Any], ids: list[int]) -> Scores | None:
-    """SGLang: the prompt's, then the new token's; null for the first."""
+    """SGLang: the prompt's, then the new token's, if any; null for the first."""
     scores = choice.get("logprobs")
     given = scores.get("token_logprobs") if isinstance(scores, dict) else None
     if not isinstance(given, list) or len(given) < len(ids):  # only of the new token
         return None
-    added = max(0, len(given) - len(ids) - 1)
-    if added not in (0, 1):
+    added = max(0, len(given) - len(ids) - 1) if choice["n_read"] is None else choice["n_read"] - len(ids)
+    if added not in (0, 1) or len(given) - len(ids) - added not in (0, 1) or given[0] is not None:
         raise ValueError
-    return Scores(torch.tensor([float(value) for value in given[1 + added : len(ids) + added]], dtype=torch.float64))
+    return _scores(map(_number, given[1 + added : len(ids) + added]), [None])._replace(added=added)
+
+
+def _number(value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError
+    return float(value)
 
 
 def _drawn(endpoint: Endpoint, prompt: list[int], token: int) -> tuple[float, int | None]:

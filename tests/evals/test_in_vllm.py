@@ -46,8 +46,15 @@ def test_without_vllm_the_remedy_is_to_install_it() -> None:
 
 
 def test_what_the_header_states_is_no_option() -> None:
-    with pytest.raises(ValueError, match=r"seed of vLLM is set here\. Drop it from the options"):
-        InVLLM(Path(MODEL), Prompter(load_tokenizer(MODEL)), "model", options={"max_num_seqs": 4, "seed": 1})
+    for name in ("seed", "logprobs_mode", "load_format"):
+        with pytest.raises(ValueError, match=rf"{name} of vLLM is set here\. Drop it from the options"):
+            InVLLM(Path(MODEL), Prompter(load_tokenizer(MODEL)), "model", options={"max_num_seqs": 4, name: 1})
+
+
+@pytest.mark.parametrize("limit", ["auto", "8k", -1, 0])
+def test_a_maximum_length_is_a_number_of_tokens(limit: object) -> None:
+    with pytest.raises(ValueError, match=r"max_model_len must be a number of tokens >= 1, got "):
+        InVLLM(Path(MODEL), Prompter(load_tokenizer(MODEL)), "model", options={"max_model_len": limit})
 
 
 def test_an_unknown_dtype_is_refused() -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import socket
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from email.utils import formatdate
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
@@ -20,6 +23,8 @@ from ctxext.evals.samples import Place, Sample, make_task
 from ctxext.evals.server import ServedModel
 from ctxext.export.served import NoLogprobs
 from ctxext.utils import endpoint as client
+
+PROSE = "She had been forced into prudence in her youth, she learned romance as she grew older."
 
 
 @pytest.fixture(scope="module")
@@ -114,10 +119,10 @@ def test_answers_do_not_depend_on_concurrency(live: LiveServer, samples: list[Sa
 
 
 @pytest.mark.parametrize("form", ["vllm", "sglang"])
-def test_a_served_model_scores_text_as_the_model_itself(live: LiveServer, form: str) -> None:
+def test_a_served_model_scores_text_as_the_model_itself(live: LiveServer, tokenizer, form: str) -> None:
     """Also a text that leaves no room for an answer; SGLang does not say which tokens are the most likely."""
     live.prompt_scores, served = form, ServedModel(live.url, style="base")
-    served.check_scores(range(5, 21))
+    served.check_scores(range(5, 21), tokenizer)
     for length in (200, 512) if form == "vllm" else (200,):
         ids = [5 + (7 * k) % 4000 for k in range(length)]
         here, there = Engine(live.model).losses(ids), served.losses(ids)
@@ -127,18 +132,116 @@ def test_a_served_model_scores_text_as_the_model_itself(live: LiveServer, form: 
 
 
 @pytest.mark.parametrize("form", ["vllm", "sglang"])
-def test_right_answers_are_scored_as_under_teacher_forcing(live: LiveServer, samples: list[Sample], form: str) -> None:
+def test_right_answers_are_scored_as_under_teacher_forcing(
+    live: LiveServer, samples: list[Sample], tokenizer, form: str
+) -> None:
     live.prompt_scores, served = form, ServedModel(live.url, style="base")
-    served.check_scores(range(5, 21))
+    served.check_scores(range(5, 21), tokenizer)
     ((sample, forced),) = Engine(live.model).forced([samples[:1]])
     assert served.logprob(sample) == pytest.approx(float(forced.logprobs.sum()), abs=1e-3)
 
 
-def test_a_server_without_log_probabilities_is_told_from_one_with(live: LiveServer) -> None:
+def test_a_server_without_log_probabilities_is_told_from_one_with(live: LiveServer, tokenizer) -> None:
     served = ServedModel(live.url, style="base")
     with pytest.raises(NoLogprobs, match="returns no prompt log-probabilities in the format"):
-        served.check_scores(range(5, 21))
+        served.check_scores(range(5, 21), tokenizer)
     assert not served.scores
+
+
+@dataclass
+class Lying(LiveServer):
+    """One that spoils the log-probabilities of a prompt, or the whole reply."""
+
+    spoil: Callable[[dict[str, Any]], None] = lambda choice: None
+
+    def score(self, ids: list[int], body: dict[str, Any], choice: dict[str, Any]) -> None:
+        super().score(ids, body, choice)
+        if choice.get("prompt_logprobs") or ("echo" in body and choice.get("logprobs")):
+            self.spoil(choice)
+
+
+def echoed(change: Callable[[list[Any]], list[Any]]) -> Callable[[dict[str, Any]], None]:
+    def spoil(choice: dict[str, Any]) -> None:
+        choice["logprobs"]["token_logprobs"] = change(choice["logprobs"]["token_logprobs"])
+
+    return spoil
+
+
+def entries(change: Callable[[float], Any]) -> Callable[[dict[str, Any]], None]:
+    def spoil(choice: dict[str, Any]) -> None:
+        for each in (each for entry in choice["prompt_logprobs"][1:] for each in entry.values()):
+            each["logprob"] = change(each["logprob"])
+
+    return spoil
+
+
+def shifted(choice: dict[str, Any]) -> None:
+    """Each token with the value of the one before it."""
+    own = [min(entry.values(), key=lambda each: each["logprob"]) for entry in choice["prompt_logprobs"][1:]]
+    values = [each["logprob"] for each in own]
+    for each, value in zip(own[1:], values):
+        each["logprob"] = value
+
+
+NOT_OF_EACH, NO_LOGPROBS = "did not return one log-probability for each of the", "NaN, infinite or positive log-prob"
+
+
+@pytest.mark.parametrize(
+    ("form", "spoil", "said"),
+    [
+        ("sglang", echoed(lambda given: given[1:]), NOT_OF_EACH),
+        ("sglang", echoed(lambda given: [*given[1:], None]), NOT_OF_EACH),
+        ("sglang", echoed(lambda given: [*given, -1.0]), NOT_OF_EACH),
+        ("sglang", echoed(lambda given: [each and math.nan for each in given]), NO_LOGPROBS),
+        ("vllm", entries(lambda value: -value), NO_LOGPROBS),
+        ("vllm", entries(lambda value: math.nan), NO_LOGPROBS),
+        ("vllm", entries(lambda value: -math.inf), NO_LOGPROBS),
+        ("vllm", entries(lambda value: True), NOT_OF_EACH),
+        ("vllm", entries(str), NOT_OF_EACH),
+        ("vllm", entries(lambda value: 0.0), "log-probabilities of 0 for every token"),
+        ("vllm", lambda choice: choice["prompt_logprobs"].__setitem__(1, None), NOT_OF_EACH),
+        ("vllm", shifted, "other log-probabilities if they are sent one by one"),
+    ],
+)
+def test_what_are_not_the_log_probabilities_of_the_tokens_sent_is_refused(
+    live: LiveServer, tokenizer, form: str, spoil: Callable[[dict[str, Any]], None], said: str
+) -> None:
+    with Lying(model=live.model, prompt_scores=form, spoil=spoil) as server:
+        served = ServedModel(server.url, style="base", retries=0)
+        with pytest.raises(ValueError, match=said):
+            served.check_scores(tokenizer(PROSE)["input_ids"], tokenizer)
+    assert not served.scores
+
+
+def test_a_server_that_adds_a_token_is_refused_where_log_probabilities_are_read(live: LiveServer, tokenizer) -> None:
+    live.prompt_scores, live.extra_token = "vllm", True
+    with pytest.raises(ValueError, match=r"puts a token \(a BOS\) before the tokens sent"):
+        ServedModel(live.url, style="base").check_scores(tokenizer(PROSE)["input_ids"], tokenizer)
+
+
+def test_a_tokenizer_of_another_model_is_told(live: LiveServer, tokenizer) -> None:
+    """It has as many tokens, under other numbers."""
+    live.prompt_scores = "sglang"
+
+    class Permuted:
+        def decode(self, ids: Any, **options: Any) -> str:
+            return tokenizer.decode([(4000 - k) if 5 < k < 3995 else k for k in ids], **options)
+
+        def __call__(self, text: str) -> dict[str, list[int]]:
+            return {"input_ids": [(4000 - k) if 5 < k < 3995 else k for k in tokenizer(text)["input_ids"]]}
+
+    permuted = Permuted()
+    with pytest.raises(ValueError, match="other log-probabilities if they are sent as text"):
+        ServedModel(live.url, style="base").check_scores(permuted(PROSE)["input_ids"], permuted)
+
+
+def test_a_server_that_answers_as_another_model_is_told(live: LiveServer, samples: list[Sample]) -> None:
+    served = ServedModel(live.url, style="base", concurrency=1)
+    served.answer(samples[0])
+    live.names = ("austen-4m", "fallback")
+    served.name = "fallback"
+    with pytest.raises(ConnectionError, match="answers as 'fallback', and answered as 'austen-4m' before"):
+        served.answer(samples[1])
 
 
 def test_samples_are_drawn_only_as_fast_as_they_are_answered(live: LiveServer, samples: list[Sample]) -> None:

@@ -308,7 +308,7 @@ def test_eval_gets_the_extended_model_s_answers(url: str, folder: Path) -> None:
 def test_eval_scores_text_as_the_extended_model(url: str, folder: Path) -> None:
     """Also a text of the maximum length, which leaves no room for a generated token."""
     served, model = ServedModel(url, style="base"), ctxext.load(folder, dtype=torch.float32)
-    served.check_scores(IDS[:16])
+    served.check_scores(IDS[:16], load_tokenizer(folder))
     for ids in (IDS, [5 + (7 * k) % 4000 for k in range(1024)]):
         assert (served.losses(ids).losses.double() + logprobs_of(model, ids)).abs().max() < 1e-4
 
