@@ -342,14 +342,16 @@ MAX_ANSWER = 400
 
 def _server(endpoint: Endpoint, probe: Probe) -> Probed:
     owner = endpoint.card.get("owned_by")
-    served: Any = endpoint.card.get("max_model_len")  # of vLLM and SGLang
+    meta = endpoint.card.get("meta")
+    n_ctx = meta.get("n_ctx") if isinstance(meta, dict) else None  # of llama.cpp
+    served: Any = endpoint.card.get("max_model_len", n_ctx)
     known: dict[str, Any] = {
         "name": f"{owner if isinstance(owner, str) and owner else 'OpenAI-compatible'} server, model {endpoint.name!r}",
         "limit": served if is_count(served, high=MAX_TOKENS) else math.inf,
     }
     notes: tuple[str, ...] = ()
     if served is not None and known["limit"] == math.inf:
-        notes = (f"/v1/models gives a max_model_len of {shown(served)}, which is not a length, so it was ignored",)
+        notes = (f"/v1/models gives a maximum length of {shown(served)}, which is not a length, so it was ignored",)
 
     def tail(ids: Sequence[int]) -> Tensor:
         try:

@@ -18,9 +18,9 @@ from ctxext.methods.contract import NO_ROTATION, Paper, RopeScaling, over_length
 class CoPE(RopeScaling):
     """λ_j = 2 / (1 + cos(πj / (n − 1))) for pair j of the n slowest, counted from 0. CoPE (2026).
 
-    Pairs that complete no turn within the trained length are slowed smoothly, the slowest to a standstill, so that no
-    phase at the target is out of the trained range. Other pairs are unchanged, for any factor. Meant to be followed by
-    training.
+    Pairs that complete no turn within the trained length are slowed smoothly, the slowest to a standstill, so that
+    fewer of them reach phases at the target that they never had in training. The first of them hardly change. Other
+    pairs are unchanged, for any factor. Meant to be followed by training.
 
     Attributes:
         clipped: n; None for the pairs that complete no turn within the trained length. The authors use 20 of 64.

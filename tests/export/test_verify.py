@@ -295,12 +295,16 @@ def test_every_passkey_prompt_holds_its_own_passkey_once_near_its_start(probe: P
 
 @dataclass
 class Boasting(LiveServer):
-    """One that states a longer maximum length than it has."""
+    """One that states a longer maximum length than it has, as vLLM or as llama.cpp."""
 
     stated: int = 1024
+    llama_cpp: bool = False
 
     def cards(self) -> dict[str, Any]:
-        return {"data": [{**card, "max_model_len": self.stated} for card in super().cards()["data"]]}
+        cards = [{**card, "max_model_len": self.stated} for card in super().cards()["data"]]
+        if self.llama_cpp:
+            cards = [{**card, "meta": {"n_ctx": card.pop("max_model_len")}} for card in cards]
+        return {"data": cards}
 
 
 @pytest.mark.parametrize("form", ["vllm", "sglang", ""])
@@ -476,10 +480,10 @@ def test_a_server_of_fewer_tokens_than_the_target_is_applied_as_far_as_tested(
     assert "the server stops at 900 of 1,024 tokens" in reason
 
 
-@pytest.mark.parametrize("stated", [100, 600])
-def test_a_stated_limit_below_the_target_is_believed(stated: int, twice: Path) -> None:
+@pytest.mark.parametrize(("stated", "llama_cpp"), [(100, False), (600, False), (600, True)])
+def test_a_stated_limit_below_the_target_is_believed(stated: int, llama_cpp: bool, twice: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(twice).eval()
-    with Boasting(model=model, stated=stated, max_length=1024, prompt_scores="vllm") as server:
+    with Boasting(model=model, stated=stated, llama_cpp=llama_cpp, max_length=1024, prompt_scores="vllm") as server:
         verdict = verify(server.url, twice / "verify.json").verdict
     assert (verdict.name, verdict.asked_to) == ("applied as far as tested", 199)
     assert f"the server stops at {stated} of 1,024 tokens" in verdict.reason
@@ -493,7 +497,7 @@ def test_a_stated_limit_that_is_no_length_does_not_spare_the_long_text(stated: A
         answer = verify(server.url, twice / "verify.json")
     assert (answer.verdict.name, answer.verdict.asked_to) == ("applied", 1024)
     assert answer.notes == (
-        f"/v1/models gives a max_model_len of {stated!r}, which is not a length, so it was ignored",
+        f"/v1/models gives a maximum length of {stated!r}, which is not a length, so it was ignored",
     )
     with (
         Boasting(model=model, stated=stated, max_length=600, prompt_scores="vllm") as server,
