@@ -263,7 +263,11 @@ def finetune(
     if measure:
         measure.before(start.original, start.folder)
     start_trackers(accelerator, settings)
-    done = train(run, binding, measure)
+    try:
+        done = train(run, binding, measure)
+    except KeyboardInterrupt:
+        say(checkpoints.where_it_resumes(output / "checkpoints", training.checkpoint_every))
+        raise
     checkpoints.save_result(accelerator, run.model, settings, record, tokenizer)
     del run, model, optimizer, trained
     accelerator.free_memory()

@@ -115,6 +115,11 @@ def local_folder(name_or_path: str, revision: str | None, patterns: list[str] | 
     try:
         return hub_folder(name_or_path, revision, patterns)
     except FileNotFoundError as error:
+        if (folder.parent / "checkpoints").is_dir():  # of a fine-tune
+            raise FileNotFoundError(
+                f"{folder.parent} holds no {folder.name}: that run is not finished. Repeat its `ctxext finetune` "
+                "command, which resumes it."
+            ) from error
         raise FileNotFoundError(f"{error}{_near(folder)}") from error
 
 

@@ -226,6 +226,13 @@ def latest_checkpoint(folder: Path) -> Path | None:
     return next(reversed(checkpoints(folder)), None)
 
 
+def where_it_resumes(folder: Path, every: int) -> str:
+    """For a run that was interrupted: what the same command does, with checkpoints in `folder`, each `every` steps."""
+    if last := latest_checkpoint(folder):
+        return f"The same command resumes from {last}."
+    return f"Nothing was saved before step {every}: set training.checkpoint_every to fewer steps, and start again."
+
+
 def gather_trained(model: nn.Module) -> dict[str, Tensor]:
     """The full trained parameters by name, on the CPU; empty except on the main process. Every process calls it."""
     return _gather(trained_parameters(model).items())

@@ -426,3 +426,13 @@ def test_what_ctxext_load_would_refuse_is_not_written(source: Path, tmp_path: Pa
     assert not (tmp_path / "out").exists()
     extend_folder(pickled, tmp_path / "out", 4, "yarn")  # which plain transformers loads
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").config.max_position_embeddings == 256
+
+
+def test_the_adapter_of_an_unfinished_run_is_not_looked_for_on_the_hub(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    (tmp_path / "run/checkpoints").mkdir(parents=True)
+    with pytest.raises(FileNotFoundError, match="run holds no adapter: that run is not finished"):
+        checkpoint_folder("run/adapter")

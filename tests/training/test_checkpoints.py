@@ -22,6 +22,7 @@ from ctxext.training.checkpoints import (
     load_best,
     load_checkpoint,
     save_checkpoint,
+    where_it_resumes,
 )
 from ctxext.training.settings import TrainableSettings
 from ctxext.training.trainable import trained_parameters
@@ -283,3 +284,11 @@ def test_what_a_model_saves_beside_its_parameters_is_gathered_too() -> None:
     gathered = gather_buffers(model)
     assert gathered.keys() == model.state_dict().keys() - parameters.keys()
     assert bool((gathered[name] == 0.5).all())
+
+
+def test_after_an_interruption_it_is_said_where_the_same_command_resumes(tmp_path: Path) -> None:
+    assert where_it_resumes(tmp_path, 50).startswith("Nothing was saved before step 50: set training.checkpoint_every ")
+    model, optimizer = make(LORA)
+    train(model, optimizer, range(1))
+    saved = save_checkpoint(tmp_path, model, optimizer, Progress(1), BINDING)
+    assert where_it_resumes(tmp_path, 50) == f"The same command resumes from {saved}."
