@@ -263,11 +263,8 @@ def finetune(
     if measure:
         measure.before(start.original, start.folder)
     start_trackers(accelerator, settings)
-    try:
+    with checkpoints.interruptible(output / "checkpoints", training.checkpoint_every, say):
         done = train(run, binding, measure)
-    except KeyboardInterrupt:
-        say(checkpoints.where_it_resumes(output / "checkpoints", training.checkpoint_every))
-        raise
     checkpoints.save_result(accelerator, run.model, settings, record, tokenizer)
     del run, model, optimizer, trained
     accelerator.free_memory()

@@ -10,7 +10,8 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from pathlib import Path
@@ -226,11 +227,19 @@ def latest_checkpoint(folder: Path) -> Path | None:
     return next(reversed(checkpoints(folder)), None)
 
 
-def where_it_resumes(folder: Path, every: int) -> str:
-    """For a run that was interrupted: what the same command does, with checkpoints in `folder`, each `every` steps."""
-    if last := latest_checkpoint(folder):
-        return f"The same command resumes from {last}."
-    return f"Nothing was saved before step {every}: set training.checkpoint_every to fewer steps, and start again."
+@contextmanager
+def interruptible(folder: Path, every: int, say: Callable[[str], None]) -> Iterator[None]:
+    """After Ctrl-C, say what the same command does, with checkpoints in `folder`, one each `every` steps."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        if last := latest_checkpoint(folder):
+            say(f"The same command resumes from {last}.")
+        else:
+            say(
+                f"Nothing was saved before step {every}: set training.checkpoint_every to fewer steps, and start again."
+            )
+        raise
 
 
 def gather_trained(model: nn.Module) -> dict[str, Tensor]:

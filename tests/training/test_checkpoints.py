@@ -18,11 +18,11 @@ from ctxext.training.checkpoints import (
     check_binding,
     checkpoints,
     gather_buffers,
+    interruptible,
     latest_checkpoint,
     load_best,
     load_checkpoint,
     save_checkpoint,
-    where_it_resumes,
 )
 from ctxext.training.settings import TrainableSettings
 from ctxext.training.trainable import trained_parameters
@@ -287,8 +287,13 @@ def test_what_a_model_saves_beside_its_parameters_is_gathered_too() -> None:
 
 
 def test_after_an_interruption_it_is_said_where_the_same_command_resumes(tmp_path: Path) -> None:
-    assert where_it_resumes(tmp_path, 50).startswith("Nothing was saved before step 50: set training.checkpoint_every ")
+    said: list[str] = []
     model, optimizer = make(LORA)
     train(model, optimizer, range(1))
-    saved = save_checkpoint(tmp_path, model, optimizer, Progress(1), BINDING)
-    assert where_it_resumes(tmp_path, 50) == f"The same command resumes from {saved}."
+    for step in (0, 1):
+        with pytest.raises(KeyboardInterrupt), interruptible(tmp_path, 50, said.append):
+            if step:
+                saved = save_checkpoint(tmp_path, model, optimizer, Progress(step), BINDING)
+            raise KeyboardInterrupt
+    assert said[0].startswith("Nothing was saved before step 50: set training.checkpoint_every ")
+    assert said[1:] == [f"The same command resumes from {saved}."]
