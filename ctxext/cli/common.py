@@ -188,6 +188,8 @@ def one_line_of(error: Any) -> str:
             return f"{flag} must be {kind}, such as 4, got {wrong['input']!r}."
     if isinstance(error, typer.BadParameter) and error.message:
         return f"{flag}: {error.message}" if flag else error.message
+    if getattr(error, "option_name", None) == "--import":
+        return "--import goes before the command: ctxext --import MODULE COMMAND."
     said = re.sub(r"([^.?])$", r"\1.", error.format_message())
     return f"{said} See {context.command_path} --help." if context else said
 

@@ -175,6 +175,7 @@ def test_a_name_on_the_hub_that_cannot_be_reached_gets_one_line() -> None:
             "--target-length: 'abc' is not a number of tokens; write 131072 or",
         ),
         (["extend", "m", "--nope"], "No such option: --nope. See ctxext extend --help."),
+        (["extend", "m", "--import", "mine"], "--import goes before the command: ctxext --import MODULE COMMAND."),
         (["extend"], "Missing argument 'MODEL'. See ctxext extend --help."),
         (["nope"], "No such command 'nope'. See ctxext --help."),
         (["extent"], "No such command 'extent'. Did you mean 'extend'? See ctxext --help."),
