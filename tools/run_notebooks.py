@@ -21,7 +21,7 @@ from nbformat import NotebookNode
 
 NOTEBOOKS = Path(__file__).resolve().parents[1] / "notebooks"
 # What a screen overwrites, and colours; then progress bars, and blanks at the ends of lines.
-NOISE = (re.compile(r".*\r|\x1b\[[\d;]*m"), re.compile(r"^.*\d%\|.*\n| +$", re.MULTILINE))
+NOISE = (re.compile(r".*\r|\x1b\[[\d;]*m"), re.compile(r"^.*(\d%\||examples/s\]).*\n| +$", re.MULTILINE))
 # What differs from machine to machine: durations, and any other number.
 VARYING = re.compile(r"\d+ min( \d+ s)?|\d+ s\b|\d[\d,.]*(e[+-]?\d+)?")
 
