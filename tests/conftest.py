@@ -1,6 +1,8 @@
 """Shapes and dtypes in the signatures of the pure maths are checked while the tests run; no test has a time limit."""
 
-from collections.abc import Sequence
+import shutil
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -41,3 +43,14 @@ def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
             cell.get(axis, FIRST[axis]) != FIRST[axis] for axis in FIRST
         ):
             item.add_marker(pytest.mark.slow)
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    """Chromium, by Playwright."""
+    playwright = pytest.importorskip("playwright.sync_api", reason="needs Playwright: pip install playwright")
+    chromium = shutil.which("chromium")
+    if chromium is None:
+        pytest.skip("needs a browser: no chromium found on the PATH")
+    with playwright.sync_playwright() as driver:
+        yield driver.chromium.launch(executable_path=chromium, args=["--no-sandbox"])

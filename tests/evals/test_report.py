@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import shutil
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -30,7 +29,6 @@ from ctxext.evals.statistics import wilson
 from ctxext.evals.summary import Summary
 from ctxext.evals.targets import LiveModel, Variant
 
-CHROMIUM = shutil.which("chromium")
 PHONE = {"width": 360, "height": 740}
 EVIL = "</script><script>window.ran = true</script><img src=x onerror='window.ran = true'>"
 
@@ -68,15 +66,6 @@ def mixed(measured: Results, tmp_path_factory: pytest.TempPathFactory) -> Result
         lines.append(checked_line(record))
     path.write_text("\n".join([*lines, ""]))
     return read_results(path)
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    playwright = pytest.importorskip("playwright.sync_api", reason="needs Playwright: pip install playwright")
-    if CHROMIUM is None:
-        pytest.skip("needs a browser: no chromium found on the PATH")
-    with playwright.sync_playwright() as driver:
-        yield driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
 
 
 @pytest.fixture
