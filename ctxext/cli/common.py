@@ -105,6 +105,11 @@ def parse_tokens(text: str) -> int:
         raise typer.BadParameter(str(error)) from None
 
 
+def parse_tokens_or_none(text: str) -> int:
+    """Like `parse_tokens`, but accepts 0."""
+    return 0 if text == "0" else parse_tokens(text)
+
+
 def parse_pairs(
     pairs: Sequence[str] | None, form: str = "--option must be NAME=VALUE, such as beta_fast=16"
 ) -> dict[str, Any]:
@@ -229,7 +234,12 @@ def say_written(
     say(f"wrote {output}. To use it: ctxext extend {shlex.join(options)}")
 
 
-Model = Annotated[str, typer.Argument(help="A checkpoint: a folder, or a name on the hub (owner/name).")]
+Model = Annotated[
+    str,
+    typer.Argument(
+        help="A checkpoint: a folder, a name on the hub (owner/name), or `bundled` for the package's small model."
+    ),
+]
 # Commands append their default.
 METHOD = "A method from `ctxext methods`, a .json file from `ctxext fit` or `compare`, or a hub extension (owner/name)"
 Method = Annotated[str | None, typer.Option(help=f"{METHOD}. Default for RoPE: yarn.")]

@@ -42,8 +42,10 @@ def describe(
     from ctxext.export.gguf import context_of_gguf
     from ctxext.extension.describe import describe
     from ctxext.extension.metadata_file import read_record
+    from ctxext.extension.pairs import turns_in_use
     from ctxext.extension.request import plan_extension
     from ctxext.hub.checkpoint import checkpoint_folder, extended_json, planned_as_saved, read_config
+    from ctxext.models.context import has_rope, read_context
     from ctxext.models.text_config import text_config_of
 
     record, model, command = None, common.folder_of(model), "ctxext extend"
@@ -79,7 +81,9 @@ def describe(
         table.add_row(label.replace("extend_context", command), common.in_flags(value))
     Console().print(table, highlight=False)
     if plot or figure is not None:
-        found = _pairs(plan(**model_is, **asked))
+        as_it_is = existing == "refuse" and all(value is None for value in asked.values())
+        facts = read_context(config) if as_it_is and has_rope(text_config_of(config)) else None
+        found = turns_in_use(facts) if facts is not None and facts.is_scaled else _pairs(plan(**model_is, **asked))
         for turns in found if plot else ():
             Console().print("", *turns.chart(), sep="\n", highlight=False, markup=False)
         if figure is not None:

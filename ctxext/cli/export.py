@@ -21,6 +21,8 @@ from ctxext.extension.method_file import PROBE, check_new, check_writable
 from ctxext.utils.values import one_line
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
     from ctxext.export.rules import EngineExport
 
 # Longer values are abbreviated on screen; the file and --json have them in full.
@@ -71,6 +73,15 @@ def export(
             show_default=False,
         ),
     ] = None,
+    far: Annotated[
+        int | None,
+        typer.Option(
+            parser=common.parse_tokens_or_none,
+            metavar="TOKENS",
+            help="Longest text of the probe; 0: short texts only, which takes seconds. Default: the target length, at "
+            "most 16k.",
+        ),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
 ) -> None:
     """Print what an engine needs to serve an extension: config, command line and limitations.
@@ -109,8 +120,7 @@ def export(
         if is_gguf:
             _extend_gguf(model, output, how)
         else:
-            _gguf_of_folder(model, output, revision, dtype or "F32", how, probe is not False)
-        common.say(f"wrote {output}")
+            _gguf_of_folder(model, output, revision, dtype or "F32", how, probe is not False, far)
         _show_server(output, modelfile if engine == "ollama" else None)
         return
     if output is not None and output.suffix.lower() in FILES:
@@ -135,7 +145,7 @@ def export(
     if output is not None and exports:
         _write_folders(output, exports, folder)
         if probe is not False:
-            _write_probe(Path(common.folder_of(model)), how, output / PROBE)
+            _write_probe(folder, how, output / PROBE, far, output)
     if as_json:
         told = {each.engine: asdict(each) for each in exports}
         print(json.dumps({**told, **{name: {"refused": why} for name, why in refused.items()}}, indent=2))
@@ -165,19 +175,23 @@ def _extend_gguf(model: str, output: Path, how: dict[str, Any]) -> None:
     from ctxext.export.gguf import extend_gguf
 
     console.print(f"[bold]{extend_gguf(Path(model), output, **how).summary}[/]", highlight=False)
+    common.say(f"wrote {output}")
 
 
 def _gguf_of_folder(
-    model: str, output: Path, revision: str | None, dtype: str, how: dict[str, Any], probe: bool
+    model: str, output: Path, revision: str | None, dtype: str, how: dict[str, Any], probe: bool, far: int | None
 ) -> None:
     from ctxext.export.gguf import write_gguf
     from ctxext.export.probe import probe_beside
-    from ctxext.hub.checkpoint import checkpoint_folder, extend_folder
+    from ctxext.export.rules import check_extended
+    from ctxext.hub.checkpoint import checkpoint_folder, extend_folder, read_config
 
     path = probe_beside(output)
     if probe:
         check_new(path)
     folder = checkpoint_folder(common.folder_of(model), revision)
+    if not how:
+        check_extended(read_config(folder))
     output.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".ctxext-", dir=output.parent) as temporary:
         if how:  # the same weights, linked
@@ -186,11 +200,12 @@ def _gguf_of_folder(
             folder = extended.output
             console.print(f"[bold]{extended.plan.summary}[/]", highlight=False)
         write_gguf(folder, output, dtype)
+        common.say(f"wrote {output}")
         if probe:
-            _write_probe(folder, {}, path)
+            _write_probe(folder, {}, path, far, output)
 
 
-def _write_probe(folder: Path, how: dict[str, Any], path: Path) -> None:
+def _write_probe(folder: Path, how: dict[str, Any], path: Path, far: int | None, exported: Path) -> None:
     """Write the probe for `ctxext verify`, or say why there cannot be one."""
     from transformers.utils import logging
 
@@ -201,17 +216,44 @@ def _write_probe(folder: Path, how: dict[str, Any], path: Path) -> None:
     if not has_weights(folder):
         common.say(f"no safetensors weights in {folder}: {PROBE}, for ctxext verify, is not written")
         return
-    common.say(f"reading texts with the model to write {path.name}: minutes on a CPU if long (--no-probe skips it)")
     logging.disable_progress_bar()
     try:
-        model = load_model(folder, dtype="auto", use_safetensors=True)
+        model, tokenizer = load_model(folder, dtype="auto", use_safetensors=True), load_tokenizer(folder)
         if how:
             extend_context(model, **how)
-        make_probe(model, load_tokenizer(folder)).save(path)
+        _say_time(model, tokenizer, path, far)
+        make_probe(model, tokenizer, far=far).save(path)
+    except KeyboardInterrupt:
+        common.say(
+            f"{exported} is written, but not {path.name}, which ctxext verify compares it with. For both, repeat the "
+            "command with another --output, and with --far 0 for a probe in seconds."
+        )
+        raise
     except Exception as error:  # any error, including out of memory: the export is valid without it
         common.say(f"could not write {path.name} for ctxext verify: {common.in_flags(one_line(error))}")
         return
     common.say(f"wrote {path}, for ctxext verify --probe")
+
+
+def _say_time(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, path: Path, far: int | None) -> None:
+    """Print how long the probe will take, by one timed pass."""
+    from ctxext.evals.prompts import Prompter
+    from ctxext.evals.targets import LiveModel
+    from ctxext.evals.workload import Speed
+    from ctxext.export.probe import FAR_LIMIT, TEXT
+    from ctxext.training.estimate import duration
+
+    target = LiveModel(model, Prompter(tokenizer), str(path))
+    length = min(target.about["reach"], FAR_LIMIT if far is None else far)
+    if length <= target.about["trained_length"]:
+        common.say(f"writing {path.name}, of short texts")
+        return
+    # It reads texts of a half, a quarter, ... of the length, too: together at most as much again.
+    seconds = 2 * Speed.measured(target, tokenizer(TEXT)["input_ids"]).reading(length)
+    common.say(
+        f"writing {path.name}: reads texts of up to {length:,} tokens, up to {duration(seconds)} (--far 0: short texts "
+        "only; --no-probe: none)"
+    )
 
 
 def _exports(

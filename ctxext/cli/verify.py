@@ -11,12 +11,7 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from ctxext.cli.common import Revision, console, in_flags, parse_tokens, say
-
-
-def parse_tokens_or_none(text: str) -> int:
-    """Like `parse_tokens`, but accepts 0."""
-    return 0 if text == "0" else parse_tokens(text)
+from ctxext.cli.common import Revision, console, in_flags, parse_tokens_or_none, say
 
 
 def verify(

@@ -28,6 +28,7 @@ def load(
     Args:
         bare: ignore the folder's `context_extension.json`.
     """
+    import torch
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
@@ -40,6 +41,7 @@ def load(
         rejecting,
         saved_extension,
     )
+    from ctxext.utils.machine import slow_in_bfloat16
 
     logging.disable_progress_bar()
     placed = placement(dtype, device)
@@ -47,6 +49,8 @@ def load(
     extension = None if bare else saved_extension(folder)
     tokenizer = load_tokenizer(folder)
     model = load_model(folder, AutoModelForCausalLM, **placed)
+    if model.dtype == torch.bfloat16 and slow_in_bfloat16(model.device.type):
+        console.print("note: this CPU is some ten times slower in bfloat16 than with --dtype float32.")
     with rejecting(folder / "config.json", ValueError):
         check_causal(model)
     return extended_as_saved(model, extension), tokenizer

@@ -117,14 +117,14 @@ def plot_pairs(found: Sequence[PairTurns], path: Path) -> None:
         panels = figure.subplots(len(found), 1, squeeze=False)[:, 0]
         for turns, axes in zip(found, panels):
             pairs = np.arange(len(turns.trained))
-            # A pair that does not rotate is drawn below the slowest.
-            lowest = float(turns.trained.min()) / 2
-            target = turns.target.clamp(min=lowest).numpy()
-            seen = ~turns.new.numpy()
+            stopped, new = turns.stopped.numpy(), turns.new.numpy()
+            lowest = min(float(turns.trained.min()), float(turns.target[~turns.stopped].min())) / 2
+            target, seen = turns.target.numpy(), ~(new | stopped)
             axes.axhspan(lowest / 2, 1, color="0.94", zorder=0)
             axes.plot(pairs, turns.trained, "o", mfc="none", color="0.45", ms=5)
             axes.plot(pairs[seen], target[seen], "o", color=COLORS[0], ms=4)
-            axes.plot(pairs[~seen], target[~seen], "X", color=COLORS[1], ms=6)
+            axes.plot(pairs[new], target[new], "X", color=COLORS[1], ms=6)
+            axes.plot(pairs[stopped], np.full(stopped.sum(), lowest), "v", color=COLORS[0], ms=4)
             axes.set_yscale("log", base=2)
             axes.yaxis.set_major_formatter(
                 FuncFormatter(lambda value, _: f"{value:,.0f}" if value >= 1 else f"1/{1 / value:,.0f}")
@@ -134,7 +134,8 @@ def plot_pairs(found: Sequence[PairTurns], path: Path) -> None:
             axes.set_title(turns.title, loc="left", fontsize=11)
             names = [f"within {turns.trained_length:,} tokens", f"within {turns.target_length:,}, extended"]
             names.append("the same, at phases never trained")
-            axes.legend([axes.lines[k] for k in range(3)], names, fontsize=8, frameon=False, loc="upper right")
+            names += ["no longer rotates"] * bool(stopped.any())
+            axes.legend([axes.lines[k] for k in range(len(names))], names, fontsize=8, frameon=False, loc="upper right")
             axes.text(0, 0.75, "no full turn", fontsize=8, color="0.4", va="top")
             axes.spines[["top", "right"]].set_visible(False)
         panels[-1].set_xlabel("pair of rotary dimensions, fastest first")

@@ -283,12 +283,19 @@ def _extended(engine: str, config: PreTrainedConfig, plan: Plan | None) -> PreTr
         if not engine.startswith("transformers"):
             what = ENCODINGS[plan.encoding] if plan is not None else "its position encoding"
             raise NotExportable(f"how {engine} reads {what} is unknown. Plain transformers loads the extended folder.")
-    elif plan is None and not (facts := read_context(config)).is_scaled:
+    elif plan is None:
+        check_extended(config)
+    return extended
+
+
+def check_extended(config: Any) -> None:
+    """Raise ValueError if the RoPE of `config` is plain."""
+    facts = read_context(config)
+    if not facts.is_scaled:
         raise ValueError(
             f"this config is not extended: plain RoPE with theta {facts.original_theta:g} and "
             f"{facts.trained_length} tokens. Pass method= with factor= or target_length=."
         )
-    return extended
 
 
 def _why_live_only(engine: str, plan: Plan) -> str:

@@ -5,17 +5,21 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+import torch
 from jaxtyping import Float64
 from torch import Tensor
 
 from ctxext.encodings.rope import rotations
 from ctxext.extension.rope import RopePlan
 from ctxext.methods import PositionRemapping
+from ctxext.models.context import ContextFacts
 
 COLUMNS = 64
 TRAINED, SEEN, NEW = "○", "●", "×"
 # Relative: a pair that is fully interpolated ends on the last trained phase, up to rounding.
 ROUNDING = 1e-6
+# Of the turns in training: a method that leaves a pair fewer stops it.
+STOPPED = 1e-3
 
 
 @dataclass(frozen=True)
@@ -49,8 +53,17 @@ class PairTurns:
         return self.unfinished & (self.target > self.trained * (1 + ROUNDING))
 
     @property
+    def stopped(self) -> Tensor:
+        """The pairs that the extension keeps from rotating."""
+        return self.target < STOPPED * self.trained
+
+    @property
     def summary(self) -> str:
-        """What the chart shows, in a sentence or two."""
+        """What the chart shows, in a few sentences."""
+        stopped = int(self.stopped.sum())
+        return self._new_phases() + f" {stopped} pairs no longer rotate." * bool(stopped)
+
+    def _new_phases(self) -> str:
         n, unfinished, new = len(self.trained), int(self.unfinished.sum()), int(self.new.sum())
         if not unfinished:
             return f"All {n} pairs complete a turn within {self.trained_length:,} tokens: no phase is new."
@@ -61,28 +74,51 @@ class PairTurns:
         )
 
     def chart(self) -> list[str]:
-        """Lines of text: pairs from left to right, a row for each power of two of turns."""
-        lowest = math.floor(float(self.trained.min().log2()))
-        highest = math.floor(float(max(self.trained.max(), self.target.max()).log2()))
+        """Lines of text: pairs from left to right, a row for each power of two of turns, and one for stopped pairs."""
+        rotating = torch.cat((self.trained, self.target[~self.stopped])).log2().floor().int()
+        highest, lowest = int(rotating.max()), int(rotating.min())
         each = math.ceil(len(self.trained) / COLUMNS)
-        rows = {octave: [" "] * math.ceil(len(self.trained) / each) for octave in range(highest, lowest - 1, -1)}
+        width = math.ceil(len(self.trained) / each)
+        octaves = range(highest, lowest - 1, -1)
+        names = [f"{2**octave:,}" if octave >= 0 else f"1/{2**-octave}" for octave in octaves]
+        rows = {name: [" "] * width for name in [*names, "0"]}
 
         def row(turns: float) -> list[str]:
-            # A pair that does not rotate is drawn in the lowest row.
-            return rows[max(lowest, math.floor(math.log2(turns)))]
+            return rows[names[highest - math.floor(math.log2(turns))]]
 
         for pair in range(0, len(self.trained), each):
             row(float(self.trained[pair]))[pair // each] = TRAINED
-            row(float(self.target[pair]))[pair // each] = NEW if self.new[pair] else SEEN
+            end = rows["0"] if self.stopped[pair] else row(float(self.target[pair]))
+            end[pair // each] = NEW if self.new[pair] else SEEN
+        if not self.stopped.any():
+            del rows["0"]
         lines = [self.title, "turns"]
-        for octave, cells in rows.items():
-            label = f"{2**octave:,}" if octave >= 0 else f"1/{2**-octave}"
-            lines.append(f"{label:>9} {'┼' if octave == 0 else '│'}{''.join(cells)}".rstrip())
-        lines.append(f"{'':9} └{'─' * len(rows[highest])}")
+        for name, cells in rows.items():
+            lines.append(f"{name:>9} {'┼' if name == '1' else '│'}{''.join(cells)}".rstrip())
+        lines.append(f"{'':9} └{'─' * width}")
         which = "every pair" if each == 1 else f"one pair in {each}"
         lines.append(f"{'':10} {which}, fastest first: {TRAINED} within {self.trained_length:,} tokens,")
         lines.append(f"{'':10} {SEEN} extended, within {self.target_length:,}, {NEW} there at phases never trained")
         return [*lines, self.summary]
+
+
+def turns_in_use(facts: ContextFacts) -> list[PairTurns]:
+    """The turns of each table of a model that is scaled already.
+
+    Raises:
+        ValueError: its frequencies depend on the length of the text.
+    """
+    found = []
+    for table in facts.tables:
+        if table.scaling is not None and table.scaling.in_attention:
+            raise ValueError(f"{facts.summary} scales by the length of the text, so there is no one chart of it.")
+        original, rope = facts.original_rope_of(table), facts.rope_of(table)
+        if len(facts.tables) > 1 and torch.equal(rope.inv_freq, original.inv_freq):
+            continue
+        title = facts.summary + f", {table.label}" * (len(facts.tables) > 1)
+        start = original.original_max_position_embeddings
+        found.append(PairTurns(title, start, facts.reach, rotations(original), rotations(rope)))
+    return found
 
 
 def pair_turns(plan: RopePlan) -> list[PairTurns]:

@@ -19,6 +19,7 @@ from safetensors import SafetensorError, safe_open
 from torch import OutOfMemoryError
 
 from ctxext.api import extend_context
+from ctxext.assets import MODEL
 from ctxext.core.plan import Plan
 from ctxext.extension.metadata_file import (
     BESIDE,
@@ -86,13 +87,15 @@ def checkpoint_folder(name_or_path: str, revision: str | None = None, *, config_
 
 
 def local_folder(name_or_path: str, revision: str | None, patterns: list[str] | None = None) -> Path:
-    """A folder as it is, or downloaded from the hub.
+    """A folder as it is, or downloaded from the hub; "bundled" is the package's small model.
 
     Raises:
         FileNotFoundError: no such folder.
         ValueError: it is a file, or a `revision` of a local folder.
     """
     folder = Path(name_or_path)
+    if name_or_path == "bundled" and not folder.exists():
+        folder = MODEL
     if folder.is_file():
         remedy = "Pass a folder that save_pretrained wrote, or a hub name (owner/name)."
         if folder.suffix == ".gguf":

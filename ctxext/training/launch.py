@@ -30,6 +30,8 @@ from jaxtyping import Int
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from torch import Tensor
 
+from ctxext.utils.machine import slow_in_bfloat16
+from ctxext.utils.screen import console
 from ctxext.utils.values import MAX_COUNT
 
 if TYPE_CHECKING:
@@ -227,6 +229,8 @@ def make_accelerator(
             f"the launcher's gradient_accumulation_steps={accelerator.gradient_accumulation_steps} would replace the "
             "settings' batch_size. Remove it from the launcher's config file."
         )
+    if mixed_precision == "bf16" and slow_in_bfloat16(accelerator.device.type) and accelerator.is_main_process:
+        console.print("note: this CPU is some ten times slower in bf16 than in fp32: set training.precision=fp32.")
     if accelerator.is_fsdp2 and mixed_precision == "bf16":
         # accelerate's default would round the loss to bfloat16 and reduce gradients in it.
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)

@@ -21,7 +21,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedConfig
 
-from ctxext.assets import MODEL
 from ctxext.core.apply import transformers_model
 from ctxext.hub.checkpoint import checkpoint_folder, extended_json, read_config
 from ctxext.models.text_config import text_config_of
@@ -91,8 +90,7 @@ def _changed(path: Path, changes: Sequence[str]) -> list[Settings]:
 
 
 def _report(settings: Settings, others: dict[str, Settings]) -> str:
-    bundled = settings.model == "bundled"
-    base = MODEL if bundled else checkpoint_folder(settings.model, settings.revision, config_only=True)
+    base = checkpoint_folder(settings.model, settings.revision, config_only=True)
     config = read_config(base)
     length = settings.row_length(extended_json(base, **settings.extension.arguments())[0].target_length)
     now = memory_of(config, settings, length)

@@ -12,7 +12,6 @@ from typing import NamedTuple
 
 from pydantic import ValidationError
 
-from ctxext.assets import MODEL
 from ctxext.extension.adapter_config import ADAPTER_CONFIG, origin, short_name
 from ctxext.hub.adapters import RECORD, merge
 from ctxext.hub.checkpoint import checkpoint_folder, extended_json, link_with_config, local_folder, written_whole
@@ -86,8 +85,6 @@ def starting_point(stages: Sequence[Settings], number: int, folder: Path, alone:
 
 
 def _original(settings: Settings, folder: Path) -> Start:
-    if settings.model == "bundled":
-        return Start(MODEL, MODEL)
     given = local_folder(settings.model, settings.revision)
     if (given / ADAPTER_CONFIG).is_file():
         merged = folder if folder.exists() else merge(given, folder)

@@ -20,3 +20,9 @@ def versions() -> dict[str, str]:
 def machine(device: str) -> str:
     """The processor, its threads, and the device type."""
     return f"{platform.machine()}, {counted(torch.get_num_threads(), 'thread')}, {device}"
+
+
+def slow_in_bfloat16(device: str) -> bool:
+    """Whether `device` is a CPU on which oneDNN has no kernels for bfloat16: it multiplies ten times as slowly there as
+    in float32, as without AVX-512."""
+    return torch.device(device).type == "cpu" and not torch.ops.mkldnn._is_mkldnn_bf16_supported()

@@ -97,6 +97,10 @@ def test_describe_draws_the_turns_of_each_pair(checkpoint: Path, tmp_path: Path)
     assert "fastest first: ○ within 64 tokens" in run.stdout
     assert "Extended, " in run.stdout
     assert "at phases never trained" in figure.read_text()
+    assert ctxext("extend", checkpoint, "--factor", "2", "-o", tmp_path / "out").returncode == 0
+    run = ctxext("describe", tmp_path / "out", "--plot")
+    assert run.returncode == 0, run.stderr
+    assert "fastest first: ○ within 64 tokens" in run.stdout
 
 
 @pytest.mark.slow

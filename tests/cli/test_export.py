@@ -142,12 +142,12 @@ def test_an_adapter_is_to_be_merged_first(with_config: bool, tmp_path: Path) -> 
 
 @pytest.mark.slow
 def test_a_gguf_file_comes_from_a_folder_and_from_another_gguf_file(tmp_path: Path) -> None:
-    from ctxext.export.gguf import context_of_gguf
+    from ctxext.export.gguf import context_of_gguf, write_gguf
 
     tmp_path = tmp_path / "new"
     how = ("--engine", "llama.cpp", "--factor", 4, "--method", "yarn", "-o")
     assert export(MODEL / "config.json", *how, tmp_path / "a.gguf").exit_code == 0
-    assert export(MODEL, "--engine", "llama.cpp", "-o", tmp_path / "plain.gguf").exit_code == 0
+    write_gguf(MODEL, tmp_path / "plain.gguf")
     run = export(tmp_path / "plain.gguf", *how, tmp_path / "b.gguf")
     assert f"llama-server -m {tmp_path / 'b.gguf'} \\\n    --ctx-size 2048\n" in run.stdout
     reached = [context_of_gguf(tmp_path / f"{name}.gguf").max_position_embeddings for name in ("plain", "a", "b")]
@@ -159,6 +159,8 @@ def test_a_gguf_file_comes_from_a_folder_and_from_another_gguf_file(tmp_path: Pa
     ("arguments", "words"),
     [
         (["CONFIG"], "this config is not extended"),
+        (["CONFIG", "--engine", "llama.cpp", "-o", "out.gguf"], "this config is not extended"),
+        (["bundled", "--engine", "llama.cpp", "-o", "out.gguf"], "this config is not extended"),
         (["CONFIG", "--method", "yarn", "--engine", "vlm"], "did you mean 'vllm'"),
         (["CONFIG", "--method", "yarm"], "did you mean 'yarn'"),
         (["CONFIG", "--method", "yarn", "-o", "CONFIG"], "exists already"),
@@ -187,6 +189,27 @@ def test_a_beginners_mistake_gets_a_remedy(config_alone: Path, arguments: list[s
     assert run.exit_code != 0
     assert isinstance(run.exception, (ValueError, OSError))
     assert words in str(run.exception)
+
+
+def test_a_probe_is_written_as_long_as_asked_after_its_time_is_said(tmp_path: Path) -> None:
+    how = ("--engine", "llama.cpp", "--factor", 4, "--method", "yarn", "-o")
+    run = export("bundled", *how, tmp_path / "long.gguf")
+    assert "writing long.verify.json: reads texts of up to 2,048 tokens, up to " in run.stderr
+    assert max(read_probe(tmp_path / "long.verify.json").far) == 2048
+    run = export("bundled", "--far", 0, *how, tmp_path / "short.gguf")
+    assert "writing short.verify.json, of short texts" in run.stderr
+    assert not read_probe(tmp_path / "short.verify.json").far
+
+
+def test_ctrl_c_during_a_probe_says_what_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def pressed(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("ctxext.export.probe.make_probe", pressed)
+    run = export("bundled", "--engine", "llama.cpp", "--factor", 4, "--method", "yarn", "-o", tmp_path / "out.gguf")
+    assert run.exit_code == 130
+    assert f"{tmp_path / 'out.gguf'} is written, but not out.verify.json" in run.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["out.gguf"]
 
 
 def test_a_folder_may_have_a_dot_and_a_file_capitals(config_alone: Path, tmp_path: Path) -> None:

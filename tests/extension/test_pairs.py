@@ -8,8 +8,9 @@ import pytest
 import torch
 from transformers import Gemma3TextConfig, LlamaConfig
 
-from ctxext.extension.pairs import NEW, SEEN, TRAINED, PairTurns, pair_turns
+from ctxext.extension.pairs import NEW, SEEN, TRAINED, PairTurns, pair_turns, turns_in_use
 from ctxext.extension.request import plan_extension
+from ctxext.models.context import read_context
 
 FACTOR, TRAINED_LENGTH = 4, 2048
 LLAMA = LlamaConfig(
@@ -80,7 +81,30 @@ def test_pairs_that_do_not_rotate_and_heads_with_many_pairs_fit_into_the_chart()
     lines = found.chart()
     assert max(map(len, lines[:-1])) <= 80
     assert "one pair in 2" in lines[-3]
-    assert lines[-5].count(SEEN) == 64  # in the lowest row
+    stopped = lines[-5]
+    assert stopped.split()[0] == "0"
+    assert stopped.count(SEEN) == 64
+    assert sum(line.count(SEEN) for line in lines[:-4]) == 64
+    assert lines[-1].endswith("128 pairs no longer rotate.")
+
+
+@pytest.mark.parametrize("method", ["pi", "ntk", "yarn", "llama3", "longrope"])
+def test_a_model_that_is_scaled_already_is_drawn_as_its_extension_was(method):
+    options = {"long_factor": tuple(1 + i / 8 for i in range(32))} if method == "longrope" else {}
+    plan = plan_extension(LLAMA, FACTOR, method, **options)
+    config = LlamaConfig(**LLAMA.to_dict())
+    plan.apply_to(config)
+    (found,), (planned,) = turns_in_use(read_context(config)), pair_turns(plan)
+    assert (found.trained_length, found.target_length) == (TRAINED_LENGTH, FACTOR * TRAINED_LENGTH)
+    torch.testing.assert_close(found.trained, planned.trained)
+    torch.testing.assert_close(found.target, planned.target)
+
+
+def test_frequencies_that_depend_on_the_text_have_no_chart():
+    config = LlamaConfig(**LLAMA.to_dict())
+    config.rope_parameters = {**LLAMA.rope_parameters, "rope_type": "dynamic", "factor": 2.0}
+    with pytest.raises(ValueError, match="no one chart"):
+        turns_in_use(read_context(config))
 
 
 def test_each_table_that_changes_is_drawn_by_its_layers():
