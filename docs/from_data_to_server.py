@@ -143,14 +143,14 @@ def run(folder: Path) -> dict[str, str]:
             if command[1] == "serve":
                 url = f"http://127.0.0.1:{port}/v1/models"
                 until_the_end.enter_context(running(words, url, log, cwd=folder, **ENVIRONMENT))
-                printed = "\n".join(re.findall("Uvicorn running .*", log.read_text()))
+                lines = "\n".join(re.findall("Uvicorn running .*", log.read_text()))
             else:
-                printed = _printed(words, folder)
-            said[step.command] = normalised(printed, port)
+                lines = printed(words, folder)
+            said[step.command] = normalised(lines, port, PORT)
     return said
 
 
-def _printed(words: list[str], folder: Path) -> str:
+def printed(words: list[str], folder: Path) -> str:
     """What a command prints on stdout and stderr, in that order of lines in which a terminal shows them."""
     together = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
     done = subprocess.run(words, cwd=folder, env={**os.environ, **ENVIRONMENT}, text=True, **together)
@@ -159,10 +159,10 @@ def _printed(words: list[str], folder: Path) -> str:
     return str(done.stdout)
 
 
-def normalised(printed: str, port: int) -> str:
+def normalised(printed: str, port: int, instead_of_port: int) -> str:
     """The lines that are the same on every machine, as far as its arithmetic allows."""
     lines = [line.rstrip() for line in printed.replace("\r", "\n").splitlines() if not NOISE.search(line)]
-    text = "\n".join(lines).replace(str(port), str(PORT))
+    text = "\n".join(lines).replace(str(port), str(instead_of_port))
     for pattern, instead in VARYING.items():
         text = re.sub(pattern, instead, text)
     return text

@@ -49,8 +49,11 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=Path("runs/SmolLM2-135M-Instruct"))
     parser.add_argument("--output", type=Path, default=Path("docs/smollm2"))
     parser.add_argument("--trials", type=int, default=0, help="passkey prompts per length and depth")
+    parser.add_argument("--fetch", action="store_true", help="only save the model and the tokenizer to --folder")
     args = parser.parse_args()
     fetch(args.folder)
+    if args.fetch:
+        return print(f"{args.folder} holds the model.")
     options = ["--lengths", "8k,16k", "--windows", "1", "--trials", str(args.trials)]
     demo = [sys.executable, "-m", "ctxext", "demo", "--model", str(args.folder), *options, "-o", str(args.output)]
     subprocess.run(demo, check=True)
