@@ -142,7 +142,7 @@ def evaluate(
         served_model=served_model,
         connection={"concurrency": concurrency, "timeout": timeout},
     )
-    opener.check(method=method is not None, beyond=beyond, processes=processes.world)
+    opener.check(method=method is not None, beyond=beyond, judged=judge is not None, processes=processes.world)
     if minutes is not None and not (opener.live and base is None and processes.world == 1):
         raise typer.BadParameter(
             "--minutes and --quick measure one model in transformers, in one process. Drop them, or --server, "
@@ -307,7 +307,7 @@ class Opener:
     def live(self) -> bool:
         return self.server is None and self.backend == "transformers"
 
-    def check(self, *, method: bool, beyond: bool, processes: int) -> None:
+    def check(self, *, method: bool, beyond: bool, judged: bool, processes: int) -> None:
         """Refuse what the chosen backend does not do."""
         from ctxext.utils.values import suggest
 
@@ -316,6 +316,11 @@ class Opener:
         if self.backend == "transformers":
             if self.options:
                 raise typer.BadParameter("--backend-option is for vLLM. Pass --backend vllm, or drop it.")
+            if self.server is not None and not judged and (self.dtype != "auto" or self.device is not None):
+                raise typer.BadParameter(
+                    "--dtype and --device are for a model that is loaded here, and the server has loaded its own. Drop "
+                    "them, or set them where the server starts."
+                )
             return
         said = {
             "--server measures the model elsewhere. Drop it, or --backend.": self.server is not None,

@@ -82,10 +82,15 @@ class Measure:
             gate=(trained,),
             seed=settings.training.seed,
         )
-        self.path = Path(settings.output) / "results.jsonl"
-        if (longest := max(*self.grid.lengths, target)) > self.haystack.n_tokens:
+        if max(self.grid.lengths) > target:
             raise ValueError(
-                f"{text} has {self.haystack.n_tokens:,} tokens, fewer than a window of {longest:,}. Set "
+                f"evaluation.lengths has {max(self.grid.lengths):,} tokens, beyond the target of {target:,}. Lower it. "
+                "To measure beyond the target, run `ctxext eval --beyond` on what is saved."
+            )
+        self.path = Path(settings.output) / "results.jsonl"
+        if target > self.haystack.n_tokens:
+            raise ValueError(
+                f"{text} has {self.haystack.n_tokens:,} tokens, fewer than a window of {target:,}. Set "
                 "evaluation.text to a longer text, or evaluation to null."
             )
 

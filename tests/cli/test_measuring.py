@@ -781,6 +781,8 @@ REMEDIES = {
     "an option without value": ((*PASSKEY, *SMALL, "--backend", "vllm", "--backend-option", "seed"), "NAME=VALUE"),
     "a server and a checkpoint": (("--tasks", "short", *SMALL, "--server", "SERVER", "--base", MODEL),
                                   "--base is the URL of a server with --server, .* got "),
+    "a dtype of a server": ((*PASSKEY, *SMALL, "--server", "SERVER", "--dtype", "bfloat16"), "has loaded its own"),
+    "a device of a server": ((*PASSKEY, *SMALL, "--server", "SERVER", "--device", "cpu"), "has loaded its own"),
     "no server": ((*PASSKEY, *SMALL, "--server", "http://localhost:1"), "Start the server"),
     "results of another seed": ((*PASSKEY, *SMALL, "--seed", "1", "-o", "based.jsonl"),
                                 r"other measurements \(seed: 0 → 1\)\. Pass another file"),

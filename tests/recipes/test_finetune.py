@@ -522,7 +522,7 @@ def test_documents_within_the_trained_length_are_warned_of(main, longest: int, i
         (("data.length=4096",), "beyond the 2,048 tokens"),
         (("data.length=2048", "data.positions=pose", "data.documents=joined"), "leave none to skip"),
         (("evaluation={text: nowhere.txt}",), "nowhere.txt was not found"),
-        (("evaluation={text: bundled, lengths: [1m]}",), "fewer than a window of 1,048,576"),
+        (("evaluation={text: bundled, lengths: [1m]}",), "has 1,048,576 tokens, beyond the target of 2,048"),
     ],
 )
 def test_bad_input_is_refused_before_anything_is_trained(
@@ -531,6 +531,12 @@ def test_bad_input_is_refused_before_anything_is_trained(
     with pytest.raises((ValueError, RuntimeError, OSError), match=re.escape(said)):
         main(tmp_path / "refused", *changes)
     assert not (tmp_path / "refused/log.jsonl").exists()
+
+
+def test_a_held_out_text_shorter_than_a_window_is_refused(main, tmp_path: Path) -> None:
+    (tmp_path / "short.txt").write_text("One two three. Four. " * 20)
+    with pytest.raises(ValueError, match=r"short\.txt has [\d]+ tokens, fewer than a window of 2,048"):
+        main(tmp_path / "refused", f"evaluation={{text: {tmp_path / 'short.txt'}}}")
 
 
 @pytest.fixture
