@@ -33,8 +33,11 @@ params = xllamacpp.CommonParams()
 params.model.path, params.n_ctx, params.port = "smollm2-32k.gguf", 32768, {PORT}
 server = xllamacpp.Server(params)
 print(f"{{server.listening_address}} serves until Ctrl-C")
-while True:
-    time.sleep(1)
+try:
+    while True:
+        time.sleep(1)
+except KeyboardInterrupt:
+    pass
 """
 
 INTRODUCTION = f"""\
@@ -63,7 +66,7 @@ STEPS = (
     Step(
         "3. Convert it for llama.cpp",
         "The GGUF file holds the extension. With it comes a probe: the log-probabilities that an engine must return if "
-        "it applies the extension. `--far 0` makes it from short texts, in seconds.",
+        "it applies the extension. `--far 0` makes it from short texts, within a minute.",
         "ctxext export smollm2-32k --engine llama.cpp --far 0 -o smollm2-32k.gguf",
     ),
     Step("4. Serve it", "", SERVE),
@@ -78,7 +81,8 @@ STEPS = (
 # Under a step, before its command.
 BEFORE = {
     SERVE: "With llama.cpp's own program, run the `llama-server` line above. The extra `llama-cpp` has the same\n"
-    f"server for Python. Save this as `serve.py`:\n\n```python\n{SERVER}```\n",
+    f"server for Python. Save this as `serve.py` (if port {PORT} is in use, change it here and below):"
+    f"\n\n```python\n{SERVER}```\n",
 }
 
 END = """\

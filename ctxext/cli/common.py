@@ -16,6 +16,7 @@ from typing import Annotated, Any, get_args, get_type_hints
 import typer
 from typer.core import TyperCommand, TyperGroup
 
+from ctxext.core.plan import Plan
 from ctxext.models.metadata import Existing
 from ctxext.utils import values
 from ctxext.utils.screen import console
@@ -214,6 +215,13 @@ def loaded_by(folder: Path) -> str:
     from ctxext.extension.metadata_file import RECORD
 
     return f"ctxext.load({str(folder)!r})" if (folder / RECORD).is_file() else "plain transformers"
+
+
+def say_plan(plan: Plan) -> None:
+    """Report an extension and its notes."""
+    console.print(f"[bold]{plan.summary}[/]", highlight=False)
+    for note in plan.notes:
+        say(f"note: {in_flags(note)}")
 
 
 def say_written(

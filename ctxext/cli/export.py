@@ -198,7 +198,7 @@ def _gguf_of_folder(
             extended = extend_folder(folder, Path(temporary) / folder.resolve().name, **how, say=console.print)
             assert extended.output is not None
             folder = extended.output
-            console.print(f"[bold]{extended.plan.summary}[/]", highlight=False)
+            common.say_plan(extended.plan)
         write_gguf(folder, output, dtype)
         common.say(f"wrote {output}")
         if probe:
@@ -225,8 +225,8 @@ def _write_probe(folder: Path, how: dict[str, Any], path: Path, far: int | None,
         make_probe(model, tokenizer, far=far).save(path)
     except KeyboardInterrupt:
         common.say(
-            f"{exported} is written, but not {path.name}, which ctxext verify compares it with. For both, repeat the "
-            "command with another --output, and with --far 0 for a probe in seconds."
+            f"{exported} is written, but not {path.name}, which ctxext verify compares it with. To write it from the "
+            f"extended checkpoint: ctxext verify DIR --far 0 -o {path}"
         )
         raise
     except Exception as error:  # any error, including out of memory: the export is valid without it

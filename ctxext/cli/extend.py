@@ -50,9 +50,7 @@ def extend(
             **common.parse_options(option),
         )
     plan = result.plan
-    console.print(f"[bold]{plan.summary}[/]", highlight=False)
-    for note in plan.notes:
-        console.print(f"note: {common.in_flags(note)}", highlight=False, markup=False)
+    common.say_plan(plan)
     if not plan.is_portable:
         can_freeze = plan.in_attention and isinstance(plan.method, RopeScaling)
         freeze = " To freeze it in the config instead, pass --length." * can_freeze

@@ -131,7 +131,7 @@ def verify(
             screen.print(f"note: {note}.", highlight=False, markup=False)
         if output is not None:
             screen.print(f"wrote {output}.", highlight=False, markup=False)
-        if not is_expected:
+        if not is_expected and expect != "applied":
             screen.print(f"The expected verdict was: {verdicts[expect]}.", highlight=False)
     if not is_expected:
         raise typer.Exit(1)

@@ -74,8 +74,8 @@ WORDS = {
 }
 MEANING = {
     "extended": "it matches the extended model",  # with the difference, by `_meaning`
-    "unextended": "it runs the unextended model: its config, flags or version drop the extension; "
-    "`ctxext export` shows what it needs",
+    "unextended": "it runs the unextended model: it loads an unextended file, or its config, flags or version drop the "
+    "extension; `ctxext export` shows what it needs",
     "without_temperature": "it rescales the frequencies, but does not multiply cos and sin by the attention factor; "
     "`ctxext export` says what it needs",
 }
@@ -87,6 +87,8 @@ PARTLY = "applied as far as tested"
 # of 8 or fewer one below 50% (p = 0.035).
 MAYBE, MAYBE_NOT, UNKNOWN = "probably applied", "probably ignored", "no verdict"
 PASSKEYS, MANY, FEW = 8, 5, 1
+# Nats per token.
+OTHER_MODEL = 3.0
 NEEDLE = " The pass key is {key}. Remember it. {key} is the pass key. "
 QUESTION = " What is the pass key? The pass key is"
 KEY = "71934"
@@ -303,8 +305,14 @@ def judge(
     others = (state for state in apart if state != nearest and not _clearly_nearer(apart[nearest], apart[state]))
     if not distances[nearest] <= limit:
         name = NONE
+        # Far more than any precision or factor explains.
+        other_model = distances[nearest] > max(OTHER_MODEL, 4 * limit)
         reason = (
-            f"another model, tokenizer or factor; pass noise= for weights below 8 bits. Closest: the {MODELS[nearest]}"
+            f"another model or tokenizer: the probe is of {probe.summary}, and was written beside the file or folder "
+            "to serve"
+            if other_model
+            else "another model, tokenizer or factor; pass noise= for weights below 8 bits. Closest: the "
+            f"{MODELS[nearest]}"
         )
     elif (other := next(others, None)) is not None:
         name = NONE

@@ -123,6 +123,7 @@ def verify(
                 f"verify DIR -o {PROBE}`, and pass it: --probe {PROBE}."
             )
         read = read_probe(probe)
+        _check_long_text(read, far)
         if is_server:
             endpoint = Endpoint(where, model=model, api_key=api_key, timeout=timeout)
             say(f"querying {endpoint.name} at {endpoint.url}")
@@ -160,11 +161,6 @@ def verify(
         verdict = judge_passkeys(read, *_passkeys(endpoint, read, far, engine.limit))
         return Verification(engine.name, where, read, verdict, tuple(notes))
     lengths = " or ".join(map(str, sorted(read.far)))
-    if far and not read.far:
-        raise ValueError(
-            f"the probe holds no long text, so far={far} cannot be tested. Create a probe with far={far}, or pass "
-            "far=0 to skip this check."
-        )
     if far and not read.far_length(far):
         raise ValueError(
             f"far={far} is below the probe's shortest long text. Pass far={lengths}, or far=0 to skip this check."
@@ -239,6 +235,15 @@ class Probed:
     notes: tuple[str, ...] = ()
 
 
+def _check_long_text(probe: Probe, far: int | None) -> None:
+    """Raise ValueError if a long text is asked for and `probe` holds none."""
+    if far and not probe.far:
+        raise ValueError(
+            f"the probe holds no long text, so far={far} cannot be tested. Create one from the extended checkpoint, "
+            f"`ctxext verify DIR --far {far} -o FILE`, or pass far=0 to skip this check."
+        )
+
+
 def _is_probe(path: Path) -> bool:
     with suppress(ValueError, OSError):
         return bool(read_probe(path))
@@ -290,6 +295,7 @@ def _plain_transformers(
             "the probe was made from this folder's config by ctxext's own formulas",
         )
     probe = make_probe(model, tokenizer, far=far) if path is None else read_probe(path)
+    _check_long_text(probe, far)
     tokens = tokenizer(probe.text)["input_ids"]
     return probe, Probed(
         name=by,

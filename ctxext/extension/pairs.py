@@ -10,7 +10,7 @@ from jaxtyping import Float64
 from torch import Tensor
 
 from ctxext.encodings.rope import rotations
-from ctxext.extension.rope import RopePlan
+from ctxext.extension.rope import RopePlan, stopped
 from ctxext.methods import PositionRemapping
 from ctxext.models.context import ContextFacts
 
@@ -18,8 +18,6 @@ COLUMNS = 64
 TRAINED, SEEN, NEW = "○", "●", "×"
 # Relative: a pair that is fully interpolated ends on the last trained phase, up to rounding.
 ROUNDING = 1e-6
-# Of the turns in training: a method that leaves a pair fewer stops it.
-STOPPED = 1e-3
 
 
 @dataclass(frozen=True)
@@ -55,13 +53,14 @@ class PairTurns:
     @property
     def stopped(self) -> Tensor:
         """The pairs that the extension keeps from rotating."""
-        return self.target < STOPPED * self.trained
+        return stopped(self.target, self.trained)
 
     @property
     def summary(self) -> str:
         """What the chart shows, in a few sentences."""
         stopped = int(self.stopped.sum())
-        return self._new_phases() + f" {stopped} pairs no longer rotate." * bool(stopped)
+        untrained = f" {stopped} pairs no longer rotate, which the model must be trained for before use."
+        return self._new_phases() + untrained * bool(stopped)
 
     def _new_phases(self) -> str:
         n, unfinished, new = len(self.trained), int(self.unfinished.sum()), int(self.new.sum())

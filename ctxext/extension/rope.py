@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar, get_args
 
 import torch
+from torch import Tensor
 
 from ctxext import __version__
 from ctxext.core.encoding import Encoding
@@ -483,6 +484,11 @@ def _updates(plan: RopePlan, parameters: dict[str, Any]) -> dict[str, Any]:
     return updates
 
 
+def stopped(extended: Tensor, trained: Tensor) -> Tensor:
+    """Which pairs an extension keeps from rotating, by their frequencies or turns."""
+    return extended < 1e-3 * trained
+
+
 def _notes(plan: RopePlan, seen_beyond: tuple[RopeTable, ...]) -> tuple[str, ...]:
     notes = []
     facts, config, table = plan.facts, plan.text_config, plan.facts.tables[0]
@@ -498,6 +504,12 @@ def _notes(plan: RopePlan, seen_beyond: tuple[RopeTable, ...]) -> tuple[str, ...
                 f"the attention factor {attention_factor:.4g} applies to the {facts.rotary_dim} rotary of "
                 f"{table.head_dim} dimensions, as in transformers; the paper's temperature would apply to all."
             )
+    n_stopped = max(int(stopped(plan.tables[k].inv_freq, rope.inv_freq).sum()) for k, rope in plan.ropes.items())
+    if n_stopped:
+        notes.append(
+            f"{n_stopped} pairs of dimensions no longer rotate, which the model must be trained for before use: ctxext "
+            "finetune."
+        )
     left = [table.label for table in facts.tables if table not in seen_beyond]
     if left:
         notes.append(f"{', '.join(left)}: unchanged, because their window is within the trained length.")
