@@ -11,15 +11,17 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
-from typing import Annotated, Any, get_args, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, get_args, get_type_hints
 
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from ctxext.core.plan import Plan
 from ctxext.models.metadata import Existing
 from ctxext.utils import values
 from ctxext.utils.screen import console
+
+if TYPE_CHECKING:
+    from ctxext.core.plan import Plan
 
 # What Python says of arguments that the command line has no flag for, and what to say there.
 PHRASES = {
