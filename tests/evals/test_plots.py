@@ -103,11 +103,23 @@ def test_pairs_are_drawn_as_points_at_their_turns(tmp_path: Path, drawn: list[Fi
     found = PairTurns("ntk ×4: 2 → 8 tokens", 2, 8, trained, torch.tensor([32.0, 6.0, 1.0, 0.25], dtype=torch.float64))
     plots.plot_pairs([found, found], tmp_path / "pairs.svg")
     for panel in drawn[-1].axes:
-        before, seen, new = (list(zip(*line.get_data())) for line in panel.lines)
+        before, seen, new, stopped = (list(zip(*line.get_data())) for line in panel.lines)
         assert before == [(0, 8), (1, 2), (2, 0.5), (3, 0.25)]
         assert seen == [(0, 32), (1, 6), (3, 0.25)]
-        assert new == [(2, 1)]
+        assert (new, stopped) == ([(2, 1)], [])
     assert "turns (log scale)" in words(tmp_path / "pairs.svg")
+    assert "no longer rotates" not in words(tmp_path / "pairs.svg")
+
+
+def test_pairs_that_stop_are_drawn_in_a_row_of_their_own(tmp_path: Path, drawn: list[Figure]) -> None:
+    trained = torch.tensor([8.0, 2.0, 0.5, 0.25], dtype=torch.float64)
+    found = PairTurns("cut ×4: 2 → 8 tokens", 2, 8, trained, torch.tensor([32.0, 6.0, 0.0, 0.0], dtype=torch.float64))
+    plots.plot_pairs([found], tmp_path / "pairs.svg")
+    (panel,) = drawn[-1].axes
+    *_, stopped = (list(zip(*line.get_data())) for line in panel.lines)
+    assert [pair for pair, _ in stopped] == [2, 3]
+    assert all(panel.get_ylim()[0] < turns < trained.min() for _, turns in stopped)
+    assert "no longer rotates" in words(tmp_path / "pairs.svg")
 
 
 def test_overview_shows_each_share_of_each_variant(tmp_path: Path) -> None:
