@@ -52,7 +52,9 @@ def compare(
     windows: measuring.Windows = 8,
     original_max_position_embeddings: common.TrainedLength = None,
     existing: common.HowExisting = "refuse",
+    judge: measuring.JudgeModel = None,
     haystack: measuring.Text = None,
+    by_document: measuring.ByDocument = False,
     setting: measuring.Setting = None,
     style: measuring.PromptStyle = None,
     answer_tokens: measuring.AnswerTokens = None,
@@ -72,7 +74,7 @@ def compare(
     from rich.console import Console
 
     from ctxext.evals.choice import recommended
-    from ctxext.evals.loading import default_lengths, known_by, load, load_text
+    from ctxext.evals.loading import default_lengths, known_by, load, load_judge, load_text
     from ctxext.evals.prompts import Prompter
     from ctxext.evals.runner import Runner
     from ctxext.evals.screen import asked_as_it_answers, finish, print_plan, run_with_bar, share_bar
@@ -91,6 +93,7 @@ def compare(
         minutes, no_fit, methods = minutes or 5.0, True, methods or "yarn,self_extend"
         factor = 2.0 if factor is None and target_length is None else factor
         depths = "0.25,0.75" if depths == "5" else depths
+    measuring.check_judge(judge, tasks)
     processes, timed = Processes.here(), minutes is not None
     if no_fit and not timed:
         raise typer.BadParameter("--no-fit works only with --minutes.")
@@ -115,6 +118,8 @@ def compare(
     prompter = Prompter(tokenizer, style, answer_tokens)  # type: ignore[arg-type]
     target = LiveModel(loaded, prompter, common.name_of(model), original_max_position_embeddings)
     target.about |= known_by(folder)
+    judging = None if judge is None else load_judge(checkpoint_folder(judge), common.name_of(judge), dtype, device)
+    target.judge = judging
     for variant in variants[1:]:
         refusal = target.refusal(variant, portable)
         if refusal is None:
@@ -133,6 +138,7 @@ def compare(
         tasks,
         settings=setting,
         trained_length=trained,
+        judge=judging,
         lengths=measuring.parse_lengths(lengths) if lengths is not None else usual,
         depths=measuring.parse_depths(depths),
         trials=trials,
@@ -147,7 +153,8 @@ def compare(
             f"the target is {reach:,} tokens, got --lengths up to {longest:,}. {instead} --target-length {longest}, "
             "lower --lengths, or pass --beyond."
         )
-    text = load_text(haystack, tokenizer, longest if grid.retrieval and not timed else 0)
+    at_least = longest if grid.retrieval and not timed else 0
+    text = load_text(haystack, tokenizer, at_least, by_document=by_document)
     runner = Runner(target, text, grid, beyond=True, processes=processes)
     runner.check(variants)
     if processes.rank == 0:

@@ -126,6 +126,7 @@ def evaluate(
             **common.parse_options(option),
         )
     names = [name.strip() for name in asked.tasks.split(",")]
+    measuring.check_judge(judge, asked.tasks)
     compared = _compared(names, judge, base, method, server)
     processes = Processes.here()
     if quick:
@@ -250,8 +251,6 @@ def _compared(
     names: Collection[str], judge: str | None, base: str | None, method: str | None, server: str | None
 ) -> bool:
     """Whether the tasks compare with the baseline, once it is known where that comes from."""
-    if judge is not None and "key_tokens" not in names:
-        raise typer.BadParameter("--judge is for key_tokens. Add it and perplexity to --tasks, or drop --judge.")
     needs_base = "short" in names or ("key_tokens" in names and judge is None)
     compared = needs_base or ("key_tokens" in names and method is not None)
     if needs_base and method is None and base is None:

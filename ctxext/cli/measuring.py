@@ -127,6 +127,12 @@ def parse_settings(pairs: Sequence[str] | None) -> dict[str, dict[str, Any]]:
     return settings
 
 
+def check_judge(judge: str | None, tasks: str) -> None:
+    """Refuse a judge without a task for it, before anything is loaded."""
+    if judge is not None and "key_tokens" not in [name.strip() for name in tasks.split(",")]:
+        raise typer.BadParameter("--judge is for key_tokens. Add it and perplexity to --tasks, or drop --judge.")
+
+
 # --------------------------------------------------------------------------------- the measurement
 
 

@@ -183,13 +183,19 @@ def _effective(clusters: Mapping[Hashable, Scores]) -> tuple[float, int, float]:
         raise ValueError(f"every cluster needs samples, got {len(clusters)} clusters, without samples: {empty}.")
     sums = np.array([_scores(scores).sum() for scores in clusters.values()])
     sizes = np.array([len(scores) for scores in clusters.values()])
-    m, n = len(sizes), int(sizes.sum())
+    n = int(sizes.sum())
     p = min(1.0, float(sums.sum()) / n)
-    effect = alike = float((sizes**2).sum()) / n
-    if m > 1:
-        spread = m / (m - 1) * float(((sums - sizes * p) ** 2).sum())
-        effect = min(max(1.0, (spread + alike) / (n * p * (1 - p) + 1)), alike)
-    return p, n, n / effect
+    return p, n, n / _design_effect(sums, sizes, p * (1 - p))
+
+
+def _design_effect(sums: Array, sizes: NDArray[np.int64], variance: float) -> float:
+    """The d of `pooled_share`, of clusters of samples with this variance."""
+    m, n = len(sizes), int(sizes.sum())
+    alike = float((sizes**2).sum()) / n
+    if m == 1:
+        return alike
+    spread = m / (m - 1) * float(((sums - sizes * sums.sum() / n) ** 2).sum())
+    return min(max(1.0, (spread + alike) / (n * variance + 1)), alike)
 
 
 def holm(p_values: Sequence[float], family: int) -> list[float]:
@@ -246,9 +252,10 @@ def paired_difference(
 ) -> Difference:
     """mean(a - b) over common samples, with a cluster bootstrap interval and the p-value of `paired_test`.
 
-    A percentile bootstrap, widened for small samples: one difference of +1 and one of -1 are added, as in
-    Bonett and Price (2012), since identical answers would give an interval of zero width; and the percentiles are
-    Hesterberg's (2015) expanded ones, wider by the ratio of Student's t to z.
+    A percentile bootstrap, widened for small samples: a cluster of +1s and one of -1s are added, as in Bonett and Price
+    (2012), since identical answers would give an interval of zero width; each has as many samples as count for one, the
+    d of `pooled_share`. And the percentiles are Hesterberg's (2015) expanded ones, wider by the ratio of Student's t
+    to z.
 
     The intervals of strata are combined by MOVER (`mean_share`). Arguments and errors are those of `paired_test`.
     """
@@ -259,7 +266,8 @@ def paired_difference(
         inside = _numbered(of[mine].tolist())
         sums, counts = _totals(inside, differences[mine]), np.bincount(inside)
         values.append(float(differences[mine].mean()))
-        bounds.append(_bootstrap(np.append(sums, [1, -1]), np.append(counts, [1, 1]), resamples, rng))
+        added = _design_effect(sums, counts, float(differences[mine].var()))
+        bounds.append(_bootstrap(np.append(sums, [added, -added]), np.append(counts, [added, added]), resamples, rng))
     value, low, high = _mover(values, *zip(*bounds))
     return Difference(value, low, high, paired_test(a, b, clusters, strata).p, len(differences))
 
@@ -275,7 +283,7 @@ def texts_to_tell(difference: float, test: PairedTest, comparisons: int = 1, pow
     """n = (z(0.025/comparisons) + z(power))² s² / difference²: the texts at which `paired_test` finds a difference.
 
     s² is the variance of a text's difference of accuracy, measured on the m texts of `test`, with one difference of +1
-    and one of -1 added, as in `paired_difference`. So few texts, or equal answers, promise nothing.
+    and one of -1 added. So few texts, or equal answers, promise nothing.
 
     Args:
         difference: of accuracy, such as 0.05 for 5 points.

@@ -119,13 +119,14 @@ def printed(out: str) -> dict[str, list[str]]:
 
 
 @pytest.mark.slow
-def test_another_model_judges_the_key_tokens_of_documents(tmp_path: Path) -> None:
+@pytest.mark.parametrize("command", [("eval", MODEL, "--method", "yarn"), ("compare", MODEL, "--methods", "yarn")])
+def test_another_model_judges_the_key_tokens_of_documents(command: tuple[Any, ...], tmp_path: Path) -> None:
     """The baseline as judge finds what the baseline finds, and intervals are over documents."""
     chapters = PERSUASION.read_text(encoding="utf-8").split("Chapter ")[1:4]
     documents = tmp_path / "documents.jsonl"
     documents.write_text("".join(json.dumps({"text": chapter[:6000]}) + "\n" for chapter in chapters))
     how = ("--tasks", "perplexity,key_tokens", "--haystack", documents, "--by-document", "--lengths", 700)
-    how = ("eval", MODEL, "--method", "yarn", "--factor", 2, *how, "--setting", "key_tokens.gain=0.3", "--windows", 3)
+    how = (*command, "--factor", 2, *how, "--setting", "key_tokens.gain=0.3", "--windows", 3)
     masks, headers = {}, {}
     for name, judge in (("own", ()), ("judge", ("--judge", MODEL))):
         outcome = ctxext(*how, *judge, "-o", tmp_path / f"{name}.jsonl")
@@ -142,11 +143,11 @@ def test_another_model_judges_the_key_tokens_of_documents(tmp_path: Path) -> Non
     assert loss.n == 3
     assert math.exp(loss.value) == pytest.approx(perplexity)
     assert loss.low < loss.value < loss.high
-    refused = ctxext("eval", MODEL, "--judge", MODEL, "-o", tmp_path / "other.jsonl")
+    refused = ctxext(*command, "--tasks", "passkey", "--judge", MODEL, "-o", tmp_path / "other.jsonl")
     assert "--judge is for key_tokens" in refused.said
     refused = ctxext(*how[:-1], 4, "-o", tmp_path / "other.jsonl")
     assert re.search(r"has 3 documents of 699 tokens or more.*--windows 3", refused.said)
-    refused = ctxext("eval", MODEL, "--by-document", "-o", tmp_path / "other.jsonl")
+    refused = ctxext(*command, "--by-document", "-o", tmp_path / "other.jsonl")
     assert "--haystack FILE.jsonl" in refused.said
 
 

@@ -326,7 +326,7 @@ def test_repeating_a_sample_within_its_text_adds_nothing() -> None:
     repeated = paired_difference(np.repeat(a, 5), np.repeat(b, 5), np.repeat(np.arange(40), 5))
     assert repeated.value == pytest.approx(once.value)
     assert repeated.n == 200
-    assert repeated.high - repeated.low == pytest.approx(once.high - once.low, rel=0.1)
+    assert repeated.high - repeated.low == pytest.approx(once.high - once.low, rel=0.01)
     assert repeated.p == pytest.approx(once.p, abs=2e-3)
 
 
