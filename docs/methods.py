@@ -186,7 +186,8 @@ def measured(name: str) -> list[str]:
         "## Measured", "",
         "| model | method | passkeys at the target | perplexity at the target | regression (nats) |",
         "|---|---|---|---|---|", *lines, "",
-        f"95% intervals in brackets; the regression is the loss increase within the trained length. From {sources}.",
+        "95% intervals in brackets; the regression is the loss increase within the trained length, up to 4,096 "
+        f"tokens. From {sources}.",
         "",
     ]  # fmt: skip
 

@@ -130,5 +130,6 @@ def app(pressed: Sequence[int] = ()) -> None:
 
 def _end(said: str, code: int, error: Exception) -> NoReturn:
     console.print("[bold red]error:[/] ", end="")
-    console.print(said, markup=False, highlight=False, soft_wrap=True)
+    # A terminal gets whole words; a file gets one line.
+    console.print(said, markup=False, highlight=False, soft_wrap=not console.is_terminal)
     raise SystemExit(code) from error

@@ -255,7 +255,7 @@ def _check_chat(source: Source, tokenizer: PreTrainedTokenizerBase) -> None:
     if not tokenizer.chat_template:
         raise ValueError(
             f"{source.name} holds messages, but the tokenizer has no chat template. "
-            "Use an instruction-tuned model's tokenizer, or set tokenizer.chat_template."
+            "Use an instruction-tuned model, or put a chat_template.jinja into the model's folder."
         )
     if not tokenizer.is_fast:
         raise ValueError(

@@ -226,6 +226,8 @@ class Runner:
             if reach is not None and longest > reach and not variant.gate_only:
                 by = "" if variant.extension is None else f" with {variant.name}"
                 remedy = "Extend it (--method yarn --target-length ...)"
+                if "method" in self.target.about:
+                    remedy = "Extend the original model further (ctxext extend --target-length ...)"
                 if variant.extension is not None:
                     instead = "Replace factor= by" if "factor" in variant.extension else "Pass"
                     remedy = f"{instead} target_length={longest}"

@@ -487,8 +487,8 @@ def _base_by_record(folder: Path, record: AdapterBase, named: Path | None) -> tu
     raise (ValueError if changed else FileNotFoundError)(
         f"the base that {folder} was trained on was {'changed' if changed else 'not found'}. Searched:\n  "
         + "\n  ".join(tried)
-        + f"\nPut the extended base (fingerprint {record.fingerprint}) in a folder 'base' beside the adapter, and pass "
-        "dtype= to ctxext.load for another dtype."
+        + f"\nPut the extended base (fingerprint {record.fingerprint}) in a folder 'base' beside the adapter. To load "
+        "it in another dtype, pass dtype=."
     )
 
 

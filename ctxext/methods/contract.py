@@ -107,7 +107,17 @@ class RopeMethod(ContextMethod):
 
     @classmethod
     def example(cls, rope: RopeGeometry, factor: float) -> RopeMethod:
-        """An instance for `rope`, for the tests and the method table."""
+        """An instance for `rope`: for `compare`, the method table and the tests.
+
+        Raises:
+            ValueError: the method has options without a default, and no `example` of its own.
+        """
+        needed = [field.name for field in fields(cls) if field.default is MISSING and field.name != "factor"]
+        if needed:
+            raise ValueError(
+                f"{cls.name} needs {' and '.join(needed)}. Give the class an `example(cls, rope, factor)` that returns "
+                "an instance, or each option a default."
+            )
         return cls(factor=factor)
 
 

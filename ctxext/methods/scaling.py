@@ -65,10 +65,13 @@ class NTKAware(RopeScaling):
 class NTKByParts(RopeScaling):
     """1/λ_i = (1 - ramp_i) + ramp_i / factor: keep fast pairs, interpolate slow ones. YaRN paper, section 3.2.
 
-    Pairs with more than `beta_fast` turns within the trained length are kept, those with fewer than `beta_slow` are
-    interpolated, and a ramp joins the two. Turns are counted with the frequencies in use, after any existing scaling.
+    Pairs with more than `beta_fast` turns within the trained length L are kept, those with fewer than `beta_slow` are
+    interpolated. Between them ramp_i = (i - low) / (high - low): low and high are d ln(L / 2πβ) / (2 ln θ) of the two
+    β. Turns are counted with the frequencies in use, after any existing scaling.
 
     Attributes:
+        beta_fast: turns within the trained length L above which a pair is kept.
+        beta_slow: turns below which a pair is interpolated by the whole factor.
         ramp: "index" is linear in the pair's index, and so in the logarithm of its turns (the YaRN code,
             transformers, every engine); "rotations" is linear in the number of turns (the paper, equation 18).
         truncate: move the ramp's ends outwards to the nearest pair (the code; "index" only).
@@ -135,6 +138,9 @@ class NTKByParts(RopeScaling):
 @dataclass(frozen=True, kw_only=True)
 class YaRN(NTKByParts):
     """NTK-by-parts, with cos and sin times 0.1 ln(factor) + 1. Peng et al. (2023), equations 17 to 22.
+
+    1/λ_i = (1 - ramp_i) + ramp_i / factor, with the ramp of `ntk_by_parts`: 0 for pairs with more than `beta_fast`
+    turns within the trained length, 1 for those with fewer than `beta_slow`.
 
     Attributes:
         attention_factor: overrides the multiplier 0.1 ln(factor) + 1 of cos and sin.

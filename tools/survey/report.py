@@ -79,6 +79,7 @@ def markdown(rows: Sequence[Row]) -> str:
         "Written by `make families`.",
         "\n".join(f"- *{verdict}*: {meaning}" for verdict, meaning in VERDICTS.items()),
         _table(counts(rows)),
+        "In the tables below:\n\n" + "\n".join(f"- *{column}*: {meaning}" for column, meaning in COLUMNS.items()),
         "<!-- filter -->",  # docs/site.py
     ]
     for name in [line[0] for line in counts(rows)[1:-1]]:
@@ -90,6 +91,14 @@ def markdown(rows: Sequence[Row]) -> str:
 _HEADING = [
     "model type", "kind", "verdict", "method", "largest effect", "restored", "temperature", "in attention", "reason"
 ]  # fmt: skip
+
+
+COLUMNS = {
+    "largest effect": "the largest change of a logit at twice the trained length",
+    "restored": "bitwise if `restore_context` gives back the weights, the config and the logits",
+    "temperature": "live if YaRN's attention factor changes the logits",
+    "in attention": "whether Self-Extend runs too",
+}
 
 
 def _cells(row: Row) -> list[str]:
