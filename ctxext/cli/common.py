@@ -122,6 +122,8 @@ def parse_pairs(
         name, equals, text = pair.partition("=")
         if not equals:
             raise typer.BadParameter(f"{form}; got {pair!r}.")
+        if name in found:
+            raise typer.BadParameter(f"{name} is set twice. Pass it once.")
         try:
             found[name] = json.loads(text.lower() if text in ("True", "False") else text)
         except json.JSONDecodeError:

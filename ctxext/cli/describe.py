@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ctxext.cli import common
+from ctxext.extension.method_file import check_writable
 from ctxext.models.metadata import EXISTING
 from ctxext.utils.extras import require
 
@@ -39,6 +40,7 @@ def describe(
         require("eval")
         if figure.suffix not in (".png", ".svg"):
             raise ValueError(f"--figure must end in .png or .svg, got {figure}.")
+        check_writable(figure)
     from ctxext.export.gguf import context_of_gguf
     from ctxext.extension.describe import describe
     from ctxext.extension.metadata_file import read_record

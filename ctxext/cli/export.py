@@ -218,7 +218,7 @@ def _write_probe(folder: Path, how: dict[str, Any], path: Path, far: int | None,
         return
     logging.disable_progress_bar()
     try:
-        model, tokenizer = load_model(folder, dtype="auto", use_safetensors=True), load_tokenizer(folder)
+        model, tokenizer = load_model(folder, dtype="auto"), load_tokenizer(folder)
         if how:
             extend_context(model, **how)
         _say_time(model, tokenizer, path, far)

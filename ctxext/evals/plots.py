@@ -181,6 +181,7 @@ def _saved(path: Path, width: float, height: float) -> Iterator[Figure]:
     with rc_context({"svg.fonttype": "none"}):
         figure = Figure(figsize=(width, height), layout="constrained", dpi=130)
         yield figure
+        path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path)
 
 

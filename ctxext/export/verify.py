@@ -271,7 +271,7 @@ def _plain_transformers(
     record = read_record(folder)
     by = f"transformers {transformers.__version__}"
     say(f"loading {folder} with plain transformers" if record is None else f"loading {folder} with ctxext.load")
-    model = load_model(folder, use_safetensors=True)
+    model = load_model(folder)
     own: tuple[str, ...] = ()
     if record is not None:
         model, by = extended_as_saved(model, saved_extension(folder)), f"{by} with ctxext.load"

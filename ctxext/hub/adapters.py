@@ -341,7 +341,7 @@ def load(
     else:
         extension, base = read_record(folder), checkpoint_folder(_base_of(folder))
         check_not_extended(base)
-    model = load_model(base, use_safetensors=True, **from_pretrained)
+    model = load_model(base, **from_pretrained)
     return extended_as_saved(model, extension)
 
 
@@ -526,7 +526,7 @@ def _load_adapter(found: _Found, is_trainable: bool = False, **from_pretrained: 
     watch_peft()
     check_weights(found.folder, "adapter_model.safetensors")
     of_base = saved_extension(found.base)
-    model = load_model(found.base, config=found.config, use_safetensors=True, **from_pretrained)
+    model = load_model(found.base, config=found.config, **from_pretrained)
     if found.record is not None:
         _check_live(model, found.record)
     model = extended_as_saved(model, of_base)

@@ -49,6 +49,9 @@ if TYPE_CHECKING:
 # Weights in formats other than safetensors.
 PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack")
 
+# What extended folders share with the original, by hard links. Other files are copied: libraries write them in place.
+LINKED = (".safetensors", ".gguf", ".onnx", *PICKLED)
+
 # The names of a tokenizer's files.
 TOKENIZER_FILES = ("*tok*", "*vocab*", "*merges*", "*.model", "tekken.json")
 
@@ -218,18 +221,27 @@ def load_model(folder: Path, auto: Any = None, **from_pretrained: Any) -> Any:
 
     Args:
         auto: an auto class; None for `architecture_of` the folder.
-        from_pretrained: its arguments. Code in the folder runs only with `trust_remote_code=True`.
+        from_pretrained: its arguments. Code in the folder runs only with `trust_remote_code=True`, and pickled weights
+            are read only with `use_safetensors=False`.
 
     Raises:
-        ValueError: transformers rejects it; or as `read_config` and `check_weights`.
+        ValueError: it holds pickled weights alone, transformers rejects it, or as `read_config` and `check_weights`.
         OSError: it has no weights.
     """
     from_pretrained.setdefault("trust_remote_code", False)  # transformers asks on the terminal otherwise
     if "config" not in from_pretrained:
         read_config(folder, trust_remote_code=from_pretrained["trust_remote_code"])
-    if not any(path.suffix in (".safetensors", *PICKLED) for path in folder.iterdir()):
+    from_pretrained.setdefault("use_safetensors", True)
+    found = {path.suffix: path.name for path in folder.iterdir()}
+    pickled = [found[suffix] for suffix in PICKLED if suffix in found]
+    if ".safetensors" not in found and not pickled:
         raise FileNotFoundError(
             f"{folder} has no weights (model.safetensors). Copy them there, or pass a complete checkpoint."
+        )
+    if ".safetensors" not in found and from_pretrained["use_safetensors"]:
+        raise ValueError(
+            f"{folder} has its weights in {pickled[0]}, a pickle, which could run code. If you trust it, write them as "
+            "safetensors: load the model with transformers, and call save_pretrained with a new folder."
         )
     check_weights(folder)
     with rejecting(folder / "config.json", OSError, ImportError, SafetensorError):
@@ -412,8 +424,8 @@ def extend_folder(
     `context_extension.json`. If the method creates new weights (a longer position table), the model is loaded, extended
     and saved.
 
-    Files are hard-linked, which takes no space and no time; across disks they are copied, after a message with the
-    size. Never edit a linked weight file in place: both folders share it.
+    Weights are hard-linked, which takes no space and no time; across disks they are copied, after a message with the
+    size. Never edit a linked weight file in place: both folders share it. All other files are copied.
 
     Args:
         output: a new folder; None only computes the config.
@@ -448,7 +460,7 @@ def extend_folder(
 def link_with_config(
     folder: Path, building: Path, config: dict[str, Any] | None, target_length: int, say: Callable[[str], None]
 ) -> tuple[int, int]:
-    """Link the checkpoint in `folder` into the folder `building`, with another config.json.
+    """Link the weights in `folder` into the folder `building`, and copy its other files but config.json.
 
     Args:
         building: empty, or with a saved model, whose config and weights stay.
@@ -457,7 +469,7 @@ def link_with_config(
         say: called with progress messages.
 
     Returns:
-        The bytes linked, and those copied.
+        The bytes of weights linked, and of weights copied.
     """
     done = _link_or_copy(folder, building, say)
     if config is not None:
@@ -505,9 +517,20 @@ def written_whole(folder: Path) -> Iterator[Path]:
 
 
 def visible_files(folder: Path) -> list[Path]:
-    """The files in `folder` but hidden ones, relative to it."""
-    found = [path.relative_to(folder) for path in sorted(folder.rglob("*")) if path.is_file()]
-    return [path for path in found if not any(part.startswith(".") for part in path.parts)]
+    """The files in `folder` but hidden ones, relative to it.
+
+    Raises:
+        FileNotFoundError: one is a link to a file that is not there.
+    """
+    found = [path.relative_to(folder) for path in sorted(folder.rglob("*")) if not path.is_dir()]
+    found = [path for path in found if not any(part.startswith(".") for part in path.parts)]
+    for path in found:
+        if not (folder / path).exists():
+            raise FileNotFoundError(
+                f"{folder / path} is a link to {(folder / path).readlink()}, which does not exist. Restore that file, "
+                "or download the checkpoint again."
+            )
+    return found
 
 
 def _link_or_copy(folder: Path, building: Path, say: Callable[[str], None]) -> tuple[int, int]:
@@ -519,6 +542,9 @@ def _link_or_copy(folder: Path, building: Path, say: Callable[[str], None]) -> t
             continue
         source, target = (folder / path).resolve(), building / path  # the hub's cache contains links to its blobs
         target.parent.mkdir(parents=True, exist_ok=True)
+        if path.suffix not in LINKED:
+            shutil.copy2(source, target)
+            continue
         try:
             os.link(source, target)
             linked += source.stat().st_size
@@ -526,7 +552,7 @@ def _link_or_copy(folder: Path, building: Path, say: Callable[[str], None]) -> t
             to_copy.append((source, target))
     size = sum(source.stat().st_size for source, _ in to_copy)
     if to_copy:
-        say(f"cannot hard-link here, copying {len(to_copy)} files, {size_in_words(size)}")
+        say(f"cannot hard-link here, copying {len(to_copy)} files of weights, {size_in_words(size)}")
     for source, target in to_copy:
         shutil.copy2(source, target)
     return linked, size

@@ -191,9 +191,10 @@ class STRING(_Windowed):
             shift, window = self.sizes(rope)
             trained = rope.original_max_position_embeddings
             most = math.floor(100 * self._largest_factor(rope)) / 100
+            remedy = "Pass" if self.shift is None else "Leave shift out, and pass"
             raise ValueError(
                 f"string with shift={shift} and window={window} covers {self.reach(rope):.0f} tokens from {trained}, "
-                f"not {target_length}. Leave shift out, and pass a factor up to {most:g}; beyond, use 'self_extend' or "
+                f"not {target_length}. {remedy} a factor up to {most:g}; beyond, use 'self_extend' or "
                 "'dca'."
             )
 

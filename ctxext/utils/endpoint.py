@@ -19,6 +19,7 @@ from urllib.request import HTTPErrorProcessor, Request, build_opener
 from ctxext.utils.values import one_line, suggest
 
 MAX_TIMEOUT = 1e6  # Seconds, within what sockets take.
+LISTED = 30.0  # Seconds for the list of models, which no server computes.
 FIRST_WAIT = 1.0  # Seconds before the first retry; doubles with each further one.
 
 
@@ -81,34 +82,41 @@ class Endpoint:
         Raises:
             ValueError: the server refuses the request, or does not answer with JSON.
             ConnectionError: the server cannot be reached, or the connection broke each time.
-            TimeoutError: no whole answer within `timeout` seconds. Not retried: the server may still be computing.
+            TimeoutError: no whole answer within `timeout` seconds, or `LISTED` for the list of models. Not retried: the
+                server may still be computing.
             PermissionError: the key was rejected (401, 403).
             RuntimeError: status 429 or 5xx after all retries.
         """
         url = f"{self.url}/v1/{path}"
         request = Request(url, None if body is None else json.dumps(body).encode(), self._headers)
+        seconds = min(LISTED, self.timeout) if path == "models" else self.timeout
         failure: Exception
         attempt = 0
         while True:
             wait = FIRST_WAIT * 2**attempt
-            end = time.monotonic() + self.timeout
+            end = time.monotonic() + seconds
             try:
-                with self._opener.open(request, timeout=self.timeout) as response:
+                with self._opener.open(request, timeout=seconds) as response:
                     raw = _read(response, end)
             except (OSError, HTTPException) as error:
-                failure = self._unreachable(url, error.reason if isinstance(error, URLError) else error)
+                failure = self._unreachable(url, error.reason if isinstance(error, URLError) else error, seconds)
             else:
                 if response.status == 200:
                     return _json_object(url, raw)
                 failure = self._refusal(url, response.status, response.headers, _message(raw), about)
                 wait = max(wait, _retry_after(response.headers))
             passing = isinstance(failure, (RuntimeError, ConnectionResetError))
-            if not passing or attempt == self.retries or wait > self.timeout:
+            if not passing or attempt == self.retries or wait > seconds:
                 raise failure
             time.sleep(wait)
             attempt += 1
 
-    def _unreachable(self, url: str, reason: Any) -> OSError:
+    def _unreachable(self, url: str, reason: Any, seconds: float) -> OSError:
+        if isinstance(reason, TimeoutError) and seconds < self.timeout:
+            return TimeoutError(
+                f"{url} did not answer within {seconds:g} s. Check the URL, such as http:// for https://, and that the "
+                "server is ready."
+            )
         if isinstance(reason, TimeoutError):
             return TimeoutError(
                 f"{url} sent no whole answer within {self.timeout:g} s. Raise the timeout (--timeout), or check the "

@@ -16,16 +16,18 @@ import pytest
 import torch
 from families import FAMILIES, from_config, logits, tiny_config, tiny_model, token_ids
 from live import LATE, late
+from safetensors.torch import load_file
 from survey.small import small_model
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
 import ctxext
+from ctxext.assets import MODEL
 from ctxext.cli import commands
 from ctxext.evals.loading import load
 from ctxext.extension.metadata_file import RECORD
 from ctxext.extension.method_file import PROBE
-from ctxext.hub.checkpoint import checkpoint_folder, extend_folder
+from ctxext.hub.checkpoint import checkpoint_folder, extend_folder, load_model
 from ctxext.models.metadata import Existing
 
 
@@ -108,7 +110,43 @@ def test_weights_are_shared_not_copied(source: Path, tmp_path: Path) -> None:
     result = extend_folder(source, tmp_path / "out", factor=4)
     assert os.path.samefile(source / "model.safetensors", tmp_path / "out/model.safetensors")
     assert result.copied_bytes == 0
-    assert result.linked_bytes > 0
+    assert result.linked_bytes == (source / "model.safetensors").stat().st_size
+
+
+def test_saving_into_an_extended_folder_leaves_the_original_as_it_was(tmp_path: Path) -> None:
+    """transformers writes tokenizer.json and generation_config.json in place, so a link would change both folders."""
+    source = tmp_path / "source"
+    shutil.copytree(MODEL, source)
+    before = {path.name: path.read_bytes() for path in source.iterdir()}
+    extend_folder(source, tmp_path / "out", factor=4)
+    model, tokenizer = (auto.from_pretrained(tmp_path / "out") for auto in (AutoModelForCausalLM, AutoTokenizer))
+    model.generation_config.max_new_tokens = 7
+    tokenizer.add_tokens(["<new>"])
+    model.resize_token_embeddings(len(tokenizer))
+    model.save_pretrained(tmp_path / "out")
+    tokenizer.save_pretrained(tmp_path / "out")
+    assert {path.name: path.read_bytes() for path in source.iterdir()} == before
+
+
+def test_a_link_to_missing_weights_is_named(source: Path, tmp_path: Path) -> None:
+    cut = tmp_path / "cut"
+    shutil.copytree(source, cut)
+    (cut / "model.safetensors").unlink()
+    (cut / "model.safetensors").symlink_to(tmp_path / "elsewhere.safetensors")
+    with pytest.raises(FileNotFoundError, match=r"model.safetensors is a link to .*elsewhere"):
+        extend_folder(cut, tmp_path / "out", factor=4)
+    assert not (tmp_path / "out").exists()
+
+
+def test_pickled_weights_are_read_only_when_asked(source: Path, tmp_path: Path) -> None:
+    pickled = tmp_path / "pickled"
+    shutil.copytree(source, pickled)
+    torch.save(load_file(pickled / "model.safetensors"), pickled / "pytorch_model.bin")
+    (pickled / "model.safetensors").unlink()
+    with pytest.raises(ValueError, match=r"its weights in pytorch_model.bin, a pickle, .*save_pretrained"):
+        load_model(pickled)
+    read = load_model(pickled, use_safetensors=False).state_dict()
+    torch.testing.assert_close(read, load_model(source).state_dict())
 
 
 def test_copying_says_how_much(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,11 +156,7 @@ def test_copying_says_how_much(source: Path, tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(os, "link", refuse)
     said: list[str] = []
     result = extend_folder(source, tmp_path / "out", factor=4, say=said.append)
-    assert (
-        result.copied_bytes
-        == sum(p.stat().st_size for p in source.iterdir() if "config.json" not in p.name)
-        + (source / "generation_config.json").stat().st_size
-    )
+    assert result.copied_bytes == (source / "model.safetensors").stat().st_size
     assert "KiB" in said[0]
 
 

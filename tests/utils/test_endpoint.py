@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import socket
 from types import SimpleNamespace
 from typing import Any
 
@@ -77,6 +78,16 @@ def test_the_timeout_is_that_of_a_whole_answer(monkeypatch: pytest.MonkeyPatch) 
         endpoint = Endpoint(server.url, timeout=600)
         clock = iter([0.0, 599.0, 0.0, 601.0])
         monkeypatch.setattr("ctxext.utils.endpoint.time", SimpleNamespace(monotonic=lambda: next(clock)))
-        assert endpoint.call("models")["data"]
+        asked = {"model": endpoint.name, "prompt": [1], "max_tokens": 1, "temperature": 0}
+        assert endpoint.call("completions", asked)["choices"]
         with pytest.raises(TimeoutError, match=r"sent no whole answer within 600 s\. Raise the timeout"):
-            endpoint.call("models")
+            endpoint.call("completions", asked)
+
+
+def test_a_server_that_lists_no_models_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over https an http server gives no answer at all, nor does one that hangs."""
+    monkeypatch.setattr("ctxext.utils.endpoint.LISTED", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        with pytest.raises(TimeoutError, match=r"did not answer within 0\.2 s\. Check the URL, such as http://"):
+            Endpoint(url, timeout=600)
