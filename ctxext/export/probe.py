@@ -483,7 +483,7 @@ def make_probe(
         cuts=_cuts(tokenizer, text, ids),
         **around(tokenizer, text, ids),
     )
-    _check_far(far, probe)
+    check_far(probe, far)
     # The extended state must be separable in 16 bits; the other two need not be separable from each other.
     live, ignored = (torch.tensor(probe.expected[state], dtype=torch.float64) for state in ("extended", "unextended"))
     off = noisy["unextended"]
@@ -496,11 +496,12 @@ def make_probe(
     return replace(probe, far=_far_values(model, probe, min(facts.reach, FAR_LIMIT if far is None else far, MAX_FAR)))
 
 
-def _check_far(far: int | None, probe: Probe) -> None:
+def check_far(probe: Probe, far: int | None) -> None:
+    """Raise ValueError if texts of `far` tokens are too short to test a position beyond the trained length."""
     if far and far <= probe.short_length:
         raise ValueError(
-            f"far={far} is too short for a text near the target: it must exceed {probe.short_length:,} tokens. Pass a "
-            "longer one, or far=0 for none."
+            f"far={far} must be above {probe.short_length} tokens, or it tests no position beyond the trained length. "
+            "Pass a larger one, or far=0 to skip this check."
         )
 
 
@@ -525,7 +526,7 @@ def _probe_by_length(
         cuts=_cuts(tokenizer, text, ids),
         **around(tokenizer, text, ids),
     )
-    _check_far(far, probe)
+    check_far(probe, far)
     lengths = _far_lengths(probe, min(plan.target_length, FAR_LIMIT if far is None else far, MAX_FAR))
     if not lengths:
         raise ValueError(

@@ -24,6 +24,7 @@ from ctxext.export.probe import (
     NotExtended,
     Probe,
     Verdict,
+    check_far,
     judge,
     judge_by_length,
     judge_far,
@@ -145,11 +146,6 @@ def verify(
                 f"{where} is not extended, so there is nothing to verify. Extend it first: ctxext extend "
                 f"{shlex.quote(where)} -o FOLDER."
             ) from error
-    if far and far <= read.short_length:
-        raise ValueError(
-            f"far={far} must be above {read.short_length} tokens, or it tests no position beyond the trained length. "
-            "Pass a larger one, or far=0 to skip this check."
-        )
     notes = list(engine.notes)
     wanted = min(far or read.target_length, read.target_length)
     if engine.logprobs is None:
@@ -236,7 +232,8 @@ class Probed:
 
 
 def _check_long_text(probe: Probe, far: int | None) -> None:
-    """Raise ValueError if a long text is asked for and `probe` holds none."""
+    """Raise ValueError if a long text is asked for that is too short, or of which `probe` holds none."""
+    check_far(probe, far)
     if far and not probe.far:
         raise ValueError(
             f"the probe holds no long text, so far={far} cannot be tested. Create one from the extended checkpoint, "

@@ -58,6 +58,8 @@ def test_options_are_json_or_words() -> None:
     assert parse_options(["truncate=False"]) == {"truncate": False}
     with pytest.raises(typer.BadParameter, match="NAME=VALUE"):
         parse_options(["beta_fast"])
+    with pytest.raises(typer.BadParameter, match="beta_fast is set twice"):
+        parse_options(["beta_fast=1", "beta_fast=2"])
 
 
 @pytest.mark.parametrize("name", ["model", "existing", "factor", "say"])

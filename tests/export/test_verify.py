@@ -538,9 +538,11 @@ def test_a_server_that_refuses_what_it_says_it_serves_is_not_live(twice: Path) -
         assert verify(server.url, twice / "verify.json", far=0).verdict.is_live
 
 
-def test_a_text_that_tests_nothing_far_is_refused_and_a_lowered_one_is_said(twice: Path) -> None:
-    with pytest.raises(ValueError, match=r"far=10 must be above .* Pass a larger one, or far=0"):
-        verify(twice, far=10)
+def test_a_text_that_tests_nothing_far_is_refused_and_a_lowered_one_is_said(twice: Path, tmp_path: Path) -> None:
+    shutil.copytree(twice, tmp_path / "without", ignore=shutil.ignore_patterns("verify.json"))
+    for folder in (twice, tmp_path / "without"):
+        with pytest.raises(ValueError, match=r"far=10 must be above .* Pass a larger one, or far=0"):
+            verify(folder, far=10)
     with pytest.raises(ValueError, match=r"far=600 is below the probe's shortest long text\. Pass far=1024, or far=0"):
         verify(twice, far=600)
     answer = verify(twice, far=4096)
