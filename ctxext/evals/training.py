@@ -29,7 +29,7 @@ from ctxext.evals.results import forget_variant, read_results
 from ctxext.evals.runner import Grid, Runner
 from ctxext.evals.samples import Place
 from ctxext.evals.screen import print_summary, run_with_bar
-from ctxext.evals.statistics import in_percent, paired_loss_difference
+from ctxext.evals.statistics import Interval, paired_loss_difference
 from ctxext.evals.summary import Summary
 from ctxext.evals.targets import UNEXTENDED, LiveModel, Variant
 from ctxext.extension.adapter_config import origin
@@ -217,13 +217,16 @@ def figures_of(summary: Summary, variant: str) -> dict[str, Any]:
 
 
 def card_table(measured: dict[str, Any]) -> dict[str, dict[str, str]]:
-    """The same for a model card, one row per variant."""
+    """The same for a model card, one row per variant, in the words of `ctxext push`."""
     names = {BASE: "baseline", UNTRAINED: "extended, not trained", TRAINED: "trained"}
     table = {}
     for variant, figures in measured.items():
-        row = {f"passkey at {int(n):,}": f"{in_percent(share['value'])}%" for n, share in figures["passkey"].items()}
-        read = {band: value for band, value in figures["perplexity"].items() if value is not None}
-        row |= {f"perplexity at {band}": f"{value:.2f}" for band, value in read.items()}
+        found = {int(n): Interval(**share) for n, share in figures["passkey"].items()}
+        row = {f"passkey, {n:,} tokens": share.percent() for n, share in found.items()}
+        for band, value in figures["perplexity"].items():
+            after, length = map(int, band.split("-"))
+            if value is not None:
+                row[f"perplexity, positions {after + 1:,}–{length:,}"] = f"{value:.2f}"
         if regression := figures["short_loss"]:
             row["short-context regression (nats)"] = (
                 f"{regression['value']:+.4f} [{regression['low']:+.4f}, {regression['high']:+.4f}]"

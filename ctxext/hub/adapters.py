@@ -74,7 +74,7 @@ if TYPE_CHECKING:
 
 WEIGHTS = "adapter_model.safetensors"
 
-# Measured figures by row and column: {"base": {"perplexity at 512–1,024": 74.3}, …}.
+# Measured figures by row and column: {"baseline": {"perplexity, positions 513–1,024": "74.30"}, …}.
 Figures = Mapping[str, Mapping[str, float | str | None]]
 
 # The text config fields that an extension sets (`Plan.updates`), by transformers' common names (for GPT-2's n_positions
