@@ -45,6 +45,7 @@ from ctxext.evals.haystack import Haystack
 from ctxext.evals.needle import Passkey
 from ctxext.evals.prompts import Prompter
 from ctxext.evals.samples import Place
+from ctxext.utils.machine import slow_in_bfloat16
 
 TITLES = ["emma", "mansfieldpark", "northangerabbey", "persuasion", "prideprejudice", "sensesensibility"]
 HELD_OUT = "persuasion"
@@ -239,6 +240,7 @@ def main() -> None:
             "steps": step + 1,
             "last_loss": loss.item(),
             "seconds": round(time.time() - started),
+            "precision": "bfloat16 autocast" if half else "float32",
             "machine": f"{platform.machine()}, {torch.get_num_threads()} threads",
             "versions": {
                 "python": platform.python_version(),
@@ -248,6 +250,7 @@ def main() -> None:
         }
         (folder / "training.json").write_text(json.dumps(record, indent=2) + "\n")
 
+    half = not slow_in_bfloat16("cpu")
     started = time.time()
     columns = (BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.description}"))
     with Progress(*columns) as progress:
@@ -257,7 +260,7 @@ def main() -> None:
             ids, weights = make_batch(prompter, haystack, args, length, rng)
             for group in optimizer.param_groups:
                 group["lr"] = learning_rate(step, args)
-            with torch.autocast("cpu", torch.bfloat16):
+            with torch.autocast("cpu", torch.bfloat16, enabled=half):
                 loss = weighted_loss(model, ids, weights, args.dropout)
             loss.backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
