@@ -28,7 +28,8 @@ def extend(
 ) -> None:
     """Write an extended copy of a checkpoint: a new config.json, and the same weight files, hard-linked.
 
-    If a position table grows, the weights are rewritten.
+    If a position table grows, the weights are rewritten. Both folders share a linked file: do not save other weights
+    into the new folder with safetensors older than 0.8, which writes in place.
     """
     from ctxext.extension.metadata_file import RECORD
     from ctxext.hub.checkpoint import TOKENIZER_FILES, checkpoint_folder, extend_folder

@@ -425,7 +425,8 @@ def extend_folder(
     and saved.
 
     Weights are hard-linked, which takes no space and no time; across disks they are copied, after a message with the
-    size. Never edit a linked weight file in place: both folders share it. All other files are copied.
+    size. Never edit a linked weight file in place, as safetensors before 0.8 did: both folders share it. All other
+    files are copied.
 
     Args:
         output: a new folder; None only computes the config.
