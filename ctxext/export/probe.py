@@ -530,8 +530,8 @@ def _probe_by_length(
     lengths = _far_lengths(probe, min(plan.target_length, FAR_LIMIT if far is None else far, MAX_FAR))
     if not lengths:
         raise ValueError(
-            f"{plan.summary} may change nothing within {plan.start:,} tokens, and far={far} tests no further. Pass "
-            f"far={plan.target_length}."
+            f"{plan.summary} rotates inside attention, which shows at the end of a text beyond {plan.start:,} tokens, "
+            f"and far={far} makes none. Pass far={plan.target_length}."
         )
     extended, extended_far = logprobs_of(model, ids), _tails(model, probe, lengths)
     restore(model, model.__dict__[ATTRIBUTE])
