@@ -28,7 +28,7 @@ def command_line(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def loaded(in_4bit: bool) -> Any:
     model = SimpleNamespace(is_loaded_in_4bit=in_4bit)
     model.eval = lambda: model
-    return load_model(MODEL, SimpleNamespace(from_pretrained=lambda folder, trust_remote_code: model))
+    return load_model(MODEL, SimpleNamespace(from_pretrained=lambda folder, **_: model))
 
 
 def test_the_warning_waits_for_a_model_in_four_bits(command_line: None, caplog: pytest.LogCaptureFixture) -> None:
