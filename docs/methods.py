@@ -23,6 +23,7 @@ from ctxext.evals.plots import COLORS, DASHES
 from ctxext.evals.statistics import Interval
 from ctxext.extension.method_table import method_table, saved_as
 from ctxext.methods import ContextMethod, PositionRemapping, RopeMethod, RopeScaling, list_methods
+from ctxext.methods.contract import required_options
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "docs" / "methods"
@@ -153,7 +154,7 @@ def default_of(field: Field[Any]) -> str:
 
 def call(cls: type[ContextMethod]) -> list[str]:
     """How to use it, from Python and on the command line."""
-    needed = [field.name for field in fields(cls) if field.default is MISSING and field.name != "factor"]
+    needed = required_options(cls)
     arguments = "".join(f", {name}=…" for name in needed)
     flags = "".join(f" --option {name}=…" for name in needed)
     return [

@@ -112,8 +112,7 @@ class RopeMethod(ContextMethod):
         Raises:
             ValueError: the method has options without a default, and no `example` of its own.
         """
-        needed = [field.name for field in fields(cls) if field.default is MISSING and field.name != "factor"]
-        if needed:
+        if needed := required_options(cls):
             raise ValueError(
                 f"{cls.name} needs {' and '.join(needed)}. Give the class an `example(cls, rope, factor)` that returns "
                 "an instance, or each option a default."
@@ -383,6 +382,12 @@ def method_class(name: str, encoding: str | None = None) -> type[ContextMethod]:
     return _METHODS[name]
 
 
+def required_options(cls: type[ContextMethod]) -> list[str]:
+    """The options without a default."""
+    of = fields(cls)
+    return [f.name for f in of if f.default is f.default_factory is MISSING and f.name != "factor"]
+
+
 def make_method(name: str, factor: float, /, **options: Any) -> ContextMethod:
     """Build a method by name; `options` are the fields of its dataclass.
 
@@ -395,8 +400,7 @@ def make_method(name: str, factor: float, /, **options: Any) -> ContextMethod:
         if option not in known:
             takes = suggest(option, known) if known else ". It takes none."
             raise ValueError(f"method {cls.name!r} has no option {option!r}{takes}")
-    required = [name for name, field in known.items() if field.default is field.default_factory is MISSING]
-    missing = [name for name in required if name not in options]
+    missing = [name for name in required_options(cls) if name not in options]
     if missing:
         raise ValueError(
             f"method {cls.name!r} needs {', '.join(missing)}. Pass {', '.join(f'{name}=...' for name in missing)}."

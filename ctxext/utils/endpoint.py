@@ -106,7 +106,7 @@ class Endpoint:
                 failure = self._refusal(url, response.status, response.headers, _message(raw), about)
                 wait = max(wait, _retry_after(response.headers))
             passing = isinstance(failure, (RuntimeError, ConnectionResetError))
-            if not passing or attempt == self.retries or wait > seconds:
+            if not passing or attempt == self.retries or wait > self.timeout:
                 raise failure
             time.sleep(wait)
             attempt += 1

@@ -526,7 +526,7 @@ def test_a_probe_without_a_long_text_says_how_to_make_one(
     assert answer.verdict.name == "applied"
     assert answer.notes[-1].endswith("were not tested, as the probe holds no long text: create one with far=2048")
     assert verify(folders["extended"], path, far=0).notes[-1].endswith("were not tested")
-    with pytest.raises(ValueError, match=r"no long text, so far=1024 cannot be tested\. Create one from"):
+    with pytest.raises(ValueError, match=r"no long text, so far=1024 cannot be tested\. Create one .*--far 1024"):
         verify(folders["extended"], path, far=1024)
 
 
