@@ -26,13 +26,13 @@ def extend(
     output: Annotated[Path | None, typer.Option("--output", "-o", help="A new folder for the checkpoint.")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the new config.json and write nothing.")] = False,
 ) -> None:
-    """Write an extended copy of a checkpoint: a new config.json, and the same weight files, hard-linked.
+    """Write an extended copy of a checkpoint: a new config.json, and the same safetensors, hard-linked.
 
     If a position table grows, the weights are rewritten. Both folders share a linked file: do not save other weights
     into the new folder with safetensors older than 0.8, which writes in place.
     """
     from ctxext.extension.metadata_file import RECORD
-    from ctxext.hub.checkpoint import TOKENIZER_FILES, checkpoint_folder, extend_folder
+    from ctxext.hub.checkpoint import TOKENIZER_FILES, checkpoint_folder, extend_folder, weights_in
     from ctxext.methods import RopeScaling
 
     if dry_run == (output is not None):
@@ -65,7 +65,7 @@ def extend(
     sizes = {"linked": result.linked_bytes, "copied": result.copied_bytes}
     how = ", ".join(f"{size_in_words(size)} {word}" for word, size in sizes.items() if size) or "no weights"
     loads = common.loaded_by(result.output)
-    weighs = any(path.suffix in (".safetensors", ".bin") for path in result.output.iterdir())
+    weighs = weights_in(result.output)
     said = f"{loads} loads it." if weighs else f"there were no weights to copy; once they are added, {loads} loads it."
     common.say(f"wrote {result.output} ({how}); {said}")
     if not any(any(result.output.glob(pattern)) for pattern in TOKENIZER_FILES):

@@ -8,7 +8,7 @@ import shlex
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import partial
@@ -46,11 +46,14 @@ from ctxext.utils.values import one_line, shown, size_in_words
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-# Weights in formats other than safetensors.
+# Formats of weights and of training states other than safetensors: what reads them may run code.
 PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack")
 
-# What extended folders share with the original, by hard links. Other files are copied: libraries write them in place.
-LINKED = (".safetensors", ".gguf", ".onnx", *PICKLED)
+# What Trainer and accelerate save beside the weights in those formats.
+TRAINING_STATES = ("training_args", "optimizer", "scheduler", "scaler", "rng_state", "random_states")
+
+# Copies of at least this many bytes are announced.
+LARGE_COPY = 64 * 2**20
 
 # The names of a tokenizer's files.
 TOKENIZER_FILES = ("*tok*", "*vocab*", "*merges*", "*.model", "tekken.json")
@@ -216,6 +219,13 @@ def check_weights(folder: Path, name: str = "model.safetensors") -> None:
             ) from error
 
 
+def weights_in(folder: Path) -> list[Path]:
+    """The files of weights in a folder: its safetensors, or else its pickled weights."""
+    files = sorted(path for path in folder.iterdir() if not path.name.startswith((".", *TRAINING_STATES)))
+    safetensors = [path for path in files if path.suffix == ".safetensors"]
+    return safetensors or [path for path in files if path.suffix in PICKLED]
+
+
 def load_model(folder: Path, auto: Any = None, **from_pretrained: Any) -> Any:
     """Load the model of a checkpoint with transformers, in eval mode.
 
@@ -232,16 +242,15 @@ def load_model(folder: Path, auto: Any = None, **from_pretrained: Any) -> Any:
     if "config" not in from_pretrained:
         read_config(folder, trust_remote_code=from_pretrained["trust_remote_code"])
     from_pretrained.setdefault("use_safetensors", True)
-    found = {path.suffix: path.name for path in folder.iterdir()}
-    pickled = [found[suffix] for suffix in PICKLED if suffix in found]
-    if ".safetensors" not in found and not pickled:
+    weights = weights_in(folder)
+    if not weights:
         raise FileNotFoundError(
             f"{folder} has no weights (model.safetensors). Copy them there, or pass a complete checkpoint."
         )
-    if ".safetensors" not in found and from_pretrained["use_safetensors"]:
+    if weights[0].suffix != ".safetensors" and from_pretrained["use_safetensors"]:
         raise ValueError(
-            f"{folder} has its weights in {pickled[0]}, a pickle, which could run code. If you trust it, write them as "
-            "safetensors: load the model with transformers, and call save_pretrained with a new folder."
+            f"{folder} has its weights in {weights[0].name}, a pickle, which could run code. If you trust it, "
+            "write them as safetensors: load the model with transformers, and call save_pretrained with a new folder."
         )
     check_weights(folder)
     with rejecting(folder / "config.json", OSError, ImportError, SafetensorError):
@@ -424,9 +433,9 @@ def extend_folder(
     `context_extension.json`. If the method creates new weights (a longer position table), the model is loaded, extended
     and saved.
 
-    Weights are hard-linked, which takes no space and no time; across disks they are copied, after a message with the
-    size. Never edit a linked weight file in place, as safetensors before 0.8 did: both folders share it. All other
-    files are copied.
+    Safetensors are hard-linked, which takes no space and no time; across disks they are copied. Never edit a linked
+    file in place, as safetensors before 0.8 did: both folders share it. All other files are copied, as libraries write
+    them in place.
 
     Args:
         output: a new folder; None only computes the config.
@@ -481,14 +490,15 @@ def link_with_config(
 
 def _fingerprint(folder: Path, plan: Plan) -> str | None:
     """The fingerprint of the weights that the metadata will belong to; None if there are none yet."""
-    if any(folder.glob("*.safetensors")):
+    weights = weights_in(folder)
+    if not weights:
+        return None
+    if weights[0].suffix == ".safetensors":
         return weights_fingerprint(folder)
-    if any(path.suffix in PICKLED for path in folder.iterdir()):
-        raise ValueError(
-            f"{folder} holds pickled weights, but {plan.summary} needs ctxext.load, which reads only safetensors. Load "
-            "the model with transformers and call save_pretrained, which writes them, or use a static method."
-        )
-    return None
+    raise ValueError(
+        f"{folder} holds pickled weights, but {plan.summary} needs ctxext.load, which reads only safetensors. Load "
+        "the model with transformers and call save_pretrained, which writes them, or use a static method."
+    )
 
 
 @contextmanager
@@ -543,20 +553,18 @@ def _link_or_copy(folder: Path, building: Path, say: Callable[[str], None]) -> t
             continue
         source, target = (folder / path).resolve(), building / path  # the hub's cache contains links to its blobs
         target.parent.mkdir(parents=True, exist_ok=True)
-        if path.suffix not in LINKED:
-            shutil.copy2(source, target)
-            continue
-        try:
-            os.link(source, target)
-            linked += source.stat().st_size
-        except OSError:
-            to_copy.append((source, target))
-    size = sum(source.stat().st_size for source, _ in to_copy)
-    if to_copy:
-        say(f"cannot hard-link here, copying {len(to_copy)} files of weights, {size_in_words(size)}")
+        if path.suffix == ".safetensors":
+            with suppress(OSError):  # another disk
+                os.link(source, target)
+                linked += source.stat().st_size
+                continue
+        to_copy.append((source, target))
+    sizes = {target: source.stat().st_size for source, target in to_copy}
+    if (size := sum(sizes.values())) >= LARGE_COPY:
+        say(f"copying {len(sizes)} files, {size_in_words(size)}: only safetensors on the same disk are hard-linked")
     for source, target in to_copy:
         shutil.copy2(source, target)
-    return linked, size
+    return linked, sum(size for path, size in sizes.items() if path.suffix in (".safetensors", *PICKLED))
 
 
 def _write_tokenizer_config(folder: Path, building: Path, target_length: int) -> None:

@@ -27,7 +27,7 @@ from ctxext.cli import commands
 from ctxext.evals.loading import load
 from ctxext.extension.metadata_file import RECORD
 from ctxext.extension.method_file import PROBE
-from ctxext.hub.checkpoint import checkpoint_folder, extend_folder, load_model
+from ctxext.hub.checkpoint import LARGE_COPY, checkpoint_folder, extend_folder, load_model, weights_in
 from ctxext.models.metadata import Existing
 
 
@@ -126,6 +126,30 @@ def test_saving_into_an_extended_folder_leaves_the_original_as_it_was(tmp_path: 
     model.save_pretrained(tmp_path / "out")
     tokenizer.save_pretrained(tmp_path / "out")
     assert {path.name: path.read_bytes() for path in source.iterdir()} == before
+
+
+def test_pickles_are_copied_as_torch_writes_them_in_place(source: Path, tmp_path: Path) -> None:
+    trained, said = tmp_path / "trained", []
+    shutil.copytree(source, trained)
+    for name in ("optimizer.pt", "training_args.bin"):
+        torch.save(torch.zeros(LARGE_COPY // 8), trained / name)
+    before = (trained / "optimizer.pt").read_bytes()
+    result = extend_folder(trained, tmp_path / "out", factor=4, say=said.append)
+    torch.save({"changed": 1}, tmp_path / "out/optimizer.pt")
+    assert (trained / "optimizer.pt").read_bytes() == before
+    assert result.copied_bytes > LARGE_COPY
+    assert re.fullmatch(r"copying [34] files, 64.0 MiB: only safetensors on the same disk are hard-linked", *said)
+
+
+@pytest.mark.parametrize("state", ["training_args.bin", "optimizer.pt", "rng_state_0.pth", "random_states_0.pt"])
+def test_a_training_state_is_not_taken_for_weights(source: Path, tmp_path: Path, state: str) -> None:
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    shutil.copy(source / "config.json", bare)
+    (bare / state).touch()
+    assert not weights_in(bare)
+    with pytest.raises(FileNotFoundError, match="has no weights"):
+        load_model(bare)
 
 
 def test_a_link_to_missing_weights_is_named(source: Path, tmp_path: Path) -> None:
