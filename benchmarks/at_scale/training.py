@@ -262,7 +262,7 @@ class Training(Part):
 
     @property
     def ladder(self) -> tuple[int, ...]:
-        return (512, 1024) if self.tiny else LADDER
+        return self.lengths if self.tiny else LADDER
 
     def trainers(self) -> dict[str, str | None]:
         """Those of the plan, with what each lacks here."""

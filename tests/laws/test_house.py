@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib.util
 import json
+import os
 import re
 import subprocess
 import sys
@@ -192,6 +193,14 @@ def test_notebook_shows_what_its_code_prints_and_draws(path: Path, tmp_path: Pat
     assert run_notebooks.printed(run_notebooks.executed(path, tmp_path)) == shown, (
         f"run python tools/run_notebooks.py {path.stem}"
     )
+
+
+def test_slow_tests_that_would_begin_too_late_are_skipped_with_the_reason() -> None:
+    file, environment = ROOT / "tests/recipes/test_start.py", {**os.environ, "CTXEXT_SLOW_UNTIL": "0"}
+    words = [sys.executable, "-m", "pytest", str(file), "-rs", "-m", "slow", "-p", "no:cacheprovider"]
+    run = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert "CTXEXT_SLOW_UNTIL is over" in run.stdout
+    assert "passed" not in run.stdout
 
 
 def test_every_trap_that_the_recipes_name_is_pinned_by_the_test_beside_it() -> None:
