@@ -111,7 +111,7 @@ class Subject:
         return probes
 
 
-SMALL = {"trials": 1, "windows": 1, "short_windows": 2, "named": (), "grid": GRID[:2]}
+SMALL = {"trials": 2, "windows": 2, "short_windows": 2, "named": ("yarn",), "grid": GRID[:2]}
 UNTRAINED = ("--hidden-size", "64", "--vocab-size", "512", "--batch-tokens", "1024")
 TINY = (Subject("bundled", **SMALL), Subject("untrained", steps=2, options=UNTRAINED, dim=16, **SMALL))
 SUBJECTS = (
