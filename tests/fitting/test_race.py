@@ -240,7 +240,7 @@ def test_a_model_that_finds_nothing_in_a_short_text_is_recommended_a_method_by_i
 @pytest.mark.slow
 def test_who_left_is_in_the_file_and_no_page_compares_it_again(bundled, tmp_path: Path) -> None:
     made = race(
-        *bundled, read_prose(PERSUASION)[:120_000], 4, tmp_path / "results.jsonl", methods=["yarn", "pi", "llama3"],
+        *bundled, read_prose(PERSUASION)[:70_000], 4, tmp_path / "results.jsonl", methods=["yarn", "pi", "llama3"],
         fits=False, minutes=0.3,
     )  # fmt: skip
     summary, chosen, saved = best_of(made, made.run())
