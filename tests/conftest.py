@@ -1,7 +1,7 @@
 """Shapes and dtypes in the signatures of the pure maths are checked while the tests run; no test has a time limit.
 
 A whole run may have one: slow tests that would begin after `CTXEXT_SLOW_UNTIL` (seconds since 1970) are skipped, with
-the reason. CI sets it, as its CPUs differ in speed by a factor of two.
+the reason. CI sets it, as its CPUs differ in speed.
 """
 
 import os
@@ -55,7 +55,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
     # What seldom fails comes last, in case the time is up: last of each half, as a worker of pytest-xdist gets one.
     first, last = ([item for item in items if (item in products) == late] for late in (False, True))
     middle = len(first) // 2
-    rest = max(0, len(items) // 2 - middle)
+    rest = len(items) // 2 - middle
     items[:] = [*first[:middle], *last[:rest], *first[middle:], *last[rest:]]
 
 

@@ -51,7 +51,6 @@ from ctxext.export.served import served_scores
 from ctxext.export.verify import verify
 from ctxext.hub.checkpoint import extend_folder, load_model, read_config
 from ctxext.methods import list_methods
-from ctxext.methods.contract import method_class
 from ctxext.utils.endpoint import Endpoint
 
 TOLD = {
@@ -163,19 +162,9 @@ def test_a_method_inside_attention_is_told_by_the_end_of_a_long_text(method: str
 ROPE = [each for each in list_methods("rope") if not getattr(each, "of_the_call", False)]
 
 
-# Every method at one factor, and a method of each kind at others.
-CASES = [
-    *((method, 4) for method in ROPE),
-    *((method_class(name), n) for name in ("yarn", "self_extend") for n in (2, 8)),
-]
-
-
+@pytest.mark.parametrize("factor", [4, *(pytest.param(each, marks=pytest.mark.slow) for each in (2, 8))])
 @pytest.mark.parametrize(
-    ("method", "factor"),
-    [
-        pytest.param(method, factor, id=f"{method.name}-{factor}", marks=[pytest.mark.slow] * (method.name != "yarn"))
-        for method, factor in CASES
-    ],
+    "method", [pytest.param(each, id=each.name, marks=[pytest.mark.slow] * (each.name != "yarn")) for each in ROPE]
 )
 def test_every_method_is_applied_in_its_own_folder_and_ignored_by_the_unextended_model(
     method: Any, factor: int, tmp_path: Path

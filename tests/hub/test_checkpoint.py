@@ -138,7 +138,7 @@ def test_pickles_are_copied_as_torch_writes_them_in_place(source: Path, tmp_path
     torch.save({"changed": 1}, tmp_path / "out/optimizer.pt")
     assert (trained / "optimizer.pt").read_bytes() == before
     assert result.copied_bytes > LARGE_COPY
-    assert re.fullmatch(r"copying [34] files, 64.0 MiB: only safetensors on the same disk are hard-linked", *said)
+    assert re.fullmatch(r"copying 3 files, 64.0 MiB: only safetensors on the same disk are hard-linked", *said)
 
 
 @pytest.mark.parametrize("state", ["training_args.bin", "optimizer.pt", "rng_state_0.pth", "random_states_0.pt"])

@@ -124,7 +124,9 @@ def test_two_processes_give_the_losses_of_one_and_resume_bit_for_bit_with_dropou
     main(one, *changes)
     finish(two, *changes, processes=2)
     assert_same_training(log(one), log(two))
-    assert killed(disturbed, random.Random(1), *changes, processes=2) < 9
+    rng = random.Random(1)
+    seen = [killed(disturbed, rng, *changes, processes=2) for _ in range(2)]
+    assert seen[0] < 9
     finish(disturbed, *changes, processes=2)
     assert outcome(disturbed) == outcome(two)
 
