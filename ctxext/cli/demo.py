@@ -45,7 +45,7 @@ def demo(
     haystack: measuring.Text = None,
     lengths: measuring.Lengths = None,
     trials: Annotated[int, typer.Option(help="Passkey prompts per length and depth; 0 to skip them.")] = 10,
-    windows: measuring.Windows = 48,
+    windows: measuring.Windows = 32,
     seed: measuring.Seed = 0,
 ) -> None:
     """Compare PI, NTK-aware, NTK-by-parts and YaRN with the unextended model on real text; save the recommended one."""
