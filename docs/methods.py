@@ -23,7 +23,7 @@ from ctxext.evals.plots import COLORS, DASHES
 from ctxext.evals.statistics import Interval
 from ctxext.extension.method_table import method_table, saved_as
 from ctxext.methods import ContextMethod, PositionRemapping, RopeMethod, RopeScaling, list_methods
-from ctxext.methods.contract import required_options
+from ctxext.methods.contract import Paper, required_options
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "docs" / "methods"
@@ -193,6 +193,13 @@ def measured(name: str) -> list[str]:
     ]  # fmt: skip
 
 
+def bibtex(paper: Paper) -> str:
+    """The entry of papers.bib with its URL."""
+    entries = (FOLDER / "papers.bib").read_text(encoding="utf-8").strip().split("\n\n")
+    (entry,) = [entry for entry in entries if f"{{{paper.url}}}" in entry]
+    return entry
+
+
 def card(cls: type[ContextMethod]) -> str:
     text, _ = described(cls)
     aliases = ", ".join(f"`{alias}`" for alias in cls.aliases)
@@ -209,8 +216,7 @@ def card(cls: type[ContextMethod]) -> str:
         words = f"`{cls.name}` ×{FACTOR:g} on 128 dimensions, θ 10,000, trained at 4,096 tokens"
         picture = [f"![{words}]({cls.name}.svg)", "", f"*{words}.*", ""]
     citation = [
-        "## Citation", "", f"[{paper.title}]({paper.url}), {paper.year}.", "", "```bibtex",
-        f"@misc{{{cls.name}, title = {{{paper.title}}}, year = {{{paper.year}}}, url = {{{paper.url}}}}}", "```", "",
+        "## Citation", "", f"[{paper.title}]({paper.url}), {paper.year}.", "", "```bibtex", bibtex(paper), "```", "",
     ]  # fmt: skip
     parts = [f"# {cls.name}", "", text, "", *facts, "", *picture, *options(cls), *call(cls), *measured(cls.name)]
     return "\n".join([*parts, *citation, "Written by `python docs/methods.py` from the registry.", ""])
@@ -231,7 +237,8 @@ def index() -> str:
         "| no training, and serve with transformers | [`dynamic_yarn`](dynamic_yarn.md) or "
         "[`self_extend`](self_extend.md) ([in-attention RoPE](../in_attention.md)) |", "",
         "What each does to a model's frequencies, at your own lengths: the [calculator](../calculator/index.html).", "",
-        rows, "", "Written by `python docs/methods.py` from the registry.", "",
+        rows, "", "To cite them: [papers.bib](papers.bib).", "",
+        "Written by `python docs/methods.py` from the registry.", "",
     ])  # fmt: skip
 
 

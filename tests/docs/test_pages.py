@@ -39,6 +39,15 @@ def test_every_method_has_a_card_with_its_figure() -> None:
     assert {path.stem for path in methods.FOLDER.glob("*.svg")} == drawn
 
 
+def test_every_entry_of_the_bibliography_is_a_methods_paper_in_its_year() -> None:
+    methods = script("methods")
+    papers = {cls.paper for cls in methods.list_methods()}
+    entries = (methods.FOLDER / "papers.bib").read_text(encoding="utf-8")
+    assert len(re.findall("^@", entries, re.M)) == len({paper.url for paper in papers})
+    for paper in papers:
+        assert f"{{{paper.year}}}" in methods.bibtex(paper), paper
+
+
 def test_a_figure_shows_the_methods_own_numbers(tmp_path: Path) -> None:
     """λ of the last pair: 4 for NTK-aware, 1 for one that keeps it."""
     from matplotlib.figure import Figure
