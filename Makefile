@@ -84,7 +84,7 @@ in-attention: $(VENV)/dev.stamp  ## in-attention RoPE on a public model; `make s
 	$(BIN)/python docs/update_readme.py
 
 soak: $(VENV)/dev.stamp  ## measurements and fine-tunes killed at random moments
-	$(BIN)/python benchmarks/soak.py --kills 50
+	$(BIN)/python benchmarks/soak.py --kills 100
 	$(BIN)/python benchmarks/finetune_soak.py --kills 20
 
 finetune: $(VENV)/dev.stamp  ## the bundled model fine-tuned at four times its length, by four ways

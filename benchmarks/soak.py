@@ -1,6 +1,6 @@
 """Kill a measurement at random moments, resume it, and compare its results with those of an uninterrupted run.
 
-    python benchmarks/soak.py --kills 50
+    python benchmarks/soak.py --kills 100
 
 Every kill is a SIGKILL. After it, every recorded sample is still there, and none is recorded twice; at the end the
 files are equal, byte for byte.
@@ -111,7 +111,7 @@ def main() -> None:
     from report import Report, options
 
     parser = options(__doc__, "docs/benchmarks/soak.json")
-    parser.add_argument("--kills", type=int, default=50)
+    parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     outcome = soak(args.kills, args.seed)
