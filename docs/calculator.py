@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub.errors import StrictDataclassError
-from transformers import CONFIG_MAPPING
+from transformers import CONFIG_MAPPING, PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import logging
 
@@ -85,6 +85,7 @@ FIELDS = (
     "max_position_embeddings", "rope_theta", "partial_rotary_factor", "hidden_size", "num_hidden_layers",
     "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size", "intermediate_size", "sliding_window",
     "use_sliding_window", "tie_word_embeddings", "kv_lora_rank", "qk_rope_head_dim", "num_kv_shared_layers",
+    "multi_query", "new_decoder_architecture", "attention_chunk_size",
 )  # fmt: skip
 
 
@@ -129,11 +130,13 @@ def type_of(name: str) -> dict[str, Any] | None:
         "defaults": {key: value for key, value in values.items() if isinstance(value, (int, float))},
         "names": {key: own for key, own in names.items() if key in FIELDS},
         "layerPattern": pattern(getattr(config, "layer_types", None)),
+        **windows(kind, config),
         "ropeTypes": sorted(family.rope_types) if family.rope_types else None,
         "perLayer": not flat,
         "scaledByDefault": rope.get("rope_type", "default") != "default",
         "hasOriginal": "original_max_position_embeddings" in config.__dict__,
         "headDimLeftOut": config.__dict__.get("head_dim", 0) is None,
+        "headDimDerived": "head_dim" in kind.__dict__ and kind.__dict__["head_dim"] is None and bool(config.head_dim),
         "served": flat and name in {row["config"]["model_type"] for row in models()} and served(family),
     }
     return {key: value for key, value in described.items() if value not in (None, False, {}, [])}
@@ -142,6 +145,17 @@ def type_of(name: str) -> dict[str, Any] | None:
 def served(family: Any) -> bool:
     """Whether the family differs from the standard in no more than the rope types that it accepts."""
     return all(getattr(family, key) == value for key, value in vars(STANDARD).items() if key != "rope_types")
+
+
+def windows(kind: type[PreTrainedConfig], config: PreTrainedConfig) -> dict[str, Any]:
+    """Where `max_window_layers` chooses the sliding layers: the first of them by default, or that another rule does."""
+    default = getattr(config, "max_window_layers", None)
+    if default is None or getattr(config, "layer_types", None) is None:
+        return {}
+    tried = kind(use_sliding_window=True, sliding_window=64, max_window_layers=2, num_hidden_layers=4).layer_types
+    if tried == ["full_attention"] * 2 + ["sliding_attention"] * 2:
+        return {"slidesFrom": default}
+    return {"slidesByRule": True}
 
 
 def pattern(layers: list[str] | None) -> list[str] | None:

@@ -151,7 +151,7 @@ def attention_layers(text_config: Any) -> list[str]:
         window = getattr(text_config, "sliding_window", None)
         slides = window is not None and getattr(text_config, "use_sliding_window", True) is not False
         return ["sliding_attention" if slides else "full_attention"] * int(text_config.num_hidden_layers)
-    return [layer for layer in layers if "attention" in layer and layer != "linear_attention"]
+    return [layer for layer in layers if layer == "hybrid" or ("attention" in layer and layer != "linear_attention")]
 
 
 def label_of_layer(text_config: Any, layer: int) -> str | None:
@@ -164,6 +164,13 @@ def slides_over(text_config: Any, layer: int) -> int | None:
     """The sliding window of a layer in tokens; None for full attention."""
     types = getattr(text_config, "layer_types", None) or attention_layers(text_config)
     return int(text_config.sliding_window) if types[layer] == "sliding_attention" else None
+
+
+def key_value_heads(text_config: Any) -> int:
+    """Heads whose keys and values are cached: one with Falcon's and GPT-BigCode's `multi_query`."""
+    if getattr(text_config, "multi_query", False) and not getattr(text_config, "new_decoder_architecture", False):
+        return 1
+    return int(getattr(text_config, "num_key_value_heads", None) or text_config.num_attention_heads)
 
 
 def head_dim(text_config: Any) -> int:

@@ -51,7 +51,8 @@ function extendedConfig(context, plan, known) {
   const updates = { rope_parameters: plan.parameters, [own("max_position_embeddings")]: plan.target };
   const original = context.original ?? plan.rope.length;
   if (type?.hasOriginal || "original_max_position_embeddings" in section) updates.original_max_position_embeddings = original;
-  if ((type?.headDimLeftOut && fields.head_dim == null) || section.head_dim === null) updates.head_dim = context.headDim;
+  const isNull = section.head_dim === null && !type?.headDimDerived; // where the config's class derives it, null stays
+  if ((type?.headDimLeftOut && fields.head_dim == null) || isNull) updates.head_dim = context.headDim;
   const theta = context.mark ? context.mark.original.rope_theta : context.parameters.rope_theta;
   const method = { ...structuredClone(known.methods[plan.name]), factor: plan.factor, ...plan.options };
   if (method.rounds) method.rounds.factor = plan.factor;
@@ -260,7 +261,8 @@ function changes(source, config) {
 /** Whether keys of the checkpoint's rope_parameters would stay where the new ones are merged into them. */
 function leftByMerge(context, parameters) {
   const ofLlama3 = ["low_freq_factor", "high_freq_factor"];
-  return Object.keys(context.parameters).some((name) => !(name in parameters) && !ofLlama3.includes(name));
+  const written = context.fields.rope_scaling ?? context.fields.rope_parameters ?? {}; // with "type", the older rope_type
+  return Object.keys({ ...written, ...context.parameters }).some((name) => !(name in parameters) && !ofLlama3.includes(name));
 }
 
 function forMlx(context, plan, config, reading) {

@@ -149,9 +149,15 @@ function readModel() {
   try {
     context = readContext(state.text, KNOWN);
   } catch (error) {
-    if (!(error instanceof Refused)) throw error;
-    complain(error.message);
+    complain(reasonOf(error));
   }
+}
+
+/** What to show of an error; one that nobody foresaw is in the console, too. */
+function reasonOf(error) {
+  if (error instanceof Refused) return error.message;
+  console.error(error);
+  return `This page cannot read this config (${error.message}). ctxext describe ./config.json reads it, or says why not.`;
 }
 
 function showControls() {
@@ -427,7 +433,7 @@ function showMemory(plan) {
   const sizes = Object.entries(WEIGHTS).map(([name, bytes]) => `${size(count * bytes)} in ${name}`).join(", ");
   $("memory-note").textContent = count === null
     ? `This page cannot count the weights of model_type “${context.fields.model_type}”. The cache of keys and values:`
-    : `${short(count / 1e9)} billion weights: ${sizes}. With the cache below in 16 bits, ${tokens(plan.target)} tokens take ` +
+    : `${short(count / 1e9)} billion weights${context.isNested ? " in the text model, without any for images or sound" : ""}: ${sizes}. With the cache below in 16 bits, ${tokens(plan.target)} tokens take ` +
       `${size(2 * count + kvCacheBytes(context, plan.target, 2))}, beside activations and what an engine reserves.`;
 }
 

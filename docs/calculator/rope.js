@@ -179,10 +179,14 @@ function ropeParameters(section) {
     rope_theta: section.rope_theta, ...without(given, ["type"]), rope_type: given.rope_type ?? given.type ?? "default",
   };
   if (found.rope_type === "su") found.rope_type = "longrope";
+  if (found.rope_type === "mrope") found.rope_type = "default"; // of images; text positions are those of plain RoPE
   const share = given.partial_rotary_factor ?? section.partial_rotary_factor;
   if (share !== undefined && share !== null) found.partial_rotary_factor = share;
-  const outside = section.original_max_position_embeddings;
-  if (outside && ["llama3", "yarn", "longrope"].includes(found.rope_type)) found.original_max_position_embeddings = outside;
+  if (["llama3", "yarn", "longrope"].includes(found.rope_type)) {
+    const outside = section.original_max_position_embeddings;
+    if (outside) found.original_max_position_embeddings = outside;
+    found.original_max_position_embeddings ??= section.max_position_embeddings; // as transformers 5 does
+  }
   return found;
 }
 
@@ -248,7 +252,7 @@ const OTHER_ENCODINGS = {
 function parseConfig(text) {
   let config;
   try {
-    config = JSON.parse(text);
+    config = JSON.parse(text.replace(/^\uFEFF/, ""));
   } catch (error) {
     throw new Refused(`This is not JSON (${error.message}). Paste the whole file, from the first { to the last }.`);
   }
@@ -271,19 +275,25 @@ function withDefaults(section, type) {
  */
 function readContext(text, known) {
   const { config, section } = parseConfig(text);
-  const type = known.types[section.model_type];
+  const type = Object.hasOwn(known.types, section.model_type) ? known.types[section.model_type] : undefined;
   const fields = withDefaults(section, type);
   const written = Boolean(section.rope_parameters || section.rope_scaling || section.rope_theta || section.rotary_emb_base);
   const name = `model_type "${fields.model_type ?? "missing"}"`;
   if (fields.alibi === true || (!type && !written)) {
-    const encoding = fields.alibi === true ? "ALiBi" : OTHER_ENCODINGS[fields.model_type];
+    const other = Object.hasOwn(OTHER_ENCODINGS, fields.model_type) ? OTHER_ENCODINGS[fields.model_type] : null;
+    const encoding = fields.alibi === true ? "ALiBi" : other;
     throw new Refused(
-      `This config (${name}) has no rotary position embedding${encoding ? `: it has ${encoding}` : ""}. ` +
-      "This page computes RoPE; ctxext extends other encodings as well: ctxext describe ./config.json",
+      encoding
+        ? `This config (${name}) has no rotary position embedding: it has ${encoding}. This page computes RoPE; ctxext ` +
+          "extends other encodings as well: ctxext describe ./config.json"
+        : `This page does not know ${name}, and the config has no rope_theta. ctxext describe ./config.json reads more.`,
     );
   }
   checkCount(fields, "max_position_embeddings", 8, MAX_TOKENS);
   checkCount(fields, "num_hidden_layers", 1, 10000);
+  for (const [name, low, high] of OPTIONAL_COUNTS) if (fields[name] != null) checkCount(fields, name, low, high);
+  if (fields.kv_lora_rank) checkCount(fields, "qk_rope_head_dim", 4, 2048);
+  checkLayers(fields, type);
   const headDim = headDimOf(fields);
   for (const scaling of ["rope_scaling", "rope_parameters"]) {
     if (fields[scaling] != null && typeof fields[scaling] !== "object") {
@@ -294,10 +304,11 @@ function readContext(text, known) {
   checkParameters(parameters, Math.floor((headDim * (parameters.partial_rotary_factor ?? 1)) / 2));
   const limit = fields.max_position_embeddings;
   const inUse = ropeInUse(parameters, headDim, limit, limit + 1);
-  if (inUse.invFreq.length < 2 || inUse.invFreq.length > 2048) {
-    throw new Refused(`Each head has ${inUse.dim} rotary dimensions; this page computes 4 to 4096. Correct head_dim.`);
+  if (inUse.dim % 2 || inUse.dim < 4 || inUse.dim > 4096) {
+    throw new Refused(`Each head has ${inUse.dim} rotary dimensions; this page computes even ones from 4 to 4096. Correct head_dim.`);
   }
   const mark = section.ctxext?.original && section.ctxext.start ? section.ctxext : null;
+  if (mark) checkMark(mark);
   const checkpoint = mark ? null : knownCheckpoint(fields, parameters, known.checkpoints);
   const lengths = mark ? { original: mark.original.length, trained: mark.trained, reach: mark.target } : nativeLengths(parameters, limit, checkpoint);
   let source = "max_position_embeddings of the config, which may be a target and not the trained length";
@@ -336,6 +347,30 @@ function checkCount(fields, name, low, high) {
   return value;
 }
 
+const OPTIONAL_COUNTS = [
+  ["num_attention_heads", 1, 2 ** 16], ["num_key_value_heads", 1, 2 ** 16], ["vocab_size", 1, 2 ** 24],
+  ["intermediate_size", 1, 2 ** 24], ["sliding_window", 0, MAX_TOKENS], ["kv_lora_rank", 1, 2 ** 20],
+  ["num_kv_shared_layers", 0, 10000], ["max_window_layers", 0, 10000],
+];
+
+function checkLayers(fields, type) {
+  const layers = fields.layer_types;
+  if (layers != null && !(Array.isArray(layers) && layers.length === fields.num_hidden_layers && layers.every((layer) => typeof layer === "string"))) {
+    throw new Refused(`layer_types must be a list of ${fields.num_hidden_layers} names, one for each layer. Correct the config.`);
+  }
+  if (layers == null && type?.slidesByRule && fields.use_sliding_window) {
+    throw new Refused(`This page does not know which layers of ${fields.model_type} slide. Write layer_types into the config.`);
+  }
+}
+
+/** The metadata that ctxext writes: lengths in whole tokens, and the base before it. */
+function checkMark({ original, trained, start, target }) {
+  const lengths = [original.length ?? 1, trained, start, target]; // the first is null where it is unknown
+  if (!lengths.every((each) => Number.isInteger(each) && each >= 1 && each <= MAX_TOKENS) || !(original.rope_theta > 1)) {
+    throw new Refused("The metadata of ctxext in this config is damaged. Paste the config.json that ctxext wrote.");
+  }
+}
+
 const POSITIVE = [1e-6, 1e6];
 const BOUNDS = {
   rope_theta: [1 + 1e-6, 1e30], factor: [1, 1e6], original_max_position_embeddings: [1, MAX_TOKENS],
@@ -343,7 +378,7 @@ const BOUNDS = {
   partial_rotary_factor: [1e-6, 8],
 };
 const NEEDED = {
-  linear: ["factor"], dynamic: ["factor"], llama3: ["factor", "low_freq_factor", "high_freq_factor"],
+  linear: ["factor"], dynamic: ["factor"], yarn: ["factor"], llama3: ["factor", "low_freq_factor", "high_freq_factor"],
   longrope: ["short_factor", "long_factor"],
 };
 
@@ -482,12 +517,15 @@ function phaseRatios(context, invFreq, target) {
 /** The types of the layers with softmax attention, which have a KV cache. */
 function attentionLayers(fields, type) {
   const pattern = fields.layer_types ?? type?.layerPattern;
-  const layers = Array.from({ length: fields.num_hidden_layers }, (_, layer) => pattern?.[layer % pattern.length] ?? defaultLayer(fields));
-  return layers.filter((layer) => layer.includes("attention") && layer !== "linear_attention");
+  const layers = Array.from(
+    { length: fields.num_hidden_layers }, (_, layer) => pattern?.[layer % pattern.length] ?? defaultLayer(fields, type, layer),
+  );
+  return layers.filter((layer) => layer === "hybrid" || (layer.includes("attention") && layer !== "linear_attention"));
 }
 
-function defaultLayer(fields) {
-  return fields.sliding_window && fields.use_sliding_window !== false ? "sliding_attention" : "full_attention";
+function defaultLayer(fields, type, layer) {
+  const first = type?.slidesFrom === undefined ? 0 : fields.max_window_layers ?? type.slidesFrom;
+  return fields.sliding_window && fields.use_sliding_window !== false && layer >= first ? "sliding_attention" : "full_attention";
 }
 
 function everyLayerSlides(fields, type) {
@@ -499,10 +537,16 @@ function kvCacheBytes({ fields, type, headDim }, tokens, bytesEach) {
   const layers = attentionLayers(fields, type);
   const numbers = fields.kv_lora_rank
     ? fields.kv_lora_rank + fields.qk_rope_head_dim
-    : 2 * (fields.num_key_value_heads ?? fields.num_attention_heads) * headDim;
+    : 2 * keyValueHeads(fields) * headDim;
+  const windows = { sliding_attention: fields.sliding_window, chunked_attention: fields.attention_chunk_size };
   return layers.slice(0, layers.length - (fields.num_kv_shared_layers ?? 0))
-    .map((layer) => (layer === "sliding_attention" ? Math.min(tokens, fields.sliding_window ?? tokens) : tokens))
+    .map((layer) => Math.min(tokens, windows[layer] || tokens))
     .reduce((sum, cached) => sum + cached * numbers * bytesEach, 0);
+}
+
+function keyValueHeads(fields) {
+  if (fields.multi_query && !fields.new_decoder_architecture) return 1; // Falcon
+  return fields.num_key_value_heads ?? fields.num_attention_heads;
 }
 
 // Decoders of attention and gated MLP, with or without experts, whose weights the sizes of the config give.

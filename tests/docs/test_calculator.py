@@ -120,21 +120,61 @@ def config_of(raw: dict[str, Any], tmp_path: Path) -> Any:
     return AutoConfig.from_pretrained(tmp_path)
 
 
+QWEN = {
+    "model_type": "qwen2", "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28,
+    "num_attention_heads": 28, "num_key_value_heads": 4, "vocab_size": 152064, "max_position_embeddings": 32768,
+    "rope_theta": 1000000.0,
+}  # fmt: skip
+LLAMA = {**QWEN, "model_type": "llama", "rope_theta": 10000.0, "max_position_embeddings": 4096}
+# As people paste them: keys of older versions, keys left out, and layers that differ.
+PASTED = {
+    "Falcon 7B, whose heads share keys and values": {
+        "model_type": "falcon", "alibi": False, "hidden_size": 4544, "num_attention_heads": 71,
+        "num_hidden_layers": 32, "multi_query": True, "new_decoder_architecture": False, "vocab_size": 65024,
+    },
+    "Falcon 40B, whose heads do not": {
+        "model_type": "falcon", "alibi": False, "hidden_size": 8192, "num_attention_heads": 128,
+        "num_hidden_layers": 60, "num_kv_heads": 8, "new_decoder_architecture": True, "vocab_size": 65024,
+    },
+    "half of the layers slide": {
+        **QWEN, "use_sliding_window": True, "sliding_window": 4096, "max_window_layers": 14,
+    },
+    "no layer slides": {**QWEN, "use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 14},
+    "no original length": {**LLAMA, "rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
+    "a linear factor": {**LLAMA, "rope_scaling": {"type": "linear", "factor": 4.0}},
+    "positions of images": {
+        **QWEN, "model_type": "qwen2_5_vl", "max_position_embeddings": 128000,
+        "rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]},
+    },
+    "chunks of attention": {
+        "model_type": "llama4_text", "hidden_size": 5120, "num_hidden_layers": 48, "num_attention_heads": 40,
+        "num_key_value_heads": 8, "head_dim": 128, "attention_chunk_size": 8192, "rope_theta": 500000.0,
+    },
+    "layers with attention and a state space": {
+        "model_type": "falcon_h1", "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+    },
+    "layers where max_window_layers has its default": {
+        "model_type": "dots1", "hidden_size": 4096, "num_hidden_layers": 62, "num_attention_heads": 32,
+    },
+}  # fmt: skip
+
+
 def test_lengths_and_memory_are_those_of_describe(tmp_path: Path) -> None:
-    rows = known()["models"]
+    rows = [*known()["models"], *({"name": name, "config": config} for name, config in PASTED.items())]
     found = in_node(
         """({ name, config }) => {
             const context = readContext(JSON.stringify(config), KNOWN);
             const { trained, original, reach, checkpoint } = context;
             const kv = [4096, 131072].map((tokens) => kvCacheBytes(context, tokens, 2));
-            return { trained, original, reach, row: checkpoint.name, kv };
+            return { trained, original, reach, row: checkpoint?.name ?? null, kv };
         }""",
         rows,
     )
     for row, got in zip(rows, found):
         facts = read_context(config_of(row["config"], tmp_path))
-        assert facts.checkpoint is not None
-        assert facts.checkpoint.name == row["row"] == got["row"], row["name"]
+        known_as = None if facts.checkpoint is None else facts.checkpoint.name
+        assert known_as == row.get("row", known_as) == got["row"], row["name"]
         lengths = (facts.trained_length, facts.original_length, facts.reach)
         assert (got["trained"], got["original"], got["reach"]) == lengths, row["name"]
         assert got["kv"] == [kv_cache_bytes(facts.text_config, n, 2) for n in (4096, 131072)], row["name"]
@@ -209,6 +249,14 @@ def compared(rows: list[dict[str, Any]], existing: str, tmp_path: Path) -> int:
 def test_engines_are_given_what_export_gives_them(tmp_path: Path) -> None:
     rows = {row["config"]["model_type"]: row for row in known()["models"]}
     assert compared([rows["qwen3"], rows["phi3"]], "replace", tmp_path) > 100
+
+
+@pytest.mark.parametrize("existing", ["replace", "compose"])
+def test_engines_are_given_what_export_gives_them_for_older_keys(existing: str, tmp_path: Path) -> None:
+    scaled = {"rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}}
+    pasted = ({**QWEN, **scaled, "head_dim": None}, {**LLAMA, "head_dim": None}, PASTED["no original length"])
+    rows = [{"config": config} for config in pasted if existing == "replace" or "rope_scaling" in config]
+    assert compared(rows, existing, tmp_path) > 100
 
 
 @pytest.mark.slow

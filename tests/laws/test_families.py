@@ -19,7 +19,7 @@ from families import COMMON as SHAPE
 from families import LENGTH, logits, tiny_model, token_ids
 from live import assert_unchanged, snapshot
 from survey.matrix import examine
-from survey.small import small_model
+from survey.small import model_types, small_config, small_model
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
@@ -27,10 +27,12 @@ import ctxext
 from ctxext import extend_config, extend_context, restore_context
 from ctxext.core.apply import apply
 from ctxext.encodings.rope import RopeGeometry, inverse_frequencies
+from ctxext.extension.describe import kv_cache_bytes
 from ctxext.extension.request import plan_extension
 from ctxext.methods import ABF, PI, YaRN
-from ctxext.models.context import read_context
+from ctxext.models.context import has_rope, read_context
 from ctxext.models.families import FAMILIES
+from ctxext.models.text_config import text_config_of
 from ctxext.patches.softmax_scale import ScaleSoftmax
 
 TWO_TYPES: dict[str, Any] = dict(layer_types=["sliding_attention", "full_attention"], sliding_window=32)
@@ -656,3 +658,42 @@ def test_halves_with_a_config_each_are_refused_with_the_reason() -> None:
     with pytest.raises(ValueError, match="only one of them would be extended"):
         extend_context(model)
     assert model.config.to_dict() == before
+
+
+def cached_bytes(model_type: str) -> tuple[int, int]:
+    """Bytes of keys and values after 40 tokens: in the model's own cache, and as counted from its config."""
+    model = small_model(model_type, "causal")
+    with torch.no_grad():
+        cache = model(input_ids=token_ids(40), use_cache=True).past_key_values
+    held = [getattr(layer, name, None) for layer in cache.layers for name in ("keys", "values")]
+    counted = kv_cache_bytes(text_config_of(model.config), 40, 4)
+    return sum(each.nbytes for each in held if isinstance(each, torch.Tensor)), counted
+
+
+# Compressed keys; and sliding layers with other numbers of heads, which `kv_cache_bytes` does not count.
+UNCOUNTED = {"deepseek_v4", "mimo_v2_flash"}
+
+
+@pytest.mark.parametrize("model_type", ["falcon", "falcon_h1", "llama", "llama4_text", "deepseek_v3", "zamba2"])
+def test_the_counted_cache_is_the_models_own(model_type: str) -> None:
+    held, counted = cached_bytes(model_type)
+    assert held <= counted <= 1.05 * held  # transformers drops a token from a full window
+
+
+@pytest.mark.slow
+def test_the_counted_cache_is_the_models_own_in_every_family() -> None:
+    wrong, n = {}, 0
+    for model_type, kind in model_types().items():
+        if kind != "causal" or model_type in UNCOUNTED:
+            continue
+        try:
+            if not has_rope(text_config_of(small_config(model_type, kind))):
+                continue
+            held, counted = cached_bytes(model_type)
+        except Exception:  # of any class: no small model, or no cache with layers
+            continue
+        n += 1
+        if not held <= counted <= 1.05 * held:
+            wrong[model_type] = held, counted
+    assert wrong == {}
+    assert n >= 120
