@@ -256,6 +256,7 @@ def finetune(
         pass  # raises if the engine splits rows and cannot split these
     expected = estimated(run.probe, accelerator, model, length, steps * micro_batches)
     say(f"[bold]Estimate[/]: {expected or 'none under DeepSpeed.'}")
+    say(checkpoints.planned(training.checkpoint_every, steps))
     if dry_run:
         return
 

@@ -201,6 +201,8 @@ def one_line_of(error: Any) -> str:
     if getattr(error, "option_name", None) == "--import":
         return "--import goes before the command: ctxext --import MODULE COMMAND."
     said = re.sub(r"([^.?])$", r"\1.", error.format_message())
+    if said.startswith("Got unexpected extra argument"):
+        said += " A list has commas between its values: --methods yarn,pi."
     return f"{said} See {context.command_path} --help." if context else said
 
 

@@ -27,8 +27,11 @@ def finetune(
     if not path.is_file():
         path = recipes / "configs" / f"{config}.yaml"
     if not path.is_file():
+        from ctxext.hub.checkpoint import near_path
+
         known = ", ".join(sorted(file.stem for file in (recipes / "configs").glob("*.yaml")))
-        raise FileNotFoundError(f"{config!r} is neither a file nor a bundled config. Bundled configs: {known}.")
+        near = near_path(Path(config))
+        raise FileNotFoundError(f"{config!r} is neither a file nor a bundled config.{near} Bundled configs: {known}.")
     spec = importlib.util.spec_from_file_location("ctxext_recipe_finetune", recipes / "finetune.py")
     assert spec is not None
     assert spec.loader is not None

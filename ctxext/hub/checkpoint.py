@@ -118,21 +118,22 @@ def local_folder(name_or_path: str, revision: str | None, patterns: list[str] | 
         raise FileNotFoundError(f"{name_or_path} does not exist. Check the path.")
     if folder.is_absolute() or name_or_path.startswith(".") or name_or_path.count("/") != 1:
         raise FileNotFoundError(
-            f"{name_or_path!r} is neither a folder nor a hub name.{_near(folder)} Check the path, or pass the full hub "
-            "name, such as openai-community/gpt2."
+            f"{name_or_path!r} is neither a folder nor a hub name.{near_path(folder)} Check the path, or pass the full "
+            "hub name, such as openai-community/gpt2."
         )
     try:
         return hub_folder(name_or_path, revision, patterns)
     except FileNotFoundError as error:
-        if (folder.parent / "checkpoints").is_dir():  # of a fine-tune
+        near = near_path(folder)
+        if not near and (folder.parent / "checkpoints").is_dir():  # of a fine-tune
             raise FileNotFoundError(
                 f"{folder.parent} holds no {folder.name}: that run is not finished. Repeat its `ctxext finetune` "
                 "command, which resumes it."
             ) from error
-        raise FileNotFoundError(f"{error}{_near(folder)}") from error
+        raise FileNotFoundError(f"{error}{near}") from error
 
 
-def _near(missing: Path) -> str:
+def near_path(missing: Path) -> str:
     """For an error: the path beside a missing one that was probably meant."""
     there = [path.name for path in missing.parent.iterdir()] if missing.parent.is_dir() else []
     near = get_close_matches(missing.name, there, n=1)

@@ -30,7 +30,7 @@ from ctxext.hub.adapters import AdapterBase, save_trained
 from ctxext.training.settings import Settings
 from ctxext.training.trainable import trained_parameters
 from ctxext.utils.json_files import OBJECT, Kind, read_json
-from ctxext.utils.values import is_count, is_number, one_line, shown
+from ctxext.utils.values import counted, is_count, is_number, one_line, shown
 
 TENSORS, STATE, ZERO = "trained.safetensors", "state.json", "zero"
 # The types of the fields of `Progress`.
@@ -225,6 +225,13 @@ def checkpoints(folder: Path) -> list[Path]:
 def latest_checkpoint(folder: Path) -> Path | None:
     """The newest complete checkpoint in `folder`."""
     return next(reversed(checkpoints(folder)), None)
+
+
+def planned(every: int, steps: int) -> str:
+    """Where a run of so many steps can resume after an interruption."""
+    if every < steps:
+        return f"A checkpoint every {counted(every, 'step')}, from which the same command resumes."
+    return f"No checkpoint before the end (training.checkpoint_every is {every}): an interrupted run starts again."
 
 
 @contextmanager

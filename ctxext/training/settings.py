@@ -535,7 +535,13 @@ def _source(where: list[str], path: Path, changes: Sequence[str]) -> str:
 
 
 # What a value must be, by the beginning of pydantic's name of the mistake.
-KINDS = {"int": "an integer", "float": "a number", "bool": "true or false", "string": "text"}
+KINDS = {
+    "int": "an integer",
+    "float": "a number",
+    "bool": "true or false",
+    "string": "text",
+    "list": "a list, such as [a, b]",
+}
 
 
 def _readable(mistake: Any) -> str:

@@ -495,3 +495,6 @@ def test_the_adapter_of_an_unfinished_run_is_not_looked_for_on_the_hub(
     (tmp_path / "run/checkpoints").mkdir(parents=True)
     with pytest.raises(FileNotFoundError, match="run holds no adapter: that run is not finished"):
         checkpoint_folder("run/adapter")
+    (tmp_path / "run/adapter").mkdir()  # it is finished, and the name is mistyped
+    with pytest.raises(FileNotFoundError, match=r"Did you mean 'run/adapter'\?"):
+        checkpoint_folder("run/adaptor")

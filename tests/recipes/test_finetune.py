@@ -503,6 +503,7 @@ def test_the_stages_of_the_bundled_config_are_estimated_each_at_its_length(main,
         assert f"trained at 8,192 tokens, extended to {length}." in said
         assert f"each step reads {tokens} tokens: 100.0% are text" in said
     assert said.count("Estimate: about") == 2
+    assert said.count("A checkpoint every 5 steps") == 2
     assert not (tmp_path / "runs").exists()
 
 

@@ -34,6 +34,7 @@ def test_every_bundled_config_is_valid_and_says_where_it_was_measured(path: Path
         ("data.sources.0.wieght=2", "unknown key 'data.sources.0.wieght'; did you mean 'data.sources.0.weight'?"),
         ("data.sources=[{path: a.txt}, {path: b/a.txt}]", "two sources are named a.txt"),
         ("engine.process=2", "unknown key 'engine.process'; did you mean 'engine.processes'?"),
+        ("data.sources=a.jsonl", "data.sources must be a list, such as [a, b], got 'a.jsonl'"),
         ("training.learning_rate=-1", "training.learning_rate: Input should be greater than 0, got -1"),
         ("trainable.kind=full", "embeddings, norms, rank, targets needs kind: lora"),
         ("data.sources.9.weight=1", "not an index into a list of 2"),
