@@ -255,8 +255,7 @@ def finetune(
     with on_my_part(accelerator, run.batch(mixture.read(0, training.micro_batch_size))):
         pass  # raises if the engine splits rows and cannot split these
     expected = estimated(run.probe, accelerator, model, length, steps * micro_batches)
-    say(f"[bold]Estimate[/]: {expected or 'none under DeepSpeed.'}")
-    say(checkpoints.planned(training.checkpoint_every, steps))
+    say(f"[bold]Estimate[/]: {expected or 'none under DeepSpeed.'}\n{checkpoints.planned(training, steps)}")
     if dry_run:
         return
 

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from ctxext.hub.adapters import AdapterBase, save_trained
-from ctxext.training.settings import Settings
+from ctxext.training.settings import Settings, TrainingSettings
 from ctxext.training.trainable import trained_parameters
 from ctxext.utils.json_files import OBJECT, Kind, read_json
 from ctxext.utils.values import counted, is_count, is_number, one_line, shown
@@ -227,8 +227,9 @@ def latest_checkpoint(folder: Path) -> Path | None:
     return next(reversed(checkpoints(folder)), None)
 
 
-def planned(every: int, steps: int) -> str:
+def planned(training: TrainingSettings, steps: int) -> str:
     """Where a run of so many steps can resume after an interruption."""
+    every = training.checkpoint_every
     if every < steps:
         return f"A checkpoint every {counted(every, 'step')}, from which the same command resumes."
     return f"No checkpoint before the end (training.checkpoint_every is {every}): an interrupted run starts again."

@@ -25,7 +25,7 @@ from ctxext.training.checkpoints import (
     planned,
     save_checkpoint,
 )
-from ctxext.training.settings import TrainableSettings
+from ctxext.training.settings import TrainableSettings, TrainingSettings
 from ctxext.training.trainable import trained_parameters
 
 
@@ -303,5 +303,6 @@ def test_after_an_interruption_it_is_said_where_the_same_command_resumes(tmp_pat
         interrupted()
     assert said[0].startswith("Nothing was saved before step 50: set training.checkpoint_every ")
     assert said[1:] == [f"The same command resumes from {saved}."]
-    assert planned(50, 51).startswith("A checkpoint every 50 steps")
-    assert planned(50, 50).startswith("No checkpoint before the end (training.checkpoint_every is 50)")
+    training = TrainingSettings(steps=50, checkpoint_every=50)
+    assert planned(training, 51).startswith("A checkpoint every 50 steps")
+    assert planned(training, 50).startswith("No checkpoint before the end (training.checkpoint_every is 50)")
