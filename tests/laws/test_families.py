@@ -670,8 +670,10 @@ def cached_bytes(model_type: str) -> tuple[int, int]:
     return sum(each.nbytes for each in held if isinstance(each, torch.Tensor)), counted
 
 
-# Compressed keys; and sliding layers with other numbers of heads, which `kv_cache_bytes` does not count.
-UNCOUNTED = {"deepseek_v4", "mimo_v2_flash"}
+UNCOUNTED = {
+    "deepseek_v4", "mimo_v2_flash",  # compressed keys; sliding layers with other numbers of heads: not counted right
+    "blt", "gemma3n", "gemma4_assistant", "gemma4_unified_assistant", "recurrent_gemma",  # no small model or no cache
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("model_type", ["falcon", "falcon_h1", "llama", "llama4_text", "deepseek_v3", "zamba2"])
@@ -686,12 +688,9 @@ def test_the_counted_cache_is_the_models_own_in_every_family() -> None:
     for model_type, kind in model_types().items():
         if kind != "causal" or model_type in UNCOUNTED:
             continue
-        try:
-            if not has_rope(text_config_of(small_config(model_type, kind))):
-                continue
-            held, counted = cached_bytes(model_type)
-        except Exception:  # of any class: no small model, or no cache with layers
+        if not has_rope(text_config_of(small_config(model_type, kind))):
             continue
+        held, counted = cached_bytes(model_type)
         n += 1
         if not held <= counted <= 1.05 * held:
             wrong[model_type] = held, counted
