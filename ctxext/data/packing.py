@@ -37,11 +37,12 @@ _GENERATION = re.compile(r"\{%-?\s*generation\b")
 class Accounting:
     """The token counts of a source: `tokens_read == tokens_in_rows - padding + dropped`.
 
-    Pieces of a split document and retrieval rows count as documents. `dropped` is the last, incomplete row of joined
-    documents; `targets` are tokens with a loss.
+    Pieces of a split document and retrieval rows count as documents. `blank` are rows of the source without text, which
+    are skipped. `dropped` is the last, incomplete row of joined documents; `targets` are tokens with a loss.
     """
 
     documents: int
+    blank: int = 0
     tokens_read: int
     tokens_in_rows: int
     padding: int
@@ -50,7 +51,8 @@ class Accounting:
 
     def __str__(self) -> str:
         rows = f"{self.tokens_in_rows:,} in rows ({self.padding:,} of padding, {self.dropped:,} dropped)"
-        return f"{self.documents:,} documents, {self.tokens_read:,} tokens, {rows}"
+        blank = f" ({self.blank:,} more without text are skipped)" if self.blank else ""
+        return f"{self.documents:,} documents{blank}, {self.tokens_read:,} tokens, {rows}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -207,10 +209,22 @@ def pack(
         )
     n_documents = len(rows if source.retrieval else tokenised)
     accounting = Accounting(
-        documents=n_documents, tokens_read=read, tokens_in_rows=in_rows, padding=padding, dropped=dropped,
-        targets=targets,
+        documents=n_documents, blank=_n_blank(dataset, column), tokens_read=read, tokens_in_rows=in_rows,
+        padding=padding, dropped=dropped, targets=targets,
     )  # fmt: skip
     return Packed(source=source, length=length, rows=rows, accounting=accounting)
+
+
+def _n_blank(dataset: Dataset, column: str) -> int:
+    """The rows that hold no text, or no turns."""
+    import pyarrow.compute as pc
+
+    filled = 0
+    for batch in dataset.with_format("arrow").iter(1000):
+        values = batch.column(column)
+        sizes = pc.list_value_length(values) if column == "messages" else pc.utf8_length(pc.utf8_trim_whitespace(values))
+        filled += pc.sum(pc.greater(sizes, 0)).as_py() or 0
+    return len(dataset) - filled
 
 
 def _special_tokens(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:

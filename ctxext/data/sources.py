@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import json
 import math
 import re
 from dataclasses import dataclass
@@ -116,7 +117,9 @@ def read_source(source: Source, relative_to: Path) -> Dataset:
             dataset = load_dataset(kind, data_files=[str(file) for file in files], split="train", **options)
         except Exception as error:  # any class: each builder raises its own
             reason = error.__cause__ or error
-            raise ValueError(f"{found} cannot be read as {kind}: {reason}. Fix the file or remove it.") from error
+            raise ValueError(
+                f"{found} cannot be read as {kind}: {reason}{_bad_line(files)}. Fix the file or remove it."
+            ) from error
     assert isinstance(dataset, Dataset)
     return _column(source, dataset)
 
@@ -210,6 +213,20 @@ def _is_empty(path: Path) -> bool:
         return read_metadata(path).num_rows == 0
     with gzip.open(path) if _is_gzipped(path) else path.open("rb") as file:
         return all(line.isspace() for line in file)  # stops at the first non-empty line
+
+
+def _bad_line(files: list[Path]) -> str:
+    """The first line of a .jsonl file that is not JSON; what reads it counts rows from 0, within a block."""
+    for path in files:
+        if ".jsonl" not in path.suffixes:
+            continue
+        with gzip.open(path) if _is_gzipped(path) else path.open("rb") as file:
+            for number, line in enumerate(file, 1):
+                try:
+                    json.loads(line.strip() or "null")
+                except ValueError:
+                    return f" (line {number} of {path.name})"
+    return ""
 
 
 def _looked_in(relative_to: Path) -> str:

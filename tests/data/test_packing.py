@@ -156,9 +156,11 @@ def test_no_tokenizer_setting_truncates(tokenizer, texts, own) -> None:
     assert packed.accounting.tokens_read == sum(bodies) + 2 + packed.accounting.documents  # 2 EOS, a BOS each
 
 
-def test_blank_documents_vanish(tokenizer, texts) -> None:
+def test_blank_documents_are_skipped_and_counted(tokenizer, chatty, texts) -> None:
     packed = pack(Source(path="novel"), texts(["", " \n", *PARAGRAPHS[:3], None]), tokenizer, 512)
     assert packed.accounting.documents == 3
+    assert str(packed.accounting).startswith("3 documents (3 more without text are skipped), ")
+    assert pack(Source(path="chat"), texts([*CHAT, [], None], "messages"), chatty, 512).accounting.blank == 2
     with pytest.raises(ValueError, match="novel has no text"):
         pack(Source(path="novel"), texts(["", " "]), tokenizer, 512)
 
