@@ -7,6 +7,7 @@ import importlib.util
 import json
 import math
 import time
+import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -126,9 +127,16 @@ class Store:
             kept = json.loads(self.path.read_text())
         except ValueError as error:
             raise ValueError(f"{self.path} is not JSON ({error}). Restore it, or move it away to start anew.") from None
-        if not isinstance(kept, dict) or not all(isinstance(cell, dict) and "value" in cell for cell in kept.values()):
+        if not isinstance(kept, dict) or not all(map(_is_measured, kept.values())):
             raise ValueError(f"{self.path} does not hold measured cells. Restore it, or move it away to start anew.")
         return kept
+
+
+def _is_measured(cell: Any) -> bool:
+    if not isinstance(cell, dict) or "value" not in cell:
+        return False
+    seconds = cell.get("seconds")
+    return isinstance(seconds, int | float) and math.isfinite(seconds)
 
 
 def measured_on(kept: Mapping[str, Mapping[str, Any]], key: str) -> list[Any]:
@@ -164,7 +172,10 @@ def minutes(seconds: float) -> str:
 
 
 def run_part(part: Part, store: Store, budget: Budget, say: Callable[[str], None]) -> bool:
-    """Measure the missing cells of `part` while the budget lasts; whether all are done."""
+    """Measure the missing cells of `part` while the budget lasts; whether all are done.
+
+    A cell that fails, as one does that needs more memory than there is, does not stop the others.
+    """
     cells = part.cells()
     if not cells:
         raise ValueError(f"{part.name} has nothing to measure.")
@@ -178,6 +189,7 @@ def run_part(part: Part, store: Store, budget: Budget, say: Callable[[str], None
     say(f"{part.name}: {part.title}. {len(left)} of {len(cells)} cells to measure, about {minutes(ahead / speed)}.")
     left_over = TextColumn("{task.fields[left]} left  {task.description}")
     spent = measured = 0.0
+    failed = 0
     with Progress(BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), left_over) as progress:
         bar = progress.add_task("", total=len(cells), completed=len(cells) - len(left), left=minutes(ahead / speed))
         for cell in left:
@@ -190,10 +202,18 @@ def run_part(part: Part, store: Store, budget: Budget, say: Callable[[str], None
                 return False
             progress.update(bar, description=cell.name)
             begun = budget.now()
-            value = cell.run()
+            try:
+                value = cell.run()
+            except Exception as error:  # any class: a cell runs whatever it measures
+                traceback.print_exc()
+                say(f"{part.name}: {cell.name} failed: {type(error).__name__}: {error}")
+                failed, ahead = failed + 1, ahead - cell.cost
+                continue
             seconds = budget.now() - begun
             store.keep(cell, seconds, value, part.device)
             spent, measured, ahead = spent + seconds, measured + cell.cost, ahead - cell.cost
             speed = measured / spent if spent else speed
             progress.update(bar, advance=1, left=minutes(ahead / speed))
-    return True
+    if failed:
+        say(f"{part.name}: {failed} of {len(left)} cells failed. The same command tries them again.")
+    return not failed

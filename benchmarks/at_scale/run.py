@@ -17,12 +17,14 @@ import json
 import math
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
+from filelock import FileLock, Timeout
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from at_scale.cells import Budget, Store, measured_on, run_part
+from at_scale.cells import Budget, Part, Store, measured_on, run_part
 from at_scale.corners import Corners
 from at_scale.estimate import estimate, printed
 from at_scale.laws import Laws
@@ -31,6 +33,8 @@ from at_scale.quality import Quality
 from at_scale.speed import Speed
 from at_scale.training import Training
 from at_scale.wider import Double, Gemma, Octuple, Quadruple
+
+from ctxext.utils.machine import machine
 
 WIDER = {part.name: part for part in (Double, Quadruple, Gemma, Octuple)}
 PARTS = {
@@ -74,35 +78,63 @@ def main() -> None:
     if options.tiny:
         print("A rehearsal: times and ratios mean nothing at this size.")
     here, budget = "cuda" if torch.cuda.is_available() else "cpu", Budget(60 * options.minutes)
+    complete = True
     for name in options.only or PARTS:
+        if budget.left <= 0:
+            sys.exit("The time is over. The same command resumes.")
         device = PARTS[name].only_on or here
-        folder = output / "raw" / f"{name}-{device}"
-        part = PARTS[name](folder, device, options.tiny, options.rounds)
+        part = PARTS[name](output / "raw" / f"{name}-{device}", device, options.tiny, options.rounds)
         if part.missing:
             print(f"{name}: not run: {part.missing}.")
+            complete &= not options.only
             continue
-        store = Store(folder / "cells.json")
         try:
-            complete = run_part(part, store, budget, print)
-        except KeyboardInterrupt:
-            print(f"{name}: interrupted. The same command resumes.")
+            part.folder.mkdir(parents=True, exist_ok=True)
+            with FileLock(part.folder / "run.lock", timeout=0):
+                complete &= measure(part, output / f"{name}-{device}.json", budget)
+        except Timeout:
+            print(f"{name}: not run: another run is measuring it in {part.folder}.")
             complete = False
-        kept = store.done(part.cells())
-        record = {
-            "part": part.title,
-            "device": torch.cuda.get_device_name() if device == "cuda" else "cpu",
-            **{name: measured_on(kept, name) for name in ("machine", "cpu_capability", "versions")},
-            "cells": len(kept),
-            "complete": complete,
-            "seconds": sum(cell["seconds"] for cell in kept.values()),
-            **part.record({cell: entry["value"] for cell, entry in kept.items()}),
-        }
-        path = output / f"{name}-{device}.json"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(record, indent=1) + "\n")
-        print(f"{name}: {len(kept)} cells in {path}.")
-        if not complete:
-            sys.exit(1)
+        except (ValueError, OSError) as error:
+            print(f"{name}: not run: {error}")
+            complete = False
+        except KeyboardInterrupt:
+            sys.exit(f"{name}: interrupted. The same command resumes.")
+    if not complete:
+        sys.exit(1)
+
+
+def measure(part: Part, path: Path, budget: Budget) -> bool:
+    """Measure what is missing, and write the figures of what is there; whether all of it is."""
+    store = Store(part.folder / "cells.json")
+    here, *others = (
+        of.split(", ")[-1] for of in (machine(part.device), *measured_on(store.done(part.cells()), "machine"))
+    )
+    if unlike := sorted({other for other in others if other != here}):
+        raise ValueError(f"{store.path} was measured on {', '.join(unlike)}. Choose another --output for {here}.")
+    try:
+        return run_part(part, store, budget, print)
+    finally:
+        write(part, store.done(part.cells()), path)
+
+
+def write(part: Part, kept: dict[str, dict[str, Any]], path: Path) -> None:
+    """The figures of the cells that are kept, unless the file has those of more."""
+    cells = len(part.cells())
+    if path.is_file() and (published := json.loads(path.read_text()).get("cells", 0)) > len(kept):
+        print(f"{part.name}: {path} has the figures of {published} cells, and is not replaced by those of {len(kept)}.")
+        return
+    record = {
+        "part": part.title,
+        "device": part.device if part.device == "cpu" else torch.cuda.get_device_name(),
+        **{name: measured_on(kept, name) for name in ("machine", "cpu_capability", "versions")},
+        "cells": len(kept),
+        "complete": len(kept) == cells,
+        "seconds": sum(cell["seconds"] for cell in kept.values()),
+        **part.record({cell: entry["value"] for cell, entry in kept.items()}),
+    }
+    path.write_text(json.dumps(record, indent=1) + "\n")
+    print(f"{part.name}: {len(kept)} of {cells} cells in {path}.")
 
 
 if __name__ == "__main__":

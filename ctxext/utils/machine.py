@@ -18,7 +18,9 @@ def versions() -> dict[str, str]:
 
 
 def machine(device: str) -> str:
-    """The processor, its threads, and the device type."""
+    """The processor, its threads, and the device: a GPU by its name, others by their type."""
+    if device == "cuda" and torch.cuda.is_available():
+        device = torch.cuda.get_device_name()
     return f"{platform.machine()}, {counted(torch.get_num_threads(), 'thread')}, {device}"
 
 

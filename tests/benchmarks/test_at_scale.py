@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from random import Random
@@ -20,6 +20,7 @@ from at_scale.estimate import PEAK, SHARES, estimate, printed
 from at_scale.models import GEMMA_CONFIG, SMOLLM2_CONFIG, held
 from at_scale.planning import SHAPES
 from at_scale.quality import counts, expected, joined
+from filelock import FileLock
 from report import Report
 from transformers import AutoModelForCausalLM, LlamaConfig
 
@@ -238,12 +239,82 @@ def test_two_processes_keep_their_cells_in_one_store(tmp_path: Path) -> None:
     assert len(json.loads(path.read_text())) == 80
 
 
-@pytest.mark.parametrize("content", ["", "null", "[]", '{"one": {"seconds": 1}}', '{"one": {"val'])
+CUT = ["", "null", "[]", '{"one": {"seconds": 1}}', '{"one": {"val', '{"one": {"value": 1, "seconds": NaN}}']
+
+
+@pytest.mark.parametrize("content", CUT)
 def test_a_store_that_was_cut_is_named(content: str, tmp_path: Path) -> None:
     path = tmp_path / "cells.json"
     path.write_text(content)
     with pytest.raises(ValueError, match=r"cells\.json .*move it away to start anew"):
         Store(path).done([Cell("one", 1.0, int)])
+
+
+def test_a_cell_that_fails_does_not_stop_the_others(tmp_path: Path) -> None:
+    part, store, said = Counting(tmp_path), Store(tmp_path / "cells.json"), []
+    first, *others = part.cells()
+
+    def too_large() -> None:
+        raise torch.OutOfMemoryError("tried to allocate 16 GiB")
+
+    part.cells = lambda: [replace(first, run=too_large), *others]  # type: ignore[method-assign]
+    assert not run_part(part, store, Budget(now=part.clock), said.append)
+    assert part.ran == ["b", "c"]
+    assert "counting: a failed: OutOfMemoryError: tried to allocate 16 GiB" in said
+    assert said[-1] == "counting: 1 of 3 cells failed. The same command tries them again."
+
+
+@pytest.fixture
+def counting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
+    """Runs the plan with the one part `counting`; its exit status."""
+    monkeypatch.setattr(run, "PARTS", {"counting": Counting, "laws": run.Laws})
+
+    def run_it(*arguments: str, output: Path = tmp_path) -> int:
+        monkeypatch.setattr(sys, "argv", ["run.py", "--output", str(output), *arguments])
+        try:
+            run.main()
+        except SystemExit as stopped:
+            return int(stopped.code) if isinstance(stopped.code, int) else 1
+        return 0
+
+    return run_it
+
+
+def test_figures_are_not_replaced_by_those_of_fewer_cells(
+    tmp_path: Path, counting: Callable[..., int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert counting("--only", "counting") == 0
+    record, part = tmp_path / "counting-cpu.json", Counting(tmp_path / "raw/counting-cpu")
+    published = record.read_text()
+    assert json.loads(published)["complete"]
+    assert counting("--only", "counting", "--rounds", "2", "--minutes", "0") == 1
+    kept = Store(part.folder / "cells.json").done(part.cells())
+    del kept["b"], kept["c"]
+    run.write(part, kept, record)
+    assert record.read_text() == published
+    assert "has the figures of 3 cells, and is not replaced by those of 1" in capsys.readouterr().out
+
+
+def test_what_keeps_a_part_from_running_is_said_and_counts(
+    tmp_path: Path, counting: Callable[..., int], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def said(*arguments: str, **options: Any) -> str:
+        assert counting("--only", *arguments, **options) == 1
+        return capsys.readouterr().out
+
+    assert counting() == 0  # without a GPU `laws` is passed over
+    capsys.readouterr()
+    assert said("laws") == "laws: not run: no GPU.\n"
+    (tmp_path / "a file").touch()
+    assert "counting: not run: " in said("counting", output=tmp_path / "a file")
+    with FileLock(tmp_path / "raw/counting-cpu/run.lock"):
+        assert "counting: not run: another run is measuring it" in said("counting")
+    cells = tmp_path / "raw/counting-cpu/cells.json"
+    whole = cells.read_text()
+    cells.write_text(whole.replace(", cpu", ", NVIDIA H200"))
+    assert "NVIDIA H200. Choose another --output for cpu." in said("counting")
+    cells.write_text(whole[:50])
+    assert "counting: not run: " in said("counting")
 
 
 @pytest.mark.parametrize("arguments", [["--rounds", "0"], ["--minutes", "nan"], ["--minutes", "-1"]])
