@@ -34,7 +34,7 @@ from ctxext.encodings.rope import RopeGeometry
 from ctxext.evals.engine import Engine
 from ctxext.evals.haystack import Haystack
 from ctxext.evals.needle import Passkey
-from ctxext.evals.perplexity import Perplexity, window_stretches
+from ctxext.evals.perplexity import Perplexity, stretches, window_stretches
 from ctxext.evals.prompts import Prompter
 from ctxext.evals.samples import Place, fingerprint
 from ctxext.evals.statistics import Difference, paired_difference, paired_loss_difference
@@ -233,9 +233,10 @@ def measure(
             for sample, forced in engine.forced([row]):
                 hit = forced.guess.tolist() == list(sample.input_ids[sample.n_prompt :])
                 logprob = float(forced.logprobs.double().sum())
-                keys.append(
-                    {"length": length, "trial": trial, "depth": sample.place.depth, "hit": hit, "logprob": logprob}
-                )
+                keys.append({
+                    "length": length, "trial": trial, "depth": sample.place.depth, "hit": hit, "logprob": logprob,
+                    "start": sample.start,
+                })  # fmt: skip
 
     def losses(length: int, count: int) -> list[float]:
         places = [Place("perplexity", length, None, trial, SEED) for trial in range(count)]
@@ -245,6 +246,7 @@ def measure(
     return {
         "keys": keys,
         "long": losses(max(trials), windows),
+        "text_tokens": haystack.n_tokens,
         "stretches": window_stretches(range(windows), SEED, max(trials), haystack.n_tokens),
         "short": losses(trained, short_windows),
     }
@@ -265,12 +267,14 @@ def mean(values: list[float]) -> float:
     return sum(values) / len(values)
 
 
-def clusters(result: dict[str, Any]) -> list[tuple[int, int]]:
-    return [(key["length"], key["trial"]) for key in result["keys"]]
+def clusters(result: dict[str, Any]) -> list[int]:
+    """For each passkey its stretch of text: one for those whose texts overlap."""
+    keys = result["keys"]
+    return stretches([key["start"] for key in keys], [key["length"] for key in keys], result["text_tokens"])
 
 
 def key_difference(one: dict[str, Any], other: dict[str, Any]) -> Difference:
-    """The loss of a key under `one`, in nats, minus that under `other`; what shares a text is resampled whole."""
+    """The loss of a key under `one`, in nats, minus that under `other`; a stretch of text is resampled whole."""
     labels = list(dict.fromkeys(clusters(one)))
     sums = [
         [-sum(k["logprob"] for k, at in zip(each["keys"], clusters(each)) if at == label) for label in labels]

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import product
 from typing import Any
 
+from ctxext.evals.perplexity import stretches
 from ctxext.evals.statistics import Difference, paired_loss_difference
 from ctxext.evals.targets import UNEXTENDED
 from ctxext.fitting.gradient import KEY_NATS, GradientSettings
@@ -18,8 +18,10 @@ from ctxext.fitting.gradient import KEY_NATS, GradientSettings
 Point = tuple[float, float, float]
 # In nats per token: how much the probe may lose below the corner where λ reaches the factor, and below the other.
 THRESHOLDS = (1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1)
-EVEN, ODD = slice(0, None, 2), slice(1, None, 2)
-ALL = slice(None)
+# Where samples begin and end in the text, as shares of it: the first half chooses, the second compares. Windows may
+# reach around its end.
+FIRST, SECOND, ALL = (0.0, 0.5), (0.5, 1.0), (0.0, 2.0)
+Half = tuple[float, float]
 
 
 def label(point: Point) -> str:
@@ -32,14 +34,20 @@ class Grid:
 
     Attributes:
         found: by method, `keys` (nats of each passkey, by length, text and depth), `long` and `short` (nats per token
-            of each window) and `stretches` (of text, of the long windows).
+            of each window), `hits` (passkeys found, by length).
+        places: where in the text the samples begin and end, as shares of it: by length for `keys`, `long`, `short`.
         points: of the grid, those that were measured.
         probe: by log2 of turns, and of the baseline.
     """
 
     found: Mapping[str, Mapping[str, Any]]
+    places: Mapping[str, Sequence[tuple[float, float]]]
     points: tuple[Point, ...]
     probe: Mapping[str, Mapping[str, Any]]
+
+    def within(self, kind: str, half: Half) -> list[int]:
+        """The samples of `kind` that lie in this part of the text; one across its middle or end is in neither half."""
+        return [k for k, (begin, end) in enumerate(self.places[kind]) if half[0] <= begin and end <= half[1]]
 
     @property
     def named(self) -> list[str]:
@@ -48,50 +56,56 @@ class Grid:
 
     # --------------------------------------------------------------------------------- one method
 
-    def key(self, method: str, part: slice = ALL) -> float:
+    def keys(self, method: str, half: Half) -> list[list[float]]:
+        """For each text in this half, the losses of its passkeys in nats, by depth."""
+        keys = self.found[method]["keys"]
+        return [keys[length][k] for length in keys for k in self.within(length, half)]
+
+    def windows(self, method: str, kind: str, half: Half) -> list[float]:
+        """For each window of `long` or `short` in this half, its loss in nats per token."""
+        return [self.found[method][kind][k] for k in self.within(kind, half)]
+
+    def key(self, method: str, half: Half = ALL) -> float:
         """The mean loss of a passkey, in nats."""
-        return _mean(loss for texts in self.found[method]["keys"].values() for text in texts[part] for loss in text)
+        return _mean(loss for text in self.keys(method, half) for loss in text)
 
-    def text(self, method: str, part: slice = ALL) -> float:
+    def text(self, method: str, half: Half = ALL) -> float:
         """The mean loss of text at the target length, in nats per token."""
-        return _mean(self.found[method]["long"][part])
+        return _mean(self.windows(method, "long", half))
 
-    def short(self, method: str, part: slice = ALL) -> float:
+    def short(self, method: str, half: Half = ALL) -> float:
         """The short-context regression, in nats per token."""
-        return _mean(self.found[method]["short"][part]) - _mean(self.found[UNEXTENDED]["short"][part])
+        return _mean(self.windows(method, "short", half)) - _mean(self.windows(UNEXTENDED, "short", half))
 
-    def objective(self, method: str, part: slice = ALL) -> float:
+    def objective(self, method: str, half: Half = ALL) -> float:
         """That of a fit, with the regression in the place of the divergence."""
         weights = GradientSettings()
-        keys = self.found[method]["keys"].values()
-        key = _mean(KEY_NATS * math.log1p(x / KEY_NATS) for texts in keys for text in texts[part] for x in text)
+        key = _mean(KEY_NATS * math.log1p(x / KEY_NATS) for text in self.keys(method, half) for x in text)
         return (
-            weights.text * self.text(method, part)
+            weights.text * self.text(method, half)
             + weights.retrieval * key
-            + weights.short * max(0.0, self.short(method, part))
+            + weights.short * max(0.0, self.short(method, half))
         )
 
     # -------------------------------------------------------------------------------- comparisons
 
-    def difference(self, one: str, other: str, kind: str, part: slice = ALL) -> Difference | None:
-        """Paired, `one` - `other`: nats per passkey, or per token; None with fewer than two texts."""
-        mine, theirs = self.found[one], self.found[other]
+    def difference(self, one: str, other: str, kind: str, half: Half = ALL) -> Difference | None:
+        """Paired, `one` - `other`: nats per passkey, or per token. Samples whose texts overlap count as one; None if
+        there are fewer than two."""
         if kind == "key":
-            texts = [(length, k) for length, texts in mine["keys"].items() for k in range(len(texts))[part]]
-            sums = [[sum(each["keys"][length][k]) for length, k in texts] for each in (mine, theirs)]
-            counts, stretches = [len(mine["keys"][length][k]) for length, k in texts], None
+            texts = [self.keys(method, half) for method in (one, other)]
+            sums, counts = [[sum(text) for text in each] for each in texts], [len(text) for text in texts[0]]
+            places = [self.places[length][k] for length in self.found[one]["keys"] for k in self.within(length, half)]
         else:
-            sums = [each[kind][part] for each in (mine, theirs)]
-            counts = [1] * len(sums[0])
-            stretches = mine["stretches"][part] if kind == "long" else None
-        if len({*(stretches or range(len(counts)))}) < 2:
-            return None
-        return paired_loss_difference(*sums, counts, stretches)
+            sums = [self.windows(method, kind, half) for method in (one, other)]
+            counts, places = [1] * len(sums[0]), [self.places[kind][k] for k in self.within(kind, half)]
+        of = stretches([begin for begin, _ in places], [end - begin for begin, end in places], 1)
+        return paired_loss_difference(*sums, counts, of) if len({*of}) > 1 else None
 
-    def against(self, method: str, others: Iterable[str], part: slice = ALL) -> dict[str, Any]:
-        """`method` beside each of `others`: the paired differences, and whether it is ahead of all of them for sure."""
+    def against(self, method: str, others: Iterable[str], half: Half = SECOND) -> dict[str, Any]:
+        """`method` beside each of `others`: the paired differences, and whether it is significantly ahead of all."""
         beside = {
-            other: {kind: self.difference(method, other, kind, part) for kind in ("key", "long", "short")}
+            other: {kind: self.difference(method, other, kind, half) for kind in ("key", "long", "short")}
             for other in others
         }
         return {
@@ -101,34 +115,30 @@ class Grid:
             },
             **{
                 f"ahead on {kind}": all(
-                    (found := kinds[kind]) is not None and found.high is not None and found.high < 0
+                    (found := kinds[kind]) is not None and found.high < 0 and found.p < 0.05
                     for kinds in beside.values()
                 )
                 for kind in ("key", "long")
             },
         }
 
-    def best(self, methods: Iterable[str], value: Callable[[str, slice], float], part: slice = ALL) -> str:
-        return min(methods, key=lambda method: value(method, part))
+    def best(self, methods: Iterable[str], value: Callable[[str, Half], float]) -> str:
+        """By the first half of the text."""
+        return min(methods, key=lambda method: value(method, FIRST))
 
-    @cached_property
-    def least(self) -> float:
-        """The objective of the best named method."""
-        return min(map(self.objective, self.named))
-
-    def excess(self, point: Point) -> float:
+    def excess(self, point: Point, half: Half) -> float:
         """The objective at `point` over that of the best named method."""
-        return self.objective(label(point)) - self.least
+        return self.objective(label(point), half) - min(self.objective(method, half) for method in self.named)
 
     # -------------------------------------------------------------------------------------- probe
 
     @property
     def losses(self) -> dict[int, float]:
         """By log2 of turns, ascending: what interpolating that octave alone loses within the trained length, in nats
-        per token."""
-        base = _mean(self.probe[UNEXTENDED]["short"])
-        octaves = sorted(int(name) for name in self.probe if name != UNEXTENDED)
-        return {octave: _mean(self.probe[str(octave)]["short"]) - base for octave in octaves}
+        per token of the first half of the text."""
+        octaves, chosen = sorted(int(name) for name in self.probe if name != UNEXTENDED), self.within("short", FIRST)
+        lost = {name: _mean(found["short"][k] for k in chosen) for name, found in self.probe.items()}
+        return {octave: lost[str(octave)] - lost[UNEXTENDED] for octave in octaves}
 
     def corner(self, threshold: float) -> float:
         """The turns up to which pairs can be interpolated, by the probe, for `threshold` nats per token in all."""
@@ -151,12 +161,12 @@ class Grid:
     # ------------------------------------------------------------------------------------ in words
 
     def describe(self) -> dict[str, Any]:
-        """Every method's figures; and the best point, chosen on every second text and compared on the others."""
+        """Every method's figures; and the best point, chosen on one half of the text and compared on the other."""
         grid = [label(point) for point in self.points]
         chosen = {}
         for name, value in {"key": self.key, "text": self.text, "objective": self.objective}.items():
-            point = self.best(grid, value, EVEN)
-            chosen[name] = {"point": point, **self.against(point, [self.best(self.named, value, EVEN)], ODD)}
+            point = self.best(grid, value)
+            chosen[name] = {"point": point, **self.against(point, [self.best(self.named, value)])}
         return {
             "methods": {
                 method: {
@@ -169,6 +179,7 @@ class Grid:
                 for method, found in self.found.items()
             },
             "probe": self.losses,
+            "samples": {kind: [len(self.within(kind, half)) for half in (ALL, FIRST, SECOND)] for kind in self.places},
             "chosen": chosen,
         }
 
@@ -181,14 +192,14 @@ def common(grids: Iterable[Grid]) -> list[Point]:
 
 def of_others(others: Sequence[Grid], grid: Grid) -> Point:
     """The point that is best on the other models, of those measured on all."""
-    return min(common([*others, grid]), key=lambda point: sum(other.excess(point) for other in others))
+    return min(common([*others, grid]), key=lambda point: sum(other.excess(point, FIRST) for other in others))
 
 
 def of_probe(others: Sequence[Grid], grid: Grid) -> Point:
     """The corners where the probe's loss passes thresholds that are best on the other models."""
     temperatures = dict.fromkeys(point[2] for point in common([*others, grid]))
     settings = [(slow, fast, c) for slow, fast, c in product(THRESHOLDS, THRESHOLDS, temperatures) if slow <= fast]
-    setting = min(settings, key=lambda at: sum(other.excess(other.predicted(*at)) for other in others))
+    setting = min(settings, key=lambda at: sum(other.excess(other.predicted(*at), FIRST) for other in others))
     return grid.predicted(*setting)
 
 
@@ -199,7 +210,8 @@ RULES: dict[str, Callable[[Sequence[Grid], Grid], Point]] = {
 
 
 def by_rule(grids: Mapping[str, Grid]) -> dict[str, Any]:
-    """Each rule on each model, chosen without it: the point, and how it compares with every named method."""
+    """Each rule on each model, chosen without it and on the first half of the text: the point, and how it compares with
+    every named method on the second half."""
     found: dict[str, Any] = {}
     for rule, predict in RULES.items():
         for name, grid in grids.items():
@@ -208,7 +220,7 @@ def by_rule(grids: Mapping[str, Grid]) -> dict[str, Any]:
                 point = predict(others, grid)
                 found.setdefault(rule, {})[name] = {
                     "point": label(point),
-                    "excess": grid.excess(point),
+                    "excess": grid.excess(point, SECOND),
                     **grid.against(label(point), grid.named),
                 }
     return found

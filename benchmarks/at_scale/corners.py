@@ -2,8 +2,8 @@
 
 Each model gets a grid of corners and attention factors in YaRN's form, which config.json can express, beside the named
 static methods; and a probe: within the trained length, the pairs of one octave of turns interpolated alone.
-Two rules are tested, each on a model that had no part in choosing it: the corners that are best on the other models,
-and corners where the probe's loss passes thresholds that are best on the other models.
+Two rules are tested, each on a model and half a novel that had no part in choosing it: the corners that are best on the
+other models, and corners where the probe's loss passes thresholds that are best on the other models.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import json
 import math
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -23,19 +23,23 @@ from typing import Any
 import torch
 from at_scale.cells import Cell, Part
 from at_scale.corner_rules import Grid, Point, by_rule, label
-from at_scale.models import SMOLLM2_CONFIG, config_of, forward_cost, loaded, operations_a_second
-from fit import DEPTHS, halves, measure
-from report import SMOLLM2
+from at_scale.models import config_of, forward_cost, loaded, operations_a_second
+from fit import DEPTHS, SEED, measure
 
 from ctxext import temporarily_extended
 from ctxext.assets import MODEL, PERSUASION
 from ctxext.encodings.rope import RopeGeometry, rotations
+from ctxext.evals.haystack import Haystack
+from ctxext.evals.needle import Passkey
+from ctxext.evals.perplexity import beginning
 from ctxext.evals.prompts import Prompter
+from ctxext.evals.samples import Place
 from ctxext.evals.targets import UNEXTENDED
 from ctxext.methods import ContextMethod, LongRoPE, YaRN, make_method
 
 NAMED = ("pi", "ntk", "ntk_by_parts", "yarn", "llama3", "abf", "resonance")
 SLOW, FAST, TEMPERATURES = (0.25, 0.5, 1.0, 2.0), (1.0, 2.0, 4.0, 8.0, 32.0), (0.0, 0.05, 0.1)
+FACTOR = 4
 GRID: tuple[Point, ...] = tuple(point for point in product(SLOW, FAST, TEMPERATURES) if point[0] < point[1])
 # Of every model; the rules compare models at these alone.
 COMMON = {(0.25, 1.0), (0.5, 2.0), (0.5, 8.0), (1.0, 4.0), (1.0, 8.0), (1.0, 32.0), (2.0, 32.0)}
@@ -48,10 +52,10 @@ class Subject:
     """A model, and how much is measured on it.
 
     Attributes:
-        trained: tokens; `factor` times as many are the target.
+        trained: tokens; `FACTOR` times as many are the target.
         steps: of recipes/pretrain.py, for a model that is trained first; None if the model is there already.
         options: of the same, beside theta, length and steps.
-        trials: texts that hide a passkey at each of `depths`: of the trained length, its doubles and the target.
+        trials: texts that hide a passkey at each depth: of the trained length, its double and the target.
         windows, short_windows: of text, of the target and the trained length.
     """
 
@@ -60,10 +64,8 @@ class Subject:
     trained: int = 512
     steps: int | None = None
     options: tuple[str, ...] = ()
-    factor: int = 4
     dim: int = 64
     trials: int = 8
-    depths: tuple[float, ...] = DEPTHS
     windows: int = 16
     short_windows: int = 24
     named: tuple[str, ...] = NAMED
@@ -72,13 +74,16 @@ class Subject:
     @property
     def settings(self) -> str:
         """What was measured of each method."""
-        return f"{self.trials} trials, depths {self.depths}, {self.windows} and {self.short_windows} windows"
+        return f"{self.trials} trials, depths {DEPTHS}, {self.windows} and {self.short_windows} windows"
 
     @property
     def folder(self) -> Path:
-        if self.steps is not None:
-            return Path("runs/corners") / self.name.replace(" ", "-")
-        return SMOLLM2 if self.name in str(SMOLLM2) else MODEL
+        return MODEL if self.steps is None else Path("runs/corners") / self.name.replace(" ", "-")
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Of the passkeys, in tokens."""
+        return tuple(self.trained * n for n in (1, 2, FACTOR))
 
     def ready(self) -> dict[str, Any] | None:
         """Train the model, unless it is there; its training record."""
@@ -94,11 +99,11 @@ class Subject:
         return json.loads(record.read_text())
 
     def methods(self) -> dict[str, ContextMethod | None]:
-        named = {name: make_method(name, float(self.factor)) for name in self.named}
+        named = {name: make_method(name, float(FACTOR)) for name in self.named}
         return {UNEXTENDED: None, **named, **{label(point): self.ramp(*point) for point in self.grid}}
 
     def ramp(self, slow: float, fast: float, c: float) -> YaRN:
-        form = {"factor": float(self.factor), "truncate": False, "attention_factor": 1 + c * math.log(self.factor)}
+        form = {"factor": float(FACTOR), "truncate": False, "attention_factor": 1 + c * math.log(FACTOR)}
         return YaRN(beta_slow=slow, beta_fast=fast, **form)
 
     def probes(self) -> dict[str, ContextMethod | None]:
@@ -106,8 +111,8 @@ class Subject:
         octaves = rotations(RopeGeometry.plain(self.dim, self.rope_theta, self.trained)).log2().floor().int()
         probes: dict[str, ContextMethod | None] = {UNEXTENDED: None}
         for octave in octaves[octaves <= math.log2(FAST[-1])].unique().tolist():
-            factors = torch.where(octaves == octave, float(self.factor), 1.0)
-            probes[str(octave)] = LongRoPE(factor=self.factor, long_factor=(*factors.tolist(),), attention_factor=1.0)
+            factors = torch.where(octaves == octave, float(FACTOR), 1.0)
+            probes[str(octave)] = LongRoPE(factor=FACTOR, long_factor=(*factors.tolist(),), attention_factor=1.0)
         return probes
 
 
@@ -120,18 +125,36 @@ SUBJECTS = (
     Subject("briefly at 512", steps=700, options=("--grow", "0.3", "0.9"), grid=COARSE),
     Subject("theta 20,000", rope_theta=20000.0, steps=700, grid=COARSE),
     Subject("1,024 tokens", trained=1024, steps=700, grid=COARSE),
-    Subject(
-        "SmolLM2-135M-Instruct", 100000.0, 8192, factor=2, trials=1, depths=(0.0, 0.5, 1.0), windows=2, short_windows=2,
-        named=("ntk_by_parts", "yarn", "llama3"), grid=COARSE,
-    ),
-)  # fmt: skip
+)
 
 
 @lru_cache(maxsize=1)
 def opened(folder: Path) -> tuple[Any, Prompter]:
-    """A public model in bfloat16, as it is served."""
-    model, tokenizer = loaded(folder, "cpu", torch.bfloat16 if folder == SMOLLM2 else torch.float32)
+    model, tokenizer = loaded(folder, "cpu", torch.float32)
     return model, Prompter(tokenizer)
+
+
+def text() -> str:
+    return PERSUASION.read_text(encoding="utf-8")
+
+
+def places(subject: Subject) -> dict[str, list[tuple[float, float]]]:
+    """Where in the text each sample of `measure` begins and ends, as shares of it."""
+    prompter = opened(subject.folder)[1]
+    haystack = Haystack.from_text(text(), prompter.tokenizer)
+    n, target = haystack.n_tokens, subject.lengths[-1]
+    found = {}
+    for length in subject.lengths:
+        at = (Place("passkey", length, DEPTHS[0], trial, SEED) for trial in range(subject.trials))
+        begun = (Passkey().sample(place, prompter, haystack).start / n for place in at)
+        found[str(length)] = [(begin, begin + length / n) for begin in begun]
+    for kind, length, count in (
+        ("long", target, subject.windows),
+        ("short", subject.trained, subject.short_windows),
+    ):
+        begun = (beginning(SEED, trial) for trial in range(count))
+        found[kind] = [(begin, begin + length / n) for begin in begun]
+    return found
 
 
 @dataclass
@@ -149,57 +172,23 @@ class Corners(Part):
     def cells(self) -> Sequence[Cell]:
         cells = []
         for subject in self.subjects:
-            public = subject.folder == SMOLLM2
-            cost = partial(forward_cost, SMOLLM2_CONFIG if self.planned and public else config_of(not public))
-            target, trained = cost(subject.factor * subject.trained), cost(subject.trained)
-            near = {subject.trained: subject.trials}
-            far = near | {subject.trained * 2**k: subject.trials for k in range(1, subject.factor.bit_length())}
-            shared = (1 + len(subject.depths)) / 2  # passes for the prompts of one text, which begin alike
+            cost = partial(forward_cost, config_of(tiny=True))
+            target, trained = cost(subject.lengths[-1]), cost(subject.trained)
+            shared = (1 + len(DEPTHS)) / 2  # passes for the prompts of one text, which begin alike
             short, settings = subject.short_windows * trained, subject.settings
             if subject.steps is not None:
                 training = 3 * subject.steps * 8192 / subject.trained * trained
                 cells.append(Cell(f"{subject.name}: ready", training, subject.ready))
+            near, far = subject.lengths[:1], subject.lengths
             for octave, method in subject.probes().items():
                 passes = short + subject.trials * shared * trained
-                cells.append(
-                    Cell(
-                        f"{subject.name}: octave {octave}",
-                        passes,
-                        self._measured(subject, method, near, False),
-                        settings,
-                    )
-                )
+                run = partial(measured, subject, method, near, 0)
+                cells.append(Cell(f"{subject.name}: octave {octave}", passes, run, settings))
             for name, method in subject.methods().items():
                 passes = subject.windows * target + subject.trials * shared * (target + 2 * trained) + short
-                cells.append(
-                    Cell(f"{subject.name}: {name}", passes, self._measured(subject, method, far, True), settings)
-                )
+                run = partial(measured, subject, method, far, subject.windows)
+                cells.append(Cell(f"{subject.name}: {name}", passes, run, settings))
         return cells
-
-    def _measured(
-        self, subject: Subject, method: ContextMethod | None, trials: dict[int, int], read: bool
-    ) -> Callable[[], dict[str, Any]]:
-        def run() -> dict[str, Any]:
-            subject.ready()
-            model, prompter = opened(subject.folder)
-            # Of SmolLM2 the half that a fit learns from: its methods are compared on the other.
-            text = halves()[0] if subject.folder == SMOLLM2 else PERSUASION.read_text(encoding="utf-8")
-            windows = subject.windows if read else 0
-            with nullcontext() if method is None else temporarily_extended(model, method=method):
-                found = measure(
-                    model, prompter, text, trials, subject.trained, subject.depths, windows, subject.short_windows
-                )
-            keys: dict[str, list[list[float]]] = {}
-            for key in found["keys"]:
-                texts = keys.setdefault(str(key["length"]), [])
-                if key["trial"] == len(texts):
-                    texts.append([])
-                texts[-1].append(round(-key["logprob"], 6))
-            rounded = {kind: [round(loss, 6) for loss in found[kind]] for kind in ("long", "short")}
-            hits = {n: sum(key["hit"] for key in found["keys"] if key["length"] == int(n)) for n in keys}
-            return {"keys": keys, "hits": hits, "stretches": found["stretches"], **rounded}
-
-        return run
 
     def speed(self) -> float:
         return operations_a_second(opened(MODEL)[0], 2048)
@@ -212,6 +201,24 @@ class Corners(Part):
             training[subject.name] = found.pop("ready", None)
             probe = {name.removeprefix("octave "): found.pop(name) for name in [*found] if name.startswith("octave ")}
             if len(found) == len(subject.methods()) and len(probe) == len(subject.probes()):
-                grids[subject.name] = Grid(found, subject.grid, probe)
+                grids[subject.name] = Grid(found, places(subject), subject.grid, probe)
         models = {name: {"training": training[name], **grid.describe()} for name, grid in grids.items()}
         return {"models": models, "rules": by_rule(grids)}
+
+
+def measured(subject: Subject, method: ContextMethod | None, lengths: Sequence[int], windows: int) -> dict[str, Any]:
+    """What a cell holds: losses of passkeys of `lengths` by text and depth, of long windows and of short ones."""
+    subject.ready()
+    model, prompter = opened(subject.folder)
+    trials = dict.fromkeys(lengths, subject.trials)
+    with nullcontext() if method is None else temporarily_extended(model, method=method):
+        found = measure(model, prompter, text(), trials, subject.trained, DEPTHS, windows, subject.short_windows)
+    keys: dict[str, list[list[float]]] = {}
+    for key in found["keys"]:
+        texts = keys.setdefault(str(key["length"]), [])
+        if key["trial"] == len(texts):
+            texts.append([])
+        texts[-1].append(round(-key["logprob"], 6))
+    rounded = {kind: [round(loss, 6) for loss in found[kind]] for kind in ("long", "short")}
+    hits = {n: sum(key["hit"] for key in found["keys"] if key["length"] == int(n)) for n in keys}
+    return {"keys": keys, "hits": hits, **rounded}

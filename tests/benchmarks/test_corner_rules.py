@@ -9,8 +9,8 @@ from random import Random
 from typing import Any
 
 import pytest
-from at_scale.corner_rules import Grid, by_rule, common, label, of_others, of_probe
-from at_scale.corners import FAST, GRID, SUBJECTS, UNTRAINED, Subject
+from at_scale.corner_rules import ALL, FIRST, SECOND, Grid, by_rule, common, label, of_others, of_probe
+from at_scale.corners import FAST, GRID, SUBJECTS, UNTRAINED, Subject, places
 
 from ctxext.encodings.rope import RopeGeometry, rotations
 from ctxext.evals.targets import UNEXTENDED
@@ -18,7 +18,7 @@ from ctxext.evals.targets import UNEXTENDED
 POINTS = tuple(point for point in GRID if point[2] == 0.1)
 
 
-def measured(loss: float, seed: int, keys: float = 1.0, trials: int = 8) -> dict[str, Any]:
+def measured(loss: float, seed: int, keys: float = 1.0, trials: int = 16) -> dict[str, Any]:
     """A method that loses `loss` more than the best on every window: the windows differ more than methods do."""
     texts = Random(0)
     noise = Random(f"{seed}")
@@ -26,29 +26,34 @@ def measured(loss: float, seed: int, keys: float = 1.0, trials: int = 8) -> dict
         "keys": {"512": [[keys + loss + texts.random() for _ in range(5)] for _ in range(trials)]},
         "hits": {"512": 3},
         "long": [4 + loss + texts.random() + 1e-3 * noise.random() for _ in range(16)],
-        "stretches": list(range(16)),
         "short": [4 + texts.random() for _ in range(8)],
     }
 
 
+def apart(count: int) -> list[tuple[float, float]]:
+    """Places of as many samples, one after the other."""
+    return [(k / count, (k + 0.9) / count) for k in range(count)]
+
+
+PLACES = {"512": apart(16), "long": apart(16), "short": apart(8)}
 FLAT = {octave: 0.0 for octave in range(-4, 7)}
 
 
 def grid(best: tuple[float, float], probe: dict[int, float] = FLAT, points: Any = POINTS) -> Grid:
     """A model on which loss grows with the distance from `best` in turns, and yarn is 0.2 behind the best point."""
 
-    def apart(point: Any) -> float:
+    def behind(point: Any) -> float:
         return 0.1 * sum(abs(math.log2(a / b)) for a, b in zip(point, best))
 
-    found = {label(point): measured(apart(point), k) for k, point in enumerate(points)}
+    found = {label(point): measured(behind(point), k) for k, point in enumerate(points)}
     probes = {UNEXTENDED: measured(0, 98)} | {
         str(octave): {"short": [loss + x for x in measured(0, 98)["short"]]} for octave, loss in probe.items()
     }
-    return Grid({UNEXTENDED: measured(2, 99), "yarn": measured(0.2, 97), **found}, points, probes)
+    return Grid({UNEXTENDED: measured(2, 99), "yarn": measured(0.2, 97), **found}, PLACES, points, probes)
 
 
 def test_the_best_point_is_found_and_compared_on_other_samples() -> None:
-    """Samples alternate: those that choose say that one point is best, and the others that it is not."""
+    """The half of the text that chooses says that one point is best, and the other that it is not."""
     one = grid((0.5, 4.0))
     chosen = one.describe()["chosen"]
     assert {choice["point"] for choice in chosen.values()} == {"0.5 to 4, 0.1"}
@@ -56,9 +61,9 @@ def test_the_best_point_is_found_and_compared_on_other_samples() -> None:
     assert chosen["text"]["differences"]["yarn"]["long"]["value"] == pytest.approx(-0.2, abs=2e-3)
     flipped = dict(one.found)
     lucky = measured(0.1, 3)
-    lucky["long"] = [loss - (1 if k % 2 == 0 else -1) for k, loss in enumerate(lucky["long"])]
+    lucky["long"] = [loss - (1 if k < 8 else -1) for k, loss in enumerate(lucky["long"])]
     flipped["2 to 32, 0.1"] = lucky
-    judged = Grid(flipped, POINTS, one.probe).describe()["chosen"]["text"]
+    judged = Grid(flipped, PLACES, POINTS, one.probe).describe()["chosen"]["text"]
     assert judged["point"] == "2 to 32, 0.1"
     assert not judged["ahead on long"]
     assert judged["differences"]["yarn"]["long"]["value"] > 0.8
@@ -96,10 +101,54 @@ def test_rules_choose_among_points_that_every_model_has() -> None:
 
 
 def test_one_text_gives_no_interval() -> None:
-    short = {name: {**found, "long": found["long"][:1], "stretches": [0]} for name, found in grid((1, 4)).found.items()}
-    one = Grid(short, POINTS, grid((1, 4)).probe)
-    assert one.difference("1 to 4, 0.1", "yarn", "long") is None
-    assert not one.against("1 to 4, 0.1", ["yarn"])["ahead on long"]
+    """Nor do several that overlap, or lie in the other half."""
+    whole = grid((1, 4))
+    for at in ([(0.0, 0.1)] * 16, [(0.6, 0.61), *apart(16)[:8], *[(0.45, 0.55)] * 7]):
+        one = Grid(whole.found, {**PLACES, "long": at}, POINTS, whole.probe)
+        assert one.difference("1 to 4, 0.1", "yarn", "long", SECOND) is None
+        assert not one.against("1 to 4, 0.1", ["yarn"])["ahead on long"]
+    found = Grid(whole.found, {**PLACES, "512": [*apart(16)[:15], (0.9, 1.0)]}, POINTS, whole.probe)
+    assert found.difference("1 to 4, 0.1", "yarn", "key").n == 16
+    assert [len(found.within("512", half)) for half in (ALL, FIRST, SECOND)] == [16, 8, 8]
+
+
+def test_two_texts_are_too_few_to_be_ahead() -> None:
+    whole = grid((1, 4))
+    two = Grid(whole.found, {**PLACES, "long": [(0.6, 0.61), (0.7, 0.71), *[(0.1, 0.2)] * 14]}, POINTS, whole.probe)
+    found = two.against("1 to 4, 0.1", ["yarn"])
+    assert found["differences"]["yarn"]["long"]["p"] == 0.5
+    assert not found["ahead on long"]
+
+
+def test_a_rule_is_rarely_ahead_where_methods_differ_by_noise_that_models_share() -> None:
+    """Of each text and method, a part of the noise is the same on all models, as they read the same texts."""
+    ahead = total = 0
+    for run in range(60):
+        rng = Random(run)
+        shared = {method: [rng.gauss(0, 0.1) for _ in range(16)] for method in ("yarn", *map(label, POINTS))}
+        grids = {}
+        for name in ("one", "two", "three"):
+            flat = grid((1, 4)).found
+            found = {
+                method: {**values, "long": [4 + x + rng.gauss(0, 0.02) for x in shared[method]]}
+                for method, values in flat.items()
+                if method != UNEXTENDED
+            }
+            same = {method: {**values, "keys": flat["yarn"]["keys"]} for method, values in found.items()}
+            grids[name] = Grid({UNEXTENDED: flat[UNEXTENDED], **same}, PLACES, POINTS, grid((1, 4)).probe)
+        for result in by_rule(grids)["best on the other models"].values():
+            total += 1
+            ahead += result["ahead on long"]
+    assert ahead / total < 0.06
+
+
+def test_places_are_those_of_the_samples() -> None:
+    found = places(SUBJECTS[0])
+    assert {kind: len(at) for kind, at in found.items()} == {"512": 8, "1024": 8, "2048": 8, "long": 16, "short": 24}
+    spans = {kind: {round((end - begin) / (found["512"][0][1] - found["512"][0][0])) for begin, end in at}
+             for kind, at in found.items()}  # fmt: skip
+    assert spans == {"512": {1}, "1024": {2}, "2048": {4}, "long": {4}, "short": {1}}
+    assert len({*found["2048"]}) == 8
 
 
 @pytest.mark.parametrize("subject", SUBJECTS, ids=lambda subject: subject.name)
