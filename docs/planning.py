@@ -20,7 +20,7 @@ from transformers import LlamaConfig
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
 
-from at_scale.estimate import PEAK
+from at_scale.estimate import PEAK, SHARES
 from at_scale.planning import LENGTHS, SHAPES
 
 from ctxext.evals.statistics import in_percent
@@ -47,8 +47,10 @@ class Device:
     room: float | None = None
 
 
-# NVIDIA's bandwidth, and the share of it and of the dense bf16 peak that is assumed to be reached.
-BANDWIDTH, REACHED, READ = 3.35e12, 0.5, 0.6
+# NVIDIA's bandwidth, and the share of it and of the dense bf16 peak that is assumed to be reached; narrow models reach
+# down to the second share of the peak.
+BANDWIDTH, (REACHED, NARROW_REACHED), READ = 3.35e12, SHARES, 0.6
+NARROW = ("0.1B",)
 H100 = Device("H100 SXM, 80 GB", REACHED * PEAK, READ * BANDWIDTH, room=0.9 * 80e9)
 
 
@@ -58,6 +60,12 @@ QWEN = {
     "hidden_size": 3584, "intermediate_size": 18_944, "num_hidden_layers": 28, "num_attention_heads": 28,
     "num_key_value_heads": 4, "head_dim": 128, "vocab_size": 152_064, "tie_word_embeddings": False,
 }  # fmt: skip
+QWEN_14B = {
+    **QWEN, "hidden_size": 5120, "intermediate_size": 13_824, "num_hidden_layers": 48, "num_attention_heads": 40,
+    "num_key_value_heads": 8,
+}  # fmt: skip
+# Bytes that Qwen's model card asks for at 1M tokens.
+ASKED = {"7B": (QWEN, 120e9), "14B": (QWEN_14B, 320e9)}
 
 
 def config_of(shape: str) -> LlamaConfig:
@@ -88,6 +96,11 @@ def decode_bytes(config: Any, n_tokens: int, bytes_each: int = 2) -> float:
     return bytes_each * weights + kv_cache_bytes(config, n_tokens, bytes_each)
 
 
+def weights_and_cache(config: Any, length: int, bytes_each: int = 2) -> int:
+    """Bytes of the weights, two each, and of the cache."""
+    return 2 * parameters(config) + kv_cache_bytes(config, length, bytes_each)
+
+
 def gpus_needed(config: Any, length: int, bytes_each: int, device: Device = H100) -> tuple[int, int | None]:
     """The least number that holds weights in 2 bytes and the cache, and the next that divides the KV heads.
 
@@ -95,7 +108,7 @@ def gpus_needed(config: Any, length: int, bytes_each: int, device: Device = H100
     """
     if device.room is None:
         return 1, 1
-    least = math.ceil((2 * parameters(config) + kv_cache_bytes(config, length, bytes_each)) / device.room)
+    least = math.ceil(weights_and_cache(config, length, bytes_each) / device.room)
     heads = config.num_key_value_heads
     return least, next((n for n in range(least, heads + 1) if heads % n == 0), None)
 
@@ -155,6 +168,8 @@ def compared(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
             "decode_seconds": decode_bytes(config, length, each),
         }
         common = {key: point[key] for key in ("shape", "length", "source", "device")}
+        if "layers" in point:
+            common["shape"] += f" with {point['layers']} layers"
         rows += [
             {**common, "what": what, "measured": point[what], "work": work[what]} for what in work if what in point
         ]
@@ -273,6 +288,11 @@ def duration(seconds: float) -> str:
     return f"{1000 * seconds:.1f} ms"
 
 
+def in_range(seconds: float) -> str:
+    """A prefill of a narrow model, at the shares of the peak that it may reach."""
+    return f"{duration(seconds)} to {duration(seconds * REACHED / NARROW_REACHED)}"
+
+
 def cell(measured: float | None, model: float, say: Any) -> str:
     """Measured as it is; modelled in italics with ≈."""
     return f"*≈ {say(model)}*" if measured is None else say(measured)
@@ -304,7 +324,11 @@ def blocks(
         f"| {row['shape']} ({MODELS[row['shape']]}) | {row['name']} | {size(row['modelled']['weight_bytes'])} | "
         + " | ".join(
             cell(row["measured"].get(what), row["modelled"][what], say)
-            for what, say in (("kv_bytes", size), ("prefill_seconds", duration), ("decode_seconds", duration))
+            for what, say in (
+                ("kv_bytes", size),
+                ("prefill_seconds", in_range if row["shape"] in NARROW and not row["measured"] else duration),
+                ("decode_seconds", duration),
+            )
         )
         + f" | {gpus(row['modelled']['gpus'])} | {gpus(row['modelled']['gpus_8_bit_cache'])} |"
         for row in rows
@@ -326,6 +350,13 @@ def blocks(
         + " and ".join(f"{in_percent(each['share_of_peak'])}% ({name})" for name, each in paper.items())
         + " of the peak. At the lower share, the table's prefills take "
         + f"{REACHED / min(each['share_of_peak'] for each in paper.values()):.1f} times as long.",
+        "asked": "By the count of this page, weights and cache take "
+        + " and ".join(
+            f"{needed / 1e9:.0f} GB (the {name}; Qwen asks for {asked / needed:.1f} times as much)"
+            for name, (shape, asked) in ASKED.items()
+            for needed in [weights_and_cache(LlamaConfig(**shape), LENGTHS["1M"])]
+        )
+        + ".",
         "short": f"In short, one sequence of 1M tokens needs {least8} GPUs of 80 GB for an 8B, {parallel8} in "
         f"practice, and {least70} for a 70B, {parallel70} in practice.",
     }
@@ -346,7 +377,7 @@ def example() -> str:
         f"Weights: {count / 1e9:.1f} billion parameters × 2 bytes = {size(weights)}. With the cache that is "
         f"{size(kv + weights)}, or {(kv + weights) / 1e9:.1f} GB. A GPU has room for {room / 1e9:.0f} GB, so that "
         f"takes {gpus_needed(config, length, 2)[0]}. An 8-bit cache takes {size(kv / 2)}: "
-        f"{(kv / 2 + weights) / 1e9:.1f} GB in all, and {gpus_needed(config, length, 1)[0]} is enough.",
+        f"{(kv / 2 + weights) / 1e9:.1f} GB in all, and {gpus_needed(config, length, 1)[0]} is enough for them.",
     ]
     return "\n".join(lines)
 
