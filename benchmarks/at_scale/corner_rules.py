@@ -34,16 +34,19 @@ class Grid:
 
     Attributes:
         found: by method, `keys` (nats of each passkey, by length, text and depth), `long` and `short` (nats per token
-            of each window), `hits` (passkeys found, by length).
-        places: where in the text the samples begin and end, as shares of it: by length for `keys`, `long`, `short`.
+            of each window), `hits` (passkeys found, by length), and `places`, the same for every method: where in the
+            text the samples begin and end, as shares of it, by length for `keys`, of `long` and `short`.
         points: of the grid, those that were measured.
         probe: by log2 of turns, and of the baseline.
     """
 
     found: Mapping[str, Mapping[str, Any]]
-    places: Mapping[str, Sequence[tuple[float, float]]]
     points: tuple[Point, ...]
     probe: Mapping[str, Mapping[str, Any]]
+
+    @property
+    def places(self) -> Mapping[str, Sequence[tuple[float, float]]]:
+        return self.found[UNEXTENDED]["places"]
 
     def within(self, kind: str, half: Half) -> list[int]:
         """The samples of `kind` that lie in this part of the text; one across its middle or end is in neither half."""

@@ -29,11 +29,8 @@ from fit import DEPTHS, SEED, measure
 from ctxext import temporarily_extended
 from ctxext.assets import MODEL, PERSUASION
 from ctxext.encodings.rope import RopeGeometry, rotations
-from ctxext.evals.haystack import Haystack
-from ctxext.evals.needle import Passkey
 from ctxext.evals.perplexity import beginning
 from ctxext.evals.prompts import Prompter
-from ctxext.evals.samples import Place
 from ctxext.evals.targets import UNEXTENDED
 from ctxext.methods import ContextMethod, LongRoPE, YaRN, make_method
 
@@ -134,29 +131,6 @@ def opened(folder: Path) -> tuple[Any, Prompter]:
     return model, Prompter(tokenizer)
 
 
-def text() -> str:
-    return PERSUASION.read_text(encoding="utf-8")
-
-
-def places(subject: Subject) -> dict[str, list[tuple[float, float]]]:
-    """Where in the text each sample of `measure` begins and ends, as shares of it."""
-    prompter = opened(subject.folder)[1]
-    haystack = Haystack.from_text(text(), prompter.tokenizer)
-    n, target = haystack.n_tokens, subject.lengths[-1]
-    found = {}
-    for length in subject.lengths:
-        at = (Place("passkey", length, DEPTHS[0], trial, SEED) for trial in range(subject.trials))
-        begun = (Passkey().sample(place, prompter, haystack).start / n for place in at)
-        found[str(length)] = [(begin, begin + length / n) for begin in begun]
-    for kind, length, count in (
-        ("long", target, subject.windows),
-        ("short", subject.trained, subject.short_windows),
-    ):
-        begun = (beginning(SEED, trial) for trial in range(count))
-        found[kind] = [(begin, begin + length / n) for begin in begun]
-    return found
-
-
 @dataclass
 class Corners(Part):
     """A cell is one method on one model, or one octave of a model's probe."""
@@ -201,24 +175,31 @@ class Corners(Part):
             training[subject.name] = found.pop("ready", None)
             probe = {name.removeprefix("octave "): found.pop(name) for name in [*found] if name.startswith("octave ")}
             if len(found) == len(subject.methods()) and len(probe) == len(subject.probes()):
-                grids[subject.name] = Grid(found, places(subject), subject.grid, probe)
+                grids[subject.name] = Grid(found, subject.grid, probe)
         models = {name: {"training": training[name], **grid.describe()} for name, grid in grids.items()}
         return {"models": models, "rules": by_rule(grids)}
 
 
 def measured(subject: Subject, method: ContextMethod | None, lengths: Sequence[int], windows: int) -> dict[str, Any]:
-    """What a cell holds: losses of passkeys of `lengths` by text and depth, of long windows and of short ones."""
+    """What a cell holds: losses of passkeys of `lengths` by text and depth, and of long and short windows; and where in
+    the text each begins and ends, as shares of it."""
     subject.ready()
     model, prompter = opened(subject.folder)
-    trials = dict.fromkeys(lengths, subject.trials)
+    text, trials = PERSUASION.read_text(encoding="utf-8"), dict.fromkeys(lengths, subject.trials)
     with nullcontext() if method is None else temporarily_extended(model, method=method):
-        found = measure(model, prompter, text(), trials, subject.trained, DEPTHS, windows, subject.short_windows)
-    keys: dict[str, list[list[float]]] = {}
-    for key in found["keys"]:
-        texts = keys.setdefault(str(key["length"]), [])
-        if key["trial"] == len(texts):
-            texts.append([])
-        texts[-1].append(round(-key["logprob"], 6))
+        found = measure(model, prompter, text, trials, subject.trained, DEPTHS, windows, subject.short_windows)
+    keys, places = {}, {}
+    for length in lengths:
+        of = [key for key in found["keys"] if key["length"] == length]
+        texts = [[key for key in of if key["trial"] == trial] for trial in range(subject.trials)]
+        keys[str(length)] = [[round(-key["logprob"], 6) for key in text] for text in texts]
+        places[str(length)] = [place(first["start"] / found["text_tokens"], length, found) for first, *_ in texts]
+    for kind, length in (("long", max(lengths)), ("short", subject.trained)):
+        places[kind] = [place(beginning(SEED, trial), length, found) for trial in range(len(found[kind]))]
     rounded = {kind: [round(loss, 6) for loss in found[kind]] for kind in ("long", "short")}
     hits = {n: sum(key["hit"] for key in found["keys"] if key["length"] == int(n)) for n in keys}
-    return {"keys": keys, "hits": hits, **rounded}
+    return {"keys": keys, "hits": hits, **rounded, "places": places}
+
+
+def place(begin: float, length: int, found: dict[str, Any]) -> tuple[float, float]:
+    return round(begin, 6), round(begin + length / found["text_tokens"], 6)

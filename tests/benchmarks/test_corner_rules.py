@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import Any
 
 import pytest
 from at_scale.corner_rules import ALL, FIRST, SECOND, Grid, by_rule, common, label, of_others, of_probe
-from at_scale.corners import FAST, GRID, SUBJECTS, UNTRAINED, Subject, places
+from at_scale.corners import FAST, GRID, SUBJECTS, UNTRAINED, Subject
+from at_scale.corners import measured as measured_on_model
 
 from ctxext.encodings.rope import RopeGeometry, rotations
 from ctxext.evals.targets import UNEXTENDED
@@ -39,6 +41,11 @@ PLACES = {"512": apart(16), "long": apart(16), "short": apart(8)}
 FLAT = {octave: 0.0 for octave in range(-4, 7)}
 
 
+def placed(found: dict[str, Any], places: dict[str, Any], points: Any, probe: Any) -> Grid:
+    """With samples one after the other, but for those at `places`."""
+    return Grid({**found, UNEXTENDED: {**found[UNEXTENDED], "places": PLACES | places}}, points, probe)
+
+
 def grid(best: tuple[float, float], probe: dict[int, float] = FLAT, points: Any = POINTS) -> Grid:
     """A model on which loss grows with the distance from `best` in turns, and yarn is 0.2 behind the best point."""
 
@@ -49,7 +56,7 @@ def grid(best: tuple[float, float], probe: dict[int, float] = FLAT, points: Any 
     probes = {UNEXTENDED: measured(0, 98)} | {
         str(octave): {"short": [loss + x for x in measured(0, 98)["short"]]} for octave, loss in probe.items()
     }
-    return Grid({UNEXTENDED: measured(2, 99), "yarn": measured(0.2, 97), **found}, PLACES, points, probes)
+    return placed({UNEXTENDED: measured(2, 99), "yarn": measured(0.2, 97), **found}, {}, points, probes)
 
 
 def test_the_best_point_is_found_and_compared_on_other_samples() -> None:
@@ -63,7 +70,7 @@ def test_the_best_point_is_found_and_compared_on_other_samples() -> None:
     lucky = measured(0.1, 3)
     lucky["long"] = [loss - (1 if k < 8 else -1) for k, loss in enumerate(lucky["long"])]
     flipped["2 to 32, 0.1"] = lucky
-    judged = Grid(flipped, PLACES, POINTS, one.probe).describe()["chosen"]["text"]
+    judged = Grid(flipped, POINTS, one.probe).describe()["chosen"]["text"]
     assert judged["point"] == "2 to 32, 0.1"
     assert not judged["ahead on long"]
     assert judged["differences"]["yarn"]["long"]["value"] > 0.8
@@ -104,17 +111,17 @@ def test_one_text_gives_no_interval() -> None:
     """Nor do several that overlap, or lie in the other half."""
     whole = grid((1, 4))
     for at in ([(0.0, 0.1)] * 16, [(0.6, 0.61), *apart(16)[:8], *[(0.45, 0.55)] * 7]):
-        one = Grid(whole.found, {**PLACES, "long": at}, POINTS, whole.probe)
+        one = placed(whole.found, {"long": at}, POINTS, whole.probe)
         assert one.difference("1 to 4, 0.1", "yarn", "long", SECOND) is None
         assert not one.against("1 to 4, 0.1", ["yarn"])["ahead on long"]
-    found = Grid(whole.found, {**PLACES, "512": [*apart(16)[:15], (0.9, 1.0)]}, POINTS, whole.probe)
+    found = placed(whole.found, {"512": [*apart(16)[:15], (0.9, 1.0)]}, POINTS, whole.probe)
     assert found.difference("1 to 4, 0.1", "yarn", "key").n == 16
     assert [len(found.within("512", half)) for half in (ALL, FIRST, SECOND)] == [16, 8, 8]
 
 
 def test_two_texts_are_too_few_to_be_ahead() -> None:
     whole = grid((1, 4))
-    two = Grid(whole.found, {**PLACES, "long": [(0.6, 0.61), (0.7, 0.71), *[(0.1, 0.2)] * 14]}, POINTS, whole.probe)
+    two = placed(whole.found, {"long": [(0.6, 0.61), (0.7, 0.71), *[(0.1, 0.2)] * 14]}, POINTS, whole.probe)
     found = two.against("1 to 4, 0.1", ["yarn"])
     assert found["differences"]["yarn"]["long"]["p"] == 0.5
     assert not found["ahead on long"]
@@ -135,7 +142,7 @@ def test_a_rule_is_rarely_ahead_where_methods_differ_by_noise_that_models_share(
                 if method != UNEXTENDED
             }
             same = {method: {**values, "keys": flat["yarn"]["keys"]} for method, values in found.items()}
-            grids[name] = Grid({UNEXTENDED: flat[UNEXTENDED], **same}, PLACES, POINTS, grid((1, 4)).probe)
+            grids[name] = Grid({UNEXTENDED: flat[UNEXTENDED], **same}, POINTS, grid((1, 4)).probe)
         for result in by_rule(grids)["best on the other models"].values():
             total += 1
             ahead += result["ahead on long"]
@@ -143,12 +150,12 @@ def test_a_rule_is_rarely_ahead_where_methods_differ_by_noise_that_models_share(
 
 
 def test_places_are_those_of_the_samples() -> None:
-    found = places(SUBJECTS[0])
-    assert {kind: len(at) for kind, at in found.items()} == {"512": 8, "1024": 8, "2048": 8, "long": 16, "short": 24}
-    spans = {kind: {round((end - begin) / (found["512"][0][1] - found["512"][0][0])) for begin, end in at}
-             for kind, at in found.items()}  # fmt: skip
-    assert spans == {"512": {1}, "1024": {2}, "2048": {4}, "long": {4}, "short": {1}}
-    assert len({*found["2048"]}) == 8
+    found = measured_on_model(replace(SUBJECTS[0], trials=2, short_windows=3), None, (512, 1024), 2)["places"]
+    assert {kind: len(at) for kind, at in found.items()} == {"512": 2, "1024": 2, "long": 2, "short": 3}
+    spans = {kind: {round(1e4 * (end - begin)) for begin, end in at} for kind, at in found.items()}
+    assert spans["512"] == spans["short"]
+    assert spans["1024"] == spans["long"] == {2 * span for span in spans["short"]}
+    assert len({*found["1024"]}) == 2
 
 
 @pytest.mark.parametrize("subject", SUBJECTS, ids=lambda subject: subject.name)
