@@ -64,8 +64,8 @@ ABLATION: dict[str, dict[str, Any]] = {
 }
 # These at every factor of an ablation; the others at its first alone.
 MAIN = ("its start, no descent", "λ alone", "attention factor alone", "a number for each pair, too")
-# What the kept parts depend on besides their names.
-MEASURED = fingerprint(SETTINGS, SEED)
+# What the kept parts depend on besides their names: also that they say where their texts begin.
+MEASURED = fingerprint(SETTINGS, SEED, "start")
 FITTED = fingerprint(asdict(GradientSettings()), gradient.TOKENS, gradient.KEY_NATS, gradient.STARTS)
 RUNS = Path("runs/fit")
 
