@@ -222,7 +222,9 @@ def _n_blank(dataset: Dataset, column: str) -> int:
     filled = 0
     for batch in dataset.with_format("arrow").iter(1000):
         values = batch.column(column)
-        sizes = pc.list_value_length(values) if column == "messages" else pc.utf8_length(pc.utf8_trim_whitespace(values))
+        sizes = (
+            pc.list_value_length(values) if column == "messages" else pc.utf8_length(pc.utf8_trim_whitespace(values))
+        )
         filled += pc.sum(pc.greater(sizes, 0)).as_py() or 0
     return len(dataset) - filled
 
