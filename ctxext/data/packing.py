@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 IGNORED = -100  # transformers' label of a token that has no loss
 # The cache identifies an installed package's functions by name only: increase this whenever they produce different
 # rows.
-_VERSION = 1
+_VERSION = 2
 # Documents are packed in batches of about this many rows, so that little space is lost at a batch's end.
 _ROWS_PER_BATCH = 128
 # A chat template marks assistant turns with this tag, for transformers' assistant mask.
@@ -155,7 +155,7 @@ def pack(
         fn_kwargs={"tokenizer": tokenizer, "prefix": prefix, "suffix": suffix, "limit": limit, "version": _VERSION},
         remove_columns=[column],
         num_proc=min(num_proc, len(dataset)) if num_proc else None,
-        features=Features({"input_ids": numbers, "has_loss": Sequence(Value("bool"))}),
+        features=Features({"input_ids": numbers, "has_loss": Sequence(Value("bool")), "begins": Value("bool")}),
         desc=f"tokenising {source.name}",
     )
     chunks = tokenised.data.column("input_ids").chunks
@@ -208,25 +208,12 @@ def pack(
             + ("no assistant turn has text." if column == "messages" else "its documents have one token each.")
         )
     n_documents = len(rows if source.retrieval else tokenised)
+    blank = len(dataset) - sum(tokenised.data.column("begins").to_pylist())
     accounting = Accounting(
-        documents=n_documents, blank=_n_blank(dataset, column), tokens_read=read, tokens_in_rows=in_rows,
+        documents=n_documents, blank=blank, tokens_read=read, tokens_in_rows=in_rows,
         padding=padding, dropped=dropped, targets=targets,
     )  # fmt: skip
     return Packed(source=source, length=length, rows=rows, accounting=accounting)
-
-
-def _n_blank(dataset: Dataset, column: str) -> int:
-    """The rows that hold no text, or no turns."""
-    import pyarrow.compute as pc
-
-    filled = 0
-    for batch in dataset.with_format("arrow").iter(1000):
-        values = batch.column(column)
-        sizes = (
-            pc.list_value_length(values) if column == "messages" else pc.utf8_length(pc.utf8_trim_whitespace(values))
-        )
-        filled += pc.sum(pc.greater(sizes, 0)).as_py() or 0
-    return len(dataset) - filled
 
 
 def _special_tokens(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
@@ -244,7 +231,7 @@ def _tokenise(
     suffix: list[int],
     limit: int | None,
     version: int,  # for the cache alone
-) -> dict[str, list[np.ndarray]]:
+) -> dict[str, list[Any]]:
     if "messages" in batch:
         documents = [_read_chat(messages, tokenizer) for messages in batch["messages"] if messages]
     else:
@@ -254,7 +241,7 @@ def _tokenise(
         bodies = tokenizer(texts, **options)["input_ids"] if texts else []
         wholes = ([*prefix, *body, *suffix] for body in bodies)
         documents = [(ids, [True] * len(ids)) for ids in wholes]
-    made: dict[str, list[np.ndarray]] = {"input_ids": [], "has_loss": []}
+    made: dict[str, list[Any]] = {"input_ids": [], "has_loss": [], "begins": []}
     for ids, has_loss in documents:
         if not ids:
             continue
@@ -264,6 +251,7 @@ def _tokenise(
             again = prefix if start else []
             made["input_ids"].append(np.array([*again, *ids[start:end]], dtype=np.int32))
             made["has_loss"].append(np.array([False] * len(again) + has_loss[start:end], dtype=bool))
+            made["begins"].append(not start)
     return made
 
 

@@ -175,6 +175,7 @@ def test_columns_are_renamed_and_messages_win(tmp_path) -> None:
         ),
         ("a.jsonl", b'{"chat": [[{"role": "user"}]]}\n', {"messages": "chat"}, ValueError, "or from and value, got"),
         ("a.jsonl", b'{"chosen": "a", "rejected": "b"}\n', {}, ValueError, "no column 'text'"),
+        ("a.jsonl", b'{"text": "a"\n', {}, ValueError, "cannot be read as json"),
         ("a.jsonl", b'{"text": "a"}\n\n{"text": b}\n', {}, ValueError, "in row 1 (line 3 of a.jsonl). Fix"),
         ("a.txt", b"\xff\xfe\xfa", {}, ValueError, "cannot be read as text"),
     ],
