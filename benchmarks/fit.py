@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
@@ -275,13 +274,8 @@ def clusters(result: dict[str, Any]) -> list[int]:
 
 def key_difference(one: dict[str, Any], other: dict[str, Any]) -> Difference:
     """The loss of a key under `one`, in nats, minus that under `other`; a stretch of text is resampled whole."""
-    labels = list(dict.fromkeys(clusters(one)))
-    sums = [
-        [-sum(k["logprob"] for k, at in zip(each["keys"], clusters(each)) if at == label) for label in labels]
-        for each in (one, other)
-    ]
-    counts = Counter(clusters(one))
-    return paired_loss_difference(sums[0], sums[1], [counts[label] for label in labels])
+    losses = [[-key["logprob"] for key in each["keys"]] for each in (one, other)]
+    return paired_loss_difference(*losses, [1] * len(losses[0]), clusters(one))
 
 
 def hit_difference(one: dict[str, Any], other: dict[str, Any]) -> Difference:
