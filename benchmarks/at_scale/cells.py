@@ -144,6 +144,10 @@ def measured_on(kept: Mapping[str, Mapping[str, Any]], key: str) -> list[Any]:
     return list({json.dumps(cell[key]): cell[key] for cell in kept.values() if key in cell}.values())
 
 
+class CellsFailed(Exception):
+    """What was printed, cell by cell, with its traceback."""
+
+
 @dataclass
 class Budget:
     """The time that a run may take, in seconds."""
@@ -175,6 +179,9 @@ def run_part(part: Part, store: Store, budget: Budget, say: Callable[[str], None
     """Measure the missing cells of `part` while the budget lasts; whether all are done.
 
     A cell that fails, as one does that needs more memory than there is, does not stop the others.
+
+    Raises:
+        CellsFailed: some did, when all others are measured or the time is over.
     """
     cells = part.cells()
     if not cells:
@@ -189,7 +196,7 @@ def run_part(part: Part, store: Store, budget: Budget, say: Callable[[str], None
     say(f"{part.name}: {part.title}. {len(left)} of {len(cells)} cells to measure, about {minutes(ahead / speed)}.")
     left_over = TextColumn("{task.fields[left]} left  {task.description}")
     spent = measured = 0.0
-    failed = 0
+    failed, in_time = 0, True
     with Progress(BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), left_over) as progress:
         bar = progress.add_task("", total=len(cells), completed=len(cells) - len(left), left=minutes(ahead / speed))
         for cell in left:
@@ -199,7 +206,8 @@ def run_part(part: Part, store: Store, budget: Budget, say: Callable[[str], None
                     f"{part.name}: {cell.name} would take about {minutes(expected)}, and "
                     f"{minutes(max(0, budget.left))} are left. The same command resumes here."
                 )
-                return False
+                in_time = False
+                break
             progress.update(bar, description=cell.name)
             begun = budget.now()
             try:
@@ -215,5 +223,5 @@ def run_part(part: Part, store: Store, budget: Budget, say: Callable[[str], None
             speed = measured / spent if spent else speed
             progress.update(bar, advance=1, left=minutes(ahead / speed))
     if failed:
-        say(f"{part.name}: {failed} of {len(left)} cells failed. The same command tries them again.")
-    return not failed
+        raise CellsFailed(f"{part.name}: {failed} of {len(left)} cells failed. The same command tries them again.")
+    return in_time

@@ -34,8 +34,8 @@ class Grid:
 
     Attributes:
         found: by method, `keys` (nats of each passkey, by length, text and depth), `long` and `short` (nats per token
-            of each window), `hits` (passkeys found, by length), and `places`, the same for every method: where in the
-            text the samples begin and end, as shares of it, by length for `keys`, of `long` and `short`.
+            of each window), `hits` (passkeys found, by length), and of the baseline `places`: where in the text the
+            samples of every method begin and end, as shares of it, by length for `keys`, of `long` and `short`.
         points: of the grid, those that were measured.
         probe: by log2 of turns, and of the baseline.
     """
@@ -98,17 +98,19 @@ class Grid:
         if kind == "key":
             texts = [self.keys(method, half) for method in (one, other)]
             sums, counts = [[sum(text) for text in each] for each in texts], [len(text) for text in texts[0]]
-            places = [self.places[length][k] for length in self.found[one]["keys"] for k in self.within(length, half)]
         else:
             sums = [self.windows(method, kind, half) for method in (one, other)]
-            counts, places = [1] * len(sums[0]), [self.places[kind][k] for k in self.within(kind, half)]
+            counts = [1] * len(sums[0])
+        kinds = self.found[one]["keys"] if kind == "key" else (kind,)
+        places = [self.places[of][k] for of in kinds for k in self.within(of, half)]
         of = stretches([begin for begin, _ in places], [end - begin for begin, end in places], 1)
         return paired_loss_difference(*sums, counts, of) if len({*of}) > 1 else None
 
-    def against(self, method: str, others: Iterable[str], half: Half = SECOND) -> dict[str, Any]:
-        """`method` beside each of `others`: the paired differences, and whether it is significantly ahead of all."""
+    def against(self, method: str, others: Iterable[str]) -> dict[str, Any]:
+        """`method` beside each of `others` on the second half: the paired differences, and whether it is significantly
+        ahead of all."""
         beside = {
-            other: {kind: self.difference(method, other, kind, half) for kind in ("key", "long", "short")}
+            other: {kind: self.difference(method, other, kind, SECOND) for kind in ("key", "long", "short")}
             for other in others
         }
         return {

@@ -181,8 +181,8 @@ class Corners(Part):
 
 
 def measured(subject: Subject, method: ContextMethod | None, lengths: Sequence[int], windows: int) -> dict[str, Any]:
-    """What a cell holds: losses of passkeys of `lengths` by text and depth, and of long and short windows; and where in
-    the text each begins and ends, as shares of it."""
+    """What a cell holds: losses of passkeys of `lengths` by text and depth, and of long and short windows; and of the
+    baseline, whose samples are those of every method, where in the text each begins and ends, as shares of it."""
     subject.ready()
     model, prompter = opened(subject.folder)
     text, trials = PERSUASION.read_text(encoding="utf-8"), dict.fromkeys(lengths, subject.trials)
@@ -198,7 +198,7 @@ def measured(subject: Subject, method: ContextMethod | None, lengths: Sequence[i
         places[kind] = [place(beginning(SEED, trial), length, found) for trial in range(len(found[kind]))]
     rounded = {kind: [round(loss, 6) for loss in found[kind]] for kind in ("long", "short")}
     hits = {n: sum(key["hit"] for key in found["keys"] if key["length"] == int(n)) for n in keys}
-    return {"keys": keys, "hits": hits, **rounded, "places": places}
+    return {"keys": keys, "hits": hits, **rounded} | ({"places": places} if method is None else {})
 
 
 def place(begin: float, length: int, found: dict[str, Any]) -> tuple[float, float]:

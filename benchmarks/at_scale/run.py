@@ -24,7 +24,7 @@ from filelock import FileLock, Timeout
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from at_scale.cells import Budget, Part, Store, measured_on, run_part
+from at_scale.cells import Budget, CellsFailed, Part, Store, measured_on, run_part
 from at_scale.corners import Corners
 from at_scale.estimate import estimate, printed
 from at_scale.laws import Laws
@@ -34,7 +34,7 @@ from at_scale.speed import Speed
 from at_scale.training import Training
 from at_scale.wider import Double, Gemma, Octuple, Quadruple
 
-from ctxext.utils.machine import machine
+from ctxext.utils.machine import device_name
 
 WIDER = {part.name: part for part in (Double, Quadruple, Gemma, Octuple)}
 PARTS = {
@@ -95,6 +95,9 @@ def main() -> None:
         except Timeout:
             print(f"{name}: not run: another run is measuring it in {part.folder}.")
             complete = False
+        except CellsFailed as error:
+            print(error)
+            complete = False
         except (ValueError, OSError) as error:
             print(f"{name}: not run: {error}")
             complete = False
@@ -107,11 +110,12 @@ def main() -> None:
 def measure(part: Part, path: Path, budget: Budget) -> bool:
     """Measure what is missing, and write the figures of what is there; whether all of it is."""
     store = Store(part.folder / "cells.json")
-    here, *others = (
-        of.split(", ")[-1] for of in (machine(part.device), *measured_on(store.done(part.cells()), "machine"))
-    )
-    if unlike := sorted({other for other in others if other != here}):
-        raise ValueError(f"{store.path} was measured on {', '.join(unlike)}. Choose another --output for {here}.")
+    here = device_name(part.device)
+    others = {of.split(", ")[-1] for of in measured_on(store.done(part.cells()), "machine")} - {here}
+    if others:
+        raise ValueError(
+            f"{store.path} was measured on {', '.join(sorted(others))}. Choose another --output for {here}."
+        )
     try:
         return run_part(part, store, budget, print)
     finally:
@@ -126,7 +130,7 @@ def write(part: Part, kept: dict[str, dict[str, Any]], path: Path) -> None:
         return
     record = {
         "part": part.title,
-        "device": part.device if part.device == "cpu" else torch.cuda.get_device_name(),
+        "device": device_name(part.device),
         **{name: measured_on(kept, name) for name in ("machine", "cpu_capability", "versions")},
         "cells": len(kept),
         "complete": len(kept) == cells,

@@ -17,11 +17,14 @@ def versions() -> dict[str, str]:
     return {"ctxext": __version__, "torch": torch.__version__, "transformers": transformers.__version__}
 
 
+def device_name(device: str) -> str:
+    """A GPU by its name, others by their type."""
+    return torch.cuda.get_device_name() if device == "cuda" and torch.cuda.is_available() else device
+
+
 def machine(device: str) -> str:
-    """The processor, its threads, and the device: a GPU by its name, others by their type."""
-    if device == "cuda" and torch.cuda.is_available():
-        device = torch.cuda.get_device_name()
-    return f"{platform.machine()}, {counted(torch.get_num_threads(), 'thread')}, {device}"
+    """The processor, its threads, and the device."""
+    return f"{platform.machine()}, {counted(torch.get_num_threads(), 'thread')}, {device_name(device)}"
 
 
 def slow_in_bfloat16(device: str) -> bool:
