@@ -14,7 +14,7 @@ from ctxext.models.checkpoints import Checkpoint
 from ctxext.models.config_fields import check_config
 from ctxext.models.context import ContextFacts, has_rope, no_encoding, read_context
 from ctxext.models.metadata import Lengths, live_mark, summary_of
-from ctxext.models.rope_tables import attention_layers, head_dim, key_value_heads
+from ctxext.models.rope_tables import attention_layers, head_dim, key_value_heads, span_of
 from ctxext.models.text_config import text_config_of
 from ctxext.utils.values import MAX_FACTOR, MAX_TOKENS, is_count, is_number, size_in_words
 
@@ -150,9 +150,6 @@ def _layer_types(facts: ContextFacts) -> tuple[LayerType, ...]:
     return tuple(found)
 
 
-_WINDOWS = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
-
-
 def kv_cache_bytes(text_config: Any, n_tokens: int, bytes_each: int) -> int:
     """Bytes of the KV cache of one sequence. Sliding layers count their window; linear attention and layers that share
     another layer's keys count nothing."""
@@ -160,7 +157,7 @@ def kv_cache_bytes(text_config: Any, n_tokens: int, bytes_each: int) -> int:
     for layer in layers[: len(layers) - (getattr(text_config, "num_kv_shared_layers", None) or 0)]:
         several = getattr(text_config, "is_heterogeneous", False)  # sizes differ between layer types
         config = text_config.per_layer_config[layer] if several else text_config
-        window = getattr(config, _WINDOWS.get(layer, ""), None) or n_tokens
+        window = span_of(config, layer) or n_tokens
         if getattr(config, "kv_lora_rank", None):  # multi-head latent attention caches one latent and one rotary key
             numbers = config.kv_lora_rank + config.qk_rope_head_dim
         else:

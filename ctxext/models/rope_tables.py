@@ -154,6 +154,12 @@ def attention_layers(text_config: Any) -> list[str]:
     return [layer for layer in layers if layer == "hybrid" or ("attention" in layer and layer != "linear_attention")]
 
 
+def span_of(config: Any, layer_type: str) -> int | None:
+    """Tokens of the sliding window, or of the chunk, of a layer type's attention; None for full attention."""
+    fields = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
+    return getattr(config, fields.get(layer_type, ""), None)
+
+
 def label_of_layer(text_config: Any, layer: int) -> str | None:
     """The layer type of a layer, which its table is named by in most families; None if the config lists none."""
     types = getattr(text_config, "layer_types", None)

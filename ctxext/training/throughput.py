@@ -14,7 +14,7 @@ from torch import nn
 from ctxext.core.apply import transformers_model
 from ctxext.data.mixture import Mixture
 from ctxext.data.packing import lengths_of
-from ctxext.models.rope_tables import attention_layers, head_dim
+from ctxext.models.rope_tables import attention_layers, head_dim, span_of
 from ctxext.models.text_config import text_config_of
 from ctxext.training.settings import Settings
 
@@ -47,12 +47,14 @@ class Work:
     Attributes:
         by_token: operations per token.
         by_pair: operations per pair in one layer.
-        windows: the sliding window of each layer with attention; None for full attention.
+        windows: the sliding window of each layer with attention, or its chunk; None for full attention.
+        chunked: whether the windows are chunks, each of which attends to itself alone (Llama 4).
     """
 
     by_token: float
     by_pair: float
     windows: tuple[int | None, ...]
+    chunked: bool = False
 
     @classmethod
     def of(cls, model: nn.Module) -> Work:
@@ -73,18 +75,25 @@ class Work:
                 by_token += numel * (6 if weight.requires_grad else 4)
         keys = getattr(config, "qk_head_dim", None) or head_dim(config)  # they differ in latent attention
         channels = config.num_attention_heads * (keys + (getattr(config, "v_head_dim", None) or head_dim(config)))
-        window = getattr(config, "sliding_window", None)
-        windows = (window if layer == "sliding_attention" else None for layer in attention_layers(config))
-        return cls(by_token, 6.0 * channels, tuple(windows))
+        layers = attention_layers(config)
+        windows = tuple(span_of(config, layer) for layer in layers)
+        return cls(by_token, 6.0 * channels, windows, "chunked_attention" in layers)
 
     def operations(self, documents: Iterable[int]) -> float:
         """For documents of these lengths, in tokens."""
         total = 0.0
         for length in documents:
-            seen = [min(length, window or length) for window in self.windows]
-            pairs = sum(most * (most + 1) / 2 + (length - most) * most for most in seen)
+            pairs = sum(self._pairs(length, min(length, window or length)) for window in self.windows)
             total += self.by_token * length + self.by_pair * pairs
         return total
+
+    def _pairs(self, length: int, window: int) -> float:
+        """The pairs of a layer that attend, in a document of `length` tokens."""
+        first = window * (window + 1) / 2
+        if self.chunked:
+            chunks, rest = divmod(length, window)
+            return chunks * first + rest * (rest + 1) / 2
+        return first + (length - window) * window
 
 
 @dataclass(frozen=True)

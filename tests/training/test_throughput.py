@@ -53,6 +53,14 @@ def test_only_pairs_that_attend_are_counted() -> None:
     assert work.operations([5, 1]) == work.operations([5]) + work.operations([1])
 
 
+def test_chunks_attend_to_themselves_alone() -> None:
+    work = Work(by_token=0, by_pair=1, windows=(None, 3), chunked=True)
+    assert work.operations([2]) == 3 + 3
+    assert work.operations([8]) == 36 + (6 + 6 + 3)
+    model = small_model("llama4_text", "causal", attention_chunk_size=64)
+    assert (Work.of(model).chunked, set(Work.of(model).windows)) == (True, {64, None})
+
+
 def test_a_mixture_of_experts_computes_with_some_of_them() -> None:
     few, all_of_them = (
         Work.of(small_model("qwen3_moe", "causal", num_experts=4, num_experts_per_tok=n)).by_token for n in (1, 4)
