@@ -47,7 +47,7 @@ TRAINED, TOKENS, STEPS = 512, 8192, 200  # the model's length; tokens of a step;
 SECONDS = {4: 540.0, 8: 1200.0, 16: 2400.0}
 TINY = (
     "extension.factor=2", "data.length=384", f"evaluation.lengths=[{TRAINED}]", "training.steps=2",
-    "training.batch_size=2", "training.micro_batch_size=1", "training.precision=fp32", "evaluation.every=1",
+    "training.batch_size=2", "training.micro_batch_size=1", "evaluation.every=1",
     "evaluation.depths=2", "evaluation.trials=1", "evaluation.windows=2", "evaluation.mid_training_trials=1",
     "evaluation.mid_training_windows=1",
 )  # fmt: skip
@@ -62,7 +62,7 @@ def command(arm: str, data: str, seed: int, output: Path, tiny: bool) -> list[st
         f"output={output}", f"extension.method={method}", f"extension.factor={factor}", f"training.seed={seed}",
         f"data.sources={json.dumps(sources)}", f"training.batch_size={batch}",
         f"training.micro_batch_size={batch}", f"training.steps={STEPS}", f"evaluation.lengths=[{TRAINED}, {target}]",
-        "evaluation.trials=10", "tracker=null", *(TINY if tiny else ()),
+        "training.precision=fp32", "evaluation.trials=10", "tracker=null", *(TINY if tiny else ()),
     ]  # fmt: skip
     return [sys.executable, "recipes/finetune.py", "--config", "recipes/configs/tiny_yarn_4x.yaml", *changes]
 
