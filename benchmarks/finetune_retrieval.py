@@ -1,13 +1,16 @@
 """Fine-tuning with and without retrieval rows in the data, for the same tokens, steps and text.
 
-    python benchmarks/finetune_retrieval.py                # 24 runs of the recipe; some 8 hours on two cores
+    python benchmarks/finetune_retrieval.py                # 27 runs of the recipe; some 11 hours on one core
     python benchmarks/finetune_retrieval.py --minutes 60   # as many as fit; the same command goes on
     python benchmarks/finetune_retrieval.py --only pi --seeds 1
     python benchmarks/finetune_retrieval.py --tiny         # two steps of each on short rows, to see that it works
 
-PI and NTK-aware at 4 times the bundled model's length, YaRN at 8 and 16 times. With retrieval rows (`retrieval: true`),
-a fifth of the rows are text of the same novels with hidden sentences and questions (`ctxext.data.retrieval`).
-Passkeys are measured in a novel that is not trained on, and have another wording and other numbers than the rows.
+PI and NTK-aware at 4 times the bundled model's length, a larger base (ABF) at 8 times: methods that lose passkeys there
+without training, which YaRN hardly does. The steps are those of recipes/configs/tiny_yarn_4x.yaml. With retrieval rows,
+a fifth of the rows are text of the same novels with hidden sentences and questions (`ctxext.data.retrieval`), one
+sentence a row or eight.
+Passkeys are measured in a novel that is not trained on, and have another wording and other numbers than the rows:
+whether they are found, and the loss of the number (summed over its digits), which still moves where none is found.
 
 What a finished run measured is kept in docs/finetune/retrieval/cells.json and not measured again. Writes
 docs/finetune/retrieval.json and the curves docs/finetune/retrieval.png of the runs so far, whose order is one seed of
@@ -23,28 +26,31 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any, ClassVar
 
 from at_scale.cells import Budget, Cell, Part, Store, run_part
 from fidelity.row import spread
+from fit import lost, measure, ready
 from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
 from report import Report, options
+from transformers import AutoModelForCausalLM
+
+import ctxext
+from ctxext.assets import MODEL
 
 ROOT = Path(__file__).parents[1]
-ARMS = {"pi": ("pi", 4), "ntk": ("ntk", 4), "yarn x8": ("yarn", 8), "yarn x16": ("yarn", 16)}
-COLORS = {"without": "#555555", "with": "#0072b2"}
-NOVELS, ONE = "../data/austen/*.txt", "../data/austen/northangerabbey.txt"
-# By name, the share of each source; a row of retrieval takes the place of one of the novels.
-SHARES = {
-    "without": {"novels": 0.7, "short": 0.3},
-    "with": {"novels": 0.5, "retrieval": 0.2, "short": 0.3},
-}
-OF_SOURCE: dict[str, dict[str, Any]] = {"novels": {}, "short": {"max_document": 512}, "retrieval": {"retrieval": True}}
-TRAINED, TOKENS, STEPS = 512, 8192, 200  # the model's length; tokens of a step; steps
-# Of a run, by factor, on two idle cores: guesses from single steps, until the first run is measured.
-SECONDS = {4: 540.0, 8: 1200.0, 16: 2400.0}
+ARMS = {"pi": ("pi", 4), "ntk": ("ntk", 4), "abf x8": ("abf", 8)}
+NONE, ONE, EIGHT = "no retrieval rows", "one sentence a row", "eight sentences a row"
+DATA = {NONE: 0, ONE: 1, EIGHT: 8}  # sentences a row
+COLORS = {NONE: "#555555", ONE: "#0072b2", EIGHT: "#d55e00"}
+NOVELS, NOVEL = "../data/austen/*.txt", "../data/austen/northangerabbey.txt"
+SHARE = 0.2  # of the tokens in retrieval rows, each in the place of one of the novels
+TRAINED, TOKENS, STEPS = 512, 8192, 100  # the model's length; tokens of a step; steps
+TEXTS = 8  # for the loss of passkeys, at five depths each
+SECONDS = {4: 1200.0, 8: 2000.0}  # of a run, by factor, on one core without AVX-512: guesses from single steps
 TINY = (
     "extension.factor=2", "data.length=384", f"evaluation.lengths=[{TRAINED}]", "training.steps=2",
     "training.batch_size=2", "training.micro_batch_size=1", "evaluation.every=1",
@@ -56,26 +62,44 @@ TINY = (
 def command(arm: str, data: str, seed: int, output: Path, tiny: bool) -> list[str]:
     method, factor = ARMS[arm]
     target = TRAINED * factor
-    batch, path = TOKENS // target, ONE if tiny else NOVELS
-    sources = [{"path": path, "name": name, "weight": share, **OF_SOURCE[name]} for name, share in SHARES[data].items()]
+    batch, path, share = TOKENS // target, NOVEL if tiny else NOVELS, SHARE if DATA[data] else 0.0
+    sources = [
+        {"path": path, "name": "novels", "weight": 0.7 - share},
+        {"path": path, "name": "short", "weight": 0.3, "max_document": TRAINED},
+    ]
+    if share:
+        sources.append({"path": path, "name": "retrieval", "weight": share, "retrieval": DATA[data]})
     changes = [
         f"output={output}", f"extension.method={method}", f"extension.factor={factor}", f"training.seed={seed}",
         f"data.sources={json.dumps(sources)}", f"training.batch_size={batch}",
         f"training.micro_batch_size={batch}", f"training.steps={STEPS}", f"evaluation.lengths=[{TRAINED}, {target}]",
-        "training.precision=fp32", "evaluation.trials=10", "tracker=null", *(TINY if tiny else ()),
+        "training.precision=fp32", "evaluation.trials=10", "tracker=null", "merge=true", *(TINY if tiny else ()),
     ]  # fmt: skip
     return [sys.executable, "recipes/finetune.py", "--config", "recipes/configs/tiny_yarn_4x.yaml", *changes]
 
 
+def key_loss(folder: Path, target: int, texts: int, **extension: Any) -> float:
+    """The mean loss of a passkey at the target length in nats; `extension` extends the checkpoint first."""
+    _, prompter, _, text = ready()
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    if extension:
+        ctxext.extend_context(model, **extension)
+    return lost(measure(model.eval(), prompter, text, {target: texts}, windows=0, short_windows=0))
+
+
 def run(arm: str, data: str, seed: int, folder: Path, tiny: bool) -> dict[str, Any]:
     """What one fine-tune measured; the recipe resumes it if it was interrupted."""
-    output = folder / f"{arm.replace(' ', '-')}-{data}-{seed}"
+    output = folder / f"{arm}-{DATA[data]}-{seed}".replace(" ", "-")
     subprocess.run(command(arm, data, seed, output, tiny), cwd=ROOT, check=True)
     figures = json.loads((output / "figures.json").read_text())
     mid_training = [json.loads(line) for line in (output / "mid_training.jsonl").read_text().splitlines()]
     measured, name = figures["measured"], next(reversed(figures["measured"]["variants"]["trained"]["passkey"]))
     trained, untrained = (measured["variants"][variant] for variant in ("trained", "untrained"))
+    method, factor = ARMS[arm]
+    at = (768, 1) if tiny else (TRAINED * factor, TEXTS)
     return {
+        "key_loss": key_loss(output / "merged", *at),
+        "key_loss_untrained": key_loss(MODEL, *at, factor=factor, method=method),
         "passkey": trained["passkey"][name]["value"],
         "passkey_untrained": untrained["passkey"][name]["value"],
         "tail": measured["tail"]["difference"]["value"],
@@ -112,35 +136,37 @@ class Retrieval(Part):
             )
             for seed in range(self.seeds)
             for arm in self.arms
-            for data in SHARES
+            for data in DATA
         ]
 
     def speed(self) -> float:
         return 1.0  # costs are in seconds
 
     def record(self, kept: dict[str, Any]) -> dict[str, Any]:
-        """By arm and data, what the runs measured whose seed is there with both data."""
-        found: dict[str, dict[str, list[dict[str, Any]]]] = {}
+        """By arm and data, what the runs measured whose seed is there with all data."""
+        found: dict[str, dict[str, list[Any]]] = {}
         for arm in ARMS:
-            names = [[f"{arm}, {data}, {seed}" for data in SHARES] for seed in range(self.seeds)]
-            pairs = [pair for pair in names if all(name in kept for name in pair)]
-            if pairs:
-                found[arm] = {data: [kept[pair[k]] for pair in pairs] for k, data in enumerate(SHARES)}
+            runs = [{data: kept.get(f"{arm}, {data}, {seed}") for data in DATA} for seed in range(self.seeds)]
+            if whole := [seed for seed in runs if all(seed.values())]:
+                found[arm] = {data: [seed[data] for seed in whole] for data in DATA}
         return found
 
 
-MEASURED = ("passkey", "tail", "regression")
+MEASURED = ("passkey", "key_loss", "tail", "regression")
 
 
 def summarise(cells: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
-    """Means over seeds with and without retrieval rows, and the differences, paired by seed."""
+    """Means over seeds, and the differences to fine-tuning without retrieval rows, paired by seed."""
     found: dict[str, Any] = {}
     for what in MEASURED:
         seeds = {data: [cell[what] for cell in runs] for data, runs in cells.items()}
-        gained = [a - b for a, b in zip(seeds["with"], seeds["without"], strict=True)]
-        found[what] = {**{data: spread(values) for data, values in seeds.items()}, "difference": spread(gained)}
-    first = cells["with"][0]
-    untrained = spread([cell["passkey_untrained"] for cell in cells["with"]])
+        gained = {data: [a - b for a, b in zip(values, seeds[NONE], strict=True)] for data, values in seeds.items()}
+        found[what] = {
+            data: {**spread(values), "difference": spread(gained[data]) if data != NONE else None}
+            for data, values in seeds.items()
+        }
+    first = cells[NONE][0]
+    untrained = {what: spread([cell[f"{what}_untrained"] for cell in cells[NONE]]) for what in ("passkey", "key_loss")}
     return {**found, "untrained": untrained, "tokens": first["tokens"], "prompts": first["prompts"]}
 
 
@@ -156,7 +182,7 @@ def plot(arms: dict[str, Any], cells: dict[str, Any], path: Path) -> None:
                 for curve in curves:
                     axes.plot(tokens, curve, color=COLORS[data], linewidth=0.6, alpha=0.6)
                 mean = [sum(values) / len(values) for values in zip(*curves)]
-                axes.plot(tokens, mean, color=COLORS[data], linewidth=2, label=f"{data} retrieval rows")
+                axes.plot(tokens, mean, color=COLORS[data], linewidth=2, label=data)
         method, factor = ARMS[arm]
         found.set_title(f"{method} ×{factor}, {TRAINED * factor:,} tokens", fontsize=10)
         found.set_ylim(-0.04, 1.05)
@@ -188,17 +214,17 @@ def main() -> None:
     done = store.done(every.cells())
     cells = every.record({name: entry["value"] for name, entry in done.items()})
     if not cells:
-        sys.exit("no arm has a run with and one without retrieval rows yet")
+        sys.exit("no arm has a run with each kind of data yet")
     arms = {arm: summarise(runs) for arm, runs in cells.items()}
     report = Report("retrieval rows in fine-tuning", seed=0, rehearsal=args.tiny)
     for arm, found in arms.items():
-        for what in MEASURED:
-            report.add(f"{arm}: {what}, with retrieval rows over without", found[what]["difference"]["value"])
+        for what, data in product(MEASURED, (ONE, EIGHT)):
+            report.add(f"{arm}: {what}, {data} over none", found[what][data]["difference"]["value"])
     plot(arms, cells, args.output / "retrieval.png")
     report.finish(
         args.output / "retrieval.json",
-        seeds=min(len(runs["with"]) for runs in cells.values()),
-        shares=SHARES,
+        seeds=min(len(runs[NONE]) for runs in cells.values()),
+        share=SHARE,
         arms=arms,
         cells=cells,
         seconds=sum(entry["seconds"] for entry in done.values()),

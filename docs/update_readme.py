@@ -254,23 +254,29 @@ def retrieval_table() -> str:
     record = read(file)
     rows = []
     for arm, found in record["arms"].items():
-        passkey, (method, _, factor) = found["passkey"], arm.partition(" x")
-        shares = [found["untrained"], passkey["without"], passkey["with"]]
-        gained = {end: value and 100 * value for end, value in passkey["difference"].items() if end != "seeds"}
-        rows.append([
-            f"`{method}` ×{factor or 4}",
-            *(f"{in_percent(share['value'], 1)}%" for share in shares),
-            *(interval(gained, 1), interval(found["tail"]["difference"]), interval(found["regression"]["difference"])),
-        ])  # fmt: skip
+        method, _, factor = arm.partition(" x")
+        name = f"`{method}` ×{factor or 4}"
+        untrained = found["untrained"]
+        rows.append([name, "not trained", f"{in_percent(untrained['passkey']['value'], 1)}%", "",
+                     f"{untrained['key_loss']['value']:.2f}", *[""] * 3])  # fmt: skip
+        for data, passkey in found["passkey"].items():
+            cells = {what: found[what][data] for what in ("key_loss", "tail", "regression")}
+            gained = passkey["difference"]
+            points = {end: gained[end] and 100 * gained[end] for end in ("value", "low", "high")} if gained else None
+            rows.append([
+                name, data, f"{in_percent(passkey['value'], 1)}%", interval(points, 1) if points else "",
+                f"{cells['key_loss']['value']:.2f}",
+                *(interval(cell["difference"]) if gained else "" for cell in cells.values()),
+            ])  # fmt: skip
     head = [
-        "fine-tuned by", "passkey, not trained", "without retrieval rows", "with", "difference (points)",
+        "fine-tuned by", "data", "passkey", "difference (points)", "loss of a passkey (nats)", "difference (nats)",
         "last 512 tokens (nats)", "regression within 512 (nats)",
     ]  # fmt: skip
     seeds, first = record["seeds"], next(iter(record["arms"].values()))
     note = (
         f"{counted(seeds, 'seed')}, {first['prompts']} prompts each at the target length, {first['tokens'] / 1e6:.2f} "
-        "million tokens each. The last three columns are with retrieval rows over without, paired by seed, with 95% "
-        f"intervals over seeds; from {link(file, 'recipes')}."
+        "million tokens each. Differences and the last two columns are over fine-tuning without retrieval rows, paired "
+        f"by seed, with 95% intervals over seeds; from {link(file, 'recipes')}."
     )
     return table(head, rows, note)
 

@@ -143,7 +143,8 @@ def pack(
     if column == "messages":
         if source.retrieval:
             raise ValueError(
-                f"{source.name} has retrieval: true, which hides sentences in text, got messages. Drop it."
+                f"{source.name} has retrieval: {source.retrieval}, which hides sentences in text, got messages. "
+                "Drop retrieval."
             )
         _check_chat(source, tokenizer)
 
@@ -177,7 +178,7 @@ def pack(
 
     make_rows: Any = _Join(length)
     if source.retrieval:
-        make_rows = _Hide(RetrievalRows(tokenizer, length, seed, prefix, suffix))
+        make_rows = _Hide(RetrievalRows(tokenizer, length, source.retrieval, seed, prefix, suffix))
     elif not joined:
         padding_id = tokenizer.eos_token_id or 0  # any valid id: it is never attended to
         make_rows = partial(_fit, length=length, padding_id=padding_id)

@@ -35,7 +35,7 @@ ANIMALS = (
     "badger", "falcon", "heron", "horse", "lizard", "otter", "parrot", "pony", "rabbit", "spaniel", "tortoise", "wolf",
 )  # fmt: skip
 DIGITS = (4, 6)
-MOST = 8  # sentences of a row
+MOST = len(COLOURS) * len(ANIMALS)  # sentences of a row
 SHARE = 4  # at most a quarter of a row is not text
 # The ends of sentences, before closing quotes.
 _ENDS, _QUOTES = (".", "!", "?", "。", "！", "？"), "\"'”’)_」』 "
@@ -48,9 +48,11 @@ class RetrievalRows:
     """Makes rows of exactly `length` tokens, each a document; a function of the seed, the row's number and the text.
 
     The sentences of a row have one form and different keys. The first is before all text, the second behind it, the
-    others are at depths drawn uniformly, at the nearest end of a sentence. All are asked for, in another order.
+    others are at depths drawn uniformly, at the nearest end of a sentence. A single one is at either end or between. All
+    are asked for, in another order.
 
     Attributes:
+        sentences: at most so many in a row; fewer if they and their questions are more than a quarter of it.
         prefix, suffix: the special tokens of a document.
 
     Raises:
@@ -59,6 +61,7 @@ class RetrievalRows:
 
     tokenizer: PreTrainedTokenizerBase
     length: int
+    sentences: int
     seed: int
     prefix: list[int]
     suffix: list[int]
@@ -73,7 +76,7 @@ class RetrievalRows:
         rng = Random(f"{self.seed} {number}")
         said, question, answer = rng.choice(FORMS)
         keys = [f"{colour} {animal}" for colour in COLOURS for animal in ANIMALS]
-        facts = [(who, _number(rng)) for who in rng.sample(keys, MOST)]
+        facts = [(who, _number(rng)) for who in rng.sample(keys, self.sentences)]
         while True:
             hidden = [self._sentence(f" {said}", *fact, has_loss=False) for fact in facts]
             asked = [
@@ -88,7 +91,7 @@ class RetrievalRows:
         if room < added:
             raise ValueError(
                 f"a retrieval row needs at least {2 * added} tokens with this tokenizer, got {self.length}. Raise "
-                "data.length, or drop the source with retrieval: true."
+                "data.length, or drop the source with `retrieval`."
             )
         taken = text[:room]
         depths = [0.0, 1.0, *(rng.random() for _ in hidden)][: len(hidden)]

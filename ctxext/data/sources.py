@@ -11,6 +11,7 @@ from glob import has_magic
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ctxext.data.retrieval import MOST
 from ctxext.utils.extras import require
 from ctxext.utils.values import MAX_TOKENS, shown, suggest
 
@@ -42,7 +43,7 @@ class Source:
         weight: its share of the mixture's tokens, relative to the other sources; > 0.
         max_document: in tokens; longer documents are split into pieces of this length, each a separate document. Short
             documents in the mixture preserve short-context quality (Gao et al. 2024, ProLong).
-        retrieval: hide sentences with numbers in the text, and ask for them at the end of each row; see
+        retrieval: hide up to so many sentences with numbers in the text of each row, and ask for them at its end; see
             `ctxext.data.retrieval`. The text may be that of another source.
         text: the text column.
         messages: the column of chat messages, used instead of `text`: lists of role and content, or of ShareGPT's from
@@ -52,14 +53,14 @@ class Source:
         split, subset, revision: of a dataset; not for local files.
 
     Raises:
-        ValueError: weight <= 0, or max_document out of range.
+        ValueError: weight <= 0, or max_document or retrieval out of range.
     """
 
     path: str
     name: str | None = None
     weight: float = 1.0
     max_document: int | None = None
-    retrieval: bool = False
+    retrieval: int = 0
     text: str = "text"
     messages: str | None = None
     split: str = "train"
@@ -80,6 +81,8 @@ class Source:
                 f"max_document of {self.name} must be 2 to {MAX_TOKENS:,} tokens, got {shown(self.max_document)}: "
                 "the first token of a document has no loss."
             )
+        if not 0 <= self.retrieval <= MOST:
+            raise ValueError(f"retrieval of {self.name} must be 0 to {MOST} sentences, got {self.retrieval}.")
 
 
 def read_source(source: Source, relative_to: Path) -> Dataset:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from itertools import pairwise
 from random import Random
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,8 +23,16 @@ TEXT = " ".join(Random(0).choices(FILLER, k=1200))
 LENGTH = 512
 
 
-def packed(tokenizer, *, length: int = LENGTH, documents: str = "separate", seed: int = 0, text: str = TEXT) -> Packed:
-    source = Source(path="some.txt", retrieval=True)
+def packed(
+    tokenizer: Any,
+    *,
+    length: int = LENGTH,
+    documents: str = "separate",
+    seed: int = 0,
+    text: str = TEXT,
+    sentences: int = 8,
+) -> Packed:
+    source = Source(path="some.txt", retrieval=sentences)
     return pack(source, Dataset.from_dict({"text": [text]}), tokenizer, length, documents, seed=seed)
 
 
@@ -69,8 +78,24 @@ def test_every_hidden_number_is_asked_for_and_answered_right(length: int, tokeni
     for row in packed(tokenizer, length=length).rows:
         hidden, answered = facts_of(tokenizer.decode(row["input_ids"]))
         assert hidden == answered
-        assert 1 <= len(hidden) <= MOST
-        assert len(hidden) == MOST or length < 2048
+        assert 1 <= len(hidden) <= 8
+        assert len(hidden) == 8 or length < 2048
+
+
+def test_a_row_has_as_many_sentences_as_asked_for(tokenizer) -> None:
+    places = []
+    for row in packed(tokenizer, sentences=1, text=TEXT * 4).rows:
+        text = tokenizer.decode(row["input_ids"], skip_special_tokens=True)
+        hidden, answered = facts_of(text)
+        assert hidden == answered
+        (number,) = hidden.values()
+        window = text[: text.index("\n")]
+        places.append(window.index(number) / len(window))
+    assert min(places) < 0.1
+    assert max(places) > 0.9
+    assert any(0.2 < place < 0.8 for place in places)
+    with pytest.raises(ValueError, match=rf"retrieval of some.txt must be 0 to {MOST} sentences, got -1"):
+        packed(tokenizer, sentences=-1)
 
 
 def test_all_tokens_are_trained_on_but_the_hidden_numbers(tokenizer) -> None:
@@ -113,9 +138,9 @@ def test_rows_are_a_function_of_the_seed(tokenizer) -> None:
 
 def test_rows_do_not_depend_on_how_the_text_is_batched(tokenizer) -> None:
     text = np.array(tokenizer(TEXT)["input_ids"])
-    whole = RetrievalRows(tokenizer, 256, 0, [0], [1])
+    whole = RetrievalRows(tokenizer, 256, 8, 0, [0], [1])
     (ids, has_loss), taken = whole.row(3, text)
-    (again, _), _ = RetrievalRows(tokenizer, 256, 0, [0], [1]).row(3, text[:256])
+    (again, _), _ = RetrievalRows(tokenizer, 256, 8, 0, [0], [1]).row(3, text[:256])
     assert ids.tolist() == again.tolist()
     assert taken < len(ids) == len(has_loss) == 256
 
@@ -147,7 +172,7 @@ def test_what_cannot_be_made_is_refused(tokenizer) -> None:
     with pytest.raises(ValueError, match="fewer than one sequence"):
         packed(tokenizer, text="A short text.")
     with pytest.raises(ValueError, match="which hides sentences in text, got messages"):
-        pack(Source(path="a.jsonl", retrieval=True), Dataset.from_dict({"messages": [[]]}), tokenizer, 256)
-    source = Source(path="a.txt", retrieval=True, max_document=64)
+        pack(Source(path="a.jsonl", retrieval=8), Dataset.from_dict({"messages": [[]]}), tokenizer, 256)
+    source = Source(path="a.txt", retrieval=8, max_document=64)
     with pytest.raises(ValueError, match="max_document"):
         pack(source, Dataset.from_dict({"text": [TEXT]}), tokenizer, 256)
