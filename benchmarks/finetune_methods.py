@@ -46,6 +46,7 @@ def finetune(name: str, config: str, *changes: str) -> tuple[Path, float]:
     shutil.rmtree(output, ignore_errors=True)
     command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", "recipes/accelerate/cpu.yaml"]
     command += ["recipes/finetune.py", "--config", f"recipes/configs/{config}.yaml", f"output={output}", *changes]
+    command.append("training.precision=bf16")  # for CPUs with bfloat16 units
     print(f"\n{name}: {' '.join(command[1:])}", flush=True)
     with tempfile.TemporaryDirectory() as cache:
         begin = time.perf_counter()

@@ -267,9 +267,9 @@ def training_table(found: dict[str, dict[int, int]]) -> str:
             for name, by_card in found.items()
         ),
         "",
-        f"Longest row in tokens (1k = 1,024), modelled and not measured on a GPU, within {in_percent(ROOM)}% of "
-        "each card: rank 16 on attention, bfloat16, `gradient_checkpointing: recompute` or `offload`, `loss: chunked` "
-        "and `mlp_tokens: 4096`. By the line through 32k and 64k tokens.",
+        f"Longest sequence that fits in {in_percent(ROOM)}% of each card, in tokens (1k = 1,024), modelled and not "
+        "measured on a GPU: rank 16 on attention, bfloat16, `gradient_checkpointing: recompute` or `offload`, `loss: "
+        "chunked` and `mlp_tokens: 4096`. Extrapolated from 32k and 64k tokens.",
     ]
     return "\n".join(lines)
 

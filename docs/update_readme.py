@@ -22,8 +22,8 @@ from ctxext.export.readings import engine_table
 from ctxext.utils.values import counted
 
 ROOT = Path(__file__).resolve().parent.parent
-# Variants of the part `quality` that its own page explains.
-LATER = ("fitted", "yarn_x3", "yarn_x4")
+# Of the part `quality`: the fit has its own page, and larger factors of YaRN are not in the figure.
+FITTED, OTHER_FACTORS = "fitted", ("yarn_x3", "yarn_x4")
 
 
 def read(file: str) -> dict[str, Any]:
@@ -78,7 +78,8 @@ def comparison_table(file: str, page: str = ".", without: tuple[str, ...] = (), 
     for method, figure in figures.items():
         found = [Interval(**figure["retrieval"]["passkey"][length]).percent().partition(" n=")[0] for length in asked]
         loss = (figure["gate"] or {}).get("loss")
-        name = "baseline" if method == "none" else f"`{method}`"
+        base, _, factor = method.partition("_x")
+        name = "baseline" if method == "none" else f"`{base}`" + (f" ×{factor}" if factor else "")
         rows.append([name, *found, *(f"{figure['perplexity'][band]:.1f}" for band in bands)])
         if gates:
             rows[-1].append(interval(loss) if loss and method != "none" else "")
@@ -86,11 +87,30 @@ def comparison_table(file: str, page: str = ".", without: tuple[str, ...] = (), 
     note += f"seed {summary['identity']['seed']}; from {link(file, page)}."
     if asked:
         n = figures["none"]["retrieval"]["passkey"][asked[0]]["n"]
-        if texts := summary["about"].get("texts"):
-            unit = f"95% intervals over {counted(len(texts), 'text')}; each text counts as one sample"
-        else:
-            unit = "95% intervals; prompts of one text count as one"
+        texts = summary["about"].get("texts")
+        of = f" over {counted(len(texts), 'text')}; each text counts" if texts else "; prompts of one text count"
+        how = os.path.relpath("docs/evaluation.md", page)
+        unit = f"[95% intervals]({how}#how-to-read-an-interval){of} as one{' sample' if texts else ''}"
         note = f"{n} prompts per cell, {unit}; {note}"
+    return table(head, rows, note)
+
+
+def corners_table() -> str:
+    """The points that rules choose beside `llama3`, of docs/at_scale/corners-cpu.json."""
+    file = "docs/at_scale/corners-cpu.json"
+    record = read(file)
+    rows = []
+    for model, measured in record["models"].items():
+        chosen = {"the model itself": measured["chosen"]["objective"]}
+        chosen |= {rule: points[model] for rule, points in record["rules"].items()}
+        for rule, found in chosen.items():
+            turns, _, _ = found["point"].partition(",")
+            beside = found["differences"]["llama3"]
+            how = rule.removeprefix("best on ").removeprefix("from ")
+            rows.append([model, how, turns, *(interval(beside[kind]) for kind in ("long", "key", "short"))])
+    head = ["model", "chosen by", "turns", "text (nats)", "passkey (nats)", "short inputs (nats)"]
+    note = "Differences to `llama3`, negative where it is behind, with [95% intervals](../evaluation.md#how-to-read-an-"
+    note += f"interval) that are not adjusted; from {link(file, 'docs/at_scale')}."
     return table(head, rows, note)
 
 
@@ -241,7 +261,7 @@ def finetune_table() -> str:
     note = (
         f"Passkey: {long_share['n']} prompts per cell, extended without training → trained. Nats: against the baseline "
         f"within its own 512 tokens, on the same text; {run['measured']['tail']['windows']} windows, 95% intervals; "
-        f"two CPU cores; from {link('docs/finetune/summary.json', 'recipes')}."
+        f"bfloat16 on two CPU cores; from {link('docs/finetune/summary.json', 'recipes')}."
     )
     return table(head, rows, note)
 
@@ -848,7 +868,7 @@ def cope_table() -> str:
 
 TABLES = {
     "README.md": {
-        "quality": partial(comparison_table, "docs/at_scale/quality-cpu.json", without=LATER, at_the_end=True),
+        "quality": partial(comparison_table, "docs/at_scale/quality-cpu.json", without=(FITTED,), at_the_end=True),
     },
     "recipes/README.md": {"finetune": finetune_table, "retrieval": retrieval_table, "short-inputs": short_inputs_table},
     "docs/fit/README.md": {
@@ -871,7 +891,8 @@ TABLES = {
         "seeds-960": partial(seeds_table, *(f"docs/compare/austen-4m-960-seed{seed}.json" for seed in range(3))),
     },
     "docs/at_scale/README.md": {
-        "quality": partial(comparison_table, "docs/at_scale/quality-cpu.json", "docs/at_scale", LATER),
+        "quality": partial(comparison_table, "docs/at_scale/quality-cpu.json", "docs/at_scale", (FITTED,)),
+        "corners": corners_table,
         "plan": plan_table,
         "speed": speed_table,
     },
@@ -937,7 +958,7 @@ class SavedSummary:
 FIGURES: dict[str, tuple[str, tuple[str, ...]]] = {
     "docs/demo/comparison.png": ("docs/demo/summary.json", ()),
     "docs/smollm2/comparison.png": ("docs/smollm2/summary.json", ()),
-    "docs/at_scale/quality-cpu.png": ("docs/at_scale/quality-cpu.json", LATER),
+    "docs/at_scale/quality-cpu.png": ("docs/at_scale/quality-cpu.json", (FITTED, *OTHER_FACTORS)),
 }
 
 

@@ -186,7 +186,7 @@ def main(arguments: list[str] | None = None) -> None:
     args = parser.parse_args(arguments)
     hide_deprecations()
     if args.estimate:
-        return print(report(args.config, args.changes))
+        return report(args.config, args.changes)
     stages = read_settings(args.config, args.changes)
     logging.disable_progress_bar()
     precision = "bf16" if stages[0].training.precision == "bf16" else "no"

@@ -71,6 +71,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=rounds, default=1, help="samples a cell, in multiples of the plan's")
     parser.add_argument("--output", type=Path, help="where figures and raw results are kept")
     options = parser.parse_args()
+    if options.plan and options.tiny:
+        parser.error("--plan is of a full run; drop --tiny. A rehearsal prints its own time before it starts.")
     output = options.output or Path("runs/at_scale-tiny" if options.tiny else "docs/at_scale")
     if options.plan:
         print(printed([estimate(PARTS[name], output / "raw", options.rounds) for name in options.only or PARTS]))

@@ -48,8 +48,8 @@ class RetrievalRows:
     """Makes rows of exactly `length` tokens, each a document; a function of the seed, the row's number and the text.
 
     The sentences of a row have one form and different keys. The first is before all text, the second behind it, the
-    others are at depths drawn uniformly, at the nearest end of a sentence. A single one is at either end or between. All
-    are asked for, in another order.
+    others are at depths drawn uniformly, at the nearest end of a sentence; a single one is at either end or between.
+    All are asked for, in another order.
 
     Attributes:
         sentences: at most so many in a row; fewer if they and their questions are more than a quarter of it.

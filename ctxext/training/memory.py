@@ -8,7 +8,7 @@ Weights, gradients and AdamW's moments are counted, and divided by the processes
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -51,6 +51,7 @@ class Memory:
         gathered: whole weights and gradients of the layers in use, where the engine shards them.
         activations: the most that a forward and a backward pass hold besides, the logits among them.
         update: temporary tensors of the optimizer's step, when there are no activations.
+        offloaded: what `gradient_checkpointing: offload` moves to CPU memory.
     """
 
     weights: int
@@ -59,6 +60,7 @@ class Memory:
     gathered: int
     activations: int
     update: int
+    offloaded: int = 0
 
     @property
     def peak(self) -> int:
@@ -70,16 +72,15 @@ class Memory:
         return self.peak <= ROOM * card * 1e9
 
 
-def report(path: Path, changes: Sequence[str]) -> str:
-    """What each run of a config file would need on GPUs, what that fits in, and what other settings would save.
+def report(path: Path, changes: Sequence[str], say: Callable[[str], object] = print) -> None:
+    """Say what each run of a config file would need on GPUs, what that fits in, and what other settings would save.
 
     Downloads at most the model's config. Raises as `read_settings` and `memory_of`.
     """
     others = [_changed(path, [*changes, change]) for change in SAVINGS]
-    return "\n\n".join(
-        _report(settings, {change: other[number] for change, other in zip(SAVINGS, others) if other})
-        for number, settings in enumerate(read_settings(path, changes))
-    )
+    for number, settings in enumerate(read_settings(path, changes)):
+        for line in _report(settings, {change: other[number] for change, other in zip(SAVINGS, others) if other}):
+            say(line)
 
 
 def _changed(path: Path, changes: Sequence[str]) -> list[Settings]:
@@ -89,25 +90,29 @@ def _changed(path: Path, changes: Sequence[str]) -> list[Settings]:
         return []
 
 
-def _report(settings: Settings, others: dict[str, Settings]) -> str:
+def _report(settings: Settings, others: dict[str, Settings]) -> Iterator[str]:
     base = checkpoint_folder(settings.model, settings.revision, config_only=True)
     config = read_config(base)
     length = settings.row_length(extended_json(base, **settings.extension.arguments())[0].target_length)
     now = memory_of(config, settings, length)
-    lines = [f"{settings.output}: modelled memory per process, for rows of {length:,} tokens:"]
-    lines += [f"  {part:<12}{gib(size):>12}" for part, size in {**asdict(now), "peak": now.peak}.items()]
-    lines.append(_fitting(now))
+    yield f"{settings.output}: modelled memory per process of {settings.model}, for rows of {length:,} tokens:"
+    sizes = asdict(now) | {"peak": now.peak}
+    offloaded = sizes.pop("offloaded")
+    yield from (f"  {part:<12}{gib(size):>12}" for part, size in sizes.items())
+    yield f"{_fitting(now)} Up to {100 * ROOM:.0f}% of a card is used.{_on_cpu(offloaded)}"
+    yield "To save memory, each alone (minutes for a large model):"
     savings = []
     for change, changed in others.items():
+        if change.startswith("trainable={") and settings.trainable.kind == changed.trainable.kind:
+            continue  # it would only drop the trained embeddings or norms
         try:
             other = memory_of(config, changed, length)
         except ValueError:
             continue
         if other.peak < 0.99 * now.peak:
-            savings.append((other.peak, f"  {change} saves {gib(now.peak - other.peak)}. {_fitting(other)}"))
-    return "\n".join(
-        [*lines, *(["To save memory, each alone:"] if savings else []), *(line for _, line in sorted(savings))]
-    )
+            said = f"  {change} saves {gib(now.peak - other.peak)}. {_fitting(other)}{_on_cpu(other.offloaded)}"
+            savings.append((other.peak, said))
+    yield from (line for _, line in sorted(savings)) if savings else ("  nothing that was tried saves 1%",)
 
 
 def _fitting(memory: Memory) -> str:
@@ -115,6 +120,10 @@ def _fitting(memory: Memory) -> str:
     if not fitting:
         return f"Does not fit in {CARDS[-1]} GB."
     return f"Fits in {' and '.join(filter(None, (', '.join(fitting[:-1]), fitting[-1])))} GB."
+
+
+def _on_cpu(offloaded: int) -> str:
+    return f" {gib(offloaded)} per process are moved to CPU memory." if offloaded else ""
 
 
 def memory_of(config: PreTrainedConfig, settings: Settings, length: int, *, device: str = "cuda") -> Memory:
@@ -148,7 +157,7 @@ def memory_of(config: PreTrainedConfig, settings: Settings, length: int, *, devi
             model.to(torch.bfloat16)
         with FakeTensorMode(), _Alive() as alive:
             _leave_meta(model)
-            activations = _activations(model, settings, length // engine.group_size, device, alive)
+            activations, offloaded = _activations(model, settings, length // engine.group_size, device, alive)
     except (NotImplementedError, RuntimeError) as error:
         raise ValueError(
             f"the memory of a {config.model_type} model cannot be estimated without weights: its code needs the values "
@@ -185,6 +194,7 @@ def memory_of(config: PreTrainedConfig, settings: Settings, length: int, *, devi
         gathered=gathered,
         activations=activations,
         update=4 * (trained // shards if device == "cuda" else max(map(_trained, _leaves(model)))),
+        offloaded=offloaded,
     )
 
 
@@ -220,8 +230,9 @@ def _layers(model: nn.Module) -> list[nn.Module]:
     return [module for module in model.modules() if type(module).__name__ in names]
 
 
-def _activations(model: Any, settings: Settings, tokens: int, device: str, alive: _Alive) -> int:
-    """Bytes of all tensors but the parameters and their gradients, at the peak of a forward and backward pass."""
+def _activations(model: Any, settings: Settings, tokens: int, device: str, alive: _Alive) -> tuple[int, int]:
+    """Bytes of all tensors but the parameters and their gradients, at the peak of a forward and backward pass, and of
+    those that are offloaded."""
     training, inner = settings.training, transformers_model(model)
     autocast = torch.autocast("cpu", torch.bfloat16, enabled=training.precision == "bf16")
     if training.mlp_tokens:
@@ -233,7 +244,8 @@ def _activations(model: Any, settings: Settings, tokens: int, device: str, alive
         if parameter.requires_grad:
             parameter.grad = torch.empty_like(parameter)
     ids = torch.zeros(training.micro_batch_size, tokens, dtype=torch.long)
-    saving = _offloaded() if training.gradient_checkpointing == "offload" else nullcontext()
+    moved: list[int] = []
+    saving = _offloaded(moved) if training.gradient_checkpointing == "offload" else nullcontext()
     model.train()
     alive.start(model)
     with saving, autocast:
@@ -245,7 +257,7 @@ def _activations(model: Any, settings: Settings, tokens: int, device: str, alive
         else:
             loss = model(input_ids=ids, labels=ids, use_cache=False).loss
     loss.backward()
-    return alive.peak
+    return alive.peak, sum(moved)
 
 
 class _Alive(TorchDispatchMode):
@@ -313,9 +325,12 @@ AttentionInterface.register(FUSED, _attention)
 
 
 @contextmanager
-def _offloaded() -> Iterator[None]:
-    """`save_on_cpu`, with nothing kept."""
-    with torch.autograd.graph.saved_tensors_hooks(
-        lambda tensor: (tensor.shape, tensor.dtype), lambda kept: torch.empty(kept[0], dtype=kept[1])
-    ):
+def _offloaded(moved: list[int]) -> Iterator[None]:
+    """`save_on_cpu`, with nothing kept but the bytes of each tensor in `moved`."""
+
+    def pack(tensor: Tensor) -> tuple[torch.Size, torch.dtype]:
+        moved.append(tensor.nbytes)
+        return tensor.shape, tensor.dtype
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda kept: torch.empty(kept[0], dtype=kept[1])):
         yield

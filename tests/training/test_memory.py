@@ -19,7 +19,8 @@ from ctxext.training.settings import read_settings
 from ctxext.training.tiled import use_tiled_mlp
 
 TINY = Path(__file__).parents[2] / "recipes/configs/tiny_yarn_4x.yaml"
-LORA = ("trainable={kind: lora, targets: attention}", "data.documents=joined", "training.micro_batch_size=1")
+LORA = ("trainable={kind: lora, targets: attention}", "data.documents=joined", "training.micro_batch_size=1",
+        "training.precision=bf16")  # fmt: skip
 RECOMPUTED = "training.gradient_checkpointing=recompute"
 SMALL = LlamaConfig(hidden_size=64, intermediate_size=1024, num_hidden_layers=2, num_attention_heads=4,
                     vocab_size=1000, tie_word_embeddings=False)  # fmt: skip
@@ -65,6 +66,13 @@ def test_each_setting_that_saves_memory_saves_activations_alone() -> None:
     )
     assert kept.activations > recomputed.activations > tiled.activations > offloaded.activations
     assert len({(each.weights, each.gradients, each.optimizer) for each in (kept, recomputed, tiled, offloaded)}) == 1
+
+
+def test_offloading_moves_the_input_of_each_layer_to_the_cpu() -> None:
+    one, two = (modelled("training.gradient_checkpointing=offload", length=n) for n in (1024, 2048))
+    inputs = SMALL.num_hidden_layers * 1024 * SMALL.hidden_size * 4  # of float32 embeddings
+    assert inputs <= two.offloaded - one.offloaded <= 2 * inputs
+    assert modelled(RECOMPUTED).offloaded == 0
 
 
 def test_distillation_adds_the_last_hidden_states_of_another_pass() -> None:
@@ -121,9 +129,12 @@ def test_what_fits_has_a_tenth_to_spare() -> None:
 @pytest.mark.slow
 def test_the_report_names_what_saves_memory_most_first_and_loads_no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", None)
-    said = report(TINY, [*LORA, "data.length=1024", "training.loss=stock"]).splitlines()
-    assert said[0] == "runs/tiny_yarn_4x: modelled memory per process, for rows of 1,024 tokens:"
-    assert "Fits in 24, 48, 80 and 141 GB." in said
+    said: list[str] = []
+    report(TINY, [*LORA, "data.length=1024", "training.loss=stock"], said.append)
+    assert said[0] == "runs/tiny_yarn_4x: modelled memory per process of bundled, for rows of 1,024 tokens:"
+    assert "Fits in 24, 48, 80 and 141 GB. Up to 90% of a card is used." in said
+    assert not any("trainable={kind: lora}" in line for line in said)  # it is LoRA already
+    assert any("offload" in line and "are moved to CPU memory" in line for line in said)
     saved = [float(line.split(" saves ")[1].split()[0]) for line in said if " saves " in line]
     assert saved == sorted(saved, reverse=True) != []
     assert any(line.strip().startswith(RECOMPUTED) for line in said)
