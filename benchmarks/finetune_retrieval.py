@@ -45,7 +45,8 @@ ROOT = Path(__file__).parents[1]
 ARMS = {"pi": ("pi", 4), "ntk": ("ntk", 4), "abf x8": ("abf", 8)}
 NONE, ONE, EIGHT = "no retrieval rows", "one sentence a row", "eight sentences a row"
 DATA = {NONE: 0, ONE: 1, EIGHT: 8}  # sentences a row
-COLORS = {NONE: "#555555", ONE: "#0072b2", EIGHT: "#d55e00"}
+COLORS = {NONE: "#aaaaaa", ONE: "#0072b2", EIGHT: "#d55e00"}
+WIDTHS = {NONE: 4, ONE: 2, EIGHT: 2}  # so that equal values show both lines
 NOVELS, NOVEL = "../data/austen/*.txt", "../data/austen/northangerabbey.txt"
 SHARE = 0.2  # of the tokens in retrieval rows, each in the place of one of the novels
 TRAINED, TOKENS, STEPS = 512, 8192, 100  # the model's length; tokens of a step; steps
@@ -182,7 +183,7 @@ def plot(arms: dict[str, Any], cells: dict[str, Any], path: Path) -> None:
                 for curve in curves:
                     axes.plot(tokens, curve, color=COLORS[data], linewidth=0.6, alpha=0.6)
                 mean = [sum(values) / len(values) for values in zip(*curves)]
-                axes.plot(tokens, mean, color=COLORS[data], linewidth=2, label=data)
+                axes.plot(tokens, mean, color=COLORS[data], linewidth=WIDTHS[data], label=data)
         method, factor = ARMS[arm]
         found.set_title(f"{method} ×{factor}, {TRAINED * factor:,} tokens", fontsize=10)
         found.set_ylim(-0.04, 1.05)
@@ -191,7 +192,7 @@ def plot(arms: dict[str, Any], cells: dict[str, Any], path: Path) -> None:
             axes.spines[["top", "right"]].set_visible(False)
             axes.grid(axis="y", color="#e5e5e5", linewidth=0.8)
     panels[0, 0].set_ylabel("passkey accuracy")
-    panels[1, 0].set_ylabel(f"loss of the last {TRAINED} tokens (nats)")
+    panels[1, 0].set_ylabel(f"loss of last {TRAINED} (nats)")
     panels[0, 0].legend(frameon=False, fontsize=8)
     figure.supxlabel("tokens trained (thousands)", fontsize=10)
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -295,8 +295,8 @@ def retrieval_table() -> str:
     seeds, first = record["seeds"], next(iter(record["arms"].values()))
     note = (
         f"{counted(seeds, 'seed')}, {first['prompts']} prompts each at the target length, {first['tokens'] / 1e6:.2f} "
-        "million tokens each. Differences and the last two columns are over fine-tuning without retrieval rows, paired "
-        f"by seed, with 95% intervals over seeds; from {link(file, 'recipes')}."
+        "million tokens each. Differences and the last two columns are over fine-tuning without retrieval rows"
+        f"{', paired by seed, with 95% intervals over seeds' if seeds > 1 else ''}; from {link(file, 'recipes')}."
     )
     return table(head, rows, note)
 
