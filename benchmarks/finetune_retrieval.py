@@ -161,11 +161,10 @@ def summarise(cells: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for what in MEASURED:
         seeds = {data: [cell[what] for cell in runs] for data, runs in cells.items()}
-        gained = {data: [a - b for a, b in zip(values, seeds[NONE], strict=True)] for data, values in seeds.items()}
-        found[what] = {
-            data: {**spread(values), "difference": spread(gained[data]) if data != NONE else None}
-            for data, values in seeds.items()
-        }
+        found[what] = {data: {**spread(values), "difference": None} for data, values in seeds.items()}
+        for data in (ONE, EIGHT):
+            gained = [a - b for a, b in zip(seeds[data], seeds[NONE], strict=True)]
+            found[what][data]["difference"] = spread(gained)
     first = cells[NONE][0]
     untrained = {what: spread([cell[f"{what}_untrained"] for cell in cells[NONE]]) for what in ("passkey", "key_loss")}
     return {**found, "untrained": untrained, "tokens": first["tokens"], "prompts": first["prompts"]}
