@@ -109,8 +109,10 @@ def corners_table() -> str:
             how = rule.removeprefix("best on ").removeprefix("from ")
             rows.append([model, how, turns, *(interval(beside[kind]) for kind in ("long", "key", "short"))])
     head = ["model", "chosen by", "turns", "text (nats)", "passkey (nats)", "short inputs (nats)"]
-    note = "Differences to `llama3`, negative where `llama3` loses more, with [95% intervals](../evaluation.md#how-to-read-an-"
-    note += f"interval) that are not adjusted; from {link(file, 'docs/at_scale')}."
+    how = "[95% intervals](../evaluation.md#how-to-read-an-interval) that are not adjusted"
+    note = (
+        f"Differences to `llama3`, negative where `llama3` loses more, with {how}; from {link(file, 'docs/at_scale')}."
+    )
     return table(head, rows, note)
 
 
