@@ -110,9 +110,8 @@ def corners_table() -> str:
             rows.append([model, how, turns, *(interval(beside[kind]) for kind in ("long", "key", "short"))])
     head = ["model", "chosen by", "turns", "text (nats)", "passkey (nats)", "short inputs (nats)"]
     how = "[95% intervals](../evaluation.md#how-to-read-an-interval) that are not adjusted"
-    note = (
-        f"Differences to `llama3`, negative where `llama3` loses more, with {how}; from {link(file, 'docs/at_scale')}."
-    )
+    note = f"Differences to `llama3`, negative where `llama3` loses more, with {how}; "
+    note += f"from {link(file, 'docs/at_scale')}."
     return table(head, rows, note)
 
 
