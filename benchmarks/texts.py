@@ -13,40 +13,65 @@ import inspect
 import re
 import subprocess
 import tarfile
+import tempfile
 from pathlib import Path
 
 from ctxext.assets import PERSUASION
 
 TEXTS = Path("runs/texts")
-PACKAGES = ("anarchism", "debian-reference-en", "jargon-text")
+MODULES = (argparse, dataclasses, inspect, tarfile)
+# Package, and its files below /usr/share in the order of their names.
+PACKAGED = {
+    "essay": ("anarchism", "doc/anarchism/html/secH3.html"),
+    "manual": ("debian-reference-en", "debian-reference/debian-reference.en.txt.gz"),
+    "lexicon": ("jargon-text", "doc/jargon-text/jargon.txt.gz"),
+    "satire": ("dict-devil", "dictd/devil.dict.dz"),
+    "editor": ("vim-runtime", "vim/vim*/doc/usr_*.txt"),
+    "language": ("rust-doc", "doc/rust-doc/html/book/print.html"),
+    "security": ("harden-doc", "doc/harden-doc/html/en-US/*.html"),
+    "database": ("postgresql-doc-15", "doc/postgresql-doc-15/html/functions-*.html"),
+    "mathematics": ("gap-doc", "gap/doc/ref/chap*_mj.html"),
+    "questions": ("perl-doc", "perl/*/pod/perlfaq*.pod"),
+}
+NAMES = ("novel", *PACKAGED, "code")
 
 
 def fetch(folder: Path = TEXTS) -> None:
-    """Write a novel, an essay, a manual, a lexicon and code to `folder`, once."""
-    if (folder / "code.txt").is_file():
-        return
+    """Write a text of each of NAMES to `folder`, once.
+
+    Raises FileNotFoundError if a package has no such files.
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    for package in PACKAGES:
+    for name in NAMES:
+        path = folder / f"{name}.txt"
+        if not path.is_file():
+            path.write_text(text_of(name), encoding="utf-8")
+
+
+def text_of(name: str) -> str:
+    """One of NAMES; its package is downloaded."""
+    if name == "novel":
+        return PERSUASION.read_text(encoding="utf-8")
+    if name == "code":
+        return "\n\n".join(Path(inspect.getfile(module)).read_text(encoding="utf-8") for module in MODULES)
+    package, pattern = PACKAGED[name]
+    with tempfile.TemporaryDirectory() as folder:
         subprocess.run(["apt-get", "download", package], cwd=folder, check=True, capture_output=True)
-        (archive,) = folder.glob(f"{package}_*.deb")
-        subprocess.run(["dpkg", "-x", archive.name, "packages"], cwd=folder, check=True)
-    documents = folder / "packages/usr/share"
-    (folder / "novel.txt").write_text(PERSUASION.read_text(encoding="utf-8"), encoding="utf-8")
-    (folder / "essay.txt").write_text(plain(documents / "doc/anarchism/html/secH3.html"), encoding="utf-8")
-    for name, path in (
-        ("manual", "debian-reference/debian-reference.en.txt.gz"),
-        ("lexicon", "doc/jargon-text/jargon.txt.gz"),
-    ):
-        text = gzip.decompress((documents / path).read_bytes()).decode("utf-8", errors="replace")
-        (folder / f"{name}.txt").write_text(text, encoding="utf-8")
-    modules = (argparse, dataclasses, inspect, tarfile)
-    code = "\n\n".join(Path(inspect.getfile(module)).read_text(encoding="utf-8") for module in modules)
-    (folder / "code.txt").write_text(code, encoding="utf-8")
+        (archive,) = Path(folder).glob("*.deb")
+        subprocess.run(["dpkg", "-x", archive, folder], check=True)
+        pages = sorted((Path(folder) / "usr/share").glob(pattern))
+        if not pages:
+            raise FileNotFoundError(f"{archive.name} has no /usr/share/{pattern}.")
+        return "\n\n".join(map(plain, pages))
 
 
 def plain(page: Path) -> str:
-    """The text of an HTML page, its paragraphs apart."""
-    text = re.sub(r"(?is)<(script|style|head).*?</\1>", "", page.read_text(encoding="utf-8", errors="replace"))
+    """The text of a page, unpacked; of an HTML page without tags, its paragraphs apart."""
+    packed = page.suffix in (".gz", ".dz")
+    text = (gzip.decompress(page.read_bytes()) if packed else page.read_bytes()).decode("utf-8", errors="replace")
+    if page.suffix != ".html":
+        return text
+    text = re.sub(r"(?is)<(script|style|head).*?</\1>", "", text)
     text = re.sub(r"(?i)</?(p|h\d|li|br|div|tr)\b[^>]*>", "\n\n", text)
     text = re.sub(r"(?<!\n)\n(?!\n)", " ", html.unescape(re.sub(r"<[^>]+>", "", text)))
     return re.sub(r"\s*\n\s*\n\s*", "\n\n", re.sub(r"[ \t\r]+", " ", text)).strip()

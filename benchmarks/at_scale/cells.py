@@ -29,6 +29,7 @@ class Cell:
         run: measures it; what it returns is kept as JSON.
         settings: what the name leaves out; a kept cell of other settings is measured again.
         there: whether what `run` wrote to other files is still there.
+        file: what it writes to beside; cells of one file are measured by one process.
     """
 
     name: str
@@ -36,6 +37,7 @@ class Cell:
     run: Callable[[], Any]
     settings: str = ""
     there: Callable[[], bool] = lambda: True
+    file: str = ""
 
 
 @dataclass
@@ -175,15 +177,29 @@ def minutes(seconds: float) -> str:
     )
 
 
-def run_part(part: Part, store: Store, budget: Budget, say: Callable[[str], None]) -> bool:
-    """Measure the missing cells of `part` while the budget lasts; whether all are done.
+@dataclass(frozen=True)
+class Share:
+    """One of several processes that measure a part together, counted from 1."""
+
+    number: int = 1
+    of: int = 1
+
+    def picked(self, cells: Sequence[Cell]) -> list[Cell]:
+        """Those of `cells` that are its own; cells of one file stay together."""
+        together = list(dict.fromkeys(cell.file or cell.name for cell in cells))
+        mine = set(together[self.number - 1 :: self.of])
+        return [cell for cell in cells if (cell.file or cell.name) in mine]
+
+
+def run_part(part: Part, store: Store, budget: Budget, say: Callable[[str], None], share: Share = Share()) -> bool:
+    """Measure the missing cells of `part` while the budget lasts; whether all of the share are done.
 
     A cell that fails, as one does that needs more memory than there is, does not stop the others.
 
     Raises:
         CellsFailed: some did, when all others are measured or the time is over.
     """
-    cells = part.cells()
+    cells = share.picked(part.cells())
     if not cells:
         raise ValueError(f"{part.name} has nothing to measure.")
     done = store.done(cells)

@@ -12,7 +12,7 @@ from typing import Any
 
 from at_scale.cells import Cell, Part
 from at_scale.models import SMOLLM2_CONFIG, config_of, forward_cost, held, model_of, operations_a_second
-from texts import TEXTS, fetch
+from texts import NAMES, TEXTS, fetch
 
 from ctxext.assets import PERSUASION
 from ctxext.evals.choice import all_figures
@@ -28,7 +28,9 @@ from ctxext.evals.targets import UNEXTENDED, LiveModel, Variant, compared_varian
 from ctxext.methods import method_from_dict
 from ctxext.models.context import read_context
 
-METHODS = ("yarn", "llama3", "ntk_by_parts", "dynamic_yarn", "self_extend")
+STATIC = ("yarn", "llama3", "ntk_by_parts", "resonance", "ntk", "pi", "abf", "cope")
+IN_ATTENTION = ("dynamic_yarn", "self_extend", "dynamic_ntk", "rerope", "dca")
+ON_A_CPU = ("yarn", "llama3", "ntk_by_parts", "dynamic_yarn", "self_extend")
 GROWN = (3, 4)  # larger factors of yarn at the same lengths
 FITTED = Path(__file__).parents[2] / "docs/fit/smollm2.json"  # λ fitted at ×2 on the first half of Persuasion
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
@@ -37,15 +39,16 @@ FAR = 10**6  # between the trial numbers of two texts, which no file reaches
 
 @dataclass
 class Quality(Part):
-    """A cell is one variant on one text at one length; a text is done for all named methods before the next one, so
-    that a stopped run has measured every method on the same texts. Then come the lengths up to which the baseline
+    """A cell is one variant on one text at one length: five methods on four texts on a CPU, all on twelve on a GPU. A
+    text is done for all named methods before the next one, so that a stopped run has measured every method on the same
+    texts. Then come the lengths up to which the baseline
     itself finds passkeys, the fitted one, and larger factors.
 
     `folder` gets a results file for each text. A round is one trial for each text and length, and two windows.
     """
 
     name = "quality"
-    title = "passkeys and perplexity by method at ×2, four kinds of text"
+    title = "passkeys and perplexity by method at ×2, by kind of text"
 
     @property
     def lengths(self) -> tuple[int, int]:
@@ -82,7 +85,13 @@ class Quality(Part):
     @property
     def names(self) -> tuple[str, ...]:
         """Of the texts."""
-        return ("novel",) if self.tiny else ("novel", "essay", "manual", "lexicon")
+        return NAMES[:1] if self.tiny else NAMES if self.device == "cuda" else NAMES[:4]
+
+    @property
+    def methods(self) -> tuple[str, ...]:
+        if self.tiny:
+            return ("yarn", "self_extend")
+        return STATIC + IN_ATTENTION if self.device == "cuda" else ON_A_CPU
 
     @cached_property
     def texts(self) -> dict[str, str]:
@@ -98,8 +107,7 @@ class Quality(Part):
 
     @cached_property
     def variants(self) -> list[Variant]:
-        methods = ("yarn", "self_extend") if self.tiny else METHODS
-        variants = compared_variants(self.config, methods, 2)
+        variants = compared_variants(self.config, self.methods, 2)
         if not self.tiny:
             saved = json.loads(FITTED.read_text(encoding="utf-8"))["method"]
             variants.append(Variant("fitted", {"method": method_from_dict({"name": "longrope", **saved})}))
@@ -142,7 +150,7 @@ class Quality(Part):
                     name, cost = f"{trial} {text} {length} own", 3 * forward_cost(self.config, length)
                     grid = replace(near, lengths=(length,))
                     cells.append(self._cell(name, cost, text, grid, self.variants[0], "own"))
-        later = ("own", *(variant.name for variant in self.variants[1 + len(METHODS) :]))
+        later = ("own", *(variant.name for variant in self.variants[1 + len(self.methods) :]))
         rank = {word: k for k, word in enumerate(later, 1)}
         return sorted(cells, key=lambda cell: rank.get(cell.name.split()[-1], 0))
 
@@ -157,7 +165,7 @@ class Quality(Part):
             held = counts(self.file(text, kind))
             return all(held[(variant.name, *place)] >= n for place, n in expected(grid).items())
 
-        return Cell(name, cost, self._run(text, grid, variant, kind), there=there)
+        return Cell(name, cost, self._run(text, grid, variant, kind), there=there, file=text)
 
     def _run(self, text: str, grid: Grid, variant: Variant, kind: str = "") -> Callable[[], None]:
         def run() -> None:

@@ -4,15 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
 from at_scale.cells import Cell, Part
 from at_scale.models import forward_cost, held, operations_a_second
-from attention import AGAIN, SHAPE, STOCK, Decoder, memory_growth, memory_in_a_process, prefill, prompt, random_models
+from attention import (
+    AGAIN,
+    SHAPE,
+    SHORT,
+    STOCK,
+    Decoder,
+    memory_growth,
+    memory_in_a_process,
+    prefill,
+    prompt,
+    random_models,
+)
 from report import WARM, Report, interleaved, over
 from transformers import DynamicCache, LlamaConfig
+
+from ctxext.training.estimate import PeakMemory
 
 STATIC, IN_ATTENTION = "yarn", ("dynamic_ntk", "self_extend", "dca", "rerope")
 NAMES = (STOCK, AGAIN, STATIC, *IN_ATTENTION)
@@ -34,7 +47,8 @@ MOST = {"prefill": 1.3, "decode": 1.1, "memory": 1.1}
 class Speed(Part):
     """Llama-3.1-8B's shape in bfloat16 on a GPU, SmolLM2's in float32 on a CPU.
 
-    A prefill is timed in two rounds of each of `rounds`, a decode step in ten.
+    A prefill is timed in two rounds of each of `rounds`, the longest on a GPU in one; a decode step in ten. A GPU tells
+    the memory of a timed prefill; on a CPU it is measured by a prefill of its own.
     """
 
     name = "speed"
@@ -65,27 +79,42 @@ class Speed(Part):
     def cells(self) -> Sequence[Cell]:
         config, cells = self.config, []
         for length in self.lengths:
-            once, rounds = forward_cost(config, length), 2 * self.rounds
+            once, rounds = forward_cost(config, length), self.prefills(length)
             cells.append(Cell(f"prefill {length}", len(NAMES) * rounds * once, lambda n=length: self.prefill(n)))
             cells.append(Cell(f"decode {length}", once, lambda n=length: self.decode(n)))
             cells += [
                 Cell(f"memory {length} {name}", once, lambda n=length, name=name: self.memory(name, n))
                 for name in NAMES
-                if name != AGAIN
+                if name != AGAIN and self.device == "cpu"
             ]
         return [replace(cell, settings=f"rounds {self.rounds}") for cell in cells]
 
     def speed(self) -> float:
         return operations_a_second(self.models[STOCK], min(self.lengths) // 2)
 
-    def prefill(self, length: int) -> dict[str, list[float]]:
-        """Seconds of each model in each round."""
+    def prefills(self, length: int) -> int:
+        """Rounds."""
+        return (1 if self.device == "cuda" and length == max(self.lengths) else 2) * self.rounds
+
+    def prefill(self, length: int) -> dict[str, Any]:
+        """Seconds of each model in each round, and, on a GPU, the bytes by which it raises the peak."""
         tokens = prompt(length, self.models[STOCK].device) % self.models[STOCK].config.vocab_size
-        works = {name: lambda model=model: prefill(model, tokens) for name, model in self.models.items()}
-        return interleaved(works, 2 * self.rounds, f"prefill of {length}")
+        grown: dict[str, int] = {}
+
+        def work(name: str) -> None:
+            memory = PeakMemory(self.models[name].device) if self.device == "cuda" else None
+            before = memory.now if memory else 0
+            prefill(self.models[name], tokens)
+            if memory:
+                grown[name] = memory.at_most - before
+
+        for model in self.models.values():
+            prefill(model, tokens[:, :SHORT])  # what the first call allocates for good, and compiles
+        works = {name: partial(work, name) for name in self.models}
+        return {"seconds": interleaved(works, self.prefills(length), f"prefill of {length}"), "bytes": grown}
 
     def decode(self, length: int) -> dict[str, list[float]]:
-        """The same of a step behind a cache of `length` tokens."""
+        """Seconds of a step behind a cache of `length` tokens, of each model in each round."""
         decoders = {
             name: Decoder(model, [length], DynamicCache(config=model.config)) for name, model in self.models.items()
         }
@@ -94,24 +123,25 @@ class Speed(Part):
         return {name: seconds[WARM:] for name, seconds in times.items()}
 
     def memory(self, name: str, length: int) -> int:
-        """Bytes that a prefill takes at its peak, in a process of its own on a CPU, where memory is not given back."""
-        if self.device == "cuda" or self.tiny:
+        """Bytes that a prefill takes at its peak on a CPU, in a process of its own, as memory is not given back."""
+        if self.tiny:
             return memory_growth(self.models[name], length)
         return memory_in_a_process(name, max(self.lengths) // 4, 2 * max(self.lengths), length, torch.device("cpu"))
 
     def record(self, kept: dict[str, Any]) -> dict[str, Any]:
         report = Report(self.name, seed=0, rehearsal=self.tiny)
         for length in self.lengths:
-            for what in ("prefill", "decode"):
-                times = kept.get(f"{what} {length}")
+            prefills = kept.get(f"prefill {length}", {})
+            for what, times in (("prefill", prefills.get("seconds")), ("decode", kept.get(f"decode {length}"))):
                 for name in NAMES[1:] if times else ():
                     most = MOST[what] if name in IN_ATTENTION else None
                     report.add(
                         f"{what} {length}: time, {name} over stock", over(times, name, STOCK, skip=0), at_most=most
                     )
-            stock = kept.get(f"memory {length} {STOCK}")
-            for name in (STATIC, *IN_ATTENTION):
-                bytes_ = kept.get(f"memory {length} {name}")
-                if bytes_ and stock:
-                    report.add(f"prefill {length}: memory, {name} over stock", bytes_ / stock, at_most=MOST["memory"])
+            measured = {name: kept[cell] for name in NAMES if (cell := f"memory {length} {name}") in kept}
+            grown = prefills.get("bytes") or measured
+            for name in (STATIC, *IN_ATTENTION) if STOCK in grown else ():
+                if name in grown:
+                    ratio = grown[name] / grown[STOCK]
+                    report.add(f"prefill {length}: memory, {name} over stock", ratio, at_most=MOST["memory"])
         return {"shape": self.models[STOCK].config.to_dict(), "figures": report.figures, "measured": kept}

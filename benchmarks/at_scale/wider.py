@@ -15,7 +15,7 @@ import torch
 from at_scale import gemma
 from at_scale.cells import Cell
 from at_scale.models import GEMMA_CONFIG, forward_cost, loaded
-from at_scale.quality import DEPTHS, Quality
+from at_scale.quality import DEPTHS, IN_ATTENTION, STATIC, Quality
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from ctxext import extend_context
@@ -34,8 +34,6 @@ from ctxext.fitting.gradient import GradientSettings
 from ctxext.training.loss import restore_loss, use_chunked_loss
 from ctxext.training.tiled import use_tiled_mlp
 
-STATIC = ("pi", "ntk", "ntk_by_parts", "yarn", "llama3", "abf", "resonance")
-IN_ATTENTION = ("dynamic_ntk", "dynamic_yarn", "self_extend", "rerope", "dca")
 NEEDLES = ("passkey", "needle", "needles", "needle_distractors")
 NO_DATA = ("qa_1", "qa_2")  # ask for the files of SQuAD and HotpotQA
 POSSIBLE = 0.5  # of RULER a model is asked beyond its length what it finds this often within it
@@ -67,11 +65,6 @@ class Wider(Quality):
     @property
     def lengths(self) -> tuple[int, int]:
         return self.target * 3 // 4, self.target
-
-    @property
-    def trials(self) -> int:
-        """For each text and depth: 40 prompts a cell over four texts."""
-        return 1 if self.tiny else 2 * self.rounds
 
     @cached_property
     def halves(self) -> dict[str, tuple[str, str]]:
@@ -116,7 +109,7 @@ class Wider(Quality):
             cells.append(Cell(f"make {TUNED}", 3 * (2 if self.tiny else self.steps) * once, self.tune))
         depths = DEPTHS[::2] if self.tiny else DEPTHS
         names = ("passkey",) if self.tiny else NEEDLES
-        common: dict[str, Any] = {"depths": depths, "trials": self.trials, "windows": 2 * self.trials}
+        common: dict[str, Any] = {"depths": depths, "trials": self.rounds, "windows": 2 * self.rounds}
         tasks = tuple(make_task(name) for name in names)
         for text in self.names:
             passes = {
@@ -131,7 +124,7 @@ class Wider(Quality):
                 cells += [
                     self._cell(
                         f"{text} {kind} {variant.name}",
-                        n_passes * self.trials * forward_cost(self.config, length),
+                        n_passes * self.rounds * forward_cost(self.config, length),
                         *(text, grid, variant),
                     )
                     for variant in self.variants

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from at_scale import run
-from at_scale.cells import Budget, Cell, CellsFailed, Part, Store, run_part
+from at_scale.cells import Budget, Cell, CellsFailed, Part, Share, Store, run_part
 from at_scale.estimate import PEAK, SHARES, estimate, printed
 from at_scale.models import GEMMA_CONFIG, SMOLLM2_CONFIG, held
 from at_scale.planning import SHAPES
@@ -317,7 +317,15 @@ def test_what_keeps_a_part_from_running_is_said_and_counts(
     assert "counting: not run: " in said("counting")
 
 
-@pytest.mark.parametrize("arguments", [["--rounds", "0"], ["--minutes", "nan"], ["--minutes", "-1"]])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--rounds", "0"],
+        ["--minutes", "nan"],
+        ["--minutes", "-1"],
+        *(["--share", k] for k in ("0/2", "3/2", "2", "1/x")),
+    ],
+)
 def test_nothing_is_measured_with_wrong_numbers(
     arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -332,3 +340,25 @@ def test_a_results_file_that_was_cut_has_no_finished_cells(tmp_path: Path) -> No
     assert expected(grid) == {("passkey", 64): 6, ("passkey", 128): 6, ("short", 64): 2}
     assert expected(Grid(texts=(Perplexity(),), lengths=(64, 128), windows=4)) == {("perplexity", 128): 4}
     assert not counts(tmp_path / "missing.jsonl")
+
+
+@pytest.mark.parametrize("of", [1, 2, 3, 5])
+def test_shares_split_the_cells_and_no_file_has_two_writers(of: int) -> None:
+    cells = [Cell(f"{text} {k}", 1.0, int, file=text) for k in range(3) for text in ("novel", "essay", "")]
+    shares = [Share(number, of).picked(cells) for number in range(1, of + 1)]
+    assert sorted(cell.name for share in shares for cell in share) == sorted(cell.name for cell in cells)
+    for text in ("novel", "essay"):
+        assert sum(any(cell.file == text for cell in share) for share in shares) == 1
+    assert all(shares)
+
+
+def test_a_share_measures_its_cells_and_the_whole_run_writes_the_figures(
+    tmp_path: Path, counting: Callable[..., int]
+) -> None:
+    record = tmp_path / "counting-cpu.json"
+    assert counting("--only", "counting", "--share", "2/2") == 0
+    assert set(Store(tmp_path / "raw/counting-cpu/cells.json").done(Counting(tmp_path).cells())) == {"b"}
+    assert not record.exists()
+    assert counting("--only", "counting", "--share", "1/2") == 0
+    assert counting("--only", "counting") == 0
+    assert json.loads(record.read_text())["complete"]
