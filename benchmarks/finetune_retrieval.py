@@ -25,20 +25,18 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from itertools import product
 from pathlib import Path
 from typing import Any, ClassVar
 
 from at_scale.cells import Budget, Cell, Part, Store, run_part
 from fidelity.row import spread
-from fit import lost, measure, ready
+from fit import lost, measure_saved
 from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
 from report import Report, options
-from transformers import AutoModelForCausalLM
 
-import ctxext
 from ctxext.assets import MODEL
 
 ROOT = Path(__file__).parents[1]
@@ -79,13 +77,10 @@ def command(arm: str, data: str, seed: int, output: Path, tiny: bool) -> list[st
     return [sys.executable, "recipes/finetune.py", "--config", "recipes/configs/tiny_yarn_4x.yaml", *changes]
 
 
+@cache
 def key_loss(folder: Path, target: int, texts: int, **extension: Any) -> float:
     """The mean loss of a passkey at the target length in nats; `extension` extends the checkpoint first."""
-    _, prompter, _, text = ready()
-    model = AutoModelForCausalLM.from_pretrained(folder)
-    if extension:
-        ctxext.extend_context(model, **extension)
-    return lost(measure(model.eval(), prompter, text, {target: texts}, windows=0, short_windows=0))
+    return lost(measure_saved(folder, {target: texts}, extension, windows=0, short_windows=0))
 
 
 def run(arm: str, data: str, seed: int, folder: Path, tiny: bool) -> dict[str, Any]:

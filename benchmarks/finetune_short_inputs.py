@@ -27,11 +27,10 @@ from typing import Any, ClassVar
 from at_scale.cells import Budget, Cell, Part, Store, run_part
 from fidelity.row import spread
 from finetuning import RECIPE, ROOT, TINY
-from fit import SEED, found, lost, mean, measure, ready
+from fit import SEED, found, lost, mean, measure_saved
 from report import Report, options
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig
 
-import ctxext
 from ctxext.assets import MODEL
 
 PLAIN = "plain"
@@ -66,14 +65,11 @@ def run(arm: str, seed: int, folder: Path, tiny: bool) -> dict[str, Any]:
 
 def measured(folder: Path, factor: float | None, tiny: bool) -> dict[str, Any]:
     """Figures of MEASURED for a checkpoint, extended by YaRN if there is a factor."""
-    _, prompter, _, text = ready()
-    model = AutoModelForCausalLM.from_pretrained(folder)
-    if factor:
-        ctxext.extend_context(model, factor=factor, method="yarn")
     sizes = {"windows": 2, "short_windows": 2} if tiny else {}
-    as_saved = measure(model.eval(), prompter, text, {768: 1} if tiny else TRIALS, **sizes)
-    model = AutoModelForCausalLM.from_pretrained(folder, config=AutoConfig.from_pretrained(MODEL))
-    original = measure(model.eval(), prompter, text, {TRAINED: 0}, **{**sizes, "windows": 0})
+    extension = {"factor": factor, "method": "yarn"} if factor else None
+    as_saved = measure_saved(folder, {768: 1} if tiny else TRIALS, extension, **sizes)
+    stock = AutoConfig.from_pretrained(MODEL)
+    original = measure_saved(folder, {TRAINED: 0}, config=stock, **{**sizes, "windows": 0})
     return {
         "passkey": found(as_saved),
         "key_loss": lost(as_saved),

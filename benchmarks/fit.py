@@ -27,7 +27,7 @@ from rich.progress import track
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 
-from ctxext import temporarily_extended
+from ctxext import extend_context, temporarily_extended
 from ctxext.assets import MODEL, PERSUASION
 from ctxext.encodings.rope import RopeGeometry
 from ctxext.evals.engine import Engine
@@ -249,6 +249,21 @@ def measure(
         "stretches": window_stretches(range(windows), SEED, max(trials), haystack.n_tokens),
         "short": losses(trained, short_windows),
     }
+
+
+def measure_saved(
+    folder: Path, trials: dict[int, int], extension: dict[str, Any] | None = None, config: Any = None, **sizes: int
+) -> dict[str, Any]:
+    """`measure` of a checkpoint on the half of the book that nothing is fitted on.
+
+    Args:
+        extension: arguments of `extend_context`, applied first.
+        config: in place of its own.
+    """
+    model = AutoModelForCausalLM.from_pretrained(folder, config=config).eval()
+    if extension:
+        extend_context(model, **extension)
+    return measure(model, Prompter(AutoTokenizer.from_pretrained(MODEL)), halves()[1], trials, **sizes)
 
 
 # -------------------------------------------------------------------------------------- the comparison

@@ -88,10 +88,12 @@ def comparison_table(file: str, page: str = ".", without: tuple[str, ...] = (), 
     if asked:
         n = figures["none"]["retrieval"]["passkey"][asked[0]]["n"]
         texts = summary["about"].get("texts")
-        of = f" over {counted(len(texts), 'text')}; each text counts" if texts else "; prompts of one text count"
+        unit = "; prompts of one text count as one"
+        if texts:
+            unit = f" over {counted(len(texts), 'text')}; each text counts as one sample"
         how = os.path.relpath("docs/evaluation.md", page)
-        unit = f"[95% intervals]({how}#how-to-read-an-interval){of} as one{' sample' if texts else ''}"
-        note = f"{n} prompts per cell, {unit}; {note}"
+        intervals = f"[95% intervals]({how}#how-to-read-an-interval)"
+        note = f"{n} prompts per cell, {intervals}{unit}; {note}"
     return table(head, rows, note)
 
 
