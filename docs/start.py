@@ -45,6 +45,8 @@ INTRODUCTION = f"""\
 
 SmolLM2-135M-Instruct was trained at 8,192 tokens. Here it is extended to 32,768, served by llama.cpp, and the server is
 verified. The commands ran as shown: `python docs/start.py` writes this page. On two CPU cores they take two minutes.
+The page shows that the server applies the extension. How well SmolLM2 reads is measured at twice its length alone
+([measurements](at_scale/README.md)).
 
 Install ctxext in a clone, with llama.cpp, and get the model:
 

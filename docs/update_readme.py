@@ -869,11 +869,27 @@ def cope_table() -> str:
     return table(head, rows, note)
 
 
+def configs_table() -> str:
+    """What each config of the recipe trains, from its first comment."""
+    rows = []
+    for path in sorted(Path("recipes/configs").glob("*.yaml")):
+        text = path.read_text(encoding="utf-8")
+        about = " ".join(line.removeprefix("# ") for line in text.partition("\n#\n")[0].splitlines())
+        (measured_on,) = re.findall(r"^measured_on: (.*)$", text, re.MULTILINE)
+        rows.append([f"[{path.stem}](configs/{path.name})", about.removesuffix("."), measured_on])
+    return table(["config", "trains", "measured on"], rows)
+
+
 TABLES = {
     "README.md": {
         "quality": partial(comparison_table, "docs/at_scale/quality-cpu.json", without=(FITTED,), at_the_end=True),
     },
-    "recipes/README.md": {"finetune": finetune_table, "retrieval": retrieval_table, "short-inputs": short_inputs_table},
+    "recipes/README.md": {
+        "configs": configs_table,
+        "finetune": finetune_table,
+        "retrieval": retrieval_table,
+        "short-inputs": short_inputs_table,
+    },
     "docs/fit/README.md": {
         "fit": fit_table,
         "ablation": partial(parts_table, "docs/fit/ablation.json"),

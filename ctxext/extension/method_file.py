@@ -58,7 +58,7 @@ def check_writable(path: Path) -> None:
         with NamedTemporaryFile(dir=parent, prefix=".ctxext-"):  # permissions alone do not tell: /proc has them
             pass
     except OSError:
-        raise OSError(f"{path} cannot be written in {parent}. Choose another file name.") from None
+        raise OSError(f"{path} cannot be written in {parent}. Choose another folder.") from None
 
 
 def check_new(path: Path) -> None:

@@ -559,7 +559,8 @@ def _readable(mistake: Any) -> str:
         return f"{where} must be {kind}, got {shown(mistake['input'])}"
     message = mistake["msg"].removeprefix("Value error, ")
     own = mistake["type"] == "value_error" or isinstance(mistake["input"], (dict, list))
-    return f"{where}: {message}".removeprefix(": ") + ("" if own else f", got {shown(mistake['input'])}")
+    said = f"{where}: {message}".removeprefix(": ").replace(": Input should be ", " must be ", 1)
+    return said + ("" if own else f", got {shown(mistake['input'])}")
 
 
 def _keys(section: Any, path: Sequence[str | int]) -> list[str]:

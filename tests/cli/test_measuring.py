@@ -896,7 +896,7 @@ def test_a_mistake_gets_a_remedy_and_leaves_no_trace(mistake: str, desk: Path, s
         *(
             (
                 (*command, "/proc/new.json"),
-                "error: /proc/new.json cannot be written in /proc. Choose another file name.",
+                "error: /proc/new.json cannot be written in /proc. Choose another folder.",
             )
             for command in (
                 ("eval", MODEL, "-o"),
