@@ -42,6 +42,8 @@ SCALING_KEYS = frozenset({
     "beta_fast", "beta_slow", "truncate", "mscale", "mscale_all_dim", "short_factor", "long_factor",
     "short_mscale", "long_mscale", "low_freq_factor", "high_freq_factor",
 })  # fmt: skip
+# YaRN's own largest factor, after training at it (arXiv 2309.00071, section 4).
+FURTHEST = 32
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -510,6 +512,8 @@ def _notes(plan: RopePlan, seen_beyond: tuple[RopeTable, ...]) -> tuple[str, ...
             f"{n_stopped} pairs of dimensions no longer rotate, which the model must be trained for before use: ctxext "
             "finetune."
         )
+    if plan.factor > FURTHEST:
+        notes.append(f"a factor above {FURTHEST} needs training at the target length before use: ctxext finetune.")
     left = [table.label for table in facts.tables if table not in seen_beyond]
     if left:
         notes.append(f"{', '.join(left)}: unchanged, because their window is within the trained length.")

@@ -78,3 +78,10 @@ def test_layers_of_one_type_have_no_table_of_types() -> None:
 ])  # fmt: skip
 def test_layers_without_rope_are_given_none(config: Any) -> None:
     assert describe_context(config).layer_types == ()
+
+
+@pytest.mark.parametrize(("factor", "noted"), [(4, False), (32, False), (33, True)])
+@pytest.mark.parametrize("method", ["yarn", "dynamic_ntk"])
+def test_a_factor_that_nothing_reaches_untrained_is_noted(method: str, factor: float, noted: bool) -> None:
+    notes = describe_context(tiny_model("llama"), factor, method=method).notes
+    assert notes == (("a factor above 32 needs training at the target length before use: ctxext finetune.",) * noted)
