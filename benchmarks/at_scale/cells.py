@@ -10,14 +10,17 @@ import time
 import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
+from filelock import FileLock, Timeout
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from ctxext.utils.machine import machine, versions
+from ctxext.utils.values import counted
 
 
 @dataclass(frozen=True)
@@ -29,7 +32,8 @@ class Cell:
         run: measures it; what it returns is kept as JSON.
         settings: what the name leaves out; a kept cell of other settings is measured again.
         there: whether what `run` wrote to other files is still there.
-        file: what it writes to beside; cells of one file are measured by one process.
+        file: another one that `run` writes to; the cells of a file are measured by one process, those of two files may
+            be measured at once.
     """
 
     name: str
@@ -177,29 +181,44 @@ def minutes(seconds: float) -> str:
     )
 
 
-@dataclass(frozen=True)
-class Share:
-    """One of several processes that measure a part together, counted from 1."""
+@dataclass
+class Claims:
+    """What this process measures: the cells of a file, or all that write to none, until the `with` block ends.
 
-    number: int = 1
-    of: int = 1
+    So the same command, started several times, shares the files of a part.
+    """
 
-    def picked(self, cells: Sequence[Cell]) -> list[Cell]:
-        """Those of `cells` that are its own; cells of one file stay together."""
-        together = list(dict.fromkeys(cell.file or cell.name for cell in cells))
-        mine = set(together[self.number - 1 :: self.of])
-        return [cell for cell in cells if (cell.file or cell.name) in mine]
+    folder: Path
+    _locks: dict[str, FileLock] = field(default_factory=dict)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for lock in self._locks.values():
+            lock.release()
+
+    def hold(self, cell: Cell) -> bool:
+        """Whether `cell` is this process's, which claims it unless another one has."""
+        name = cell.file or "run"
+        if name not in self._locks:
+            lock = FileLock(self.folder / f"{name}.lock", timeout=0)
+            with suppress(Timeout):
+                lock.acquire()
+                self._locks[name] = lock
+        return name in self._locks
 
 
-def run_part(part: Part, store: Store, budget: Budget, say: Callable[[str], None], share: Share = Share()) -> bool:
-    """Measure the missing cells of `part` while the budget lasts; whether all of the share are done.
+def run_part(part: Part, store: Store, budget: Budget, say: Callable[[str], None]) -> bool:
+    """Measure the missing cells of `part` while the budget lasts; whether all are done.
 
-    A cell that fails, as one does that needs more memory than there is, does not stop the others.
+    A cell that fails, as one does that needs more memory than there is, does not stop the others; those that another
+    run has claimed are left to it.
 
     Raises:
         CellsFailed: some did, when all others are measured or the time is over.
     """
-    cells = share.picked(part.cells())
+    cells = part.cells()
     if not cells:
         raise ValueError(f"{part.name} has nothing to measure.")
     done = store.done(cells)
@@ -207,15 +226,30 @@ def run_part(part: Part, store: Store, budget: Budget, say: Callable[[str], None
     if not left:
         say(f"{part.name}: all {len(cells)} cells are done.")
         return True
+    with Claims(part.folder) as claims:
+        if not any(claims.hold(cell) for cell in left):  # nor is a pass timed, which would slow the other run
+            say(f"{part.name}: {counted(len(left), 'cell')} not run: another run is measuring them.")
+            return False
+        return _measured(part, store, budget, say, claims, left, len(cells))
+
+
+def _measured(
+    part: Part, store: Store, budget: Budget, say: Callable[[str], None], claims: Claims, left: list[Cell], n_cells: int
+) -> bool:
+    """`run_part` for the cells that are left, the first of which is claimed."""
     speed = part.speed()
     ahead = sum(cell.cost for cell in left)
-    say(f"{part.name}: {part.title}. {len(left)} of {len(cells)} cells to measure, about {minutes(ahead / speed)}.")
+    say(f"{part.name}: {part.title}. {len(left)} of {n_cells} cells to measure, about {minutes(ahead / speed)}.")
     left_over = TextColumn("{task.fields[left]} left  {task.description}")
     spent = measured = 0.0
-    failed, in_time = 0, True
+    failed, taken, in_time = 0, 0, True
     with Progress(BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), left_over) as progress:
-        bar = progress.add_task("", total=len(cells), completed=len(cells) - len(left), left=minutes(ahead / speed))
+        bar = progress.add_task("", total=n_cells, completed=n_cells - len(left), left=minutes(ahead / speed))
         for cell in left:
+            mine = claims.hold(cell)
+            if not mine or store.done([cell]):  # by a run that has ended since
+                taken, ahead = taken + (not mine), ahead - cell.cost
+                continue
             expected = cell.cost / speed
             if expected > budget.left:
                 say(
@@ -238,6 +272,8 @@ def run_part(part: Part, store: Store, budget: Budget, say: Callable[[str], None
             spent, measured, ahead = spent + seconds, measured + cell.cost, ahead - cell.cost
             speed = measured / spent if spent else speed
             progress.update(bar, advance=1, left=minutes(ahead / speed))
+    if taken:
+        say(f"{part.name}: {counted(taken, 'cell')} not run: another run is measuring them.")
     if failed:
         raise CellsFailed(f"{part.name}: {failed} of {len(left)} cells failed. The same command tries them again.")
-    return in_time
+    return in_time and not taken

