@@ -262,6 +262,11 @@ def memory_growth(model: Any, length: int) -> int:
     """Bytes by which a prefill of `length` tokens raises the peak of this process, or of its GPU."""
     tokens = prompt(length, model.device) % model.config.vocab_size
     prefill(model, tokens[:, :SHORT])  # what the first call allocates for good
+    return growth(model, tokens)
+
+
+def growth(model: Any, tokens: Tensor) -> int:
+    """The same of a prefill of `tokens`, which needs no other first."""
     memory = PeakMemory(model.device)
     before = memory.now
     prefill(model, tokens)

@@ -21,6 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import texts
 import torch
 from report import Report, kept, options
 from rich.progress import track
@@ -125,9 +126,7 @@ def ready() -> tuple[Any, Prompter, str, str]:
 
 
 def halves() -> tuple[str, str]:
-    text = PERSUASION.read_text(encoding="utf-8")
-    middle = text.index("\n\n", len(text) // 2)
-    return text[:middle], text[middle:]
+    return texts.halves(PERSUASION.read_text(encoding="utf-8"))
 
 
 def part(factor: int, name: str, how: dict[str, Any] | None, to: int) -> dict[str, Any]:

@@ -77,6 +77,12 @@ def text_of(name: str) -> str:
         return "\n\n".join(map(plain, pages))[:LONGEST]
 
 
+def halves(text: str) -> tuple[str, str]:
+    """A text cut before the paragraph after its middle."""
+    middle = text.index("\n\n", len(text) // 2)
+    return text[:middle], text[middle:]
+
+
 def plain(page: Path) -> str:
     """The text of a page, unpacked; of an HTML page without tags, its paragraphs apart."""
     packed = page.suffix in (".gz", ".dz")

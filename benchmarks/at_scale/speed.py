@@ -16,6 +16,7 @@ from attention import (
     SHORT,
     STOCK,
     Decoder,
+    growth,
     memory_growth,
     memory_in_a_process,
     prefill,
@@ -24,8 +25,6 @@ from attention import (
 )
 from report import WARM, Report, interleaved, over
 from transformers import DynamicCache, LlamaConfig
-
-from ctxext.training.estimate import PeakMemory
 
 STATIC, IN_ATTENTION = "yarn", ("dynamic_ntk", "self_extend", "dca", "rerope")
 NAMES = (STOCK, AGAIN, STATIC, *IN_ATTENTION)
@@ -103,11 +102,10 @@ class Speed(Part):
         grown: dict[str, int] = {}
 
         def work(name: str) -> None:
-            memory = PeakMemory(self.models[name].device) if self.device == "cuda" else None
-            before = memory.now if memory else 0
-            prefill(self.models[name], tokens)
-            if memory:
-                grown[name] = memory.at_most - before
+            if self.device == "cuda":
+                grown[name] = growth(self.models[name], tokens)
+            else:
+                prefill(self.models[name], tokens)
 
         for model in self.models.values():
             prefill(model, tokens[:, :SHORT])  # compiles

@@ -16,11 +16,10 @@ from at_scale import gemma
 from at_scale.cells import Cell
 from at_scale.models import GEMMA_CONFIG, forward_cost, loaded
 from at_scale.quality import DEPTHS, IN_ATTENTION, STATIC, Quality
-from texts import SECOND_HALF
+from texts import SECOND_HALF, halves
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from ctxext import extend_context
-from ctxext.assets import PERSUASION
 from ctxext.evals.perplexity import Perplexity
 from ctxext.evals.prompts import Prompter
 from ctxext.evals.results import read_results
@@ -72,22 +71,12 @@ class Wider(Quality):
     def lengths(self) -> tuple[int, int]:
         return self.target * 3 // 4, self.target
 
-    @cached_property
-    def halves(self) -> dict[str, tuple[str, str]]:
-        texts = {**super().texts, "novel": PERSUASION.read_text(encoding="utf-8")}
-        return {
-            name: (text[:cut], text[cut:])
-            for name, text in texts.items()
-            for cut in [text.index("\n\n", len(text) // 2)]
-        }
-
-    @cached_property
-    def texts(self) -> dict[str, str]:
-        return {name: second for name, (_, second) in self.halves.items()}
+    def measured_text(self, name: str) -> str:
+        return halves(self.text(name))[1]
 
     @cached_property
     def learnt(self) -> str:
-        return "\n\n".join(first for first, _ in self.halves.values())
+        return "\n\n".join(halves(self.text(name))[0] for name in self.names)
 
     @cached_property
     def variants(self) -> list[Variant]:
@@ -176,12 +165,12 @@ class Wider(Quality):
         """The tasks of which the baseline scores POSSIBLE or more at `near` tokens; tiny, all."""
         if self.tiny:
             return list(names)
-        summary = Summary(read_results(self.file(next(iter(self.texts)), "ruler")))
+        summary = Summary(read_results(self.file(self.names[0], "ruler")))
         return [name for name in names if summary.by_length("none", name)[near].value >= POSSIBLE]
 
     def _run(self, text: str, grid: Grid, variant: Variant, kind: str = "") -> Callable[[], None]:
         def run() -> None:
-            target, haystack = self.targets[text]
+            target, haystack = self.asked(text)
             asked = variant
             if variant.name == FITTED:
                 asked = Variant(FITTED, {"method": read_saved(self.folder / "fitted.json").method})
@@ -252,7 +241,7 @@ class Wider(Quality):
         return target
 
     def record(self, kept: dict[str, Any]) -> dict[str, Any]:
-        path = self.file(next(iter(self.texts)), "ruler")
+        path = self.file(self.names[0], "ruler")
         ruler = Summary(read_results(path)).to_dict()["figures"] if path.is_file() else {}
         return {
             **super().record(kept),

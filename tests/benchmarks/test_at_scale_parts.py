@@ -8,9 +8,10 @@ import zipfile
 from pathlib import Path
 
 import pytest
+import smollm2
 import texts
 import torch
-from at_scale import gemma, laws, run, training
+from at_scale import gemma, laws, quality, run, training
 from at_scale.wider import Gemma, Octuple, Quadruple
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -126,6 +127,22 @@ def test_only_texts_that_hold_the_target_are_measured() -> None:
     assert "security" not in octuple.names  # within a quarter of the target
 
 
+def test_every_text_of_a_part_can_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in texts.NAMES:
+        (tmp_path / f"{name}.txt").write_text(
+            f"The first half of {name}, which is longer.\n\nThe second half of {name}."
+        )
+    monkeypatch.setattr(quality, "TEXTS", tmp_path)
+    monkeypatch.setattr(quality, "fetch", lambda: None)
+    for kind in (quality.Quality, Quadruple, Octuple, Gemma):
+        part = kind(tmp_path, "cuda")
+        read = {name: part.measured_text(name) for name in part.names}
+        for name, text in read.items():
+            assert f"The second half of {name}." in text
+            assert ("first" in text) == (kind is quality.Quality and name != "novel")
+    assert all(f"The first half of {name}," in part.learnt for name in part.names)
+
+
 def test_a_model_whose_saving_stopped_is_not_taken_for_whole(tmp_path: Path) -> None:
     class Stopped:
         def save_pretrained(self, folder: str) -> None:
@@ -133,7 +150,7 @@ def test_a_model_whose_saving_stopped_is_not_taken_for_whole(tmp_path: Path) -> 
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        gemma.keep(Stopped(), Stopped(), tmp_path / "model")
+        smollm2.keep(Stopped(), Stopped(), tmp_path / "model")
     assert not (tmp_path / "model/config.json").exists()
 
 
