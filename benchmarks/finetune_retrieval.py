@@ -2,6 +2,7 @@
 
     python benchmarks/finetune_retrieval.py                # 27 runs of the recipe; some 11 hours on one core
     python benchmarks/finetune_retrieval.py --minutes 60   # as many as fit; the same command goes on
+    for k in 1 2; do OMP_NUM_THREADS=1 python benchmarks/finetune_retrieval.py & done    # shared by two processes
     python benchmarks/finetune_retrieval.py --only pi --seeds 1
     python benchmarks/finetune_retrieval.py --tiny         # two steps of each on short rows, to see that it works
 
@@ -83,9 +84,8 @@ def key_loss(folder: Path, target: int, texts: int, **extension: Any) -> float:
     return lost(measure_saved(folder, {target: texts}, extension, windows=0, short_windows=0))
 
 
-def run(arm: str, data: str, seed: int, folder: Path, tiny: bool) -> dict[str, Any]:
+def run(arm: str, data: str, seed: int, output: Path, tiny: bool) -> dict[str, Any]:
     """What one fine-tune measured; the recipe resumes it if it was interrupted."""
-    output = folder / f"{arm}-{DATA[data]}-{seed}".replace(" ", "-")
     subprocess.run(command(arm, data, seed, output, tiny), cwd=ROOT, check=True)
     figures = json.loads((output / "figures.json").read_text())
     mid_training = [json.loads(line) for line in (output / "mid_training.jsonl").read_text().splitlines()]
@@ -123,17 +123,17 @@ class Retrieval(Part):
     seeds: int = 3
 
     def cells(self) -> list[Cell]:
-        return [
-            Cell(
-                f"{arm}, {data}, {seed}",
-                SECONDS[ARMS[arm][1]],
-                partial(run, arm, data, seed, self.folder, self.tiny),
-                settings=" ".join(command(arm, data, seed, Path("run"), self.tiny)[1:]),
-            )
-            for seed in range(self.seeds)
-            for arm in self.arms
-            for data in DATA
-        ]
+        return [self._cell(*each) for each in product(range(self.seeds), self.arms, DATA)]
+
+    def _cell(self, seed: int, arm: str, data: str) -> Cell:
+        name = f"{arm}-{DATA[data]}-{seed}".replace(" ", "-")
+        return Cell(
+            f"{arm}, {data}, {seed}",
+            SECONDS[ARMS[arm][1]],
+            partial(run, arm, data, seed, self.folder / name, self.tiny),
+            settings=" ".join(command(arm, data, seed, Path("run"), self.tiny)[1:]),
+            file=name,
+        )
 
     def speed(self) -> float:
         return 1.0  # costs are in seconds

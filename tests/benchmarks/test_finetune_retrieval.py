@@ -33,6 +33,11 @@ def test_the_runs_of_an_arm_differ_by_the_retrieval_rows_alone(arm: str) -> None
     assert found[0] == found[1] == found[2]
 
 
+def test_processes_share_the_runs_one_by_one(tmp_path: Path) -> None:
+    cells = finetune_retrieval.Retrieval(tmp_path).cells()
+    assert len({cell.file for cell in cells}) == len({cell.name for cell in cells}) == 27
+
+
 def cells(none: list[float], one: list[float], eight: list[float]) -> dict:
     def cell(value: float) -> dict:
         points = [{"tokens": 8192 * k, "passkey": value, "tail_loss": 4 - value} for k in range(3)]
