@@ -68,5 +68,6 @@ def extend(
     weighs = weights_in(result.output)
     said = f"{loads} loads it." if weighs else f"there were no weights to copy; once they are added, {loads} loads it."
     common.say(f"wrote {result.output} ({how}); {said}")
+    common.say_servers(result.output)
     if not any(any(result.output.glob(pattern)) for pattern in TOKENIZER_FILES):
         common.say(f"note: {model} has no tokenizer, so {result.output} has none. Save it there too.")

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from ctxext.cli.common import loaded_by, say
+from ctxext.cli.common import loaded_by, say, say_servers
 from ctxext.utils.screen import next_measurement
 from ctxext.utils.values import size_in_words
 
@@ -29,4 +29,5 @@ def merge(
     written = merge_adapter(adapter, output, dtype)
     size = sum(path.stat().st_size for path in written.rglob("*") if path.is_file())
     say(f"wrote {written} ({size_in_words(size)}); {loaded_by(written)} loads it.")
+    say_servers(written)
     say(next_measurement(written))

@@ -32,6 +32,37 @@ def model(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.mark.parametrize(
+    ("method", "servers"),
+    [
+        ("yarn", ""),
+        ("pi", ""),
+        ("llama3", ""),
+        ("ntk_by_parts", "SGLang"),
+        ("resonance", "vLLM and SGLang"),
+        ("self_extend", ""),
+    ],
+)
+def test_extend_names_the_servers_that_would_misread_the_folder(method: str, servers: str, tmp_path: Path) -> None:
+    folder = tmp_path / "x4"
+    done = CliRunner().invoke(commands, ["extend", "bundled", "--factor", "4", "--method", method, "-o", str(folder)])
+    assert done.exit_code == 0, done.output
+    note = f"{servers} would not read this config.json as meant. To serve it there: ctxext export"
+    said = " ".join(done.output.split())
+    assert (note in said) == bool(servers), said
+    if method == "self_extend":
+        return
+    for name, line in {
+        "vLLM": f"vllm serve {folder} --max-model-len 2048",
+        "SGLang": f"python -m sglang.launch_server --model-path {folder} --context-length 2048",
+    }.items():
+        assert lint(line).exit_code == (name in servers)
+    export = ["export", str(folder), "--engine", "sglang", "-o", str(tmp_path / "out"), "--no-probe"]
+    assert CliRunner().invoke(commands, export).exit_code == 0
+    line = f"python -m sglang.launch_server --model-path {tmp_path}/out/sglang --context-length 2048"
+    assert lint(line).exit_code == 0
+
+
 def test_a_wrong_line_is_explained_and_the_right_one_can_be_copied(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
