@@ -80,17 +80,17 @@ def compare(
     from ctxext.evals.screen import asked_as_it_answers, finish, print_plan, run_with_bar, share_bar
     from ctxext.evals.summary import Summary, label
     from ctxext.evals.targets import LiveModel, compared_variants
-    from ctxext.extension.method_file import check_apart, check_method_file, check_writable
+    from ctxext.extension.method_file import check_apart, check_method_file
     from ctxext.fitting.race import Race, check_start, left_beside, saved_choice, where_it_runs
     from ctxext.hub.checkpoint import check_not_extended, checkpoint_folder
     from ctxext.utils.processes import Processes
 
-    check_writable(output)
+    measuring.check_results(output)
     if best is not None:
         check_method_file(best, "--best")
         check_apart(best, "--best", output, "the results, which go to --output")
     if quick:
-        minutes, no_fit, methods = minutes or 5.0, True, methods or "yarn,self_extend"
+        minutes, no_fit, methods = 5.0 if minutes is None else minutes, True, methods or "yarn,self_extend"
         factor = 2.0 if factor is None and target_length is None else factor
         depths = "0.25,0.75" if depths == "5" else depths
     measuring.check_judge(judge, tasks)

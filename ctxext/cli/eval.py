@@ -13,6 +13,7 @@ import typer
 from ctxext.cli import common, measuring
 from ctxext.utils.extras import require
 from ctxext.utils.screen import next_command
+from ctxext.utils.values import check_minutes
 
 if TYPE_CHECKING:
     from ctxext.evals.prompts import Prompter
@@ -99,11 +100,10 @@ def evaluate(
     from ctxext.evals.screen import asked_as_it_answers, finish, print_plan, run_timed, run_with_bar
     from ctxext.evals.suites import print_published
     from ctxext.evals.targets import LiveModel, LocalModel, Variant, known_lengths
-    from ctxext.extension.method_file import check_writable
     from ctxext.hub.checkpoint import check_not_extended, checkpoint_folder, read_config
     from ctxext.utils.processes import Processes
 
-    check_writable(output)
+    measuring.check_results(output)
     if not _given(context, "tasks") and (server is not None or backend != "transformers"):
         tasks = "passkey,perplexity"  # cost is of transformers alone
     published, asked = _with_suite(context, suite, suite_data, Asked(tasks, haystack, setting, style, trials))
@@ -130,7 +130,9 @@ def evaluate(
     compared = _compared(names, judge, base, method, server)
     processes = Processes.here()
     if quick:
-        minutes, depths = minutes or 5.0, "0.25,0.75" if depths == "5" else depths
+        minutes, depths = 5.0 if minutes is None else minutes, "0.25,0.75" if depths == "5" else depths
+    if minutes is not None:
+        check_minutes(minutes)
     opener = Opener(
         server=server,
         backend=backend,

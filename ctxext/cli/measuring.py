@@ -93,6 +93,16 @@ Dtype = Annotated[
 Device = Annotated[str | None, typer.Option(help="Such as cuda:1 or cpu; `auto` splits the model across all GPUs.")]
 
 
+def check_results(path: Path) -> None:
+    """Raise OSError or ValueError, before a model is loaded, if samples cannot be added to `path`."""
+    from ctxext.evals.results import read_results
+    from ctxext.extension.method_file import check_writable
+
+    check_writable(path)
+    if path.exists() and path.stat().st_size:
+        read_results(path)
+
+
 def parse_lengths(text: str) -> tuple[int, ...]:
     try:
         return tuple(sorted({values.parse_tokens(part) for part in text.split(",")}))

@@ -21,7 +21,7 @@ from ctxext.evals.runner import AnyTask, Batch, Runner
 from ctxext.evals.summary import Summary
 from ctxext.evals.targets import LiveModel, Variant
 from ctxext.evals.workload import Speed, Workload
-from ctxext.utils.values import counted
+from ctxext.utils.values import check_minutes, counted
 
 # The smallest number of samples: one does not show the variance.
 FIRST = 2
@@ -69,8 +69,7 @@ class Timed:
         now: Callable[[], float] = time.perf_counter,
         advance: Callable[[float, str], None] = lambda share, state: None,
     ) -> None:
-        if not 0 < minutes < math.inf:
-            raise ValueError(f"minutes must be a finite number > 0, got {minutes}.")
+        check_minutes(minutes)
         assert isinstance(runner.target, LiveModel)
         self.runner, self.variants, self.path, self.speed = runner, variants, path, speed
         self.target = runner.target

@@ -28,7 +28,7 @@ from ctxext.fitting.live import LiveFactors, recomputed
 from ctxext.methods import LongRoPE, RopeScaling, make_method
 from ctxext.models.text_config import text_config_of
 from ctxext.utils.processes import ALONE, Processes
-from ctxext.utils.values import counted, suggest
+from ctxext.utils.values import check_minutes, counted, is_number, suggest
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -79,10 +79,11 @@ class GradientSettings:
             count = getattr(self, name)
             if count is not None and count < 1:
                 raise ValueError(f"{name} must be >= 1, got {count}.")
-        for name in ("short", "text", "retrieval", "minutes"):
-            value, least = getattr(self, name), " > 0" if name == "minutes" else " >= 0"
-            if value is not None and not (0 <= value < math.inf and (value or name != "minutes")):
-                raise ValueError(f"{name} must be a finite number{least}, got {value}.")
+        for name in ("short", "text", "retrieval"):
+            if not is_number(value := getattr(self, name), low=0):
+                raise ValueError(f"{name} must be a finite number >= 0, got {value}.")
+        if self.minutes is not None:
+            check_minutes(self.minutes)
         if not self.short + self.text + self.retrieval > 0:
             raise ValueError(
                 "short, text and retrieval are all 0, so there is nothing to learn. Set one of them above 0."

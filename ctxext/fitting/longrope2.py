@@ -26,7 +26,7 @@ from ctxext.fitting.gradient import Fit, GradientSettings, Validation
 from ctxext.fitting.live import LiveFactors
 from ctxext.methods import LongRoPE, RopeScaling, YaRN
 from ctxext.utils.processes import ALONE, Processes
-from ctxext.utils.values import counted, is_count
+from ctxext.utils.values import check_minutes, counted, is_count
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -65,8 +65,8 @@ class LongRoPE2Settings:
             count = getattr(self, name)
             if not ((name == "rows" and count is None) or is_count(count)):
                 raise ValueError(f"{name} must be a whole number >= 1, got {count!r}.")
-        if self.minutes is not None and not 0 < self.minutes < math.inf:
-            raise ValueError(f"minutes must be a finite number > 0, got {self.minutes}.")
+        if self.minutes is not None:
+            check_minutes(self.minutes)
 
     def rows_at(self, target: int) -> int:
         """The number of rows of `target` tokens per evaluation."""

@@ -35,7 +35,7 @@ from ctxext.fitting.fit import fit
 from ctxext.fitting.gradient import GradientSettings
 from ctxext.fitting.live import LiveFactors, frozen
 from ctxext.utils.machine import versions
-from ctxext.utils.values import counted, finite
+from ctxext.utils.values import check_minutes, counted, finite
 
 FITTED = "fitted"
 # A candidate is eliminated at this unadjusted p: elimination saves time and is not reported as behind.
@@ -73,8 +73,7 @@ def staying(summary: Summary, candidates: Sequence[str]) -> list[str]:
 
 def check_start(path: Path, minutes: float) -> None:
     """Raise ValueError unless `minutes` is a positive number and the results file is new."""
-    if not 0 < minutes < math.inf:
-        raise ValueError(f"minutes must be a finite number > 0, got {minutes}.")
+    check_minutes(minutes)
     if found := str(path) if path.exists() else left_beside(path):
         what = "" if path.exists() else " (samples of an unfinished run)"
         raise ValueError(

@@ -63,6 +63,12 @@ def check_rows(tokens: int) -> None:
         )
 
 
+def check_minutes(minutes: float) -> None:
+    """Raise ValueError unless `minutes` is a time limit."""
+    if not (is_number(minutes) and minutes > 0):
+        raise ValueError(f"minutes must be a finite number > 0, got {minutes}.")
+
+
 def finite(value: Any) -> Any:
     """`value` with every infinite or NaN number replaced by None, for JSON."""
     if isinstance(value, dict):

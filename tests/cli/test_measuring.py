@@ -770,6 +770,7 @@ REMEDIES = {
     "a server without a scheme": ((*PASSKEY, *SMALL, "--server", "localhost:9"), "--server must begin with http"),
     "minutes of a server": ((*PASSKEY, *SMALL, "--server", "SERVER", "--quick"), "--minutes and --quick measure one"),
     "no minutes": ((*PASSKEY, *SMALL, "--minutes", "0"), "--minutes must be a finite number > 0, got 0.0"),
+    "no minutes for a first look": (("--quick", "--minutes", "0"), "--minutes must be a finite number > 0, got 0.0"),
     "cost of a server": (("--tasks", "cost", *SMALL, "--server", "SERVER"), "cost measures .* Drop it from --tasks"),
     "an unknown backend": ((*PASSKEY, *SMALL, "--backend", "vlm"), "unknown --backend 'vlm'; did you mean 'vllm'?"),
     "vLLM that is not installed": ((*PASSKEY, *SMALL, "--backend", "vllm"), "not installed: pip install vllm"),
@@ -851,6 +852,7 @@ def test_a_mistake_gets_a_remedy_and_leaves_no_trace(mistake: str, desk: Path, s
         (("demo", "--lengths", ""), "--lengths: '' is not a number of tokens"),
         (("compare", MODEL, "--methods", "baseline,yarn"), "the baseline is always measured.* Leave it out"),
         (("compare", MODEL, "--minutes", "0"), "--minutes must be a finite number > 0, got 0"),
+        (("compare", MODEL, "--quick", "--minutes", "0"), "--minutes must be a finite number > 0, got 0"),
         (
             ("compare", MODEL, "--minutes", "1", "-o", "based.jsonl"),
             "based.jsonl exists already.* --minutes .*Remove it",
