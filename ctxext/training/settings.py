@@ -9,10 +9,11 @@ that suggest the nearest known key.
 from __future__ import annotations
 
 import math
+import shutil
 import types
 import typing
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Annotated, Any, Literal
@@ -339,10 +340,25 @@ class Settings(Section):
 
     @contextmanager
     def base_folder(self, dry_run: bool) -> Iterator[Path]:
-        """The folder of the extended base; a temporary one for a dry run, unless a run has written it already."""
+        """The folder of the extended base; a temporary one for a dry run, unless a run has written it already.
+
+        If the block fails before the first checkpoint, the base that it wrote is removed.
+        """
         folder = Path(self.output) / "base"
-        if not dry_run or folder.exists():
+        if folder.exists():
             yield folder
+            return
+        if not dry_run:
+            is_new = not folder.parent.exists()
+            try:
+                yield folder
+            except BaseException:
+                if not folder.with_name("checkpoints").exists():
+                    shutil.rmtree(folder, ignore_errors=True)
+                    with suppress(OSError):  # it holds something else
+                        if is_new:
+                            folder.parent.rmdir()
+                raise
             return
         there = next(parent for parent in folder.absolute().parents if parent.exists())
         with TemporaryDirectory(
