@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import shutil
 import tempfile
@@ -445,13 +446,16 @@ def extend_folder(
 
     Raises:
         FileExistsError: `output` exists.
-        ValueError: as `ctxext.extend_context` and `check_weights`. Nothing is written on errors.
+        ValueError: as `ctxext.extend_context` and `check_weights`; or `output` is inside `folder`. Nothing is written
+            on errors.
     """
     plan, config = extended_json(folder, factor=factor, method=method, **arguments)
     if output is None:
         return ExtendedFolder(None, plan, config)
     if output.exists():
         raise FileExistsError(f"{output} already exists. Choose another folder, or remove it first.")
+    if output.resolve().is_relative_to(folder.resolve()):
+        raise ValueError(f"{output} is inside {folder}, whose copy it would be. Choose a folder outside.")
     check_weights(folder)
     weights = None if plan.is_portable else _fingerprint(folder, plan)
     with written_whole(output) as building:
@@ -529,13 +533,13 @@ def written_whole(folder: Path) -> Iterator[Path]:
 
 
 def visible_files(folder: Path) -> list[Path]:
-    """The files in `folder` but hidden ones, relative to it.
+    """The files in `folder`, relative to it, but hidden ones and those of a Trainer's checkpoints (checkpoint-500).
 
     Raises:
         FileNotFoundError: one is a link to a file that is not there.
     """
     found = [path.relative_to(folder) for path in sorted(folder.rglob("*")) if not path.is_dir()]
-    found = [path for path in found if not any(part.startswith(".") for part in path.parts)]
+    found = [path for path in found if not any(re.match(r"\.|checkpoint-\d+$", part) for part in path.parts)]
     for path in found:
         if not (folder / path).exists():
             raise FileNotFoundError(

@@ -141,6 +141,15 @@ def test_pickles_are_copied_as_torch_writes_them_in_place(source: Path, tmp_path
     assert re.fullmatch(r"copying 3 files, 64.0 MiB: only safetensors on the same disk are hard-linked", *said)
 
 
+def test_checkpoints_of_its_training_are_not_copied(source: Path, tmp_path: Path) -> None:
+    trained = tmp_path / "trained"
+    shutil.copytree(source, trained)
+    for part in ("checkpoint-500", "runs/checkpoint-20", "checkpoint-500-notes"):
+        shutil.copytree(source, trained / part)
+    extend_folder(trained, tmp_path / "out", factor=4)
+    assert [path.name for path in (tmp_path / "out").iterdir() if path.is_dir()] == ["checkpoint-500-notes"]
+
+
 @pytest.mark.parametrize("state", ["training_args.bin", "optimizer.pt", "rng_state_0.pth", "random_states_0.pt"])
 def test_a_training_state_is_not_taken_for_weights(source: Path, tmp_path: Path, state: str) -> None:
     bare = tmp_path / "bare"
@@ -351,6 +360,15 @@ def test_a_failure_half_way_leaves_no_folder(source: Path, tmp_path: Path, monke
     with pytest.raises(ZeroDivisionError):
         extend_folder(source, tmp_path / "out", factor=4)
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
+
+
+def test_a_copy_inside_its_original_is_refused(source: Path, tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(source)
+    before = sorted(source.rglob("*"))
+    for output in (source / "x4", source / "a/b", tmp_path / "link/x4", source / "../source/x4"):
+        with pytest.raises(ValueError, match=r"is inside .*Choose a folder outside"):
+            extend_folder(source, output, factor=4)
+    assert sorted(source.rglob("*")) == before
 
 
 def test_an_existing_folder_is_not_overwritten(source: Path, tmp_path: Path) -> None:
