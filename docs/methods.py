@@ -230,8 +230,8 @@ def index() -> str:
         "| you want | take |", "|---|---|",
         "| to serve a longer context today | the vendor's recipe ([what is known](../checkpoints.md)), or "
         "[`yarn`](yarn.md) |",
-        "| no regression on short prompts | [`dynamic_yarn`](dynamic_yarn.md), or λ fitted to the model: [`ctxext fit`]"
-        "(../fit/README.md) |",
+        "| no regression on short prompts | [`dynamic_yarn`](dynamic_yarn.md), in transformers |",
+        "| less of it, in every engine | λ fitted to the model: [`ctxext fit`](../fit/README.md) |",
         "| a fine-tune, with a GPU | [`yarn`](yarn.md) and a [fine-tune](../trainers.md) |",
         "| a model that is scaled already | [`existing=`](../checkpoints.md) |",
         "| no training, and serve with transformers | [`dynamic_yarn`](dynamic_yarn.md) or "

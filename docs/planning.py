@@ -12,6 +12,7 @@ import json
 import math
 import sys
 from dataclasses import astuple, dataclass
+from operator import itemgetter
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -229,6 +230,7 @@ TRAINED: dict[str, tuple[str, dict[str, Any]]] = {
         "70B", {"engine": {"kind": "context_parallel", "processes": 8, "context_parallel_size": 8}},
     ),
 }  # fmt: skip
+PLANNED = dict(sorted({**LENGTHS, "512k": 2**19}.items(), key=itemgetter(1)))
 LENGTHS_COUNTED = 2**15, 2**16  # from which memory is linear in the length
 DEPTHS = 2, 4  # of the models that are counted: every layer adds the same
 
@@ -307,7 +309,7 @@ def gpus(needed: tuple[int, int | None]) -> str:
 def planning_rows(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
     rows = []
     for shape in SHAPES:
-        for name, length in LENGTHS.items():
+        for name, length in PLANNED.items():
             of_gpu = [p for p in found if "H100" in p["device"] and (p["shape"], p["length"]) == (shape, length)]
             rows.append({
                 "shape": shape, "length": length, "name": name, "modelled": modelled(shape, length),
