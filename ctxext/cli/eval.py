@@ -131,8 +131,7 @@ def evaluate(
     processes = Processes.here()
     if quick:
         minutes, depths = 5.0 if minutes is None else minutes, "0.25,0.75" if depths == "5" else depths
-    if minutes is not None:
-        check_minutes(minutes)
+    check_minutes(minutes)
     opener = Opener(
         server=server,
         backend=backend,

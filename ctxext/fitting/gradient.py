@@ -82,8 +82,7 @@ class GradientSettings:
         for name in ("short", "text", "retrieval"):
             if not is_number(value := getattr(self, name), low=0):
                 raise ValueError(f"{name} must be a finite number >= 0, got {value}.")
-        if self.minutes is not None:
-            check_minutes(self.minutes)
+        check_minutes(self.minutes)
         if not self.short + self.text + self.retrieval > 0:
             raise ValueError(
                 "short, text and retrieval are all 0, so there is nothing to learn. Set one of them above 0."

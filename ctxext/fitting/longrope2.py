@@ -65,8 +65,7 @@ class LongRoPE2Settings:
             count = getattr(self, name)
             if not ((name == "rows" and count is None) or is_count(count)):
                 raise ValueError(f"{name} must be a whole number >= 1, got {count!r}.")
-        if self.minutes is not None:
-            check_minutes(self.minutes)
+        check_minutes(self.minutes)
 
     def rows_at(self, target: int) -> int:
         """The number of rows of `target` tokens per evaluation."""

@@ -63,9 +63,9 @@ def check_rows(tokens: int) -> None:
         )
 
 
-def check_minutes(minutes: float) -> None:
-    """Raise ValueError unless `minutes` is a time limit."""
-    if not (is_number(minutes) and minutes > 0):
+def check_minutes(minutes: float | None) -> None:
+    """Raise ValueError unless `minutes` is a time limit, or None for none."""
+    if minutes is not None and not (is_number(minutes) and minutes > 0):
         raise ValueError(f"minutes must be a finite number > 0, got {minutes}.")
 
 
