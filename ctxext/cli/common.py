@@ -8,7 +8,7 @@ import json
 import re
 import shlex
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_args, get_type_hints
@@ -224,23 +224,15 @@ def loaded_by(folder: Path) -> str:
 
 
 def say_servers(folder: Path) -> None:
-    """Say which servers, by how their newest versions read config.json, would not serve a checkpoint as extended."""
-    from ctxext.export.commands import Command
-    from ctxext.export.lint import lint
+    """Say which servers would not serve a written checkpoint as extended, and what helps."""
+    from ctxext.export.lint import misread_by
     from ctxext.extension.metadata_file import RECORD
     from ctxext.hub.checkpoint import read_config
-    from ctxext.models.context import read_context
     from ctxext.utils.json_files import read_json
 
     if (folder / RECORD).is_file():  # then none reads it
         return
-    config, source, misread = read_config(folder), read_json(folder / "config.json").content, []
-    for engine, name in (("vllm", "vLLM"), ("sglang", "SGLang")):
-        with suppress(ValueError):  # an encoding or a family of which the reading is not known
-            command = Command(engine, length=read_context(config).reach)
-            if lint(command, config, source, suggest=False).is_wrong:
-                misread.append(name)
-    if misread:
+    if misread := misread_by(read_config(folder), read_json(folder / "config.json").content):
         say(
             f"note: {' and '.join(misread)} would not read this config.json as meant. To serve it there: ctxext export "
             f"{shlex.quote(str(folder))} -o EXPORTED"

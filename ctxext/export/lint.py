@@ -29,7 +29,7 @@ from ctxext.export.effective import (
     version_for,
     version_of,
 )  # fmt: skip
-from ctxext.export.readings import READINGS, Reading
+from ctxext.export.readings import ENGINE_NAMES, READINGS, Reading
 from ctxext.export.rules import EngineExport, changes, export_for, ignored_window
 from ctxext.extension.request import plan_extension
 from ctxext.methods import ABF, TransformersDynamic, YaRN, method_from_rope_parameters
@@ -201,6 +201,20 @@ def lint(
     except ValueError as error:
         why_not = str(error)
     return replace(checked, why_not=why_not.partition(". ")[0].rstrip(".") + ".")
+
+
+def misread_by(config: PreTrainedConfig, source: dict[str, Any]) -> list[str]:
+    """The servers whose newest known version would not serve a folder with this config.json as extended.
+
+    Those whose reading of its encoding or family is not known are left out.
+    """
+    found = []
+    for engine in ("vllm", "sglang"):
+        with suppress(ValueError):
+            command = Command(engine, length=read_context(config).reach)
+            if lint(command, config, source, suggest=False).is_wrong:
+                found.append(ENGINE_NAMES[engine])
+    return found
 
 
 def _by_its_name(error: str, engine: str) -> str:

@@ -389,11 +389,11 @@ _ROWS = {
     "ollama-dynamic": ("all", 'rope_type "dynamic"', "has no place in a GGUF file",
         "read: ollama/ollama@fb307609:llm/llama_server.go"),
 }  # fmt: skip
-_NAMES = {
+ENGINE_NAMES = {
     "vllm": "vLLM", "sglang": "SGLang", "mlx": "mlx-lm", "exllamav3": "ExLlamaV3", "lmdeploy": "LMDeploy",
     "ollama": "Ollama", "onnxruntime": "ONNX Runtime GenAI", "openvino": "OpenVINO",
 }  # fmt: skip
-READINGS = {key: Reading(_NAMES.get(engine := key.partition("-")[0], engine), *row) for key, row in _ROWS.items()}
+READINGS = {key: Reading(ENGINE_NAMES.get(engine := key.partition("-")[0], engine), *row) for key, row in _ROWS.items()}
 
 
 def engine_table() -> str:

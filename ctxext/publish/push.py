@@ -222,11 +222,13 @@ class Push:
 
 def serving(repo_id: str, config: Any, folder: Path) -> list[dict[str, Any]]:
     """How each engine serves the checkpoint in `folder`: its name, a command ("" if it cannot), and notes."""
+    from ctxext.export.readings import ENGINE_NAMES
     from ctxext.export.rules import NotExportable, export_for
 
     served: list[dict[str, Any]] = []
     source = read_json(folder / "config.json").content
-    for engine, name in (("vllm", "vLLM"), ("sglang", "SGLang"), ("llama.cpp", "llama.cpp")):
+    for engine in ("vllm", "sglang", "llama.cpp"):
+        name = ENGINE_NAMES.get(engine, engine)
         try:
             export = export_for(engine, config, model=repo_id, source=source)
         except NotExportable as error:

@@ -347,24 +347,22 @@ class Settings(Section):
         folder = Path(self.output) / "base"
         if folder.exists():
             yield folder
-            return
-        if not dry_run:
+        elif dry_run:
+            there = next(parent for parent in folder.absolute().parents if parent.exists())
+            # On that disk, where weights can be linked.
+            with TemporaryDirectory(prefix=".dry-run-", dir=there) as temporary:
+                yield Path(temporary) / "base"
+        else:
             is_new = not folder.parent.exists()
             try:
                 yield folder
             except BaseException:
                 if not folder.with_name("checkpoints").exists():
                     shutil.rmtree(folder, ignore_errors=True)
-                    with suppress(OSError):  # it holds something else
-                        if is_new:
+                    if is_new:
+                        with suppress(OSError):  # it holds something else
                             folder.parent.rmdir()
                 raise
-            return
-        there = next(parent for parent in folder.absolute().parents if parent.exists())
-        with TemporaryDirectory(
-            prefix=".dry-run-", dir=there
-        ) as temporary:  # on that disk, where weights can be linked
-            yield Path(temporary) / "base"
 
     def row_length(self, target_length: int) -> int:
         """Tokens per row of data, for an extended model with `target_length`.
