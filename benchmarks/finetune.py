@@ -29,7 +29,14 @@ from peft import LoraConfig, get_peft_model
 from report import Report, largest, options
 from rich.progress import track
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    MistralConfig,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
 
 from ctxext.training.estimate import resident
 from ctxext.training.loss import use_chunked_loss
@@ -41,14 +48,16 @@ SHORT = 256  # tokens of the step that is not counted
 CLIP, LEARNING_RATE = 1.0, 1e-4
 
 
-def lora_model() -> Any:
-    config = LlamaConfig(
+def lora_model(window: int | None = None) -> Any:
+    """With a sliding window of so many tokens in every layer, the model is a Mistral, which differs in nothing else."""
+    kind, own = (LlamaConfig, {}) if window is None else (MistralConfig, {"sliding_window": window})
+    config = kind(
         hidden_size=576, intermediate_size=1536, num_hidden_layers=4, num_attention_heads=9, num_key_value_heads=3,
         vocab_size=49_152, max_position_embeddings=2**17, tie_word_embeddings=True, attn_implementation="sdpa",
-        use_cache=False,
+        use_cache=False, **own,
     )  # fmt: skip
     torch.manual_seed(0)
-    model = LlamaForCausalLM(config)
+    model = AutoModelForCausalLM.from_config(config)
     return get_peft_model(model, LoraConfig(r=16, target_modules=["q_proj", "k_proj", "v_proj", "o_proj"]))
 
 

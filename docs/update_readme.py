@@ -349,6 +349,19 @@ def finetune_memory_table() -> str:
     return table(["", "growth of memory (GB)", "seconds a step", "longest step in 8 GB (tokens)"], rows, note)
 
 
+def packed_table() -> str:
+    """A step without masks over one with them, of docs/benchmarks/packed.json."""
+    file = "docs/benchmarks/packed.json"
+    record, figures = read(file), values(file)
+    rows = [[case, f"{figures[f'{case}: time']:.2f}", f"{figures[f'{case}: memory']:.2f}"] for case in record["runs"]]
+    note = (
+        f"A row of {record['length']:,} tokens, in documents of a half, a quarter, an eighth of it and so on, or with a "
+        "sliding window of an eighth; SmolLM2's shape with 4 layers, LoRA, float32, two CPU cores; medians of "
+        f"{record['counted']} rounds. Loss is equal to 1e-5."
+    )
+    return table(["", "time over sdpa with masks", "growth of memory over sdpa with masks"], rows, note)
+
+
 def choice_table() -> str:
     """How often `compare` decides correctly on simulated methods, of docs/benchmarks/choice.json."""
     file = "docs/benchmarks/choice.json"
@@ -920,6 +933,7 @@ TABLES = {
         "coverage": coverage_table,
         "evaluators": evaluators_table,
         "finetune": finetune_memory_table,
+        "packed": packed_table,
     },
     "docs/evaluation.md": {"difficulty": difficulty_table, "vllm": vllm_table},
     "docs/fidelity.md": {

@@ -38,7 +38,6 @@ NF4 = 0.5 + 4 / 64  # bytes per weight: four bits, and a float32 scale for 64 of
 SAVINGS = (
     "training.loss=chunked", "training.gradient_checkpointing=recompute", "training.gradient_checkpointing=offload",
     "training.mlp_tokens=4096", "training.micro_batch_size=1", "training.precision=bf16",
-    "training.attention=flash_attention_2", "data.documents=joined",
     "trainable.quantization=nf4", "trainable={kind: lora}", "engine={kind: fsdp2, processes: 8}",
 )  # fmt: skip
 
@@ -185,9 +184,6 @@ def memory_of(config: PreTrainedConfig, settings: Settings, length: int, *, devi
         activations += training.micro_batch_size * length // engine.group_size * width * (2 if half else 4)
     copies = 2 if engine.kind == "ddp" or (engine.kind == "any" and processes > 1) else 1  # DDP's buckets
     activations += 2 * largest  # one four-bit weight at a time in 16 bits
-    if training.attention == "sdpa" and settings.data.documents == "separate":
-        # A mask of tokens x tokens, and its copy in the dtype of the scores.
-        activations += training.micro_batch_size * length**2 * (1 + (2 if half else 4))
     return Memory(
         weights=round(weights / shards),
         gradients=4 * trained * copies // shards,

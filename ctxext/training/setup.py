@@ -24,6 +24,7 @@ from ctxext.models.context import has_rope, read_context
 from ctxext.models.text_config import text_config_of
 from ctxext.training.checkpoints import latest_checkpoint
 from ctxext.training.distillation import use_distillation
+from ctxext.training.documents import use_document_attention
 from ctxext.training.estimate import Estimate, PeakMemory, estimate
 from ctxext.training.launch import data_parallel, engine_of
 from ctxext.training.loss import use_chunked_loss
@@ -99,13 +100,19 @@ def model_to_train(folder: Path, settings: Settings, accelerator: Accelerator, c
     vocab_size = text_config_of(model.config).vocab_size
     model = attach_trainable(model, settings.trainable).to(device)
     check_all_saved(model)
-    if engine_of(accelerator).group_size > 1:
+    split = engine_of(accelerator).group_size > 1  # rows are, between processes that attend by an engine's own function
+    if split:
         check_no_dropout(model)
     if training.mixed_window:
         use_mixed_window(model)
     with accelerator.autocast():  # as in training: trained parameters are float32, the base may not be
         if training.mlp_tokens:
             use_tiled_mlp(model, training.mlp_tokens)
+        if not split and text_config_of(transformers_model(model).config)._attn_implementation == "sdpa":
+            try:
+                use_document_attention(model)
+            except RuntimeError as error:
+                warnings.warn(f"{error} A mask takes 3 × {length:,}² bytes for each row in 16 bits.", stacklevel=2)
         if training.loss == "chunked":
             use_chunked_loss(model)
         if training.distillation:

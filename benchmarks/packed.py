@@ -1,0 +1,87 @@
+"""A training step on packed documents, or with a sliding window, against the masks of transformers' sdpa.
+
+    python benchmarks/packed.py                   # 4,096 tokens; some six minutes on two cores
+    python benchmarks/packed.py --length 1024 --rounds 3
+
+The model is that of benchmarks/finetune.py (SmolLM2-135M's shape, 4 layers, LoRA) with the chunked loss and recomputed
+layers, as the recipe trains it. Its row is one document, or documents of a half, a quarter, an eighth of it and so on.
+The same step is run with both, in turn; a case is a process of its own, with memory given back as in finetune.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from finetune import AT_ONCE, lora_model
+from report import Report, interleaved, options, over
+
+from ctxext.core.apply import transformers_model
+from ctxext.training.documents import use_document_attention
+from ctxext.training.estimate import resident
+from ctxext.training.loss import use_chunked_loss
+
+STOCK, OURS = "sdpa with masks", "by document"
+CASES = {"packed documents": (True, None), "window": (False, 8), "packed documents and window": (True, 8)}
+
+
+def measure(case: str, length: int, rounds: int) -> dict[str, Any]:
+    """Seconds and growth of memory in bytes of both ways, by round, and how far their losses differ."""
+    packed, share = CASES[case]
+    model = lora_model(window=length // share if share else None)
+    use_chunked_loss(model)
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    model.train()
+    ids = torch.randint(0, 49_152, (1, length), generator=torch.Generator().manual_seed(0))
+    sizes = [length // 2**n for n in range(1, 6)] if packed else []
+    positions = torch.cat([torch.arange(size) for size in (*sizes, length - sum(sizes))])[None]
+    growth: dict[str, list[int]] = {STOCK: [], OURS: []}
+    losses: dict[str, float] = {}
+
+    def step(way: str) -> None:
+        edit = use_document_attention(model) if way == OURS else None
+        Path("/proc/self/clear_refs").write_text("5")  # forget the peak so far
+        before = resident("VmRSS")
+        loss = model(input_ids=ids, position_ids=positions, labels=ids, use_cache=False).loss
+        loss.backward()
+        growth[way].append(resident("VmHWM") - before)
+        losses[way] = loss.item()
+        model.zero_grad()
+        if edit:
+            edit.undo()
+
+    assert transformers_model(model).config._attn_implementation == "sdpa"
+    times = interleaved({way: lambda way=way: step(way) for way in growth}, rounds, case)
+    return {"seconds": times, "growth": growth, "loss": abs(losses[OURS] / losses[STOCK] - 1)}
+
+
+def main() -> None:
+    parser = options(__doc__, "docs/benchmarks/packed.json")
+    parser.add_argument("--length", type=int, default=4096, help="tokens a step")
+    parser.add_argument("--rounds", type=int, default=4, help="of both ways; the first is not counted")
+    parser.add_argument("--case", choices=CASES, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.case:
+        print(json.dumps(measure(args.case, args.length, args.rounds)))
+        return
+    report, found = Report("packed", seed=0), {}
+    for case in CASES:
+        command = [sys.executable, __file__, "--case", case, "--length", str(args.length), "--rounds", str(args.rounds)]
+        done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env={**os.environ, **AT_ONCE})
+        found[case] = run = json.loads(done.stdout.splitlines()[-1])
+        ours, stock = (median(run["growth"][way][1:]) for way in (OURS, STOCK))
+        report.add(f"{case}: time", over(run["seconds"], OURS, STOCK, skip=1), at_most=0.9)
+        report.add(f"{case}: memory", ours / stock, at_most=0.9)
+        report.add(f"{case}: loss, relative difference", run["loss"], at_most=1e-5)
+    report.finish(args.output, length=args.length, counted=args.rounds - 1, runs=found)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,135 @@
+"""sdpa by document: exact logits and gradients, no mask of tokens × tokens, undone, refused where it is wrong."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from families import tiny_model, token_ids
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from ctxext import extend_context
+from ctxext.training.documents import NAME, Documents, use_document_attention
+
+LENGTH = 150
+PACKED = torch.cat([torch.arange(70), torch.arange(1), torch.arange(40), torch.arange(LENGTH - 111)])
+ALIKE, OTHERS = PACKED.repeat(2, 1), torch.stack([PACKED, torch.arange(LENGTH)])
+WHOLE = torch.arange(LENGTH).repeat(2, 1)
+FAMILIES = {
+    "llama": {},
+    "qwen3": {},
+    "mistral": {"sliding_window": 32},
+    "gemma3_text": {"sliding_window": 32, "head_dim": 16, "layer_types": ["sliding_attention", "full_attention"]},
+    "llama4_text": {"attention_chunk_size": 32, "layer_types": ["chunked_attention", "full_attention"],
+                    "num_local_experts": 2, "head_dim": 16, "intermediate_size_mlp": 96},
+    "phi3": {},
+}  # fmt: skip
+
+
+def exact(family: str, **changes: Any) -> Any:
+    """In float64, so that no CPU's rounding decides."""
+    return tiny_model(family, **FAMILIES[family] | changes).double()
+
+
+def passed(model: Any, positions: Tensor) -> dict[str, Tensor]:
+    """Logits and gradients of a training pass."""
+    model.train().zero_grad()
+    ids = token_ids(LENGTH, batch=2)
+    output = model(input_ids=ids, position_ids=positions, labels=ids, use_cache=False)
+    output.loss.backward()
+    return {"": output.logits} | {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def assert_same(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
+    assert found.keys() == wanted.keys() != {""}
+    for name, tensor in wanted.items():
+        torch.testing.assert_close(found[name], tensor, rtol=1e-9, atol=1e-12, msg=name)
+
+
+@pytest.mark.parametrize("positions", [ALIKE, OTHERS, WHOLE], ids=["alike", "others", "whole"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_and_gradients_are_those_with_masks(family: str, positions: Tensor) -> None:
+    model = exact(family)
+    wanted = passed(model, positions)
+    edit = use_document_attention(model)
+    assert_same(passed(model, positions), wanted)
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    assert_same(passed(model, positions), wanted)
+    edit.undo()
+    assert model.config._attn_implementation == "sdpa"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_no_mask_is_of_tokens_by_tokens(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    pairs = {True: 0, False: 0}
+    by_document = False
+
+    def counted(query: Tensor, key: Tensor, *args: Any, attn_mask: Any = None, **kwargs: Any) -> Tensor:
+        pairs[by_document] += query.shape[0] * query.shape[2] * key.shape[2]
+        assert not by_document or attn_mask is None or attn_mask.numel() <= 2 * 32**2
+        return scaled_dot_product_attention(query, key, *args, attn_mask=attn_mask, **kwargs)
+
+    model = exact(family)
+    use = use_document_attention(model)
+    use.undo()
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", counted)
+    passed(model, OTHERS)
+    use_document_attention(model)
+    pairs[True], by_document = 0, True
+    passed(model, OTHERS)
+    assert 0 < pairs[True] < pairs[False]
+
+
+def test_a_cache_and_padding_get_what_transformers_gives_them() -> None:
+    for family in ("llama", "mistral", "gemma3_text"):
+        model, ids = exact(family).eval(), token_ids(LENGTH, batch=2)
+        padded = torch.ones_like(ids)
+        padded[1, :20] = 0
+        options = {"max_new_tokens": 4, "do_sample": False, "output_logits": True, "return_dict_in_generate": True}
+        wanted = [torch.stack(model.generate(ids, attention_mask=mask, **options).logits) for mask in (None, padded)]
+        use_document_attention(model)
+        found = [torch.stack(model.generate(ids, attention_mask=mask, **options).logits) for mask in (None, padded)]
+        for mine, stock in zip(found, wanted):
+            torch.testing.assert_close(mine, stock, rtol=1e-9, atol=1e-9)
+
+
+def test_an_extended_model_with_lora_under_autocast() -> None:
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(0)
+    config = peft.LoraConfig(target_modules="all-linear", r=4, init_lora_weights=False, task_type="CAUSAL_LM")
+    model = peft.get_peft_model(extend_context(tiny_model("llama"), 4, "yarn"), config)
+    with torch.autocast("cpu", torch.bfloat16):
+        wanted = passed(model, OTHERS)
+        use_document_attention(model)
+        found = passed(model, OTHERS)
+    assert found.keys() == wanted.keys() != {""}
+    for name, tensor in wanted.items():
+        off = (found[name] - tensor).detach().norm() / tensor.detach().norm()
+        assert off < 0.05, name
+
+
+def test_what_is_not_sdpa_is_refused() -> None:
+    model = tiny_model("llama")
+    model.set_attn_implementation("eager")
+    with pytest.raises(RuntimeError, match=r"attends by eager, not by sdpa.*attn_implementation='sdpa'"):
+        use_document_attention(model)
+    late = extend_context(tiny_model("llama"), 4, "dynamic_yarn")
+    with pytest.raises(RuntimeError, match="attends by in_attention_sdpa"):
+        use_document_attention(late)
+
+
+def test_a_model_that_reads_another_mask_is_left_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The check, with all documents of a row read as one."""
+    own = Documents.pieces
+
+    def wrong(self: Documents, row: Any, like: Tensor) -> Any:
+        end = row[-1][1]
+        return own(self, [(0, end, end)], like)
+
+    model = tiny_model("llama")
+    monkeypatch.setattr(Documents, "pieces", wrong)
+    with pytest.raises(RuntimeError, match="needs masks for packed documents: logits differ by"):
+        use_document_attention(model)
+    assert model.config._attn_implementation == "sdpa" != NAME
