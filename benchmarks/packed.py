@@ -4,8 +4,9 @@
     python benchmarks/packed.py --length 1024 --rounds 3
 
 The model is that of benchmarks/finetune.py (SmolLM2-135M's shape, 4 layers, LoRA) with the chunked loss and recomputed
-layers, as the recipe trains it. Its row is one document, or documents of a half, a quarter, an eighth of it and so on.
-The same step is run with both, in turn; a case is a process of its own, with memory given back as in finetune.py.
+layers, as the recipe trains it. Its row is one document, or six: a half, a quarter and so on, down to two of
+a thirty-second. The same step is run with both, in turn; a case is a process of its own, with memory given back as in
+finetune.py.
 """
 
 from __future__ import annotations

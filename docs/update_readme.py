@@ -353,10 +353,11 @@ def packed_table() -> str:
     """A step without masks over one with them, of docs/benchmarks/packed.json."""
     file = "docs/benchmarks/packed.json"
     record, figures = read(file), values(file)
+    documents = ", ".join(f"{record['length'] // share:,}" for share in (2, 4, 8, 16, 32, 32))
     rows = [[case, f"{figures[f'{case}: time']:.2f}", f"{figures[f'{case}: memory']:.2f}"] for case in record["runs"]]
     note = (
-        f"A row of {record['length']:,} tokens, in documents of a half, a quarter, an eighth of it and so on, or with a "
-        "sliding window of an eighth; SmolLM2's shape with 4 layers, LoRA, float32, two CPU cores; medians of "
+        f"A row of {record['length']:,} tokens: one document, or six of {documents} tokens. The window is an eighth of "
+        "the row. SmolLM2's shape with 4 layers, LoRA, float32, two CPU cores; medians of "
         f"{record['counted']} rounds. Loss is equal to 1e-5."
     )
     return table(["", "time over sdpa with masks", "growth of memory over sdpa with masks"], rows, note)
