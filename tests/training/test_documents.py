@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from datasets import Dataset
 from families import tiny_model, token_ids
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ctxext import extend_context
+from ctxext.assets import MODEL
 from ctxext.training.documents import NAME, Documents, use_document_attention
 
 LENGTH = 150
@@ -108,6 +112,38 @@ def test_an_extended_model_with_lora_under_autocast() -> None:
     for name, tensor in wanted.items():
         off = (found[name] - tensor).detach().norm() / tensor.detach().norm()
         assert off < 0.05, name
+
+
+def test_trl_packs_without_a_mask(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trl = pytest.importorskip("trl")
+    used: list[int] = []
+
+    def counted(self: Documents, row: Any, like: Tensor) -> Any:
+        used.append(len(row))
+        return own(self, row, like)
+
+    own = Documents.pieces
+    monkeypatch.setattr(Documents, "pieces", counted)
+    tokenizer = AutoTokenizer.from_pretrained(MODEL)
+    texts = ["It is a truth universally acknowledged, that a single man must want a wife. " * n for n in (3, 9, 2, 5)]
+
+    def losses(by_document: bool) -> list[float]:
+        model = extend_context(AutoModelForCausalLM.from_pretrained(MODEL), 4, "yarn")
+        if by_document:
+            use_document_attention(model)
+        given = trl.SFTConfig(
+            str(tmp_path), max_steps=2, max_length=1024, packing=True, logging_steps=1, report_to=[], use_cpu=True,
+            bf16=False, disable_tqdm=True, save_strategy="no",
+        )  # fmt: skip
+        rows = Dataset.from_dict({"text": texts})
+        trainer = trl.SFTTrainer(model, args=given, train_dataset=rows, processing_class=tokenizer)
+        trainer.train()
+        return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+    wanted = losses(by_document=False)
+    assert not used
+    assert losses(by_document=True) == pytest.approx(wanted, rel=1e-4)
+    assert max(used) == len(texts)
 
 
 def test_what_is_not_sdpa_is_refused() -> None:
