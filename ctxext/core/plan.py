@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from difflib import get_close_matches
 from typing import Any
 
 from ctxext.core.patch import Patch
@@ -25,6 +26,9 @@ class Request:
     length: int | None = None
     rotated_copy: bool = False
     options: dict[str, Any] = field(default_factory=dict)
+
+
+ARGUMENTS = {each.name for each in fields(Request)} - {"options"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,7 +174,13 @@ ENCODINGS = {
 def chosen_method(method: str | ContextMethod, factor: float, encoding: str, options: dict[str, Any]) -> ContextMethod:
     """The method, built from its name and options if needed. Raises ValueError if it is for another encoding."""
     if isinstance(method, str):
-        check_encoding(method_class(method, encoding), encoding)
+        cls = method_class(method, encoding)
+        check_encoding(cls, encoding)
+        known = {each.name for each in fields(cls)}
+        for option in options.keys() - known:
+            near = get_close_matches(option, [*known, *ARGUMENTS], n=1)
+            if near and near[0] in ARGUMENTS:
+                raise ValueError(f"unknown argument {option!r}; did you mean {near[0]!r}?")
         return make_method(method, factor, **options)
     if options:
         raise ValueError(

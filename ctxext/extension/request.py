@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
 from typing import Any
 
 import torch
 from torch import nn
 
 from ctxext.core.encoding import Encoding, ModuleEncoding
-from ctxext.core.plan import Plan, Request
+from ctxext.core.plan import ARGUMENTS, Plan, Request
 from ctxext.extension.method_file import check_made_for, opened
 from ctxext.extension.rope import RopeEncoding
 from ctxext.methods import ContextMethod
@@ -71,8 +70,7 @@ def plan_extension(
     Args:
         model: the live model of `config`; if None, encodings other than RoPE are searched for in a model on meta.
     """
-    known = {each.name for each in fields(Request)} - {"options"}  # all others are options of the method
-    known_arguments = {name: arguments.pop(name) for name in known & arguments.keys()}
+    known_arguments = {name: arguments.pop(name) for name in ARGUMENTS & arguments.keys()}  # the rest is the method's
     request = Request(factor=factor, method=opened(method), **known_arguments, options=arguments)
     check_config(config)
     check_trained_length(request.original_max_position_embeddings)

@@ -74,6 +74,13 @@ def test_an_unknown_option_is_refused_with_the_nearest_name(llama: Any) -> None:
     assert "beta_slow" in text
 
 
+@pytest.mark.parametrize(
+    ("wrong", "meant"), [({"factr": 4}, "factor"), ({"target": 2048}, "target_length"), ({"metod": "pi"}, "method")]
+)
+def test_an_argument_with_a_typo_is_not_taken_for_an_option(llama: Any, wrong: dict[str, Any], meant: str) -> None:
+    refuses(llama, ValueError, f"unknown argument {next(iter(wrong))!r}", f"did you mean '{meant}'?", **wrong)
+
+
 def test_an_option_of_another_method_is_refused(llama: Any) -> None:
     refuses(llama, ValueError, "method 'pi' has no option 'beta_fast'", "takes none", method="pi", beta_fast=16)
 
