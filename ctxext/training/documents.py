@@ -95,7 +95,7 @@ class Documents(BlockMask):
         if key not in self.bands:
             i, j = torch.arange(window, device=like.device)[:, None], torch.arange(2 * window, device=like.device)
             hidden = torch.full((window, 2 * window), float("-inf"), dtype=like.dtype, device=like.device)
-            self.bands[key] = hidden.masked_fill_((j > i) & (j <= i + window), 0.0)
+            self.bands[key] = hidden.masked_fill_((j > i) & (j <= i + window), 0.0)[None, None]
         return self.bands[key]
 
     def pieces(self, row: list[Span], like: Tensor) -> Iterator[tuple[slice, slice, Tensor | None]]:
@@ -106,7 +106,7 @@ class Documents(BlockMask):
                 if begin == start:
                     yield slice(begin, end), slice(begin, end), None
                     continue
-                band = self.band(window, like)[: end - begin, : window + end - begin]
+                band = self.band(window, like)[:, :, : end - begin, : window + end - begin]
                 yield slice(begin, end), slice(begin - window, end), band
 
 

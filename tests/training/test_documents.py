@@ -18,7 +18,7 @@ from ctxext.assets import MODEL
 from ctxext.training.documents import NAME, Documents, use_document_attention
 
 LENGTH = 150
-PACKED = torch.cat([torch.arange(70), torch.arange(1), torch.arange(40), torch.arange(LENGTH - 111)])
+PACKED = torch.cat([torch.arange(65), torch.arange(1), torch.arange(40), torch.arange(LENGTH - 106)])
 ALIKE, OTHERS = PACKED.repeat(2, 1), torch.stack([PACKED, torch.arange(LENGTH)])
 WHOLE = torch.arange(LENGTH).repeat(2, 1)
 FAMILIES = {
