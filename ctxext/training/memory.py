@@ -130,17 +130,23 @@ def memory_of(config: PreTrainedConfig, settings: Settings, length: int, *, devi
     """The modelled memory of training the model of `config` on rows of `length` tokens.
 
     The engine and the number of processes are those of `settings.engine`; kind "any" is DDP, or one process. Not
-    counted: the autocast's copies of weights on a CPU, kernels' own scratch memory, and fragments.
+    counted: the autocast's copies of weights on a CPU, kernels' own scratch memory, fragments, and masks, which only
+    models need that `use_document_attention` refuses.
 
     Args:
         device: "cuda", or "cpu", where frozen weights are float32 and chunks of logits smaller.
 
     Raises:
-        ValueError: the model's code needs the values of tensors, so that they cannot be fake; or a sequence-parallel
-            engine cannot split `length` tokens.
+        ValueError: the model's code needs the values of tensors, so that they cannot be fake; attention is eager; or a
+            sequence-parallel engine cannot split `length` tokens.
     """
     training, engine = settings.training, settings.engine
     processes = engine.processes or engine.group_size
+    if training.attention == "eager":
+        raise ValueError(
+            "training.attention: eager holds scores of tokens × tokens, which are not modelled. Set it to sdpa, or "
+            "measure with --dry-run."
+        )
     if length % engine.pieces:
         raise ValueError(f"{engine.kind} needs a length divisible by {engine.pieces}, got {length} tokens.")
     sharded = engine.kind in ("fsdp2", "zero3", "context_parallel", "ulysses")

@@ -110,6 +110,11 @@ def test_a_ring_divides_the_tokens() -> None:
         modelled("engine={kind: context_parallel, context_parallel_size: 4}", length=1028)
 
 
+def test_the_scores_of_eager_attention_are_not_left_out_unsaid() -> None:
+    with pytest.raises(ValueError, match=r"eager holds scores of tokens × tokens, .* Set it to sdpa, or measure with"):
+        modelled("training.attention=eager")
+
+
 def test_packed_documents_take_no_more_memory_than_joined_ones() -> None:
     joined, separate = (modelled(f"data.documents={how}", RECOMPUTED) for how in ("joined", "separate"))
     assert separate.activations == joined.activations
