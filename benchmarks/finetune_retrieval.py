@@ -15,7 +15,7 @@ whether they are found, and the loss of the number (summed over its digits), whi
 
 What a finished run measured is kept in docs/finetune/retrieval/cells.json and not measured again. Writes
 docs/finetune/retrieval.json and the curves docs/finetune/retrieval.png of the runs so far, whose order is one seed of
-every arm after the other. Intervals are Student's t over seeds, paired by seed for differences.
+all arms after the other. Intervals are Student's t over seeds, paired by seed for differences.
 """
 
 from __future__ import annotations

@@ -6,6 +6,9 @@ tokens, and twice that again in the dtype of the scores. Its kernels also comput
 
 from __future__ import annotations
 
+import inspect
+import re
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -17,11 +20,14 @@ from transformers.masking_utils import sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ctxext.attention.masks import BlockMask, block_mask
+from ctxext.attention.tiles import BLOCK
 from ctxext.core.apply import transformers_model
 from ctxext.core.edit import Edit
 from ctxext.core.probing import in_eval_mode
 from ctxext.models.text_config import text_config_of
 
+# Where a model's code asks whether the implementation is sdpa.
+BY_NAME = re.compile(r"_attn_implementation\s*(==|!=|in\b|not in\b)[^\n]*sdpa")
 NAME = "sdpa_by_document"  # the attention implementation
 BAR = {4: 1e-4, 8: 1e-4, 2: 5e-2}  # of the largest logit, by bytes of a number: kernels sum in another order
 
@@ -44,13 +50,17 @@ def use_document_attention(model: nn.Module) -> Edit:
             f"{type(inner).__name__} attends by {config._attn_implementation}, not by sdpa. Load it with "
             "attn_implementation='sdpa'."
         )
+    # Sparse attention that runs for "eager" and "sdpa" alone (MiniMax-M3) selects every key of a short probe.
+    sources = {sys.modules[type(module).__module__] for module in inner.modules()}
+    if any(BY_NAME.search(inspect.getsource(each)) for each in sources if each.__name__.startswith("transformers.")):
+        raise RuntimeError(f"{type(inner).__name__} needs masks for packed documents: its code does more for 'sdpa'.")
     ids = torch.randint(0, config.vocab_size, (2, 64), generator=torch.Generator().manual_seed(0))
     positions = torch.stack([torch.arange(64) % 40, torch.arange(64) % 25])
-    given = {name: each.to(inner.device) for name, each in (("input_ids", ids), ("position_ids", positions))}
     with torch.no_grad(), in_eval_mode(inner):
-        wanted = inner(**given, use_cache=False).logits
-        edit.set_config_field(config, "_attn_implementation_internal", NAME)
         try:
+            given = {name: each.to(inner.device) for name, each in (("input_ids", ids), ("position_ids", positions))}
+            wanted = inner(**given, use_cache=False).logits
+            edit.set_config_field(config, "_attn_implementation_internal", NAME)
             off = float((inner(**given, use_cache=False).logits - wanted).abs().max() / wanted.abs().max())
             if not off <= BAR[wanted.dtype.itemsize]:
                 raise RuntimeError(f"logits differ by {off:.1e} of the largest")
@@ -89,24 +99,23 @@ class Documents(BlockMask):
         own = {each.name: getattr(mask, each.name) for each in fields(mask)}
         return cls(**own, rows=known) if len(known) == len(rows) else None
 
-    def band(self, window: int, like: Tensor) -> Tensor:
-        """What hides keys from `window` queries, of the 2 · window keys up to the last of the queries; to be added."""
+    def band(self, window: int, size: int, like: Tensor) -> Tensor:
+        """What hides keys from `size` queries, of the window + size keys up to the last of the queries; to be added."""
         key = window, like.dtype, like.device
         if key not in self.bands:
-            i, j = torch.arange(window, device=like.device)[:, None], torch.arange(2 * window, device=like.device)
-            hidden = torch.full((window, 2 * window), float("-inf"), dtype=like.dtype, device=like.device)
+            i, j = torch.arange(size, device=like.device)[:, None], torch.arange(window + size, device=like.device)
+            hidden = torch.full((size, window + size), float("-inf"), dtype=like.dtype, device=like.device)
             self.bands[key] = hidden.masked_fill_((j > i) & (j <= i + window), 0.0)[None, None]
         return self.bands[key]
 
     def pieces(self, row: list[Span], like: Tensor) -> Iterator[tuple[slice, slice, Tensor | None]]:
         """Queries, their keys and a mask, in order; without a mask each query sees the keys up to its own."""
         for start, stop, window in row:
-            for begin in range(start, stop, window):
-                end = min(begin + window, stop)
-                if begin == start:
-                    yield slice(begin, end), slice(begin, end), None
-                    continue
-                band = self.band(window, like)[:, :, : end - begin, : window + end - begin]
+            first, size = slice(start, min(start + window, stop)), min(window, BLOCK)
+            yield first, first, None
+            for begin in range(first.stop, stop, size):
+                end = min(begin + size, stop)
+                band = self.band(window, size, like)[:, :, : end - begin, : window + end - begin]
                 yield slice(begin, end), slice(begin - window, end), band
 
 
@@ -127,7 +136,9 @@ def _first_seen(mask: BlockMask) -> Tensor | None:
         middle = (low + high) // 2
         found = seen(middle)
         low, high = torch.where(found, low, middle + 1), torch.where(found, middle, high)
-    return low
+    # No key is seen by a query before it, even where the one in between does not see it.
+    early = low < queries
+    return None if (sees(rows, head, low, queries) & early).any() else low
 
 
 def _spans(first: Tensor) -> list[Span] | None:
@@ -166,6 +177,6 @@ def _attention(
     return torch.cat(outputs), None
 
 
-# On import, so that unpickled models find them.
+# A model that another process pickled finds them once this module is imported.
 AttentionInterface.register(NAME, _attention)
 AttentionMaskInterface.register(NAME, _mask)

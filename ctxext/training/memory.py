@@ -93,12 +93,15 @@ def _changed(path: Path, changes: Sequence[str]) -> list[Settings]:
 def _report(settings: Settings, others: dict[str, Settings]) -> Iterator[str]:
     base = checkpoint_folder(settings.model, settings.revision, config_only=True)
     config = read_config(base)
-    length = settings.row_length(extended_json(base, **settings.extension.arguments())[0].target_length)
+    plan, _ = extended_json(base, **settings.extension.arguments())
+    length = settings.row_length(plan.target_length)
     now = memory_of(config, settings, length)
     yield f"{settings.output}: modelled memory per process of {settings.model}, for rows of {length:,} tokens:"
     sizes = asdict(now) | {"peak": now.peak}
     offloaded = sizes.pop("offloaded")
     yield from (f"  {part:<12}{gib(size):>12}" for part, size in sizes.items())
+    if plan.in_attention:
+        yield f"Without what {settings.extension.method} holds to rotate in attention. Measure that with --dry-run."
     yield f"{_fitting(now)} Up to {100 * ROOM:.0f}% of a card is used.{_on_cpu(offloaded)}"
     yield "To save memory, each alone (minutes for a large model):"
     savings = []
@@ -130,8 +133,8 @@ def memory_of(config: PreTrainedConfig, settings: Settings, length: int, *, devi
     """The modelled memory of training the model of `config` on rows of `length` tokens.
 
     The engine and the number of processes are those of `settings.engine`; kind "any" is DDP, or one process. Not
-    counted: the autocast's copies of weights on a CPU, kernels' own scratch memory, fragments, and masks, which only
-    models need that `use_document_attention` refuses.
+    counted: the autocast's copies of weights on a CPU, kernels' own scratch memory, fragments, what
+    blocks of a sliding window hold, and the masks of models that `use_document_attention` refuses.
 
     Args:
         device: "cuda", or "cpu", where frozen weights are float32 and chunks of logits smaller.
@@ -164,7 +167,7 @@ def memory_of(config: PreTrainedConfig, settings: Settings, length: int, *, devi
         with FakeTensorMode(), _Alive() as alive:
             _leave_meta(model)
             activations, offloaded = _activations(model, settings, length // engine.group_size, device, alive)
-    except (NotImplementedError, RuntimeError) as error:
+    except (KeyError, NotImplementedError, RuntimeError) as error:
         raise ValueError(
             f"the memory of a {config.model_type} model cannot be estimated without weights: its code needs the values "
             f"of tensors ({str(error).splitlines()[0]}). Measure it with --dry-run."

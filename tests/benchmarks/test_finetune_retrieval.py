@@ -101,6 +101,6 @@ def test_seeds_that_are_there_with_some_data_alone_wait_for_the_other(tmp_path: 
     part = finetune_retrieval.Retrieval(tmp_path)
     order = [cell.name for cell in part.cells()]
     assert len(order) == len({*order}) == 27
-    assert order[2:4] == ["pi, eight sentences a row, 0", "ntk, no retrieval rows, 0"]  # each arm before the next seed
-    kept = {name: {"name": name} for name in order[:5]}
+    assert order[2:4] == ["abf x8, no retrieval rows, 0", "pi, one sentence a row, 0"]  # each seed before the next
+    kept = {name: {"name": name} for name in order[:7]}
     assert part.record(kept) == {"pi": {data: [{"name": f"pi, {data}, 0"}] for data in finetune_retrieval.DATA}}

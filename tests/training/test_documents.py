@@ -11,10 +11,12 @@ from datasets import Dataset
 from families import tiny_model, token_ids
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from ctxext import extend_context
 from ctxext.assets import MODEL
+from ctxext.attention.masks import BlockMask, block_mask
+from ctxext.training import documents
 from ctxext.training.documents import NAME, Documents, use_document_attention
 
 LENGTH = 150
@@ -63,6 +65,15 @@ def test_logits_and_gradients_are_those_with_masks(family: str, positions: Tenso
     assert_same(passed(model, positions), wanted)
     edit.undo()
     assert model.config._attn_implementation == "sdpa"
+
+
+@pytest.mark.parametrize("family", ["mistral", "gemma3_text"])
+def test_blocks_are_smaller_than_a_wide_window(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = exact(family)
+    wanted = passed(model, OTHERS)
+    monkeypatch.setattr(documents, "BLOCK", 7)
+    use_document_attention(model)
+    assert_same(passed(model, OTHERS), wanted)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -154,6 +165,38 @@ def test_what_is_not_sdpa_is_refused() -> None:
     late = extend_context(tiny_model("llama"), 4, "dynamic_yarn")
     with pytest.raises(RuntimeError, match="attends by in_attention_sdpa"):
         use_document_attention(late)
+
+
+def test_sparse_attention_that_asks_for_sdpa_by_name_is_refused() -> None:
+    """With few tokens it selects every key, so that no short probe shows it."""
+    config = AutoConfig.for_model(
+        "minimax_m3_vl_text", vocab_size=128, hidden_size=64, intermediate_size=32, dense_intermediate_size=64,
+        shared_intermediate_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=16,
+        rotary_dim=8, index_n_heads=2, index_head_dim=16, num_local_experts=2, num_experts_per_tok=1,
+        layer_types=["minimax_m3_sparse"] * 2, mlp_layer_types=["dense"] * 2, max_position_embeddings=64,
+    )  # fmt: skip
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
+    with pytest.raises(RuntimeError, match="its code does more for 'sdpa'"):
+        use_document_attention(model)
+
+
+def test_a_model_that_takes_no_probe_is_refused_and_left_as_it_was() -> None:
+    short = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model("gpt2", n_positions=32, n_embd=32, n_layer=1, n_head=2)
+    )
+    with pytest.raises(RuntimeError, match="needs masks for packed documents"):
+        use_document_attention(short)
+    assert short.config._attn_implementation == "sdpa"
+
+
+@pytest.mark.parametrize("prefix", [[5], [3, 9], [4, 5, 6]])
+def test_masks_in_which_a_query_sees_later_keys_are_no_documents(prefix: list[int]) -> None:
+    def sees(batch: Any, head: Any, query: Tensor, key: Tensor) -> Tensor:
+        return (key <= query) | torch.isin(key, torch.tensor(prefix))
+
+    mask = block_mask(2, 12, 12, mask_function=sees, allow_is_causal_skip=False)
+    assert isinstance(mask, BlockMask)
+    assert Documents.of(mask) is None
 
 
 def test_a_model_that_reads_another_mask_is_left_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
