@@ -64,7 +64,7 @@ def use_document_attention(model: nn.Module) -> Edit:
             off = float((inner(**given, use_cache=False).logits - wanted).abs().max() / wanted.abs().max())
             if not off <= BAR[wanted.dtype.itemsize]:
                 raise RuntimeError(f"logits differ by {off:.1e} of the largest")
-        except Exception as error:
+        except Exception as error:  # model code raises many exception types
             edit.undo()
             raise RuntimeError(f"{type(inner).__name__} needs masks for packed documents: {error}.") from error
     return edit
@@ -88,8 +88,10 @@ class Documents(BlockMask):
 
     @classmethod
     def of(cls, mask: BlockMask) -> Documents | None:
-        """None if the mask is not made of documents and windows alone."""
+        """None if the mask is not made of documents and windows alone, or is of a cache's later tokens."""
         if mask.make["use_vmap"] or mask.make["attention_mask"] is not None or mask.shape[2] != mask.shape[3]:
+            return None
+        if mask.q_offset or mask.kv_offset:
             return None
         first = _first_seen(mask)
         if first is None:
@@ -136,9 +138,8 @@ def _first_seen(mask: BlockMask) -> Tensor | None:
         middle = (low + high) // 2
         found = seen(middle)
         low, high = torch.where(found, low, middle + 1), torch.where(found, middle, high)
-    # No key is seen by a query before it, even where the one in between does not see it.
-    early = low < queries
-    return None if (sees(rows, head, low, queries) & early).any() else low
+    # Nor does the first token that a query sees see that query, where it is a key seen early by some queries alone.
+    return None if (sees(rows, head, low, queries) & (low < queries)).any() else low
 
 
 def _spans(first: Tensor) -> list[Span] | None:

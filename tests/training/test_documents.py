@@ -87,8 +87,6 @@ def test_no_mask_is_of_tokens_by_tokens(family: str, monkeypatch: pytest.MonkeyP
         return scaled_dot_product_attention(query, key, *args, attn_mask=attn_mask, **kwargs)
 
     model = exact(family)
-    use = use_document_attention(model)
-    use.undo()
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", counted)
     passed(model, OTHERS)
     use_document_attention(model)
@@ -197,6 +195,20 @@ def test_masks_in_which_a_query_sees_later_keys_are_no_documents(prefix: list[in
     mask = block_mask(2, 12, 12, mask_function=sees, allow_is_causal_skip=False)
     assert isinstance(mask, BlockMask)
     assert Documents.of(mask) is None
+
+
+def test_masks_of_later_tokens_of_a_cache_are_left_to_transformers() -> None:
+    """Chunks count from the first token of all, not from the first one in the cache."""
+
+    def sees(batch: Any, head: Any, query: Tensor, key: Tensor) -> Tensor:
+        return (key <= query) & (key // 8 == query // 8)
+
+    at = {"mask_function": sees, "allow_is_causal_skip": False}
+    first, later = (block_mask(1, 12, 12, q_offset=n, kv_offset=n, **at) for n in (0, 4))
+    assert isinstance(first, BlockMask)
+    assert isinstance(later, BlockMask)
+    assert Documents.of(first).rows == [[(0, 8, 8), (8, 12, 4)]]
+    assert Documents.of(later) is None
 
 
 def test_a_model_that_reads_another_mask_is_left_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
