@@ -360,7 +360,7 @@ def packed_table() -> str:
         "the row. SmolLM2's shape with 4 layers, LoRA, float32, two CPU cores; medians of "
         f"{record['counted']} rounds. Loss is equal to 1e-5."
     )
-    return table(["", "time over sdpa with masks", "growth of memory over sdpa with masks"], rows, note)
+    return table(["", "time ÷ sdpa with masks", "growth of memory ÷ sdpa with masks"], rows, note)
 
 
 def choice_table() -> str:
