@@ -63,7 +63,7 @@ TINY = (
 )  # fmt: skip
 
 
-def folder(arm: str, sentences: str, seed: int) -> str:
+def folder_name(arm: str, sentences: str, seed: int) -> str:
     """The name of a run's folder."""
     return f"{arm}-{sentences}-{seed}".replace(" ", "-")
 
@@ -98,7 +98,9 @@ def run(arm: str, data: str, seed: int, output: Path, tiny: bool) -> dict[str, A
 
     What is measured before training does not depend on the data, and is taken from a finished run.
     """
-    finished = [path.parent / "results.jsonl" for path in output.parent.glob(f"{folder(arm, '*', seed)}/{FIGURES}")]
+    finished = [
+        path.parent / "results.jsonl" for path in output.parent.glob(f"{folder_name(arm, '*', seed)}/{FIGURES}")
+    ]
     if finished and not (output / "base").exists():
         output.mkdir(parents=True, exist_ok=True)
         shutil.copy(finished[0], output)
@@ -144,7 +146,7 @@ class Retrieval(Part):
         return [self._cell(*each) for each in product(range(self.seeds), DATA, self.arms)]
 
     def _cell(self, seed: int, data: str, arm: str) -> Cell:
-        name = folder(arm, str(DATA[data]), seed)
+        name = folder_name(arm, str(DATA[data]), seed)
         return Cell(
             f"{arm}, {data}, {seed}",
             SECONDS[ARMS[arm][1]],

@@ -28,7 +28,7 @@ class Request:
     options: dict[str, Any] = field(default_factory=dict)
 
 
-ARGUMENTS = {each.name for each in fields(Request)} - {"options"}
+ARGUMENTS = tuple(each.name for each in fields(Request) if each.name != "options")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,8 +176,8 @@ def chosen_method(method: str | ContextMethod, factor: float, encoding: str, opt
     if isinstance(method, str):
         cls = method_class(method, encoding)
         check_encoding(cls, encoding)
-        known = {each.name for each in fields(cls)}
-        for option in options.keys() - known:
+        known = [each.name for each in fields(cls)]
+        for option in (each for each in options if each not in known):
             near = get_close_matches(option, [*known, *ARGUMENTS], n=1)
             if near and near[0] in ARGUMENTS:
                 raise ValueError(f"unknown argument {option!r}; did you mean {near[0]!r}?")

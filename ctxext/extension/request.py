@@ -70,7 +70,7 @@ def plan_extension(
     Args:
         model: the live model of `config`; if None, encodings other than RoPE are searched for in a model on meta.
     """
-    known_arguments = {name: arguments.pop(name) for name in ARGUMENTS & arguments.keys()}  # the rest is the method's
+    known_arguments = {name: arguments.pop(name) for name in ARGUMENTS if name in arguments}  # the rest is the method's
     request = Request(factor=factor, method=opened(method), **known_arguments, options=arguments)
     check_config(config)
     check_trained_length(request.original_max_position_embeddings)

@@ -133,8 +133,8 @@ def memory_of(config: PreTrainedConfig, settings: Settings, length: int, *, devi
     """The modelled memory of training the model of `config` on rows of `length` tokens.
 
     The engine and the number of processes are those of `settings.engine`; kind "any" is DDP, or one process. Not
-    counted: the autocast's copies of weights on a CPU, kernels' own scratch memory, fragments, what
-    blocks of a sliding window hold, and the masks of models that `use_document_attention` refuses.
+    counted: the autocast's copies of weights on a CPU, kernels' own scratch memory, fragments, what blocks of a sliding
+    window hold, and the masks of models that `use_document_attention` refuses.
 
     Args:
         device: "cuda", or "cpu", where frozen weights are float32 and chunks of logits smaller.
