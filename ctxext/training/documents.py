@@ -11,6 +11,7 @@ import re
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ from ctxext.models.text_config import text_config_of
 
 # Where a model's code asks whether the implementation is sdpa.
 BY_NAME = re.compile(r"_attn_implementation\s*(==|!=|in\b|not in\b)[^\n]*sdpa")
-NAME = "sdpa_by_document"  # the attention implementation
+NAME = "ctxext_documents"  # the attention implementation
 BAR = {4: 1e-4, 8: 1e-4, 2: 5e-2}  # of the largest logit, by bytes of a number: kernels sum in another order
 
 
@@ -40,11 +41,13 @@ def use_document_attention(model: nn.Module) -> Edit:
     PEFT has wrapped the model, and under autocast if it is trained so.
 
     Raises:
-        RuntimeError: the model does not attend by transformers' sdpa, or its logits for two packed documents differ
-            from those with a mask. The model is unchanged.
+        RuntimeError: the model does not attend by transformers' sdpa, does this already, or its logits for two packed
+            documents differ from those with a mask. The model is unchanged.
     """
     inner = transformers_model(model)
     config, edit = text_config_of(inner.config), Edit(inner)
+    if config._attn_implementation == NAME:
+        raise RuntimeError(f"{type(inner).__name__} attends to each packed document alone already. Undo that first.")
     if config._attn_implementation != "sdpa":
         raise RuntimeError(
             f"{type(inner).__name__} attends by {config._attn_implementation}, not by sdpa. Load it with "
@@ -66,12 +69,15 @@ def use_document_attention(model: nn.Module) -> Edit:
                 raise RuntimeError(f"logits differ by {off:.1e} of the largest")
         except Exception as error:  # model code raises many exception types
             edit.undo()
+            if isinstance(error, torch.OutOfMemoryError):
+                raise
             raise RuntimeError(f"{type(inner).__name__} needs masks for packed documents: {error}.") from error
     return edit
 
 
 # The first token of a document and the one after its last, and the tokens that each sees, itself among them.
 Span = tuple[int, int, int]
+Block = tuple[slice, slice, Tensor | None]  # queries, their keys, and a mask
 
 
 @dataclass(frozen=True, eq=False)
@@ -110,15 +116,14 @@ class Documents(BlockMask):
             self.bands[key] = hidden.masked_fill_((j > i) & (j <= i + window), 0.0)[None, None]
         return self.bands[key]
 
-    def pieces(self, row: list[Span], like: Tensor) -> Iterator[tuple[slice, slice, Tensor | None]]:
-        """Queries, their keys and a mask, in order; without a mask each query sees the keys up to its own."""
-        for start, stop, window in row:
-            first, size = slice(start, min(start + window, stop)), min(window, BLOCK)
-            yield first, first, None
-            for begin in range(first.stop, stop, size):
-                end = min(begin + size, stop)
-                band = self.band(window, size, like)[:, :, : end - begin, : window + end - begin]
-                yield slice(begin, end), slice(begin - window, end), band
+    def blocks(self, n: int, window: int, like: Tensor) -> Iterator[Block]:
+        """The blocks of a document of `n` tokens; without a mask, each query sees all keys up to its own."""
+        size = min(window, BLOCK)
+        yield slice(0, window), slice(0, window), None
+        for begin in range(window, n, size):
+            end = min(begin + size, n)
+            band = self.band(window, size, like)[:, :, : end - begin, : window + end - begin]
+            yield slice(begin, end), slice(begin - window, end), band
 
 
 def _first_seen(mask: BlockMask) -> Tensor | None:
@@ -163,19 +168,54 @@ def _mask(*args: Any, **kwargs: Any) -> Any:
 def _attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **kwargs: Any
 ) -> tuple[Tensor, None]:
-    attend = ALL_ATTENTION_FUNCTIONS["sdpa"]
+    attend = partial(ALL_ATTENTION_FUNCTIONS["sdpa"], module)
     if not isinstance(attention_mask, Documents):
-        return attend(module, query, key, value, attention_mask, **kwargs)
+        return attend(query, key, value, attention_mask, **kwargs)
     rows, outputs = attention_mask.rows, []
     for index, row in enumerate(rows):
         batch = slice(None) if len(rows) == 1 else slice(index, index + 1)
-        q, k, v = query[batch], key[batch], value[batch]
-        found = [
-            attend(module, q[:, :, queries], k[:, :, keys], v[:, :, keys], mask, **kwargs)[0]
-            for queries, keys, mask in attention_mask.pieces(row, query)
-        ]
+        sizes = [stop - start for start, stop, _ in row]
+        # Slices would each take a gradient of the whole row.
+        parts = zip(*(each[batch].split(sizes, dim=2) for each in (query, key, value)))
+        found = []
+        for n, (_, _, window), (q, k, v) in zip(sizes, row, parts):
+            blocks = [*attention_mask.blocks(n, window, q)]
+            whole = len(blocks) == 1 or kwargs.get("dropout")  # which draws other numbers when it is computed again
+            join: Any = _join if whole else _Again.apply
+            found.append(join(q, k, v, partial(attend, **kwargs), blocks))
         outputs.append(torch.cat(found, dim=1))
     return torch.cat(outputs), None
+
+
+def _join(query: Tensor, key: Tensor, value: Tensor, attend: Any, blocks: list[Block]) -> Tensor:
+    """The attention of all blocks, of shape (row, token, head, channel)."""
+    found = [attend(query[:, :, q], key[:, :, k], value[:, :, k], mask)[0] for q, k, mask in blocks]
+    return found[0] if len(found) == 1 else torch.cat(found, dim=1)
+
+
+class _Again(torch.autograd.Function):
+    """`_join`, computed again in the backward pass: the keys of a block, a window and more, are not kept for each."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, attend: Any, blocks: list[Block]) -> Tensor:
+        device = query.device.type
+        ctx.autocast = {"device_type": device, "dtype": torch.get_autocast_dtype(device)}
+        ctx.autocast["enabled"] = torch.is_autocast_enabled(device)
+        ctx.attend, ctx.blocks = attend, blocks
+        ctx.save_for_backward(query, key, value)
+        return _join(query, key, value, attend, blocks)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        saved = ctx.saved_tensors
+        grads = [torch.zeros_like(each) for each in saved]
+        for q, k, mask in ctx.blocks:
+            parts = [each[:, :, place].detach().requires_grad_() for each, place in zip(saved, (q, k, k))]
+            with torch.enable_grad(), torch.autocast(**ctx.autocast):
+                output, _ = ctx.attend(*parts, mask)
+            for whole, place, part in zip(grads, (q, k, k), torch.autograd.grad(output, parts, grad[:, q])):
+                whole[:, :, place] += part
+        return *grads, None, None
 
 
 # A model that another process pickled finds them once this module is imported.

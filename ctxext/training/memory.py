@@ -133,8 +133,8 @@ def memory_of(config: PreTrainedConfig, settings: Settings, length: int, *, devi
     """The modelled memory of training the model of `config` on rows of `length` tokens.
 
     The engine and the number of processes are those of `settings.engine`; kind "any" is DDP, or one process. Not
-    counted: the autocast's copies of weights on a CPU, kernels' own scratch memory, fragments, what blocks of a sliding
-    window hold, and the masks of models that `use_document_attention` refuses.
+    counted: the autocast's copies of weights on a CPU, kernels' own scratch memory, fragments, the one block of a
+    sliding window in use, and the masks of models that `use_document_attention` refuses.
 
     Args:
         device: "cuda", or "cpu", where frozen weights are float32 and chunks of logits smaller.
@@ -168,9 +168,12 @@ def memory_of(config: PreTrainedConfig, settings: Settings, length: int, *, devi
             _leave_meta(model)
             activations, offloaded = _activations(model, settings, length // engine.group_size, device, alive)
     except (KeyError, NotImplementedError, RuntimeError) as error:
+        why = f"needs the values of tensors ({str(error).splitlines()[0]})"
+        if FUSED in str(error):
+            why = "runs for known attention implementations alone"
         raise ValueError(
-            f"the memory of a {config.model_type} model cannot be estimated without weights: its code needs the values "
-            f"of tensors ({str(error).splitlines()[0]}). Measure it with --dry-run."
+            f"the memory of a {config.model_type} model cannot be estimated without weights: its code {why}. Measure "
+            "it with --dry-run."
         ) from error
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     weights, largest = 4.0 * trained, 0

@@ -76,6 +76,25 @@ def test_blocks_are_smaller_than_a_wide_window(family: str, monkeypatch: pytest.
     assert_same(passed(model, OTHERS), wanted)
 
 
+def test_a_window_keeps_no_more_than_full_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(documents, "BLOCK", 2)
+
+    def kept(window: int | None) -> int:
+        model, sizes = exact("mistral", sliding_window=window), {}
+
+        def save(tensor: Tensor) -> Tensor:
+            sizes[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+            return tensor
+
+        use_document_attention(model)
+        with torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor):
+            logits = model(token_ids(LENGTH, batch=2), position_ids=OTHERS, use_cache=False).logits
+        assert logits.requires_grad
+        return sum(sizes.values())
+
+    assert kept(8) <= kept(None)
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_no_mask_is_of_tokens_by_tokens(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     pairs = {True: 0, False: 0}
@@ -108,11 +127,12 @@ def test_a_cache_and_padding_get_what_transformers_gives_them() -> None:
             torch.testing.assert_close(mine, stock, rtol=1e-9, atol=1e-9)
 
 
-def test_an_extended_model_with_lora_under_autocast() -> None:
+@pytest.mark.parametrize("family", ["llama", "mistral"])
+def test_an_extended_model_with_lora_under_autocast(family: str) -> None:
     peft = pytest.importorskip("peft")
     torch.manual_seed(0)
     config = peft.LoraConfig(target_modules="all-linear", r=4, init_lora_weights=False, task_type="CAUSAL_LM")
-    model = peft.get_peft_model(extend_context(tiny_model("llama"), 4, "yarn"), config)
+    model = peft.get_peft_model(extend_context(tiny_model(family), 4, "yarn"), config)
     with torch.autocast("cpu", torch.bfloat16):
         wanted = passed(model, OTHERS)
         use_document_attention(model)
@@ -127,12 +147,12 @@ def test_trl_packs_without_a_mask(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     trl = pytest.importorskip("trl")
     used: list[int] = []
 
-    def counted(self: Documents, row: Any, like: Tensor) -> Any:
-        used.append(len(row))
-        return own(self, row, like)
+    def counted(first: Tensor) -> Any:
+        used.append(len(spans(first)))
+        return spans(first)
 
-    own = Documents.pieces
-    monkeypatch.setattr(Documents, "pieces", counted)
+    spans = documents._spans
+    monkeypatch.setattr(documents, "_spans", counted)
     tokenizer = AutoTokenizer.from_pretrained(MODEL)
     texts = ["It is a truth universally acknowledged, that a single man must want a wife. " * n for n in (3, 9, 2, 5)]
 
@@ -213,14 +233,8 @@ def test_masks_of_later_tokens_of_a_cache_are_left_to_transformers() -> None:
 
 def test_a_model_that_reads_another_mask_is_left_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     """The check, with all documents of a row read as one."""
-    own = Documents.pieces
-
-    def wrong(self: Documents, row: Any, like: Tensor) -> Any:
-        end = row[-1][1]
-        return own(self, [(0, end, end)], like)
-
     model = tiny_model("llama")
-    monkeypatch.setattr(Documents, "pieces", wrong)
+    monkeypatch.setattr(documents, "_spans", lambda first: [(0, len(first), len(first))])
     with pytest.raises(RuntimeError, match="needs masks for packed documents: logits differ by"):
         use_document_attention(model)
     assert model.config._attn_implementation == "sdpa" != NAME

@@ -10,9 +10,10 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from torch.profiler import ProfilerActivity, profile
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, MistralConfig
 
 from ctxext.assets import MODEL
+from ctxext.training.documents import use_document_attention
 from ctxext.training.loss import use_chunked_loss
 from ctxext.training.memory import Memory, memory_of, report
 from ctxext.training.settings import read_settings
@@ -30,20 +31,18 @@ def modelled(*changes: str, length: int = 1024, config: Any = SMALL, device: str
     return memory_of(config, read_settings(TINY, [*LORA, *changes])[0], length, device=device)
 
 
-@pytest.mark.parametrize(
-    "changes", [(), (RECOMPUTED,), (RECOMPUTED, "training.mlp_tokens=64"), ("training.loss=stock",)]
-)
-def test_it_is_what_torch_allocates(changes: tuple[str, ...]) -> None:
-    model: Any = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
+def allocated(model: Any, *changes: str, length: int = 1024) -> tuple[int, Any]:
+    """The most that a forward and backward pass of the model with LoRA allocates, in bytes; and that model."""
     targets = ["q_proj", "k_proj", "v_proj", "o_proj"]
     model = get_peft_model(model, LoraConfig(r=16, target_modules=targets, task_type="CAUSAL_LM"))
+    use_document_attention(model)
     if "training.mlp_tokens=64" in changes:
         use_tiled_mlp(model, 64)
     if "training.loss=stock" not in changes:
         use_chunked_loss(model)
     if RECOMPUTED in changes:
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    ids, now, most = torch.zeros(1, 1024, dtype=torch.long), 0, 0
+    ids, now, most = torch.zeros(1, length, dtype=torch.long), 0, 0
     model.train()
     gc.collect()  # what earlier tests left would be freed within, and lower the count
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
@@ -52,11 +51,28 @@ def test_it_is_what_torch_allocates(changes: tuple[str, ...]) -> None:
     for event in sorted(events, key=lambda event: event.start_ns()):
         now += event.nbytes()
         most = max(most, now)
+    return most, model
+
+
+@pytest.mark.parametrize(
+    "changes", [(), (RECOMPUTED,), (RECOMPUTED, "training.mlp_tokens=64"), ("training.loss=stock",)]
+)
+def test_it_is_what_torch_allocates(changes: tuple[str, ...]) -> None:
+    most, model = allocated(AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32), *changes)
     config = AutoConfig.from_pretrained(MODEL)
     found = modelled(*changes, "training.precision=fp32", config=config, device="cpu")
     assert found.activations == pytest.approx(most, rel=0.15)
     assert found.weights == sum(parameter.nbytes for parameter in model.parameters())
     assert 2 * found.gradients == found.optimizer == 8 * sum(p.numel() for p in model.parameters() if p.requires_grad)
+
+
+@pytest.mark.parametrize("window", [256, 512, 1024])
+def test_a_sliding_window_allocates_no_more_than_full_attention(window: int) -> None:
+    sizes = {"hidden_size": 128, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 32, "vocab_size": 1000}
+    config = MistralConfig(**sizes, intermediate_size=512, num_hidden_layers=2, sliding_window=window)
+    most, _ = allocated(AutoModelForCausalLM.from_config(config), RECOMPUTED, length=2048)
+    found = modelled(RECOMPUTED, "training.precision=fp32", config=config, length=2048, device="cpu")
+    assert found.activations == pytest.approx(most, rel=0.15)
 
 
 def test_each_setting_that_saves_memory_saves_activations_alone() -> None:
