@@ -18,7 +18,7 @@ from transformers.cache_utils import Cache, DynamicCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ctxext.attention import keys, tiles
-from ctxext.attention.masks import BlockMask, Rows, as_taken, block_mask, explicit, ranges_of
+from ctxext.attention.masks import BlockMask, Rows, Span, as_taken, block_mask, documents_of, explicit, ranges_of
 from ctxext.attention.rotary import InAttentionRotary, Layer, rotate, rotated_tiles
 from ctxext.attention.softmax import Joined, Part, Softmax
 from ctxext.attention.tiles import Tile
@@ -127,6 +127,8 @@ class Call:
         self._shared: dict[Any, Any] = {}
         self._given: list[tuple[Tensor, Tensor | None]] = []
         self._elsewhere: dict[torch.device, Call] = {}
+        # The calls of packed documents and their masks, by row and first token.
+        self._within: dict[tuple[int, int], tuple[Call, Any]] = {}
 
     def shared(self, layer: Layer, name: Any, make: Callable[[], Any]) -> Any:
         """What all layers with the table of `layer` share under `name`."""
@@ -148,6 +150,11 @@ class Call:
         mask = explicit(mask, module, query, key, kwargs.get("is_causal"))
         if layer.convention.pairs == "none":
             return self._own(module, query, key, value, mask, **kwargs)
+        of_the_call = isinstance(method, RopeScaling) and method.of_the_call
+        if isinstance(mask, BlockMask) and not mask.causal and rotary.implementation == "sdpa" and not of_the_call:
+            documents = self.shared(layer, ("documents", mask), lambda: _packed(mask))
+            if documents is not None:
+                return self._by_document(documents, module, query, key, value, **kwargs)
         n_queries, n_keys = query.shape[2], key.shape[2]
         places = self._places(module, key)
 
@@ -171,7 +178,7 @@ class Call:
             # A single query: each key at its distance from the query.
             query = turned(query, "zero", lambda: tables.plain(torch.zeros_like(positions)))
             of_keys = ("behind", n_keys), lambda: tables.plain(-method.distance(tables.rope, positions, places))
-        elif isinstance(method, RopeScaling) and method.of_the_call:
+        elif of_the_call:
             used = self.shared(layer, "used", lambda: tables.of_length(positions.amax(1) + 1))
             query = turned(query, "queries", lambda: tables.scaled(positions, *used))
             of_keys = "keys", lambda: tables.scaled(places, *used)
@@ -194,6 +201,25 @@ class Call:
             mask = None if isinstance(mask, BlockMask) and mask.is_causal else mask
             return softmax.of_one(query, rotated_tiles(key, cos_sin, layer.convention), value, mask), None
         return self._own(module, query, rotate(key, cos_sin, layer.convention), value, mask, **kwargs)
+
+    def _by_document(
+        self, rows: list[list[Span]], module: Any, query: Tensor, key: Tensor, value: Tensor, **kwargs: Any
+    ) -> Attended:
+        """Packed documents, each of which attends to itself alone."""
+        outputs = []
+        for index, row in enumerate(rows):
+            batch = slice(None) if len(rows) == 1 else slice(index, index + 1)
+            sizes = [stop - start for start, stop, _ in row]
+            found = []
+            parts = (each[batch].split(sizes, dim=2) for each in (query, key, value))
+            for (start, stop, _), q, k, v in zip(row, *parts):
+                if (index, start) not in self._within:
+                    mask = block_mask(len(q), stop - start, stop - start, device=query.device)
+                    self._within[index, start] = Call(self.rotary, self.positions[batch, start:stop], None), mask
+                call, mask = self._within[index, start]
+                found.append(call.attend(module, q, k, v, mask, **kwargs)[0])
+            outputs.append(torch.cat(found, dim=1))
+        return torch.cat(outputs), None
 
     def _places(self, module: Any, key: Tensor) -> Tensor:
         """The positions of a layer's keys, of shape (batch, keys)."""
@@ -385,6 +411,13 @@ def _softmax(module: Any, kwargs: dict[str, Any]) -> Softmax:
         sinks=kwargs.get("s_aux"),
         dropout=kwargs.get("dropout", 0.0),
     )
+
+
+def _packed(mask: BlockMask) -> list[list[Span]] | None:
+    """The documents of each row; None if there is one a row, or a sliding window."""
+    rows = documents_of(mask) or []
+    whole = all(window == stop - start for row in rows for start, stop, window in row)
+    return rows if whole and any(len(row) > 1 for row in rows) else None
 
 
 def _runs(rungs: Tensor) -> list[tuple[int, int]]:

@@ -11,6 +11,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 from transformers.masking_utils import causal_mask_function, flex_attention_mask, sdpa_mask
 
+BLOCK = 512  # queries whose mask is made at a time
+
 
 @dataclass(frozen=True, eq=False)
 class BlockMask:
@@ -136,8 +138,10 @@ def ranges_of(mask: BlockMask | Tensor | None) -> tuple[Tensor, Tensor] | None:
     """
     if isinstance(mask, Tensor) and mask.shape[1:3] == (1, 1) and mask.dtype == torch.bool:
         return _one_range(mask[:, 0, 0])
-    if not isinstance(mask, BlockMask) or not mask.causal:
+    if not isinstance(mask, BlockMask):
         return None
+    if not mask.causal:  # packed documents, sliding windows and chunks
+        return _by_block(mask)
     (batch, _, n_queries, n_keys), device, padding = mask.shape, mask.device, mask.make["attention_mask"]
     low, last = torch.zeros((batch, 1), dtype=torch.long, device=device), torch.tensor(n_keys, device=device)
     if padding is not None:
@@ -149,11 +153,77 @@ def ranges_of(mask: BlockMask | Tensor | None) -> tuple[Tensor, Tensor] | None:
     return low.expand(batch, n_queries), high.clamp(max=last).expand(batch, n_queries)
 
 
+def _by_block(mask: BlockMask) -> tuple[Tensor, Tensor] | None:
+    found, (_, _, n_queries, n_keys) = [], mask.shape
+    for start in range(0, n_queries, BLOCK):
+        seen = mask.part(slice(start, min(start + BLOCK, n_queries)), slice(0, n_keys)).whole()
+        ranges = _one_range(seen[:, 0])
+        if ranges is None:
+            return None
+        found.append(ranges)
+    low, high = (torch.cat(sides, dim=1)[..., 0] for sides in zip(*found))
+    return low, high
+
+
 def _one_range(here: Tensor) -> tuple[Tensor, Tensor] | None:
     """The first column of each row that holds, and the one after the last; None if some between do not."""
-    low, count = here.int().argmax(1, keepdim=True), here.sum(1, keepdim=True)
-    columns = torch.arange(here.shape[1], device=here.device)
+    low, count = here.byte().argmax(-1, keepdim=True), here.sum(-1, keepdim=True)
+    columns = torch.arange(here.shape[-1], device=here.device)
     return (low, low + count) if torch.equal(here, (columns >= low) & (columns < low + count)) else None
+
+
+# The first token of a document and the one after its last, and the tokens that each sees, itself among them.
+Span = tuple[int, int, int]
+
+
+def documents_of(mask: BlockMask) -> list[list[Span]] | None:
+    """The packed documents of each row of a batch; one list if those of all rows are the same.
+
+    None if the mask is not made of documents and sliding windows alone, or is of a cache's later tokens.
+    """
+    if mask.make["use_vmap"] or mask.make["attention_mask"] is not None or mask.shape[2] != mask.shape[3]:
+        return None
+    if mask.q_offset or mask.kv_offset:
+        return None
+    first = _first_seen(mask)
+    if first is None:
+        return None
+    rows = [_spans(row) for row in (first[:1] if bool((first == first[:1]).all()) else first)]
+    known = [row for row in rows if row is not None]
+    return known if len(known) == len(rows) else None
+
+
+def _first_seen(mask: BlockMask) -> Tensor | None:
+    """The first key that each query sees, of shape (batch, query), found by bisection; None if one sees later ones."""
+    batch, _, n, _ = mask.shape
+    sees, device = mask.make["mask_function"], mask.make["device"]
+    rows, queries = torch.arange(batch, device=device)[:, None], torch.arange(n, device=device).expand(batch, n)
+    head = torch.zeros((), dtype=torch.long, device=device)
+
+    def seen(keys: Tensor) -> Tensor:
+        return sees(rows, head, queries, keys)
+
+    if not seen(queries).all() or seen((queries + 1).clamp(max=n - 1))[:, :-1].any():
+        return None
+    low, high = torch.zeros_like(queries), queries
+    while bool((low < high).any()):
+        middle = (low + high) // 2
+        found = seen(middle)
+        low, high = torch.where(found, low, middle + 1), torch.where(found, middle, high)
+    # Nor does the first token that a query sees see that query, where it is a key seen early by some queries alone.
+    return None if (sees(rows, head, low, queries) & (low < queries)).any() else low
+
+
+def _spans(first: Tensor) -> list[Span] | None:
+    """The documents of a row, from the first key that each query sees; None if it has no documents and windows."""
+    here = torch.arange(len(first), device=first.device)
+    starts = (first == here).nonzero()[:, 0]
+    sizes = torch.diff(starts, append=starts.new_tensor([len(first)]))
+    start = starts.repeat_interleave(sizes)
+    window = int((here - first).max()) + 1
+    if not torch.equal(first, torch.maximum(start, here - (window - 1))):
+        return None
+    return [(begin, begin + size, min(size, window)) for begin, size in zip(starts.tolist(), sizes.tolist())]
 
 
 def as_taken(mask: BlockMask | Tensor | None, implementation: str, dtype: torch.dtype) -> Any:

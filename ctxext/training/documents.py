@@ -16,11 +16,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from ctxext.attention.masks import BlockMask, block_mask
+from ctxext.attention.masks import BlockMask, Span, block_mask, documents_of
 from ctxext.attention.tiles import BLOCK
 from ctxext.core.apply import transformers_model
 from ctxext.core.edit import Edit
@@ -75,8 +76,6 @@ def use_document_attention(model: nn.Module) -> Edit:
     return edit
 
 
-# The first token of a document and the one after its last, and the tokens that each sees, itself among them.
-Span = tuple[int, int, int]
 Block = tuple[slice, slice, Tensor | None]  # queries, their keys, and a mask
 
 
@@ -95,17 +94,8 @@ class Documents(BlockMask):
     @classmethod
     def of(cls, mask: BlockMask) -> Documents | None:
         """None if the mask is not made of documents and windows alone, or is of a cache's later tokens."""
-        if mask.make["use_vmap"] or mask.make["attention_mask"] is not None or mask.shape[2] != mask.shape[3]:
-            return None
-        if mask.q_offset or mask.kv_offset:
-            return None
-        first = _first_seen(mask)
-        if first is None:
-            return None
-        rows = [_spans(row) for row in (first[:1] if bool((first == first[:1]).all()) else first)]
-        known = [row for row in rows if row is not None]
-        own = {each.name: getattr(mask, each.name) for each in fields(mask)}
-        return cls(**own, rows=known) if len(known) == len(rows) else None
+        rows, own = documents_of(mask), {each.name: getattr(mask, each.name) for each in fields(mask)}
+        return None if rows is None else cls(**own, rows=rows)
 
     def band(self, window: int, size: int, like: Tensor) -> Tensor:
         """What hides keys from `size` queries, of the window + size keys up to the last of the queries; to be added."""
@@ -124,39 +114,6 @@ class Documents(BlockMask):
             end = min(begin + size, n)
             band = self.band(window, size, like)[:, :, : end - begin, : window + end - begin]
             yield slice(begin, end), slice(begin - window, end), band
-
-
-def _first_seen(mask: BlockMask) -> Tensor | None:
-    """The first key that each query sees, of shape (batch, query), found by bisection; None if one sees later ones."""
-    batch, _, n, _ = mask.shape
-    sees, device = mask.make["mask_function"], mask.make["device"]
-    rows, queries = torch.arange(batch, device=device)[:, None], torch.arange(n, device=device).expand(batch, n)
-    head = torch.zeros((), dtype=torch.long, device=device)
-
-    def seen(keys: Tensor) -> Tensor:
-        return sees(rows, head, queries, keys)
-
-    if not seen(queries).all() or seen((queries + 1).clamp(max=n - 1))[:, :-1].any():
-        return None
-    low, high = torch.zeros_like(queries), queries
-    while bool((low < high).any()):
-        middle = (low + high) // 2
-        found = seen(middle)
-        low, high = torch.where(found, low, middle + 1), torch.where(found, middle, high)
-    # Nor does the first token that a query sees see that query, where it is a key seen early by some queries alone.
-    return None if (sees(rows, head, low, queries) & (low < queries)).any() else low
-
-
-def _spans(first: Tensor) -> list[Span] | None:
-    """The documents of a row, from the first key that each query sees; None if it has no documents and windows."""
-    here = torch.arange(len(first), device=first.device)
-    starts = (first == here).nonzero()[:, 0]
-    sizes = torch.diff(starts, append=starts.new_tensor([len(first)]))
-    start = starts.repeat_interleave(sizes)
-    window = int((here - first).max()) + 1
-    if not torch.equal(first, torch.maximum(start, here - (window - 1))):
-        return None
-    return [(begin, begin + size, min(size, window)) for begin, size in zip(starts.tolist(), sizes.tolist())]
 
 
 def _mask(*args: Any, **kwargs: Any) -> Any:
@@ -206,6 +163,7 @@ class _Again(torch.autograd.Function):
         return _join(query, key, value, attend, blocks)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         saved = ctx.saved_tensors
         grads = [torch.zeros_like(each) for each in saved]

@@ -133,3 +133,34 @@ def test_a_missing_mask_is_the_triangle_of_a_causal_layer_alone(module: bool | N
         assert torch.equal(mask.whole()[0, 0], torch.ones(3, 5).tril(2).bool())
     given = torch.ones(2, 1, 3, 5).bool()
     assert masks.explicit(given, layer, query, key, called) is given
+
+
+def sees(kind: str) -> Any:
+    """A mask function of transformers' interface."""
+    rules = {
+        "window": lambda batch, head, query, key: (key <= query) & (key > query - 30),
+        "chunk": lambda batch, head, query, key: (key <= query) & (key // 40 == query // 40),
+        "documents": lambda batch, head, query, key: (key <= query) & ((key >= 70) == (query >= 70)),
+        "both ways": lambda batch, head, query, key: (key <= query) | ((key < 20) & (query < 20)),
+        "every second": lambda batch, head, query, key: (key <= query) & ((query - key) % 2 == 0),
+    }
+    return rules[kind]
+
+
+@pytest.mark.parametrize("offset", [0, 25])
+@pytest.mark.parametrize("kind", ["window", "chunk", "documents", "both ways", "every second"])
+def test_the_range_of_keys_that_each_query_sees(kind: str, offset: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(masks, "BLOCK", 16)
+    at = {"mask_function": sees(kind), "allow_is_causal_skip": False}
+    mask = masks.block_mask(2, 100 - offset, 100, q_offset=offset, **at)
+    whole, ranges = mask.whole()[:, 0], masks.ranges_of(mask)
+    if kind == "every second":
+        assert ranges is None
+        return
+    columns = torch.arange(100)
+    low, high = (side[..., None] for side in ranges)
+    assert torch.equal((columns >= low) & (columns < high), whole)
+    documents = masks.documents_of(mask)
+    assert (documents is None) == (bool(offset) or kind == "both ways")
+    if kind == "documents" and documents:
+        assert documents == [[(0, 70, 70), (70, 100, 30)]]

@@ -19,9 +19,10 @@ from in_attention_reference import (
     slow_model,
     truth,
 )
+from torch import Tensor
 from transformers import DynamicCache
 
-from ctxext.attention import rotary, softmax, tiles
+from ctxext.attention import masks, rotary, softmax, tiles
 from ctxext.attention.softmax import Softmax
 
 FAMILIES = {"llama": {}, "mistral": {"sliding_window": 96}, "qwen3": {}, "gpt_neox": {}, "gemma2": {}}
@@ -127,6 +128,31 @@ def test_packed_documents_do_not_see_each_other(method: str) -> None:
         use_cache=False,
     ).logits[0]
     assert_rows(found.split([len(row) for row in rows()]), truth(method))
+
+
+@pytest.mark.parametrize("method", ["dynamic_ntk", "dynamic_yarn", "self_extend", "dca", "query_temperature"])
+def test_gradients_of_packed_documents_are_those_of_each_alone(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two rows that are packed differently, one with a document of one token; no mask is larger than a document's."""
+    sizes, ids, sides = [[110, 1, 69], [70, 110]], rows()[0].repeat(2, 1), []
+    model, whole = extended(method), masks.BlockMask.whole
+    alone = [model(part[None], use_cache=False).logits[0] for row, of in zip(ids, sizes) for part in row.split(of)]
+    sum(logits.square().mean() for logits in alone).backward()
+    want = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+    model.zero_grad()
+
+    def counted(mask: masks.BlockMask) -> Tensor:
+        sides.append(mask.shape[2] * mask.shape[3])
+        return whole(mask)
+
+    monkeypatch.setattr(masks.BlockMask, "whole", counted)
+    positions = torch.stack([torch.cat([torch.arange(n) for n in of]) for of in sizes])
+    logits = model(ids, position_ids=positions, use_cache=False).logits
+    found = [part for row, of in zip(logits, sizes) for part in row.split(of)]
+    assert_rows(found, alone)
+    sum(logits.square().mean() for logits in found).backward()
+    assert max(sides, default=0) <= 110**2
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.grad, want[name], rtol=1e-9, atol=1e-12, msg=name)
 
 
 @pytest.mark.parametrize("method", METHODS)
