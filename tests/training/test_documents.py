@@ -15,6 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from ctxext import extend_context
 from ctxext.assets import MODEL
+from ctxext.attention import masks
 from ctxext.attention.masks import BlockMask, block_mask
 from ctxext.training import documents
 from ctxext.training.documents import NAME, Documents, use_document_attention
@@ -151,8 +152,8 @@ def test_trl_packs_without_a_mask(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         used.append(len(spans(first)))
         return spans(first)
 
-    spans = documents._spans
-    monkeypatch.setattr(documents, "_spans", counted)
+    spans = masks._spans
+    monkeypatch.setattr(masks, "_spans", counted)
     tokenizer = AutoTokenizer.from_pretrained(MODEL)
     texts = ["It is a truth universally acknowledged, that a single man must want a wife. " * n for n in (3, 9, 2, 5)]
 
@@ -234,7 +235,7 @@ def test_masks_of_later_tokens_of_a_cache_are_left_to_transformers() -> None:
 def test_a_model_that_reads_another_mask_is_left_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     """The check, with all documents of a row read as one."""
     model = tiny_model("llama")
-    monkeypatch.setattr(documents, "_spans", lambda first: [(0, len(first), len(first))])
+    monkeypatch.setattr(masks, "_spans", lambda first: [(0, len(first), len(first))])
     with pytest.raises(RuntimeError, match="needs masks for packed documents: logits differ by"):
         use_document_attention(model)
     assert model.config._attn_implementation == "sdpa" != NAME
