@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 IGNORED = -100  # transformers' label of a token that has no loss
 # The cache identifies an installed package's functions by name only: increase this whenever they produce different
 # rows.
-_VERSION = 2
+_VERSION = 3
 # Documents are packed in batches of about this many rows, so that little space is lost at a batch's end.
 _ROWS_PER_BATCH = 128
 # A chat template marks assistant turns with this tag, for transformers' assistant mask.
@@ -35,10 +35,11 @@ _GENERATION = re.compile(r"\{%-?\s*generation\b")
 
 @dataclass(frozen=True, kw_only=True)
 class Accounting:
-    """The token counts of a source: `tokens_read == tokens_in_rows - padding + dropped`.
+    """The token counts of a source: `tokens_read == tokens_in_rows - padding - added + dropped`.
 
-    Pieces of a split document and retrieval rows count as documents. `blank` are rows of the source without text, which
-    are skipped. `dropped` is the last, incomplete row of joined documents; `targets` are tokens with a loss.
+    Pieces of a split document count as documents. `blank` are rows of the source without text, which are skipped.
+    `added` is what retrieval rows hold besides text. `dropped` is the text that fills no row, of joined documents or
+    retrieval rows; `targets` are tokens with a loss.
     """
 
     documents: int
@@ -46,11 +47,13 @@ class Accounting:
     tokens_read: int
     tokens_in_rows: int
     padding: int
+    added: int = 0
     dropped: int
     targets: int
 
     def __str__(self) -> str:
-        rows = f"{self.tokens_in_rows:,} in rows ({self.padding:,} of padding, {self.dropped:,} dropped)"
+        added = f", {self.added:,} added to retrieve" * bool(self.added)
+        rows = f"{self.tokens_in_rows:,} in rows ({self.padding:,} of padding{added}, {self.dropped:,} dropped)"
         blank = f" ({self.blank:,} more without text are skipped)" if self.blank else ""
         return f"{self.documents:,} documents{blank}, {self.tokens_read:,} tokens, {rows}"
 
@@ -60,8 +63,8 @@ class Packed:
     """A source as rows of `length` tokens.
 
     A row has `input_ids` and `labels`, (length,), with unshifted labels that are -100 where a token has no loss;
-    `documents`, the lengths of its documents, the last of which is the padding; `padding`, its tokens; and
-    `n_targets`, the number of labels[1:] that are not -100.
+    `documents`, the lengths of its documents, the last of which is the padding; `padding` and `added`, their tokens
+    (see `Accounting`); and `n_targets`, the number of labels[1:] that are not -100.
     """
 
     source: Source
@@ -190,29 +193,28 @@ def pack(
         fn_kwargs={"version": _VERSION},
         remove_columns=tokenised.column_names,
         features=Features(
-            {"input_ids": numbers, "labels": numbers, "documents": numbers, "padding": number, "n_targets": number}
+            {"input_ids": numbers, "labels": numbers, "documents": numbers}
+            | dict.fromkeys(("padding", "added", "n_targets"), number)
         ),
         desc=f"packing {source.name}",
     )
     rows = rows.with_format("numpy")
 
-    padding, targets = (sum(rows.data.column(name).to_pylist()) for name in ("padding", "n_targets"))
+    counts = ("padding", "added", "n_targets")
+    padding, added, targets = (sum(rows.data.column(name).to_pylist()) for name in counts)
     in_rows = len(rows) * length
-    if source.retrieval:
-        read = in_rows  # with what was hidden
-    dropped = read - (in_rows - padding)
+    dropped = read - (in_rows - padding - added)
     if not 0 <= dropped < (length if joined else 1):
-        raise RuntimeError(f"{source.name}: {read:,} tokens read, but {in_rows - padding:,} are in rows.")
+        raise RuntimeError(f"{source.name}: {read:,} tokens read, but {in_rows - padding - added:,} are in rows.")
     if not targets:
         raise ValueError(
             f"no token of {source.name} has a loss: "
             + ("no assistant turn has text." if column == "messages" else "its documents have one token each.")
         )
-    n_documents = len(rows if source.retrieval else tokenised)
     blank = len(dataset) - sum(tokenised.data.column("begins").to_pylist())
     accounting = Accounting(
-        documents=n_documents, blank=blank, tokens_read=read, tokens_in_rows=in_rows,
-        padding=padding, dropped=dropped, targets=targets,
+        documents=len(tokenised), blank=blank, tokens_read=read, tokens_in_rows=in_rows,
+        padding=padding, added=added, dropped=dropped, targets=targets,
     )  # fmt: skip
     return Packed(source=source, length=length, rows=rows, accounting=accounting)
 
@@ -259,7 +261,7 @@ def _tokenise(
 def _check_chat(source: Source, tokenizer: PreTrainedTokenizerBase) -> None:
     if not tokenizer.chat_template:
         raise ValueError(
-            f"{source.name} holds messages, but the tokenizer has no chat template. "
+            f"{source.name} holds conversations, but the tokenizer has no chat template. "
             "Use an instruction-tuned model, or put a chat_template.jinja into the model's folder."
         )
     if not tokenizer.is_fast:
@@ -355,16 +357,17 @@ class _Hide:
         self.rest = np.zeros(0, np.int32)
 
     def __call__(self, table: pa.Table, version: int) -> pa.Table:
-        text, length, rows = np.concatenate((self.rest, _streams(table)[0])), self.make.length, []
+        text, length, rows, added = np.concatenate((self.rest, _streams(table)[0])), self.make.length, [], []
         while len(text) >= length:
             row, taken = self.make.row(self.made, text)
             rows.append(row)
+            added.append(length - taken)
             text, self.made = text[taken:], self.made + 1
         self.rest = text
         ids, has_loss = (np.array([row[k] for row in rows]).reshape(-1, length) for k in (0, 1))
         labels = np.where(has_loss, ids, np.int32(IGNORED))
         labels[:, 0] = IGNORED
-        return _rows(ids, labels, [[length]] * len(rows), [0] * len(rows))
+        return _rows(ids, labels, [[length]] * len(rows), [0] * len(rows), added)
 
 
 def _fit(table: pa.Table, version: int, length: int, padding_id: int) -> pa.Table:
@@ -410,7 +413,9 @@ def best_fit(lengths: list[int], space: int) -> list[list[int]]:
     return bins
 
 
-def _rows(ids: np.ndarray, labels: np.ndarray, documents: list[Any], padding: list[int]) -> pa.Table:
+def _rows(
+    ids: np.ndarray, labels: np.ndarray, documents: list[Any], padding: list[int], added: list[int] | None = None
+) -> pa.Table:
     """A table of rows from `ids` and `labels`, (rows, length)."""
     import pyarrow as pa
 
@@ -421,6 +426,7 @@ def _rows(ids: np.ndarray, labels: np.ndarray, documents: list[Any], padding: li
             "labels": pa.array([*labels], lists),
             "documents": pa.array(documents, lists),
             "padding": pa.array(padding, pa.int32()),
+            "added": pa.array(added or [0] * len(padding), pa.int32()),
             "n_targets": pa.array((labels[:, 1:] != IGNORED).sum(1), pa.int32()),
         }
     )

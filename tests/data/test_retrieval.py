@@ -45,17 +45,24 @@ def test_each_row_is_one_document_that_fills_it(documents: str, tokenizer) -> No
         assert row["documents"].tolist() == [LENGTH]
         assert (row["input_ids"][0], row["input_ids"][-1]) == (tokenizer.bos_token_id, tokenizer.eos_token_id)
     accounting = rows.accounting
-    assert accounting.documents * LENGTH == accounting.tokens_in_rows == accounting.tokens_read
-    assert (accounting.padding, accounting.dropped) == (0, 0)
+    assert (accounting.documents, accounting.padding) == (1, 0)
+    assert accounting.tokens_in_rows == len(rows.rows) * LENGTH
+    assert accounting.tokens_read == len(tokenizer(TEXT, add_special_tokens=False)["input_ids"]) + 2  # BOS and EOS
+    assert accounting.tokens_read == accounting.tokens_in_rows - accounting.added + accounting.dropped
+    assert 0 < accounting.dropped < LENGTH
+    assert f", {accounting.dropped:,} dropped)" in str(accounting)
 
 
 def test_no_text_is_read_twice_or_left_out(tokenizer) -> None:
-    said = "".join(tokenizer.decode(row["input_ids"], skip_special_tokens=True) for row in packed(tokenizer).rows)
+    rows = packed(tokenizer)
+    said = "".join(tokenizer.decode(row["input_ids"], skip_special_tokens=True) for row in rows.rows)
     for form in (part for parts in FORMS for part in parts):
         pattern = re.escape(form).replace(r"\{who\}", KEY).replace(r"\{n\}", r"\d+")
         said = re.sub(f"[ \n]{pattern}", "", said)
     assert len(said) > 0.9 * len(TEXT)
     assert TEXT.startswith(said)
+    left = len(tokenizer(TEXT[len(said) :], add_special_tokens=False)["input_ids"])
+    assert rows.accounting.dropped == pytest.approx(left, abs=3)  # BOS and EOS of the text, and a word cut in two
 
 
 KEY = rf"(?:{'|'.join(COLOURS)}) (?:{'|'.join(ANIMALS)})"
