@@ -623,6 +623,15 @@ def merge(folder: Path | str, output: Path | str, dtype: torch.dtype | str | Non
     return output
 
 
+def changed_adapter(merged: Path) -> Path | None:
+    """The adapter beside a merged model, as a fine-tune leaves them, if it has other weights than were merged."""
+    adapter = merged.with_name("adapter")
+    if not (_is_adapter(adapter) and (merged / RECORD).is_file()):
+        return None
+    known = AdapterBase.of_folder(merged).provenance.get("merged_from")
+    return None if known in (None, weights_fingerprint(adapter)) else adapter
+
+
 def _dtype(dtype: torch.dtype | str) -> torch.dtype:
     dtype = getattr(torch, dtype, dtype) if isinstance(dtype, str) else dtype
     if dtype not in LOGIT_BARS:

@@ -30,7 +30,7 @@ from ctxext.extension.method_file import PROBE, SUFFIX, read_saved
 from ctxext.extension.request import plan_extension
 from ctxext.extension.rope import RopePlan
 from ctxext.hub.adapters import RECORD as OF_FINETUNE
-from ctxext.hub.adapters import AdapterBase, render_card, without_folders
+from ctxext.hub.adapters import AdapterBase, changed_adapter, render_card, without_folders
 from ctxext.hub.checkpoint import (
     check_not_extended,
     checkpoint_folder,
@@ -126,6 +126,7 @@ class Push:
         readme: the folder's own README.md; "" without one.
         about: the origin of a saved method, or the settings of a fine-tune.
         license: the licence fields of the base model's card.
+        changed: the adapter beside a merged model, if it has other weights than were merged.
     """
 
     repo_id: str
@@ -138,6 +139,7 @@ class Push:
     about: dict[str, Any]
     license: dict[str, Any]
     finetuned: bool = False
+    changed: Path | None = None
 
     def card(self, readme: str | None = None) -> str:
         """README.md with our metadata, and our section between markers in the existing text.
@@ -207,6 +209,8 @@ class Push:
     def notes(self) -> tuple[str, ...]:
         """Notes for the user, a sentence each."""
         notes = []
+        if self.changed:
+            notes.append(f"{self.changed} has other weights than were merged. To push those, merge it again")
         if self.measured is None:
             notes.append("the card has no measurements. Pass results='FILE' of ctxext eval or ctxext finetune")
         if self.base_model is None:
@@ -340,10 +344,12 @@ def prepared(
         if results is not None:
             folder = weights or checkpoint_folder(str(base_model))
             name = "FOLDER" if isinstance(source, nn.Module) else str(folder)
-            known = {weights_fingerprint(folder), (trained or {}).get("merged_from")}
+            known = (weights_fingerprint(folder), (trained or {}).get("merged_from"))
             measured = _measured(read_results(results), extended.method, known, name)
         terms = {} if base_model is None else _license(base_model)
-        yield Push(repo_id, files, readme, extended, base_model, measured, config, about, terms, trained is not None)
+        changed = None if weights is None else changed_adapter(weights)
+        origins = trained is not None, changed
+        yield Push(repo_id, files, readme, extended, base_model, measured, config, about, terms, *origins)
 
 
 def _extension(method: ContextMethod, base_model: str | None) -> tuple[Any, Plan]:
@@ -488,24 +494,24 @@ def _figures_of_run(provenance: dict[str, Any]) -> dict[str, Any] | None:
     return {"columns": list(figures), "rows": rows, "with": with_what}
 
 
-def _measured(results: Results, method: ContextMethod, known: set[str | None], name: str) -> dict[str, Any]:
+def _measured(results: Results, method: ContextMethod, known: tuple[str, str | None], name: str) -> dict[str, Any]:
     """What a card shows of a results file.
 
     Args:
-        known: the fingerprints of the weights to be pushed, and of the adapter that was merged into them.
+        known: the fingerprints of the weights to be pushed, and of the adapter that was merged into them, if any.
         name: of the folder in errors.
 
     Raises:
         ValueError: it was measured on other weights, or not with this extension.
     """
     summary, about = Summary(results), results.header.about
-    again = f"Measure this extension: ctxext eval {name} --tasks passkey,perplexity."
+    again = f"Measure this extension: ctxext eval {name} --tasks passkey,perplexity -o RESULTS.jsonl"
     if "weights" not in about:
         raise ValueError(f"{results.path} does not say which weights it was measured on. {again}")
     if about["weights"] not in known:
         raise ValueError(
             f"{results.path} was measured on another model: its weights have fingerprint {about['weights']}, but those "
-            f"to be pushed have {' or '.join(sorted(filter(None, known)))}. {again}"
+            f"to be pushed have {known[0]}{f', and the merged adapter {known[1]}' * bool(known[1])}. {again}"
         )
     wanted = json.loads(json.dumps(method.to_dict()))
     methods = {}  # the method of each measured variant
